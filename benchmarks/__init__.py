@@ -1,1 +1,1 @@
-"""Benchmarks: every peer in the same run, medians over interleaved repeats, ratios."""
+"""Benchmarks of shardcache and its peers: medians over interleaved rounds, and ratios."""

@@ -1,9 +1,9 @@
-"""What cleaning a large cache costs: ``python -m benchmarks.cleaning``.
+"""Measure what cleaning a large cache costs: ``python -m benchmarks.cleaning``.
 
-Caches of 10,000 and 100,000 entries, fetched, of 512 bytes each: what
-cleaning does depends on how many there are, not on how large they are. Then they are
-cleaned: with nothing to remove, as a dry run, and removing a tenth. WebDataset's own clean-up
-removes a tenth of as many plain files beside it.
+The caches hold 10,000 and 100,000 entries of 512 bytes, because the cost depends on the number of
+entries and not on their size. Each cache is cleaned when there is nothing to remove, as a dry run,
+and so that a tenth is removed. For comparison, the clean-up of WebDataset removes a tenth of as
+many plain files.
 """
 
 from __future__ import annotations
@@ -14,29 +14,29 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 
 import fsspec
 
-from benchmarks.results import Row, arguments_of, machine, median, save, say, table
+from benchmarks.results import Row, arguments_of, machine, save, say, table
 from shardcache import Cache
 from shardcache.space.memory import allocation
 
-__all__ = ["main", "report"]
-
 SIZE = 512
-#: Entries were used before any process that is there now: nothing protects them.
+#: Seconds since the entries were used. It is before any process that lives now, so nothing protects
+#: the entries.
 _AGE = 30 * 24 * 3600.0
 
 
-def make_entries(root: Path, count: int) -> None:
-    """Fetch ``count`` entries, each used a second after the one before it."""
+def _make_entries(root: Path, count: int) -> None:
+    """Store entries, each used a second after the one before it."""
     memory = fsspec.filesystem("memory")
-    began = time.time() - _AGE
+    first_use = time.time() - _AGE
     with Cache(root, min_free=0, stats=False) as cache:
         for number in range(count):
             url = f"memory://bench/{number:07d}.bin"
             memory.pipe(url, number.to_bytes(8, "big") * (SIZE // 8))
-            os.utime(cache.fetch(url).path / "meta.json", (began + number,) * 2)
+            os.utime(cache.fetch(url).path / "meta.json", (first_use + number,) * 2)
             memory.rm(url)
 
 
@@ -47,38 +47,41 @@ def _make_files(folder: Path, count: int) -> None:
 
 
 def _clean(share: float, *, dry_run: bool = False) -> Callable[[Path, int], tuple[float, int]]:
-    """Clean until so large a share of the bytes is left; gives seconds and number removed."""
+    """Return a task that cleans a cache until this share of its bytes is left.
+
+    The task returns its seconds and the number of entries removed.
+    """
 
     def task(home: Path, count: int) -> tuple[float, int]:
         with Cache(home / "cache", min_free=0) as cache:
             limit = int(share * count * allocation(home)(SIZE))
-            began = time.perf_counter()
+            start = time.perf_counter()
             report = cache.clean(max_size=limit, dry_run=dry_run)
-            return time.perf_counter() - began, len(report.removed)
+            return time.perf_counter() - start, len(report.removed)
 
     return task
 
 
-def _theirs(home: Path, count: int) -> tuple[float, int]:
+def _clean_webdataset(home: Path, count: int) -> tuple[float, int]:
     from webdataset.cache import LRUCleanup
 
     files, limit = home / "files", int(count * SIZE * 0.9)
-    began = time.perf_counter()
+    start = time.perf_counter()
     LRUCleanup(str(files), cache_size=limit, interval=None).cleanup()
-    seconds = time.perf_counter() - began
+    seconds = time.perf_counter() - start
     return seconds, count - sum(1 for _ in files.iterdir())
 
 
-#: name -> (title, what is done, share of entries that it removes). In this order.
+#: name -> (title, task, share of the entries that it removes), in the order of running.
 TASKS: dict[str, tuple[str, Callable[[Path, int], tuple[float, int]], float]] = {
     "nothing": ("clean, nothing to remove", _clean(1.0), 0.0),
     "dry-run": ("clean --dry-run, a tenth", _clean(0.9, dry_run=True), 0.1),
     "tenth": ("clean, a tenth removed", _clean(0.9), 0.1),
-    "webdataset": ("WebDataset LRUCleanup, a tenth removed", _theirs, 0.1),
+    "webdataset": ("WebDataset LRUCleanup, a tenth removed", _clean_webdataset, 0.1),
 }
 
 
-def _one_size(count: int, repeats: int, parent: Path | None) -> list[Row]:
+def _measure(count: int, repeats: int, parent: Path) -> list[Row]:
     rows: list[Row] = [
         {"task": name, "title": title, "entries": count, "seconds": []}
         for name, (title, *_) in TASKS.items()
@@ -86,12 +89,12 @@ def _one_size(count: int, repeats: int, parent: Path | None) -> list[Row]:
     for _ in range(repeats):
         with tempfile.TemporaryDirectory(prefix="shardcache-bench-", dir=parent) as name:
             home = Path(name)
-            began = time.perf_counter()
-            make_entries(home / "cache", count)
+            start = time.perf_counter()
+            _make_entries(home / "cache", count)
             _make_files(home / "files", count)
-            say(f"{count:,} entries made in {time.perf_counter() - began:.0f} s")
+            say(f"{count:,} entries made in {time.perf_counter() - start:.0f} s")
             for row in rows:
-                os.sync()  # entries are old when they are cleaned: nothing of them is unwritten
+                os.sync()  # a cache to clean is old, so nothing of it waits to be written
                 _, task, share = TASKS[row["task"]]
                 seconds, removed = task(home, count)
                 if abs(removed - int(count * share)) > 1:
@@ -102,7 +105,7 @@ def _one_size(count: int, repeats: int, parent: Path | None) -> list[Row]:
 
 
 def report(facts: Row) -> str:
-    """The table of a result, in Markdown."""
+    """Return the table of a result in Markdown."""
     rows = [
         [row["title"], f"{row['entries']:,}", f"{median(row['seconds']):.2f}"]
         for row in facts["rows"]
@@ -111,15 +114,11 @@ def report(facts: Row) -> str:
 
 
 def main() -> None:
-    """Run it."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--entries", type=int, nargs="+", default=[10_000, 100_000])
-    parser.add_argument("--disk", type=Path, help="where (default: the temporary directory)")
-    arguments = arguments_of(parser)
-    where = arguments.disk or Path(tempfile.gettempdir())
-    facts: Row = {"machine": machine(disk=where), "quick": arguments.quick, "rows": []}
-    for count in [200] if arguments.quick else arguments.entries:
-        facts["rows"] += _one_size(count, arguments.repeats, where)
+    """Run the benchmark."""
+    arguments = arguments_of(argparse.ArgumentParser(description=__doc__))
+    facts: Row = {"machine": machine(disk=arguments.disk), "quick": arguments.quick, "rows": []}
+    for count in [200] if arguments.quick else [10_000, 100_000]:
+        facts["rows"] += _measure(count, arguments.repeats, arguments.disk)
         save(arguments.json, facts)
     print(report(facts))
 

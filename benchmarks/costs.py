@@ -1,13 +1,13 @@
-"""Run one command and write down what it cost: ``python -I -S costs.py RESULT SECONDS LOG -- ...``.
+"""Run one command and record its costs: ``python -I -S costs.py RESULT SECONDS LOG -- COMMAND``.
 
-A process of its own between the benchmark and what is measured, since the kernel hands the
-peak memory of whoever starts a program on to that program: started by the benchmark itself,
-a small client would seem as large as the benchmark. This one has some 10 MiB, the floor of
-what it can measure. It needs nothing but the standard library.
+This is a process between the benchmark and the command, because the kernel counts the peak memory
+of a parent for the program that it starts: a small client that the benchmark itself started would
+seem as large as the benchmark. This process takes some 10 MiB, the least that it can measure. It
+imports only the standard library.
 
-What is measured covers the command and all its descendants that were waited for: wall and
-processor seconds of all, and the peak memory of the largest one. A command that takes longer
-than SECONDS is ended with its whole session.
+The costs are those of the command and all its descendants that were waited for: wall and processor
+seconds of all, and the peak memory of the largest one. A command that runs for more than SECONDS
+is killed with its whole session.
 """
 
 from __future__ import annotations
@@ -22,46 +22,42 @@ import time
 
 
 def main() -> None:
-    """Run the command behind ``--``; its exit code goes into RESULT, not into ours."""
-    result, seconds, log, dashes, *command = sys.argv[1:]
-    if dashes != "--":
-        raise SystemExit("usage: costs.py RESULT SECONDS LOG -- COMMAND...")
-    late = threading.Event()
-    with open(log, "wb") as said:
-        begun = time.perf_counter()
+    """Run the command after ``--``, and write its costs and exit code to RESULT."""
+    result, seconds, log, _, *command = sys.argv[1:]
+    timed_out = threading.Event()
+    with open(log, "wb") as output:
+        start = time.perf_counter()
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
-            stdout=said,
+            stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
 
-        def end() -> None:
-            late.set()
+        def kill(*_: object) -> None:
+            timed_out.set()
             os.killpg(process.pid, signal.SIGKILL)
 
-        def give_up(number: int, frame: object) -> None:
-            end()  # its session is not ours: nobody else would end it
-
+        # The command has a session of its own, so signals to ours do not reach it.
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, give_up)
-        timer = threading.Timer(float(seconds), end)
+            signal.signal(number, kill)
+        timer = threading.Timer(float(seconds), kill)
         timer.start()
         try:
             _, status, usage = os.wait4(process.pid, 0)
         finally:
             timer.cancel()
-        wall = time.perf_counter() - begun
-    found = {
+        wall = time.perf_counter() - start
+    costs = {
         "exit_code": os.waitstatus_to_exitcode(status),
-        "timed_out": late.is_set(),
+        "timed_out": timed_out.is_set(),
         "wall_seconds": wall,
         "cpu_seconds": usage.ru_utime + usage.ru_stime,
         "peak_rss_bytes": usage.ru_maxrss * 1024,
     }
     with open(result, "w", encoding="utf-8") as file:
-        json.dump(found, file)
+        json.dump(costs, file)
 
 
 if __name__ == "__main__":

@@ -1,28 +1,27 @@
-"""The processes of `benchmarks.epochs`: ``python -m benchmarks.epochwork TASK PLAN``.
+"""The tasks of the worker processes of `benchmarks.epochs`.
 
-A task prepares (imports, clients), prints ``ready``, waits for a line on standard input, works,
-and prints what it measured as one line of JSON. So processes that compete for a shard begin
-together, and no figure holds an import.
+A task prepares imports and clients, and then works in steps. The processes of a benchmark begin
+each step together, after all of them have prepared, so no figure includes an import.
 """
 
 from __future__ import annotations
 
-import json
-import sys
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping
+from multiprocessing.connection import Connection
 from typing import Any, BinaryIO
 
 from benchmarks.buckets import BUCKET, MIB
 
-__all__ = ["WAYS"]
-
-#: Seconds between setting up a pipeline and its first sample, in which a program makes its
-#: model: background work is done by then.
+#: Seconds between making a pipeline and its first sample. A real program makes its model in that
+#: time, and background work of the pipeline ends.
 _BEFORE_THE_FIRST = 1.0
 
+#: ``task``, ``way``, ``cache``, ``endpoint``, ``environment``, and the ``keys`` and ``urls`` of the
+#: shards.
 Plan = Mapping[str, Any]
-Found = dict[str, Any]
+Figures = dict[str, Any]
 
 
 def _curl(plan: Plan) -> list[str]:
@@ -40,11 +39,11 @@ def _dataset(urls: list[str], **options: Any) -> Any:
 
 
 def _cache(plan: Plan) -> Any:
-    import botocore.session  # noqa: F401 - what a first miss would import, as s3fs has done
+    import botocore.session  # noqa: F401 - the first miss would import it; s3fs has it already
 
     from shardcache import Cache
 
-    return Cache(plan["cache"], min_free=0)
+    return Cache(plan["cache"])
 
 
 def _s3fs_open(plan: Plan) -> Any:
@@ -56,7 +55,8 @@ def _s3fs_open(plan: Plan) -> Any:
     return _dataset(_s3(plan))
 
 
-#: Ways to read an epoch, in the order of tables; the first is what the others are compared with.
+#: Ways to read an epoch, in the order of tables: name -> title, and a function that makes the
+#: pipeline. The others are compared with the first.
 WAYS: dict[str, tuple[str, Callable[[Plan], Any]]] = {
     "pipe-curl": ("direct streaming, pipe:curl", lambda plan: _dataset(_curl(plan))),
     "s3fs-open": ("direct streaming, s3fs open", _s3fs_open),
@@ -64,48 +64,41 @@ WAYS: dict[str, tuple[str, Callable[[Plan], Any]]] = {
         "WebDataset FileCache + pipe:curl",
         lambda plan: _dataset(_curl(plan), cache_dir=plan["cache"]),
     ),
-    "shardcache": (
-        "shardcache, attach",
-        lambda plan: _cache(plan).attach(_dataset(_s3(plan))),
-    ),
-    "shardcache-tarfile": (
-        "shardcache, attach(fast_tar=False)",
-        lambda plan: _cache(plan).attach(_dataset(_s3(plan)), fast_tar=False),
-    ),
+    "shardcache": ("shardcache, attach", lambda plan: _cache(plan).attach(_dataset(_s3(plan)))),
 }
 
 
-def epochs(plan: Plan) -> Iterator[Found]:
-    """Two epochs of a pipeline: the first is cold if the cache is."""
+def _epochs(plan: Plan) -> Iterator[Figures]:
+    """Read two epochs of a pipeline in one step, with an empty cache at first."""
     dataset = WAYS[plan["way"]][1](plan)
     time.sleep(_BEFORE_THE_FIRST)
     yield {}
-    found: Found = {}
+    figures: Figures = {}
     for name in ("cold", "warm"):
-        samples, first, began = 0, 0.0, time.perf_counter()
+        samples, first, start = 0, 0.0, time.perf_counter()
         for _ in dataset:
             samples += 1
-            first = first or time.perf_counter() - began
-        seconds = time.perf_counter() - began
-        found[name] = {"seconds": seconds, "first": first, "samples": samples}
-    yield found
+            first = first or time.perf_counter() - start
+        seconds = time.perf_counter() - start
+        figures[name] = {"seconds": seconds, "first": first, "samples": samples}
+    yield figures
 
 
-def read(plan: Plan) -> Iterator[Found]:
-    """One whole shard, by the byte, twice: what every worker does that is given the same shard."""
+def _read(plan: Plan) -> Iterator[Figures]:
+    """Read one shard to its end, in each of two steps."""
     opener = _opener(plan)
     time.sleep(_BEFORE_THE_FIRST)
     yield {}
     for _ in range(2):
-        began = time.perf_counter()
+        start = time.perf_counter()
         with opener() as stream:
             while stream.read(MIB):
                 pass
-        yield {"began": began, "ended": time.perf_counter()}
+        yield {"start": start, "end": time.perf_counter()}
 
 
 def _opener(plan: Plan) -> Callable[[], BinaryIO]:
-    """How one shard is opened."""
+    """Return a function that opens the first shard in the way of the plan."""
     if plan["way"] == "shardcache":
         cache, url = _cache(plan), _s3(plan)[0]
         cache.prepare(url)
@@ -113,23 +106,24 @@ def _opener(plan: Plan) -> Callable[[], BinaryIO]:
     if plan["way"] == "wds-filecache":
         from webdataset.cache import FileCache
 
-        theirs = FileCache(plan["cache"])
-        return lambda: open(theirs.get_file(_curl(plan)[0]), "rb")
+        filecache = FileCache(plan["cache"])
+        return lambda: open(filecache.get_file(_curl(plan)[0]), "rb")
     from webdataset import gopen
 
-    streamed: Callable[[], BinaryIO] = lambda: gopen(_curl(plan)[0])  # noqa: E731
-    return streamed
+    return lambda: gopen(_curl(plan)[0])
 
 
-def main() -> None:
-    """Run one task."""
-    with open(sys.argv[2], encoding="utf-8") as plan:
-        task = {"epochs": epochs, "read": read}[sys.argv[1]](json.load(plan))
-    next(task)
-    print("ready", flush=True)
-    while sys.stdin.readline():  # each asks for the next step
-        print(json.dumps(next(task)), flush=True)
+def work(plan: Plan, benchmark: Connection) -> None:
+    """Run the task of a plan: send once when it is prepared, and after each step that is requested.
 
-
-if __name__ == "__main__":
-    main()
+    Ends when the benchmark closes its end of the connection.
+    """
+    os.environ.clear()
+    os.environ.update(plan["environment"])
+    steps = {"epochs": _epochs, "read": _read}[plan["task"]](plan)
+    while True:
+        benchmark.send(next(steps))
+        try:
+            benchmark.recv()
+        except EOFError:
+            return

@@ -1,8 +1,8 @@
-"""What a hit costs: ``python -m benchmarks.hits``.
+"""Measure what a hit costs: ``python -m benchmarks.hits``.
 
-Opens, reads 512 bytes of, and closes shards that are all cached: shardcache, a plain ``open``
-of the same files, and WebDataset's own FileCache. And what its hook adds for each shard: the
-same shards opened as a dataset's stage opens them.
+Each row opens cached shards, reads 512 bytes of each and closes them: with shardcache, with a plain
+``open`` of the same files, and with WebDataset's FileCache. One row opens them as a stage of a
+WebDataset pipeline, which shows what that hook adds.
 """
 
 from __future__ import annotations
@@ -10,40 +10,31 @@ from __future__ import annotations
 import argparse
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, BinaryIO
+from statistics import median
+from typing import BinaryIO
 
 import fsspec
 
-from benchmarks.results import Row, arguments_of, machine, measure, median, save, table
+from benchmarks.results import Row, arguments_of, machine, save, say, table
 from shardcache import Cache
-
-__all__ = ["main", "report"]
 
 _REFERENCE = "plain open"
 
 
-def timed(opener: Callable[[str], BinaryIO], urls: list[str]) -> float:
-    """Microseconds per open, read and close."""
-    began = time.perf_counter()
-    for url in urls:
-        with opener(url) as stream:
+def _timed(streams: Iterable[BinaryIO]) -> float:
+    """Return the microseconds that it takes to open, read and close a shard."""
+    count, start = 0, time.perf_counter()
+    for stream in streams:
+        with stream:
             stream.read(512)
-    return (time.perf_counter() - began) / len(urls) * 1e6
-
-
-def staged(stage: Callable[[list[dict[str, str]]], Any], urls: list[str]) -> float:
-    """As `timed`, through a stage of a pipeline."""
-    began = time.perf_counter()
-    for sample in stage([{"url": url} for url in urls]):
-        with sample["stream"] as stream:
-            stream.read(512)
-    return (time.perf_counter() - began) / len(urls) * 1e6
+        count += 1
+    return (time.perf_counter() - start) / count * 1e6
 
 
 def report(facts: Row) -> str:
-    """The table of a result, in Markdown."""
+    """Return the table of a result in Markdown."""
     figures: dict[str, list[float]] = facts["microseconds"]
     rows = []
     for name, values in figures.items():
@@ -54,48 +45,50 @@ def report(facts: Row) -> str:
 
 
 def main() -> None:
-    """Run it."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--shards", type=int, help="default 1000, with --quick 20")
-    parser.add_argument("--disk", type=Path, help="where (default: the temporary directory)")
-    arguments = arguments_of(parser, repeats=9)
-    shards = arguments.shards or (20 if arguments.quick else 1000)
+    """Run the benchmark."""
+    arguments = arguments_of(argparse.ArgumentParser(description=__doc__), repeats=9)
+    shards = 20 if arguments.quick else 1000
 
     from webdataset.cache import FileCache
 
-    with tempfile.TemporaryDirectory(dir=arguments.disk) as home:
+    with tempfile.TemporaryDirectory(dir=arguments.disk) as directory:
+        home = Path(directory)
         memory = fsspec.filesystem("memory")
-        cache = Cache(Path(home, "cache"), min_free=0)
-        uncounted = Cache(Path(home, "cache"), min_free=0, stats=False)
+        cache = Cache(home / "cache", min_free=0)
+        uncounted = Cache(home / "cache", min_free=0, stats=False)
         urls = [f"memory://bench/{n:06d}.tar" for n in range(shards)]
         block = bytes(10240)
-        for url in urls:
-            memory.pipe(url, block)
-            cache.fetch(url)
-        plain = {}
-        files = Path(home, "files")
+        plain, web = {}, {}
+        files = home / "files"
         files.mkdir()
         for number, url in enumerate(urls):
-            path = files / f"{number:06d}.tar"
-            path.write_bytes(block)
-            plain[url] = str(cache.path(url))
-        theirs = FileCache(str(files), validator=None)
-        figures = measure(
-            {
-                _REFERENCE: lambda: timed(lambda url: open(plain[url], "rb"), urls),
-                "shardcache": lambda: timed(cache.open, urls),
-                "shardcache, without statistics": lambda: timed(uncounted.open, urls),
-                "shardcache, as a stage of WebDataset": lambda: staged(cache.url_opener, urls),
-                "WebDataset FileCache": lambda: timed(
-                    lambda url: open(theirs.get_file(f"http://host/{url[15:]}"), "rb"), urls
-                ),
-            },
-            arguments.repeats,
-        )
+            memory.pipe(url, block)
+            plain[url] = str(cache.fetch(url).data)
+            web[url] = f"http://host/{number:06d}.tar"
+            (files / f"{number:06d}.tar").write_bytes(block)
+        filecache = FileCache(str(files), validator=None)
+        contestants: dict[str, Callable[[], Iterable[BinaryIO]]] = {
+            _REFERENCE: lambda: (open(plain[url], "rb") for url in urls),
+            "shardcache": lambda: map(cache.open, urls),
+            "shardcache, without statistics": lambda: map(uncounted.open, urls),
+            "shardcache, as a stage of WebDataset": lambda: (
+                sample["stream"] for sample in cache.url_opener([{"url": url} for url in urls])
+            ),
+            "WebDataset FileCache": lambda: (
+                open(filecache.get_file(web[url]), "rb") for url in urls
+            ),
+        }
+        figures: dict[str, list[float]] = {name: [] for name in contestants}
+        for round_number in range(arguments.repeats + 1):  # the first round only warms up
+            for name, streams in contestants.items():  # in turn: a slow moment hits them alike
+                figure = _timed(streams())
+                say(f"  {name}: {figure:.4g}")
+                if round_number:
+                    figures[name].append(figure)
         cache.close()
         uncounted.close()
         facts: Row = {
-            "machine": machine(disk=Path(home)),
+            "machine": machine(disk=home),
             "quick": arguments.quick,
             "shards": shards,
             "microseconds": figures,

@@ -1,13 +1,14 @@
-"""Peers that are Python libraries: ``python -m benchmarks.libraries NAME PLAN RESULT``.
+"""The Python libraries among the peers: ``python -m benchmarks.libraries NAME PLAN RESULT``.
 
-A fresh process for each run. An adapter imports its library and makes its client when it is
-called, and returns a function that brings objects to a directory; the process then
+Each run is a fresh process. An adapter imports its library, makes a client, and returns a function
+that downloads objects. The process then
 
-1. imports and sets up, and fetches one small object, which opens what is opened lazily;
-2. fetches the objects of the plan: only this is timed.
+1. downloads one small object, so that the library makes its connections, and
+2. downloads the objects of the plan. Only this step counts as the transfer.
 
-The rest is reported as start-up and first object. Adapters do what a user of the library
-would who wants many objects fast: its defaults, and a pool of threads where it has none.
+The import and the first object are reported separately. An adapter does what a user of the library
+would do who wants many objects fast: it keeps the defaults, and adds a pool of threads if the
+library has none. Every library finds the credentials through the ordinary chain of its SDK.
 """
 
 from __future__ import annotations
@@ -24,31 +25,33 @@ from typing import Any
 
 from benchmarks.buckets import BUCKET, MIB
 
-__all__ = ["ADAPTERS", "Fetch", "Plan"]
+__all__ = ["ADAPTERS", "Download", "Plan"]
 
-#: What the process is told: destination, endpoint, key to URL, authority, warm-up key.
+#: ``destination``, ``endpoint`` and ``authority`` of the run, the ``keys`` of its objects, and the
+#: key of a small object (``warm``).
 Plan = Mapping[str, Any]
-#: Brings objects to the destination, returns where each is.
-Fetch = Callable[[list[str]], dict[str, str]]
-#: Objects at a time, for libraries that leave it to the caller.
+#: Downloads objects, and returns the file of each key.
+Download = Callable[[list[str]], dict[str, str]]
+#: Objects downloaded at the same time, by libraries that leave this to their caller.
 _THREADS = 8
 _PART = 16 * MIB
 
 
-def _each(plan: Plan, one: Callable[[str, str], object], threads: int = _THREADS) -> Fetch:
-    """Fetch every object by itself, some at a time."""
+def _each(plan: Plan, one: Callable[[str, str], object]) -> Download:
+    """Return a function that calls ``one(key, path)`` for each object in a pool of threads."""
 
-    def fetch(keys: list[str]) -> dict[str, str]:
+    def download(keys: list[str]) -> dict[str, str]:
         files = _files(plan, keys)
-        with ThreadPoolExecutor(threads) as pool:
+        with ThreadPoolExecutor(_THREADS) as pool:
             for _ in pool.map(one, keys, files.values()):
                 pass
         return files
 
-    return fetch
+    return download
 
 
 def _files(plan: Plan, keys: list[str]) -> dict[str, str]:
+    """Return the file of each key, and make their directories."""
     home = Path(plan["destination"])
     files = {key: home / key for key in keys}
     for folder in {path.parent for path in files.values()}:
@@ -56,38 +59,38 @@ def _files(plan: Plan, keys: list[str]) -> dict[str, str]:
     return {key: str(path) for key, path in files.items()}
 
 
-def _shardcache(plan: Plan) -> Fetch:
+def _shardcache(plan: Plan) -> Download:
     from shardcache import Cache
 
-    cache = Cache(plan["destination"], min_free=0)
+    cache = Cache(plan["destination"])
 
-    def fetch(keys: list[str]) -> dict[str, str]:
+    def download(keys: list[str]) -> dict[str, str]:
         urls = {key: f"s3://{BUCKET}/{key}" for key in keys}
         report = cache.prewarm(list(urls.values()))
         if report.fetched + report.cached != len(urls):
             raise RuntimeError(f"prewarm: {[r for r in report.results if r.error][:3]}")
         return {key: str(cache.path(url)) for key, url in urls.items()}
 
-    return fetch
+    return download
 
 
-def _shardcache_fetch(plan: Plan) -> Fetch:
+def _shardcache_fetch(plan: Plan) -> Download:
     from shardcache import Cache
 
-    cache = Cache(plan["destination"], min_free=0)
+    cache = Cache(plan["destination"])
     return lambda keys: {key: str(cache.fetch(f"s3://{BUCKET}/{key}").data) for key in keys}
 
 
-def _obstore(plan: Plan) -> Fetch:
+def _obstore(plan: Plan) -> Download:
     import obstore
+    from obstore.auth.boto3 import Boto3CredentialProvider
     from obstore.store import S3Store
 
     store = S3Store(
         BUCKET,
         endpoint=plan["endpoint"],
         region="us-east-1",
-        access_key_id=os.environ["AWS_ACCESS_KEY_ID"],
-        secret_access_key=os.environ["AWS_SECRET_ACCESS_KEY"],
+        credential_provider=Boto3CredentialProvider(),
         virtual_hosted_style_request=False,
         client_options={"allow_http": True},
     )
@@ -99,13 +102,13 @@ def _obstore(plan: Plan) -> Fetch:
     def one(key: str, path: str) -> None:
         fd = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
         try:
-            found = obstore.get(store, key, options={"range": (0, _PART)})
-            size = found.meta["size"]
+            first = obstore.get(store, key, options={"range": (0, _PART)})
+            size = first.meta["size"]
             rest = [
                 pool.submit(part, key, start, min(size, start + _PART), fd)
                 for start in range(_PART, size, _PART)
             ]
-            os.pwrite(fd, found.bytes(), 0)
+            os.pwrite(fd, first.bytes(), 0)
             for each in rest:
                 each.result()
         finally:
@@ -114,18 +117,18 @@ def _obstore(plan: Plan) -> Fetch:
     return _each(plan, one)
 
 
-def _boto3(plan: Plan) -> Fetch:
+def _boto3(plan: Plan) -> Download:
     import boto3
     from botocore.config import Config
 
-    # A pool for all transfers at a time, each with the ten threads of its default.
+    # Each download uses up to ten threads by default, and all of them share this pool.
     client = boto3.client("s3", config=Config(max_pool_connections=10 * _THREADS))
     return _each(plan, lambda key, path: client.download_file(BUCKET, key, path))
 
 
-def _boto3_crt(plan: Plan) -> Fetch:
-    # The transfer manager that boto3 takes with ``preferred_transfer_client="crt"``. Made
-    # here, since boto3 gives no way to tell it that an endpoint has no TLS, and then hangs.
+def _boto3_crt(plan: Plan) -> Download:
+    # This is the transfer manager that boto3 uses with ``preferred_transfer_client="crt"``. boto3
+    # cannot tell it that an endpoint has no TLS, and then hangs.
     import botocore.session
     from s3transfer import crt
 
@@ -140,26 +143,22 @@ def _boto3_crt(plan: Plan) -> Fetch:
     place = {"region_name": "us-east-1", "endpoint_url": plan["endpoint"]}
     manager = crt.CRTTransferManager(client, crt.BotocoreCRTRequestSerializer(session, place))
 
-    def fetch(keys: list[str]) -> dict[str, str]:
+    def download(keys: list[str]) -> dict[str, str]:
         files = _files(plan, keys)
         for each in [manager.download(BUCKET, key, path) for key, path in files.items()]:
             each.result()
-        # The result may be there before the file has its name.
+        # A result may be ready before its file has been renamed.
         while not all(map(os.path.exists, files.values())):
             time.sleep(0.0005)
         return files
 
-    return fetch
+    return download
 
 
-def _awscrt(plan: Plan) -> Fetch:
+def _awscrt(plan: Plan) -> Download:
     from awscrt import auth, http, io, s3
 
-    group = io.EventLoopGroup()
-    bootstrap = io.ClientBootstrap(group, io.DefaultHostResolver(group))
-    provider = auth.AwsCredentialsProvider.new_static(
-        os.environ["AWS_ACCESS_KEY_ID"], os.environ["AWS_SECRET_ACCESS_KEY"]
-    )
+    bootstrap = io.ClientBootstrap(group := io.EventLoopGroup(), io.DefaultHostResolver(group))
     secure = plan["endpoint"].startswith("https:")
     trust = None
     if secure:
@@ -170,14 +169,15 @@ def _awscrt(plan: Plan) -> Fetch:
         bootstrap=bootstrap,
         region="us-east-1",
         signing_config=s3.create_default_s3_signing_config(
-            region="us-east-1", credential_provider=provider
+            region="us-east-1",
+            credential_provider=auth.AwsCredentialsProvider.new_default_chain(bootstrap),
         ),
         tls_mode=s3.S3RequestTlsMode.ENABLED if secure else s3.S3RequestTlsMode.DISABLED,
         tls_connection_options=trust,
     )
     host = plan["endpoint"].partition("://")[2]
 
-    def fetch(keys: list[str]) -> dict[str, str]:
+    def download(keys: list[str]) -> dict[str, str]:
         files = _files(plan, keys)
         requests = [
             client.make_request(
@@ -193,42 +193,35 @@ def _awscrt(plan: Plan) -> Fetch:
             request.finished_future.result()
         return files
 
-    return fetch
+    return download
 
 
-def _s3fs(plan: Plan) -> Fetch:
+def _s3fs(plan: Plan) -> Download:
     import s3fs
 
     filesystem = s3fs.S3FileSystem(endpoint_url=plan["endpoint"])
 
-    def fetch(keys: list[str]) -> dict[str, str]:
+    def download(keys: list[str]) -> dict[str, str]:
         files = _files(plan, keys)
         filesystem.get([f"{BUCKET}/{key}" for key in keys], list(files.values()))
         return files
 
-    return fetch
+    return download
 
 
-def _msc(**options: Any) -> Callable[[Plan], Fetch]:
-    def adapter(plan: Plan) -> Fetch:
+def _msc(**options: Any) -> Callable[[Plan], Download]:
+    def adapter(plan: Plan) -> Download:
         from multistorageclient import StorageClient, StorageClientConfig
 
         place = {"base_path": BUCKET, "endpoint_url": plan["endpoint"], "region_name": "us-east-1"}
-        keys = {
-            "access_key": os.environ["AWS_ACCESS_KEY_ID"],
-            "secret_key": os.environ["AWS_SECRET_ACCESS_KEY"],
-        }
-        profile = {
-            "storage_provider": {"type": "s3", "options": {**place, **options}},
-            "credentials_provider": {"type": "S3Credentials", "options": keys},
-        }
+        profile = {"storage_provider": {"type": "s3", "options": {**place, **options}}}
         config = StorageClientConfig.from_dict({"profiles": {"bench": profile}}, profile="bench")
         return _each(plan, StorageClient(config).download_file)
 
     return adapter
 
 
-ADAPTERS: dict[str, Callable[[Plan], Fetch]] = {
+ADAPTERS: dict[str, Callable[[Plan], Download]] = {
     "shardcache": _shardcache,
     "shardcache-fetch": _shardcache_fetch,
     "obstore": _obstore,
@@ -241,34 +234,31 @@ ADAPTERS: dict[str, Callable[[Plan], Fetch]] = {
 }
 
 
-def _cpu() -> float:
-    own = resource.getrusage(resource.RUSAGE_SELF)
-    children = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return own.ru_utime + own.ru_stime + children.ru_utime + children.ru_stime
+def _cpu_seconds() -> float:
+    usages = map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
 
 def main() -> None:
-    """Run one peer once."""
+    """Run one library once."""
     name, plan_file, result = sys.argv[1:]
     plan = json.loads(Path(plan_file).read_text("utf-8"))
-    begun = time.perf_counter()
-    fetch = ADAPTERS[name](plan)
+    start = time.perf_counter()
+    download = ADAPTERS[name](plan)
     ready = time.perf_counter()
-    fetch([plan["warm"]])
-    warm, before = time.perf_counter(), _cpu()
-    files = fetch(plan["keys"])
-    seconds, cpu = time.perf_counter() - warm, _cpu() - before
-    found = {
-        "seconds": seconds,
-        "cpu_seconds": cpu,
-        "import_seconds": ready - begun,
+    download([plan["warm"]])
+    warm, cpu = time.perf_counter(), _cpu_seconds()
+    files = download(plan["keys"])
+    figures = {
+        "seconds": time.perf_counter() - warm,
+        "cpu_seconds": _cpu_seconds() - cpu,
+        "import_seconds": ready - start,
         "first_object_seconds": warm - ready,
         "files": files,
     }
-    Path(result).write_text(json.dumps(found), "utf-8")
+    Path(result).write_text(json.dumps(figures), "utf-8")
     sys.stdout.flush()
-    # Threads of native libraries need not end in order for the figures to be right.
-    os._exit(0)
+    os._exit(0)  # some native libraries hang or crash while they end their threads
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
-"""What a cache serves that is smaller than the data: ``python -m benchmarks.policies``.
+"""Measure how much a cache that is smaller than the data serves: ``python -m benchmarks.policies``.
 
-Jobs read small shards of one size through real caches, in order, shuffled in each epoch, drawn with
-replacement, and two jobs side by side. A read counts as served if its shard was there. The first
-epoch finds nothing and is not counted. The optimum knows what will be read.
+Jobs read small shards of one size through real caches: in order, shuffled in each epoch, drawn with
+replacement, and as two jobs at the same time. A read counts as served if its shard was in the
+cache. The first epoch, which finds an empty cache, does not count. The optimum knows all future
+reads.
 """
 
 from __future__ import annotations
@@ -10,26 +11,23 @@ from __future__ import annotations
 import argparse
 import random
 import tempfile
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import fsspec
 
-from benchmarks.results import Row, arguments_of, save, say, table
+from benchmarks.results import ROOT, Row, arguments_of, save, say, table
 from shardcache import Cache
 from shardcache.space.memory import allocation
 
-__all__ = ["main", "report"]
-
 POLICIES = ("working-set", "lru", "fifo")
 _SIZE = 10240
-#: Job and shard, epoch by epoch.
+#: Reads by epoch; a read is the name of a job and the number of a shard.
 Epochs = list[list[tuple[str, int]]]
 
 
 def traces(shards: int, epochs: int) -> dict[str, Epochs]:
-    """What is read, in which order."""
+    """Return the reads of each kind of training, by its title."""
     draw, half = random.Random(1), shards // 2
 
     def shuffled(first: int, count: int) -> list[int]:
@@ -52,7 +50,14 @@ def traces(shards: int, epochs: int) -> dict[str, Epochs]:
 
 
 def served(policy: str, epochs: Epochs, capacity: int, home: Path) -> float:
-    """The part of the reads behind the first epoch that a real cache serves."""
+    """Return the part of the reads, after the first epoch, that a real cache serves.
+
+    Args:
+        policy: the policy of the cache.
+        epochs: the reads.
+        capacity: how many shards the cache may hold.
+        home: directory for the cache.
+    """
     memory = fsspec.filesystem("memory")
     hits = reads = 0
     with tempfile.TemporaryDirectory(dir=home) as directory:
@@ -76,25 +81,25 @@ def served(policy: str, epochs: Epochs, capacity: int, home: Path) -> float:
 
 
 def optimum(epochs: Epochs, capacity: int) -> float:
-    """What nothing can do better than: drop what is read latest, a newcomer perhaps."""
+    """Return what the best possible policy serves: it drops the shard whose next read is last."""
     reads = [shard for epoch in epochs for _, shard in epoch]
-    following = [0] * len(reads)
+    next_read = [0] * len(reads)
     last: dict[int, int] = {}
     for at in range(len(reads) - 1, -1, -1):
-        following[at] = last.get(reads[at], len(reads))
+        next_read[at] = last.get(reads[at], len(reads))
         last[reads[at]] = at
     kept: dict[int, int] = {}
-    hits: Counter[bool] = Counter()
+    hits, first = 0, len(epochs[0])
     for at, shard in enumerate(reads):
-        hits[shard in kept] += at >= len(epochs[0])
-        kept[shard] = following[at]
+        hits += shard in kept and at >= first
+        kept[shard] = next_read[at]
         if len(kept) > capacity:
             del kept[max(kept, key=kept.__getitem__)]
-    return hits[True] / (hits[True] + hits[False])
+    return hits / (len(reads) - first)
 
 
 def report(facts: Row) -> str:
-    """The tables of a result, in Markdown."""
+    """Return the tables of a result in Markdown."""
     parts = []
     for trace, rows in facts["served"].items():
         heads = ["cache, part of the data", *(f"{size}%" for size in facts["sizes"])]
@@ -108,34 +113,32 @@ _ABOUT = """\
 
 # Policies
 
-Which part of the reads, after the first epoch, comes from a cache that is smaller than the data:
-real caches of {shards} shards, {epochs} epochs. The optimum knows all future reads.
+Each table shows which part of the reads comes from a cache that is smaller than the data. They were
+measured with real caches, {shards} shards and {epochs} epochs; the first epoch does not count.
+The optimum is a policy that knows all future reads.
 
 """
 
 
 def main() -> None:
-    """Run it."""
+    """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--shards", type=int, default=40)
-    parser.add_argument("--epochs", type=int, default=6)
-    parser.add_argument("--disk", type=Path, help="where (default: the temporary directory)")
     parser.add_argument("--write", action="store_true", help="write docs/policies.md")
-    given = arguments_of(parser)
-    shards, epochs = (10, 2) if given.quick else (given.shards, given.epochs)
-    sizes = (50,) if given.quick else (10, 30, 50, 70, 90)
-    found: dict[str, dict[str, list[float]]] = {}
-    with tempfile.TemporaryDirectory(dir=given.disk) as home:
+    arguments = arguments_of(parser)
+    shards, epochs = (10, 2) if arguments.quick else (40, 6)
+    sizes = (50,) if arguments.quick else (10, 30, 50, 70, 90)
+    rows: dict[str, dict[str, list[float]]] = {}
+    with tempfile.TemporaryDirectory(dir=arguments.disk) as home:
         for name, trace in traces(shards, epochs).items():
             say(name)
             room = [shards * size // 100 for size in sizes]
-            found[name] = {p: [served(p, trace, n, Path(home)) for n in room] for p in POLICIES}
-            found[name]["optimum"] = [optimum(trace, count) for count in room]
-    facts: Row = {"sizes": sizes, "served": found}
-    save(given.json, facts)
+            rows[name] = {p: [served(p, trace, n, Path(home)) for n in room] for p in POLICIES}
+            rows[name]["optimum"] = [optimum(trace, count) for count in room]
+    facts: Row = {"sizes": sizes, "served": rows}
+    save(arguments.json, facts)
     print(report(facts))
-    if given.write:
-        page = Path(__file__).resolve().parents[1] / "docs" / "policies.md"
+    if arguments.write:
+        page = ROOT / "docs" / "policies.md"
         page.write_text(_ABOUT.format(shards=shards, epochs=epochs) + report(facts), "utf-8")
 
 

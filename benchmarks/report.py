@@ -1,56 +1,50 @@
-"""Every benchmark, one page: ``python -m benchmarks.report``, or ``make bench``.
+"""Run all benchmarks and write ``docs/benchmarks.md``: `make bench`.
 
-Runs hits, cleaning, epochs and transfers one after another, each in a process of its own, keeps
-their figures in ``--results`` and writes ``docs/benchmarks.md`` from all that exist. It takes
-hours: ``--missing`` goes on where a run ended, ``--only`` takes names of pages, ``--render`` writes
-the page alone. No figure in it was typed.
+``python -m benchmarks.report`` runs each benchmark in a process of its own, which leaves figures in
+``--results``, and makes the page from all figures that are there. All of it takes hours:
+``--missing`` runs what has no figures yet, ``--only`` takes names of benchmarks, and ``--render``
+writes the page without measuring.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import subprocess
 import sys
 from pathlib import Path
 
 from benchmarks import cleaning, epochs, hits, transfers
-from benchmarks.results import Row, arguments_of, load, picked, say, table
-from benchmarks.servers.links import ROOT
+from benchmarks.results import ROOT, Row, arguments_of, picked, say, table
 
-__all__ = ["PAGES", "main", "render"]
-
-#: name -> (module, heading, what is measured, how its tables are made). In the page's order,
-#: which is not the order of running: what takes longest is run last.
+#: name of the module -> heading, text, and the function that makes the tables, in the order of the
+#: page.
 PAGES = {
     "transfers": (
-        "benchmarks.transfers",
         "Objects to files",
-        "Each client fetches the same objects, in a fresh process, in rotated order. A library is "
-        "timed inside its process, behind its imports and one small object (both are shown); from "
-        "a command's time nothing is subtracted. Processor time is the client's, its children "
-        "included; memory is the peak of its largest process. `x shardcache` is the speed in "
-        "relation to the first row.",
+        "Each client downloads the same objects in a fresh process, in rotated order. A library is "
+        "timed inside its process, after its imports and one small object (both are shown). The "
+        "time of a command is that of the whole command. Processor time is that of the client and "
+        "its children; memory is the peak of its largest process. `x shardcache` is the speed "
+        "relative to the first row.",
         transfers.report,
     ),
     "epochs": (
-        "benchmarks.epochs",
         "Epochs",
         "One process reads every sample through WebDataset and does nothing with it. `x streaming` "
-        "is the time in relation to the cold epoch streamed by curl. A fetch is counted by whoever "
-        "was sent an object's first byte, in the server's log.",
+        "is the time relative to the cold epoch streamed by curl. The log of the server shows the "
+        "downloads.",
         epochs.report,
     ),
     "hits": (
-        "benchmarks.hits",
         "A hit",
         "Open a cached shard, read 512 bytes, close it.",
         hits.report,
     ),
     "cleaning": (
-        "benchmarks.cleaning",
         "Cleaning",
-        "Entries of 512 bytes: what cleaning costs depends on their number. The entries are on the "
-        "disk, and their names are still in memory.",
+        "Entries of 512 bytes on a disk, because the cost depends on their number. The kernel has "
+        "their names in memory.",
         cleaning.report,
     ),
 }
@@ -59,13 +53,13 @@ _ABOUT = """\
 
 # Benchmarks
 
-`make bench` measured all of this and wrote this page. Client and server share the machine, so
-absolute figures say little about a network; the relations between the clients do.
+`make bench` measured everything on this page, and wrote it. Client and server share the machine, so
+the figures say little about a network, but they show how the clients compare.
 """
 
 
 def _machine(results: dict[str, Row]) -> str:
-    """The machine that the figures are of, and the versions of all that was measured."""
+    """Return a table of the machine and of the versions that were measured."""
     first = next(iter(results.values()))["machine"]
     rows = [
         ["date", ", ".join(sorted({facts["machine"]["date"] for facts in results.values()}))],
@@ -86,50 +80,49 @@ def _machine(results: dict[str, Row]) -> str:
 
 
 def render(results: dict[str, Row], folder: Path) -> Path:
-    """Write the page; returns it.
+    """Write the page to a folder, and return its path.
 
     Args:
-        results: by name of `PAGES`, as far as they were run.
-        folder: where to.
+        results: the results that exist, by name of `PAGES`.
+        folder: the folder.
     """
     parts = [_ABOUT]
     if any(facts.get("quick") for facts in results.values()):
         parts.append("**A quick run: small objects, one round. These figures mean nothing.**\n")
     parts.append(f"## The machine\n\n{_machine(results)}\n")
-    for name, (module, heading, about, tables) in PAGES.items():
-        if name not in results:
-            parts.append(f"## {heading}\n\nNot run. `python -m {module}` runs it.\n")
-            continue
-        parts.append(
-            f"## {heading}\n\n`python -m {module}`\n\n{about}\n\n{tables(results[name])}\n"
-        )
+    for name, (heading, about, tables) in PAGES.items():
+        command = f"`python -m benchmarks.{name}`"
+        if name in results:
+            text = f"{command}\n\n{about}\n\n{tables(results[name])}"
+        else:
+            text = f"Not run. {command} runs it."
+        parts.append(f"## {heading}\n\n{text}\n")
     page = folder / "benchmarks.md"
     page.write_text("\n".join(parts), "utf-8")
     return page
 
 
 def main() -> int:
-    """Run it."""
+    """Run the benchmarks."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--render", action="store_true", help="measure nothing, write the page")
-    parser.add_argument("--missing", action="store_true", help="what has no figures yet")
+    parser.add_argument("--render", action="store_true", help="only write the page")
+    parser.add_argument("--missing", action="store_true", help="only run what has no figures yet")
     parser.add_argument("--results", type=Path, default=ROOT / ".benchmarks", help="figures")
-    parser.add_argument("--docs", type=Path, default=ROOT / "docs", help="page")
+    parser.add_argument("--docs", type=Path, default=ROOT / "docs", help="folder of the page")
     arguments = arguments_of(parser)
     (pages,) = picked(arguments.only, PAGES)
     files = {page: arguments.results / f"{page}.json" for page in PAGES}
     failed = []
-    # What takes longest last.
-    for page in reversed([] if arguments.render else pages):
+    for page in [] if arguments.render else reversed(pages):  # the longest one comes last
         if arguments.missing and files[page].exists():
             continue
         say(f"== {page}")
-        # Under another name until it is whole: a run may be ended at any time.
+        # The file gets its name at the end, because a run may be ended at any time.
         part = files[page].with_suffix(".part").absolute()
-        command = [sys.executable, "-m", PAGES[page][0], "--json", str(part)]
+        command = [sys.executable, "-m", f"benchmarks.{page}", "--json", str(part)]
+        command += ["--repeats", str(arguments.repeats), "--disk", str(arguments.disk)]
         command += ["--quick"] if arguments.quick else []
-        command += ["--repeats", str(arguments.repeats)]
-        # Ends by SIGTERM if this process does: `run` would kill it.
+        # Not `run`, which would kill the benchmark: SIGTERM lets it end its servers.
         with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL) as process:
             try:
                 process.wait()
@@ -139,7 +132,7 @@ def main() -> int:
             failed.append(page)
         else:
             part.replace(files[page])
-    results = {page: load(file) for page, file in files.items() if file.exists()}
+    results = {p: json.loads(f.read_text("utf-8")) for p, f in files.items() if f.exists()}
     if not results:
         raise SystemExit(f"no figures in {arguments.results}")
     say(f"written: {render(results, arguments.docs)}")

@@ -1,7 +1,7 @@
-"""Results of a benchmark: a file of rows, the machine they were taken on, tables of them.
+"""Options, results and tables that all benchmarks share.
 
-A row is a dictionary; what identifies it depends on the benchmark. Files are written whole
-(`save`), so an interrupted run leaves the rows it had.
+A result is a JSON object with a list of rows, and the machine that it was measured on. It is
+written after each part of a benchmark, so an interrupted run keeps the rows it had.
 """
 
 from __future__ import annotations
@@ -14,34 +14,48 @@ import platform
 import shutil
 import signal
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from shardcache.locks.mounts import mount_of
 
-__all__ = ["Row", "arguments_of", "load", "machine", "measure", "median", "picked", "save"]
-__all__ += ["say", "table", "touched_pages"]
+__all__ = [
+    "ROOT",
+    "Row",
+    "arguments_of",
+    "machine",
+    "picked",
+    "save",
+    "say",
+    "table",
+    "touched_pages",
+]
 
+ROOT = Path(__file__).resolve().parents[1]
 Row = dict[str, Any]
 _BLOCK = 1 << 20
 
 
 def arguments_of(parser: argparse.ArgumentParser, *, repeats: int = 3) -> argparse.Namespace:
-    """Add the options of every benchmark, and parse them; SIGTERM then ends it in order.
+    """Parse the command line with the options of every benchmark.
+
+    Also makes SIGTERM raise SystemExit, so that a benchmark removes its files and ends its servers.
 
     Args:
-        parser: with the benchmark's own options.
-        repeats: rounds, unless the user says otherwise.
+        parser: has the benchmark's own options.
+        repeats: default number of rounds.
     """
-    # Removes files and ends servers, as an interrupt does.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    parser.add_argument("--only", default="", help="names, with commas between them")
+    parser.add_argument("--only", default="", help="names, separated by commas")
     parser.add_argument("--repeats", type=int, help=f"rounds (default {repeats}, --quick 1)")
-    parser.add_argument("--quick", action="store_true", help="little of it, to see that it runs")
+    parser.add_argument("--quick", action="store_true", help="measure little, to see that it runs")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures")
+    parser.add_argument(
+        "--disk", type=Path, default=Path(tempfile.gettempdir()), help="directory on a disk"
+    )
     arguments = parser.parse_args()
     arguments.repeats = arguments.repeats or (1 if arguments.quick else repeats)
     arguments.only = [name for name in arguments.only.split(",") if name]
@@ -49,10 +63,10 @@ def arguments_of(parser: argparse.ArgumentParser, *, repeats: int = 3) -> argpar
 
 
 def picked(only: Sequence[str], *kinds: Iterable[str]) -> list[list[str]]:
-    """The names of each kind that ``only`` has, or all of a kind that it has none of.
+    """Return the names of each kind that are in ``only``, or the whole kind if none of them is.
 
     Raises:
-        SystemExit: a name of no kind.
+        SystemExit: a name belongs to no kind.
     """
     unknown = sorted(set(only) - {name for kind in kinds for name in kind})
     if unknown:
@@ -62,10 +76,10 @@ def picked(only: Sequence[str], *kinds: Iterable[str]) -> list[list[str]]:
 
 
 def machine(**directories: Path) -> Row:
-    """What a figure means nothing without.
+    """Describe this machine.
 
     Args:
-        directories: where bytes are written; their filesystems are named.
+        directories: name -> a directory that the benchmark writes to; its filesystem is named.
     """
     cpu = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
     names = [line.partition(":")[2].strip() for line in cpu if line.startswith("model name")]
@@ -81,8 +95,7 @@ def machine(**directories: Path) -> Row:
         "processor": names[0] if names else platform.machine(),
         "memory_gib": round(pages / 2**30, 1),
         "kernel": f"{platform.system()} {platform.release()}",
-        # BBR paces a sender, which halves the speed of loopback.
-        "congestion_control": control,
+        "congestion_control": control,  # BBR paces a sender, which halves the speed of loopback
         "python": platform.python_version(),
         "filesystems": filesystems,
         "date": datetime.now(UTC).date().isoformat(),
@@ -91,23 +104,17 @@ def machine(**directories: Path) -> Row:
 
 
 def save(path: Path | None, facts: Row) -> None:
-    """Write a result; without a path, nothing."""
+    """Write a result to a file, if there is a path."""
     if path is None:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_suffix(".partial")
-    beside.write_text(json.dumps(facts, indent=1) + "\n", "utf-8")
-    beside.replace(path)
-
-
-def load(path: Path) -> Row:
-    """What `save` wrote."""
-    found: Row = json.loads(path.read_text("utf-8"))
-    return found
+    temporary = path.with_suffix(".partial")
+    temporary.write_text(json.dumps(facts, indent=1) + "\n", "utf-8")
+    temporary.replace(path)
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table."""
+    """Return a table in Markdown."""
 
     def line(cells: Sequence[str]) -> str:
         return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
@@ -116,44 +123,25 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def say(text: str) -> None:
-    """Progress, apart from the results."""
+    """Print progress to stderr; the results go to stdout."""
     print(text, file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager
 def touched_pages(directory: Path, count: int) -> Iterator[None]:
-    """Write ``count`` bytes and remove them when the body ends: the memory behind them is there.
+    """Write ``count`` bytes, and remove them at the end of the block, to have memory ready.
 
-    The first touch of memory by a virtual machine costs several times what copying does, and
-    its host takes back what was free for two seconds (free page reporting): what is to be
-    measured must follow at once.
+    The first touch of memory by a virtual machine costs several times as much as a copy does. Its
+    host takes back memory that was free for two seconds (free page reporting), so the measurement
+    must follow at once.
     """
     path = directory / "touched"
     with path.open("wb") as file:
         for _ in range(-(-count // _BLOCK)):
             file.write(bytes(_BLOCK))
     if path.stat().st_dev != Path("/dev/shm").stat().st_dev:
-        os.sync()  # nor are unwritten pages to be written by what is measured
+        os.sync()  # so that no unwritten pages are left for the measured process
     try:
         yield
     finally:
         path.unlink()
-
-
-def measure(contestants: Mapping[str, Callable[[], float]], repeats: int) -> dict[str, list[float]]:
-    """Run every contestant in turn, ``repeats`` times, after one uncounted round.
-
-    Interleaved, so that a drift of the machine hits all of them alike.
-
-    Args:
-        contestants: name to a function that runs once and returns its figure.
-        repeats: counted rounds.
-    """
-    figures: dict[str, list[float]] = {name: [] for name in contestants}
-    for round_number in range(repeats + 1):
-        for name, function in contestants.items():
-            figure = function()
-            if round_number:
-                figures[name].append(figure)
-            say(f"  {name}: {figure:.4g}")
-    return figures

@@ -1,15 +1,15 @@
-"""Objects from S3 to files, shardcache against its peers: ``python -m benchmarks.transfers``.
+"""Download objects from S3 to files, with shardcache and its peers.
 
-    workload x target x destination -> every peer once per round, in rotated order -> medians
+``python -m benchmarks.transfers`` measures every workload on every target with every peer. A round
+runs each peer once, in a fresh process. The next round begins with another peer, so that a drift of
+the machine or a place in the order affects all of them alike. The bytes of a peer's first run are
+compared with the objects.
 
-A round runs every peer once, each in a fresh process; the next round begins with another one,
-so a drift of the machine and a place in the order hit all alike. The bytes of a peer's first
-run are compared with the objects. The targets' files lie in memory, and so does the RAM disk
-that is written to: its pages are touched before each run, since the first touch of
-memory costs more than all copying after it.
+The objects are in memory, and so is the RAM disk that peers write to. Its pages are touched before
+each run, because the first touch of memory costs more than all copies after it.
 
-``--only`` takes names of workloads, targets, destinations and peers, each restricting its
-own kind: ``--only shards,s3-like,shardcache,s5cmd``.
+``--only`` takes names of workloads, targets and peers, and limits each kind that it names: ``--only
+shards,s3-like,shardcache,s5cmd``.
 """
 
 from __future__ import annotations
@@ -19,53 +19,30 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 
 from benchmarks.buckets import PREFIX, WORKLOADS, Workload, write_bucket
-from benchmarks.peers import PEERS, WARM, Peer, run, versions
-from benchmarks.results import (
-    Row,
-    arguments_of,
-    machine,
-    median,
-    picked,
-    save,
-    say,
-    table,
-    touched_pages,
-)
+from benchmarks.peers import PEERS, WARM, Peer, PeerError, run, versions
+from benchmarks.results import Row, arguments_of, machine, picked, save, say, table, touched_pages
 from benchmarks.servers.links import TARGETS, Target, UnavailableError, target
 
-__all__ = ["main", "report"]
-
-#: Where to: the RAM disk shows the client alone, the disk shows what a user gets.
-DESTINATIONS = ("ram", "disk")
-#: The disk is compared on these, unless ``--only`` names it: behind a slow link it is not what
-#: limits.
-_ON_DISK = ("nginx",)
-#: Where each request waits for its answer, so many objects of a kind are enough to see how many
-#: requests a client has in the air; more would only take hours.
-_FAR = "s3-like"
-_MOST_FAR = 400
+#: Limit of objects on the target whose responses have a delay. It is enough to see how many
+#: requests a client has in flight.
+_FAR, _MOST_FAR = "s3-like", 400
+_FIGURES = ("seconds", "cpu_seconds", "peak_rss_bytes", "startup_seconds", "first_object_seconds")
 
 
-def measure(
-    source: Target,
-    workload: Workload,
-    peers: Sequence[Peer],
-    directory: Path,
-    *,
-    repeats: int,
-    objects: Path,
+def _measure(
+    source: Target, workload: Workload, peers: Sequence[Peer], repeats: int, directory: Path
 ) -> list[Row]:
-    """Every peer ``repeats`` times on one target; a row for each peer.
+    """Run every peer in each round, and return a row for each peer.
 
     Args:
         source: a running target.
-        workload: what is fetched.
-        peers: contestants.
-        directory: where to; what a run brings is removed behind it.
-        repeats: rounds.
-        objects: directory of buckets to compare with.
+        workload: the objects to download.
+        peers: the peers, in the order of tables.
+        repeats: number of rounds.
+        directory: has the objects (``objects``), and gets the files of one run at a time.
     """
     rows: dict[str, Row] = {
         peer.name: {"peer": peer.name, "title": peer.title, "runs": []} for peer in peers
@@ -74,59 +51,78 @@ def measure(
         turn = number % len(peers)
         for peer in [*peers[turn:], *peers[:turn]]:
             row = rows[peer.name]
-            if row.get("failure"):
-                continue  # once is enough to know
+            if "failure" in row:
+                continue
             with touched_pages(directory, workload.total):
                 pass
-            done = run(
-                peer,
-                source,
-                workload,
-                directory / "fetched",
-                source=None if row["runs"] else objects,
-            )
-            if done.failure:
-                row["failure"] = done.failure
-                say(f"  {peer.title}: {done.failure}")
-                continue
-            row["runs"].append(done.record())
-            rate = workload.total / done.seconds / 1e6
-            say(f"  {peer.title}: {rate:.0f} MB/s")
+            objects = None if row["runs"] else directory / "objects"
+            try:
+                row["runs"].append(run(peer, source, workload, directory / "files", objects))
+            except PeerError as exn:
+                row["failure"] = str(exn)
+                say(f"  {peer.title}: {exn}")
+            else:
+                rate = workload.total / row["runs"][-1]["seconds"] / 1e6
+                say(f"  {peer.title}: {rate:.0f} MB/s")
     return list(rows.values())
 
 
+def _groups(
+    name: str, workloads: list[Workload], peers: Sequence[Peer], repeats: int, directory: Path
+) -> list[Row]:
+    """Measure all workloads on one target, and return a group of rows for each workload."""
+    if name == _FAR:
+        workloads = [replace(each, count=min(each.count, _MOST_FAR)) for each in workloads]
+    groups: list[Row] = [
+        {
+            "target": name,
+            "target_title": TARGETS[name],
+            "workload": workload.name,
+            "workload_title": workload.title,
+            "bytes": workload.total,
+            "rows": [],
+        }
+        for workload in workloads
+    ]
+    try:
+        with target(name, directory / "objects", directory) as running:
+            for group, workload in zip(groups, workloads, strict=True):
+                say(f"{workload.title}, {TARGETS[name]}")
+                group["rows"] = _measure(running, workload, peers, repeats, directory)
+    except UnavailableError as exn:
+        say(f"{TARGETS[name]}: not run: {exn}")
+        for group in groups:
+            group["unavailable"] = str(exn)
+    return groups
+
+
 def _cells(row: Row, total: int, reference: float | None) -> list[str]:
+    """Return the cells of a peer's row. ``reference`` is the seconds of shardcache."""
+    failure = row.get("failure", "")
     if not row["runs"]:
-        return [row["title"], str(row.get("failure", "not run")).partition("\n")[0], *4 * [""]]
+        return [row["title"], failure, *4 * [""]]
     seconds, cpu, rss, startup, first = (
-        median(run[name] for run in row["runs"])
-        for name in (
-            *("seconds", "cpu_seconds", "peak_rss_bytes"),
-            *("startup_seconds", "first_object_seconds"),
-        )
+        median(run[name] for run in row["runs"]) for name in _FIGURES
     )
     figures = f"{total / seconds / 1e6:.0f} / {cpu / total * 1e9:.2f} / {rss / 2**20:.0f}"
-    spread = [total / run["seconds"] / 1e6 for run in row["runs"]]
-    if len(row["runs"]) and row.get("failure"):
-        figures += f" ({row['failure']})"
+    rates = [total / run["seconds"] / 1e6 for run in row["runs"]]
     return [
         row["title"],
-        figures,
-        f"{min(spread):.0f} - {max(spread):.0f}",
+        f"{figures} ({failure})" if failure else figures,
+        f"{min(rates):.0f} - {max(rates):.0f}",
         f"{reference / seconds:.2f}" if reference else "",
-        f"{startup:.2f}" if startup else "in the time",
-        f"{first:.2f}" if startup else "in the time",
+        f"{startup:.2f}" if startup else "included",
+        f"{first:.2f}" if startup else "included",
     ]
 
 
 def report(facts: Row) -> str:
-    """The tables of a result, in Markdown."""
+    """Return the tables of a result in Markdown."""
+    heads = ["", "MB/s / CPU s per GB / peak RSS MiB", "MB/s, all runs", "x shardcache"]
+    heads += ["start-up s", "first object s"]
     parts = []
     for group in facts["groups"]:
-        heads = ["", "MB/s / CPU s per GB / peak RSS MiB", "MB/s, all runs", "x shardcache"]
-        heads += ["start-up s", "first object s"]
-        place = "RAM disk" if group["destination"] == "ram" else "disk"
-        title = f"#### {group['workload_title']}, {group['target_title']}, to {place}"
+        title = f"#### {group['workload_title']}, {group['target_title']}, to RAM disk"
         if group.get("unavailable"):
             parts.append(f"{title}\n\nNot run: {group['unavailable']}")
             continue
@@ -137,77 +133,28 @@ def report(facts: Row) -> str:
     return "\n\n".join(parts)
 
 
-def _one_target(
-    name: str,
-    workloads: list[Workload],
-    objects: Path,
-    places: dict[str, Path],
-    peers: Sequence[Peer],
-    repeats: int,
-) -> list[Row]:
-    title, groups = TARGETS[name][0], list[Row]()
-    if name == _FAR:
-        workloads = [replace(each, count=min(each.count, _MOST_FAR)) for each in workloads]
-    try:
-        with target(name, objects, objects.parent) as running:
-            for workload in workloads:
-                for destination, directory in places.items():
-                    say(f"{workload.title}, {title}, to {destination}")
-                    rows = measure(
-                        running, workload, peers, directory, repeats=repeats, objects=objects
-                    )
-                    groups.append({**_about(name, workload, destination), "rows": rows})
-    except UnavailableError as exn:
-        say(f"{title}: not run: {exn}")
-        why = {"rows": [], "unavailable": str(exn)}
-        groups = [{**_about(name, workload, "ram"), **why} for workload in workloads]
-    return groups
-
-
-def _about(name: str, workload: Workload, destination: str) -> Row:
-    return {
-        "target": name,
-        "target_title": TARGETS[name][0],
-        "workload": workload.name,
-        "workload_title": workload.title,
-        "destination": destination,
-        "bytes": workload.total,
-        "objects": workload.count,
-    }
-
-
 def main() -> None:
-    """Run it."""
+    """Run the benchmark."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--ram", type=Path, default=Path("/dev/shm"), help="a RAM disk")
-    parser.add_argument("--disk", type=Path, help="a disk (default: the temporary directory)")
     arguments = arguments_of(parser)
-    kinds = WORKLOADS, TARGETS, DESTINATIONS, PEERS
-    names, targets, destinations, peers = picked(arguments.only, *kinds)
+    names, targets, peers = picked(arguments.only, WORKLOADS, TARGETS, PEERS)
     workloads = [WORKLOADS[name][arguments.quick] for name in names]
-    with (
-        tempfile.TemporaryDirectory(prefix=PREFIX, dir=arguments.ram) as ram,
-        tempfile.TemporaryDirectory(prefix=PREFIX, dir=arguments.disk) as disk,
-    ):
-        places = {"ram": Path(ram), "disk": Path(disk)}
+    with tempfile.TemporaryDirectory(prefix=PREFIX, dir=arguments.ram) as ram:
+        directory = Path(ram)
         facts: Row = {
-            "machine": machine(**places),
+            "machine": machine(ram=directory),
             "versions": versions(),
             "repeats": arguments.repeats,
             "quick": arguments.quick,
             "groups": [],
         }
-        objects = places["ram"] / "objects"
-        write_bucket(objects, [*workloads, WARM])
+        write_bucket(directory / "objects", [*workloads, WARM])
         for name in targets:
-            on_disk = name in _ON_DISK or "disk" in arguments.only
-            chosen = [each for each in destinations if each != "disk" or on_disk]
-            where = {each: places[each] for each in chosen}
-            facts["groups"] += _one_target(
-                name, workloads, objects, where, [PEERS[peer] for peer in peers], arguments.repeats
-            )
+            chosen = [PEERS[peer] for peer in peers]
+            facts["groups"] += _groups(name, workloads, chosen, arguments.repeats, directory)
             save(arguments.json, facts)
     print(report(facts))
 

@@ -1,4 +1,4 @@
-"""Ray: every node fills its cache, then Ray Data reads through the caches.
+"""Fill the cache of every Ray node, then read through the caches with Ray Data.
 
     python examples/ray_train.py 's3://bucket/train-{0000..2047}.tar' --dir /local/nvme/shards
 
@@ -19,18 +19,18 @@ from shardcache.prewarm.ray import prewarm_nodes
 
 
 def batches(directory: str, urls: list[str], size: int) -> Iterator[dict[str, Any]]:
-    """Samples, in batches, read through the cache of whichever node reads them."""
+    """Yield batches of samples, which each node reads through its own cache."""
     through = fsspec.filesystem("shardcache", target_protocol="s3", dir=directory)
     dataset = ray.data.read_webdataset(urls, filesystem=through, override_num_blocks=len(urls))
     yield from dataset.iter_batches(batch_size=size)
 
 
 def main() -> None:
-    """Parse the command line and read."""
+    """Parse the command line, fill the caches and read."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("shards", help="a WebDataset specification")
     parser.add_argument("--dir", required=True, help="the cache, the same path on every node")
-    parser.add_argument("--address", help="of a running cluster")
+    parser.add_argument("--address", help="address of a running cluster")
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--batch", type=int, default=64)
     options = parser.parse_args()
@@ -39,8 +39,8 @@ def main() -> None:
     urls = expand([options.shards])
     for node in prewarm_nodes(options.shards, settings={"dir": options.dir}, best_effort=True):
         report = node.report
-        there = report.cached + report.fetched + report.coalesced + report.linked
-        print(f"{node.name}: {there} shards cached, {len(urls) - there} not")
+        cached = report.cached + report.fetched + report.coalesced + report.linked
+        print(f"{node.name}: {cached} shards cached, {len(urls) - cached} not")
     for epoch in range(1, options.epochs + 1):
         keys = [
             key

@@ -1,11 +1,11 @@
 """Train a toy classifier on WebDataset shards, read through a cache on the node.
 
-Alone, or as one of many ranks:
+Run it alone, or as one of several ranks:
 
     python examples/train.py 's3://bucket/train-{0000..0003}.tar' --dir /local/nvme/shards
     torchrun --nproc-per-node 2 examples/train.py 's3://bucket/train-{0000..0003}.tar' ...
 
-What shardcache needs are two lines, in `loader`. All else is any training loop.
+Two lines in `loader` set up shardcache. The rest is an ordinary training loop.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ CLASSES = 10
 
 
 def decoded(sample: dict[str, Any]) -> tuple[str, torch.Tensor, int]:
-    """A sample's name, its histogram of bytes, and its class."""
+    """Return the name of a sample, the histogram of its bytes, and its class."""
     text = torch.frombuffer(bytearray(sample["txt"]), dtype=torch.uint8)
     return sample["__key__"], torch.bincount(text.long(), minlength=256) / len(text), _class(sample)
 
@@ -35,8 +35,8 @@ def _class(sample: dict[str, Any]) -> int:
 
 
 def loader(spec: str, directory: str | None, workers: int, batch: int) -> Any:
-    """Batches of this rank's share of the samples."""
-    cache = shardcache.Cache(directory)  # one per process is enough; workers get it by pickle
+    """Return a loader of batches from this rank's share of the samples."""
+    cache = shardcache.Cache(directory)  # one per process; workers get a pickled copy
     dataset = wds.DataPipeline(
         wds.SimpleShardList(spec),
         wds.split_by_node,
@@ -52,19 +52,19 @@ def loader(spec: str, directory: str | None, workers: int, batch: int) -> Any:
         dataset,
         batch_size=None,
         num_workers=workers,
-        # Threads of CUDA and of NCCL do not survive a fork; a spawned worker has none.
+        # A fork does not copy the threads of CUDA and NCCL, so workers are spawned.
         multiprocessing_context="spawn" if workers else None,
         persistent_workers=workers > 0,
     )
 
 
 def train(batches: Any, model: torch.nn.Module) -> tuple[list[str], float]:
-    """One epoch; which samples were seen, and the mean loss."""
+    """Train for one epoch, and return the names of its samples and the mean loss."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     seen: list[str] = []
     total = 0.0
-    # Ranks get as many shards as there are for them, not as many samples: one may end before
-    # the others, which `join` has it wait for.
+    # Ranks may have different numbers of samples. With `join`, a rank that ends early waits for
+    # the others.
     ddp = isinstance(model, torch.nn.parallel.DistributedDataParallel)
     with model.join() if ddp else contextlib.nullcontext():
         for keys, features, classes in batches:
@@ -83,9 +83,9 @@ def main() -> None:
     parser.add_argument("shards", help="a WebDataset specification")
     parser.add_argument("--dir", help="the cache; default: SHARDCACHE_DIR")
     parser.add_argument("--epochs", type=int, default=2)
-    parser.add_argument("--workers", type=int, default=2, help="of each rank's DataLoader")
+    parser.add_argument("--workers", type=int, default=2, help="workers of each rank's DataLoader")
     parser.add_argument("--batch", type=int, default=16)
-    parser.add_argument("--list", metavar="FILE", help="append every sample's epoch and name")
+    parser.add_argument("--list", metavar="FILE", help="append epoch and name of each sample")
     options = parser.parse_args()
 
     model: torch.nn.Module = torch.nn.Linear(256, CLASSES)

@@ -32,7 +32,7 @@ NODE = {
 RUNS = {
     "torchrun.sh": (
         *({"torchrun": ALONE, "shardcache": "exit 3"}, {}, 1, 1, SHARDS),
-        ["prewarming ended with exit code 3; training goes on without"],
+        ["prewarming ended with exit code 3; training starts without it"],
     ),
     "train.sbatch": (
         *({"srun": SRUN, "scontrol": SCONTROL}, NODE, 2, 0, 2 * SHARDS),

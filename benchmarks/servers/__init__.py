@@ -1,1 +1,1 @@
-"""What the benchmarks fetch from: S3-shaped servers, slow links, nginx, network namespaces."""
+"""Servers that the benchmarks download from."""

@@ -1,82 +1,107 @@
-"""What clients fetch from: S3-shaped targets that outrun them, and links as slow as S3's.
+"""Run the servers that clients download from, on 127.0.0.1 and in processes of their own.
 
-| target | what it is |
+| target | server |
 |---|---|
-| nginx, nginx-tls | static files: no signatures, no listing; its own authority for TLS |
-| seaweedfs | a real S3 server, which shares the machine's cores with the client |
-| fast | the S3-like server as fast as it goes |
-| s3-like | the same with 30 ms to the first byte and 80 MB/s per connection |
+| nginx, nginx-tls | the system's nginx (Debian: nginx-light), faster than any client |
+| s3-like | `linkserver` with 30 ms to the first byte and 80 MB/s per connection, as S3 has |
+| fast | `linkserver` without limits |
 
-Each runs in processes of its own on 127.0.0.1 while its ``with`` block does, and serves the
-objects below a directory of buckets. One that cannot be run raises `UnavailableError` with
-the reason.
+nginx serves a path as a path. This is enough for GET, HEAD, Range and If-Match; it checks no
+signatures and has no listings.
+
+Clients find endpoint and credentials as they do for any user: the endpoint in the environment, the
+credentials in a profile of a credentials file.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
+import shutil
+import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import quote
 
 from benchmarks.buckets import BUCKET
-from benchmarks.servers import nginx as nginx_server
-from shardcache.cli.demo import S3Server
-from shardcache.errors import ConfigError
+from benchmarks.results import ROOT
 
-__all__ = ["TARGETS", "Target", "UnavailableError", "link", "target"]
+__all__ = ["LINKS", "TARGETS", "Target", "UnavailableError", "link", "target"]
 
-ROOT = Path(__file__).resolve().parents[2]
-#: Seconds to the first byte and bytes per second of one connection, as S3 in one region has
-#: them: 20 to 50 ms, 50 to 100 MB/s.
-S3_DELAY = 0.030
-S3_RATE = 80e6
-#: Without an environment of its own a target takes any signature.
-_ANYBODY = {
-    "AWS_ACCESS_KEY_ID": "BENCHMARK",
-    "AWS_SECRET_ACCESS_KEY": "benchmark",
-    "AWS_DEFAULT_REGION": "us-east-1",
-    "AWS_REGION": "us-east-1",
-    "AWS_EC2_METADATA_DISABLED": "true",
+#: name -> title of `linkserver` in tables, seconds to the first byte, bytes per second of one
+#: connection (0: no limit). In one region, S3 takes 20 to 50 ms and sends 50 to 100 MB/s.
+LINKS = {
+    "fast": ("S3-like server, no limits", 0.0, 0.0),
+    "s3-like": ("S3-like link: 30 ms to the first byte, 80 MB/s per connection", 0.030, 80e6),
 }
-#: Long enough for any run.
-_PRESIGNED_SECONDS = 7 * 24 * 3600
+#: Targets of `benchmarks.transfers`, and their titles in tables.
+TARGETS = {
+    "nginx": "nginx, static files",
+    "nginx-tls": "nginx with TLS",
+    "s3-like": LINKS["s3-like"][0],
+}
+_PROFILE = "benchmark"
+_NGINX = """
+daemon off;
+master_process off;
+pid {home}/nginx.pid;
+error_log {home}/error.log warn;
+events {{ worker_connections 4096; }}
+http {{
+    access_log off;
+    default_type application/x-tar;
+    sendfile on;
+    sendfile_max_chunk 2m;
+    tcp_nopush on;
+    tcp_nodelay on;
+    keepalive_requests 1000000;
+    client_body_temp_path {home}/body;
+    proxy_temp_path {home}/proxy;
+    fastcgi_temp_path {home}/fastcgi;
+    uwsgi_temp_path {home}/uwsgi;
+    scgi_temp_path {home}/scgi;
+    server {{
+        listen 127.0.0.1:{port} {tls} backlog=1024;
+        ssl_certificate {home}/server.pem;
+        ssl_certificate_key {home}/server.key;
+        ssl_buffer_size 16k;
+        root {root};
+    }}
+}}
+"""
 
 
 class UnavailableError(Exception):
-    """A target or a peer cannot be run here; the text says why."""
+    """A program that a target needs is not installed. The message says how to install it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A running target.
+    """A running server.
 
     Attributes:
-        name: which.
-        endpoint: URL for S3 clients; path-style addresses.
-        environment: variables that lead clients there, credentials included.
-        authority: file of the authority to trust, or None without TLS.
-        presigned: key to URL for clients that cannot sign; empty where nobody checks.
-        log: file with a line per answer, where the target keeps one.
+        endpoint: URL for S3 clients, with path-style addresses.
+        environment: variables from which clients find the endpoint, a profile and its credentials.
+        authority: file of the certificate authority to trust; None without TLS.
+        log: file with a line per response; None if the server keeps no log.
     """
 
-    name: str
     endpoint: str
     environment: Mapping[str, str] = field(default_factory=dict)
     authority: Path | None = None
-    presigned: Mapping[str, str] = field(default_factory=dict)
     log: Path | None = None
 
     def http_url(self, key: str) -> str:
-        """A URL that any HTTP client can read the object by."""
-        return self.presigned.get(key) or f"{self.endpoint}/{BUCKET}/{quote(key)}"
+        """Return the URL at which any HTTP client can read an object."""
+        return f"{self.endpoint}/{BUCKET}/{quote(key)}"
 
     def object_fetches(self) -> int:
-        """How often the first byte of an object was sent, by the log."""
+        """Return how often, by the log, the first byte of an object was sent."""
         assert self.log is not None
         count = 0
         for line in self.log.read_text("utf-8").splitlines():
@@ -86,26 +111,60 @@ class Target:
         return count
 
 
-def _variables(endpoint: str, authority: Path | None = None) -> dict[str, str]:
-    values = {**_ANYBODY, "AWS_ENDPOINT_URL_S3": endpoint, "AWS_ENDPOINT_URL": endpoint}
+def _environment(home: Path, endpoint: str, authority: Path | None = None) -> dict[str, str]:
+    """Write a credentials file, and return the variables for clients of an endpoint."""
+    credentials = home / "credentials"
+    credentials.write_text(
+        f"[{_PROFILE}]\naws_access_key_id = BENCHMARK\naws_secret_access_key = benchmark\n", "utf-8"
+    )
+    variables = {
+        "AWS_SHARED_CREDENTIALS_FILE": str(credentials),
+        "AWS_PROFILE": _PROFILE,
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "AWS_REGION": "us-east-1",
+        "AWS_EC2_METADATA_DISABLED": "true",
+        "AWS_ENDPOINT_URL_S3": endpoint,
+        "AWS_ENDPOINT_URL": endpoint,
+    }
     if authority is not None:
         names = ("AWS_CA_BUNDLE", "SSL_CERT_FILE", "CURL_CA_BUNDLE", "REQUESTS_CA_BUNDLE")
-        values |= dict.fromkeys((*names, "RCLONE_CA_CERT"), str(authority))
-    return values
+        variables |= dict.fromkeys((*names, "RCLONE_CA_CERT"), str(authority))
+    return variables
+
+
+@contextlib.contextmanager
+def target(name: str, root: Path, parent: Path) -> Iterator[Target]:
+    """Run a target over the buckets in ``root``.
+
+    Args:
+        name: a key of `TARGETS`.
+        root: directory of buckets.
+        parent: directory in which the target makes its own.
+
+    Raises:
+        UnavailableError: a program is not installed.
+    """
+    with tempfile.TemporaryDirectory(prefix="shardcache-link-", dir=parent) as directory:
+        home = Path(directory)
+        opened = link(root, home, name) if name in LINKS else _nginx(root, home, name)
+        with opened as running:
+            yield running
 
 
 @contextlib.contextmanager
 def link(
-    root: Path,
-    home: Path,
-    *,
-    name: str = "fast",
-    delay: float = 0.0,
-    rate: float = 0.0,
-    processes: int = 1,
-    log: bool = False,
+    root: Path, home: Path, name: str, *, processes: int = 1, log: bool = False
 ) -> Iterator[Target]:
-    """The S3-like server; see `benchmarks.servers.linkserver`. It ends with its standard input."""
+    """Run `benchmarks.servers.linkserver` over the buckets in ``root``.
+
+    Args:
+        root: directory of buckets.
+        home: directory for its files.
+        name: a key of `LINKS`.
+        processes: number of server processes.
+        log: write a log, for `Target.object_fetches`.
+    """
+    _, delay, rate = LINKS[name]
     written = home / f"{name}.log"
     command = [sys.executable, "-m", "benchmarks.servers.linkserver", "--root", str(root)]
     command += ["--delay", f"{delay}", "--rate", f"{rate}", "--processes", str(processes)]
@@ -117,82 +176,67 @@ def link(
         assert process.stdin is not None and process.stdout is not None
         port = process.stdout.readline()
         if not port:
-            raise RuntimeError(f"the link did not come up: exit code {process.wait()}")
+            raise RuntimeError(f"the link server did not start: exit code {process.wait()}")
         endpoint = f"http://127.0.0.1:{int(port)}"
         try:
-            yield Target(name, endpoint, _variables(endpoint), log=written if log else None)
+            yield Target(endpoint, _environment(home, endpoint), log=written if log else None)
         finally:
-            process.stdin.close()
+            process.stdin.close()  # which ends the server
 
 
 @contextlib.contextmanager
-def _nginx(root: Path, home: Path, *, tls: bool = False) -> Iterator[Target]:
-    reason = nginx_server.unavailable()
-    if reason is not None:
-        raise UnavailableError(reason)
-    with nginx_server.nginx(root, home) as running:
-        if tls:
-            variables = _variables(running.tls, running.authority)
-            yield Target("nginx-tls", running.tls, variables, running.authority)
-        else:
-            yield Target("nginx", running.plain, _variables(running.plain))
+def _nginx(root: Path, home: Path, name: str) -> Iterator[Target]:
+    program = shutil.which("nginx", path=f"{os.environ.get('PATH', '')}:/usr/sbin")
+    if program is None:
+        raise UnavailableError("nginx is not installed (Debian: apt-get install nginx-light)")
+    if shutil.which("openssl") is None:
+        raise UnavailableError("the openssl command, which makes a certificate, is not installed")
+    authority = _certificate(home)
+    tls = name == "nginx-tls"
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = int(probe.getsockname()[1])
+    configuration, log = home / "nginx.conf", home / "error.log"
+    text = _NGINX.format(home=home, root=root, port=port, tls="ssl" if tls else "")
+    configuration.write_text(text, "utf-8")
+    process = subprocess.Popen(
+        [program, "-p", str(home), "-e", str(log), "-c", str(configuration)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        deadline = time.monotonic() + 20
+        while True:
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)):
+                break
+            if process.poll() is not None or time.monotonic() > deadline:
+                text = log.read_text("utf-8") if log.exists() else "no log"
+                raise RuntimeError(f"nginx did not start: {text}")
+            time.sleep(0.02)
+        endpoint, trusted = f"http{'s' * tls}://127.0.0.1:{port}", authority if tls else None
+        yield Target(endpoint, _environment(home, endpoint, trusted), trusted)
+    finally:
+        process.terminate()
+        process.wait()
 
 
-@contextlib.contextmanager
-def _seaweedfs(root: Path, home: Path) -> Iterator[Target]:
-    with contextlib.ExitStack() as stack:
-        try:
-            server = stack.enter_context(S3Server(directory=home))
-        except ConfigError as exn:
-            raise UnavailableError(str(exn)) from None
-        server.create_bucket(BUCKET)
-        client = server.client()
-        stack.callback(client.close)
-        presigned = {}
-        base = root / BUCKET
-        for path in sorted(p for p in base.rglob("*") if p.is_file()):
-            key = str(path.relative_to(base))
-            with path.open("rb") as file:
-                client.put_object(Bucket=BUCKET, Key=key, Body=file)
-            presigned[key] = client.generate_presigned_url(
-                "get_object", Params={"Bucket": BUCKET, "Key": key}, ExpiresIn=_PRESIGNED_SECONDS
-            )
-        variables = {**_variables(server.endpoint_url), **server.environment()}
-        yield Target("seaweedfs", server.endpoint_url, variables, presigned=presigned)
+def _certificate(home: Path) -> Path:
+    """Make a certificate for 127.0.0.1, and return the file of the authority that signed it.
 
-
-Opener = Callable[[Path, Path], "contextlib.AbstractContextManager[Target]"]
-
-#: name -> (title in tables, how it is run).
-TARGETS: dict[str, tuple[str, Opener]] = {
-    "nginx": ("nginx, static files", _nginx),
-    "nginx-tls": ("nginx with TLS", lambda root, home: _nginx(root, home, tls=True)),
-    "seaweedfs": ("SeaweedFS on the same cores", _seaweedfs),
-    "fast": (
-        "S3-like server, no limits",
-        lambda root, home: link(root, home, name="fast", processes=2),
-    ),
-    "s3-like": (
-        f"S3-like link: {S3_DELAY * 1000:.0f} ms to the first byte, "
-        f"{S3_RATE / 1e6:.0f} MB/s per connection",
-        lambda root, home: link(root, home, name="s3-like", delay=S3_DELAY, rate=S3_RATE),
-    ),
-}
-
-
-@contextlib.contextmanager
-def target(name: str, root: Path, parent: Path | None = None) -> Iterator[Target]:
-    """Run a target over the buckets in ``root``.
-
-    Args:
-        name: of `TARGETS`.
-        root: directory of buckets.
-        parent: where its own directory is made.
-
-    Raises:
-        UnavailableError: it cannot be run here.
+    It is not self-signed, because some clients look for an authority in the chain.
     """
-    with contextlib.ExitStack() as stack:
-        temporary = tempfile.TemporaryDirectory(prefix="shardcache-link-", dir=parent)
-        home = Path(stack.enter_context(temporary))
-        yield stack.enter_context(TARGETS[name][1](root, home))
+    authority, authority_key = home / "authority.pem", home / "authority.key"
+    server, key, request = home / "server.pem", home / "server.key", home / "server.csr"
+    names = home / "names.ext"
+    names.write_text("subjectAltName=IP:127.0.0.1,DNS:localhost\n", "utf-8")
+    new = ["req", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-keyout"]
+    issuer = ["-CA", str(authority), "-CAkey", str(authority_key), "-CAcreateserial"]
+    days = ["-days", "2", "-out"]
+    for command in (
+        [*new, str(authority_key), "-x509", "-subj", "/CN=benchmark", *days, str(authority)],
+        [*new, str(key), "-subj", "/CN=127.0.0.1", "-out", str(request)],
+        ["x509", "-req", "-in", str(request), *issuer, "-extfile", str(names), *days, str(server)],
+    ):
+        subprocess.run(["openssl", *command], check=True, capture_output=True)
+    return authority

@@ -1,10 +1,10 @@
-"""Filling a cache before a job: the plan, the run, and all nodes of a Ray cluster.
+"""Fill a cache before a job starts, on this node or on every node of a Ray cluster.
 
     from shardcache.prewarm import expand, prewarm
 
-`plan` expands shard specifications and compares them with what is cached, `run` is a whole prewarm,
-`pool` its threads, `helpers` its further processes; `ray` runs one on every node of a cluster.
-Uses `cache` and the rooms below it; what a prewarm gives back is in `shardcache.results`.
+`plan` expands shard specifications and compares them with the cache. `run` has `prewarm`, which
+makes a plan and carries it out with the threads of a `pool` and with helper processes (`helpers`).
+`ray` runs a prewarm on every node of a cluster. The results are classes of `shardcache.results`.
 """
 
 from shardcache.prewarm.plan import expand

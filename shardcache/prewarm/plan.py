@@ -1,10 +1,9 @@
-"""What a prewarm has to do, and whether it fits, before anything is fetched.
+"""Plan a prewarm: which shards it has to download, and whether they fit.
 
     expand: specifications -> URLs      wanted_shards: URLs -> shards      make_plan: shards -> plan
 
-A plan reads names and sizes; it opens no shard and verifies no digest. Other processes may add
-and evict entries meanwhile. The fetches that follow find that out by themselves, so a plan may be
-outdated, but never harmful.
+Planning reads names and sizes. It opens no shard and verifies no digest. An outdated plan does no
+harm: if other processes add or evict entries in the meantime, the downloads notice it.
 """
 
 from __future__ import annotations
@@ -34,10 +33,10 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-#: Origins are asked about so many shards at a time. Each question is a round trip and no more.
-_QUESTIONS = 16
-#: Where launchers state the node's number and the number of nodes: a Slurm step (the step's own
-#: number of nodes, else the allocation's), torchrun (one group of workers per node).
+#: HEAD requests in flight during a refresh. Each is one round trip without a body.
+_REQUESTS = 16
+#: Variables with the node's number and the number of nodes: those of a Slurm step, of a Slurm
+#: allocation, and of torchrun, which has one group of workers per node.
 _LAUNCHERS = (
     ("SLURM_NODEID", "SLURM_STEP_NUM_NODES"),
     ("SLURM_NODEID", "SLURM_NNODES"),
@@ -54,9 +53,9 @@ class Share:
     (``--distribution=block``) do: with k ranks per node, node n has the ranks n*k to n*k + k - 1.
 
     Attributes:
-        node: number of the node, from 0 on.
+        node: number of this node, from 0.
         count: number of nodes.
-        ranks: processes of the training run on each node.
+        ranks: number of training processes on each node.
     """
 
     node: int
@@ -67,20 +66,20 @@ class Share:
         if self.ranks < 1 or not 0 <= self.node < self.count:
             raise ConfigError(
                 f"node {self.node} is not one of {self.count} with {self.ranks} ranks each: nodes "
-                "are numbered from 0 on. Correct --node-rank, --node-count or --ranks-per-node."
+                "are numbered from 0. Correct --node-rank, --node-count or --ranks-per-node."
             )
 
     def of(self, shards: Sequence[T]) -> list[T]:
-        """The shards that this node's ranks read, in the order of the list."""
+        """Return the shards that this node's ranks read, in the order of the list."""
         world = self.count * self.ranks
         return [each for n, each in enumerate(shards) if n % world // self.ranks == self.node]
 
 
 def own_share(node: int | None, count: int | None, ranks: int) -> Share:
-    """This node's share; without ``node`` and ``count``, by the launcher's variables.
+    """Return this node's share. Without ``node`` and ``count``, read the launcher's variables.
 
     Raises:
-        ConfigError: neither the caller nor a launcher tells, or the numbers are impossible.
+        ConfigError: neither the caller nor a launcher states the node, or a number is not valid.
     """
     if (node is None) != (count is None):
         raise ConfigError("--node-rank and --node-count go together: give both, or neither.")
@@ -96,17 +95,17 @@ def own_share(node: int | None, count: int | None, ranks: int) -> Share:
 
 
 def expand(specs: str | Iterable[str], cache: Cache | None = None) -> list[str]:
-    """The URLs that ``specs`` stand for, each once, in order.
+    """Return the URLs that shard specifications stand for, in order and without duplicates.
 
     Args:
         specs: one shard specification, or several.
-        cache: lists ``s3://bucket/prefix/`` (every tar file below it) and names with ``*`` or
-            ``?``. Without a cache those stay as they are.
+        cache: its options are used to list prefixes (``s3://bucket/prefix/`` is every tar file
+            below it) and names with ``*`` or ``?``. Without a cache, these are not expanded.
 
     Raises:
-        ConfigError: a malformed specification, or a variable that is not set.
+        ConfigError: a specification is malformed, or names a variable that is not set.
         ShardNotFoundError: nothing matches a prefix or a pattern.
-        AccessDeniedError, TransferError: it cannot be listed.
+        AccessDeniedError, TransferError: a prefix or a pattern cannot be listed.
     """
     listing = None if cache is None else Listing(cache.config)
     specs = [specs] if isinstance(specs, str) else specs
@@ -124,22 +123,27 @@ def wanted_shards(
     listing: Listing,
     share: Share | None = None,
 ) -> tuple[ShardURL, ...]:
-    """The shards that are asked for; of two names of one object the first stays.
+    """Expand and parse shard specifications; keep the first of two names of one object.
 
-    Specifications are expanded, parsed URLs are not. Of a ``share`` only what this node reads is
-    kept; as in WebDataset, a shard that is named twice counts twice in the split.
+    Args:
+        cache: the cache to fill.
+        wanted: specifications, which are expanded, or parsed URLs, which are not.
+        listing: lists prefixes and patterns.
+        share: keep only the shards that this node reads. As in WebDataset, a shard that is named
+            twice counts twice in the split.
 
     Raises:
-        ConfigError: not a URL, or one that this cache does not store; and as `expand`.
+        ConfigError: not a URL, or a URL that this cache does not store.
+        ShardNotFoundError, AccessDeniedError, TransferError: as for `expand`.
     """
     shards: list[ShardURL] = []
     for each in wanted:
         shards += [each] if isinstance(each, ShardURL) else map(cache.parse, _expand(each, listing))
-    found: dict[str, ShardURL] = {}
+    by_key: dict[str, ShardURL] = {}
     for shard in shards if share is None else share.of(shards):
         refuse_local(shard, cache.config)
-        found.setdefault(shard.key, shard)
-    return tuple(found.values())
+        by_key.setdefault(shard.key, shard)
+    return tuple(by_key.values())
 
 
 def make_plan(
@@ -148,16 +152,21 @@ def make_plan(
     listing: Listing,
     *,
     best_effort: bool = False,
-    ask_sizes: bool = True,
+    list_sizes: bool = True,
     refresh: bool = False,
 ) -> PrewarmPlan:
-    """Compare what is wanted with what is cached.
+    """Compare the wanted shards with the cache.
 
-    With ``ask_sizes`` the origin is asked how large the missing shards are, with ``refresh`` which
-    of the cached ones it has replaced; ``best_effort`` leaves out what does not fit.
+    Args:
+        cache: the cache to fill.
+        shards: the wanted shards, each once.
+        listing: gives the sizes of missing shards.
+        best_effort: leave out the shards that do not fit. Earlier shards take precedence.
+        list_sizes: request the sizes of the missing shards from their origins.
+        refresh: ask the origins which of the cached shards they have replaced.
 
     Raises:
-        OSError: the directory cannot be read.
+        OSError: the cache directory cannot be read.
     """
     wanted = {shard.key for shard in shards}
     entries = list(cache.entries())
@@ -166,8 +175,8 @@ def make_plan(
     unconfirmed: dict[str, Exception] = {}
     if refresh:
         known = [shard for shard in shards if shard.key in cached]
-        with ThreadPoolExecutor(_QUESTIONS, "shardcache-refresh") as pool:
-            answers = list(pool.map(partial(_outdated, cache), known))
+        with ThreadPoolExecutor(_REQUESTS, "shardcache-refresh") as pool:
+            answers = list(pool.map(partial(_outdated_versions, cache), known))
         for shard, answer in zip(known, answers, strict=True):
             if isinstance(answer, Exception):
                 unconfirmed[shard.key] = answer
@@ -175,23 +184,22 @@ def make_plan(
                 outdated[shard.key] = answer
                 del cached[shard.key]
     missing = [shard for shard in shards if shard.key not in cached]
-    sizes: Mapping[str, int] = {}
-    if missing and ask_sizes:
-        sizes = listing.sizes(missing)
-    free = evict = 0
+    sizes: Mapping[str, int] = listing.sizes(missing) if missing and list_sizes else {}
     process = cache.processes.here()
     allocated = process.home.space().allocated
-    room = {key: allocated(size) for key, size in sizes.items()}
-    need = too_much = sum(room.values())
-    for tier in process.tiers:  # what one has no room for is for the next
-        more, freed, lacking = _room(tier, entries, wanted, too_much)
-        too_much = min(too_much, lacking)  # more may be over its limits, but is not to be fetched
-        free, evict = free + more, evict + freed
+    on_disk = {key: allocated(size) for key, size in sizes.items()}
+    needed = lacking = sum(on_disk.values())
+    free = evict = 0
+    for tier in process.tiers:  # a tier takes what the one before it has no room for
+        tier_free, tier_evict, left = _room(tier, entries, wanted, lacking)
+        # A tier that is over its limits lacks more than these shards need.
+        lacking = min(lacking, left)
+        free, evict = free + tier_free, evict + tier_evict
     left_out = set()
-    left = need - too_much
-    for shard in missing if best_effort else ():  # the rest fits; earlier ones go first
-        if (size := room.get(shard.key, 0)) <= left:
-            left -= size
+    room = needed - lacking
+    for shard in missing if best_effort else ():
+        if (size := on_disk.get(shard.key, 0)) <= room:
+            room -= size
         else:
             left_out.add(shard.key)
     return PrewarmPlan(
@@ -200,51 +208,57 @@ def make_plan(
         sizes,
         free,
         evict,
-        too_much,
+        lacking,
         left_out=frozenset(left_out),
         outdated=outdated,
         unconfirmed=unconfirmed,
-        needed=need,
+        needed=needed,
     )
 
 
-def _outdated(cache: Cache, shard: ShardURL) -> frozenset[str] | Exception:
-    """Cached versions of a shard whose origin has another one; or why that is unknown."""
+def _outdated_versions(cache: Cache, shard: ShardURL) -> frozenset[str] | Exception:
+    """Return the cached versions of a shard if its origin has replaced them all.
+
+    Returns an exception if the origin does not answer. A ``pipe:`` command and a URL with a version
+    id cannot be outdated.
+    """
     process = cache.processes.here()
     process.site()
-    found = [entry for store in process.stores() for entry in store.entries_of(shard.key)]
-    if not found or shard.scheme == "pipe" or shard.version_id:
+    entries = [entry for store in process.stores() for entry in store.entries_of(shard.key)]
+    if not entries or shard.scheme == "pipe" or shard.version_id:
         return frozenset()
     try:
         origin, attempts = process.origins.of(shard), process.engine.policy.started(str(shard))
-        now = attempts.call(lambda: origin.stat(shard), sleep=clock.sleep)
+        latest = attempts.call(lambda: origin.stat(shard), sleep=clock.sleep)
     except (ShardCacheError, OSError) as exn:
         return exn
     try:
-        is_current = any(differs(entry.metadata().info, now) is None for entry in found)
+        is_current = any(differs(entry.metadata().info, latest) is None for entry in entries)
     except (ValueError, DamagedError, FileNotFoundError):
-        is_current = True  # nothing tells versions apart; or whoever opens it will see to it
-    return frozenset() if is_current else frozenset(entry.version for entry in found)
+        # The origin states nothing that identifies a version, or the next open of the entry will
+        # find the damage.
+        is_current = True
+    return frozenset() if is_current else frozenset(entry.version for entry in entries)
 
 
 def _room(tier: Tier, entries: list[Entry], wanted: set[str], need: int) -> tuple[int, int, int]:
-    """Bytes on disk that are free, to be evicted, and missing for ``need`` more, in one tier."""
+    """Return how many bytes on disk a tier has free, would evict, and lacks for ``need`` more."""
     config, space = tier.config, tier.space()
     here = [entry for entry in entries if tier.owns(entry.directory)]
     flights = space.flights()
-    # Part of `need`, and on disk already.
+    # `need` includes these bytes, which are already on the disk.
     resumable = sum(flight.occupied for flight in flights if flight.key in wanted)
     others = sum(flight.reserved for flight in flights if flight.key not in wanted)
-    above = (config.dir, *config.dir.parents)
-    volume = Volume.of(next(path for path in above if path.exists()))
+    candidates = (config.dir, *config.dir.parents)
+    volume = Volume.of(next(path for path in candidates if path.exists()))
     limit = volume.budget(config)
     free = spare = volume.free - config.min_free.of(volume.size) + resumable
     kept = total_bytes([entry for entry in here if entry.key in wanted], space.allocated)
-    chosen = space.plan(
+    eviction = space.plan(
         Limits(max_size=limit, free_needed=max(0, need - spare)),
         reserved=others + need + kept,
         entries=[entry for entry in here if entry.key not in wanted],
     )
     if limit is not None:
         free = min(free, limit - others - total_bytes(here, space.allocated))
-    return max(0, free), chosen.freed, chosen.missing
+    return max(0, free), eviction.freed, eviction.missing

@@ -1,13 +1,13 @@
-"""One prewarm on every node of a Ray cluster.
+"""Prewarm the caches of all nodes of a Ray cluster.
 
     prewarm_nodes -> one task pinned to each live node -> `prewarm` of that node's cache
-                  <- news every second (a streaming generator) <-
+                  <- a batch of news every second (a streaming generator) <-
 
-Each node has its own cache, configuration and credentials: those of the environment in which
-``ray start`` ran there. Only shard specifications and the options of the prewarm are sent.
+Each node uses its own cache, configuration and credentials: those of the environment in which
+``ray start`` ran there. The driver sends only shard specifications and the options of the prewarm.
 
-A node that fails or dies is reported; the others complete. The nodes that are alive at the start
-take part. What was fetched stays in the caches, so the same call again fetches what is missing.
+The nodes that are alive at the start take part. If a node fails or dies, its report says so, and
+the others complete. Downloaded shards stay in the caches, so a second call downloads the rest.
 """
 
 from __future__ import annotations
@@ -46,31 +46,33 @@ from shardcache.results import (
     portable,
 )
 
-#: Seconds between two pieces of news of a node, and between two looks for them and for a stop.
+#: Seconds between two batches of news from a node, and between two checks of the driver for news
+#: and for a request to stop.
 _NEWS_EVERY, _TICK = 1.0, 0.2
-#: Seconds that nodes have to end once they are cancelled: what `prewarm` needs, and some more.
-_FAREWELL = 20.0
-#: Ray itself tries for minutes to reach an address where nobody listens.
+#: Seconds to wait for nodes whose tasks were cancelled. A prewarm needs up to 5
+#: (`pool._CANCEL_TIMEOUT`); the rest is for the news on its way.
+_CANCEL_TIMEOUT = 20.0
+#: Seconds to test an address with no listener; Ray itself would try for minutes.
 _CONNECT_SECONDS = 10.0
-#: What a node tells: events, and in the end its report, or why there is none.
+#: What a node sends: events, and at the end its report, or the error that it has instead.
 _News = list[Event | PrewarmReport | Exception]
 
 
 class NodeLostError(ShardCacheError):
-    """A node of the cluster, or its task, ended without a report."""
+    """A node of the cluster died, or its task ended, before it sent a report."""
 
 
 @dataclass(slots=True)
 class NodeReport:
-    """The prewarm of one node: what is known of it so far.
+    """The prewarm of one node, as far as it has sent news.
 
     Attributes:
-        name: of the node; where two nodes share a name, with the beginning of its id.
-        number: from 0 on, in the order of addresses and names.
-        plan: what the node has to do, once it has told.
-        results: by key, the shards that it is done with.
-        interrupted: whether it was cancelled.
-        error: why the node is not done, other than by single shards.
+        name: name of the node. If two nodes share a name, the start of its id follows.
+        number: number of the node, from 0, in the order of addresses and then names.
+        plan: the node's plan, or None before it has sent one.
+        results: results of the shards that are finished, by key.
+        interrupted: whether its task was cancelled.
+        error: an error that concerns more than single shards, or None.
     """
 
     name: str
@@ -83,22 +85,22 @@ class NodeReport:
 
     @property
     def ended(self) -> bool:
-        """Whether there will be no more news."""
+        """Whether the node sends no more news."""
         return self.interrupted or not (self._report is None and self.error is None)
 
     @property
     def lost(self) -> bool:
-        """Whether the node did not live to tell how it ended."""
+        """Whether the node died, or its task ended, before it sent a report."""
         return isinstance(self.error, NodeLostError)
 
     @property
     def received(self) -> int:
-        """Bytes that came over the network, of the shards that it is done with."""
+        """Bytes received over the network for the shards that are finished."""
         return sum(result.received for result in self.results.values())
 
     @property
     def report(self) -> PrewarmReport:
-        """The node's report, of what it told before it ended, was lost or was interrupted."""
+        """The node's report; if it was lost or interrupted, one made from the results so far."""
         if self._report is not None:
             return self._report
         plan = self.plan or PrewarmPlan((), {}, {}, 0, 0, 0)
@@ -106,7 +108,7 @@ class NodeReport:
         return PrewarmReport(plan, results, 0.0, Stopped.REQUESTED if self.interrupted else None)
 
     def take(self, news: _News) -> None:
-        """Learn what the node tells."""
+        """Record a batch of news from the node."""
         for each in news:
             match each:
                 case Planned(plan):
@@ -132,39 +134,40 @@ def prewarm_nodes(
     """Prewarm the cache of every live node of a Ray cluster.
 
     The cluster is the one that this process is connected to, else that of ``RAY_ADDRESS``, else
-    the one that this machine belongs to. None is ever started.
+    the one that this machine belongs to. This function never starts a cluster.
 
     Args:
-        urls: one shard specification or several; each node expands them itself.
-        settings: options of `Cache` that are the same on all nodes, such as ``dir``; the others
-            are those of each node's configuration.
+        urls: one shard specification or several; each node lists prefixes and patterns itself.
+        settings: options of `Cache` that are the same on all nodes, such as ``dir``. Each node
+            takes the other options from its own configuration.
         config_file: the configuration file to read on each node instead of the usual ones.
-        ranks_per_node: give each node only the shards that ``split_by_node`` gives its ranks, of
-            which each node has so many; None gives every node all shards.
-        on_news: called in the calling thread with all nodes, again and again.
-        stop: set it, from any thread or signal handler, to end early.
-        options: of `prewarm`, apart from ``on_event`` and ``stop``.
+        ranks_per_node: training processes on each node. Each node gets only the shards that
+            ``split_by_node`` gives its ranks; with None, every node gets all shards.
+        on_news: called in the calling thread with all nodes, several times a second.
+        stop: set this event, from any thread or signal handler, to stop early.
+        options: options of `prewarm` other than ``on_event`` and ``stop``.
 
     Returns:
         One report per node, in the order of their numbers.
 
     Raises:
-        ConfigError: Ray is not installed, no cluster can be reached, or a malformed specification.
-        KeyboardInterrupt: passed on once the tasks are cancelled.
+        ConfigError: Ray is not installed, no cluster can be reached, or a specification is
+            malformed.
+        KeyboardInterrupt: raised after the tasks were cancelled.
     """
     specs = [urls] if isinstance(urls, str) else list(urls)
-    expanded = expand(specs)  # a mistake is told once, not by every node
+    expanded = expand(specs)  # so that a mistake is reported once, not by every node
     if any("${" in spec for spec in specs):
-        specs = expanded  # the nodes need not know the variables
+        specs = expanded  # the nodes may lack these variables
     file = None if config_file is None else configuration.absolute(config_file)
-    order = specs, dict(settings or {}), file, options
+    arguments = specs, dict(settings or {}), file, options
     stop, out = stop or threading.Event(), sys.stdout
     with _connected() as ray:
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        # It asks for no processor, so that a busy cluster is prewarmed, too.
+        # Without a claim to a processor, the task also runs on a busy cluster.
         task = ray.remote(num_cpus=0, max_retries=0, num_returns="streaming")(_prewarm_here)
-        alive = sorted((node for node in ray.nodes() if node["Alive"]), key=_order)
+        alive = sorted((node for node in ray.nodes() if node["Alive"]), key=_sort_key)
         names = [str(node.get("NodeName") or node["NodeManagerAddress"]) for node in alive]
         nodes, streams = [], {}
         for number, (node, name) in enumerate(zip(alive, names, strict=True)):
@@ -172,13 +175,13 @@ def prewarm_nodes(
             nodes.append(NodeReport(unique, number))
             share = None if ranks_per_node is None else Share(number, len(alive), ranks_per_node)
             pin = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-            stream = task.options(scheduling_strategy=pin).remote(*order, share)
+            stream = task.options(scheduling_strategy=pin).remote(*arguments, share)
             streams[stream] = nodes[number]
-        end: float | None = None
+        deadline: float | None = None  # set when the tasks are cancelled
         try:
-            while streams and (end is None or clock.monotonic() < end):
-                if stop.is_set() and end is None:
-                    end = clock.monotonic() + _FAREWELL
+            while streams and (deadline is None or clock.monotonic() < deadline):
+                if stop.is_set() and deadline is None:
+                    deadline = clock.monotonic() + _CANCEL_TIMEOUT
                     for stream in streams:
                         ray.cancel(stream)
                 ready, _ = ray.wait(list(streams), num_returns=len(streams), timeout=_TICK)
@@ -190,27 +193,27 @@ def prewarm_nodes(
                         del streams[stream]
                     except ray.exceptions.RayError as exn:
                         del streams[stream]
-                        report.interrupted = end is not None
-                        if end is None:
+                        report.interrupted = deadline is not None
+                        if deadline is None:
                             report.error = _lost(ray, alive[report.number]["NodeID"], exn)
                 with redirect_stdout(out):
                     on_news(nodes)
         finally:
-            for stream, report in streams.items():  # they did not end in time
+            for stream, report in streams.items():  # these did not end in time
                 ray.cancel(stream)
                 report.interrupted = True
     on_news(nodes)
     return tuple(nodes)
 
 
-def _order(node: Mapping[str, Any]) -> tuple[int, str, str]:
-    """What nodes are ordered by: address, so that .9 is before .10, then name."""
+def _sort_key(node: Mapping[str, Any]) -> tuple[int, str, str]:
+    """Order nodes by address, as a number so that .9 is before .10, and then by name."""
     address = int(ipaddress.ip_address(node["NodeManagerAddress"]))
     return address, str(node.get("NodeName", "")), str(node["NodeID"])
 
 
 def _lost(ray: Any, node_id: str, exn: Exception) -> NodeLostError:
-    """Why a task ended, in a sentence: the last of Ray's own page."""
+    """Return why a task ended without a report: the last line of Ray's long message."""
     alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
     if node_id not in alive or isinstance(exn, ray.exceptions.NodeDiedError):
         return NodeLostError("the node died")
@@ -219,7 +222,7 @@ def _lost(ray: Any, node_id: str, exn: Exception) -> NodeLostError:
 
 @contextmanager
 def _connected() -> Iterator[Any]:
-    """Ray, connected to a cluster for as long as the context lasts."""
+    """Connect to a Ray cluster, if this process is not connected yet, and yield the module."""
     try:
         import ray
     except ImportError as exn:
@@ -236,14 +239,14 @@ def _connected() -> Iterator[Any]:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except (RuntimeError, ValueError, OSError) as exn:
         raise ConfigError(
-            f"no Ray cluster could be reached at {address}. Set RAY_ADDRESS, such as "
-            f"10.0.0.1:6379, on a machine that is one of its nodes. Ray says: {exn}"
+            f"no Ray cluster could be reached at {address}. On one of its nodes, set RAY_ADDRESS "
+            f"to its address, such as 10.0.0.1:6379. Ray's error: {exn}"
         ) from exn
     finally:
         if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, handler)  # Ray sets its own
+            signal.signal(signal.SIGTERM, handler)  # Ray has replaced it
     try:
-        # A thread of Ray's prints that a node died, where a program may read JSON.
+        # A thread of Ray prints to stdout that a node died, but a program may read JSON there.
         with redirect_stdout(io.StringIO()):
             yield ray
     finally:
@@ -260,9 +263,10 @@ def _prewarm_here(
     options: Mapping[str, Any],
     share: Share | None,
 ) -> Iterator[_News]:
-    """The task of one node: an ordinary prewarm in a thread, and news of it.
+    """Run a prewarm in a thread of this node, and yield news of it. This is the Ray task.
 
-    `ray.cancel` raises KeyboardInterrupt in it, which ends the prewarm; Ray delivers no more news.
+    `ray.cancel` raises KeyboardInterrupt here, which stops the prewarm. After that, Ray delivers
+    no more news.
     """
     news, stop = queue.SimpleQueue[Event | PrewarmReport | Exception](), threading.Event()
 
@@ -279,10 +283,10 @@ def _prewarm_here(
             connections = max(config.connections, options.get("jobs", JOBS))
             config = config.replace(strict=True, connections=connections)
             with Cache.from_config(config) as cache:
-                found = prewarm(cache, specs, share=share, on_event=on_event, stop=stop, **options)
-            results = tuple(result.portable() for result in found.results)
-            news.put(replace(found, results=results))
-        except Exception as exn:  # noqa: BLE001 - it belongs into the node's report
+                report = prewarm(cache, specs, share=share, on_event=on_event, stop=stop, **options)
+            results = tuple(result.portable() for result in report.results)
+            news.put(replace(report, results=results))
+        except Exception as exn:  # noqa: BLE001 - the report of the node has it
             news.put(portable(exn))
 
     with ThreadPoolExecutor(1) as pool:

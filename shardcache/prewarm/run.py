@@ -1,9 +1,9 @@
-"""One prewarm: expand, plan, refuse what cannot fit, fetch, report.
+"""`prewarm`: expand the specifications, make a plan, refuse it if it cannot fit, download.
 
-    wanted_shards -> make_plan -> does it fit? -> Pool: fetch, fetch, ... -> report
+    wanted_shards -> make_plan -> does it fit? -> Pool: downloads -> report
 
-Any number of prewarms in any number of processes may run on one cache; like all readers they
-share the fetches.
+Several prewarms may run on one cache at the same time, in one process or in several. Like all
+readers, they share their downloads.
 """
 
 from __future__ import annotations
@@ -35,9 +35,10 @@ from shardcache.urls import ShardURL
 if TYPE_CHECKING:
     from shardcache.cache import Cache
 
-#: Shards at a time unless the caller says otherwise.
+#: How many shards are downloaded at the same time by default.
 JOBS = 32
-#: Modules of the engine that `import shardcache` leaves out; the client of S3 among them.
+#: Modules that `import shardcache` does not import. The owner imports them before it forks, so that
+#: its helpers need not.
 _ENGINE = ("download.acquire", "space.clean", "stats.database", "origins.s3")
 
 
@@ -62,43 +63,43 @@ def prewarm(
 
     Args:
         cache: the cache to fill.
-        urls: one shard specification or several, see `expand`: URLs, ``{braces}``, globs and
-            prefixes. What `Cache.parse` returned is not expanded.
-        share: only the shards that one node's ranks read.
-        jobs: most shards at a time.
-        check: only tell which shards are cached.
-        dry_run: only tell what would be done.
-        deadline: seconds after which no shard is started and running fetches are cut short.
-        max_failures: stop at the next failure after so many; None goes on.
-        best_effort: leave out what does not fit instead of refusing everything.
-        limit_rate: most bytes per second of all connections together: a number, or text such
-            as ``"50MB"``.
-        refresh: ask origins for the cached shards, and fetch those that they have replaced.
-            Open streams go on with the version that they read.
-        processes: how many processes share the work. The others are forked at once, so give more
+        urls: one shard specification or several (URLs, ``{braces}``, globs and prefixes; see
+            `expand`), or results of `Cache.parse`, which are not expanded.
+        share: download only the shards that the ranks of one node read.
+        jobs: how many shards to download at the same time.
+        check: download nothing; report which shards are cached.
+        dry_run: download nothing; report the plan.
+        deadline: seconds after which no shard is started and running downloads are cancelled.
+        max_failures: stop at the first failure beyond this number; None never stops.
+        best_effort: leave out shards that do not fit instead of refusing all of them.
+        limit_rate: bytes per second for all connections together: a number, or text such as
+            ``"50MB"``.
+        refresh: ask the origins of the cached shards, and download those that were replaced.
+            Open streams continue with the version that they read.
+        processes: how many processes share the work. The others are forked at once, so pass more
             than 1 only in programs without threads.
-        on_event: called with each event, in the calling thread; must not block.
-        stop: set it, from any thread or signal handler, to end early.
+        on_event: called in the calling thread with each event; must not block.
+        stop: set this event, from any thread or signal handler, to stop early.
 
     Returns:
-        What became of each shard.
+        The plan, and the result of each shard.
 
     Raises:
-        ConfigError: a URL or option that cannot work, or an unusable directory.
-        CacheFullError: it does not fit; nothing was fetched.
+        ConfigError: a URL or an option is not valid, or the directory cannot be used.
+        CacheFullError: the shards do not fit; nothing was downloaded.
         ShardNotFoundError: nothing matches a prefix or a pattern.
         AccessDeniedError, TransferError: a prefix or a pattern cannot be listed.
-        OSError: the directory cannot be read or made.
-        KeyboardInterrupt: passed on once the fetches have ended.
+        OSError: the directory cannot be read or created.
+        KeyboardInterrupt: raised after the downloads have ended.
     """
     if jobs < 1:
         raise ConfigError(f"jobs is {jobs}. Give at least 1.", option="jobs")
     rate = None if limit_rate is None else parse_rate(limit_rate)
-    began = clock.monotonic()
-    looking = check or dry_run
-    count = 0 if looking else min(processes, jobs) - 1
+    start = clock.monotonic()
+    plan_only = check or dry_run
+    count = 0 if plan_only else min(processes, jobs) - 1
     if count:
-        for name in _ENGINE:  # once, not in each process
+        for name in _ENGINE:
             importlib.import_module(f"shardcache.{name}")
     helpers = [Helper(partial(serve, cache)) for _ in range(count)]
 
@@ -112,42 +113,42 @@ def prewarm(
         shards = wanted_shards(
             cache, [urls] if isinstance(urls, str | ShardURL) else urls, listing, share
         )
-        if not looking:
-            _prepare(cache)
+        if not plan_only:
+            _make_directory(cache)
         plan = make_plan(
-            cache, shards, listing, best_effort=best_effort, ask_sizes=not check, refresh=refresh
+            cache, shards, listing, best_effort=best_effort, list_sizes=not check, refresh=refresh
         )
         report([Planned(plan)])
-        if looking:
+        if plan_only:
             results = plan.results({}, Outcome.MISSING)
-            return PrewarmReport(plan, results, clock.monotonic() - began)
+            return PrewarmReport(plan, results, clock.monotonic() - start)
         if plan.missing and not best_effort:
             raise CacheFullError(
-                f"the shards to fetch need {format_bytes(plan.needed)} of disk, "
-                f"{format_bytes(plan.missing)} more than there is room for in {cache.dir}. "
-                "Raise max_size, free the disk, ask for fewer shards, or take what fits "
+                f"the shards to download need {format_bytes(plan.needed)} of disk, "
+                f"{format_bytes(plan.missing)} more than {cache.dir} has room for. "
+                "Raise max_size, free the disk, name fewer shards, or take those that fit "
                 "(best_effort, --best-effort).",
                 needed=plan.needed,
                 missing=plan.missing,
             )
         pool = Pool(cache, plan, stop or threading.Event(), jobs, best_effort, max_failures, rate)
-        pool.end = math.inf if deadline is None else began + deadline
+        pool.deadline = math.inf if deadline is None else start + deadline
         pool.share(helpers)
-        pool.work(report)
+        pool.run(report)
     finally:
         for helper in helpers:
             helper.close()
     full = best_effort and pool.stopped is Stopped.FULL
     results = plan.results(pool.results, Outcome.LEFT_OUT if full else Outcome.NOT_STARTED)
-    return PrewarmReport(plan, results, clock.monotonic() - began, pool.stopped)
+    return PrewarmReport(plan, results, clock.monotonic() - start, pool.stopped)
 
 
-def _prepare(cache: Cache) -> None:
-    """Make the directory, so that its faults are told once and not per shard."""
+def _make_directory(cache: Cache) -> None:
+    """Create the cache directory, so that an unusable one is reported once, not for each shard."""
     try:
         make_root(cache.dir, __version__, Modes.of(cache.config.shared_group))
         if not os.access(Layout.of_root(cache.dir).partial, os.W_OK | os.X_OK):
-            raise PermissionError(errno.EACCES, "it cannot be written")
+            raise PermissionError(errno.EACCES, "no write permission")
     except OSError as exn:
         if is_full(exn) or isinstance(exn, ShardCacheError):
             raise

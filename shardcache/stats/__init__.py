@@ -1,6 +1,6 @@
-"""What a cache has done: opens, bytes, waits, evictions, by all processes of a node.
+"""Statistics of all processes of a node: opens, bytes, waits, evictions.
 
-`counters` counts in memory, `database` keeps it in ``stats.db``, `summary` adds it up, `metrics`
-names it for Prometheus and OpenTelemetry, `notices` has one process of a job speak for all. The
-room uses `locks` and what is below it.
+`counters` counts in memory, `database` stores the counts in ``stats.db``, `summary` adds them up,
+and `metrics` names them for Prometheus and OpenTelemetry. `notices` lets one process of a job warn
+for all of them. The room uses `locks` and the rooms below it.
 """

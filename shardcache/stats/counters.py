@@ -1,14 +1,14 @@
-"""What one process counts: plain integers in memory, written to the node's database now and then.
+"""Count what one process does, in memory, and add it to the node's database now and then.
 
-What was counted is written (`database`) under the minute in which it is written: a second after
-bytes were read, by a thread that lives so long, by whoever counts something else a second after
-the last write, and at the end of the process. So a process that is killed, as DataLoader workers
-are, loses what it counted in its last second, whatever it did before: idle ones lose nothing.
-Nothing here fails: where the database cannot be written, statistics are lost and nothing else.
+Counts are written (`database`) under the minute of the write. There are three occasions: a thread
+writes a second after bytes were read, any other count writes if the last write was a second ago,
+and the process writes when it ends. So a process that is killed, as DataLoader workers are, loses
+the counts of its last second. An idle process loses nothing. If the database cannot be written,
+statistics are lost, and nothing else fails.
 
-Safe between threads. Safe within one thread, too: the garbage collector may close a stream in the
-midst of counting, and that is counted as well. A forked child makes its own `Counters`; those of
-its parent count nothing there.
+Counting is safe between threads, and within one: the garbage collector may close a stream while a
+process counts, and that is counted as well. A forked child makes its own `Counters`; in the child,
+those of its parent count nothing.
 """
 
 from __future__ import annotations
@@ -36,57 +36,58 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Counts:
-    """What is counted, each under the name that the database has, too."""
+    """Everything that is counted. The database uses the same names."""
 
-    hits: int = 0  #: opens that found the shard
-    coalesced: int = 0  #: opens that waited for a fetch which somebody else had begun
-    linked: int = 0  #: opens that took the copy of another rank or job
-    misses: int = 0  #: opens that fetched the shard
-    bypassed: int = 0  #: opens that were streamed and not stored
-    failed: int = 0  #: opens that raised
-    bytes_opened: int = 0  #: that were read from the cache, also while it fetched them
-    bytes_bypassed: int = 0  #: that were read of shards streamed and not stored
-    fetches: int = 0  #: shards fetched, from wherever
-    fetches_upstream: int = 0  #: of those, from an upstream
-    fetches_failed: int = 0  #: fetches that failed
-    bytes_origin: int = 0  #: that came from the origin
-    bytes_upstream: int = 0  #: that came from upstreams
+    hits: int = 0  #: opens that found the shard in the cache
+    coalesced: int = 0  #: opens that waited for a download of another reader
+    linked: int = 0  #: opens that made a hard link to the entry of another rank or job
+    misses: int = 0  #: opens that downloaded the shard
+    bypassed: int = 0  #: opens that streamed the shard without storing it
+    failed: int = 0  #: opens that raised an error
+    bytes_opened: int = 0  #: bytes read from the cache, also while a shard was downloaded
+    bytes_bypassed: int = 0  #: bytes read from shards that were streamed and not stored
+    fetches: int = 0  #: shards downloaded, from the origin or an upstream
+    fetches_upstream: int = 0  #: shards downloaded from an upstream
+    fetches_failed: int = 0  #: downloads that failed
+    bytes_origin: int = 0  #: bytes received from the origin
+    bytes_upstream: int = 0  #: bytes received from upstreams
     retries: int = 0  #: requests that were repeated
     evicted_max_size: int = 0  #: entries evicted for max_size
-    evicted_min_free: int = 0  #: for min_free
-    evicted_max_age: int = 0  #: for max_age
-    evicted_all: int = 0  #: because all were to go
-    evicted_asked: int = 0  #: by name
-    bytes_evicted: int = 0  #: of entries evicted or removed
-    errors_origin: int = 0  #: of the origin
-    errors_integrity: int = 0  #: shards that were damaged
-    errors_disk: int = 0  #: of the local disk
-    bypassed_full: int = 0  #: opens that were bypassed for want of room
-    errors_lock: int = 0  #: of locks, and waits that were given up
+    evicted_min_free: int = 0  #: entries evicted for min_free
+    evicted_max_age: int = 0  #: entries evicted for max_age
+    evicted_all: int = 0  #: entries removed by `clean --all`
+    evicted_asked: int = 0  #: entries removed by name
+    bytes_evicted: int = 0  #: bytes of the entries that were evicted or removed
+    errors_origin: int = 0  #: errors of the origin
+    errors_integrity: int = 0  #: damaged shards
+    errors_disk: int = 0  #: errors of the local disk
+    bypassed_full: int = 0  #: opens that were bypassed because the cache was full
+    errors_lock: int = 0  #: errors of locks, and waits for other processes that timed out
     hits_tier_1: int = 0  #: hits in the first tier
-    hits_tier_2: int = 0  #: in the second
-    hits_tier_3: int = 0  #: in the third
+    hits_tier_2: int = 0  #: hits in the second tier
+    hits_tier_3: int = 0  #: hits in the third tier
     wait_us_disk: int = 0  #: microseconds that readers waited for the disk
-    wait_us_lock: int = 0  #: for somebody else's fetch
-    wait_us_network: int = 0  #: for their own fetch
-    bytes_stored: int = 0  #: of entries that were stored
+    wait_us_lock: int = 0  #: microseconds that readers waited for downloads of other readers
+    wait_us_network: int = 0  #: microseconds that readers waited for their own downloads
+    bytes_stored: int = 0  #: bytes of the entries that were stored
 
 
 COUNTERS = tuple(field.name for field in fields(Counts))
-#: What readers wait for: the disk (a hit), another process's fetch, their own fetch.
+#: Reasons to wait: the disk (a hit), the download of another reader, their own download.
 WAITS = ("disk", "lock", "network")
-#: Of a histogram: powers of the root of two of a microsecond, up to nineteen hours.
+#: Buckets of a histogram of waits. Each bound is the square root of two times the one before it:
+#: 2 ** (72 / 2) microseconds are nineteen hours.
 BUCKETS = 72
 
 #: Seconds between two writes.
 _INTERVAL = 1.0
-#: Seconds to wait for the database while others write, for a reader and at the end of a process.
+#: Seconds to wait for other writers of the database: of a reader, and at the end of a process.
 _BUSY = 0.1
 _LAST_BUSY = 2.0
 
 _TIERS = tuple(name for name in COUNTERS if name.startswith("hits_tier_"))
 _BUCKETS = {wait: [f"{wait}:{bucket}" for bucket in range(BUCKETS)] for wait in WAITS}
-#: How an open ended -> its counter, and those of what its reader waited for.
+#: Outcome of an open -> its counter, and the counters of what its reader waited for.
 _OUTCOMES = {
     outcome: (counter, f"wait_us_{wait}", _BUCKETS[wait])
     for outcome, counter, wait in (
@@ -99,17 +100,17 @@ _OUTCOMES = {
 
 
 def bucket_range(bucket: int) -> tuple[float, float]:
-    """The shortest wait of a bucket, and the shortest one that is too long for it; seconds."""
+    """Return the bounds of a bucket in seconds: the least wait in it, the least that exceeds it."""
     return 2 ** (bucket / 2) / 1e6 if bucket else 0.0, 2 ** ((bucket + 1) / 2) / 1e6
 
 
 class Counters:
-    """See the module.
+    """The counts of one process; see the module.
 
     Args:
-        where: the node's namespace of the root; None counts nothing.
-        ranks: who we are; None outside any job.
-        allowed: whether the disk may be written; a failing one is left alone for a while.
+        where: returns the node's namespace of the root. With None, nothing is counted.
+        ranks: the rank of this process; None outside any job.
+        allowed: returns whether the disk may be written. After errors it may not, for a while.
     """
 
     def __init__(
@@ -124,26 +125,26 @@ class Counters:
         self._guard = threading.RLock()
         self._writing = threading.Lock()
         self._counted: defaultdict[str, int] = defaultdict(int)
-        self._written: Counter[str] = Counter()  # how much of it is in the database
-        self._due = 0.0  # when to write, of the monotonic clock
-        self._soon = False  # whether a thread will write
-        self._flushed = threading.Event()  # which ends that thread
+        self._written: Counter[str] = Counter()  # the part that is in the database
+        self._due = 0.0  # when to write, on the monotonic clock
+        self._soon = False  # whether a thread is about to write
+        self._flushed = threading.Event()  # ends that thread
         _all.add(self)
 
     def add(self, counts: Mapping[str, int]) -> None:
-        """Count what happened, by the names of `COUNTERS`."""
+        """Add to counters, by the names of `COUNTERS`."""
         if self._where is None:
             return
         with self._guard:
-            for name, count in counts.items():  # in its midst a stream may be closed, and counted
+            for name, count in counts.items():
                 self._counted[name] += count
         if not self._soon and clock.monotonic() >= self._due:
             self._write(wait=0.0)
 
     def read(self, count: int, name: str = "bytes_opened") -> None:
-        """Count bytes as they are read, by the name of their counter.
+        """Add bytes to a counter as they are read.
 
-        Not for what the garbage collector may call: it may start a thread.
+        May start a thread, so code that the garbage collector may run must not call it.
         """
         if self._where is None:
             return
@@ -154,16 +155,19 @@ class Counters:
             self._flushed.clear()
             try:
                 threads.start(self._write_soon, "shardcache-stats")
-            except RuntimeError:  # a limit of processes: as `add`
+            except RuntimeError:  # at the limit of threads; count as `add` does
                 self._soon = False
                 self.add({})
 
     def opened(self, outcome: str, seconds: float, tier: int | None = None) -> None:
-        """Count an open: what it came to (`_OUTCOMES`), and how long it took.
+        """Count an open.
 
-        ``tier`` is in which of several tiers the shard was, from 0.
+        Args:
+            outcome: hit, linked, coalesced or fetched.
+            seconds: how long the reader waited.
+            tier: number of the tier that had the shard, from 0; None if there are no tiers.
         """
-        # As `add`, without a table: a hit is to be little more than an open().
+        # Does not call `add`, because a hit must not cost much more than an open().
         if self._where is None:
             return
         name, wait_name, buckets = _OUTCOMES[outcome]
@@ -189,16 +193,21 @@ class Counters:
         upstream: bool,
         done: bool,
     ) -> None:
-        """Count a fetch of this process, and log it.
+        """Count and log a download of this process, whose bytes were counted as they came.
 
-        ``size`` bytes has the shard, with ``upstream`` not from its origin; they were counted as
-        they came. ``done`` says whether the shard is stored now.
+        Args:
+            shard: the shard.
+            size: bytes of the shard.
+            seconds: how long the download took.
+            retries: number of repeated requests.
+            upstream: whether an upstream served it, not the origin.
+            done: whether the shard is in the cache now.
         """
         source = "upstream" if upstream else "origin"
         counts = {"fetches" if done else "fetches_failed": 1, "retries": retries}
         if done:
             counts |= {"fetches_upstream": int(upstream), "bytes_stored": size}
-            if logger.isEnabledFor(logging.INFO):  # what it says is not made for nobody
+            if logger.isEnabledFor(logging.INFO):
                 extra = {"event": "fetched", "shard": str(shard), "bytes": size}
                 extra |= {"seconds": seconds, "retries": retries, "source": source}
                 took = format_bytes(size), source, format_duration(seconds)
@@ -206,26 +215,26 @@ class Counters:
         self.add(counts)
 
     def flush(self) -> None:
-        """Write what is not written yet."""
+        """Write all counts to the database."""
         self._write(_LAST_BUSY)
         self._flushed.set()
 
     def snapshot(self) -> Counter[str]:
-        """Everything counted so far, written or not, by the names of the database."""
+        """Return all counts of this process so far, written or not."""
         with self._guard:
             return Counter(self._counted)
 
     def _write_soon(self) -> None:
         self._flushed.wait(_INTERVAL)
-        self._soon = False  # what is read from now on is written in another second
+        self._soon = False  # from now on, `read` starts another thread
         self._write(wait=0.0)
 
     def _write(self, wait: float) -> None:
-        """Write what is not written yet, unless another thread does so or the disk fails.
+        """Add the new counts to the database, unless the disk fails or another thread writes.
 
-        Waits so many seconds for others who write.
+        Waits up to ``wait`` seconds for other threads and processes that write.
         """
-        self._due = clock.monotonic() + _INTERVAL  # first of all, for other threads
+        self._due = clock.monotonic() + _INTERVAL  # set first, so that other threads need not write
         if not self._allowed() or not self._writing.acquire(wait > 0, wait or -1):
             return
         try:
@@ -236,7 +245,7 @@ class Counters:
                 database.add(self._where(), self._rank, minute, row, max(_BUSY, wait))
                 self._written = counted
         except OSError as exn:
-            logger.debug("what was counted is not kept yet: %s", exn)
+            logger.debug("the counts could not be written yet: %s", exn)
         finally:
             self._writing.release()
 
@@ -245,7 +254,7 @@ _all: weakref.WeakSet[Counters] = weakref.WeakSet()
 
 
 def _disown() -> None:
-    """In a forked child: what its parent counts is not its own to write."""
+    """Stop counting in a forked child: its parent writes these counts."""
     for counters in _all:
         counters._where = None
 

@@ -1,15 +1,15 @@
-"""What all processes of a node have counted: ``stats.db``, an SQLite database.
+"""Store the counts of all processes of a node in ``stats.db``, an SQLite database.
 
-It has one row per minute, rank and name; per hour after two hours. After thirty days all that is
-older is one row per name, so that sums for Prometheus never fall.
+There is one row per minute, rank and name. After two hours minutes become hours, and after thirty
+days all rows of a name become one, so that sums for Prometheus never fall.
 
-Each call opens the database and closes it before it returns, and a fork waits for that
-(`threads.undivided`): a connection never gets into a child. Where each write opens the database, a
-write-ahead log would be made and removed each time, so there is none. It is never synced: after a
-power loss it may be damaged, and then it is begun anew.
+Each function opens the database and closes it before it returns, and a fork waits for that
+(`threads.undivided`), so no child inherits a connection. There is no write-ahead log, because each
+call would create and remove it. The database is never synced: a power failure may damage it, and
+then counting starts again from zero.
 
-Everywhere ``layout`` is the node's namespace, and what fails raises OSError (the database is
-locked, read-only, full or failing), never ``sqlite3.Error``; a missing one is empty.
+In all functions, ``layout`` is the node's namespace. Errors (the database is locked, read-only,
+full or failing) are OSError, never ``sqlite3.Error``. A missing database is empty.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ CREATE TABLE IF NOT EXISTS counted (
 ) WITHOUT ROWID
 """
 _ADD = "INSERT INTO counted VALUES (?, ?, ?, ?, ?) ON CONFLICT DO UPDATE SET n = n + excluded.n"
-#: From minutes to hours, and from hours to "long ago"; times in seconds since the epoch.
+#: Turn minutes into hours, and hours into one row. Times are in seconds since the epoch.
 _COMPACT = (
     """
     INSERT INTO counted SELECT start / 3600 * 3600, 3600, rank, name, sum(n) FROM counted
@@ -56,34 +56,33 @@ _COMPACT = (
     """,
     "DELETE FROM counted WHERE start > 0 AND start < :old",
 )
-#: Of a process outside any job.
+#: The rank of a process outside any job.
 NO_RANK = -1
 
 _HOUR = 3600
-#: Seconds for which minutes, and hours, are kept.
+#: Seconds after which minutes become hours, and hours one row.
 _MINUTES_KEPT = 2 * _HOUR
 _KEPT = 30 * 86_400
-#: Seconds that people wait for a database in use.
+#: Seconds that a command waits for a database in use.
 _PATIENCE = 5.0
 
 
 @dataclass(slots=True)
 class Sample:
-    """What one rank counted in a minute or an hour."""
+    """The counts of one rank in a minute or an hour."""
 
-    start: int  #: seconds since the epoch; 0 for all that is older than what is kept
-    seconds: int  #: how long it lasted
-    rank: int  #: of the job, or `NO_RANK`
-    #: By name (`counters.COUNTERS`); how many waits there were of each length has names such as
-    #: ``disk:12`` (`counters.WAITS`, and a bucket of `counters.bucket_range`).
+    start: int  #: seconds since the epoch; 0 for everything older than 30 days
+    seconds: int  #: 60 or 3600
+    rank: int  #: rank in the job, or `NO_RANK`
+    #: Counts by name (`counters.COUNTERS`). The number of waits in a bucket has a name such as
+    #: ``disk:12``: one of `counters.WAITS` and the bucket (`counters.bucket_range`).
     counters: Counter[str] = field(default_factory=Counter)
 
 
 def add(layout: Layout, rank: int, minute: int, row: Mapping[str, int], busy: float) -> None:
-    """Add what a process counted (name -> how many), or raise and add nothing.
+    """Add the counts of a process (``row``, by name) to a minute, all of them or none.
 
-    ``minute`` is its start, in seconds since the epoch; ``busy`` how many seconds to wait for
-    other writers.
+    ``minute`` is its start in seconds since the epoch. Waits ``busy`` seconds for other writers.
     """
     _make(layout)
     with _opened(layout, busy, repair=True) as db:
@@ -93,9 +92,9 @@ def add(layout: Layout, rank: int, minute: int, row: Mapping[str, int], busy: fl
 
 
 def samples(layout: Layout, since: float = 0.0, *, ever: bool = False) -> list[Sample]:
-    """Everything that was counted, in no order; with ``ever`` also what is older than 30 days.
+    """Return the samples that ended after ``since`` (seconds since the epoch), in no order.
 
-    What ended before ``since``, in seconds since the epoch, is left out.
+    With ``ever``, the sample of everything older than 30 days is among them.
     """
     found: dict[tuple[int, int, int], Sample] = {}
     with _opened(layout, _PATIENCE) as db:
@@ -106,7 +105,7 @@ def samples(layout: Layout, since: float = 0.0, *, ever: bool = False) -> list[S
 
 
 def compact(layout: Layout, now: float) -> None:
-    """Turn minutes into hours, and forget what is too old, ``now`` in seconds since the epoch."""
+    """Turn old minutes into hours, and old hours into one row; ``now`` is a time of the epoch."""
     ages = {"hour": now - _MINUTES_KEPT, "old": now - _KEPT}
     times = {name: int(time) // _HOUR * _HOUR for name, time in ages.items()}
     with _opened(layout, _PATIENCE) as db:
@@ -116,7 +115,7 @@ def compact(layout: Layout, now: float) -> None:
 
 
 def zero(layout: Layout) -> None:
-    """Begin to count anew."""
+    """Delete all counts."""
     with _opened(layout, _PATIENCE) as db:
         if db is not None:
             db.execute("DELETE FROM counted")
@@ -126,14 +125,14 @@ def zero(layout: Layout) -> None:
 def _opened(
     layout: Layout, busy: float, *, repair: bool = False
 ) -> Iterator[sqlite3.Connection | None]:
-    """The database, open for one transaction; None if nothing was written yet.
+    """Open the database for one transaction; yield None if nothing was written yet.
 
-    With ``repair`` a damaged one is removed.
+    Waits ``busy`` seconds for other processes. With ``repair``, removes a damaged database.
 
     Raises:
-        OSError: it cannot be used, or a file of another program has its name.
+        OSError: the database cannot be used, or a file of another program has its name.
     """
-    import sqlite3  # here: a process that counts nothing does not need it
+    import sqlite3  # not at the top: a process that counts nothing does not need it
 
     path = layout.stats
     if not path.exists() or (path.stat().st_size == 0 and not repair):
@@ -144,7 +143,7 @@ def _opened(
         with contextlib.suppress(FileNotFoundError):
             check_own(name, name.lstat())
     try:
-        # Where it cannot be written, SQLite opens it for reading.
+        # If the file is read-only, SQLite opens it for reading all the same.
         uri = f"{path.absolute().as_uri()}?mode=rw"
         with (
             undivided(),
@@ -156,18 +155,18 @@ def _opened(
             yield db
             db.commit()
     except sqlite3.DatabaseError as exn:
-        # An operational one says locked, read-only or full.
+        # An OperationalError means locked, read-only or full.
         if repair and not isinstance(exn, sqlite3.OperationalError):
-            logger.info("%s is damaged (%s); statistics begin anew", path, exn)
+            logger.info("%s is damaged (%s); counting starts again from zero", path, exn)
             path.unlink(missing_ok=True)
         raise OSError(errno.EIO, str(exn), str(path)) from exn
 
 
 def _make(layout: Layout) -> None:
-    """Make the file if it is missing, for those who may read it."""
+    """Create the file with the cache's mode if it is missing, and if this user may own it."""
     path = layout.stats
     if layout.grace is not None and layout.local is None:
-        raise OSError(errno.ENOTSUP, "it would be shared with other nodes", str(path))
+        raise OSError(errno.ENOTSUP, "other nodes would share it", str(path))
     if layout.modes.group is None and os.lstat(layout.base).st_uid != os.geteuid():
         raise PermissionError(errno.EPERM, "the cache belongs to another user", str(layout.base))
     if not path.exists():

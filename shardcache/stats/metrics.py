@@ -1,7 +1,7 @@
-"""What a cache has done, as metrics: names for Prometheus and OpenTelemetry, and Prometheus' text.
+"""Names of the metrics in Prometheus and OpenTelemetry, and the text that Prometheus reads.
 
-The format is that of the textfile collector: prometheus.io/docs/instrumenting/exposition_formats.
-Sums only grow, apart from ``stats --zero``, which Prometheus takes for a restart.
+The text format is prometheus.io/docs/instrumenting/exposition_formats, for the textfile collector.
+Sums never fall, except after ``stats --zero``, which Prometheus takes for a restart.
 """
 
 from __future__ import annotations
@@ -14,43 +14,43 @@ from shardcache.stats.summary import OUTCOMES, Stats
 
 __all__ = ["SUMS", "Metric", "exposition"]
 
-#: Bounds of the histogram: every other octave is enough to see what readers wait for.
+#: Export every fourth bound of the histogram. A bound is then four times the one before it.
 _STEP = 4
 
 
 class Metric(NamedTuple):
-    """Something that is counted."""
+    """A sum that is exported, with one value per counter."""
 
     name: str
     unit: str
     about: str
-    label: str  #: what its values are told apart by, or ""
+    label: str  #: name of the label, or "" if there is one value
     counters: Mapping[str, str]  #: value of the label -> name of the counter
 
 
-def _all(prefix: str) -> dict[str, str]:
+def _by_suffix(prefix: str) -> dict[str, str]:
     return {name.removeprefix(prefix): name for name in COUNTERS if name.startswith(prefix)}
 
 
-#: Names are for ever: dashboards hang on them.
+#: Dashboards depend on these names, so they never change.
 SUMS = (
-    Metric("opens", "{shard}", "Shards asked for.", "outcome", {name: name for name in OUTCOMES}),
+    Metric("opens", "{shard}", "Shards opened.", "outcome", {name: name for name in OUTCOMES}),
     Metric("opened", "By", "Bytes read from the cache.", "", {"": "bytes_opened"}),
-    Metric("received", "By", "Bytes that came over the network.", "source",
+    Metric("received", "By", "Bytes received over the network.", "source",
            {"origin": "bytes_origin", "upstream": "bytes_upstream"}),
     Metric("bypassed", "By", "Bytes streamed, not stored.", "", {"": "bytes_bypassed"}),
     Metric("stored", "By", "Bytes of shards stored.", "", {"": "bytes_stored"}),
-    Metric("fetches", "{shard}", "Shards fetched.", "", {"": "fetches"}),
-    Metric("fetches.failed", "{shard}", "Fetches that failed.", "", {"": "fetches_failed"}),
+    Metric("fetches", "{shard}", "Shards downloaded.", "", {"": "fetches"}),
+    Metric("fetches.failed", "{shard}", "Downloads that failed.", "", {"": "fetches_failed"}),
     Metric("retries", "{request}", "Requests that were repeated.", "", {"": "retries"}),
-    Metric("evictions", "{shard}", "Entries evicted or removed.", "reason", _all("evicted_")),
+    Metric("evictions", "{shard}", "Entries evicted or removed.", "reason", _by_suffix("evicted_")),
     Metric("evicted", "By", "Bytes of entries evicted or removed.", "", {"": "bytes_evicted"}),
-    Metric("errors", "{error}", "Errors.", "kind", _all("errors_")),
+    Metric("errors", "{error}", "Errors.", "kind", _by_suffix("errors_")),
 )  # fmt: skip
 
 
-def exposition(found: Stats, directory: str) -> str:
-    """All metrics, with the cache's directory as a label."""
+def exposition(stats: Stats, directory: str) -> str:
+    """Return all metrics as text for Prometheus, with the cache's directory as a label."""
     lines: list[str] = []
     escaped = directory.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
 
@@ -63,17 +63,17 @@ def exposition(found: Stats, directory: str) -> str:
     for name, unit, about, label, counters in SUMS:
         full = name.replace(".", "_") + ("_bytes" if unit == "By" else "") + "_total"
         values = [
-            ("", label and f',{label}="{value}"', getattr(found, counter))
+            ("", label and f',{label}="{value}"', getattr(stats, counter))
             for value, counter in counters.items()
         ]
         family(full, "counter", about, values)
     about = "How long readers waited for a shard, and for what."
-    family("wait_seconds", "histogram", about, _histograms(found))
+    family("wait_seconds", "histogram", about, _histograms(stats))
     return "\n".join(lines) + "\n"
 
 
-def _histograms(found: Stats) -> Iterator[tuple[str, str, float]]:
-    for wait, waits in found.waits.items():
+def _histograms(stats: Stats) -> Iterator[tuple[str, str, float]]:
+    for wait, waits in stats.waits.items():
         total = 0
         for bucket in range(BUCKETS):
             total += waits.buckets.get(bucket, 0)

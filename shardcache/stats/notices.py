@@ -1,9 +1,9 @@
-"""What is said once per job and node: that shards find no room, and in the end how many.
+"""Let one process of a job warn that shards find no room, and one report how many there were.
 
-The first process of a job that streams a shard for want of room leaves a note in ``sessions``, and
-says so; the others find the note. The last one of the job to end removes it, and says how much was
-streamed, unless an older job is still running, whose sessions look like its own. A note without a
-live session as old as it is of a job that was killed.
+The first process of a job that streams a shard for lack of room leaves a note in ``sessions``, and
+warns. The others find the note. The last process of the job to end removes the note and logs how
+many shards the job streamed, unless an older job still runs: its sessions look like those of this
+job. If no live session is as old as a note, the job of the note was killed.
 """
 
 from __future__ import annotations
@@ -26,39 +26,39 @@ __all__ = ["claim", "withdraw"]
 
 logger = logging.getLogger(__name__)
 
-#: Bytes of a note: two numbers.
-_MOST = 100
+#: Bytes of a note at most: two numbers.
+_MAX_NOTE = 100
 
 
 def claim(layout: Layout, job: str) -> bool:
-    """Leave the note of a job; whether that was the first of its processes on this node.
+    """Leave the note of a job, and return whether this process was the first of it on this node.
 
-    ``layout`` is the node's namespace. Where nothing can be written, each process is the first.
+    Every process is the first if the note cannot be written. ``layout`` is the node's namespace.
     """
     try:
         remove_dead(layout)
         note, now = _note(layout, job), clock.time()
         write_new(note, json.dumps(_streamed(layout)).encode(), layout.modes.file)
-        os.utime(note, (now, now))  # by the clock that sessions have
+        os.utime(note, (now, now))  # the clock of sessions, which tests may set
     except FileExistsError:
         return False
     except OSError as exn:
-        logger.debug("no note of streamed shards: %s", exn)
+        logger.debug("the note of streamed shards could not be written: %s", exn)
     return True
 
 
 def withdraw(layout: Layout, job: str) -> tuple[int, int] | None:
-    """Shards and bytes that the node has streamed since a job's note was left, which is removed.
+    """Remove a job's note, and return the shards and bytes that the node has streamed since then.
 
-    None without a note, and while another process of the job is alive. The caller's session has
-    ended.
+    Returns None if there is no note, or if another process of the job is alive. The caller has
+    ended its own session.
     """
     path = _note(layout, job)
     with contextlib.suppress(OSError, ValueError, TypeError):
-        left = path.lstat().st_mtime
-        if all(started > left for started in live_sessions(layout)):
-            shards, size = json.loads(read_file(path, _MOST))
-            path.unlink()  # of two who are the last, one
+        noted = path.lstat().st_mtime
+        if all(started > noted for started in live_sessions(layout)):
+            shards, size = json.loads(read_file(path, _MAX_NOTE))
+            path.unlink()  # succeeds in one process if two end at the same time
             now = _streamed(layout)
             return max(0, now[0] - shards), max(0, now[1] - size)
     return None
@@ -69,6 +69,6 @@ def _note(layout: Layout, job: str) -> Path:
 
 
 def _streamed(layout: Layout) -> tuple[int, int]:
-    """Shards and bytes that all processes of the node have streamed."""
-    found = summed(samples(layout, ever=True))
-    return found.bypassed, found.bytes_bypassed
+    """Return how many shards and bytes all processes of the node have streamed."""
+    stats = summed(samples(layout, ever=True))
+    return stats.bypassed, stats.bytes_bypassed

@@ -1,10 +1,8 @@
-"""What a cache has done for a node: opens, bytes, waits, evictions, as one sum.
+"""Add up the counts of a node: opens, bytes, waits, evictions.
 
     opens = hits + coalesced + linked + misses + bypassed + failed
 
-A hit found the shard; a coalesced open waited for a fetch that somebody else had begun, in this
-process or another one; a linked one took a sibling namespace's copy; a miss was fetched by whoever
-asked; a bypass was streamed and not stored; a failed one raised.
+`counters.Counts` says what each of them means.
 """
 
 from __future__ import annotations
@@ -22,25 +20,25 @@ from shardcache.units import format_bytes, format_duration
 
 __all__ = ["OUTCOMES", "Stats", "Waits", "by_hour", "by_rank", "rank_records", "summed"]
 
-#: What an open can come to, in the order in which it is shown.
+#: The possible outcomes of an open, in the order of tables.
 OUTCOMES = ("hits", "coalesced", "linked", "misses", "bypassed", "failed")
 _PERCENTILES = (0.5, 0.9, 0.99)
 
 
 @dataclass(frozen=True, slots=True)
 class Waits:
-    """How long readers waited."""
+    """A histogram of how long readers waited."""
 
-    buckets: Mapping[int, int]  #: bucket (`counters.bucket_range`) -> how many
-    seconds: float = 0.0  #: all of them together
+    buckets: Mapping[int, int]  #: bucket (`counters.bucket_range`) -> number of waits
+    seconds: float = 0.0  #: the sum of all waits
 
     @property
     def count(self) -> int:
-        """How many waits there were."""
+        """The number of waits."""
         return sum(self.buckets.values())
 
     def percentile(self, share: float) -> float | None:
-        """Seconds that this share of the waits took at most, within a bucket; None without any."""
+        """Return the bound of the bucket within which this share (0 to 1) of the waits ended."""
         left = share * self.count
         for bucket, count in sorted(self.buckets.items()):
             left -= count
@@ -51,11 +49,11 @@ class Waits:
 
 @dataclass(frozen=True, repr=False)
 class Stats(Counts):
-    """What processes counted between two moments.
+    """The counts of several processes in a period of time.
 
     Attributes:
-        since: the first, in seconds since the epoch; None if nothing was counted.
-        until: the last, likewise.
+        since: start of the period, in seconds since the epoch; None if nothing was counted.
+        until: end of the period, in seconds since the epoch; None if nothing was counted.
         waits: how long readers waited, by what they waited for: disk, lock or network.
     """
 
@@ -65,22 +63,22 @@ class Stats(Counts):
 
     @property
     def counters(self) -> dict[str, int]:
-        """All counters by their names, in the order of `counters.COUNTERS`."""
+        """All counters by name, in the order of `counters.COUNTERS`."""
         return {name: getattr(self, name) for name in COUNTERS}
 
     @property
     def opens(self) -> int:
-        """Shards that were asked for."""
+        """Number of opens with any outcome."""
         return self.hits + self.coalesced + self.linked + self.misses + self.bypassed + self.failed
 
     @property
     def hit_rate(self) -> float | None:
-        """Hits per open; None without opens."""
+        """Hits per open, or None if there were no opens."""
         return self.hits / self.opens if self.opens else None
 
     @property
     def evicted(self) -> int:
-        """Entries that were evicted or removed, for whatever reason."""
+        """Entries that were evicted or removed, for any reason."""
         return sum(n for name, n in self.counters.items() if name.startswith("evicted_"))
 
     @property
@@ -90,24 +88,24 @@ class Stats(Counts):
 
     @property
     def bytes_fetched(self) -> int:
-        """Bytes that came to be stored: all that came but was not streamed."""
+        """Bytes received for shards that were stored, not streamed."""
         return max(0, self.bytes_origin + self.bytes_upstream - self.bytes_bypassed)
 
     @property
     def bytes_saved(self) -> int:
-        """Bytes that would have come from the origin without the cache."""
+        """Bytes that the cache spared the origin."""
         return max(0, self.bytes_opened + self.bytes_bypassed - self.bytes_origin)
 
     @property
     def all_waits(self) -> Waits:
-        """The waits of every kind together."""
+        """The waits for disk, lock and network together."""
         total: Counter[int] = Counter()
-        for found in self.waits.values():
-            total.update(found.buckets)
-        return Waits(total, sum(found.seconds for found in self.waits.values()))
+        for waits in self.waits.values():
+            total.update(waits.buckets)
+        return Waits(total, sum(waits.seconds for waits in self.waits.values()))
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON: times, numbers of things, bytes and seconds."""
+        """Return the object that ``--json`` prints: times, counts, bytes and seconds."""
         names = ("opens", "hit_rate", "bytes_saved", "evicted", "errors")
         return {
             "since": None if self.since is None else utc(self.since),
@@ -116,11 +114,11 @@ class Stats(Counts):
             **{name: n for name, n in self.counters.items() if not name.startswith("wait_us_")},
             "waits": {
                 wait: {
-                    "count": found.count,
-                    "seconds": found.seconds,
-                    **{f"p{share * 100:g}": found.percentile(share) for share in _PERCENTILES},
+                    "count": waits.count,
+                    "seconds": waits.seconds,
+                    **{f"p{share * 100:g}": waits.percentile(share) for share in _PERCENTILES},
                 }
-                for wait, found in {**self.waits, "all": self.all_waits}.items()
+                for wait, waits in {**self.waits, "all": self.all_waits}.items()
             },
         }
 
@@ -129,12 +127,13 @@ class Stats(Counts):
         saved = format_bytes(self.bytes_saved)
         waited = self.all_waits.percentile(0.99)
         wait = "" if waited is None else f", 99 % waited less than {format_duration(waited)}"
-        past = f", {self.bypassed} streamed ({format_bytes(self.bytes_bypassed)})"
-        return f"{self.opens} opens, {rate}{past if self.bypassed else ''}, {saved} saved{wait}"
+        streamed = f", {self.bypassed} streamed ({format_bytes(self.bytes_bypassed)})"
+        streamed = streamed if self.bypassed else ""
+        return f"{self.opens} opens, {rate}{streamed}, {saved} saved{wait}"
 
 
 def summed(samples: Iterable[Sample]) -> Stats:
-    """All samples as one."""
+    """Add up samples."""
     samples = list(samples)
     counters: Counter[str] = Counter()
     for sample in samples:
@@ -152,21 +151,21 @@ def summed(samples: Iterable[Sample]) -> Stats:
 
 
 def by_rank(samples: Iterable[Sample]) -> dict[str, Stats]:
-    """A sum for each rank, by its number; ``-`` where there is none."""
-    found = _grouped(samples, lambda sample: sample.rank)
-    return {"-" if rank == NO_RANK else str(rank): each for rank, each in found.items()}
+    """Add up samples for each rank. The key is its number, or ``-`` outside any job."""
+    ranks = _grouped(samples, lambda sample: sample.rank)
+    return {"-" if rank == NO_RANK else str(rank): stats for rank, stats in ranks.items()}
 
 
 def rank_records(ranks: Mapping[str, Stats]) -> list[dict[str, Any]]:
-    """For JSON: the sums of `by_rank`; a rank is a number, or None."""
+    """Return the result of `by_rank` for JSON, where a rank is a number or None."""
     return [
-        {"rank": None if rank == "-" else int(rank), **found.as_dict()}
-        for rank, found in ranks.items()
+        {"rank": None if rank == "-" else int(rank), **stats.as_dict()}
+        for rank, stats in ranks.items()
     ]
 
 
 def by_hour(samples: Iterable[Sample]) -> dict[int, Stats]:
-    """A sum for each hour, by its start in seconds since the epoch."""
+    """Add up samples for each hour. The key is its start in seconds since the epoch."""
     return _grouped(samples, lambda sample: sample.start // 3600 * 3600)
 
 

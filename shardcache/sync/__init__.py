@@ -1,14 +1,14 @@
-"""The races that training scripts keep losing on a cluster: ``from shardcache import sync``.
+"""Tools against the usual races of training scripts: ``from shardcache import sync``.
 
     sync.makedirs("/nfs/run/trace")                   a directory that every process here can see
-    sync.wait_for("/nfs/run/ckpt", by="rank 0")       a path that another rank makes
+    sync.wait_for("/nfs/run/ckpt", by="rank 0")       wait for a path that another rank makes
     sync.once("unpack", unpack, archive, per="node")  one rank works, the others get its result
-    sync.barrier("checkpoint")                        no rank goes on before all have come
-    with sync.atomic_write("/nfs/run/best.pt") as f:  a file that is complete or absent
+    sync.barrier("checkpoint")                        wait until all ranks have come
+    with sync.atomic_write("/nfs/run/best.pt") as f:  write a file that is complete or absent
         ...
     sync.rank(), sync.world_size()
 
-It works with any launcher, with and without torch; docs/sync.md says what each promises. The room
+They work with any launcher, with and without torch; docs/sync.md has their guarantees. The room
 uses `locks` and the rooms below it.
 """
 

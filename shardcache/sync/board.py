@@ -1,8 +1,8 @@
-"""Which rank of which job this is, and where the ranks leave one another notes.
+"""Find the rank and job of this process, and the board where the ranks leave each other notes.
 
-Ranks are those of torch.distributed where it is initialised, else what the launcher states. torch
-is asked only if somebody has imported it already. A note is some bytes under a name, in a directory
-or in torch's store; `board_for` says where the ranks of a job meet.
+Ranks come from torch.distributed if the program has initialised it, else from the launcher. This
+module does not import torch itself. A note is a few bytes under a name, in a directory
+(`FileBoard`) or in torch's store; `board_for` chooses the board of a job.
 """
 
 from __future__ import annotations
@@ -29,44 +29,44 @@ T = TypeVar("T")
 Scope = Literal["node", "job"]
 
 DIRECTORY_VARIABLE = "SHARDCACHE_SYNC_DIR"
-#: Below a directory that users name, which holds files of theirs, too.
+#: Notes go below this name in a directory of the user, which may hold other files.
 _NAME = ".shardcache-sync"
-#: Launchers count these up when they start the ranks anew (torchrun, Slurm), and for each step.
+#: Launchers increase these when they restart the ranks (torchrun, Slurm), and for each job step.
 _COUNTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT", "SLURM_STEP_ID")
 
 
 def rank() -> int:
-    """Return this process's rank in its job; 0 where nobody launched it as one of several.
+    """Return this process's rank in its job, or 0 without a launcher.
 
     Raises:
-        ConfigError: the environment states a rank that cannot be.
+        ConfigError: the environment states an impossible rank.
     """
     torch = _distributed()
     return int(torch.get_rank()) if torch else ranks.detect().rank
 
 
 def world_size() -> int:
-    """Return how many ranks the job has, 1 where nobody launched it."""
+    """Return how many ranks the job has, or 1 without a launcher."""
     torch = _distributed()
     return int(torch.get_world_size()) if torch else ranks.detect().world_size
 
 
 def _distributed() -> Any:
-    """torch.distributed where it is initialised, else None."""
-    found = sys.modules.get("torch.distributed")
-    # While another thread imports torch, it has no such function yet.
-    return found if getattr(found, "is_initialized", lambda: False)() else None
+    """Return torch.distributed if it is initialised, else None."""
+    module = sys.modules.get("torch.distributed")
+    # The function is missing while another thread imports torch.
+    return module if getattr(module, "is_initialized", lambda: False)() else None
 
 
 def torch_store() -> Any:
-    """The store over which the ranks of torch.distributed met; None if this process has none.
+    """Return the store that connects the ranks of torch.distributed, or None.
 
-    A DataLoader worker has none: a forked one must not speak on its parent's connection.
+    It is None in a DataLoader worker, because a forked worker must not use its parent's connection.
     """
     worker = getattr(sys.modules.get("torch.utils.data"), "get_worker_info", lambda: None)
     if _distributed() is None or worker() is not None:
         return None
-    # There is no public name for it; this one has been there since torch 1.8.
+    # The store has no public name. This one exists since torch 1.8.
     from torch.distributed import distributed_c10d
 
     try:
@@ -75,40 +75,40 @@ def torch_store() -> Any:
         return None
 
 
-def _ask(call: Callable[..., T], *args: Any) -> T:
-    """Call a method of torch's store; a `BoardError` says that it does not answer."""
+def _call(method: Callable[..., T], *args: Any) -> T:
+    """Call a method of torch's store, and raise `BoardError` if the store does not answer."""
     try:
-        return call(*args)
+        return method(*args)
     except RuntimeError as exn:  # DistStoreError, DistNetworkError and older ones
         raise BoardError(
             f"The store of torch.distributed does not answer ({str(exn).splitlines()[0]:.200}). "
-            "Rank 0, which serves it, has probably ended: look at its output."
+            "Rank 0, which serves it, has probably ended. Check its output."
         ) from exn
 
 
 def process_name(pid: int) -> str:
-    """A name that no other process has, on any machine: boot, number, start in ticks (proc(5))."""
-    with contextlib.suppress(OSError):  # a parent outside of our pid namespace has no stat
-        # The second field may hold anything, so count from its last parenthesis.
+    """Return a name that no other process on any machine has: boot, pid, start time (proc(5))."""
+    with contextlib.suppress(OSError):  # a parent outside our pid namespace has no stat
+        # The second field may contain any character, so split after its last parenthesis.
         stat = Path(f"/proc/{pid}/stat").read_text("utf-8", "replace")
         return f"{boot_id()}-{pid}-{stat.rpartition(')')[2].split()[19]}"
     return f"{socket.gethostname()}-{pid}"
 
 
-#: The name of a process that nobody launched; its forked children know it, too.
-_ALONE = process_name(os.getpid())
+#: Job name of a process without a launcher. Its forked children inherit the value.
+_OWN_JOB = process_name(os.getpid())
 
 
 def describe_process() -> str:
-    """This process, for people: ``rank 3 (process 4711 on node-b)``."""
+    """Return this process's description for messages: ``rank 3 (process 4711 on node-b)``."""
     return f"rank {rank()} (process {os.getpid()} on {socket.gethostname()})"
 
 
 class FileBoard:
-    """Notes as files below a directory that all ranks see; safe between threads and nodes.
+    """Keeps notes as files below a directory that all ranks share. Safe between threads and nodes.
 
-    A note gets its name by link(2), which fails if the name is taken, on NFS, Lustre and GPFS,
-    too. Names are read through `find`, for another node may have made them a moment ago.
+    A note gets its name by link(2), which fails if the name is taken, also on NFS, Lustre and GPFS.
+    Names are read through `find`, because another node may have made them a moment ago.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -118,7 +118,7 @@ class FileBoard:
         return str(self._directory)
 
     def get(self, name: str) -> bytes | None:
-        """Read what is posted under a name."""
+        """Return the note of this name, or None."""
         path = self._directory / name
         try:
             return path.read_bytes() if find(path) else None
@@ -128,20 +128,20 @@ class FileBoard:
             raise
 
     def put(self, name: str, data: bytes) -> None:
-        """Post something, whether or not the name is taken."""
+        """Post a note, and replace one of the same name."""
         with atomic_write(self._directory / name, sync=False) as file:
             file.write(data)
 
     def create(self, name: str, data: bytes) -> bool:
-        """Post something if nothing is posted yet; of several at once one succeeds."""
+        """Post a note and return True, unless one of that name exists."""
         path = self._directory / name
         temporary = makedirs(path.parent) / f".{secrets.token_hex(12)}"
         try:
-            with atomic_write(temporary) as file:  # after a loss of power no note is empty
+            with atomic_write(temporary) as file:  # synced: a power failure leaves no empty note
                 file.write(data)
             path.hardlink_to(temporary)
         except FileExistsError:
-            # An answer may have been lost and the request repeated: then it is ours.
+            # If the first reply was lost and NFS repeated the request, the name is ours.
             found = find(path)
             return found is not None and os.path.samestat(found, temporary.stat())
         finally:
@@ -149,7 +149,7 @@ class FileBoard:
         return True
 
     def has_all(self, names: Sequence[str]) -> bool:
-        """Whether all of several notes of one directory are posted."""
+        """Return whether all notes of these names, in one directory, exist."""
         try:
             posted = os.listdir((self._directory / names[0]).parent)  # noqa: PTH208 - names alone
         except FileNotFoundError:
@@ -157,15 +157,15 @@ class FileBoard:
         return {name.rpartition("/")[2] for name in names}.issubset(posted)
 
     def remove(self, name: str) -> None:
-        """Take down what is posted, and its directory if that is empty then."""
+        """Remove a note, and its directory if it is empty."""
         path = self._directory / name
-        with contextlib.suppress(OSError):  # nobody needs what is left
+        with contextlib.suppress(OSError):  # a note that stays does no harm
             path.unlink()
             path.parent.rmdir()
 
 
 class _StoreBoard:
-    """As `FileBoard`, in the store of torch.distributed."""
+    """Keeps notes in the store of torch.distributed; see `FileBoard` for the methods."""
 
     def __init__(self, store: Any) -> None:
         self._store = store
@@ -174,21 +174,21 @@ class _StoreBoard:
         return "the store of torch.distributed"
 
     def get(self, name: str) -> bytes | None:
-        # Of a name that is absent the store would block a reader, with all threads of the process.
-        return bytes(_ask(self._store.get, name)) if self.has_all([name]) else None
+        # For an absent name, `get` of the store would block all threads of the process.
+        return bytes(_call(self._store.get, name)) if self.has_all([name]) else None
 
     def put(self, name: str, data: bytes) -> None:
-        _ask(self._store.set, name, data)
+        _call(self._store.set, name, data)
 
     def create(self, name: str, data: bytes) -> bool:
-        # Two that post the same bytes would both succeed; notes differ.
-        return bytes(_ask(self._store.compare_set, name, "", data.decode())) == data
+        # Equal notes of two ranks would both succeed, but each note names its process.
+        return bytes(_call(self._store.compare_set, name, "", data.decode())) == data
 
     def has_all(self, names: Sequence[str]) -> bool:
-        return bool(_ask(self._store.check, list(names)))
+        return bool(_call(self._store.check, list(names)))
 
     def remove(self, name: str) -> None:
-        with contextlib.suppress(RuntimeError):  # a store that cannot delete, or has ended
+        with contextlib.suppress(RuntimeError):  # the store cannot delete, or its server has ended
             self._store.delete_key(name)
 
 
@@ -196,10 +196,13 @@ Board = FileBoard | _StoreBoard
 
 
 def board_for(per: Scope, directory: str | os.PathLike[str] | None, job: str | None) -> Board:
-    """Return the place where the ranks of this job, or of this node of it, meet.
+    """Return the board for all ranks of a job, or for those of them on this node.
 
-    That is ``directory``, else torch's store, else the directory in ``SHARDCACHE_SYNC_DIR``,
-    else, for ranks that are all on one node, a directory of that node.
+    It is in ``directory``, else in torch's store, else in the directory ``SHARDCACHE_SYNC_DIR``,
+    else, if all these ranks are on one node, in a directory of that node.
+
+    Raises:
+        ConfigError: the ranks share none of these.
     """
     parse_choice(per, ("node", "job"))
     name = job_name(job)
@@ -215,7 +218,7 @@ def board_for(per: Scope, directory: str | os.PathLike[str] | None, job: str | N
     is_local = per == "node" or world_size() in (1, ranks.detect().local_size)
     if not is_local or (place := node_directory("sync")) is None:
         raise ConfigError(
-            f"The {world_size()} ranks of this job have no place to meet. Give dir=, or set "
+            f"The {world_size()} ranks of this job have no place to meet. Pass dir=, or set "
             f"{DIRECTORY_VARIABLE}, to a directory that all of them share, or call "
             "torch.distributed.init_process_group() first.",
             variable=DIRECTORY_VARIABLE,
@@ -224,29 +227,32 @@ def board_for(per: Scope, directory: str | os.PathLike[str] | None, job: str | N
 
 
 def job_name(job: str | None = None) -> str:
-    """A name that all ranks of the job know, so that they find one another and nobody else.
+    """Return a name that all ranks of this job have in common, and no other job has.
 
-    The one that the caller states, else the launcher's id with its counts, so that a job that is
-    restarted begins anew.
+    This is ``job``, else the launcher's id and its restart counts. A restarted job so has another
+    name, and does not find the notes of its former run.
+
+    Raises:
+        ConfigError: the launcher states no id, or ``job`` is empty.
     """
     if job is not None:
         if not job.strip():
-            raise ConfigError("job is empty. Give the name that all its ranks have in common.")
+            raise ConfigError("job is empty. Pass a name that all its ranks have in common.")
         return safe_name(job)
     found = ranks.detect()
     name = found.job
-    if name is None and (store := torch_store()) is not None:  # the first random one counts
-        chosen = _ask(store.compare_set, "shardcache/job", "", secrets.token_hex(16))
+    if name is None and (store := torch_store()) is not None:  # the first rank chooses
+        chosen = _call(store.compare_set, "shardcache/job", "", secrets.token_hex(16))
         name = bytes(chosen).decode()
     if name is None and found.world_size == 1:
-        name = _ALONE
+        name = _OWN_JOB
     if name is None and found.world_size == found.local_size:
-        # torchrun without --rdzv-id: one process has started all ranks, which are on this node.
+        # torchrun without --rdzv-id: one process on this node has started all ranks.
         parent = multiprocessing.parent_process()
         name = process_name((parent and parent.pid) or os.getppid())
     if name is None:
         raise ConfigError(
-            f"The {found.world_size} ranks of this job have no name in common. State job=, start "
+            f"The {found.world_size} ranks of this job have no name in common. Pass job=, start "
             f"torchrun with --rdzv-id, or set {ranks.JOB_VARIABLE} to the same text on all nodes.",
             variable=ranks.JOB_VARIABLE,
         )

@@ -1,16 +1,16 @@
-"""What the ranks of a job do together: `once` and `barrier`.
+"""`once` and `barrier`: what the ranks of a job do together.
 
-**once.** The first rank that claims the work runs it and posts the outcome, which stays; the others
-wait for that. Claims are numbered, and beside each is its runner's heartbeat. When a runner has
-given up or been silent for `lease` seconds, the next number may be claimed: nothing is taken from
-anybody. A runner that was only stopped goes on: of two outcomes the first counts, for both. Whoever
-makes both names has the claim, so removing one of them, as people do with lock files, lets nobody
-in.
+**once.** The first rank that claims the work runs it and posts the outcome, which stays on the
+board. The others wait for the outcome. Each claim has a number, and a second name for its
+heartbeat; only the rank that creates both names has the claim. So if a user removes one of them,
+as people do with lock files, no second rank gets it. If a runner gives up, or sends no heartbeat
+for `lease` seconds, another rank may claim the next number; no claim is ever taken away. A runner
+that was only stopped continues, and if two runners post an outcome, the first one counts for both.
 
-**barrier.** Every rank posts that it has come and waits until all have. Each rank numbers the
-barriers of one name for itself: its n-th call meets the n-th call of the others. A rank that has
-passed one takes down what it posted for the one before, which all have left. A call that fails
-does not count: the next call of that rank is the same barrier.
+**barrier.** Every rank posts a note and waits until the notes of all ranks exist. Each rank numbers
+the barriers of one name for itself: its n-th call meets the n-th calls of the others. A rank that
+has passed a barrier removes its note for the one before, which all ranks have left. A failed call
+does not count: the next call of that rank is for the same barrier.
 """
 
 from __future__ import annotations
@@ -44,18 +44,18 @@ logger = logging.getLogger(__name__)
 
 R = TypeVar("R")
 
-#: Seconds without a heartbeat after which a runner counts as dead, and heartbeats in that time:
-#: one may be lost, and one late.
+#: Seconds without a heartbeat after which a runner counts as dead, and heartbeats in that time.
+#: With five of them, one may be lost and another one late.
 _LEASE = 90.0
 _BEATS = 5
-#: In place of a heartbeat, of a runner that was interrupted.
+#: An interrupted runner posts this instead of a heartbeat.
 _GAVE_UP = b"gave up"
 
-#: How many runs `again` has asked for that have an outcome, by board and key.
-_agains: Counter[tuple[str, str]] = Counter()
+#: How many runs with ``again`` have an outcome, by board and key.
+_reruns: Counter[tuple[str, str]] = Counter()
 #: How many barriers this process has passed, by board and name.
 _passed: Counter[tuple[str, str]] = Counter()
-#: With its number it tells a process from those of earlier runs.
+#: Distinguishes this process from one of an earlier run with the same pid.
 _RUN = secrets.token_hex(8)
 
 
@@ -71,89 +71,90 @@ def once(
     dir: str | os.PathLike[str] | None = None,
     job: str | None = None,
 ) -> R:
-    """Have exactly one rank do something; the others wait for it and get its result or failure.
+    """Call a function on exactly one rank, and return its result on all ranks.
 
         path = once("unpack", unpack, archive, per="node")
 
-    All get the result as JSON has it (a tuple becomes a list). If the function raises, the runner
-    sees the exception and the others an `OnceError` that quotes it. It runs once per job: a later
-    call gets the same outcome.
+    The result is what JSON makes of it (a tuple becomes a list). If the function raises, its own
+    rank gets the exception, and the others get an `OnceError` that quotes it. The function runs
+    once per job: a later call returns the same result, or raises an `OnceError`.
 
     Args:
-        key: the name of the work; the same on all ranks.
-        function: does it, with ``args``.
+        key: the name of the work, the same on all ranks.
+        function: the function, which is called with ``args``.
         per: ``job`` (default), or ``node`` for one rank on each node.
-        again: run it once more; the n-th ``again`` of all ranks is one run. A call that timed
-            out does not count.
-        timeout: most seconds to wait for another rank (30 min), or text such as ``10m``; None
-            waits without end.
+        again: run the work once more. The n-th such call of all ranks is one run. A call that
+            timed out does not count.
+        timeout: seconds to wait for another rank (30 min), or text such as ``10m``; None waits
+            forever.
         lease: seconds (90) without a heartbeat after which a runner counts as dead.
-        dir: a directory in which the ranks meet; else torch's store, ``SHARDCACHE_SYNC_DIR``, or
-            a directory of the node.
-        job: a name in place of the launcher's job id; all who state it share results, for good.
+        dir: a directory in which the ranks meet; else they use torch's store,
+            ``SHARDCACHE_SYNC_DIR``, or a directory of the node.
+        job: a name in place of the launcher's job id. All jobs with this name share results, for
+            good.
 
     Raises:
-        OnceError: it failed on another rank.
+        OnceError: the function failed on another rank.
         WaitTimeoutError: no outcome came in time.
-        ConfigError: an argument that cannot work, or no place where the ranks could meet.
-        Whatever the function raises, on the rank that runs it.
+        ConfigError: an argument is not valid, or the ranks have no place to meet.
+        Exception: the exception of the function, on the rank that ran it.
     """
-    silence = parse_duration(lease)
-    if not key.strip() or silence < 1:
+    lease_seconds = parse_duration(lease)
+    if not key.strip() or lease_seconds < 1:
         raise ConfigError("once needs a name for the work, and a lease of 1 s or more.")
     board, name = board_for(per, dir, job), safe_name(key)
-    number = _agains[str(board), name] + again
-    room = f"once/{name}/{number}"
+    number = _reruns[str(board), name] + again
+    prefix = f"once/{name}/{number}"
     error: Exception | None = None
-    if (claim := _claim(key, board, room, timeout, silence)) is not None:
-        with _heartbeat(board, f"{claim}.beat", silence / _BEATS):
+    if (claim := _claim(key, board, prefix, timeout, lease_seconds)) is not None:
+        with _heartbeat(board, f"{claim}.beat", lease_seconds / _BEATS):
             try:
                 outcome = json.dumps({"by": describe_process(), "result": function(*args)})
             except Exception as exn:  # noqa: BLE001 - raised below
                 error, outcome = exn, _failure(exn)
-            board.create(f"{room}/outcome", outcome.encode())  # of two the first counts
-    _agains[str(board), name] = max(_agains[str(board), name], number)
+            board.create(f"{prefix}/outcome", outcome.encode())
+    _reruns[str(board), name] = max(_reruns[str(board), name], number)
     if error is not None:
         raise error
-    found = json.loads(board.get(f"{room}/outcome") or b"")
-    if "result" in found:
-        result: R = found["result"]
+    posted = json.loads(board.get(f"{prefix}/outcome") or b"")
+    if "result" in posted:
+        result: R = posted["result"]
         return result
     raise OnceError(
-        f"once({key!r}) failed on {found['by']}: {found['type']}: {found['cause']}\nIt does not "
-        f"run again in this job unless again=True is given. There:\n{found['traceback']}",
+        f"once({key!r}) failed on {posted['by']}: {posted['type']}: {posted['cause']}\nIt does not "
+        f"run again in this job without again=True. Its traceback:\n{posted['traceback']}",
         key=key,
-        **found,
+        **posted,
     )
 
 
 def _claim(
-    key: str, board: Board, room: str, timeout: float | str | None, lease: float
+    key: str, board: Board, prefix: str, timeout: float | str | None, lease: float
 ) -> str | None:
-    """Claim the work for this process, or wait until it has an outcome (None)."""
+    """Claim the work, and return the name of the claim; or return None when it has an outcome."""
     number, waited, since = 0, 0.0, 0.0
-    runner, seen = "an unknown rank", None
+    runner, last_beat = "an unknown rank", None
 
     def what() -> str:
-        return f"for once({key!r}), which {runner} runs (in {board})"
+        return f"for once({key!r}) on {runner} (notes in {board})"
 
     polls = waiting(timeout, what)
     while True:
-        claim, outcome = f"{room}/claim.{number}", f"{room}/outcome"
+        claim, outcome = f"{prefix}/claim.{number}", f"{prefix}/outcome"
         if board.get(outcome) is not None:
             return None
-        if seen is None:  # later the claim of a runner that lives may have been removed
+        if last_beat is None:  # once only: a user may later remove the claim of a live runner
             note = f"{describe_process()}\n{secrets.token_hex(8)}".encode()
-            # Where the second name is taken, the first was free because somebody removed it. Where
-            # there is an outcome, the former runner had all the time to post it.
+            # If only the second name is taken, a user has removed the first. The former runner may
+            # have posted its outcome since the check above.
             if all(board.create(name, note) for name in (claim, f"{claim}.beat")):
                 return claim if board.get(outcome) is None else None
         beat = board.get(f"{claim}.beat") or b""
-        if beat != seen:
-            seen, since = beat, waited
+        if beat != last_beat:
+            last_beat, since = beat, waited
         if beat == _GAVE_UP or waited - since >= lease:
-            logger.warning("waited %s, and it has ended; taking over", what())
-            number, seen = number + 1, None
+            logger.warning("waited %s, which has ended; this rank may take over", what())
+            number, last_beat = number + 1, None
         elif beat:
             runner = beat.decode().partition("\n")[0]
         waited = next(polls)
@@ -161,14 +162,14 @@ def _claim(
 
 @contextlib.contextmanager
 def _heartbeat(board: Board, name: str, pause: float) -> Iterator[None]:
-    """Show that this process lives; after an interrupt, let another rank take over."""
+    """Post heartbeats while the block runs; after an interrupt, let another rank take over."""
     ended = threading.Event()
 
     def post(data: bytes) -> None:
         try:
             board.put(name, data)
-        except (OSError, ShardCacheError) as exn:  # the next one may come through
-            logger.warning("%s: cannot post a heartbeat: %s", name, exn)
+        except (OSError, ShardCacheError) as exn:  # the next one may succeed
+            logger.warning("%s: the heartbeat could not be posted: %s", name, exn)
 
     def beat() -> None:
         for count in itertools.count():
@@ -188,7 +189,7 @@ def _heartbeat(board: Board, name: str, pause: float) -> Iterator[None]:
 
 
 def _failure(exn: Exception) -> str:
-    """An outcome that quotes an exception, without secrets."""
+    """Return an outcome that quotes an exception without its secrets."""
     quoted = {
         "by": describe_process(),
         "type": type(exn).__qualname__,
@@ -205,19 +206,19 @@ def barrier(
     dir: str | os.PathLike[str] | None = None,
     job: str | None = None,
 ) -> None:
-    """Wait until all ranks of the job have called this as often as this one has.
+    """Wait until all ranks of the job have called this function as often as this rank.
 
     Args:
-        name: of the barrier; the same on all ranks.
-        timeout: seconds, or text such as ``10m``; None waits without end.
+        name: the name of the barrier, the same on all ranks.
+        timeout: seconds, or text such as ``10m``; None waits forever.
         dir: a directory in which the ranks meet; see `once`.
-        job: a name of this run, in place of the launcher's job id. No other run may have had it
-            in that directory: its ranks would count.
+        job: a name of this run, in place of the launcher's job id. No earlier run may have used
+            it in that directory, because its notes would count.
 
     Raises:
-        BarrierTimeoutError: not all came; ``missing`` has their ranks.
-        ConfigError: an argument that cannot work, no place where the ranks could meet, or
-            another process came as this rank.
+        BarrierTimeoutError: some ranks did not come; ``missing`` lists them.
+        ConfigError: an argument is not valid, the ranks have no place to meet, or another process
+            has used the number of this rank.
     """
     number, size = rank(), world_size()
 
@@ -227,9 +228,8 @@ def barrier(
     def what() -> str:
         late = missing()
         some = ", ".join(map(str, late[:16])) + (", ..." if len(late) > 16 else "")
-        return (
-            f"at barrier({name!r}) as rank {number} of {size} for {len(late)}: {some} (in {board})"
-        )
+        ranks = f"{len(late)} of {size} ranks: {some}"
+        return f"at barrier({name!r}) as rank {number} for {ranks} (notes in {board})"
 
     polls = waiting(timeout, what)
     if size == 1:
@@ -237,16 +237,16 @@ def barrier(
     board = board_for("job", dir, job)
     place = str(board), name
     count = _passed[place]
-    room = f"barrier/{safe_name(name)}-{size}"
-    notes = [f"{room}/{count}/rank-{other}" for other in range(size)]
+    prefix = f"barrier/{safe_name(name)}-{size}"
+    notes = [f"{prefix}/{count}/rank-{other}" for other in range(size)]
     note = f"{describe_process()} {_RUN}"
     if not board.create(notes[number], note.encode()):
-        there = (board.get(notes[number]) or b"").decode()
-        if there != note:  # else this is another try
+        other = (board.get(notes[number]) or b"").decode()
+        if other != note:  # otherwise, this process tries again after a timeout
             raise ConfigError(
-                f"Rank {number} has come to barrier({name!r}) already, as {there} (in "
-                f"{board}). If that is a process of this run, two of them have one rank; if it is "
-                "of an earlier one, state another job, or remove that directory."
+                f"Rank {number} has already come to barrier({name!r}), as {other} (notes in "
+                f"{board}). If that process belongs to this run, two processes have one rank. If "
+                "it belongs to an earlier run, pass another job=, or remove that directory."
             )
     try:
         while not board.has_all(notes):
@@ -255,4 +255,4 @@ def barrier(
         raise BarrierTimeoutError(exn.message, missing=missing()) from None
     _passed[place] = count + 1
     if count:
-        board.remove(f"{room}/{count - 1}/rank-{number}")
+        board.remove(f"{prefix}/{count - 1}/rank-{number}")

@@ -1,8 +1,9 @@
-"""Directories that are visible when the call returns, waiting for paths, whole files.
+"""Create visible directories, wait for paths, write whole files.
 
 A client of a network filesystem remembers for a while that a name was absent (3 to 60 s on NFS:
-acdirmin and acdirmax of nfs(5)), so `os.path.exists` says no long after another node has made it,
-and ``mkdir`` says EEXIST of a name that ``stat`` cannot see. `find` asks the server again.
+acdirmin and acdirmax of nfs(5)). For so long, `os.path.exists` returns False although another node
+has made the path, and ``mkdir`` fails with EEXIST for a name that ``stat`` cannot find. `find`
+makes the client ask its server again.
 """
 
 from __future__ import annotations
@@ -28,37 +29,39 @@ logger = logging.getLogger(__name__)
 
 PathLike = str | os.PathLike[str]
 
-#: Seconds where the caller states none: what torch.distributed gives its collectives.
+#: Default timeout in seconds: that of the collectives of torch.distributed.
 DEFAULT_TIMEOUT = 1800.0
-#: Seconds for which the filesystem may contradict itself: twice the longest for which an NFS
-#: client remembers an absent name by default (acdirmax=60, nfs(5)).
+#: Seconds for which a filesystem may contradict itself. An NFS client remembers an absent name for
+#: up to half of that by default (acdirmax=60, nfs(5)).
 _MKDIR_TIMEOUT = 120.0
-#: What says that a name is absent; ESTALE is what NFS says of a directory that was removed.
+#: Error codes of an absent name. NFS reports ESTALE for a directory that was removed.
 ABSENT = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ESTALE})
 
 
 def waiting(timeout: float | str | None, what: Callable[[], str]) -> Iterator[float]:
-    """Sleep, and yield the seconds waited so far, again and again.
+    """Yield the seconds waited so far after each of a series of pauses, until a timeout.
 
-    A thousand ranks that ask every 10 ms would be too much for a file server with other work, so
-    the pauses grow up to a second. A warning every ten seconds says ``what`` is waited for; so does
-    the `WaitTimeoutError` that is raised when ``timeout`` has passed.
+    The pauses grow from 10 ms to a second, because a thousand ranks that poll every 10 ms would
+    overload a file server. The text of ``what``, such as ``for /nfs/run/ckpt``, is logged in a
+    warning every ten seconds.
+
+    Raises:
+        WaitTimeoutError: ``timeout`` has passed.
     """
     limit = math.inf if timeout is None else parse_duration(timeout)
 
     def steps() -> Iterator[float]:
-        began, pause, warned = clock.monotonic(), 0.01, 0.0
-        while (waited := clock.monotonic() - began) < limit:
+        start, pause, warned = clock.monotonic(), 0.01, 0.0
+        while (waited := clock.monotonic() - start) < limit:
             if waited - warned >= 10.0:
                 warned = waited
                 logger.warning("after %s: waiting %s", format_duration(waited), what())
-            # Jitter: ranks that begin together would ask together for ever.
+            # Ranks that start together would poll together without this jitter.
             clock.sleep(min(pause * random.uniform(0.5, 1.0), limit - waited))  # noqa: S311
             pause = min(pause * 1.5, 1.0)
-            yield clock.monotonic() - began
+            yield clock.monotonic() - start
         raise WaitTimeoutError(
-            f"Waited {format_duration(waited)} {what()}. Look at what the others do, or give them "
-            "more time with timeout.",
+            f"Waited {format_duration(waited)} {what()}. Check the other ranks, or raise timeout.",
             waited=waited,
         )
 
@@ -66,29 +69,33 @@ def waiting(timeout: float | str | None, what: Callable[[], str]) -> Iterator[fl
 
 
 def find(path: PathLike) -> os.stat_result | None:
-    """Stat a path, links followed, as the server has it now; None if it does not exist.
+    """Return the status of a path as its server has it now, following links; None if absent.
 
     Raises:
-        OSError: no permission, a failing disk.
+        OSError: no permission, or a failing disk.
     """
-    for is_second_try in (False, True):
-        try:
-            return os.stat(path)  # noqa: PTH116 - no Path needed
-        except OSError as exn:
-            if exn.errno not in ABSENT:
-                raise
-        if not is_second_try:
-            _revalidate(os.fspath(path))
-    return None
+    if (found := _stat(path)) is None:
+        _revalidate(os.fspath(path))
+        found = _stat(path)
+    return found
+
+
+def _stat(path: PathLike) -> os.stat_result | None:
+    try:
+        return os.stat(path)  # noqa: PTH116 - no Path needed
+    except OSError as exn:
+        if exn.errno not in ABSENT:
+            raise
+        return None
 
 
 def _revalidate(path: str) -> None:
-    """Have the kernel ask the server for ``path`` again; writes nothing.
+    """Make the kernel ask the server for ``path`` again, without writing anything.
 
-    An NFS client revalidates the absent names it remembers when the directory is opened
-    (close-to-open consistency). Linking /proc to the name always fails, for it is a directory, but
-    first the kernel looks the name up as one that is about to be made, for which a remembered
-    absence does not count (FUSE: ``fuse_dentry_revalidate``).
+    An NFS client checks the absent names that it remembers when the directory is opened
+    (close-to-open consistency). A link to /proc always fails, because /proc is a directory. But
+    before it fails, the kernel looks the name up as one that is about to be created, and for that
+    it does not trust a remembered absence (FUSE: ``fuse_dentry_revalidate``).
     """
     parent = os.path.dirname(path) or "."  # noqa: PTH120
     if parent == path or find(parent) is None:
@@ -96,38 +103,41 @@ def _revalidate(path: str) -> None:
     try:
         os.close(os.open(parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
         os.link("/proc/.", path)
-    except OSError as exn:  # EEXIST, EXDEV or EPERM as a rule
+    except OSError as exn:  # usually EEXIST, EXDEV or EPERM
         logger.debug("%s: looked up again: %s", path, exn)
 
 
 def makedirs(
     path: PathLike, mode: int = 0o777, *, timeout: float | str | None = _MKDIR_TIMEOUT
 ) -> Path:
-    """Make a directory and its parents, whoever else does so; it is visible when this returns.
+    """Create a directory and its parents, unless they exist, and wait until they are visible.
+
+    Other processes may create them at the same time.
 
     Args:
         path: the directory.
-        mode: of the last directory if it is made here, less the umask, as for `os.makedirs`.
+        mode: mode of the last directory if this call creates it; the umask applies, as for
+            `os.makedirs`.
         timeout: seconds, or text such as ``10m``, for which the filesystem may contradict itself.
 
     Returns:
         The absolute path.
 
     Raises:
-        InTheWayError: a file or a dangling link is in the way; nothing is removed.
-        WaitTimeoutError: it was made and cannot be seen.
-        OSError: it cannot be made: no permission, no space, read-only.
+        InTheWayError: a file or a dangling link has the name. It is not removed.
+        WaitTimeoutError: the directory was created but is not visible.
+        OSError: no permission, no space, or a read-only filesystem.
     """
     target = Path(path).absolute()
-    mount = "caching options of its mount: lookupcache and acdirmax of nfs(5)"
-    polls = waiting(timeout, lambda: f"to see {target}, which was made ({mount})")
+    mount = "see the caching options of its mount: lookupcache and acdirmax in nfs(5)"
+    polls = waiting(timeout, lambda: f"to see {target}, which was created ({mount})")
     while not _make(target, mode):
         next(polls)
     return target
 
 
 def _make(path: Path, mode: int) -> bool:
-    """Make a directory if need be; whether it can be seen."""
+    """Create a directory if it is missing, and return whether it is visible."""
     found = find(path)
     if found is None and not path.is_symlink():
         if not _make(path.parent, 0o777):
@@ -135,15 +145,15 @@ def _make(path: Path, mode: int) -> bool:
         try:
             os.mkdir(path, mode)  # noqa: PTH102 - the mode is the caller's
         except OSError as exn:
-            if exn.errno not in (errno.EEXIST, *ABSENT):  # what it says if another node makes it
+            if exn.errno not in (errno.EEXIST, *ABSENT):  # errors while another node creates it
                 raise
         if (found := find(path)) is None:
             return False
     if found is not None and stat.S_ISDIR(found.st_mode):
         return True
-    obstacle = "a file" if found is not None else "a symbolic link to what does not exist"
+    obstacle = "a file" if found is not None else "a symbolic link to a missing target"
     raise InTheWayError(
-        f"No directory can be made at {path}: it is {obstacle}. "
+        f"No directory can be created at {path}: it is {obstacle}. "
         "Remove or rename it, or choose another path.",
         path=str(path),
     )
@@ -167,18 +177,18 @@ def wait_for(
 ) -> Path | list[Path]:
     """Wait until a path exists, or all of several.
 
-    A file that exists need not be complete, unless `atomic_write` wrote it.
+    A file that exists may be incomplete, unless `atomic_write` wrote it.
 
     Args:
         what: a path, or several.
-        timeout: seconds, or text such as ``10m``; None waits without end.
-        by: who should make it, such as ``rank 0``: for the error.
+        timeout: seconds, or text such as ``10m``; None waits forever.
+        by: the rank that should make the path, such as ``rank 0``. The error names it.
 
     Returns:
         The absolute path or paths.
 
     Raises:
-        WaitTimeoutError: it did not come.
+        WaitTimeoutError: a path did not appear in time.
         OSError: a path cannot be read.
     """
     wanted = [what] if isinstance(what, str | os.PathLike) else what
@@ -201,24 +211,25 @@ def wait_for(
 def atomic_write(
     path: PathLike, mode: Literal["w", "wb"] = "wb", *, sync: bool = True
 ) -> Iterator[IO[Any]]:
-    """Write a file that appears, or replaces another one, when the block ends without an error.
+    """Open a file that appears, or replaces another one, when the block ends without an error.
 
-    The bytes go into ``.<name>.<random>`` beside it, which a killed process leaves behind. A file
-    that is replaced gives the new one its permissions; of a symbolic link the target is replaced.
+    The bytes go into ``.<name>.<random>`` in the same directory, which stays there if the process
+    is killed. The new file gets the permissions of the file that it replaces. If ``path`` is a
+    symbolic link, its target is replaced.
 
     Args:
         path: the file; its directory must exist.
         mode: ``wb``, or ``w`` for text in UTF-8.
-        sync: bring the bytes to the disk before they get their name, and the name afterwards.
-            Without it a loss of power may leave an empty file.
+        sync: flush the bytes to the disk before the rename, and the name afterwards. Without it, a
+            power failure may leave an empty file.
 
     Raises:
-        ConfigError: another mode.
-        OSError: it cannot be written; no temporary file is left.
+        ConfigError: ``mode`` has another value.
+        OSError: the file cannot be written. No temporary file stays.
     """
     is_text = parse_choice(mode, ("wb", "w")) == "w"
     target = Path(os.path.realpath(path))
-    # 50 characters of up to four bytes and the rest stay below the 255 bytes of a name.
+    # A name has 255 bytes at most: two dots, 50 characters of up to four bytes, 16 of the token.
     temporary = target.with_name(f".{target.name[:50]}.{secrets.token_hex(8)}")
     try:
         with open(
@@ -232,7 +243,7 @@ def atomic_write(
                 os.fsync(file.fileno())
         temporary.replace(target)
     finally:
-        temporary.unlink(missing_ok=True)  # renamed, as a rule
+        temporary.unlink(missing_ok=True)
     if sync:
-        with contextlib.suppress(OSError):  # some filesystems cannot; the file itself is whole
+        with contextlib.suppress(OSError):  # some filesystems cannot sync a directory
             sync_directory(target.parent)

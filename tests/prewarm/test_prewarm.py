@@ -248,7 +248,7 @@ def test_interrupt_is_passed_on_after_the_fetches_have_let_go(make_cache, origin
 
 
 def test_a_fetch_that_does_not_end_is_not_waited_for(make_cache, listed, fill, monkeypatch):
-    monkeypatch.setattr("shardcache.prewarm.pool._FAREWELL", 0.2)
+    monkeypatch.setattr("shardcache.prewarm.pool._CANCEL_TIMEOUT", 0.2)
     release, stop = threading.Event(), threading.Event()
     obtain = Opener.obtain
 

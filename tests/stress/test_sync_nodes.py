@@ -31,7 +31,7 @@ def test_one_that_never_comes_into_sight_ends_in_an_error_that_says_so(nodes: No
     one, two = nodes
     two.set(delay=3600.0)
     (one.root / "a").mkdir()
-    with pytest.raises(sync.WaitTimeoutError, match="to see .*, which was made") as caught:
+    with pytest.raises(sync.WaitTimeoutError, match="to see .*, which was created") as caught:
         sync.makedirs(two.root / "a", timeout=0.3)
     assert caught.value.waited >= 0.3
 

@@ -53,12 +53,12 @@ def test_the_ranks_that_did_not_come_are_named_and_one_that_came_twice_is_notice
             child.hear()
         with pytest.raises(sync.BarrierTimeoutError) as caught:
             meet(1, 40, "ckpt", timeout=0)
-        told = f"come to barrier.* already, as rank 0 .process {children[0].pid} .* another job"
+        told = f"already come to barrier.*, as rank 0 .process {children[0].pid} .* another job"
         for _ in range(2):
             with pytest.raises(ConfigError, match=told):
                 meet(0, 40, "ckpt", timeout=0)
     assert caught.value.missing == list(range(3, 40))
-    assert "at barrier('ckpt') as rank 1 of 40 for 37: 3, 4, 5" in str(caught.value)
+    assert "at barrier('ckpt') as rank 1 for 37 of 40 ranks: 3, 4, 5" in str(caught.value)
     assert str(tmp_path) in str(caught.value)
 
 
@@ -83,7 +83,7 @@ def test_what_cannot_work_is_refused_before_anything_is_posted(tmp_path, meet):
     for options in ({"timeout": -1}, {"timeout": "soon"}, {"job": ""}):
         with pytest.raises(ConfigError):
             meet(0, 2, **options)
-    with pytest.raises(ConfigError, match="State job="):
+    with pytest.raises(ConfigError, match="Pass job="):
         meet(0, 2, job=None)
     meet(0, 1, job=None)  # a lone rank waits for nobody
     assert os.listdir(tmp_path) == []

@@ -84,7 +84,7 @@ def test_ranks_of_torch_tell_one_another_by_its_store(tmp_path: Path, monkeypatc
         assert [[int(n) for n in worker] for worker in workers] == [[0, 2, 1], [1, 2, 1]]
         kind, text, missing = lates[0]
         assert (kind, missing) == ("BarrierTimeoutError", [1])
-        assert "for 1: 1 (in the store of torch.distributed)" in text
+        assert "for 1 of 2 ranks: 1 (notes in the store of torch.distributed)" in text
         # Stopped it beats no more, and rank 0 takes over; its own result comes too late.
         assert one.hear() == "at work"
         one.kill(signal.SIGSTOP)

@@ -17,11 +17,13 @@ import logging
 from typing import TYPE_CHECKING
 
 from shardcache.errors import (
+    AccessDeniedError,
     CacheFullError,
     FetchCancelledError,
     IntegrityError,
     LockTimeoutError,
     ShardCacheError,
+    ShardNotFoundError,
     TransferError,
     UnprovenError,
     is_local_error,
@@ -159,13 +161,15 @@ def read_past(
             reader = read_nearest(here, shard, position, failed)
     except Exception as exn:
         process.counters.add({"failed": 1, **counts})
-        if not is_local_error(exn) or exn is fault or exn.errno not in _TOO_MANY_FILES:
+        number = getattr(fault, "errno", None)
+        is_final = exn is fault or isinstance(exn, (ShardNotFoundError, AccessDeniedError))
+        if is_final or number not in _TOO_MANY_FILES:
             raise
         raise TransferError(
             f"{shard} cannot be opened: there are too many open files ({exn}). "
             "Close streams that were read to their end, or raise the limit (ulimit -n).",
             url=str(shard),
-            errno=exn.errno,
+            errno=number,
         ) from exn
     process.counters.add({"bypassed": 1, **counts})
     return reader

@@ -16,6 +16,7 @@ import pytest
 import rich.table  # noqa: F401 - before users change: the standard library is closed to them
 
 from shardcache import Cache
+from shardcache.download.download import Download
 from shardcache.layout import Layout
 from tests.support.clitools import command
 from tests.support.fakes import Fault, MemoryOrigin
@@ -52,7 +53,8 @@ def fetch(root: Path, *urls: str, **options: Any) -> list[tuple[str, bool, int]]
     with open_cache(root, origin, **options) as cache:
         for url in urls or (URL,):
             before = len(origin.requests)
-            _, outcome = cache.opener.fetch(cache.parse(url))
+            opened, outcome = cache.opener.obtain(Download(cache.parse(url)))
+            opened.close()
             with cache.open(url) as stream:
                 right = stream.read() == SHARDS[url]
             found.append((str(outcome), right, len(origin.requests) - before))

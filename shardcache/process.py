@@ -239,7 +239,7 @@ class Process:
         try:
             if not self.reading.closed:
                 site = self.check_root()  # it may be another user's directory by now
-            opened = site.lookup(shard, outdated)
+            opened = site.find(shard, outdated)
         except OSError as exn:
             self.disk_failed(self.reading, exn)
             raise

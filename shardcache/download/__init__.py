@@ -6,6 +6,6 @@
     transfer    one version of one object into one partial
     pool        the connections of a process, and its limit of bytes per second
 
-Calls go down. What happens comes back as return values, or as events that the worker of a download
+Calls go down. Results come back as return values, and as events that the worker of a download
 reports to it.
 """

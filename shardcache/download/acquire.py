@@ -62,8 +62,8 @@ _PRIVATE = 2
 #: Downloads ahead, per node: as many as keep a fast link busy with eight connections each, few
 #: compared with the shards that a node's workers wait for.
 _AHEAD = 16
-#: Bytes of a shard of unknown size. If so many find no room, the shard may have to be streamed,
-#: and its first request is for all of it.
+#: Assumed bytes of a shard of unknown size. If there is no room for them, the shard may have to be
+#: streamed, and its first request is for all of it.
 _USUAL_SIZE = 64 << 20
 #: An entry may vanish between publish and open, and a partial may be removed by a process whose
 #: locks do not work; not this often in a row.
@@ -122,17 +122,13 @@ class Site:
         rank = None if ranks.source == "none" else ranks.rank
         return Holder.this_process(rank=rank, job=ranks.job, now=clock.time())
 
-    def find(self, download: Download, *, condemn: bool = False) -> Opened | None:
+    def find(
+        self, shard: ShardURL, outdated: frozenset[str] = frozenset(), *, condemn: bool = False
+    ) -> Opened | None:
         """Open the shard's entry if there is a good one, of no outdated version.
 
         A damaged one is set aside if ``condemn`` is set. The caller must hold the key's lock then.
         """
-        return self.lookup(download.shard, download.outdated, condemn=condemn)
-
-    def lookup(
-        self, shard: ShardURL, outdated: frozenset[str] = frozenset(), *, condemn: bool = False
-    ) -> Opened | None:
-        """As `find`, for a shard that is not being downloaded."""
         try:
             return self.open(shard.key, shard.basename, outdated)
         except DamagedError as exn:
@@ -200,7 +196,7 @@ def acquire(site: Site, download: Download) -> Result | None:
         except OSError as exn:
             if not is_local_error(exn) or exn.errno not in FULL:
                 raise
-            # At whichever step: the partial is gone by now, and the lock is released.
+            # All steps remove the partial and release the lock.
             logger.info("%s: the disk is full (%s); making room", download.shard, exn)
             if (answer := download.take_answer()) is not None:
                 answer.close()
@@ -227,7 +223,7 @@ def _acquire(site: Site, download: Download, places: list[_Place]) -> Result | N
                         logger.warning("%s: %s; fetching it here too", shard, waiter.describe())
                         return _make_entry(site, download, None, places)
             waiter.pause()
-            if (opened := site.find(download)) is not None:
+            if (opened := site.find(shard, download.outdated)) is not None:
                 return Result(opened, "coalesced")
         if waiter is not None:
             waiter.close()
@@ -242,7 +238,8 @@ def _make_entry(site: Site, download: Download, lock: _Lock | None, places: list
     """Link or download the shard, and open its entry. ``lock`` is the key's, if it is held."""
     shard = download.shard
     for _ in range(_TRIES):
-        if (opened := site.find(download, condemn=lock is not None)) is not None:
+        opened = site.find(shard, download.outdated, condemn=lock is not None)
+        if opened is not None:
             return Result(opened, "coalesced")
         if (opened := _link(site, download)) is not None:
             return Result(opened, "linked")
@@ -253,7 +250,7 @@ def _make_entry(site: Site, download: Download, lock: _Lock | None, places: list
             continue
         if download.outdated:
             _evict_outdated(site, download)
-        if (opened := site.lookup(shard)) is not None:
+        if (opened := site.find(shard)) is not None:
             return Result(opened, "fetched")
         if is_directory(entry):  # another download would end in the same way
             raise OSError(errno.EIO, "what was just stored cannot be read", str(entry))
@@ -279,7 +276,7 @@ def _evict_outdated(site: Site, download: Download) -> None:
 
 
 def _link(site: Site, download: Download) -> Opened | None:
-    """Share a sibling namespace's copy, by a hard link or else as it is."""
+    """Share a sibling namespace's copy: hard-link it, or else read it in its place."""
     shard, outdated = download.shard, download.outdated
     places = ((*place, other) for place in site.places for other in place.space.stores()[1:])
     for store, space, sibling in places:
@@ -291,7 +288,7 @@ def _link(site: Site, download: Download) -> Opened | None:
             with space.reserved(str(shard), 0):
                 is_linked = store.link(other, other.entry.metadata(), shard.basename)
             if is_linked:
-                opened = site.find(download)
+                opened = site.find(shard, outdated)
         except (DamagedError, FileNotFoundError):  # its own namespace will set it aside
             if other is not None:
                 other.close()
@@ -328,7 +325,7 @@ def _transfer(
     # A copy of what the origin has replaced may still be in an upstream.
     upstreams = () if download.outdated else site.origins.upstreams(shard)
     for upstream in chain(upstreams, (None,)):
-        # What an upstream began comes before what an earlier holder of the lock left.
+        # A partial that an upstream began goes before one that an earlier holder left.
         name = left if download.partial is None else download.partial.name
         resume, roomless = _resume(site, download, name), False
         if resume is not None:

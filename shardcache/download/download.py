@@ -72,14 +72,19 @@ class Download:
     Args:
         shard: the shard to bring into the cache.
         listed: its bytes by a listing, which may be outdated.
-        outdated: versions that will not do, even if they are cached.
+        outdated: versions to replace, even if they are cached.
         throttle: limits the bytes per second of this download and others.
         ahead: nobody reads the shard yet, so the worker gives way to other processes.
         table: the table that this download is in.
 
-    Attributes:
+    Attributes, which only the methods change:
+        state: see the module.
+        partial: where the shard grows, in this process or another one; None if unknown.
         changes: how often there was more to read, or another state.
         ended: whether the worker has released the lock, the partial and the connections.
+        readers: how many readers have joined and not left.
+        is_ahead: whether no reader waits for the shard yet.
+        is_upstream: whether an upstream delivers the shard, and not its origin.
     """
 
     def __init__(
@@ -96,19 +101,19 @@ class Download:
         self.listed = listed
         self.outdated = outdated
         self.throttle = throttle
+        self.state = State.WAITING
+        self.partial: Path | None = None
         self.changes = 0
         self.ended = False
+        self.readers = 0
+        self.is_ahead = ahead
+        self.is_upstream = False
         self._pid = os.getpid()
         self._table = table
         self._changed = threading.Condition(None if table is None else table.lock)
-        self._state = State.WAITING
         self._size: int | None = None
         self._written = self._received = self._retries = 0
-        self._partial: Path | None = None
-        self._is_ahead = ahead
-        self._is_upstream = False
         self._is_to_finish = False
-        self._readers = 0
         self._result: Result | None = None
         self._error: BaseException | None = None
         self._answer: Body | None = None
@@ -116,19 +121,9 @@ class Download:
 
     # -- any thread --------------------------------------------------------------
 
-    @property
-    def state(self) -> State:
-        """The state; see the module."""
-        return self._state
-
     def progress(self) -> Progress:
         """Return how far the download is."""
         return Progress(self._size, self._written, self._received, self._retries)
-
-    @property
-    def partial(self) -> Path | None:
-        """The partial that the shard grows in, of this process or another one."""
-        return self._partial
 
     @property
     def mine(self) -> bool:
@@ -136,16 +131,11 @@ class Download:
         return self._pid == os.getpid()
 
     @property
-    def readers(self) -> int:
-        """How many readers have joined and not left."""
-        return self._readers
-
-    @property
     def outcome(self) -> Literal["hit", "coalesced", "linked", "fetched"]:
         """How the shard is obtained, as far as that is known."""
         if self._result is not None:
             return self._result.outcome
-        return "fetched" if self._state is State.RUNNING else "coalesced"
+        return "fetched" if self.state is State.RUNNING else "coalesced"
 
     def wait(self, is_over: Callable[[], bool], seconds: float | None = None) -> None:
         """Block until ``is_over()`` is true or the time is up. It is called under the lock."""
@@ -173,12 +163,12 @@ class Download:
         """Turn a download ahead into one that a reader waits for.
 
         Returns:
-            False if it ended without an entry, so that the shard has to be opened anew. An error of
-            the origin and a kept answer are results, too: another download would repeat a request.
+            False if it ended without an entry; then open the shard again. An error of the origin
+            and a kept answer are results, too: another download would repeat a request.
         """
         with self._changed:
-            self._is_ahead = False
-            if self._state in (State.WAITING, State.RUNNING):
+            self.is_ahead = False
+            if self.state in (State.WAITING, State.RUNNING):
                 return True
             passing = CacheFullError, LockTimeoutError, FetchCancelledError
             is_final = isinstance(self._error, ShardCacheError)
@@ -188,9 +178,9 @@ class Download:
     def join(self, *, finish: bool, ahead: bool) -> None:
         """Count one reader more; see `Downloads.join`."""
         with self._changed:
-            self._readers += 1
+            self.readers += 1
             self._is_to_finish |= finish
-            self._is_ahead &= ahead
+            self.is_ahead &= ahead
 
     def leave(self) -> None:
         """Count one reader less. The garbage collector may call this.
@@ -199,8 +189,8 @@ class Download:
         almost complete.
         """
         with self._changed:
-            self._readers -= 1
-            if self._readers:
+            self.readers -= 1
+            if self.readers:
                 return
             is_almost_complete = (
                 self._size is not None and self._size - self._written <= _ALMOST_COMPLETE
@@ -211,13 +201,13 @@ class Download:
                 self.cancel()
 
     def cancel(self) -> None:
-        """End the download, unless it has ended. What has arrived is kept.
+        """End the download, unless it has ended. The bytes that have arrived are kept.
 
         Readers see the new state at once. The worker ends as soon as it notices; blocked
         connections are aborted. The garbage collector and signal handlers may call this.
         """
         with self._changed:
-            if self._state in (State.WAITING, State.RUNNING):
+            if self.state in (State.WAITING, State.RUNNING):
                 self._enter(State.CANCELLED)
             abort = self._abort
         if abort is not None:
@@ -225,28 +215,18 @@ class Download:
 
     # -- the worker and its threads ------------------------------------------------
 
-    @property
-    def is_upstream(self) -> bool:
-        """Whether an upstream delivers the shard, and not its origin."""
-        return self._is_upstream
-
-    @property
-    def is_ahead(self) -> bool:
-        """Whether nobody waits for the shard yet."""
-        return self._is_ahead
-
     def waiting(self, partial: Path) -> None:
         """Another process downloads the shard, into this partial."""
         with self._changed:
-            if partial != self._partial:
-                self._partial = partial
+            if partial != self.partial:
+                self.partial = partial
                 self._enter(State.WAITING)
 
     def running(self, partial: Path, size: int | None, written: int, *, upstream: bool) -> None:
         """This process writes the partial from now on."""
         with self._changed:
-            self._partial, self._size, self._written = partial, size, written
-            self._is_upstream = upstream
+            self.partial, self._size, self._written = partial, size, written
+            self.is_upstream = upstream
             self._enter(State.RUNNING)
 
     def advanced(
@@ -264,16 +244,16 @@ class Download:
     def give_way(self) -> bool:
         """Cancel a download ahead, unless a reader has joined it since; whether it was."""
         with self._changed:
-            if self._is_ahead:
+            if self.is_ahead:
                 self.cancel()
-            return self._is_ahead
+            return self.is_ahead
 
     def keep(self, answer: Body) -> None:
         """Keep the origin's first answer for a reader; the shard finds no room."""
         with self._changed:
             self._drop_answer()
             self._answer = answer
-            if not self._readers:
+            if not self.readers:
                 self._drop_answer()
 
     @contextlib.contextmanager
@@ -288,10 +268,10 @@ class Download:
 
     def check(self) -> None:
         """Raise FetchCancelledError if the download was cancelled."""
-        if self._state is State.CANCELLED:
+        if self.state is State.CANCELLED:
             raise FetchCancelledError(
-                f"{self.shard}: the download was cancelled; what has arrived is kept. Run it "
-                "again.",
+                f"{self.shard}: the download was cancelled; the bytes that have arrived "
+                "are kept. Run it again.",
                 url=str(self.shard),
             )
 
@@ -308,9 +288,9 @@ class Download:
         with self._changed:
             self._result, self._error = result, error
             self.ended = True
-            if self._state is not State.CANCELLED:
+            if self.state is not State.CANCELLED:
                 self._enter(State.FAILED if result is None else State.DONE)
-            has_readers = self._readers > 0
+            has_readers = self.readers > 0
             if not has_readers:
                 self._drop()
             self._notify()
@@ -319,8 +299,8 @@ class Download:
     # -- with the lock -----------------------------------------------------------
 
     def _enter(self, state: State) -> None:
-        if self._state is not State.CANCELLED:
-            self._state = state
+        if self.state is not State.CANCELLED:
+            self.state = state
         if self._table is not None and state not in (State.WAITING, State.RUNNING):
             self._table.remove(self)
         self._notify()

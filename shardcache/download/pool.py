@@ -124,7 +124,7 @@ class Connections:
         return self._answer is not None
 
     def answered(self, seconds: float) -> None:
-        """Note how many seconds the first byte of an answer took; 0 where nobody knows."""
+        """Note how many seconds the first byte of a response took; 0 if unknown."""
         if self._answer is None or seconds < self._answer:
             self._answer = seconds
             self.hand_out()

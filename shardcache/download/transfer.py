@@ -10,7 +10,7 @@
   adds the checksum, and one request does for a shard.
 * A thread that loses its connection continues at the byte it had reached. Progress resets the
   retries, so they bound consecutive failures.
-* Memory is one block per connection, whatever the size of the shard.
+* Memory is one block per connection, for a shard of any size.
 * The worker fetches, too: small shards need no other thread, and an interrupt reaches the work
   itself. Helper threads of `pool` fetch parts beside it. A helper may still wait for its origin
   after the transfer has failed. It holds a descriptor of its own and touches nothing else.
@@ -99,7 +99,7 @@ def _folder(shard: ShardURL) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """What all transfers of a process share."""
+    """The parts of a process that all its transfers share."""
 
     policy: RetryPolicy
     counters: Counters
@@ -424,7 +424,7 @@ class Transfer:
         except TransientError as exn:
             self._check()
             if not self._info.identifiable:
-                # What comes next may be of another version; this is its only part.
+                # The next response may be of another version; this is its only part.
                 self._partial.restart()
                 part.next = part.filled = part.shown = 0
                 raise
@@ -437,7 +437,7 @@ class Transfer:
 
     def _request(self, part: _Part) -> Body:
         """Request the rest of a part."""
-        # An object of unknown size is sent from its start, whatever the request says.
+        # The origin sends an object of unknown size from its start, even if it is asked for a part.
         expected = self._info if self._info.size is not None else None
         response = self._origin.open(self._shard, part.position, part.stop, expected)
         try:

@@ -1,4 +1,4 @@
-"""Reading a shard: one stream, whatever the bytes come from.
+"""Reading a shard: one stream over the entry, a download or the origin.
 
     opener      opens the entry, or joins a download, or goes past the cache
     stream      what users read, over one reader at a time

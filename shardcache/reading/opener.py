@@ -90,7 +90,7 @@ class Opener:
             return self._buffered(shard, read_past(self.here, shard, exn))
         if opened is None:
             return self._buffered(shard, reader)
-        stream = ShardStream(self.here, shard, reader)
+        stream = ShardStream(self.here, shard, reader, process.counters)
         process.touch(opened)
         tiers = process.tiers
         tier = tiers.index(process.tier_of(opened.directory)) if len(tiers) > 1 else None
@@ -101,13 +101,14 @@ class Opener:
         return io.BufferedReader(stream, _BUFFER)
 
     def _buffered(self, shard: ShardURL, reader: Reader) -> BinaryIO:
-        stream = ShardStream(self.here, shard, reader)
+        stream = ShardStream(self.here, shard, reader, self.here().counters)
         stream.wait(whole=self.config.fill == "complete")
         return io.BufferedReader(stream, _BUFFER)
 
     def stream(self, shard: ShardURL) -> BinaryIO:
         """Return a stream of a file of which nothing is stored. Raises as `open`."""
-        stream = ShardStream(self.here, shard, read_nearest(self.here, shard))
+        reader = read_nearest(self.here, shard)
+        stream = ShardStream(self.here, shard, reader, self.here().counters)
         return io.BufferedReader(stream, _BUFFER)
 
     # -- entries ---------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The one stream that users read: a shard's bytes, wherever they come from.
+"""The one stream that users read: a shard's bytes from the cache or from past it.
 
     DownloadReader: the partial up to its watermark --- the end ---> Opened: the entry's file
              | the cache fails                                         | its disk fails
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from shardcache.process import Process
     from shardcache.reading.readers import Reader
+    from shardcache.stats.counters import Counters
     from shardcache.urls import ShardURL
 
 __all__ = ["ShardStream"]
@@ -41,6 +42,7 @@ class ShardStream(io.RawIOBase):
         here: returns the calling process's `Process`.
         shard: the shard to read.
         reader: the first reader; the stream closes it.
+        counters: those of this process. A forked child continues with a copy that is not written.
 
     Attributes:
         name: the local path, or the canonical URL while there is none.
@@ -50,11 +52,12 @@ class ShardStream(io.RawIOBase):
     _has_begun = False  # bytes, or the size, were delivered: now it is this version or none
     _error: Exception | None = None
 
-    def __init__(self, here: Callable[[], Process], shard: ShardURL, reader: Reader) -> None:
+    def __init__(
+        self, here: Callable[[], Process], shard: ShardURL, reader: Reader, counters: Counters
+    ) -> None:
         self.name = reader.path or str(shard)
         self._here = here
-        # A forked child continues with its own copy of these, which is not written.
-        self._counters = here().counters
+        self._counters = counters
         self._shard = shard
         self._reader = reader
         self._position = 0
@@ -162,7 +165,7 @@ class ShardStream(io.RawIOBase):
     def close(self) -> None:
         """Release the entry and its pin, leave the download, or close the connection."""
         if not self.closed:
-            if self._error is None:
+            if isinstance(self._reader, DownloadReader) and self._error is None:
                 self._count_open(self._reader)
             self._reader.close()
         super().close()
@@ -180,10 +183,9 @@ class ShardStream(io.RawIOBase):
                 self._count_open(reader)
                 self._use(entry)
 
-    def _count_open(self, reader: Reader) -> None:
-        """Count how the shard was obtained; hits and shards past the cache are counted already."""
-        if isinstance(reader, DownloadReader):
-            self._counters.opened(reader.outcome, reader.waited)
+    def _count_open(self, reader: DownloadReader) -> None:
+        """Count how the shard was obtained. Hits and shards past the cache are counted already."""
+        self._counters.opened(reader.outcome, reader.waited)
 
     def _replace(self, fault: ShardCacheError | OSError) -> None:
         """Continue with the reader that replaces one that failed. Raises if there is none."""

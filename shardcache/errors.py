@@ -1,6 +1,6 @@
 """Every error that shardcache raises on purpose.
 
-The message says what happened, to which shard, and what to do next. Each class also derives from
+The message says what happened, to which shard, and what to do next. Most classes also derive from
 the builtin exception that code without knowledge of shardcache would catch (``FileNotFoundError``,
 ``PermissionError``, ...). Messages hold no credentials: callers pass redacted URLs. An error can be
 pickled, also after WebDataset's handlers have appended the URL to its ``args``.
@@ -51,28 +51,23 @@ class AccessDeniedError(ShardCacheError, PermissionError):
     errno = errno.EACCES
 
 
-class TransferError(ShardCacheError, OSError):
-    """The shard could not be read from its origin within the allowed number of attempts."""
+class TransferError(ShardCacheError):
+    """The shard could not be read from its origin within the allowed number of attempts.
 
-    errno = errno.EIO
+    It is no ``OSError``: that is a fault of the local disk, after which a shard is streamed.
+    """
 
 
-class TransferTimeoutError(TransferError, TimeoutError):
+class TransferTimeoutError(TransferError):
     """The origin stopped sending, or the download missed its deadline."""
-
-    errno = errno.ETIMEDOUT
 
 
 class FetchCancelledError(TransferError):
     """This process cancelled the download. The next reader resumes it."""
 
-    errno = errno.ECANCELED
 
-
-class UnprovenError(ShardCacheError, OSError):
+class UnprovenError(ShardCacheError):
     """The response does not prove that it is complete, so the shard is not stored."""
-
-    errno = errno.EIO
 
 
 class IntegrityError(ShardCacheError):

@@ -31,10 +31,11 @@ def test_an_error_is_also_what_a_caller_would_catch_without_knowing_it():
         errors.ConfigError: ValueError,
         errors.ShardNotFoundError: FileNotFoundError,
         errors.AccessDeniedError: PermissionError,
-        errors.TransferTimeoutError: TimeoutError,
         errors.LockTimeoutError: TimeoutError,
         errors.CacheFullError: OSError,
     }.items():
         assert issubclass(cls, builtin)
     # It must not be taken for a fault of the local disk and streamed around.
-    assert not issubclass(errors.IntegrityError, OSError)
+    assert not any(
+        issubclass(cls, OSError) for cls in (errors.IntegrityError, errors.TransferError)
+    )

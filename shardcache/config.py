@@ -24,7 +24,7 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, MISSING, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypedDict
+from typing import Any, Literal, NamedTuple, TypeAlias, TypedDict, get_args
 
 from shardcache import units
 from shardcache.errors import ConfigError
@@ -246,6 +246,10 @@ def _opt(kind: Kind, default: Any, help: str) -> Any:
     return field(default=default, repr=kind is not FUNCTION, metadata={"kind": kind, "help": help})
 
 
+#: Orders of eviction; `space.eviction` implements them. The first is the default.
+PolicyName: TypeAlias = Literal["working-set", "lru", "fifo"]
+
+
 def _choose(help: str, *names: str) -> Any:
     """Declare an option that takes one of ``names``; the first is the default."""
     kind = Kind(" or ".join(names), lambda value: units.parse_choice(value, names))
@@ -343,9 +347,8 @@ class Config:
     tiers: tuple[TierOption, ...] = _opt(
         TIERS, (), "Faster directories to fill before dir, such as /dev/shm/shards=50GB."
     )
-    policy: Literal["working-set", "lru", "fifo"] = _choose(
-        "Eviction policy; working-set keeps the shards of running jobs.",
-        *("working-set", "lru", "fifo"),
+    policy: PolicyName = _choose(
+        "Eviction policy; working-set keeps the shards of running jobs.", *get_args(PolicyName)
     )
     protect_for: float = _opt(
         POSITIVE_TIME, 86400.0, "working-set: evict shards of running jobs if unused for this long."
@@ -438,7 +441,7 @@ class Options(TypedDict, total=False):
     ephemeral_limit: Size | None
     max_age: Duration | None
     tiers: str | Sequence[str | Path | Mapping[str, Any] | TierOption] | None
-    policy: Literal["working-set", "lru", "fifo"] | None
+    policy: PolicyName | None
     protect_for: Duration | None
     isolation: Literal["node", "rank", "job"] | None
     fill: Literal["follow", "complete"] | None

@@ -424,7 +424,8 @@ class Transport:
                 if proxy:
                     self._tunnel(sock, host, port, login)
                 sock.settimeout(timeout)
-                sock = self._tls.wrap_socket(sock, server_hostname=host)
+                with undivided():  # a handshake takes locks that OpenSSL shares
+                    sock = self._tls.wrap_socket(sock, server_hostname=host)
             connection = _Connection(sock, (scheme, authority), self._timeout)
         except BaseException:
             sock.close()

@@ -18,9 +18,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Literal
+from typing import Any
 
-from shardcache.config import Config
+from shardcache.config import Config, PolicyName
 from shardcache.layout import Layout, is_idle
 from shardcache.locks.flock import remove_locks
 from shardcache.locks.sessions import live_sessions, remove_dead
@@ -101,7 +101,7 @@ class Policy:
     """A policy, and the jobs and pins at one moment."""
 
     now: float  #: seconds since the epoch
-    kind: Literal["working-set", "lru", "fifo"] = "working-set"
+    name: PolicyName = "working-set"
     since: float | None = None  #: shards used since then stay; None to protect none
     pinned: frozenset[str] = frozenset()  #: keys that a user pinned
 
@@ -202,9 +202,12 @@ def plan(
         return max(map(policy.last_used, links))
 
     def order(links: Links) -> tuple[object, ...]:
-        published = policy.kind == "fifo"
-        date = min(entry.published for entry in links) if published else last_used(links)
-        return not is_replaced(links), date, *links[0]
+        """The first entries are evicted first."""
+        if policy.name == "fifo":
+            rank = min(entry.published for entry in links)
+        else:
+            rank = last_used(links)
+        return not is_replaced(links), rank, *links[0]
 
     removed: list[Removal] = []
     for links in sorted(files, key=order):

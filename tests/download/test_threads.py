@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import importlib
 import logging
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -18,7 +20,10 @@ import webdataset as wds
 
 from shardcache import threads
 from shardcache.cache import Cache
+from shardcache.origins.base import TransientError
+from shardcache.origins.http import WebOrigin
 from shardcache.store.digest import BLOCK
+from shardcache.urls import parse_url
 from tests.support.storetools import PATIENCE, Parent, forked, wait_until
 from tests.support.tars import make_tar
 
@@ -107,6 +112,34 @@ def test_a_fork_waits_for_no_thread_that_goes_on_and_not_for_ever(monkeypatch):
     end.set()
     for thread in (going, stuck):
         thread.join()
+
+
+def test_a_fork_waits_for_a_tls_handshake():
+    has_begun, end = threading.Event(), threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        shard = parse_url(f"https://127.0.0.1:{server.getsockname()[1]}/a.tar")
+
+        def serve() -> None:
+            connection, _ = server.accept()
+            with connection:
+                connection.recv(1)
+                has_begun.set()
+                end.wait(PATIENCE)
+
+        def read() -> None:
+            with contextlib.suppress(TransientError):
+                WebOrigin(timeout=PATIENCE).open(shard, 0, 1)
+
+        working = [threading.Thread(target=each) for each in (serve, read)]
+        for thread in working:
+            thread.start()
+        assert has_begun.wait(PATIENCE)
+        threading.Timer(0.2, end.set).start()
+        with forked(lambda parent: parent.say("here")) as child:
+            assert end.is_set()
+            assert child.hear() == "here"
+        for thread in working:
+            thread.join()
 
 
 FORK = """

@@ -158,16 +158,17 @@ class DownloadReader:
             The error that ended the download.
         """
         download = self._joined()
-        changes = download.changes  # before the checks: a later change ends the wait
+        # Before the checks: a later change ends the wait, and a later end is seen next time.
+        changes, has_ended = download.changes, download.ended
         opened = download.open()
         is_own = download.state is not State.WAITING
-        if opened is None and download.ended:  # a download ahead gave way: join another one
+        if opened is None and has_ended:  # a download ahead gave way: join another one
             self._leave()
         elif opened is None and self._partial is not None and self._partial.sealed and not is_own:
             opened = self._here().find(self._shard)
         if opened is not None:
             self._check(opened)
-        elif not download.ended and not self._has_grown(download.partial, position):
+        elif not has_ended and not self._has_grown(download.partial, position):
             seconds = _OWN_POLL if is_own and self._partial is not None else _POLL
             self._wait(download, lambda: download.changes != changes, seconds)
         return opened

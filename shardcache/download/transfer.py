@@ -276,6 +276,21 @@ class _Part:
         """Offset of the next byte to receive."""
         return self.next + self.filled
 
+    def take_response(self) -> Body | None:
+        """Return the response that already delivers this part, once."""
+        response, self.response = self.response, None
+        return response
+
+    def end_block(self) -> None:
+        """Go to the next block. A short block is the last one of an object of unknown size."""
+        self.next += self.filled
+        self.complete = self.filled < BLOCK if self.stop is None else self.next == self.stop
+        self.filled = 0
+
+    def restart(self) -> None:
+        """Go back to the first byte of the object."""
+        self.next = self.filled = self.shown = 0
+
 
 class Transfer:
     """One version of an object on its way; see the module. Used once, by the thread that made it.
@@ -410,23 +425,20 @@ class Transfer:
         """Receive one part, by as many requests in turn as it takes."""
         while not part.complete:
             self._attempts.call(lambda: self._attempt(part, fd), sleep=self._sleep)
-        if part.response is not None:  # of an empty object
-            part.response.close()
-            part.response = None
+        if (response := part.take_response()) is not None:  # of an empty object
+            response.close()
 
     def _attempt(self, part: _Part, fd: int) -> None:
         before = part.position
-        response, part.response = part.response, None
         try:
-            if response is None:
-                response = self._request(part)
+            response = part.take_response() or self._request(part)
             self._drain(response, part, fd)
         except TransientError as exn:
             self._check()
             if not self._info.identifiable:
                 # The next response may be of another version; this is its only part.
                 self._partial.restart()
-                part.next = part.filled = part.shown = 0
+                part.restart()
                 raise
             if part.position - before < _PROGRESS:
                 raise
@@ -502,18 +514,15 @@ class Transfer:
 
     def _write(self, part: _Part, block: memoryview, fd: int) -> None:
         """Store a block, or the last bytes of an object of unknown size, which may be none."""
-        count = len(block)
-        if count:
+        if block:
             digest = block_digest(block)
             # An aborted connection delivers bytes that are not the object's: with TLS,
             # ciphertext. A process that resumes the partial would believe them.
             if self._error is not None:
                 raise _FailedError
             self._partial.write(part.next, block, fd)
-            self._partial.record(part.next // BLOCK, digest, count)
-        part.next += count
-        part.filled = 0
-        part.complete = count < BLOCK if part.stop is None else part.next == part.stop
+            self._partial.record(part.next // BLOCK, digest, len(block))
+        part.end_block()
 
     def _show(self, part: _Part, block: memoryview, fd: int) -> None:
         """Let readers see the beginning of the shard's first block."""

@@ -1,6 +1,6 @@
-"""What one process has of a cache: tiers, clients, connections, counters, downloads.
+"""The parts of a cache that belong to one process: tiers, clients, connections, downloads.
 
-A `Process` is complete when it is made, on first use; a forked child makes its own. Directories,
+A `Process` is complete when it is made, on first use. A forked child makes its own. Directories,
 session and locks are a second value, its `Site`: made on the first open, and replaced as a whole if
 a directory was unmounted or emptied. Commands that only look make none.
 """
@@ -124,7 +124,7 @@ class Process:
 
     @property
     def present(self) -> list[Tier]:
-        """The tiers that are caches by now, and the last one."""
+        """The tiers that are caches on disk, and the last one."""
         return [tier for tier in self.tiers if tier.present or tier is self.home]
 
     def stores(self) -> list[Store]:
@@ -151,7 +151,7 @@ class Process:
         return self.made_site
 
     def check_root(self) -> Site:
-        """Return the site, made anew if a tier is another directory than before.
+        """Return the site, or a new one if a tier is another directory than before.
 
         A disk may be unmounted, mounted again or emptied while a job runs. Only misses need this: a
         shard that has vanished is a miss.
@@ -196,7 +196,7 @@ class Process:
     def _make(self, tier: Tier) -> None:
         path, is_first = tier.config.dir, self.made_site is None
         if tier.made and not is_first:
-            text = "%s is gone, or another directory than before (unmounted?); it is made anew"
+            text = "%s is gone, or another directory than before (unmounted?); it is created again"
             self.warn(f"root of {path}", text, path)
         try:
             tier.make()
@@ -238,7 +238,7 @@ class Process:
         self._gate(self.reading, insist)
         try:
             if not self.reading.closed:
-                site = self.check_root()  # it may be another user's directory by now
+                site = self.check_root()  # another user may own the directory now
             opened = site.find(shard, outdated)
         except OSError as exn:
             self.disk_failed(self.reading, exn)
@@ -279,7 +279,7 @@ class Process:
             logger.info("%s: not fetched in the background: %s", download.shard, error)
 
     def run(self, download: Download, *, insist: bool = False) -> Result | None:
-        """Do the work of a download in the calling thread; see `acquire`. Count what is fetched.
+        """Run a download in the calling thread; see `acquire`. Count the downloaded bytes.
 
         Args:
             download: the download; not in the table, or that of the worker.
@@ -302,7 +302,9 @@ class Process:
             except OSError as exn:
                 if not (is_local_error(exn) and self._changed_tiers()):
                     raise
-                result = acquire(self.check_root(), download)  # the disk went away meanwhile
+                result = acquire(
+                    self.check_root(), download
+                )  # the disk was unmounted during the call
         except OSError as exn:
             self.disk_failed(self.writing, exn)
             raise

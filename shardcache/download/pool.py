@@ -1,7 +1,7 @@
 """The connections of one process: how many it may use, and for which shards.
 
 The thread that fetches a shard holds one connection until the shard is complete. Helper threads
-fetch parts beside it; they exist only while there are parts to fetch and connections to spare. A
+fetch other parts; they exist only while there are parts to fetch and connections to spare. A
 thread that waits for its first connection goes before helpers, so each shard gets its first bytes
 before another one gets its last.
 

@@ -12,7 +12,7 @@
   retries, so they bound consecutive failures.
 * Memory is one block per connection, for a shard of any size.
 * The worker fetches, too: small shards need no other thread, and an interrupt reaches the work
-  itself. Helper threads of `pool` fetch parts beside it. A helper may still wait for its origin
+  itself. Helper threads of `pool` fetch other parts. A helper may still wait for its origin
   after the transfer has failed. It holds a descriptor of its own and touches nothing else.
 """
 
@@ -536,7 +536,7 @@ class Transfer:
     # -- what the origin states ----------------------------------------------------
 
     def _start_describing(self) -> None:
-        """Request what the origin states about the whole object, beside the transfer.
+        """Request what the origin states about the whole object, during the transfer.
 
         Not by a helper: all connections may be busy, and nothing else waits for this response.
         """
@@ -556,7 +556,7 @@ class Transfer:
             return
         if stated.version == self._info.version:
             self._checksum = stated.checksum or self._checksum
-        elif stated.etag or not self._info.etag:  # gateways may name versions only beside bytes
+        elif stated.etag or not self._info.etag:  # gateways may state a version only with the bytes
             self._fail(VersionChangedError(str(self._shard)))
 
     # -- the end -------------------------------------------------------------------

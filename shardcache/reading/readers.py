@@ -1,4 +1,4 @@
-"""The readers of a `stream.ShardStream`, beside the file of an entry (`store.entry.Opened`).
+"""The readers of a `stream.ShardStream`. That of a cached shard is `store.entry.Opened`.
 
 Each reader delivers the bytes of one version. Its ``readinto(buffer, position)`` returns a count, 0
 at the end of the shard, or None while there are no bytes yet. An error ends a reader, and
@@ -96,7 +96,7 @@ class DownloadReader:
         self._download, self._has_started = here().join(shard, finish=finish, ahead=ahead)
 
     def attend(self) -> bool:
-        """Begin to read a shard that was downloaded ahead. False: it has to be opened anew."""
+        """Begin to read a shard that was downloaded ahead. False: open it again."""
         download = self._download
         assert download is not None
         return not download.mine or download.attend()
@@ -418,7 +418,7 @@ class OriginReader:
         info = self.info if self.info is not None and self.info.size is not None else None
         body = self._origin.open(self._shard, self._position, None, info)
         try:
-            # Two answers that cannot be told apart may be of two versions.
+            # Without a validator, two answers may be of two versions.
             is_same = body.info.version == self._version and body.info.identifiable
             if self._version is not None and not is_same:
                 raise VersionChangedError(str(self._shard))

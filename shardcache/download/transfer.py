@@ -445,7 +445,8 @@ class Transfer:
             self._attempts.retries += 1
             logger.info("%s: %s; continuing at byte %d", self._shard, exn, part.position)
         finally:
-            self._download.advanced(retries=self._attempts.retries)
+            if self._attempts.retries:
+                self._download.advanced(retries=self._attempts.retries)
 
     def _request(self, part: _Part) -> Body:
         """Request the rest of a part."""

@@ -1,7 +1,5 @@
 """What every test gets: the fixtures are in `tests.support.fixtures`."""
 
-from __future__ import annotations
-
 import hypothesis
 
 if hypothesis.settings.default.deadline is not None:  # a slow machine is no failure

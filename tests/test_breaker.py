@@ -1,7 +1,5 @@
 """The breaker: it opens after faults in a row, for a minute."""
 
-from __future__ import annotations
-
 import errno
 import os
 

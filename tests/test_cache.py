@@ -1,7 +1,5 @@
 """The `Cache` object: reading, pinning, cleaning, and its children."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import inspect

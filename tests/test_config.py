@@ -1,7 +1,5 @@
 """Options: who wins, what is refused and how, and that secrets stay out of sight."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import pickle
@@ -174,9 +172,6 @@ def test_a_file_that_is_no_toml_is_refused_by_name(content, home):
         load({"dir": DIR}, {})
 
 
-# --- dir -----------------------------------------------------------------------------
-
-
 def test_tilde_and_variables_in_dir_are_expanded_and_it_starts_where_it_was_written(
     home, monkeypatch
 ):
@@ -230,9 +225,6 @@ def test_a_relative_path_is_refused_in_a_working_directory_that_was_removed(home
         for command in "ls", "run --env", "prewarm --ray s3://b/x":
             code, out, err = run(*options.split(), *command.split())
             assert (code, out) == (2, "") and advice in err
-
-
-# --- the object ----------------------------------------------------------------------
 
 
 def test_replace_validates_and_leaves_the_original_alone():

@@ -3,8 +3,6 @@
 `tests/integrations/test_integrations_page.py` and `tests/packages` run docs/integrations.md.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

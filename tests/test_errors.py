@@ -1,7 +1,5 @@
 """Errors: what they say, what they are, and that they travel."""
 
-from __future__ import annotations
-
 import errno
 import pickle
 

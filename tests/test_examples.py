@@ -1,7 +1,5 @@
 """The examples run as they stand: alone, under torchrun, from Slurm's batch file."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

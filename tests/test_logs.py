@@ -1,7 +1,5 @@
 """The log: who says what, at which level, with which fields."""
 
-from __future__ import annotations
-
 import logging
 import os
 import re

@@ -1,7 +1,5 @@
 """Many processes on one node against a real server: economy, death, isolation, containers."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import hashlib

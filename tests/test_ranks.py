@@ -1,7 +1,5 @@
 """Ranks as each launcher states them, alone and inside one another."""
 
-from __future__ import annotations
-
 import os
 import re
 

@@ -1,7 +1,5 @@
 """One canary through everything: no credential is logged, raised, shown, pickled or stored."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import io

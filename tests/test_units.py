@@ -1,7 +1,5 @@
 """Sizes, durations and limits: what is read, what is refused, what survives a round trip."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """Identity of URLs: no two objects share a key, no signature splits one, no secret is shown."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import re
@@ -28,9 +26,6 @@ hosts = st.from_regex(r"[a-z][a-z0-9-]{1,8}(\.[a-z]{2,3})?", fullmatch=True)
 
 def key_of(url, **options):
     return parse_url(url, **options).key
-
-
-# -- two objects, two keys -----------------------------------------------------
 
 
 schemes = st.sampled_from(["s3", "gs", "hf"])
@@ -107,8 +102,6 @@ def test_one_bucket_name_on_two_endpoints_is_two_objects():
     assert parse_url(url, endpoint="http://minio:9000").canonical == url
     assert key_of("gs://b/k", endpoint="http://minio:9000") == key_of("gs://b/k")
 
-
-# -- one object, one key -------------------------------------------------------
 
 _HEX = st.text("0123456789abcdef", min_size=4, max_size=16).map(lambda text: CANARY + text)
 _BASE64 = _HEX.map(lambda text: quote(text + "+/=", safe=""))
@@ -278,9 +271,6 @@ def test_keys_do_not_change_between_releases():
     assert minio == "17cb8d3ae3d15c660f5a7e7c483708cd"
 
 
-# -- names on disk and at the origin -------------------------------------------
-
-
 @given(scheme=st.sampled_from(["s3", "https", "gs"]), host=hosts, name=names)
 def test_names_are_plain_and_short_on_disk_and_exact_at_the_origin(scheme, host, name):
     shard = parse_url(f"{scheme}://{host}/{name}")
@@ -293,9 +283,6 @@ def test_names_are_plain_and_short_on_disk_and_exact_at_the_origin(scheme, host,
         assert found.bucket_and_key() == (host, name)
         assert pickle.loads(pickle.dumps(found)) == replace(found, raw=found.canonical)
     assert versioned.version_id == "v.1"
-
-
-# -- refusals ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -337,9 +324,6 @@ def test_a_url_is_named_or_refused_and_nothing_else(url):
     assert again.basename == shard.basename
     if shard.scheme != "pipe":
         assert (again.key, again.canonical) == (shard.key, shard.canonical)
-
-
-# -- text for people, and pickles ----------------------------------------------
 
 
 def test_every_secret_parameter_is_redacted_anywhere_in_a_text():

@@ -1,7 +1,5 @@
 """``shardcache demo``: the promise, shown; and nothing left behind."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

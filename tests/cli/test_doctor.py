@@ -1,7 +1,5 @@
 """`shardcache doctor`: real disks, limits and servers, each with the finding it deserves."""
 
-from __future__ import annotations
-
 import ctypes
 import json
 import os

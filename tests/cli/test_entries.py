@@ -1,7 +1,5 @@
 """``shardcache ls``, ``rm``, ``pin``, ``unpin`` and ``clean``."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -15,8 +13,6 @@ from shardcache.errors import ConfigError, ShardNotFoundError
 from shardcache.layout import Layout
 from shardcache.units import format_bytes
 from tests.support.storetools import room
-
-# -- ls ------------------------------------------------------------------------
 
 
 def states(run):
@@ -72,9 +68,6 @@ def test_a_cache_that_is_just_being_made_is_empty(run, tmp_path):
     assert run("ls", "--partial")[:2] == (0, "0 partials, 0 B: 0 live, 0 orphans\n")
     (tmp_path / "cache" / "precious").touch()
     assert run("ls")[0] == 2
-
-
-# -- clean ---------------------------------------------------------------------
 
 
 def test_clean_removes_what_is_over_the_limit(run, warm, data, tmp_path):
@@ -136,9 +129,6 @@ def test_clean_tells_each_reason(run, warm, tmp_path, monkeypatch):
     assert "1 orphan" in run("clean", "--orphans")[1]
     assert not orphan.exists()
     assert run("clean", "-q", "--max-age", "7d") == (0, "", "")
-
-
-# -- rm, pin and unpin ---------------------------------------------------------
 
 
 def test_rm_removes_what_is_there_and_names_what_is_not(run, warm, bucket):

@@ -1,7 +1,5 @@
 """The frame of the command line: options, help, exit codes, errors, signals."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import re
@@ -21,9 +19,6 @@ from tests.support.proxy import Answer, Fault, Rule
 from tests.support.storetools import PATIENCE, tree, wait_until
 
 URL = "s3://b/x.tar"
-
-
-# -- options -------------------------------------------------------------------
 
 
 def test_version_and_help(run):
@@ -107,9 +102,6 @@ def test_a_usage_error_is_one_sentence_and_touches_nothing(run, tmp_path, monkey
     assert tree(tmp_path / "folder") == before and not (tmp_path / "cache").exists()
 
 
-# -- exit codes ----------------------------------------------------------------
-
-
 def damage(cache, url):
     path = cache.entry(url).data
     path.chmod(0o600)
@@ -187,9 +179,6 @@ def test_a_full_disk_is_named_with_what_to_do(run, tmp_path):
     assert code == 5 and err.startswith(f"error: {path}/cache/v1/") and "Make room" in err
 
 
-# -- config and dir ------------------------------------------------------------
-
-
 def test_config_tells_value_and_source_and_dir_where(run, tmp_path, monkeypatch):
     monkeypatch.setenv("SHARDCACHE_MAX_SIZE", "5GB")
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://me:hush@h:1")
@@ -213,9 +202,6 @@ def test_config_tells_value_and_source_and_dir_where(run, tmp_path, monkeypatch)
     assert run("dir") == (0, f"{tmp_path}/user/shardcache\n", "")
     hints = [run("pin", URL)[2] for _ in range(2)]  # no hint once the cache exists
     assert hints[0].startswith(f"Using {tmp_path}/user/shardcache; --dir") and not hints[1]
-
-
-# -- signals -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -273,9 +259,6 @@ def test_a_signal_that_is_ignored_stays_ignored(slow, proxy, run, tmp_path):
         command.process.send_signal(signal.SIGINT)
         proxy.resume()
         assert command.end()[0] == 0
-
-
-# -- as a process --------------------------------------------------------------
 
 
 def test_dir_and_help_import_nothing_heavy():

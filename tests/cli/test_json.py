@@ -1,7 +1,5 @@
 """``--json``: the keys that scripts rely on, of every command, and the kinds of their values."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

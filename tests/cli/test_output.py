@@ -1,7 +1,5 @@
 """The console's formats and manners, and the display of a long run."""
 
-from __future__ import annotations
-
 import itertools
 import re
 import sys

@@ -1,7 +1,5 @@
 """``shardcache prewarm`` and ``path``: what they print, and how they end."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path
@@ -23,8 +21,6 @@ from shardcache.results import (
 from shardcache.urls import parse_url
 from tests.support.storetools import room
 from tests.support.tars import make_tar
-
-# -- prewarm -------------------------------------------------------------------
 
 
 def test_prewarm_says_what_it_needs_and_what_it_did(run, spec, bucket):
@@ -134,8 +130,6 @@ def test_path_prints_a_path_and_nothing_else_and_fetches_on_request(
     shard.write_bytes(make_tar(1))
     assert run("path", shard) == (0, f"{shard}\n", "")  # of a local shard, itself
 
-
-# -- progress ------------------------------------------------------------------
 
 SHARDS = tuple(parse_url(f"s3://b/x-{n}.tar") for n in range(14))
 CACHED = {SHARDS[0].key: type("Entry", (), {"size": 100})()}

@@ -1,7 +1,5 @@
 """Recipes: each is what its own program takes, whatever is in the paths and values."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

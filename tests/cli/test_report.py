@@ -1,7 +1,5 @@
 """The page of charts: everything in one file, and the figures are those that were counted."""
 
-from __future__ import annotations
-
 import re
 import sys
 

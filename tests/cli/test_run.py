@@ -1,7 +1,5 @@
 """``shardcache run``: programs that know nothing of the cache."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -1,7 +1,5 @@
 """The command line on a terminal, and without one."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """`top`: rates, running downloads, and their processes."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

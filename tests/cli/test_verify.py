@@ -1,7 +1,5 @@
 """``shardcache verify``: what it prints, and how it ends."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal
@@ -90,9 +88,6 @@ def test_what_changed_and_what_is_gone_is_exit_4(run, warm, s3, bucket):
     run("prewarm", warm[1])
     code, out, _ = run("verify", "--remote")
     assert (code, "changed" in out) == (4, False)
-
-
-# -- an origin that does not answer ----------------------------------------------
 
 
 @pytest.fixture

@@ -1,7 +1,5 @@
 """``shardcache::s3://...`` for everything that opens URLs through fsspec."""
 
-from __future__ import annotations
-
 import pickle
 
 import fsspec

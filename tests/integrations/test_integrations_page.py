@@ -3,8 +3,6 @@
 The rest runs in `tests/packages`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import re

@@ -1,7 +1,5 @@
 """Lightning's hooks, without Lightning: `tests/packages` has them in its trainers."""
 
-from __future__ import annotations
-
 import logging
 import pickle
 import sys

@@ -1,7 +1,5 @@
 """What a bare ``import shardcache`` gives, and what it costs."""
 
-from __future__ import annotations
-
 import ast
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """What OpenTelemetry collects is what was counted."""
 
-from __future__ import annotations
-
 import gc
 import sys
 import threading

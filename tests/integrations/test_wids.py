@@ -1,7 +1,5 @@
 """Local names for wids, without wids: `tests/packages` has them in its dataset."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import threading

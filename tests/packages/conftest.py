@@ -4,8 +4,6 @@ Each test starts a program of its own: these packages start threads and processe
 which are gone with it.
 """
 
-from __future__ import annotations
-
 import io
 import os
 import sys

@@ -1,7 +1,5 @@
 """The callback in a trainer of several processes; docs/integrations.md has one in one process."""
 
-from __future__ import annotations
-
 import csv
 
 from tests.packages.conftest import Bench

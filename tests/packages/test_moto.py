@@ -1,7 +1,5 @@
 """Shards are read from moto, which implements S3 independently of SeaweedFS."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple

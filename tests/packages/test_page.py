@@ -1,7 +1,5 @@
 """docs/integrations.md: blocks that need more than torch and WebDataset. And the Ray example."""
 
-from __future__ import annotations
-
 import importlib
 import re
 import sys

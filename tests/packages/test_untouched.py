@@ -3,8 +3,6 @@
 In the environment that `make test-integrations` makes for them.
 """
 
-from __future__ import annotations
-
 import io
 import json
 from pathlib import Path

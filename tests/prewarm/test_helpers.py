@@ -1,7 +1,5 @@
 """A prewarm in two processes: in a program of its own, because a fork copies no threads."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Prewarm: plans, and runs that end in every way a run can end."""
 
-from __future__ import annotations
-
 import errno
 import os
 import pickle
@@ -88,9 +86,6 @@ def test_a_program_gets_progress_and_the_names_of_what_failed(
     assert "1 of 3 shards" in said and urls[2] in said
 
 
-# -- plans ---------------------------------------------------------------------
-
-
 @pytest.mark.locks_work("answers")
 def test_an_interrupted_prewarm_that_filled_the_budget_can_be_taken_up(
     make_cache, origin, listed, fill
@@ -166,9 +161,6 @@ def test_a_specification_is_expanded_once_and_each_object_is_one_shard(make_cach
     (url,) = fill(["s3://b/odd-{0..1}.tar"])
     assert cache.prewarm([cache.parse(url)]).fetched == 1
     assert cache.prewarm([r"s3://b/odd-\{0..1\}.tar"]).cached == 1
-
-
-# -- runs ----------------------------------------------------------------------
 
 
 def test_everything_is_fetched_once_and_told_in_order(make_cache, origin, listed, fill):

@@ -1,7 +1,5 @@
 """What runs on each node of a Ray cluster, here without Ray; tests/stress/test_ray.py has both."""
 
-from __future__ import annotations
-
 import pickle
 import threading
 

@@ -1,7 +1,5 @@
 """Splitting shards by node: those that WebDataset's own splitter gives the ranks of a node."""
 
-from __future__ import annotations
-
 import pytest
 import webdataset as wds
 

@@ -1,7 +1,5 @@
 """What a process counts: exact, written once a second, and never an error of its job."""
 
-from __future__ import annotations
-
 import errno
 import itertools
 import os
@@ -40,9 +38,6 @@ def total(layout, **options):
     return summed(samples(layout, **options))
 
 
-# -- histograms ----------------------------------------------------------------
-
-
 def bucket_of(seconds):
     """The bucket in which a wait is counted."""
     counters = Counters(lambda: Layout(Path("/nowhere")), allowed=lambda: False)
@@ -63,9 +58,6 @@ def test_waits_are_counted_in_buckets_without_a_gap():
     assert 0.001 < waits.percentile(0.98) <= 0.0015 and 1.0 < waits.percentile(0.99) <= 1.5
 
 
-# -- counting ------------------------------------------------------------------
-
-
 def test_threads_lose_nothing(make, layout):
     counters = make()
     with ThreadPoolExecutor(4) as pool:
@@ -75,9 +67,6 @@ def test_threads_lose_nothing(make, layout):
             )
     counters.flush()
     assert (total(layout).hits, total(layout).bytes_opened) == (20_000, 60_000)
-
-
-# -- faults --------------------------------------------------------------------
 
 
 def test_a_locked_database_is_written_later(make, layout, clock):
@@ -161,9 +150,6 @@ def test_no_connection_gets_into_a_child_that_is_forked_while_another_thread_wri
                     assert child.hear() == []
         finally:
             ended.set()
-
-
-# -- what is kept --------------------------------------------------------------
 
 
 def test_minutes_become_hours_and_are_forgotten(make, layout, clock):

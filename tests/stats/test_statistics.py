@@ -1,7 +1,5 @@
 """What the statistics say is what happened; tests/test_processes.py compares with the server."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 
@@ -38,9 +36,6 @@ if __name__ == "__main__":
     subprocess.run([sys.executable, "-c", program], check=True)
     with Cache(shop.path) as cache:
         assert (cache.stats().opens, cache.stats().misses) == (20, 4)
-
-
-# -- every outcome ----------------------------------------------------------------
 
 
 @pytest.fixture
@@ -124,9 +119,6 @@ def test_nothing_is_counted_where_that_is_switched_off(make_cache, urls):
     cache.close()
     assert cache.stats().opens == 0
     assert not Layout.of_root(cache.dir).stats.exists()
-
-
-# -- the command --------------------------------------------------------------------
 
 
 def test_people_and_prometheus_are_told_and_counting_can_begin_anew(run, tmp_path, monkeypatch):

@@ -3,8 +3,6 @@
 Ends with a table of what was tried and what was found; exit 1 if anything was.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import subprocess

@@ -13,8 +13,6 @@ work says so, and is left out where that cannot be true: ``@pytest.mark.locks_wo
 Without arguments both: one fetch of a key at a time, one budget.
 """
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

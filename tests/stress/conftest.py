@@ -1,7 +1,5 @@
 """An origin in a process of its own, caches that read from it, and filesystems that fail."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path

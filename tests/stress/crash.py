@@ -14,8 +14,6 @@ strace counts calls per thread: ``when=3`` strikes in whichever thread comes to 
 first. A killed call has no effect.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import ctypes

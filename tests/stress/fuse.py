@@ -12,8 +12,6 @@ outlives its name on another node, and an absence that is remembered. The kernel
 more when ``open`` or ``stat`` say ESTALE: two of them in a row reach the caller as one.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import errno

@@ -4,8 +4,6 @@ Every 64 bytes of a shard state its name, its version and the offset of their 4 
 of another shard, another version or another place, a hole and a lost tail are all seen.
 """
 
-from __future__ import annotations
-
 import ctypes
 import random
 import re

@@ -17,8 +17,6 @@ the garbage collector, and one request in twenty fails. The soak looks for
 The seed decides what each thread does, and the kernel decides when. Exit 1 after a violation.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import ctypes

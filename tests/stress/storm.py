@@ -15,8 +15,6 @@ The same seed plans the same faults; which call they hit is the kernel's choice.
 was written down.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import ctypes

@@ -1,7 +1,5 @@
 """The benchmarks still run; what they measure is in docs/benchmarks.md."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Bytes that nobody expects: from a disk that was damaged at random, and from a server."""
 
-from __future__ import annotations
-
 import os
 import random
 import shutil
@@ -24,7 +22,6 @@ from tests.support.webservers import Scripted
 #: How much is tried: more with ``FUZZ=100`` or so.
 TRIES = int(os.environ.get("FUZZ", "1"))
 
-# -- the disk --------------------------------------------------------------------------
 
 SHARDS = {f"{number}.tar": make_tar(number, 2 + 2 * number, 200) for number in range(3)}
 SHARDS["big.tar"] = make_tar(9, 700, 1500)  # of several blocks
@@ -139,7 +136,6 @@ DamagedCache.TestCase.settings = settings(
 )
 TestDamagedCache = DamagedCache.TestCase
 
-# -- the network -----------------------------------------------------------------------
 
 HEADERS = {
     "Content-Length": ["0", "10", "100", "-5", "abc", "1e3", "9" * 5000, "", "10, 10", "٣"],

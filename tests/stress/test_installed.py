@@ -1,7 +1,5 @@
 """A fresh installation: the wheel and what pip finds for it, in an empty virtual environment."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -4,8 +4,6 @@ docs/reliability.md has the table of promises and tests. Where a line has moved,
 give it its new place.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

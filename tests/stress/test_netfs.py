@@ -3,8 +3,6 @@
 The filesystem is `tests.stress.fuse`, the origin a web server in another process.
 """
 
-from __future__ import annotations
-
 import errno
 import logging
 import os
@@ -41,9 +39,6 @@ def swept(far: Far, shim: Shim) -> bool:
 def all_read(far: Far, count: int, roots: list[Path]) -> bool:
     """Whether so many processes, on these nodes, read the first shard rightly."""
     return all(together(count, lambda number: far.read(far.cache(roots[number % len(roots)]))))
-
-
-# -- locks -----------------------------------------------------------------------------
 
 
 def test_four_processes_get_a_cold_shard_by_one_fetch_without_any_flock(
@@ -99,9 +94,6 @@ def test_the_lease_of_a_dead_node_is_taken_though_no_names_can_be_exchanged(shim
     assert not lease.try_acquire(here)
     wait_until(lambda: lease.try_acquire(here))
     lease.release()
-
-
-# -- errors ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("op", ["open", "getattr", "lookup", "read"])
@@ -208,9 +200,6 @@ def test_a_lost_reply_or_an_error_anywhere_fails_no_read_and_leaves_nothing(
         if not struck:
             return
     pytest.fail("it has no hundred of them")
-
-
-# -- several nodes ---------------------------------------------------------------------
 
 
 def test_many_processes_make_one_root(far: Far, shim: Shim) -> None:

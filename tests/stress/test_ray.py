@@ -1,7 +1,5 @@
 """``prewarm --ray`` on a real Ray cluster of three raylets, each with a cache of its own."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -3,8 +3,6 @@
 Processes that are stopped or killed elsewhere are in tests/test_processes.py.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

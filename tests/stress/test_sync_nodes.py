@@ -1,7 +1,5 @@
 """sync on two nodes: two mounts of a filesystem that shows late what the other one made."""
 
-from __future__ import annotations
-
 import errno
 import os
 import signal
@@ -60,9 +58,6 @@ def test_a_runner_that_was_taken_for_dead_gets_the_result_that_counts(nodes: Nod
         first.kill(signal.SIGCONT)
         first.tell()
         assert first.hear() == "second"
-
-
-# -- many ranks, on nodes that see each other late ---------------------------------------
 
 
 def ranks(nodes: Nodes, count: int, act: Callable[[int, Path], None]) -> None:

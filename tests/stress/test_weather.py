@@ -1,7 +1,5 @@
 """Stores and metadata services that throttle many processes at once, in real time."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -39,8 +37,6 @@ LISTING = answer(
     ).encode(),
     Connection=None,
 )
-
-# -- the store -------------------------------------------------------------------------------------
 
 
 class Store(Scripted):
@@ -118,9 +114,6 @@ def test_a_storm_of_slow_down_costs_few_requests_and_little_time(
     assert paced.refused < 8 * (32 + 6 + storm / 4)
     assert paced.refused < unpaced.refused
     assert paced.seconds - storm - calm.seconds < 60
-
-
-# -- the metadata service of EC2 -------------------------------------------------------------------
 
 
 class Metadata(Scripted):

@@ -1,7 +1,5 @@
 """What tests of a `Cache` share."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from typing import TypeAlias

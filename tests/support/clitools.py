@@ -1,7 +1,5 @@
 """The command line for tests: in this process, as a process, and on a terminal."""
 
-from __future__ import annotations
-
 import codecs
 import contextlib
 import fcntl

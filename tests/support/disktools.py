@@ -1,7 +1,5 @@
 """Filesystems in memory, and groups of processes with little of it."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import subprocess

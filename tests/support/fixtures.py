@@ -1,7 +1,5 @@
 """Fixtures for all tests: a real S3 server, a proxy before it, an origin in memory."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

@@ -1,7 +1,5 @@
 """Shards on a slow mount, and a cache before it."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What the tests of the store share: shards, entries, and processes of their own."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import gc

@@ -1,7 +1,5 @@
 """The shards that tests read."""
 
-from __future__ import annotations
-
 import io
 import tarfile
 from collections.abc import Iterable

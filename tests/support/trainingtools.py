@@ -1,7 +1,5 @@
 """What the tests of training frameworks share: a data set on S3, and what reading it cost."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal
@@ -93,8 +91,6 @@ def run(
     assert process.returncode == 0, f"{command} ended with {process.returncode}:\n{out}{err}"
     return subprocess.CompletedProcess(command, 0, out, err)
 
-
-# -- docs/integrations.md, as code: its blocks, what they need, and what they should print --------
 
 PAGE = ROOT / "docs" / "integrations.md"
 

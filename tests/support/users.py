@@ -3,8 +3,6 @@
 Root alone can run as anybody, so tests that use these are marked `needs_root`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Callable, Iterator

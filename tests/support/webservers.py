@@ -1,7 +1,5 @@
 """Web servers that say what a test wants, on real sockets."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

@@ -1,7 +1,5 @@
 """barrier: nobody goes on before all have come, again and again under one name."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

@@ -1,7 +1,5 @@
 """once: one rank works, the others get its result or its failure, and death hands it on."""
 
-from __future__ import annotations
-
 import os
 
 import pytest
@@ -22,9 +20,6 @@ def ran(tmp_path):
 
     work.count = lambda: len((tmp_path / "ran").read_text()) if (tmp_path / "ran").exists() else 0
     return work
-
-
-# -- one runs, all get the result ----------------------------------------------------------
 
 
 def test_of_many_ranks_one_works_and_all_get_its_result(tmp_path, ran):
@@ -75,9 +70,6 @@ def test_it_runs_again_only_when_asked(tmp_path, ran):
     assert call("k" * 299) == 7 and call("k" * 300) == 5
     assert call() == 3
     assert {p.name for p in tmp_path.iterdir()} == {".shardcache-sync", "ran"}
-
-
-# -- death ---------------------------------------------------------------------------------
 
 
 def at_work(parent, directory, lease, value, again=False):
@@ -140,9 +132,6 @@ def test_a_wait_that_is_over_names_the_runner_and_is_no_again(tmp_path):
     # The same run as the one it timed out on; a new one would call the function.
     assert sync.once("k", lambda: "a new run", **where) == "slow"
     assert sync.once("k", lambda: "a new run", **where) == "a new run"
-
-
-# -- where ranks meet ------------------------------------------------------------------------
 
 
 def test_what_cannot_work_is_refused_before_anything_is_posted(tmp_path):

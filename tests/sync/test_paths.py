@@ -1,7 +1,5 @@
 """makedirs, wait_for and atomic_write, on a plain disk; `tests/stress` has disagreeing nodes."""
 
-from __future__ import annotations
-
 import logging
 import os
 import stat

@@ -1,7 +1,5 @@
 """By which name the ranks of a job find one another and nobody else."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

@@ -1,7 +1,5 @@
 """With torch.distributed initialised: its ranks, and its store in place of a directory."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

@@ -4,8 +4,6 @@
 the handler is asked, what ends it all. They must agree.
 """
 
-from __future__ import annotations
-
 import inspect
 import io
 import itertools

@@ -1,7 +1,5 @@
 """Our stage finds what WebDataset's finds with tarfile, breaks where it breaks, and is faster."""
 
-from __future__ import annotations
-
 import bz2
 import gzip
 import io
@@ -38,9 +36,6 @@ def forbid_tarfile(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("tarfile was asked")
 
     monkeypatch.setattr(tarfile.TarFile, "__init__", refuse)
-
-
-# -- the same as tarfile -----------------------------------------------------------
 
 
 def _select(name: str) -> bool:

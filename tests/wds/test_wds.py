@@ -1,7 +1,5 @@
 """WebDataset pipelines that read through the cache, with real DataLoader workers."""
 
-from __future__ import annotations
-
 import pickle
 import re
 import sys

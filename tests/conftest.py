@@ -1,8 +1,8 @@
-"""What every test gets: the fixtures are in `tests.support.fixtures`."""
+"""Loads the fixtures of `tests.support`."""
 
 import hypothesis
 
-if hypothesis.settings.default.deadline is not None:  # a slow machine is no failure
+if hypothesis.settings.default.deadline is not None:  # a slow machine must not fail a test
     hypothesis.settings.register_profile("patient", deadline=None)
     hypothesis.settings.load_profile("patient")
 

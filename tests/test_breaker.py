@@ -7,7 +7,7 @@ from shardcache.errors import CacheFullError, TransferError
 from shardcache.files import FULL, Breaker, is_disk_fault
 
 
-def test_faults_in_a_row_open_it_until_a_success_after_the_pause(clock):
+def test_faults_in_a_row_open_the_breaker(clock):
     breaker = Breaker()
     for _ in range(10):
         assert not breaker.failed() and not breaker.failed()
@@ -26,7 +26,7 @@ def test_faults_in_a_row_open_it_until_a_success_after_the_pause(clock):
     assert breaker.failed(at_once=True) and breaker.left == 60  # one may be enough
 
 
-def test_what_is_a_fault_of_the_disk():
+def test_faults_of_the_disk():
     for number in (errno.EIO, errno.EROFS, errno.ESTALE, errno.EUCLEAN, errno.EACCES):
         assert is_disk_fault(OSError(number, os.strerror(number)))
     for number in (*FULL, errno.EMFILE, errno.ENOMEM, errno.ENOENT, errno.EFBIG):

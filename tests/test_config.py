@@ -70,7 +70,7 @@ CASES: dict[str, tuple[str, object, str]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_value_means_the_same_wherever_it_is_given_and_a_wrong_one_is_refused_there(name, home):
+def test_options_are_parsed_alike_from_every_source(name, home):
     text, value, bad = CASES[name]
     variable, files = f"SHARDCACHE_{name.upper()}", [home / "good.toml", home / "bad.toml"]
     for file, content in zip(files, (text, bad), strict=True):
@@ -92,7 +92,7 @@ def test_a_value_means_the_same_wherever_it_is_given_and_a_wrong_one_is_refused_
         assert bad in str(caught.value) and "Accepted: " in str(caught.value)
 
 
-def test_the_first_place_that_sets_an_option_wins(home):
+def test_the_first_source_wins(home):
     user = home / ".config" / "shardcache" / "config.toml"
     user.parent.mkdir(parents=True)
     (home / "stated.toml").write_text('dir = "/stated"\n')
@@ -118,14 +118,14 @@ def test_the_first_place_that_sets_an_option_wins(home):
     assert (config.max_size, config.attempts, config.connections) == (None, 2, 32)
 
 
-def test_without_a_directory_it_is_in_the_users_cache(monkeypatch):
+def test_the_default_directory(monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
     for caches, parent in ("/scratch/me", "/scratch/me"), ("relative", "/home/me/.cache"):
         config, sources = load({"dir": None}, {"XDG_CACHE_HOME": caches}, [])
         assert (config.dir, sources["dir"]) == (Path(parent) / "shardcache", "default")
 
 
-def test_sizes_need_a_unit_in_files_too(home):
+def test_sizes_in_files_need_a_unit(home):
     file = home / "x.toml"
     for line in "max_size = 800", 'tiers = [{dir = "/ram", max_size = 800}]', 'tiers = "/ram=800"':
         file.write_text(f"timeout = 1.5\nattempts = 2\n{line}\n")
@@ -148,7 +148,7 @@ def test_an_unknown_name_is_refused_with_the_nearest_one(home):
         assert "Did you mean max_size?" in str(caught.value)
 
 
-def test_a_kubernetes_service_of_our_name_stops_no_job():
+def test_variables_of_a_kubernetes_service_are_ignored():
     for name in ("SERVICE_HOST", "PORT_80_TCP_ADDR", "METRICS_PORT_53_UDP_PROTO"):
         assert only({f"SHARDCACHE_{name}": "tcp://10.0.0.1:80"}).config == Config(DIR)
 
@@ -160,21 +160,19 @@ def test_a_kubernetes_service_of_our_name_stops_no_job():
         *(str(DIR), str(DIR.parent), f"{DIR}/ram", "/ram,/ram", ["s3://b/x"]),
     ],
 )
-def test_what_is_no_tier_is_refused(given):
+def test_invalid_tiers_are_refused(given):
     with pytest.raises(ConfigError):
         Config(DIR, tiers=given)
 
 
 @pytest.mark.parametrize("content", [b"attempts = \n", b"\xff"])
-def test_a_file_that_is_no_toml_is_refused_by_name(content, home):
+def test_invalid_toml_is_refused(content, home):
     Path("shardcache.toml").write_bytes(content)
     with pytest.raises(ConfigError, match=r"shardcache\.toml is not valid TOML: "):
         load({"dir": DIR}, {})
 
 
-def test_tilde_and_variables_in_dir_are_expanded_and_it_starts_where_it_was_written(
-    home, monkeypatch
-):
+def test_dir_expands_variables_and_is_relative_to_its_source(home, monkeypatch):
     for name, value in {"HOME": "/home/me", "SCRATCH": "/scratch", "USER": "me"}.items():
         monkeypatch.setenv(name, value)
     (home / "etc").mkdir()
@@ -206,7 +204,7 @@ def test_tilde_and_variables_in_dir_are_expanded_and_it_starts_where_it_was_writ
         (None, r"Cache\(.*--dir.*SHARDCACHE_DIR=.*dir = "),
     ],
 )
-def test_a_dir_that_cannot_be_meant_is_refused(value, reason, monkeypatch):
+def test_an_invalid_dir_is_refused(value, reason, monkeypatch):
     monkeypatch.setenv("EMPTY", "")
     monkeypatch.setenv("HOME", "~")  # as where a user has none
     start = "" if value is None else r"^dir \(argument\): "
@@ -214,7 +212,7 @@ def test_a_dir_that_cannot_be_meant_is_refused(value, reason, monkeypatch):
         load({"dir": value}, {}, [])
 
 
-def test_a_relative_path_is_refused_in_a_working_directory_that_was_removed(home, run):
+def test_relative_paths_need_a_working_directory(home, run):
     (home / "here").rmdir()
     advice = "relative to the working directory, which was removed. Give an absolute path"
     for given in {"dir": "cache"}, {"dir": DIR, "tiers": "ram"}, {"dir": DIR, "upstreams": "nas"}:
@@ -240,7 +238,7 @@ def send_secret(config, found):
     found.put(config.storage_options["secret"])
 
 
-def test_a_pickle_holds_no_secret_but_everything_else_and_a_spawned_worker_gets_it():
+def test_only_spawned_workers_get_secrets_in_a_pickle():
     options = {"key": "AK", "secret": SECRET, "profile": "p", "client_kwargs": {"verify": False}}
     config = only(
         max_size="80%", storage_options=options, validate=a_validator, endpoint_url="http://h"
@@ -260,7 +258,7 @@ def test_a_pickle_holds_no_secret_but_everything_else_and_a_spawned_worker_gets_
     assert process.exitcode == 0 and found.get() == SECRET
 
 
-def test_what_no_text_can_say_comes_from_code_or_a_table_only(home):
+def test_variables_cannot_set_tables_and_functions(home):
     file = home / "x.toml"
     file.write_text(f'[storage_options]\nsecret = "{SECRET}"\nanon = true\n')
     loaded = load({"dir": DIR}, {}, [file])
@@ -291,7 +289,7 @@ def test_no_error_shows_a_secret(name, value):
     assert "hUnTeR2" not in "".join(traceback.format_exception(caught.value))
 
 
-def test_describe_gives_text_that_loads_to_the_same_config():
+def test_describe_round_trips():
     loaded = only(**{name: case[0] for name, case in CASES.items()})
     rows = describe(loaded)
     assert all(row.help.endswith(".") and len(row.help) < 80 for row in rows)

@@ -88,7 +88,7 @@ def test_every_block_of_a_page_runs(page, s3, proxy, s3_environment, tmp_path, m
                 assert language == "text", "a block without its language: what is not run is text"
 
 
-def test_everything_of_sync_is_described() -> None:
+def test_the_sync_page_names_every_function() -> None:
     text = (ROOT / "docs" / "sync.md").read_text("utf-8")
     assert [name for name in sync.__all__ if not re.search(rf"`{name}\b", text)] == []
 
@@ -98,7 +98,7 @@ def test_the_generated_pages_are_current():
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_what_a_page_names_within_the_repository_is_there(page):
+def test_links_of_a_page_lead_to_files(page):
     text = page.read_text("utf-8")
     links = {page.parent / link for link in re.findall(r"\]\((?!https?:)([^)#]+)", text)}
     folders = "benchmarks|docs|examples|shardcache|tests"

@@ -40,9 +40,7 @@ RUNS = {
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_a_script_is_what_bash_takes_and_prewarms_and_trains(
-    name, s3, bucket, s3_environment, proxy, tmp_path
-):
+def test_a_script_prewarms_and_trains(name, s3, bucket, s3_environment, proxy, tmp_path):
     for command in (["bash", "-n"], [str(Path(sys.executable).with_name("shellcheck"))]):
         done = subprocess.run([*command, str(EXAMPLES / name)], capture_output=True, text=True)
         assert done.returncode == 0, done.stdout + done.stderr

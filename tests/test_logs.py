@@ -55,7 +55,7 @@ def only(log, event):
     return found
 
 
-def test_a_miss_and_a_hit_say_what_they_are(make_cache, origin, log):
+def test_log_records_of_a_miss_and_a_hit(make_cache, origin, log):
     origin.objects[URL] = DATA
     cache = make_cache()
     for _ in range(2):
@@ -66,7 +66,7 @@ def test_a_miss_and_a_hit_say_what_they_are(make_cache, origin, log):
     assert [one.levelname for one in log.records if one.levelno >= logging.INFO] == ["INFO"]
 
 
-def test_who_waits_says_for_whom(make_cache, origin, clock, log):
+def test_log_record_of_a_wait(make_cache, origin, clock, log):
     origin.objects[URL] = DATA
     cache = make_cache(fill="complete")
     lock = held_elsewhere(cache, URL, clock.now)
@@ -78,7 +78,7 @@ def test_who_waits_says_for_whom(make_cache, origin, clock, log):
     assert 10 <= told["seconds"] < 12
 
 
-def test_what_is_tried_again_evicted_or_streamed_says_so(make_cache, origin, log, tmp_path):
+def test_log_records_of_a_retry_a_stream_and_an_eviction(make_cache, origin, log, tmp_path):
     origin.objects.update({URL: DATA, "s3://lab/big.tar": make_tar(2, members=9)})
     origin.faults.append(Fault(after=None, error=TransientError("busy")))
     cache = make_cache(max_size=room(tmp_path, len(DATA)))
@@ -95,9 +95,7 @@ def test_what_is_tried_again_evicted_or_streamed_says_so(make_cache, origin, log
 
 @pytest.mark.locks_work
 @pytest.mark.parametrize("ranks", [False, True])
-def test_one_process_of_a_job_says_that_shards_are_streamed_and_the_last_how_many(
-    tmp_path, log, ranks
-):
+def test_a_job_logs_streamed_shards_once(tmp_path, log, ranks):
     """Workers that were forked with the cache, or ranks that make their own."""
     shop = Shop(tmp_path, 4)
     options = {"dir": shop.path, "cache_local": True, "min_free": 0, "max_size": shop.room(1)}
@@ -137,7 +135,7 @@ def test_one_process_of_a_job_says_that_shards_are_streamed_and_the_last_how_man
     assert len(ended) == 3 and all("4 opens, 25.00% hits, 3 streamed" in text for text in ended)
 
 
-def test_a_job_that_was_killed_leaves_no_note(tmp_path):
+def test_a_killed_job_leaves_no_note(tmp_path):
     shop = Shop(tmp_path, 2)
     options = {"cache_local": True, "min_free": 0, "max_size": shop.room(1)}
 

@@ -81,7 +81,7 @@ def test_eight_processes_and_four_cold_shards_cost_four_object_fetches(s3, bucke
 
 
 @pytest.mark.locks_work
-def test_killing_the_fetching_process_half_way_costs_the_others_little(url, proxy, root):
+def test_others_resume_the_download_of_a_killed_process(url, proxy, root):
     with contextlib.ExitStack() as stack:
         victim, *others = (stack.enter_context(forked(reader, root, url)) for _ in range(4))
         proxy.pause(len(SHARD) // 4)  # of each part: half-way through both
@@ -100,9 +100,7 @@ def test_killing_the_fetching_process_half_way_costs_the_others_little(url, prox
 
 @pytest.mark.locks_work
 @pytest.mark.parametrize(("max_size", "requests"), [("10GB", 2), ("1MB", 1)])
-def test_a_process_that_hangs_has_counted_what_it_read_and_who_waits_for_it_has_no_miss(
-    url, proxy, root, max_size, requests
-):
+def test_a_hanging_process_counts_its_bytes(url, proxy, root, max_size, requests):
     def sent():
         return sum(traffic.body_bytes for traffic in proxy.summary().values())
 
@@ -116,7 +114,7 @@ def test_a_process_that_hangs_has_counted_what_it_read_and_who_waits_for_it_has_
             assert (cache.stats().coalesced, cache.stats().misses) == (1, 0)
 
 
-def test_a_stopped_holder_is_passed_by_and_does_no_harm_when_it_wakes(url, proxy, root):
+def test_a_stopped_holder_is_passed_by_and_wakes_harmlessly(url, proxy, root):
     impatient = functools.partial(reader, stale_after=1)
     with forked(reader, root, url) as holder, forked(impatient, root, url) as other:
         proxy.pause(len(SHARD) // 4)

@@ -56,14 +56,14 @@ MIXED = {
 
 
 @pytest.mark.parametrize("case", MIXED)
-def test_launchers_are_understood_alone_and_inside_one_another(case, monkeypatch):
+def test_launchers_alone_and_nested(case, monkeypatch):
     text, expected = MIXED[case]
     assert detect(env(text)) == expected
     monkeypatch.setattr(os, "environ", env(text))
     assert detect() == expected
 
 
-def test_empty_variables_say_nothing():
+def test_empty_variables_are_ignored():
     assert detect(dict.fromkeys(env(f"{TORCH} {SLURM} {BY_HAND}"), " ")) == Ranks()
 
 
@@ -75,7 +75,7 @@ NUMBERS = {
 
 
 @pytest.mark.parametrize("variable", NUMBERS)
-def test_a_malformed_number_is_refused_by_name(variable):
+def test_a_malformed_number_is_refused(variable):
     for value in ("-1", "3.0", "zero", "1_0", "+1", "9" * 5000):
         with pytest.raises(ConfigError, match=rf"^{variable}=.*whole number") as caught:
             detect({**env(NUMBERS[variable]), variable: value})

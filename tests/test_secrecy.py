@@ -200,7 +200,7 @@ def two(serve):
     return server, [f"{server.url}/a.tar?{token}" for token in tokens]
 
 
-def test_a_token_tells_two_shards_apart_and_a_signature_does_not(watch, two):
+def test_tokens_distinguish_shards_and_signatures_do_not(watch, two):
     server, urls = two
     place = server.url.removeprefix("http://")
     signed = [WEB[0].format(place=place, canary=f"{CANARY}{number}") for number in range(2)]
@@ -212,7 +212,7 @@ def test_a_token_tells_two_shards_apart_and_a_signature_does_not(watch, two):
     assert len([head for head in server.heads if head.startswith("GET")]) == 3
 
 
-def test_the_shown_name_of_a_secret_url_is_one_shard_that_no_origin_is_asked_for(watch, two):
+def test_a_masked_url_names_a_shard_but_cannot_download_it(watch, two):
     server, urls = two
     with watch.cache() as cache:
         for url in urls:
@@ -305,7 +305,7 @@ def test_the_command_line(watch, serve, tmp_path, monkeypatch, options):
         assert watch.command(*options, *arguments) == expected, arguments
 
 
-def test_a_file_of_options_that_is_broken(watch, tmp_path, monkeypatch):
+def test_a_broken_config_file(watch, tmp_path, monkeypatch):
     monkeypatch.setenv("SHARDCACHE_CONFIG", str(tmp_path / "x.toml"))
     for text in (
         f"[storage_options]\nsecret = {CANARY}\n",
@@ -321,7 +321,7 @@ def test_a_file_of_options_that_is_broken(watch, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("error", [OSError, ValueError, FileNotFoundError])
-def test_filesystems_that_name_whole_urls(watch, monkeypatch, error):
+def test_filesystems_whose_errors_state_urls(watch, monkeypatch, error):
     def fail(*arguments, **options):
         raise error(f"404, url='https://account/a.tar?sig={CANARY}'")
 
@@ -335,7 +335,7 @@ def test_filesystems_that_name_whole_urls(watch, monkeypatch, error):
     [f'-H "Authorization: Bearer {CANARY}"', f"'https://x.invalid/a?X-Amz-Signature={CANARY}'"],
 )
 @pytest.mark.parametrize("end", ["cat {shard}", "exit 3", "exec >&-; sleep 9"])
-def test_commands(watch, tmp_path, secret, end):
+def test_pipe_commands(watch, tmp_path, secret, end):
     (tmp_path / "a.bin").write_bytes(SHARD)
     cache = watch.cache(timeout=1, allow_schemes=["pipe"])
     watch.read(cache, f"pipe:true curl {secret}; {end.format(shard=tmp_path / 'a.bin')}")

@@ -81,11 +81,11 @@ def test_two_resources_of_the_web_never_share_a_key(resources):
         ),
     ],
 )
-def test_what_looks_alike_is_two_objects(one, other):
+def test_similar_urls_have_different_keys(one, other):
     assert key_of(one, allow_schemes=["pipe"]) != key_of(other, allow_schemes=["pipe"])
 
 
-def test_one_bucket_name_on_two_endpoints_is_two_objects():
+def test_endpoints_are_part_of_the_key():
     url = "s3://lab/a.tar"
     endpoints = [None, "http://minio:9000", "http://minio:9001", "https://ceph", "https://ceph/s3"]
     endpoints += [
@@ -130,7 +130,7 @@ PLAIN = [
 
 @settings(max_examples=300)
 @given(kind=st.sampled_from(SIGNATURES), plain=st.sampled_from(PLAIN), data=st.data())
-def test_no_signature_splits_an_object_or_shows(kind, plain, data):
+def test_signatures_are_hidden_and_not_part_of_the_key(kind, plain, data):
     base, mark, query = plain.partition("?")
     pairs = query.split("&") if mark else []
     for name in kind.split():
@@ -163,7 +163,7 @@ def test_no_signature_splits_an_object_or_shows(kind, plain, data):
         (f"gs://box/k?token={CANARY}#{CANARY}", "gs://box/k?token=***"),
     ],
 )
-def test_a_value_that_may_be_a_secret_is_part_of_the_key_and_hidden(url, shown):
+def test_possible_secrets_are_hidden_and_part_of_the_key(url, shown):
     shard = parse_url(url)
     assert shard.canonical == f"{shown}#{shard.key}"
     for text in (repr(shard), str(shard), redact(url), redact(f"see {shard}, {url}.")):
@@ -182,7 +182,7 @@ def test_a_value_that_may_be_a_secret_is_part_of_the_key_and_hidden(url, shown):
         "/data/k?token=A",
     ],
 )
-def test_what_is_no_secret_is_shown(url):
+def test_other_parameters_are_shown(url):
     shard = parse_url(url)
     assert shard.canonical.endswith(url) and parse_url(str(shard)).key == shard.key
 
@@ -232,11 +232,11 @@ def test_spellings_of_one_object_share_a_key(url, canonical):
         (None, "https://vpce-1-cn.s3.us-east-1.vpce.amazonaws.com"),
     ],
 )
-def test_spellings_of_one_endpoint_are_one(one, other):
+def test_spellings_of_one_endpoint_share_a_key(one, other):
     assert key_of("s3://lab/a.tar", endpoint=one) == key_of("s3://lab/a.tar", endpoint=other)
 
 
-def test_a_relative_path_is_one_object_with_its_absolute_one(tmp_path, monkeypatch):
+def test_relative_and_absolute_paths_share_a_key(tmp_path, monkeypatch):
     assert os.fsencode(parse_url(os.fsdecode(b"/data/\xff")).local_path) == b"/data/\xff"
     gone = tmp_path / "gone"
     gone.mkdir()
@@ -255,7 +255,7 @@ def test_a_relative_path_is_one_object_with_its_absolute_one(tmp_path, monkeypat
         "arn:aws:s3-outposts:us-west-2:123456789012:outpost/op-1/accesspoint/point",
     ],
 )
-def test_the_arn_of_an_access_point_stands_for_a_bucket(bucket):
+def test_the_arn_of_an_access_point_is_a_bucket(bucket):
     shard = parse_url(f"s3://AKIA:secret@{bucket}/d/a@b.tar")
     assert str(shard) == f"s3://{bucket}/d/a@b.tar"
     assert shard.bucket_and_key() == (bucket, "d/a@b.tar")
@@ -272,7 +272,7 @@ def test_keys_do_not_change_between_releases():
 
 
 @given(scheme=st.sampled_from(["s3", "https", "gs"]), host=hosts, name=names)
-def test_names_are_plain_and_short_on_disk_and_exact_at_the_origin(scheme, host, name):
+def test_names_are_safe_on_disk_and_exact_at_the_origin(scheme, host, name):
     shard = parse_url(f"{scheme}://{host}/{name}")
     assert re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,129}", shard.basename)
     assert shard.basename not in SIDE_FILES
@@ -308,14 +308,14 @@ def test_names_are_plain_and_short_on_disk_and_exact_at_the_origin(scheme, host,
         (f"pipe:curl https://h/k?sig={CANARY}", "shell"),
     ],
 )
-def test_a_refusal_says_why_and_shows_no_secret(url, says):
+def test_a_refused_url_is_explained_without_secrets(url, says):
     with pytest.raises(ConfigError, match=says) as caught:
         parse_url(url, endpoint=f"http://me:{CANARY}@[minio")
     assert CANARY not in str(caught.value) + ascii(caught.value.args)
 
 
 @given(st.text(max_size=40) | names.map(lambda name: f"s3://{name}"))
-def test_a_url_is_named_or_refused_and_nothing_else(url):
+def test_any_url_is_parsed_or_refused(url):
     try:
         shard = parse_url(url, allow_schemes=["pipe"])
     except ConfigError:
@@ -326,7 +326,7 @@ def test_a_url_is_named_or_refused_and_nothing_else(url):
         assert (again.key, again.canonical) == (shard.key, shard.canonical)
 
 
-def test_every_secret_parameter_is_redacted_anywhere_in_a_text():
+def test_secret_parameters_are_redacted_in_any_text():
     for name in urls._SECRETS | {"Key-Pair-Id", "Policy"}:
         for mark in "?&; ":
             found = redact(f"no 'https://h/k?x=1{mark}{name}={CANARY}/+%3D&y=2': refused")
@@ -347,7 +347,7 @@ def test_every_secret_parameter_is_redacted_anywhere_in_a_text():
         ),
     ],
 )
-def test_redacting_leaves_what_is_no_secret(text, shown):
+def test_redact_keeps_other_text(text, shown):
     assert redact(text) == (shown or text)
 
 
@@ -359,9 +359,7 @@ def test_redacting_leaves_what_is_no_secret(text, shown):
         (f"pipe:curl -H 'Authorization: Bearer {CANARY}' https://h/k?sig={CANARY}", "pipe"),
     ],
 )
-def test_credentials_are_sent_to_a_child_that_is_spawned_and_shown_to_nobody(
-    url, basename, monkeypatch
-):
+def test_only_spawned_children_get_credentials_in_a_pickle(url, basename, monkeypatch):
     shard = parse_url(url, allow_schemes=["pipe"])
     data = pickle.dumps([shard])
     assert (shard.basename, shard.raw) == (basename, url)

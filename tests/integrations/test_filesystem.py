@@ -48,7 +48,7 @@ def test_open_and_cat_read_through_the_default_cache(url, default, proxy):
     assert gets(proxy) == 1 and list(default.rglob("a.tar"))
 
 
-def test_what_it_says_of_a_shard_is_the_same_before_and_after_it_is_cached(url, default, proxy):
+def test_info_is_the_same_before_and_after_a_download(url, default, proxy):
     """Hugging Face's datasets name their own cache after it."""
     fs, path = fsspec.url_to_fs(url)
     before = fs.info(path)
@@ -61,7 +61,7 @@ def test_what_it_says_of_a_shard_is_the_same_before_and_after_it_is_cached(url, 
     assert fs.info(url) == fs.info(f"s3://{path}") == after  # whichever way it is named
 
 
-def test_listings_are_the_origins_and_cost_what_it_takes_for_them(url, default, proxy):
+def test_a_listing_costs_one_request(url, default, proxy):
     fs, path = fsspec.url_to_fs(url)
     bucket = path.partition("/")[0]
     for listed in (
@@ -85,7 +85,7 @@ def test_writing_and_a_chain_without_an_origin_are_refused(url, default):
         ShardCacheFileSystem(skip_instance_cache=True)
 
 
-def test_the_path_may_stand_in_the_first_link(url, default):
+def test_the_path_can_be_in_the_first_link_of_a_chain(url, default):
     """The form that Hugging Face's datasets take, with the options that they add."""
     path = url.removeprefix("shardcache::s3://")
     bucket, form = path.partition("/")[0], f"shardcache://{path}::s3://"
@@ -96,7 +96,7 @@ def test_the_path_may_stand_in_the_first_link(url, default):
     assert fs.glob(pattern) == [f"{bucket}/a.tar", f"{bucket}/b.tar"]
 
 
-def test_it_travels_with_its_cache_and_a_fork_has_a_target_of_its_own(url, tmp_path, proxy):
+def test_a_pickle_keeps_the_cache_and_a_fork_makes_its_own_target(url, tmp_path, proxy):
     """s3fs refuses to work with the thread of a parent, which no child has."""
     fs, path = fsspec.url_to_fs(url, shardcache={"dir": str(tmp_path / "own"), "min_free": 0})
     assert fs.cat_file(path) == SHARD and list((tmp_path / "own").rglob("a.tar"))

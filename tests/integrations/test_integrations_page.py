@@ -17,7 +17,7 @@ from tests.support.trainingtools import NEEDS, PAGE, DataSet, blocks
 
 @pytest.mark.usefixtures("s3_environment")
 @pytest.mark.parametrize("block", [b for b in blocks() if not NEEDS[b.section]], ids=str)
-def test_a_block_prints_what_it_says_and_fetches_each_shard_once(
+def test_a_block_prints_its_output_and_downloads_each_shard_once(
     block, s3, proxy, tmp_path, monkeypatch
 ):
     s3.create_bucket("bucket")  # that of the page
@@ -32,11 +32,11 @@ def test_a_block_prints_what_it_says_and_fetches_each_shard_once(
     assert data.once()
 
 
-def test_every_section_with_code_is_run_somewhere() -> None:
+def test_every_section_with_code_is_tested() -> None:
     assert {block.section for block in blocks()} == set(NEEDS)
 
 
-def test_commands_and_their_options_are_those_that_are_understood() -> None:
+def test_the_page_lists_all_supported_commands_and_options() -> None:
     rows = re.findall(r"^\| `(\w+) .*?` \| (.*) \|$", PAGE.read_text("utf-8"), re.MULTILINE)
     named = {program: set(re.findall(r"`(-.+?)`", options)) for program, options in rows}
     assert named == {name: {*reader.flags, *reader.values} for name, reader in _READERS.items()}

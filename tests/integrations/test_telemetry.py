@@ -60,7 +60,7 @@ def read(cache: Cache, times: int = 1) -> None:
 
 
 @pytest.mark.parametrize("node", [False, True])
-def test_it_is_what_was_counted_at_the_moment_of_the_collection(cache, collector, node):
+def test_metrics_equal_the_counters(cache, collector, node):
     telemetry.observe(cache, node=node, meter_provider=collector.provider)
     assert set(collector.collect().values()) == {0}
     read(cache, 3)
@@ -94,9 +94,7 @@ def test_it_is_what_was_counted_at_the_moment_of_the_collection(cache, collector
     assert collector.collect()["shardcache.opens", "hits"] == hits
 
 
-def test_all_caches_of_a_process_are_counted_each_by_its_directory_and_none_is_kept(
-    make_cache, cache, collector, tmp_path
-):
+def test_metrics_of_several_caches(make_cache, cache, collector, tmp_path):
     other, again = (make_cache(dir=tmp_path / "other", fill="complete") for _ in range(2))
     for each in (cache, other, again, cache):
         telemetry.observe(each, meter_provider=collector.provider)
@@ -113,7 +111,7 @@ def test_all_caches_of_a_process_are_counted_each_by_its_directory_and_none_is_k
     assert last.collect() == {}
 
 
-def test_fetches_in_hand_are_a_gauge(make_cache, cache, collector):
+def test_running_downloads_are_a_gauge(make_cache, cache, collector):
     gate = threading.Event()
     cache = make_cache(validate=lambda path: gate.wait(60) or None)
     telemetry.observe(cache, meter_provider=collector.provider)
@@ -122,7 +120,7 @@ def test_fetches_in_hand_are_a_gauge(make_cache, cache, collector):
         gate.set()
 
 
-def test_what_cannot_be_observed_says_why(make_cache, cache, monkeypatch):
+def test_errors_of_observe(make_cache, cache, monkeypatch):
     with pytest.raises(ConfigError, match="stats"):
         telemetry.observe(make_cache(stats=False))
     monkeypatch.setitem(sys.modules, "opentelemetry.metrics", None)

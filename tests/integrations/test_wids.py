@@ -29,7 +29,7 @@ def evictable(cache) -> int:
 
 
 @pytest.mark.locks_work("flock")
-def test_a_name_is_a_link_to_a_shard_that_stays_until_the_next_is_named(make_cache, links):
+def test_a_name_is_a_link_to_a_shard_that_is_pinned_until_the_next(make_cache, links):
     cache = make_cache()
     names = wids.LocalNames(cache, links)
     for seed, url in enumerate(URLS):
@@ -52,7 +52,7 @@ def test_a_name_is_a_link_to_a_shard_that_stays_until_the_next_is_named(make_cac
     assert evictable(cache) == len(os.listdir(links)) == len(URLS)
 
 
-def test_what_is_in_the_way_is_replaced_unless_it_is_a_directory(make_cache, links):
+def test_a_file_in_the_way_is_replaced_but_no_directory(make_cache, links):
     names = wids.LocalNames(make_cache(), links)
     name = Path(names(URLS[0]))
     for leave in (

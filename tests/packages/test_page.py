@@ -11,7 +11,7 @@ from tests.support.trainingtools import EXAMPLES, NEEDS, Block, blocks, run
 
 
 @pytest.mark.parametrize("block", [b for b in blocks() if NEEDS[b.section]], ids=str)
-def test_a_block_prints_what_it_says_and_fetches_each_object_once(
+def test_a_block_prints_its_output_and_downloads_each_object_once(
     block: Block, bench: Bench
 ) -> None:
     for name in NEEDS[block.section]:

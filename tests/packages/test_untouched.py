@@ -93,7 +93,7 @@ def test_open_clip_trains_two_epochs(url: str, bench: Bench, local: Path) -> Non
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_timm_reads_what_local_files_have(method: str, bench: Bench, local: Path) -> None:
+def test_timm_reads_the_same_as_from_local_files(method: str, bench: Bench, local: Path) -> None:
     program = bench.directory / "program.py"
     program.write_text(TIMM)
     expected = run([PYTHON, str(program), str(local), "fork"]).stdout

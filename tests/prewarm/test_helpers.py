@@ -63,7 +63,7 @@ def run(directory, what, urls):
     return found
 
 
-def test_each_does_a_share(tmp_path, urls, proxy):
+def test_two_processes_share_the_work(tmp_path, urls, proxy):
     absent = urls[0].replace("00.tar", "absent.tar")
     found = run(tmp_path, "", [*urls[:3], absent, *urls[3:]])
     assert found["outcomes"] == ["fetched"] * 3 + ["failed"] + ["fetched"] * (SHARDS - 3)
@@ -82,13 +82,13 @@ def test_both_download_with_the_secrets_of_their_urls(tmp_path, serve):
     assert found["outcomes"] == ["fetched"] * SHARDS and found["pids"] == 2
 
 
-def test_the_share_of_one_that_is_killed_is_done_by_the_other(tmp_path, urls):
+def test_one_process_finishes_the_share_of_a_killed_one(tmp_path, urls):
     found = run(tmp_path, "kill", urls)
     assert found["killed"] == 1
     assert Counter(found["outcomes"]).keys() <= {"fetched", "cached"}
 
 
-def test_all_stop_when_they_are_told_to(tmp_path, urls, proxy):
+def test_a_stop_ends_all_processes(tmp_path, urls, proxy):
     proxy.pause(after=8_000)  # a listing passes, a shard does not
     found = run(tmp_path, "stop", urls)
     assert found["stopped"] == "requested" and "fetched" not in found["outcomes"]

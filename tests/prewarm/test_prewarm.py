@@ -69,9 +69,7 @@ def outcomes(report):
     return "".join(marks[result.outcome] for result in report.results)
 
 
-def test_a_program_gets_progress_and_the_names_of_what_failed(
-    make_cache, fill, capsys, caplog, monkeypatch
-):
+def test_progress_and_failures_of_a_prewarm(make_cache, fill, capsys, caplog, monkeypatch):
     monkeypatch.setattr("shardcache.cli.progress.LINE_EVERY", 0.01)
     urls, shown = [*fill(names(2)), "s3://b/absent.tar"], []
 
@@ -87,9 +85,7 @@ def test_a_program_gets_progress_and_the_names_of_what_failed(
 
 
 @pytest.mark.locks_work("answers")
-def test_an_interrupted_prewarm_that_filled_the_budget_can_be_taken_up(
-    make_cache, origin, listed, fill
-):
+def test_an_interrupted_prewarm_resumes_within_the_budget(make_cache, origin, listed, fill):
     (url,) = fill(names(1), members=3000)
     size, stop = len(origin.objects[url]), threading.Event()
     cache = make_cache(max_size=size + 100_000, part_size="64MiB")
@@ -105,7 +101,7 @@ def test_an_interrupted_prewarm_that_filled_the_budget_can_be_taken_up(
     assert cache.prewarm([url]).fetched == 1
 
 
-def test_what_cannot_be_done_is_said_once_and_at_once(make_cache, unlisted, tmp_path):
+def test_invalid_arguments_are_refused_at_once(make_cache, unlisted, tmp_path):
     shard = tmp_path / "x.tar"
     shard.write_bytes(make_tar(1))
     with pytest.raises(ConfigError, match="cache_local"):
@@ -118,7 +114,7 @@ def test_what_cannot_be_done_is_said_once_and_at_once(make_cache, unlisted, tmp_
     assert report.fetched == 1
 
 
-def test_too_much_is_refused_before_anything_is_fetched_and_best_effort_takes_what_fits(
+def test_a_plan_beyond_the_budget_is_refused_unless_best_effort(
     make_cache, origin, listed, fill, tmp_path
 ):
     limit = room(tmp_path, *2 * [SIZE])
@@ -135,7 +131,7 @@ def test_too_much_is_refused_before_anything_is_fetched_and_best_effort_takes_wh
     assert asked(origin) == set(urls[:2])
 
 
-def test_dry_run_and_check_plan_and_fetch_and_touch_nothing(make_cache, origin, listed, fill):
+def test_dry_run_and_check_only_plan(make_cache, origin, listed, fill):
     cache = make_cache()
     urls = fill(names(3))
     entry = cache.fetch(urls[0])
@@ -151,7 +147,7 @@ def test_dry_run_and_check_plan_and_fetch_and_touch_nothing(make_cache, origin, 
     assert (entry.path / "meta.json").stat().st_mtime == 1000
 
 
-def test_a_specification_is_expanded_once_and_each_object_is_one_shard(make_cache, listed, fill):
+def test_a_spec_is_expanded_once_and_duplicates_are_dropped(make_cache, listed, fill):
     cache = make_cache()
     urls = fill(names(4))
     spec = "s3://b/train-{0000..0003}.tar"
@@ -163,7 +159,7 @@ def test_a_specification_is_expanded_once_and_each_object_is_one_shard(make_cach
     assert cache.prewarm([r"s3://b/odd-\{0..1\}.tar"]).cached == 1
 
 
-def test_everything_is_fetched_once_and_told_in_order(make_cache, origin, listed, fill):
+def test_each_shard_is_fetched_once_and_reported_in_order(make_cache, origin, listed, fill):
     cache = make_cache()
     urls = fill(names(6))
     cache.fetch(urls[2])
@@ -200,7 +196,7 @@ DENIED, MISTAKEN, GONE = AccessDeniedError("no"), ConfigError("no"), ShardNotFou
         ([MISTAKEN] * 3, ["bad", "good"], "FFF---......", Stopped.REFUSED),
     ],
 )
-def test_one_failure_stops_no_others_but_refusals_that_all_shards_of_a_bucket_will_meet_do(
+def test_failures_end_a_run_only_if_a_bucket_refuses_all_shards(
     make_cache, origin, unlisted, fill, errors, buckets, expected, stopped
 ):
     urls = [url for b in buckets for url in fill(names(len(expected) // len(buckets), b))]
@@ -211,7 +207,7 @@ def test_one_failure_stops_no_others_but_refusals_that_all_shards_of_a_bucket_wi
     assert len(asked(origin)) == len(expected.replace("-", ""))
 
 
-def test_a_broken_disk_is_believed_after_some_shards(make_cache, listed, fill, monkeypatch):
+def test_a_broken_disk_ends_the_run_after_three_shards(make_cache, listed, fill, monkeypatch):
     monkeypatch.setattr(Partial, "write", refusing(errno.EIO, real=None))
     report = make_cache().prewarm(fill(names(9)), jobs=1)
     assert outcomes(report) == "FFF------" and report.stopped is Stopped.REFUSED
@@ -224,7 +220,7 @@ def test_failures_beyond_the_limit_end_the_run(make_cache, listed, fill):
 
 
 @pytest.mark.locks_work("answers")
-def test_interrupt_is_passed_on_after_the_fetches_have_let_go(make_cache, origin, listed, fill):
+def test_an_interrupt_is_raised_after_all_downloads_ended(make_cache, origin, listed, fill):
     cache = make_cache()
     urls = fill(names(3))
     origin.faults.extend(Fault(after=100, wait=threading.Event()) for _ in urls)
@@ -239,7 +235,7 @@ def test_interrupt_is_passed_on_after_the_fetches_have_let_go(make_cache, origin
     assert not any(f.live for f in in_flight(cache._here().home.store.layout))
 
 
-def test_a_fetch_that_does_not_end_is_not_waited_for(make_cache, listed, fill, monkeypatch):
+def test_a_stop_does_not_wait_for_a_stuck_download(make_cache, listed, fill, monkeypatch):
     monkeypatch.setattr("shardcache.prewarm.pool._CANCEL_TIMEOUT", 0.2)
     release, stop = threading.Event(), threading.Event()
     obtain = Opener.obtain
@@ -256,7 +252,7 @@ def test_a_fetch_that_does_not_end_is_not_waited_for(make_cache, listed, fill, m
 
 
 @pytest.mark.locks_work("flock")
-def test_no_room_during_the_run_ends_it_and_best_effort_tries_more(
+def test_a_full_cache_ends_the_run_unless_best_effort(
     make_cache, origin, unlisted, fill, monkeypatch, tmp_path
 ):
     urls = fill(names(10))
@@ -277,9 +273,7 @@ def test_no_room_during_the_run_ends_it_and_best_effort_tries_more(
 
 
 @pytest.mark.locks_work("answers")
-def test_shards_that_are_wanted_do_not_make_room_for_each_other(
-    make_cache, origin, listed, fill, tmp_path
-):
+def test_wanted_shards_are_not_evicted_for_each_other(make_cache, origin, listed, fill, tmp_path):
     urls = fill(names(4))
     size = room(tmp_path, len(origin.objects[urls[0]]))
     first = make_cache(max_size=3 * size)

@@ -40,7 +40,7 @@ def taken(order, share=None):
     return node
 
 
-def test_a_node_tells_its_plan_each_shard_and_its_report(order):
+def test_a_node_reports_its_plan_each_shard_and_its_result(order):
     node = taken(order())
     assert node.plan is not None and len(node.plan.shards) == 4
     assert node.report.fetched == len(node.results) == 4 and node.error is None
@@ -58,12 +58,12 @@ def test_a_node_tells_its_plan_each_shard_and_its_report(order):
         ({}, "nothing-*.tar", ShardNotFoundError),
     ],
 )
-def test_a_node_that_can_do_nothing_says_why(order, settings, spec, kind):
+def test_a_node_reports_why_it_cannot_prewarm(order, settings, spec, kind):
     node = taken(order(spec, settings))
     assert type(node.error) is kind and not node.lost
 
 
-def test_errors_that_cannot_be_sent_are_sent_as_text(order, monkeypatch):
+def test_errors_that_cannot_be_pickled_are_sent_as_text(order, monkeypatch):
     class Strange(Exception):
         """Cannot be pickled: it is no name of a module."""
 
@@ -77,7 +77,7 @@ def test_errors_that_cannot_be_sent_are_sent_as_text(order, monkeypatch):
     }
 
 
-def test_a_task_that_is_cancelled_ends_its_prewarm(order, monkeypatch):
+def test_a_cancelled_task_ends_its_prewarm(order, monkeypatch):
     """As `ray.cancel` does it: an exception where the task is."""
     begun, obtain = threading.Event(), Opener.obtain
 

@@ -43,7 +43,7 @@ def test_a_node_gets_the_shards_of_its_ranks_each_once(monkeypatch, make_cache, 
         ({"SLURM_NODEID": "4", "SLURM_NNODES": "4"}, "not one of 4"),
     ],
 )
-def test_launchers_tell_which_node_this_is(monkeypatch, environ, expected):
+def test_the_launcher_sets_the_share_of_a_node(monkeypatch, environ, expected):
     for name in ("GROUP_RANK", "GROUP_WORLD_SIZE"):  # fixtures clear those of Slurm
         monkeypatch.delenv(name, raising=False)
     for name, text in environ.items():

@@ -84,9 +84,7 @@ def test_a_locked_database_is_written_later(make, layout, clock):
 
 
 @pytest.mark.parametrize("how", ["full", "gone"])
-def test_where_nothing_can_be_written_nothing_fails_and_nothing_is_lost(
-    make, layout, tmp_path, monkeypatch, how
-):
+def test_counts_survive_a_failing_disk(make, layout, tmp_path, monkeypatch, how):
     with no_descriptor_left(), monkeypatch.context() as fault:
         if how == "full":
             refuse = refusing(errno.ENOSPC, real=None)
@@ -103,7 +101,7 @@ def test_where_nothing_can_be_written_nothing_fails_and_nothing_is_lost(
     assert total(layout).hits == 1
 
 
-def test_a_damaged_database_is_begun_anew(make, layout, clock):
+def test_a_damaged_database_is_replaced(make, layout, clock):
     layout.stats.write_bytes(b"no database" * 1000)
     counters = make()
     for _ in range(2):
@@ -113,7 +111,7 @@ def test_a_damaged_database_is_begun_anew(make, layout, clock):
 
 
 @needs_root
-def test_nothing_is_left_in_the_cache_of_another_user(layout, make):
+def test_nothing_is_written_into_another_users_cache(layout, make):
     os.chown(layout.base, 12345, 12345)
     make().add({"evicted_asked": 1})
     assert not layout.stats.exists()
@@ -126,9 +124,7 @@ def test_nodes_that_share_a_directory_share_no_database(layout, tmp_path):
     assert (tmp_path / "node/stats.db").exists() and not layout.stats.exists()
 
 
-def test_no_connection_gets_into_a_child_that_is_forked_while_another_thread_writes(
-    make, layout, monkeypatch
-):
+def test_a_forked_child_inherits_no_connection(make, layout, monkeypatch):
     monkeypatch.setattr(module, "_INTERVAL", 0.0)
     ended = threading.Event()
 
@@ -152,7 +148,7 @@ def test_no_connection_gets_into_a_child_that_is_forked_while_another_thread_wri
             ended.set()
 
 
-def test_minutes_become_hours_and_are_forgotten(make, layout, clock):
+def test_minutes_are_compacted_to_hours_and_expire(make, layout, clock):
     for rank in (0, 1):  # two ranks, three hours
         counters = make(rank)
         clock.now = NOON - clock.elapsed

@@ -17,7 +17,7 @@ from tests.support.storetools import room
 from tests.support.tars import make_tar
 
 
-def test_a_process_that_ends_without_closing_has_counted_all(tmp_path):
+def test_a_process_that_ends_without_closing_loses_no_count(tmp_path):
     shop = Shop(tmp_path, count=4)
     program = f"""
 import shardcache, multiprocessing
@@ -47,7 +47,7 @@ def urls(origin):
 
 
 @pytest.mark.parametrize("fill", ["follow", "complete"])
-def test_what_an_open_came_to(make_cache, origin, urls, tmp_path, fill):
+def test_outcomes_of_open(make_cache, origin, urls, tmp_path, fill):
     size = len(origin.objects[urls[0]])
     cache = make_cache(fill=fill, max_size=room(tmp_path, size, size, 1000))
     with pytest.raises(ShardNotFoundError):
@@ -113,7 +113,7 @@ def test_hits_and_evictions_are_counted_by_tier_and_reason(tmp_path):
     assert (found.evicted_max_size, found.evicted, found.bytes_evicted) == (3, 3, 3 * shop.size)
 
 
-def test_nothing_is_counted_where_that_is_switched_off(make_cache, urls):
+def test_nothing_is_counted_with_stats_off(make_cache, urls):
     cache = make_cache(stats=False)
     cache.open(urls[0]).read()
     cache.close()
@@ -121,7 +121,7 @@ def test_nothing_is_counted_where_that_is_switched_off(make_cache, urls):
     assert not Layout.of_root(cache.dir).stats.exists()
 
 
-def test_people_and_prometheus_are_told_and_counting_can_begin_anew(run, tmp_path, monkeypatch):
+def test_the_stats_command(run, tmp_path, monkeypatch):
     shop = Shop(tmp_path, count=2)
     with Cache(shop.path, cache_local=True, min_free=0, max_size=shop.room(1)) as cache:
         for url in (*shop.urls, shop.urls[0]):

@@ -176,7 +176,7 @@ def speaker(serve: Callable[..., Scripted]) -> Scripted:
 @example(b"HTTP/1.1 301 x\r\nTransfer-Encoding: chunked\r\n\r\nxxxxx")
 @example(b"HTTP/1.1 206 x\r\nContent-Range: bytes 0-9/" + b"9" * 5000 + b"\r\n\r\n")
 @settings(max_examples=100 * TRIES, deadline=None, suppress_health_check=list(HealthCheck))
-def test_no_answer_is_more_than_a_cache_can_take(speaker: Scripted, answer: bytes) -> None:
+def test_no_response_breaks_the_cache(speaker: Scripted, answer: bytes) -> None:
     speaker.answer = lambda head: answer
     with tempfile.TemporaryDirectory() as home:
         cache = Cache(home + "/cache", min_free=0, attempts=1, timeout=5.0, prefetch=0)

@@ -52,7 +52,7 @@ def test_the_demo_keeps_its_promise(fresh: Path, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_lines_of_the_readme_train_from_s3(
+def test_the_readme_trains_from_s3(
     fresh: Path, s3: S3Server, bucket: str, s3_environment: dict[str, str], tmp_path: Path
 ) -> None:
     for number in range(3):
@@ -65,7 +65,7 @@ def test_the_lines_of_the_readme_train_from_s3(
     assert len(list(tmp_path.glob("cache/v1/objects/*/*/*/train-*.tar"))) == 3
 
 
-def test_what_is_installed_is_whole_and_consistent_and_imports_lightly(fresh: Path) -> None:
+def test_the_installation_is_complete_and_imports_lightly(fresh: Path) -> None:
     run(fresh / "python", "-m", "pip", "check")
     heavy = "print({'torch', 'botocore', 's3fs', 'rich'} & set(__import__('sys').modules))"
     assert run(fresh / "python", "-c", f"import shardcache; {heavy}") == "set()\n"

@@ -41,9 +41,7 @@ def all_read(far: Far, count: int, roots: list[Path]) -> bool:
     return all(together(count, lambda number: far.read(far.cache(roots[number % len(roots)]))))
 
 
-def test_four_processes_get_a_cold_shard_by_one_fetch_without_any_flock(
-    far: Far, shim: Shim
-) -> None:
+def test_four_processes_share_one_download_without_flock(far: Far, shim: Shim) -> None:
     rule = shim.fail("setlk", error=errno.ENOLCK, times=-1)
     assert all_read(far, 4, [shim.root / "cache"])
     assert far.begun() == 1
@@ -53,7 +51,7 @@ def test_four_processes_get_a_cold_shard_by_one_fetch_without_any_flock(
     assert shim.struck(rule) == 0  # nothing there can hang
 
 
-def test_a_killed_fetch_is_no_burden_and_a_sweep_harms_none_under_way(far: Far, shim: Shim) -> None:
+def test_a_sweep_removes_killed_downloads_and_keeps_live_ones(far: Far, shim: Shim) -> None:
     root = shim.root / "cache"
     far.rate.value = SLOW
     with forked(lambda parent: parent.say(far.read(far.cache(root)))) as child:
@@ -77,7 +75,7 @@ def test_a_killed_fetch_is_no_burden_and_a_sweep_harms_none_under_way(far: Far, 
     assert swept(far, shim)
 
 
-def test_the_lease_of_a_dead_node_is_taken_though_no_names_can_be_exchanged(shim: Shim) -> None:
+def test_the_lease_of_a_dead_node_is_taken_without_exchange(shim: Shim) -> None:
     layout, key = Layout(shim.root / "v1"), "a" * 32
     layout.make()
     elsewhere, here = Holder(1, "node-7", None, None, 0.0), Holder(2, "node-8", None, None, 0.0)
@@ -99,7 +97,7 @@ def test_the_lease_of_a_dead_node_is_taken_though_no_names_can_be_exchanged(shim
 @pytest.mark.parametrize("op", ["open", "getattr", "lookup", "read"])
 @pytest.mark.parametrize("number", [errno.ESTALE, errno.EIO])
 @pytest.mark.parametrize("times", [1, -1])
-def test_a_published_file_that_fails_is_read_all_the_same(
+def test_a_shard_is_read_although_its_file_fails(
     far: Far, shim: Shim, op: str, number: int, times: int
 ) -> None:
     root = shim.root / "cache"
@@ -121,7 +119,7 @@ CHANGES = ["create", "mkdir", "rename", "unlink", "rmdir", "link", "write", "set
 @pytest.mark.parametrize("locks", ["flock", "lease"])
 @pytest.mark.parametrize("op", [*CHANGES, "fsync fsyncdir", "open", "opendir", "read"])
 @pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC, errno.EROFS, errno.ESTALE])
-def test_whatever_the_filesystem_cannot_do_any_more_every_read_is_right(
+def test_every_read_is_right_whatever_operation_fails(
     far: Far, shim: Shim, caplog: pytest.LogCaptureFixture, op: str, number: int, locks: str
 ) -> None:
     options = {"locks": locks, "fsync": "fsync"}
@@ -138,7 +136,7 @@ def test_whatever_the_filesystem_cannot_do_any_more_every_read_is_right(
 
 
 @pytest.mark.parametrize("cold", [True, False])
-def test_a_mount_that_dies_under_a_reader_is_read_on_from_the_origin(
+def test_a_read_continues_from_the_origin_if_the_mount_dies(
     far: Far, shim: Shim, cold: bool
 ) -> None:
     root = shim.root / "cache"
@@ -173,7 +171,7 @@ LOST = {
     + [(op, errno.ENOSPC, False) for op in [*CHANGES, "fsync fsyncdir"]],
 )
 @pytest.mark.parametrize("evicting", [False, True], ids=["fetch", "evict"])
-def test_a_lost_reply_or_an_error_anywhere_fails_no_read_and_leaves_nothing(
+def test_a_lost_reply_fails_no_read_and_leaves_nothing(
     far: Far, shim: Shim, op: str, number: int, done: bool, evicting: bool
 ) -> None:
     root = shim.root / "cache"
@@ -209,7 +207,7 @@ def test_many_processes_make_one_root(far: Far, shim: Shim) -> None:
     assert far.begun() == 1
 
 
-def test_a_parent_that_another_node_has_just_made_is_no_reason_to_fail(
+def test_a_root_below_a_directory_just_made_by_another_node(
     far: Far, nodes: tuple[Shim, Shim]
 ) -> None:
     here, there = nodes
@@ -219,9 +217,7 @@ def test_a_parent_that_another_node_has_just_made_is_no_reason_to_fail(
         assert far.read(cache)
 
 
-def test_nodes_that_see_each_others_names_late_get_it_and_share_it(
-    far: Far, nodes: tuple[Shim, Shim]
-) -> None:
+def test_nodes_share_shards_although_names_appear_late(far: Far, nodes: tuple[Shim, Shim]) -> None:
     for node in nodes:
         node.set(delay=0.4, negative=0.4, stale=True)
     roots = [node.root / "deep" / "cache" for node in nodes]
@@ -233,7 +229,7 @@ def test_nodes_that_see_each_others_names_late_get_it_and_share_it(
             assert far.read(cache)
 
 
-def test_an_entry_that_another_node_evicts_is_read_to_its_end(
+def test_an_entry_evicted_by_another_node_is_read_to_its_end(
     far: Far, nodes: tuple[Shim, Shim]
 ) -> None:
     here, there = nodes

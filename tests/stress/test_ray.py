@@ -206,7 +206,7 @@ def test_each_node_gets_the_shards_of_its_ranks(
         assert cluster.cached(name, bucket) == names[node["number"] :: 3]
 
 
-def test_a_node_that_is_killed_is_named_and_the_others_complete(
+def test_a_killed_node_is_named_and_the_others_complete(
     cluster: Cluster, spec: str, bucket: str
 ) -> None:
     names = ["big-0.tar", "big-1.tar", "small-0.tar", "small-1.tar"]
@@ -235,7 +235,7 @@ def test_a_node_that_is_killed_is_named_and_the_others_complete(
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)]
 )
-def test_when_the_command_ends_the_work_on_all_nodes_ends(
+def test_all_nodes_stop_when_the_command_ends(
     cluster: Cluster, spec: str, bucket: str, number: signal.Signals, code: int
 ) -> None:
     command = cluster.prewarm(spec, "--json")

@@ -101,7 +101,7 @@ def read_all(tmp_path: Path) -> Iterator[Callable[..., Reading]]:
 
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize("storm", [20, pytest.param(180, marks=full_only)])
-def test_a_storm_of_slow_down_costs_few_requests_and_little_time(
+def test_a_storm_of_slow_down_costs_few_requests(
     read_all: Callable[..., Reading], storm: int
 ) -> None:
     calm = read_all()
@@ -146,7 +146,7 @@ class Metadata(Scripted):
 
 
 @pytest.mark.timeout(1500)
-def test_every_process_of_a_node_gets_credentials_from_a_service_that_throttles(
+def test_every_process_gets_credentials_from_a_throttling_service(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     count, (path, data) = 64, next(iter(SHARDS.items()))

@@ -22,7 +22,7 @@ def meet(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("names", ["aaaa", "abca"])
-def test_nobody_goes_on_before_the_last_has_come_again_and_again(tmp_path, names, meet):
+def test_no_rank_passes_before_the_last_one_arrives(tmp_path, names, meet):
     def rank(parent, number):
         for step, name in enumerate(names):
             parent.hear()
@@ -40,7 +40,7 @@ def test_nobody_goes_on_before_the_last_has_come_again_and_again(tmp_path, names
             assert [child.hear() for child in children] == [[3, 0]] * 3
 
 
-def test_the_ranks_that_did_not_come_are_named_and_one_that_came_twice_is_noticed(tmp_path, meet):
+def test_missing_and_duplicate_ranks_are_named(tmp_path, meet):
     def rank(parent, number):
         with pytest.raises(sync.BarrierTimeoutError):
             meet(2 * number, 40, "ckpt", timeout=0)
@@ -60,7 +60,7 @@ def test_the_ranks_that_did_not_come_are_named_and_one_that_came_twice_is_notice
     assert str(tmp_path) in str(caught.value)
 
 
-def test_a_barrier_that_failed_is_the_same_one_at_the_next_try(meet):
+def test_a_retry_joins_the_barrier_that_timed_out(meet):
     def late(parent):
         for _ in range(2):
             parent.hear()
@@ -77,7 +77,7 @@ def test_a_barrier_that_failed_is_the_same_one_at_the_next_try(meet):
             assert child.hear() == "passed"
 
 
-def test_what_cannot_work_is_refused_before_anything_is_posted(tmp_path, meet):
+def test_invalid_arguments_are_refused_before_anything_is_written(tmp_path, meet):
     for options in ({"timeout": -1}, {"timeout": "soon"}, {"job": ""}):
         with pytest.raises(ConfigError):
             meet(0, 2, **options)

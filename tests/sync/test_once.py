@@ -22,7 +22,7 @@ def ran(tmp_path):
     return work
 
 
-def test_of_many_ranks_one_works_and_all_get_its_result(tmp_path, ran):
+def test_one_rank_works_and_all_get_its_result(tmp_path, ran):
     def rank(number):
         value = {"from": number, "pair": (1, 2)}
         where = {"dir": tmp_path, "job": "j", "again": True}
@@ -33,7 +33,7 @@ def test_of_many_ranks_one_works_and_all_get_its_result(tmp_path, ran):
     assert results[0][0]["pair"] == [1, 2] and results[0][0]["from"] in range(8)
 
 
-def test_a_failure_is_seen_by_all_and_not_tried_again(tmp_path, ran):
+def test_all_ranks_see_a_failure_which_is_not_retried(tmp_path, ran):
     def fail():
         ran()
         raise KeyError("s3://KEY:secret@lab/model.tar?X-Amz-Signature=0123 is gone")
@@ -60,7 +60,7 @@ def test_a_failure_is_seen_by_all_and_not_tried_again(tmp_path, ran):
             sync.once("k", lambda: {1, 2}, dir=tmp_path)
 
 
-def test_it_runs_again_only_when_asked(tmp_path, ran):
+def test_a_key_runs_again_only_with_again(tmp_path, ran):
     def call(key="k", **options):
         return sync.once(key, ran, ran.count() + 1, dir=tmp_path, **options)
 
@@ -83,7 +83,7 @@ def at_work(parent, directory, lease, value, again=False):
     parent.say(sync.once("k", work, dir=directory, job="j", lease=lease, again=again))
 
 
-def test_when_the_runner_is_killed_another_one_takes_over(tmp_path):
+def test_another_rank_takes_over_from_a_killed_one(tmp_path):
     with forked(at_work, tmp_path, 60.0, "first") as first:
         assert first.hear() == "at work"
         with forked(at_work, tmp_path, 60.0, "patient") as patient:
@@ -97,7 +97,7 @@ def test_when_the_runner_is_killed_another_one_takes_over(tmp_path):
 
 
 @pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt])
-def test_an_interrupt_is_no_failure_and_lets_another_rank_take_over_at_once(tmp_path, kind):
+def test_another_rank_takes_over_from_an_interrupted_one(tmp_path, kind):
     def interrupted():
         raise kind
 
@@ -108,7 +108,7 @@ def test_an_interrupt_is_no_failure_and_lets_another_rank_take_over_at_once(tmp_
 
 
 @pytest.mark.parametrize("which", ["claim.0", "claim.0.beat"])
-def test_a_lock_file_that_vanishes_lets_nobody_else_in(tmp_path, which):
+def test_a_deleted_lock_file_admits_no_second_rank(tmp_path, which):
     with forked(at_work, tmp_path, 60.0, "first") as first:
         assert first.hear() == "at work"
         (found,) = (p for p in tmp_path.rglob(which) if p.name == which)
@@ -119,7 +119,7 @@ def test_a_lock_file_that_vanishes_lets_nobody_else_in(tmp_path, which):
             assert first.hear() == second.hear() == "first"
 
 
-def test_a_wait_that_is_over_names_the_runner_and_is_no_again(tmp_path):
+def test_a_timeout_names_the_runner_and_a_retry_joins_the_run(tmp_path):
     where = {"dir": tmp_path, "job": "j", "again": True}
     with forked(at_work, tmp_path, 60.0, "slow", True) as first:
         assert first.hear() == "at work"
@@ -134,7 +134,7 @@ def test_a_wait_that_is_over_names_the_runner_and_is_no_again(tmp_path):
     assert sync.once("k", lambda: "a new run", **where) == "a new run"
 
 
-def test_what_cannot_work_is_refused_before_anything_is_posted(tmp_path):
+def test_invalid_arguments_are_refused_before_anything_is_written(tmp_path):
     bad = ({"per": "rank"}, {"lease": 0.1}, {"job": ""}, {"timeout": -1}, {"timeout": "soon"})
     for key, options in [(" ", {}), *(("k", each) for each in bad)]:
         with pytest.raises(ConfigError):
@@ -142,7 +142,7 @@ def test_what_cannot_work_is_refused_before_anything_is_posted(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
-def test_ranks_on_several_nodes_without_a_place_are_told_what_to_do(monkeypatch, tmp_path, ran):
+def test_ranks_on_several_nodes_need_a_job_and_a_directory(monkeypatch, tmp_path, ran):
     for name, value in {"RANK": "3", "WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match="no name in common.*set SHARDCACHE_JOB"):
@@ -156,9 +156,7 @@ def test_ranks_on_several_nodes_without_a_place_are_told_what_to_do(monkeypatch,
     assert (tmp_path / "shared" / ".shardcache-sync").is_dir()
 
 
-def test_once_per_node_needs_no_shared_directory_and_each_node_of_one_works(
-    monkeypatch, tmp_path, ran
-):
+def test_once_per_node_runs_on_each_node(monkeypatch, tmp_path, ran):
     monkeypatch.setattr("shardcache.sync.board.node_directory", lambda name: tmp_path / "node")
     for name, value in {"SHARDCACHE_JOB": "job", "WORLD_SIZE": "16", "LOCAL_RANK": "1"}.items():
         monkeypatch.setenv(name, value)

@@ -24,7 +24,7 @@ def launch(monkeypatch, environment):
         monkeypatch.setenv(name, value)
 
 
-def test_a_job_is_named_by_its_launcher_and_its_restarts(monkeypatch):
+def test_the_name_of_a_job_states_its_launcher_and_restarts(monkeypatch):
     launch(monkeypatch, SLURM)
     assert job_name() == "4711-0-0-0"
     launch(monkeypatch, {"SLURM_RESTART_COUNT": "2", "SLURM_STEP_ID": "1"})
@@ -36,7 +36,7 @@ def test_a_job_is_named_by_its_launcher_and_its_restarts(monkeypatch):
 
 
 @pytest.mark.parametrize("launched", [True, False])
-def test_ranks_of_one_process_have_its_name_and_those_of_another_have_not(monkeypatch, launched):
+def test_ranks_are_named_after_the_process_that_started_them(monkeypatch, launched):
     """Torchrun without an id has started them, or nobody has."""
     if launched:
         launch(monkeypatch, TORCHRUN)

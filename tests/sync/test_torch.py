@@ -64,7 +64,7 @@ def rank(parent: Parent, number: int, port: int) -> None:
     parent.say(attempt(sync.barrier, "end", timeout=PATIENCE))
 
 
-def test_ranks_of_torch_tell_one_another_by_its_store(tmp_path: Path, monkeypatch) -> None:
+def test_ranks_of_torch_communicate_through_its_store(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))

@@ -54,7 +54,7 @@ def _rename(name: str) -> str:
 @example(seed=467790)
 @example(seed=84466)
 @settings(max_examples=300, deadline=None)
-def test_files_of_any_archive_are_those_of_webdatasets_expander(seed: int) -> None:
+def test_any_archive_is_read_as_webdataset_reads_it(seed: int) -> None:
     rng = random.Random(seed)
     shards = [archive(rng) for _ in range(rng.choice((1, 1, 3)))]
     shards = [damaged(rng, data) if rng.random() < 0.6 else data for data in shards]
@@ -66,7 +66,7 @@ def test_files_of_any_archive_are_those_of_webdatasets_expander(seed: int) -> No
 
 
 @pytest.mark.timeout(60)
-def test_a_size_that_no_archive_has_ends_in_an_error() -> None:
+def test_an_impossible_size_is_an_error() -> None:
     info = tarfile.TarInfo("a.txt")
     info.size = 1 << 70
     data = info.tobuf(tarfile.GNU_FORMAT) + bytes(2 * BLOCK)
@@ -75,7 +75,7 @@ def test_a_size_that_no_archive_has_ends_in_an_error() -> None:
 
 
 @pytest.mark.parametrize("form", FORMATS)
-def test_an_archive_cut_anywhere_ends_as_tarfile_says(form: int) -> None:
+def test_an_archive_cut_anywhere_ends_as_with_tarfile(form: int) -> None:
     data = small(form)
     ends = ""
     for length in range(0, len(data), 13):
@@ -131,13 +131,13 @@ def test_ordinary_archives_need_no_tarfile(form: int, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("form", FORMATS)
-def test_nothing_is_read_beyond_a_member_until_the_next_is_asked_for(form: int) -> None:
+def test_nothing_is_read_beyond_the_current_member(form: int) -> None:
     stream = io.BytesIO(small(form))
     data = next(tar_files([{"url": "u", "stream": stream}]))["data"]
     assert stream.getvalue()[stream.tell() - len(data) : stream.tell()] == data
 
 
-def test_no_more_than_one_shard_is_held_when_the_next_is_opened() -> None:
+def test_at_most_one_shard_is_held_when_the_next_is_opened() -> None:
     alive: list[weakref.ref[OnlyRead]] = []
     counts = []
 

@@ -80,9 +80,7 @@ def test_every_form_of_a_pipeline_keeps_its_handler(make_cache, origin, tmp_path
             cache.attach(wrong)
 
 
-def test_a_hand_made_pipeline_takes_the_stages_as_they_are_and_an_unchanged_one_the_scheme(
-    make_cache, monkeypatch
-):
+def test_stages_and_a_registered_scheme_work_in_any_pipeline(make_cache, monkeypatch):
     cache, group = make_cache(), tariterators.group_by_keys
     expand, shards = tariterators.tar_file_expander, wds.SimpleShardList(SPEC)
     for stages in ([expand, group], [tar_samples], [tar_files, group]):
@@ -98,7 +96,7 @@ def test_a_hand_made_pipeline_takes_the_stages_as_they_are_and_an_unchanged_one_
 
 @pytest.mark.skipif(BEFORE_1_0, reason="this WebDataset forbids nothing")
 @pytest.mark.parametrize("url", ["pipe:aws s3 cp s3://lab/train-0000.tar -", "/data/x.tar"])
-def test_what_webdataset_forbids_is_not_read_through_the_cache(url, make_cache, monkeypatch):
+def test_the_cache_refuses_what_webdataset_forbids(url, make_cache, monkeypatch):
     module, cache = sys.modules["webdataset.gopen"], make_cache(cache_local=True)
     monkeypatch.setattr("shardcache.wds.gopen.default_cache", lambda: cache)
     monkeypatch.setattr(module, "gopen", module.gopen)
@@ -110,7 +108,7 @@ def test_what_webdataset_forbids_is_not_read_through_the_cache(url, make_cache, 
 
 
 @pytest.mark.parametrize("way", ["url_opener", "gopen"])
-def test_an_error_that_a_handler_hides_is_logged_once(way, make_cache, monkeypatch, caplog):
+def test_a_hidden_error_is_logged_once(way, make_cache, monkeypatch, caplog):
     monkeypatch.setattr("shardcache.wds.gopen._logged", set())
     monkeypatch.setitem(wds.gopen_schemes, "s3", None)
     register("s3", cache := make_cache())
@@ -125,14 +123,14 @@ def test_an_error_that_a_handler_hides_is_logged_once(way, make_cache, monkeypat
 
 
 @pytest.mark.skipif(BEFORE_1_0, reason="this WebDataset cannot batch dicts")
-def test_samples_of_cached_and_of_other_shards_can_be_in_one_batch(make_cache):
+def test_a_batch_can_mix_cached_and_streamed_shards(make_cache):
     cache = make_cache()
     cache.fetch("s3://lab/train-0001.tar")
     dataset = cache.attach(wds.WebDataset(SPEC, shardshuffle=False).batched(10))
     assert [len(batch["__key__"]) for batch in dataset] == [10, 10]
 
 
-def test_attach_keeps_arguments_of_expanders_and_replaces_none_but_webdatasets(make_cache, origin):
+def test_attach_keeps_arguments_and_replaces_only_webdatasets_expander(make_cache, origin):
     del origin.objects["s3://lab/train-0002.tar"]
     told, made = [], []
     dataset = wds.WebDataset(
@@ -157,7 +155,7 @@ def test_attach_keeps_arguments_of_expanders_and_replaces_none_but_webdatasets(m
     assert made == ["mine"] * 2
 
 
-def test_url_opener_keeps_keys_and_asks_the_handler_with_the_url_in_args(make_cache, monkeypatch):
+def test_url_opener_keeps_keys_and_calls_the_handler(make_cache, monkeypatch):
     url, absent = "s3://lab/train-0000.tar", "s3://lab/none.tar"
     cache, seen = make_cache(fill="complete"), []
     monkeypatch.setattr("shardcache.cache.default_cache", lambda: cache)
@@ -175,7 +173,7 @@ def test_url_opener_keeps_keys_and_asks_the_handler_with_the_url_in_args(make_ca
 
 
 @pytest.mark.locks_work("answers")
-def test_a_shard_that_was_dropped_is_not_pinned_while_the_next_is_fetched(make_cache, origin):
+def test_a_dropped_shard_is_not_pinned_during_the_next_download(make_cache, origin):
     cache = make_cache(fill="complete", prefetch=0)
     evictable: list[bool] = []
     real = origin.open
@@ -196,9 +194,7 @@ def test_a_shard_that_was_dropped_is_not_pinned_while_the_next_is_fetched(make_c
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_dataloader_workers_share_one_fetch_per_shard(
-    method, s3, bucket, proxy, s3_environment, tmp_path
-):
+def test_dataloader_workers_share_downloads(method, s3, bucket, proxy, s3_environment, tmp_path):
     data, cache = DataSet(s3, bucket, proxy), Cache(tmp_path / "cache", min_free=0)
     dataset = cache.attach(wds.WebDataset(data.spec, shardshuffle=False))
     if method == "fork":
@@ -221,7 +217,7 @@ def three_epochs(dataset) -> list[tuple[str, ...]]:
 
 @pytest.mark.usefixtures("s3_environment")
 @pytest.mark.parametrize("page", ["README.md", "docs/index.md", "docs/integrations.md"])
-def test_a_page_shows_a_pipeline_that_shuffles_the_shards_anew_in_every_epoch(
+def test_the_pipeline_of_a_page_shuffles_shards_in_every_epoch(
     page, s3, proxy, tmp_path, monkeypatch
 ):
     s3.create_bucket("bucket")
@@ -278,9 +274,7 @@ if not BEFORE_1_0:
 
 
 @pytest.mark.parametrize("pipeline", PIPELINES)
-def test_attach_warns_once_if_a_pipeline_repeats_a_shuffled_order(
-    pipeline, make_cache, origin, caplog
-):
+def test_attach_warns_once_of_a_repeated_order(pipeline, make_cache, origin, caplog):
     _warn_of_repeated_order.cache_clear()
     origin.objects |= {f"s3://lab/{seed}.tar": make_tar(seed, 2) for seed in range(10)}
     cache, dataset = make_cache(), PIPELINES[pipeline]()

@@ -1,4 +1,4 @@
-"""The `Cache` object: reading, pinning, cleaning, and its children."""
+"""The `Cache` object: reading, pinning, cleaning, and forked children."""
 
 import contextlib
 import fcntl
@@ -41,7 +41,7 @@ def test_path_downloads_nothing_and_streams_are_named_by_it(make_cache, origin):
         assert Path(stream.name) == cache.path(URL) and URL in cache
         assert stream.name.endswith("/train-0000.tar")
         assert Path(stream.name).read_bytes() == DATA
-        stream.read(10_240)  # as tarfile reads, but not so little per system call
+        stream.read(10_240)  # tarfile reads so much at once; a system call reads more
         assert stream.raw.tell() >= 128 * 1024
 
 
@@ -88,7 +88,7 @@ def test_local_files_are_cached_only_on_request(make_cache, tmp_path):
 
 
 def test_a_pin_keeps_the_path(make_cache, monkeypatch):
-    """An evictor that died between rename and unlink leaves an open file without its name."""
+    """A process that died during an eviction may have renamed the directory of an open file."""
     cache, real, renamed = make_cache(), Opener.obtain, []
     cache.fetch(URL)
 
@@ -117,14 +117,14 @@ def test_a_session_belongs_to_one_process_and_ends_with_its_cache(make_cache):
     assert before <= sessions()
     cache.close()
     assert not sessions() & before
-    assert read(cache) == DATA  # it goes on
+    assert read(cache) == DATA
 
 
 def paths_open_for_writing():
-    """Of the descriptors of this process; one that only reads holds no lock of a fetch."""
+    """Return the paths that this process has open for writing, which include held locks."""
     paths = []
     for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # of the listing itself
+        with contextlib.suppress(OSError):  # the descriptor of the listing
             if fcntl.fcntl(int(name), fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDONLY:
                 paths.append(os.readlink(f"/proc/self/fd/{name}"))
     return paths
@@ -166,5 +166,5 @@ def test_the_defaults_of_a_cache(tmp_path, caplog):
     config = Cache().config
     assert config.dir == tmp_path / "user" / "shardcache"
     assert (config.max_size, str(config.min_free)) == (None, "10%")
-    (said,) = caplog.messages
-    assert f"caching in {config.dir}" in said
+    (message,) = caplog.messages
+    assert f"caching in {config.dir}" in message

@@ -1,4 +1,4 @@
-"""Options: who wins, what is refused and how, and that secrets stay out of sight."""
+"""Options: precedence of sources, refused values, and hidden secrets."""
 
 import multiprocessing
 import os
@@ -20,7 +20,7 @@ SECRET = "hUnTeR2/s@cret"
 
 
 def only(environ=None, **explicit):
-    """Arguments and environment only: no file of this machine has a say."""
+    """Load arguments and environment, but no file of this machine."""
     return load({"dir": DIR, **explicit}, environ or {}, files=[])
 
 
@@ -30,13 +30,13 @@ def a_validator(path):
 
 @pytest.fixture
 def home(tmp_path, monkeypatch):
-    """An empty home that is the working directory's parent."""
+    """An empty home directory; the working directory is below it."""
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     yield tmp_path
 
 
-# One text, the value it stands for, and one text that cannot be used.
+# A valid text, its value, and an invalid text.
 CASES: dict[str, tuple[str, object, str]] = {
     "dir": ("/tmp/x", Path("/tmp/x"), "s3://bucket/x"),
     "max_size": ("80%", Limit(percent=80), "0"),
@@ -113,7 +113,7 @@ def test_the_first_source_wins(home):
         assert (config.attempts, config.connections, str(config.max_size)) == (2, 4, "3GB")
     assert found["attempts"] == f"file {home}/here/shardcache.toml"
     assert (found["max_size"], found["fill"]) == ("environment WDS_CACHE_SIZE", "default")
-    more = {"SHARDCACHE_MAX_SIZE": "None", "SHARDCACHE_ATTEMPTS": " "}  # cleared, and not set
+    more = {"SHARDCACHE_MAX_SIZE": "None", "SHARDCACHE_ATTEMPTS": " "}  # cleared, and ignored
     config, _ = load({}, {**environ, **more, "XDG_CONFIG_HOME": str(home / "absent")})
     assert (config.max_size, config.attempts, config.connections) == (None, 2, 32)
 
@@ -131,7 +131,7 @@ def test_sizes_in_files_need_a_unit(home):
         file.write_text(f"timeout = 1.5\nattempts = 2\n{line}\n")
         with pytest.raises(ConfigError, match=r"800 has no unit\. Write 800GB\.$"):
             load({"dir": DIR}, {}, [file])
-    assert str(only({"WDS_CACHE_SIZE": "800"}).config.max_size) == "800B"  # WebDataset's own
+    assert str(only({"WDS_CACHE_SIZE": "800"}).config.max_size) == "800B"  # as in WebDataset
 
 
 def test_an_unknown_name_is_refused_with_the_nearest_one(home):
@@ -206,7 +206,7 @@ def test_dir_expands_variables_and_is_relative_to_its_source(home, monkeypatch):
 )
 def test_an_invalid_dir_is_refused(value, reason, monkeypatch):
     monkeypatch.setenv("EMPTY", "")
-    monkeypatch.setenv("HOME", "~")  # as where a user has none
+    monkeypatch.setenv("HOME", "~")  # the user has no home directory
     start = "" if value is None else r"^dir \(argument\): "
     with pytest.raises(ConfigError, match=rf"{start}.*{reason}"):
         load({"dir": value}, {}, [])
@@ -263,8 +263,8 @@ def test_variables_cannot_set_tables_and_functions(home):
     file.write_text(f'[storage_options]\nsecret = "{SECRET}"\nanon = true\n')
     loaded = load({"dir": DIR}, {}, [file])
     assert dict(loaded.config.storage_options) == {"secret": SECRET, "anon": True}
-    for name, said in ("STORAGE_OPTIONS", "table in TOML"), ("VALIDATE", "function of a path"):
-        with pytest.raises(ConfigError, match=said) as caught:
+    for name, text in ("STORAGE_OPTIONS", "table in TOML"), ("VALIDATE", "function of a path"):
+        with pytest.raises(ConfigError, match=text) as caught:
             only({f"SHARDCACHE_{name}": SECRET})
         assert SECRET not in "".join(traceback.format_exception(caught.value))
 
@@ -301,7 +301,7 @@ def test_describe_round_trips():
 
 def test_type_checkers_know_every_option():
     real = {name: hint for name, hint in get_type_hints(Config).items() if name not in ("dir", "_")}
-    told = get_type_hints(Options, None, {"TierOption": TierOption, "Upstream": Upstream})
-    assert list(told) == list(real)
-    for name, hint in told.items():  # of several names, the same
+    typed = get_type_hints(Options, None, {"TierOption": TierOption, "Upstream": Upstream})
+    assert list(typed) == list(real)
+    for name, hint in typed.items():
         assert get_args(hint)[0] == real[name] or get_origin(real[name]) is not Literal

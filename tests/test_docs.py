@@ -1,4 +1,4 @@
-"""The pages tell the truth: their code runs, generated pages are current, links lead on.
+"""Pages: their code runs, generated pages are current, and links lead to files.
 
 `tests/integrations/test_integrations_page.py` and `tests/packages` run docs/integrations.md.
 """
@@ -23,13 +23,13 @@ BLOCKS = {
     for page in PAGES
     if page.name != "integrations.md"
 }
-#: Slurm with one node, and a pip that installs nothing.
+#: Stubs for Slurm with one node, and for pip.
 STUBS = {
     "pip": '[[ "$*" == "install shardcache"* ]]',
     "srun": '[[ $1 == --ntasks=1 ]] && shift 2\nexec "$@"',
 }
 SLURM = {"SLURM_JOB_NUM_NODES": "1", "SLURM_NNODES": "1", "SLURM_NODEID": "0"}
-#: Whose job has several ranks.
+#: Pages whose job has several ranks.
 RANKS = {"docs/sync.md": 3}
 
 
@@ -53,9 +53,8 @@ def toml(text, tmp_path):
 def test_every_block_of_a_page_runs(page, s3, proxy, s3_environment, tmp_path, monkeypatch):
     def here(code):
         code = re.sub(r"(?<=[\"'=\s])/(local|nfs|home)/", rf"{tmp_path}/\1/", code)
-        return code.replace("{0000..2047}", "{0000..0003}").replace(
-            "num_workers=8", "num_workers=2"
-        )
+        code = code.replace("{0000..2047}", "{0000..0003}")
+        return code.replace("num_workers=8", "num_workers=2")
 
     s3.create_bucket("bucket")
     DataSet(s3, "bucket", proxy)
@@ -85,7 +84,7 @@ def test_every_block_of_a_page_runs(page, s3, proxy, s3_environment, tmp_path, m
             case "json":
                 assert json.loads(code)
             case _:
-                assert language == "text", "a block without its language: what is not run is text"
+                assert language == "text", "a block without a language"
 
 
 def test_the_sync_page_names_every_function() -> None:

@@ -1,4 +1,4 @@
-"""Errors: what they say, what they are, and that they travel."""
+"""Errors: their messages, their base classes, and pickling."""
 
 import errno
 import pickle
@@ -34,5 +34,5 @@ def test_errors_are_builtin_exceptions_too():
         errors.CacheFullError: OSError,
     }.items():
         assert issubclass(cls, builtin)
-    # It must not be taken for a fault of the local disk and streamed around.
+    # The cache must not take it for a fault of the local disk, and stream the shard.
     assert not issubclass(errors.IntegrityError, OSError)

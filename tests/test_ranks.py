@@ -1,4 +1,4 @@
-"""Ranks as each launcher states them, alone and inside one another."""
+"""Ranks as each launcher states them, alone and nested."""
 
 import os
 import re
@@ -15,7 +15,7 @@ MPIRUN = (
     "OMPI_COMM_WORLD_LOCAL_SIZE=4 PMIX_NAMESPACE=ns-1"
 )
 HYDRA = "PMI_RANK=6 PMI_SIZE=8 MPI_LOCALRANKID=2 MPI_LOCALNRANKS=4"
-#: What a batch script sees before any srun: rank 0 of the tasks it asked for.
+#: The variables of a batch script before any srun: rank 0 of the tasks that it requested.
 BATCH = "SLURM_JOB_ID=9 SLURM_PROCID=0 SLURM_NTASKS=8 SLURM_LOCALID=0"
 BY_HAND = "SHARDCACHE_RANK=9 SHARDCACHE_JOB=mine"
 
@@ -24,7 +24,7 @@ def env(text):
     return dict(word.split("=") for word in text.split())
 
 
-#: Variables, of which the last counts, and what they say.
+#: Variables, of which the last one of a name counts, and the ranks that they state.
 MIXED = {
     "nobody": ("", Ranks(0, 1, None, None, "none")),
     "torchrun": (f"{TORCH} LOCAL_WORLD_SIZE=8", Ranks(11, 16, 3, "run-7", "torch", 8)),
@@ -36,7 +36,7 @@ MIXED = {
     ),
     "Hydra in Slurm": (f"{SLURM} {HYDRA}", Ranks(6, 8, 2, "9", "pmi", 4)),
     "torchrun under mpirun": (f"{MPIRUN} {TORCH}", Ranks(11, 16, 3, "run-7", "torch")),
-    # Every torchrun without --rdzv-id says "none": two jobs would share one namespace.
+    # Without --rdzv-id, every torchrun sets "none": two jobs would share a namespace.
     "no id": (f"{TORCH} TORCHELASTIC_RUN_ID=none", Ranks(11, 16, 3, None, "torch")),
     "no id but Slurm's": (
         f"{TORCH} TORCHELASTIC_RUN_ID=none SLURM_JOB_ID=9",

@@ -1,4 +1,4 @@
-"""Sizes, durations and limits: what is read, what is refused, what survives a round trip."""
+"""Sizes, durations and limits: parsing, refusals, formats and round trips."""
 
 import math
 from collections.abc import Callable

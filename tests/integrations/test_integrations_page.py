@@ -1,6 +1,6 @@
-"""docs/integrations.md tells the truth: what needs torch and WebDataset alone runs here.
+"""Runs the blocks of docs/integrations.md that need only torch and WebDataset.
 
-The rest runs in `tests/packages`.
+`tests/packages` runs the others.
 """
 
 import contextlib
@@ -20,13 +20,13 @@ from tests.support.trainingtools import NEEDS, PAGE, DataSet, blocks
 def test_a_block_prints_its_output_and_downloads_each_shard_once(
     block, s3, proxy, tmp_path, monkeypatch
 ):
-    s3.create_bucket("bucket")  # that of the page
+    s3.create_bucket("bucket")
     data, out = DataSet(s3, "bucket", proxy), io.StringIO()
     monkeypatch.setenv("SHARDCACHE_DIR", str(tmp_path / "shards"))
     monkeypatch.setenv("SHARDCACHE_MIN_FREE", "0")
     default_cache.cache_clear()
     with warnings.catch_warnings(), contextlib.redirect_stdout(out):
-        warnings.simplefilter("ignore")  # torch's, of what forks
+        warnings.simplefilter("ignore")  # torch warns of forks
         exec(compile(block.here(tmp_path), str(block), "exec"), {"__name__": "__main__"})  # noqa: S102
     block.check(out.getvalue())
     assert data.once()

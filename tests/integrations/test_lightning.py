@@ -31,8 +31,8 @@ def cached(cache) -> list[str]:
         ("fit", 0, 0, 0),
         ("fit", None, None, 4),
         ("validate", 2, 0, 0),
-        ("fit", 2, 1, 0),  # one rank of each node
-        (None, 2, "of the launcher", 0),  # a loop of its own has no trainer
+        ("fit", 2, 1, 0),  # one rank per node prewarms
+        (None, 2, "of the launcher", 0),  # a training loop without a trainer
     ],
 )
 def test_setup_prewarms_the_first_shards(
@@ -72,7 +72,7 @@ def test_each_epoch_logs_its_own_figures(make_cache):
     module = types.SimpleNamespace(log_dict=lambda metrics, **options: logged.append(metrics))
     hooks = lightning.ShardCacheHooks(cache, SHARDS, prewarm=1)
     hooks.on_train_epoch_end(None, module)
-    assert logged == []  # nothing was set up
+    assert logged == []  # before setup
     hooks.setup()
     for opens, hit_rate, fetched in ((2, 0.5, 1), (4, 1.0, 0)):
         for url in URLS[:2] * (opens // 2):
@@ -85,7 +85,7 @@ def test_each_epoch_logs_its_own_figures(make_cache):
             "shardcache/bytes_fetched": fetched * size,
         }
     hooks.on_train_epoch_end(None, module)
-    assert "shardcache/hit_rate" not in logged[-1]  # of nothing
+    assert "shardcache/hit_rate" not in logged[-1]
 
 
 def test_the_callback_is_one_of_lightning_and_can_be_pickled(make_cache, monkeypatch):

@@ -1,4 +1,4 @@
-"""What a bare ``import shardcache`` gives, and what it costs."""
+"""The names of ``import shardcache``, and the modules that it loads."""
 
 import ast
 import os
@@ -15,7 +15,7 @@ HEAVY = {
 
 
 def fresh(code: str) -> object:
-    """What an interpreter of its own prints, read as Python."""
+    """Run code in a new interpreter, and evaluate its output."""
     command = [sys.executable, "-c", f"import sys, shardcache\n{code}"]
     env = {name: value for name, value in os.environ.items() if "COVERAGE" not in name}
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=env)

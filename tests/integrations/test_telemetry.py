@@ -1,4 +1,4 @@
-"""What OpenTelemetry collects is what was counted."""
+"""OpenTelemetry collects the counters of a cache."""
 
 import gc
 import sys
@@ -21,7 +21,7 @@ SIZE = len(make_tar(1))
 
 
 class Collector:
-    """An SDK that is read on demand."""
+    """An OpenTelemetry SDK that collects on demand."""
 
     def __init__(self) -> None:
         self.reader = export.InMemoryMetricReader()
@@ -29,7 +29,7 @@ class Collector:
         self.dirs: set[str] = set()
 
     def collect(self) -> dict[tuple[str, str], float]:
-        """(name, value of the label or "") -> value, of all caches together."""
+        """Return the sums over all caches by name and label value, which may be empty."""
         values: dict[tuple[str, str], float] = Counter()
         found = self.reader.get_metrics_data()
         for resource in found.resource_metrics if found else ():
@@ -81,14 +81,14 @@ def test_metrics_equal_the_counters(cache, collector, node):
     assert {key: found[f"shardcache.{key[0]}", key[1]] for key in expected} == expected
     assert found["shardcache.wait.time", "network"] > 0
     read(cache)
-    cache.close()  # nothing falls
+    cache.close()  # must not lower a metric
 
     def work(parent):
         read(cache)
         cache.close()
         parent.say()
 
-    with forked(work) as child:  # it counts for its node and not for its parent
+    with forked(work) as child:  # counts for its node but not for its parent
         child.hear()
     hits = (4 if node else 3) * len(URLS) - 1
     assert collector.collect()["shardcache.opens", "hits"] == hits

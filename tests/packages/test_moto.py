@@ -1,4 +1,4 @@
-"""Shards are read from moto, which implements S3 independently of SeaweedFS."""
+"""Reads shards from moto, an implementation of S3 that is independent of SeaweedFS."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,7 +34,7 @@ def server() -> Iterator[Server]:
 
 @pytest.fixture
 def client(server: Server) -> Any:
-    """A client of the server, which has the empty bucket ``lab`` and nothing else."""
+    """A client of the server, which stores nothing but the empty bucket ``lab``."""
     moto.backends.get_backend("s3").reset()
     made = boto3.client(
         "s3",
@@ -56,14 +56,8 @@ def proxy(server: Server) -> Iterator[Proxy]:
 @pytest.fixture
 def cache(client: Any, proxy: Proxy, tmp_path: Path) -> Iterator[Cache]:
     """A cache that downloads in parts of 1 MiB."""
-    with Cache(
-        tmp_path / "cache",
-        min_free=0,
-        attempts=2,
-        part_size=MIB,
-        endpoint_url=proxy.endpoint_url,
-        storage_options={"key": "AK", "secret": "SK"},
-    ) as cache:
+    options = {"endpoint_url": proxy.endpoint_url, "storage_options": {"key": "AK", "secret": "SK"}}
+    with Cache(tmp_path / "cache", min_free=0, attempts=2, part_size=MIB, **options) as cache:
         yield cache
 
 

@@ -1,4 +1,4 @@
-"""docs/integrations.md: blocks that need more than torch and WebDataset. And the Ray example."""
+"""The blocks of docs/integrations.md that need more packages, and the Ray example."""
 
 import importlib
 import re
@@ -15,7 +15,7 @@ def test_a_block_prints_its_output_and_downloads_each_object_once(
     block: Block, bench: Bench
 ) -> None:
     for name in NEEDS[block.section]:
-        importlib.import_module(name.partition(".")[0])  # or else the extra is not installed
+        importlib.import_module(name.partition(".")[0])  # fail early if it is not installed
     block.check(bench.run(block.here(bench.directory)))
     assert bench.fetched()
 

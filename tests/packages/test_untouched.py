@@ -1,6 +1,6 @@
-"""Code of others, unchanged, under ``shardcache run``: the training of open_clip, timm's datasets.
+"""``shardcache run`` with the training of open_clip and the datasets of timm.
 
-In the environment that `make test-integrations` makes for them.
+Runs in the environment that `make test-integrations` creates.
 """
 
 import io
@@ -19,7 +19,7 @@ from tests.support.trainingtools import ROOT, run
 PYTHON = str(ROOT / ".venv" / "open_clip" / "bin" / "python")
 RUN = [PYTHON, "-m", "shardcache", "run", "--", PYTHON]
 
-#: A model of open_clip, as small as it goes.
+#: The smallest model of open_clip.
 MODEL = {
     "embed_dim": 8,
     "vision_cfg": {"image_size": 16, "layers": 1, "width": 64, "patch_size": 8},
@@ -44,7 +44,7 @@ if __name__ == "__main__":
 
 
 def pairs(shard: int) -> bytes:
-    """Eight pictures, each of its own colour, with captions and labels."""
+    """Return a shard of eight pictures of different colours, with captions and labels."""
     found = []
     for number in range(8):
         picture = io.BytesIO()
@@ -60,7 +60,7 @@ SHARDS = {f"pairs/{shard:04d}.tar": pairs(shard) for shard in range(4)}
 
 @pytest.fixture
 def local(bench: Bench, s3: S3Server) -> Path:
-    """The shards as files; the bucket has the same."""
+    """Store the shards as files and in the bucket; returns the directory."""
     directory = bench.directory / "pairs"
     directory.mkdir()
     for name, content in SHARDS.items():
@@ -70,7 +70,7 @@ def local(bench: Bench, s3: S3Server) -> Path:
 
 
 def check(bench: Bench, error: str) -> None:
-    """Two epochs fetched each shard once, and the last line tells of both."""
+    """Check that two epochs downloaded each shard once, and the figures in the last line."""
     assert bench.fetched() == set(SHARDS)
     size = format_bytes(sum(map(len, SHARDS.values())))
     assert error.splitlines()[-1] == (

@@ -1,4 +1,4 @@
-"""A prewarm in two processes: in a program of its own, because a fork copies no threads."""
+"""A prewarm in two processes, started from a program without other threads."""
 
 import json
 import subprocess
@@ -29,7 +29,7 @@ def on_event(event):
     if type(event).__name__ == "Started" and what == "stop":
         stop.set()
 
-def note(shard):  # in the process that fetches it
+def note(shard):  # runs in the process that downloads the shard
     with pids.open("a") as file:
         print(os.getpid(), file=file)
 
@@ -74,10 +74,10 @@ def test_two_processes_share_the_work(tmp_path, urls, proxy):
 def test_both_download_with_the_secrets_of_their_urls(tmp_path, serve):
     query = "X-Amz-Algorithm=a&X-Amz-Credential=b&X-Amz-Signature=c&token=d"
 
-    def answered(head):
+    def respond(head):
         return b"".join(part_of(make_tar(0), head)) if query in head else answer("403 Forbidden")
 
-    server = serve(answered, most=100)
+    server = serve(respond, most=100)
     found = run(tmp_path, "", [f"{server.url}/{number}.tar?{query}" for number in range(SHARDS)])
     assert found["outcomes"] == ["fetched"] * SHARDS and found["pids"] == 2
 

@@ -1,4 +1,4 @@
-"""Prewarm: plans, and runs that end in every way a run can end."""
+"""`Cache.prewarm`: plans, runs, and every way in which a run can end."""
 
 import errno
 import os
@@ -35,7 +35,7 @@ def names(count, bucket="b"):
 
 @pytest.fixture
 def listed(monkeypatch, origin):
-    """Sizes as a listing of the in-memory origin would tell them."""
+    """Let listings state the sizes of the in-memory origin."""
 
     def sizes(self, shards):
         return {s.key: len(origin.objects[str(s)]) for s in shards if str(s) in origin.objects}
@@ -45,13 +45,13 @@ def listed(monkeypatch, origin):
 
 @pytest.fixture
 def unlisted(monkeypatch):
-    """An origin that may not be listed."""
+    """Let listings state no sizes."""
     monkeypatch.setattr(Listing, "sizes", lambda self, shards: {})
 
 
 @pytest.fixture
 def fill(origin):
-    """Puts archives behind URLs, and returns these."""
+    """Store archives under URLs; returns the URLs."""
 
     def fill(urls, members=4):
         origin.objects.update({url: make_tar(n, members) for n, url in enumerate(urls)})
@@ -80,8 +80,8 @@ def test_progress_and_failures_of_a_prewarm(make_cache, fill, capsys, caplog, mo
     report = make_cache().prewarm(urls, progress=True, on_event=on_event)
     assert [*map(type, report.failures.values())] == [ShardNotFoundError]
     assert [*report.failures] == urls[2:]
-    (said,) = caplog.messages
-    assert "1 of 3 shards" in said and urls[2] in said
+    (message,) = caplog.messages
+    assert "1 of 3 shards" in message and urls[2] in message
 
 
 @pytest.mark.locks_work("answers")
@@ -153,8 +153,7 @@ def test_a_spec_is_expanded_once_and_duplicates_are_dropped(make_cache, listed, 
     spec = "s3://b/train-{0000..0003}.tar"
     for wanted in (spec, [spec, urls[0].replace("//", "//me@"), urls[1].replace("s3:", "s3a:")]):
         assert [result.url for result in cache.prewarm(wanted).results] == urls
-    # A name that a listing found may hold braces itself.
-    (url,) = fill(["s3://b/odd-{0..1}.tar"])
+    (url,) = fill(["s3://b/odd-{0..1}.tar"])  # braces in the name of an object
     assert cache.prewarm([cache.parse(url)]).fetched == 1
     assert cache.prewarm([r"s3://b/odd-\{0..1\}.tar"]).cached == 1
 
@@ -176,8 +175,7 @@ def test_each_shard_is_fetched_once_and_reported_in_order(make_cache, origin, li
     assert sorted(url for url, *_ in origin.requests) == sorted(set(urls) - {urls[2]})
     assert isinstance(events[0], Planned)
     for url in urls:
-        mine = [type(event) for event in events[1:] if str(event.shard) == url]
-        assert mine == [Started, Finished]
+        assert [type(e) for e in events[1:] if str(e.shard) == url] == [Started, Finished]
     again = cache.prewarm(urls)
     assert (again.cached, again.received) == (6, 0)
 
@@ -269,7 +267,7 @@ def test_a_full_cache_ends_the_run_unless_best_effort(
     monkeypatch.setattr("shardcache.prewarm.pool._MISFITS", 3)
     more = fill(names(10, "more"))
     assert outcomes(make_cache(max_size=limit).prewarm(more, jobs=1, best_effort=True)) == 10 * "o"
-    assert len(asked(origin)) == 3  # then it is believed
+    assert len(asked(origin)) == 3
 
 
 @pytest.mark.locks_work("answers")
@@ -285,7 +283,7 @@ def test_wanted_shards_are_not_evicted_for_each_other(make_cache, origin, listed
     cache = make_cache(max_size=3 * size)
     report = cache.prewarm([new, urls[0], urls[2]], jobs=1)
     assert outcomes(report) == ".cc" and report.plan.evict == size
-    assert urls[1] not in cache  # though it was used last
+    assert urls[1] not in cache  # although it is the most recently used
 
 
 def test_s3_shards_cost_one_fetch_each_and_few_listings(run, spec, bucket, data, proxy, tmp_path):
@@ -293,13 +291,12 @@ def test_s3_shards_cost_one_fetch_each_and_few_listings(run, spec, bucket, data,
         report = cache.prewarm(spec, jobs=4)
         assert (report.fetched, report.plan.unknown) == (SHARDS, 0)
         assert {proxy.fetches(f"{bucket}/{name}") for name in data} == {1}
-        assert len([r for r in proxy.requests() if not r.reads_object]) == 1  # listings
+        assert len([r for r in proxy.requests() if not r.reads_object]) == 1
         proxy.reset()
         assert cache.prewarm(f"s3://{bucket}/train-*.tar", dry_run=True).cached == SHARDS
         assert len(proxy.requests()) == 1
     with Cache(tmp_path / "other") as other:
         proxy.reset()
         found = other.prewarm(f"s3://{bucket}/train-*.tar", dry_run=True)
-        # What was listed to find the shards tells their sizes, too.
         assert found.plan.fetch_bytes == sum(map(len, data.values()))
         assert len(proxy.requests()) == 1

@@ -1,4 +1,4 @@
-"""What a process counts: exact, written once a second, and never an error of its job."""
+"""Counters are exact, are written once a second, and never cause an error."""
 
 import errno
 import itertools
@@ -20,7 +20,7 @@ from tests.support.fakes import FakeClock
 from tests.support.storetools import forked, needs_root, no_descriptor_left, refusing
 
 HOUR = 3600.0
-#: The beginning of a minute and of an hour.
+#: Begins a minute and an hour.
 NOON = 1_795_348_800.0
 
 
@@ -39,7 +39,7 @@ def total(layout, **options):
 
 
 def bucket_of(seconds):
-    """The bucket in which a wait is counted."""
+    """Return the bucket that counts a wait."""
     counters = Counters(lambda: Layout(Path("/nowhere")), allowed=lambda: False)
     counters.opened("hit", seconds)
     return next(int(name.removeprefix("disk:")) for name in counters.snapshot() if ":" in name)
@@ -60,11 +60,14 @@ def test_waits_are_counted_in_buckets_without_a_gap():
 
 def test_threads_lose_nothing(make, layout):
     counters = make()
+
+    def count(_):
+        for _ in range(5000):
+            counters.opened("hit", 0.0)
+            counters.read(3)
+
     with ThreadPoolExecutor(4) as pool:
-        for _ in range(4):
-            pool.submit(
-                lambda: [(counters.opened("hit", 0.0), counters.read(3)) for _ in range(5000)]
-            )
+        list(pool.map(count, range(4)))
     counters.flush()
     assert (total(layout).hits, total(layout).bytes_opened) == (20_000, 60_000)
 
@@ -135,7 +138,6 @@ def test_a_forked_child_inherits_no_connection(make, layout, monkeypatch):
 
     def look(parent):
         names = [os.path.realpath(f"/proc/self/fd/{n}") for n in os.listdir("/proc/self/fd")]
-        # The database and its journal; the empty file that it was made of bears no lock.
         parent.say([name for name in names if Path(name).name.startswith("stats.db")])
 
     with ThreadPoolExecutor(1) as pool:
@@ -167,7 +169,7 @@ def test_minutes_are_compacted_to_hours_and_expire(make, layout, clock):
         assert by_rank(samples(layout)) == ranks and by_hour(samples(layout)) == hours
     compact(layout, NOON + 9 * HOUR)
     assert len(samples(layout)) == 6 and total(layout) == day
-    for days in (31, 62):  # what is too old is one row, and in no window
+    for days in (31, 62):  # one row holds all expired counts
         compact(layout, NOON + days * 24 * HOUR)
         assert samples(layout) == [] and len(samples(layout, ever=True)) == 1
         assert total(layout, ever=True).counters == day.counters

@@ -94,7 +94,7 @@ def run(
 
 PAGE = ROOT / "docs" / "integrations.md"
 
-#: The packages that each section of the page needs, beside torch and webdataset.
+#: Packages for each section of the page, in addition to torch and webdataset.
 NEEDS: Mapping[str, tuple[str, ...]] = {
     "DataLoader": (),
     "WebLoader and RandomMix": (),

@@ -1,4 +1,4 @@
-"""barrier: nobody goes on before all have come, again and again under one name."""
+"""`sync.barrier`: no rank continues before all have arrived, also if a name is used again."""
 
 import os
 
@@ -11,7 +11,7 @@ from tests.support.storetools import PATIENCE, crowd, forked
 
 @pytest.fixture
 def meet(tmp_path, monkeypatch):
-    """A barrier as a rank of a world that no launcher made."""
+    """Call the barrier as one rank of a world."""
 
     def meet(number: int, size: int, name: str = "b", **options) -> None:
         monkeypatch.setenv("RANK", str(number))
@@ -26,10 +26,9 @@ def test_no_rank_passes_before_the_last_one_arrives(tmp_path, names, meet):
     def rank(parent, number):
         for step, name in enumerate(names):
             parent.hear()
-            (tmp_path / f"{step}-{number}").touch()  # before the barrier: all see all of it after
+            (tmp_path / f"{step}-{number}").touch()
             meet(number, 3, name)
-            there = len(list(tmp_path.glob(f"{step}-*")))
-            parent.say([there, len(list(tmp_path.glob(f"{step + 1}-*")))])
+            parent.say([len(list(tmp_path.glob(f"{each}-*"))) for each in (step, step + 1)])
 
     with crowd(3, rank) as children:
         for _ in names:
@@ -51,9 +50,9 @@ def test_missing_and_duplicate_ranks_are_named(tmp_path, meet):
             child.hear()
         with pytest.raises(sync.BarrierTimeoutError) as caught:
             meet(1, 40, "ckpt", timeout=0)
-        told = f"already come to barrier.*, as rank 0 .process {children[0].pid} .* another job"
+        message = f"already come to barrier.*, as rank 0 .process {children[0].pid} .* another job"
         for _ in range(2):
-            with pytest.raises(ConfigError, match=told):
+            with pytest.raises(ConfigError, match=message):
                 meet(0, 40, "ckpt", timeout=0)
     assert caught.value.missing == list(range(3, 40))
     assert "at barrier('ckpt') as rank 1 for 37 of 40 ranks: 3, 4, 5" in str(caught.value)
@@ -83,5 +82,5 @@ def test_invalid_arguments_are_refused_before_anything_is_written(tmp_path, meet
             meet(0, 2, **options)
     with pytest.raises(ConfigError, match="Pass job="):
         meet(0, 2, job=None)
-    meet(0, 1, job=None)  # a lone rank waits for nobody
+    meet(0, 1, job=None)  # a single rank does not wait
     assert os.listdir(tmp_path) == []

@@ -1,4 +1,4 @@
-"""once: one rank works, the others get its result or its failure, and death hands it on."""
+"""`sync.once`: one rank works, the others get its result or failure, or take over if it dies."""
 
 import os
 
@@ -11,7 +11,7 @@ from tests.support.storetools import PATIENCE, crowd, forked, together
 
 @pytest.fixture
 def ran(tmp_path):
-    """Call it to work; its ``count`` says how often that was done."""
+    """A function that counts its calls in all processes; ``ran.count()`` returns the number."""
 
     def work(value=None):
         with open(tmp_path / "ran", "a") as file:
@@ -25,10 +25,10 @@ def ran(tmp_path):
 def test_one_rank_works_and_all_get_its_result(tmp_path, ran):
     def rank(number):
         value = {"from": number, "pair": (1, 2)}
-        where = {"dir": tmp_path, "job": "j", "again": True}
-        return [sync.once("unpack", ran, value, **where) for _ in range(4)]
+        options = {"dir": tmp_path, "job": "j", "again": True}
+        return [sync.once("unpack", ran, value, **options) for _ in range(4)]
 
-    results = together(8, rank)  # the n-th `again` of all is one run
+    results = together(8, rank)  # the n-th calls of all ranks are one run
     assert ran.count() == 4 and results == [results[0]] * 8
     assert results[0][0]["pair"] == [1, 2] and results[0][0]["from"] in range(8)
 
@@ -43,19 +43,19 @@ def test_all_ranks_see_a_failure_which_is_not_retried(tmp_path, ran):
             try:
                 sync.once("model", fail, dir=tmp_path, job="j", timeout=PATIENCE)
             except KeyError:
-                parent.say("raised as it is")
+                parent.say("KeyError")
             except sync.OnceError as exn:
                 parent.say({**exn.__dict__, "text": str(exn)})
 
     with crowd(4, rank) as children:
         found = [child.hear() for child in children * 2]
-    assert ran.count() == 1 and found.count("raised as it is") == 1
-    for told in (each for each in found if isinstance(each, dict)):
-        assert told["type"] == "KeyError" and "is gone" in told["cause"]
-        assert "once('model') failed on" in told["text"] and "in fail" in told["text"]
-        assert "secret" not in told["text"] and "0123" not in told["text"]
+    assert ran.count() == 1 and found.count("KeyError") == 1
+    for error in (each for each in found if isinstance(each, dict)):
+        assert error["type"] == "KeyError" and "is gone" in error["cause"]
+        assert "once('model') failed on" in error["text"] and "in fail" in error["text"]
+        assert "secret" not in error["text"] and "0123" not in error["text"]
     assert sync.once("model", ran, "mended", dir=tmp_path, job="j", again=True) == "mended"
-    for kind in (TypeError, sync.OnceError):  # a result that is no JSON
+    for kind in (TypeError, sync.OnceError):  # raised by the call itself, then recorded
         with pytest.raises(kind, match="not JSON serializable"):
             sync.once("k", lambda: {1, 2}, dir=tmp_path)
 
@@ -73,7 +73,7 @@ def test_a_key_runs_again_only_with_again(tmp_path, ran):
 
 
 def at_work(parent, directory, lease, value, again=False):
-    """Says when it begins, and ends when it is told to."""
+    """Call `sync.once` with a function that runs until the test continues it."""
 
     def work():
         parent.say("at work")
@@ -129,8 +129,7 @@ def test_a_timeout_names_the_runner_and_a_retry_joins_the_run(tmp_path):
         assert "for once('k')" in str(caught.value) and caught.value.waited >= 0.8
         first.tell()
         assert first.hear() == "slow"
-    # The same run as the one it timed out on; a new one would call the function.
-    assert sync.once("k", lambda: "a new run", **where) == "slow"
+    assert sync.once("k", lambda: "a new run", **where) == "slow"  # joins the run that timed out
     assert sync.once("k", lambda: "a new run", **where) == "a new run"
 
 

@@ -1,4 +1,4 @@
-"""makedirs, wait_for and atomic_write, on a plain disk; `tests/stress` has disagreeing nodes."""
+"""makedirs, wait_for and atomic_write on a local disk; `tests/stress` runs them on two nodes."""
 
 import logging
 import os
@@ -37,8 +37,8 @@ def test_a_file_in_the_way_is_named_and_kept(tmp_path, kind):
         thing.symlink_to(tmp_path / "nowhere")
     else:
         thing.write_text("precious")
-    told = "a symbolic link to" if kind == "dangling link" else "is a file"
-    with pytest.raises(FileExistsError, match=f"{thing}.* {told}.* Remove or rename") as caught:
+    what = "a symbolic link to" if kind == "dangling link" else "is a file"
+    with pytest.raises(FileExistsError, match=f"{thing}.* {what}.* Remove or rename") as caught:
         sync.makedirs(thing / "below" if kind == "file above" else thing, timeout=PATIENCE)
     assert isinstance(caught.value, sync.InTheWayError)
     assert os.path.lexists(thing) and not (tmp_path / "nowhere").exists()

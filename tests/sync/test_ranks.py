@@ -1,4 +1,4 @@
-"""By which name the ranks of a job find one another and nobody else."""
+"""The name under which the ranks of one job, and no others, find each other."""
 
 import os
 
@@ -37,7 +37,7 @@ def test_the_name_of_a_job_states_its_launcher_and_restarts(monkeypatch):
 
 @pytest.mark.parametrize("launched", [True, False])
 def test_ranks_are_named_after_the_process_that_started_them(monkeypatch, launched):
-    """Torchrun without an id has started them, or nobody has."""
+    """The ranks were started by torchrun without an id, or by no launcher."""
     if launched:
         launch(monkeypatch, TORCHRUN)
     own = job_name()

@@ -1,8 +1,4 @@
-"""Archives of every make, damage of every kind, and what tarfile says of them.
-
-`same` reads shards by WebDataset's expander and by ours, and writes down what happens: files, what
-the handler is asked, what ends it all. They must agree.
-"""
+"""Random archives, random damage, and a comparison of our tar reader with WebDataset's."""
 
 import inspect
 import io
@@ -21,7 +17,7 @@ FORMATS = (tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT)
 
 
 class EndlessError(Exception):
-    """A reader does not stop at the end: a damaged size can have tarfile read on for minutes."""
+    """Stops tarfile, which reads on for minutes after some damaged sizes."""
 
 
 class OnlyRead:
@@ -38,11 +34,9 @@ class OnlyRead:
         return self._file.read(size)
 
 
-#: Whether this is a WebDataset whose expander marks no end of a shard, and has no local paths.
+#: WebDataset before 1.0: its expander marks no end of a shard, and has no local paths.
 BEFORE_1_0 = "eof_value" not in inspect.signature(tar_file_expander).parameters
 _EARLY = ("select_files", "rename_files")
-
-# -- what happens ----------------------------------------------------------------
 
 
 def seen(
@@ -51,26 +45,26 @@ def seen(
     answers: Sequence[bool] = (True,),
     **options: Any,
 ) -> list[Any]:
-    """What comes out of a stage, and what its handler is asked, in order.
+    """Return the files of a stage and the errors passed to its handler, in order.
 
-    ``answers`` are the handler's, again and again; when there are none, it raises.
+    The handler returns each of ``answers`` in turn, and again; without any, it raises the error.
     """
     events: list[Any] = []
     replies = itertools.cycle(answers)
 
-    def told(exn: Exception) -> tuple[Any, str]:
+    def described(exn: Exception) -> tuple[Any, str]:
         text = repr(exn.args)
         for stream in streams:
             text = text.replace(repr(stream), "<stream>")
         return type(exn), text
 
     def handler(exn: Exception) -> bool:
-        events.append(told(exn))
+        events.append(described(exn))
         if not answers:
             raise exn
         return next(replies)
 
-    if BEFORE_1_0:  # it knows neither
+    if BEFORE_1_0:
         options = {name: value for name, value in options.items() if name in _EARLY}
     sources = ({"url": f"u{n}", "stream": stream} for n, stream in enumerate(streams))
     if options.pop("local", False):
@@ -79,14 +73,13 @@ def seen(
         for file in stage(sources, handler, **options):
             events.append(list(file.items()))
     except Exception as exn:
-        events.append(told(exn))
+        events.append(described(exn))
     return events
 
 
 def same(*shards: bytes, **options: Any) -> list[Any]:
-    """Read shards from every kind of stream, as WebDataset does; what happened there."""
+    """Check that we read shards from any kind of stream as WebDataset does; returns its events."""
     theirs = seen(tar_file_expander, [OnlyRead(data) for data in shards], **options)
-    # There a damaged size can have tarfile read on for minutes; ours ends by an error, too.
     endless = next((n for n, event in enumerate(theirs) if EndlessError in event), None)
     for kind in (io.BytesIO, lambda data: io.BufferedReader(io.BytesIO(data), 700), OnlyRead):
         streams = [kind(data) for data in shards]
@@ -95,8 +88,6 @@ def same(*shards: bytes, **options: Any) -> list[Any]:
         assert not any(getattr(stream, "closed", False) for stream in streams)
     return theirs
 
-
-# -- archives --------------------------------------------------------------------
 
 _NAMES = (
     "a.txt", "a.cls", "b.cls", "./b/c.cls", "dir/", "noext", "__", "__a", "a__", "x/__c__",
@@ -116,7 +107,7 @@ _PAX = (
 def small(
     form: int, names: tuple[str, ...] = ("a.txt", "n" * 80 + "/" + "m" * 40 + ".cls")
 ) -> bytes:
-    """An archive of a short name and a long one, of ``form``."""
+    """Return an archive of two members in one format."""
     made = io.BytesIO()
     with tarfile.open(fileobj=made, mode="w", format=form) as tar:
         for number, name in enumerate(names):
@@ -129,7 +120,7 @@ def small(
 
 
 def archive(rng: random.Random) -> bytes:
-    """An archive of members of all kinds, by tarfile, in one format or each in its own."""
+    """Return an archive of random members, in one format or each in its own."""
     own = rng.choice((None, None, *FORMATS))
     members = (_member(rng, own or rng.choice(FORMATS)) for _ in range(rng.choice((0, 1, 2, 5, 8))))
     return b"".join(members) + bytes(rng.choice((0, 512, 1024, 1024, 1024, 9000)))
@@ -150,23 +141,20 @@ def _member(rng: random.Random, form: int) -> bytes:
         info.pax_headers = rng.choice(_PAX)
     try:
         head = info.tobuf(form, "utf-8", "surrogateescape")
-    except ValueError:  # more than this format can say
+    except ValueError:  # the format cannot represent this member
         head = info.tobuf(tarfile.GNU_FORMAT, "utf-8", "surrogateescape")
     if rng.random() < 0.04:
         head = tarfile.TarInfo.create_pax_global_header(rng.choice(_PAX)) + head
     return head + data + bytes(-len(data) % BLOCK)
 
 
-# -- damage ----------------------------------------------------------------------
-
-
 def mended(header: bytes) -> bytes:
-    """The header with a checksum that is right."""
+    """Return the header with the right checksum."""
     blank = header[:148] + b" " * 8 + header[156:512]
     return header[:148] + b"%06o\0 " % sum(blank) + header[156:]
 
 
-#: Where a header says what: number fields, type, names, prefix.
+#: Positions of number fields, type, names and prefix in a header.
 _FIELDS = (
     (0, 100), (100, 108), (108, 116), (116, 124), (124, 136), (136, 148), (156, 157),
     (157, 257), (257, 265), (329, 337), (337, 345), (345, 500), (500, 512),
@@ -180,11 +168,11 @@ _VALUES = (
 
 
 def damaged(rng: random.Random, data: bytes) -> bytes:
-    """``data``, cut short, bent, or with headers that say other things and are still sound."""
+    """Return ``data`` cut short, damaged, or with other values in headers."""
     changed = bytearray(data)
     for _ in range(rng.choice((0, 1, 1, 1, 2, 4))):
         if changed:
-            rng.choice((_bend, _bend, _bend, _say, _say, _say, _say, _record))(rng, changed)
+            rng.choice((_bend,) * 3 + (_set_field,) * 4 + (_record,))(rng, changed)
     return bytes(changed)
 
 
@@ -200,14 +188,14 @@ def _bend(rng: random.Random, data: bytearray) -> None:
             del data[at - at % rng.choice((1, BLOCK)) :]
 
 
-def _say(rng: random.Random, data: bytearray) -> None:
-    """Write something else into a field of a header, which stays sound."""
+def _set_field(rng: random.Random, data: bytearray) -> None:
+    """Set a field of a header, and its checksum."""
     blocks = range(0, len(data), BLOCK)
     at = rng.choice([at for at in blocks if data[at + 257 : at + 262] == b"ustar"] or blocks)
     start, stop = rng.choice(_FIELDS)
     value = rng.choice(_VALUES)[: stop - start]
     if start == 124 and value[:1] == b"\xff":
-        return  # less than nothing: tarfile itself has no idea
+        return  # tarfile does not handle negative sizes
     header = data[at : at + BLOCK].ljust(BLOCK, b"\0")
     start += rng.choice((0, 0, 0, max(0, stop - start - len(value))))
     header[start : start + len(value)] = value
@@ -215,7 +203,7 @@ def _say(rng: random.Random, data: bytearray) -> None:
 
 
 def _record(rng: random.Random, data: bytearray) -> None:
-    """Bend a record of an extended header, if there is one."""
+    """Damage a record of an extended header, if the data has one."""
     at = data.find(b"=", rng.randrange(len(data)))
     if at >= 0:
         place = max(0, at - rng.randrange(12))

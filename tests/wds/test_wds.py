@@ -90,8 +90,8 @@ def test_stages_and_a_registered_scheme_work_in_any_pipeline(make_cache, monkeyp
     register("s3", cache)  # again
     assert keys(wds.WebDataset(SPEC, shardshuffle=False)) == KEYS
     assert len(list(cache.entries())) == len(SHARDS)
-    for what_is_left in (("s3://lab/x.tar", "wb"), ("s3://lab/_info.json", "rb")):
-        assert wds.gopen(*what_is_left) == what_is_left
+    for arguments in (("s3://lab/x.tar", "wb"), ("s3://lab/_info.json", "rb")):
+        assert wds.gopen(*arguments) == arguments  # the former handler still serves these
 
 
 @pytest.mark.skipif(BEFORE_1_0, reason="this WebDataset forbids nothing")
@@ -117,9 +117,9 @@ def test_a_hidden_error_is_logged_once(way, make_cache, monkeypatch, caplog):
     if way == "url_opener":
         cache.attach(absent)
     assert [*absent] == [*absent] == []
-    told = [text for text in caplog.messages if "s3://lab/0.tar" in text and "not found" in text]
+    first = [text for text in caplog.messages if "s3://lab/0.tar" in text and "not found" in text]
     none = [text for text in caplog.messages if "none of 10 shards" in text]
-    assert len(told) - len(none) == 1 and len(none) == (2 if way == "url_opener" else 0)
+    assert len(first) - len(none) == 1 and len(none) == (2 if way == "url_opener" else 0)
 
 
 @pytest.mark.skipif(BEFORE_1_0, reason="this WebDataset cannot batch dicts")
@@ -132,27 +132,27 @@ def test_a_batch_can_mix_cached_and_streamed_shards(make_cache):
 
 def test_attach_keeps_arguments_and_replaces_only_webdatasets_expander(make_cache, origin):
     del origin.objects["s3://lab/train-0002.tar"]
-    told, made = [], []
+    errors, calls = [], []
     dataset = wds.WebDataset(
         SPEC,
         shardshuffle=False,
-        handler=lambda exn: told.append(exn) or True,
+        handler=lambda exn: errors.append(exn) or True,
         select_files=lambda name: name.endswith("txt"),
         rename_files=lambda name: f"x/{name}",
     ).to_tuple("__key__", "txt")
     (first, *_) = make_cache().attach(dataset)
-    assert len(told) == 1 and first[0] == "x/0000-00000"
+    assert len(errors) == 1 and first[0] == "x/0000-00000"
 
-    def mine(data):
-        made.append("mine")
+    def custom(data):
+        calls.append("custom")
         return tariterators.tar_file_expander(data)
 
-    for stage in (mine, FilterFunction(mine)):
+    for stage in (custom, FilterFunction(custom)):
         opener = pipelinefilter(tariterators.url_opener)(handler=wds.ignore_and_continue)
         pipeline = wds.DataPipeline(wds.SimpleShardList(SPEC), opener, stage)
         files = make_cache().attach(pipeline)
         assert sum("fname" in file for file in files) == 3 * 10
-    assert made == ["mine"] * 2
+    assert calls == ["custom"] * 2
 
 
 def test_url_opener_keeps_keys_and_calls_the_handler(make_cache, monkeypatch):
@@ -190,7 +190,7 @@ def test_a_dropped_shard_is_not_pinned_during_the_next_download(make_cache, orig
     opener = cache.url_opener(wds.SimpleShardList(SPEC))
     stream = next(opener)["stream"]
     opener.close()
-    assert stream.read() == SHARDS[0]  # the consumer's own is not closed
+    assert stream.read() == SHARDS[0]  # closing the opener does not close the consumer's stream
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
@@ -198,14 +198,9 @@ def test_dataloader_workers_share_downloads(method, s3, bucket, proxy, s3_enviro
     data, cache = DataSet(s3, bucket, proxy), Cache(tmp_path / "cache", min_free=0)
     dataset = cache.attach(wds.WebDataset(data.spec, shardshuffle=False))
     if method == "fork":
-        assert list(dataset)  # the parent's clients must not reach the child
-    loader = torch.utils.data.DataLoader(
-        dataset,
-        batch_size=None,
-        num_workers=2,
-        multiprocessing_context=method,
-        persistent_workers=method == "spawn",
-    )
+        assert list(dataset)  # a child must not use the parent's clients
+    options = {"multiprocessing_context": method, "persistent_workers": method == "spawn"}
+    loader = torch.utils.data.DataLoader(dataset, batch_size=None, num_workers=2, **options)
     for _ in range(2):
         assert data.complete(keys(loader))
     assert data.once()

@@ -6,7 +6,4 @@ if hypothesis.settings.default.deadline is not None:  # a slow machine must not 
     hypothesis.settings.register_profile("patient", deadline=None)
     hypothesis.settings.load_profile("patient")
 
-pytest_plugins = [
-    "tests.support.fixtures",
-    "tests.support.clitools",
-]
+pytest_plugins = ["tests.support.fixtures", "tests.support.clitools"]

@@ -30,10 +30,7 @@ MIXED = {
     "torchrun": (f"{TORCH} LOCAL_WORLD_SIZE=8", Ranks(11, 16, 3, "run-7", "torch", 8)),
     "Slurm": (f"{SLURM} SLURM_NTASKS_PER_NODE=4", Ranks(5, 8, 1, "9", "slurm", 4)),
     "torchrun under srun": (f"{SLURM} {TORCH}", Ranks(11, 16, 3, "run-7", "torch")),
-    "mpirun in Slurm, by a daemon": (
-        f"{SLURM} {MPIRUN}",
-        Ranks(6, 8, 2, "ns-1", "openmpi", 4),
-    ),
+    "mpirun in Slurm, by a daemon": (f"{SLURM} {MPIRUN}", Ranks(6, 8, 2, "ns-1", "openmpi", 4)),
     "Hydra in Slurm": (f"{SLURM} {HYDRA}", Ranks(6, 8, 2, "9", "pmi", 4)),
     "torchrun under mpirun": (f"{MPIRUN} {TORCH}", Ranks(11, 16, 3, "run-7", "torch")),
     # Without --rdzv-id, every torchrun sets "none": two jobs would share a namespace.

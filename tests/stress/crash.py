@@ -155,9 +155,7 @@ SCENARIOS = {
     "remove": Scenario(_remove, ("a.tar",), _HAVE),
     "clean to a limit": Scenario(_clean(max_size=_room("c.tar")), _ABC, _HAVE),
     "sweep": Scenario(
-        _clean(orphans=True),
-        (BIG, *_ABC),
-        (*_HAVE, (_remove, _UNLINKS), (_reading(BIG), _WROTE)),
+        _clean(orphans=True), (BIG, *_ABC), (*_HAVE, (_remove, _UNLINKS), (_reading(BIG), _WROTE))
     ),
 }
 

@@ -49,8 +49,7 @@ def metadata_for(
         url=url,
         key=parse_url(url).key,
         info=ObjectInfo(
-            size=len(data) if size is ... else size,
-            etag=etag or hashlib.md5(data).hexdigest(),
+            size=len(data) if size is ... else size, etag=etag or hashlib.md5(data).hexdigest()
         ),
         size=len(data),
         digest=tree_digest(block_digest(block) for block in blocks),

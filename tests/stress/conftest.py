@@ -1,4 +1,4 @@
-"""An origin in a process of its own, caches that read from it, and filesystems that fail."""
+"""Fixtures: an origin in its own process, and filesystems that fail."""
 
 import contextlib
 from collections.abc import Iterator
@@ -11,13 +11,13 @@ from shardcache import Cache
 from tests.stress.fuse import Shim, mounted
 from tests.stress.origin import Origin
 
-#: Bytes per second and connection: a fetch that others can meet under way.
+#: Bytes per second and connection; slow downloads last long enough for others to join.
 SLOW, FAST = 400_000, 1e9
 
 
 def under_way(root: Path) -> bool:
-    """Whether a fetch has written something into a cache."""
-    with contextlib.suppress(FileNotFoundError):  # a partial goes while it is looked at
+    """Return whether a download has written bytes into a cache."""
+    with contextlib.suppress(FileNotFoundError):  # a partial may vanish
         return any(path.stat().st_size for path in root.glob("v1/partial/*/*.tar"))
     return False
 
@@ -37,7 +37,7 @@ class Far(Origin):
         return f"{self.address}/{self.order[number]}"
 
     def read(self, cache: Cache, number: int = 0) -> bool:
-        """Whether a shard is what it should be; whether it is stored is another matter."""
+        """Return whether a shard has the right bytes, cached or streamed."""
         with cache.open(self.url(number)) as stream:
             return self.right(stream.read(), number)
 
@@ -45,7 +45,7 @@ class Far(Origin):
         return data == self.data(self.order[number], version=0)
 
     def begun(self) -> int:
-        """How often the first shard was fetched from its first byte."""
+        """Return how many downloads of the first shard began."""
         return self.fetches[self.names.index(self.order[0])]
 
 
@@ -64,6 +64,6 @@ def shim(tmp_path: Path) -> Iterator[Shim]:
 
 @pytest.fixture
 def nodes(tmp_path: Path) -> Iterator[tuple[Shim, Shim]]:
-    """Two nodes: two mounts of one directory."""
+    """Two mounts of one directory, as on two nodes."""
     with mounted(tmp_path, "here") as here, mounted(tmp_path, "there") as there:
         yield here, there

@@ -1,4 +1,4 @@
-"""The benchmarks still run; what they measure is in docs/benchmarks.md."""
+"""The benchmarks run; docs/benchmarks.md has their results."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""A fresh installation: the wheel and what pip finds for it, in an empty virtual environment."""
+"""A fresh installation of the wheel in a new virtual environment."""
 
 import json
 import os
@@ -13,12 +13,12 @@ from shardcache.cli.demo import S3Server
 from tests.support.tars import make_tar
 
 HOME = Path(__file__).resolve().parents[2]
-#: Seconds: pip may wait for the network.
+#: Seconds; pip may be slow.
 _PATIENCE = 540
 
 
 def run(*command: str | Path, **environment: str) -> str:
-    """What a program prints that knows nothing of this checkout; it must succeed."""
+    """Run a program outside this checkout, and check that it succeeds; returns its output."""
     known = {name: text for name, text in os.environ.items() if not name.startswith("PYTHON")}
     done = subprocess.run(
         [*map(str, command)],
@@ -35,7 +35,7 @@ def run(*command: str | Path, **environment: str) -> str:
 
 @pytest.fixture(scope="module")
 def fresh(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the programs of a new environment are that has the wheel and the demo's extra."""
+    """Install the wheel with the extra of the demo; returns the directory of programs."""
     home = tmp_path_factory.mktemp("fresh")
     pip = [sys.executable, "-m", "pip"]
     run(*pip, "wheel", "--quiet", "--no-deps", "--wheel-dir", home, HOME)
@@ -48,7 +48,7 @@ def fresh(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_demo_keeps_its_promise(fresh: Path, tmp_path: Path) -> None:
     found = json.loads(run(fresh / "shardcache", "demo", "--json", TMPDIR=str(tmp_path)))
     size = found["summary"]["shards"] * found["summary"]["shard_bytes"]
-    assert sum(step["origin_bytes"] for step in found["steps"]) == size  # each shard once
+    assert sum(step["origin_bytes"] for step in found["steps"]) == size
     assert list(tmp_path.iterdir()) == []
 
 

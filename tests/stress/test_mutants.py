@@ -1,7 +1,6 @@
-"""Each promise of the README is broken by one edit, in a copy of the package, and found by tests.
+"""Breaks each promise of the README by one edit, in a copy of the package; tests must find it.
 
-docs/reliability.md has the table of promises and tests. Where a line has moved, the edit says so:
-give it its new place.
+docs/reliability.md has the table of promises and tests. If an edited line has changed, update it.
 """
 
 import os
@@ -16,8 +15,8 @@ import pytest
 
 HOME = Path(__file__).resolve().parents[2]
 
-#: Promise and what one would do at first; the edit of a line that is there once, as a patch has it;
-#: and what fails then: arguments of pytest, or a module that runs by itself.
+#: A promise and a naive edit; the file, and the line before and after; the tests that must fail, as
+#: arguments of pytest or Python.
 MUTANTS = """
 Bytes: ranges are asked for without If-Match
     origins/http.py

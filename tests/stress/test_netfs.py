@@ -1,7 +1,4 @@
-"""A cache on a filesystem that fails: whatever it says or loses, every read is right, and ends.
-
-The filesystem is `tests.stress.fuse`, the origin a web server in another process.
-"""
+"""A cache on a filesystem that fails, `tests.stress.fuse`: every read ends with the right bytes."""
 
 import errno
 import logging
@@ -24,7 +21,7 @@ def partials(shim: Shim) -> list[Path]:
 
 
 def swept(far: Far, shim: Shim) -> bool:
-    """Wait until a sweep, when it is late enough, leaves nothing: a fetch may still be ending."""
+    """Wait until a sweep of old partials leaves nothing: a download may still be ending."""
 
     def nothing_left() -> bool:
         if (directory := shim.backing / "cache" / "v1" / "partial").exists():
@@ -37,7 +34,7 @@ def swept(far: Far, shim: Shim) -> bool:
 
 
 def all_read(far: Far, count: int, roots: list[Path]) -> bool:
-    """Whether so many processes, on these nodes, read the first shard rightly."""
+    """Return whether processes on these nodes all read the first shard correctly."""
     return all(together(count, lambda number: far.read(far.cache(roots[number % len(roots)]))))
 
 
@@ -48,7 +45,7 @@ def test_four_processes_share_one_download_without_flock(far: Far, shim: Shim) -
     with far.cache(shim.root / "cache") as cache:
         assert far.read(cache) and far.begun() == 1
     assert swept(far, shim)
-    assert shim.struck(rule) == 0  # nothing there can hang
+    assert shim.struck(rule) == 0  # flock, which may hang, is not called
 
 
 def test_a_sweep_removes_killed_downloads_and_keeps_live_ones(far: Far, shim: Shim) -> None:
@@ -81,7 +78,7 @@ def test_the_lease_of_a_dead_node_is_taken_without_exchange(shim: Shim) -> None:
     elsewhere, here = Holder(1, "node-7", None, None, 0.0), Holder(2, "node-8", None, None, 0.0)
 
     def dies(parent: Parent) -> None:
-        socket.gethostname = lambda: "node-7"  # or its process could be looked up
+        socket.gethostname = lambda: "node-7"  # so that its process cannot be looked up
         lease = KeyLease(layout, key, 1.0)
         parent.say(lease.try_acquire(elsewhere))
         parent.hear()
@@ -108,7 +105,7 @@ def test_a_shard_is_read_although_its_file_fails(
         assert far.read(cache)
         assert shim.struck(rule)
         if op != "read" and times == 1 and number == errno.ESTALE:
-            assert far.begun() == 1  # one fresh look
+            assert far.begun() == 1  # one more lookup is enough
         shim.heal()
         assert far.read(cache)
 
@@ -130,8 +127,8 @@ def test_every_read_is_right_whatever_operation_fails(
         shim.fail(op, "cache/*", error=number, times=-1)
         assert far.read(cache, 1) and far.read(cache, 2) and far.read(cache, 3)
         shim.heal()
-    said = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
-    assert len([text for text in said if far.url(3) in text]) <= 1, said  # a fault is told once
+    logged = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
+    assert len([text for text in logged if far.url(3) in text]) <= 1, logged
     assert swept(far, shim)
 
 
@@ -153,7 +150,7 @@ def test_a_read_continues_from_the_origin_if_the_mount_dies(
         assert far.read(cache, 1)
 
 
-#: What a client is told when its request is sent again and the server had carried it out.
+#: Errors of a repeated request that the server had already carried out.
 LOST = {
     "rename": (errno.ENOENT, errno.EIO, errno.ETIMEDOUT),
     "mkdir": (errno.EEXIST, errno.EIO),
@@ -176,9 +173,9 @@ def test_a_lost_reply_fails_no_read_and_leaves_nothing(
 ) -> None:
     root = shim.root / "cache"
     with far.cache(root) as cache:
-        assert far.read(cache, 1)  # the root is made
+        assert far.read(cache, 1)  # creates the root
     for skip in range(100):
-        # A lease that was made, and whose maker does not know it, is nobody's: not waited for long.
+        # If the reply to a lease's creation is lost, no process holds it: keep the wait short.
         with far.cache(root, stale_after=0.5) as cache:
             if evicting:
                 assert far.read(cache, 2)
@@ -190,14 +187,14 @@ def test_a_lost_reply_fails_no_read_and_leaves_nothing(
                 try:
                     cache.remove(far.url(2))
                 except OSError as exn:
-                    assert exn.errno == number  # told, and nothing is broken
+                    assert exn.errno == number
             assert far.read(cache, 2), skip
             struck = shim.struck(rule)
             shim.heal()
         assert swept(far, shim), skip
         if not struck:
             return
-    pytest.fail("it has no hundred of them")
+    pytest.fail("100 requests did not reach the end")
 
 
 def test_many_processes_make_one_root(far: Far, shim: Shim) -> None:
@@ -238,7 +235,7 @@ def test_an_entry_evicted_by_another_node_is_read_to_its_end(
         assert far.read(cache)
         with cache.open(far.url()) as stream, open(str(stream.name), "rb") as plain:
             first = stream.read(1000)
-            age(here.backing / "cache" / "v1" / "objects")  # however long ago it was used
+            age(here.backing / "cache" / "v1" / "objects")
             with far.cache(there.root / "cache") as other:
                 other.remove(far.url())
             with pytest.raises(OSError, match=os.strerror(errno.ESTALE)):

@@ -1,7 +1,4 @@
-"""SIGKILL for a worker of a DataLoader in the middle of a fetch: the others go on.
-
-Processes that are stopped or killed elsewhere are in tests/test_processes.py.
-"""
+"""SIGKILL for a worker of a DataLoader during a download; see also tests/test_processes.py."""
 
 import json
 import os
@@ -14,7 +11,7 @@ import shardcache
 from tests.stress.conftest import FAST, SLOW, Far, under_way
 from tests.support.storetools import wait_until
 
-#: One rank: an epoch through a DataLoader, begun anew when a worker has died, as a launcher would.
+#: Reads an epoch through a DataLoader, and starts again when a worker has died, as a launcher does.
 RANK = """
 import json, sys, warnings
 import torch, webdataset as wds
@@ -47,7 +44,6 @@ def test_the_peers_of_a_killed_worker_continue(far: Far, tmp_path: Path) -> None
         workers = Path(f"/proc/{ranks[0].pid}/task/{ranks[0].pid}/children")
         os.kill(int(wait_until(workers.read_text).split()[0]), signal.SIGKILL)
         far.rate.value = FAST
-        # Nobody waits for the dead as long as a live holder may be silent.
         found = [json.loads(rank.communicate(timeout=300)[0]) for rank in ranks]
     finally:
         for rank in ranks:

@@ -1,4 +1,4 @@
-"""sync on two nodes: two mounts of a filesystem that shows late what the other one made."""
+"""sync on two nodes: two mounts of a filesystem on which names of the other node appear late."""
 
 import errno
 import os
@@ -41,16 +41,16 @@ def test_a_cached_absence_is_bypassed(nodes: Nodes) -> None:
     assert not path.exists()
     (one.root / "d").mkdir()
     (one.root / "d" / "x").write_text("there")
-    assert not path.exists() and not path.parent.exists()  # for as long as an hour
+    assert not path.exists() and not path.parent.exists()
     assert find(path) is not None
-    assert path.read_text() == "there"  # and from now on for everybody on this node
+    assert path.read_text() == "there"  # `find` has refreshed the kernel's cache
 
 
 def test_a_runner_presumed_dead_gets_its_successors_result(nodes: Nodes) -> None:
     root = nodes[0].root
     with forked(at_work, root, 1.0, "first") as first:
         assert first.hear() == "at work"
-        first.kill(signal.SIGSTOP)  # no heartbeat any more
+        first.kill(signal.SIGSTOP)  # ends the heartbeat
         with forked(at_work, root, 1.0, "second") as second:
             assert second.hear() == "at work"
             second.tell()
@@ -61,7 +61,7 @@ def test_a_runner_presumed_dead_gets_its_successors_result(nodes: Nodes) -> None
 
 
 def ranks(nodes: Nodes, count: int, act: Callable[[int, Path], None]) -> None:
-    """Each rank does ``act(number, root)``; all begin at the same time."""
+    """Call ``act(number, root)`` in each rank at the same time."""
     for node in nodes:
         node.set(delay=0.3, negative=0.3)
 
@@ -79,13 +79,13 @@ def test_ranks_meet_repeatedly(tmp_path: Path, nodes: Nodes) -> None:
 
     ranks(nodes, 4, meet)
     left = [p.name for p in tmp_path.joinpath("backing").rglob("rank-*")]
-    assert sorted(left) == [f"rank-{n}" for n in range(4)]  # of the last one only
+    assert sorted(left) == [f"rank-{n}" for n in range(4)]  # those of the last barrier
 
 
 def test_ranks_make_one_directory_and_write_into_it(nodes: Nodes) -> None:
     def trace(number: int, root: Path) -> None:
         path = root / "traces" / "step-100"
-        path.exists()  # as scripts ask first: from now on its absence is remembered
+        path.exists()  # as scripts do: the kernel caches the absence
         sync.makedirs(path)
         (path / f"rank-{number}.json").write_text("{}")
 
@@ -129,6 +129,6 @@ def test_a_deleted_claim_shows_no_rank_half_a_file(nodes: Nodes) -> None:
         second.tell()
         first.tell()
         assert first.hear() is True
-        if (said := second.hear()) == "fetches":  # at worst it is done twice
-            said = second.ask()
-        assert said is True
+        if (result := second.hear()) == "fetches":  # at worst, both ranks run the function
+            result = second.ask()
+        assert result is True

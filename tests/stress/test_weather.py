@@ -1,4 +1,4 @@
-"""Stores and metadata services that throttle many processes at once, in real time."""
+"""Stores and metadata services that throttle many processes, in real time."""
 
 import json
 import os
@@ -64,16 +64,16 @@ class Store(Scripted):
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """The cost of reading all shards in all processes."""
+    """The cost of reading all shards in all processes: seconds, and numbers of requests."""
 
-    seconds: float  # until the last process had read its last shard
-    refused: int  # requests
-    served: int  # requests
+    seconds: float
+    refused: int
+    served: int
 
 
 @pytest.fixture
 def read_all(tmp_path: Path) -> Iterator[Callable[..., Reading]]:
-    """Reads all shards in eight processes, each with its own cache, and compares every byte."""
+    """Read all shards in eight processes, each with its own cache, and compare every byte."""
     with running(Store()) as store:
 
         def read_all(storm: float = 0.0, **options: Any) -> Reading:
@@ -122,7 +122,7 @@ class Metadata(Scripted):
     def __init__(self, rate: float) -> None:
         super().__init__(self.respond)
         self.rate = rate
-        self.tokens = rate  # requests that it would answer now
+        self.tokens = rate  # requests to answer before the next refusal
         self.then = time.monotonic()
         self.answered = self.refused = 0
         self.guard = threading.Lock()

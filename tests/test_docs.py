@@ -87,7 +87,7 @@ def test_every_block_of_a_page_runs(page, s3, proxy, s3_environment, tmp_path, m
                 assert language == "text", "a block without a language"
 
 
-def test_the_sync_page_names_every_function() -> None:
+def test_the_sync_page_names_every_function():
     text = (ROOT / "docs" / "sync.md").read_text("utf-8")
     assert [name for name in sync.__all__ if not re.search(rf"`{name}\b", text)] == []
 

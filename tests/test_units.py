@@ -86,7 +86,7 @@ def test_invalid_values_are_refused(parse):
         ("1234567", "1234567 has no unit. Write 1234567B."),
     ],
 )
-def test_a_size_without_a_unit_is_refused(text: str, message: str) -> None:
+def test_a_size_without_a_unit_is_refused(text, message):
     for parse in units.parse_bytes, units.parse_limit:
         with pytest.raises(ConfigError) as caught:
             parse(text)

@@ -32,11 +32,11 @@ def test_a_block_prints_its_output_and_downloads_each_shard_once(
     assert data.once()
 
 
-def test_every_section_with_code_is_tested() -> None:
+def test_every_section_with_code_is_tested():
     assert {block.section for block in blocks()} == set(NEEDS)
 
 
-def test_the_page_lists_all_supported_commands_and_options() -> None:
+def test_the_page_lists_all_supported_commands_and_options():
     rows = re.findall(r"^\| `(\w+) .*?` \| (.*) \|$", PAGE.read_text("utf-8"), re.MULTILINE)
     named = {program: set(re.findall(r"`(-.+?)`", options)) for program, options in rows}
     assert named == {name: {*reader.flags, *reader.values} for name, reader in _READERS.items()}

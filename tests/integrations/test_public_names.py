@@ -22,7 +22,7 @@ def fresh(code: str) -> object:
     return ast.literal_eval(done.stdout)
 
 
-def test_importing_loads_nothing_heavy_and_lists_public_names() -> None:
+def test_importing_loads_nothing_heavy_and_lists_public_names():
     names, modules = fresh("shardcache.Cache\nprint((dir(shardcache), list(sys.modules)))")
     assert names == sorted(shardcache.__all__)
     assert not HEAVY & {module.partition(".")[0] for module in modules}
@@ -31,7 +31,7 @@ def test_importing_loads_nothing_heavy_and_lists_public_names() -> None:
     assert not hasattr(shardcache, "filesystem")
 
 
-def test_submodules_load_on_first_use() -> None:
+def test_submodules_load_on_first_use():
     code = """
 found = [shardcache.wids.LocalNames, shardcache.lightning.ShardCacheHooks,
          shardcache.telemetry.observe, shardcache.sync.wait_for, shardcache.wds.attach]

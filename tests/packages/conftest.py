@@ -6,14 +6,11 @@ Each test runs a program, because these packages start threads and processes, wh
 import io
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pandas
 import pytest
 
-from shardcache.cli.demo import S3Server
-from tests.support.proxy import Proxy
 from tests.support.trainingtools import DataSet, run
 
 
@@ -49,13 +46,7 @@ class Bench:
 
 
 @pytest.fixture
-def bench(
-    s3: S3Server,
-    s3_environment: dict[str, str],
-    proxy: Proxy,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> Iterator[Bench]:
+def bench(s3, s3_environment, proxy, tmp_path, monkeypatch):
     s3.create_bucket("bucket")
     for name, content in tables().items():
         s3.put("bucket", name, content)

@@ -2,7 +2,6 @@
 
 import csv
 
-from tests.packages.conftest import Bench
 from tests.support.tars import sample_tar
 
 SIZE = len(sample_tar(0))
@@ -67,7 +66,7 @@ if __name__ == "__main__":
 """
 
 
-def test_ranks_prewarm_train_and_log(bench: Bench) -> None:
+def test_ranks_prewarm_train_and_log(bench):
     # WebDataset splits by process group, which spawned workers do not have.
     printed = bench.run(PROGRAM, "pytorch_lightning", "2", "ddp_spawn", "fork", str(SIZE))
     seen = [line.split()[1:] for line in printed.splitlines() if line.startswith("seen ")]

@@ -6,21 +6,18 @@ import sys
 
 import pytest
 
-from tests.packages.conftest import Bench
-from tests.support.trainingtools import EXAMPLES, NEEDS, Block, blocks, run
+from tests.support.trainingtools import EXAMPLES, NEEDS, blocks, run
 
 
 @pytest.mark.parametrize("block", [b for b in blocks() if NEEDS[b.section]], ids=str)
-def test_a_block_prints_its_output_and_downloads_each_object_once(
-    block: Block, bench: Bench
-) -> None:
+def test_a_block_prints_its_output_and_downloads_each_object_once(block, bench):
     for name in NEEDS[block.section]:
         importlib.import_module(name.partition(".")[0])  # fail early if it is not installed
     block.check(bench.run(block.here(bench.directory)))
     assert bench.fetched()
 
 
-def test_the_ray_example_prewarms_and_reads_every_sample(bench: Bench) -> None:
+def test_the_ray_example_prewarms_and_reads_every_sample(bench):
     command = [sys.executable, str(EXAMPLES / "ray_train.py"), bench.data.spec]
     lines = run([*command, "--dir", str(bench.cache)], 170).stdout.splitlines()
     assert re.fullmatch(r"\S+: 4 shards cached, 0 not", lines[0])

@@ -5,12 +5,10 @@ Runs in the environment that `make test-integrations` creates.
 
 import io
 import json
-from pathlib import Path
 
 import pytest
 from PIL import Image
 
-from shardcache.cli.demo import S3Server
 from shardcache.units import format_bytes
 from tests.packages.conftest import Bench
 from tests.support.tars import tar_of
@@ -59,7 +57,7 @@ SHARDS = {f"pairs/{shard:04d}.tar": pairs(shard) for shard in range(4)}
 
 
 @pytest.fixture
-def local(bench: Bench, s3: S3Server) -> Path:
+def local(bench, s3):
     """Store the shards as files and in the bucket; returns the directory."""
     directory = bench.directory / "pairs"
     directory.mkdir()
@@ -80,7 +78,7 @@ def check(bench: Bench, error: str) -> None:
 
 
 @pytest.mark.parametrize("url", ["s3://{}", "pipe:aws s3 cp s3://{} -"])
-def test_open_clip_trains_two_epochs(url: str, bench: Bench, local: Path) -> None:
+def test_open_clip_trains_two_epochs(url, bench, local):
     (bench.directory / "open_clip_config.json").write_text(json.dumps({"model_cfg": MODEL}))
     arguments = f"""
         --model local-dir:{bench.directory} --precision fp32 --logs {bench.directory} --name log
@@ -93,7 +91,7 @@ def test_open_clip_trains_two_epochs(url: str, bench: Bench, local: Path) -> Non
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_timm_reads_the_same_as_from_local_files(method: str, bench: Bench, local: Path) -> None:
+def test_timm_reads_the_same_as_from_local_files(method, bench, local):
     program = bench.directory / "program.py"
     program.write_text(TIMM)
     expected = run([PYTHON, str(program), str(local), "fork"]).stdout

@@ -1,14 +1,13 @@
 """Fixtures: an origin in its own process, and filesystems that fail."""
 
 import contextlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from shardcache import Cache
-from tests.stress.fuse import Shim, mounted
+from tests.stress.fuse import mounted
 from tests.stress.origin import Origin
 
 #: Bytes per second and connection; slow downloads last long enough for others to join.
@@ -50,20 +49,20 @@ class Far(Origin):
 
 
 @pytest.fixture
-def far() -> Iterator[Far]:
+def far():
     found = Far()
     with found.serving():
         yield found
 
 
 @pytest.fixture
-def shim(tmp_path: Path) -> Iterator[Shim]:
+def shim(tmp_path):
     with mounted(tmp_path) as found:
         yield found
 
 
 @pytest.fixture
-def nodes(tmp_path: Path) -> Iterator[tuple[Shim, Shim]]:
+def nodes(tmp_path):
     """Two mounts of one directory, as on two nodes."""
     with mounted(tmp_path, "here") as here, mounted(tmp_path, "there") as there:
         yield here, there

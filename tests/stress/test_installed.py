@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from shardcache.cli.demo import S3Server
 from tests.support.tars import make_tar
 
 HOME = Path(__file__).resolve().parents[2]
@@ -34,7 +33,7 @@ def run(*command: str | Path, **environment: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def fresh(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def fresh(tmp_path_factory):
     """Install the wheel with the extra of the demo; returns the directory of programs."""
     home = tmp_path_factory.mktemp("fresh")
     pip = [sys.executable, "-m", "pip"]
@@ -45,16 +44,14 @@ def fresh(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return home / "venv" / "bin"
 
 
-def test_the_demo_keeps_its_promise(fresh: Path, tmp_path: Path) -> None:
+def test_the_demo_keeps_its_promise(fresh, tmp_path):
     found = json.loads(run(fresh / "shardcache", "demo", "--json", TMPDIR=str(tmp_path)))
     size = found["summary"]["shards"] * found["summary"]["shard_bytes"]
     assert sum(step["origin_bytes"] for step in found["steps"]) == size
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_readme_trains_from_s3(
-    fresh: Path, s3: S3Server, bucket: str, s3_environment: dict[str, str], tmp_path: Path
-) -> None:
+def test_the_readme_trains_from_s3(fresh, s3, bucket, s3_environment, tmp_path):
     for number in range(3):
         s3.put(bucket, f"train-{number:04d}.tar", make_tar(number))
     (lines,) = re.findall(r"```python\n(.*?)```", (HOME / "README.md").read_text(), re.DOTALL)
@@ -65,7 +62,7 @@ def test_the_readme_trains_from_s3(
     assert len(list(tmp_path.glob("cache/v1/objects/*/*/*/train-*.tar"))) == 3
 
 
-def test_the_installation_is_complete_and_imports_lightly(fresh: Path) -> None:
+def test_the_installation_is_complete_and_imports_lightly(fresh):
     run(fresh / "python", "-m", "pip", "check")
     heavy = "print({'torch', 'botocore', 's3fs', 'rich'} & set(__import__('sys').modules))"
     assert run(fresh / "python", "-c", f"import shardcache; {heavy}") == "set()\n"

@@ -148,7 +148,7 @@ ROWS = [[line.strip() for line in text.splitlines()] for text in MUTANTS.strip()
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0])
-def test_a_broken_promise_is_found(row: list[str], tmp_path: Path) -> None:
+def test_a_broken_promise_is_found(row, tmp_path):
     _, file, before, after, tests = row
     for part in ("shardcache", "tests", "pyproject.toml"):
         source = HOME / part
@@ -171,7 +171,7 @@ def test_a_broken_promise_is_found(row: list[str], tmp_path: Path) -> None:
     assert done.returncode == 1, f"nothing found it:\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
 
 
-def test_the_table_of_promises_names_their_tests() -> None:
+def test_the_table_of_promises_names_their_tests():
     page = (HOME / "docs" / "reliability.md").read_text("utf-8")
     table = dict(re.findall(r"^\| \d+\. (\w[\w ]*): .*?\| (.*) \|$", page, re.MULTILINE))
     assert len(table) == 12 and set(table) == {row[0].partition(":")[0] for row in ROWS}

@@ -38,7 +38,7 @@ def all_read(far: Far, count: int, roots: list[Path]) -> bool:
     return all(together(count, lambda number: far.read(far.cache(roots[number % len(roots)]))))
 
 
-def test_four_processes_share_one_download_without_flock(far: Far, shim: Shim) -> None:
+def test_four_processes_share_one_download_without_flock(far, shim):
     rule = shim.fail("setlk", error=errno.ENOLCK, times=-1)
     assert all_read(far, 4, [shim.root / "cache"])
     assert far.begun() == 1
@@ -48,7 +48,7 @@ def test_four_processes_share_one_download_without_flock(far: Far, shim: Shim) -
     assert shim.struck(rule) == 0  # flock, which may hang, is not called
 
 
-def test_a_sweep_removes_killed_downloads_and_keeps_live_ones(far: Far, shim: Shim) -> None:
+def test_a_sweep_removes_killed_downloads_and_keeps_live_ones(far, shim):
     root = shim.root / "cache"
     far.rate.value = SLOW
     with forked(lambda parent: parent.say(far.read(far.cache(root)))) as child:
@@ -72,7 +72,7 @@ def test_a_sweep_removes_killed_downloads_and_keeps_live_ones(far: Far, shim: Sh
     assert swept(far, shim)
 
 
-def test_the_lease_of_a_dead_node_is_taken_without_exchange(shim: Shim) -> None:
+def test_the_lease_of_a_dead_node_is_taken_without_exchange(shim):
     layout, key = Layout(shim.root / "v1"), "a" * 32
     layout.make()
     elsewhere, here = Holder(1, "node-7", None, None, 0.0), Holder(2, "node-8", None, None, 0.0)
@@ -94,9 +94,7 @@ def test_the_lease_of_a_dead_node_is_taken_without_exchange(shim: Shim) -> None:
 @pytest.mark.parametrize("op", ["open", "getattr", "lookup", "read"])
 @pytest.mark.parametrize("number", [errno.ESTALE, errno.EIO])
 @pytest.mark.parametrize("times", [1, -1])
-def test_a_shard_is_read_although_its_file_fails(
-    far: Far, shim: Shim, op: str, number: int, times: int
-) -> None:
+def test_a_shard_is_read_although_its_file_fails(far, shim, op, number, times):
     root = shim.root / "cache"
     with far.cache(root) as cache:
         assert far.read(cache)
@@ -116,9 +114,7 @@ CHANGES = ["create", "mkdir", "rename", "unlink", "rmdir", "link", "write", "set
 @pytest.mark.parametrize("locks", ["flock", "lease"])
 @pytest.mark.parametrize("op", [*CHANGES, "fsync fsyncdir", "open", "opendir", "read"])
 @pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC, errno.EROFS, errno.ESTALE])
-def test_every_read_is_right_whatever_operation_fails(
-    far: Far, shim: Shim, caplog: pytest.LogCaptureFixture, op: str, number: int, locks: str
-) -> None:
+def test_every_read_is_right_whatever_operation_fails(far, shim, caplog, op, number, locks):
     options = {"locks": locks, "fsync": "fsync"}
     with far.cache(shim.root / "cache", **options) as cache:
         assert far.read(cache, 1)
@@ -133,9 +129,7 @@ def test_every_read_is_right_whatever_operation_fails(
 
 
 @pytest.mark.parametrize("cold", [True, False])
-def test_a_read_continues_from_the_origin_if_the_mount_dies(
-    far: Far, shim: Shim, cold: bool
-) -> None:
+def test_a_read_continues_from_the_origin_if_the_mount_dies(far, shim, cold):
     root = shim.root / "cache"
     if not cold:
         with far.cache(root) as cache:
@@ -168,9 +162,7 @@ LOST = {
     + [(op, errno.ENOSPC, False) for op in [*CHANGES, "fsync fsyncdir"]],
 )
 @pytest.mark.parametrize("evicting", [False, True], ids=["fetch", "evict"])
-def test_a_lost_reply_fails_no_read_and_leaves_nothing(
-    far: Far, shim: Shim, op: str, number: int, done: bool, evicting: bool
-) -> None:
+def test_a_lost_reply_fails_no_read_and_leaves_nothing(far, shim, op, number, done, evicting):
     root = shim.root / "cache"
     with far.cache(root) as cache:
         assert far.read(cache, 1)  # creates the root
@@ -197,16 +189,14 @@ def test_a_lost_reply_fails_no_read_and_leaves_nothing(
     pytest.fail("100 requests did not reach the end")
 
 
-def test_many_processes_make_one_root(far: Far, shim: Shim) -> None:
+def test_many_processes_make_one_root(far, shim):
     root = shim.root / "a" / "deep" / "cache"
     assert all_read(far, 24, [root])
     assert (root / "manifest.json").is_file()
     assert far.begun() == 1
 
 
-def test_a_root_below_a_directory_just_made_by_another_node(
-    far: Far, nodes: tuple[Shim, Shim]
-) -> None:
+def test_a_root_below_a_directory_just_made_by_another_node(far, nodes):
     here, there = nodes
     there.set(delay=2.0, negative=0.4)
     (here.root / "deep").mkdir()
@@ -214,7 +204,7 @@ def test_a_root_below_a_directory_just_made_by_another_node(
         assert far.read(cache)
 
 
-def test_nodes_share_shards_although_names_appear_late(far: Far, nodes: tuple[Shim, Shim]) -> None:
+def test_nodes_share_shards_although_names_appear_late(far, nodes):
     for node in nodes:
         node.set(delay=0.4, negative=0.4, stale=True)
     roots = [node.root / "deep" / "cache" for node in nodes]
@@ -226,9 +216,7 @@ def test_nodes_share_shards_although_names_appear_late(far: Far, nodes: tuple[Sh
             assert far.read(cache)
 
 
-def test_an_entry_evicted_by_another_node_is_read_to_its_end(
-    far: Far, nodes: tuple[Shim, Shim]
-) -> None:
+def test_an_entry_evicted_by_another_node_is_read_to_its_end(far, nodes):
     here, there = nodes
     here.set(stale=True)
     with far.cache(here.root / "cache") as cache:

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -144,7 +143,7 @@ def put(s3: S3Server, bucket: str, count: int) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def cluster(s3: S3Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+def cluster(s3, tmp_path_factory):
     # A short path: those of sockets below it have at most 107 bytes.
     directory = tempfile.mkdtemp(prefix="ray", dir="/tmp")
     with Proxy(s3) as proxy, forked(serve, directory) as raylets:
@@ -160,7 +159,7 @@ def cluster(s3: S3Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 
 @pytest.fixture
-def spec(cluster: Cluster, s3: S3Server, bucket: str) -> Iterator[str]:
+def spec(cluster, s3, bucket):
     """The spec of two small shards, and two big ones whose downloads hang."""
     for name, content in (("small", SMALL), ("big", BIG)):
         for number in range(2):
@@ -179,9 +178,7 @@ def half_done(cluster: Cluster, bucket: str) -> bool:
     )
 
 
-def test_one_command_fills_the_cache_of_every_node(
-    cluster: Cluster, s3: S3Server, bucket: str
-) -> None:
+def test_one_command_fills_the_cache_of_every_node(cluster, s3, bucket):
     names = put(s3, bucket, 4)
     start = len(cluster.proxy.requests())
     code, out, err = end(cluster.prewarm(f"s3://{bucket}/{{0..3}}.tar", "--no-progress"))
@@ -195,9 +192,7 @@ def test_one_command_fills_the_cache_of_every_node(
     assert sorted(cluster.fetches(start)) == sorted(f"{bucket}/{name}" for name in names * 3)
 
 
-def test_each_node_gets_the_shards_of_its_ranks(
-    cluster: Cluster, s3: S3Server, bucket: str
-) -> None:
+def test_each_node_gets_the_shards_of_its_ranks(cluster, s3, bucket):
     names = put(s3, bucket, 6)
     command = cluster.prewarm(f"s3://{bucket}/{{0..5}}.tar", "--shard-by-node", "--json")
     code, out, err = end(command)
@@ -206,9 +201,7 @@ def test_each_node_gets_the_shards_of_its_ranks(
         assert cluster.cached(name, bucket) == names[node["number"] :: 3]
 
 
-def test_a_killed_node_is_named_and_the_others_complete(
-    cluster: Cluster, spec: str, bucket: str
-) -> None:
+def test_a_killed_node_is_named_and_the_others_complete(cluster, spec, bucket):
     names = ["big-0.tar", "big-1.tar", "small-0.tar", "small-1.tar"]
     command = cluster.prewarm(spec, "--json")
     wait_until(lambda: half_done(cluster, bucket))
@@ -235,9 +228,7 @@ def test_a_killed_node_is_named_and_the_others_complete(
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)]
 )
-def test_all_nodes_stop_when_the_command_ends(
-    cluster: Cluster, spec: str, bucket: str, number: signal.Signals, code: int
-) -> None:
+def test_all_nodes_stop_when_the_command_ends(cluster, spec, bucket, number, code):
     command = cluster.prewarm(spec, "--json")
     wait_until(lambda: half_done(cluster, bucket))
     assert all(cluster.under_way(name) for name in NODES)

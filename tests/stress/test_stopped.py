@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import shardcache
-from tests.stress.conftest import FAST, SLOW, Far, under_way
+from tests.stress.conftest import FAST, SLOW, under_way
 from tests.support.storetools import wait_until
 
 #: Reads an epoch through a DataLoader, and starts again when a worker has died, as a launcher does.
@@ -34,7 +34,7 @@ print(json.dumps([seen, died]))
 """
 
 
-def test_the_peers_of_a_killed_worker_continue(far: Far, tmp_path: Path) -> None:
+def test_the_peers_of_a_killed_worker_continue(far, tmp_path):
     root, urls = tmp_path / "cache", [far.url(number) for number in range(4)]
     far.rate.value = SLOW
     command = [sys.executable, "-c", RANK, str(root), json.dumps(urls)]

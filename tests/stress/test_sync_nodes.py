@@ -19,13 +19,13 @@ Nodes = tuple[Shim, Shim]
 
 @pytest.mark.parametrize("done", [True, False])
 @pytest.mark.parametrize("number", [errno.EEXIST, errno.ENOENT])
-def test_makedirs_checks_a_wrong_reply_to_mkdir(nodes: Nodes, number: int, done: bool) -> None:
+def test_makedirs_checks_a_wrong_reply_to_mkdir(nodes, number, done):
     rule = nodes[0].fail("mkdir", "*", error=number, done=done, times=3)
     assert sync.makedirs(nodes[0].root / "a" / "b").is_dir()
     assert nodes[0].struck(rule) >= 2
 
 
-def test_a_directory_that_never_appears_is_an_error(nodes: Nodes) -> None:
+def test_a_directory_that_never_appears_is_an_error(nodes):
     one, two = nodes
     two.set(delay=3600.0)
     (one.root / "a").mkdir()
@@ -34,7 +34,7 @@ def test_a_directory_that_never_appears_is_an_error(nodes: Nodes) -> None:
     assert caught.value.waited >= 0.3
 
 
-def test_a_cached_absence_is_bypassed(nodes: Nodes) -> None:
+def test_a_cached_absence_is_bypassed(nodes):
     one, two = nodes
     two.set(negative=3600.0)
     path = two.root / "d" / "x"
@@ -46,7 +46,7 @@ def test_a_cached_absence_is_bypassed(nodes: Nodes) -> None:
     assert path.read_text() == "there"  # `find` has refreshed the kernel's cache
 
 
-def test_a_runner_presumed_dead_gets_its_successors_result(nodes: Nodes) -> None:
+def test_a_runner_presumed_dead_gets_its_successors_result(nodes):
     root = nodes[0].root
     with forked(at_work, root, 1.0, "first") as first:
         assert first.hear() == "at work"
@@ -72,7 +72,7 @@ def ranks(nodes: Nodes, count: int, act: Callable[[int, Path], None]) -> None:
     together(count, work)
 
 
-def test_ranks_meet_repeatedly(tmp_path: Path, nodes: Nodes) -> None:
+def test_ranks_meet_repeatedly(tmp_path, nodes):
     def meet(number: int, root: Path) -> None:
         for _ in range(5):
             sync.barrier(dir=root, job="j", timeout=PATIENCE)
@@ -82,7 +82,7 @@ def test_ranks_meet_repeatedly(tmp_path: Path, nodes: Nodes) -> None:
     assert sorted(left) == [f"rank-{n}" for n in range(4)]  # those of the last barrier
 
 
-def test_ranks_make_one_directory_and_write_into_it(nodes: Nodes) -> None:
+def test_ranks_make_one_directory_and_write_into_it(nodes):
     def trace(number: int, root: Path) -> None:
         path = root / "traces" / "step-100"
         path.exists()  # as scripts do: the kernel caches the absence
@@ -93,7 +93,7 @@ def test_ranks_make_one_directory_and_write_into_it(nodes: Nodes) -> None:
     assert len(list(nodes[0].backing.rglob("rank-*.json"))) == 24
 
 
-def test_ranks_wait_for_the_directories_that_rank_0_makes_late(nodes: Nodes) -> None:
+def test_ranks_wait_for_the_directories_that_rank_0_makes_late(nodes):
     def save(number: int, root: Path) -> None:
         places = [root / name for name in ("weights", "optimizer", "rng")]
         if number:
@@ -107,7 +107,7 @@ def test_ranks_wait_for_the_directories_that_rank_0_makes_late(nodes: Nodes) -> 
     assert len(list(nodes[0].backing.rglob("rank-*.pt"))) == 3 * 8
 
 
-def test_a_deleted_claim_shows_no_rank_half_a_file(nodes: Nodes) -> None:
+def test_a_deleted_claim_shows_no_rank_half_a_file(nodes):
     def fetch(parent: Parent, number: int) -> None:
         root = nodes[number].root
 

@@ -6,9 +6,7 @@ import shutil
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -72,7 +70,7 @@ class Reading:
 
 
 @pytest.fixture
-def read_all(tmp_path: Path) -> Iterator[Callable[..., Reading]]:
+def read_all(tmp_path):
     """Read all shards in eight processes, each with its own cache, and compare every byte."""
     with running(Store()) as store:
 
@@ -101,9 +99,7 @@ def read_all(tmp_path: Path) -> Iterator[Callable[..., Reading]]:
 
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize("storm", [20, pytest.param(180, marks=full_only)])
-def test_a_storm_of_slow_down_costs_few_requests(
-    read_all: Callable[..., Reading], storm: int
-) -> None:
+def test_a_storm_of_slow_down_costs_few_requests(read_all, storm):
     calm = read_all()
     paced = read_all(storm)
     unpaced = read_all(storm, patience=0, attempts=100)
@@ -146,9 +142,7 @@ class Metadata(Scripted):
 
 
 @pytest.mark.timeout(1500)
-def test_every_process_gets_credentials_from_a_throttling_service(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_process_gets_credentials_from_a_throttling_service(tmp_path, monkeypatch):
     count, (path, data) = 64, next(iter(SHARDS.items()))
     with running(Store()) as store, running(Metadata(rate=5)) as metadata:
         monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "false")

@@ -4,7 +4,6 @@ import os
 import signal
 import socket
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -64,7 +63,7 @@ def rank(parent: Parent, number: int, port: int) -> None:
     parent.say(attempt(sync.barrier, "end", timeout=PATIENCE))
 
 
-def test_ranks_of_torch_communicate_through_its_store(tmp_path: Path, monkeypatch) -> None:
+def test_ranks_of_torch_communicate_through_its_store(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))

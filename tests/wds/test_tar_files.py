@@ -47,7 +47,7 @@ def _rename(name: str) -> str:
 @example(seed=467790)
 @example(seed=84466)
 @settings(max_examples=300, deadline=None)
-def test_any_archive_is_read_as_webdataset_reads_it(seed: int) -> None:
+def test_any_archive_is_read_as_webdataset_reads_it(seed):
     rng = random.Random(seed)
     shards = [archive(rng) for _ in range(rng.choice((1, 1, 3)))]
     shards = [damaged(rng, data) if rng.random() < 0.6 else data for data in shards]
@@ -59,7 +59,7 @@ def test_any_archive_is_read_as_webdataset_reads_it(seed: int) -> None:
 
 
 @pytest.mark.timeout(60)
-def test_an_impossible_size_is_an_error() -> None:
+def test_an_impossible_size_is_an_error():
     info = tarfile.TarInfo("a.txt")
     info.size = 1 << 70
     data = info.tobuf(tarfile.GNU_FORMAT) + bytes(2 * BLOCK)
@@ -68,7 +68,7 @@ def test_an_impossible_size_is_an_error() -> None:
 
 
 @pytest.mark.parametrize("form", FORMATS)
-def test_an_archive_cut_anywhere_ends_as_with_tarfile(form: int) -> None:
+def test_an_archive_cut_anywhere_ends_as_with_tarfile(form):
     data = small(form)
     ends = ""
     for length in range(0, len(data), 13):
@@ -78,7 +78,7 @@ def test_an_archive_cut_anywhere_ends_as_with_tarfile(form: int) -> None:
 
 
 @pytest.mark.parametrize("pack", [gzip.compress, bz2.compress, lzma.compress])
-def test_compressed_archives_are_read_from_any_stream(pack) -> None:
+def test_compressed_archives_are_read_from_any_stream(pack):
     packed = pack(make_tar(3))
     assert same(packed) == same(make_tar(3))
     same(packed[: len(packed) // 2])
@@ -100,7 +100,7 @@ def test_compressed_archives_are_read_from_any_stream(pack) -> None:
         (b"9 size=7\n11 path=a/\n", b""),
     ],
 )
-def test_odd_extended_headers_are_read_as_tarfile_reads_them(records: bytes, behind: bytes) -> None:
+def test_odd_extended_headers_are_read_as_tarfile_reads_them(records, behind):
     info = tarfile.TarInfo("x")
     info.type, info.size = tarfile.XHDTYPE, len(records)
     header = info.tobuf(tarfile.USTAR_FORMAT) + (records + behind).ljust(BLOCK, b"\0")
@@ -111,7 +111,7 @@ def test_odd_extended_headers_are_read_as_tarfile_reads_them(records: bytes, beh
 
 
 @pytest.mark.parametrize("form", FORMATS)
-def test_ordinary_archives_need_no_tarfile(form: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ordinary_archives_need_no_tarfile(form, monkeypatch):
     data = small(form, ("a.txt", "dir/b.cls", "n" * 80 + "/" + "m" * 50 + ".txt", "n\u00e4.txt"))
     file = io.BytesIO()
     with wds.TarWriter(file) as writer:
@@ -124,13 +124,13 @@ def test_ordinary_archives_need_no_tarfile(form: int, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("form", FORMATS)
-def test_nothing_is_read_beyond_the_current_member(form: int) -> None:
+def test_nothing_is_read_beyond_the_current_member(form):
     stream = io.BytesIO(small(form))
     data = next(tar_files([{"url": "u", "stream": stream}]))["data"]
     assert stream.getvalue()[stream.tell() - len(data) : stream.tell()] == data
 
 
-def test_at_most_one_shard_is_held_when_the_next_is_opened() -> None:
+def test_at_most_one_shard_is_held_when_the_next_is_opened():
     alive: list[weakref.ref[OnlyRead]] = []
     counts = []
 

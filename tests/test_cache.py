@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from shardcache import Cache, ConfigError, ShardNotFoundError, default_cache
+from shardcache import Cache, ConfigError, ShardNotFoundError
 from shardcache.cache import PrewarmOptions
 from shardcache.layout import Layout
 from shardcache.prewarm import prewarm
@@ -152,13 +152,6 @@ def test_type_checkers_know_the_options_of_a_prewarm():
     known = inspect.signature(prewarm).parameters.values()
     named = [one.name for one in known if one.kind is one.KEYWORD_ONLY and one.name != "share"]
     assert list(PrewarmOptions.__annotations__) == named
-
-
-def test_the_default_cache_comes_from_the_environment(tmp_path, monkeypatch):
-    default_cache.cache_clear()
-    monkeypatch.setenv("SHARDCACHE_DIR", str(tmp_path / "default"))
-    assert default_cache().dir == tmp_path / "default"
-    assert default_cache() is default_cache()
 
 
 def test_the_defaults_of_a_cache(tmp_path, caplog):

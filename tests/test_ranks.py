@@ -26,7 +26,7 @@ def env(text):
 
 #: Variables, of which the last one of a name counts, and the ranks that they state.
 MIXED = {
-    "nobody": ("", Ranks(0, 1, None, None, "none")),
+    "no launcher": ("", Ranks(0, 1, None, None, "none")),
     "torchrun": (f"{TORCH} LOCAL_WORLD_SIZE=8", Ranks(11, 16, 3, "run-7", "torch", 8)),
     "Slurm": (f"{SLURM} SLURM_NTASKS_PER_NODE=4", Ranks(5, 8, 1, "9", "slurm", 4)),
     "torchrun under srun": (f"{SLURM} {TORCH}", Ranks(11, 16, 3, "run-7", "torch")),

@@ -1,4 +1,4 @@
-"""One canary through everything: no credential is logged, raised, shown, pickled or stored."""
+"""A canary as credential: it is never logged, raised, shown, pickled or stored."""
 
 import contextlib
 import functools
@@ -24,7 +24,7 @@ SHARD = make_tar(3)
 
 
 class Watch:
-    """Everything that a run lets be seen."""
+    """Collects all text that a test can see."""
 
     def __init__(self, caplog, root):
         self.caplog, self.root = caplog, root
@@ -34,22 +34,21 @@ class Watch:
         return Cache(self.root, min_free=0, attempts=1, patience=0, **options)
 
     def read(self, cache, url):
-        """Open and read a shard; what it raises is looked at from all sides."""
+        """Read a shard in three ways; collects results and errors."""
         self.show(cache, url)
-        ways = [
+        failed = False
+        for read in (
             lambda: [sample["stream"] for sample in url_opener([{"url": url}], cache=cache)],
             lambda: self.stream(cache, url),
             lambda: cache.fetch(url),
-        ]
-        errors = []
-        for way in ways:
+        ):
             try:
-                self.seen.append(repr(way()))
+                self.seen.append(repr(read()))
             except (ShardCacheError, OSError) as exn:
-                errors.append(exn)
+                failed = True
                 self.error(exn)
                 logging.getLogger("shardcache.test").error("failed", exc_info=exn)
-        self.failures += bool(errors)
+        self.failures += failed
 
     def stream(self, cache, url):
         with cache.open(url) as stream:
@@ -57,7 +56,7 @@ class Watch:
             stream.read()
 
     def error(self, exn):
-        """An error, those that led to it, and all that hangs on them."""
+        """Collect an error, its causes, and their attributes."""
         self.seen += traceback.format_exception(exn)
         with contextlib.suppress(TypeError, AttributeError, pickle.PicklingError):
             self.seen.append(pickle.dumps(exn).decode("latin-1"))
@@ -66,7 +65,7 @@ class Watch:
             exn = exn.__cause__ or exn.__context__
 
     def show(self, cache, url):
-        """Everything that stands for the cache or the shard, as text and as a pickle."""
+        """Collect all objects that describe the cache or the shard, as text and as a pickle."""
         loaded = Loaded(cache.config, dict.fromkeys(FIELDS, "x"))
         things = [cache, loaded, describe(loaded), cache.config.storage_options]
         things.append(functools.partial(url_opener, cache=cache))
@@ -76,7 +75,7 @@ class Watch:
         self.seen += [repr(things), pickled.decode("latin-1"), repr(pickle.loads(pickled))]
 
     def disk(self):
-        """Every name below the root, and what is in every file but the shards."""
+        """Collect every path below the root, and the content of all files except shards."""
         for path in self.root.rglob("*"):
             self.seen.append(str(path))
             with contextlib.suppress(OSError):
@@ -84,7 +83,7 @@ class Watch:
                     self.seen.append(path.read_bytes().decode("latin-1"))
 
     def command(self, *arguments):
-        """All output of a run of the command line."""
+        """Run the command line, and collect its output; returns the exit code."""
         text = io.StringIO()
         with contextlib.redirect_stdout(text), contextlib.redirect_stderr(text):
             code = main(["--dir", str(self.root), *arguments])
@@ -93,7 +92,7 @@ class Watch:
 
     def assert_clean(self):
         for record in self.caplog.records:
-            # At DEBUG botocore shows requests as they are sent; that is its to change.
+            # At DEBUG, botocore logs requests with their credentials.
             if not record.name.startswith("botocore") or record.levelno > logging.DEBUG:
                 self.seen += [record.getMessage(), record.exc_text or "", repr(record.args)]
         self.disk()
@@ -105,7 +104,7 @@ FIELDS = list(load({"dir": "/"}, {}, []).sources)
 
 @pytest.fixture
 def watch(caplog, tmp_path, monkeypatch):
-    """Each of these tests ends with a look at all that it let be seen."""
+    """Collect all visible text, and check it at the end of the test."""
     for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"):
         monkeypatch.delenv(name, raising=False)
     caplog.set_level(logging.DEBUG)
@@ -121,14 +120,14 @@ def whole(head):
 
 
 def echo(head: str) -> str:
-    """Most of a request, on one line."""
+    """Return the beginning of a request, as one line."""
     return " ".join(head.split())[:900]
 
 
 def echoed_version(head: str) -> bytes:
-    """A server that makes its validators of what it was sent."""
-    said = echo(head)
-    return whole(head).replace(b'ETag: "v1"', f'ETag: "{said}"\r\nLast-Modified: {said}'.encode())
+    """Return a response whose validators contain the request."""
+    text = echo(head)
+    return whole(head).replace(b'ETag: "v1"', f'ETag: "{text}"\r\nLast-Modified: {text}'.encode())
 
 
 def echoed_error(head: str) -> bytes:
@@ -167,7 +166,7 @@ WEB = (
 )
 
 
-#: Every answer to two of them, some to the others.
+#: Every response for two of them, some responses for the others.
 SIGNED = [(url, answered) for url in (WEB[0], WEB[4]) for answered in ANSWERS]
 SIGNED += [(url, answered) for url in WEB for answered in ("whole", "denied", "no head")]
 
@@ -175,7 +174,7 @@ SIGNED += [(url, answered) for url in WEB for answered in ("whole", "denied", "n
 @pytest.mark.parametrize(("url", "answered"), dict.fromkeys(SIGNED))
 def test_signed_urls(watch, serve, url, answered):
     def answer(head):
-        watch.disk()  # while a fetch is in flight: its partial, its lock's record
+        watch.disk()  # during the download: the partial, and the record in the lock
         return ANSWERS[answered](head)
 
     server = serve(answer)
@@ -189,7 +188,7 @@ def test_signed_urls(watch, serve, url, answered):
 
 @pytest.fixture
 def two(serve):
-    """A server, and the URLs of two shards that only a token tells apart."""
+    """A server, and the URLs of two shards that differ in a token only."""
     tokens = [f"token={CANARY}{number}" for number in range(2)]
 
     def answered(head):
@@ -232,9 +231,9 @@ def test_a_masked_url_names_a_shard_but_cannot_download_it(watch, two):
         assert urls[1] not in cache and len(server.heads) == requests
 
 
-#: Every answer to one of them, some to the others.
+#: Every response for one of them, some responses for the others.
 STATED = [("options", answered) for answered in ANSWERS]
-STATED += [(where, said) for where in ("environment", "profile") for said in ("whole", "denied")]
+STATED += [(where, name) for where in ("environment", "profile") for name in ("whole", "denied")]
 
 
 @pytest.mark.parametrize(("where", "answered"), STATED)

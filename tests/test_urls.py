@@ -1,4 +1,4 @@
-"""Identity of URLs: no two objects share a key, no signature splits one, no secret is shown."""
+"""URLs: two objects have two keys, signatures are not part of a key, and secrets are hidden."""
 
 import os
 import pickle
@@ -17,10 +17,10 @@ from shardcache.urls import SIDE_FILES, parse_url, redact
 
 CANARY = "cAnArY0123456789"
 
-#: Everything that is special somewhere, and letters that spell no credential.
+#: All special characters, and letters that form no credential.
 names = st.text("aAb01 .-_/%?#&=+:;,~@[]()'\u00e9e\u0301\u4e2d", min_size=1, max_size=12).filter(
     lambda name: "::" not in name
-)  # that would be a chain
+)  # "::" would be a chain
 hosts = st.from_regex(r"[a-z][a-z0-9-]{1,8}(\.[a-z]{2,3})?", fullmatch=True)
 
 
@@ -41,9 +41,9 @@ def test_two_objects_of_bucket_stores_never_share_a_key(objects):
 @given(st.sets(st.tuples(hosts, names, names), min_size=2, max_size=6))
 def test_two_resources_of_the_web_never_share_a_key(resources):
     urls = [f"https://{host}/{path.replace('?', '')}?{query}" for host, path, query in resources]
-    asked = {url: url.partition("#")[0] for url in urls}  # what a client asks for
-    keys = {(sent, key_of(url)) for url, sent in asked.items()}
-    assert len(keys) == len(set(asked.values())) == len({key for _, key in keys})
+    requested = {url: url.partition("#")[0] for url in urls}
+    keys = {(sent, key_of(url)) for url, sent in requested.items()}
+    assert len(keys) == len(set(requested.values())) == len({key for _, key in keys})
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_two_resources_of_the_web_never_share_a_key(resources):
         ("s3://b/\u00e9.tar", "s3://b/e\u0301.tar"),  # composed and decomposed
         ("s3://b/a%2Fb.tar", "s3://b/a/b.tar"),
         ("s3://b/x/../b.tar", "s3://b/b.tar"),
-        ("/data/link/../b.tar", "/data/b.tar"),  # behind a link, .. is elsewhere
+        ("/data/link/../b.tar", "/data/b.tar"),  # .. follows symbolic links
         ("az://box-a@account/k.tar", "az://box-b@account/k.tar"),
         ("s3://b/k?", "s3://b/k"),
         ("https://h/k?a&&b", "https://h/k?a&b"),
@@ -61,13 +61,13 @@ def test_two_resources_of_the_web_never_share_a_key(resources):
         ("https://h/k", "https://h:444/k"),
         ("s3://b/k?versionId=1", "s3://b/k?versionId=2"),
         ("pipe:cat /k;1", "pipe:cat /k;2"),
-        # In a bucket, all of it is the object's name.
+        # In a bucket, the query is part of the object's name.
         ("s3://b/k.tar?token=1", "s3://b/k.tar"),
         ("s3://b/k.tar?sig=x", "s3://b/k.tar"),
         ("s3://b/k?sig=x?token=1&versionId=1", "s3://b/k?versionId=1"),
         (f"s3://b/k?{SIGV4}", "s3://b/k"),
         (f"gs://b/k?{SIGV4}", "gs://b/k"),
-        # On the web, only complete signatures are credentials and nothing else.
+        # On the web, only complete signatures are not part of the key.
         ("https://h/k?token=AAA", "https://h/k?token=BBB"),
         ("https://h/k?token=AAA", "https://h/k"),
         ("https://h/k?sig=x", "https://h/k"),
@@ -89,15 +89,10 @@ def test_endpoints_are_part_of_the_key():
     url = "s3://lab/a.tar"
     endpoints = [None, "http://minio:9000", "http://minio:9001", "https://ceph", "https://ceph/s3"]
     endpoints += [
-        "https://s3.cn-north-1.amazonaws.com.cn",
-        "https://s3.eusc-de-east-1.amazonaws.eu",
+        f"https://s3.{p}" for p in ("cn-north-1.amazonaws.com.cn", "eusc-de-east-1.amazonaws.eu")
     ]
-    endpoints += [
-        f"https://s3.{region}.amazonaws.com" for region in ("us-gov-west-1", "us-iso-east-1")
-    ]
-    endpoints += [
-        f"https://s3.{region}.amazonaws.com" for region in ("us-isob-east-1", "eu-isoe-west-1")
-    ]
+    regions = ("us-gov-west-1", "us-iso-east-1", "us-isob-east-1", "eu-isoe-west-1")
+    endpoints += [f"https://s3.{region}.amazonaws.com" for region in regions]
     assert len({key_of(url, endpoint=endpoint) for endpoint in endpoints}) == len(endpoints)
     assert parse_url(url, endpoint="http://minio:9000").canonical == url
     assert key_of("gs://b/k", endpoint="http://minio:9000") == key_of("gs://b/k")
@@ -119,7 +114,7 @@ SIGNATURES = [
     "OSSAccessKeyId Expires Signature security-token",
     "q-sign-algorithm q-ak q-sign-time q-signature x-cos-security-token",
 ]
-#: Parts of a signature that give nothing away.
+#: Parts of a signature that are no secrets.
 HARMLESS = {"Expires", "X-Amz-Algorithm", "X-Goog-Algorithm", "sv", "se", "sr", "sp", "si", "xip"}
 PLAIN = [
     "https://h.example/dir/a.tar",
@@ -263,7 +258,7 @@ def test_the_arn_of_an_access_point_is_a_bucket(bucket):
 
 
 def test_keys_do_not_change_between_releases():
-    # A change here would orphan every entry on every disk.
+    # A change would orphan all entries on all disks.
     assert key_of("s3://bucket/train-0000.tar") == "e486067e1fd02cc3f3c6274d88862d12"
     assert key_of("https://h/k?a=1") == "e412643f52b5e6f880e616d162f49c57"
     assert key_of("/data/\u00e9.tar") == "4e15c395e5c38908be392c8b443adbb3"
@@ -366,7 +361,7 @@ def test_only_spawned_children_get_credentials_in_a_pickle(url, basename, monkey
     assert CANARY not in data.decode("latin-1") + str(shard) + repr(shard)
     (found,) = pickle.loads(data)
     assert replace(found, raw=url) == shard
-    # Half a command must not be run.
+    # A command without its credentials must not run.
     assert found.raw == "" if shard.scheme == "pipe" else key_of(found.raw) == shard.key
     monkeypatch.setattr("multiprocessing.context.get_spawning_popen", object)
     assert pickle.loads(pickle.dumps([shard])) == [shard]

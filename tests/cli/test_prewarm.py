@@ -95,8 +95,10 @@ def test_a_list_file_takes_the_same_specs(run, bucket, data, s3_environment, tmp
     }
     for spec, count in specs.items():
         (tmp_path / "list").write_text(f"# a remark\n\n{spec}\n")
-        asked = ["-f", tmp_path / "list"], [spec.strip()]
-        found = [json.loads(run("prewarm", "-n", "--json", *each)[1])["shards"] for each in asked]
+        arguments = ["-f", tmp_path / "list"], [spec.strip()]
+        found = [
+            json.loads(run("prewarm", "-n", "--json", *each)[1])["shards"] for each in arguments
+        ]
         assert found[0] == found[1] and len(found[0]) == count
     assert not (tmp_path / "cache").exists()
     (tmp_path / "list").write_bytes(b"\xff\xfe\x00")

@@ -76,8 +76,8 @@ def test_skipped_errors_are_logged_once(program, s3_environment, tmp_path):
     code, out, err = run_process("run", "--", *program(TRAINING), *absent, directory=tmp_path / "c")
     assert (code, out) == (7, "0 0\n" * 2)
     assert err.count("s3://nowhere/train-") == 4, err  # two epochs of two workers
-    told = f"no shard was opened through the cache in {tmp_path}/c; 20 could not be opened"
-    assert told in err
+    summary = f"no shard was opened through the cache in {tmp_path}/c; 20 could not be opened"
+    assert summary in err
 
 
 def test_only_reads_of_shards_use_the_cache(program, s3, bucket, spec, tmp_path):

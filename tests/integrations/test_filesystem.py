@@ -46,6 +46,7 @@ def test_open_and_cat_read_through_the_default_cache(url, default, proxy):
     assert [fs.cat_file(path, 5, 15), fs.cat_file(path, -7)] == [SHARD[5:15], SHARD[-7:]]
     assert fs.cat_file(path) == SHARD
     assert gets(proxy) == 1 and list(default.rglob("a.tar"))
+    assert default_cache() is default_cache()
 
 
 def test_info_is_the_same_before_and_after_a_download(url, default, proxy):

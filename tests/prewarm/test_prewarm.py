@@ -60,7 +60,7 @@ def fill(origin):
     return fill
 
 
-def asked(origin):
+def requested(origin):
     return {url for url, *_ in origin.requests}
 
 
@@ -128,7 +128,7 @@ def test_a_plan_beyond_the_budget_is_refused_unless_best_effort(
     assert origin.requests == []
     report = cache.prewarm(urls, best_effort=True)
     assert outcomes(report) == "..oo" and not report.full and len(report.plan.left_out) == 2
-    assert asked(origin) == set(urls[:2])
+    assert requested(origin) == set(urls[:2])
 
 
 def test_dry_run_and_check_only_plan(make_cache, origin, listed, fill):
@@ -202,7 +202,7 @@ def test_failures_end_a_run_only_if_a_bucket_refuses_all_shards(
         origin.faults.append(Fault(after=None if error else 10**9, error=error))
     report = make_cache().prewarm(urls, jobs=1)
     assert (outcomes(report), report.stopped) == (expected, stopped)
-    assert len(asked(origin)) == len(expected.replace("-", ""))
+    assert len(requested(origin)) == len(expected.replace("-", ""))
 
 
 def test_a_broken_disk_ends_the_run_after_three_shards(make_cache, listed, fill, monkeypatch):
@@ -267,7 +267,7 @@ def test_a_full_cache_ends_the_run_unless_best_effort(
     monkeypatch.setattr("shardcache.prewarm.pool._MISFITS", 3)
     more = fill(names(10, "more"))
     assert outcomes(make_cache(max_size=limit).prewarm(more, jobs=1, best_effort=True)) == 10 * "o"
-    assert len(asked(origin)) == 3
+    assert len(requested(origin)) == 3
 
 
 @pytest.mark.locks_work("answers")

@@ -150,7 +150,7 @@ SCENARIOS = {
 }
 
 
-#: Starts the child's work. strace is not asked to report a wait for a signal.
+#: Starts the child's work. strace does not report waits for a signal.
 _GO = signal.SIGUSR1
 _PR_SET_PTRACER = 0x59616D61  # linux/prctl.h; -1 lets any process of the same user trace this one
 

@@ -367,13 +367,13 @@ class _Connection(BaseHTTPRequestHandler):
         raise _HungUpError
 
 
-def _request(method: str, target: str, asked: str) -> Request:
+def _request(method: str, target: str, range_header: str) -> Request:
     raw, _, query = target.partition("?")
     path = unquote(raw).removeprefix("/")
     names = [name for name, _ in parse_qsl(query, keep_blank_values=True)]
     reads = bool(path.partition("/")[2]) and all(n.startswith(_READ_PARAMETERS) for n in names)
     span: tuple[int, int | None] | None = None
-    if asked.startswith("bytes="):
-        first, _, last = asked.removeprefix("bytes=").partition("-")
+    if range_header.startswith("bytes="):
+        first, _, last = range_header.removeprefix("bytes=").partition("-")
         span = (int(first), int(last) + 1 if last else None) if first else (-int(last), None)
     return Request(method, path, span, reads)

@@ -199,7 +199,7 @@ class Child:
         """Return the child's next message; fail with its exception, or after ``seconds``."""
         assert self._channel.poll(seconds), "the child sent no message"
         kind, value = self._channel.recv()
-        assert kind == "said", value
+        assert kind == "sent", value
         return value
 
     def speaks(self, seconds: float) -> bool:
@@ -230,7 +230,7 @@ class Parent:
         self.fileno = channel.fileno
 
     def say(self, value: Any = None) -> None:
-        self._channel.send(("said", value))
+        self._channel.send(("sent", value))
 
     def hear(self) -> Any:
         return self._channel.recv()

@@ -14,7 +14,7 @@ SLURM = {"SLURM_PROCID": "11", "SLURM_NTASKS": "16", "SLURM_LOCALID": "3", "SLUR
 
 
 @pytest.fixture(autouse=True)
-def _nobody_launched_this(monkeypatch):
+def _no_launcher(monkeypatch):
     for name in [*TORCHRUN, *SLURM]:
         monkeypatch.delenv(name, raising=False)
 

@@ -273,7 +273,8 @@ def prepare(home: Path, name: str) -> Iterator[Point]:
         if not (new := [module for module in run.answer if module not in sys.modules]):
             break
         for module in new:
-            importlib.import_module(module)
+            with contextlib.suppress(ModuleNotFoundError):  # Cython makes modules without files
+                importlib.import_module(module)
     for call in {call[:2]: call for call in run.calls}.values():  # once for all threads
         yield Point(name, place, call)
 

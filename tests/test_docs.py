@@ -1,19 +1,23 @@
 """Pages: their code runs, generated pages are current, and links lead to files.
 
-`tests/integrations/test_integrations_page.py` and `tests/packages` run docs/integrations.md.
+`tests/packages` runs the blocks of docs/integrations.md that need more than torch and WebDataset.
 """
 
+import contextlib
+import io
 import json
 import os
 import re
 import sys
+import warnings
 
 import pytest
 import yaml
 
-from shardcache import config, sync
+from shardcache import config, default_cache, sync
+from shardcache.urls import _READERS
 from tests.support.storetools import crowd
-from tests.support.trainingtools import ROOT, DataSet, programs, run
+from tests.support.trainingtools import NEEDS, PAGE, ROOT, DataSet, blocks, programs, run
 
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/*.md")]
 BLOCKS = {
@@ -85,6 +89,33 @@ def test_every_block_of_a_page_runs(page, s3, proxy, s3_environment, tmp_path, m
                 assert json.loads(code)
             case _:
                 assert language == "text", "a block without a language"
+
+
+@pytest.mark.usefixtures("s3_environment")
+@pytest.mark.parametrize("block", [b for b in blocks() if not NEEDS[b.section]], ids=str)
+def test_a_block_prints_its_output_and_downloads_each_shard_once(
+    block, s3, proxy, tmp_path, monkeypatch
+):
+    s3.create_bucket("bucket")
+    data, out = DataSet(s3, "bucket", proxy), io.StringIO()
+    monkeypatch.setenv("SHARDCACHE_DIR", str(tmp_path / "shards"))
+    monkeypatch.setenv("SHARDCACHE_MIN_FREE", "0")
+    default_cache.cache_clear()
+    with warnings.catch_warnings(), contextlib.redirect_stdout(out):
+        warnings.simplefilter("ignore")  # torch warns of forks
+        exec(compile(block.here(tmp_path), str(block), "exec"), {"__name__": "__main__"})  # noqa: S102
+    block.check(out.getvalue())
+    assert data.once()
+
+
+def test_every_section_of_integrations_is_tested():
+    assert {block.section for block in blocks()} == set(NEEDS)
+
+
+def test_integrations_lists_all_supported_commands():
+    rows = re.findall(r"^\| `(\w+) .*?` \| (.*) \|$", PAGE.read_text("utf-8"), re.MULTILINE)
+    named = {program: set(re.findall(r"`(-.+?)`", options)) for program, options in rows}
+    assert named == {name: {*reader.flags, *reader.values} for name, reader in _READERS.items()}
 
 
 def test_the_sync_page_names_every_function():

@@ -18,7 +18,7 @@ from shardcache.wds.attach import _warn_of_repeated_order
 from shardcache.wds.gopen import read_through_cache
 from tests.support.tars import make_tar
 from tests.support.trainingtools import ROOT, DataSet
-from tests.wds.archives import BEFORE_1_0
+from tests.wds.test_tar_files import BEFORE_1_0
 
 SPEC = "s3://lab/train-{0000..0003}.tar"
 SHARDS = [make_tar(seed, 5) for seed in range(4)]

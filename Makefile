@@ -70,7 +70,7 @@ $(VENV)/webdataset-0.2.86: $(VENV)/.test
 test: $(VENV)/.test $(VENV)/webdataset-0.2.86
 	$(BIN)/python -m pytest $(PARALLEL)
 	PYTHONPATH=$(CURDIR)/$(VENV)/webdataset-0.2.86 $(BIN)/python -m pytest $(PARALLEL) \
-		tests/wds 'tests/cli/test_run.py::test_workers_read_through_the_cache_however_they_start[fork]'
+		tests/wds 'tests/cli/test_run.py::test_workers_read_through_the_cache[fork]'
 
 # Apart from `test`, of which it would be a third of the time. With the tests of Ray, which are
 # among those of `stress`. Commands that tests start elsewhere write where the others do.

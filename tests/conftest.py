@@ -1,14 +1,9 @@
-"""What every test gets: the fixtures are in `tests.support.fixtures`."""
-
-from __future__ import annotations
+"""Loads the fixtures of `tests.support`."""
 
 import hypothesis
 
-if hypothesis.settings.default.deadline is not None:  # a slow machine is no failure
+if hypothesis.settings.default.deadline is not None:  # a slow machine must not fail a test
     hypothesis.settings.register_profile("patient", deadline=None)
     hypothesis.settings.load_profile("patient")
 
-pytest_plugins = [
-    "tests.support.fixtures",
-    "tests.support.clitools",
-]
+pytest_plugins = ["tests.support.fixtures", "tests.support.clitools"]

@@ -1,6 +1,4 @@
-"""The breaker: it opens after faults in a row, for a minute."""
-
-from __future__ import annotations
+"""The breaker opens for a minute after faults in a row."""
 
 import errno
 import os
@@ -9,7 +7,7 @@ from shardcache.errors import CacheFullError, TransferError
 from shardcache.files import FULL, Breaker, is_disk_fault
 
 
-def test_faults_in_a_row_open_it_until_a_success_after_the_pause(clock):
+def test_faults_in_a_row_open_the_breaker(clock):
     breaker = Breaker()
     for _ in range(10):
         assert not breaker.failed() and not breaker.failed()
@@ -18,21 +16,20 @@ def test_faults_in_a_row_open_it_until_a_success_after_the_pause(clock):
     assert [breaker.failed() for _ in range(3)] == [False, False, True]
     assert not breaker.closed and breaker.left == 60
     clock.sleep(59.9)
-    assert not breaker.succeeded()  # the echo of an earlier call
-    assert not breaker.failed() and breaker.left  # likewise: the pause grows no longer
+    assert not breaker.succeeded()  # the result of a call that began before
+    assert not breaker.failed() and breaker.left  # the same
     clock.sleep(0.1)
     assert not breaker.left
-    assert not breaker.failed() and breaker.left == 60  # still open: no news
+    assert not breaker.failed() and breaker.left == 60  # still open
     clock.sleep(60)
     assert breaker.succeeded() and breaker.closed and not breaker.faults
-    assert breaker.failed(at_once=True) and breaker.left == 60  # one may be enough
+    assert breaker.failed(at_once=True) and breaker.left == 60
 
 
-def test_what_is_a_fault_of_the_disk():
+def test_faults_of_the_disk():
     for number in (errno.EIO, errno.EROFS, errno.ESTALE, errno.EUCLEAN, errno.EACCES):
         assert is_disk_fault(OSError(number, os.strerror(number)))
     for number in (*FULL, errno.EMFILE, errno.ENOMEM, errno.ENOENT, errno.EFBIG):
         assert not is_disk_fault(OSError(number, os.strerror(number)))
-    # Of the origin, whose errno is EIO, and of ours.
     for other in (TransferError("reset"), CacheFullError("full"), ValueError("odd")):
         assert not is_disk_fault(other)

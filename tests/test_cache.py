@@ -1,6 +1,4 @@
-"""The `Cache` object: reading, pinning, cleaning, and its children."""
-
-from __future__ import annotations
+"""The `Cache` object: reading, pinning, cleaning, and forked children."""
 
 import contextlib
 import fcntl
@@ -11,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from shardcache import Cache, ConfigError, ShardNotFoundError, default_cache
+from shardcache import Cache, ConfigError, ShardNotFoundError
 from shardcache.cache import PrewarmOptions
 from shardcache.layout import Layout
 from shardcache.prewarm import prewarm
@@ -35,7 +33,7 @@ def read(cache, url=URL):
         return stream.read()
 
 
-def test_a_path_is_told_without_fetching_and_the_stream_is_named_by_it(make_cache, origin):
+def test_path_downloads_nothing_and_streams_are_named_by_it(make_cache, origin):
     cache = make_cache()
     assert cache.path(URL) is None and URL not in cache and origin.requests == []
     cache.fetch(URL)
@@ -43,12 +41,12 @@ def test_a_path_is_told_without_fetching_and_the_stream_is_named_by_it(make_cach
         assert Path(stream.name) == cache.path(URL) and URL in cache
         assert stream.name.endswith("/train-0000.tar")
         assert Path(stream.name).read_bytes() == DATA
-        stream.read(10_240)  # as tarfile reads, but not so little per system call
+        stream.read(10_240)  # tarfile reads so much at once; a system call reads more
         assert stream.raw.tell() >= 128 * 1024
 
 
 @pytest.mark.locks_work("flock")
-def test_what_is_in_use_survives_every_form_of_clean(make_cache):
+def test_a_shard_in_use_survives_every_form_of_clean(make_cache):
     cache = make_cache()
     read(cache, OTHER)
     with cache.open(URL) as stream, cache.pinned(URL) as path:
@@ -62,7 +60,7 @@ def test_what_is_in_use_survives_every_form_of_clean(make_cache):
 
 
 @pytest.mark.locks_work("answers")
-def test_sweeping_leaves_what_is_over_a_limit(make_cache):
+def test_a_sweep_of_orphans_ignores_limits(make_cache):
     with make_cache() as cache:
         read(cache)
     small = make_cache(max_size=1)
@@ -71,7 +69,7 @@ def test_sweeping_leaves_what_is_over_a_limit(make_cache):
     assert len(small.clean().removed) == 1
 
 
-def test_local_files_are_opened_as_they_are_or_cached_on_request(make_cache, tmp_path):
+def test_local_files_are_cached_only_on_request(make_cache, tmp_path):
     file = tmp_path / "here.tar"
     file.write_bytes(DATA)
     cache, caching = make_cache(), make_cache(cache_local=True)
@@ -89,8 +87,8 @@ def test_local_files_are_opened_as_they_are_or_cached_on_request(make_cache, tmp
     assert read(caching, str(file)) == DATA
 
 
-def test_a_pin_holds_a_path_and_not_just_a_file(make_cache, monkeypatch):
-    """An evictor that died between rename and unlink leaves an open file without its name."""
+def test_a_pin_keeps_the_path(make_cache, monkeypatch):
+    """A process that died during an eviction may have renamed the directory of an open file."""
     cache, real, renamed = make_cache(), Opener.obtain, []
     cache.fetch(URL)
 
@@ -106,7 +104,7 @@ def test_a_pin_holds_a_path_and_not_just_a_file(make_cache, monkeypatch):
         assert path.read_bytes() == DATA
 
 
-def test_a_session_is_of_one_process_and_ends_when_its_cache_is_closed(make_cache):
+def test_a_session_belongs_to_one_process_and_ends_with_its_cache(make_cache):
     cache = make_cache()
     read(cache)
 
@@ -119,20 +117,20 @@ def test_a_session_is_of_one_process_and_ends_when_its_cache_is_closed(make_cach
     assert before <= sessions()
     cache.close()
     assert not sessions() & before
-    assert read(cache) == DATA  # it goes on
+    assert read(cache) == DATA
 
 
 def paths_open_for_writing():
-    """Of the descriptors of this process; one that only reads holds no lock of a fetch."""
+    """Return the paths that this process has open for writing, which include held locks."""
     paths = []
     for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # of the listing itself
+        with contextlib.suppress(OSError):  # the descriptor of the listing
             if fcntl.fcntl(int(name), fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDONLY:
                 paths.append(os.readlink(f"/proc/self/fd/{name}"))
     return paths
 
 
-def test_a_fork_while_another_thread_fetches_leaves_the_child_free(make_cache, origin):
+def test_a_child_forked_during_a_download_holds_no_lock(make_cache, origin):
     cache, gate = make_cache(connections=1), threading.Event()
     origin.faults.append(Fault(after=BLOCK, wait=gate))
     thread = threading.Thread(target=read, args=(cache,))
@@ -156,19 +154,10 @@ def test_type_checkers_know_the_options_of_a_prewarm():
     assert list(PrewarmOptions.__annotations__) == named
 
 
-def test_the_default_cache_comes_from_the_environment(tmp_path, monkeypatch):
-    default_cache.cache_clear()
-    monkeypatch.setenv("SHARDCACHE_DIR", str(tmp_path / "default"))
-    assert default_cache().dir == tmp_path / "default"
-    assert default_cache() is default_cache()
-
-
-def test_a_cache_without_any_option_says_where_it_is_and_leaves_a_tenth_of_the_disk(
-    tmp_path, caplog
-):
+def test_the_defaults_of_a_cache(tmp_path, caplog):
     caplog.set_level("INFO", "shardcache")
     config = Cache().config
     assert config.dir == tmp_path / "user" / "shardcache"
     assert (config.max_size, str(config.min_free)) == (None, "10%")
-    (said,) = caplog.messages
-    assert f"caching in {config.dir}" in said
+    (message,) = caplog.messages
+    assert f"caching in {config.dir}" in message

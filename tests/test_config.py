@@ -1,6 +1,4 @@
-"""Options: who wins, what is refused and how, and that secrets stay out of sight."""
-
-from __future__ import annotations
+"""Options: precedence of sources, refused values, and hidden secrets."""
 
 import multiprocessing
 import os
@@ -22,7 +20,7 @@ SECRET = "hUnTeR2/s@cret"
 
 
 def only(environ=None, **explicit):
-    """Arguments and environment only: no file of this machine has a say."""
+    """Load arguments and environment, but no file of this machine."""
     return load({"dir": DIR, **explicit}, environ or {}, files=[])
 
 
@@ -32,13 +30,13 @@ def a_validator(path):
 
 @pytest.fixture
 def home(tmp_path, monkeypatch):
-    """An empty home that is the working directory's parent."""
+    """An empty home directory; the working directory is below it."""
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     yield tmp_path
 
 
-# One text, the value it stands for, and one text that cannot be used.
+# A valid text, its value, and an invalid text.
 CASES: dict[str, tuple[str, object, str]] = {
     "dir": ("/tmp/x", Path("/tmp/x"), "s3://bucket/x"),
     "max_size": ("80%", Limit(percent=80), "0"),
@@ -72,7 +70,7 @@ CASES: dict[str, tuple[str, object, str]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_value_means_the_same_wherever_it_is_given_and_a_wrong_one_is_refused_there(name, home):
+def test_options_are_parsed_alike_from_every_source(name, home):
     text, value, bad = CASES[name]
     variable, files = f"SHARDCACHE_{name.upper()}", [home / "good.toml", home / "bad.toml"]
     for file, content in zip(files, (text, bad), strict=True):
@@ -94,7 +92,7 @@ def test_a_value_means_the_same_wherever_it_is_given_and_a_wrong_one_is_refused_
         assert bad in str(caught.value) and "Accepted: " in str(caught.value)
 
 
-def test_the_first_place_that_sets_an_option_wins(home):
+def test_the_first_source_wins(home):
     user = home / ".config" / "shardcache" / "config.toml"
     user.parent.mkdir(parents=True)
     (home / "stated.toml").write_text('dir = "/stated"\n')
@@ -115,25 +113,25 @@ def test_the_first_place_that_sets_an_option_wins(home):
         assert (config.attempts, config.connections, str(config.max_size)) == (2, 4, "3GB")
     assert found["attempts"] == f"file {home}/here/shardcache.toml"
     assert (found["max_size"], found["fill"]) == ("environment WDS_CACHE_SIZE", "default")
-    more = {"SHARDCACHE_MAX_SIZE": "None", "SHARDCACHE_ATTEMPTS": " "}  # cleared, and not set
+    more = {"SHARDCACHE_MAX_SIZE": "None", "SHARDCACHE_ATTEMPTS": " "}  # cleared, and ignored
     config, _ = load({}, {**environ, **more, "XDG_CONFIG_HOME": str(home / "absent")})
     assert (config.max_size, config.attempts, config.connections) == (None, 2, 32)
 
 
-def test_without_a_directory_it_is_in_the_users_cache(monkeypatch):
+def test_the_default_directory(monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
     for caches, parent in ("/scratch/me", "/scratch/me"), ("relative", "/home/me/.cache"):
         config, sources = load({"dir": None}, {"XDG_CACHE_HOME": caches}, [])
         assert (config.dir, sources["dir"]) == (Path(parent) / "shardcache", "default")
 
 
-def test_sizes_need_a_unit_in_files_too(home):
+def test_sizes_in_files_need_a_unit(home):
     file = home / "x.toml"
     for line in "max_size = 800", 'tiers = [{dir = "/ram", max_size = 800}]', 'tiers = "/ram=800"':
         file.write_text(f"timeout = 1.5\nattempts = 2\n{line}\n")
         with pytest.raises(ConfigError, match=r"800 has no unit\. Write 800GB\.$"):
             load({"dir": DIR}, {}, [file])
-    assert str(only({"WDS_CACHE_SIZE": "800"}).config.max_size) == "800B"  # WebDataset's own
+    assert str(only({"WDS_CACHE_SIZE": "800"}).config.max_size) == "800B"  # as in WebDataset
 
 
 def test_an_unknown_name_is_refused_with_the_nearest_one(home):
@@ -150,7 +148,7 @@ def test_an_unknown_name_is_refused_with_the_nearest_one(home):
         assert "Did you mean max_size?" in str(caught.value)
 
 
-def test_a_kubernetes_service_of_our_name_stops_no_job():
+def test_variables_of_a_kubernetes_service_are_ignored():
     for name in ("SERVICE_HOST", "PORT_80_TCP_ADDR", "METRICS_PORT_53_UDP_PROTO"):
         assert only({f"SHARDCACHE_{name}": "tcp://10.0.0.1:80"}).config == Config(DIR)
 
@@ -162,24 +160,19 @@ def test_a_kubernetes_service_of_our_name_stops_no_job():
         *(str(DIR), str(DIR.parent), f"{DIR}/ram", "/ram,/ram", ["s3://b/x"]),
     ],
 )
-def test_what_is_no_tier_is_refused(given):
+def test_invalid_tiers_are_refused(given):
     with pytest.raises(ConfigError):
         Config(DIR, tiers=given)
 
 
 @pytest.mark.parametrize("content", [b"attempts = \n", b"\xff"])
-def test_a_file_that_is_no_toml_is_refused_by_name(content, home):
+def test_invalid_toml_is_refused(content, home):
     Path("shardcache.toml").write_bytes(content)
     with pytest.raises(ConfigError, match=r"shardcache\.toml is not valid TOML: "):
         load({"dir": DIR}, {})
 
 
-# --- dir -----------------------------------------------------------------------------
-
-
-def test_tilde_and_variables_in_dir_are_expanded_and_it_starts_where_it_was_written(
-    home, monkeypatch
-):
+def test_dir_expands_variables_and_is_relative_to_its_source(home, monkeypatch):
     for name, value in {"HOME": "/home/me", "SCRATCH": "/scratch", "USER": "me"}.items():
         monkeypatch.setenv(name, value)
     (home / "etc").mkdir()
@@ -211,15 +204,15 @@ def test_tilde_and_variables_in_dir_are_expanded_and_it_starts_where_it_was_writ
         (None, r"Cache\(.*--dir.*SHARDCACHE_DIR=.*dir = "),
     ],
 )
-def test_a_dir_that_cannot_be_meant_is_refused(value, reason, monkeypatch):
+def test_an_invalid_dir_is_refused(value, reason, monkeypatch):
     monkeypatch.setenv("EMPTY", "")
-    monkeypatch.setenv("HOME", "~")  # as where a user has none
+    monkeypatch.setenv("HOME", "~")  # the user has no home directory
     start = "" if value is None else r"^dir \(argument\): "
     with pytest.raises(ConfigError, match=rf"{start}.*{reason}"):
         load({"dir": value}, {}, [])
 
 
-def test_a_relative_path_is_refused_in_a_working_directory_that_was_removed(home, run):
+def test_relative_paths_need_a_working_directory(home, run):
     (home / "here").rmdir()
     advice = "relative to the working directory, which was removed. Give an absolute path"
     for given in {"dir": "cache"}, {"dir": DIR, "tiers": "ram"}, {"dir": DIR, "upstreams": "nas"}:
@@ -230,9 +223,6 @@ def test_a_relative_path_is_refused_in_a_working_directory_that_was_removed(home
         for command in "ls", "run --env", "prewarm --ray s3://b/x":
             code, out, err = run(*options.split(), *command.split())
             assert (code, out) == (2, "") and advice in err
-
-
-# --- the object ----------------------------------------------------------------------
 
 
 def test_replace_validates_and_leaves_the_original_alone():
@@ -248,7 +238,7 @@ def send_secret(config, found):
     found.put(config.storage_options["secret"])
 
 
-def test_a_pickle_holds_no_secret_but_everything_else_and_a_spawned_worker_gets_it():
+def test_only_spawned_workers_get_secrets_in_a_pickle():
     options = {"key": "AK", "secret": SECRET, "profile": "p", "client_kwargs": {"verify": False}}
     config = only(
         max_size="80%", storage_options=options, validate=a_validator, endpoint_url="http://h"
@@ -268,13 +258,13 @@ def test_a_pickle_holds_no_secret_but_everything_else_and_a_spawned_worker_gets_
     assert process.exitcode == 0 and found.get() == SECRET
 
 
-def test_what_no_text_can_say_comes_from_code_or_a_table_only(home):
+def test_variables_cannot_set_tables_and_functions(home):
     file = home / "x.toml"
     file.write_text(f'[storage_options]\nsecret = "{SECRET}"\nanon = true\n')
     loaded = load({"dir": DIR}, {}, [file])
     assert dict(loaded.config.storage_options) == {"secret": SECRET, "anon": True}
-    for name, said in ("STORAGE_OPTIONS", "table in TOML"), ("VALIDATE", "function of a path"):
-        with pytest.raises(ConfigError, match=said) as caught:
+    for name, text in ("STORAGE_OPTIONS", "table in TOML"), ("VALIDATE", "function of a path"):
+        with pytest.raises(ConfigError, match=text) as caught:
             only({f"SHARDCACHE_{name}": SECRET})
         assert SECRET not in "".join(traceback.format_exception(caught.value))
 
@@ -299,7 +289,7 @@ def test_no_error_shows_a_secret(name, value):
     assert "hUnTeR2" not in "".join(traceback.format_exception(caught.value))
 
 
-def test_describe_gives_text_that_loads_to_the_same_config():
+def test_describe_round_trips():
     loaded = only(**{name: case[0] for name, case in CASES.items()})
     rows = describe(loaded)
     assert all(row.help.endswith(".") and len(row.help) < 80 for row in rows)
@@ -311,7 +301,7 @@ def test_describe_gives_text_that_loads_to_the_same_config():
 
 def test_type_checkers_know_every_option():
     real = {name: hint for name, hint in get_type_hints(Config).items() if name not in ("dir", "_")}
-    told = get_type_hints(Options, None, {"TierOption": TierOption, "Upstream": Upstream})
-    assert list(told) == list(real)
-    for name, hint in told.items():  # of several names, the same
+    typed = get_type_hints(Options, None, {"TierOption": TierOption, "Upstream": Upstream})
+    assert list(typed) == list(real)
+    for name, hint in typed.items():
         assert get_args(hint)[0] == real[name] or get_origin(real[name]) is not Literal

@@ -1,21 +1,23 @@
-"""The pages tell the truth: their code runs, generated pages are current, links lead on.
+"""Pages: their code runs, generated pages are current, and links lead to files.
 
-`tests/integrations/test_integrations_page.py` and `tests/packages` run docs/integrations.md.
+`tests/packages` runs the blocks of docs/integrations.md that need more than torch and WebDataset.
 """
 
-from __future__ import annotations
-
+import contextlib
+import io
 import json
 import os
 import re
 import sys
+import warnings
 
 import pytest
 import yaml
 
-from shardcache import config, sync
+from shardcache import config, default_cache, sync
+from shardcache.urls import _READERS
 from tests.support.storetools import crowd
-from tests.support.trainingtools import ROOT, DataSet, programs, run
+from tests.support.trainingtools import NEEDS, PAGE, ROOT, DataSet, blocks, programs, run
 
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/*.md")]
 BLOCKS = {
@@ -25,13 +27,13 @@ BLOCKS = {
     for page in PAGES
     if page.name != "integrations.md"
 }
-#: Slurm with one node, and a pip that installs nothing.
+#: Stubs for Slurm with one node, and for pip.
 STUBS = {
     "pip": '[[ "$*" == "install shardcache"* ]]',
     "srun": '[[ $1 == --ntasks=1 ]] && shift 2\nexec "$@"',
 }
 SLURM = {"SLURM_JOB_NUM_NODES": "1", "SLURM_NNODES": "1", "SLURM_NODEID": "0"}
-#: Whose job has several ranks.
+#: Pages whose job has several ranks.
 RANKS = {"docs/sync.md": 3}
 
 
@@ -55,9 +57,8 @@ def toml(text, tmp_path):
 def test_every_block_of_a_page_runs(page, s3, proxy, s3_environment, tmp_path, monkeypatch):
     def here(code):
         code = re.sub(r"(?<=[\"'=\s])/(local|nfs|home)/", rf"{tmp_path}/\1/", code)
-        return code.replace("{0000..2047}", "{0000..0003}").replace(
-            "num_workers=8", "num_workers=2"
-        )
+        code = code.replace("{0000..2047}", "{0000..0003}")
+        return code.replace("num_workers=8", "num_workers=2")
 
     s3.create_bucket("bucket")
     DataSet(s3, "bucket", proxy)
@@ -87,10 +88,37 @@ def test_every_block_of_a_page_runs(page, s3, proxy, s3_environment, tmp_path, m
             case "json":
                 assert json.loads(code)
             case _:
-                assert language == "text", "a block without its language: what is not run is text"
+                assert language == "text", "a block without a language"
 
 
-def test_everything_of_sync_is_described() -> None:
+@pytest.mark.usefixtures("s3_environment")
+@pytest.mark.parametrize("block", [b for b in blocks() if not NEEDS[b.section]], ids=str)
+def test_a_block_prints_its_output_and_downloads_each_shard_once(
+    block, s3, proxy, tmp_path, monkeypatch
+):
+    s3.create_bucket("bucket")
+    data, out = DataSet(s3, "bucket", proxy), io.StringIO()
+    monkeypatch.setenv("SHARDCACHE_DIR", str(tmp_path / "shards"))
+    monkeypatch.setenv("SHARDCACHE_MIN_FREE", "0")
+    default_cache.cache_clear()
+    with warnings.catch_warnings(), contextlib.redirect_stdout(out):
+        warnings.simplefilter("ignore")  # torch warns of forks
+        exec(compile(block.here(tmp_path), str(block), "exec"), {"__name__": "__main__"})  # noqa: S102
+    block.check(out.getvalue())
+    assert data.once()
+
+
+def test_every_section_of_integrations_is_tested():
+    assert {block.section for block in blocks()} == set(NEEDS)
+
+
+def test_integrations_lists_all_supported_commands():
+    rows = re.findall(r"^\| `(\w+) .*?` \| (.*) \|$", PAGE.read_text("utf-8"), re.MULTILINE)
+    named = {program: set(re.findall(r"`(-.+?)`", options)) for program, options in rows}
+    assert named == {name: {*reader.flags, *reader.values} for name, reader in _READERS.items()}
+
+
+def test_the_sync_page_names_every_function():
     text = (ROOT / "docs" / "sync.md").read_text("utf-8")
     assert [name for name in sync.__all__ if not re.search(rf"`{name}\b", text)] == []
 
@@ -100,7 +128,7 @@ def test_the_generated_pages_are_current():
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_what_a_page_names_within_the_repository_is_there(page):
+def test_links_of_a_page_lead_to_files(page):
     text = page.read_text("utf-8")
     links = {page.parent / link for link in re.findall(r"\]\((?!https?:)([^)#]+)", text)}
     folders = "benchmarks|docs|examples|shardcache|tests"

@@ -1,6 +1,4 @@
-"""Errors: what they say, what they are, and that they travel."""
-
-from __future__ import annotations
+"""Errors: their messages, their base classes, and pickling."""
 
 import errno
 import pickle
@@ -14,7 +12,7 @@ URL = "s3://lab/train-0000.tar"
 
 
 @pytest.mark.parametrize("cls", ALL)
-def test_an_error_survives_pickling_also_after_webdataset_added_the_url(cls):
+def test_errors_can_be_pickled(cls):
     exn = cls(f"{URL} is gone. Look again.", url=URL, waited=1.5)
     exn.args += (URL,)
     exn.__notes__ = ["seen by worker 3"]
@@ -26,7 +24,7 @@ def test_an_error_survives_pickling_also_after_webdataset_added_the_url(cls):
     assert isinstance(exn, OSError) is (getattr(found, "errno", None) in errno.errorcode)
 
 
-def test_an_error_is_also_what_a_caller_would_catch_without_knowing_it():
+def test_errors_are_builtin_exceptions_too():
     for cls, builtin in {
         errors.ConfigError: ValueError,
         errors.ShardNotFoundError: FileNotFoundError,
@@ -35,7 +33,6 @@ def test_an_error_is_also_what_a_caller_would_catch_without_knowing_it():
         errors.CacheFullError: OSError,
     }.items():
         assert issubclass(cls, builtin)
-    # It must not be taken for a fault of the local disk and streamed around.
-    assert not any(
-        issubclass(cls, OSError) for cls in (errors.IntegrityError, errors.TransferError)
-    )
+    # The cache must not take them for a fault of the local disk, and stream the shard.
+    for cls in (errors.IntegrityError, errors.TransferError):
+        assert not issubclass(cls, OSError)

@@ -1,6 +1,4 @@
-"""The examples run as they stand: alone, under torchrun, from Slurm's batch file."""
-
-from __future__ import annotations
+"""The examples run unchanged: alone, under torchrun, and as a batch file of Slurm."""
 
 import re
 import subprocess
@@ -15,9 +13,9 @@ from tests.support.trainingtools import EXAMPLES, ROOT, DataSet, programs, run
 
 SHARDS, MEMBERS = 8, 6
 
-#: What Slurm's programs do on an allocation of one node, no more.
+#: Stubs for Slurm's programs, for an allocation of one node.
 SRUN = '[[ $1 == --ntasks-per-node=1 ]] && shift\necho "srun: $1 $2" >&2\nexec "$@"'
-#: Its training loop alone; torchrun itself runs in the other one.
+#: A stub for torchrun with one process; the batch file runs torchrun itself.
 ALONE = '[[ "${*:1:3}" == "--standalone --nproc-per-node 1" ]] && exec python "${@:4}"'
 SCONTROL = '[[ "$*" == "show hostnames node[1]" ]] && echo localhost'
 NODE = {
@@ -27,8 +25,7 @@ NODE = {
     "SLURM_JOB_NODELIST": "node[1]",
     "PORT": "0",
 }
-#: Of a script: the programs it calls, its variables, its ranks, the workers of each, which are
-#: spawned, how many opens are hits, and what is to be seen.
+#: By script: stubs of programs, variables, ranks, workers per rank, hits, and lines of stderr.
 RUNS = {
     "torchrun.sh": (
         *({"torchrun": ALONE, "shardcache": "exit 3"}, {}, 1, 1, SHARDS),
@@ -42,9 +39,7 @@ RUNS = {
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_a_script_is_what_bash_takes_and_prewarms_and_trains(
-    name, s3, bucket, s3_environment, proxy, tmp_path
-):
+def test_a_script_prewarms_and_trains(name, s3, bucket, s3_environment, proxy, tmp_path):
     for command in (["bash", "-n"], [str(Path(sys.executable).with_name("shellcheck"))]):
         done = subprocess.run([*command, str(EXAMPLES / name)], capture_output=True, text=True)
         assert done.returncode == 0, done.stdout + done.stderr
@@ -57,13 +52,12 @@ def test_a_script_is_what_bash_takes_and_prewarms_and_trains(
     seen = done.stderr.splitlines()
     assert [line for line in seen if line.startswith(("srun: ", "prewarming "))] == expected
     assert "same order" not in done.stderr
-    said = re.findall(r"epoch ([12]): rank (\d) read \d+ samples, loss \d", done.stdout)
-    assert {*said} == {*product("12", map(str, range(ranks)))}
+    epochs = re.findall(r"epoch ([12]): rank (\d) read \d+ samples, loss \d", done.stdout)
+    assert {*epochs} == {*product("12", map(str, range(ranks)))}
     lines = [line.split() for line in listed.read_text().splitlines()]
     for epoch in "12":
         assert data.complete(key for found, key in lines if found == epoch)
     assert data.once()
     with Cache(tmp_path / "cache") as cache:
         assert cache.stats().hits == hits
-        # Each rank had shards of its own.
         assert ranks == 1 or {0, 1} <= {each.rank for each in cache.samples() if each.counters}

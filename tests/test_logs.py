@@ -1,6 +1,4 @@
-"""The log: who says what, at which level, with which fields."""
-
-from __future__ import annotations
+"""Log records: their events, levels and fields, as docs/observing.md documents them."""
 
 import logging
 import os
@@ -25,7 +23,7 @@ PAGE = (HERE / "docs" / "observing.md").read_text()
 URL = "s3://lab/a.tar"
 DATA = make_tar(1)
 MakeCache = Callable[..., Cache]
-#: What every record has.
+#: Attributes of every record.
 _PLAIN = set(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
 
@@ -40,7 +38,7 @@ def fields(record):
 
 
 def documented(event):
-    """Fields and levels of an event, as the page says."""
+    """Return the documented fields and levels of an event."""
     for row in PAGE.splitlines():
         cells = [cell.strip() for cell in row.strip("|").split("|")]
         if len(cells) == 3 and f"`{event}`" in cells[0]:
@@ -57,7 +55,7 @@ def only(log, event):
     return found
 
 
-def test_a_miss_and_a_hit_say_what_they_are(make_cache, origin, log):
+def test_log_records_of_a_miss_and_a_hit(make_cache, origin, log):
     origin.objects[URL] = DATA
     cache = make_cache()
     for _ in range(2):
@@ -68,39 +66,36 @@ def test_a_miss_and_a_hit_say_what_they_are(make_cache, origin, log):
     assert [one.levelname for one in log.records if one.levelno >= logging.INFO] == ["INFO"]
 
 
-def test_who_waits_says_for_whom(make_cache, origin, clock, log):
+def test_log_record_of_a_wait(make_cache, origin, clock, log):
     origin.objects[URL] = DATA
     cache = make_cache(fill="complete")
     lock = held_elsewhere(cache, URL, clock.now)
     clock.on_sleep.append(lambda: lock.release() if clock.elapsed > 15 else None)
     cache.open(URL).read()
-    told = fields(only(log, "waiting"))
+    found = fields(only(log, "waiting"))
     wanted = {"shard": URL, "holder_pid": 4711, "holder_host": "node-7", "holder_rank": 3}
-    assert wanted.items() <= told.items() and told["written"] is told["size"] is None
-    assert 10 <= told["seconds"] < 12
+    assert wanted.items() <= found.items() and found["written"] is found["size"] is None
+    assert 10 <= found["seconds"] < 12
 
 
-def test_what_is_tried_again_evicted_or_streamed_says_so(make_cache, origin, log, tmp_path):
+def test_log_records_of_a_retry_a_stream_and_an_eviction(make_cache, origin, log, tmp_path):
     origin.objects.update({URL: DATA, "s3://lab/big.tar": make_tar(2, members=9)})
     origin.faults.append(Fault(after=None, error=TransientError("busy")))
     cache = make_cache(max_size=room(tmp_path, len(DATA)))
     cache.open(URL).read()
     assert fields(only(log, "retry")) == {"event": "retry", "shard": URL, "attempt": 1}
     cache.open("s3://lab/big.tar").read()
-    told = fields(only(log, "streamed"))
-    assert told == {"event": "streamed", "shard": "s3://lab/big.tar", "reason": "CacheFullError"}
+    streamed = {"event": "streamed", "shard": "s3://lab/big.tar", "reason": "CacheFullError"}
+    assert fields(only(log, "streamed")) == streamed
     cache.clean(everything=True)
-    told = fields(only(log, "evicted"))
-    assert told["key"] == cache.parse(URL).key
-    assert (told["bytes"], told["reason"]) == (len(DATA), "all")
+    evicted = {"key": cache.parse(URL).key, "bytes": len(DATA), "reason": "all"}
+    assert evicted.items() <= fields(only(log, "evicted")).items()
 
 
 @pytest.mark.locks_work
 @pytest.mark.parametrize("ranks", [False, True])
-def test_one_process_of_a_job_says_that_shards_are_streamed_and_the_last_how_many(
-    tmp_path, log, ranks
-):
-    """Workers that were forked with the cache, or ranks that make their own."""
+def test_a_job_logs_streamed_shards_once(tmp_path, log, ranks):
+    """Workers are forked with the cache; ranks make their own."""
     shop = Shop(tmp_path, 4)
     options = {"dir": shop.path, "cache_local": True, "min_free": 0, "max_size": shop.room(1)}
 
@@ -119,27 +114,25 @@ def test_one_process_of_a_job_says_that_shards_are_streamed_and_the_last_how_man
     with Cache(**options) as cache:
         cache.fetch(shop.urls[0])
         if ranks:
-            cache.close()  # it is of another job
+            cache.close()  # belongs to another job
         with crowd(3, work) as children:
             for child in children:
                 child.hear()
             for child in children:
                 child.tell()
-            told = [one for child in children for one in child.hear()]
+            logged = [one for child in children for one in child.hear()]
         log.clear()
-    told += [(one.levelname, one.getMessage()) for one in log.records]
-    (warning,) = [text for level, text in told if level == "WARNING"]
-    assert (
-        f"{shop.path} is full (max_size {exact_bytes(shop.room(1))}" in warning
-        and "Raise max_size" in warning
-    )
-    (count,) = [text for _, text in told if "this job streamed" in text]
+    logged += [(one.levelname, one.getMessage()) for one in log.records]
+    (warning,) = [text for level, text in logged if level == "WARNING"]
+    assert f"{shop.path} is full (max_size {exact_bytes(shop.room(1))}" in warning
+    assert "Raise max_size" in warning
+    (count,) = [text for _, text in logged if "this job streamed" in text]
     assert f"9 shards without room, {format_bytes(9 * shop.size)}" in count
-    ended = [text for _, text in told if "this process had" in text]
+    ended = [text for _, text in logged if "this process had" in text]
     assert len(ended) == 3 and all("4 opens, 25.00% hits, 3 streamed" in text for text in ended)
 
 
-def test_a_job_that_was_killed_leaves_no_note(tmp_path):
+def test_a_killed_job_leaves_no_note(tmp_path):
     shop = Shop(tmp_path, 2)
     options = {"cache_local": True, "min_free": 0, "max_size": shop.room(1)}
 

@@ -1,6 +1,4 @@
-"""Many processes on one node against a real server: economy, death, isolation, containers."""
-
-from __future__ import annotations
+"""Many processes on one node with a real server: economy, killed processes and containers."""
 
 import contextlib
 import functools
@@ -43,12 +41,12 @@ def partials(root):
 
 
 def written(root):
-    """Bytes written by the fetch in flight, if there is one."""
+    """Return the bytes that the running download has written."""
     return max((p.written for path in partials(root) if (p := read_progress(path))), default=0)
 
 
 def reader(parent, root, url, **options):
-    """A process that reads a shard when it is told to."""
+    """Read a shard when the parent sends a message."""
     with Cache(root, min_free=0, **options) as cache:
         parent.hear()
         with cache.open(url) as stream:
@@ -66,7 +64,7 @@ def test_eight_processes_and_four_cold_shards_cost_four_object_fetches(s3, bucke
     def read_all(parent, number):
         with Cache(root, min_free=0) as cache:
             found = [cache.open(f"s3://{path}").read() for path in shards]
-        parent.say(found == list(shards.values()))  # and has counted all
+        parent.say(found == list(shards.values()))
 
     with crowd(8, read_all) as children:
         assert all(child.hear() for child in children)
@@ -74,7 +72,7 @@ def test_eight_processes_and_four_cold_shards_cost_four_object_fetches(s3, bucke
     assert {path: t.object_fetches for path, t in traffic.items()} == dict.fromkeys(shards, 1)
     received = sum(t.body_bytes for t in traffic.values())
     assert received == sum(map(len, shards.values()))
-    found = Cache(root).stats()  # tell the same
+    found = Cache(root).stats()
     assert (found.opens, found.misses, found.fetches, found.failed) == (32, 4, 4, 0)
     assert found.hits + found.coalesced == 28
     assert (found.bytes_origin, found.bytes_opened) == (received, 8 * received)
@@ -83,16 +81,16 @@ def test_eight_processes_and_four_cold_shards_cost_four_object_fetches(s3, bucke
 
 
 @pytest.mark.locks_work
-def test_killing_the_fetching_process_half_way_costs_the_others_little(url, proxy, root):
+def test_others_resume_the_download_of_a_killed_process(url, proxy, root):
     with contextlib.ExitStack() as stack:
         victim, *others = (stack.enter_context(forked(reader, root, url)) for _ in range(4))
-        proxy.pause(len(SHARD) // 4)  # of each part: half-way through both
+        proxy.pause(len(SHARD) // 4)  # in each of two parts
         victim.tell()
         wait_until(lambda: written(root) >= len(SHARD) // 2 - 4 * BLOCK)
         for other in others:
             other.tell()
         sessions = Layout.of_root(root).sessions
-        wait_until(lambda: len(list(sessions.glob("*.wait"))) == 3)  # for the holder
+        wait_until(lambda: len(list(sessions.glob("*.wait"))) == 3)
         victim.kill()
         proxy.resume()
         assert [other.hear() for other in others] == [STORED] * 3
@@ -102,13 +100,11 @@ def test_killing_the_fetching_process_half_way_costs_the_others_little(url, prox
 
 @pytest.mark.locks_work
 @pytest.mark.parametrize(("max_size", "requests"), [("10GB", 2), ("1MB", 1)])
-def test_a_process_that_hangs_has_counted_what_it_read_and_who_waits_for_it_has_no_miss(
-    url, proxy, root, max_size, requests
-):
+def test_a_hanging_process_counts_its_bytes(url, proxy, root, max_size, requests):
     def sent():
         return sum(traffic.body_bytes for traffic in proxy.summary().values())
 
-    proxy.pause(2 * BLOCK)  # of each part, or of the stream
+    proxy.pause(2 * BLOCK)  # in each part, or in the stream
     other = functools.partial(reader, max_size=max_size)
     with forked(other, root, url) as child, Cache(root, min_free=0) as cache:
         child.tell()
@@ -118,7 +114,7 @@ def test_a_process_that_hangs_has_counted_what_it_read_and_who_waits_for_it_has_
             assert (cache.stats().coalesced, cache.stats().misses) == (1, 0)
 
 
-def test_a_stopped_holder_is_passed_by_and_does_no_harm_when_it_wakes(url, proxy, root):
+def test_a_stopped_holder_is_passed_by_and_wakes_harmlessly(url, proxy, root):
     impatient = functools.partial(reader, stale_after=1)
     with forked(reader, root, url) as holder, forked(impatient, root, url) as other:
         proxy.pause(len(SHARD) // 4)
@@ -134,9 +130,7 @@ def test_a_stopped_holder_is_passed_by_and_does_no_harm_when_it_wakes(url, proxy
     assert partials(root) == []
 
 
-# -- containers, whose process ids and host names mean nothing to one another -------------
-
-#: As a container runtime starts its init: the reader gets the pid 2 in every one of them.
+#: Starts a container, in which the reader gets the pid 2.
 CONTAINER = ("unshare", "--pid", "--fork", "--mount-proc", "--kill-child")
 READER = """
 import hashlib, os, sys
@@ -170,4 +164,4 @@ def test_containers_with_equal_pids_share_one_fetch(url, root, proxy):
         assert [reader.stdout.readline() for reader in readers] == [stored] * 4
         assert sum(t.object_fetches for t in proxy.summary().values()) == 1
         sessions = list((root / "v1/sessions").glob("*.session"))
-        assert len(sessions) == 4  # and nobody took another's for its own
+        assert len(sessions) == 4

@@ -1,6 +1,4 @@
-"""Ranks as each launcher states them, alone and inside one another."""
-
-from __future__ import annotations
+"""Ranks as each launcher states them, alone and nested."""
 
 import os
 import re
@@ -17,7 +15,7 @@ MPIRUN = (
     "OMPI_COMM_WORLD_LOCAL_SIZE=4 PMIX_NAMESPACE=ns-1"
 )
 HYDRA = "PMI_RANK=6 PMI_SIZE=8 MPI_LOCALRANKID=2 MPI_LOCALNRANKS=4"
-#: What a batch script sees before any srun: rank 0 of the tasks it asked for.
+#: The variables of a batch script before any srun: rank 0 of the tasks that it requested.
 BATCH = "SLURM_JOB_ID=9 SLURM_PROCID=0 SLURM_NTASKS=8 SLURM_LOCALID=0"
 BY_HAND = "SHARDCACHE_RANK=9 SHARDCACHE_JOB=mine"
 
@@ -26,19 +24,16 @@ def env(text):
     return dict(word.split("=") for word in text.split())
 
 
-#: Variables, of which the last counts, and what they say.
+#: Variables, of which the last one of a name counts, and the ranks that they state.
 MIXED = {
-    "nobody": ("", Ranks(0, 1, None, None, "none")),
+    "no launcher": ("", Ranks(0, 1, None, None, "none")),
     "torchrun": (f"{TORCH} LOCAL_WORLD_SIZE=8", Ranks(11, 16, 3, "run-7", "torch", 8)),
     "Slurm": (f"{SLURM} SLURM_NTASKS_PER_NODE=4", Ranks(5, 8, 1, "9", "slurm", 4)),
     "torchrun under srun": (f"{SLURM} {TORCH}", Ranks(11, 16, 3, "run-7", "torch")),
-    "mpirun in Slurm, by a daemon": (
-        f"{SLURM} {MPIRUN}",
-        Ranks(6, 8, 2, "ns-1", "openmpi", 4),
-    ),
+    "mpirun in Slurm, by a daemon": (f"{SLURM} {MPIRUN}", Ranks(6, 8, 2, "ns-1", "openmpi", 4)),
     "Hydra in Slurm": (f"{SLURM} {HYDRA}", Ranks(6, 8, 2, "9", "pmi", 4)),
     "torchrun under mpirun": (f"{MPIRUN} {TORCH}", Ranks(11, 16, 3, "run-7", "torch")),
-    # Every torchrun without --rdzv-id says "none": two jobs would share one namespace.
+    # Without --rdzv-id, every torchrun sets "none": two jobs would share a namespace.
     "no id": (f"{TORCH} TORCHELASTIC_RUN_ID=none", Ranks(11, 16, 3, None, "torch")),
     "no id but Slurm's": (
         f"{TORCH} TORCHELASTIC_RUN_ID=none SLURM_JOB_ID=9",
@@ -58,14 +53,14 @@ MIXED = {
 
 
 @pytest.mark.parametrize("case", MIXED)
-def test_launchers_are_understood_alone_and_inside_one_another(case, monkeypatch):
+def test_launchers_alone_and_nested(case, monkeypatch):
     text, expected = MIXED[case]
     assert detect(env(text)) == expected
     monkeypatch.setattr(os, "environ", env(text))
     assert detect() == expected
 
 
-def test_empty_variables_say_nothing():
+def test_empty_variables_are_ignored():
     assert detect(dict.fromkeys(env(f"{TORCH} {SLURM} {BY_HAND}"), " ")) == Ranks()
 
 
@@ -77,7 +72,7 @@ NUMBERS = {
 
 
 @pytest.mark.parametrize("variable", NUMBERS)
-def test_a_malformed_number_is_refused_by_name(variable):
+def test_a_malformed_number_is_refused(variable):
     for value in ("-1", "3.0", "zero", "1_0", "+1", "9" * 5000):
         with pytest.raises(ConfigError, match=rf"^{variable}=.*whole number") as caught:
             detect({**env(NUMBERS[variable]), variable: value})

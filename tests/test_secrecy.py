@@ -1,6 +1,4 @@
-"""One canary through everything: no credential is logged, raised, shown, pickled or stored."""
-
-from __future__ import annotations
+"""A canary as credential: it is never logged, raised, shown, pickled or stored."""
 
 import contextlib
 import functools
@@ -26,7 +24,7 @@ SHARD = make_tar(3)
 
 
 class Watch:
-    """Everything that a run lets be seen."""
+    """Collects all text that a test can see."""
 
     def __init__(self, caplog, root):
         self.caplog, self.root = caplog, root
@@ -36,22 +34,21 @@ class Watch:
         return Cache(self.root, min_free=0, attempts=1, patience=0, **options)
 
     def read(self, cache, url):
-        """Open and read a shard; what it raises is looked at from all sides."""
+        """Read a shard in three ways; collects results and errors."""
         self.show(cache, url)
-        ways = [
+        failed = False
+        for read in (
             lambda: [sample["stream"] for sample in url_opener([{"url": url}], cache=cache)],
             lambda: self.stream(cache, url),
             lambda: cache.fetch(url),
-        ]
-        errors = []
-        for way in ways:
+        ):
             try:
-                self.seen.append(repr(way()))
+                self.seen.append(repr(read()))
             except (ShardCacheError, OSError) as exn:
-                errors.append(exn)
+                failed = True
                 self.error(exn)
                 logging.getLogger("shardcache.test").error("failed", exc_info=exn)
-        self.failures += bool(errors)
+        self.failures += failed
 
     def stream(self, cache, url):
         with cache.open(url) as stream:
@@ -59,7 +56,7 @@ class Watch:
             stream.read()
 
     def error(self, exn):
-        """An error, those that led to it, and all that hangs on them."""
+        """Collect an error, its causes, and their attributes."""
         self.seen += traceback.format_exception(exn)
         with contextlib.suppress(TypeError, AttributeError, pickle.PicklingError):
             self.seen.append(pickle.dumps(exn).decode("latin-1"))
@@ -68,7 +65,7 @@ class Watch:
             exn = exn.__cause__ or exn.__context__
 
     def show(self, cache, url):
-        """Everything that stands for the cache or the shard, as text and as a pickle."""
+        """Collect all objects that describe the cache or the shard, as text and as a pickle."""
         loaded = Loaded(cache.config, dict.fromkeys(FIELDS, "x"))
         things = [cache, loaded, describe(loaded), cache.config.storage_options]
         things.append(functools.partial(url_opener, cache=cache))
@@ -78,7 +75,7 @@ class Watch:
         self.seen += [repr(things), pickled.decode("latin-1"), repr(pickle.loads(pickled))]
 
     def disk(self):
-        """Every name below the root, and what is in every file but the shards."""
+        """Collect every path below the root, and the content of all files except shards."""
         for path in self.root.rglob("*"):
             self.seen.append(str(path))
             with contextlib.suppress(OSError):
@@ -86,7 +83,7 @@ class Watch:
                     self.seen.append(path.read_bytes().decode("latin-1"))
 
     def command(self, *arguments):
-        """All output of a run of the command line."""
+        """Run the command line, and collect its output; returns the exit code."""
         text = io.StringIO()
         with contextlib.redirect_stdout(text), contextlib.redirect_stderr(text):
             code = main(["--dir", str(self.root), *arguments])
@@ -95,7 +92,7 @@ class Watch:
 
     def assert_clean(self):
         for record in self.caplog.records:
-            # At DEBUG botocore shows requests as they are sent; that is its to change.
+            # At DEBUG, botocore logs requests with their credentials.
             if not record.name.startswith("botocore") or record.levelno > logging.DEBUG:
                 self.seen += [record.getMessage(), record.exc_text or "", repr(record.args)]
         self.disk()
@@ -107,7 +104,7 @@ FIELDS = list(load({"dir": "/"}, {}, []).sources)
 
 @pytest.fixture
 def watch(caplog, tmp_path, monkeypatch):
-    """Each of these tests ends with a look at all that it let be seen."""
+    """Collect all visible text, and check it at the end of the test."""
     for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"):
         monkeypatch.delenv(name, raising=False)
     caplog.set_level(logging.DEBUG)
@@ -123,14 +120,14 @@ def whole(head):
 
 
 def echo(head: str) -> str:
-    """Most of a request, on one line."""
+    """Return the beginning of a request, as one line."""
     return " ".join(head.split())[:900]
 
 
 def echoed_version(head: str) -> bytes:
-    """A server that makes its validators of what it was sent."""
-    said = echo(head)
-    return whole(head).replace(b'ETag: "v1"', f'ETag: "{said}"\r\nLast-Modified: {said}'.encode())
+    """Return a response whose validators contain the request."""
+    text = echo(head)
+    return whole(head).replace(b'ETag: "v1"', f'ETag: "{text}"\r\nLast-Modified: {text}'.encode())
 
 
 def echoed_error(head: str) -> bytes:
@@ -169,7 +166,7 @@ WEB = (
 )
 
 
-#: Every answer to two of them, some to the others.
+#: Every response for two of them, some responses for the others.
 SIGNED = [(url, answered) for url in (WEB[0], WEB[4]) for answered in ANSWERS]
 SIGNED += [(url, answered) for url in WEB for answered in ("whole", "denied", "no head")]
 
@@ -177,7 +174,7 @@ SIGNED += [(url, answered) for url in WEB for answered in ("whole", "denied", "n
 @pytest.mark.parametrize(("url", "answered"), dict.fromkeys(SIGNED))
 def test_signed_urls(watch, serve, url, answered):
     def answer(head):
-        watch.disk()  # while a fetch is in flight: its partial, its lock's record
+        watch.disk()  # during the download: the partial, and the record in the lock
         return ANSWERS[answered](head)
 
     server = serve(answer)
@@ -191,7 +188,7 @@ def test_signed_urls(watch, serve, url, answered):
 
 @pytest.fixture
 def two(serve):
-    """A server, and the URLs of two shards that only a token tells apart."""
+    """A server, and the URLs of two shards that differ in a token only."""
     tokens = [f"token={CANARY}{number}" for number in range(2)]
 
     def answered(head):
@@ -202,7 +199,7 @@ def two(serve):
     return server, [f"{server.url}/a.tar?{token}" for token in tokens]
 
 
-def test_a_token_tells_two_shards_apart_and_a_signature_does_not(watch, two):
+def test_tokens_distinguish_shards_and_signatures_do_not(watch, two):
     server, urls = two
     place = server.url.removeprefix("http://")
     signed = [WEB[0].format(place=place, canary=f"{CANARY}{number}") for number in range(2)]
@@ -214,7 +211,7 @@ def test_a_token_tells_two_shards_apart_and_a_signature_does_not(watch, two):
     assert len([head for head in server.heads if head.startswith("GET")]) == 3
 
 
-def test_the_shown_name_of_a_secret_url_is_one_shard_that_no_origin_is_asked_for(watch, two):
+def test_a_masked_url_names_a_shard_but_cannot_download_it(watch, two):
     server, urls = two
     with watch.cache() as cache:
         for url in urls:
@@ -234,9 +231,9 @@ def test_the_shown_name_of_a_secret_url_is_one_shard_that_no_origin_is_asked_for
         assert urls[1] not in cache and len(server.heads) == requests
 
 
-#: Every answer to one of them, some to the others.
+#: Every response for one of them, some responses for the others.
 STATED = [("options", answered) for answered in ANSWERS]
-STATED += [(where, said) for where in ("environment", "profile") for said in ("whole", "denied")]
+STATED += [(where, name) for where in ("environment", "profile") for name in ("whole", "denied")]
 
 
 @pytest.mark.parametrize(("where", "answered"), STATED)
@@ -307,7 +304,7 @@ def test_the_command_line(watch, serve, tmp_path, monkeypatch, options):
         assert watch.command(*options, *arguments) == expected, arguments
 
 
-def test_a_file_of_options_that_is_broken(watch, tmp_path, monkeypatch):
+def test_a_broken_config_file(watch, tmp_path, monkeypatch):
     monkeypatch.setenv("SHARDCACHE_CONFIG", str(tmp_path / "x.toml"))
     for text in (
         f"[storage_options]\nsecret = {CANARY}\n",
@@ -323,7 +320,7 @@ def test_a_file_of_options_that_is_broken(watch, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("error", [OSError, ValueError, FileNotFoundError])
-def test_filesystems_that_name_whole_urls(watch, monkeypatch, error):
+def test_filesystems_whose_errors_state_urls(watch, monkeypatch, error):
     def fail(*arguments, **options):
         raise error(f"404, url='https://account/a.tar?sig={CANARY}'")
 
@@ -337,7 +334,7 @@ def test_filesystems_that_name_whole_urls(watch, monkeypatch, error):
     [f'-H "Authorization: Bearer {CANARY}"', f"'https://x.invalid/a?X-Amz-Signature={CANARY}'"],
 )
 @pytest.mark.parametrize("end", ["cat {shard}", "exit 3", "exec >&-; sleep 9"])
-def test_commands(watch, tmp_path, secret, end):
+def test_pipe_commands(watch, tmp_path, secret, end):
     (tmp_path / "a.bin").write_bytes(SHARD)
     cache = watch.cache(timeout=1, allow_schemes=["pipe"])
     watch.read(cache, f"pipe:true curl {secret}; {end.format(shard=tmp_path / 'a.bin')}")

@@ -1,6 +1,4 @@
-"""Sizes, durations and limits: what is read, what is refused, what survives a round trip."""
-
-from __future__ import annotations
+"""Sizes, durations and limits: parsing, refusals, formats and round trips."""
 
 import math
 from collections.abc import Callable
@@ -66,14 +64,14 @@ REFUSED: dict[Callable[..., Any], list[Any]] = {
 
 
 @pytest.mark.parametrize("parse", READ)
-def test_text_reads_as_what_it_says(parse):
+def test_valid_text_is_parsed(parse):
     for text, value in READ[parse].items():
         found = parse(text)
         assert (found, type(found)) == (value, type(value)), text
 
 
 @pytest.mark.parametrize("parse", REFUSED)
-def test_what_means_nothing_is_refused_with_what_is_accepted(parse):
+def test_invalid_values_are_refused(parse):
     for value in REFUSED[parse]:
         with pytest.raises(ConfigError, match=r"is not .*\. Accepted: ") as caught:
             parse(value)
@@ -88,7 +86,7 @@ def test_what_means_nothing_is_refused_with_what_is_accepted(parse):
         ("1234567", "1234567 has no unit. Write 1234567B."),
     ],
 )
-def test_a_size_without_a_unit_is_refused(text: str, message: str) -> None:
+def test_a_size_without_a_unit_is_refused(text, message):
     for parse in units.parse_bytes, units.parse_limit:
         with pytest.raises(ConfigError) as caught:
             parse(text)
@@ -96,18 +94,18 @@ def test_a_size_without_a_unit_is_refused(text: str, message: str) -> None:
 
 
 @pytest.mark.parametrize("show", SHOWN)
-def test_values_are_shown_rounded_and_carry_into_the_next_unit(show):
+def test_values_are_rounded_and_carry_into_the_next_unit(show):
     assert {value: show(value) for value in SHOWN[show]} == SHOWN[show]
 
 
 @given(st.integers(0, units.MAX_BYTES), st.floats(0, units.MAX_SECONDS), st.floats(0, 100))
-def test_exact_text_reads_as_the_very_same_value(size, seconds, share):
+def test_exact_text_round_trips(size, seconds, share):
     assert units.parse_bytes(units.exact_bytes(size)) == size
     assert units.parse_duration(units.exact_duration(seconds)) == seconds
     for limit in (Limit(bytes=size), Limit(percent=share)):
         assert units.parse_limit(str(limit)) == limit
 
 
-def test_a_limit_is_a_size_or_a_part_of_a_total():
+def test_limits_are_sizes_or_percentages():
     assert Limit(bytes=7).of(0) == 7
     assert [Limit(percent=p).of(1000) for p in (0, 5, 10.1, 100)] == [0, 50, 101, 1000]

@@ -1,6 +1,4 @@
-"""Identity of URLs: no two objects share a key, no signature splits one, no secret is shown."""
-
-from __future__ import annotations
+"""URLs: two objects have two keys, signatures are not part of a key, and secrets are hidden."""
 
 import os
 import pickle
@@ -19,18 +17,15 @@ from shardcache.urls import SIDE_FILES, parse_url, redact
 
 CANARY = "cAnArY0123456789"
 
-#: Everything that is special somewhere, and letters that spell no credential.
+#: All special characters, and letters that form no credential.
 names = st.text("aAb01 .-_/%?#&=+:;,~@[]()'\u00e9e\u0301\u4e2d", min_size=1, max_size=12).filter(
     lambda name: "::" not in name
-)  # that would be a chain
+)  # "::" would be a chain
 hosts = st.from_regex(r"[a-z][a-z0-9-]{1,8}(\.[a-z]{2,3})?", fullmatch=True)
 
 
 def key_of(url, **options):
     return parse_url(url, **options).key
-
-
-# -- two objects, two keys -----------------------------------------------------
 
 
 schemes = st.sampled_from(["s3", "gs", "hf"])
@@ -46,9 +41,9 @@ def test_two_objects_of_bucket_stores_never_share_a_key(objects):
 @given(st.sets(st.tuples(hosts, names, names), min_size=2, max_size=6))
 def test_two_resources_of_the_web_never_share_a_key(resources):
     urls = [f"https://{host}/{path.replace('?', '')}?{query}" for host, path, query in resources]
-    asked = {url: url.partition("#")[0] for url in urls}  # what a client asks for
-    keys = {(sent, key_of(url)) for url, sent in asked.items()}
-    assert len(keys) == len(set(asked.values())) == len({key for _, key in keys})
+    requested = {url: url.partition("#")[0] for url in urls}
+    keys = {(sent, key_of(url)) for url, sent in requested.items()}
+    assert len(keys) == len(set(requested.values())) == len({key for _, key in keys})
 
 
 @pytest.mark.parametrize(
@@ -57,7 +52,7 @@ def test_two_resources_of_the_web_never_share_a_key(resources):
         ("s3://b/\u00e9.tar", "s3://b/e\u0301.tar"),  # composed and decomposed
         ("s3://b/a%2Fb.tar", "s3://b/a/b.tar"),
         ("s3://b/x/../b.tar", "s3://b/b.tar"),
-        ("/data/link/../b.tar", "/data/b.tar"),  # behind a link, .. is elsewhere
+        ("/data/link/../b.tar", "/data/b.tar"),  # .. follows symbolic links
         ("az://box-a@account/k.tar", "az://box-b@account/k.tar"),
         ("s3://b/k?", "s3://b/k"),
         ("https://h/k?a&&b", "https://h/k?a&b"),
@@ -66,13 +61,13 @@ def test_two_resources_of_the_web_never_share_a_key(resources):
         ("https://h/k", "https://h:444/k"),
         ("s3://b/k?versionId=1", "s3://b/k?versionId=2"),
         ("pipe:cat /k;1", "pipe:cat /k;2"),
-        # In a bucket, all of it is the object's name.
+        # In a bucket, the query is part of the object's name.
         ("s3://b/k.tar?token=1", "s3://b/k.tar"),
         ("s3://b/k.tar?sig=x", "s3://b/k.tar"),
         ("s3://b/k?sig=x?token=1&versionId=1", "s3://b/k?versionId=1"),
         (f"s3://b/k?{SIGV4}", "s3://b/k"),
         (f"gs://b/k?{SIGV4}", "gs://b/k"),
-        # On the web, only complete signatures are credentials and nothing else.
+        # On the web, only complete signatures are not part of the key.
         ("https://h/k?token=AAA", "https://h/k?token=BBB"),
         ("https://h/k?token=AAA", "https://h/k"),
         ("https://h/k?sig=x", "https://h/k"),
@@ -86,29 +81,22 @@ def test_two_resources_of_the_web_never_share_a_key(resources):
         ),
     ],
 )
-def test_what_looks_alike_is_two_objects(one, other):
+def test_similar_urls_have_different_keys(one, other):
     assert key_of(one, allow_schemes=["pipe"]) != key_of(other, allow_schemes=["pipe"])
 
 
-def test_one_bucket_name_on_two_endpoints_is_two_objects():
+def test_endpoints_are_part_of_the_key():
     url = "s3://lab/a.tar"
     endpoints = [None, "http://minio:9000", "http://minio:9001", "https://ceph", "https://ceph/s3"]
     endpoints += [
-        "https://s3.cn-north-1.amazonaws.com.cn",
-        "https://s3.eusc-de-east-1.amazonaws.eu",
+        f"https://s3.{p}" for p in ("cn-north-1.amazonaws.com.cn", "eusc-de-east-1.amazonaws.eu")
     ]
-    endpoints += [
-        f"https://s3.{region}.amazonaws.com" for region in ("us-gov-west-1", "us-iso-east-1")
-    ]
-    endpoints += [
-        f"https://s3.{region}.amazonaws.com" for region in ("us-isob-east-1", "eu-isoe-west-1")
-    ]
+    regions = ("us-gov-west-1", "us-iso-east-1", "us-isob-east-1", "eu-isoe-west-1")
+    endpoints += [f"https://s3.{region}.amazonaws.com" for region in regions]
     assert len({key_of(url, endpoint=endpoint) for endpoint in endpoints}) == len(endpoints)
     assert parse_url(url, endpoint="http://minio:9000").canonical == url
     assert key_of("gs://b/k", endpoint="http://minio:9000") == key_of("gs://b/k")
 
-
-# -- one object, one key -------------------------------------------------------
 
 _HEX = st.text("0123456789abcdef", min_size=4, max_size=16).map(lambda text: CANARY + text)
 _BASE64 = _HEX.map(lambda text: quote(text + "+/=", safe=""))
@@ -126,7 +114,7 @@ SIGNATURES = [
     "OSSAccessKeyId Expires Signature security-token",
     "q-sign-algorithm q-ak q-sign-time q-signature x-cos-security-token",
 ]
-#: Parts of a signature that give nothing away.
+#: Parts of a signature that are no secrets.
 HARMLESS = {"Expires", "X-Amz-Algorithm", "X-Goog-Algorithm", "sv", "se", "sr", "sp", "si", "xip"}
 PLAIN = [
     "https://h.example/dir/a.tar",
@@ -137,7 +125,7 @@ PLAIN = [
 
 @settings(max_examples=300)
 @given(kind=st.sampled_from(SIGNATURES), plain=st.sampled_from(PLAIN), data=st.data())
-def test_no_signature_splits_an_object_or_shows(kind, plain, data):
+def test_signatures_are_hidden_and_not_part_of_the_key(kind, plain, data):
     base, mark, query = plain.partition("?")
     pairs = query.split("&") if mark else []
     for name in kind.split():
@@ -170,7 +158,7 @@ def test_no_signature_splits_an_object_or_shows(kind, plain, data):
         (f"gs://box/k?token={CANARY}#{CANARY}", "gs://box/k?token=***"),
     ],
 )
-def test_a_value_that_may_be_a_secret_is_part_of_the_key_and_hidden(url, shown):
+def test_possible_secrets_are_hidden_and_part_of_the_key(url, shown):
     shard = parse_url(url)
     assert shard.canonical == f"{shown}#{shard.key}"
     for text in (repr(shard), str(shard), redact(url), redact(f"see {shard}, {url}.")):
@@ -189,7 +177,7 @@ def test_a_value_that_may_be_a_secret_is_part_of_the_key_and_hidden(url, shown):
         "/data/k?token=A",
     ],
 )
-def test_what_is_no_secret_is_shown(url):
+def test_other_parameters_are_shown(url):
     shard = parse_url(url)
     assert shard.canonical.endswith(url) and parse_url(str(shard)).key == shard.key
 
@@ -239,11 +227,11 @@ def test_spellings_of_one_object_share_a_key(url, canonical):
         (None, "https://vpce-1-cn.s3.us-east-1.vpce.amazonaws.com"),
     ],
 )
-def test_spellings_of_one_endpoint_are_one(one, other):
+def test_spellings_of_one_endpoint_share_a_key(one, other):
     assert key_of("s3://lab/a.tar", endpoint=one) == key_of("s3://lab/a.tar", endpoint=other)
 
 
-def test_a_relative_path_is_one_object_with_its_absolute_one(tmp_path, monkeypatch):
+def test_relative_and_absolute_paths_share_a_key(tmp_path, monkeypatch):
     assert os.fsencode(parse_url(os.fsdecode(b"/data/\xff")).local_path) == b"/data/\xff"
     gone = tmp_path / "gone"
     gone.mkdir()
@@ -262,7 +250,7 @@ def test_a_relative_path_is_one_object_with_its_absolute_one(tmp_path, monkeypat
         "arn:aws:s3-outposts:us-west-2:123456789012:outpost/op-1/accesspoint/point",
     ],
 )
-def test_the_arn_of_an_access_point_stands_for_a_bucket(bucket):
+def test_the_arn_of_an_access_point_is_a_bucket(bucket):
     shard = parse_url(f"s3://AKIA:secret@{bucket}/d/a@b.tar")
     assert str(shard) == f"s3://{bucket}/d/a@b.tar"
     assert shard.bucket_and_key() == (bucket, "d/a@b.tar")
@@ -270,7 +258,7 @@ def test_the_arn_of_an_access_point_stands_for_a_bucket(bucket):
 
 
 def test_keys_do_not_change_between_releases():
-    # A change here would orphan every entry on every disk.
+    # A change would orphan all entries on all disks.
     assert key_of("s3://bucket/train-0000.tar") == "e486067e1fd02cc3f3c6274d88862d12"
     assert key_of("https://h/k?a=1") == "e412643f52b5e6f880e616d162f49c57"
     assert key_of("/data/\u00e9.tar") == "4e15c395e5c38908be392c8b443adbb3"
@@ -278,11 +266,8 @@ def test_keys_do_not_change_between_releases():
     assert minio == "17cb8d3ae3d15c660f5a7e7c483708cd"
 
 
-# -- names on disk and at the origin -------------------------------------------
-
-
 @given(scheme=st.sampled_from(["s3", "https", "gs"]), host=hosts, name=names)
-def test_names_are_plain_and_short_on_disk_and_exact_at_the_origin(scheme, host, name):
+def test_names_are_safe_on_disk_and_exact_at_the_origin(scheme, host, name):
     shard = parse_url(f"{scheme}://{host}/{name}")
     assert re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,129}", shard.basename)
     assert shard.basename not in SIDE_FILES
@@ -293,9 +278,6 @@ def test_names_are_plain_and_short_on_disk_and_exact_at_the_origin(scheme, host,
         assert found.bucket_and_key() == (host, name)
         assert pickle.loads(pickle.dumps(found)) == replace(found, raw=found.canonical)
     assert versioned.version_id == "v.1"
-
-
-# -- refusals ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -321,14 +303,14 @@ def test_names_are_plain_and_short_on_disk_and_exact_at_the_origin(scheme, host,
         (f"pipe:curl https://h/k?sig={CANARY}", "shell"),
     ],
 )
-def test_a_refusal_says_why_and_shows_no_secret(url, says):
+def test_a_refused_url_is_explained_without_secrets(url, says):
     with pytest.raises(ConfigError, match=says) as caught:
         parse_url(url, endpoint=f"http://me:{CANARY}@[minio")
     assert CANARY not in str(caught.value) + ascii(caught.value.args)
 
 
 @given(st.text(max_size=40) | names.map(lambda name: f"s3://{name}"))
-def test_a_url_is_named_or_refused_and_nothing_else(url):
+def test_any_url_is_parsed_or_refused(url):
     try:
         shard = parse_url(url, allow_schemes=["pipe"])
     except ConfigError:
@@ -339,10 +321,7 @@ def test_a_url_is_named_or_refused_and_nothing_else(url):
         assert (again.key, again.canonical) == (shard.key, shard.canonical)
 
 
-# -- text for people, and pickles ----------------------------------------------
-
-
-def test_every_secret_parameter_is_redacted_anywhere_in_a_text():
+def test_secret_parameters_are_redacted_in_any_text():
     for name in urls._SECRETS | {"Key-Pair-Id", "Policy"}:
         for mark in "?&; ":
             found = redact(f"no 'https://h/k?x=1{mark}{name}={CANARY}/+%3D&y=2': refused")
@@ -363,7 +342,7 @@ def test_every_secret_parameter_is_redacted_anywhere_in_a_text():
         ),
     ],
 )
-def test_redacting_leaves_what_is_no_secret(text, shown):
+def test_redact_keeps_other_text(text, shown):
     assert redact(text) == (shown or text)
 
 
@@ -375,16 +354,14 @@ def test_redacting_leaves_what_is_no_secret(text, shown):
         (f"pipe:curl -H 'Authorization: Bearer {CANARY}' https://h/k?sig={CANARY}", "pipe"),
     ],
 )
-def test_credentials_are_sent_to_a_child_that_is_spawned_and_shown_to_nobody(
-    url, basename, monkeypatch
-):
+def test_only_spawned_children_get_credentials_in_a_pickle(url, basename, monkeypatch):
     shard = parse_url(url, allow_schemes=["pipe"])
     data = pickle.dumps([shard])
     assert (shard.basename, shard.raw) == (basename, url)
     assert CANARY not in data.decode("latin-1") + str(shard) + repr(shard)
     (found,) = pickle.loads(data)
     assert replace(found, raw=url) == shard
-    # Half a command must not be run.
+    # A command without its credentials must not run.
     assert found.raw == "" if shard.scheme == "pipe" else key_of(found.raw) == shard.key
     monkeypatch.setattr("multiprocessing.context.get_spawning_popen", object)
     assert pickle.loads(pickle.dumps([shard])) == [shard]

@@ -1,6 +1,4 @@
-"""``shardcache demo``: the promise, shown; and nothing left behind."""
-
-from __future__ import annotations
+"""``shardcache demo``: its figures, and that it leaves nothing behind."""
 
 import json
 import os
@@ -16,27 +14,26 @@ from tests.support.storetools import wait_until
 
 
 def processes_of(directory):
-    """Command lines of live processes that mention ``directory``, ours excepted."""
+    """Return the other live processes whose command lines mention ``directory``."""
     found = subprocess.run(["ps", "-wweo", "pid=,stat=,args="], capture_output=True, text=True)
-    rows = [line.split(maxsplit=2) for line in found.stdout.splitlines()]
-    others = (row for row in rows if int(row[0]) != os.getpid() and row[1][0] != "Z")
-    return [row for row in others if str(directory) in row[2]]
+    rows = [line.split(maxsplit=2) for line in found.stdout.splitlines() if str(directory) in line]
+    return [row for row in rows if int(row[0]) != os.getpid() and row[1][0] != "Z"]
 
 
 @pytest.fixture
 def small(monkeypatch):
-    """Four shards of four samples; `tests/stress/test_installed.py` has the whole demo."""
+    """Four shards of four samples; `tests/stress/test_installed.py` runs the whole demo."""
     monkeypatch.setattr(demo, "SHARDS", 4)
     monkeypatch.setattr(demo, "SAMPLES", 4)
 
 
-def test_the_demo_counts_what_the_server_sent_and_keeps_what_it_should(run, small, tmp_path):
+def test_the_demo_counts_the_bytes_of_the_server_and_keeps_the_cache(run, small, tmp_path):
     code, out, err = run("demo", "--dir", tmp_path, "--keep", "--json")
     assert code == 0, err
     answer = json.loads(out)
     half, steps = 2 * answer["summary"]["shard_bytes"], answer["steps"]
     assert half > 2 * 4 * demo.SAMPLE_BYTES
-    assert [step["origin_bytes"] for step in steps] == [half, half, 0]  # each shard once
+    assert [step["origin_bytes"] for step in steps] == [half, half, 0]
     assert [step["samples"] for step in steps] == [None, 16, 16]
     assert [step["requests"] > 0 for step in steps] == [True, True, False]
     (kept,) = tmp_path.iterdir()
@@ -46,14 +43,14 @@ def test_the_demo_counts_what_the_server_sent_and_keeps_what_it_should(run, smal
 
 
 def test_shards_that_are_sent_twice_fail_the_demo(run, small, monkeypatch, tmp_path):
-    monkeypatch.setenv("SHARDCACHE_MAX_SIZE", "1MB")  # full: shards are streamed
+    monkeypatch.setenv("SHARDCACHE_MAX_SIZE", "1MB")  # too small: shards are streamed
     code, out, err = run("demo", "--dir", tmp_path)
     assert code == 1 and "The server sent" in err and "crossed the network once" not in out
 
 
 INTERRUPTED = """
 import sys, time
-sys.modules["torch"] = None  # which takes seconds to import
+sys.modules["torch"] = None  # its import takes seconds
 from pathlib import Path
 from shardcache.cli import demo, main
 demo.SHARDS = demo.SAMPLES = 4
@@ -82,7 +79,7 @@ def test_an_interrupted_demo_leaves_nothing(tmp_path):
     assert list(home.iterdir()) == []
 
 
-def test_a_server_that_does_not_start_says_why_and_what_to_do(run, monkeypatch, tmp_path):
+def test_a_server_that_does_not_start_is_explained(run, monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     code, _, err = run("demo", "--dir", tmp_path)
@@ -91,7 +88,7 @@ def test_a_server_that_does_not_start_says_why_and_what_to_do(run, monkeypatch, 
     weed.write_text("#!/bin/sh\necho no room for $AWS_SECRET_ACCESS_KEY\nexit 1\n")
     weed.chmod(0o755)
     code, _, err = run("demo", "--dir", tmp_path)
-    assert code == 1 and "no room for ***" in err  # without its secret
+    assert code == 1 and "no room for ***" in err
     assert list(tmp_path.iterdir()) == [weed]
 
 

@@ -1,6 +1,4 @@
-"""`shardcache doctor`: real disks, limits and servers, each with the finding it deserves."""
-
-from __future__ import annotations
+"""`shardcache doctor`: its findings about real disks, limits and servers."""
 
 import ctypes
 import json
@@ -23,7 +21,7 @@ MIB = 1 << 20
 
 @pytest.fixture
 def ask(run):
-    """Runs the doctor; gives its exit code and findings."""
+    """Run the doctor; returns its exit code and findings."""
 
     def ask(*arguments):
         code, out, err = run("doctor", "--json", *arguments)
@@ -38,7 +36,7 @@ def of(rows, check, level=None):
     return row
 
 
-def test_it_looks_and_leaves_everything_as_it_is(run, ask, tmp_path):
+def test_doctor_changes_nothing(run, ask, tmp_path):
     code, out, err = run("doctor")
     assert (code, err) == (0, "") and not (tmp_path / "cache").exists()
     assert out.startswith(f"ok    {tmp_path / 'cache'}  writable, will be created\n")
@@ -52,7 +50,7 @@ def test_it_looks_and_leaves_everything_as_it_is(run, ask, tmp_path):
     assert tree(tmp_path) == before
 
 
-def test_each_finding_has_its_fix_and_cron_gets_the_failures_alone(run, ask, tmp_path):
+def test_findings_have_fixes_and_quiet_prints_failures_only(run, ask, tmp_path):
     cache = tmp_path / "cache"
     cache.write_text("")
     code, rows = ask()
@@ -84,11 +82,11 @@ def test_a_read_only_disk_and_one_without_inodes_fail(ask, tmp_path):
 
 
 @needs_mounts
-def test_a_mount_that_is_dead_fails_and_keeps_nobody(ask, tmp_path, monkeypatch):
+def test_a_dead_mount_fails_without_a_hang(ask, tmp_path, monkeypatch):
     monkeypatch.setattr("shardcache.cli.doctor._PATIENCE", 0.5)
     (dead := tmp_path / "dead").mkdir()
-    with open("/dev/fuse", "r+b", buffering=0) as nobody_answers:
-        options = f"fd={nobody_answers.fileno()},rootmode=40000,user_id=0,group_id=0"
+    with open("/dev/fuse", "r+b", buffering=0) as unserved:
+        options = f"fd={unserved.fileno()},rootmode=40000,user_id=0,group_id=0"
         libc = ctypes.CDLL(None, use_errno=True)
         assert libc.mount(b"x", os.fsencode(dead), b"fuse", 0, options.encode()) == 0
         try:
@@ -100,7 +98,7 @@ def test_a_mount_that_is_dead_fails_and_keeps_nobody(ask, tmp_path, monkeypatch)
 
 
 @needs_mounts
-def test_limits_that_a_disk_cannot_keep_are_named(ask, tmp_path, monkeypatch):
+def test_impossible_limits_are_named(ask, tmp_path, monkeypatch):
     shop = Shop(tmp_path, 6)
     with disk(tmp_path / "disk", "size=10m") as path:
         with Cache(path / "cache", cache_local=True, min_free=0) as cache:
@@ -113,15 +111,15 @@ def test_limits_that_a_disk_cannot_keep_are_named(ask, tmp_path, monkeypatch):
             return of(ask("--dir", path / name)[1], "space")["level"]
 
         assert level("9MiB") == "ok"
-        assert level("20MiB") == "fail"  # a RAM disk: it would take the job's memory
+        assert level("20MiB") == "fail"  # on a RAM disk, it would take the job's memory
         assert level("9MiB", "20%") == "warn"
         (path / "others").write_bytes(bytes(os.statvfs(path).f_bavail * 4096 - (64 << 10)))
         assert level("9MiB") == "warn"
-        assert level(f"{6 * shop.size}B") == "ok"  # what the cache holds itself is not missing
+        assert level(f"{6 * shop.size}B") == "ok"  # the cache's own shards do not count as missing
         assert level("1MiB", "5MB", "other") == "fail"
 
 
-def test_the_cpus_of_a_rank_are_judged(ask, monkeypatch):
+def test_too_few_cpus_per_rank_are_named(ask, monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         monkeypatch.setenv(name, "0" if name == "RANK" else "1000")
     assert "for each of 1,000 ranks" in of(ask()[1], "cpus", "warn")["found"]
@@ -129,7 +127,7 @@ def test_the_cpus_of_a_rank_are_judged(ask, monkeypatch):
     assert of(ask()[1], "cpus", "fail")
 
 
-def test_credentials_and_endpoint_in_force_are_told_without_secrets(run, ask, monkeypatch):
+def test_credentials_and_endpoint_are_shown_without_secrets(run, ask, monkeypatch):
     assert of(ask()[1], "credentials", "warn")["found"] == "endpoint AWS, no credentials"
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "hush")
     assert any("AWS_ACCESS_KEY_ID is not set" in r["found"] for r in ask()[1])
@@ -163,7 +161,7 @@ def test_the_end_of_the_credentials_is_stated(ask, serve, monkeypatch, variables
     assert re.search(stated, of(ask()[1], "credentials", "ok")["found"])
 
 
-def test_a_program_that_gives_no_credentials_does_not_stop_the_doctor(ask, tmp_path, monkeypatch):
+def test_a_failing_credential_process_does_not_stop_the_doctor(ask, tmp_path, monkeypatch):
     (file := tmp_path / "config").write_text("[default]\ncredential_process = echo no\n")
     monkeypatch.setenv("AWS_CONFIG_FILE", str(file))
     assert "no credentials: " in of(ask()[1], "credentials", "warn")["found"]
@@ -174,7 +172,7 @@ def test_a_program_that_gives_no_credentials_does_not_stop_the_doctor(ask, tmp_p
 
 
 @pytest.mark.parametrize(("minutes", "level"), [(0, "ok"), (4, "ok"), (-10, "warn"), (40, "warn")])
-def test_the_clock_is_compared_with_that_of_the_endpoint(ask, serve, monkeypatch, minutes, level):
+def test_the_clock_is_compared_with_the_endpoints(ask, serve, monkeypatch, minutes, level):
     date = datetime.now(UTC) + timedelta(minutes=minutes)
     server = serve(answer("403 Forbidden", Content_Length=0, Date=format_datetime(date)))
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", server.url)
@@ -184,31 +182,26 @@ def test_the_clock_is_compared_with_that_of_the_endpoint(ask, serve, monkeypatch
     assert "Authorization" not in server.heads[0]
 
 
-def test_addresses_of_the_endpoint_that_are_dead_are_named(ask, serve, monkeypatch):
+def test_dead_addresses_of_the_endpoint_are_named(ask, serve, monkeypatch):
     assert of(ask()[1], "endpoint", "ok")["found"].startswith("not contacted")
     port = serve(answer("403 Forbidden"), most=9).server_address[1]
-    addresses = ["127.0.0.1"]
-    monkeypatch.setattr(
-        socket,
-        "getaddrinfo",
-        lambda *_, **__: [
-            (socket.AF_INET, socket.SOCK_STREAM, 6, "", (each, port)) for each in addresses
-        ],
-    )
+    addresses, stream = ["127.0.0.1"], (socket.AF_INET, socket.SOCK_STREAM, 6, "")
+
+    def resolve(*args, **options):
+        return [(*stream, (address, port)) for address in addresses]
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", f"http://shards.test:{port}")
     assert of(ask()[1], "endpoint")["found"] == "shards.test has 1 address"
     addresses.append("127.0.0.2")
-    found = of(ask()[1], "endpoint", "warn")["found"]
-    assert (
-        found
-        == "shards.test has 2 addresses, of which these accept no connection within 1 s: 127.0.0.2"
-    )
+    dead = "shards.test has 2 addresses, of which these accept no connection within 1 s: 127.0.0.2"
+    assert of(ask()[1], "endpoint", "warn")["found"] == dead
     del addresses[0]
     code, rows = ask("--url", "s3://lab/a.tar")
     assert code == 4 and "127.0.0.2 (Connection refused)" in of(rows, "endpoint", "fail")["found"]
 
 
-def test_a_shard_is_read_and_timed_and_a_failure_says_why(ask, s3, bucket, s3_environment):
+def test_reading_a_shard_is_timed_and_failures_are_explained(ask, s3, bucket, s3_environment):
     s3.put(bucket, "a.tar", bytes(3 * MIB))
     row = of(ask("--url", f"s3://{bucket}/a.tar")[1], "read", "ok")
     assert re.match(r"3\.1 MB in .*/s\), first byte after .*, ETag \S", row["found"])

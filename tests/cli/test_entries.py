@@ -1,7 +1,5 @@
 """``shardcache ls``, ``rm``, ``pin``, ``unpin`` and ``clean``."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -15,8 +13,6 @@ from shardcache.errors import ConfigError, ShardNotFoundError
 from shardcache.layout import Layout
 from shardcache.units import format_bytes
 from tests.support.storetools import room
-
-# -- ls ------------------------------------------------------------------------
 
 
 def states(run):
@@ -33,10 +29,9 @@ def test_ls_is_a_table_with_a_summary(run, warm, monkeypatch, tmp_path):
     monkeypatch.setenv("SHARDCACHE_MAX_SIZE", "1MB")
     with Cache(tmp_path / "cache") as cache, cache.open(warm[0]):
         assert states(run) == ["in_use", "ok", "ok", "ok"]
-        os.utime(cache.entry(warm[1]).path / "meta.json")  # a job that runs has used it
-        assert re.search(
-            r"4 shards, [\d.]+ KB, [\d.]+ KB of 1.0 MB on disk \(\d+%\); ", run("ls")[1]
-        )
+        os.utime(cache.entry(warm[1]).path / "meta.json")  # the running job has used it
+        summary = r"4 shards, [\d.]+ KB, [\d.]+ KB of 1.0 MB on disk \(\d+%\); "
+        assert re.search(summary, run("ls")[1])
         found = json.loads(run("ls", "--json")[1])
     rest = sum(shard["size"] for shard in found["shards"][2:])
     assert found["summary"]["evictable_bytes"] == rest
@@ -50,7 +45,7 @@ def test_ls_selects_sorts_and_limits(run, warm, bucket, tmp_path):
     code, out, err = run("ls", "none*", "train*")
     assert (code, len(out.splitlines())) == (0, 6) and err.startswith("none*: nothing in ")
     with Cache(tmp_path / "cache") as cache:
-        os.utime(cache.entry(warm[2]).path / "meta.json")  # used last
+        os.utime(cache.entry(warm[2]).path / "meta.json")
     assert run("ls", "--sort", "used")[1].splitlines()[1].startswith(warm[2])
 
 
@@ -64,17 +59,14 @@ def test_ls_shows_damaged_entries(run, warm, tmp_path):
     assert states(run).count("damaged") == 3
 
 
-def test_a_cache_that_is_just_being_made_is_empty(run, tmp_path):
+def test_a_cache_without_a_manifest_is_empty(run, tmp_path):
     code, out, err = run("ls")
     assert (code, out) == (0, "0 shards, 0 B\n") and "Nothing was cached" in err
     assert run("clean")[:2] == run("clean", "-q")[:2] == (0, "")
-    Layout.of_root(tmp_path / "cache").make()  # the manifest comes last
+    Layout.of_root(tmp_path / "cache").make()  # a process creates the manifest last
     assert run("ls", "--partial")[:2] == (0, "0 partials, 0 B: 0 live, 0 orphans\n")
     (tmp_path / "cache" / "precious").touch()
     assert run("ls")[0] == 2
-
-
-# -- clean ---------------------------------------------------------------------
 
 
 def test_clean_removes_what_is_over_the_limit(run, warm, data, tmp_path):
@@ -94,34 +86,30 @@ def test_clean_removes_what_is_over_the_limit(run, warm, data, tmp_path):
     assert run("clean", "--all", "-y")[0] == 0 and len(states(run)) == 0
 
 
-def test_who_looks_after_a_cache_knows_the_limits_of_its_job(run, warm, data, tmp_path):
+def test_commands_use_the_limits_of_the_job(run, warm, data, tmp_path):
     limit = room(tmp_path, *map(len, data.values())) - 1
     other = Cache(tmp_path / "cache", min_free=0)
     job = Cache(tmp_path / "cache", min_free=0, max_size=limit, policy="lru", max_age="14d")
     with job, other:
-        for cache in (other, job):  # a second job, without a limit
+        for cache in (other, job):  # the first job has no limit
             cache.fetch(warm[0])
         for when in ("running", "last"):
-            told = f"Limits of the {when} job: max_size {limit}B, max_age 14d, policy lru.\n"
+            size, shown = f"max_size {limit}B, ", f" of {format_bytes(limit)}"
+            limits = f"Limits of the {when} job: {size}max_age 14d, policy lru.\n"
             code, out, err = run("clean", "-n")
-            assert (code, err) == (0, told) and "would remove 1 shard, " in out
-            assert run("clean", "-n", "--max-size", "1GB")[2] == told.replace(
-                f"max_size {limit}B, ", ""
-            )
+            assert (code, err) == (0, limits) and "would remove 1 shard, " in out
+            assert run("clean", "-n", "--max-size", "1GB")[2] == limits.replace(size, "")
             _, out, err = run("recipe", "cron")
-            assert f"SHARDCACHE_MAX_SIZE={limit}B " in out and err == told
-            assert f" of {format_bytes(limit)} on disk (100%)" in run("ls")[1]
-            assert (
-                f" of {format_bytes(limit)}" in run("top", "--count", "1", "--interval", "0.2")[1]
-            )
+            assert f"SHARDCACHE_MAX_SIZE={limit}B " in out and err == limits
+            assert f"{shown} on disk (100%)" in run("ls")[1]
+            assert shown in run("top", "--count", "1", "--interval", "0.2")[1]
             page = tmp_path / "report.html"
-            assert run("report", "-o", page)[0] == 0
-            assert f" of {format_bytes(limit)}" in page.read_text()
+            assert run("report", "-o", page)[0] == 0 and shown in page.read_text()
             other.close()
             job.close()
 
 
-def test_clean_tells_each_reason(run, warm, tmp_path, monkeypatch):
+def test_clean_names_each_reason(run, warm, tmp_path, monkeypatch):
     with Cache(tmp_path / "cache") as cache:
         for age, url in zip((10, 30), warm[:2], strict=True):
             then = time.time() - age * 86400
@@ -131,17 +119,14 @@ def test_clean_tells_each_reason(run, warm, tmp_path, monkeypatch):
     (orphan / "x.tar").write_bytes(b"x")
     monkeypatch.setenv("SHARDCACHE_MAX_AGE", "14d")
     _, out, _ = run("clean", "-n")
-    assert "1 max_age" in out and "orphan" not in out  # new enough to be resumed
+    assert "1 max_age" in out and "orphan" not in out  # the partial may still be resumed
     assert "2 max_age" in run("clean", "-n", "--max-age", "7d")[1]
     assert "1 orphan" in run("clean", "--orphans")[1]
     assert not orphan.exists()
     assert run("clean", "-q", "--max-age", "7d") == (0, "", "")
 
 
-# -- rm, pin and unpin ---------------------------------------------------------
-
-
-def test_rm_removes_what_is_there_and_names_what_is_not(run, warm, bucket):
+def test_rm_removes_cached_shards_and_names_the_others(run, warm, bucket):
     assert run("rm", "-n", warm[0])[1].startswith("would remove 1 shard, ")
     code, out, _ = run("rm", "-y", f"s3://{bucket}/train-{{0000..0001}}.tar")
     assert code == 0 and out.startswith("removed 2 shards, ")
@@ -150,7 +135,7 @@ def test_rm_removes_what_is_there_and_names_what_is_not(run, warm, bucket):
     assert len(states(run)) == 1
 
 
-def test_what_is_read_or_pinned_is_not_removed_and_exit_6(run, warm, bucket, tmp_path):
+def test_rm_keeps_shards_in_use_and_exits_6(run, warm, bucket, tmp_path):
     with Cache(tmp_path / "cache") as cache, cache.open(warm[0]):
         code, _, err = run("rm", "-y", warm[0])
         assert (code, "is pinned or being read" in err) == (6, True)
@@ -183,9 +168,9 @@ def test_a_shard_can_be_pinned_before_it_is_cached(run, warm, bucket):
 
 
 @pytest.mark.parametrize("pattern", ["s3://{}/", "s3://{}/train-*.tar", "train-*", "s3a://{}/t**"])
-def test_a_pattern_stands_for_what_is_cached_in_every_command(run, warm, bucket, pattern):
+def test_every_command_takes_patterns(run, warm, bucket, pattern):
     spec, nothing = pattern.format(bucket), f"s3://{bucket}/none-*.tar"
-    run("pin", f"s3://{bucket}/later-{{0,1}}.tar", warm[0])  # those two are not cached
+    run("pin", f"s3://{bucket}/later-{{0,1}}.tar", warm[0])
     assert len(run("path", spec)[1].splitlines()) == 4
     assert run("verify", "--quick", spec)[1].startswith("compared the sizes of 4 shards")
     assert run("pin", spec)[1] == "pinned 4 shards until unpinned\n"
@@ -196,7 +181,7 @@ def test_a_pattern_stands_for_what_is_cached_in_every_command(run, warm, bucket,
     assert run("rm", "-y", spec)[1].startswith("removed 4 shards, ")
 
 
-def test_in_python_a_pattern_is_the_same(run, warm, bucket, tmp_path):
+def test_methods_take_patterns(run, warm, bucket, tmp_path):
     with Cache(tmp_path / "cache", min_free=0) as cache:
         with pytest.raises(ConfigError, match="stands for 4 shards"), cache.pinned("train-*.tar"):
             pass
@@ -209,7 +194,7 @@ def test_in_python_a_pattern_is_the_same(run, warm, bucket, tmp_path):
             cache.verify("train-*")
 
 
-def test_a_command_leaves_no_limits_where_a_jobs_count(run, spec, tmp_path):
+def test_a_command_does_not_replace_the_limits_of_a_job(run, spec, tmp_path):
     with Cache(tmp_path / "cache", max_size="1GB", min_free=0) as cache:
         list(cache.entries())
         cache.fetch(spec.replace("{0000..0003}", "0000"))

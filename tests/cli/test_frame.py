@@ -1,7 +1,5 @@
 """The frame of the command line: options, help, exit codes, errors, signals."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import re
@@ -9,6 +7,7 @@ import shlex
 import signal
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 
@@ -21,9 +20,6 @@ from tests.support.proxy import Answer, Fault, Rule
 from tests.support.storetools import PATIENCE, tree, wait_until
 
 URL = "s3://b/x.tar"
-
-
-# -- options -------------------------------------------------------------------
 
 
 def test_version_and_help(run):
@@ -55,7 +51,7 @@ def test_every_command_has_help_with_examples_that_parse(run, command, tmp_path,
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "message"),
     [
         ("lss", "lss"),
         ("stats --format tsv", "tsv"),
@@ -90,7 +86,9 @@ def test_every_command_has_help_with_examples_that_parse(run, command, tmp_path,
         ("prewarm s3://b/x --ray", "pip install 'shardcache[ray]'"),
     ],
 )
-def test_a_usage_error_is_one_sentence_and_touches_nothing(run, tmp_path, monkeypatch, line, said):
+def test_a_usage_error_is_one_sentence_and_changes_nothing(
+    run, tmp_path, monkeypatch, line, message
+):
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "file").write_text("# precious")
     monkeypatch.chdir(tmp_path)
@@ -99,15 +97,9 @@ def test_a_usage_error_is_one_sentence_and_touches_nothing(run, tmp_path, monkey
     before = tree(tmp_path / "folder")
     code, out, err = run(*shlex.split(line))
     assert (code, out) == (2, ""), err
-    assert (
-        err.startswith("error: ")
-        and said.replace("PWD", str(tmp_path)) in err
-        and len(err.splitlines()) == 1
-    )
+    assert err.startswith("error: ") and len(err.splitlines()) == 1
+    assert message.replace("PWD", str(tmp_path)) in err
     assert tree(tmp_path / "folder") == before and not (tmp_path / "cache").exists()
-
-
-# -- exit codes ----------------------------------------------------------------
 
 
 def damage(cache, url):
@@ -116,7 +108,7 @@ def damage(cache, url):
     path.write_bytes(b"x" * path.stat().st_size)
 
 
-#: Command line -> exit code; ``{0}`` to ``{2}`` are cached, ``{3}`` is, and damaged.
+#: Command line -> exit code; ``{0}`` to ``{3}`` are cached, and ``{3}`` is damaged.
 ENDS = {
     "prewarm {0}": ExitCode.DONE,
     "path {0}": ExitCode.DONE,
@@ -139,9 +131,7 @@ ENDS = {
 }
 
 
-def test_exit_codes_and_one_sentence_for_each_failure(
-    run, warm, bucket, s3, proxy, tmp_path, monkeypatch
-):
+def test_exit_codes_and_error_messages(run, warm, bucket, s3, proxy, tmp_path, monkeypatch):
     monkeypatch.setenv("SHARDCACHE_ATTEMPTS", "1")
     with contextlib.ExitStack() as stack:
         cache = stack.enter_context(Cache(tmp_path / "cache", min_free=0))
@@ -164,14 +154,14 @@ def test_exit_codes_and_one_sentence_for_each_failure(
     assert {*ENDS.values()} == {code for code in ExitCode if code < 128}
 
 
-def test_the_librarys_log_is_shown_as_asked(run, spec, bucket, proxy):
+def test_options_select_the_log_level(run, spec, bucket, proxy):
     shown = {}
     for number, option in enumerate(("-q", "--no-progress", "-v", "-vv")):
         proxy.script(Rule(Fault(answer=Answer(500, [], b"", "Trouble"))))
         code, _, err = run(option, "path", "--fetch", f"s3://{bucket}/train-{number:04d}.tar")
         shown[option] = err
         assert code == 0
-    assert shown["-q"] == shown["--no-progress"] == ""  # retries are part of the progress
+    assert shown["-q"] == shown["--no-progress"] == ""
     for line in (r"^info: .*fetched", r"^warning: .*attempt 1 of 5"):
         assert re.search(line, shown["-v"], re.M)
     assert "debug: " not in shown["-v"] and "debug: " in shown["-vv"]
@@ -179,7 +169,7 @@ def test_the_librarys_log_is_shown_as_asked(run, spec, bucket, proxy):
 
 
 @needs_mounts
-def test_a_full_disk_is_named_with_what_to_do(run, tmp_path):
+def test_a_full_disk_is_explained(run, tmp_path):
     with disk(tmp_path / "disk", "size=1m") as path:
         with contextlib.suppress(OSError):
             (path / "others").write_bytes(bytes(2 << 20))
@@ -187,10 +177,7 @@ def test_a_full_disk_is_named_with_what_to_do(run, tmp_path):
     assert code == 5 and err.startswith(f"error: {path}/cache/v1/") and "Make room" in err
 
 
-# -- config and dir ------------------------------------------------------------
-
-
-def test_config_tells_value_and_source_and_dir_where(run, tmp_path, monkeypatch):
+def test_config_and_dir_commands(run, tmp_path, monkeypatch):
     monkeypatch.setenv("SHARDCACHE_MAX_SIZE", "5GB")
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://me:hush@h:1")
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
@@ -215,7 +202,8 @@ def test_config_tells_value_and_source_and_dir_where(run, tmp_path, monkeypatch)
     assert hints[0].startswith(f"Using {tmp_path}/user/shardcache; --dir") and not hints[1]
 
 
-# -- signals -------------------------------------------------------------------
+def written(run):
+    return json.loads(run("ls", "--partial", "--json")[1])["summary"]["written_bytes"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -239,10 +227,6 @@ def test_the_first_signal_leaves_partials_that_are_resumed(slow, proxy, run, tmp
     assert found["summary"]["received_bytes"] <= total - blocks < total
 
 
-def written(run):
-    return json.loads(run("ls", "--partial", "--json")[1])["summary"]["written_bytes"]
-
-
 def test_the_second_signal_ends_at_once(slow, run, tmp_path):
     script = """if True:
         import sys
@@ -263,10 +247,8 @@ def test_the_second_signal_ends_at_once(slow, run, tmp_path):
     assert "Warmed" not in out and "Run the same command" not in err
 
 
-def test_a_signal_that_is_ignored_stays_ignored(slow, proxy, run, tmp_path):
-    def ignore():  # as nohup does with another
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-
+def test_an_ignored_signal_stays_ignored(slow, proxy, run, tmp_path):
+    ignore = partial(signal.signal, signal.SIGINT, signal.SIG_IGN)
     words = ["prewarm", slow, "--no-progress"]
     with Command(*words, directory=tmp_path / "cache", preexec_fn=ignore) as command:
         wait_until(lambda: written(run))
@@ -275,11 +257,8 @@ def test_a_signal_that_is_ignored_stays_ignored(slow, proxy, run, tmp_path):
         assert command.end()[0] == 0
 
 
-# -- as a process --------------------------------------------------------------
-
-
 def test_dir_and_help_import_nothing_heavy():
-    """`dir` runs at the start of every job."""
+    """Jobs run `dir` at their start."""
     code = (
         "import sys; from shardcache.cli.main import main; main(sys.argv[1:])\n"
         "heavy = {'botocore', 's3fs', 'webdataset', 'torch', 'rich', 'fsspec'}\n"
@@ -292,7 +271,7 @@ def test_dir_and_help_import_nothing_heavy():
         assert done.stderr.strip() == "[]"
 
 
-def test_streams_that_are_closed_full_or_hung_up_on_are_survived(warm, tmp_path):
+def test_closed_and_full_output_streams(warm, tmp_path):
     with Command("ls", directory=tmp_path / "cache") as command:
         command.process.stdout.close()
         assert command.process.wait(PATIENCE) == 0

@@ -1,6 +1,4 @@
-"""``--json``: the keys that scripts rely on, of every command, and the kinds of their values."""
-
-from __future__ import annotations
+"""``--json``: the keys of every command that scripts rely on, and the types of their values."""
 
 import json
 import os
@@ -77,7 +75,7 @@ SHAPES: dict[str, tuple[int, str]] = {
 
 
 def keys(found, path=""):
-    """Paths of all keys; those of a list are those of its members. Values are of their kinds."""
+    """Return the paths of all keys, without list positions, and check the types of values."""
     if isinstance(found, list):
         return {path}.union(*(keys(each, path) for each in found))
     if isinstance(found, dict):
@@ -93,7 +91,7 @@ def keys(found, path=""):
 
 @pytest.fixture
 def used(run, warm, tmp_path):
-    """A cache with something to say: read, damaged, and with the partial of a dead process."""
+    """A cache with statistics, a damaged shard, and the partial of a dead process."""
     with Cache(tmp_path / "cache", min_free=0) as cache:
         with cache.open(warm[0]) as stream:
             stream.read()
@@ -120,7 +118,7 @@ def test_json_has_the_keys_that_scripts_rely_on(run, used, bucket, tmp_path):
     assert [json.loads(line)["schema"] for line in out.splitlines()] == [1, 1]
 
 
-def test_where_nothing_was_cached_machines_still_get_an_object(run, tmp_path):
+def test_json_of_an_empty_cache(run, tmp_path):
     for line in ("ls", "ls --partial", "clean", "verify", "stats", "top --interval 0.2"):
         code, out, _ = run(*line.split(), "--json")
         assert code == 0 and json.loads(out)["schema"] == 1, line

@@ -1,6 +1,4 @@
-"""The console's formats and manners, and the display of a long run."""
-
-from __future__ import annotations
+"""Console output: escaping, colour and progress."""
 
 import itertools
 import re
@@ -12,10 +10,9 @@ from shardcache.cli.output import Console
 from shardcache.cli.progress import Position, display
 
 
-def test_no_value_can_steer_a_terminal_or_break_a_row(capsys):
-    Console().table(
-        ["SHARD", "SIZE"], [("s3://b/\ta\nb\x1b[31m\udc80[red]:boom:", "1 B")], ["SIZE"]
-    )
+def test_values_are_escaped(capsys):
+    name = "s3://b/\ta\nb\x1b[31m\udc80[red]:boom:"
+    Console().table(["SHARD", "SIZE"], [(name, "1 B")], ["SIZE"])
     head, row = capsys.readouterr().out.splitlines()
     assert row == "s3://b/\\ta\\nb\\x1b[31m\\udc80[red]:boom:   1 B" and len(head) == len(row)
     Console().error("no\x1b[2J")
@@ -45,7 +42,7 @@ def test_when_there_is_colour(monkeypatch, capsys, color, environment, terminal,
     assert all(("\x1b[" in part) is colored for part in capsys.readouterr().out.split("SHARD"))
 
 
-def test_without_a_terminal_a_line_comes_now_and_then(capsys, monkeypatch):
+def test_without_a_terminal_progress_is_a_line_now_and_then(capsys, monkeypatch):
     monkeypatch.setattr("shardcache.cli.progress.LINE_EVERY", 0.01)
     positions = itertools.count(0, 10)
     with display(Console(), lambda: {"": Position("1/4 shards", next(positions), 10**9)}):

@@ -1,6 +1,4 @@
-"""``shardcache prewarm`` and ``path``: what they print, and how they end."""
-
-from __future__ import annotations
+"""The output and exit codes of ``shardcache prewarm`` and ``path``."""
 
 import json
 import re
@@ -24,17 +22,14 @@ from shardcache.urls import parse_url
 from tests.support.storetools import room
 from tests.support.tars import make_tar
 
-# -- prewarm -------------------------------------------------------------------
 
-
-def test_prewarm_says_what_it_needs_and_what_it_did(run, spec, bucket):
+def test_prewarm_prints_its_plan_and_result(run, spec, bucket):
     code, out, err = run("prewarm", spec)
     need, warmed = out.splitlines()
     assert (code, err) == (0, "")
     size = r"[\d.]+ KB"
-    assert re.fullmatch(
-        rf"Need 4 shards, {size}: 0 cached, 4 to fetch \({size}\); free .*  ok", need
-    )
+    plan = rf"Need 4 shards, {size}: 0 cached, 4 to fetch \({size}\); free .*  ok"
+    assert re.fullmatch(plan, need)
     assert re.fullmatch(rf"Warmed 4 of 4 shards \({size}\) in .*/s\.", warmed)
     need, done = run("prewarm", spec)[1].splitlines()
     assert "4 cached, nothing to fetch" in need and done.startswith("All 4 shards cached")
@@ -46,7 +41,7 @@ def test_prewarm_says_what_it_needs_and_what_it_did(run, spec, bucket):
     assert run("prewarm", spec, absent, "--max-failures", "1")[0] == 0
 
 
-def test_what_does_not_fit_is_exit_5_and_nothing_is_fetched(run, spec, data, proxy, tmp_path):
+def test_a_plan_that_does_not_fit_is_exit_5(run, spec, data, proxy, tmp_path):
     size = room(tmp_path, len(data["train-0000.tar"]))
     half = "prewarm", spec, "--max-size", f"{2 * size}B"
     code, out, err = run(*half)
@@ -61,13 +56,13 @@ def test_what_does_not_fit_is_exit_5_and_nothing_is_fetched(run, spec, data, pro
 
 
 @pytest.mark.parametrize("limit", ["MAX_SIZE=1B", "MIN_FREE=99%"])
-def test_what_is_cached_needs_no_room(run, warm, spec, monkeypatch, limit):
+def test_cached_shards_need_no_room(run, warm, spec, monkeypatch, limit):
     monkeypatch.setenv(*f"SHARDCACHE_{limit}".split("="))
     code, out, err = run("prewarm", spec, "--refresh")
     assert (code, err) == (0, "") and "All 4 shards cached" in out
 
 
-def test_deadline_is_exit_3_unless_best_effort_will_do(run, spec, proxy):
+def test_a_missed_deadline_is_exit_3_unless_best_effort(run, spec, proxy):
     proxy.pause(after=20_000)  # listings pass
     code, out, err = run("prewarm", spec, "--deadline", "500ms", "-q")
     assert (code, out) == (3, "")
@@ -75,7 +70,7 @@ def test_deadline_is_exit_3_unless_best_effort_will_do(run, spec, proxy):
     assert run("prewarm", spec, "--deadline", "500ms", "--best-effort")[0] == 0
 
 
-def test_check_asks_nobody_and_exits_4_when_shards_are_missing(run, spec, proxy):
+def test_check_sends_no_request_and_exits_4_if_shards_are_missing(run, spec, proxy):
     code, out, _ = run("prewarm", "--check", spec)
     assert (code, proxy.requests()) == (4, []) and "0 cached, 4 to fetch (sizes unknown)" in out
     run("prewarm", spec)
@@ -83,7 +78,7 @@ def test_check_asks_nobody_and_exits_4_when_shards_are_missing(run, spec, proxy)
     assert code == 0 and out.endswith("4 cached, nothing to fetch\n")
 
 
-def test_bad_credentials_are_told_once(run, spec, monkeypatch):
+def test_bad_credentials_are_reported_once(run, spec, monkeypatch):
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
     code, _, err = run("prewarm", spec)
     assert (code, err.count("AWS_SECRET_ACCESS_KEY")) == (3, 1) and "Traceback" not in err
@@ -91,7 +86,7 @@ def test_bad_credentials_are_told_once(run, spec, monkeypatch):
     assert run("prewarm", spec, "-v")[2].count("  failed  ") == 4
 
 
-def test_a_list_holds_what_the_command_line_takes(run, bucket, data, s3_environment, tmp_path):
+def test_a_list_file_takes_the_same_specs(run, bucket, data, s3_environment, tmp_path):
     specs = {
         f"s3://{bucket}/train-{{0000..0001}}.tar": 2,
         f"s3://{bucket}/*-0002.tar": 1,
@@ -100,8 +95,10 @@ def test_a_list_holds_what_the_command_line_takes(run, bucket, data, s3_environm
     }
     for spec, count in specs.items():
         (tmp_path / "list").write_text(f"# a remark\n\n{spec}\n")
-        asked = ["-f", tmp_path / "list"], [spec.strip()]
-        found = [json.loads(run("prewarm", "-n", "--json", *each)[1])["shards"] for each in asked]
+        arguments = ["-f", tmp_path / "list"], [spec.strip()]
+        found = [
+            json.loads(run("prewarm", "-n", "--json", *each)[1])["shards"] for each in arguments
+        ]
         assert found[0] == found[1] and len(found[0]) == count
     assert not (tmp_path / "cache").exists()
     (tmp_path / "list").write_bytes(b"\xff\xfe\x00")
@@ -117,9 +114,7 @@ def test_a_prefix_without_its_slash_is_suggested_with_it(run, bucket, s3_environ
     assert "(sizes unknown)" in out and not out.endswith("ok\n") and hint in err
 
 
-def test_path_prints_a_path_and_nothing_else_and_fetches_on_request(
-    run, spec, bucket, data, tmp_path
-):
+def test_path_prints_just_a_path_and_downloads_on_request(run, spec, bucket, data, tmp_path):
     url = f"s3://{bucket}/train-0002.tar"
     code, out, err = run("path", url)
     assert (code, out) == (1, "")
@@ -132,10 +127,8 @@ def test_path_prints_a_path_and_nothing_else_and_fetches_on_request(
     assert (code, out, "not found" in err) == (1, "", True)
     shard = tmp_path / "x.tar"
     shard.write_bytes(make_tar(1))
-    assert run("path", shard) == (0, f"{shard}\n", "")  # of a local shard, itself
+    assert run("path", shard) == (0, f"{shard}\n", "")
 
-
-# -- progress ------------------------------------------------------------------
 
 SHARDS = tuple(parse_url(f"s3://b/x-{n}.tar") for n in range(14))
 CACHED = {SHARDS[0].key: type("Entry", (), {"size": 100})()}

@@ -1,6 +1,4 @@
-"""The page of charts: everything in one file, and the figures are those that were counted."""
-
-from __future__ import annotations
+"""``shardcache report``: one file without external parts, and the right figures."""
 
 import re
 import sys
@@ -14,7 +12,7 @@ from tests.support.shop import Shop
 
 @pytest.fixture
 def shop(tmp_path):
-    """Four shards, each opened three times: one finds no room, one is evicted."""
+    """Four shards, each opened three times; one is streamed for lack of room, one evicted."""
     shop = Shop(tmp_path, 4)
     with Cache(shop.path, cache_local=True, min_free=0, max_size=shop.room(3)) as cache:
         for _ in range(3):
@@ -25,7 +23,7 @@ def shop(tmp_path):
     return shop
 
 
-def test_the_page_needs_nothing_from_elsewhere_and_shows_what_was_counted(run, shop, tmp_path):
+def test_the_report_is_one_file_with_the_right_figures(run, shop, tmp_path):
     page = tmp_path / "report.html"
     code, out, err = run("--dir", shop.path, "report", "-o", page)
     assert (code, err) == (0, "") and f"wrote {page}" in out
@@ -33,20 +31,15 @@ def test_the_page_needs_nothing_from_elsewhere_and_shows_what_was_counted(run, s
     assert "<svg" in html and not re.search(r"<(script|link|img|iframe)\b", html)
     assert not re.search(r"""\b(src|href)=["'][^#]""", html)
     text = re.sub(r"\s+", " ", re.sub(r"<[^>]*>", " ", html))
-    streamed = f"Streamed {format_bytes(3 * shop.size)} (3 shards)", "Bytes streamed past the cache"
     facts = (
-        "Opens 12 ",
-        f"{shop.path}: 3 shards",
-        "(100%)",
-        "0 5 10 15 Opens",
-        "1 asked",
-        "Where bytes came from",
-        *streamed,
+        *("Opens 12 ", f"{shop.path}: 3 shards", "(100%)", "0 5 10 15 Opens", "1 asked"),
+        *("Where bytes came from", "Bytes streamed past the cache"),
+        f"Streamed {format_bytes(3 * shop.size)} (3 shards)",
     )
     assert [fact for fact in facts if fact not in text] == []
 
 
-def test_an_empty_cache_has_a_page_too_and_names_are_escaped(run, tmp_path):
+def test_the_report_of_an_empty_cache_escapes_names(run, tmp_path):
     root = tmp_path / "<b>cache"
     Cache(root, min_free=0).close()
     page = tmp_path / "report.html"
@@ -54,7 +47,7 @@ def test_an_empty_cache_has_a_page_too_and_names_are_escaped(run, tmp_path):
     assert "Nothing was counted" in page.read_text() and "<b>cache" not in page.read_text()
 
 
-def test_a_chart_of_one_source_says_which(run, shop, tmp_path):
+def test_a_chart_of_one_source_names_it(run, shop, tmp_path):
     with Cache(shop.path.with_name("other"), cache_local=True, min_free=0) as cache:
         cache.fetch(shop.urls[0])
     page = tmp_path / "report.html"
@@ -63,7 +56,7 @@ def test_a_chart_of_one_source_says_which(run, shop, tmp_path):
     assert "origin" in labels and "cache" not in labels and "Hit rate" not in labels
 
 
-def test_without_matplotlib_it_says_what_to_install(run, shop, tmp_path, monkeypatch):
+def test_report_needs_matplotlib(run, shop, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     code, _, err = run("--dir", shop.path, "report", "-o", tmp_path / "r.html")
     assert code == 2 and "pip install 'shardcache[report]'" in err

@@ -1,6 +1,4 @@
-"""``shardcache run``: programs that know nothing of the cache."""
-
-from __future__ import annotations
+"""``shardcache run``: programs that do not import shardcache."""
 
 import os
 import signal
@@ -11,7 +9,7 @@ import pytest
 from tests.support.clitools import SHARDS, Command, run_process
 from tests.support.storetools import wait_until
 
-#: As timm and lhotse do it: the pipeline is built in the workers, errors are skipped.
+#: As in timm and lhotse, workers build the pipeline and skip errors.
 TRAINING = """
 import sys, torch, webdataset as wds
 class Samples(torch.utils.data.IterableDataset):
@@ -27,10 +25,10 @@ if __name__ == "__main__":
     for epoch in range(2):
         keys = sorted(loader)
         print(len(keys), len(set(keys)))
-    del loader  # its workers end, and have counted all
+    del loader  # ends the workers, which then write their statistics
     sys.exit(7)
 """
-#: Which takes seconds to import.
+#: The import of torch takes seconds.
 WITHOUT_TORCH = """
 import sys; sys.modules["torch"] = None
 import webdataset as wds
@@ -48,7 +46,7 @@ def program(tmp_path):
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
-def test_workers_read_through_the_cache_however_they_start(method, program, spec, proxy, tmp_path):
+def test_workers_read_through_the_cache(method, program, spec, proxy, tmp_path):
     command = "run", "-o", "min_free=0", "--", *program(TRAINING), spec, method
     code, out, err = run_process(*command, directory=tmp_path / "cache")
     assert (code, out) == (7, "80 80\n" * 2), err
@@ -68,21 +66,21 @@ def test_workers_read_through_the_cache_however_they_start(method, program, spec
         ([], "Give a program"),
     ],
 )
-def test_what_is_wrong_is_said_before_the_program_starts(arguments, text, tmp_path, run):
+def test_errors_are_reported_before_the_program_starts(arguments, text, tmp_path, run):
     code, _, err = run("run", *arguments, *([tmp_path / "started"] if arguments else []))
     assert code == 2 and text in err and not (tmp_path / "started").exists()
 
 
-def test_skipped_errors_are_told_once(program, s3_environment, tmp_path):
+def test_skipped_errors_are_logged_once(program, s3_environment, tmp_path):
     absent = "s3://nowhere/train-{0000..0009}.tar", "fork"
     code, out, err = run_process("run", "--", *program(TRAINING), *absent, directory=tmp_path / "c")
     assert (code, out) == (7, "0 0\n" * 2)
     assert err.count("s3://nowhere/train-") == 4, err  # two epochs of two workers
-    told = f"no shard was opened through the cache in {tmp_path}/c; 20 could not be opened"
-    assert told in err
+    summary = f"no shard was opened through the cache in {tmp_path}/c; 20 could not be opened"
+    assert summary in err
 
 
-def test_only_reading_shards_is_taken_over(program, s3, bucket, spec, tmp_path):
+def test_only_reads_of_shards_use_the_cache(program, s3, bucket, spec, tmp_path):
     s3.put(bucket, "_info.json", b'{"splits": {}}')  # timm's
     text = (
         WITHOUT_TORCH
@@ -118,13 +116,13 @@ except ValueError as exn:
     assert len(list((tmp_path / "cache").glob("v1/objects/*/*/*/*.tar"))) == 1
 
 
-def test_a_program_of_another_environment_does_not_run_without_its_cache(program, tmp_path):
+def test_a_program_in_another_environment_needs_shardcache(program, tmp_path):
     text = "import sys; sys.modules['shardcache'] = None; import webdataset"
     code, _, err = run_process("run", "--", *program(text), directory=tmp_path / "cache")
     assert code == 1 and f"shardcache is not installed for {sys.executable}" in err
 
 
-def test_signals_reach_the_program_and_its_end_is_told(program, tmp_path):
+def test_signals_and_exit_codes_pass_through(program, tmp_path):
     started = tmp_path / "started"
     text = f"open({str(started)!r}, 'w'); import signal; signal.pause()"
     with Command("run", "--", *program(text), directory=tmp_path / "cache") as command:
@@ -133,7 +131,7 @@ def test_signals_reach_the_program_and_its_end_is_told(program, tmp_path):
         assert command.end()[0] == 128 + signal.SIGTERM
 
 
-def test_the_variables_do_the_same(run, program, spec, tmp_path):
+def test_the_variables_of_env_do_the_same(run, program, spec, tmp_path):
     code, out, _ = run("run", "-o", "min_free=0", "--env")
     assert code == 0
     text = WITHOUT_TORCH + "print(len(list(wds.WebDataset(sys.argv[1], shardshuffle=False))))"

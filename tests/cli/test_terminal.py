@@ -1,13 +1,10 @@
 """The command line on a terminal, and without one."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal
 
 from tests.support.clitools import Screen
-from tests.support.storetools import PATIENCE
 from tests.support.tars import make_tar
 
 
@@ -26,19 +23,19 @@ def test_without_a_terminal_there_is_no_bar_no_escape_and_no_prompt(run, spec, b
     assert "\x1b[1mSHARD" in run("ls", "--color", "always")[1]
 
 
-def test_a_terminal_shows_live_progress_and_an_interrupt_gives_the_cursor_back(slow, tmp_path):
+def test_a_terminal_shows_progress_and_gets_its_cursor_back(slow, tmp_path):
     with Screen("prewarm", slow, directory=tmp_path / "cache") as screen:
         screen.read(until=r"big-0\.tar +\d+%")
         assert "\x1b[?25l" in screen.text  # the cursor is hidden
         assert re.search(r"\x1b\[[39]\dm.*0/3.*MB.*ETA", screen.text)
         os.killpg(screen.command.process.pid, signal.SIGINT)
-        text = screen.read()
-        assert screen.command.process.wait(PATIENCE) == 130
+        text, code = screen.end()
+    assert code == 130
     assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")
     assert "Run the same command again" in text
 
 
-def test_progress_tells_shards_of_one_name_apart(s3, bucket, s3_environment, proxy, tmp_path):
+def test_progress_distinguishes_shards_of_one_name(s3, bucket, s3_environment, proxy, tmp_path):
     folders = ("imagenet-21k/training", "laion-aesthetics/training")
     for folder in folders:
         s3.put(bucket, f"datasets/{folder}/train-0000.tar", make_tar(0, 60, 70_000))
@@ -52,11 +49,11 @@ def test_progress_tells_shards_of_one_name_apart(s3, bucket, s3_environment, pro
 def test_a_dumb_terminal_has_no_progress(spec, tmp_path):
     dumb = {"TERM": "dumb"}
     with Screen("prewarm", spec, directory=tmp_path / "cache", environment=dumb) as screen:
-        assert "\x1b" not in screen.read()
-        assert screen.command.process.wait(PATIENCE) == 0
+        text, code = screen.end()
+    assert "\x1b" not in text and code == 0
 
 
-def test_a_narrow_terminal_folds_names_and_loses_nothing(run, warm, tmp_path):
+def test_a_narrow_terminal_folds_names(run, warm, tmp_path):
     plain = {"NO_COLOR": "1"}
     with Screen("ls", directory=tmp_path / "cache", environment=plain, columns=60) as screen:
         lines = screen.read().splitlines()
@@ -65,16 +62,14 @@ def test_a_narrow_terminal_folds_names_and_loses_nothing(run, warm, tmp_path):
     assert "".join(cells) == "".join(warm)
 
 
-def test_a_terminal_is_asked_before_something_is_removed(run, warm, tmp_path):
-    directory = tmp_path / "cache"
-    with Screen("rm", warm[0], directory=directory) as screen:
-        screen.read(until=r"Remove 1 shard, .*\[y/N\]")
-        screen.type("n\n")
-        assert "nothing was done" in screen.read()
-        assert screen.command.process.wait(PATIENCE) == 1
-    assert run("path", warm[0])[0] == 0
-    with Screen("clean", "--all", directory=directory) as screen:
-        screen.read(until=r"Remove every shard in .*\[y/N\]")
-        screen.type("y\n")
-        assert "removed 4 shards" in screen.read()
-        assert screen.command.process.wait(PATIENCE) == 0
+def test_a_terminal_confirms_removals(run, warm, tmp_path):
+    for command, question, reply, result, expected in (
+        (["rm", warm[0]], "Remove 1 shard, ", "n\n", "nothing was done", 1),
+        (["clean", "--all"], "Remove every shard in ", "y\n", "removed 4 shards", 0),
+    ):
+        assert run("path", warm[0])[0] == 0
+        with Screen(*command, directory=tmp_path / "cache") as screen:
+            screen.read(until=rf"{question}.*\[y/N\]")
+            screen.type(reply)
+            text, code = screen.end()
+        assert result in text and code == expected

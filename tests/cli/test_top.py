@@ -1,7 +1,5 @@
 """`top`: rates, running downloads, and their processes."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading
@@ -18,7 +16,7 @@ URL = "s3://lab/train/0.tar"
 DATA = make_tar(0, members=40, size=100_000)
 
 
-def test_rates_are_of_what_was_counted_meanwhile(make_cache, origin, clock):
+def test_rates_cover_the_time_between_two_snapshots(make_cache, origin, clock):
     origin.objects[URL] = DATA
     cache = make_cache(max_size=2 * len(DATA))
     cache.open(URL).read()
@@ -36,15 +34,13 @@ def test_rates_are_of_what_was_counted_meanwhile(make_cache, origin, clock):
     assert second.tiers[0]["max_size"] == 2 * len(DATA) and second.processes == 1
     clock.sleep(2.0)
     third = watcher.snapshot()
-    assert (third.seconds, third.total.hits) == (4.0, 10)  # so that the rate does not jump
+    assert (third.seconds, third.total.hits) == (4.0, 10)  # a longer window steadies the rate
     database.zero(Layout.of_root(cache.dir))
     clock.sleep(1.0)
-    assert min(watcher.snapshot().total.counters.values()) == 0  # a reset makes no rate negative
+    assert min(watcher.snapshot().total.counters.values()) == 0
 
 
-def test_a_fetch_in_flight_is_shown_with_who_makes_it(
-    make_cache, origin, clock, monkeypatch, capsys
-):
+def test_a_running_download_is_shown_with_its_process(make_cache, origin, monkeypatch, capsys):
     monkeypatch.setenv("SHARDCACHE_RANK", "3")
     origin.objects[URL] = DATA
     gate = threading.Event()
@@ -68,17 +64,17 @@ def test_a_fetch_in_flight_is_shown_with_who_makes_it(
         stream.read()
     wait_until(lambda: not watcher.snapshot().fetches)
     left = begin(Layout.of_root(cache.dir), metadata_for("s3://lab/dead.tar", DATA))
-    left.close()  # as of a process that was killed
+    left.close()  # as if its process had been killed
     assert "0 downloads running" in shown()
 
 
 def test_on_a_terminal_it_redraws_and_keeps_the_last_refresh(make_cache):
     cache = make_cache()
-    cache.pin(URL)  # makes it a cache
+    cache.pin(URL)  # creates the directory
     with Screen("top", "--count", "2", "--interval", "0.3", directory=cache.dir) as screen:
-        text = screen.read()
-        assert screen.command.process.wait(PATIENCE) == 0
-    assert text.count("0 downloads running") >= 2 and "\x1b[1A" in text  # the cursor goes up again
+        text, code = screen.end()
+    assert code == 0
+    assert text.count("0 downloads running") >= 2 and "\x1b[1A" in text  # the cursor moves up
     assert "\x1b[1mshardcache top" in text
 
 
@@ -88,7 +84,7 @@ def test_an_interrupt_ends_it_quietly_and_shows_the_cursor(make_cache):
     with Screen("top", "--interval", "3600", directory=cache.dir) as screen:
         screen.read(until="0 downloads running")
         os.killpg(screen.command.process.pid, signal.SIGINT)
-        text = screen.read()
-        assert screen.command.process.wait(PATIENCE) == 130
+        text, code = screen.end()
+    assert code == 130
     assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")
     assert "rror" not in text and "interrupted" not in text

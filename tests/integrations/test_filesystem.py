@@ -1,6 +1,4 @@
-"""``shardcache::s3://...`` for everything that opens URLs through fsspec."""
-
-from __future__ import annotations
+"""``shardcache::s3://...`` in fsspec."""
 
 import pickle
 
@@ -20,7 +18,7 @@ def url(s3, bucket, s3_environment, proxy):
     for name in ("a.tar", "b.tar", "part/c.tar"):
         s3.put(bucket, name, SHARD)
     proxy.reset()
-    for protocol in ("s3", "shardcache"):  # fsspec keeps them, with another test's server
+    for protocol in ("s3", "shardcache"):  # fsspec keeps instances for another test's server
         fsspec.get_filesystem_class(protocol).clear_instance_cache()
     return f"shardcache::s3://{bucket}/a.tar"
 
@@ -48,10 +46,11 @@ def test_open_and_cat_read_through_the_default_cache(url, default, proxy):
     assert [fs.cat_file(path, 5, 15), fs.cat_file(path, -7)] == [SHARD[5:15], SHARD[-7:]]
     assert fs.cat_file(path) == SHARD
     assert gets(proxy) == 1 and list(default.rglob("a.tar"))
+    assert default_cache() is default_cache()
 
 
-def test_what_it_says_of_a_shard_is_the_same_before_and_after_it_is_cached(url, default, proxy):
-    """Hugging Face's datasets name their own cache after it."""
+def test_info_is_the_same_before_and_after_a_download(url, default, proxy):
+    """Hugging Face's datasets name their own cache after this information."""
     fs, path = fsspec.url_to_fs(url)
     before = fs.info(path)
     fs.cat_file(path)
@@ -60,20 +59,18 @@ def test_what_it_says_of_a_shard_is_the_same_before_and_after_it_is_cached(url, 
     assert proxy.requests() == []
     assert after == {key: before[key] for key in ("name", "size", "type", "ETag")}
     assert after["ETag"].startswith('"') and after["size"] == len(SHARD)
-    assert fs.info(url) == fs.info(f"s3://{path}") == after  # whichever way it is named
+    assert fs.info(url) == fs.info(f"s3://{path}") == after
 
 
-def test_listings_are_the_origins_and_cost_what_it_takes_for_them(url, default, proxy):
+def test_a_listing_costs_one_request(url, default, proxy):
     fs, path = fsspec.url_to_fs(url)
     bucket = path.partition("/")[0]
-    for listed in (
-        lambda: fs.find(f"shardcache::s3://{bucket}"),
-        lambda: fs.glob(f"{bucket}/**/*.tar"),
-    ):
+    whole = f"shardcache::s3://{bucket}"
+    for method, argument in (fs.find, whole), (fs.glob, f"{bucket}/**/*.tar"):
         fs.invalidate_cache()
         proxy.reset()
-        assert listed() == [f"{bucket}/{name}" for name in ("a.tar", "b.tar", "part/c.tar")]
-        assert len(proxy.requests()) == 1  # a walk asks for each directory
+        assert method(argument) == [f"{bucket}/{name}" for name in ("a.tar", "b.tar", "part/c.tar")]
+        assert len(proxy.requests()) == 1  # a walk would send one for each directory
     assert fs.isfile(path) and fs.isdir(bucket) and not fs.exists(f"{bucket}/none.tar")
     assert fs.ls(f"{bucket}/part", detail=False) == [f"{bucket}/part/c.tar"]
 
@@ -87,19 +84,19 @@ def test_writing_and_a_chain_without_an_origin_are_refused(url, default):
         ShardCacheFileSystem(skip_instance_cache=True)
 
 
-def test_the_path_may_stand_in_the_first_link(url, default):
-    """The form that Hugging Face's datasets take, with the options that they add."""
+def test_the_path_can_be_in_the_first_link_of_a_chain(url, default):
+    """Hugging Face's datasets use this form, and add options."""
     path = url.removeprefix("shardcache::s3://")
     bucket, form = path.partition("/")[0], f"shardcache://{path}::s3://"
     fs, _, (found,) = fsspec.get_fs_token_paths(form, storage_options={"block_size": 0})
     assert fs.open(found, "rb", block_size=0).read() == SHARD
-    assert list(default.rglob("a.tar"))  # the default cache: these are no options of one
+    assert list(default.rglob("a.tar"))  # in the default cache: the options are not the cache's
     fs, pattern = fsspec.url_to_fs(f"shardcache://{bucket}/*.tar::s3://")
     assert fs.glob(pattern) == [f"{bucket}/a.tar", f"{bucket}/b.tar"]
 
 
-def test_it_travels_with_its_cache_and_a_fork_has_a_target_of_its_own(url, tmp_path, proxy):
-    """s3fs refuses to work with the thread of a parent, which no child has."""
+def test_a_pickle_keeps_the_cache_and_a_fork_makes_its_own_target(url, tmp_path, proxy):
+    """s3fs needs a thread, which a forked child does not have."""
     fs, path = fsspec.url_to_fs(url, shardcache={"dir": str(tmp_path / "own"), "min_free": 0})
     assert fs.cat_file(path) == SHARD and list((tmp_path / "own").rglob("a.tar"))
     fs.clear_instance_cache()

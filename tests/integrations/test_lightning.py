@@ -1,7 +1,5 @@
 """Lightning's hooks, without Lightning: `tests/packages` has them in its trainers."""
 
-from __future__ import annotations
-
 import logging
 import pickle
 import sys
@@ -33,11 +31,11 @@ def cached(cache) -> list[str]:
         ("fit", 0, 0, 0),
         ("fit", None, None, 4),
         ("validate", 2, 0, 0),
-        ("fit", 2, 1, 0),  # one rank of each node
-        (None, 2, "of the launcher", 0),  # a loop of its own has no trainer
+        ("fit", 2, 1, 0),  # one rank per node prewarms
+        (None, 2, "of the launcher", 0),  # a training loop without a trainer
     ],
 )
-def test_training_has_the_first_shards_fetched_before(
+def test_setup_prewarms_the_first_shards(
     make_cache, monkeypatch, stage, prewarm, local_rank, count
 ):
     cache, trainer = make_cache(), types.SimpleNamespace(local_rank=local_rank)
@@ -49,7 +47,7 @@ def test_training_has_the_first_shards_fetched_before(
     assert cached(cache) == URLS[:count]
 
 
-def test_directories_are_made_whoever_comes_first(make_cache, tmp_path):
+def test_setup_makes_directories(make_cache, tmp_path):
     wanted = [tmp_path / "traces" / "epoch", str(tmp_path / "checkpoints")]
     for _ in range(2):
         lightning.ShardCacheHooks(make_cache(), makedirs=wanted).setup(stage="test")
@@ -58,7 +56,7 @@ def test_directories_are_made_whoever_comes_first(make_cache, tmp_path):
         lightning.ShardCacheHooks(make_cache(), SHARDS, prewarm=-1)
 
 
-def test_what_cannot_be_prewarmed_is_a_warning(make_cache, origin, caplog):
+def test_a_failed_prewarm_is_a_warning(make_cache, origin, caplog):
     del origin.objects[URLS[1]]
     cache = make_cache()
     with caplog.at_level(logging.WARNING):
@@ -69,12 +67,12 @@ def test_what_cannot_be_prewarmed_is_a_warning(make_cache, origin, caplog):
     assert cached(cache) == [URLS[0], URLS[2]]
 
 
-def test_each_epoch_is_logged_by_itself(make_cache):
+def test_each_epoch_logs_its_own_figures(make_cache):
     cache, logged, size = make_cache(fill="complete"), [], len(make_tar(0))
     module = types.SimpleNamespace(log_dict=lambda metrics, **options: logged.append(metrics))
     hooks = lightning.ShardCacheHooks(cache, SHARDS, prewarm=1)
     hooks.on_train_epoch_end(None, module)
-    assert logged == []  # nothing was set up
+    assert logged == []  # before setup
     hooks.setup()
     for opens, hit_rate, fetched in ((2, 0.5, 1), (4, 1.0, 0)):
         for url in URLS[:2] * (opens // 2):
@@ -87,10 +85,10 @@ def test_each_epoch_is_logged_by_itself(make_cache):
             "shardcache/bytes_fetched": fetched * size,
         }
     hooks.on_train_epoch_end(None, module)
-    assert "shardcache/hit_rate" not in logged[-1]  # of nothing
+    assert "shardcache/hit_rate" not in logged[-1]
 
 
-def test_the_callback_is_lightnings_own_and_travels(make_cache, monkeypatch):
+def test_the_callback_is_one_of_lightning_and_can_be_pickled(make_cache, monkeypatch):
     for name in ("lightning", "lightning.pytorch", "pytorch_lightning"):
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ConfigError, match="pip install lightning"):

@@ -1,6 +1,4 @@
-"""What a bare ``import shardcache`` gives, and what it costs."""
-
-from __future__ import annotations
+"""The names of ``import shardcache``, and the modules that it loads."""
 
 import ast
 import os
@@ -16,30 +14,26 @@ HEAVY = {
 }
 
 
-def fresh(code: str) -> object:
-    """What an interpreter of its own prints, read as Python."""
-    command = [sys.executable, "-c", f"import sys, shardcache\n{code}"]
+PROGRAM = """
+import sys, shardcache
+shardcache.Cache
+first = dir(shardcache), list(sys.modules)
+found = [shardcache.wids.LocalNames, shardcache.lightning.ShardCacheHooks,
+         shardcache.telemetry.observe, shardcache.sync.wait_for, shardcache.wds.attach]
+from shardcache import wids, sync
+print((*first, all(map(callable, found)), wids is shardcache.wids, list(sys.modules)))
+"""
+
+
+def test_importing_loads_nothing_heavy_and_submodules_load_on_first_use():
     env = {name: value for name, value in os.environ.items() if "COVERAGE" not in name}
-    done = subprocess.run(command, capture_output=True, text=True, check=True, env=env)
-    return ast.literal_eval(done.stdout)
-
-
-def test_importing_brings_nothing_heavy_and_shows_the_public_names() -> None:
-    names, modules = fresh("shardcache.Cache\nprint((dir(shardcache), list(sys.modules)))")
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, check=True, env=env)
+    names, modules, usable, same, later = ast.literal_eval(done.stdout.decode())
     assert names == sorted(shardcache.__all__)
     assert not HEAVY & {module.partition(".")[0] for module in modules}
     for name in names:
         assert getattr(shardcache, name) is not None
     assert not hasattr(shardcache, "filesystem")
-
-
-def test_what_is_loaded_on_first_use_needs_no_import_of_its_own() -> None:
-    code = """
-found = [shardcache.wids.LocalNames, shardcache.lightning.ShardCacheHooks,
-         shardcache.telemetry.observe, shardcache.sync.wait_for, shardcache.wds.attach]
-from shardcache import wids, sync
-print((all(map(callable, found)), wids is shardcache.wids, list(sys.modules)))"""
-    usable, same, light = fresh(code)
     assert usable and same
     packages = {"lightning", "pytorch_lightning", "torch", "wids", "webdataset", "fsspec"}
-    assert not packages & {module.partition(".")[0] for module in light}
+    assert not packages & {module.partition(".")[0] for module in later}

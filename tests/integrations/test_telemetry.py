@@ -1,6 +1,4 @@
-"""What OpenTelemetry collects is what was counted."""
-
-from __future__ import annotations
+"""OpenTelemetry collects the counters of a cache."""
 
 import gc
 import sys
@@ -23,7 +21,7 @@ SIZE = len(make_tar(1))
 
 
 class Collector:
-    """An SDK that is read on demand."""
+    """An OpenTelemetry SDK that collects on demand."""
 
     def __init__(self) -> None:
         self.reader = export.InMemoryMetricReader()
@@ -31,7 +29,7 @@ class Collector:
         self.dirs: set[str] = set()
 
     def collect(self) -> dict[tuple[str, str], float]:
-        """(name, value of the label or "") -> value, of all caches together."""
+        """Return the sums over all caches by name and label value, which may be empty."""
         values: dict[tuple[str, str], float] = Counter()
         found = self.reader.get_metrics_data()
         for resource in found.resource_metrics if found else ():
@@ -62,7 +60,7 @@ def read(cache: Cache, times: int = 1) -> None:
 
 
 @pytest.mark.parametrize("node", [False, True])
-def test_it_is_what_was_counted_at_the_moment_of_the_collection(cache, collector, node):
+def test_metrics_equal_the_counters(cache, collector, node):
     telemetry.observe(cache, node=node, meter_provider=collector.provider)
     assert set(collector.collect().values()) == {0}
     read(cache, 3)
@@ -83,22 +81,20 @@ def test_it_is_what_was_counted_at_the_moment_of_the_collection(cache, collector
     assert {key: found[f"shardcache.{key[0]}", key[1]] for key in expected} == expected
     assert found["shardcache.wait.time", "network"] > 0
     read(cache)
-    cache.close()  # nothing falls
+    cache.close()  # must not lower a metric
 
     def work(parent):
         read(cache)
         cache.close()
         parent.say()
 
-    with forked(work) as child:  # it counts for its node and not for its parent
+    with forked(work) as child:  # counts for its node but not for its parent
         child.hear()
     hits = (4 if node else 3) * len(URLS) - 1
     assert collector.collect()["shardcache.opens", "hits"] == hits
 
 
-def test_all_caches_of_a_process_are_counted_each_by_its_directory_and_none_is_kept(
-    make_cache, cache, collector, tmp_path
-):
+def test_metrics_of_several_caches(make_cache, cache, collector, tmp_path):
     other, again = (make_cache(dir=tmp_path / "other", fill="complete") for _ in range(2))
     for each in (cache, other, again, cache):
         telemetry.observe(each, meter_provider=collector.provider)
@@ -115,7 +111,7 @@ def test_all_caches_of_a_process_are_counted_each_by_its_directory_and_none_is_k
     assert last.collect() == {}
 
 
-def test_fetches_in_hand_are_a_gauge(make_cache, cache, collector):
+def test_running_downloads_are_a_gauge(make_cache, cache, collector):
     gate = threading.Event()
     cache = make_cache(validate=lambda path: gate.wait(60) or None)
     telemetry.observe(cache, meter_provider=collector.provider)
@@ -124,7 +120,7 @@ def test_fetches_in_hand_are_a_gauge(make_cache, cache, collector):
         gate.set()
 
 
-def test_what_cannot_be_observed_says_why(make_cache, cache, monkeypatch):
+def test_errors_of_observe(make_cache, cache, monkeypatch):
     with pytest.raises(ConfigError, match="stats"):
         telemetry.observe(make_cache(stats=False))
     monkeypatch.setitem(sys.modules, "opentelemetry.metrics", None)

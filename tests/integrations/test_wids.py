@@ -1,6 +1,4 @@
-"""Local names for wids, without wids: `tests/packages` has them in its dataset."""
-
-from __future__ import annotations
+"""Local names for wids, without wids: `tests/packages` uses them with wids."""
 
 import os
 import pickle
@@ -26,12 +24,12 @@ def links(tmp_path):
 
 
 def evictable(cache) -> int:
-    """How many shards nobody uses."""
+    """Return the number of shards that are not in use."""
     return len(cache.clean(everything=True, dry_run=True).removed)
 
 
 @pytest.mark.locks_work("flock")
-def test_a_name_is_a_link_to_a_shard_that_stays_until_the_next_is_named(make_cache, links):
+def test_a_name_is_a_link_to_a_shard_that_is_pinned_until_the_next(make_cache, links):
     cache = make_cache()
     names = wids.LocalNames(cache, links)
     for seed, url in enumerate(URLS):
@@ -45,7 +43,7 @@ def test_a_name_is_a_link_to_a_shard_that_stays_until_the_next_is_named(make_cac
     found: list[int] = []
     other.start()
     other.join()
-    assert found == [1]  # another thread's is its own
+    assert found == [1]  # each thread pins one shard
     again = pickle.loads(pickle.dumps(names))
     assert again(URLS[2]) == str(name)
     again.close()
@@ -54,15 +52,12 @@ def test_a_name_is_a_link_to_a_shard_that_stays_until_the_next_is_named(make_cac
     assert evictable(cache) == len(os.listdir(links)) == len(URLS)
 
 
-def test_what_is_in_the_way_is_replaced_unless_it_is_a_directory(make_cache, links):
+def test_a_file_in_the_way_is_replaced_but_no_directory(make_cache, links):
     names = wids.LocalNames(make_cache(), links)
     name = Path(names(URLS[0]))
-    for leave in (
-        lambda: name.symlink_to(links / "gone"),
-        lambda: name.write_bytes(b"what a download left"),
-    ):
+    for create, argument in (name.symlink_to, links / "gone"), (name.write_bytes, b"a download"):
         name.unlink()
-        leave()
+        create(argument)
         assert Path(names(URLS[0])).read_bytes() == make_tar(0)
     name.unlink()
     name.mkdir()

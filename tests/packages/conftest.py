@@ -1,27 +1,21 @@
-"""A bucket with shards and tables, as docs/integrations.md has it; programs run apart.
+"""The bucket of docs/integrations.md, with shards and tables.
 
-Each test starts a program of its own: these packages start threads and processes of theirs,
-which are gone with it.
+Each test runs a program, because these packages start threads and processes, which end with it.
 """
-
-from __future__ import annotations
 
 import io
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pandas
 import pytest
 
-from shardcache.cli.demo import S3Server
-from tests.support.proxy import Proxy
 from tests.support.trainingtools import DataSet, run
 
 
 def tables() -> dict[str, bytes]:
-    """``table.csv``, and a directory of two Parquet files."""
+    """Return ``table.csv`` and two Parquet files, by name."""
     frame = pandas.DataFrame({"a": range(1000), "b": [f"row {n}" for n in range(1000)]})
     found = {"table.csv": frame.to_csv(index=False).encode()}
     for number in range(2):
@@ -32,38 +26,27 @@ def tables() -> dict[str, bytes]:
 
 
 class Bench:
-    """The bucket, a directory, and programs that read the one through a cache in the other."""
+    """Runs programs that read the bucket through a cache in a directory."""
 
     def __init__(self, data: DataSet, directory: Path) -> None:
-        self.data = data
-        self.directory = directory
-        self.cache = directory / "shards"
+        self.data, self.directory, self.cache = data, directory, directory / "shards"
 
     def run(self, code: str, *arguments: str) -> str:
-        """Run a program of these lines; what it prints.
-
-        From a file, since spawned workers import it.
-        """
+        """Run a program from a file, which spawned workers import; returns its output."""
         program = self.directory / "program.py"
         program.write_text(code)
         command = [sys.executable, str(program), *arguments]
         return run(command, 170, self.directory).stdout
 
     def fetched(self) -> set[str]:
-        """What crossed the network: each of it once."""
+        """Return the names of downloaded objects; each was downloaded once."""
         fetches = self.data.fetches
         assert set(fetches.values()) <= {1}, fetches
         return {path.removeprefix("bucket/") for path in fetches}
 
 
 @pytest.fixture
-def bench(
-    s3: S3Server,
-    s3_environment: dict[str, str],
-    proxy: Proxy,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> Iterator[Bench]:
+def bench(s3, s3_environment, proxy, tmp_path, monkeypatch):
     s3.create_bucket("bucket")
     for name, content in tables().items():
         s3.put("bucket", name, content)

@@ -1,10 +1,7 @@
-"""The callback in a trainer of several processes; docs/integrations.md has one in one process."""
-
-from __future__ import annotations
+"""The callback in a trainer of several processes; docs/integrations.md uses one process."""
 
 import csv
 
-from tests.packages.conftest import Bench
 from tests.support.tars import sample_tar
 
 SIZE = len(sample_tar(0))
@@ -37,7 +34,7 @@ class Model(package.LightningModule):
         if self.trainer.is_global_zero:
             print("seen", *sorted(key for keys in everybodys for key in keys), flush=True)
         self.seen = []
-        # The next epoch logs what workers tell of their last second in this one: all of it.
+        # Workers write their counts with a delay of up to a second.
         size = 4 * int(sys.argv[5]) * (self.trainer.current_epoch + 1)
         for _ in range(600):
             if shardcache.Cache().stats().bytes_opened >= size:
@@ -69,8 +66,8 @@ if __name__ == "__main__":
 """
 
 
-def test_ranks_prewarm_train_and_log(bench: Bench) -> None:
-    # Forked: spawned workers know no process group, by which WebDataset splits.
+def test_ranks_prewarm_train_and_log(bench):
+    # WebDataset splits by process group, which spawned workers do not have.
     printed = bench.run(PROGRAM, "pytorch_lightning", "2", "ddp_spawn", "fork", str(SIZE))
     seen = [line.split()[1:] for line in printed.splitlines() if line.startswith("seen ")]
     assert seen == [bench.data.keys] * 2
@@ -82,6 +79,6 @@ def test_ranks_prewarm_train_and_log(bench: Bench) -> None:
     assert len(rows) == 2
     names = ("opens", "bytes_read", "bytes_fetched")
     opens, read, fetched = (sum(float(row[f"shardcache/{name}"]) for row in rows) for name in names)
-    # Two of four were there before. The second epoch's last second is not logged.
+    # Two of four were prewarmed. The last second of the second epoch is not logged.
     assert fetched == 2 * SIZE
     assert 4 <= opens <= 8 and 4 * SIZE <= read <= 8 * SIZE

@@ -1,6 +1,4 @@
-"""docs/integrations.md: blocks that need more than torch and WebDataset. And the Ray example."""
-
-from __future__ import annotations
+"""The blocks of docs/integrations.md that need more packages, and the Ray example."""
 
 import importlib
 import re
@@ -8,21 +6,18 @@ import sys
 
 import pytest
 
-from tests.packages.conftest import Bench
-from tests.support.trainingtools import EXAMPLES, NEEDS, Block, blocks, run
+from tests.support.trainingtools import EXAMPLES, NEEDS, blocks, run
 
 
 @pytest.mark.parametrize("block", [b for b in blocks() if NEEDS[b.section]], ids=str)
-def test_a_block_prints_what_it_says_and_fetches_each_object_once(
-    block: Block, bench: Bench
-) -> None:
+def test_a_block_prints_its_output_and_downloads_each_object_once(block, bench):
     for name in NEEDS[block.section]:
-        importlib.import_module(name.partition(".")[0])  # or else the extra is not installed
+        importlib.import_module(name.partition(".")[0])  # fail early if it is not installed
     block.check(bench.run(block.here(bench.directory)))
     assert bench.fetched()
 
 
-def test_the_ray_example_prewarms_and_reads_every_sample(bench: Bench) -> None:
+def test_the_ray_example_prewarms_and_reads_every_sample(bench):
     command = [sys.executable, str(EXAMPLES / "ray_train.py"), bench.data.spec]
     lines = run([*command, "--dir", str(bench.cache)], 170).stdout.splitlines()
     assert re.fullmatch(r"\S+: 4 shards cached, 0 not", lines[0])

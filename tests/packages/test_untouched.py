@@ -1,18 +1,14 @@
-"""Code of others, unchanged, under ``shardcache run``: the training of open_clip, timm's datasets.
+"""``shardcache run`` with the training of open_clip and the datasets of timm.
 
-In the environment that `make test-integrations` makes for them.
+Runs in the environment that `make test-integrations` creates.
 """
-
-from __future__ import annotations
 
 import io
 import json
-from pathlib import Path
 
 import pytest
 from PIL import Image
 
-from shardcache.cli.demo import S3Server
 from shardcache.units import format_bytes
 from tests.packages.conftest import Bench
 from tests.support.tars import tar_of
@@ -21,7 +17,7 @@ from tests.support.trainingtools import ROOT, run
 PYTHON = str(ROOT / ".venv" / "open_clip" / "bin" / "python")
 RUN = [PYTHON, "-m", "shardcache", "run", "--", PYTHON]
 
-#: A model of open_clip, as small as it goes.
+#: The smallest model of open_clip.
 MODEL = {
     "embed_dim": 8,
     "vision_cfg": {"image_size": 16, "layers": 1, "width": 64, "patch_size": 8},
@@ -46,7 +42,7 @@ if __name__ == "__main__":
 
 
 def pairs(shard: int) -> bytes:
-    """Eight pictures, each of its own colour, with captions and labels."""
+    """Return a shard of eight pictures of different colours, with captions and labels."""
     found = []
     for number in range(8):
         picture = io.BytesIO()
@@ -61,8 +57,8 @@ SHARDS = {f"pairs/{shard:04d}.tar": pairs(shard) for shard in range(4)}
 
 
 @pytest.fixture
-def local(bench: Bench, s3: S3Server) -> Path:
-    """The shards as files; the bucket has the same."""
+def local(bench, s3):
+    """Store the shards as files and in the bucket; returns the directory."""
     directory = bench.directory / "pairs"
     directory.mkdir()
     for name, content in SHARDS.items():
@@ -72,7 +68,7 @@ def local(bench: Bench, s3: S3Server) -> Path:
 
 
 def check(bench: Bench, error: str) -> None:
-    """Two epochs fetched each shard once, and the last line tells of both."""
+    """Check that two epochs downloaded each shard once, and the figures in the last line."""
     assert bench.fetched() == set(SHARDS)
     size = format_bytes(sum(map(len, SHARDS.values())))
     assert error.splitlines()[-1] == (
@@ -82,7 +78,7 @@ def check(bench: Bench, error: str) -> None:
 
 
 @pytest.mark.parametrize("url", ["s3://{}", "pipe:aws s3 cp s3://{} -"])
-def test_open_clip_trains_two_epochs(url: str, bench: Bench, local: Path) -> None:
+def test_open_clip_trains_two_epochs(url, bench, local):
     (bench.directory / "open_clip_config.json").write_text(json.dumps({"model_cfg": MODEL}))
     arguments = f"""
         --model local-dir:{bench.directory} --precision fp32 --logs {bench.directory} --name log
@@ -95,7 +91,7 @@ def test_open_clip_trains_two_epochs(url: str, bench: Bench, local: Path) -> Non
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_timm_reads_what_local_files_have(method: str, bench: Bench, local: Path) -> None:
+def test_timm_reads_the_same_as_from_local_files(method, bench, local):
     program = bench.directory / "program.py"
     program.write_text(TIMM)
     expected = run([PYTHON, str(program), str(local), "fork"]).stdout

@@ -1,6 +1,4 @@
-"""A prewarm in two processes: in a program of its own, because a fork copies no threads."""
-
-from __future__ import annotations
+"""A prewarm in two processes, started from a program without other threads."""
 
 import json
 import subprocess
@@ -31,7 +29,7 @@ def on_event(event):
     if type(event).__name__ == "Started" and what == "stop":
         stop.set()
 
-def note(shard):  # in the process that fetches it
+def note(shard):  # runs in the process that downloads the shard
     with pids.open("a") as file:
         print(os.getpid(), file=file)
 
@@ -65,7 +63,7 @@ def run(directory, what, urls):
     return found
 
 
-def test_each_does_a_share(tmp_path, urls, proxy):
+def test_two_processes_share_the_work(tmp_path, urls, proxy):
     absent = urls[0].replace("00.tar", "absent.tar")
     found = run(tmp_path, "", [*urls[:3], absent, *urls[3:]])
     assert found["outcomes"] == ["fetched"] * 3 + ["failed"] + ["fetched"] * (SHARDS - 3)
@@ -76,21 +74,21 @@ def test_each_does_a_share(tmp_path, urls, proxy):
 def test_both_download_with_the_secrets_of_their_urls(tmp_path, serve):
     query = "X-Amz-Algorithm=a&X-Amz-Credential=b&X-Amz-Signature=c&token=d"
 
-    def answered(head):
+    def respond(head):
         return b"".join(part_of(make_tar(0), head)) if query in head else answer("403 Forbidden")
 
-    server = serve(answered, most=100)
+    server = serve(respond, most=100)
     found = run(tmp_path, "", [f"{server.url}/{number}.tar?{query}" for number in range(SHARDS)])
     assert found["outcomes"] == ["fetched"] * SHARDS and found["pids"] == 2
 
 
-def test_the_share_of_one_that_is_killed_is_done_by_the_other(tmp_path, urls):
+def test_one_process_finishes_the_share_of_a_killed_one(tmp_path, urls):
     found = run(tmp_path, "kill", urls)
     assert found["killed"] == 1
     assert Counter(found["outcomes"]).keys() <= {"fetched", "cached"}
 
 
-def test_all_stop_when_they_are_told_to(tmp_path, urls, proxy):
+def test_a_stop_ends_all_processes(tmp_path, urls, proxy):
     proxy.pause(after=8_000)  # a listing passes, a shard does not
     found = run(tmp_path, "stop", urls)
     assert found["stopped"] == "requested" and "fetched" not in found["outcomes"]

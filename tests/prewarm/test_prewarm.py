@@ -1,6 +1,4 @@
-"""Prewarm: plans, and runs that end in every way a run can end."""
-
-from __future__ import annotations
+"""`Cache.prewarm`: plans, runs, and every way in which a run can end."""
 
 import errno
 import os
@@ -37,7 +35,7 @@ def names(count, bucket="b"):
 
 @pytest.fixture
 def listed(monkeypatch, origin):
-    """Sizes as a listing of the in-memory origin would tell them."""
+    """Let listings state the sizes of the in-memory origin."""
 
     def sizes(self, shards):
         return {s.key: len(origin.objects[str(s)]) for s in shards if str(s) in origin.objects}
@@ -47,13 +45,13 @@ def listed(monkeypatch, origin):
 
 @pytest.fixture
 def unlisted(monkeypatch):
-    """An origin that may not be listed."""
+    """Let listings state no sizes."""
     monkeypatch.setattr(Listing, "sizes", lambda self, shards: {})
 
 
 @pytest.fixture
 def fill(origin):
-    """Puts archives behind URLs, and returns these."""
+    """Store archives under URLs; returns the URLs."""
 
     def fill(urls, members=4):
         origin.objects.update({url: make_tar(n, members) for n, url in enumerate(urls)})
@@ -62,7 +60,7 @@ def fill(origin):
     return fill
 
 
-def asked(origin):
+def requested(origin):
     return {url for url, *_ in origin.requests}
 
 
@@ -71,9 +69,7 @@ def outcomes(report):
     return "".join(marks[result.outcome] for result in report.results)
 
 
-def test_a_program_gets_progress_and_the_names_of_what_failed(
-    make_cache, fill, capsys, caplog, monkeypatch
-):
+def test_progress_and_failures_of_a_prewarm(make_cache, fill, capsys, caplog, monkeypatch):
     monkeypatch.setattr("shardcache.cli.progress.LINE_EVERY", 0.01)
     urls, shown = [*fill(names(2)), "s3://b/absent.tar"], []
 
@@ -84,17 +80,12 @@ def test_a_program_gets_progress_and_the_names_of_what_failed(
     report = make_cache().prewarm(urls, progress=True, on_event=on_event)
     assert [*map(type, report.failures.values())] == [ShardNotFoundError]
     assert [*report.failures] == urls[2:]
-    (said,) = caplog.messages
-    assert "1 of 3 shards" in said and urls[2] in said
-
-
-# -- plans ---------------------------------------------------------------------
+    (message,) = caplog.messages
+    assert "1 of 3 shards" in message and urls[2] in message
 
 
 @pytest.mark.locks_work("answers")
-def test_an_interrupted_prewarm_that_filled_the_budget_can_be_taken_up(
-    make_cache, origin, listed, fill
-):
+def test_an_interrupted_prewarm_resumes_within_the_budget(make_cache, origin, listed, fill):
     (url,) = fill(names(1), members=3000)
     size, stop = len(origin.objects[url]), threading.Event()
     cache = make_cache(max_size=size + 100_000, part_size="64MiB")
@@ -110,7 +101,7 @@ def test_an_interrupted_prewarm_that_filled_the_budget_can_be_taken_up(
     assert cache.prewarm([url]).fetched == 1
 
 
-def test_what_cannot_be_done_is_said_once_and_at_once(make_cache, unlisted, tmp_path):
+def test_invalid_arguments_are_refused_at_once(make_cache, unlisted, tmp_path):
     shard = tmp_path / "x.tar"
     shard.write_bytes(make_tar(1))
     with pytest.raises(ConfigError, match="cache_local"):
@@ -123,7 +114,7 @@ def test_what_cannot_be_done_is_said_once_and_at_once(make_cache, unlisted, tmp_
     assert report.fetched == 1
 
 
-def test_too_much_is_refused_before_anything_is_fetched_and_best_effort_takes_what_fits(
+def test_a_plan_beyond_the_budget_is_refused_unless_best_effort(
     make_cache, origin, listed, fill, tmp_path
 ):
     limit = room(tmp_path, *2 * [SIZE])
@@ -137,10 +128,10 @@ def test_too_much_is_refused_before_anything_is_fetched_and_best_effort_takes_wh
     assert origin.requests == []
     report = cache.prewarm(urls, best_effort=True)
     assert outcomes(report) == "..oo" and not report.full and len(report.plan.left_out) == 2
-    assert asked(origin) == set(urls[:2])
+    assert requested(origin) == set(urls[:2])
 
 
-def test_dry_run_and_check_plan_and_fetch_and_touch_nothing(make_cache, origin, listed, fill):
+def test_dry_run_and_check_only_plan(make_cache, origin, listed, fill):
     cache = make_cache()
     urls = fill(names(3))
     entry = cache.fetch(urls[0])
@@ -156,22 +147,18 @@ def test_dry_run_and_check_plan_and_fetch_and_touch_nothing(make_cache, origin, 
     assert (entry.path / "meta.json").stat().st_mtime == 1000
 
 
-def test_a_specification_is_expanded_once_and_each_object_is_one_shard(make_cache, listed, fill):
+def test_a_spec_is_expanded_once_and_duplicates_are_dropped(make_cache, listed, fill):
     cache = make_cache()
     urls = fill(names(4))
     spec = "s3://b/train-{0000..0003}.tar"
     for wanted in (spec, [spec, urls[0].replace("//", "//me@"), urls[1].replace("s3:", "s3a:")]):
         assert [result.url for result in cache.prewarm(wanted).results] == urls
-    # A name that a listing found may hold braces itself.
-    (url,) = fill(["s3://b/odd-{0..1}.tar"])
+    (url,) = fill(["s3://b/odd-{0..1}.tar"])  # braces in the name of an object
     assert cache.prewarm([cache.parse(url)]).fetched == 1
     assert cache.prewarm([r"s3://b/odd-\{0..1\}.tar"]).cached == 1
 
 
-# -- runs ----------------------------------------------------------------------
-
-
-def test_everything_is_fetched_once_and_told_in_order(make_cache, origin, listed, fill):
+def test_each_shard_is_fetched_once_and_reported_in_order(make_cache, origin, listed, fill):
     cache = make_cache()
     urls = fill(names(6))
     cache.fetch(urls[2])
@@ -188,8 +175,7 @@ def test_everything_is_fetched_once_and_told_in_order(make_cache, origin, listed
     assert sorted(url for url, *_ in origin.requests) == sorted(set(urls) - {urls[2]})
     assert isinstance(events[0], Planned)
     for url in urls:
-        mine = [type(event) for event in events[1:] if str(event.shard) == url]
-        assert mine == [Started, Finished]
+        assert [type(e) for e in events[1:] if str(e.shard) == url] == [Started, Finished]
     again = cache.prewarm(urls)
     assert (again.cached, again.received) == (6, 0)
 
@@ -208,7 +194,7 @@ DENIED, MISTAKEN, GONE = AccessDeniedError("no"), ConfigError("no"), ShardNotFou
         ([MISTAKEN] * 3, ["bad", "good"], "FFF---......", Stopped.REFUSED),
     ],
 )
-def test_one_failure_stops_no_others_but_refusals_that_all_shards_of_a_bucket_will_meet_do(
+def test_failures_end_a_run_only_if_a_bucket_refuses_all_shards(
     make_cache, origin, unlisted, fill, errors, buckets, expected, stopped
 ):
     urls = [url for b in buckets for url in fill(names(len(expected) // len(buckets), b))]
@@ -216,10 +202,10 @@ def test_one_failure_stops_no_others_but_refusals_that_all_shards_of_a_bucket_wi
         origin.faults.append(Fault(after=None if error else 10**9, error=error))
     report = make_cache().prewarm(urls, jobs=1)
     assert (outcomes(report), report.stopped) == (expected, stopped)
-    assert len(asked(origin)) == len(expected.replace("-", ""))
+    assert len(requested(origin)) == len(expected.replace("-", ""))
 
 
-def test_a_broken_disk_is_believed_after_some_shards(make_cache, listed, fill, monkeypatch):
+def test_a_broken_disk_ends_the_run_after_three_shards(make_cache, listed, fill, monkeypatch):
     monkeypatch.setattr(Partial, "write", refusing(errno.EIO, real=None))
     report = make_cache().prewarm(fill(names(9)), jobs=1)
     assert outcomes(report) == "FFF------" and report.stopped is Stopped.REFUSED
@@ -232,7 +218,7 @@ def test_failures_beyond_the_limit_end_the_run(make_cache, listed, fill):
 
 
 @pytest.mark.locks_work("answers")
-def test_interrupt_is_passed_on_after_the_fetches_have_let_go(make_cache, origin, listed, fill):
+def test_an_interrupt_is_raised_after_all_downloads_ended(make_cache, origin, listed, fill):
     cache = make_cache()
     urls = fill(names(3))
     origin.faults.extend(Fault(after=100, wait=threading.Event()) for _ in urls)
@@ -247,7 +233,7 @@ def test_interrupt_is_passed_on_after_the_fetches_have_let_go(make_cache, origin
     assert not any(f.live for f in in_flight(cache._here().home.store.layout))
 
 
-def test_a_fetch_that_does_not_end_is_not_waited_for(make_cache, listed, fill, monkeypatch):
+def test_a_stop_does_not_wait_for_a_stuck_download(make_cache, listed, fill, monkeypatch):
     monkeypatch.setattr("shardcache.prewarm.pool._CANCEL_TIMEOUT", 0.2)
     release, stop = threading.Event(), threading.Event()
     obtain = Opener.obtain
@@ -264,7 +250,7 @@ def test_a_fetch_that_does_not_end_is_not_waited_for(make_cache, listed, fill, m
 
 
 @pytest.mark.locks_work("flock")
-def test_no_room_during_the_run_ends_it_and_best_effort_tries_more(
+def test_a_full_cache_ends_the_run_unless_best_effort(
     make_cache, origin, unlisted, fill, monkeypatch, tmp_path
 ):
     urls = fill(names(10))
@@ -281,13 +267,11 @@ def test_no_room_during_the_run_ends_it_and_best_effort_tries_more(
     monkeypatch.setattr("shardcache.prewarm.pool._MISFITS", 3)
     more = fill(names(10, "more"))
     assert outcomes(make_cache(max_size=limit).prewarm(more, jobs=1, best_effort=True)) == 10 * "o"
-    assert len(asked(origin)) == 3  # then it is believed
+    assert len(requested(origin)) == 3
 
 
 @pytest.mark.locks_work("answers")
-def test_shards_that_are_wanted_do_not_make_room_for_each_other(
-    make_cache, origin, listed, fill, tmp_path
-):
+def test_wanted_shards_are_not_evicted_for_each_other(make_cache, origin, listed, fill, tmp_path):
     urls = fill(names(4))
     size = room(tmp_path, len(origin.objects[urls[0]]))
     first = make_cache(max_size=3 * size)
@@ -299,7 +283,7 @@ def test_shards_that_are_wanted_do_not_make_room_for_each_other(
     cache = make_cache(max_size=3 * size)
     report = cache.prewarm([new, urls[0], urls[2]], jobs=1)
     assert outcomes(report) == ".cc" and report.plan.evict == size
-    assert urls[1] not in cache  # though it was used last
+    assert urls[1] not in cache  # although it is the most recently used
 
 
 def test_s3_shards_cost_one_fetch_each_and_few_listings(run, spec, bucket, data, proxy, tmp_path):
@@ -307,13 +291,12 @@ def test_s3_shards_cost_one_fetch_each_and_few_listings(run, spec, bucket, data,
         report = cache.prewarm(spec, jobs=4)
         assert (report.fetched, report.plan.unknown) == (SHARDS, 0)
         assert {proxy.fetches(f"{bucket}/{name}") for name in data} == {1}
-        assert len([r for r in proxy.requests() if not r.reads_object]) == 1  # listings
+        assert len([r for r in proxy.requests() if not r.reads_object]) == 1
         proxy.reset()
         assert cache.prewarm(f"s3://{bucket}/train-*.tar", dry_run=True).cached == SHARDS
         assert len(proxy.requests()) == 1
     with Cache(tmp_path / "other") as other:
         proxy.reset()
         found = other.prewarm(f"s3://{bucket}/train-*.tar", dry_run=True)
-        # What was listed to find the shards tells their sizes, too.
         assert found.plan.fetch_bytes == sum(map(len, data.values()))
         assert len(proxy.requests()) == 1

@@ -1,6 +1,4 @@
-"""What runs on each node of a Ray cluster, here without Ray; tests/stress/test_ray.py has both."""
-
-from __future__ import annotations
+"""The task on each node of a Ray cluster, without Ray; tests/stress/test_ray.py runs a cluster."""
 
 import pickle
 import threading
@@ -19,7 +17,7 @@ from tests.support.tars import make_tar
 
 @pytest.fixture
 def order(tmp_path, monkeypatch):
-    """Four shards on a mount that is cached, and what a node is told of them."""
+    """Store four shards on a cached mount; returns the arguments of a node's task."""
     monkeypatch.setenv("SHARDCACHE_CACHE_LOCAL", "1")
     monkeypatch.setenv("SHARDCACHE_MIN_FREE", "0")
     monkeypatch.setattr(module, "_NEWS_EVERY", 0.05)
@@ -35,14 +33,14 @@ def order(tmp_path, monkeypatch):
 
 
 def taken(order, share=None):
-    """What the driver knows of the node in the end; all that was sent can be sent."""
+    """Run the task, and return the driver's report of the node; every message is pickled."""
     node = NodeReport("node-a", 0)
     for news in _prewarm_here(*order, share):
         node.take(pickle.loads(pickle.dumps(news)))
     return node
 
 
-def test_a_node_tells_its_plan_each_shard_and_its_report(order):
+def test_a_node_reports_its_plan_each_shard_and_its_result(order):
     node = taken(order())
     assert node.plan is not None and len(node.plan.shards) == 4
     assert node.report.fetched == len(node.results) == 4 and node.error is None
@@ -60,27 +58,25 @@ def test_a_node_tells_its_plan_each_shard_and_its_report(order):
         ({}, "nothing-*.tar", ShardNotFoundError),
     ],
 )
-def test_a_node_that_can_do_nothing_says_why(order, settings, spec, kind):
+def test_a_node_reports_why_it_cannot_prewarm(order, settings, spec, kind):
     node = taken(order(spec, settings))
     assert type(node.error) is kind and not node.lost
 
 
-def test_errors_that_cannot_be_sent_are_sent_as_text(order, monkeypatch):
-    class Strange(Exception):
-        """Cannot be pickled: it is no name of a module."""
+def test_errors_that_cannot_be_pickled_are_sent_as_text(order, monkeypatch):
+    class Local(Exception):
+        """Pickle cannot find this class in the module."""
 
-    def strange(*args):
-        raise Strange("odd")
+    def fail(*args):
+        raise Local("odd")
 
-    monkeypatch.setattr(Opener, "obtain", strange)
-    report = taken(order()).report
-    assert {repr(result.error) for result in report.results} == {
-        repr(ShardCacheError("Strange: odd"))
-    }
+    monkeypatch.setattr(Opener, "obtain", fail)
+    errors = {repr(result.error) for result in taken(order()).report.results}
+    assert errors == {repr(ShardCacheError("Local: odd"))}
 
 
-def test_a_task_that_is_cancelled_ends_its_prewarm(order, monkeypatch):
-    """As `ray.cancel` does it: an exception where the task is."""
+def test_a_cancelled_task_ends_its_prewarm(order, monkeypatch):
+    """`ray.cancel` raises an exception in the task."""
     begun, obtain = threading.Event(), Opener.obtain
 
     def slow(*args):
@@ -97,5 +93,4 @@ def test_a_task_that_is_cancelled_ends_its_prewarm(order, monkeypatch):
         stream.throw(KeyboardInterrupt)  # type: ignore[attr-defined]
     wait_until(lambda: threading.active_count() <= before)
     node.interrupted = True
-    report = node.report  # of what it had told
-    assert report.stopped is Stopped.REQUESTED and len(report.results) == 4
+    assert node.report.stopped is Stopped.REQUESTED and len(node.report.results) == 4

@@ -1,6 +1,4 @@
-"""Splitting shards by node: those that WebDataset's own splitter gives the ranks of a node."""
-
-from __future__ import annotations
+"""Splitting shards by node, as WebDataset's splitter gives them to the ranks of a node."""
 
 import pytest
 import webdataset as wds
@@ -13,7 +11,7 @@ SPEC = "s3://lab/train-{0000..0030}.tar::s3://lab/extra-{a,b,b,a}.tar"
 
 
 def of_ranks(monkeypatch, ranks, world):
-    """What WebDataset gives these ranks, in the order of the list."""
+    """Return the shards that WebDataset gives to these ranks, in the order of the list."""
     found = []
     for rank in ranks:
         monkeypatch.setenv("RANK", str(rank))
@@ -45,7 +43,7 @@ def test_a_node_gets_the_shards_of_its_ranks_each_once(monkeypatch, make_cache, 
         ({"SLURM_NODEID": "4", "SLURM_NNODES": "4"}, "not one of 4"),
     ],
 )
-def test_launchers_tell_which_node_this_is(monkeypatch, environ, expected):
+def test_the_launcher_sets_the_share_of_a_node(monkeypatch, environ, expected):
     for name in ("GROUP_RANK", "GROUP_WORLD_SIZE"):  # fixtures clear those of Slurm
         monkeypatch.delenv(name, raising=False)
     for name, text in environ.items():
@@ -55,4 +53,4 @@ def test_launchers_tell_which_node_this_is(monkeypatch, environ, expected):
             own_share(None, None, 1)
     else:
         assert own_share(None, None, 8) == Share(*expected, 8)
-    assert own_share(0, 9, 1) == Share(0, 9, 1)  # what is stated wins
+    assert own_share(0, 9, 1) == Share(0, 9, 1)  # arguments win

@@ -1,6 +1,4 @@
-"""What a process counts: exact, written once a second, and never an error of its job."""
-
-from __future__ import annotations
+"""Counters are exact, are written once a second, and never cause an error."""
 
 import errno
 import itertools
@@ -22,7 +20,7 @@ from tests.support.fakes import FakeClock
 from tests.support.storetools import forked, needs_root, no_descriptor_left, refusing
 
 HOUR = 3600.0
-#: The beginning of a minute and of an hour.
+#: Begins a minute and an hour.
 NOON = 1_795_348_800.0
 
 
@@ -40,11 +38,8 @@ def total(layout, **options):
     return summed(samples(layout, **options))
 
 
-# -- histograms ----------------------------------------------------------------
-
-
 def bucket_of(seconds):
-    """The bucket in which a wait is counted."""
+    """Return the bucket that counts a wait."""
     counters = Counters(lambda: Layout(Path("/nowhere")), allowed=lambda: False)
     counters.opened("hit", seconds)
     return next(int(name.removeprefix("disk:")) for name in counters.snapshot() if ":" in name)
@@ -63,21 +58,18 @@ def test_waits_are_counted_in_buckets_without_a_gap():
     assert 0.001 < waits.percentile(0.98) <= 0.0015 and 1.0 < waits.percentile(0.99) <= 1.5
 
 
-# -- counting ------------------------------------------------------------------
-
-
 def test_threads_lose_nothing(make, layout):
     counters = make()
+
+    def count(_):
+        for _ in range(5000):
+            counters.opened("hit", 0.0)
+            counters.read(3)
+
     with ThreadPoolExecutor(4) as pool:
-        for _ in range(4):
-            pool.submit(
-                lambda: [(counters.opened("hit", 0.0), counters.read(3)) for _ in range(5000)]
-            )
+        list(pool.map(count, range(4)))
     counters.flush()
     assert (total(layout).hits, total(layout).bytes_opened) == (20_000, 60_000)
-
-
-# -- faults --------------------------------------------------------------------
 
 
 def test_a_locked_database_is_written_later(make, layout, clock):
@@ -95,9 +87,7 @@ def test_a_locked_database_is_written_later(make, layout, clock):
 
 
 @pytest.mark.parametrize("how", ["full", "gone"])
-def test_where_nothing_can_be_written_nothing_fails_and_nothing_is_lost(
-    make, layout, tmp_path, monkeypatch, how
-):
+def test_counts_survive_a_failing_disk(make, layout, tmp_path, monkeypatch, how):
     with no_descriptor_left(), monkeypatch.context() as fault:
         if how == "full":
             refuse = refusing(errno.ENOSPC, real=None)
@@ -114,7 +104,7 @@ def test_where_nothing_can_be_written_nothing_fails_and_nothing_is_lost(
     assert total(layout).hits == 1
 
 
-def test_a_damaged_database_is_begun_anew(make, layout, clock):
+def test_a_damaged_database_is_replaced(make, layout, clock):
     layout.stats.write_bytes(b"no database" * 1000)
     counters = make()
     for _ in range(2):
@@ -124,7 +114,7 @@ def test_a_damaged_database_is_begun_anew(make, layout, clock):
 
 
 @needs_root
-def test_nothing_is_left_in_the_cache_of_another_user(layout, make):
+def test_nothing_is_written_into_another_users_cache(layout, make):
     os.chown(layout.base, 12345, 12345)
     make().add({"evicted_asked": 1})
     assert not layout.stats.exists()
@@ -137,9 +127,7 @@ def test_nodes_that_share_a_directory_share_no_database(layout, tmp_path):
     assert (tmp_path / "node/stats.db").exists() and not layout.stats.exists()
 
 
-def test_no_connection_gets_into_a_child_that_is_forked_while_another_thread_writes(
-    make, layout, monkeypatch
-):
+def test_a_forked_child_inherits_no_connection(make, layout, monkeypatch):
     monkeypatch.setattr(module, "_INTERVAL", 0.0)
     ended = threading.Event()
 
@@ -150,7 +138,6 @@ def test_no_connection_gets_into_a_child_that_is_forked_while_another_thread_wri
 
     def look(parent):
         names = [os.path.realpath(f"/proc/self/fd/{n}") for n in os.listdir("/proc/self/fd")]
-        # The database and its journal; the empty file that it was made of bears no lock.
         parent.say([name for name in names if Path(name).name.startswith("stats.db")])
 
     with ThreadPoolExecutor(1) as pool:
@@ -163,10 +150,7 @@ def test_no_connection_gets_into_a_child_that_is_forked_while_another_thread_wri
             ended.set()
 
 
-# -- what is kept --------------------------------------------------------------
-
-
-def test_minutes_become_hours_and_are_forgotten(make, layout, clock):
+def test_minutes_are_compacted_to_hours_and_expire(make, layout, clock):
     for rank in (0, 1):  # two ranks, three hours
         counters = make(rank)
         clock.now = NOON - clock.elapsed
@@ -185,7 +169,7 @@ def test_minutes_become_hours_and_are_forgotten(make, layout, clock):
         assert by_rank(samples(layout)) == ranks and by_hour(samples(layout)) == hours
     compact(layout, NOON + 9 * HOUR)
     assert len(samples(layout)) == 6 and total(layout) == day
-    for days in (31, 62):  # what is too old is one row, and in no window
+    for days in (31, 62):  # one row holds all expired counts
         compact(layout, NOON + days * 24 * HOUR)
         assert samples(layout) == [] and len(samples(layout, ever=True)) == 1
         assert total(layout, ever=True).counters == day.counters

@@ -1,6 +1,4 @@
-"""What the statistics say is what happened; tests/test_processes.py compares with the server."""
-
-from __future__ import annotations
+"""Statistics equal the events; tests/test_processes.py compares them with the server's."""
 
 import subprocess
 import sys
@@ -19,7 +17,7 @@ from tests.support.storetools import room
 from tests.support.tars import make_tar
 
 
-def test_a_process_that_ends_without_closing_has_counted_all(tmp_path):
+def test_a_process_that_ends_without_closing_loses_no_count(tmp_path):
     shop = Shop(tmp_path, count=4)
     program = f"""
 import shardcache, multiprocessing
@@ -40,43 +38,32 @@ if __name__ == "__main__":
         assert (cache.stats().opens, cache.stats().misses) == (20, 4)
 
 
-# -- every outcome ----------------------------------------------------------------
-
-
 @pytest.fixture
 def urls(origin):
-    """Of shards of one size, which the origin has."""
+    """The URLs of three shards of one size."""
     found = [f"s3://lab/{name}.tar" for name in "abc"]
     origin.objects |= {url: make_tar(1, members=20, size=10_000) for url in found}
     return found
 
 
 @pytest.mark.parametrize("fill", ["follow", "complete"])
-def test_what_an_open_came_to(make_cache, origin, urls, tmp_path, fill):
+def test_outcomes_of_open(make_cache, origin, urls, tmp_path, fill):
     size = len(origin.objects[urls[0]])
     cache = make_cache(fill=fill, max_size=room(tmp_path, size, size, 1000))
     with pytest.raises(ShardNotFoundError):
         cache.open("s3://lab/none.tar").read()
-    for number in (0, 1, 0, 2, 2):  # no room for the third
+    for number in (0, 1, 0, 2, 2):  # two shards fit
         with cache.open(urls[number]) as stream:
             assert len(stream.read()) == size
     with cache.open(urls[0]) as stream:
-        stream.read(1)  # and what is read at once with it
+        stream.read(1)  # fills a buffer
     found = cache.stats()
     counted = {name: n for name, n in found.counters.items() if n and "wait" not in name}
     assert counted.pop("bytes_origin") >= 4 * size
     assert 3 * size < counted.pop("bytes_opened") < 4 * size
-    assert counted == {
-        "hits": 2,
-        "misses": 2,
-        "bypassed": 2,
-        "failed": 1,
-        "bytes_bypassed": 2 * size,
-        "bytes_stored": 2 * size,
-        "fetches": 2,
-        "bypassed_full": 2,
-        "errors_origin": 1,
-    }
+    twice = ("hits", "misses", "bypassed", "fetches", "bypassed_full")
+    sizes = {"bytes_bypassed": 2 * size, "bytes_stored": 2 * size}
+    assert counted == {**dict.fromkeys(twice, 2), "failed": 1, "errors_origin": 1, **sizes}
     assert found.bytes_saved <= 2 * size
 
 
@@ -108,7 +95,7 @@ def test_hits_and_evictions_are_counted_by_tier_and_reason(tmp_path):
     with Cache(shop.path, cache_local=True, min_free=0, tiers=[tier]) as cache:
         for url in shop.urls * 3:
             cache.open(url).read()
-        cache.clean(max_size=shop.room(1))  # all are in use
+        cache.clean(max_size=shop.room(1))  # removes none: all are in use
         found = cache.stats()
     assert (found.misses, found.hits, found.evicted) == (6, 12, 0)
     assert (found.hits_tier_1, found.hits_tier_2, found.hits_tier_3) == (4, 8, 0)
@@ -118,7 +105,7 @@ def test_hits_and_evictions_are_counted_by_tier_and_reason(tmp_path):
     assert (found.evicted_max_size, found.evicted, found.bytes_evicted) == (3, 3, 3 * shop.size)
 
 
-def test_nothing_is_counted_where_that_is_switched_off(make_cache, urls):
+def test_nothing_is_counted_with_stats_off(make_cache, urls):
     cache = make_cache(stats=False)
     cache.open(urls[0]).read()
     cache.close()
@@ -126,37 +113,34 @@ def test_nothing_is_counted_where_that_is_switched_off(make_cache, urls):
     assert not Layout.of_root(cache.dir).stats.exists()
 
 
-# -- the command --------------------------------------------------------------------
-
-
-def test_people_and_prometheus_are_told_and_counting_can_begin_anew(run, tmp_path, monkeypatch):
+def test_the_stats_command(run, tmp_path, monkeypatch):
     shop = Shop(tmp_path, count=2)
     with Cache(shop.path, cache_local=True, min_free=0, max_size=shop.room(1)) as cache:
         for url in (*shop.urls, shop.urls[0]):
             cache.open(url).read()
 
-    def told(*arguments):
+    def stats(*arguments):
         code, out, errors = run("stats", *arguments)
         assert (code, errors) == (0, "")
         return out
 
-    out = told()
+    out = stats()
     assert "Opens                     3\n" in out
     assert "  Hits                    1 / 3 (33.33%)\n" in out
     assert "  Misses                  1 / 3 (33.33%)\n" in out
     size = format_bytes(shop.size)
     assert f"Fetched {size}    Streamed {size} (1 shard)    Saved {size} of egress" in out
     assert "for the disk" in out and "Evicted 0" in out
-    assert "HIT RATE" in told("--by", "rank")
-    assert "3 opens, 33.33% hits" in told("--by", "hour")
+    assert "HIT RATE" in stats("--by", "rank")
+    assert "3 opens, 33.33% hits" in stats("--by", "hour")
 
     page = tmp_path / "textfiles" / "shardcache.prom"
     page.parent.mkdir()
-    page.write_text("what was there before")
+    page.write_text("an older page")
     before = page.stat()
-    assert told("--format", "prometheus", "-o", page) == ""
+    assert stats("--format", "prometheus", "-o", page) == ""
     assert page.stat().st_ino != before.st_ino and list(page.parent.iterdir()) == [page]
-    assert page.read_text() == told("--format", "prometheus")
+    assert page.read_text() == stats("--format", "prometheus")
     families = {f.name: f for f in text_string_to_metric_families(page.read_text())}
     assert all(s.labels["dir"] == str(shop.path) for f in families.values() for s in f.samples)
     opens = {s.labels["outcome"]: s.value for s in families["shardcache_opens"].samples}
@@ -169,5 +153,5 @@ def test_people_and_prometheus_are_told_and_counting_can_begin_anew(run, tmp_pat
     buckets = [s.value for s in waits if s.labels["for"] == "network" and "le" in s.labels]
     assert buckets == sorted(buckets) and buckets[-1] == 1
 
-    assert told("--zero") == "counters are reset\n"
-    assert told() == "Nothing was counted.\n"
+    assert stats("--zero") == "counters are reset\n"
+    assert stats() == "Nothing was counted.\n"

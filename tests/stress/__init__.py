@@ -1,4 +1,1 @@
-"""What `make test` has no time for: many processes, many faults, many moments, real waits.
-
-`make stress` runs it in a quarter of an hour, `make stress-full` for as long as you like.
-"""
+"""Tests that are too long for `make test`: see `make stress` and `make stress-full`."""

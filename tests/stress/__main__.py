@@ -1,9 +1,7 @@
-"""Everything that is long: ``python -m tests.stress`` in a quarter of an hour, ``--full`` in hours.
+"""Run all long tests: ``python -m tests.stress`` in a quarter of an hour, ``--full`` in hours.
 
-Ends with a table of what was tried and what was found; exit 1 if anything was.
+Prints a table of results; the exit code is 1 after a failure.
 """
-
-from __future__ import annotations
 
 import argparse
 import os
@@ -12,7 +10,7 @@ import sys
 import tempfile
 import time
 
-#: Tests that must hold whatever locks do; see `brokenflock`.
+#: Tests to run with broken locks; see `brokenflock`.
 LOCK_TESTS = [
     "tests/test_cache.py",
     "tests/download/test_coordination.py",
@@ -22,7 +20,7 @@ LOCK_TESTS = [
 
 
 def steps(full: bool) -> dict[str, list[str]]:
-    """What is run, by what it is called: arguments of Python."""
+    """Return the arguments of Python for each step, by its name."""
     pytest = ["-m", "pytest", "-q", "-p", "no:cacheprovider"]
     locks = [*pytest, "-p", "tests.stress.brokenflock", *LOCK_TESTS, "--flock"]
     parallel = ["--numprocesses", str(os.cpu_count()), "--dist", "loadfile"]

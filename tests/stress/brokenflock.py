@@ -1,19 +1,15 @@
-"""Runs any part of the suite with locks that fail; a pytest plugin.
+"""A pytest plugin that runs tests with locks that fail.
 
     python -m pytest -p tests.stress.brokenflock --flock refused tests/test_cache.py
 
-Locks only save bandwidth: all other claims must hold without them. ``--flock refused`` or ``lying``
-replaces `fcntl.flock` here and in every Python child. A test that claims that a lock does its
-work says so, and is left out where that cannot be true: ``@pytest.mark.locks_work("flock")``, of
+Locks only save bandwidth, so all other claims must hold without them. ``--flock refused`` or
+``lying`` replaces `fcntl.flock` here and in every Python child. A test that depends on locks has
+the marker ``@pytest.mark.locks_work(...)`` with one of these claims, or none to claim both:
 
-    flock     nobody else has a lock that is held
-    answers   flock says whether a lock is held, so that no time has to pass before
-              what a dead process left, or nobody uses, may be taken
-
-Without arguments both: one fetch of a key at a time, one budget.
+    flock     no other process can take a lock that is held
+    answers   flock reports whether a lock is held, so that locks and leftovers of dead processes
+              can be taken at once
 """
-
-from __future__ import annotations
 
 import os
 from pathlib import Path
@@ -21,12 +17,12 @@ from pathlib import Path
 import pytest
 
 _SITE = Path(__file__).resolve().parent / "brokensite"
-#: What each fault leaves untrue.
+#: The claims that each fault breaks.
 _UNTRUE = {"refused": {"flock", "answers"}, "lying": {"flock"}}
 
 
 def broken_environment(how: str) -> dict[str, str]:
-    """Of Python children whose flock is "refused" or "lying"."""
+    """Return an environment in which the flock of Python children is "refused" or "lying"."""
     path = os.pathsep.join([str(_SITE), *filter(None, [os.environ.get("PYTHONPATH")])])
     return {**os.environ, "BROKEN_FLOCK": how, "PYTHONPATH": path}
 
@@ -38,7 +34,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if how := config.getoption("--flock"):
         os.environ.update(broken_environment(how))
-        from tests.stress.brokensite import sitecustomize  # noqa: F401  here, too
+        from tests.stress.brokensite import sitecustomize  # noqa: F401
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -1,25 +1,22 @@
-"""An origin in a process of its own, caches that read from it, and filesystems that fail."""
-
-from __future__ import annotations
+"""Fixtures: an origin in its own process, and filesystems that fail."""
 
 import contextlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from shardcache import Cache
-from tests.stress.fuse import Shim, mounted
+from tests.stress.fuse import mounted
 from tests.stress.origin import Origin
 
-#: Bytes per second and connection: a fetch that others can meet under way.
+#: Bytes per second and connection; slow downloads last long enough for others to join.
 SLOW, FAST = 400_000, 1e9
 
 
 def under_way(root: Path) -> bool:
-    """Whether a fetch has written something into a cache."""
-    with contextlib.suppress(FileNotFoundError):  # a partial goes while it is looked at
+    """Return whether a download has written bytes into a cache."""
+    with contextlib.suppress(FileNotFoundError):  # a partial may vanish
         return any(path.stat().st_size for path in root.glob("v1/partial/*/*.tar"))
     return False
 
@@ -39,7 +36,7 @@ class Far(Origin):
         return f"{self.address}/{self.order[number]}"
 
     def read(self, cache: Cache, number: int = 0) -> bool:
-        """Whether a shard is what it should be; whether it is stored is another matter."""
+        """Return whether a shard has the right bytes, cached or streamed."""
         with cache.open(self.url(number)) as stream:
             return self.right(stream.read(), number)
 
@@ -47,25 +44,25 @@ class Far(Origin):
         return data == self.data(self.order[number], version=0)
 
     def begun(self) -> int:
-        """How often the first shard was fetched from its first byte."""
+        """Return how many downloads of the first shard began."""
         return self.fetches[self.names.index(self.order[0])]
 
 
 @pytest.fixture
-def far() -> Iterator[Far]:
+def far():
     found = Far()
     with found.serving():
         yield found
 
 
 @pytest.fixture
-def shim(tmp_path: Path) -> Iterator[Shim]:
+def shim(tmp_path):
     with mounted(tmp_path) as found:
         yield found
 
 
 @pytest.fixture
-def nodes(tmp_path: Path) -> Iterator[tuple[Shim, Shim]]:
-    """Two nodes: two mounts of one directory."""
+def nodes(tmp_path):
+    """Two mounts of one directory, as on two nodes."""
     with mounted(tmp_path, "here") as here, mounted(tmp_path, "there") as there:
         yield here, there

@@ -1,20 +1,16 @@
-"""``python -m tests.stress.crash``: a process killed before every system call that touches a cache.
+"""``python -m tests.stress.crash``: SIGKILL before every system call that touches a cache.
 
-For each scenario one run under strace tells which system calls touch the cache directory. Then it
-is run anew for each of them, on a fresh copy of the directory, and its process is killed (SIGKILL)
-before the call.
+A first run of each scenario under strace lists the system calls that touch the cache directory.
+For each of these calls, another run on a fresh copy of the directory is killed before the call.
+Then a new process must read every shard from the cache at once, before a sweep and after one. No
+incomplete entry may look complete, and a sweep must leave only entries and locks.
 
-Then a new process must read every shard at once, from the cache, with the right bytes, whether a
-sweep comes first or not; no entry may look complete that is not; a sweep must leave nothing but
-entries and locks. Exit 1 if anything is wrong, 77 where nothing can be traced. ``--every N`` takes
-one point in N. What a failing disk answers at each call is tried in test_netfs.py.
+The exit code is 1 after a violation, and 77 if strace does not work. ``--every N`` takes one call
+in N. test_netfs.py injects errors into file operations.
 
-Runs are forked from this process, which has imported everything, so that one costs milliseconds.
-strace counts calls per thread: ``when=3`` strikes in whichever thread comes to its third call
-first. A killed call has no effect.
+Runs are forked from this process, which has imported all modules, so that a run takes
+milliseconds. strace counts calls per thread. A killed call has no effect.
 """
-
-from __future__ import annotations
 
 import argparse
 import contextlib
@@ -45,21 +41,13 @@ from tests.support.tars import tar_of
 MIB = 1 << 20
 BIG = "big.tar"
 #: The first has several blocks, the others one.
-SHARDS = {
-    name: tar_of([("000000.bin", payload(size))])
-    for name, size in {
-        BIG: 3 * MIB + 4321,
-        "a.tar": 5000,
-        "b.tar": 10_000,
-        "c.tar": 15_000,
-        "d.tar": 20_000,
-    }.items()
-}
+_SIZES = {BIG: 3 * MIB + 4321, "a.tar": 5000, "b.tar": 10_000, "c.tar": 15_000, "d.tar": 20_000}
+SHARDS = {name: tar_of([("000000.bin", payload(size))]) for name, size in _SIZES.items()}
 
 
 @dataclass(frozen=True)
 class Place:
-    """A cache directory, and the directory that its shards come from."""
+    """A cache directory, and the directory of the original shards."""
 
     root: Path
     origin: Path
@@ -73,7 +61,7 @@ class Place:
         return Cache(self.root, **{**usual, **self.options, **options})
 
     def read(self, *names: str, **options: Any) -> list[str]:
-        """Read shards; which of them were not read from a file of the cache."""
+        """Read and check shards; returns those that were streamed past the cache."""
         with self.cache(**options) as cache:
             streamed = []
             for name in names:
@@ -88,12 +76,12 @@ Act = Callable[[Place], Any]
 
 @dataclass(frozen=True)
 class Scenario:
-    """One job to be struck."""
+    """A process to kill, and what came before."""
 
-    act: Act  # what the struck process does
-    reads: tuple[str, ...]  # what the next process must be able to read at once
-    #: What others did, each with the call at which it was killed, if it was: part of the name,
-    #: part of the text; the one in the middle of all that fit.
+    act: Act  # the process to kill
+    reads: tuple[str, ...]  # shards that the next process must read at once
+    #: Earlier processes. If one was killed, it was before the middle one of the calls whose name
+    #: and text contain these strings.
     before: tuple[tuple[Act, tuple[str, str] | None], ...] = ()
     options: dict[str, Any] = field(default_factory=dict)
 
@@ -157,22 +145,18 @@ SCENARIOS = {
     "remove": Scenario(_remove, ("a.tar",), _HAVE),
     "clean to a limit": Scenario(_clean(max_size=_room("c.tar")), _ABC, _HAVE),
     "sweep": Scenario(
-        _clean(orphans=True),
-        (BIG, *_ABC),
-        (*_HAVE, (_remove, _UNLINKS), (_reading(BIG), _WROTE)),
+        _clean(orphans=True), (BIG, *_ABC), (*_HAVE, (_remove, _UNLINKS), (_reading(BIG), _WROTE))
     ),
 }
 
 
-# -- a function under strace -------------------------------------------------------------
-
-#: Tells the child to begin. Waiting for a signal is no call that is counted.
+#: Starts the child's work. strace does not report waits for a signal.
 _GO = signal.SIGUSR1
-_PR_SET_PTRACER = 0x59616D61  # linux/prctl.h; -1 lets any process of our user trace us
+_PR_SET_PTRACER = 0x59616D61  # linux/prctl.h; -1 lets any process of the same user trace this one
 
 
 class Call(NamedTuple):
-    """The ``number``-th system call of a name in a thread, as strace shows it."""
+    """The ``number``-th system call of a name in a thread, as strace prints it."""
 
     name: str
     number: int
@@ -181,16 +165,16 @@ class Call(NamedTuple):
 
 @dataclass
 class Run:
-    """What happened."""
+    """The result of a traced function."""
 
-    calls: list[Call]  # that concern the watched directory
+    calls: list[Call]  # those that touch the watched directory
     killed: bool = False
-    answer: Any = None  # what the function returned
-    error: str | None = None  # its traceback, if it raised
+    answer: Any = None  # the value that the function returned
+    error: str | None = None  # the traceback of its exception
 
 
 def trace(watched: Path, function: Callable[[], Any], strike: Call | None = None) -> Run:
-    """Run a function in a child under strace, and kill it before a call such as ``strike``.
+    """Run a function in a child under strace, and kill it before the call ``strike``.
 
     Raises:
         RuntimeError: strace cannot attach.
@@ -198,7 +182,7 @@ def trace(watched: Path, function: Callable[[], Any], strike: Call | None = None
 
     def work(parent: Parent) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PTRACER, ctypes.c_ulong(-1))
-        parent.say("it may be traced now")
+        parent.say("ready")
         if signal.sigtimedwait({_GO}, PATIENCE) is not None:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {_GO})
             parent.say(function())
@@ -211,7 +195,7 @@ def trace(watched: Path, function: Callable[[], Any], strike: Call | None = None
 
 
 def _trace(child: Child, watched: str, strike: Call | None) -> Run:
-    run, counts, said, attached = Run([]), Counter[tuple[str, str]](), [], False
+    run, counts, messages, attached = Run([]), Counter[tuple[str, str]](), [], False
     output, theirs = os.pipe()
     command = ["timeout", str(PATIENCE), "strace", "-f", "-y", "-s", "0", "-o", f"/dev/fd/{theirs}"]
     command += ["-e", "signal=none", "-p", str(child.pid)]
@@ -232,15 +216,15 @@ def _trace(child: Child, watched: str, strike: Call | None) -> Run:
                     os.kill(child.pid, _GO)
                 attached = True
             elif line.startswith("strace:"):
-                said.append(line)
+                messages.append(line)
             elif begun := re.match(r"(\d+)\s+(\w+)\(", line):
                 counts[begun.groups()] += 1
                 if watched in line:
                     text = line.split(maxsplit=1)[1].rstrip()
                     run.calls.append(Call(begun[2], counts[begun.groups()], text))
     if not attached:
-        raise RuntimeError(" ".join(said) or "strace did not attach")
-    if strace.returncode == 124:  # timeout's
+        raise RuntimeError(" ".join(messages) or "strace did not attach")
+    if strace.returncode == 124:  # set by timeout
         run.error = "it hung"
         return run
     run.killed = child.wait() == -signal.SIGKILL
@@ -251,14 +235,11 @@ def _trace(child: Child, watched: str, strike: Call | None) -> Run:
     return run
 
 
-# -- one attempt -----------------------------------------------------------------------
-
-
 class Point(NamedTuple):
-    """Where to strike."""
+    """A call at which to kill the process of a scenario."""
 
     scenario: str
-    place: Place  # as the scenario finds it
+    place: Place  # before the scenario
     call: Call
 
 
@@ -272,7 +253,7 @@ def copied(place: Place) -> Iterator[Place]:
 
 
 def prepare(home: Path, name: str) -> Iterator[Point]:
-    """Make what the scenario finds, and watch it without striking it: every point."""
+    """Run what comes before a scenario, trace the scenario, and yield every point."""
     scenario = SCENARIOS[name]
     place = Place(home / "prepared" / name.replace(" ", "-"), home / "origin", scenario.options)
     for act, killed in scenario.before:
@@ -285,20 +266,21 @@ def prepare(home: Path, name: str) -> Iterator[Point]:
         run = trace(place.root, lambda act=act: act(place) and None, strike)
         if run.error or run.killed != bool(killed):
             raise RuntimeError(f"{name} cannot be prepared: {run.error or run}")
-    while True:  # what it imports is imported here, so that later runs make the same calls
+    while True:  # import the same modules here, so that later runs make the same calls
         run, wrong = strike_at(name, place, None)
         if wrong:
             raise RuntimeError(f"{name} fails by itself: {wrong}")
         if not (new := [module for module in run.answer if module not in sys.modules]):
             break
         for module in new:
-            importlib.import_module(module)
-    for call in {call[:2]: call for call in run.calls}.values():  # several threads make the same
+            with contextlib.suppress(ModuleNotFoundError):  # Cython makes modules without files
+                importlib.import_module(module)
+    for call in {call[:2]: call for call in run.calls}.values():  # once for all threads
         yield Point(name, place, call)
 
 
 def strike_at(name: str, prepared: Place, call: Call | None) -> tuple[Run, list[str]]:
-    """One attempt on a fresh copy: what happened, and what was wrong."""
+    """Kill one run on a fresh copy; returns the run and all violations."""
     scenario = SCENARIOS[name]
     with copied(prepared) as place:
         planted = set(inspect(place.root))
@@ -313,21 +295,15 @@ def strike_at(name: str, prepared: Place, call: Call | None) -> tuple[Run, list[
         return run, wrong
 
 
-def attempt(point: Point) -> tuple[Point, bool, list[str]]:
-    """Whether it was killed there, and what was wrong."""
-    run, wrong = strike_at(*point)
-    return point, run.killed, wrong
-
-
 def _act(scenario: Scenario, place: Place) -> list[str]:
-    """What the struck process does; what it imported."""
+    """Do what the process to kill does; returns the modules that it imported."""
     known = set(sys.modules)
     scenario.act(place)
     return sorted(set(sys.modules) - known)
 
 
 def inspect(root: Path) -> Iterator[str]:
-    """What is wrong with the entries: what is visible must be complete."""
+    """Yield the faults of visible entries: each must be complete."""
     for entry in root.glob("v1/**/objects/*/*/*"):
         names = {path.name for path in entry.iterdir()}
         data = names & set(SHARDS)
@@ -340,15 +316,15 @@ def inspect(root: Path) -> Iterator[str]:
 
 
 def _read(scenario: Scenario, place: Place) -> list[str]:
-    """A process that was not there before reads everything, at once and from the cache."""
+    """Read all shards at once from the cache; returns violations."""
     streamed = place.read(*scenario.reads, strict=True, lock_timeout=5.0, fill="complete")
     return [f"{name} was streamed, not cached" for name in streamed] + list(inspect(place.root))
 
 
 def _sweep(scenario: Scenario, place: Place) -> list[str]:
     if not (place.root / "manifest.json").exists():
-        return []  # not ours to sweep
-    for path in place.root.glob("v1/**/partial/**/*"):  # it may be kept for a while
+        return []  # not a cache yet
+    for path in place.root.glob("v1/**/partial/**/*"):  # a sweep keeps young partials
         os.utime(path, (1e9, 1e9), follow_symlinks=False)
     with place.cache() as cache:
         cache.clean(orphans=True)
@@ -359,7 +335,7 @@ def _sweep(scenario: Scenario, place: Place) -> list[str]:
 
 
 def _alone(step: Callable[[Scenario, Place], list[str]], *given: Any) -> list[str]:
-    """What a step finds wrong, in a process of its own."""
+    """Run a step in its own process; returns violations."""
     try:
         with forked(lambda parent: parent.say(step(*given))) as child:
             return list(child.hear())
@@ -367,11 +343,8 @@ def _alone(step: Callable[[Scenario, Place], list[str]], *given: Any) -> list[st
         return [f"the next process failed: {exn!r}"]
 
 
-# -- all of them -----------------------------------------------------------------------
-
-
 def sweep(names: list[str], every: int) -> list[tuple[Point, bool, list[str]]]:
-    """Try one point in so many of these scenarios; those that publish are in every sample."""
+    """Kill at one point in ``every`` of some scenarios, and at all points that publish."""
     draw = random.Random(every)
     with tempfile.TemporaryDirectory(prefix="shardcache-crash-") as directory:
         home = Path(directory).resolve()
@@ -383,9 +356,12 @@ def sweep(names: list[str], every: int) -> list[tuple[Point, bool, list[str]]]:
             publishes = point.call.name.startswith("rename") and "/objects/" in point.call.text
             if publishes or draw.randrange(every) == 0:
                 points.append(point)
-        gc.freeze()  # or every child copies what the collector touches
+        gc.freeze()  # otherwise every child copies the pages that the collector touches
         with multiprocessing.get_context("fork").Pool(os.cpu_count()) as pool:
-            return list(pool.imap(attempt, points))
+            runs = pool.starmap(strike_at, points, chunksize=1)
+        return [
+            (point, run.killed, wrong) for point, (run, wrong) in zip(points, runs, strict=True)
+        ]
 
 
 def main() -> int:
@@ -398,7 +374,7 @@ def main() -> int:
     except (RuntimeError, FileNotFoundError) as exn:
         print(f"skipped: strace is missing or not allowed: {exn}")
         return 77
-    logging.disable()  # warnings are part of the play
+    logging.disable()  # warnings are expected
     begun = time.monotonic()
     results = sweep(given.scenario or list(SCENARIOS), given.every)
     points = Counter(point.scenario for point, _, _ in results)

@@ -1,18 +1,16 @@
-"""A filesystem that fails on demand: the cache on what a network mount may do.
+"""A filesystem that fails on demand, as a network mount may.
 
     with mounted(tmp_path) as shim:
         shim.set(stale=True)
         shim.fail("rename", "v1/objects/*", error=errno.EIO, done=True)
         Cache(shim.root)
 
-A passthrough FUSE filesystem, one process per mount; several mounts of one directory are several
-nodes. It speaks the protocol itself (include/uapi/linux/fuse.h, 7.36 and later): pyfuse3 does not
-pass flock on, mfusepy knows paths only, and both hide what the tests want to see: an inode that
-outlives its name on another node, and an absence that is remembered. The kernel itself asks once
-more when ``open`` or ``stat`` say ESTALE: two of them in a row reach the caller as one.
+A passthrough FUSE filesystem with one process per mount; two mounts of a directory act as two
+nodes. It implements the protocol (include/uapi/linux/fuse.h, 7.36 and later), because pyfuse3 does
+not forward flock, mfusepy works with paths only, and both hide inodes that outlive their names and
+cached absences. The kernel repeats ``open`` and ``stat`` after ESTALE, so two errors in a row reach
+the caller as one.
 """
-
-from __future__ import annotations
 
 import contextlib
 import ctypes
@@ -34,7 +32,7 @@ import pytest
 from tests.stress.origin import die_with_parent
 from tests.support.storetools import Child, Parent, forked
 
-#: Requests that are served: the methods that serve them, and how their arguments are laid out.
+#: Opcode -> the method that serves the request, and the layout of its arguments.
 OPERATIONS = {
     1: ("lookup", ""), 3: ("getattr", "16x"), 4: ("setattr", "2I6Q7I"), 9: ("mkdir", "I4x"),
     10: ("unlink", ""), 11: ("rmdir", ""), 12: ("rename", "Q"), 13: ("link", "Q"),
@@ -43,11 +41,11 @@ OPERATIONS = {
     29: ("releasedir", "Q"), 30: ("fsyncdir", "Q"), 32: ("setlk", "4QI"), 33: ("setlk", "4QI"),
     35: ("create", "2I8x"),
 }  # fmt: skip
-#: Those whose arguments end in names.
+#: Requests whose arguments end in names.
 _NAMED = {"lookup", "mkdir", "unlink", "rmdir", "rename", "link", "create"}
 _INIT, _NO_ANSWER, _ROOT = 26, (2, 36, 42), 1  # forget, interrupt, forget many
 _MAX_WRITE = 1 << 20
-#: What of the kernel's offers is accepted: reads in parallel, large writes, flock.
+#: The accepted features: parallel reads, large writes, flock.
 _FLAGS = 1 | 1 << 5 | 1 << 10 | 1 << 18 | 1 << 22
 _EXTENDED, _DIRECT_IO_MMAP = 1 << 30, 1 << 4
 _MODE, _UID, _GID, _SIZE, _ATIME, _MTIME, _FH, _ATIME_NOW, _MTIME_NOW = (1 << n for n in range(9))
@@ -56,35 +54,35 @@ _LOCKS = {fcntl.F_RDLCK: fcntl.LOCK_SH, fcntl.F_WRLCK: fcntl.LOCK_EX, fcntl.F_UN
 
 @dataclass(slots=True)
 class Rule:
-    """One fault."""
+    """A fault."""
 
     ops: list[str]  # names of operations (``rename``, ``lookup``, ...)
-    pattern: str  # shell pattern of paths relative to the mount; either of two
-    error: int  # errno that is answered
-    done: bool = False  # the operation is carried out first
-    times: int = 1  # how many requests it strikes; -1 is all
-    skip: int = 0  # how many it lets pass first
-    struck: int = 0  # how many it has struck
+    pattern: str  # shell pattern of paths relative to the mount
+    error: int  # errno of the reply
+    done: bool = False  # whether to carry out the operation first
+    times: int = 1  # requests to hit; -1 for all
+    skip: int = 0  # requests to pass first
+    struck: int = 0  # requests hit so far
 
 
 class Shim:
-    """A mount ``root`` of the directory ``backing``, where "another node" works; and its faults."""
+    """A mount ``root`` of the directory ``backing``, and its faults."""
 
     def __init__(self, root: Path, backing: Path, process: Child) -> None:
         self.root, self.backing, self._process = root, backing, process
 
     def set(self, **settings: float) -> None:
-        """Change how it behaves.
+        """Change how the mount behaves.
 
         Args:
-            negative: Seconds the kernel may remember that there is no such name.
-            delay: Seconds during which a name made elsewhere is not seen here.
-            stale: Whether what was removed elsewhere answers ESTALE, as on NFS.
+            negative: Seconds for which the kernel caches the absence of a name.
+            delay: Seconds after which a name created by another node appears.
+            stale: Whether a file that another node removed fails with ESTALE, as on NFS.
         """
         self._process.ask(settings)
 
     def fail(self, ops: str, pattern: str = "*", **fault: Any) -> int:
-        """Add a `Rule` for one or several operations; returns its number."""
+        """Add a `Rule` for one or more operations; returns its number."""
         return len(self._process.ask(Rule(ops.split(), pattern, **fault))) - 1
 
     def heal(self) -> None:
@@ -92,17 +90,17 @@ class Shim:
         self._process.ask("heal")
 
     def struck(self, rule: int) -> int:
-        """How often a rule struck."""
+        """Return how many requests a rule has hit."""
         return int(self._process.ask({})[rule])
 
     def crash(self) -> None:
-        """The process dies, and the mount stays: every call says ENOTCONN."""
+        """Kill the process and keep the mount: every call fails with ENOTCONN."""
         self._process.kill()
 
 
 @contextlib.contextmanager
 def mounted(directory: Path, name: str = "net") -> Iterator[Shim]:
-    """A mount ``directory``/``name`` of ``directory``/backing."""
+    """Mount ``directory``/backing at ``directory``/``name``."""
     root, backing = directory / name, (directory / "backing").resolve()
     for path in (root, backing):
         path.mkdir(exist_ok=True)
@@ -127,9 +125,9 @@ def mounted(directory: Path, name: str = "net") -> Iterator[Shim]:
 
 
 def _serve(parent: Parent, device: int, backing: str) -> None:
-    """Answer the kernel, and the test, one at a time, until it is unmounted or killed."""
+    """Serve requests of the kernel and the test, one at a time, until unmounted."""
     die_with_parent()
-    os.umask(0)  # the kernel has applied the asker's
+    os.umask(0)  # the kernel has applied the umask of the caller
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 65536), hard))
     served = _Files(device, backing)
@@ -157,10 +155,10 @@ def _stat(name: bytes, directory: int) -> os.stat_result | None:
 
 
 class _Files:
-    """The operations have the names of requests; each returns its answer or raises OSError.
+    """The operations, named after requests; each returns its reply or raises OSError.
 
-    An inode's number is an O_PATH descriptor, kept as long as the mount, so that it stays
-    reachable whatever becomes of its name.
+    An inode's number is an O_PATH descriptor, which stays open until the end, so that the inode
+    outlives its names.
     """
 
     def __init__(self, device: int, backing: str) -> None:
@@ -170,8 +168,8 @@ class _Files:
         self.stale = False
         self._root = os.open(backing, os.O_PATH | os.O_DIRECTORY)
         self._nodes = {self._key(self._root): self._root}
-        self._removed: set[tuple[int, int]] = set()  # inodes whose names went through this mount
-        self._known: dict[tuple[int, bytes], tuple[int, int]] = {}  # names made or seen here
+        self._removed: set[tuple[int, int]] = set()  # inodes removed through this mount
+        self._known: dict[tuple[int, bytes], tuple[int, int]] = {}  # names created or seen here
         self._listings: dict[int, list[bytes]] = {}
 
     def obey(self, order: Any) -> None:
@@ -183,11 +181,11 @@ class _Files:
             vars(self).update(order)
 
     def receive(self) -> bool:
-        """Answer one request; False when the filesystem was unmounted."""
+        """Serve one request; returns False when the filesystem was unmounted."""
         try:
             data = os.read(self.device, _MAX_WRITE + 4096)
         except OSError as exn:
-            return exn.errno != errno.ENODEV  # else the request was called off meanwhile
+            return exn.errno != errno.ENODEV  # other errors mean an interrupted request
         _length, op, unique, number = struct.unpack_from("<2I2Q", data)
         body, answer, error = data[40:], b"", 0
         if op in _NO_ANSWER:
@@ -201,7 +199,7 @@ class _Files:
                 error = errno.ENOSYS
         except OSError as exn:
             error = exn.errno or errno.EIO
-        with contextlib.suppress(FileNotFoundError):  # the asker was interrupted and has gone
+        with contextlib.suppress(FileNotFoundError):  # the caller was interrupted
             head = struct.pack("<IiQ", 16 + len(answer), -error, unique)
             os.writev(self.device, [head, answer])
         return True
@@ -228,7 +226,7 @@ class _Files:
         return answer
 
     def _rule(self, op: str, node: int, given: tuple[int, ...], names: list[bytes]) -> Rule | None:
-        """The rule that strikes this request, if one does."""
+        """Return the rule that hits this request, or None."""
         rules = [rule for rule in self.rules if op in rule.ops and rule.times]
         directories = [node, self._node(given[0])] if op == "rename" else [node]
         paths = []
@@ -247,7 +245,7 @@ class _Files:
     # -- inodes ----------------------------------------------------------------------
 
     def _node(self, number: int) -> int:
-        """The inode that the kernel means."""
+        """Return the descriptor of an inode."""
         return self._root if number == _ROOT else number
 
     @staticmethod
@@ -256,13 +254,13 @@ class _Files:
         return found.st_dev, found.st_ino
 
     def _check(self, node: int) -> None:
-        """Raise ESTALE if another node removed it."""
+        """Raise ESTALE if another node removed the inode."""
         found = os.fstat(node)
         if self.stale and not found.st_nlink and self._key(found) not in self._removed:
             raise OSError(errno.ESTALE, "")
 
     def _entry(self, parent: int, name: bytes, *, made: bool = False) -> bytes:
-        """The answer to a lookup, or to what made the name."""
+        """Return the reply to a lookup or a creation."""
         fd = os.open(name, os.O_PATH | os.O_NOFOLLOW, dir_fd=parent)
         found = os.fstat(fd)
         node = self._nodes.setdefault(self._key(found), fd)
@@ -283,8 +281,8 @@ class _Files:
 
     @staticmethod
     def _opened(fd: int) -> bytes:
-        """The answer to what opened ``fd``: its own number is the handle."""
-        past_the_page_cache = 1  # the errors of reads reach the reader as they are
+        """Return the reply to an open; the handle is the descriptor."""
+        past_the_page_cache = 1  # so that the reader gets the errors of reads
         return struct.pack("<QIi", fd, past_the_page_cache, 0)
 
     # -- names -----------------------------------------------------------------------
@@ -341,7 +339,7 @@ class _Files:
         return out
 
     def _listing(self, node: int, handle: int) -> Iterator[bytes]:
-        """What is seen of a directory, one record for each name."""
+        """Yield a record for each visible name of a directory."""
         offset = 0
         for name in map(os.fsencode, os.listdir(handle)):
             found = _stat(name, handle)
@@ -400,5 +398,5 @@ class _Files:
     def setlk(
         self, node: int, handle: int, _owner: int, _start: int, _end: int, kind: int
     ) -> bytes:
-        fcntl.flock(handle, _LOCKS[kind] | fcntl.LOCK_NB)  # nobody here waits for a lock
+        fcntl.flock(handle, _LOCKS[kind] | fcntl.LOCK_NB)
         return b""

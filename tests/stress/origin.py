@@ -1,10 +1,8 @@
-"""Shards that say what they are, and a web server for them in a process of its own.
+"""Shards that describe themselves, and a web server for them in its own process.
 
-Every 64 bytes of a shard state its name, its version and the offset of their 4 KiB block, so a byte
-of another shard, another version or another place, a hole and a lost tail are all seen.
+Every 64 bytes of a shard state its name, its version and the offset of their 4 KiB block. So a
+check finds bytes of another shard, version or offset, holes, and truncation.
 """
-
-from __future__ import annotations
 
 import ctypes
 import random
@@ -27,7 +25,7 @@ KIB, MIB = 1 << 10, 1 << 20
 _LINE, _BLOCK, _HEAD, _END = 64, 4096, 512, 1024
 _STATED = re.compile(rb"(\S+) version (\d{6}) offset (\d{10}) \.*\n")
 _CHUNK = 64 * KIB
-#: Faults of a request, and the seconds of a stall.
+#: Faults of a request, and the duration of a stall in seconds.
 FAULTS, _STALL = ("refused", "cut off", "reset", "stalled"), 1.0
 
 
@@ -44,7 +42,7 @@ class Shards:
         self.names = list(self.sizes)
 
     def data(self, name: str, version: int) -> bytes:
-        """One version: a tar archive with one member. Every other version has a new size."""
+        """Return one version, a tar archive of one member; every other version has a new size."""
         size = self.sizes[name] + 512 * (version // 2 % 16)
         lines = (
             f"{name} version {version:06d} offset {at:010d} ".encode().ljust(_LINE - 1, b".")
@@ -55,7 +53,7 @@ class Shards:
         return tar_of([member], whole_records=False)
 
     def examine(self, name: str, data: bytes) -> tuple[int, str | None]:
-        """The version that the first line states, and what is wrong with the bytes, or None."""
+        """Return the version that the first line states, and the first fault of the bytes."""
         stated = _STATED.match(data, _HEAD)
         if stated is None:
             return 0, f"{len(data)} bytes that begin with {data[:64]!r}"
@@ -66,26 +64,26 @@ class Shards:
         steps = range(0, max(len(data), len(expected)), _LINE)
         at = next(at for at in steps if data[at : at + _LINE] != expected[at : at + _LINE])
         what = f"{len(data)} of {len(expected)} bytes of version {version}"
-        return version, f"{what}; at {at} stands {data[at : at + _LINE]!r}"
+        return version, f"{what}; found {data[at : at + _LINE]!r} at {at}"
 
 
 class Origin(Shards):
-    """The shards on a server. All processes that are forked later share how it behaves."""
+    """The shards on a server. Processes that are forked later share its settings."""
 
     address: str
 
     def __init__(self, count: int, seed: int) -> None:
         super().__init__(count, seed)
-        self.versions = RawArray("q", count)  # that are stored now
-        self.fetches = RawArray("q", count)  # how often each was begun from its first byte
+        self.versions = RawArray("q", count)  # current versions
+        self.fetches = RawArray("q", count)  # requests from the first byte
         self.rate = RawValue("d", 1e9)  # bytes per second of a connection
-        self.faults = RawValue("q", 0)  # requests among which each fault hits one; 0 for no faults
+        self.faults = RawValue("q", 0)  # each fault hits 1 in this many requests; 0 for none
         self.faulty = RawArray("q", len(FAULTS))  # requests that each fault has hit
         self._guard = threading.Lock()
 
     @contextmanager
     def serving(self, tls: ssl.SSLContext | None = None) -> Iterator[str]:
-        """Serve from a process of its own; the context is the ``address``."""
+        """Serve from another process; yields the ``address``."""
         with forked(self._run, tls) as process:
             self.address = process.hear()
             yield self.address
@@ -134,6 +132,6 @@ class Origin(Shards):
 
 
 def die_with_parent() -> None:
-    """For a forked process: nobody is left to end it."""
+    """Let the kernel kill this forked process when its parent dies."""
     set_parent_death_signal = 1
     ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)

@@ -2,22 +2,20 @@
 
 Four parents read from one cache, two over HTTP and plain S3, two over TLS. Each of their threads
 opens streams, reads a part, and forks. Parent and child both read the same streams to the end. A
-stream begins with an entry, with a download that it follows, or past the cache. Children open
-shards of their own and run pipelines. Some children are killed or stopped, some streams are left to
-the garbage collector, and one request in twenty fails. The soak looks for
+stream begins with an entry, with a download that it follows, or past the cache. Children also open
+other shards and run pipelines. Some children are killed or stopped, the garbage collector closes
+some streams, and one request in twenty fails. The soak looks for
 
-* bytes: a byte that is not the origin's, or a stream that ends early or late;
-* errors: any exception. A `TransferError` would need as many failures in a row as there are
-  attempts. The origin draws each fault alone, so that happens once in 10^11 requests;
+* bytes: a wrong byte, or a stream that ends early or late;
+* errors: any exception. For a `TransferError`, all attempts of a request would have to fail, which
+  happens once in 10^11 requests;
 * hangs: a child or a parent that does not end within `PATIENCE`;
 * leaks: a parent that keeps more threads, descriptors or memory than after its warm-up;
 * budget: entries and downloads that take more than ``max_size``;
-* leftovers: files beside the entries after a last cleaning.
+* leftovers: other files than entries after the last cleaning.
 
 The seed decides what each thread does, and the kernel decides when. Exit 1 after a violation.
 """
-
-from __future__ import annotations
 
 import argparse
 import contextlib
@@ -372,7 +370,7 @@ def watch(soak: Soak, seconds: float) -> None:
     while parents and time.monotonic() < end + 2 * PATIENCE:
         time.sleep(0.1)
         first, second = soak.stored(), soak.stored()
-        # Files that both looks found were there at one moment, between the two.
+        # Files in two listings in a row existed at the same time.
         total = sum(size for file, size in first.items() if file in second)
         soak.log({"most of max_size, %": 100 * total / soak.max_size})
         if total > soak.max_size:
@@ -417,7 +415,7 @@ def main() -> int:
         tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         tls.load_cert_chain(authority, key)
         soak = Soak(Path(directory).resolve(), given.seed)
-        gc.freeze()  # collections are frequent, and need not look at modules
+        gc.freeze()  # collections are frequent and need not visit modules
         with soak.serving() as plain, soak.serving(tls) as secure:
             soak.addresses = plain, secure
             watch(soak, given.minutes * 60)

@@ -2,20 +2,17 @@
 
 Workers open, hold, pin, link, evict, clean, remove and fork. The boss kills, terminates, stops and
 continues them, deletes lock files, replaces objects, slows the origin down, and fills the disk.
-Everybody writes down what breaks a promise:
+All of them record violations of these promises:
 
 * bytes: a completed read is one version of the shard, stored before the read ended;
 * visibility: a published file never changes, and a pinned one stays;
-* economy: there are no more fetches than calls explain;
+* economy: the calls explain all downloads;
 * bounded wait: every call ends within its bound;
-* budget and crash: a sweep leaves nothing of dead processes, and the limit holds;
-* errors: no exception reaches a caller that a healthy origin gives no reason for.
+* budget and crash: the limit holds, and a sweep removes everything of dead processes;
+* errors: a caller gets no exception without a reason.
 
-The same seed plans the same faults; which call they hit is the kernel's choice. Exit 1 if anything
-was written down.
+The seed decides the faults, and the kernel decides which calls they hit. Exit 1 after a violation.
 """
-
-from __future__ import annotations
 
 import argparse
 import contextlib
@@ -47,11 +44,11 @@ from tests.support.storetools import forked
 #: Processes that use the cache at any time.
 _WORKERS = 8
 STALE_AFTER, LOCK_TIMEOUT = 1.5, 20.0
-#: Seconds that a call may take beyond `LOCK_TIMEOUT`, on a machine that does much else.
+#: Seconds that a call may take beyond `LOCK_TIMEOUT` on a busy machine.
 _SLACK = 120.0
-#: Seconds that somebody holds a shard open, at most.
+#: Seconds for which a worker holds a shard open, at most.
 _HOLD = 0.8
-#: How often a worker does each, of 1000 calls or so.
+#: Relative frequencies of calls.
 _CALLS = {
     "read": 700, "hold": 45, "pinned": 20, "fetch": 30, "path": 50, "opener": 35, "forked": 10,
     "remove": 25, "clean": 54, "restart": 8,
@@ -63,22 +60,22 @@ _FAULTS = {
 _SLOW, _FAST = 1.5e6, 12e6
 _TICK = 0.02
 _SIGNALS, _TERMINATED = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT), 143
-#: Looks at the budget in a row: what is being published or evicted counts twice for a moment.
+#: Samples above the budget in a row that count: an entry counts twice while it moves.
 _IN_A_ROW = 3
 _FIGURES = ["calls", "verified reads", "verified bytes", "streamed past the cache", "longest ms"]
 
 
 class Storm(Origin):
-    """What all processes of a storm share; they are forked once it is made."""
+    """The state that all processes of a storm share."""
 
     def __init__(self, directory: Path, seed: int, lying: bool) -> None:
         super().__init__(48, seed)
         self.directory, self.seed, self.lying = directory, seed, lying
         self.root = directory / "disk" / "cache"
         self.stop_file = directory / "stop"
-        #: Less than half of all, so that there is something to evict.
+        #: Less than half of the data, so that workers evict.
         self.max_size = max(int(sum(self.sizes.values()) * 0.45), 12 * MIB)
-        self.replaced = RawArray("d", len(self.names))  # when each was, the last time
+        self.replaced = RawArray("d", len(self.names))  # times of the last replacements
         self.counts = [RawArray("q", len(_FIGURES)) for _ in range(_WORKERS)]
         self.wrongs = directory / "wrong"
         self.wrongs.touch()
@@ -88,7 +85,7 @@ class Storm(Origin):
             self.root,
             max_size=self.max_size,
             min_free=0,
-            part_size=MIB,  # several requests for a shard, between which it may be replaced
+            part_size=MIB,  # so that a shard may be replaced between two requests
             attempts=6,
             timeout=5.0,
             lock_timeout=LOCK_TIMEOUT,
@@ -100,16 +97,13 @@ class Storm(Origin):
         return f"{self.address}/{name}"
 
     def wrong(self, promise: str, text: str) -> None:
-        """Write down what broke a promise."""
+        """Record a violation."""
         with open(self.wrongs, "ab", buffering=0) as file:
             file.write(f"{promise}: {text}\0".encode())
 
 
-# -- those who use the cache -------------------------------------------------------------
-
-
 class Worker:
-    """One life of one worker."""
+    """A process that uses the cache."""
 
     def __init__(self, storm: Storm, slot: int, life: int) -> None:
         self.storm, self.slot = storm, slot
@@ -123,7 +117,7 @@ class Worker:
         return self.storm.cache(isolation=isolation, prefetch=self.slot % 3)
 
     def live(self) -> None:
-        """Make calls until told to stop."""
+        """Make calls until the storm ends."""
         while not self.storm.stop_file.exists():
             (call,) = self.draw.choices(list(_CALLS), list(_CALLS.values()))
             name = self._choose()
@@ -132,7 +126,7 @@ class Worker:
             time.sleep(self.draw.expovariate(250))
 
     def _choose(self) -> str:
-        """A shard: mostly of those that are popular now."""
+        """Choose a shard, mostly one that is popular now."""
         names = self.storm.names
         window = int(time.monotonic() / 2) * 3
         at = int(self.draw.paretovariate(0.8)) % (len(names) // 4)
@@ -140,7 +134,7 @@ class Worker:
 
     @contextlib.contextmanager
     def _call(self, op: str, name: str) -> Iterator[None]:
-        """One call: it must end in time, and only with an error that has a reason."""
+        """Check that a call ends in time, and that its error has a reason."""
         counts, began = self.storm.counts[self.slot], time.monotonic()
         counts[0] += 1
         try:
@@ -154,9 +148,8 @@ class Worker:
             self.storm.wrong("bounded wait", f"{op} of {name} took {took:.0f} s")
 
     def _explained(self, exn: Exception, stores: bool, name: str, began: float) -> bool:
-        """Whether the call's shard, or the disk, gave a reason for an error."""
+        """Return whether the shard or the disk explains an error."""
         if type(exn) in (errors.TransferError, errors.IntegrityError):
-            # Replaced while somebody had read some of it, or again and again.
             return self.storm.replaced[self.storm.names.index(name)] >= began - LOCK_TIMEOUT
         if not stores:
             return False
@@ -164,7 +157,7 @@ class Worker:
         if isinstance(exn, errors.LockTimeoutError):
             return time.monotonic() - began >= LOCK_TIMEOUT
         if isinstance(exn, FileNotFoundError) or number == errno.EBUSY:
-            return self.storm.lying  # nobody can tell what is in use
+            return self.storm.lying  # without locks, shards in use are evicted
         full = number in (errno.ENOSPC, errno.EDQUOT)
         return full or isinstance(exn, errors.CacheFullError)
 
@@ -184,7 +177,7 @@ class Worker:
             self._check(name, data, "://" in str(stream.name))
 
     def _hold(self, url: str, name: str) -> None:
-        """Read a bit, wait while others evict, and read the rest or close."""
+        """Read a part, wait while others evict, and read the rest or close."""
         with self.cache.open(url) as stream:
             head = stream.read(self.draw.randrange(200_000))
             if self.draw.random() < 0.5:
@@ -204,13 +197,13 @@ class Worker:
         self.cache.fetch(url)
 
     def _path(self, url: str, name: str) -> None:
-        """Read by path without a pin, as other programs do: it may be gone, never changing."""
+        """Read by path without a pin, as other programs do: the file may vanish but not change."""
         with contextlib.suppress(FileNotFoundError):
             if path := self.cache.path(url):
                 self._check(name, path.read_bytes())
 
     def _opener(self, url: str, name: str) -> None:
-        """Read the way a WebDataset does, with shards fetched ahead."""
+        """Read as WebDataset does, with prefetching."""
         names = [name, *(self._choose() for _ in range(self.draw.randint(1, 4)))]
         samples = self.cache.url_opener(iter([{"url": self.storm.url(name)} for name in names]))
         for each in names:
@@ -219,10 +212,10 @@ class Worker:
                 self._check(each, stream.read())
                 done = True
             if not done:
-                return  # a generator that raised has ended
+                return  # the generator has ended
 
     def _forked(self, url: str, name: str) -> None:
-        """A child reads through the cache that it came with."""
+        """Read in a forked child through the same cache."""
         if (pid := os.fork()) == 0:
             status = 1
             try:
@@ -239,7 +232,7 @@ class Worker:
         self.cache.remove(url)
 
     def _clean(self, url: str, name: str) -> None:
-        """To a limit, of what dead processes left, or, seldom, of everything."""
+        """Clean to a limit, or remove leftovers, or, seldom, everything."""
         limit = {"max_size": int(self.storm.max_size * self.draw.uniform(0.5, 1))}
         ways = [limit, {"orphans": True}, {"everything": True}]
         self.cache.clean(**self.draw.choices(ways, (18, 35, 1))[0])
@@ -250,7 +243,7 @@ class Worker:
 
 
 def live(storm: Storm, slot: int, life: int) -> None:
-    """Live one life, in a forked process, and end it."""
+    """Be a worker, in a forked process, and end it."""
     die_with_parent()
     status = 0
     try:
@@ -259,7 +252,7 @@ def live(storm: Storm, slot: int, life: int) -> None:
         faulthandler.register(signal.SIGUSR1)
         worker = Worker(storm, slot, life)
         with contextlib.ExitStack() as stack:
-            stack.callback(lambda: worker.cache.close())  # the one that it has then
+            stack.callback(lambda: worker.cache.close())  # `_restart` replaces the cache
             worker.live()
     except SystemExit:
         status = _TERMINATED
@@ -268,11 +261,8 @@ def live(storm: Storm, slot: int, life: int) -> None:
     os._exit(status)
 
 
-# -- the one who makes their lives hard --------------------------------------------------
-
-
 def below(directory: Path, suffix: str = "") -> list[Path]:
-    """Files anywhere below a directory; what goes away meanwhile is passed over."""
+    """Return the files below a directory, from which files may vanish."""
     return sorted(
         Path(where, name)
         for where, _, names in os.walk(directory)
@@ -282,13 +272,13 @@ def below(directory: Path, suffix: str = "") -> list[Path]:
 
 
 def leftovers(root: Path) -> list[Path]:
-    """Unfinished downloads, sessions and temporary files: a sweep removes those of the dead."""
+    """Return unfinished downloads, sessions and temporary files, which a sweep removes."""
     left = [path for kind in ("partial", "sessions") for path in root.glob(f"v1/**/{kind}/*")]
     return left + [path for path in below(root) if path.name.startswith(".")]
 
 
 def published(root: Path) -> dict[int, tuple[Path, int]]:
-    """Inode -> (path, bytes) of every entry's data: a link takes no room."""
+    """Return path and size of every published file, by inode, because links take no room."""
     found = {}
     for path in below(root / "v1", ".tar"):
         if path.parts[-5] == "objects":
@@ -298,7 +288,7 @@ def published(root: Path) -> dict[int, tuple[Path, int]]:
 
 
 def end_stuck(pid: int) -> None:
-    """Have a child show its stack by faulthandler, and kill it."""
+    """Let faulthandler print the stack of a child, and kill the child."""
     os.kill(pid, signal.SIGUSR1)
     time.sleep(1.0)
     os.kill(pid, signal.SIGKILL)
@@ -306,7 +296,7 @@ def end_stuck(pid: int) -> None:
 
 
 class Boss:
-    """One thread, one loop: keeps every slot occupied, and does what goes wrong."""
+    """Replaces workers that ended, and causes faults, in one thread."""
 
     def __init__(self, storm: Storm, own_disk: bool) -> None:
         self.storm, self.own_disk = storm, own_disk
@@ -321,7 +311,7 @@ class Boss:
         self._due = sched.scheduler()
 
     def blow(self, seconds: float) -> None:
-        """Let it blow while all holds, then wait until every worker has ended or is stuck."""
+        """Cause faults until a violation or the end, then wait until every worker has ended."""
         storm = self.storm
         self._half = time.monotonic() + seconds / 2
         end = time.monotonic() + seconds
@@ -353,7 +343,7 @@ class Boss:
                 pid, status = found[0], os.waitstatus_to_exitcode(found[1])
                 self.stopped.discard(pid)
                 if (slot := self.slots.pop(pid, None)) is None:
-                    continue  # a child that outlived its parent, or the origin
+                    continue  # an orphaned child of a worker, or the origin
                 if status not in {0} | self._sent.pop(pid, set()):
                     self.storm.wrong("errors", f"a worker ended with status {status}")
                 self.done["lives"] += 1
@@ -375,18 +365,16 @@ class Boss:
         self.slots[pid] = slot
 
     def _kill(self) -> None:
-        """Anyone who runs: at any moment most are in a call that fetches, waits or holds."""
+        """Kill or terminate a running worker."""
         if running := sorted(set(self.slots) - self.stopped):
             pid = self.draw.choice(running)
-            (number,) = self.draw.choices(
-                (signal.SIGKILL, signal.SIGTERM, signal.SIGINT), (6, 1, 1)
-            )
+            (number,) = self.draw.choices(_SIGNALS, (6, 1, 1))
             self._sent[pid] |= {-number, _TERMINATED}
             self.done["kills and terminations"] += 1
             os.kill(pid, number)
 
     def _stop(self) -> None:
-        """Stop a process: for a moment, or past ``stale_after``; two at a time."""
+        """Stop a worker for a moment, or for longer than ``stale_after``; at most two at a time."""
         running = sorted(set(self.slots) - self.stopped)
         if len(self.stopped) >= 2 or not running:
             return
@@ -398,15 +386,15 @@ class Boss:
         self._due.enter(seconds, 0, self._continue, (pid,))
 
     def _continue(self, pid: int) -> None:
-        if pid in self.stopped:  # else it was killed
+        if pid in self.stopped:  # still alive
             self.stopped.discard(pid)
             os.kill(pid, signal.SIGCONT)
 
     def _unlock(self) -> None:
-        """Delete a lock file or a directory of them; the budget's only in the second half."""
+        """Delete lock files, but that of the budget only in the second half."""
         now = time.monotonic()
         if int(now / 9) % 2 == 0:
-            return  # a stopped holder must keep its lock long enough to be passed by
+            return  # let stopped holders keep their locks until others pass them by
         victims = below(self.storm.root / "v1" / "locks", ".lock")
         if now < self._half:
             victims = [path for path in victims if path.stem != "budget"]
@@ -415,11 +403,11 @@ class Boss:
             self._budget_unlocked |= chosen.stem == "budget"
             self.done["lock files deleted"] += 1
             if self.draw.random() < 0.3 and chosen.parent.name != "locks":
-                shutil.rmtree(chosen.parent, ignore_errors=True)  # a new one may be there already
+                shutil.rmtree(chosen.parent, ignore_errors=True)  # others may create new locks
             chosen.unlink(missing_ok=True)
 
     def _put(self) -> None:
-        """Replace an object: mostly one that is being fetched, where one is."""
+        """Replace an object, mostly one that a worker is downloading."""
         fetched = [path.name for path in below(self.storm.root / "v1" / "partial", ".tar")]
         some = fetched if fetched and self.draw.random() < 0.7 else self.storm.names
         name = self.draw.choice(some)
@@ -445,22 +433,20 @@ class Boss:
     def _free(self) -> None:
         (self.storm.root.parent / "filler").unlink(missing_ok=True)
 
-    # -- what it finds -------------------------------------------------------------
-
     def _sample(self) -> None:
-        """Add up the budget, and read some of what is published."""
+        """Check the budget, and read some published files."""
         first, entries = published(self.storm.root), published(self.storm.root)
-        # What was there in two looks in a row was there at one moment.
+        # Files in two listings in a row existed at the same time.
         total = sum(size for inode, (_, size) in entries.items() if inode in first)
         excused = self.stopped or self._budget_unlocked
         self._over = self._over + 1 if total > self.storm.max_size and not excused else 0
         if self._over == _IN_A_ROW:
-            self.storm.wrong("budget", f"{total} bytes in {_IN_A_ROW} looks in a row")
+            self.storm.wrong("budget", f"{total} bytes in {_IN_A_ROW} samples in a row")
         paths = sorted(path for path, _ in entries.values())
         self.read_again(self.draw.sample(paths, min(3, len(paths))))
 
     def read_again(self, paths: list[Path]) -> None:
-        """Read published files: each is whole, and what it was before."""
+        """Check that published files are complete and unchanged."""
         for path in paths:
             with contextlib.suppress(FileNotFoundError):
                 inode, data = path.stat().st_ino, path.read_bytes()
@@ -469,11 +455,8 @@ class Boss:
                     self.storm.wrong("visibility", f"{path}: {wrong or 'it changed'}")
 
 
-# -- after the end ---------------------------------------------------------------------
-
-
 def audit(storm: Storm) -> None:
-    """What processes find that come later: they read everything, and a sweep leaves nothing."""
+    """Check that later processes read everything, and that a sweep leaves nothing."""
 
     def sweep(limit: int, **options: Any) -> None:
         with storm.cache() as cache:
@@ -491,7 +474,7 @@ def audit(storm: Storm) -> None:
                 assert wrong is None, wrong
                 assert found == version or cache.path(storm.url(name)) is not None
 
-    for path in storm.root.rglob("partial/**/*"):  # what a dead process left may be kept a while
+    for path in storm.root.rglob("partial/**/*"):  # a sweep keeps young leftovers
         os.utime(path, (1e9, 1e9), follow_symlinks=False)
     alone(storm, lambda: sweep(storm.max_size, max_size=storm.max_size))
     alone(storm, read)
@@ -499,7 +482,7 @@ def audit(storm: Storm) -> None:
 
 
 def alone(storm: Storm, work: Callable[[], object]) -> None:
-    """Do something that must not fail in a child, however long it takes."""
+    """Run a function that must not fail in a child, without a time limit."""
     with forked(lambda parent: work()) as child:
         if child.wait():
             try:
@@ -509,7 +492,7 @@ def alone(storm: Storm, work: Callable[[], object]) -> None:
 
 
 def blow(seconds: float, seed: int, lying: bool) -> tuple[dict[str, int], list[str]]:
-    """One storm, from beginning to end; figures, and what was wrong."""
+    """Run one storm; returns figures and violations."""
     set_child_subreaper = 36
     ctypes.CDLL(None).prctl(set_child_subreaper, 1)
     with contextlib.ExitStack() as stack:
@@ -520,9 +503,7 @@ def blow(seconds: float, seed: int, lying: bool) -> tuple[dict[str, int], list[s
         if own_disk := os.geteuid() == 0:
             size = int(storm.max_size * 1.5) + 16 * MIB
             stack.enter_context(disk(storm.root.parent, f"size={size}"))
-
-        # Until somebody has used it, it cannot be cleaned.
-        alone(storm, lambda: storm.cache().fetch(storm.url(storm.names[0])))
+        alone(storm, lambda: storm.cache().fetch(storm.url(storm.names[0])))  # creates the root
         boss = Boss(storm, own_disk)
         boss.blow(seconds)
         fetches = sum(storm.fetches)
@@ -542,7 +523,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=random.randrange(1 << 31))
     parser.add_argument("--flock", choices=["working", "lying"], default="working")
     given = parser.parse_args()
-    logging.disable()  # warnings are part of the play
+    logging.disable()  # warnings are expected
     lying = given.flock == "lying"
     if lying and "BROKEN_FLOCK" not in os.environ:
         os.execve(sys.executable, sys.orig_argv, broken_environment("lying"))
@@ -551,7 +532,7 @@ def main() -> int:
     for name, figure in figures.items():
         print(f"| {name} | {figure:,} |")
     print(*wrong[:20], sep="\n\n")
-    print(f"\n{len(wrong)} promises broken" if wrong else "\nAll held.")
+    print(f"\n{len(wrong)} violations" if wrong else "\nAll held.")
     return 1 if wrong else 0
 
 

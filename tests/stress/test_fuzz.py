@@ -1,13 +1,10 @@
-"""Bytes that nobody expects: from a disk that was damaged at random, and from a server."""
-
-from __future__ import annotations
+"""Random damage on the disk, and random responses of a server."""
 
 import os
 import random
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -19,12 +16,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from shardcache import Cache
 from shardcache.errors import ShardCacheError
 from tests.support.tars import make_tar
-from tests.support.webservers import Scripted
 
-#: How much is tried: more with ``FUZZ=100`` or so.
+#: A factor for the number of examples.
 TRIES = int(os.environ.get("FUZZ", "1"))
 
-# -- the disk --------------------------------------------------------------------------
 
 SHARDS = {f"{number}.tar": make_tar(number, 2 + 2 * number, 200) for number in range(3)}
 SHARDS["big.tar"] = make_tar(9, 700, 1500)  # of several blocks
@@ -33,7 +28,7 @@ names = st.sampled_from(sorted(SHARDS))
 
 
 class DamagedCache(RuleBasedStateMachine):
-    """Files of a cache are damaged at random; reading goes on, and heals what it meets."""
+    """Damages files of a cache at random; every read has the right bytes, and repairs its shard."""
 
     boots = 0
 
@@ -51,10 +46,10 @@ class DamagedCache(RuleBasedStateMachine):
     def teardown(self) -> None:
         self.cache.close()
         shutil.rmtree(self.home)
-        self.patch.undo()  # or all later tests of this process would run after another boot
+        self.patch.undo()
 
     def reboot(self) -> None:
-        """Another process, after a reboot: nothing is trusted unseen."""
+        """Open the cache again, as after a reboot: entries must be verified."""
         if self.cache is not None:
             self.cache.close()
         DamagedCache.boots += 1
@@ -74,24 +69,24 @@ class DamagedCache(RuleBasedStateMachine):
 
     @rule(name=names)
     def leave(self, name: str) -> None:
-        """Begin to read, and lose interest."""
+        """Read the beginning, and close the stream."""
         with self.cache.open(self.url(name)) as stream:
             assert stream.read(1000) == SHARDS[name][:1000]
 
     @rule(kind=st.sampled_from(KINDS), seed=st.integers(0, 1 << 30))
     def damage(self, kind: str, seed: int) -> None:
-        """Any file of the root."""
-        self.reboot()  # a fetch that is called off would remove files while they are listed
+        """Damage any file of the root."""
+        self.reboot()  # ends downloads, which would remove files while they are listed
         files = sorted(p for p in self.root.rglob("*") if p.is_file() and not p.is_symlink())
         path = files[seed % len(files)] if files else None
         if path and (path.name != "manifest.json" or kind not in ("link", "pipe", "directory")):
-            self.spoil(path, kind, seed)  # else it is refused
+            self.spoil(path, kind, seed)  # the cache refuses other kinds of manifests
 
     @rule(name=names, meta=st.booleans(), kind=st.sampled_from(KINDS), seed=st.integers(0, 1 << 30))
     def damage_and_read(self, name: str, meta: bool, kind: str, seed: int) -> None:
-        """What is read back next."""
+        """Damage a file that is read next."""
         self.read(name)
-        if path := self.cache.path(self.url(name)):  # else it was streamed
+        if path := self.cache.path(self.url(name)):  # None if it was streamed
             self.spoil(path.with_name("meta.json") if meta else path, kind, seed)
             self.read(name)
 
@@ -122,7 +117,7 @@ class DamagedCache(RuleBasedStateMachine):
         if (self.root / "manifest.json").is_file():
             try:
                 self.cache.clean(everything=everything)
-            except OSError as exn:  # it names a link or a directory in the place of its lock
+            except OSError as exn:  # a link or a directory in place of the lock file
                 lock = Path(exn.filename)
                 assert lock.parent.name == "locks" and (lock.is_symlink() or lock.is_dir())
 
@@ -139,7 +134,6 @@ DamagedCache.TestCase.settings = settings(
 )
 TestDamagedCache = DamagedCache.TestCase
 
-# -- the network -----------------------------------------------------------------------
 
 HEADERS = {
     "Content-Length": ["0", "10", "100", "-5", "abc", "1e3", "9" * 5000, "", "10, 10", "٣"],
@@ -171,7 +165,7 @@ answers = st.builds(
 
 
 @pytest.fixture
-def speaker(serve: Callable[..., Scripted]) -> Scripted:
+def server(serve):
     return serve(b"")
 
 
@@ -180,9 +174,9 @@ def speaker(serve: Callable[..., Scripted]) -> Scripted:
 @example(b"HTTP/1.1 301 x\r\nTransfer-Encoding: chunked\r\n\r\nxxxxx")
 @example(b"HTTP/1.1 206 x\r\nContent-Range: bytes 0-9/" + b"9" * 5000 + b"\r\n\r\n")
 @settings(max_examples=100 * TRIES, deadline=None, suppress_health_check=list(HealthCheck))
-def test_no_answer_is_more_than_a_cache_can_take(speaker: Scripted, answer: bytes) -> None:
-    speaker.answer = lambda head: answer
+def test_no_response_breaks_the_cache(server, answer):
+    server.answer = lambda head: answer
     with tempfile.TemporaryDirectory() as home:
         cache = Cache(home + "/cache", min_free=0, attempts=1, timeout=5.0, prefetch=0)
-        with cache, suppress(ShardCacheError), cache.open(f"{speaker.url}/a.tar") as stream:
+        with cache, suppress(ShardCacheError), cache.open(f"{server.url}/a.tar") as stream:
             assert len(stream.read()) < 300

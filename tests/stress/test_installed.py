@@ -1,6 +1,4 @@
-"""A fresh installation: the wheel and what pip finds for it, in an empty virtual environment."""
-
-from __future__ import annotations
+"""A fresh installation of the wheel in a new virtual environment."""
 
 import json
 import os
@@ -11,16 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from shardcache.cli.demo import S3Server
 from tests.support.tars import make_tar
 
 HOME = Path(__file__).resolve().parents[2]
-#: Seconds: pip may wait for the network.
+#: Seconds; pip may be slow.
 _PATIENCE = 540
 
 
 def run(*command: str | Path, **environment: str) -> str:
-    """What a program prints that knows nothing of this checkout; it must succeed."""
+    """Run a program outside this checkout, and check that it succeeds; returns its output."""
     known = {name: text for name, text in os.environ.items() if not name.startswith("PYTHON")}
     done = subprocess.run(
         [*map(str, command)],
@@ -36,8 +33,8 @@ def run(*command: str | Path, **environment: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def fresh(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the programs of a new environment are that has the wheel and the demo's extra."""
+def fresh(tmp_path_factory):
+    """Install the wheel with the extra of the demo; returns the directory of programs."""
     home = tmp_path_factory.mktemp("fresh")
     pip = [sys.executable, "-m", "pip"]
     run(*pip, "wheel", "--quiet", "--no-deps", "--wheel-dir", home, HOME)
@@ -47,16 +44,14 @@ def fresh(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return home / "venv" / "bin"
 
 
-def test_the_demo_keeps_its_promise(fresh: Path, tmp_path: Path) -> None:
+def test_the_demo_keeps_its_promise(fresh, tmp_path):
     found = json.loads(run(fresh / "shardcache", "demo", "--json", TMPDIR=str(tmp_path)))
     size = found["summary"]["shards"] * found["summary"]["shard_bytes"]
-    assert sum(step["origin_bytes"] for step in found["steps"]) == size  # each shard once
+    assert sum(step["origin_bytes"] for step in found["steps"]) == size
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_lines_of_the_readme_train_from_s3(
-    fresh: Path, s3: S3Server, bucket: str, s3_environment: dict[str, str], tmp_path: Path
-) -> None:
+def test_the_readme_trains_from_s3(fresh, s3, bucket, s3_environment, tmp_path):
     for number in range(3):
         s3.put(bucket, f"train-{number:04d}.tar", make_tar(number))
     (lines,) = re.findall(r"```python\n(.*?)```", (HOME / "README.md").read_text(), re.DOTALL)
@@ -67,7 +62,7 @@ def test_the_lines_of_the_readme_train_from_s3(
     assert len(list(tmp_path.glob("cache/v1/objects/*/*/*/train-*.tar"))) == 3
 
 
-def test_what_is_installed_is_whole_and_consistent_and_imports_lightly(fresh: Path) -> None:
+def test_the_installation_is_complete_and_imports_lightly(fresh):
     run(fresh / "python", "-m", "pip", "check")
     heavy = "print({'torch', 'botocore', 's3fs', 'rich'} & set(__import__('sys').modules))"
     assert run(fresh / "python", "-c", f"import shardcache; {heavy}") == "set()\n"

@@ -1,10 +1,7 @@
-"""Each promise of the README is broken by one edit, in a copy of the package, and found by tests.
+"""Breaks each promise of the README by one edit, in a copy of the package; tests must find it.
 
-docs/reliability.md has the table of promises and tests. Where a line has moved, the edit says so:
-give it its new place.
+docs/reliability.md has the table of promises and tests. If an edited line has changed, update it.
 """
-
-from __future__ import annotations
 
 import os
 import re
@@ -18,10 +15,10 @@ import pytest
 
 HOME = Path(__file__).resolve().parents[2]
 
-#: Promise and what one would do at first; the edit of a line that is there once, as a patch has it;
-#: and what fails then: arguments of pytest, or a module that runs by itself.
+#: A promise and a naive edit; the file, and the line before and after; the tests that must fail, as
+#: arguments of pytest or Python.
 MUTANTS = """
-Bytes: ranges are asked for without If-Match
+Bytes: ranges are requested without If-Match
     origins/http.py
     -headers["If-Match"] = pin.etag
     +pass
@@ -51,31 +48,31 @@ Visibility: a published file can be written
     +published: int = 0o600
     tests/store/test_store.py -k visible_to_everybody
 
-Economy: everybody fetches
+Economy: every process downloads
     download/acquire.py
     -while not lock.try_acquire(site.holder()):
     +while not lock.try_acquire(site.holder()) and False:
     tests/test_processes.py -k eight_processes
 
-Economy: a streamed shard is asked for again
+Economy: a streamed shard is requested twice
     reading/fallback.py
     -answer = failed.take_answer() if failed is not None and position == 0 else None
     +answer = None
     tests/reading/test_past.py
 
-Crash: nobody resumes what a dead process left
+Crash: no process resumes the partial of a dead one
     download/acquire.py
     -left = None if lock is None or lock.left is None else lock.left.partial
     +left = None
     tests/download/test_coordination.py -k resumed
 
-Crash: the blocks of a dead process are believed unseen
+Crash: the blocks of a dead process are trusted unchecked
     store/partial.py
     -block_digest(block) == digest
     +True
     tests/store/test_partials.py -k proven
 
-Locks: the temporary name is shared
+Locks: processes share a temporary name
     layout.py
     -{key}.{version}{length}.{random_token()}
     +{key}.{version}{length}.00000000000000000000000000000000
@@ -87,13 +84,13 @@ Locks: a filesystem without flock is an error
     +if False:
     tests/locks/test_locks.py -k without_flock
 
-Bounded wait: a stopped holder is waited for
+Bounded wait: waiting for a stopped holder never ends
     download/waiting.py
     ->= self._config.stale_after
     +>= 1e9
     tests/download/test_coordination.py -k stuck_holder_is_announced_and_passed_by
 
-Budget: links are counted once per rank
+Budget: links count once per rank
     space/eviction.py
     -return sum(disk_bytes(links, allocated) for links in linked(entries))
     +return sum(allocated(entry.size) for entry in entries)
@@ -105,25 +102,25 @@ Budget: bytes are counted instead of blocks
     +return size
     tests/space/test_budget.py -k small_shards
 
-Ownership: any directory is taken for a cache
+Ownership: any directory passes for a cache
     store/root.py
     -if not is_cache(root):
     +if False:
     tests/store/test_security.py -k "removed or touched"
 
-Ownership: files of other programs go with a shard
+Ownership: files of other programs are removed with a shard
     store/directory.py
     -if each == data or is_side_file(each):
     +if True:
     tests/store/test_security.py -k outlive
 
-Degrade: a fault of the disk is the reader's
+Degrade: the reader gets a fault of the disk
     reading/fallback.py
     -elif is_local_error(fault):
     +elif False:
     tests/download/test_diskfaults.py -k read_only_mount
 
-Errors: what is absent is asked for again
+Errors: a missing object is requested again
     origins/base.py
     -if throttled or status in _TRANSIENT:
     +if throttled or status in _TRANSIENT or status == 404:
@@ -135,7 +132,7 @@ Secrecy: the user of a URL is part of its name
     +host, slash = user + at + _web_host(url, scheme, host), "/"
     tests/test_secrecy.py -k signed_urls
 
-In use: the least recently used goes, in use or not
+In use: shards in use are evicted
     store/directory.py
     -yield is_idle(directory) if free is None else free
     +yield True
@@ -151,7 +148,7 @@ ROWS = [[line.strip() for line in text.splitlines()] for text in MUTANTS.strip()
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0])
-def test_a_promise_that_is_broken_is_found(row: list[str], tmp_path: Path) -> None:
+def test_a_broken_promise_is_found(row, tmp_path):
     _, file, before, after, tests = row
     for part in ("shardcache", "tests", "pyproject.toml"):
         source = HOME / part
@@ -174,7 +171,7 @@ def test_a_promise_that_is_broken_is_found(row: list[str], tmp_path: Path) -> No
     assert done.returncode == 1, f"nothing found it:\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
 
 
-def test_the_table_of_promises_names_the_tests_that_guard_each() -> None:
+def test_the_table_of_promises_names_their_tests():
     page = (HOME / "docs" / "reliability.md").read_text("utf-8")
     table = dict(re.findall(r"^\| \d+\. (\w[\w ]*): .*?\| (.*) \|$", page, re.MULTILINE))
     assert len(table) == 12 and set(table) == {row[0].partition(":")[0] for row in ROWS}

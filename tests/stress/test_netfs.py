@@ -1,9 +1,4 @@
-"""A cache on a filesystem that fails: whatever it says or loses, every read is right, and ends.
-
-The filesystem is `tests.stress.fuse`, the origin a web server in another process.
-"""
-
-from __future__ import annotations
+"""A cache on a filesystem that fails, `tests.stress.fuse`: every read ends with the right bytes."""
 
 import errno
 import logging
@@ -26,7 +21,7 @@ def partials(shim: Shim) -> list[Path]:
 
 
 def swept(far: Far, shim: Shim) -> bool:
-    """Wait until a sweep, when it is late enough, leaves nothing: a fetch may still be ending."""
+    """Wait until a sweep of old partials leaves nothing: a download may still be ending."""
 
     def nothing_left() -> bool:
         if (directory := shim.backing / "cache" / "v1" / "partial").exists():
@@ -39,26 +34,21 @@ def swept(far: Far, shim: Shim) -> bool:
 
 
 def all_read(far: Far, count: int, roots: list[Path]) -> bool:
-    """Whether so many processes, on these nodes, read the first shard rightly."""
+    """Return whether processes on these nodes all read the first shard correctly."""
     return all(together(count, lambda number: far.read(far.cache(roots[number % len(roots)]))))
 
 
-# -- locks -----------------------------------------------------------------------------
-
-
-def test_four_processes_get_a_cold_shard_by_one_fetch_without_any_flock(
-    far: Far, shim: Shim
-) -> None:
+def test_four_processes_share_one_download_without_flock(far, shim):
     rule = shim.fail("setlk", error=errno.ENOLCK, times=-1)
     assert all_read(far, 4, [shim.root / "cache"])
     assert far.begun() == 1
     with far.cache(shim.root / "cache") as cache:
         assert far.read(cache) and far.begun() == 1
     assert swept(far, shim)
-    assert shim.struck(rule) == 0  # nothing there can hang
+    assert shim.struck(rule) == 0  # flock, which may hang, is not called
 
 
-def test_a_killed_fetch_is_no_burden_and_a_sweep_harms_none_under_way(far: Far, shim: Shim) -> None:
+def test_a_sweep_removes_killed_downloads_and_keeps_live_ones(far, shim):
     root = shim.root / "cache"
     far.rate.value = SLOW
     with forked(lambda parent: parent.say(far.read(far.cache(root)))) as child:
@@ -82,13 +72,13 @@ def test_a_killed_fetch_is_no_burden_and_a_sweep_harms_none_under_way(far: Far, 
     assert swept(far, shim)
 
 
-def test_the_lease_of_a_dead_node_is_taken_though_no_names_can_be_exchanged(shim: Shim) -> None:
+def test_the_lease_of_a_dead_node_is_taken_without_exchange(shim):
     layout, key = Layout(shim.root / "v1"), "a" * 32
     layout.make()
     elsewhere, here = Holder(1, "node-7", None, None, 0.0), Holder(2, "node-8", None, None, 0.0)
 
     def dies(parent: Parent) -> None:
-        socket.gethostname = lambda: "node-7"  # or its process could be looked up
+        socket.gethostname = lambda: "node-7"  # so that its process cannot be looked up
         lease = KeyLease(layout, key, 1.0)
         parent.say(lease.try_acquire(elsewhere))
         parent.hear()
@@ -101,15 +91,10 @@ def test_the_lease_of_a_dead_node_is_taken_though_no_names_can_be_exchanged(shim
     lease.release()
 
 
-# -- errors ----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("op", ["open", "getattr", "lookup", "read"])
 @pytest.mark.parametrize("number", [errno.ESTALE, errno.EIO])
 @pytest.mark.parametrize("times", [1, -1])
-def test_a_published_file_that_fails_is_read_all_the_same(
-    far: Far, shim: Shim, op: str, number: int, times: int
-) -> None:
+def test_a_shard_is_read_although_its_file_fails(far, shim, op, number, times):
     root = shim.root / "cache"
     with far.cache(root) as cache:
         assert far.read(cache)
@@ -118,7 +103,7 @@ def test_a_published_file_that_fails_is_read_all_the_same(
         assert far.read(cache)
         assert shim.struck(rule)
         if op != "read" and times == 1 and number == errno.ESTALE:
-            assert far.begun() == 1  # one fresh look
+            assert far.begun() == 1  # one more lookup is enough
         shim.heal()
         assert far.read(cache)
 
@@ -129,9 +114,7 @@ CHANGES = ["create", "mkdir", "rename", "unlink", "rmdir", "link", "write", "set
 @pytest.mark.parametrize("locks", ["flock", "lease"])
 @pytest.mark.parametrize("op", [*CHANGES, "fsync fsyncdir", "open", "opendir", "read"])
 @pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC, errno.EROFS, errno.ESTALE])
-def test_whatever_the_filesystem_cannot_do_any_more_every_read_is_right(
-    far: Far, shim: Shim, caplog: pytest.LogCaptureFixture, op: str, number: int, locks: str
-) -> None:
+def test_every_read_is_right_whatever_operation_fails(far, shim, caplog, op, number, locks):
     options = {"locks": locks, "fsync": "fsync"}
     with far.cache(shim.root / "cache", **options) as cache:
         assert far.read(cache, 1)
@@ -140,15 +123,13 @@ def test_whatever_the_filesystem_cannot_do_any_more_every_read_is_right(
         shim.fail(op, "cache/*", error=number, times=-1)
         assert far.read(cache, 1) and far.read(cache, 2) and far.read(cache, 3)
         shim.heal()
-    said = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
-    assert len([text for text in said if far.url(3) in text]) <= 1, said  # a fault is told once
+    logged = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
+    assert len([text for text in logged if far.url(3) in text]) <= 1, logged
     assert swept(far, shim)
 
 
 @pytest.mark.parametrize("cold", [True, False])
-def test_a_mount_that_dies_under_a_reader_is_read_on_from_the_origin(
-    far: Far, shim: Shim, cold: bool
-) -> None:
+def test_a_read_continues_from_the_origin_if_the_mount_dies(far, shim, cold):
     root = shim.root / "cache"
     if not cold:
         with far.cache(root) as cache:
@@ -163,7 +144,7 @@ def test_a_mount_that_dies_under_a_reader_is_read_on_from_the_origin(
         assert far.read(cache, 1)
 
 
-#: What a client is told when its request is sent again and the server had carried it out.
+#: Errors of a repeated request that the server had already carried out.
 LOST = {
     "rename": (errno.ENOENT, errno.EIO, errno.ETIMEDOUT),
     "mkdir": (errno.EEXIST, errno.EIO),
@@ -181,14 +162,12 @@ LOST = {
     + [(op, errno.ENOSPC, False) for op in [*CHANGES, "fsync fsyncdir"]],
 )
 @pytest.mark.parametrize("evicting", [False, True], ids=["fetch", "evict"])
-def test_a_lost_reply_or_an_error_anywhere_fails_no_read_and_leaves_nothing(
-    far: Far, shim: Shim, op: str, number: int, done: bool, evicting: bool
-) -> None:
+def test_a_lost_reply_fails_no_read_and_leaves_nothing(far, shim, op, number, done, evicting):
     root = shim.root / "cache"
     with far.cache(root) as cache:
-        assert far.read(cache, 1)  # the root is made
+        assert far.read(cache, 1)  # creates the root
     for skip in range(100):
-        # A lease that was made, and whose maker does not know it, is nobody's: not waited for long.
+        # If the reply to a lease's creation is lost, no process holds it: keep the wait short.
         with far.cache(root, stale_after=0.5) as cache:
             if evicting:
                 assert far.read(cache, 2)
@@ -200,29 +179,24 @@ def test_a_lost_reply_or_an_error_anywhere_fails_no_read_and_leaves_nothing(
                 try:
                     cache.remove(far.url(2))
                 except OSError as exn:
-                    assert exn.errno == number  # told, and nothing is broken
+                    assert exn.errno == number
             assert far.read(cache, 2), skip
             struck = shim.struck(rule)
             shim.heal()
         assert swept(far, shim), skip
         if not struck:
             return
-    pytest.fail("it has no hundred of them")
+    pytest.fail("100 requests did not reach the end")
 
 
-# -- several nodes ---------------------------------------------------------------------
-
-
-def test_many_processes_make_one_root(far: Far, shim: Shim) -> None:
+def test_many_processes_make_one_root(far, shim):
     root = shim.root / "a" / "deep" / "cache"
     assert all_read(far, 24, [root])
     assert (root / "manifest.json").is_file()
     assert far.begun() == 1
 
 
-def test_a_parent_that_another_node_has_just_made_is_no_reason_to_fail(
-    far: Far, nodes: tuple[Shim, Shim]
-) -> None:
+def test_a_root_below_a_directory_just_made_by_another_node(far, nodes):
     here, there = nodes
     there.set(delay=2.0, negative=0.4)
     (here.root / "deep").mkdir()
@@ -230,9 +204,7 @@ def test_a_parent_that_another_node_has_just_made_is_no_reason_to_fail(
         assert far.read(cache)
 
 
-def test_nodes_that_see_each_others_names_late_get_it_and_share_it(
-    far: Far, nodes: tuple[Shim, Shim]
-) -> None:
+def test_nodes_share_shards_although_names_appear_late(far, nodes):
     for node in nodes:
         node.set(delay=0.4, negative=0.4, stale=True)
     roots = [node.root / "deep" / "cache" for node in nodes]
@@ -244,16 +216,14 @@ def test_nodes_that_see_each_others_names_late_get_it_and_share_it(
             assert far.read(cache)
 
 
-def test_an_entry_that_another_node_evicts_is_read_to_its_end(
-    far: Far, nodes: tuple[Shim, Shim]
-) -> None:
+def test_an_entry_evicted_by_another_node_is_read_to_its_end(far, nodes):
     here, there = nodes
     here.set(stale=True)
     with far.cache(here.root / "cache") as cache:
         assert far.read(cache)
         with cache.open(far.url()) as stream, open(str(stream.name), "rb") as plain:
             first = stream.read(1000)
-            age(here.backing / "cache" / "v1" / "objects")  # however long ago it was used
+            age(here.backing / "cache" / "v1" / "objects")
             with far.cache(there.root / "cache") as other:
                 other.remove(far.url())
             with pytest.raises(OSError, match=os.strerror(errno.ESTALE)):

@@ -1,6 +1,4 @@
-"""``prewarm --ray`` on a real Ray cluster of three raylets, each with a cache of its own."""
-
-from __future__ import annotations
+"""``prewarm --ray`` on a real Ray cluster of three raylets, each with its own cache."""
 
 import contextlib
 import json
@@ -10,7 +8,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +26,9 @@ pytestmark = pytest.mark.timeout(1200)  # a busy machine starts raylets slowly
 
 NODES = ["node-a", "node-b", "node-c"]
 SMALL, BIG = make_tar(1, 20), make_tar(2, 60, 70_000)
-#: The proxy lets through so many bytes: all of the small shards, and a MiB or two of the big ones.
+#: Bytes of a body that the proxy passes: a small shard, or two MiB of a big one.
 HANGS_AFTER = 2_500_000
-#: A node that says nothing is dead after two seconds instead of some twenty.
+#: The cluster declares a silent node dead after two seconds instead of some twenty.
 _SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_health_check_period_ms": "500",
@@ -48,14 +45,14 @@ def kill(processes: list[Any]) -> None:
 
 
 def serve(parent: Parent, directory: str) -> None:
-    """A Ray cluster in a process of its own: Ray's client has threads, and the tests fork."""
+    """Run a Ray cluster in its own process: Ray's client has threads, and the tests fork."""
     for name in [name for name in os.environ if name.startswith("AWS_")]:
         del os.environ[name]
     os.environ |= {**_SETTINGS, "RAY_TMPDIR": directory}
     os.setsid()
     silence = os.open(os.devnull, os.O_RDWR)
     for fd in range(3):
-        os.dup2(silence, fd)  # Ray prints
+        os.dup2(silence, fd)
     from ray.cluster_utils import Cluster as Raylets
 
     raylets, nodes = Raylets(shutdown_at_exit=True), {}
@@ -70,14 +67,14 @@ def serve(parent: Parent, directory: str) -> None:
             kill([process, *psutil.Process(process.pid).children(recursive=True)])
             process.wait()
             raylets.worker_nodes.discard(node)
-            raylets.wait_for_nodes(PATIENCE)  # the cluster knows that it is dead
+            raylets.wait_for_nodes(PATIENCE)
         parent.say(raylets.address)
     raylets.shutdown()
     parent.say(None)
 
 
 class Cluster:
-    """The raylets, their caches, and the S3 server behind a recording proxy."""
+    """The raylets, their caches, and the S3 server behind the proxy."""
 
     def __init__(self, raylets: Child, s3: S3Server, proxy: Proxy, root: Path) -> None:
         self._raylets, self._s3, self.proxy, self.root = raylets, s3, proxy, root
@@ -93,11 +90,11 @@ class Cluster:
         self._address = self._raylets.ask((name, environment))
 
     def kill(self, name: str) -> None:
-        """SIGKILL for a raylet and all that it started, until the cluster has noticed."""
+        """Kill a raylet and its children, and wait until the cluster has noticed."""
         self._raylets.ask((name, None))
 
     def cached(self, name: str, bucket: str) -> list[str]:
-        """Names of the shards of a bucket that a node has published."""
+        """Return the names of the shards of a bucket that a node has published."""
         urls = [
             json.loads(path.read_text())["url"]
             for path in (self.root / name).glob("v1/objects/*/*/*/meta.json")
@@ -105,16 +102,16 @@ class Cluster:
         return sorted(url.rpartition("/")[2] for url in urls if url.startswith(f"s3://{bucket}/"))
 
     def under_way(self, name: str) -> list[int]:
-        """Bytes on disk of each shard that a live process of a node fetches."""
+        """Return the bytes on disk of each shard that a node is downloading."""
         found = in_flight(Layout.of_root(self.root / name))
         return [each.occupied for each in found if each.live]
 
     def fetches(self, start: int) -> list[str]:
-        """Paths of the objects asked for from their first byte on, since request ``start``."""
+        """Return the paths of the objects downloaded since request ``start``."""
         return [r.path for r in self.proxy.requests()[start:] if r.is_object_fetch]
 
     def prewarm(self, *arguments: str) -> subprocess.Popen[str]:
-        """The command, on a machine that has neither a cache nor credentials of its own."""
+        """Start the command, without a cache and credentials."""
         environment = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
         return subprocess.Popen(
             [sys.executable, "-m", "shardcache", "prewarm", "--ray", *arguments],
@@ -138,7 +135,7 @@ def summary(out: str) -> dict[str, Any]:
 
 
 def put(s3: S3Server, bucket: str, count: int) -> list[str]:
-    """Store small shards; returns their names."""
+    """Store small shards; returns the names."""
     names = [f"{number}.tar" for number in range(count)]
     for number, name in enumerate(names):
         s3.put(bucket, name, make_tar(number, 20))
@@ -146,8 +143,8 @@ def put(s3: S3Server, bucket: str, count: int) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def cluster(s3: S3Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    # Short: below it are sockets, whose paths have 107 bytes.
+def cluster(s3, tmp_path_factory):
+    # A short path: those of sockets below it have at most 107 bytes.
     directory = tempfile.mkdtemp(prefix="ray", dir="/tmp")
     with Proxy(s3) as proxy, forked(serve, directory) as raylets:
         found = Cluster(raylets, s3, proxy, tmp_path_factory.mktemp("nodes"))
@@ -162,8 +159,8 @@ def cluster(s3: S3Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 
 @pytest.fixture
-def spec(cluster: Cluster, s3: S3Server, bucket: str) -> Iterator[str]:
-    """Two small shards that come at once, and two big ones that hang."""
+def spec(cluster, s3, bucket):
+    """The spec of two small shards, and two big ones whose downloads hang."""
     for name, content in (("small", SMALL), ("big", BIG)):
         for number in range(2):
             s3.put(bucket, f"{name}-{number}.tar", content)
@@ -173,7 +170,7 @@ def spec(cluster: Cluster, s3: S3Server, bucket: str) -> Iterator[str]:
 
 
 def half_done(cluster: Cluster, bucket: str) -> bool:
-    """Whether all nodes have published the small shards and written some of the big ones."""
+    """Return whether all nodes have published the small shards and written parts of the others."""
     return all(
         cluster.cached(name, bucket) == ["small-0.tar", "small-1.tar"]
         and sum(cluster.under_way(name)) >= 1 << 20
@@ -181,9 +178,7 @@ def half_done(cluster: Cluster, bucket: str) -> bool:
     )
 
 
-def test_one_command_fills_the_cache_of_every_node(
-    cluster: Cluster, s3: S3Server, bucket: str
-) -> None:
+def test_one_command_fills_the_cache_of_every_node(cluster, s3, bucket):
     names = put(s3, bucket, 4)
     start = len(cluster.proxy.requests())
     code, out, err = end(cluster.prewarm(f"s3://{bucket}/{{0..3}}.tar", "--no-progress"))
@@ -197,9 +192,7 @@ def test_one_command_fills_the_cache_of_every_node(
     assert sorted(cluster.fetches(start)) == sorted(f"{bucket}/{name}" for name in names * 3)
 
 
-def test_each_node_gets_the_shards_of_its_ranks(
-    cluster: Cluster, s3: S3Server, bucket: str
-) -> None:
+def test_each_node_gets_the_shards_of_its_ranks(cluster, s3, bucket):
     names = put(s3, bucket, 6)
     command = cluster.prewarm(f"s3://{bucket}/{{0..5}}.tar", "--shard-by-node", "--json")
     code, out, err = end(command)
@@ -208,9 +201,7 @@ def test_each_node_gets_the_shards_of_its_ranks(
         assert cluster.cached(name, bucket) == names[node["number"] :: 3]
 
 
-def test_a_node_that_is_killed_is_named_and_the_others_complete(
-    cluster: Cluster, spec: str, bucket: str
-) -> None:
+def test_a_killed_node_is_named_and_the_others_complete(cluster, spec, bucket):
     names = ["big-0.tar", "big-1.tar", "small-0.tar", "small-1.tar"]
     command = cluster.prewarm(spec, "--json")
     wait_until(lambda: half_done(cluster, bucket))
@@ -237,9 +228,7 @@ def test_a_node_that_is_killed_is_named_and_the_others_complete(
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)]
 )
-def test_when_the_command_ends_the_work_on_all_nodes_ends(
-    cluster: Cluster, spec: str, bucket: str, number: signal.Signals, code: int
-) -> None:
+def test_all_nodes_stop_when_the_command_ends(cluster, spec, bucket, number, code):
     command = cluster.prewarm(spec, "--json")
     wait_until(lambda: half_done(cluster, bucket))
     assert all(cluster.under_way(name) for name in NODES)
@@ -250,5 +239,5 @@ def test_when_the_command_ends_the_work_on_all_nodes_ends(
         nodes = summary(out)["nodes"].values()
         assert all(node["interrupted"] for node in nodes)
     wait_until(lambda: not any(cluster.under_way(name) for name in NODES))
-    for name in NODES:  # and what was fetched is kept
+    for name in NODES:
         assert cluster.cached(name, bucket) == ["small-0.tar", "small-1.tar"]

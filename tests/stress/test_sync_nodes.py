@@ -1,6 +1,4 @@
-"""sync on two nodes: two mounts of a filesystem that shows late what the other one made."""
-
-from __future__ import annotations
+"""sync on two nodes: two mounts of a filesystem on which names of the other node appear late."""
 
 import errno
 import os
@@ -21,13 +19,13 @@ Nodes = tuple[Shim, Shim]
 
 @pytest.mark.parametrize("done", [True, False])
 @pytest.mark.parametrize("number", [errno.EEXIST, errno.ENOENT])
-def test_a_lie_about_a_mkdir_is_not_believed(nodes: Nodes, number: int, done: bool) -> None:
+def test_makedirs_checks_a_wrong_reply_to_mkdir(nodes, number, done):
     rule = nodes[0].fail("mkdir", "*", error=number, done=done, times=3)
     assert sync.makedirs(nodes[0].root / "a" / "b").is_dir()
     assert nodes[0].struck(rule) >= 2
 
 
-def test_one_that_never_comes_into_sight_ends_in_an_error_that_says_so(nodes: Nodes) -> None:
+def test_a_directory_that_never_appears_is_an_error(nodes):
     one, two = nodes
     two.set(delay=3600.0)
     (one.root / "a").mkdir()
@@ -36,23 +34,23 @@ def test_one_that_never_comes_into_sight_ends_in_an_error_that_says_so(nodes: No
     assert caught.value.waited >= 0.3
 
 
-def test_a_remembered_absence_does_not_count(nodes: Nodes) -> None:
+def test_a_cached_absence_is_bypassed(nodes):
     one, two = nodes
     two.set(negative=3600.0)
     path = two.root / "d" / "x"
     assert not path.exists()
     (one.root / "d").mkdir()
     (one.root / "d" / "x").write_text("there")
-    assert not path.exists() and not path.parent.exists()  # for as long as an hour
+    assert not path.exists() and not path.parent.exists()
     assert find(path) is not None
-    assert path.read_text() == "there"  # and from now on for everybody on this node
+    assert path.read_text() == "there"  # `find` has refreshed the kernel's cache
 
 
-def test_a_runner_that_was_taken_for_dead_gets_the_result_that_counts(nodes: Nodes) -> None:
+def test_a_runner_presumed_dead_gets_its_successors_result(nodes):
     root = nodes[0].root
     with forked(at_work, root, 1.0, "first") as first:
         assert first.hear() == "at work"
-        first.kill(signal.SIGSTOP)  # no heartbeat any more
+        first.kill(signal.SIGSTOP)  # ends the heartbeat
         with forked(at_work, root, 1.0, "second") as second:
             assert second.hear() == "at work"
             second.tell()
@@ -62,11 +60,8 @@ def test_a_runner_that_was_taken_for_dead_gets_the_result_that_counts(nodes: Nod
         assert first.hear() == "second"
 
 
-# -- many ranks, on nodes that see each other late ---------------------------------------
-
-
 def ranks(nodes: Nodes, count: int, act: Callable[[int, Path], None]) -> None:
-    """Each rank does ``act(number, root)``; all begin at the same time."""
+    """Call ``act(number, root)`` in each rank at the same time."""
     for node in nodes:
         node.set(delay=0.3, negative=0.3)
 
@@ -77,20 +72,20 @@ def ranks(nodes: Nodes, count: int, act: Callable[[int, Path], None]) -> None:
     together(count, work)
 
 
-def test_ranks_meet_again_and_again(tmp_path: Path, nodes: Nodes) -> None:
+def test_ranks_meet_repeatedly(tmp_path, nodes):
     def meet(number: int, root: Path) -> None:
         for _ in range(5):
             sync.barrier(dir=root, job="j", timeout=PATIENCE)
 
     ranks(nodes, 4, meet)
     left = [p.name for p in tmp_path.joinpath("backing").rglob("rank-*")]
-    assert sorted(left) == [f"rank-{n}" for n in range(4)]  # of the last one only
+    assert sorted(left) == [f"rank-{n}" for n in range(4)]  # those of the last barrier
 
 
-def test_ranks_make_one_directory_and_write_into_it(nodes: Nodes) -> None:
+def test_ranks_make_one_directory_and_write_into_it(nodes):
     def trace(number: int, root: Path) -> None:
         path = root / "traces" / "step-100"
-        path.exists()  # as scripts ask first: from now on its absence is remembered
+        path.exists()  # as scripts do: the kernel caches the absence
         sync.makedirs(path)
         (path / f"rank-{number}.json").write_text("{}")
 
@@ -98,7 +93,7 @@ def test_ranks_make_one_directory_and_write_into_it(nodes: Nodes) -> None:
     assert len(list(nodes[0].backing.rglob("rank-*.json"))) == 24
 
 
-def test_ranks_wait_for_the_directories_that_rank_0_makes_late(nodes: Nodes) -> None:
+def test_ranks_wait_for_the_directories_that_rank_0_makes_late(nodes):
     def save(number: int, root: Path) -> None:
         places = [root / name for name in ("weights", "optimizer", "rng")]
         if number:
@@ -112,7 +107,7 @@ def test_ranks_wait_for_the_directories_that_rank_0_makes_late(nodes: Nodes) -> 
     assert len(list(nodes[0].backing.rglob("rank-*.pt"))) == 3 * 8
 
 
-def test_a_claim_that_vanishes_lets_nobody_see_half_a_file(nodes: Nodes) -> None:
+def test_a_deleted_claim_shows_no_rank_half_a_file(nodes):
     def fetch(parent: Parent, number: int) -> None:
         root = nodes[number].root
 
@@ -134,6 +129,6 @@ def test_a_claim_that_vanishes_lets_nobody_see_half_a_file(nodes: Nodes) -> None
         second.tell()
         first.tell()
         assert first.hear() is True
-        if (said := second.hear()) == "fetches":  # at worst it is done twice
-            said = second.ask()
-        assert said is True
+        if (result := second.hear()) == "fetches":  # at worst, both ranks run the function
+            result = second.ask()
+        assert result is True

@@ -1,6 +1,4 @@
-"""Stores and metadata services that throttle many processes at once, in real time."""
-
-from __future__ import annotations
+"""Stores and metadata services that throttle many processes, in real time."""
 
 import json
 import os
@@ -8,9 +6,7 @@ import shutil
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -40,8 +36,6 @@ LISTING = answer(
     Connection=None,
 )
 
-# -- the store -------------------------------------------------------------------------------------
-
 
 class Store(Scripted):
     """Serves `SHARDS`; in a storm it refuses every request."""
@@ -68,16 +62,16 @@ class Store(Scripted):
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """The cost of reading all shards in all processes."""
+    """The cost of reading all shards in all processes: seconds, and numbers of requests."""
 
-    seconds: float  # until the last process had read its last shard
-    refused: int  # requests
-    served: int  # requests
+    seconds: float
+    refused: int
+    served: int
 
 
 @pytest.fixture
-def read_all(tmp_path: Path) -> Iterator[Callable[..., Reading]]:
-    """Reads all shards in eight processes, each with its own cache, and compares every byte."""
+def read_all(tmp_path):
+    """Read all shards in eight processes, each with its own cache, and compare every byte."""
     with running(Store()) as store:
 
         def read_all(storm: float = 0.0, **options: Any) -> Reading:
@@ -105,9 +99,7 @@ def read_all(tmp_path: Path) -> Iterator[Callable[..., Reading]]:
 
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize("storm", [20, pytest.param(180, marks=full_only)])
-def test_a_storm_of_slow_down_costs_few_requests_and_little_time(
-    read_all: Callable[..., Reading], storm: int
-) -> None:
+def test_a_storm_of_slow_down_costs_few_requests(read_all, storm):
     calm = read_all()
     paced = read_all(storm)
     unpaced = read_all(storm, patience=0, attempts=100)
@@ -120,16 +112,13 @@ def test_a_storm_of_slow_down_costs_few_requests_and_little_time(
     assert paced.seconds - storm - calm.seconds < 60
 
 
-# -- the metadata service of EC2 -------------------------------------------------------------------
-
-
 class Metadata(Scripted):
     """A metadata service that answers ``rate`` requests a second, and refuses all others."""
 
     def __init__(self, rate: float) -> None:
         super().__init__(self.respond)
         self.rate = rate
-        self.tokens = rate  # requests that it would answer now
+        self.tokens = rate  # requests to answer before the next refusal
         self.then = time.monotonic()
         self.answered = self.refused = 0
         self.guard = threading.Lock()
@@ -153,9 +142,7 @@ class Metadata(Scripted):
 
 
 @pytest.mark.timeout(1500)
-def test_every_process_of_a_node_gets_credentials_from_a_service_that_throttles(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_process_gets_credentials_from_a_throttling_service(tmp_path, monkeypatch):
     count, (path, data) = 64, next(iter(SHARDS.items()))
     with running(Store()) as store, running(Metadata(rate=5)) as metadata:
         monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "false")

@@ -1,6 +1,4 @@
-"""What tests of a `Cache` share."""
-
-from __future__ import annotations
+"""Helpers for tests that use a `Cache`."""
 
 import logging
 from collections.abc import Callable
@@ -21,7 +19,7 @@ def read(cache: Cache, url: str) -> bytes:
 
 
 def held_elsewhere(cache: Cache, url: str, now: float = 0.0) -> KeyLock:
-    """The lock of a shard, as if a process of another container had taken it."""
+    """Take the lock of a shard in the name of a process in another container."""
     lock = KeyLock(Layout.of_root(cache.dir).key_lock(cache.parse(url).key))
     assert lock.try_acquire(Holder(4711, "node-7", 3, "job", now))
     return lock

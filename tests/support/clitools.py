@@ -1,7 +1,5 @@
 """The command line for tests: in this process, as a process, and on a terminal."""
 
-from __future__ import annotations
-
 import codecs
 import contextlib
 import fcntl
@@ -26,7 +24,7 @@ SHARDS = 4
 
 @pytest.fixture
 def run(capsys, monkeypatch, tmp_path):
-    """Runs the command line in this process; gives exit code, stdout and stderr."""
+    """Run the command line in this process; returns exit code, stdout and stderr."""
     monkeypatch.setenv("SHARDCACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv("SHARDCACHE_MIN_FREE", "0")
 
@@ -41,7 +39,7 @@ def run(capsys, monkeypatch, tmp_path):
 
 @pytest.fixture
 def data(s3, bucket):
-    """Shards in a bucket."""
+    """Shards in a bucket, by name."""
     made = {f"train-{n:04d}.tar": make_tar(n, 20) for n in range(SHARDS)}
     for name, content in made.items():
         s3.put(bucket, name, content)
@@ -55,13 +53,13 @@ def spec(bucket, data, s3_environment):
 
 @pytest.fixture
 def warm(run, spec, bucket):
-    """A cache that has all shards; gives their URLs."""
+    """Fill the cache with all shards; returns their URLs."""
     assert run("prewarm", spec)[0] == 0
     return [f"s3://{bucket}/train-{n:04d}.tar" for n in range(SHARDS)]
 
 
 def command(*arguments, **environment):
-    """The same, in a fork too; gives exit code and all output."""
+    """Run the command line without fixtures, in a fork too; returns exit code and all output."""
     text = io.StringIO()
     with pytest.MonkeyPatch.context() as patch:
         for name, value in {"SHARDCACHE_MIN_FREE": "0", **environment}.items():
@@ -73,7 +71,7 @@ def command(*arguments, **environment):
 
 
 class Command:
-    """The real command in a process of its own."""
+    """The command in a process of its own."""
 
     def __init__(self, *arguments, directory, environment=(), python=None, **options):
         python = python or [sys.executable, "-m", "shardcache"]
@@ -108,7 +106,7 @@ def run_process(*arguments, directory, environment=(), **options):
 
 @pytest.fixture
 def slow(s3, bucket, s3_environment, proxy):
-    """A prewarm that gets somewhere and then hangs; its spec."""
+    """The spec of three shards whose downloads hang in the middle."""
     for number in range(3):
         s3.put(bucket, f"big-{number}.tar", make_tar(number, 60, 70_000))
     proxy.pause(after=2_500_000)
@@ -116,20 +114,14 @@ def slow(s3, bucket, s3_environment, proxy):
 
 
 class Screen:
-    """A command on a pseudo-terminal, and all it wrote there."""
+    """A command on a pseudo-terminal; ``text`` is its output so far."""
 
     def __init__(self, *arguments, directory, environment=(), columns=100):
         self.leader, follower = pty.openpty()
         fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 30, columns, 0, 0))
-        self.command = Command(
-            *arguments,
-            directory=directory,
-            environment=environment,
-            stdin=follower,
-            stdout=follower,
-            stderr=follower,
-            start_new_session=True,
-        )
+        streams = dict.fromkeys(("stdin", "stdout", "stderr"), follower)
+        options = {"directory": directory, "environment": environment, "start_new_session": True}
+        self.command = Command(*arguments, **options, **streams)
         os.close(follower)
         self.text, self.decoder = "", codecs.getincrementaldecoder("utf-8")()
 
@@ -141,19 +133,23 @@ class Screen:
         os.close(self.leader)
 
     def read(self, until=None):
-        """Read until ``until`` was seen, or to the end."""
+        """Read until the pattern ``until`` matches, or to the end; returns all text."""
         while until is None or not re.search(until, self.text):
             readable, _, _ = select.select([self.leader], [], [], PATIENCE)
             assert readable, self.text
             try:
                 chunk = os.read(self.leader, 65536)
-            except OSError:  # EIO: the other side is closed
+            except OSError:  # EIO: the command has closed the terminal
                 chunk = b""
             if not chunk:
                 assert until is None, self.text
                 break
-            self.text += self.decoder.decode(chunk)  # a character may come in two pieces
+            self.text += self.decoder.decode(chunk)
         return self.text
 
     def type(self, text):
         os.write(self.leader, text.encode())
+
+    def end(self):
+        """Read to the end; returns all text and the exit code."""
+        return self.read(), self.command.process.wait(PATIENCE)

@@ -1,6 +1,4 @@
-"""Filesystems in memory, and groups of processes with little of it."""
-
-from __future__ import annotations
+"""Filesystems in memory, and cgroups with a memory limit."""
 
 import contextlib
 import os
@@ -17,7 +15,7 @@ needs_mounts = pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root
 
 @contextlib.contextmanager
 def disk(path: Path, options: str) -> Iterator[Path]:
-    """A filesystem in memory; gone at the end, whoever uses it."""
+    """Mount a filesystem in memory; it is unmounted at the end even while in use."""
     path.mkdir(exist_ok=True)
     subprocess.run(
         ["mount", "-t", "tmpfs", "-o", f"mode=0700,{options}", "shardcache-test", str(path)],
@@ -30,7 +28,7 @@ def disk(path: Path, options: str) -> Iterator[Path]:
 
 
 def is_mounted(path: Path) -> bool:
-    """Unlike `os.path.ismount`, of bind mounts too."""
+    """Unlike `os.path.ismount`, this recognises bind mounts."""
     return any(mount.point == str(path) for mount in read_mounts())
 
 
@@ -44,7 +42,7 @@ def remount(path: Path, options: str) -> None:
 
 
 def limited_group(limit: int = 256 << 20) -> Iterator[Path]:
-    """A cgroup with a limit of memory; skips where there cannot be one."""
+    """Make a cgroup with a memory limit, in bytes; skip the test if that is not possible."""
     if os.geteuid() != 0:
         pytest.skip("making a cgroup needs root")
     for mount in read_mounts():
@@ -54,15 +52,11 @@ def limited_group(limit: int = 256 << 20) -> Iterator[Path]:
     else:
         parent, name = Path("/sys/fs/cgroup"), "memory.max"
     directory = parent / f"shardcache-test-{os.getpid()}"
-    try:
-        directory.mkdir()
-    except OSError as exn:
-        pytest.skip(f"a cgroup cannot be made here: {exn}")
-    try:
+    with contextlib.ExitStack() as stack:
         try:
+            directory.mkdir()
+            stack.callback(directory.rmdir)
             (directory / name).write_text(str(limit))
         except OSError as exn:
-            pytest.skip(f"a cgroup cannot be given a limit here: {exn}")
+            pytest.skip(f"cannot make a cgroup with a memory limit: {exn}")
         yield directory
-    finally:
-        directory.rmdir()

@@ -1,4 +1,4 @@
-"""Stand-ins with real behaviour: a clock that is set, an origin in memory."""
+"""Fakes: a clock that tests advance, and an origin in memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shardcache.urls import ShardURL
 
 
 class FakeClock:
-    """Time of the whole library, which passes only when somebody sleeps."""
+    """The clock of the whole library; only a call of `sleep` advances it."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, now: float = 1_000_000.0) -> None:
         for name in ("monotonic", "time", "sleep"):
@@ -41,41 +41,41 @@ class FakeClock:
 
 @dataclass
 class Fault:
-    """What goes wrong with one request."""
+    """A fault of one request."""
 
-    after: int | None = 0  # bytes delivered before it strikes; None lets the request itself fail
-    error: Exception | None = None  # what is raised; None ends the body short
-    wait: threading.Event | None = None  # what the body waits for once, at ``after`` bytes
+    after: int | None = 0  # bytes delivered before it strikes; None fails the request itself
+    error: Exception | None = None  # the exception to raise; None ends the body early
+    wait: threading.Event | None = None  # the body waits for this once, at ``after`` bytes
     corrupt: bool = False  # flips the byte at ``after`` instead of failing
 
 
 @dataclass
 class MemoryOrigin:
-    """Objects in memory, served like S3 serves them."""
+    """Objects in memory, served as S3 serves them."""
 
     objects: dict[str, bytes] = field(default_factory=dict)  # by canonical URL
     requests: list[tuple[str, int, int | None]] = field(default_factory=list)  # url, start, stop
     stats: list[str] = field(default_factory=list)  # URLs described
-    faults: deque[Fault] = field(default_factory=deque)  # of the next requests, one each
+    faults: deque[Fault] = field(default_factory=deque)  # one for each of the next requests
     pins: bool = True
     states_checksums: bool = True
-    sizes: bool = True  # stated
-    etags: bool = True  # stated
-    checksums: dict[str, Checksum] = field(default_factory=dict)  # that `stat` states
+    sizes: bool = True  # whether responses state the size
+    etags: bool = True  # whether responses state an ETag
+    checksums: dict[str, Checksum] = field(default_factory=dict)  # for `stat`, by URL
     chunk: int = 64 * 1024
     delivered: int = 0  # bytes
-    bodies: list[MemoryBody] = field(default_factory=list)  # every answer that was given
+    bodies: list[MemoryBody] = field(default_factory=list)  # every response so far
     guard: threading.Lock = field(default_factory=threading.Lock)
 
     def hold(self, after: int) -> threading.Event:
-        """Hold the next answer back behind so many bytes, until this is set."""
+        """Pause the next response after ``after`` bytes, until the returned event is set."""
         event = threading.Event()
         self.faults.append(Fault(after=after, wait=event))
         return event
 
     @property
     def fetches(self) -> int:
-        """How often an object was asked for from its first byte on."""
+        """The number of requests that began at an object's first byte."""
         return sum(start == 0 for _, start, _ in self.requests)
 
     def info(self, url: ShardURL) -> ObjectInfo:
@@ -110,7 +110,7 @@ class MemoryOrigin:
 
 
 class MemoryBody:
-    """The answer to one request."""
+    """The response to one request."""
 
     def __init__(self, origin, info, start, stop, data, fault) -> None:
         self.info, self.start, self.stop = info, start, stop if origin.sizes else None

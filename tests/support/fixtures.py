@@ -1,6 +1,4 @@
-"""Fixtures for all tests: a real S3 server, a proxy before it, an origin in memory."""
-
-from __future__ import annotations
+"""Fixtures for all tests: a real S3 server, a proxy in front of it, an origin in memory."""
 
 import os
 import shutil
@@ -31,33 +29,33 @@ def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
 
 @pytest.fixture
 def serve() -> Iterator[Callable[..., Scripted]]:
-    """Starts servers that give this answer, or what this function makes of a request's head."""
+    """Start servers that send a fixed response, or compute it from the request's head."""
     with ExitStack() as stack:
 
         def start(answer: bytes | Callable[[str], bytes], most: int = 1) -> Scripted:
-            said = answer if callable(answer) else lambda head: answer
-            return stack.enter_context(running(Scripted(said, most)))
+            respond = answer if callable(answer) else lambda head: answer
+            return stack.enter_context(running(Scripted(respond, most)))
 
         yield start
 
 
-#: Run when they are named, and then whole: the first needs packages of its own, the second time.
+#: Folders that run only if named: the first needs extra packages, the second takes long.
 APART = {"packages", "stress"}
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """A run that a script started in the background ignores SIGINT, and so would its children."""
+    """Handle SIGINT: a background job of a script ignores it, and so would its children."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """`make test` leaves `APART` out."""
+    """Ignore the folders of `APART` unless they are named."""
     named = {part for argument in config.args for part in Path(argument).parts}
     return True if collection_path.name in APART - named else None
 
 
-#: Files that take long and so start first: the last ones leave no process idle.
+#: Slow files start first, so that no process idles at the end.
 LONG = {"test_run.py", "test_demo.py", "test_examples.py", "test_processes.py", "test_wds.py"}
 
 
@@ -67,10 +65,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _nothing_left_on_the_node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Caches on network filesystems keep their sessions in a directory of the node."""
+    """Remove the sessions that caches on network filesystems keep in a directory of the node."""
     yield
     for where, _, names in os.walk(tmp_path_factory.getbasetemp()):
-        # A test may have damaged it, and another run's directories are not ours to remove.
+        # Only caches of this run, which are those with a readable manifest.
         if "manifest.json" in names and read_manifest(Path(where)).get("id"):
             local = node_namespace(Path(where), "lease", 0.0).local
             for path in local.parent.glob(f"shardcache-*-{local.name.rpartition('-')[2]}"):
@@ -79,7 +77,7 @@ def _nothing_left_on_the_node(tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 @pytest.fixture
 def bucket(s3: S3Server, request: pytest.FixtureRequest) -> str:
-    """A bucket of this test alone."""
+    """A bucket for this test alone."""
     name = f"t{abs(hash(request.node.nodeid)) % 10**10}-{os.getpid()}"
     s3.create_bucket(name)
     return name
@@ -87,14 +85,14 @@ def bucket(s3: S3Server, request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def proxy(s3: S3Server) -> Iterator[Proxy]:
-    """Counts what passes between the test and the server."""
+    """A proxy that records the requests between the test and the server."""
     with Proxy(s3) as found:
         yield found
 
 
 @pytest.fixture
 def s3_environment(s3: S3Server, proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """The environment that leads clients to the server, through the proxy."""
+    """Point S3 clients at the server, through the proxy."""
     environment = {**s3.environment(), "AWS_ENDPOINT_URL_S3": proxy.endpoint_url}
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
@@ -103,11 +101,11 @@ def s3_environment(s3: S3Server, proxy: Proxy, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.fixture(autouse=True)
 def _own_configuration(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """No configuration of the machine reaches a test."""
+    """Hide the machine's configuration from the test."""
     for name in list(os.environ):
         if name.startswith(("SHARDCACHE_", "AWS_", "WDS_", "SLURM_")):
             monkeypatch.delenv(name)
-    for name in ("COLUMNS", "LINES"):  # of whoever started the tests: pseudo-terminals differ
+    for name in ("COLUMNS", "LINES"):  # pseudo-terminals have their own size
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "no-config"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user"))
@@ -118,19 +116,19 @@ def _own_configuration(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @pytest.fixture
 def layout(tmp_path: Path) -> Layout:
-    """Of a cache that was just made."""
+    """The layout of a new cache."""
     return make_root(tmp_path / "cache", "test")
 
 
 @pytest.fixture
 def origin() -> MemoryOrigin:
-    """Objects in memory, with faults on demand."""
+    """An origin in memory, with faults on demand."""
     return MemoryOrigin()
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
-    """For all of the library, time passes only when somebody sleeps."""
+    """Replace the library's clock; only sleeping advances it."""
     return FakeClock(monkeypatch)
 
 
@@ -138,7 +136,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
 def make_cache(
     tmp_path: Path, origin: MemoryOrigin, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[..., Cache]]:
-    """Makes caches that read ``s3://`` from the in-memory origin, which is in this process only."""
+    """Make caches that read ``s3://`` from the in-memory origin, in this process only."""
     made: list[Cache] = []
 
     def make(**options: object) -> Cache:
@@ -158,15 +156,11 @@ def make_cache(
 
 @pytest.fixture(autouse=True)
 def _no_thread_left() -> Iterator[None]:
-    """Every fetch ends its threads; those that another test left are not this one's fault.
-
-    The one that writes what was counted ends within a second, which is long for many tests.
-    """
+    """Check that the test's threads end, except the one that writes statistics each second."""
     before = set(threading.enumerate())
     yield
-    names = threading.enumerate()
-    left = [t for t in names if t.name.startswith("shardcache-") and t not in before]
-    left = [t for t in left if t.name != "shardcache-stats"]
+    new = (t for t in threading.enumerate() if t not in before and t.name != "shardcache-stats")
+    left = [thread for thread in new if thread.name.startswith("shardcache-")]
     for thread in left:
         thread.join(60)
     assert not [t for t in left if t.is_alive()]

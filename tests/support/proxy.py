@@ -1,11 +1,10 @@
-"""A proxy before a real S3 server that records what passes, and breaks it by a script.
+"""A proxy in front of a real S3 server, which records requests and injects faults.
 
     client --> Proxy (the first `Rule` that matches fires its `Fault`) --> server
 
-A request without a fault is passed on as it came: Host and Authorization are the client's, so
-its signature stays valid. A fault that changes the request (another range, another object, no
-If-Match) signs it anew with the server's keys: the answer is the server's own, to another
-question. One thread serves each connection; a proxy may be used from any thread.
+The proxy forwards a request without a fault unchanged, so its signature stays valid. A fault that
+changes the request (another range, another object, no If-Match) signs it again with the server's
+keys. One thread serves each connection; a proxy may be used from any thread.
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ from shardcache.cli.demo import S3Server
 from tests.support.storetools import wait_until
 
 Headers = list[tuple[str, str]]
-#: Payload is sent in pieces of this many seconds' worth when its rate is limited.
+#: Seconds between two pieces of a body whose rate is limited.
 _TICK = 0.02
-#: What SigV4 makes anew.
-_NOT_PASSED_ON = ("host", "authorization", "x-amz-date", "x-amz-content-sha256")
-#: Parameters that leave a GET a read of the object; any other asks for something else.
+#: Headers that signing sets.
+_SIGNED = ("host", "authorization", "x-amz-date", "x-amz-content-sha256")
+#: A GET with other parameters than these does not read the object.
 _READ_PARAMETERS = (
     *("versionId", "x-id", "response-"),
     *("X-Amz-", "AWSAccessKeyId", "Signature", "Expires"),
@@ -39,7 +38,7 @@ _READ_PARAMETERS = (
 
 
 class Answer(NamedTuple):
-    """A response that a fault gives in place of the server's."""
+    """A response in place of the server's."""
 
     status: int
     headers: Headers
@@ -49,20 +48,20 @@ class Answer(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """What goes wrong with one exchange; everything that is not set goes right."""
+    """A fault of one exchange."""
 
-    name: str = "fault"  # for the record and for messages
+    name: str = "fault"  # in the record and in messages
     before: Callable[[], object] | None = None  # called first; may change objects on the server
-    hang_up: Literal["", "close", "reset", "stall"] = ""  # instead of any answer; reset is RST
-    strip: tuple[str, ...] = ()  # request headers, in small letters, that do not reach the server
-    span: tuple[int, int] | None = None  # (start, stop) the server is asked for instead
-    path: str | None = None  # bucket/key the server is asked for instead
-    answer: Answer | None = None  # is given instead of asking the server
-    headers: Mapping[str, str | None] = field(default_factory=dict)  # new ones; None removes
-    body: Callable[[bytes], bytes] | None = None  # changes the payload, and its stated length
-    lie: bool = False  # the stated length stays what the server said
-    chunked: bool = False  # sent in chunks, without Content-Length
-    cut: int | None = None  # bytes of payload after which the connection ends, by `how`
+    hang_up: Literal["", "close", "reset", "stall"] = ""  # instead of a response; reset is RST
+    strip: tuple[str, ...] = ()  # request headers to remove, in lower case
+    span: tuple[int, int] | None = None  # replaces the requested range: (start, stop)
+    path: str | None = None  # replaces the requested bucket/key
+    answer: Answer | None = None  # replaces the server's response
+    headers: Mapping[str, str | None] = field(default_factory=dict)  # set these; None removes one
+    body: Callable[[bytes], bytes] | None = None  # changes the payload, and the stated length
+    lie: bool = False  # keep the stated length
+    chunked: bool = False  # send chunks, without Content-Length
+    cut: int | None = None  # bytes of payload, after which `how` ends the connection
     how: Literal["close", "reset", "stall"] = "close"
     rate: float | None = None  # payload bytes per second
 
@@ -72,19 +71,19 @@ _NONE = Fault(name="")
 
 @dataclass
 class Rule:
-    """Which requests meet a fault."""
+    """A fault, and the requests that meet it. None matches any value."""
 
     fault: Fault
-    method: str | None = "GET"  # None for any
-    path: str | None = None  # their bucket/key, or None for any
-    start: int | None = None  # first byte of their Range, or None for any
-    skip: int = 0  # that many matching requests are left alone first
-    times: int | None = 1  # how often it fires; None for always
+    method: str | None = "GET"
+    path: str | None = None  # bucket/key
+    start: int | None = None  # first byte of the Range
+    skip: int = 0  # matching requests to pass before the first fault
+    times: int | None = 1  # requests to hit; None for all
     seen: int = 0  # matching requests so far
     fired: int = 0
 
     def fires(self, request: Request) -> bool:
-        """Whether this request meets the fault; counts it."""
+        """Count a request; returns whether it meets the fault."""
         matches = (
             self.method in (None, request.method)
             and self.path in (None, request.path)
@@ -99,39 +98,38 @@ class Rule:
 
 @dataclass
 class Request:
-    """One request as the proxy saw it, finished or still in flight."""
+    """A recorded request, finished or in flight."""
 
     method: str
     path: str  # unquoted bucket/key
-    range: tuple[int, int | None] | None  # asked for, the second exclusive; (-n, None): the last n
+    range: tuple[int, int | None] | None  # (start, stop), or (-n, None) for the last n bytes
     reads_object: bool  # neither a listing nor a sub-resource such as ?acl
-    fault: str | None = None  # the fault it met
-    status: int = 0  # of the answer; 0 for none
-    first: int | None = None  # offset in the object of the answer's first byte
-    body_bytes: int = 0  # bytes of payload handed over; never behind what the client has read
+    fault: str | None = None
+    status: int = 0  # 0 without a response
+    first: int | None = None  # offset in the object of the first byte of the response
+    body_bytes: int = 0  # payload sent so far; at least what the client has read
 
     @property
     def is_object_fetch(self) -> bool:
-        """Whether the answer begins with byte 0 of the object: a resumed fetch counts once."""
-        return (
-            self.method == "GET"
-            and self.reads_object
-            and self.status in (200, 206)
-            and self.first == 0
-        )
+        """Whether the response begins with byte 0 of the object: a resumed fetch counts once."""
+        return self.method == "GET" and self.reads_object and self.ok and self.first == 0
+
+    @property
+    def ok(self) -> bool:
+        return self.status in (200, 206)
 
 
 @dataclass
 class Traffic:
-    """What one object cost."""
+    """The requests for one object."""
 
     gets: int = 0  # successful or not
-    object_fetches: int = 0  # how often somebody was sent its first byte
-    body_bytes: int = 0  # of successful GETs
+    object_fetches: int = 0  # responses that began with its first byte
+    body_bytes: int = 0  # in successful responses
 
 
 class _HungUpError(Exception):
-    """The connection is over."""
+    """Ends a connection."""
 
 
 class _Server(ThreadingMixIn, TCPServer):
@@ -156,13 +154,13 @@ class _Server(ThreadingMixIn, TCPServer):
 
 
 class Proxy:
-    """See the module. Use as a context manager; ``endpoint_url`` is where clients connect."""
+    """A proxy, as a context manager; clients connect to ``endpoint_url``."""
 
     def __init__(self, server: S3Server) -> None:
         self.keys = (server.access_key, server.secret_key)
         self.upstream = urlsplit(server.endpoint_url)
         self.clients: set[socket.socket] = set()
-        self.limit: int | None = None  # bytes of each body that may pass
+        self.limit: int | None = None  # bytes to pass of each body
         self._lock = threading.Lock()
         self._rules: list[Rule] = []
         self._requests: list[Request] = []
@@ -182,47 +180,43 @@ class Proxy:
 
     @property
     def open(self) -> int:
-        """How many connections there are now."""
+        """The number of open connections."""
         return len(self.clients)
 
-    # -- what passed ---------------------------------------------------------
-
     def requests(self) -> list[Request]:
-        """Every request since the start, `reset` or `script`, in order of arrival."""
+        """Return the requests since the start, `reset` or `script`, in order of arrival."""
         return list(self._requests)
 
     def of(self, path: str, method: str = "GET") -> list[Request]:
-        """The requests for one object."""
+        """Return the requests for one object."""
         return [r for r in self.requests() if (r.path, r.method) == (path, method)]
 
     def fetches(self, path: str) -> int:
-        """How often an object was begun."""
+        """Return how many responses began with the object's first byte."""
         return sum(r.is_object_fetch for r in self.of(path))
 
     def summary(self) -> dict[str, Traffic]:
-        """What each object cost, by ``bucket/key``, in order of first use."""
+        """Return the traffic of each object, by ``bucket/key``, in order of first use."""
         summed: dict[str, Traffic] = {}
         for r in self.requests():
             if r.method in ("GET", "HEAD") and r.reads_object:
                 found = summed.setdefault(r.path, Traffic())
                 found.gets += r.method == "GET"
                 found.object_fetches += r.is_object_fetch
-                found.body_bytes += r.body_bytes if r.status in (200, 206) else 0
+                found.body_bytes += r.body_bytes if r.ok else 0
         return summed
 
     def reset(self) -> None:
         """Forget all requests so far, also those in flight."""
         self._requests = []
 
-    # -- what goes wrong -----------------------------------------------------
-
     def script(self, *rules: Rule) -> None:
-        """Set the rules, the first that matches wins, and forget all requests so far."""
+        """Set the rules, of which the first match wins, and forget all requests so far."""
         self._rules = list(rules)
         self.reset()
 
     def meet(self, request: Request) -> Fault:
-        """Record a request; the fault that it meets."""
+        """Record a request; returns its fault."""
         with self._lock:
             fault = next((rule.fault for rule in self._rules if rule.fires(request)), _NONE)
             request.fault = fault.name or None
@@ -230,15 +224,15 @@ class Proxy:
         return fault
 
     def pause(self, after: int = 0) -> None:
-        """Freeze every body, now and to come, once ``after`` bytes of it have passed."""
+        """Pause every current and later body after ``after`` bytes."""
         self.limit = after
 
     def resume(self) -> None:
-        """Let bodies flow again."""
+        """Continue all bodies."""
         self.limit = None
 
     def listen(self) -> None:
-        """Accept connections, at the same port as before."""
+        """Accept connections, on the same port as before."""
         self._server = _Server(self, self._address)
         self._address = self._server.server_address
         threading.Thread(target=self._server.serve_forever, args=(_TICK,), daemon=True).start()
@@ -253,10 +247,10 @@ class Proxy:
             server.server_close()
 
     def close(self) -> None:
-        """End all connections, as a server does that stops, and wait until nothing is left."""
+        """End all connections, as a server that stops, and wait until all are closed."""
         self.refuse()
         for client in list(self.clients):
-            with contextlib.suppress(OSError):  # it has ended already
+            with contextlib.suppress(OSError):  # already closed
                 client.shutdown(socket.SHUT_RDWR)
         wait_until(lambda: not self.clients)
 
@@ -269,12 +263,11 @@ class _Connection(BaseHTTPRequestHandler):
     server: _Server
 
     def handle(self) -> None:
-        # An end is how keep-alive finishes; what it cut short is in the record.
         with contextlib.suppress(_HungUpError, OSError, http.client.HTTPException):
             super().handle()
 
     def log_message(self, *_: Any) -> None:
-        """The proxy has a record."""
+        """Print nothing: the proxy records the requests."""
 
     def _exchange(self) -> None:
         payload = self.rfile.read(int(self.headers.get("content-length", 0)))
@@ -292,8 +285,8 @@ class _Connection(BaseHTTPRequestHandler):
         if fault.chunked:
             headers |= {"Content-Length": None, "Transfer-Encoding": "chunked"}
         headers |= {name.title(): value for name, value in fault.headers.items()}
-        said = headers.get("Content-Range") or "bytes 0-"
-        request.first = int(said.split()[-1].partition("-")[0]) if said[6:7].isdigit() else None
+        span = headers.get("Content-Range") or "bytes 0-"
+        request.first = int(span.split()[-1].partition("-")[0]) if span[6:7].isdigit() else None
         request.status = answer.status
         head = [f"HTTP/1.1 {answer.status} {answer.reason or '-'}"]
         head += [f"{name}: {value}" for name, value in headers.items() if value is not None]
@@ -308,7 +301,7 @@ class _Connection(BaseHTTPRequestHandler):
     do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = _exchange
 
     def _ask(self, payload: bytes, fault: Fault) -> Answer:
-        """What the server says."""
+        """Forward the request; returns the server's response."""
         upstream, target = self.server.proxy.upstream, self.path
         headers = [(name, v) for name, v in self.headers.items() if name.lower() != "expect"]
         if fault.strip or fault.span or fault.path:
@@ -325,13 +318,13 @@ class _Connection(BaseHTTPRequestHandler):
             return Answer(found.status, kept, found.read(), found.reason)
 
     def _sign(self, headers: Headers, fault: Fault) -> tuple[str, Headers]:
-        """The request that the fault asks in place of this one."""
+        """Return path and headers of the request that the fault sends instead."""
         from botocore.auth import S3SigV4Auth
         from botocore.awsrequest import AWSRequest
         from botocore.credentials import Credentials
 
         proxy = self.server.proxy
-        dropped = {*_NOT_PASSED_ON, *fault.strip, "range" if fault.span else ""}
+        dropped = {*_SIGNED, *fault.strip, "range" if fault.span else ""}
         kept = {name: value for name, value in headers if name.lower() not in dropped}
         if fault.span is not None:
             kept["Range"] = f"bytes={fault.span[0]}-{fault.span[1] - 1}"
@@ -359,29 +352,28 @@ class _Connection(BaseHTTPRequestHandler):
                 raise _HungUpError
 
     def _gone(self, seconds: float | None) -> bool:
-        """Wait; whether the client hung up meanwhile."""
+        """Wait; returns whether the client hung up."""
         poller = select.poll()
         poller.register(self.connection, select.POLLRDHUP | select.POLLHUP | select.POLLERR)
         return bool(poller.poll(None if seconds is None else seconds * 1000.0))
 
     def _finish(self, how: str) -> None:
-        """End the connection before its time."""
+        """End the connection early."""
         if how == "stall":
             self._gone(None)
         if how == "reset":
-            # Lingering for 0 seconds: close() then sends RST in place of FIN.
-            linger = struct.pack("ii", 1, 0)
+            linger = struct.pack("ii", 1, 0)  # 0 s: close() sends RST instead of FIN
             self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
         raise _HungUpError
 
 
-def _request(method: str, target: str, asked: str) -> Request:
+def _request(method: str, target: str, range_header: str) -> Request:
     raw, _, query = target.partition("?")
     path = unquote(raw).removeprefix("/")
     names = [name for name, _ in parse_qsl(query, keep_blank_values=True)]
     reads = bool(path.partition("/")[2]) and all(n.startswith(_READ_PARAMETERS) for n in names)
     span: tuple[int, int | None] | None = None
-    if asked.startswith("bytes="):
-        first, _, last = asked.removeprefix("bytes=").partition("-")
+    if range_header.startswith("bytes="):
+        first, _, last = range_header.removeprefix("bytes=").partition("-")
         span = (int(first), int(last) + 1 if last else None) if first else (-int(last), None)
     return Request(method, path, span, reads)

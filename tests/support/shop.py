@@ -1,6 +1,4 @@
-"""Shards on a slow mount, and a cache before it."""
-
-from __future__ import annotations
+"""Shards on a slow mount, and a cache in front of it."""
 
 import os
 from pathlib import Path
@@ -28,15 +26,15 @@ class Shop:
             self.urls.append(str(file))
 
     def room(self, shards: float, links: int = 1) -> int:
-        """Bytes on disk of cached shards, each of them linked by ``links`` ranks."""
+        """Return the bytes on disk of cached shards that ``links`` ranks link each."""
         return int(shards * room(self.path, self.size, *(links - 1) * [0]))
 
     def entries(self) -> dict[str, Entry]:
-        """What is cached: path of the shard -> entry."""
+        """Return the cached entries by the path of their shard."""
         return {url: links[0] for url, links in self.links().items()}
 
     def links(self) -> dict[str, list[Entry]]:
-        """As `entries`, of all namespaces."""
+        """Return the entries of all namespaces by the path of their shard."""
         found: dict[str, list[Entry]] = {}
         with Cache(self.path, cache_local=True) as cache:
             for entry in cache.entries():
@@ -45,6 +43,6 @@ class Shop:
         return found
 
     def use(self, url: str, when: float) -> None:
-        """Give an entry a last use; what was found about room is forgotten."""
+        """Set the last use of an entry, and drop the recorded disk usage."""
         os.utime(self.entries()[url].path / "meta.json", (when, when))
         Layout.of_root(self.path).usage.unlink(missing_ok=True)

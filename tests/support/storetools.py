@@ -1,6 +1,4 @@
-"""What the tests of the store share: shards, entries, and processes of their own."""
-
-from __future__ import annotations
+"""Helpers for tests of the store: shards, entries, descriptors and forked processes."""
 
 import contextlib
 import errno
@@ -9,7 +7,6 @@ import hashlib
 import multiprocessing
 import os
 import resource
-import shutil
 import signal
 import sys
 import tempfile
@@ -32,28 +29,27 @@ from shardcache.store.entry import Entry, Store
 from shardcache.store.partial import Partial
 from shardcache.urls import parse_url
 
-#: Seconds: ends a test that hangs; nothing passes or fails by being faster.
+#: Seconds after which a test that hangs fails.
 PATIENCE = 120.0
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="changes users")
 
 
 def payload(size: int, seed: int = 1) -> bytes:
-    """Bytes that differ everywhere, and from seed to seed."""
+    """Return pseudo-random bytes."""
     return hashlib.shake_128(f"{seed}".encode()).digest(size)
 
 
 def metadata_for(
     url: str = "s3://lab/a.tar", data: bytes = b"", *, etag: str | None = None, size: object = ...
 ) -> Metadata:
-    """The sidecar of ``data``; ``size`` is what the origin stated, by default the truth."""
+    """Return the sidecar of ``data``; ``size`` is the size that the origin stated."""
     blocks = [data[i : i + BLOCK] for i in range(0, len(data), BLOCK)]
     return Metadata(
         url=url,
         key=parse_url(url).key,
         info=ObjectInfo(
-            size=len(data) if size is ... else size,
-            etag=etag or hashlib.md5(data).hexdigest(),
+            size=len(data) if size is ... else size, etag=etag or hashlib.md5(data).hexdigest()
         ),
         size=len(data),
         digest=tree_digest(block_digest(block) for block in blocks),
@@ -78,7 +74,7 @@ def fill(partial: Partial, data: bytes, blocks: Iterator[int] | range | None = N
 
 
 def begun(layout: Layout, url: str = "s3://lab/a.tar", data: bytes = b"shard") -> Partial:
-    """A partial that has all its blocks."""
+    """Return a partial with all its blocks."""
     partial = begin(layout, metadata_for(url, data))
     fill(partial, data)
     return partial
@@ -92,12 +88,12 @@ def publish(
     used: float | None = None,
     etag: str | None = None,
 ) -> Entry:
-    """Put an entry into the store the way a fetch does."""
+    """Publish an entry, as a download does."""
     metadata = metadata_for(url, data, etag=etag)
     partial = begin(store.layout, metadata)
     fill(partial, data)
     path = store.publish(partial, metadata)
-    store._known.pop(metadata.key, None)  # so that it is looked at as what others have published
+    store._known.pop(metadata.key, None)  # as if another process had published it
     partial.close()
     if used is not None:
         store.touch(str(path), used)
@@ -105,12 +101,12 @@ def publish(
 
 
 def room(path: Path, *sizes: int) -> int:
-    """Bytes on disk of a cache that holds shards of these sizes."""
+    """Return the bytes on disk of a cache that holds shards of these sizes."""
     return sum(map(allocation(path), sizes))
 
 
 def read(store: Store, url: str = "s3://lab/a.tar") -> bytes | None:
-    """What the store has of a shard; None is a miss."""
+    """Return the bytes of a cached shard, or None for a miss."""
     shard = parse_url(url)
     opened = store.open(shard.key, shard.basename)
     if opened is None:
@@ -126,9 +122,9 @@ def make_store(path: Path, **options: bool) -> Store:
 
 
 def age(path: Path, seconds: float = 10 * 86400.0) -> None:
-    """Everything below was last touched so long ago: longer than any grace.
+    """Set the times of everything below to so long ago; by default, longer than any grace.
 
-    Where flock does not tell who is dead, only time does; where it does, no time may matter.
+    Without flock, only time shows that a process is dead.
     """
     then = time.time() - seconds
     for found in [path, *path.rglob("*")]:
@@ -137,54 +133,40 @@ def age(path: Path, seconds: float = 10 * 86400.0) -> None:
 
 
 def tree(path: Path) -> dict[str, tuple[int, int]]:
-    """Every name below a directory, with inode and size."""
-    return {
-        str(p.relative_to(path)): (p.lstat().st_ino, p.lstat().st_size) for p in path.rglob("*")
-    }
+    """Return inode and size of every path below a directory."""
+    found = ((str(p.relative_to(path)), p.lstat()) for p in path.rglob("*"))
+    return {name: (status.st_ino, status.st_size) for name, status in found}
 
 
 @contextlib.contextmanager
 def public_directory() -> Iterator[Path]:
-    """A directory that every user can reach."""
-    path = Path(tempfile.mkdtemp(dir=tempfile.gettempdir()))
-    path.chmod(0o755)
-    try:
-        yield path
-    finally:
-        shutil.rmtree(path)
-
-
-def children(pid: int | str = "self") -> set[int]:
-    """Processes that a process has and that have not been waited for."""
-    found: set[int] = set()
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # a thread that ended
-            found |= set(map(int, (task / "children").read_text().split()))
-    return found
+    """Make a directory that every user can reach."""
+    with tempfile.TemporaryDirectory() as name:
+        Path(name).chmod(0o755)
+        yield Path(name)
 
 
 def descriptors() -> list[str]:
-    """What this process has open: number and path."""
+    """Return number and path of every open descriptor."""
     found = []
     for fd in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(FileNotFoundError):  # that of the listing itself
+        with contextlib.suppress(FileNotFoundError):  # the descriptor of the listing
             found.append(f"{fd} {os.readlink(f'/proc/self/fd/{fd}')}")
     return sorted(found)
 
 
 @contextlib.contextmanager
 def no_descriptor_left() -> Iterator[None]:
-    """The body closes every descriptor that it opens."""
-    gc.collect()  # what an earlier test dropped must not be closed in the midst of this one
+    """Check that the body closes every descriptor that it opens."""
+    gc.collect()  # so that no object of an earlier test is closed during this one
     before = descriptors()
     yield
-    # What went meanwhile was an earlier test's; a thread that ends may take its time.
     wait_until(lambda: set(descriptors()) <= set(before))
 
 
 @contextlib.contextmanager
 def few_descriptors(left: int) -> Iterator[None]:
-    """No more than ``left`` files can be opened."""
+    """Limit the number of files that can be opened to ``left``."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     highest = max(int(fd) for fd in os.listdir("/proc/self/fd"))
     hoard: list[int] = []
@@ -203,7 +185,7 @@ def few_descriptors(left: int) -> Iterator[None]:
 
 
 class Child:
-    """A forked process that answers; see `forked`."""
+    """A forked process that sends messages; see `forked`."""
 
     def __init__(self, pid: int, channel: Connection) -> None:
         self.pid = pid
@@ -215,13 +197,13 @@ class Child:
 
     def hear(self, seconds: float = PATIENCE) -> Any:
         """Return the child's next message; fail with its exception, or after ``seconds``."""
-        assert self._channel.poll(seconds), "the child says nothing"
+        assert self._channel.poll(seconds), "the child sent no message"
         kind, value = self._channel.recv()
-        assert kind == "said", value
+        assert kind == "sent", value
         return value
 
     def speaks(self, seconds: float) -> bool:
-        """Whether it says something within that time, or has said it."""
+        """Return whether a message arrives in time."""
         return self._channel.poll(seconds)
 
     def ask(self, message: Any = None) -> Any:
@@ -235,20 +217,20 @@ class Child:
                 self.wait()
 
     def wait(self) -> int:
-        """The exit status of a child that ends by itself."""
+        """Wait for the child to end; returns its exit status."""
         self._reaped = True
         return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
 
 
 class Parent:
-    """A child's end: `say` to the parent, `hear` what it tells; `select` can wait for it."""
+    """The child's end of the channel: `say` sends, `hear` receives, `select` can wait for it."""
 
     def __init__(self, channel: Connection) -> None:
         self._channel = channel
         self.fileno = channel.fileno
 
     def say(self, value: Any = None) -> None:
-        self._channel.send(("said", value))
+        self._channel.send(("sent", value))
 
     def hear(self) -> Any:
         return self._channel.recv()
@@ -283,7 +265,7 @@ def forked(function: Callable[..., None], *args: Any) -> Iterator[Child]:
 
 
 def _stop_measuring() -> None:
-    """A child that may be killed must not leave half a coverage file."""
+    """Stop coverage, because a killed child would leave half a file."""
     coverage = sys.modules.get("coverage")
     current = coverage.Coverage.current() if coverage is not None else None
     if current is not None:
@@ -292,10 +274,9 @@ def _stop_measuring() -> None:
 
 @contextlib.contextmanager
 def crowd(count: int, function: Callable[..., None], *args: Any) -> Iterator[list[Child]]:
-    """``count`` children that have all started; each is given its number after ``parent``."""
+    """Run ``function(parent, number, *args)`` in ``count`` processes."""
     with contextlib.ExitStack() as stack:
-        children = [stack.enter_context(forked(function, i, *args)) for i in range(count)]
-        yield children
+        yield [stack.enter_context(forked(function, number, *args)) for number in range(count)]
 
 
 def together(count: int, act: Callable[[int], Any], seconds: float = PATIENCE) -> list[Any]:
@@ -318,16 +299,16 @@ def together(count: int, act: Callable[[int], Any], seconds: float = PATIENCE) -
 
 
 def wait_until(condition: Callable[[], Any]) -> Any:
-    """Wait for something that will happen; what it was, in the end."""
+    """Wait until the condition is true; returns its value."""
     end = time.monotonic() + PATIENCE
     while not (found := condition()):
-        assert time.monotonic() < end, "it never came true"
+        assert time.monotonic() < end, "the condition never came true"
         time.sleep(0.002)
     return found
 
 
 def refusing(number: int, *, when: Callable[..., bool] = lambda *a, **k: True, real: Any) -> Any:
-    """``real``, failing with an errno ``when`` its arguments say so."""
+    """Return ``real``, except that it fails with an errno if ``when(*arguments)`` is true."""
 
     def call(*args: Any, **kw: Any) -> Any:
         if when(*args, **kw):

@@ -1,6 +1,4 @@
-"""The shards that tests read."""
-
-from __future__ import annotations
+"""Shards for tests."""
 
 import io
 import tarfile
@@ -13,9 +11,9 @@ def tar_of(
     *,
     whole_records: bool = True,
 ) -> bytes:
-    """A tar archive of files, given by name and content.
+    """Return a tar archive of the members, given as name and content.
 
-    With ``whole_records`` it is padded to a multiple of 10,240 bytes, as by the tar command.
+    With ``whole_records``, it is padded to a multiple of 10,240 bytes, as the tar command does.
     """
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w", format=style) as archive:
@@ -28,21 +26,17 @@ def tar_of(
 
 
 def make_tar(seed: int, members: int = 4, size: int = 1000) -> bytes:
-    """A shard whose every byte depends on ``seed``; the same for the same arguments."""
-
-    def content(number: int) -> bytes:
+    """Return a shard whose content depends on the arguments alone."""
+    files = []
+    for number in range(members):
         pattern = f"{seed}/{number}/".encode()
-        return (pattern * (size // len(pattern) + 1))[:size]
-
-    return tar_of(
-        (f"{seed:04d}-{number:05d}.{suffix}", content(number))
-        for number in range(members)
-        for suffix in ("txt", "cls")
-    )
+        content = (pattern * (size // len(pattern) + 1))[:size]
+        files += [(f"{seed:04d}-{number:05d}.{suffix}", content) for suffix in ("txt", "cls")]
+    return tar_of(files)
 
 
 def sample_tar(seed: int, samples: int = 6) -> bytes:
-    """Pairs of ``.txt`` and ``.cls``, such as every reader of WebDataset's format decodes."""
+    """Return a shard of ``.txt`` and ``.cls`` pairs, which every WebDataset reader decodes."""
     found = []
     for number in range(samples):
         text = f"sample {number} of shard {seed}, " * 30

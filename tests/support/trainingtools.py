@@ -1,6 +1,4 @@
-"""What the tests of training frameworks share: a data set on S3, and what reading it cost."""
-
-from __future__ import annotations
+"""Helpers for tests of training frameworks: a data set on S3, programs, and pages with code."""
 
 import os
 import re
@@ -21,7 +19,7 @@ EXAMPLES = ROOT / "examples"
 
 
 class DataSet:
-    """Shards in a bucket, ``train-0000.tar`` and so on, with so many samples each."""
+    """Shards ``train-0000.tar``, ``train-0001.tar`` ... in a bucket."""
 
     def __init__(
         self, server: S3Server, bucket: str, proxy: Proxy, shards: int = 4, members: int = 6
@@ -38,23 +36,23 @@ class DataSet:
 
     @property
     def fetches(self) -> Counter[str]:
-        """How often each shard came over the network."""
+        """The number of downloads of each object that was downloaded."""
         traffic = self._proxy.summary()
         return Counter({p: t.object_fetches for p, t in traffic.items() if t.object_fetches})
 
     def once(self) -> bool:
-        """Whether each shard came over the network exactly once, and nothing else did."""
+        """Check that each shard was downloaded exactly once, and no other object."""
         assert self.fetches == Counter(self.paths), self.fetches
         return True
 
     def complete(self, seen: Iterable[str]) -> bool:
-        """Whether these are all samples, each once."""
+        """Check that these are the keys of all samples, each once."""
         assert Counter(seen) == Counter(self.keys)
         return True
 
 
 def programs(directory: Path, **scripts: str) -> str:
-    """A PATH whose ``shardcache``, ``torchrun`` and ``python`` are this interpreter's; and more."""
+    """Return a PATH with ``shardcache``, ``torchrun``, ``python`` and the given scripts."""
     directory.mkdir()
     python = f"exec '{sys.executable}'"
     scripts = {
@@ -72,7 +70,7 @@ def programs(directory: Path, **scripts: str) -> str:
 def run(
     command: list[str], patience: float = 300, cwd: Path = ROOT, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run a program of the examples to its end; it must succeed."""
+    """Run a program to its end, and check that it succeeds."""
     process = subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
@@ -80,7 +78,7 @@ def run(
         text=True,
         stdin=subprocess.DEVNULL,
         cwd=cwd,
-        # Two ranks with a thread for each processor fight for them.
+        # With one thread per core each, two ranks slow each other down.
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **environment},
         start_new_session=True,
     )
@@ -94,11 +92,9 @@ def run(
     return subprocess.CompletedProcess(command, 0, out, err)
 
 
-# -- docs/integrations.md, as code: its blocks, what they need, and what they should print --------
-
 PAGE = ROOT / "docs" / "integrations.md"
 
-#: What a section needs beside torch and webdataset, which are always there.
+#: Packages for each section of the page, in addition to torch and webdataset.
 NEEDS: Mapping[str, tuple[str, ...]] = {
     "DataLoader": (),
     "WebLoader and RandomMix": (),
@@ -114,29 +110,29 @@ NEEDS: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Block:
-    """One Python block of the page."""
+    """A Python block of the page."""
 
     section: str  # its heading
-    number: int  # of the section's blocks
-    code: str  # what the user writes
-    printed: str  # what stands below it; ``...`` is anything
+    number: int  # within the section
+    code: str
+    printed: str  # the expected output, where ``...`` matches anything
 
     def __str__(self) -> str:
         return f"{self.section.split()[0]}-{self.number}"
 
     def here(self, directory: Path) -> str:
-        """The code with the cache, and links to it, below ``directory``."""
+        """Return the code with all its paths below ``directory``."""
         assert "/local/nvme/" in self.code or "shardcache" in self.code
         return self.code.replace("/local/nvme/", f"{directory}/")
 
     def check(self, printed: str) -> None:
-        """Compare with what it really printed."""
+        """Check the output against the page."""
         pattern = ".*".join(map(re.escape, self.printed.split("...")))
         assert re.fullmatch(pattern, printed), f"{self}: it printed\n{printed}"
 
 
 def blocks() -> list[Block]:
-    """Every Python block, with the text block that follows it."""
+    """Return every Python block with the text block that follows it."""
     found = []
     for part in re.split(r"^## ", PAGE.read_text("utf-8"), flags=re.MULTILINE)[1:]:
         section = part.partition("\n")[0]

@@ -1,9 +1,4 @@
-"""Processes of other users: two members of one group, and somebody who is not in it.
-
-Root alone can run as anybody, so tests that use these are marked `needs_root`.
-"""
-
-from __future__ import annotations
+"""Processes of other users. Only root can start them: mark such tests `needs_root`."""
 
 import contextlib
 import os
@@ -13,7 +8,7 @@ from typing import Any
 
 from tests.support.storetools import Child, Parent, forked
 
-#: Numbers that no distribution gives to anybody.
+#: No distribution assigns these numbers.
 GROUP = 64999
 
 
@@ -31,10 +26,10 @@ BELA = User(64992)
 def running(
     user: User, function: Callable[..., None], *args: Any, umask: int = 0o077
 ) -> Iterator[Child]:
-    """``function(parent, *args)`` in a process of ``user``; see `storetools.forked`."""
+    """Run ``function(parent, *args)`` in a process of ``user``; see `storetools.forked`."""
 
     def child(parent: Parent) -> None:
-        os.chdir("/")  # where the tests run may be closed to others
+        os.chdir("/")  # the user may not enter the working directory
         os.setgroups(list(user.groups))
         os.setresgid(user.uid, user.uid, user.uid)
         os.setresuid(user.uid, user.uid, user.uid)
@@ -46,7 +41,7 @@ def running(
 
 
 def ask(user: User, function: Callable[..., Any], *args: Any, umask: int = 0o077) -> Any:
-    """What ``function(*args)`` returns to ``user``."""
+    """Return the result of ``function(*args)`` in a process of ``user``."""
 
     def answer(parent: Parent) -> None:
         parent.say(function(*args))

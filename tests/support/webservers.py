@@ -1,6 +1,4 @@
-"""Web servers that say what a test wants, on real sockets."""
-
-from __future__ import annotations
+"""Web servers on real sockets, whose responses a test chooses."""
 
 import contextlib
 import os
@@ -16,9 +14,9 @@ from pathlib import Path
 
 
 class Scripted(socketserver.ThreadingTCPServer):
-    """Answers every request with ``answer(request head)``, which may be several pieces.
+    """A server that responds with ``answer(request head)``, which may be an iterator of pieces.
 
-    A connection ends after ``most`` answers, or when an OSError is raised between two pieces. A
+    A connection ends after ``most`` responses, or when the iterator raises an OSError; a
     ConnectionResetError resets it. With ``close_notify``, the server announces the end in TLS.
     """
 
@@ -48,7 +46,7 @@ class Scripted(socketserver.ThreadingTCPServer):
 
     def use_tls(self, context: ssl.SSLContext) -> None:
         """Speak TLS with this certificate."""
-        # The handshake belongs to the connection's thread: one that fails must not stop the server.
+        # Shake hands in the connection's thread, so that a failure does not stop the server.
         self.socket = context.wrap_socket(
             self.socket, server_side=True, do_handshake_on_connect=False
         )
@@ -76,11 +74,11 @@ class Connection(socketserver.StreamRequestHandler):
                         return
                     head += line.decode("latin-1")
                 self.server.heads.append(head)
-                said = self.server.answer(head)
-                for piece in [said] if isinstance(said, bytes) else said:
+                response = self.server.answer(head)
+                for piece in [response] if isinstance(response, bytes) else response:
                     self.wfile.write(piece)
         except ConnectionResetError:
-            linger = struct.pack("@ii", 1, 0)  # for no time, so closing resets the connection
+            linger = struct.pack("@ii", 1, 0)  # 0 s: close() resets the connection
             self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
             os.close(self.connection.detach())
         except OSError:
@@ -88,7 +86,7 @@ class Connection(socketserver.StreamRequestHandler):
 
 
 def answer(status: str, body: bytes = b"", **headers: object) -> bytes:
-    """An answer; of the headers, those that are None are left out."""
+    """Return a response; headers with the value None are left out."""
     headers = {"Content_Length": len(body), "ETag": '"v1"', "Connection": "close", **headers}
     stated = {name.replace("_", "-"): v for name, v in headers.items() if v is not None}
     lines = [f"HTTP/1.1 {status}", *(f"{name}: {value}" for name, value in stated.items())]
@@ -96,7 +94,7 @@ def answer(status: str, body: bytes = b"", **headers: object) -> bytes:
 
 
 def part_of(data: bytes, head: str, **headers: object) -> tuple[bytes, bytes]:
-    """The head of an answer, and its body: the range that is asked for, or all."""
+    """Return head and body of a response: the requested range, or all data."""
     status, size = "200 OK", len(data)
     if found := re.search(r"\r\nRange: bytes=(\d+)-(\d*)", head):
         start = int(found[1])
@@ -107,7 +105,7 @@ def part_of(data: bytes, head: str, **headers: object) -> tuple[bytes, bytes]:
 
 
 class Files(Scripted):
-    """Serves ``files``; honours ranges and states sizes unless told otherwise."""
+    """A server of ``files``, which honours ranges and states sizes by default."""
 
     def __init__(self, *, lengths: bool = True) -> None:
         super().__init__(self.file, most=100 if lengths else 1)
@@ -118,11 +116,11 @@ class Files(Scripted):
 
     @property
     def requests(self) -> list[str]:
-        """The first lines, without the protocol."""
+        """Return the first line of each request, without the protocol."""
         return [head.partition(" HTTP/")[0] for head in self.heads]
 
     def hold(self, path: str, after: int) -> threading.Event:
-        """Send only so many bytes of a file until the returned event is set."""
+        """Pause responses for a file after ``after`` bytes, until the returned event is set."""
         self.held[path] = after, threading.Event()
         return self.held[path][1]
 
@@ -133,17 +131,13 @@ class Files(Scripted):
         if path not in self.files:
             return answer("404 Not Found")
         data = self.files[path]
-        headers: dict[str, object] = {"ETag": f'"{hash(data)}"'}
-        if not self.lengths:
-            headers["Content_Length"] = None
+        headers = {"ETag": f'"{hash(data)}"', **({} if self.lengths else {"Content_Length": None})}
         stated, body = part_of(data, head if self.ranges else "", **headers)
-        if method != "HEAD" and path in self.held:
-            return self._slowly(stated, body, *self.held[path])
-        return stated if method == "HEAD" else stated + body
+        if method == "HEAD":
+            return stated
+        return self._paused(stated, body, *self.held[path]) if path in self.held else stated + body
 
-    def _slowly(
-        self, head: bytes, body: bytes, after: int, event: threading.Event
-    ) -> Iterator[bytes]:
+    def _paused(self, head: bytes, body: bytes, after: int, event: threading.Event):
         yield head + body[:after]
         event.wait()
         yield body[after:]
@@ -151,7 +145,7 @@ class Files(Scripted):
 
 @contextlib.contextmanager
 def running(server: Scripted, tls: ssl.SSLContext | None = None) -> Iterator[Scripted]:
-    """Serve, in the background, until the end."""
+    """Serve in a background thread."""
     if tls is not None:
         server.use_tls(tls)
     thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)

@@ -1,6 +1,4 @@
-"""barrier: nobody goes on before all have come, again and again under one name."""
-
-from __future__ import annotations
+"""`sync.barrier`: no rank continues before all have arrived, also if a name is used again."""
 
 import os
 
@@ -13,7 +11,7 @@ from tests.support.storetools import PATIENCE, crowd, forked
 
 @pytest.fixture
 def meet(tmp_path, monkeypatch):
-    """A barrier as a rank of a world that no launcher made."""
+    """Call the barrier as one rank of a world."""
 
     def meet(number: int, size: int, name: str = "b", **options) -> None:
         monkeypatch.setenv("RANK", str(number))
@@ -24,14 +22,13 @@ def meet(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("names", ["aaaa", "abca"])
-def test_nobody_goes_on_before_the_last_has_come_again_and_again(tmp_path, names, meet):
+def test_no_rank_passes_before_the_last_one_arrives(tmp_path, names, meet):
     def rank(parent, number):
         for step, name in enumerate(names):
             parent.hear()
-            (tmp_path / f"{step}-{number}").touch()  # before the barrier: all see all of it after
+            (tmp_path / f"{step}-{number}").touch()
             meet(number, 3, name)
-            there = len(list(tmp_path.glob(f"{step}-*")))
-            parent.say([there, len(list(tmp_path.glob(f"{step + 1}-*")))])
+            parent.say([len(list(tmp_path.glob(f"{each}-*"))) for each in (step, step + 1)])
 
     with crowd(3, rank) as children:
         for _ in names:
@@ -42,7 +39,7 @@ def test_nobody_goes_on_before_the_last_has_come_again_and_again(tmp_path, names
             assert [child.hear() for child in children] == [[3, 0]] * 3
 
 
-def test_the_ranks_that_did_not_come_are_named_and_one_that_came_twice_is_noticed(tmp_path, meet):
+def test_missing_and_duplicate_ranks_are_named(tmp_path, meet):
     def rank(parent, number):
         with pytest.raises(sync.BarrierTimeoutError):
             meet(2 * number, 40, "ckpt", timeout=0)
@@ -53,16 +50,16 @@ def test_the_ranks_that_did_not_come_are_named_and_one_that_came_twice_is_notice
             child.hear()
         with pytest.raises(sync.BarrierTimeoutError) as caught:
             meet(1, 40, "ckpt", timeout=0)
-        told = f"already come to barrier.*, as rank 0 .process {children[0].pid} .* another job"
+        message = f"already come to barrier.*, as rank 0 .process {children[0].pid} .* another job"
         for _ in range(2):
-            with pytest.raises(ConfigError, match=told):
+            with pytest.raises(ConfigError, match=message):
                 meet(0, 40, "ckpt", timeout=0)
     assert caught.value.missing == list(range(3, 40))
     assert "at barrier('ckpt') as rank 1 for 37 of 40 ranks: 3, 4, 5" in str(caught.value)
     assert str(tmp_path) in str(caught.value)
 
 
-def test_a_barrier_that_failed_is_the_same_one_at_the_next_try(meet):
+def test_a_retry_joins_the_barrier_that_timed_out(meet):
     def late(parent):
         for _ in range(2):
             parent.hear()
@@ -79,11 +76,11 @@ def test_a_barrier_that_failed_is_the_same_one_at_the_next_try(meet):
             assert child.hear() == "passed"
 
 
-def test_what_cannot_work_is_refused_before_anything_is_posted(tmp_path, meet):
+def test_invalid_arguments_are_refused_before_anything_is_written(tmp_path, meet):
     for options in ({"timeout": -1}, {"timeout": "soon"}, {"job": ""}):
         with pytest.raises(ConfigError):
             meet(0, 2, **options)
     with pytest.raises(ConfigError, match="Pass job="):
         meet(0, 2, job=None)
-    meet(0, 1, job=None)  # a lone rank waits for nobody
+    meet(0, 1, job=None)  # a single rank does not wait
     assert os.listdir(tmp_path) == []

@@ -1,6 +1,4 @@
-"""once: one rank works, the others get its result or its failure, and death hands it on."""
-
-from __future__ import annotations
+"""`sync.once`: one rank works, the others get its result or failure, or take over if it dies."""
 
 import os
 
@@ -13,7 +11,7 @@ from tests.support.storetools import PATIENCE, crowd, forked, together
 
 @pytest.fixture
 def ran(tmp_path):
-    """Call it to work; its ``count`` says how often that was done."""
+    """A function that counts its calls in all processes; ``ran.count()`` returns the number."""
 
     def work(value=None):
         with open(tmp_path / "ran", "a") as file:
@@ -24,21 +22,18 @@ def ran(tmp_path):
     return work
 
 
-# -- one runs, all get the result ----------------------------------------------------------
-
-
-def test_of_many_ranks_one_works_and_all_get_its_result(tmp_path, ran):
+def test_one_rank_works_and_all_get_its_result(tmp_path, ran):
     def rank(number):
         value = {"from": number, "pair": (1, 2)}
-        where = {"dir": tmp_path, "job": "j", "again": True}
-        return [sync.once("unpack", ran, value, **where) for _ in range(4)]
+        options = {"dir": tmp_path, "job": "j", "again": True}
+        return [sync.once("unpack", ran, value, **options) for _ in range(4)]
 
-    results = together(8, rank)  # the n-th `again` of all is one run
+    results = together(8, rank)  # the n-th calls of all ranks are one run
     assert ran.count() == 4 and results == [results[0]] * 8
     assert results[0][0]["pair"] == [1, 2] and results[0][0]["from"] in range(8)
 
 
-def test_a_failure_is_seen_by_all_and_not_tried_again(tmp_path, ran):
+def test_all_ranks_see_a_failure_which_is_not_retried(tmp_path, ran):
     def fail():
         ran()
         raise KeyError("s3://KEY:secret@lab/model.tar?X-Amz-Signature=0123 is gone")
@@ -48,24 +43,24 @@ def test_a_failure_is_seen_by_all_and_not_tried_again(tmp_path, ran):
             try:
                 sync.once("model", fail, dir=tmp_path, job="j", timeout=PATIENCE)
             except KeyError:
-                parent.say("raised as it is")
+                parent.say("KeyError")
             except sync.OnceError as exn:
                 parent.say({**exn.__dict__, "text": str(exn)})
 
     with crowd(4, rank) as children:
         found = [child.hear() for child in children * 2]
-    assert ran.count() == 1 and found.count("raised as it is") == 1
-    for told in (each for each in found if isinstance(each, dict)):
-        assert told["type"] == "KeyError" and "is gone" in told["cause"]
-        assert "once('model') failed on" in told["text"] and "in fail" in told["text"]
-        assert "secret" not in told["text"] and "0123" not in told["text"]
+    assert ran.count() == 1 and found.count("KeyError") == 1
+    for error in (each for each in found if isinstance(each, dict)):
+        assert error["type"] == "KeyError" and "is gone" in error["cause"]
+        assert "once('model') failed on" in error["text"] and "in fail" in error["text"]
+        assert "secret" not in error["text"] and "0123" not in error["text"]
     assert sync.once("model", ran, "mended", dir=tmp_path, job="j", again=True) == "mended"
-    for kind in (TypeError, sync.OnceError):  # a result that is no JSON
+    for kind in (TypeError, sync.OnceError):  # raised by the call itself, then recorded
         with pytest.raises(kind, match="not JSON serializable"):
             sync.once("k", lambda: {1, 2}, dir=tmp_path)
 
 
-def test_it_runs_again_only_when_asked(tmp_path, ran):
+def test_a_key_runs_again_only_with_again(tmp_path, ran):
     def call(key="k", **options):
         return sync.once(key, ran, ran.count() + 1, dir=tmp_path, **options)
 
@@ -77,11 +72,8 @@ def test_it_runs_again_only_when_asked(tmp_path, ran):
     assert {p.name for p in tmp_path.iterdir()} == {".shardcache-sync", "ran"}
 
 
-# -- death ---------------------------------------------------------------------------------
-
-
 def at_work(parent, directory, lease, value, again=False):
-    """Says when it begins, and ends when it is told to."""
+    """Call `sync.once` with a function that runs until the test continues it."""
 
     def work():
         parent.say("at work")
@@ -91,7 +83,7 @@ def at_work(parent, directory, lease, value, again=False):
     parent.say(sync.once("k", work, dir=directory, job="j", lease=lease, again=again))
 
 
-def test_when_the_runner_is_killed_another_one_takes_over(tmp_path):
+def test_another_rank_takes_over_from_a_killed_one(tmp_path):
     with forked(at_work, tmp_path, 60.0, "first") as first:
         assert first.hear() == "at work"
         with forked(at_work, tmp_path, 60.0, "patient") as patient:
@@ -105,7 +97,7 @@ def test_when_the_runner_is_killed_another_one_takes_over(tmp_path):
 
 
 @pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt])
-def test_an_interrupt_is_no_failure_and_lets_another_rank_take_over_at_once(tmp_path, kind):
+def test_another_rank_takes_over_from_an_interrupted_one(tmp_path, kind):
     def interrupted():
         raise kind
 
@@ -116,7 +108,7 @@ def test_an_interrupt_is_no_failure_and_lets_another_rank_take_over_at_once(tmp_
 
 
 @pytest.mark.parametrize("which", ["claim.0", "claim.0.beat"])
-def test_a_lock_file_that_vanishes_lets_nobody_else_in(tmp_path, which):
+def test_a_deleted_lock_file_admits_no_second_rank(tmp_path, which):
     with forked(at_work, tmp_path, 60.0, "first") as first:
         assert first.hear() == "at work"
         (found,) = (p for p in tmp_path.rglob(which) if p.name == which)
@@ -127,7 +119,7 @@ def test_a_lock_file_that_vanishes_lets_nobody_else_in(tmp_path, which):
             assert first.hear() == second.hear() == "first"
 
 
-def test_a_wait_that_is_over_names_the_runner_and_is_no_again(tmp_path):
+def test_a_timeout_names_the_runner_and_a_retry_joins_the_run(tmp_path):
     where = {"dir": tmp_path, "job": "j", "again": True}
     with forked(at_work, tmp_path, 60.0, "slow", True) as first:
         assert first.hear() == "at work"
@@ -137,15 +129,11 @@ def test_a_wait_that_is_over_names_the_runner_and_is_no_again(tmp_path):
         assert "for once('k')" in str(caught.value) and caught.value.waited >= 0.8
         first.tell()
         assert first.hear() == "slow"
-    # The same run as the one it timed out on; a new one would call the function.
-    assert sync.once("k", lambda: "a new run", **where) == "slow"
+    assert sync.once("k", lambda: "a new run", **where) == "slow"  # joins the run that timed out
     assert sync.once("k", lambda: "a new run", **where) == "a new run"
 
 
-# -- where ranks meet ------------------------------------------------------------------------
-
-
-def test_what_cannot_work_is_refused_before_anything_is_posted(tmp_path):
+def test_invalid_arguments_are_refused_before_anything_is_written(tmp_path):
     bad = ({"per": "rank"}, {"lease": 0.1}, {"job": ""}, {"timeout": -1}, {"timeout": "soon"})
     for key, options in [(" ", {}), *(("k", each) for each in bad)]:
         with pytest.raises(ConfigError):
@@ -153,7 +141,7 @@ def test_what_cannot_work_is_refused_before_anything_is_posted(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
-def test_ranks_on_several_nodes_without_a_place_are_told_what_to_do(monkeypatch, tmp_path, ran):
+def test_ranks_on_several_nodes_need_a_job_and_a_directory(monkeypatch, tmp_path, ran):
     for name, value in {"RANK": "3", "WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match="no name in common.*set SHARDCACHE_JOB"):
@@ -167,9 +155,7 @@ def test_ranks_on_several_nodes_without_a_place_are_told_what_to_do(monkeypatch,
     assert (tmp_path / "shared" / ".shardcache-sync").is_dir()
 
 
-def test_once_per_node_needs_no_shared_directory_and_each_node_of_one_works(
-    monkeypatch, tmp_path, ran
-):
+def test_once_per_node_runs_on_each_node(monkeypatch, tmp_path, ran):
     monkeypatch.setattr("shardcache.sync.board.node_directory", lambda name: tmp_path / "node")
     for name, value in {"SHARDCACHE_JOB": "job", "WORLD_SIZE": "16", "LOCAL_RANK": "1"}.items():
         monkeypatch.setenv(name, value)

@@ -1,6 +1,4 @@
-"""makedirs, wait_for and atomic_write, on a plain disk; `tests/stress` has disagreeing nodes."""
-
-from __future__ import annotations
+"""makedirs, wait_for and atomic_write on a local disk; `tests/stress` runs them on two nodes."""
 
 import logging
 import os
@@ -18,7 +16,7 @@ def mode(path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
 
 
-def test_a_directory_is_made_with_all_above_it_and_again_without_complaint(tmp_path, monkeypatch):
+def test_makedirs_creates_parents_and_accepts_existing_directories(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for path in (tmp_path / "a" / "b", "a/b", "a/b/c"):
         assert sync.makedirs(path) == tmp_path / path and (tmp_path / path).is_dir()
@@ -33,20 +31,20 @@ def test_a_directory_is_made_with_all_above_it_and_again_without_complaint(tmp_p
 
 
 @pytest.mark.parametrize("kind", ["file", "file above", "dangling link"])
-def test_what_is_in_the_way_is_named_and_left_alone(tmp_path, kind):
+def test_a_file_in_the_way_is_named_and_kept(tmp_path, kind):
     thing = tmp_path / "thing"
     if kind == "dangling link":
         thing.symlink_to(tmp_path / "nowhere")
     else:
         thing.write_text("precious")
-    told = "a symbolic link to" if kind == "dangling link" else "is a file"
-    with pytest.raises(FileExistsError, match=f"{thing}.* {told}.* Remove or rename") as caught:
+    what = "a symbolic link to" if kind == "dangling link" else "is a file"
+    with pytest.raises(FileExistsError, match=f"{thing}.* {what}.* Remove or rename") as caught:
         sync.makedirs(thing / "below" if kind == "file above" else thing, timeout=PATIENCE)
     assert isinstance(caught.value, sync.InTheWayError)
     assert os.path.lexists(thing) and not (tmp_path / "nowhere").exists()
 
 
-def test_asking_makes_nothing(tmp_path):
+def test_find_creates_nothing(tmp_path):
     (tmp_path / "d").mkdir()
     (tmp_path / "l").symlink_to(tmp_path / "d")
     for name in ("x", "l/x", "x/y/z", "d/x"):
@@ -55,9 +53,7 @@ def test_asking_makes_nothing(tmp_path):
     assert (tmp_path / "l").lstat().st_nlink == 1
 
 
-def test_a_wait_is_announced_more_and_more_rarely_and_says_at_its_end_what_is_missing(
-    clock, caplog, tmp_path
-):
+def test_a_wait_is_announced_and_its_end_names_missing_paths(clock, caplog, tmp_path):
     (tmp_path / "run" / "weights").mkdir(parents=True)
     wanted = [tmp_path / "run" / name for name in ("weights", "step-1/rng", "optimizer")]
     with caplog.at_level(logging.WARNING), pytest.raises(TimeoutError) as caught:
@@ -69,7 +65,7 @@ def test_a_wait_is_announced_more_and_more_rarely_and_says_at_its_end_what_is_mi
     assert 35 < len(clock.naps) < 120 and caught.value.waited == pytest.approx(35, abs=0.01)
 
 
-def test_a_timeout_that_cannot_work_is_refused_before_anything_is_made(tmp_path):
+def test_an_invalid_timeout_is_refused_before_anything_is_created(tmp_path):
     for call in (sync.makedirs, sync.wait_for):
         for timeout in (-1, "soon", float("nan"), True):
             with pytest.raises(ConfigError):
@@ -77,7 +73,7 @@ def test_a_timeout_that_cannot_work_is_refused_before_anything_is_made(tmp_path)
     assert os.listdir(tmp_path) == []
 
 
-def test_a_file_appears_whole_or_not_at_all(tmp_path):
+def test_a_file_appears_complete_or_not_at_all(tmp_path):
     path = tmp_path / "a"
     with sync.atomic_write(path, "w") as file:
         file.write("grün\n")
@@ -106,7 +102,7 @@ def test_a_file_appears_whole_or_not_at_all(tmp_path):
     assert path.read_bytes() == "grün\n".encode()
 
 
-def test_what_is_replaced_gives_its_permissions_and_a_link_stays_a_link(tmp_path):
+def test_replacing_a_file_keeps_its_mode_and_its_links(tmp_path):
     target, link = tmp_path / "target", tmp_path / "link"
     target.write_text("old")
     target.chmod(0o640)

@@ -1,6 +1,4 @@
-"""By which name the ranks of a job find one another and nobody else."""
-
-from __future__ import annotations
+"""The name under which the ranks of one job, and no others, find each other."""
 
 import os
 
@@ -16,7 +14,7 @@ SLURM = {"SLURM_PROCID": "11", "SLURM_NTASKS": "16", "SLURM_LOCALID": "3", "SLUR
 
 
 @pytest.fixture(autouse=True)
-def _nobody_launched_this(monkeypatch):
+def _no_launcher(monkeypatch):
     for name in [*TORCHRUN, *SLURM]:
         monkeypatch.delenv(name, raising=False)
 
@@ -26,7 +24,7 @@ def launch(monkeypatch, environment):
         monkeypatch.setenv(name, value)
 
 
-def test_a_job_is_named_by_its_launcher_and_its_restarts(monkeypatch):
+def test_the_name_of_a_job_states_its_launcher_and_restarts(monkeypatch):
     launch(monkeypatch, SLURM)
     assert job_name() == "4711-0-0-0"
     launch(monkeypatch, {"SLURM_RESTART_COUNT": "2", "SLURM_STEP_ID": "1"})
@@ -38,8 +36,8 @@ def test_a_job_is_named_by_its_launcher_and_its_restarts(monkeypatch):
 
 
 @pytest.mark.parametrize("launched", [True, False])
-def test_ranks_of_one_process_have_its_name_and_those_of_another_have_not(monkeypatch, launched):
-    """Torchrun without an id has started them, or nobody has."""
+def test_ranks_are_named_after_the_process_that_started_them(monkeypatch, launched):
+    """The ranks were started by torchrun without an id, or by no launcher."""
     if launched:
         launch(monkeypatch, TORCHRUN)
     own = job_name()

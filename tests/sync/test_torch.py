@@ -1,12 +1,9 @@
-"""With torch.distributed initialised: its ranks, and its store in place of a directory."""
-
-from __future__ import annotations
+"""sync with torch.distributed initialised: its ranks, and its store instead of a directory."""
 
 import os
 import signal
 import socket
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +18,7 @@ dist = pytest.importorskip("torch.distributed")
 
 
 class Asking(torch_data.IterableDataset):
-    """Asks in a DataLoader worker, which must not speak on its parent's line."""
+    """Queries in a DataLoader worker, which must not use its parent's connection."""
 
     def __iter__(self) -> Any:
         yield [sync.rank(), sync.world_size(), torch_store() is None]
@@ -39,7 +36,7 @@ def fail() -> None:
 
 
 def rank(parent: Parent, number: int, port: int) -> None:
-    """One of two ranks: what both say, then rank 1 works, and rank 0 takes over from it."""
+    """Be one of two ranks: both report, then rank 1 works, and rank 0 takes over from it."""
 
     def work() -> str:
         sync.barrier("at work", timeout=PATIENCE)
@@ -66,7 +63,7 @@ def rank(parent: Parent, number: int, port: int) -> None:
     parent.say(attempt(sync.barrier, "end", timeout=PATIENCE))
 
 
-def test_ranks_of_torch_tell_one_another_by_its_store(tmp_path: Path, monkeypatch) -> None:
+def test_ranks_of_torch_communicate_through_its_store(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
@@ -85,7 +82,7 @@ def test_ranks_of_torch_tell_one_another_by_its_store(tmp_path: Path, monkeypatc
         kind, text, missing = lates[0]
         assert (kind, missing) == ("BarrierTimeoutError", [1])
         assert "for 1 of 2 ranks: 1 (notes in the store of torch.distributed)" in text
-        # Stopped it beats no more, and rank 0 takes over; its own result comes too late.
+        # A stopped process sends no heartbeat, so rank 0 takes over.
         assert one.hear() == "at work"
         one.kill(signal.SIGSTOP)
         assert zero.hear() == "taken over"

@@ -1,6 +1,6 @@
-"""The whole public API, as users write it: checked by pyright and mypy, run by nobody.
+"""The public API as users write it. Pyright and mypy check this file; it is never run.
 
-``assert_type`` says what a checker must find; `wrong.py` holds what it must refuse.
+A checker must infer the types of ``assert_type``, and refuse the mistakes in `wrong.py`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from shardcache.urls import ShardURL
 
 URL = "s3://lab/a.tar"
 
-# -- making one ------------------------------------------------------------------------
 
 cache = Cache("/local/nvme/shards", max_size="800GB", min_free="5%", max_age="14d", prefetch=4)
 Cache(Path("/local/nvme/shards"), max_size=800_000_000_000, timeout=1.5, policy="lru")
@@ -46,7 +45,6 @@ assert_type(cache.config.max_age, float | None)
 assert_type(shardcache.default_cache(), Cache)
 assert_type(shardcache.__version__, str)
 
-# -- reading ---------------------------------------------------------------------------
 
 assert_type(cache.open(URL), BinaryIO)
 with cache.pinned(URL) as path:
@@ -61,17 +59,15 @@ assert_type(cache.pin(URL, 3600.0), list[ShardURL])
 assert_type(cache.unpin("s3://lab/*.tar"), list[ShardURL])
 assert_type(cache.remove(URL, dry_run=True), tuple[int, int])
 
-# -- before and beside a job -----------------------------------------------------------
 
-
-def told(event: Event) -> None:
+def on_event(event: Event) -> None:
     if isinstance(event, Planned):
         assert_type(event.plan.fetch_bytes, int)
     elif isinstance(event, Finished):
         assert_type(event.result.error, Exception | None)
 
 
-report = cache.prewarm("s3://lab/{00..99}.tar", jobs=16, deadline=300.0, on_event=told)
+report = cache.prewarm("s3://lab/{00..99}.tar", jobs=16, deadline=300.0, on_event=on_event)
 assert_type(report, PrewarmReport)
 assert_type(report.fetched, int)
 cache.prewarm([URL], check=True, stop=threading.Event())
@@ -86,7 +82,6 @@ assert_type(stats.hit_rate, float | None)
 assert_type(stats.all_waits.percentile(0.99), float | None)
 assert_type(stats.as_dict(), dict[str, Any])
 
-# -- ways in ---------------------------------------------------------------------------
 
 dataset = cache.attach(WebDataset("s3://lab/{00..99}.tar", shardshuffle=100), fast_tar=False)
 assert_type(dataset, WebDataset)

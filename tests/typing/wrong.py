@@ -1,7 +1,7 @@
-"""Mistakes that a type checker must see: each is ignored here, and has to be one.
+"""Mistakes that a type checker must find: each line ignores one.
 
-``reportUnnecessaryTypeIgnoreComment`` and mypy's ``warn_unused_ignores`` make a comment that has
-nothing to ignore an error.
+``reportUnnecessaryTypeIgnoreComment`` and mypy's ``warn_unused_ignores`` report an ignore comment
+on a line without a mistake.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ cache = Cache("/local/nvme/shards")
 stats = cache.stats()
 
 # fmt: off
-# A counter, an option and a method that are misspelt.
+# Misspelt names.
 stats.hitz  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue]
 stats.hits = 3  # type: ignore[misc]  # pyright: ignore[reportAttributeAccessIssue]
 cache.fetchh("s3://lab/a.tar")  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue]
 Cache("/x", max_sizes="1GB")  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
 cache.prewarm(["s3://lab/a.tar"], job=3)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
 shardcache.CacheFull  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue]
-# Values that cannot be.
+# Wrong types.
 Cache(3)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 Cache("/x", policy="mru")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 Cache("/x", max_size=["1GB"])  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]

@@ -1,7 +1,5 @@
 """WebDataset pipelines that read through the cache, with real DataLoader workers."""
 
-from __future__ import annotations
-
 import pickle
 import re
 import sys
@@ -20,7 +18,7 @@ from shardcache.wds.attach import _warn_of_repeated_order
 from shardcache.wds.gopen import read_through_cache
 from tests.support.tars import make_tar
 from tests.support.trainingtools import ROOT, DataSet
-from tests.wds.archives import BEFORE_1_0
+from tests.wds.test_tar_files import BEFORE_1_0
 
 SPEC = "s3://lab/train-{0000..0003}.tar"
 SHARDS = [make_tar(seed, 5) for seed in range(4)]
@@ -82,9 +80,7 @@ def test_every_form_of_a_pipeline_keeps_its_handler(make_cache, origin, tmp_path
             cache.attach(wrong)
 
 
-def test_a_hand_made_pipeline_takes_the_stages_as_they_are_and_an_unchanged_one_the_scheme(
-    make_cache, monkeypatch
-):
+def test_stages_and_a_registered_scheme_work_in_any_pipeline(make_cache, monkeypatch):
     cache, group = make_cache(), tariterators.group_by_keys
     expand, shards = tariterators.tar_file_expander, wds.SimpleShardList(SPEC)
     for stages in ([expand, group], [tar_samples], [tar_files, group]):
@@ -94,13 +90,13 @@ def test_a_hand_made_pipeline_takes_the_stages_as_they_are_and_an_unchanged_one_
     register("s3", cache)  # again
     assert keys(wds.WebDataset(SPEC, shardshuffle=False)) == KEYS
     assert len(list(cache.entries())) == len(SHARDS)
-    for what_is_left in (("s3://lab/x.tar", "wb"), ("s3://lab/_info.json", "rb")):
-        assert wds.gopen(*what_is_left) == what_is_left
+    for arguments in (("s3://lab/x.tar", "wb"), ("s3://lab/_info.json", "rb")):
+        assert wds.gopen(*arguments) == arguments  # the former handler still serves these
 
 
 @pytest.mark.skipif(BEFORE_1_0, reason="this WebDataset forbids nothing")
 @pytest.mark.parametrize("url", ["pipe:aws s3 cp s3://lab/train-0000.tar -", "/data/x.tar"])
-def test_what_webdataset_forbids_is_not_read_through_the_cache(url, make_cache, monkeypatch):
+def test_the_cache_refuses_what_webdataset_forbids(url, make_cache, monkeypatch):
     module, cache = sys.modules["webdataset.gopen"], make_cache(cache_local=True)
     monkeypatch.setattr("shardcache.wds.gopen.default_cache", lambda: cache)
     monkeypatch.setattr(module, "gopen", module.gopen)
@@ -112,7 +108,7 @@ def test_what_webdataset_forbids_is_not_read_through_the_cache(url, make_cache, 
 
 
 @pytest.mark.parametrize("way", ["url_opener", "gopen"])
-def test_an_error_that_a_handler_hides_is_logged_once(way, make_cache, monkeypatch, caplog):
+def test_a_hidden_error_is_logged_once(way, make_cache, monkeypatch, caplog):
     monkeypatch.setattr("shardcache.wds.gopen._logged", set())
     monkeypatch.setitem(wds.gopen_schemes, "s3", None)
     register("s3", cache := make_cache())
@@ -121,45 +117,45 @@ def test_an_error_that_a_handler_hides_is_logged_once(way, make_cache, monkeypat
     if way == "url_opener":
         cache.attach(absent)
     assert [*absent] == [*absent] == []
-    told = [text for text in caplog.messages if "s3://lab/0.tar" in text and "not found" in text]
+    first = [text for text in caplog.messages if "s3://lab/0.tar" in text and "not found" in text]
     none = [text for text in caplog.messages if "none of 10 shards" in text]
-    assert len(told) - len(none) == 1 and len(none) == (2 if way == "url_opener" else 0)
+    assert len(first) - len(none) == 1 and len(none) == (2 if way == "url_opener" else 0)
 
 
 @pytest.mark.skipif(BEFORE_1_0, reason="this WebDataset cannot batch dicts")
-def test_samples_of_cached_and_of_other_shards_can_be_in_one_batch(make_cache):
+def test_a_batch_can_mix_cached_and_streamed_shards(make_cache):
     cache = make_cache()
     cache.fetch("s3://lab/train-0001.tar")
     dataset = cache.attach(wds.WebDataset(SPEC, shardshuffle=False).batched(10))
     assert [len(batch["__key__"]) for batch in dataset] == [10, 10]
 
 
-def test_attach_keeps_arguments_of_expanders_and_replaces_none_but_webdatasets(make_cache, origin):
+def test_attach_keeps_arguments_and_replaces_only_webdatasets_expander(make_cache, origin):
     del origin.objects["s3://lab/train-0002.tar"]
-    told, made = [], []
+    errors, calls = [], []
     dataset = wds.WebDataset(
         SPEC,
         shardshuffle=False,
-        handler=lambda exn: told.append(exn) or True,
+        handler=lambda exn: errors.append(exn) or True,
         select_files=lambda name: name.endswith("txt"),
         rename_files=lambda name: f"x/{name}",
     ).to_tuple("__key__", "txt")
     (first, *_) = make_cache().attach(dataset)
-    assert len(told) == 1 and first[0] == "x/0000-00000"
+    assert len(errors) == 1 and first[0] == "x/0000-00000"
 
-    def mine(data):
-        made.append("mine")
+    def custom(data):
+        calls.append("custom")
         return tariterators.tar_file_expander(data)
 
-    for stage in (mine, FilterFunction(mine)):
+    for stage in (custom, FilterFunction(custom)):
         opener = pipelinefilter(tariterators.url_opener)(handler=wds.ignore_and_continue)
         pipeline = wds.DataPipeline(wds.SimpleShardList(SPEC), opener, stage)
         files = make_cache().attach(pipeline)
         assert sum("fname" in file for file in files) == 3 * 10
-    assert made == ["mine"] * 2
+    assert calls == ["custom"] * 2
 
 
-def test_url_opener_keeps_keys_and_asks_the_handler_with_the_url_in_args(make_cache, monkeypatch):
+def test_url_opener_keeps_keys_and_calls_the_handler(make_cache, monkeypatch):
     url, absent = "s3://lab/train-0000.tar", "s3://lab/none.tar"
     cache, seen = make_cache(fill="complete"), []
     monkeypatch.setattr("shardcache.cache.default_cache", lambda: cache)
@@ -177,7 +173,7 @@ def test_url_opener_keeps_keys_and_asks_the_handler_with_the_url_in_args(make_ca
 
 
 @pytest.mark.locks_work("answers")
-def test_a_shard_that_was_dropped_is_not_pinned_while_the_next_is_fetched(make_cache, origin):
+def test_a_dropped_shard_is_not_pinned_during_the_next_download(make_cache, origin):
     cache = make_cache(fill="complete", prefetch=0)
     evictable: list[bool] = []
     real = origin.open
@@ -194,24 +190,17 @@ def test_a_shard_that_was_dropped_is_not_pinned_while_the_next_is_fetched(make_c
     opener = cache.url_opener(wds.SimpleShardList(SPEC))
     stream = next(opener)["stream"]
     opener.close()
-    assert stream.read() == SHARDS[0]  # the consumer's own is not closed
+    assert stream.read() == SHARDS[0]  # closing the opener does not close the consumer's stream
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_dataloader_workers_share_one_fetch_per_shard(
-    method, s3, bucket, proxy, s3_environment, tmp_path
-):
+def test_dataloader_workers_share_downloads(method, s3, bucket, proxy, s3_environment, tmp_path):
     data, cache = DataSet(s3, bucket, proxy), Cache(tmp_path / "cache", min_free=0)
     dataset = cache.attach(wds.WebDataset(data.spec, shardshuffle=False))
     if method == "fork":
-        assert list(dataset)  # the parent's clients must not reach the child
-    loader = torch.utils.data.DataLoader(
-        dataset,
-        batch_size=None,
-        num_workers=2,
-        multiprocessing_context=method,
-        persistent_workers=method == "spawn",
-    )
+        assert list(dataset)  # a child must not use the parent's clients
+    options = {"multiprocessing_context": method, "persistent_workers": method == "spawn"}
+    loader = torch.utils.data.DataLoader(dataset, batch_size=None, num_workers=2, **options)
     for _ in range(2):
         assert data.complete(keys(loader))
     assert data.once()
@@ -223,7 +212,7 @@ def three_epochs(dataset) -> list[tuple[str, ...]]:
 
 @pytest.mark.usefixtures("s3_environment")
 @pytest.mark.parametrize("page", ["README.md", "docs/index.md", "docs/integrations.md"])
-def test_a_page_shows_a_pipeline_that_shuffles_the_shards_anew_in_every_epoch(
+def test_the_pipeline_of_a_page_shuffles_shards_in_every_epoch(
     page, s3, proxy, tmp_path, monkeypatch
 ):
     s3.create_bucket("bucket")
@@ -280,9 +269,7 @@ if not BEFORE_1_0:
 
 
 @pytest.mark.parametrize("pipeline", PIPELINES)
-def test_attach_warns_once_if_a_pipeline_repeats_a_shuffled_order(
-    pipeline, make_cache, origin, caplog
-):
+def test_attach_warns_once_of_a_repeated_order(pipeline, make_cache, origin, caplog):
     _warn_of_repeated_order.cache_clear()
     origin.objects |= {f"s3://lab/{seed}.tar": make_tar(seed, 2) for seed in range(10)}
     cache, dataset = make_cache(), PIPELINES[pipeline]()

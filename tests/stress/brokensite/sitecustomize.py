@@ -1,7 +1,6 @@
-"""Breaks flock in every Python process that finds this directory on PYTHONPATH.
+"""Breaks flock, by ``BROKEN_FLOCK``, in Python processes with this directory on PYTHONPATH.
 
-``BROKEN_FLOCK`` says how; see `tests.stress.brokenflock`. Stands alone, because it runs before a
-process has any other path.
+See `tests.stress.brokenflock`. This module runs before other modules can be imported.
 """
 
 from __future__ import annotations
@@ -12,12 +11,12 @@ import os
 
 
 def refused(fd: object, operation: int) -> None:
-    """As on NFS without a lock daemon."""
+    """Fail, as on NFS without a lock daemon."""
     raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
 
 def lying(fd: object, operation: int) -> None:
-    """Nobody is ever kept out."""
+    """Grant every lock."""
     os.fstat(fd if isinstance(fd, int) else fd.fileno())  # EBADF stays EBADF
 
 

@@ -348,13 +348,17 @@ class Downloads:
             The download, and whether it is new: then the caller starts a worker.
         """
         with self.lock:
-            download = self._running.get(shard.key)
-            is_new = download is None
-            if download is None:
-                download = Download(shard, ahead=ahead, table=self)
-                self._running[shard.key] = download
-            download.join(finish=finish, ahead=ahead)
-        return download, is_new
+            while True:
+                download = self._running.get(shard.key)
+                is_new = download is None
+                if download is None:
+                    download = Download(shard, ahead=ahead, table=self)
+                    self._running[shard.key] = download
+                download.join(finish=finish, ahead=ahead)
+                if self._running.get(shard.key) is download:
+                    return download, is_new
+                # The garbage collector closed the last other reader before this one was counted.
+                download.leave()
 
     def unfinished(self) -> list[Download]:
         """Return the downloads that have not ended."""

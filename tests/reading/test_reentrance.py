@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -17,6 +18,8 @@ from typing import Any
 import pytest
 
 from shardcache.cache import Cache
+from shardcache.download import download
+from shardcache.download.download import Downloads
 from shardcache.errors import ShardNotFoundError
 from shardcache.store.digest import BLOCK
 from tests.support.fakes import Fault
@@ -173,6 +176,32 @@ def test_a_stream_may_be_closed_at_every_call_that_a_download_makes(tmp_path):
 
     with running(server), forked(work) as child:
         assert child.hear(60.0)
+
+
+def test_a_reader_joins_while_the_collector_closes_the_last_other_one(
+    make_cache, origin, tmp_path, monkeypatch
+):
+    """At each call in `Downloads.join`, the new reader still gets all bytes."""
+    monkeypatch.setattr(download, "_ALMOST_COMPLETE", -1)
+    origin.objects[URL] = DATA
+    for number in itertools.count():
+        more, cache = origin.hold(BLOCK + 5), make_cache(dir=tmp_path / str(number))
+        last, calls = next(cache.url_opener([URL]))["stream"].detach(), itertools.count()
+
+        def close_last(frame: Any, *_: object) -> None:
+            code = getattr(frame.f_back, "f_code", None), frame.f_code
+            if Downloads.join.__code__ in code and next(calls) == number:  # noqa: B023
+                last.close()  # noqa: B023
+
+        sys.setprofile(close_last)
+        stream = next(cache.url_opener([URL]))["stream"]
+        sys.setprofile(None)
+        more.set()
+        assert stream.read() == DATA
+        if not last.closed:
+            break
+    assert number > 5
+    last.close()
 
 
 def test_a_child_that_closes_its_copy_of_a_stream_keeps_no_shard_open(make_cache, origin):

@@ -8,10 +8,12 @@ that keeps a shard open is left to it.
 from __future__ import annotations
 
 import contextlib
+import errno
 import gc
 import itertools
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -22,6 +24,7 @@ from shardcache.download import download
 from shardcache.download.download import Downloads
 from shardcache.errors import ShardNotFoundError
 from shardcache.store.digest import BLOCK
+from shardcache.store.partial import Partial
 from tests.support.fakes import Fault
 from tests.support.storetools import PATIENCE, Parent, descriptors, forked, room, wait_until
 from tests.support.tars import make_tar
@@ -271,3 +274,24 @@ def test_an_error_that_was_handled_keeps_no_shard_open(make_cache, origin, how):
         work()
     cache.clean(everything=True)
     assert other not in cache
+
+
+def test_a_fault_that_was_streamed_past_is_forgotten_with_its_stream(
+    make_cache, origin, monkeypatch
+):
+    """Its traceback refers to all frames of the download."""
+
+    class DiskError(OSError):
+        def __init__(self, *arguments: Any) -> None:
+            errors.append(weakref.ref(self))
+
+    def fail(*_: object) -> None:
+        raise DiskError(errno.EIO, "Input/output error")
+
+    errors: list[weakref.ref[DiskError]] = []
+    origin.objects[URL] = DATA
+    monkeypatch.setattr(Partial, "write", fail)
+    with make_cache(connections=1).open(URL) as stream:
+        assert stream.read() == DATA
+    wait_until(lambda: not downloading())
+    assert [error() for error in errors] == [None]

@@ -272,11 +272,12 @@ class Process:
     def _work(self, download: Download) -> None:
         """Run a shared download, in its worker's thread."""
         try:
-            result, error = self.run(download), None
+            result = self.run(download)
         except BaseException as exn:  # noqa: BLE001 - raised by its readers
-            result, error = None, exn
-        if not download.end(result, error) and error is not None:
-            logger.info("%s: not fetched in the background: %s", download.shard, error)
+            if not download.end(None, exn):
+                logger.info("%s: not fetched in the background: %s", download.shard, exn)
+        else:
+            download.end(result)
 
     def run(self, download: Download, *, insist: bool = False) -> Result | None:
         """Run a download in the calling thread; see `acquire`. Count the downloaded bytes.

@@ -114,6 +114,7 @@ class Download:
         self._size: int | None = None
         self._written = self._received = self._retries = 0
         self._is_to_finish = False
+        self._has_run = False
         self._result: Result | None = None
         self._error: BaseException | None = None
         self._answer: Body | None = None
@@ -135,7 +136,7 @@ class Download:
         """How the shard is obtained, as far as that is known."""
         if self._result is not None:
             return self._result.outcome
-        return "fetched" if self.state is State.RUNNING else "coalesced"
+        return "fetched" if self._has_run else "coalesced"
 
     def wait(self, is_over: Callable[[], bool], seconds: float | None = None) -> None:
         """Block until ``is_over()`` is true or the time is up. It is called under the lock."""
@@ -226,7 +227,7 @@ class Download:
         """This process writes the partial from now on."""
         with self._changed:
             self.partial, self._size, self._written = partial, size, written
-            self.is_upstream = upstream
+            self.is_upstream, self._has_run = upstream, True
             self._enter(State.RUNNING)
 
     def advanced(
@@ -348,13 +349,17 @@ class Downloads:
             The download, and whether it is new: then the caller starts a worker.
         """
         with self.lock:
-            download = self._running.get(shard.key)
-            is_new = download is None
-            if download is None:
-                download = Download(shard, ahead=ahead, table=self)
-                self._running[shard.key] = download
-            download.join(finish=finish, ahead=ahead)
-        return download, is_new
+            while True:
+                download = self._running.get(shard.key)
+                is_new = download is None
+                if download is None:
+                    download = Download(shard, ahead=ahead, table=self)
+                    self._running[shard.key] = download
+                download.join(finish=finish, ahead=ahead)
+                if self._running.get(shard.key) is download:
+                    return download, is_new
+                # The garbage collector closed the last other reader before this one was counted.
+                download.leave()
 
     def unfinished(self) -> list[Download]:
         """Return the downloads that have not ended."""

@@ -8,17 +8,23 @@ that keeps a shard open is left to it.
 from __future__ import annotations
 
 import contextlib
+import errno
 import gc
+import itertools
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
 from shardcache.cache import Cache
+from shardcache.download import download
+from shardcache.download.download import Downloads
 from shardcache.errors import ShardNotFoundError
 from shardcache.store.digest import BLOCK
+from shardcache.store.partial import Partial
 from tests.support.fakes import Fault
 from tests.support.storetools import PATIENCE, Parent, descriptors, forked, room, wait_until
 from tests.support.tars import make_tar
@@ -175,6 +181,32 @@ def test_a_stream_may_be_closed_at_every_call_that_a_download_makes(tmp_path):
         assert child.hear(60.0)
 
 
+def test_a_reader_joins_while_the_collector_closes_the_last_other_one(
+    make_cache, origin, tmp_path, monkeypatch
+):
+    """At each call in `Downloads.join`, the new reader still gets all bytes."""
+    monkeypatch.setattr(download, "_ALMOST_COMPLETE", -1)
+    origin.objects[URL] = DATA
+    for number in itertools.count():
+        more, cache = origin.hold(BLOCK + 5), make_cache(dir=tmp_path / str(number))
+        last, calls = next(cache.url_opener([URL]))["stream"].detach(), itertools.count()
+
+        def close_last(frame: Any, *_: object) -> None:
+            code = getattr(frame.f_back, "f_code", None), frame.f_code
+            if Downloads.join.__code__ in code and next(calls) == number:  # noqa: B023
+                last.close()  # noqa: B023
+
+        sys.setprofile(close_last)
+        stream = next(cache.url_opener([URL]))["stream"]
+        sys.setprofile(None)
+        more.set()
+        assert stream.read() == DATA
+        if not last.closed:
+            break
+    assert number > 5
+    last.close()
+
+
 def test_a_child_that_closes_its_copy_of_a_stream_keeps_no_shard_open(make_cache, origin):
     """It would hold the pin of its parent, too."""
     origin.objects[URL] = DATA
@@ -242,3 +274,24 @@ def test_an_error_that_was_handled_keeps_no_shard_open(make_cache, origin, how):
         work()
     cache.clean(everything=True)
     assert other not in cache
+
+
+def test_a_fault_that_was_streamed_past_is_forgotten_with_its_stream(
+    make_cache, origin, monkeypatch
+):
+    """Its traceback refers to all frames of the download."""
+
+    class DiskError(OSError):
+        def __init__(self, *arguments: Any) -> None:
+            errors.append(weakref.ref(self))
+
+    def fail(*_: object) -> None:
+        raise DiskError(errno.EIO, "Input/output error")
+
+    errors: list[weakref.ref[DiskError]] = []
+    origin.objects[URL] = DATA
+    monkeypatch.setattr(Partial, "write", fail)
+    with make_cache(connections=1).open(URL) as stream:
+        assert stream.read() == DATA
+    wait_until(lambda: not downloading())
+    assert [error() for error in errors] == [None]

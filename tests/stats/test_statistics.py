@@ -10,10 +10,11 @@ from shardcache.cache import Cache
 from shardcache.errors import ConfigError, IntegrityError, ShardNotFoundError
 from shardcache.layout import Layout
 from shardcache.origins.base import TransientError
+from shardcache.store.digest import BLOCK
 from shardcache.units import format_bytes
 from tests.support.fakes import Fault
 from tests.support.shop import Shop
-from tests.support.storetools import room
+from tests.support.storetools import room, wait_until
 from tests.support.tars import make_tar
 
 
@@ -65,6 +66,19 @@ def test_outcomes_of_open(make_cache, origin, urls, tmp_path, fill):
     sizes = {"bytes_bypassed": 2 * size, "bytes_stored": 2 * size}
     assert counted == {**dict.fromkeys(twice, 2), "failed": 1, "errors_origin": 1, **sizes}
     assert found.bytes_saved <= 2 * size
+
+
+def test_a_reader_that_leaves_after_its_download_failed_has_missed(make_cache, origin, urls):
+    """Not coalesced: that would count as bytes saved."""
+    origin.objects[urls[0]] = make_tar(1, members=3, size=BLOCK)
+    failure = Fault(after=BLOCK + 5, error=TransientError("reset"))
+    origin.faults.extend([failure, Fault(after=None)])
+    cache = make_cache(connections=1, attempts=1)
+    with cache.open(urls[0]) as stream:
+        stream.read(10)
+        wait_until(lambda: cache.stats().fetches_failed)
+        wait_until(lambda: not cache._here().downloads.unfinished())
+    assert (cache.stats().misses, cache.stats().coalesced) == (1, 0)
 
 
 def test_retries_errors_removals_and_upstreams_are_counted(make_cache, origin, urls, tmp_path):

@@ -241,11 +241,7 @@ def test_one_fault_is_healed(lab: Lab, claim: str, start: int) -> None:
 
 @pytest.mark.parametrize(
     "fault",
-    [
-        Fault(hang_up="stall"),
-        Fault(cut=300_000, how="stall"),
-        Fault(rate=2000),
-    ],
+    [Fault(hang_up="stall"), Fault(cut=300_000, how="stall"), Fault(rate=2000)],
     ids=["before the head", "in the body", "a trickle"],
 )
 def test_silence_is_given_up_after_timeout(lab: Lab, fault: Fault) -> None:

@@ -15,21 +15,9 @@ import pytest
 from shardcache.cache import Cache
 from shardcache.layout import Layout
 from shardcache.locks.flock import Holder
-from shardcache.locks.sessions import (
-    Session,
-    live_sessions,
-    live_waits,
-    remove_dead,
-    stated_limits,
-)
+from shardcache.locks.sessions import Session, live_sessions, live_waits, remove_dead, stated_limits
 from shardcache.urls import parse_url
-from tests.support.storetools import (
-    PATIENCE,
-    Parent,
-    forked,
-    no_descriptor_left,
-    wait_until,
-)
+from tests.support.storetools import PATIENCE, Parent, forked, no_descriptor_left, wait_until
 from tests.support.tars import make_tar
 
 URL = "s3://lab/train-0000.tar"

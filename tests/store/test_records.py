@@ -19,12 +19,7 @@ import pytest
 from shardcache.errors import IntegrityError
 from shardcache.origins.base import Checksum, ObjectInfo
 from shardcache.store import digest as digests
-from shardcache.store.digest import (
-    MismatchError,
-    can_check,
-    check_archive,
-    compare,
-)
+from shardcache.store.digest import MismatchError, can_check, check_archive, compare
 from shardcache.store.directory import Metadata
 from tests.support.storetools import metadata_for
 from tests.support.tars import make_tar, tar_of

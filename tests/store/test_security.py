@@ -27,14 +27,7 @@ from shardcache.wds.attach import url_opener
 from tests.support.caches import read, warnings
 from tests.support.clitools import command
 from tests.support.disktools import needs_mounts, unmount
-from tests.support.storetools import (
-    begin,
-    begun,
-    fill,
-    metadata_for,
-    needs_root,
-    public_directory,
-)
+from tests.support.storetools import begin, begun, fill, metadata_for, needs_root, public_directory
 from tests.support.tars import make_tar
 from tests.support.users import ANNA, BELA, ask
 

@@ -173,8 +173,7 @@ def test_many_of_both_make_one_cache_and_fetch_every_shard_once(area: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("mode", "group"),
-    [(0o2750, GROUP), (0o770, GROUP), (0o2770, OTHER_GROUP)],
+    ("mode", "group"), [(0o2750, GROUP), (0o770, GROUP), (0o2770, OTHER_GROUP)]
 )
 def test_a_root_that_the_group_does_not_share_is_refused_with_the_command_that_mends_it(
     area, mode, group

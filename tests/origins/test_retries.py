@@ -19,7 +19,7 @@ from tests.support.webservers import answer
 
 @pytest.mark.parametrize("retry_after", [None, 5.0, 3600.0])
 def test_pauses_are_random_and_grow_beyond_retry_after(retry_after):
-    """Full jitter: uniform between zero and a limit that doubles with every attempt, up to a cap."""
+    """Uniform between zero and a limit that doubles with every attempt, up to a cap."""
     random.seed(11)
     runs: list[list[float]] = []
     for _ in range(60):

@@ -26,7 +26,8 @@ SHARD = make_tar(1, members=40, size=100_000)
 KEYS = {"key": "AK", "secret": "SK"}
 CREDENTIALS = {"AccessKeyId": "AK", "SecretAccessKey": "SK", "Token": "T", "Code": "Success"}
 CREDENTIALS["Expiration"] = "2099-01-01T00:00:00Z"
-STS_CREDENTIALS = b"""<AssumeRoleWithWebIdentityResponse><AssumeRoleWithWebIdentityResult><Credentials>
+STS_CREDENTIALS = b"""<AssumeRoleWithWebIdentityResponse><AssumeRoleWithWebIdentityResult>
+<Credentials>
 <AccessKeyId>AK</AccessKeyId><SecretAccessKey>SK</SecretAccessKey><SessionToken>T</SessionToken>
 <Expiration>2099-01-01T00:00:00Z</Expiration></Credentials></AssumeRoleWithWebIdentityResult>
 </AssumeRoleWithWebIdentityResponse>"""
@@ -117,7 +118,7 @@ def open_cache(store: Service, tmp_path, clock: FakeClock) -> Iterator[Callable[
 
 
 def until(clock: FakeClock, seconds: float, refused: bytes) -> Callable[[str], bytes | None]:
-    """Return a value for `Service.refuse` that sends ``refused`` for so many seconds."""
+    """Return a function for `Service.refuse` that refuses requests for this time."""
     end = clock.monotonic() + seconds
     return lambda head: refused if clock.monotonic() < end else None
 
@@ -233,7 +234,7 @@ def test_a_read_waits_for_the_service_that_gives_credentials(
     cache = open_cache(storage_options={})
     assert cache.open("s3://lab/a.tar").read() == SHARD
     assert 55 < clock.elapsed < 75
-    assert (requests := service.requests) < 30
+    assert (requests := service.requests) < (60 if name == "metadata" else 30)  # two per attempt
     assert cache.open("s3://lab/b.tar").read() == SHARD
     assert service.requests == requests
 

@@ -239,7 +239,7 @@ def test_one_fault_is_healed(lab: Lab, claim: str, start: int) -> None:
     [Fault(hang_up="stall"), Fault(cut=300_000, how="stall"), Fault(rate=2000)],
     ids=["before the head", "in the body", "a trickle"],
 )
-def test_silence_is_given_up_after_timeout(lab: Lab, fault: Fault) -> None:
+def test_a_silent_request_is_repeated_after_timeout(lab: Lab, fault: Fault) -> None:
     rule = Rule(fault, start=MIB)
     lab.proxy.script(rule)
     lab.expect(lab.cache(timeout=0.7, attempts=6))

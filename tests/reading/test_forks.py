@@ -1,4 +1,4 @@
-"""Streams past the cache that a process holds while it forks: parent and child both read on."""
+"""Forks while a stream reads past the cache: parent and child continue independently."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.tars import make_tar
 from tests.support.webservers import Files, running
 
 DATA = make_tar(1, members=8, size=BLOCK)
-#: How shards are reached; a command cannot be continued.
+#: A command ("pipe") cannot be continued.
 ORIGINS = ["http", "https", "file", "upstream", "pipe"]
 
 
@@ -29,7 +29,7 @@ def reach(
     context: ssl.SSLContext,  # noqa: F811
     authority: tuple[str, str],  # noqa: F811
 ) -> Iterator[Callable[[str], tuple[Cache, str]]]:
-    """Makes a cache without room and the URL of a shard."""
+    """Returns a function that makes a cache without room, and the URL of a shard."""
     with running(Files()) as plain, running(Files(), context) as tls:
         plain.files["/a.tar"] = tls.files["/a.tar"] = DATA
         path = tmp_path / "lab" / "a.tar"
@@ -59,7 +59,7 @@ def reach(
 
 @pytest.mark.parametrize("first", ["parent", "child"])
 @pytest.mark.parametrize("kind", ORIGINS)
-def test_parent_and_child_read_on_apart(reach, kind: str, first: str) -> None:
+def test_parent_and_child_both_read_the_rest(reach, kind: str, first: str) -> None:
     cache, url = reach(kind)
 
     def work(parent: Parent) -> None:
@@ -88,7 +88,7 @@ def test_parent_and_child_read_on_apart(reach, kind: str, first: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ORIGINS)
-def test_a_child_that_closes_a_stream_ends_nothing_of_its_parent(reach, kind: str) -> None:
+def test_a_child_that_closes_a_stream_does_not_affect_its_parent(reach, kind: str) -> None:
     cache, url = reach(kind)
 
     def work(parent: Parent) -> None:

@@ -94,7 +94,7 @@ def test_a_truncated_file_does_not_end_the_shard(warm, origin, caplog):
 @pytest.mark.parametrize("sidecar", [True, False])
 @pytest.mark.parametrize("at", [0, PART])
 def test_two_versions_are_never_spliced(warm, break_reads, origin, at, sidecar):
-    """Only a reader that has received no bytes gets the new version. For others the error persists."""
+    """A reader gets the new version only if it has received no bytes of the old one."""
     version = warm.entry(URL).version
     origin.objects[URL] = NEWER
     with warm.open(URL) as stream:

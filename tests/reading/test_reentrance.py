@@ -1,6 +1,6 @@
 """Streams that the garbage collector closes: no deadlock, and no shard that stays open.
 
-The collector may run at any moment in any thread, even in one that holds a lock which `close` needs.
+The collector may run at any moment, also in a thread that holds a lock which `close` needs.
 """
 
 from __future__ import annotations

@@ -323,7 +323,7 @@ def test_nothing_is_written_through_a_link(
 
 @pytest.mark.parametrize("name", ["big.tar", PROGRESS])
 @pytest.mark.parametrize("harm", ["linked", "huge"])
-def test_a_partial_that_another_program_changed_is_not_used(
+def test_a_partial_that_was_linked_or_extended_is_not_used(
     make_cache, origin, tmp_path, name, harm
 ):
     origin.objects[BIG_URL], cache = BIG, make_cache()

@@ -47,7 +47,7 @@ def open_cache(root: Path, origin: MemoryOrigin | None = None, **options: Any) -
 
 
 def fetch(root: Path, *urls: str, **options: Any) -> list[tuple[str, bool, int]]:
-    """Return the outcome for each shard, whether its bytes are right, and the number of requests."""
+    """Return for each shard the outcome, whether its bytes are right, and the requests."""
     found = []
     origin = MemoryOrigin(objects=dict(SHARDS))
     with open_cache(root, origin, **options) as cache:
@@ -206,7 +206,5 @@ def test_a_shared_cache_is_refused_without_its_group_and_vice_versa(area, monkey
             code, text = ask(both, lambda a=arguments, r=root: command("--dir", r, *a))
             assert code == 2 and reason in text
     assert tree(area) == before
-    code, text = ask(
-        BELA, lambda: command("--dir", shared, "ls")
-    )  # with the group of the last iteration
+    code, text = ask(BELA, lambda: command("--dir", shared, "ls"))  # uses the last group
     assert code == 0 and URL in text

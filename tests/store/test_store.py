@@ -57,7 +57,7 @@ def pin(store: Store) -> Opened:
     return opened
 
 
-def test_an_entry_is_visible_to_everybody_once_it_is_published(store: Store) -> None:
+def test_an_entry_is_visible_to_all_processes_once_it_is_published(store: Store) -> None:
     partial = begun(store.layout)
     partial.seal(metadata := partial.metadata, store.layout.modes, sync=False)
     assert read(store) is None and list(store.entries()) == list(store.entries_of(KEY)) == []

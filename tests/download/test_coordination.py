@@ -90,9 +90,7 @@ def test_a_download_looks_the_shard_up_again_after_taking_the_lock(make_cache, o
 
 
 @pytest.mark.locks_work
-def test_a_stuck_holder_is_announced_and_passed_by_and_keeps_its_lock(
-    make_cache, origin, clock, caplog
-):
+def test_a_stuck_holder_is_announced_and_passed_by(make_cache, origin, clock, caplog):
     cache = make_cache(stale_after=55)
     lock = held_elsewhere(cache, URL, clock.time())
     with caplog.at_level(logging.WARNING):
@@ -172,9 +170,7 @@ def test_a_failed_download_is_resumed_unless_the_object_was_replaced(make_cache,
 
 @pytest.mark.locks_work
 @pytest.mark.parametrize(("more", "stored"), [(0, True), (-1, False), (5 * BLOCK, False)])
-def test_a_resumed_download_needs_room_for_its_own_bytes_only(
-    make_cache, origin, tmp_path, more, stored
-):
+def test_a_resumed_download_needs_no_additional_room(make_cache, origin, tmp_path, more, stored):
     interrupted(make_cache(attempts=1, connections=1), origin)
     limit = room(tmp_path, len(DATA)) + more
     cache = make_cache(max_size=limit)
@@ -185,9 +181,7 @@ def test_a_resumed_download_needs_room_for_its_own_bytes_only(
     assert room(tmp_path, *(entry.size for entry in cache.entries())) <= limit
 
 
-def test_a_damaged_entry_is_downloaded_again_and_not_linked(
-    make_cache, origin, monkeypatch, caplog
-):
+def test_a_damaged_entry_is_downloaded_not_linked(make_cache, origin, monkeypatch, caplog):
     monkeypatch.setenv("SHARDCACHE_JOB", "one")
     os.truncate(make_cache(isolation="job").fetch(URL).data, 100)
     monkeypatch.setenv("SHARDCACHE_JOB", "two")
@@ -221,9 +215,7 @@ def test_a_shard_that_the_validate_hook_refuses_is_not_published(make_cache):
 @pytest.mark.locks_work("answers")
 @pytest.mark.parametrize("times", [1, 1000])
 @pytest.mark.parametrize("at", [0, 2 * BLOCK])
-def test_on_a_full_disk_a_download_makes_room_once_and_then_streams(
-    make_cache, origin, monkeypatch, times, at
-):
+def test_a_full_disk_makes_room_once_then_streams(make_cache, origin, monkeypatch, times, at):
     """Even if the reader has already received some bytes."""
     origin.objects[OTHER] = NEWER
     first = make_cache()

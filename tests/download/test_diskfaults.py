@@ -50,9 +50,7 @@ def leftovers(cache: Cache) -> list[str]:
 
 @needs_root
 @pytest.mark.parametrize("what", ["bytes", "inodes"])
-def test_on_a_full_disk_shards_are_streamed_until_another_job_evicts_them(
-    make_cache, origin, tmp_path, caplog, what
-):
+def test_a_full_disk_streams_until_another_job_evicts(make_cache, origin, tmp_path, caplog, what):
     options = "size=8m" if what == "bytes" else "size=32m,nr_inodes=100"
     urls = shards(origin, 12, MIB) if what == "bytes" else shards(origin, 40)
     with disk(tmp_path / "disk", options) as path:
@@ -124,7 +122,7 @@ def test_the_error_for_a_lack_of_descriptors_names_the_limit(s3, bucket, tmp_pat
 
 
 @needs_root
-def test_a_read_only_mount_serves_hits_and_misses_with_one_warning(
+def test_a_read_only_mount_serves_reads_with_one_warning(
     make_cache, origin, tmp_path, clock, caplog
 ):
     """Such as ext4 after an error. When the mount is writable again, shards are cached again."""
@@ -167,9 +165,7 @@ def ram(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.mark.parametrize("below", ["", "cache"], ids=["the mountpoint", "a directory on it"])
 @pytest.mark.parametrize("how", ["unmounted", "mounted again", "emptied", "hidden"])
-def test_a_cache_whose_ram_disk_goes_away_is_made_again(
-    make_cache, origin, ram, caplog, how, below
-):
+def test_a_ram_disk_that_goes_away_is_used_again(make_cache, origin, ram, caplog, how, below):
     urls = shards(origin, 6)
     cache = make_cache(dir=ram / below)
     assert all(read(cache, url, origin) for url in urls[:3])

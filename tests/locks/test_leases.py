@@ -73,9 +73,7 @@ def test_only_dead_leases_are_removed(layout: Layout) -> None:
 
 
 @needs_root
-def test_two_nodes_with_one_directory_download_a_shard_once(
-    s3, bucket, proxy, s3_environment, tmp_path
-):
+def test_two_nodes_download_a_shard_once(s3, bucket, proxy, s3_environment, tmp_path):
     """Two mount namespaces with separate /dev/shm act as two nodes."""
     shards = {f"{n}.tar": make_tar(n, members=40, size=20_000) for n in range(4)}
     for name, data in shards.items():

@@ -54,9 +54,7 @@ def test_a_pipe_in_place_of_a_lock_file_works_as_a_lock(tmp_path):
 
 @pytest.mark.locks_work("flock")
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSPC])
-def test_a_filesystem_without_flock_or_without_room_grants_every_lock(
-    tmp_path, monkeypatch, number
-):
+def test_without_flock_or_room_every_lock_is_granted(tmp_path, monkeypatch, number):
     path = tmp_path / "key.lock"
     if number == errno.ENOSPC:
         concerns = lambda p, *a, **k: str(p) == str(path)  # noqa: E731

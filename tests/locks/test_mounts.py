@@ -81,9 +81,7 @@ def on(kind: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("kind", ["ext4", "tmpfs", "nfs4", "lustre", "fuse.juicefs", "9p", None])
-def test_local_filesystems_are_locked_by_flock_and_all_others_by_leases(
-    root, node, monkeypatch, kind
-):
+def test_only_local_filesystems_are_locked_by_flock(root, node, monkeypatch, kind):
     on(kind, monkeypatch)
     found = node_namespace(root, "auto", 600.0)
     if kind in ("ext4", "tmpfs"):
@@ -96,9 +94,7 @@ def test_local_filesystems_are_locked_by_flock_and_all_others_by_leases(
     assert node_namespace(root, "flock", 600.0) == Layout.of_root(root)
 
 
-def test_the_caches_of_a_root_share_a_private_directory_of_the_node(
-    root, node, monkeypatch, tmp_path
-):
+def test_caches_of_a_root_share_a_node_directory(root, node, monkeypatch, tmp_path):
     def local(name: str = "cache") -> Path | None:
         return node_namespace(tmp_path / name, "lease", 600.0).local
 
@@ -118,9 +114,7 @@ def test_the_caches_of_a_root_share_a_private_directory_of_the_node(
 
 
 @pytest.mark.locks_work("flock")
-def test_with_leases_no_file_of_the_cache_is_locked(
-    make_cache, origin, root, node, monkeypatch, caplog
-):
+def test_leases_lock_no_file_of_the_cache(make_cache, origin, root, node, monkeypatch, caplog):
     locked, real = [], fcntl.flock
 
     def watched(fd: int, operation: int) -> None:
@@ -150,9 +144,7 @@ KINDS = [("flock", "lease"), ("lease", "flock")]
 
 @pytest.mark.locks_work
 @pytest.mark.parametrize(("one", "other"), KINDS)
-def test_live_processes_with_another_kind_of_lock_are_an_error(
-    make_cache, origin, root, one, other
-):
+def test_another_kind_of_lock_is_an_error(make_cache, origin, root, one, other):
     origin.objects[URL] = make_tar(1)
     with make_cache(dir=root, locks=one) as running:
         running.fetch(URL)
@@ -165,9 +157,7 @@ def test_live_processes_with_another_kind_of_lock_are_an_error(
 
 @pytest.mark.locks_work
 @pytest.mark.parametrize(("one", "other"), KINDS)
-def test_a_command_uses_the_locks_of_the_live_processes(
-    make_cache, origin, root, run, monkeypatch, one, other
-):
+def test_commands_lock_as_live_processes(make_cache, origin, root, run, monkeypatch, one, other):
     def stays() -> bool:
         cleaned = run("--dir", root, "clean", "--all", "-y")[1]
         return run("--dir", root, "rm", "-y", URL)[0] == 6 and "kept 1 shard" in cleaned

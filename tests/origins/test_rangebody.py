@@ -96,9 +96,7 @@ def test_a_weak_etag_is_compared_but_not_sent_in_if_match(serve) -> None:
         ("https", b"HTTP/1.1 200 OK\r\n\r\nthis is no TLS", TransientError, "CONNECT "),
     ],
 )
-def test_a_proxy_receives_the_login_of_its_url(
-    serve, monkeypatch, scheme, response, kind, first_line
-):
+def test_a_proxy_receives_its_login(serve, monkeypatch, scheme, response, kind, first_line):
     server = serve(response)
     monkeypatch.setenv(f"{scheme}_proxy", server.url.replace("//", "//me:pass@"))
     monkeypatch.delenv("no_proxy", raising=False)

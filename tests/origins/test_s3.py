@@ -238,9 +238,7 @@ def test_a_multi_region_access_point_is_signed_for_all_regions(tmp_path, store):
         (MRAP, ("botocore.compat.HAS_CRT", False), "install awscrt"),
     ],
 )
-def test_a_bucket_that_needs_a_newer_package_is_refused(
-    tmp_path, monkeypatch, bucket, missing, message
-):
+def test_a_missing_package_is_an_error(tmp_path, monkeypatch, bucket, missing, message):
     (monkeypatch.setattr if missing[1:] else monkeypatch.delattr)(*missing)
     with Cache(tmp_path / "cache", min_free=0) as cache, pytest.raises(ConfigError, match=message):
         cache.open(f"s3://{bucket}/a.tar")

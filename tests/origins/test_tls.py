@@ -34,9 +34,7 @@ def context(authority):
     return context
 
 
-def test_a_certificate_is_refused_unless_an_option_or_variable_trusts_it(
-    context, authority, tmp_path, monkeypatch
-):
+def test_an_untrusted_certificate_is_refused(context, authority, tmp_path, monkeypatch):
     server = Files()
     server.files = {"/a.tar": SHARD, "/lab/a.tar": SHARD}
     base = server.url.replace("http:", "https:")

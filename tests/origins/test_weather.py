@@ -226,9 +226,7 @@ def test_requests_are_signed_with_the_time_of_the_store(store, open_cache, caplo
         ("sts", sts_error("400 Bad Request", "IDPCommunicationError")),
     ],
 )
-def test_a_read_waits_for_the_service_that_gives_credentials(
-    open_cache, clock, request, name, refused
-):
+def test_a_read_waits_for_credentials(open_cache, clock, request, name, refused):
     service = request.getfixturevalue(name)
     service.refuse = until(clock, 60, refused)
     cache = open_cache(storage_options={})
@@ -270,9 +268,7 @@ def read_in_child(parent: Parent, cache: Cache) -> None:
 
 
 @pytest.mark.parametrize("is_fresh", [True, False])
-def test_a_forked_child_uses_its_parents_credentials_while_they_are_fresh(
-    open_cache, metadata, monkeypatch, is_fresh
-):
+def test_a_child_uses_fresh_credentials_of_its_parent(open_cache, metadata, monkeypatch, is_fresh):
     if not is_fresh:
         monkeypatch.setattr("shardcache.origins.s3._RENEWED_BEFORE", 200 * 365 * 86400)
     cache = open_cache(storage_options={})
@@ -283,9 +279,7 @@ def test_a_forked_child_uses_its_parents_credentials_while_they_are_fresh(
     assert (metadata.requests == requests) == is_fresh
 
 
-def test_a_read_waits_for_a_new_login_in_the_credentials_file(
-    store, open_cache, clock, tmp_path, monkeypatch, caplog
-):
+def test_a_read_waits_for_a_new_login(store, open_cache, clock, tmp_path, monkeypatch, caplog):
     file = tmp_path / "credentials"
     text = "[lab]\naws_access_key_id = AK\naws_secret_access_key = SK\naws_session_token = {}\n"
     file.write_text(text.format("old"))

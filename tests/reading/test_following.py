@@ -69,9 +69,7 @@ def misstated(body: Body, pin: ObjectInfo | None = None) -> Body:
     ("processes", "after", "some"),
     [(1, 3 * BLOCK + 5, 3 * BLOCK), (2, 3 * BLOCK + 5, 3 * BLOCK), (2, 200_000, 100_000)],
 )
-def test_readers_follow_one_download_without_waiting_for_whole_blocks(
-    make_cache, origin, processes, after, some
-):
+def test_readers_follow_one_download(make_cache, origin, processes, after, some):
     more = origin.hold(after)
     caches = [one(make_cache) for _ in range(processes)]
     with caches[0].open(URL) as first, caches[-1].open(URL) as second:
@@ -188,9 +186,7 @@ def test_closing_the_cache_does_not_end_an_open_stream(make_cache, origin, more)
 
 
 @pytest.mark.parametrize(("pins", "replaced"), [(True, False), (True, True), (False, True)])
-def test_resumed_bytes_are_read_only_after_their_version_is_confirmed(
-    make_cache, origin, monkeypatch, pins, replaced
-):
+def test_resumed_bytes_wait_for_their_version(make_cache, origin, monkeypatch, pins, replaced):
     if not pins:
         origin.pins = origin.states_checksums = False
         real = origin.open
@@ -268,9 +264,7 @@ def test_a_child_follows_the_download_of_its_parent(tmp_path):
         (["pipeline", "pipeline"], 8, True),  # less than 16 MiB are missing
     ],
 )
-def test_a_download_without_readers_ends_if_all_were_pipelines_and_much_is_missing(
-    make_cache, origin, readers, members, kept
-):
+def test_a_download_may_end_without_readers(make_cache, origin, readers, members, kept):
     origin.objects[URL] = data = make_tar(1, members=members, size=BLOCK)
     more, cache = origin.hold(2 * BLOCK), one(make_cache)
     streams = [

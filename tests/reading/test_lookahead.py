@@ -144,9 +144,7 @@ def test_errors_are_raised_in_the_order_of_the_shards(make_cache, origin):
 
 
 @pytest.mark.parametrize("origins", [False, True])
-def test_a_download_ahead_that_failed_is_repeated_unless_the_origin_failed(
-    make_cache, monkeypatch, origin, origins
-):
+def test_only_disk_errors_of_a_download_ahead_are_retried(make_cache, monkeypatch, origin, origins):
     cache = make_cache(prefetch=1, attempts=1)
     failures = [TransientError("reset") if origins else OSError(28, "No space left on device")]
     where, name = (origin, "open") if origins else (acquire, "acquire")

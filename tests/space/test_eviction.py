@@ -38,9 +38,7 @@ limits_ = st.builds(
 
 
 @given(shelves(), limits_, st.integers(0, 300), st.none() | st.floats(0, 2 * NOW), st.data())
-def test_a_plan_takes_the_least_recently_used_until_the_limits_hold(
-    entries, limits, reserved, since, data
-) -> None:
+def test_a_plan_evicts_the_least_recently_used(entries, limits, reserved, since, data):
     busy = data.draw(st.sets(st.sampled_from(entries))) if entries else set()
     checked: list[Entry] = []
 

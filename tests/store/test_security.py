@@ -297,9 +297,7 @@ def test_files_of_other_programs_do_not_hide_readers_and_downloads(make_cache, o
         *("stats.db", "stats.db-journal", "stats.db-wal", "locks/downloads.lock"),
     ],
 )
-def test_nothing_is_written_through_a_link(
-    make_cache, origin, tmp_path, caplog, name, link, content
-):
+def test_link_targets_are_not_written(make_cache, origin, tmp_path, caplog, name, link, content):
     origin.objects.update({URL: SHARD, BIG_URL: BIG})
     with make_cache() as earlier:
         earlier.fetch(BIG_URL)
@@ -323,9 +321,7 @@ def test_nothing_is_written_through_a_link(
 
 @pytest.mark.parametrize("name", ["big.tar", PROGRESS])
 @pytest.mark.parametrize("harm", ["linked", "huge"])
-def test_a_partial_that_was_linked_or_extended_is_not_used(
-    make_cache, origin, tmp_path, name, harm
-):
+def test_a_linked_or_huge_partial_is_not_used(make_cache, origin, tmp_path, name, harm):
     origin.objects[BIG_URL], cache = BIG, make_cache()
     path = killed_download(Layout.of_root(cache.dir)) / name
     victim, content = tmp_path / "thesis.txt", path.read_bytes()

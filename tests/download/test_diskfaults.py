@@ -230,11 +230,3 @@ def test_a_download_whose_disk_goes_away_starts_over(make_cache, origin, ram):
     assert all(read(cache, url, origin) for url in urls)
     assert len(list(cache.entries())) == 3
     cache.close()
-
-
-def test_a_removed_namespace_of_a_rank_is_made_again(make_cache, origin):
-    urls = shards(origin, 2)
-    cache = make_cache(isolation="rank")
-    assert read(cache, urls[0], origin)
-    shutil.rmtree(cache._here().home.store.layout.base)
-    assert read(cache, urls[0], origin) and read(cache, urls[1], origin)

@@ -43,15 +43,6 @@ def test_a_lock_file_unlinked_between_open_and_flock_is_not_taken(tmp_path, monk
     lock.release()
 
 
-@pytest.mark.locks_work("answers")
-def test_a_pipe_in_place_of_a_lock_file_works_as_a_lock(tmp_path):
-    os.mkfifo(tmp_path / "key.lock")
-    lock = KeyLock(tmp_path / "key.lock")
-    assert lock.try_acquire(ME) and not free(lock.path)
-    lock.release()
-    assert free(lock.path)
-
-
 @pytest.mark.locks_work("flock")
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSPC])
 def test_without_flock_or_room_every_lock_is_granted(tmp_path, monkeypatch, number):

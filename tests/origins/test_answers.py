@@ -208,6 +208,7 @@ PACKED = gzip.compress(SMALL, mtime=0)
 NOW, YESTERDAY = "Sun, 06 Nov 1994 08:49:37 GMT", "Sat, 05 Nov 1994 08:49:37 GMT"
 NO_TAG: dict[str, object] = {"ETag": None, "Date": NOW}
 SAME_SECOND: dict[str, object] = {**NO_TAG, "Last_Modified": NOW}
+OLD: dict[str, object] = {**NO_TAG, "Last_Modified": YESTERDAY}
 WEAK: dict[str, object] = {"ETag": 'W/"1"'}
 BOTH = (LARGE, REPLACED)
 
@@ -259,11 +260,8 @@ def interim_rows() -> Iterator[Row]:
     yield Row("interim with a length", whole(status="HTTP/1.1 103 Hints", body=b"") + KEPT, RIGHT)
     yield Row("10,000 interim answers", INTERIM * 10_000 + KEPT, RIGHT_OR_REFUSED)
     yield Row("interim and nothing else", INTERIM, BROKEN, closes=True)
-    yield Row(
-        "unwanted 101",
-        b"HTTP/1.1 101 Switch\r\nUpgrade: x\r\n\r\n" + KEPT,
-        Refused(ShardCacheError),
-    )
+    switch = b"HTTP/1.1 101 Switch\r\nUpgrade: x\r\n\r\n"
+    yield Row("unwanted 101", switch + KEPT, Refused(ShardCacheError))
 
 
 def length_rows() -> Iterator[Row]:
@@ -322,12 +320,8 @@ def close_rows() -> Iterator[Row]:
 def chunk_rows() -> Iterator[Row]:
     yield Row("chunks", coded(body=chunks(SMALL)), RIGHT)
     yield Row("chunks, middle", coded(body=chunks(MIDDLE)), RIGHT, (MIDDLE,))
-    yield Row(
-        "chunks, no validator",
-        raw("HTTP/1.1 200 OK", "Transfer-Encoding: chunked", body=chunks(LARGE)),
-        RIGHT,
-        (LARGE,),
-    )
+    bare = raw("HTTP/1.1 200 OK", "Transfer-Encoding: chunked", body=chunks(LARGE))
+    yield Row("chunks, no validator", bare, RIGHT, (LARGE,))
     pieces = [coded(body=b""), b"28", b"00\r", b"\n" + SMALL + b"\r", b"\n0", b"\r\n\r", b"\n"]
     yield Row("chunks in many packets", lambda r: iter(pieces), RIGHT)
     for name, line in {
@@ -371,19 +365,16 @@ def chunk_rows() -> Iterator[Row]:
         "a size of 30 digits": "f" * 30,
     }.items():
         yield Row(f"chunk size: {name}", coded(body=chunks(SMALL, line)), BROKEN)
-    yield Row(
-        "chunk longer than its size", coded(body=b"100\r\n" + SMALL + b"\r\n0\r\n\r\n"), BROKEN
-    )
+    long = coded(body=b"100\r\n" + SMALL + b"\r\n0\r\n\r\n")
+    yield Row("chunk longer than its size", long, BROKEN)
 
 
 def coding_rows() -> Iterator[Row]:
     for name, length in {"right": SIZE, "short": HALF, "long": SIZE + 512}.items():
-        both = coded(f"Content-Length: {length}", body=chunks(SMALL))
-        yield Row(f"chunks and a {name} length", both, RIGHT_OR_REFUSED)
-        both = unframed(
-            f"Content-Length: {length}", "Transfer-Encoding: chunked", body=chunks(SMALL)
-        )
-        yield Row(f"a {name} length and chunks", both, RIGHT_OR_REFUSED)
+        lines = ("Transfer-Encoding: chunked", f"Content-Length: {length}")
+        for order in (lines, lines[::-1]):
+            both = unframed(*order, body=chunks(SMALL))
+            yield Row(f"{order[0]} and {order[1]} ({name})", both, RIGHT_OR_REFUSED)
     for coding in ("gzip, chunked", "lzma, chunked"):
         refused = Refused(ShardCacheError)
         yield Row(f"transfer coding {coding}", coded(body=chunks(PACKED), coding=coding), refused)
@@ -444,7 +435,7 @@ def validator_rows() -> Iterator[Row]:
     for name, headers in {
         "a weak ETag": WEAK,
         "Last-Modified of this second": SAME_SECOND,
-        "Last-Modified of yesterday": {**NO_TAG, "Last_Modified": YESTERDAY},
+        "Last-Modified of yesterday": OLD,
         "a Last-Modified that is no date": {**NO_TAG, "Last_Modified": "yesterday"},
         "no validator": {"ETag": None},
         "an ETag without quotes": {"ETag": "abc"},
@@ -461,11 +452,7 @@ def validator_rows() -> Iterator[Row]:
         ("ETag goes", {"ETag": '"1"'}, NO_TAG),
         ("ETag without a value stays", {"ETag": ""}, {"ETag": ""}),
         ("Last-Modified of this second stays", SAME_SECOND, SAME_SECOND),
-        (
-            "Last-Modified changes",
-            {**NO_TAG, "Last_Modified": YESTERDAY},
-            {**NO_TAG, "Last_Modified": "Sat, 05 Nov 1994 08:49:38 GMT"},
-        ),
+        ("Last-Modified changes", OLD, {**OLD, "Last_Modified": "Sat, 05 Nov 1994 08:49:38 GMT"}),
         ("no validator", NO_TAG, NO_TAG),
     ]:
         yield Row(f"replaced: {name}", replaced(before, after), RIGHT_OR_REFUSED, BOTH)
@@ -530,16 +517,10 @@ def head_rows() -> Iterator[Row]:
     yield Row("long header", whole("X-Note: " + "x" * 200_000), RIGHT_OR_REFUSED)
     yield Row("many headers", whole(*[f"X-{n}: {'x' * 90}" for n in range(2000)]), RIGHT_OR_REFUSED)
     yield Row("head without an end", KEPT[:40] + b"x" * 200_000, BROKEN)
-    yield Row(
-        "page without an ETag",
-        answer("200 OK", b"<html>" * 9, ETag=None, Content_Type="text/html"),
-        Refused(TransferError, "text/html"),
-    )
-    yield Row(
-        "page with an ETag",
-        answer("200 OK", b"<html>" * 99, Content_Type="text/html"),
-        Refused(IntegrityError, "not a tar archive"),
-    )
+    page = answer("200 OK", b"<html>" * 9, ETag=None, Content_Type="text/html")
+    yield Row("page without an ETag", page, Refused(TransferError, "text/html"))
+    page = answer("200 OK", b"<html>" * 99, Content_Type="text/html")
+    yield Row("page with an ETag", page, Refused(IntegrityError, "not a tar archive"))
     yield Row("empty object", answer("200 OK"), RIGHT, (b"",))
     yield Row("empty object in chunks", coded(body=chunks(b"")), RIGHT, (b"",))
 
@@ -548,9 +529,8 @@ def connection_rows() -> Iterator[Row]:
     yield Row("ends at once", b"", BROKEN, closes=True)
     yield Row("ends in the status line", KEPT[:12], BROKEN, closes=True)
     yield Row("ends in a header", KEPT[:30], BROKEN, closes=True)
-    yield Row(
-        "ends before the empty line", KEPT[: KEPT.index(b"\r\n\r\n") + 2], BROKEN, closes=True
-    )
+    headers = KEPT[: KEPT.index(b"\r\n\r\n") + 2]
+    yield Row("ends before the empty line", headers, BROKEN, closes=True)
     yield Row("ends behind the head", KEPT[:-SIZE], BROKEN, closes=True)
     yield Row("ends at once, once", lambda r: KEPT if r.number else b"", RIGHT, closes=True)
     yield Row("ends although it may be kept", KEPT, RIGHT, closes=True)

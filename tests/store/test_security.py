@@ -341,6 +341,7 @@ def json_bomb(path: Path) -> None:
 
 PLANTED: list[tuple[str, Callable[[Path], object]]] = [
     ("{lock}", json_bomb),
+    ("{lock}", os.mkfifo),
     ("locks/budget.lock", json_bomb),
     ("locks/clean.lock", json_bomb),
     ("locks/downloads.lock", os.mkfifo),

@@ -18,15 +18,15 @@ from tests.support.caches import read
 from tests.support.storetools import PATIENCE, Parent, crowd, payload, wait_until
 from tests.support.webservers import Scripted, part_of, running
 
-NODE, PROCESS = 64, 32  # most connections
+NODE, PROCESS = 64, 32  # limits of connections
 URLS = [f"s3://lab/{number}.bin" for number in range(5)]
 
 
 class Store(Scripted):
-    """A store that answers after 30 ms.
+    """A store that responds after 30 ms.
 
-    It holds back the first request for each shard until ``gate`` is set, and all others until
-    ``least`` requests are in progress.
+    The first request for each shard waits until ``gate`` is set, and all others until ``least``
+    requests are in progress.
     """
 
     def __init__(self, data: bytes, least: int = 0) -> None:
@@ -54,7 +54,7 @@ class Store(Scripted):
 
 
 def reader(parent: Parent, number: int, store: Store, root: Path) -> None:
-    """Read a shard of its own in parts of 1 MiB, and say whether it is right."""
+    """Read one shard in parts of 1 MiB, and report whether its bytes are right."""
     with Cache(root, min_free=0, part_size=BLOCK) as cache:
         parent.say(read(cache, f"{store.url}/{number}.bin") == store.data)
 
@@ -88,7 +88,7 @@ def cache(make_cache, origin):
 
 @contextlib.contextmanager
 def others(cache: Cache, count: int = NODE) -> Iterator[None]:
-    """Make as many other caches of the node count as downloaders."""
+    """Register as many other downloaders on the node."""
     joined = [Downloaders(lambda: cache._here().home.node) for _ in range(count)]
     for each in joined:
         each.join()
@@ -99,7 +99,7 @@ def others(cache: Cache, count: int = NODE) -> Iterator[None]:
             each.leave()
 
 
-def test_a_shard_that_waits_for_a_connection_starts_when_others_end(cache, origin):
+def test_a_waiting_download_starts_when_connections_are_free(cache, origin):
     held = origin.hold(0)
     with ThreadPoolExecutor(2) as pool:
         try:
@@ -116,7 +116,7 @@ def test_a_shard_that_waits_for_a_connection_starts_when_others_end(cache, origi
 
 
 @pytest.mark.parametrize(("count", "ahead"), [(0, 3), (NODE, 0)])
-def test_a_crowded_node_fetches_nothing_ahead_while_a_reader_waits(cache, origin, count, ahead):
+def test_a_crowded_node_downloads_nothing_ahead_of_its_readers(cache, origin, count, ahead):
     held = origin.hold(0)
     with others(cache, count):
         samples = cache.url_opener(URLS)
@@ -129,7 +129,7 @@ def test_a_crowded_node_fetches_nothing_ahead_while_a_reader_waits(cache, origin
         assert all(sample["stream"].read() for sample in samples)
 
 
-def test_helpers_of_a_download_come_and_go_with_the_share(make_cache, origin, clock):
+def test_a_download_adjusts_its_threads_to_its_share_of_connections(make_cache, origin, clock):
     origin.objects[URLS[0]] = payload(12 * BLOCK)
     cache = make_cache(part_size=BLOCK, connections=4)
     held = [origin.hold(0) for _ in range(12)]

@@ -1,4 +1,4 @@
-"""One fetch per node: many threads and processes, stale and dead holders."""
+"""One download per node: threads and processes that share it, stuck holders, resumption."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def read(cache: Cache) -> bytes:
 
 
 def streamed(cache: Cache) -> bool:
-    """Read the shard; whether it was not stored."""
+    """Read the shard, and return whether it was streamed past the cache."""
     with cache.open(URL) as stream:
         assert stream.read() == DATA
         return bool(stream.name == URL)
@@ -51,7 +51,7 @@ def layout(cache: Cache) -> Layout:
 
 
 def interrupted(cache: Cache, origin: MemoryOrigin) -> None:
-    """A fetch that fails after two blocks and leaves them."""
+    """Let a download fail after two blocks, which it leaves."""
     origin.faults.append(Fault(after=2 * BLOCK + 9, error=TransientError("reset")))
     origin.faults.append(Fault(after=None))
     with pytest.raises(TransferError):
@@ -59,11 +59,8 @@ def interrupted(cache: Cache, origin: MemoryOrigin) -> None:
     origin.requests.clear()
 
 
-# -- sharing -------------------------------------------------------------------------------
-
-
 @pytest.mark.locks_work
-def test_threads_share_one_fetch_and_a_hit_asks_nobody(make_cache, origin):
+def test_threads_share_one_download_and_a_hit_sends_no_request(make_cache, origin):
     cache, results = make_cache(), []
     threads = [threading.Thread(target=lambda: results.append(read(cache))) for _ in range(16)]
     for thread in threads:
@@ -79,26 +76,21 @@ def test_threads_share_one_fetch_and_a_hit_asks_nobody(make_cache, origin):
     assert (origin.requests, origin.stats) == ([], [])
 
 
-def test_whoever_gets_the_lock_looks_again_before_fetching(make_cache, origin, monkeypatch):
+def test_a_download_looks_the_shard_up_again_after_taking_the_lock(make_cache, origin, monkeypatch):
     first, late, real = make_cache(), make_cache(), KeyLock.try_acquire
 
-    def others_first(self: KeyLock, holder: Holder) -> bool:
+    def acquire_late(self: KeyLock, holder: Holder) -> bool:
         monkeypatch.setattr(KeyLock, "try_acquire", real)
-        assert read(first) == DATA  # between our look and our lock
+        assert read(first) == DATA  # between lookup and lock
         return real(self, holder)
 
-    monkeypatch.setattr(KeyLock, "try_acquire", others_first)
+    monkeypatch.setattr(KeyLock, "try_acquire", acquire_late)
     assert read(late) == DATA
     assert (origin.fetches, late.stats().coalesced) == (1, 1)
 
 
-# -- waiting -------------------------------------------------------------------------------
-
-
 @pytest.mark.locks_work
-def test_a_stuck_holder_is_announced_and_passed_by_and_keeps_its_lock(
-    make_cache, origin, clock, caplog
-):
+def test_a_stuck_holder_is_announced_and_passed_by(make_cache, origin, clock, caplog):
     cache = make_cache(stale_after=55)
     lock = held_elsewhere(cache, URL, clock.time())
     with caplog.at_level(logging.WARNING):
@@ -107,14 +99,14 @@ def test_a_stuck_holder_is_announced_and_passed_by_and_keeps_its_lock(
     assert origin.fetches == 1
     assert not KeyLock(lock.path).try_acquire(Holder(1, "x", None, None, 0.0))
     lock.release()
-    said = [r.getMessage() for r in caplog.records if getattr(r, "event", "") == "waiting"]
-    assert len(said) == 5  # at 10, 20, ... 50 seconds, each up to a pause later
-    assert "process 4711 on node-7 (rank 3) has been fetching it for 10" in said[0]
+    waits = [r.getMessage() for r in caplog.records if getattr(r, "event", "") == "waiting"]
+    assert len(waits) == 5  # at 10, 20, ... 50 seconds
+    assert "process 4711 on node-7 (rank 3) has been fetching it for 10" in waits[0]
     assert "fetching it here too" in caplog.text
 
 
 @pytest.mark.locks_work
-def test_a_holder_that_makes_progress_is_never_passed_by(make_cache, origin, clock):
+def test_a_holder_with_progress_is_never_passed_by(make_cache, origin, clock):
     cache = make_cache(stale_after=10, lock_timeout=100)
     lock = held_elsewhere(cache, URL)
     partial = storetools.begin(layout(cache), storetools.metadata_for(URL, DATA))
@@ -137,8 +129,8 @@ def test_a_holder_that_makes_progress_is_never_passed_by(make_cache, origin, clo
 
 @pytest.mark.locks_work
 @pytest.mark.parametrize("jump", [0, 10**8, -(10**8)])
-def test_a_reader_that_waited_too_long_streams_unless_it_is_strict(make_cache, clock, jump):
-    """Also where the wall clock is set all the time."""
+def test_after_lock_timeout_a_reader_streams_unless_it_is_strict(make_cache, clock, jump):
+    # The wall clock does not matter.
     clock.on_sleep.append(lambda: setattr(clock, "now", clock.now + jump))
     cache = make_cache(lock_timeout=5, stale_after=60)
     lock = held_elsewhere(cache, URL)
@@ -163,14 +155,9 @@ def test_only_two_pass_a_stuck_holder_by(make_cache: MakeCache, clock: FakeClock
         lock.release()
 
 
-# -- resuming ------------------------------------------------------------------------------
-
-
 @pytest.mark.locks_work("answers")
 @pytest.mark.parametrize("replaced", [False, True])
-def test_what_a_failed_fetch_left_is_resumed_unless_the_object_was_replaced(
-    make_cache, origin, replaced
-):
+def test_a_failed_download_is_resumed_unless_the_object_was_replaced(make_cache, origin, replaced):
     cache = make_cache(attempts=1, connections=1)
     interrupted(cache, origin)
     if replaced:
@@ -183,25 +170,18 @@ def test_what_a_failed_fetch_left_is_resumed_unless_the_object_was_replaced(
 
 @pytest.mark.locks_work
 @pytest.mark.parametrize(("more", "stored"), [(0, True), (-1, False), (5 * BLOCK, False)])
-def test_a_resumed_fetch_is_admitted_anew_and_needs_its_own_bytes_alone(
-    make_cache, origin, tmp_path, more, stored
-):
+def test_a_resumed_download_needs_no_additional_room(make_cache, origin, tmp_path, more, stored):
     interrupted(make_cache(attempts=1, connections=1), origin)
     limit = room(tmp_path, len(DATA)) + more
     cache = make_cache(max_size=limit)
-    if more > 0:  # the dead fetch holds nothing back
+    if more > 0:  # a dead download reserves no room
         origin.objects[OTHER] = make_tar(2, members=2, size=2 * BLOCK)
         assert cache.fetch(OTHER).size > more
     assert streamed(cache) != stored
     assert room(tmp_path, *(entry.size for entry in cache.entries())) <= limit
 
 
-# -- damage --------------------------------------------------------------------------------
-
-
-def test_a_damaged_entry_is_fetched_again_and_no_sibling_links_it(
-    make_cache, origin, monkeypatch, caplog
-):
+def test_a_damaged_entry_is_downloaded_not_linked(make_cache, origin, monkeypatch, caplog):
     monkeypatch.setenv("SHARDCACHE_JOB", "one")
     os.truncate(make_cache(isolation="job").fetch(URL).data, 100)
     monkeypatch.setenv("SHARDCACHE_JOB", "two")
@@ -209,13 +189,13 @@ def test_a_damaged_entry_is_fetched_again_and_no_sibling_links_it(
     assert (origin.fetches, caches.warnings(caplog)) == (2, [])
     monkeypatch.setenv("SHARDCACHE_JOB", "one")
     cache = make_cache(isolation="job")
-    assert read(cache) == DATA  # now linked
+    assert read(cache) == DATA  # by a link
     assert "was damaged and is fetched again" in caplog.text
     [aside] = os.listdir(cache._here().home.store.layout.partial)
     assert aside.startswith("evict.") and origin.fetches == 2
 
 
-def test_a_validate_hook_refuses_before_publishing(make_cache: MakeCache) -> None:
+def test_a_shard_that_the_validate_hook_refuses_is_not_published(make_cache):
     seen: list[bytes] = []
 
     def check(path: Path) -> None:
@@ -235,13 +215,11 @@ def test_a_validate_hook_refuses_before_publishing(make_cache: MakeCache) -> Non
 @pytest.mark.locks_work("answers")
 @pytest.mark.parametrize("times", [1, 1000])
 @pytest.mark.parametrize("at", [0, 2 * BLOCK])
-def test_a_disk_or_quota_that_is_full_makes_room_once_and_then_streams(
-    make_cache, origin, monkeypatch, times, at
-):
-    """Also where the reader was given what came before."""
+def test_a_full_disk_makes_room_once_then_streams(make_cache, origin, monkeypatch, times, at):
+    """Even if the reader has already received some bytes."""
     origin.objects[OTHER] = NEWER
     first = make_cache()
-    os.utime(first.fetch(OTHER).path / META, (1, 1))  # a job that is over has left it
+    os.utime(first.fetch(OTHER).path / META, (1, 1))  # by an earlier job
     first.close()
     cache, real, struck = make_cache(), Partial.write, []
 
@@ -259,26 +237,25 @@ def test_a_disk_or_quota_that_is_full_makes_room_once_and_then_streams(
             stream.read()
 
 
-# -- what other programs do to the cache ---------------------------------------------------
-
-
-@pytest.mark.parametrize("what", ["", "v1/locks"])
+@pytest.mark.parametrize(
+    ("isolation", "removed"), [("node", ""), ("node", "v1/locks"), ("rank", "v1/ranks")]
+)
 @pytest.mark.locks_work("answers")
-def test_directories_may_vanish_at_any_time(make_cache, origin, what):
-    cache = make_cache()
+def test_a_cache_whose_directories_vanish_is_made_again(make_cache, origin, isolation, removed):
+    cache = make_cache(isolation=isolation)
     cache.fetch(URL)
     cache.remove(URL)
-    shutil.rmtree(cache.dir / what)
+    shutil.rmtree(cache.dir / removed)
     assert read(cache) == DATA
     assert URL in cache
     assert origin.fetches == 2
 
 
-def test_a_partial_that_is_swept_in_mid_fetch_is_begun_anew(make_cache, origin):
+def test_a_download_whose_partial_vanishes_starts_over(make_cache, origin):
     cache = make_cache(connections=1)
     more, partial = origin.hold(2 * BLOCK), layout(cache).partial
 
-    def sweep() -> None:  # somebody's rm -rf: our own sweeper would see the lock
+    def sweep() -> None:  # as by rm -rf: shardcache's own sweeper respects the lock
         wait_until(lambda: any(path.stat().st_size >= BLOCK for path in partial.glob("*/*.tar")))
         shutil.rmtree(partial, ignore_errors=True)
         more.set()
@@ -290,7 +267,7 @@ def test_a_partial_that_is_swept_in_mid_fetch_is_begun_anew(make_cache, origin):
     assert URL in cache
 
 
-def test_something_that_empties_the_cache_all_the_time_is_reported(make_cache, monkeypatch):
+def test_a_program_that_keeps_emptying_the_cache_is_reported(make_cache, monkeypatch):
     cache, real = make_cache(), Store.publish
 
     def publish(*arguments: Any, **options: Any) -> Path:
@@ -301,15 +278,15 @@ def test_something_that_empties_the_cache_all_the_time_is_reported(make_cache, m
     monkeypatch.setattr(Store, "publish", publish)
     with pytest.raises(OSError, match="vanished, 5 times") as caught:
         cache.fetch(URL)
-    assert not isinstance(caught.value, TransferError)  # the origin is well
+    assert not isinstance(caught.value, TransferError)  # no fault of the origin
     assert streamed(cache)
 
 
-def test_a_use_is_noted_once_and_then_every_touch_interval(make_cache, clock):
+def test_a_use_is_recorded_once_per_touch_interval(make_cache, clock):
     cache, used = make_cache(touch_interval=600), []
     cache.fetch(URL)
     for seconds in (0, 599, 1):
         clock.elapsed += seconds
         assert read(cache) == DATA
         used.append(next(cache.entries()).used)
-    assert used == [pytest.approx(clock.now + s, abs=1e-3) for s in (0, 0, 600)]  # it is rounded
+    assert used == [pytest.approx(clock.now + s, abs=1e-3) for s in (0, 0, 600)]

@@ -1,8 +1,7 @@
-"""A real S3 server behind a proxy that breaks what passes: right bytes, or one clear error.
+"""A real S3 server behind a proxy that injects faults: right bytes, or one clear error.
 
-Every shard says in each of its lines which key, version and offset it is, so a
-wrong byte is named by the assertion that finds it. After every test the cache
-is searched for anything wrong: see `Lab.audit`.
+Every line of 64 bytes in a shard states its key, version and offset, so an assertion shows where a
+wrong byte came from. After every test, `Lab.audit` checks the cache.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ def shard(key: str, version: int, size: int = SIZE) -> bytes:
 
 
 def difference(found: bytes, expected: bytes) -> str:
-    """Where the first wrong byte is, and what is there; nothing if there is none."""
+    """Describe the first wrong line; empty if there is none."""
     if found == expected:
         return ""
     longest = range(0, max(len(found), len(expected)), _LINE)
@@ -63,12 +62,12 @@ def difference(found: bytes, expected: bytes) -> str:
     return f"{len(found)} of {len(expected)} bytes; at {at}: {found[at : at + _LINE]!r}"
 
 
-#: bucket/key -> ETag and bytes that are there now: most tests need not store them again.
+#: bucket/key -> current ETag and bytes, so that tests upload only changes.
 _ON_SERVER: dict[str, tuple[str, bytes]] = {}
 
 
 class Lab:
-    """A proxy before the server, a bucket, a cache, and what was ever stored under which key."""
+    """A proxy before the server, a bucket, a cache, and all versions stored under each key."""
 
     def __init__(self, s3: S3Server, proxy: Proxy, bucket: str, path: Path) -> None:
         self.s3, self.proxy, self.bucket, self.path = s3, proxy, bucket, path
@@ -91,7 +90,7 @@ class Lab:
 
     def cache(self, **options: object) -> Cache:
         defaults = {"min_free": 0, "attempts": 3, "timeout": 20, "part_size": MIB, "connections": 4}
-        # What is replaced or damaged on its way heals only where nothing of it was read.
+        # A replaced or damaged shard is downloaded again only if no reader has received bytes.
         defaults |= {"fill": "complete", "patience": 0}
         cache = Cache(self.path, **{**defaults, **options})
         self.caches.append(cache)
@@ -101,12 +100,12 @@ class Lab:
         return len(self.proxy.of(self.path_of(key)))
 
     def expect(self, cache: Cache, key: str = "a.tar", version: int = 1, size: int = SIZE) -> None:
-        """Reading gives exactly this version."""
+        """Assert that a read returns exactly this version."""
         with cache.open(self.url(key)) as stream:
             assert not difference(stream.read(), shard(key, version, size))
 
     def audit(self) -> None:
-        """Nothing wrong is published, left to be resumed, or left open."""
+        """Assert that no wrong entry, wrong partial, file or connection remains."""
         while self.caches:
             self.caches.pop().close()
         self.proxy.script()
@@ -115,24 +114,24 @@ class Lab:
             for key in self.stored:
                 with reader.open(self.url(key)) as stream:
                     self.expect_any(key, stream.read())
-        del reader, stream  # connections go with their cache
+        del reader, stream  # closes the connections
         assert not [each for each in descriptors() if f" {self.path}" in each]
         wait_until(lambda: gc.collect() >= 0 and not self.proxy.open)
 
-    def expect_any(self, key: str, found: bytes, told: str = "") -> None:
-        """It is one of the versions that ever were."""
+    def expect_any(self, key: str, found: bytes, context: str = "") -> None:
+        """Assert that these are the bytes of one version."""
         wrong = [difference(found, data) for data in self.stored[key].values()]
-        assert "" in wrong, f"{told}: {key} is none of {len(wrong)} versions: {wrong}"
+        assert "" in wrong, f"{context}: {key} is none of {len(wrong)} versions: {wrong}"
 
-    def settle(self) -> None:
-        """Until no fetch goes on in the background."""
+    def join(self) -> None:
+        """Wait until no download runs."""
         processes = [cache._here() for cache in self.caches]
         wait_until(lambda: not any(process.downloads.unfinished() for process in processes))
 
 
 @pytest.fixture(scope="module")
 def bucket(s3: S3Server, request: pytest.FixtureRequest) -> str:
-    """One for all of a module: the first object of a bucket takes long."""
+    """One bucket for a module, because the first object of a bucket takes long."""
     module = request.module.__name__.rpartition(".")[2].replace("_", "-")
     name = f"{module}-{os.getpid()}"
     s3.create_bucket(name)
@@ -141,13 +140,13 @@ def bucket(s3: S3Server, request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def lab(s3, bucket, tmp_path, monkeypatch) -> Iterator[Lab]:
-    monkeypatch.setattr(retry, "BASE", 0.02)  # the pauses only: everything else is as it is
+    monkeypatch.setattr(retry, "BASE", 0.02)  # shortens only the pauses
     with Proxy(s3) as proxy:
         for name, value in {**s3.environment(), "AWS_ENDPOINT_URL_S3": proxy.endpoint_url}.items():
             monkeypatch.setenv(name, value)
         made = Lab(s3, proxy, bucket, tmp_path / "cache")
         made.put()
-        gc.freeze()  # what is here already need not be searched for leaks
+        gc.freeze()  # `audit` collects garbage: skip existing objects
         yield made
         try:
             made.audit()
@@ -155,21 +154,19 @@ def lab(s3, bucket, tmp_path, monkeypatch) -> Iterator[Lab]:
             gc.unfreeze()
 
 
-def say(error: pytest.ExceptionInfo[ShardCacheError], lab: Lab, url: str) -> str:
-    """The message, which names the shard, says what to do, and tells no secret."""
+def message(error: pytest.ExceptionInfo[ShardCacheError], lab: Lab, url: str) -> str:
+    """Return the message. Assert that it names the shard and a remedy, and contains no secret."""
     text = str(error.value)
     assert url in text
-    assert re.search(r"\b(check|set|wait|look|log in|restore|synchronise|again)\b", text, re.I), (
-        text
-    )
-    assert "\n" not in text and len(text) < 600
-    assert text.rstrip().endswith(".")
+    remedies = r"\b(check|set|wait|look|log in|restore|synchronise|again)\b"
+    assert re.search(remedies, text, re.I), text
+    assert "\n" not in text and len(text) < 600 and text.rstrip().endswith(".")
     assert lab.s3.secret_key not in text and "Signature" not in text
     return text
 
 
 def page(status: int, code: str, **headers: str) -> Answer:
-    """An error as S3 writes it."""
+    """An error response of S3."""
     body = f'<?xml version="1.0"?><Error><Code>{code}</Code><Message>no</Message></Error>'.encode()
     return Answer(status, [("Content-Type", "application/xml"), *headers.items()], body)
 
@@ -189,29 +186,27 @@ def in_gzip(body: bytes) -> bytes:
     return gzip.compress(body, 1)
 
 
-# -- one fault, and the shard arrives ------------------------------------------------
-
 GZIP = {"Content-Encoding": "gzip"}
-#: claim -> (fault of the second part, GETs more than parts at most, None where it starts over)
+#: claim -> (fault of one part, most additional GETs, or None if the download starts over)
 HEALED: dict[str, tuple[Fault, int | None]] = {
     "a body cut short is continued": (Fault(cut=300_000), 1),
-    "a body cut at its first byte is asked for again": (Fault(cut=0), 1),
+    "a body cut at its first byte is requested again": (Fault(cut=0), 1),
     "a reset in the body is continued": (Fault(cut=300_000, how="reset"), 1),
     "a reset before the head is repeated": (Fault(hang_up="reset"), 1),
-    "a longer body than asked is not taken": (Fault(span=(MIB, 2 * MIB + 4096)), 1),
-    "another range than asked is refused": (Fault(span=(2 * MIB, 3 * MIB)), 1),
-    "a longer body under the right range is not taken": (Fault(body=longer, lie=True), 0),
+    "a longer range is refused": (Fault(span=(MIB, 2 * MIB + 4096)), 1),
+    "another range is refused": (Fault(span=(2 * MIB, 3 * MIB)), 1),
+    "a longer body under the right range is cut": (Fault(body=longer, lie=True), 0),
     "other bytes under the right range fail the checksum": (Fault(body=shifted), None),
-    "an answer from the start is passed over": (Fault(strip=("range",)), 0),
-    "an error page of S3 with 200 is not taken": (Fault(answer=page(200, "InternalError")), None),
-    "an error page of HTML with 200 is not taken": (Fault(answer=HTML), None),
+    "a response from the first byte is skipped to the range": (Fault(strip=("range",)), 0),
+    "an error page of S3 with 200 is refused": (Fault(answer=page(200, "InternalError")), None),
+    "an error page of HTML with 200 is refused": (Fault(answer=HTML), None),
     "an error page of HTML with 206 is refused": (Fault(answer=HTML._replace(status=206)), 1),
-    "a stated encoding changes no byte": (Fault(headers=GZIP), 0),
+    "a header Content-Encoding changes no byte": (Fault(headers=GZIP), 0),
     "a compressed body is refused": (Fault(body=in_gzip, headers=GZIP), 1),
     "a body without a stated length is read": (Fault(chunked=True), 0),
     "a body without a stated length, cut, is continued": (Fault(chunked=True, cut=300_000), 1),
-    "the bytes of another object are not taken": (Fault(path="OTHER"), None),
-    "a missing ETag in one answer is another version": (Fault(headers={"ETag": None}), None),
+    "the bytes of another object are refused": (Fault(path="OTHER"), None),
+    "a missing ETag in one response is another version": (Fault(headers={"ETag": None}), None),
     "503 is repeated": (Fault(answer=page(503, "SlowDown")), 1),
     "502 in HTML is repeated": (Fault(answer=HTML._replace(status=502)), 1),
     "400 RequestTimeout is repeated": (Fault(answer=page(400, "RequestTimeout")), 1),
@@ -219,8 +214,8 @@ HEALED: dict[str, tuple[Fault, int | None]] = {
 }
 
 
-def bent(fault: Fault, lab: Lab, start: int = MIB) -> Fault:
-    """With the names of this run, for the part that begins there."""
+def adapted(fault: Fault, lab: Lab, start: int = MIB) -> Fault:
+    """Adapt a fault of `HEALED` to the part at ``start`` and to the bucket."""
     if fault.span is not None:
         at, stop = fault.span
         return replace(fault, span=(at + start - MIB, stop + start - MIB))
@@ -232,7 +227,7 @@ def bent(fault: Fault, lab: Lab, start: int = MIB) -> Fault:
 def test_one_fault_is_healed(lab: Lab, claim: str, start: int) -> None:
     fault, more = HEALED[claim]
     lab.put("other.tar", 7)
-    rule = Rule(bent(fault, lab, start), start=start)
+    rule = Rule(adapted(fault, lab, start), start=start)
     lab.proxy.script(rule)
     lab.expect(lab.cache())
     assert rule.fired == 1
@@ -241,24 +236,19 @@ def test_one_fault_is_healed(lab: Lab, claim: str, start: int) -> None:
 
 @pytest.mark.parametrize(
     "fault",
-    [
-        Fault(hang_up="stall"),
-        Fault(cut=300_000, how="stall"),
-        Fault(rate=2000),
-    ],
+    [Fault(hang_up="stall"), Fault(cut=300_000, how="stall"), Fault(rate=2000)],
     ids=["before the head", "in the body", "a trickle"],
 )
-def test_silence_is_given_up_after_timeout(lab: Lab, fault: Fault) -> None:
+def test_a_silent_request_is_repeated_after_timeout(lab: Lab, fault: Fault) -> None:
     rule = Rule(fault, start=MIB)
     lab.proxy.script(rule)
     lab.expect(lab.cache(timeout=0.7, attempts=6))
     assert rule.fired == 1
-    assert any(
-        r.range and MIB <= r.range[0] < 2 * MIB and not r.fault for r in lab.proxy.requests()
-    )
+    repeated = [r.range for r in lab.proxy.requests() if r.range and not r.fault]
+    assert any(MIB <= start < 2 * MIB for start, _ in repeated)
 
 
-def test_a_refused_connection_is_tried_again_until_the_server_is_back(lab: Lab, caplog) -> None:
+def test_a_refused_connection_is_retried(lab: Lab, caplog) -> None:
     caplog.set_level("INFO", "shardcache")
     lab.proxy.refuse()
     with ThreadPoolExecutor() as pool:
@@ -269,7 +259,7 @@ def test_a_refused_connection_is_tried_again_until_the_server_is_back(lab: Lab, 
     assert lab.gets() == PARTS
 
 
-def test_a_streamed_shard_heals_too(lab: Lab) -> None:
+def test_faults_of_a_streamed_shard_are_healed(lab: Lab) -> None:
     cache = lab.cache(max_size="2MiB")
     lab.proxy.script(
         Rule(Fault(cut=2 * MIB), skip=1),
@@ -281,46 +271,43 @@ def test_a_streamed_shard_heals_too(lab: Lab) -> None:
     assert not list(cache.entries())
 
 
-# -- what the origin does not know or refuses to say ----------------------------------
-
-
 NO_ETAG = {"ETag": None}
-#: claim -> (fault of all answers to this method, the ranges that are asked for)
+#: claim -> (fault of all responses to this method, expected ranges)
 IN_PARTS = [(at, min(at + MIB, SIZE)) for at in range(0, SIZE, MIB)]
-SILENT: dict[str, tuple[Fault, str | None, list[tuple[int, int] | None]]] = {
+LACKING: dict[str, tuple[Fault, str | None, list[tuple[int, int] | None]]] = {
     "HEAD is refused": (Fault(answer=page(403, "AccessDenied")), "HEAD", IN_PARTS),
-    "HEAD is not known": (Fault(answer=page(501, "NotImplemented")), "HEAD", IN_PARTS),
-    "HEAD is too much": (Fault(answer=page(503, "SlowDown")), "HEAD", IN_PARTS),
-    "HEAD leads elsewhere": (Fault(answer=page(301, "PermanentRedirect")), "HEAD", IN_PARTS),
-    "HEAD is answered by a page": (Fault(answer=HTML), "HEAD", IN_PARTS),
+    "HEAD is unknown": (Fault(answer=page(501, "NotImplemented")), "HEAD", IN_PARTS),
+    "HEAD is throttled": (Fault(answer=page(503, "SlowDown")), "HEAD", IN_PARTS),
+    "HEAD is redirected": (Fault(answer=page(301, "PermanentRedirect")), "HEAD", IN_PARTS),
+    "HEAD returns a page": (Fault(answer=HTML), "HEAD", IN_PARTS),
     "a HEAD without an ETag is no change": (Fault(headers=NO_ETAG), "HEAD", IN_PARTS),
     "a HEAD without a length is no change": (
         Fault(headers={"Content-Length": None}, chunked=True),
         "HEAD",
         IN_PARTS,
     ),
-    "without ETags times tell versions": (
+    "without ETags, times identify versions": (
         Fault(headers={**NO_ETAG, "Last-Modified": "Mon, 02 Nov 2020 10:00:00 GMT"}),
         None,
         IN_PARTS,
     ),
-    "times within a minute of the answer tell none": (
+    "times within a minute of the response do not": (
         Fault(headers=NO_ETAG),
         None,
         [IN_PARTS[0], None],
     ),
-    "without any version it is read in one answer": (
+    "without a version the shard is read in one response": (
         Fault(headers={**NO_ETAG, "Last-Modified": None}),
         None,
         [IN_PARTS[0], None],
     ),
-    "without ranges it is sent once": (Fault(strip=("range",)), "GET", IN_PARTS[:1]),
+    "without ranges the shard is sent once": (Fault(strip=("range",)), "GET", IN_PARTS[:1]),
 }
 
 
-@pytest.mark.parametrize("claim", SILENT)
-def test_an_origin_that_says_less(lab: Lab, claim: str) -> None:
-    fault, method, ranges = SILENT[claim]
+@pytest.mark.parametrize("claim", LACKING)
+def test_an_origin_that_lacks_a_feature(lab: Lab, claim: str) -> None:
+    fault, method, ranges = LACKING[claim]
     lab.proxy.script(Rule(fault, method=method, times=None))
     lab.expect(cache := lab.cache())
     (entry,) = cache.entries()
@@ -329,19 +316,16 @@ def test_an_origin_that_says_less(lab: Lab, claim: str) -> None:
     assert sorted(found, key=str) == sorted(ranges, key=str)
 
 
-# -- an object that is replaced on the server ----------------------------------------
-
-
-#: claim -> (what strikes as the object is replaced, in every other answer, of the new one: size)
+#: claim -> (request during which the object is replaced, fault of all responses, new size)
 STILL = {"ETag": None, "Last-Modified": "Sat, 21 Nov 2026 10:00:00 GMT"}
 REPLACED: dict[str, tuple[dict[str, object], Fault | None, int]] = {
     "between two parts": ({}, None, SIZE),
     "by a longer one": ({}, None, SIZE + 4096),
     "by a shorter one": ({}, None, SIZE - MIB),
     "by a tiny one": ({}, None, 512 * 5),
-    "where If-Match is ignored": ({}, Fault(strip=("if-match",)), SIZE),
-    "before its checksum is told": ({"method": "HEAD"}, None, SIZE),
-    "within the second that Last-Modified can tell": (
+    "and If-Match is ignored": ({}, Fault(strip=("if-match",)), SIZE),
+    "before its checksum is requested": ({"method": "HEAD"}, None, SIZE),
+    "within the same second of Last-Modified": (
         {},
         Fault(strip=("if-match",), headers=STILL),
         SIZE,
@@ -350,11 +334,11 @@ REPLACED: dict[str, tuple[dict[str, object], Fault | None, int]] = {
 
 
 @pytest.mark.parametrize("claim", REPLACED)
-def test_an_object_that_is_replaced_arrives_whole_in_its_new_version(lab: Lab, claim: str) -> None:
+def test_a_replaced_object_is_read_in_its_new_version(lab: Lab, claim: str) -> None:
     when, always, size = REPLACED[claim]
     put = replace(always or Fault(), before=lambda: lab.put(version=2, size=size))
     rules = [Rule(put, **(when or {"start": 3 * MIB}))]
-    if "ignored" in claim:  # and nothing but the answer itself tells of it
+    if "ignored" in claim:  # only the response itself shows the new version
         rules.append(Rule(Fault(answer=page(403, "x")), method="HEAD", times=None))
     if always is not None:
         rules.append(Rule(always, method=None, times=None))
@@ -364,18 +348,18 @@ def test_an_object_that_is_replaced_arrives_whole_in_its_new_version(lab: Lab, c
     assert len(list(lab.caches[0].entries())) == 1
 
 
-def test_an_object_replaced_all_the_time_is_reported(lab: Lab) -> None:
+def test_an_object_that_keeps_changing_is_an_error(lab: Lab) -> None:
     versions = iter(range(2, 100))
     put = Fault(before=lambda: lab.put(version=next(versions)))
     lab.proxy.script(Rule(put, start=2 * MIB, times=None))
     with pytest.raises(TransferError, match="changed 4 times") as caught:
         lab.cache().open(lab.url())
-    say(caught, lab, lab.url())
+    message(caught, lab, lab.url())
     assert lab.gets() <= 4 * PARTS
 
 
 @pytest.mark.parametrize("ignored", [(), ("if-match",)], ids=["If-Match", "without"])
-def test_a_streamed_object_that_is_replaced_is_an_error_not_a_splice(lab, ignored):
+def test_a_replaced_object_that_is_streamed_is_an_error(lab, ignored):
     late = Fault(before=lambda: lab.put(version=2), strip=ignored)
     lab.proxy.script(Rule(Fault(cut=2 * MIB)), Rule(late))
     with lab.cache(max_size="2MiB").open(lab.url()) as stream:
@@ -385,10 +369,8 @@ def test_a_streamed_object_that_is_replaced_is_an_error_not_a_splice(lab, ignore
     assert lab.url() in str(caught.value)
 
 
-# -- faults that stay -----------------------------------------------------------------
-
-#: claim -> (fault, what the error says)
-FOR_EVER: dict[str, tuple[Fault, str]] = {
+#: claim -> (fault of all responses, a part of the message)
+PERSISTENT: dict[str, tuple[Fault, str]] = {
     "503": (Fault(answer=page(503, "SlowDown")), "503 SlowDown"),
     "reset": (Fault(hang_up="reset"), "does not answer"),
     "hang-up": (Fault(hang_up="close"), "does not answer"),
@@ -399,35 +381,35 @@ FOR_EVER: dict[str, tuple[Fault, str]] = {
 }
 
 
-@pytest.mark.parametrize("claim", FOR_EVER)
-def test_only_so_many_attempts(lab: Lab, claim: str) -> None:
-    fault, said = FOR_EVER[claim]
+@pytest.mark.parametrize("claim", PERSISTENT)
+def test_a_persistent_fault_ends_after_the_attempts(lab: Lab, claim: str) -> None:
+    fault, text = PERSISTENT[claim]
     lab.proxy.script(Rule(fault, times=None))
-    with pytest.raises(TransferError, match=said) as caught:
+    with pytest.raises(TransferError, match=text) as caught:
         lab.cache(attempts=4).open(lab.url())
-    assert "4 attempts failed" in say(caught, lab, lab.url())
+    assert "4 attempts failed" in message(caught, lab, lab.url())
     starts = [r.range and r.range[0] for r in lab.proxy.of(lab.path_of())]
     assert starts.count(0) <= 4
-    assert lab.gets() <= 4 * 4  # one layer, on each of four connections
+    assert lab.gets() <= 4 * 4  # four connections
 
 
 @pytest.mark.parametrize("stall", [Fault(hang_up="stall"), Fault(cut=1000, how="stall")])
-def test_silence_for_ever_is_a_timeout(lab: Lab, stall: Fault) -> None:
+def test_a_silent_origin_is_a_timeout(lab: Lab, stall: Fault) -> None:
     lab.proxy.script(Rule(stall, times=None))
     with pytest.raises(TransferTimeoutError) as caught:
         lab.cache(attempts=2, timeout=0.5, connections=1).open(lab.url())
-    say(caught, lab, lab.url())
+    message(caught, lab, lab.url())
     assert lab.gets() == 2
 
 
-def test_the_deadline_ends_a_trickle(lab: Lab) -> None:
+def test_the_deadline_ends_a_slow_download(lab: Lab) -> None:
     lab.proxy.script(Rule(Fault(rate=20_000), times=None))
     with pytest.raises(TransferTimeoutError, match="deadline") as caught:
         lab.cache(deadline=0.8, timeout=5).open(lab.url())
-    say(caught, lab, lab.url())
+    message(caught, lab, lab.url())
 
 
-#: claim -> (answer, error, what it says, requests)
+#: claim -> (response, error, a part of its message, requests)
 PERMANENT: dict[str, tuple[Answer, type[ShardCacheError], str, int]] = {
     "404": (page(404, "NoSuchKey"), ShardNotFoundError, "not found", 1),
     "403": (page(403, "AccessDenied"), AccessDeniedError, "these credentials", 1),
@@ -443,7 +425,7 @@ PERMANENT: dict[str, tuple[Answer, type[ShardCacheError], str, int]] = {
         page(301, "PermanentRedirect", **{"x-amz-bucket-region": "eu-west-1"}),
         ConfigError,
         "Check the region",
-        2,  # the second one there
+        2,  # the second one to that region
     ),
     "400": (page(400, "InvalidRequest"), ConfigError, "400 InvalidRequest", 1),
     "a shard in cold storage": (page(403, "InvalidObjectState"), AccessDeniedError, "403", 1),
@@ -452,23 +434,23 @@ PERMANENT: dict[str, tuple[Answer, type[ShardCacheError], str, int]] = {
 
 @pytest.mark.parametrize("claim", PERMANENT)
 def test_a_permanent_refusal_is_not_repeated(lab: Lab, claim: str) -> None:
-    answer, kind, said, requests = PERMANENT[claim]
-    lab.proxy.script(Rule(Fault(answer=answer), method=None, times=None))
-    with pytest.raises(kind, match=said) as caught:
+    response, kind, text, requests = PERMANENT[claim]
+    lab.proxy.script(Rule(Fault(answer=response), method=None, times=None))
+    with pytest.raises(kind, match=text) as caught:
         lab.cache().open(lab.url())
-    say(caught, lab, lab.url())
+    message(caught, lab, lab.url())
     assert len(lab.proxy.requests()) == requests
     assert os.listdir(lab.path / "v1/partial") == []
 
 
-def test_credentials_that_expire_in_mid_shard_are_an_error_that_can_be_resumed(lab: Lab) -> None:
+def test_a_download_whose_credentials_expire_can_be_resumed(lab: Lab) -> None:
     old = Rule(Fault(answer=page(400, "ExpiredToken")), start=3 * MIB, times=None)
     lab.proxy.script(old)
     cache = lab.cache(connections=1)
     with pytest.raises(TransferError, match="login has ended. Log in: aws sso login") as caught:
         cache.open(lab.url())
-    say(caught, lab, lab.url())
-    assert old.fired == 3  # `patience` is 0, so these are attempts
+    message(caught, lab, lab.url())
+    assert old.fired == 3  # attempts, because `patience` is 0
     lab.proxy.script()
     lab.expect(cache)
     assert lab.gets() == 2  # the parts that were missing
@@ -479,26 +461,23 @@ def test_credentials_that_expire_in_mid_shard_are_an_error_that_can_be_resumed(l
     "answer", [page(200, "InternalError"), HTML], ids=["page of S3", "page in HTML"]
 )
 def test_an_error_page_with_200_is_never_a_shard(lab: Lab, answer: Answer, key: str) -> None:
-    """Nor is there a HEAD that says what it should be."""
+    """HEAD is refused, so only the page itself can show the error."""
     url = lab.put(key)
     refused = Rule(Fault(answer=page(403, "x")), method="HEAD", times=None)
     lab.proxy.script(Rule(Fault(answer=answer), times=None), refused)
     cache = lab.cache()
     with pytest.raises((TransferError, IntegrityError)) as caught:
         cache.open(url)
-    say(caught, lab, url)
+    message(caught, lab, url)
     assert lab.gets(key) <= 4
     assert url not in cache
 
 
 @pytest.mark.parametrize("endpoint", ["http://nowhere.invalid:9", "http://127.0.0.1:9"])
-def test_an_endpoint_that_is_not_there_is_named(lab: Lab, endpoint: str) -> None:
+def test_the_error_names_an_endpoint_that_does_not_respond(lab: Lab, endpoint: str) -> None:
     with pytest.raises(TransferError, match=re.escape(endpoint.removeprefix("http://"))) as caught:
         lab.cache(endpoint_url=endpoint, attempts=2).open(lab.url())
-    say(caught, lab, lab.url())
-
-
-# -- at random ------------------------------------------------------------------------
+    message(caught, lab, lab.url())
 
 
 def random_fault(rng: random.Random, lab: Lab) -> Fault:
@@ -506,12 +485,11 @@ def random_fault(rng: random.Random, lab: Lab) -> Fault:
     other = Fault(headers={"ETag": '"x"'})
     refused = page(rng.choice([200, 206, 301, 400, 403, 404, 412, 416, 504]), "SomeCode")
     kinds = {"put": put, "other etag": other, f"{refused.status}": Fault(answer=refused)}
-    # Other bytes under the right range, or of another object all the time, show in the checksum
-    # alone, and that may be silent here, or lie as well.
-    unseen = {claim for claim, (fault, _) in HEALED.items() if fault.body is shifted or fault.path}
-    kinds |= {claim: fault for claim, (fault, _) in HEALED.items() if claim not in unseen}
+    # Only the checksum shows these faults, and another fault may hide or change it.
+    hidden = {claim for claim, (fault, _) in HEALED.items() if fault.body is shifted or fault.path}
+    kinds |= {claim: fault for claim, (fault, _) in HEALED.items() if claim not in hidden}
     claim = rng.choice(list(kinds))
-    return replace(bent(kinds[claim], lab), name=claim)
+    return replace(adapted(kinds[claim], lab), name=claim)
 
 
 def random_script(rng: random.Random, lab: Lab) -> list[Rule]:
@@ -528,7 +506,7 @@ def random_script(rng: random.Random, lab: Lab) -> list[Rule]:
 
 @pytest.mark.parametrize("batch", range(4))
 @pytest.mark.parametrize("fill", ["complete", "follow"])
-def test_whatever_goes_wrong_the_bytes_are_right_or_an_error_says_why(lab, fill, batch):
+def test_after_random_faults_the_bytes_are_right_or_there_is_an_error(lab, fill, batch):
     lab.put("other.tar", 7)
     cache, narrow = lab.cache(fill=fill), lab.cache(fill=fill, max_size="2MiB")
     for each in (cache, narrow):
@@ -538,18 +516,18 @@ def test_whatever_goes_wrong_the_bytes_are_right_or_an_error_says_why(lab, fill,
         reader = narrow if rng.random() < 0.2 else cache
         rules = random_script(rng, lab)
         lab.proxy.script(*rules)
-        told = f"seed {seed}: {', '.join(map(str, rules))}"
+        context = f"seed {seed}: {', '.join(map(str, rules))}"
         try:
             with reader.open(lab.url()) as stream:
                 found = stream.read()
-            lab.expect_any("a.tar", found, told)
+            lab.expect_any("a.tar", found, context)
         except ShardCacheError as exn:
-            assert str(exn), told
-        lab.settle()
-        assert len(lab.proxy.requests()) <= 4 * (PARTS + 3 * 5), told
+            assert str(exn), context
+        lab.join()
+        assert len(lab.proxy.requests()) <= 4 * (PARTS + 3 * 5), context
         cache.remove(lab.url())
         lab.proxy.script()
         lab.put(version=9)
-        lab.expect(cache, version=9)  # and when all is well again, all is well
-        lab.settle()
+        lab.expect(cache, version=9)  # without faults
+        lab.join()
         cache.remove(lab.url())

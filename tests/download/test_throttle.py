@@ -1,4 +1,4 @@
-"""A rate is kept by all connections of a prewarm together."""
+"""The rate limit of a prewarm, which all its connections share."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.clitools import run_process
 from tests.support.tars import make_tar
 
 
-def test_what_was_taken_is_paid_for_and_a_little_may_come_at_once(monkeypatch):
+def test_a_throttle_allows_a_short_burst_and_saves_nothing_up(monkeypatch):
     now = [1000.0]
     monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
     throttle = Throttle(1_000_000)
@@ -27,7 +27,7 @@ def test_what_was_taken_is_paid_for_and_a_little_may_come_at_once(monkeypatch):
     assert throttle.take(500_000) == pytest.approx(1.0)
     now[0] += 1.0
     assert throttle.take(0) == pytest.approx(0.0, abs=1e-6)
-    now[0] += 3600.0  # nothing is saved up
+    now[0] += 3600.0
     assert throttle.take(1_000_000) == pytest.approx(0.9)
 
 
@@ -55,11 +55,11 @@ def test_a_prewarm_keeps_its_rate(run, bucket, s3, s3_environment, tmp_path):
     assert code == 0, err
     summary = json.loads(out)["summary"]
     assert (summary["fetched"], summary["received_bytes"]) == (4, total)
-    # What comes at once is a tenth of a second's worth; the listing takes time beside.
+    # The burst has the bytes of a tenth of a second. The listing takes additional time.
     assert summary["seconds"] >= 0.85
 
 
-def test_who_waits_for_the_rate_can_be_called_off(tmp_path: Path, monkeypatch) -> None:
+def test_a_download_that_waits_for_the_rate_can_be_stopped(tmp_path: Path, monkeypatch) -> None:
     (tmp_path / "a.tar").write_bytes(make_tar(1, 3000, 700))
     stop, calls = threading.Event(), []
 

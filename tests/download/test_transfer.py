@@ -1,4 +1,4 @@
-"""The fetch engine against an origin in memory that misbehaves."""
+"""Downloads from an origin in memory that misbehaves."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ RESET = TransientError("reset")
 
 @pytest.fixture
 def make(make_cache: MakeCache, origin: MemoryOrigin) -> MakeCache:
-    """Caches that fetch in parts of two blocks."""
+    """Makes caches that download parts of two blocks."""
     origin.objects[URL] = DATA
     defaults = {"part_size": 2 * BLOCK, "connections": 4, "attempts": 3}
     return lambda **options: make_cache(**{**defaults, **options})
@@ -44,13 +44,13 @@ def fetched(cache: Cache, url: str = URL) -> bytes:
 
 
 def run(cache: Cache, download: Download) -> Entry:
-    """Run a download that the test holds, as `Cache.fetch` runs its own."""
+    """Run this download as `Cache.fetch` runs its own."""
     opened = cache.opener.obtain(download).opened
     opened.close()
     return opened.entry
 
 
-def asked(origin: MemoryOrigin) -> list[tuple[int, int | None]]:
+def ranges(origin: MemoryOrigin) -> list[tuple[int, int | None]]:
     return [(start, stop) for _, start, stop in origin.requests]
 
 
@@ -59,10 +59,10 @@ def stated(origin: MemoryOrigin, data: bytes, url: str = URL) -> None:
     origin.objects[url], origin.checksums[url] = data, Checksum("crc32", value)
 
 
-@pytest.mark.parametrize("told", [True, False], ids=["size", "no size"])
+@pytest.mark.parametrize("sizes", [True, False], ids=["size", "no size"])
 @pytest.mark.parametrize("size", [0, 1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, SIZE])
-def test_every_byte_arrives_once(make, origin, size, told):
-    origin.objects[URL], origin.sizes = DATA[:size], told
+def test_every_byte_arrives_once(make, origin, size, sizes):
+    origin.objects[URL], origin.sizes = DATA[:size], sizes
     cache, download = make(), Download(parse_url(URL))
     with no_descriptor_left():
         assert run(cache, download).data.read_bytes() == DATA[:size]
@@ -71,13 +71,13 @@ def test_every_byte_arrives_once(make, origin, size, told):
     assert all(body.closed for body in origin.bodies)
 
 
-def test_progress_resets_the_attempts_and_nothing_comes_twice(make, origin):
+def test_progress_resets_the_attempts_and_no_byte_arrives_twice(make, origin):
     origin.faults.extend(Fault(after=100_000, error=RESET) for _ in range(6))
     assert fetched(make(attempts=3, connections=1)) == DATA
     assert origin.delivered == SIZE
 
 
-def test_an_unpinned_origin_is_described_again_at_the_end(make, origin):
+def test_without_conditional_requests_the_version_is_checked_at_the_end(make, origin):
     origin.pins = origin.states_checksums = False
     real = origin.stat
 
@@ -91,10 +91,10 @@ def test_an_unpinned_origin_is_described_again_at_the_end(make, origin):
 
 
 @pytest.mark.parametrize("sizes", [True, False])
-def test_an_answer_of_no_known_version_is_started_over_not_continued(make, origin, sizes):
+def test_a_response_without_a_version_is_repeated_not_continued(make, origin, sizes):
     origin.etags, origin.sizes, real = False, sizes, origin.open
     if sizes:
-        origin.faults.append(Fault(after=10**9))  # the first look passes
+        origin.faults.append(Fault(after=10**9))  # none in the first response
     origin.faults.append(Fault(after=3 * BLOCK, error=RESET))
 
     def replaced(*arguments: Any) -> Any:
@@ -122,20 +122,20 @@ def test_many_threads_share_the_connections(make: MakeCache, origin: MemoryOrigi
     assert max(most) <= 4
 
 
-def test_a_process_that_may_start_no_threads_fetches_alone_and_streams(make, monkeypatch):
+def test_a_process_that_cannot_start_threads_still_reads_and_caches(make, monkeypatch):
     def refuse(self: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
     cache = make()
     monkeypatch.setattr(threading.Thread, "start", refuse)
-    with cache.open(URL) as stream:  # whose fetch would go on beside its reader
+    with cache.open(URL) as stream:  # following needs a thread, so the shard is streamed
         assert stream.read() == DATA and stream.name == URL
     assert fetched(cache) == DATA
 
 
 @pytest.mark.locks_work("answers")
-def test_what_comes_after_an_abort_is_not_believed(make: MakeCache, origin: MemoryOrigin) -> None:
-    """A connection that is aborted behind TLS goes on with ciphertext."""
+def test_bytes_after_an_abort_are_not_used(make: MakeCache, origin: MemoryOrigin) -> None:
+    """An aborted TLS connection returns ciphertext."""
     origin.objects[URL] = DATA[: 4 * BLOCK]
     receiving, real = threading.Event(), origin.open
 
@@ -145,7 +145,7 @@ def test_what_comes_after_an_abort_is_not_believed(make: MakeCache, origin: Memo
 
         def fail(buffer: memoryview) -> int:
             nonlocal came
-            if came < BLOCK:  # which brings the other connections
+            if came < BLOCK:  # after some bytes, the other connections start
                 count = receive(buffer[: BLOCK - came])
                 came += count
                 return count
@@ -168,17 +168,17 @@ def test_what_comes_after_an_abort_is_not_believed(make: MakeCache, origin: Memo
     assert receiving.is_set()
     origin.open = real  # type: ignore[method-assign]
     assert fetched(cache) == DATA[: 4 * BLOCK]
-    assert {start for start, _ in asked(origin)[-2:]} == {BLOCK, 3 * BLOCK}  # it was resumed
+    assert {start for start, _ in ranges(origin)[-2:]} == {BLOCK, 3 * BLOCK}  # resumed
 
 
-def test_a_helper_that_is_late_writes_into_no_other_file(make, origin, tmp_path, monkeypatch):
-    """The download failed meanwhile, and another file has the number of its descriptor."""
+def test_a_late_thread_writes_into_no_other_file(make, origin, tmp_path, monkeypatch):
+    """The download has failed, and another file may have its descriptor number."""
     monkeypatch.setattr(transfer, "_FAREWELL", 0.0)
     more = origin.hold(BLOCK)  # the first part
     late, go, real = threading.Event(), threading.Event(), os.pwrite
 
     def pwrite(fd: int, data: memoryview, offset: int) -> int:
-        if offset == 2 * BLOCK:  # the helper writes the second part
+        if offset == 2 * BLOCK:  # another thread writes the second part
             late.set()
             go.wait(PATIENCE)
         return real(fd, data, offset)
@@ -198,15 +198,12 @@ def test_a_helper_that_is_late_writes_into_no_other_file(make, origin, tmp_path,
     assert other.read_bytes() == b""
 
 
-# -- what a listing, or a neighbour, tells -------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("size", "etags", "rest"),
     [
         (BLOCK + 9, True, []),
-        (2 * BLOCK + 1, True, [(2 * BLOCK, 2 * BLOCK + 1)]),  # it is longer than it was
-        (2 * BLOCK + 1, False, []),  # its parts could be of different versions
+        (2 * BLOCK + 1, True, [(2 * BLOCK, 2 * BLOCK + 1)]),  # longer than listed
+        (2 * BLOCK + 1, False, []),  # parts could have different versions
     ],
 )
 def test_a_small_shard_that_was_listed_takes_one_request(make, origin, size, etags, rest):
@@ -215,61 +212,55 @@ def test_a_small_shard_that_was_listed_takes_one_request(make, origin, size, eta
     entry = run(make(), Download(parse_url(URL), listed=BLOCK))
     assert entry.data.read_bytes() == DATA[:size]
     assert entry.metadata().checked == "crc32"
-    assert (asked(origin), origin.stats) == ([(0, None), *rest], [])
+    assert (ranges(origin), origin.stats) == ([(0, None), *rest], [])
 
 
-def test_a_shard_is_asked_for_as_its_neighbour_was(make: MakeCache, origin: MemoryOrigin) -> None:
-    """Nobody has told its size, but the one before was small: one request, with checksum."""
+def test_after_a_small_shard_its_neighbour_takes_one_request(make, origin):
+    """Its size is unknown, but probably similar. A whole response has a checksum."""
     neighbour = "s3://lab/neighbour.bin"
     stated(origin, DATA[: BLOCK + 9])
     stated(origin, DATA[: BLOCK + 9], neighbour)
     cache = make()
     cache.fetch(URL)
     assert cache.fetch(neighbour).metadata().checked == "crc32"
-    assert (asked(origin), origin.stats) == ([(0, 2 * BLOCK), (0, None)], [URL])
+    assert (ranges(origin), origin.stats) == ([(0, 2 * BLOCK), (0, None)], [URL])
 
 
-# -- nothing but its bytes delays a shard --------------------------------------------------
-
-
-@pytest.mark.parametrize("how", ["fails", "is silent"])
-def test_a_complete_shard_does_not_wait_for_its_checksum(make, origin, monkeypatch, how):
+@pytest.mark.parametrize("is_silent", [False, True])
+def test_a_complete_shard_does_not_wait_for_its_checksum(make, origin, monkeypatch, is_silent):
     monkeypatch.setattr(transfer, "_LAST_RESPONSE", 0.1)
     over, stats = threading.Event(), []
 
     def stat(url: object) -> Any:
         stats.append(url)
-        if how == "is silent":
+        if is_silent:
             over.wait(2 * PATIENCE)
         raise TransientError("503 Slow Down", retry_after=2 * PATIENCE)
 
     origin.stat = stat  # type: ignore[method-assign]
-    begun = time.monotonic()
+    start = time.monotonic()
     assert fetched(make()) == DATA
-    assert time.monotonic() - begun < PATIENCE
-    assert len(stats) == 1  # it is not worth a second attempt
+    assert time.monotonic() - start < PATIENCE
+    assert len(stats) == 1
     over.set()
 
 
-def test_closing_waits_for_copies_to_an_upstream_only_so_long(make, tmp_path, monkeypatch):
+def test_closing_waits_a_limited_time_for_copies_to_an_upstream(make, tmp_path, monkeypatch):
     monkeypatch.setattr("shardcache.process.LAST_COPIES", 0.1)
     hangs = threading.Event()
     cache = make(upstreams=[{"url": str(tmp_path / "nas"), "write_back": True}])
     monkeypatch.setattr(cache._here().origins, "write_back", lambda *_: hangs.wait(2 * PATIENCE))
-    begun = time.monotonic()
+    start = time.monotonic()
     assert read(cache, URL) == DATA
     cache.close()
-    assert time.monotonic() - begun < PATIENCE
+    assert time.monotonic() - start < PATIENCE
     hangs.set()
 
 
-# -- calling off ---------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("during", ["another's fetch", "retries", "silence"])
-def test_whatever_is_waited_for_can_be_called_off(make, origin, during):
+@pytest.mark.parametrize("during", ["another download", "retries", "silence"])
+def test_a_waiting_download_can_be_cancelled(make, origin, during):
     cache, download = make(attempts=100), Download(parse_url(URL))
-    if during == "another's fetch":
+    if during == "another download":
         lock = held_elsewhere(cache, URL)
     elif during == "retries":
         origin.faults.extend(Fault(after=None) for _ in range(100))
@@ -283,7 +274,7 @@ def test_whatever_is_waited_for_can_be_called_off(make, origin, during):
             wait_until(lambda: download.progress().written >= BLOCK)
         download.cancel()
         assert isinstance(fetching.exception(PATIENCE), FetchCancelledError)
-    if during == "another's fetch":
+    if during == "another download":
         lock.release()
     origin.faults.clear()
-    assert fetched(cache) == DATA  # the cache goes on
+    assert fetched(cache) == DATA

@@ -1,4 +1,4 @@
-"""Nodes that share a directory agree who fetches; a node that dies is waited for no longer."""
+"""Leases: nodes that share a directory download a shard once, and dead nodes lose their leases."""
 
 from __future__ import annotations
 
@@ -28,19 +28,18 @@ def layout(tmp_path: Path) -> Layout:
     return replace(make_root(tmp_path / "cache", "1"), grace=IDLE_GRACE)
 
 
-def test_what_is_no_lease_is_granted_and_left_alone(tmp_path, layout):
-    first, odd = KeyLease(layout, KEY, 60.0), KeyLease(layout, KEY, 30.0)
-    assert first.try_acquire(ME) and odd.try_acquire(
-        ME
-    )  # of another duration: a duplicate at worst
-    odd.release()
+def test_a_lease_is_granted_where_the_file_is_no_valid_lease(tmp_path, layout):
+    first, other = KeyLease(layout, KEY, 60.0), KeyLease(layout, KEY, 30.0)
+    assert first.try_acquire(ME)
+    assert other.try_acquire(ME)  # another duration: at worst a second download
+    other.release()
     assert layout.lease(KEY).exists()
     first.release()
     (tmp_path / "v1").write_text("")
     assert KeyLease(Layout.of_root(tmp_path), KEY).try_acquire(ME)
 
 
-def test_a_lease_is_taken_when_nobody_touches_it_for_its_time_and_no_sooner(layout, monkeypatch):
+def test_a_lease_expires_after_its_duration_without_a_touch(layout, monkeypatch):
     ahead, real, path = [0.0], time.monotonic, layout.lease(KEY)
     monkeypatch.setattr(time, "monotonic", lambda: real() + ahead[0])
     holder, heir = KeyLease(layout, KEY, 6000.0), KeyLease(layout, KEY, 6000.0)
@@ -48,19 +47,19 @@ def test_a_lease_is_taken_when_nobody_touches_it_for_its_time_and_no_sooner(layo
     marker, host = path.read_bytes(), socket.gethostname().encode()
     holder.release()
     assert host in marker
-    path.write_bytes(marker.replace(host, b"another-node"))  # so that only time can tell
+    path.write_bytes(marker.replace(host, b"another-node"))  # so that only the time matters
     for touched in range(5):
         os.utime(path, (touched, touched))
         assert not heir.try_acquire(ME)
         ahead[0] += 4000
-    for _ in range(2):  # nobody touched it for 4,000 s
+    for _ in range(2):  # untouched for 4,000 s
         assert not heir.try_acquire(ME)
     ahead[0] += 2000
     wait_until(lambda: heir.try_acquire(ME))
     heir.release()
 
 
-def test_dead_leases_are_swept_and_live_ones_are_not(layout: Layout) -> None:
+def test_only_dead_leases_are_removed(layout: Layout) -> None:
     mine = KeyLease(layout, KEY)
     assert mine.try_acquire(ME)
     stranger = layout.lease(KEY).with_name("notes.txt")
@@ -74,10 +73,8 @@ def test_dead_leases_are_swept_and_live_ones_are_not(layout: Layout) -> None:
 
 
 @needs_root
-def test_two_nodes_with_one_directory_fetch_a_shard_once(
-    s3, bucket, proxy, s3_environment, tmp_path
-):
-    """Two mount namespaces with a /dev/shm each are two nodes."""
+def test_two_nodes_download_a_shard_once(s3, bucket, proxy, s3_environment, tmp_path):
+    """Two mount namespaces with separate /dev/shm act as two nodes."""
     shards = {f"{n}.tar": make_tar(n, members=40, size=20_000) for n in range(4)}
     for name, data in shards.items():
         s3.put(bucket, name, data)
@@ -98,7 +95,7 @@ def test_two_nodes_with_one_directory_fetch_a_shard_once(
     with forked(node) as first, forked(node) as second:
         first.tell()
         second.tell()
-        # Each had sessions of its own: they agreed by nothing but the leases.
+        # Each node has its own sessions, so the nodes share only the leases.
         assert [first.hear(), second.hear()] == [["shardcache"]] * 2
     fetches = {name: seen.object_fetches for name, seen in proxy.summary().items()}
     assert fetches == {f"{bucket}/{name}": 1 for name in shards}

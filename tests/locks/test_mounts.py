@@ -1,4 +1,4 @@
-"""The filesystem of a path, as the kernel states it, decides which kind of lock is used there."""
+"""The kind of lock depends on the filesystem of the cache."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ TABLE = """\
 """
 
 
-def test_the_innermost_latest_mount_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_mount_of_a_path_is_the_innermost_and_latest(tmp_path, monkeypatch):
     (tmp_path / "mountinfo").write_text(TABLE)
     (tmp_path / "link").symlink_to("/juice/cache")
     monkeypatch.setattr(mounts, "_MOUNTINFO", tmp_path / "mountinfo")
@@ -41,7 +41,7 @@ def test_the_innermost_latest_mount_counts(tmp_path: Path, monkeypatch: pytest.M
         ("/", "ext4", True),
         ("/dev/shm/x/y", "tmpfs", True),
         ("/data/shards", "nfs4", False),
-        ("/database", "ext4", True),  # a name that begins alike is another directory
+        ("/database", "ext4", True),  # not below /data
         ("/data/local disk/cache", "xfs", True),
         (tmp_path / "link", "fuse.juicefs", False),
         ("/scratch/me", "lustre", False),  # mounted over another
@@ -54,11 +54,11 @@ def test_the_innermost_latest_mount_counts(tmp_path: Path, monkeypatch: pytest.M
 
 @pytest.fixture
 def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The directory of this node, for this test alone."""
-    place = tmp_path / "node"
-    place.mkdir()
-    monkeypatch.setattr(mounts, "_NODE_DIRECTORIES", (str(place),))
-    return place
+    """The directory for the local files of this node."""
+    directory = tmp_path / "node"
+    directory.mkdir()
+    monkeypatch.setattr(mounts, "_NODE_DIRECTORIES", (str(directory),))
+    return directory
 
 
 @pytest.fixture
@@ -69,7 +69,7 @@ def root(tmp_path: Path, node: Path) -> Path:
 
 
 def on(kind: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The cache is on such a filesystem; None is one that the kernel does not name."""
+    """Pretend that the cache is on such a filesystem; None is an unknown one."""
     real = mount_of
 
     def found(path: Path | str) -> Mount | None:
@@ -81,9 +81,7 @@ def on(kind: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("kind", ["ext4", "tmpfs", "nfs4", "lustre", "fuse.juicefs", "9p", None])
-def test_local_filesystems_are_locked_by_flock_and_all_others_by_leases(
-    root, node, monkeypatch, kind
-):
+def test_only_local_filesystems_are_locked_by_flock(root, node, monkeypatch, kind):
     on(kind, monkeypatch)
     found = node_namespace(root, "auto", 600.0)
     if kind in ("ext4", "tmpfs"):
@@ -96,31 +94,27 @@ def test_local_filesystems_are_locked_by_flock_and_all_others_by_leases(
     assert node_namespace(root, "flock", 600.0) == Layout.of_root(root)
 
 
-def test_all_who_share_a_root_share_a_directory_of_the_node_that_nobody_planted(
-    root, node, monkeypatch, tmp_path
-):
-    def place(name: str = "cache") -> Path | None:
+def test_caches_of_a_root_share_a_node_directory(root, node, monkeypatch, tmp_path):
+    def local(name: str = "cache") -> Path | None:
         return node_namespace(tmp_path / name, "lease", 600.0).local
 
     (tmp_path / "link").symlink_to(root)
     make_root(tmp_path / "cache2", "1")
-    first, other = place(), tmp_path / "other-node"
+    first, other = local(), tmp_path / "other-node"
     assert first is not None and first.parent == node
-    assert place("link") == first != place("cache2")
-    assert place("cache3") is None  # not made yet
+    assert local("link") == first != local("cache2")
+    assert local("cache3") is None  # does not exist
     other.mkdir()
     monkeypatch.setattr(mounts, "_NODE_DIRECTORIES", (str(node), str(other)))
     first.chmod(0o777)
-    assert place() == other / first.name
+    assert local() == other / first.name
     first.rmdir()
     first.symlink_to(tmp_path)
-    assert place() == other / first.name
+    assert local() == other / first.name
 
 
 @pytest.mark.locks_work("flock")
-def test_with_leases_nothing_in_the_cache_is_locked(
-    make_cache, origin, root, node, monkeypatch, caplog
-):
+def test_leases_lock_no_file_of_the_cache(make_cache, origin, root, node, monkeypatch, caplog):
     locked, real = [], fcntl.flock
 
     def watched(fd: int, operation: int) -> None:
@@ -135,9 +129,9 @@ def test_with_leases_nothing_in_the_cache_is_locked(
         for url in (URL, "s3://lab/b.tar"):
             with cache.open(url) as stream:
                 assert stream.read() == make_tar(1)
-    [record] = caplog.records  # said once
+    [record] = caplog.records
     assert "leases" in record.getMessage() and "1h" in record.getMessage()
-    assert cache.clean(everything=True).removed == ()  # used a moment ago
+    assert cache.clean(everything=True).removed == ()  # too recently used
     assert list(node.glob("*/sessions/*.session"))
     assert not list((root / "v1" / "sessions").glob("*.session"))
     age(root)
@@ -145,16 +139,12 @@ def test_with_leases_nothing_in_the_cache_is_locked(
     assert locked and not any(name.startswith(str(root)) for name in locked)
 
 
-# -- both kinds in one directory -----------------------------------------------------------
-
 KINDS = [("flock", "lease"), ("lease", "flock")]
 
 
 @pytest.mark.locks_work
 @pytest.mark.parametrize(("one", "other"), KINDS)
-def test_live_processes_with_another_kind_of_lock_refuse_a_newcomer(
-    make_cache, origin, root, one, other
-):
+def test_another_kind_of_lock_is_an_error(make_cache, origin, root, one, other):
     origin.objects[URL] = make_tar(1)
     with make_cache(dir=root, locks=one) as running:
         running.fetch(URL)
@@ -167,9 +157,7 @@ def test_live_processes_with_another_kind_of_lock_refuse_a_newcomer(
 
 @pytest.mark.locks_work
 @pytest.mark.parametrize(("one", "other"), KINDS)
-def test_a_command_locks_as_the_live_processes_do(
-    make_cache, origin, root, run, monkeypatch, one, other
-):
+def test_commands_lock_as_live_processes(make_cache, origin, root, run, monkeypatch, one, other):
     def stays() -> bool:
         cleaned = run("--dir", root, "clean", "--all", "-y")[1]
         return run("--dir", root, "rm", "-y", URL)[0] == 6 and "kept 1 shard" in cleaned
@@ -180,13 +168,13 @@ def test_a_command_locks_as_the_live_processes_do(
         running.fetch(URL)
         with running.open(URL):
             if one == "flock":
-                age(root)  # leases would take it for unused
+                age(root)  # with leases it would count as unused
             assert stays()
         assert stays() == (one == "lease")  # used within the last hour
 
 
 @pytest.mark.locks_work
-def test_a_client_of_the_machine_that_has_the_disk_is_refused_while_that_shows_signs_of_life(
+def test_a_client_is_refused_while_the_server_of_the_disk_uses_the_cache(
     make_cache, origin, root, node, run, monkeypatch, clock
 ):
     origin.objects[URL] = make_tar(1)
@@ -196,9 +184,9 @@ def test_a_client_of_the_machine_that_has_the_disk_is_refused_while_that_shows_s
         running.fetch(URL)
         [session] = (root / "v1/sessions").glob("*.session")
         before = session.stat()
-        wait_until(lambda: real() > before.st_ctime + 0.1)  # as exact as the clock of a filesystem
+        wait_until(lambda: real() > before.st_ctime + 0.1)  # the clock of a filesystem is coarse
         clock.sleep(100)
-        read(running, URL)  # and once in a while it notes that it is alive
+        read(running, URL)  # touches the session
         assert session.stat().st_ctime_ns > before.st_ctime_ns
         assert session.stat().st_mtime_ns == before.st_mtime_ns
         on("nfs4", monkeypatch)
@@ -211,7 +199,7 @@ def test_a_client_of_the_machine_that_has_the_disk_is_refused_while_that_shows_s
 
 
 @pytest.mark.locks_work
-def test_a_lease_lasts_as_long_as_its_process_uses_the_cache(make_cache, origin, root, clock):
+def test_a_session_is_renewed_while_its_process_uses_the_cache(make_cache, origin, root, clock):
     origin.objects[URL] = make_tar(1)
     with make_cache(dir=root, locks="lease") as running:
         running.fetch(URL)

@@ -1,4 +1,4 @@
-"""Sessions: who uses the cache, since when, for as long as they live; and who waits for whom."""
+"""Sessions of live processes, their limits, and the processes that wait for a shard."""
 
 from __future__ import annotations
 
@@ -15,21 +15,9 @@ import pytest
 from shardcache.cache import Cache
 from shardcache.layout import Layout
 from shardcache.locks.flock import Holder
-from shardcache.locks.sessions import (
-    Session,
-    live_sessions,
-    live_waits,
-    remove_dead,
-    stated_limits,
-)
+from shardcache.locks.sessions import Session, live_sessions, live_waits, remove_dead, stated_limits
 from shardcache.urls import parse_url
-from tests.support.storetools import (
-    PATIENCE,
-    Parent,
-    forked,
-    no_descriptor_left,
-    wait_until,
-)
+from tests.support.storetools import PATIENCE, Parent, forked, no_descriptor_left, wait_until
 from tests.support.tars import make_tar
 
 URL = "s3://lab/train-0000.tar"
@@ -44,7 +32,7 @@ def names(layout: Layout) -> list[str]:
 
 
 @pytest.mark.locks_work
-def test_the_living_count_stopped_or_not_and_what_the_dead_left_goes(layout: Layout) -> None:
+def test_sessions_of_live_and_stopped_processes_count(layout: Layout) -> None:
     def work(parent: Parent) -> None:
         session = Session(layout, 1000.5, limits={"max_size": "1GB"})
         mine = session, Session(layout, 0.0, (KEY, WAITER))
@@ -68,13 +56,13 @@ def test_the_living_count_stopped_or_not_and_what_the_dead_left_goes(layout: Lay
         assert names(layout) == [young.path.name]
         young.close()
         young.close()
-        Session(layout, 1500.0, limits={"max_size": "3GB"}).close()  # it began before the last one
+        Session(layout, 1500.0, limits={"max_size": "3GB"}).close()  # older than the last one
         Session(layout, 3000.0).close()  # of a command
         assert stated_limits(layout) == ([{"max_size": "2GB"}], False)
     assert live_sessions(layout) == names(layout) == []
 
 
-def test_a_program_that_closes_nothing_ends_without_a_word_and_without_a_session(tmp_path):
+def test_a_program_without_close_leaves_no_warning_and_no_session(tmp_path):
     (tmp_path / "a.tar").write_bytes(make_tar(1))
     program = """
 import os, sys
@@ -91,7 +79,7 @@ print(sum(name.endswith(".session") for name in found))
 
 
 @pytest.mark.locks_work
-def test_what_is_no_note_is_not_shown(layout: Layout) -> None:
+def test_invalid_records_of_waiting_processes_are_ignored(layout: Layout) -> None:
     session = Session(layout, 0.0, (KEY, WAITER))
     for text in (b"", b"{", b'{"pid": "12"}', b"[]", WAITER.encode().replace(b"node", b"\\u001b")):
         assert list(live_waits(layout)) == [(KEY, WAITER)]
@@ -102,8 +90,7 @@ def test_what_is_no_note_is_not_shown(layout: Layout) -> None:
 
 
 @pytest.mark.locks_work
-def test_top_shows_who_waits_for_whom_since_when(make_cache, origin, monkeypatch, run):
-    """A process that fetches, and one that waits for it: all of it real but the origin."""
+def test_top_shows_waiting_processes_and_their_holders(make_cache, origin, monkeypatch, run):
     origin.objects[URL] = DATA
 
     def fetch(parent: Parent) -> None:
@@ -119,9 +106,8 @@ def test_top_shows_who_waits_for_whom_since_when(make_cache, origin, monkeypatch
         command = ("top", "--count", "1", "--interval", "0.2")
         _, table = run(*command)[1].split("1 waiting process")
         _, titles, row, *_ = table.splitlines()
-        assert titles.split() == ["SHARD", "PROCESS", "WAITS", "FOR", "TIME"] and row.startswith(
-            URL
-        )
+        assert titles.split() == ["SHARD", "PROCESS", "WAITS", "FOR", "TIME"]
+        assert row.startswith(URL)
         assert f"rank 1, pid {me}" in row and f"pid {fetcher}" in row
         (found,) = json.loads(run(*command, "--json")[1])["waits"]
         assert (found["url"], found["rank"], found["pid"]) == (URL, 1, me)

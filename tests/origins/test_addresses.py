@@ -21,7 +21,7 @@ ANSWER = answer("206 Partial Content", b"hello", Content_Range="bytes 0-4/5")
 
 
 class Network:
-    """Addresses of `HOST`, all with the port of one server; and each attempt to connect to it."""
+    """Resolves `HOST` to ``addresses`` and records each attempt to connect to one."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, port: int) -> None:
         self.port, self.url = port, f"http://{HOST}:{port}"
@@ -75,7 +75,7 @@ def read(origin: WebOrigin, url: str) -> None:
 
 @pytest.mark.parametrize("proxied", [False, True])
 @pytest.mark.parametrize("dead", [REFUSING, SILENT])
-def test_a_dead_address_is_tried_once_a_minute(network, clock, monkeypatch, dead, proxied) -> None:
+def test_a_dead_address_is_tried_once_a_minute(network, clock, monkeypatch, dead, proxied):
     network.addresses = [dead, LIVE]
     url = network.url
     if proxied:
@@ -84,7 +84,7 @@ def test_a_dead_address_is_tried_once_a_minute(network, clock, monkeypatch, dead
         url = "http://elsewhere.invalid"
     origin = WebOrigin(timeout=60)
     for minute in (1, 2):
-        for _ in range(40):  # each begins with either address
+        for _ in range(40):  # each starts at a random address
             read(origin, url)
             assert network.tried.count(dead) <= minute
             assert network.tried[-1] == LIVE
@@ -104,30 +104,31 @@ def test_connections_are_spread_over_the_addresses(network) -> None:
     assert set(network.tried) == set(network.addresses)
 
 
-def test_an_ipv6_address_that_is_silent_gives_way_to_ipv4(network) -> None:
+def test_after_a_silent_ipv6_address_an_ipv4_address_is_tried(network):
     network.addresses = [SILENT_6, REFUSING, LIVE]
     with silent(SILENT_6, network.port):
         origin = WebOrigin(timeout=60)
         read(origin, network.url)
         assert network.tried[0] == SILENT_6 and network.tried[-1] == LIVE
-        assert all(sock.fileno() < 0 for sock, place in network.attempts.items() if place != LIVE)
+        others = [sock for sock, address in network.attempts.items() if address != LIVE]
+        assert all(sock.fileno() < 0 for sock in others)
         for _ in range(3):
             read(origin, network.url)
         assert network.tried.count(SILENT_6) == 1
 
 
-def test_the_error_names_all_addresses_which_alternate_between_families(network, tmp_path) -> None:
+def test_the_error_names_all_addresses_in_the_order_of_the_attempts(network, tmp_path):
     network.addresses = [REFUSING, "127.0.0.4", "::1"]
     cache = Cache(tmp_path / "cache", min_free=0, attempts=1)
     with cache, pytest.raises(TransferError) as caught:
         cache.fetch(f"{network.url}/a.tar")
     refused = r"(127\S+) \(Connection refused\)"
-    said = rf"no connection to {HOST}; tried 3 of 3 addresses: {refused}, ::1 \([^)]+\), {refused} "
-    found = re.search(said, str(caught.value))
+    tried = rf"tried 3 of 3 addresses: {refused}, ::1 \([^)]+\), {refused} "
+    found = re.search(f"no connection to {HOST}; {tried}", str(caught.value))
     assert found and {*found.groups()} == {REFUSING, "127.0.0.4"}
 
 
-def test_all_addresses_together_have_the_time_of_one(network) -> None:
+def test_one_timeout_covers_all_addresses(network):
     network.addresses = [f"127.0.0.{last}" for last in range(10, 18)]
     with contextlib.ExitStack() as stack:
         for address in network.addresses:

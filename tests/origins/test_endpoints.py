@@ -1,4 +1,4 @@
-"""Endpoint and partition are part of a shard's key, wherever the S3 client takes them from."""
+"""The key of a shard on S3 contains its endpoint and partition, from any source of options."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from shardcache.urls import parse_url
 from tests.support.webservers import Files, answer, running
 
 LAB = "[profile lab]\nservices = near\n[services near]\ns3 =\n  endpoint_url = @\n"
-#: Options of a cache, the environment ("env"), and files of AWS, by the variables that name them.
+#: Options of a cache, the environment ("env") and configuration files by their variables. "@" is
+#: the endpoint.
 WAYS: list[dict[str, Any]] = [
     {"endpoint_url": "@"},
     {"storage_options": {"endpoint_url": "@"}},
@@ -28,7 +29,7 @@ WAYS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
-def test_two_endpoints_that_share_a_directory_keep_their_own_bytes(way, tmp_path, monkeypatch):
+def test_shards_of_two_endpoints_have_different_entries(way, tmp_path, monkeypatch):
     with running(Files()) as one, running(Files()) as other:
         for server in (one, other, one, other):
             server.files["/lab/a.bin"] = f"bytes of {server.url}".encode()
@@ -44,7 +45,7 @@ def test_two_endpoints_that_share_a_directory_keep_their_own_bytes(way, tmp_path
                 cache.open("s3://lab/a.bin") as stream,
             ):
                 assert stream.read() == server.files["/lab/a.bin"]
-        for server in (one, other):  # and the second look was a hit
+        for server in (one, other):  # the second read was a hit
             assert [request[:3] for request in server.requests].count("GET") == 1
 
 
@@ -80,7 +81,7 @@ ANY = {"AWS_ENDPOINT_URL": "http://any"}
         ({"AWS_IGNORE_CONFIGURED_ENDPOINT_URLS": "true", **ANY}, {}, None),
     ],
 )
-def test_the_order_of_places_is_botocores(environment, options, endpoint, tmp_path, monkeypatch):
+def test_the_endpoint_is_that_of_botocore(environment, options, endpoint, tmp_path, monkeypatch):
     (tmp_path / "aws").write_text(AWS_CONFIG)
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "aws"))
     for name, value in environment.items():
@@ -117,16 +118,16 @@ GOVERNMENT = "lab.s3.us-gov-west-1.amazonaws.com"
         ({}, {"endpoint_url": f"https://{CHINA[4:]}"}, CHINA[4:]),
     ],
 )
-@pytest.mark.parametrize("how", ["{}", "pipe:aws s3 cp {} -"])
-def test_the_key_has_the_partition_that_the_client_reads(
-    how, environment, options, host, tmp_path, monkeypatch, serve
+@pytest.mark.parametrize("form", ["{}", "pipe:aws s3 cp {} -"])
+def test_the_key_has_the_partition_of_the_request(
+    form, environment, options, host, tmp_path, monkeypatch, serve
 ):
     (tmp_path / "aws").write_text(REGIONS)
     proxy = serve(answer("502 Bad Gateway"))
     keys = {"AWS_ACCESS_KEY_ID": "me", "AWS_SECRET_ACCESS_KEY": "mine", "https_proxy": proxy.url}
     for name, value in {"AWS_CONFIG_FILE": str(tmp_path / "aws"), **keys, **environment}.items():
         monkeypatch.setenv(name, value)
-    url = how.format("s3://lab/a.tar")
+    url = form.format("s3://lab/a.tar")
     with Cache(tmp_path / "cache", min_free=0, attempts=1, storage_options=options) as cache:
         key = cache.parse(url).key
         assert key == parse_url("s3://lab/a.tar", endpoint=host).key
@@ -136,7 +137,7 @@ def test_the_key_has_the_partition_that_the_client_reads(
     assert proxy.heads[0].startswith(f"CONNECT {host}:443 ")
 
 
-def test_a_command_names_its_own_partition(tmp_path):
+def test_the_region_of_a_command_sets_its_partition(tmp_path):
     with Cache(tmp_path / "cache", min_free=0) as cache:
         found = cache.parse("pipe:aws s3 cp s3://lab/a.tar - --region cn-north-1")
     assert found.key == parse_url("s3://lab/a.tar", endpoint=CHINA).key
@@ -150,7 +151,7 @@ def test_a_command_names_its_own_partition(tmp_path):
         b"[profile other]\nendpoint_url=x",
     ],
 )
-def test_a_configuration_that_cannot_be_read_fails_no_other_origin(text, tmp_path, monkeypatch):
+def test_a_broken_aws_configuration_does_not_affect_local_files(text, tmp_path, monkeypatch):
     (tmp_path / "aws").write_bytes(text)
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "aws"))
     monkeypatch.setenv("AWS_PROFILE", "missing")
@@ -173,7 +174,7 @@ def test_a_configuration_that_cannot_be_read_fails_no_other_origin(text, tmp_pat
         ("https://s3-accelerate.amazonaws.com", False),
     ],
 )
-def test_usual_addresses_are_those_of_botocore(endpoint, is_usual, region, name) -> None:
+def test_usual_addresses_are_those_of_botocore(endpoint, is_usual, region, name):
     class SeenError(Exception):
         pass
 

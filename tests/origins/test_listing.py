@@ -1,4 +1,4 @@
-"""From shard specifications to URLs, and sizes without a request each."""
+"""Expanding shard specifications to URLs, and sizes from listings."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.webservers import answer
         *("pipe:cat /data/{a,b}.tar", "/plain/path.tar", r"s3://b/\{literal\}.tar", ""),
     ],
 )
-def test_expansion_is_that_of_webdataset(spec, monkeypatch):
+def test_braces_expand_as_in_webdataset(spec, monkeypatch):
     from webdataset.shardlists import expand_urls
 
     monkeypatch.setenv("WDS_BASE", "s3://base/{p,q}")
@@ -30,15 +30,15 @@ def test_expansion_is_that_of_webdataset(spec, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("spec", "said"),
+    ("spec", "message"),
     [
         ("${NOWHERE}/x.tar", "WDS_NOWHERE"),
         ("s3://b/{0..3.tar", "braces"),
         ("https://h/0..3}?X-Amz-Signature=abcdef12", "braces"),
     ],
 )
-def test_a_specification_that_means_nothing_is_refused_without_a_secret(spec, said):
-    with pytest.raises(ConfigError, match=said) as caught:
+def test_an_invalid_specification_is_refused_without_its_secret(spec, message):
+    with pytest.raises(ConfigError, match=message) as caught:
         expand([spec])
     assert "abcdef12" not in str(caught.value)
 
@@ -51,7 +51,7 @@ def test_a_specification_that_means_nothing_is_refused_without_a_secret(spec, sa
         (False, "https://h/x.tar?sig=1 https://h/x.tar?a=*&b=?"),
     ],
 )
-def test_what_needs_a_listing(pattern, urls):
+def test_only_wildcards_and_s3_directories_need_a_listing(pattern, urls):
     assert {is_pattern(url) for url in urls.split()} == {pattern}
 
 
@@ -68,7 +68,7 @@ PATTERNS = {
 
 
 @pytest.mark.parametrize("scheme", ["file", "memory", "s3"])
-def test_patterns_find_the_same_shards_everywhere(scheme, make_cache, tmp_path, request):
+def test_patterns_find_the_same_shards_at_all_origins(scheme, make_cache, tmp_path, request):
     root = f"{tmp_path}/nas"
     if scheme == "s3":
         request.getfixturevalue("s3_environment")
@@ -85,7 +85,7 @@ def test_patterns_find_the_same_shards_everywhere(scheme, make_cache, tmp_path, 
         cache.prewarm(f"{root}/")
     for pattern, found in PATTERNS.items():
         assert expand([f"{root}/{pattern}"], cache) == [f"{root}/{name}" for name in found]
-        if scheme == "file":  # and in the cache
+        if scheme == "file":  # the same pattern selects cached shards
             cached = map(str, cache.select(f"{root}/{pattern}"))
             assert [*cached] == [f"file://{root}/{name}" for name in found]
     for pattern in ("nothing-*.tar", "nowhere/", "nowhere/*.tar"):
@@ -94,7 +94,7 @@ def test_patterns_find_the_same_shards_everywhere(scheme, make_cache, tmp_path, 
 
 
 @pytest.mark.parametrize("pattern", ["s3://b/*.tar", "s3://b/", "*.tar"])
-def test_a_question_mark_in_the_name_of_an_s3_object_is_no_query(make_cache, origin, pattern):
+def test_a_question_mark_in_an_s3_key_is_no_query(make_cache, origin, pattern):
     cache, urls = make_cache(), [f"s3://b/a.tar{end}" for end in ("", "?versionId=1", "?part=1")]
     origin.objects |= dict.fromkeys(urls, make_tar(1))
     cache.prewarm(list(map(cache.parse, urls)))
@@ -102,7 +102,7 @@ def test_a_question_mark_in_the_name_of_an_s3_object_is_no_query(make_cache, ori
 
 
 @pytest.mark.parametrize("spec", ["/", "file:///", "/proc/**.tar"])
-def test_a_disk_is_not_listed_for_what_would_be_refused(make_cache, spec, monkeypatch):
+def test_a_disk_is_not_listed_without_cache_local(make_cache, spec, monkeypatch):
     listed = "shardcache.origins.listing.FsspecOrigin.names_below"
     monkeypatch.setattr(listed, lambda *a, **k: pytest.fail())
     with pytest.raises(ConfigError, match="cache_local = true"):
@@ -121,7 +121,7 @@ def numbered(cache, bucket, numbers):
     return [cache.parse(f"s3://{bucket}/train/x-{number}.tar") for number in numbers]
 
 
-def test_a_listing_asks_for_no_more_than_it_needs(stocked, make_cache, proxy, monkeypatch):
+def test_a_listing_sends_no_more_requests_than_needed(stocked, make_cache, proxy, monkeypatch):
     cache = make_cache()
     shards = numbered(cache, stocked, range(12))
     sizes = Listing(cache.config).sizes(shards)
@@ -130,20 +130,20 @@ def test_a_listing_asks_for_no_more_than_it_needs(stocked, make_cache, proxy, mo
     proxy.reset()
     monkeypatch.setattr("shardcache.origins.listing._PAGE", 3)
     assert expand([f"s3://{stocked}/*.tar"], cache) == [f"s3://{stocked}/val-0.tar"]
-    assert len(proxy.requests()) == 1  # what lies deeper is not listed, page by page
+    assert len(proxy.requests()) == 1  # not one for each page of deeper names
     proxy.reset()
     monkeypatch.setattr("shardcache.origins.listing._SPARE_PAGES", 1)
     assert len(Listing(cache.config).sizes([shards[0], shards[7]])) == 1
     assert len(proxy.requests()) == 1
 
 
-def test_a_listing_that_is_refused_leaves_sizes_unknown(stocked, make_cache, monkeypatch):
+def test_after_a_refused_listing_sizes_are_unknown(stocked, make_cache, monkeypatch):
     cache = make_cache(attempts=2)
-    for spec, kind, said in (
+    for spec, kind, message in (
         ("s3://nobucket-here/*.tar", ShardNotFoundError, "nobucket-here"),
         ("s3://no*/x.tar", ConfigError, "bucket"),
     ):
-        with pytest.raises(kind, match=said):
+        with pytest.raises(kind, match=message):
             expand([spec], cache)
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "not-the-secret")
     assert Listing(cache.config).sizes(numbered(cache, stocked, [0])) == {}
@@ -151,7 +151,7 @@ def test_a_listing_that_is_refused_leaves_sizes_unknown(stocked, make_cache, mon
         expand([f"s3://{stocked}/train/"], cache)
 
 
-def test_a_server_that_fails_is_asked_once_for_all_sizes(make_cache, serve):
+def test_a_failing_server_receives_one_request_for_all_sizes(make_cache, serve):
     server = serve(answer("500 Trouble"), most=9)
     options = {"key": "AK", "secret": "SK"}
     cache = make_cache(endpoint_url=server.url, storage_options=options, attempts=2)

@@ -1,4 +1,4 @@
-"""``pipe:`` URLs, for those who allow them."""
+"""``pipe:`` URLs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_a_command_runs_once_and_its_output_is_cached(make_cache, tmp_path):
     assert (tmp_path / "log").read_text() == "ran\n"
 
 
-def test_output_that_turns_out_too_long_for_the_cache_is_streamed(make_cache, tmp_path):
+def test_output_that_is_too_long_for_the_cache_is_streamed(make_cache, tmp_path):
     (tmp_path / "a.tar").write_bytes(make_tar(8, members=20, size=100_000))
     url = f"pipe:cat {tmp_path}/a.tar"
     with make_cache(allow_schemes=["pipe"], max_size="1MB") as cache, cache.open(url) as stream:
@@ -43,7 +43,7 @@ def test_a_command_ends_with_its_reader(make_cache, tmp_path, options, command, 
     assert not Path(f"/proc/{(tmp_path / 'pid').read_text().strip()}").exists()
 
 
-def test_a_command_that_was_pickled_is_not_run():
+def test_a_pickled_command_is_not_run():
     shard = parse_url("pipe:cat /etc/passwd", allow_schemes=["pipe"])
     with pytest.raises(ConfigError, match="left out"):
         PipeOrigin(1.0).open(pickle.loads(pickle.dumps(shard)), 0, None)
@@ -71,21 +71,21 @@ OTHER = ("endpoint_url", "http://h:1"), ("profile", "p"), ("region_name", "r")
         )),
     ],
 )  # fmt: skip
-def test_commands_that_only_read_a_url_are_understood(command, read):
+def test_commands_that_only_read_a_url_are_recognised(command, read):
     assert read_command(f"pipe:{command}") == read
 
 
-def test_a_command_of_another_client_is_read_by_its_url(
+def test_a_command_of_an_s3_client_is_replaced_by_a_request(
     make_cache, s3, bucket, proxy, s3_environment, monkeypatch, tmp_path
 ):
-    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://127.0.0.1:1")  # where nothing answers
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://127.0.0.1:1")  # no server listens
     keys = (s3_environment.pop(f"AWS_{name}") for name in ("ACCESS_KEY_ID", "SECRET_ACCESS_KEY"))
     text = "[profile lab]\naws_access_key_id = {}\naws_secret_access_key = {}\n".format(*keys)
     (tmp_path / "config").write_text(text)
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)
-    monkeypatch.setenv("PATH", str(tmp_path))  # there is no aws
+    monkeypatch.setenv("PATH", str(tmp_path))  # no aws command
     s3.put(bucket, "a.tar", make_tar(8))
     url = f"s3://{bucket}/a.tar"
     client = f"--endpoint-url {proxy.endpoint_url} --profile lab"
@@ -94,4 +94,4 @@ def test_a_command_of_another_client_is_read_by_its_url(
         with cache.open(f"pipe:{command}") as stream:
             assert stream.read() == make_tar(8)
     assert proxy.summary()[f"{bucket}/a.tar"].object_fetches == 1
-    assert cache.path(url) is None  # of the endpoint of the environment
+    assert cache.path(url) is None  # the key for the endpoint of the environment

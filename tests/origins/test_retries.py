@@ -1,7 +1,4 @@
-"""Repeating requests: how often, after which pause, with which credentials.
-
-Counted at a proxy before a real S3 server (see `tests.download.test_faults`).
-"""
+"""Retries: their number, pauses and credentials, counted at a proxy before a real S3 server."""
 
 from __future__ import annotations
 
@@ -20,20 +17,20 @@ from tests.support.proxy import Fault, Rule
 from tests.support.webservers import answer
 
 
-@pytest.mark.parametrize("asked", [None, 5.0, 3600.0])
-def test_pauses_are_spread_over_a_growing_interval_behind_what_the_server_asks(asked):
-    """Full jitter: uniform from nothing to twice as much with every attempt, up to a cap."""
+@pytest.mark.parametrize("retry_after", [None, 5.0, 3600.0])
+def test_pauses_are_random_and_grow_beyond_retry_after(retry_after):
+    """Uniform between zero and a limit that doubles with every attempt, up to a cap."""
     random.seed(11)
     runs: list[list[float]] = []
     for _ in range(60):
         naps: list[float] = []
 
         def fail() -> None:
-            raise TransientError("503 SlowDown", retry_after=asked)
+            raise TransientError("503 SlowDown", retry_after=retry_after)
 
         with pytest.raises(TransferError, match="10 attempts failed"):
             RetryPolicy(10, None, 0).started("s3://lab/a.tar").call(fail, sleep=naps.append)
-        runs.append([nap - min(asked or 0, RETRY_AFTER_CAP) for nap in naps])
+        runs.append([nap - min(retry_after or 0, RETRY_AFTER_CAP) for nap in naps])
     for number, spread in enumerate(zip(*runs, strict=True)):
         longest = min(CAP, BASE * 2**number)
         assert -1e-9 <= min(spread) < longest / 5
@@ -41,8 +38,8 @@ def test_pauses_are_spread_over_a_growing_interval_behind_what_the_server_asks(a
     assert (number, longest) == (8, CAP)  # the cap was reached
 
 
-def test_a_call_that_was_repeated_leaves_nothing_for_the_garbage_collector():
-    """Which would keep a partial, and its lock."""
+def test_a_repeated_call_leaves_no_reference_cycle():
+    """A cycle would keep a partial and its lock until the next garbage collection."""
     errors = [TransientError("503")]
 
     def fail_once() -> None:
@@ -66,17 +63,17 @@ def prewarm(cache: Cache, url: str) -> None:
     raise result.error
 
 
-@pytest.mark.parametrize("way", [Cache.open, prewarm])
-def test_so_many_attempts_are_so_many_requests(lab, way):  # noqa: F811
-    """Neither the SDK nor its pool nor a layer above repeats what `attempts` bounds."""
+@pytest.mark.parametrize("call", [Cache.open, prewarm])
+def test_each_attempt_is_one_request(lab, call):  # noqa: F811
+    """Neither the SDK nor its pool nor a layer above adds retries of its own."""
     lab.proxy.script(Rule(Fault(name="500", answer=page(500, "InternalError")), times=None))
     with pytest.raises(TransferError, match="3 attempts failed"):
-        way(lab.cache(attempts=3, connections=1), lab.url())
+        call(lab.cache(attempts=3, connections=1), lab.url())
     assert lab.gets() == 3
 
 
-def test_new_credentials_are_asked_for_once_and_used(lab, serve, monkeypatch, s3):  # noqa: F811
-    """As containers get them, in the middle of a shard; the server knows one key alone."""
+def test_expired_credentials_are_renewed_once(lab, serve, monkeypatch, s3):  # noqa: F811
+    """In the middle of a shard, with the credentials of a container."""
     keys = {"AccessKeyId": s3.access_key, "SecretAccessKey": s3.secret_key, "Token": None}
     keys["Expiration"] = "2099-01-01T00:00:00Z"
     accounts = iter(range(100, 200))
@@ -93,8 +90,7 @@ def test_new_credentials_are_asked_for_once_and_used(lab, serve, monkeypatch, s3
 
 
 @pytest.mark.parametrize("size", [SIZE + 4096, SIZE - MIB, SIZE], ids=["longer", "shorter", "same"])
-def test_a_shard_that_was_replaced_since_it_was_listed_arrives_as_it_is_now(lab, size):  # noqa: F811
-    """A prewarm learns sizes from a listing; by the first request they are wrong."""
+def test_a_prewarm_reads_the_new_version_of_a_shard_replaced_after_the_listing(lab, size):  # noqa: F811
     put = Rule(Fault(name="put", before=lambda: lab.put(version=2, size=size)), path=lab.path_of())
     lab.proxy.script(put)
     report = lab.cache().prewarm(f"s3://{lab.bucket}/a.*")

@@ -1,4 +1,4 @@
-"""Shards in a real S3 server: options, versions, and one clear sentence per failure."""
+"""Shards in a real S3 server: options, versions, errors and buckets that need s3fs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ POINT = "arn:aws:s3:us-west-2:123456789012:accesspoint/point"
 MRAP = "arn:aws:s3::123456789012:accesspoint/point.mrap"
 
 
-def test_a_key_costs_no_import_of_botocore(tmp_path, s3, bucket):
+def test_reading_a_shard_does_not_import_botocore(tmp_path, s3, bucket):
     s3.put(bucket, "a.tar", make_tar(1))
     code = (
         "import sys, shardcache\n"
@@ -70,7 +70,7 @@ def contents(body):
     return read_all(body, 1 << 20)
 
 
-def test_keys_are_exact_bytes(origin, s3, bucket):
+def test_keys_with_special_characters_are_read(origin, s3, bucket):
     for key in (
         *("plain.tar", "a b/ü+%41.tar", "q?x=1.tar", "a::b.tar", "it's (1)&2=3;*.tar"),
         *("k.tar", "k.tar?token=1", "k.tar?x?sig=2&Signature=3&X-Amz-Signature=4"),
@@ -85,7 +85,7 @@ def test_keys_are_exact_bytes(origin, s3, bucket):
         assert listed[key] == len(data)
 
 
-def test_a_whole_object_states_its_checksum_unless_it_may_be_compressed(origin, s3, bucket):
+def test_a_response_has_a_checksum_unless_it_may_be_compressed(origin, s3, bucket):
     url = parse_url(f"s3://{bucket}/first.tar")
     body = origin.open(url, 0, None)
     assert body.info == origin.stat(url) and body.info.checksum is not None
@@ -96,7 +96,7 @@ def test_a_whole_object_states_its_checksum_unless_it_may_be_compressed(origin, 
     assert body.status == 206 and contents(body) == data
 
 
-def test_an_empty_answer_leaves_a_connection_that_can_be_used(origin, s3, bucket):
+def test_a_connection_works_after_an_empty_object(origin, s3, bucket):
     s3.put(bucket, "empty.tar", b"")
     url = parse_url(f"s3://{bucket}/empty.tar")
     for _ in range(3):
@@ -105,7 +105,7 @@ def test_an_empty_answer_leaves_a_connection_that_can_be_used(origin, s3, bucket
     assert origin.open(url, 0, None).info.size == 0
 
 
-def test_a_replaced_object_is_never_spliced(origin, s3, bucket):
+def test_a_request_for_a_replaced_version_fails(origin, s3, bucket):
     url = parse_url(f"s3://{bucket}/first.tar")
     pin = origin.open(url, 0, 10).info
     assert contents(origin.open(url, 0, 10, pin)) == make_tar(0)[:10]
@@ -117,7 +117,7 @@ def test_a_replaced_object_is_never_spliced(origin, s3, bucket):
 
 
 @pytest.mark.parametrize(
-    ("options", "url", "kind", "said", "requests"),
+    ("options", "url", "kind", "message", "requests"),
     [
         ({}, "@/none.tar", ShardNotFoundError, r"@/none.tar: not found", 1),
         ({}, "s3://no-such-bucket/a.tar", ShardNotFoundError, "not found .*NoSuchBucket", 1),
@@ -132,22 +132,22 @@ def test_a_replaced_object_is_never_spliced(origin, s3, bucket):
         ({}, "s3://point.mrap/a.tar", ConfigError, "its ARN", 0),
     ],
 )
-def test_what_cannot_be_read_costs_one_request_at_most_and_says_why(
-    tmp_path, s3, bucket, proxy, monkeypatch, options, url, kind, said, requests
+def test_a_permanent_error_costs_at_most_one_request_and_states_its_cause(
+    tmp_path, s3, bucket, proxy, monkeypatch, options, url, kind, message, requests
 ):
-    """Options None: no credentials anywhere."""
+    """With ``options=None``, there are no credentials."""
     s3.put(bucket, "a.tar", make_tar(1))
     proxy.reset()
     for name in KEYS if options is None else ():
         monkeypatch.delenv(name)
     cache = Cache(tmp_path / "cache", min_free=0, storage_options=options or {})
-    with cache, pytest.raises(kind, match=said.replace("@", f"s3://{bucket}")):
+    with cache, pytest.raises(kind, match=message.replace("@", f"s3://{bucket}")):
         cache.open(url.replace("@", f"s3://{bucket}"))
     assert len(proxy.requests()) == requests
 
 
 class Store:
-    """Opens sessions, lists one key and serves one shard, whatever the host and the bucket."""
+    """Opens sessions, lists one key and serves one shard, for every host and bucket."""
 
     SHARD = make_tar(7, members=3, size=3_000_000)
     SESSION = (
@@ -170,7 +170,7 @@ class Store:
 
 @pytest.fixture
 def store(serve, monkeypatch):
-    """Its server answers at every name below localhost, too."""
+    """A server of `Store` under every name below localhost."""
     resolve = socket.getaddrinfo
 
     def resolved(host, *args, **named):
@@ -184,21 +184,21 @@ def header(head, name):
     return dict(line.split(": ", 1) for line in head.lower().split("\r\n")[1:-2])[name]
 
 
-@pytest.mark.parametrize("wanted", ["d/k.tar", "d/"])
-def test_an_s3_express_bucket_is_read_in_a_session(tmp_path, store, caplog, wanted):
+@pytest.mark.parametrize("name", ["d/k.tar", "d/"])
+def test_an_s3_express_bucket_is_read_in_a_session(tmp_path, store, caplog, name):
     filesystem._announce.cache_clear()
     caplog.set_level("INFO", "shardcache")
     with Cache(tmp_path / "cache", min_free=0, endpoint_url=store.url) as cache:
-        cache.prewarm([f"s3://{EXPRESS}/{wanted}"])
+        cache.prewarm([f"s3://{EXPRESS}/{name}"])
         assert cache.open(f"s3://{EXPRESS}/d/k.tar").read() == Store.SHARD
     rest = [head for head in store.heads if "?session" not in head]
-    assert len(store.heads) - len(rest) <= 2  # one client lists and one reads
+    assert len(store.heads) - len(rest) <= 2  # one for the listing, one for the reads
     assert all("/us-east-1/s3express/" in header(head, "authorization") for head in store.heads)
     assert {header(head, "x-amz-s3session-token") for head in rest} == {"token"}
     assert caplog.text.count("S3 Express buckets: reading through s3fs") == 1
 
 
-@pytest.mark.parametrize("files", [True, False], ids=["botocore asked", "keys stated"])
+@pytest.mark.parametrize("files", [True, False], ids=["botocore", "own client"])
 def test_an_access_point_is_read_by_its_arn(tmp_path, store, monkeypatch, files):
     if files:
         (tmp_path / "config").write_text("[default]\nregion = us-east-1\n")
@@ -214,41 +214,39 @@ def test_an_access_point_is_read_by_its_arn(tmp_path, store, monkeypatch, files)
 
 
 def test_a_multi_region_access_point_is_signed_for_all_regions(tmp_path, store):
-    """Its address is AWS's own at every endpoint, so a session sends the requests elsewhere."""
-    session, asked = AioSession(), []
+    """The address is always one of AWS, so a session redirects the requests to the store."""
+    session, urls = AioSession(), []
 
     def redirect(request, **_):
         parts = urlsplit(request.url)
-        asked.append(f"{parts.scheme}://{parts.netloc}")
-        request.url = request.url.replace(asked[-1], store.url)
+        urls.append(f"{parts.scheme}://{parts.netloc}")
+        request.url = request.url.replace(urls[-1], store.url)
 
     session.register("before-send.s3", redirect)
     with Cache(tmp_path / "cache", min_free=0, storage_options={"session": session}) as cache:
         cache.prewarm([f"s3://{MRAP}/d/{{k,none}}.tar::s3://{MRAP}/d/*.tar"])
         assert cache.open(f"s3://{MRAP}/d/k.tar").read() == Store.SHARD
-    assert set(asked) == {"https://point.mrap.accesspoint.s3-global.amazonaws.com"}
+    assert set(urls) == {"https://point.mrap.accesspoint.s3-global.amazonaws.com"}
     assert all("aws4-ecdsa-p256" in header(head, "authorization") for head in store.heads)
     assert {header(head, "x-amz-region-set") for head in store.heads} == {"*"}
 
 
 @pytest.mark.parametrize(
-    ("bucket", "lacking", "said"),
+    ("bucket", "missing", "message"),
     [
         (EXPRESS, ("aiobotocore.utils.AioS3ExpressIdentityCache",), "newer aiobotocore"),
         (MRAP, ("botocore.compat.HAS_CRT", False), "install awscrt"),
     ],
 )
-def test_what_the_installed_packages_cannot_read_is_refused(
-    tmp_path, monkeypatch, bucket, lacking, said
-):
-    (monkeypatch.setattr if lacking[1:] else monkeypatch.delattr)(*lacking)
-    with Cache(tmp_path / "cache", min_free=0) as cache, pytest.raises(ConfigError, match=said):
+def test_a_missing_package_is_an_error(tmp_path, monkeypatch, bucket, missing, message):
+    (monkeypatch.setattr if missing[1:] else monkeypatch.delattr)(*missing)
+    with Cache(tmp_path / "cache", min_free=0) as cache, pytest.raises(ConfigError, match=message):
         cache.open(f"s3://{bucket}/a.tar")
 
 
 @pytest.mark.parametrize("options", [{}, SSE], ids=["express", "sse-c"])
-def test_what_needs_s3fs_is_listed_and_read(tmp_path, s3, bucket, monkeypatch, options):
-    """The server has no sessions of S3 Express, and AWS lets clients do without them."""
+def test_buckets_that_need_s3fs_are_listed_and_read(tmp_path, s3, bucket, monkeypatch, options):
+    """The server does not know the sessions of S3 Express, so the client sends no session token."""
     monkeypatch.setenv("AWS_S3_DISABLE_EXPRESS_SESSION_AUTH", "true")
     client = s3.client()
     if not options:

@@ -1,4 +1,4 @@
-"""Certificates: a server that is not trusted is refused in one sentence, a given CA is used."""
+"""TLS: certificates, proxies and aborted reads."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.webservers import Connection, Files, Scripted, answer, certif
 SHARD = make_tar(11)
 
 if shutil.which("openssl") is None:
-    pytest.skip("the openssl command makes the test's certificate", allow_module_level=True)
+    pytest.skip("the openssl command makes the certificate", allow_module_level=True)
 
 
 @pytest.fixture(scope="module")
@@ -34,23 +34,21 @@ def context(authority):
     return context
 
 
-def test_a_certificate_is_trusted_by_options_or_environment_or_refused(
-    context, authority, tmp_path, monkeypatch
-):
+def test_an_untrusted_certificate_is_refused(context, authority, tmp_path, monkeypatch):
     server = Files()
     server.files = {"/a.tar": SHARD, "/lab/a.tar": SHARD}
-    place = server.url.replace("http:", "https:")
-    web, caches = f"{place}/a.tar", iter(range(100))
+    base = server.url.replace("http:", "https:")
+    web, caches = f"{base}/a.tar", iter(range(100))
 
     def read(url: str, **client: object) -> bytes:
         options = {"key": "AK", "secret": "SK", "client_kwargs": client}
-        given = {"endpoint_url": place, "storage_options": options, "attempts": 1}
+        given = {"endpoint_url": base, "storage_options": options, "attempts": 1}
         with Cache(tmp_path / f"{next(caches)}", min_free=0, **given) as cache:
             return cache.open(url).read()
 
     with running(server, context):
-        for url, said in (("s3://lab/a.tar", "AWS_CA_BUNDLE"), (web, "SSL_CERT_FILE")):
-            with pytest.raises(ConfigError, match=said):
+        for url, message in (("s3://lab/a.tar", "AWS_CA_BUNDLE"), (web, "SSL_CERT_FILE")):
+            with pytest.raises(ConfigError, match=message):
                 read(url)
         assert read("s3://lab/a.tar", verify=authority[0]) == SHARD
         for name in ("AWS_CA_BUNDLE", "SSL_CERT_FILE"):
@@ -61,9 +59,9 @@ def test_a_certificate_is_trusted_by_options_or_environment_or_refused(
             read("s3://lab/a.tar")
 
 
-def test_tls_goes_through_a_proxy_in_one_tunnel(context, authority, monkeypatch):
+def test_tls_requests_share_one_tunnel_through_a_proxy(context, authority, monkeypatch):
     class Tunnel(Connection):
-        """A proxy that is the server, too."""
+        """A proxy that is also the server."""
 
         def handle(self) -> None:
             super().handle()

@@ -1,4 +1,4 @@
-"""Nearer copies: what is taken from them, what is given to them, and that none can do harm."""
+"""Upstreams: reading copies from them, writing copies to them, and damaged copies."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ SIDECAR = "0.tar.shardcache.json"
 
 @pytest.fixture
 def nas(tmp_path):
-    """A directory that all nodes see."""
+    """A directory that all nodes share."""
     (tmp_path / "nas").mkdir()
     return tmp_path / "nas"
 
 
 @pytest.fixture
 def node(make_cache, origin, tmp_path):
-    """Another node of the cluster, each time."""
+    """Each call makes the cache of another node."""
     origin.objects[URL] = DATA
     count = iter(range(100))
     return lambda *upstreams, **options: make_cache(
@@ -42,13 +42,13 @@ def requests(origin) -> int:
     return len(origin.requests) + len(origin.stats)
 
 
-def writes(place) -> dict[str, object]:
-    return {"url": str(place), "write_back": True}
+def writable(directory) -> dict[str, object]:
+    return {"url": str(directory), "write_back": True}
 
 
 @pytest.mark.parametrize("fill", ["follow", "complete"])
-def test_a_cluster_pays_its_origin_once(node, origin, nas, fill):
-    with no_descriptor_left(), node(writes(nas), fill=fill) as first:
+def test_a_cluster_downloads_a_shard_from_its_origin_once(node, origin, nas, fill):
+    with no_descriptor_left(), node(writable(nas), fill=fill) as first:
         assert first.open(URL).read() == DATA
     assert sorted(path.name for path in (nas / "lab/train").iterdir()) == ["0.tar", SIDECAR]
     assert (nas / "lab/train/0.tar").read_bytes() == DATA
@@ -61,15 +61,15 @@ def test_a_cluster_pays_its_origin_once(node, origin, nas, fill):
     assert requests(origin) == before
 
 
-def test_upstreams_are_asked_in_order_and_the_origin_last(node, origin, tmp_path):
-    places = [tmp_path / name for name in ("empty", "second", "third")]
-    for place, data in zip(places[1:], (DATA, make_tar(9, members=2)), strict=True):
-        (place / "lab/train").mkdir(parents=True)
-        (place / "lab/train/0.tar").write_bytes(data)  # copies that somebody else made
-    cache = node(*places)
+def test_upstreams_are_tried_in_order_and_the_origin_last(node, origin, tmp_path):
+    directories = [tmp_path / name for name in ("empty", "second", "third")]
+    for directory, data in zip(directories[1:], (DATA, make_tar(9, members=2)), strict=True):
+        (directory / "lab/train").mkdir(parents=True)
+        (directory / "lab/train/0.tar").write_bytes(data)  # without a sidecar
+    cache = node(*directories)
     assert cache.open(URL).read() == DATA and requests(origin) == 0
     assert cache.entry(URL).metadata().info.etag is None
-    assert node(places[0]).open(URL).read() == DATA and requests(origin) > 0
+    assert node(directories[0]).open(URL).read() == DATA and requests(origin) > 0
 
 
 def of_another_shard(data, sidecar):
@@ -77,24 +77,24 @@ def of_another_shard(data, sidecar):
         path.write_bytes(path.with_name(path.name.replace("0.tar", "1.tar")).read_bytes())
 
 
-#: What may have become of a copy and its sidecar.
-SPOILT = {
+#: Damage of a copy or of its sidecar.
+DAMAGE = {
     "flipped": lambda data, sidecar: data.write_bytes(DATA[:-1] + bytes([DATA[-1] ^ 1])),
     "cut": lambda data, sidecar: data.write_bytes(DATA[:-512]),
     "longer": lambda data, sidecar: data.write_bytes(DATA + bytes(512)),
-    "no table": lambda data, sidecar: sidecar.write_bytes(b"null"),
+    "not an object": lambda data, sidecar: sidecar.write_bytes(b"null"),
     "too long": lambda data, sidecar: sidecar.write_bytes(b"x" * 100_000),
     "of another shard": of_another_shard,
 }
 
 
-@pytest.mark.parametrize("how", SPOILT)
-def test_a_damaged_copy_is_not_used_and_the_reader_does_not_notice(node, origin, nas, how, caplog):
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_copy_is_not_used(node, origin, nas, damage, caplog):
     second = URL.replace("0.tar", "1.tar")
     origin.objects[second] = make_tar(1, members=50, size=40_000)
-    with node(writes(nas)) as first:
+    with node(writable(nas)) as first:
         assert len(first.open(URL).read()) == len(first.open(second).read())
-    SPOILT[how](nas / "lab/train/0.tar", nas / "lab/train" / SIDECAR)
+    DAMAGE[damage](nas / "lab/train/0.tar", nas / "lab/train" / SIDECAR)
     caplog.set_level(logging.INFO)
     other = node(nas, fill="complete")
     assert other.open(URL).read() == DATA
@@ -103,23 +103,23 @@ def test_a_damaged_copy_is_not_used_and_the_reader_does_not_notice(node, origin,
     assert list((other.dir / "v1/partial").iterdir()) == []
 
 
-def test_who_began_at_an_upstream_goes_on_at_the_origin(node, origin, nas, monkeypatch):
+def test_a_download_that_loses_its_upstream_continues_at_the_origin(node, origin, nas, monkeypatch):
     origin.objects[URL] = make_tar(3, members=200, size=60_000)
-    with node(writes(nas)) as first:
+    with node(writable(nas)) as first:
         first.open(URL).read()
-    real, passed = FsspecBody.readinto, []
+    real, counts = FsspecBody.readinto, []
 
-    def breaks_off(self, buffer):
-        if sum(passed) > 4 << 20:
+    def readinto(self, buffer):
+        if sum(counts) > 4 << 20:
             raise TransientError("the server went away")
-        passed.append(real(self, buffer))
-        return passed[-1]
+        counts.append(real(self, buffer))
+        return counts[-1]
 
-    monkeypatch.setattr(FsspecBody, "readinto", breaks_off)
+    monkeypatch.setattr(FsspecBody, "readinto", readinto)
     origin.requests.clear()
     assert node(nas, attempts=1, connections=1).open(URL).read() == origin.objects[URL]
     starts = [start for _, start, _ in origin.requests]
-    assert starts and min(starts) >= 1 << 20  # what came is not asked again
+    assert starts and min(starts) >= 1 << 20  # no byte is requested again
 
 
 @pytest.mark.parametrize(
@@ -129,50 +129,50 @@ def test_who_began_at_an_upstream_goes_on_at_the_origin(node, origin, nas, monke
         *("s3://lab/b.tar?versionId=7", f"s3://lab/{'x' * 201}.tar"),
     ],
 )
-def test_names_that_could_lead_elsewhere_are_not_looked_for(node, origin, nas, url):
+def test_keys_that_are_no_safe_paths_are_not_copied(node, origin, nas, url):
     origin.objects[url] = DATA
-    with node(writes(nas)) as cache:
+    with node(writable(nas)) as cache:
         assert cache.open(url).read() == DATA
     assert sorted(p.name for p in (*nas.iterdir(), *nas.parent.iterdir())) == ["nas", "node-0"]
 
 
-def test_a_copy_that_is_interrupted_is_not_there(node, nas, monkeypatch):
+def test_an_interrupted_copy_is_not_visible(node, nas, monkeypatch):
     def failing(source, target):
         target.write_bytes(DATA[:1000])
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("shardcache.origins.resolve.shutil.copyfile", failing)
-    with node(writes(nas)) as cache:
+    with node(writable(nas)) as cache:
         assert cache.open(URL).read() == DATA
     assert list((nas / "lab/train").iterdir()) == []
 
 
 def store(endpoint: str, access_key: str, secret_key: str) -> dict[str, object]:
     options = {"key": access_key, "secret": secret_key}
-    return {**writes("s3://near/cache"), "endpoint_url": endpoint, "storage_options": options}
+    return {**writable("s3://near/cache"), "endpoint_url": endpoint, "storage_options": options}
 
 
 @pytest.mark.usefixtures("s3_environment")
-def test_a_second_object_store_saves_the_first_one(s3, bucket, proxy, tmp_path):
-    """The same server, by another way."""
+def test_an_upstream_can_be_an_object_store(s3, bucket, proxy, tmp_path):
+    """Origin and upstream are the same server behind two proxies."""
     urls = [f"s3://{bucket}/train/{number}.tar" for number in range(4)]
     for number in range(4):
         s3.put(bucket, f"train/{number}.tar", make_tar(number, members=40, size=50_000))
     s3.create_bucket("near")
     with Proxy(s3) as to_near:
-        near, found, paid = store(to_near.endpoint_url, s3.access_key, s3.secret_key), [], []
+        near, found, requests = store(to_near.endpoint_url, s3.access_key, s3.secret_key), [], []
         for name in ("a", "b"):
             to_near.reset()
             with Cache(tmp_path / name, min_free=0, upstreams=[near]) as cache:
-                cache.prewarm(urls)  # which waits for the copies
+                cache.prewarm(urls)  # returns after the copies are written
                 found.append([(cache.open(url).read(), cache.entry(url).version) for url in urls])
-            # Prewarming lists sizes at the origin; what the second one fetches are copies.
-            paid.append(sum(traffic.gets for traffic in proxy.summary().values()))
-        assert found[0] == found[1] and paid[0] == paid[1] > 0
+            # Both list sizes at the origin. The second one downloads only copies.
+            requests.append(sum(traffic.gets for traffic in proxy.summary().values()))
+        assert found[0] == found[1] and requests[0] == requests[1] > 0
         assert sum(traffic.object_fetches for traffic in to_near.summary().values()) > 0
 
 
-def test_a_store_that_is_down_is_asked_twice_and_then_left_alone(node, origin, caplog):
+def test_an_upstream_that_is_down_is_left_alone_for_a_while(node, origin, caplog):
     with socket.create_server(("127.0.0.1", 0)) as closed:
         endpoint = f"http://127.0.0.1:{closed.getsockname()[1]}"
     urls = [f"s3://lab/{number}.tar" for number in range(4)]
@@ -183,7 +183,7 @@ def test_a_store_that_is_down_is_asked_twice_and_then_left_alone(node, origin, c
     assert caplog.text.count("left alone for a while") == 1
 
 
-def test_secrets_of_an_upstream_are_neither_shown_nor_pickled(tmp_path):
+def test_the_secrets_of_an_upstream_are_neither_shown_nor_pickled(tmp_path):
     options = StorageOptions({"key": "AK", "secret": "hush", "anon": False})
     config = Config(tmp_path, upstreams=[Upstream("s3://b/x", storage_options=options)])
     assert "hush" not in repr(config) and b"hush" not in pickle.dumps(config)

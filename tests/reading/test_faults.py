@@ -1,6 +1,6 @@
-"""The disk fails while an entry is read: right bytes all the same, or an error that stays.
+"""Faults of the disk while an entry is read: right bytes, or an error that persists.
 
-A filesystem that really fails is in tests/stress/test_netfs.py.
+tests/stress/test_netfs.py has a filesystem that really fails.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Break = Callable[..., None]
 
 @pytest.fixture
 def warm(make_cache: MakeCache, origin: MemoryOrigin) -> Cache:
-    """A cache that has the shards."""
+    """A cache that contains the shards."""
     origin.objects.update({URL: DATA, SMALL_URL: SMALL})
     cache = make_cache()
     for url in (URL, SMALL_URL):
@@ -41,7 +41,7 @@ def warm(make_cache: MakeCache, origin: MemoryOrigin) -> Cache:
 
 @pytest.fixture
 def break_reads(monkeypatch: pytest.MonkeyPatch) -> Break:
-    """Lets reads of entries fail, from a byte on."""
+    """Returns a function that lets reads of entries fail from a position on."""
 
     def start(number: int, at: int = 0, times: int = 1 << 30) -> None:
         left = [number] * min(times, 100)
@@ -69,9 +69,7 @@ READERS: dict[str, Callable[[io.BufferedReader], bytes]] = {
 
 
 @pytest.mark.parametrize("how", READERS)
-def test_a_disk_that_fails_in_the_midst_is_not_seen_by_the_reader(
-    warm, break_reads, origin, caplog, how
-):
+def test_after_a_read_error_the_rest_is_streamed(warm, break_reads, origin, caplog, how):
     with no_descriptor_left(), warm.open(URL) as stream:
         first = stream.raw.read(PART)
         break_reads(errno.EIO)
@@ -81,7 +79,7 @@ def test_a_disk_that_fails_in_the_midst_is_not_seen_by_the_reader(
     assert len(warnings(caplog)) == 1 and "the rest is streamed" in caplog.text
 
 
-def test_a_file_that_was_cut_short_is_no_end_of_the_shard(warm, origin, caplog):
+def test_a_truncated_file_does_not_end_the_shard(warm, origin, caplog):
     with warm.open(URL) as stream:
         assert stream.read(1000) == DATA[:1000]
         os.truncate(stream.name, 2 * PART)
@@ -96,11 +94,11 @@ def test_a_file_that_was_cut_short_is_no_end_of_the_shard(warm, origin, caplog):
 @pytest.mark.parametrize("sidecar", [True, False])
 @pytest.mark.parametrize("at", [0, PART])
 def test_two_versions_are_never_spliced(warm, break_reads, origin, at, sidecar):
-    """Before the first byte any version will do; then it is that one or none, and none it stays."""
+    """A reader gets the new version only if it has received no bytes of the old one."""
     version = warm.entry(URL).version
     origin.objects[URL] = NEWER
     with warm.open(URL) as stream:
-        begun = stream.raw.read(at)
+        first = stream.raw.read(at)
         break_reads(errno.EIO)
         if not sidecar:
             os.unlink(warm.entry(URL).path / "meta.json")
@@ -110,11 +108,11 @@ def test_two_versions_are_never_spliced(warm, break_reads, origin, at, sidecar):
         for _ in range(2):
             with pytest.raises(TransferError, match=rf"{URL} was replaced.*{version}"):
                 stream.read()
-        assert begun == DATA[:at] and len(origin.requests) == 1
+        assert first == DATA[:at] and len(origin.requests) == 1
 
 
-def test_a_stale_handle_is_opened_once_more(warm, break_reads, origin, caplog):
-    break_reads(errno.ESTALE, PART, times=2)  # the second time as the first read is repeated
+def test_a_stale_handle_is_reopened_once(warm, break_reads, origin, caplog):
+    break_reads(errno.ESTALE, PART, times=2)  # also when the read is repeated
     with no_descriptor_left(), warm.open(URL) as stream:
         assert stream.raw.read(PART) + stream.read() == DATA
     assert origin.requests == [] and warnings(caplog) == []
@@ -124,7 +122,7 @@ def test_a_stale_handle_is_opened_once_more(warm, break_reads, origin, caplog):
     assert len(origin.requests) == len(warnings(caplog)) == 1
 
 
-def test_with_strict_a_read_that_fails_is_raised_and_stays(warm, make_cache, break_reads, origin):
+def test_with_strict_a_read_error_is_raised_and_persists(warm, make_cache, break_reads, origin):
     break_reads(errno.EIO, PART, times=5)
     with make_cache(strict=True).open(URL) as stream:
         assert stream.read(10) == DATA[:10]
@@ -134,15 +132,14 @@ def test_with_strict_a_read_that_fails_is_raised_and_stays(warm, make_cache, bre
     assert origin.requests == []
 
 
-def test_a_disk_that_fails_again_and_again_is_left_alone_until_a_read_goes_well(warm, break_reads):
+def test_a_successful_read_resets_the_count_of_faults(warm, break_reads):
     reading = warm._here().reading
     with warm.open(URL) as stream, warm.open(SMALL_URL) as small:
         break_reads(errno.EIO, times=2)
         assert stream.read() == DATA
         assert reading.faults == 1
         assert small.read() == SMALL
-    assert read(warm, URL) == DATA  # fetched again
-    assert read(warm, URL) == DATA
+    assert read(warm, URL) == read(warm, URL) == DATA  # a download, then a hit
     assert reading.faults == 0
 
 
@@ -163,7 +160,7 @@ steps = st.lists(
 
 @given(steps, st.sampled_from([1, 64, 4096]), st.booleans())
 @settings(deadline=None, max_examples=60, suppress_health_check=list(HealthCheck))
-def test_a_stream_is_the_shard_wherever_and_whenever_its_file_is_cut(warm, steps, buffer, cached):
+def test_a_stream_equals_the_shard_wherever_its_file_is_truncated(warm, steps, buffer, cached):
     if not cached:
         warm.remove(SMALL_URL)
     raw = warm.open(SMALL_URL).detach()

@@ -1,4 +1,4 @@
-"""Shards that are read while they are fetched, by this process and by others."""
+"""Shards that are read while this or another process downloads them."""
 
 from __future__ import annotations
 
@@ -40,19 +40,18 @@ def _object(origin: MemoryOrigin) -> None:
 
 @pytest.fixture
 def more(origin: MemoryOrigin) -> Iterator[threading.Event]:
-    """Lets all of the shard come that is behind its third block."""
+    """Setting this event releases the bytes after the third block."""
     event = origin.hold(3 * BLOCK + 5)
     yield event
     event.set()
 
 
 def one(make_cache: MakeCache, **options: object) -> Cache:
-    """A cache with one connection, as one process has it."""
+    """Make a cache with one connection and one attempt."""
     return make_cache(connections=1, attempts=1, **options)
 
 
-def call_off(cache: Cache) -> None:
-    """End the fetches of a cache's streams."""
+def cancel(cache: Cache) -> None:
     for download in cache._here().downloads.unfinished():
         download.cancel()
 
@@ -61,7 +60,7 @@ def crc(data: bytes) -> Checksum:
     return Checksum("crc32", base64.b64encode(zlib.crc32(data).to_bytes(4, "big")).decode())
 
 
-def _taken_for(body: Body, pin: ObjectInfo | None = None) -> Body:
+def misstated(body: Body, pin: ObjectInfo | None = None) -> Body:
     body.info = pin or body.info
     return body
 
@@ -70,10 +69,7 @@ def _taken_for(body: Body, pin: ObjectInfo | None = None) -> Body:
     ("processes", "after", "some"),
     [(1, 3 * BLOCK + 5, 3 * BLOCK), (2, 3 * BLOCK + 5, 3 * BLOCK), (2, 200_000, 100_000)],
 )
-def test_all_read_one_fetch_before_its_last_bytes_have_come(
-    make_cache, origin, processes, after, some
-):
-    """The first sample does not wait for a whole block."""
+def test_readers_follow_one_download(make_cache, origin, processes, after, some):
     more = origin.hold(after)
     caches = [one(make_cache) for _ in range(processes)]
     with caches[0].open(URL) as first, caches[-1].open(URL) as second:
@@ -86,7 +82,7 @@ def test_all_read_one_fetch_before_its_last_bytes_have_come(
     assert origin.fetches == 1
 
 
-def test_with_fill_complete_nothing_is_read_before_all_is_there(make_cache, origin, more):
+def test_with_fill_complete_open_waits_for_the_whole_shard(make_cache, origin, more):
     cache = one(make_cache, fill="complete")
     with ThreadPoolExecutor() as pool:
         opening = pool.submit(cache.open, URL)
@@ -99,8 +95,8 @@ def test_with_fill_complete_nothing_is_read_before_all_is_there(make_cache, orig
 
 
 @pytest.mark.parametrize("removed", [False, True])
-def test_who_follows_goes_on_when_the_fetching_process_gives_up(make_cache, origin, more, removed):
-    """It goes on where the other one ended, or from another file of the same version."""
+def test_a_follower_continues_a_download_that_was_cancelled(make_cache, origin, more, removed):
+    """From the same partial, or if that is gone, in a new one of the same version."""
     fetching, following = one(make_cache), one(make_cache)
     some = BLOCK + 10
     with fetching.open(URL) as first, following.open(URL) as second:
@@ -108,7 +104,7 @@ def test_who_follows_goes_on_when_the_fetching_process_gives_up(make_cache, orig
         if removed:
             (partial,) = Layout.of_root(fetching.dir).partial.iterdir()
             shutil.rmtree(partial)
-        call_off(fetching)
+        cancel(fetching)
         with pytest.raises(FetchCancelledError):
             first.read()
         assert second.read() == DATA[some:]
@@ -116,8 +112,8 @@ def test_who_follows_goes_on_when_the_fetching_process_gives_up(make_cache, orig
 
 
 @pytest.mark.parametrize("at", [2000, len(DATA) - 9])
-def test_damage_is_an_error_if_it_was_read_and_mended_unseen_if_not(make_cache, origin, at):
-    """The checksum fails at the end, and the shard is fetched again."""
+def test_damage_is_an_error_only_if_it_was_already_read(make_cache, origin, at):
+    """The checksum fails at the end, and the shard is downloaded again."""
     origin.checksums[URL] = crc(DATA)
     origin.faults.append(Fault(after=at, corrupt=True))
     with one(make_cache).open(URL) as stream:
@@ -131,12 +127,12 @@ def test_damage_is_an_error_if_it_was_read_and_mended_unseen_if_not(make_cache, 
 
 
 @pytest.mark.parametrize("sizes", [True, False])
-def test_the_last_block_is_withheld_until_all_is_checked(make_cache, origin, sizes):
+def test_the_last_block_is_withheld_until_the_shard_is_checked(make_cache, origin, sizes):
     origin.sizes = sizes
     limit = (len(DATA) - 1) // BLOCK * BLOCK
     got = bytearray()
 
-    def refuse(path: Path) -> None:  # the reader has all the time to read what it must not
+    def refuse(path: Path) -> None:  # gives the reader time to read too much
         wait_until(lambda: len(got) >= limit)
         time.sleep(0.3)
         raise ValueError("bad")
@@ -149,7 +145,7 @@ def test_the_last_block_is_withheld_until_all_is_checked(make_cache, origin, siz
 
 
 @pytest.mark.parametrize("how", ["a wrong checksum", "an error page", "an origin that is gone"])
-def test_an_error_stays_an_error(make_cache: MakeCache, origin: MemoryOrigin, how: str) -> None:
+def test_the_error_of_a_download_persists(make_cache, origin, how):
     error: type[Exception] = IntegrityError
     if how == "a wrong checksum":
         origin.checksums[URL] = crc(b"something else")
@@ -158,22 +154,20 @@ def test_an_error_stays_an_error(make_cache: MakeCache, origin: MemoryOrigin, ho
     else:
         error = TransferError
         origin.faults.extend([Fault(after=BLOCK, error=TransientError("reset")), Fault(after=None)])
-    # It may have failed before the stream is handed out.
+    # The download may fail before or after `open` returns.
     with pytest.raises(error), one(make_cache).open(URL) as stream:
         with pytest.raises(error):
             stream.read()
         stream.read()
 
 
-def test_closing_the_cache_calls_off_what_nobody_reads_and_says_so(
-    make_cache, origin, more, caplog
-):
+def test_closing_the_cache_cancels_downloads_without_readers(make_cache, origin, more, caplog):
     caplog.set_level("INFO", logger="shardcache")
     cache = one(make_cache, part_size=BLOCK)
     with cache.open(URL) as stream:
         assert stream.read(10) == DATA[:10]
     process = cache._here()
-    assert [str(one.shard) for one in process.downloads.unfinished()] == [URL]  # it goes on
+    assert [str(one.shard) for one in process.downloads.unfinished()] == [URL]
     cache.close()
     assert process.downloads.unfinished() == []
     more.set()
@@ -181,7 +175,7 @@ def test_closing_the_cache_calls_off_what_nobody_reads_and_says_so(
     assert URL not in cache
 
 
-def test_closing_the_cache_leaves_a_stream_what_it_reads(make_cache, origin, more):
+def test_closing_the_cache_does_not_end_an_open_stream(make_cache, origin, more):
     cache = one(make_cache)
     with cache.open(URL) as stream:
         assert stream.read(10) == DATA[:10]
@@ -192,14 +186,12 @@ def test_closing_the_cache_leaves_a_stream_what_it_reads(make_cache, origin, mor
 
 
 @pytest.mark.parametrize(("pins", "replaced"), [(True, False), (True, True), (False, True)])
-def test_what_was_resumed_is_read_once_it_is_known_to_be_the_current_version(
-    make_cache, origin, monkeypatch, pins, replaced
-):
+def test_resumed_bytes_wait_for_their_version(make_cache, origin, monkeypatch, pins, replaced):
     if not pins:
         origin.pins = origin.states_checksums = False
         real = origin.open
-        # It takes the version that it is asked for to be what it has.
-        monkeypatch.setattr(origin, "open", lambda *a: _taken_for(real(*a[:3]), *a[3:]))
+        # The origin claims that the object has the requested version.
+        monkeypatch.setattr(origin, "open", lambda *a: misstated(real(*a[:3]), *a[3:]))
     origin.faults.append(Fault(after=2 * BLOCK + 9, error=TransientError("reset")))
     origin.faults.append(Fault(after=None))
     with pytest.raises(TransferError):
@@ -207,16 +199,14 @@ def test_what_was_resumed_is_read_once_it_is_known_to_be_the_current_version(
     if replaced:
         origin.objects[URL] = NEWER
     data, some = origin.objects[URL], 10 if replaced else 2 * BLOCK
-    more = origin.hold(0)  # time enough to read what should not be shown
+    more = origin.hold(0)  # gives the reader time to read too much
     with one(make_cache).open(URL) as stream:
         assert stream.read(some) == data[:some]
         more.set()
         assert stream.read() == data[some:]
 
 
-def test_a_version_that_cannot_be_told_from_others_is_read_when_it_is_there(
-    make_cache, origin, more
-):
+def test_a_shard_without_a_version_is_read_when_it_is_complete(make_cache, origin, more):
     origin.etags = False
     with one(make_cache).open(URL) as stream, ThreadPoolExecutor() as pool:
         reading = pool.submit(stream.read, 10)
@@ -227,7 +217,7 @@ def test_a_version_that_cannot_be_told_from_others_is_read_when_it_is_there(
         assert reading.result(PATIENCE) + stream.read() == DATA
 
 
-def test_seeking_waits_for_what_is_sought(make_cache: MakeCache, more: threading.Event) -> None:
+def test_a_read_after_a_seek_waits_for_its_bytes(make_cache, more):
     with one(make_cache).open(URL) as stream:
         assert stream.seek(0, os.SEEK_END) == len(DATA)
         assert stream.seek(BLOCK + 3) == stream.tell() == BLOCK + 3
@@ -244,8 +234,7 @@ def test_seeking_waits_for_what_is_sought(make_cache: MakeCache, more: threading
         assert stream.read() == DATA[1:]
 
 
-def test_a_child_goes_on_with_its_parents_stream(tmp_path):
-    """It waits for the parent's download, and sends no request of its own."""
+def test_a_child_follows_the_download_of_its_parent(tmp_path):
     server = Files()
     server.files["/a.tar"] = DATA
     more = server.hold("/a.tar", 3 * BLOCK + 5)
@@ -275,16 +264,14 @@ def test_a_child_goes_on_with_its_parents_stream(tmp_path):
         (["pipeline", "pipeline"], 8, True),  # less than 16 MiB are missing
     ],
 )
-def test_a_download_that_loses_its_readers_ends_if_all_are_pipelines_and_much_is_missing(
-    make_cache, origin, readers, members, kept
-):
+def test_a_download_may_end_without_readers(make_cache, origin, readers, members, kept):
     origin.objects[URL] = data = make_tar(1, members=members, size=BLOCK)
     more, cache = origin.hold(2 * BLOCK), one(make_cache)
     streams = [
         cache.open(URL) if reader == "open" else next(cache.url_opener([URL]))["stream"]
         for reader in readers
     ]
-    for stream in streams:  # the others still read after the first has closed
+    for stream in streams:
         assert stream.read(BLOCK + 10) == data[: BLOCK + 10]
         stream.close()
     more.set()
@@ -294,4 +281,4 @@ def test_a_download_that_loses_its_readers_ends_if_all_are_pipelines_and_much_is
     with cache.open(URL) as stream:
         assert stream.read() == data
     assert (len(origin.requests) == requests) == kept
-    assert origin.fetches == 1  # nothing is fetched twice
+    assert origin.fetches == 1

@@ -1,4 +1,4 @@
-"""What a pipeline will ask for next is fetched before it does, and no longer than it wants it."""
+"""A pipeline downloads its next shards ahead, and stops when the pipeline ends."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shardcache.errors import ShardNotFoundError, TransferError
 from shardcache.origins.base import TransientError
 from shardcache.reading.readers import DownloadReader
 from shardcache.store.digest import BLOCK
-from tests.support.caches import MakeCache, held_elsewhere
+from tests.support.caches import held_elsewhere
 from tests.support.fakes import MemoryOrigin
 from tests.support.storetools import wait_until
 from tests.support.tars import make_tar
@@ -35,31 +35,31 @@ def running() -> list[str]:
     return [t.name for t in threading.enumerate() if t.name.startswith("shardcache-")]
 
 
-def asked(origin: MemoryOrigin) -> list[str]:
+def requested(origin: MemoryOrigin) -> list[str]:
     return sorted({url for url, _, _ in origin.requests})
 
 
-def test_the_next_shards_are_there_when_they_are_asked_for(make_cache, origin):
+def test_the_next_shards_are_downloaded_ahead(make_cache, origin):
     cache = make_cache(prefetch=2)
     samples = cache.url_opener(URLS)
     next(samples)
     wait_until(lambda: all(url in cache for url in URLS[1:3]) and not running())
-    assert asked(origin) == URLS[:3]
+    assert requested(origin) == URLS[:3]
     second = next(samples)
     assert Path(second["stream"].name).read_bytes() == second["stream"].read() == DATA[1]
     wait_until(lambda: URLS[3] in cache)
-    assert asked(origin) == URLS[:4]
+    assert requested(origin) == URLS[:4]
 
 
 @pytest.mark.parametrize("fill", ["follow", "complete"])
 @pytest.mark.parametrize("prefetch", [0, 1, 64])
-def test_all_come_in_order_each_fetched_once(make_cache, origin, fill, prefetch):
+def test_shards_arrive_in_order_and_are_downloaded_once(make_cache, origin, fill, prefetch):
     cache = make_cache(prefetch=prefetch, fill=fill)
     for _ in range(2):
         found = []
         for number, sample in enumerate(cache.url_opener(URLS)):
             found.append(sample["stream"].read())
-            assert prefetch or asked(origin) in (URLS[: number + 1], URLS)  # nothing early
+            assert prefetch or requested(origin) in (URLS[: number + 1], URLS)  # nothing early
         assert found == DATA
     assert sorted(url for url, _, _ in origin.requests) == URLS
 
@@ -78,18 +78,18 @@ def test_a_missing_shard_is_requested_once_in_a_pipeline(make_cache, origin, pre
 
 @pytest.fixture
 def large(origin: MemoryOrigin) -> list[threading.Event]:
-    """Shards that do not come: all of them are held back at their first byte."""
+    """Shards that are held back at their first byte."""
     for url in URLS:
         origin.objects[url] = make_tar(1, members=20, size=BLOCK)
     return [origin.hold(0) for _ in URLS]
 
 
 @pytest.mark.parametrize("how", ["close", "drop"])
-def test_nothing_runs_on_when_the_pipeline_is_dropped(make_cache, origin, large, how):
+def test_downloads_end_with_their_pipeline(make_cache, origin, large, how):
     cache = make_cache(prefetch=3)
     samples = cache.url_opener(URLS)
     sample = next(samples)
-    wait_until(lambda: len(asked(origin)) == 4)
+    wait_until(lambda: len(requested(origin)) == 4)
     assert running()
     if how == "close":
         samples.close()
@@ -97,14 +97,14 @@ def test_nothing_runs_on_when_the_pipeline_is_dropped(make_cache, origin, large,
     else:
         del samples, sample
         gc.collect()
-    for event in large:  # a body that sends nothing is left when it sends something
+    for event in large:  # a download ends at its next byte
         event.set()
     wait_until(lambda: not running())
     assert not list(cache.entries())
-    assert len(asked(origin)) == 4
+    assert len(requested(origin)) == 4
 
 
-def test_an_endless_list_ends_with_its_consumer(make_cache, origin):
+def test_an_endless_pipeline_ends_with_its_consumer(make_cache, origin):
     cache = make_cache(prefetch=2)
     dataset = cache.attach(wds.WebDataset(URLS, resampled=True, shardshuffle=False))
     assert len(list(itertools.islice(dataset, 100))) == 100
@@ -112,7 +112,7 @@ def test_an_endless_list_ends_with_its_consumer(make_cache, origin):
     assert len(origin.requests) <= SHARDS
 
 
-def test_what_is_there_is_held_until_it_is_asked_for(make_cache: MakeCache) -> None:
+def test_cached_shards_ahead_are_not_evicted(make_cache):
     cache = make_cache(prefetch=2)
     for url in URLS:
         cache.fetch(url)
@@ -123,8 +123,8 @@ def test_what_is_there_is_held_until_it_is_asked_for(make_cache: MakeCache) -> N
     samples.close()
 
 
-def test_errors_come_in_their_place(make_cache: MakeCache, origin: MemoryOrigin) -> None:
-    """Those of shards, and at the end that of the list."""
+def test_errors_are_raised_in_the_order_of_the_shards(make_cache, origin):
+    """At the end, the error of the list itself is raised."""
     del origin.objects[URLS[1]]
     seen: list[Exception] = []
 
@@ -144,10 +144,7 @@ def test_errors_come_in_their_place(make_cache: MakeCache, origin: MemoryOrigin)
 
 
 @pytest.mark.parametrize("origins", [False, True])
-def test_a_failure_ahead_is_tried_again_unless_it_is_the_origins(
-    make_cache, monkeypatch, origin, origins
-):
-    """The disk failed while nobody waited for the shard; that is no answer to who asks now."""
+def test_only_disk_errors_of_a_download_ahead_are_retried(make_cache, monkeypatch, origin, origins):
     cache = make_cache(prefetch=1, attempts=1)
     failures = [TransientError("reset") if origins else OSError(28, "No space left on device")]
     where, name = (origin, "open") if origins else (acquire, "acquire")
@@ -173,28 +170,28 @@ def test_a_failure_ahead_is_tried_again_unless_it_is_the_origins(
 
 
 @pytest.mark.locks_work
-def test_what_another_process_fetches_is_left_to_it(make_cache, origin):
+def test_a_shard_that_another_process_downloads_is_left_to_it(make_cache, origin):
     cache = make_cache(prefetch=2)
     lock = held_elsewhere(cache, URLS[1])
     samples = cache.url_opener(URLS[:3])
     assert next(samples)["stream"].read() == DATA[0]
-    wait_until(lambda: not running())  # nobody waits in the background
-    assert asked(origin) == [URLS[0], URLS[2]]
+    wait_until(lambda: not running())  # no thread waits for that process
+    assert requested(origin) == [URLS[0], URLS[2]]
     threading.Timer(0.2, lock.release).start()
     assert next(samples)["stream"].read() == DATA[1]
 
 
 @pytest.mark.locks_work
-def test_a_node_fetches_only_so_many_ahead(make_cache, origin, monkeypatch):
+def test_the_processes_of_a_node_share_a_limit_of_downloads_ahead(make_cache, origin, monkeypatch):
     monkeypatch.setattr("shardcache.download.acquire._AHEAD", 1)
     one, other = make_cache(), make_cache(prefetch=2)
     event = origin.hold(0)
     ahead = DownloadReader(one._here, one.parse(URLS[1]), ahead=True)
-    wait_until(lambda: URLS[1] in asked(origin))
+    wait_until(lambda: URLS[1] in requested(origin))
     second = other.url_opener(URLS[2:5])
     assert next(second)["stream"].read() == DATA[2]
     wait_until(lambda: len(running()) <= 1)
-    assert URLS[3] not in asked(origin)
-    assert next(second)["stream"].read() == DATA[3]  # whoever waits needs no place
+    assert URLS[3] not in requested(origin)
+    assert next(second)["stream"].read() == DATA[3]  # the limit does not apply to a waiting reader
     event.set()
     ahead.close()

@@ -1,4 +1,4 @@
-"""Streams past the cache: one request, bytes once, from a nearer copy, versions never mixed."""
+"""Streams past the cache: one request, from a nearer copy, and never two versions."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support.tars import make_tar
 
 URLS = [f"s3://lab/{name}/0.tar" for name in "abc"]
 URL = URLS[0]
-LARGE = make_tar(1, 20, BLOCK // 2)  # 20 MiB: longer than the first part that is asked for
+LARGE = make_tar(1, 20, BLOCK // 2)  # 20 MiB: longer than the first part
 DATA = make_tar(1, members=50, size=40_000)
 OTHER = make_tar(2, members=50, size=40_000)
 
@@ -33,9 +33,6 @@ def read(cache: Cache, url: str = URL) -> bytes:
 
 def starts(origin: MemoryOrigin) -> list[int]:
     return [start for _, start, _ in origin.requests]
-
-
-# -- what a shard costs that is streamed ---------------------------------------------------
 
 
 @pytest.fixture
@@ -61,7 +58,7 @@ def test_a_shard_larger_than_the_budget_costs_one_request(make_cache, origin, la
     assert all(body.closed for body in origin.bodies)
 
 
-def test_where_no_room_is_left_a_shard_costs_one_request(make_cache, origin, large):
+def test_without_room_a_shard_costs_one_request(make_cache, origin, large):
     """The first shard is in use, so the second one cannot take its place."""
     cache = make_cache(max_size=len(LARGE) + BLOCK)
     with cache.open(URL) as held:
@@ -69,7 +66,7 @@ def test_where_no_room_is_left_a_shard_costs_one_request(make_cache, origin, lar
     assert [url for url, *_ in origin.requests].count(URLS[1]) == 1
 
 
-def test_an_answer_that_nobody_reads_is_closed(make_cache, origin, large):
+def test_a_response_without_a_reader_is_closed(make_cache, origin, large):
     cache = make_cache(max_size="10MiB", strict=True)
     with pytest.raises(CacheFullError), cache.pinned(URL):
         pass
@@ -80,27 +77,24 @@ def test_an_answer_that_nobody_reads_is_closed(make_cache, origin, large):
     assert all(body.closed for body in origin.bodies)
 
 
-# -- origins that are slow, break, and change ----------------------------------------------
-
-
 @pytest.fixture
 def full(make_cache: MakeCache, origin: MemoryOrigin) -> MakeCache:
-    """Caches without room for a shard."""
+    """Makes caches without room for a shard."""
     origin.objects[URL] = DATA
     return lambda **options: make_cache(max_size=1000, **options)
 
 
-def test_a_slow_reader_is_no_slow_origin(full, origin, clock):
+def test_a_slow_reader_causes_no_timeout(full, origin, clock):
     received = bytearray()
     with full(attempts=1, deadline=100.0, timeout=30.0).open(URL) as stream:
         while chunk := stream.read(10_240):
             received += chunk
-            clock.sleep(5)  # two minutes from one read of the origin to the next
+            clock.sleep(5)
     assert received == DATA
     assert len(origin.requests) == 1
 
 
-def test_a_streamed_shard_can_be_sought_in(full: MakeCache, origin: MemoryOrigin) -> None:
+def test_a_stream_past_the_cache_can_seek(full, origin):
     with full().open(URL) as stream:
         assert stream.read(10) == DATA[:10]
         stream.seek(BLOCK)
@@ -114,8 +108,8 @@ def test_a_streamed_shard_can_be_sought_in(full: MakeCache, origin: MemoryOrigin
 
 
 @pytest.mark.parametrize("when", ["never", "before it is continued", "before its last bytes"])
-def test_a_file_is_compared_with_what_was_read_of_it(full, tmp_path, monkeypatch, when):
-    """Its origin cannot insist on a version."""
+def test_the_version_of_a_streamed_file_is_compared(full, tmp_path, monkeypatch, when):
+    """A filesystem knows no conditional requests."""
     path, new = tmp_path / "a.bin", tmp_path / "new"
     path.write_bytes(DATA)
     with full(cache_local=True, attempts=3).open(str(path)) as stream:
@@ -138,12 +132,9 @@ def test_a_file_is_compared_with_what_was_read_of_it(full, tmp_path, monkeypatch
             stream.raw.readall()
 
 
-# -- a copy that is nearer -----------------------------------------------------------------
-
-
 @pytest.fixture
 def copy(make_cache: MakeCache, origin: MemoryOrigin, tmp_path: Path) -> Path:
-    """The shard on a NAS, as another node has written it."""
+    """A copy of the shard on a NAS, written by another node."""
     origin.objects[URL] = DATA
     place = {"url": str(tmp_path / "nas"), "write_back": True}
     with make_cache(dir=tmp_path / "first", upstreams=[place]) as cache:
@@ -155,11 +146,11 @@ def copy(make_cache: MakeCache, origin: MemoryOrigin, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def near(full: MakeCache, tmp_path: Path, copy: Path) -> Cache:
-    """A cache without room for it."""
+    """A cache without room that reads the copy."""
     return full(dir=tmp_path / "full", upstreams=[tmp_path / "nas"], attempts=1)
 
 
-def test_it_comes_from_there_and_nothing_from_the_origin(near: Cache, origin: MemoryOrigin) -> None:
+def test_a_shard_is_streamed_from_a_nearer_copy(near, origin):
     with no_descriptor_left():
         assert read(near) == DATA
     with near.open(URL) as stream:
@@ -169,9 +160,9 @@ def test_it_comes_from_there_and_nothing_from_the_origin(near: Cache, origin: Me
     assert URL not in near
 
 
-@pytest.mark.parametrize("what", ["the copy", "both", "a copy of somebody else's"])
-def test_where_it_is_replaced_the_rest_is_of_the_same_version(near, copy, origin, what):
-    if what == "a copy of somebody else's":
+@pytest.mark.parametrize("what", ["the copy", "both", "a copy without sidecar"])
+def test_when_a_copy_is_replaced_the_rest_has_the_same_version(near, copy, origin, what):
+    if what == "a copy without sidecar":
         copy.with_name("0.tar.shardcache.json").unlink()
     with near.open(URL) as stream:
         begin = stream.read(10)
@@ -188,10 +179,8 @@ def test_where_it_is_replaced_the_rest_is_of_the_same_version(near, copy, origin
 
 
 @pytest.mark.parametrize("piece", [10_007, 2 * BLOCK])
-def test_a_reader_that_goes_on_after_an_error_is_given_no_later_bytes(
-    near, origin, monkeypatch, piece
-):
-    """The copy goes away in the midst of a block, and the origin is down for a moment."""
+def test_a_read_after_an_error_skips_no_bytes(near, origin, monkeypatch, piece):
+    """The copy fails within a block, and the origin fails once."""
     got, served, errors, real = bytearray(), 0, 0, FsspecBody.readinto
 
     def readinto(self: FsspecBody, buffer: memoryview) -> Any:
@@ -217,8 +206,8 @@ def test_a_reader_that_goes_on_after_an_error_is_given_no_later_bytes(
     assert read(near) == DATA
 
 
-def test_what_was_read_already_is_never_continued_with_a_copy(make_cache, tmp_path, copy, origin):
-    """Where a cached file fails the rest is to be of its version."""
+def test_a_read_of_a_damaged_entry_is_continued_at_the_origin(make_cache, tmp_path, copy, origin):
+    """Not from a copy, whose version may differ."""
     cache = make_cache(dir=tmp_path / "node", upstreams=[tmp_path / "nas"])
     assert read(cache) == DATA
     with cache.open(URL) as stream:

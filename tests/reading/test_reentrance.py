@@ -1,8 +1,6 @@
-"""What the garbage collector closes in the midst of something else: no thread waits for itself.
+"""Streams that the garbage collector closes: no deadlock, and no shard that stays open.
 
-The collector may run at any moment, in any thread, so also in one that holds a lock which what it
-closes wants to take. Here it is made to run at such moments. The last tests do without it: nothing
-that keeps a shard open is left to it.
+The collector may run at any moment, also in a thread that holds a lock which `close` needs.
 """
 
 from __future__ import annotations
@@ -43,13 +41,13 @@ def _no_other_collection() -> Iterator[None]:
 
 
 def drop(stream: Any) -> None:
-    """Leave it to the collector to close it."""
+    """Put the stream into a reference cycle, so that the garbage collector closes it."""
     dropped = [stream]
     dropped.append(dropped)
 
 
 def ends(function: Callable[[], object]) -> None:
-    """Call it in a thread, which must not wait for itself."""
+    """Call the function in a thread, and assert that it returns."""
     thread = threading.Thread(target=function, daemon=True)
     thread.start()
     thread.join(PATIENCE)
@@ -64,67 +62,25 @@ def open_shards() -> list[str]:
     return [each for each in descriptors() if "/partial/" in each or "/objects/" in each]
 
 
-class Collecting(dict[str, int]):
-    """Counts during whose counting the garbage collector runs."""
-
-    def items(self) -> Any:
-        gc.collect()
-        return super().items()
-
-
-def test_a_stream_of_a_shard_in_flight_may_be_closed_while_its_process_counts(make_cache, origin):
-    origin.objects[URL] = DATA
-    more = origin.hold(3 * BLOCK + 5)
-    cache = make_cache(connections=1, attempts=1)
-    try:
-        stream = cache.open(URL)
-        assert stream.read(BLOCK)
-        drop(stream)
-        del stream
-        ends(lambda: cache._here().counters.add(Collecting(hits=1)))
-    finally:
-        more.set()
-    cache.close()
-    assert (cache.stats().hits, cache.stats().misses) == (1, 1)
-
-
-@pytest.mark.parametrize("read", [BLOCK // 2, 2 * BLOCK])
-def test_a_stream_past_the_cache_may_be_closed_while_a_connection_is_made(tmp_path, read):
-    """Its own connection is then ended, or kept for the next request."""
-    server, data = Files(), DATA[: 2 * BLOCK]
-    server.files["/a.tar"] = data
-    cache = Cache(tmp_path / "cache", max_size=BLOCK, min_free=0)
-    with running(server), cache:
-        url = f"{server.url}/a.tar"
-        stream = cache.open(url)
-        assert stream.read(read) == data[:read]
-        drop(stream)
-        del stream
-        ends(gc.collect)
-        with cache.open(url) as again:
-            assert again.read() == data
-
-
-def test_a_stream_that_is_dropped_at_the_end_of_a_part_leaves_a_connection_that_works(tmp_path):
-    """The collector finalises all of a cycle, so it must not find the connection there."""
+@pytest.mark.parametrize("size", [BLOCK // 2, BLOCK, 2 * len(DATA)])
+def test_after_a_dropped_stream_the_next_request_works(tmp_path, size):
+    """The connection of the dropped stream was in use, at the end of a part, or free."""
     server = Files()
-    server.files = {"/small.tar": DATA[: 2 * BLOCK], "/big.tar": DATA * 2}
+    server.files["/a.tar"] = DATA * 2
     cache = Cache(tmp_path / "cache", max_size="4MiB", min_free=0, part_size="1MiB", attempts=1)
     with running(server), cache:
-        assert cache.open(f"{server.url}/small.tar").read() == DATA[: 2 * BLOCK]
+        url = f"{server.url}/a.tar"
         for _ in range(3):
-            stream = cache.open(f"{server.url}/big.tar")
-            assert stream.read(BLOCK) == DATA[:BLOCK]
+            stream = cache.open(url)
+            assert stream.read(size) == (DATA * 2)[:size]
             drop(stream)
             del stream
-            gc.collect()
-            with cache.open(f"{server.url}/big.tar") as again:
+            ends(gc.collect)
+            with cache.open(url) as again:
                 assert again.read() == DATA * 2
 
 
-def test_what_a_parent_opened_is_not_counted_by_the_child_that_closes_it_too(
-    make_cache, origin, tmp_path
-):
+def test_a_child_that_closes_a_stream_of_its_parent_counts_nothing(make_cache, origin, tmp_path):
     big = "s3://lab/big.tar"
     origin.objects.update({URL: DATA, big: DATA * 2})
     cache = make_cache(connections=1, attempts=1, max_size=room(tmp_path, len(DATA)))
@@ -156,11 +112,7 @@ def test_what_a_parent_opened_is_not_counted_by_the_child_that_closes_it_too(
 
 
 def test_a_stream_may_be_closed_at_every_call_that_a_download_makes(tmp_path):
-    """The collector may close it there, in any thread.
-
-    A thread that waits for itself waits for ever, so this runs in a child process. It takes less
-    than a second.
-    """
+    """In a child process, because a deadlock would never end. It takes less than a second."""
     server = Files()
     server.files = {"/a.tar": DATA, "/b.tar": DATA}
     server.hold("/a.tar", BLOCK + 5)
@@ -208,7 +160,7 @@ def test_a_reader_joins_while_the_collector_closes_the_last_other_one(
 
 
 def test_a_child_that_closes_its_copy_of_a_stream_keeps_no_shard_open(make_cache, origin):
-    """It would hold the pin of its parent, too."""
+    """An open shard cannot be evicted."""
     origin.objects[URL] = DATA
     more = origin.hold(BLOCK + 5)
     cache = make_cache(connections=1)
@@ -230,9 +182,7 @@ def test_a_child_that_closes_its_copy_of_a_stream_keeps_no_shard_open(make_cache
 
 @pytest.mark.parametrize("ends", ["whole", "broken"])
 @pytest.mark.parametrize("first", ["reader", "download"])
-def test_the_last_of_reader_and_download_lets_go_of_the_shard(
-    make_cache, origin, recwarn, first, ends
-):
+def test_the_last_of_reader_and_download_closes_the_shard(make_cache, origin, recwarn, first, ends):
     origin.objects[URL] = DATA
     more = origin.hold(BLOCK + 5)
     if ends == "broken":
@@ -250,8 +200,8 @@ def test_the_last_of_reader_and_download_lets_go_of_the_shard(
 
 
 @pytest.mark.parametrize("how", ["fetch", "pinned"])
-def test_an_error_that_was_handled_keeps_no_shard_open(make_cache, origin, how):
-    """Its traceback refers to the frames that it passed, and they refer to what they opened."""
+def test_a_handled_error_keeps_no_shard_open(make_cache, origin, how):
+    """Its traceback refers to frames, which refer to open files."""
     other = "s3://lab/other.tar"
     origin.objects.update({URL: DATA, other: DATA})
     cache = make_cache(connections=1, attempts=1, part_size=2 * BLOCK)

@@ -24,7 +24,7 @@ OLD, NEW = make_tar(1), make_tar(2)
 @pytest.fixture(autouse=True)
 def _object(origin: MemoryOrigin) -> None:
     origin.objects[URL] = OLD
-    origin.states_checksums = False  # so that fetching describes nothing
+    origin.states_checksums = False  # so that a download sends no HEAD
 
 
 def read(cache: Cache) -> bytes:
@@ -40,19 +40,19 @@ def refresh(cache: Cache) -> None:
 
 
 @pytest.mark.locks_work("flock")
-def test_after_a_refresh_and_not_before_all_are_given_the_new_version(make_cache, origin, tmp_path):
-    """A stream that is open reads on what it began to read; then the old version goes."""
+def test_all_caches_read_the_new_version_after_a_refresh(make_cache, origin, tmp_path):
+    """An open stream keeps the old version, which is removed later."""
     running = make_cache()
-    assert read(running) == OLD  # it knows where that is
+    assert read(running) == OLD
     with running.open(URL) as stream:
-        begun = stream.read(1000)
+        first = stream.read(1000)
         origin.objects[URL] = NEW
-        assert read(make_cache()) == OLD  # nobody asks whether it was replaced
+        assert read(make_cache()) == OLD
         assert len(origin.requests) == 1 and not origin.stats
         refresh(make_cache())
         assert versions_on_disk(running) == 2
         assert read(running) == NEW
-        assert begun + stream.read() == OLD
+        assert first + stream.read() == OLD
     assert read(make_cache()) == NEW
     refreshed = make_cache()
     assert refreshed.prewarm([URL], refresh=True).cached == 1
@@ -73,34 +73,27 @@ def test_a_refresh_counts_across_tiers(make_cache, origin, tmp_path):
     assert read(cache) == larger
 
 
-def test_an_object_that_is_replaced_while_it_is_followed_is_read_anew_by_the_next_open(
-    make_cache, origin
-):
-    """The bytes of two versions never meet."""
+def test_a_read_of_a_replaced_object_fails_and_the_next_open_reads_the_new_one(make_cache, origin):
     old, new = make_tar(1, 200, 20_000), make_tar(2, 200, 20_000)
     origin.objects[URL] = old
     go_on = origin.hold(1 << 20)
     cache = make_cache(connections=1, part_size="4MiB")
     with cache.open(URL) as stream:
-        begun = stream.read(1 << 19)
-        assert begun == old[: 1 << 19]
+        assert stream.read(1 << 19) == old[: 1 << 19]
         origin.objects[URL] = new
         go_on.set()
         with pytest.raises(TransferError, match="was replaced while it was read"):
             stream.read()
-    assert read(cache) == new
-    assert read(cache) == new
+    assert read(cache) == read(cache) == new
 
 
-def test_a_prewarm_that_refreshes_fetches_what_was_replaced_and_says_how_much(
-    run, spec, warm, s3, bucket, proxy
-):
+def test_prewarm_refresh_downloads_and_counts_replaced_shards(run, spec, warm, s3, bucket, proxy):
     arguments = ["prewarm", "--refresh", spec]
     code, out, _ = run(*arguments)
     assert code == 0 and "All 4 shards cached" in out
     for number in (1, 3):
         s3.put(bucket, f"train-{number:04d}.tar", make_tar(50 + number))
-    assert run("prewarm", "--check", spec)[0] == 0  # it asks nobody
+    assert run("prewarm", "--check", spec)[0] == 0  # sends no request
     assert run("prewarm", "--check", "--refresh", spec)[0] == 4
     code, out, _ = run("prewarm", "--dry-run", "--refresh", spec, "--json")
     assert [row["outcome"] for row in json.loads(out)["shards"]] == ["cached", "missing"] * 2
@@ -120,7 +113,7 @@ def test_a_prewarm_that_refreshes_fetches_what_was_replaced_and_says_how_much(
 
 
 @pytest.mark.parametrize("error", [TransientError("503"), ShardNotFoundError("gone", url=URL)])
-def test_a_refresh_that_gets_no_answer_keeps_what_is_there_and_fails(make_cache, origin, error):
+def test_a_refresh_without_a_response_fails_and_keeps_the_entry(make_cache, origin, error):
     cache = make_cache(attempts=1)
     assert read(cache) == OLD
 
@@ -135,9 +128,7 @@ def test_a_refresh_that_gets_no_answer_keeps_what_is_there_and_fails(make_cache,
 
 
 @pytest.mark.locks_work("flock")
-def test_a_pinned_shard_keeps_its_versions_and_without_a_pin_the_older_one_goes(
-    make_cache, origin, tmp_path
-):
+def test_a_pin_keeps_all_versions_of_a_shard(make_cache, origin, tmp_path):
     cache = make_cache()
     assert read(cache) == OLD
     cache.pin(URL)
@@ -146,7 +137,7 @@ def test_a_pinned_shard_keeps_its_versions_and_without_a_pin_the_older_one_goes(
         refresh(make_cache())
     for entry in list(cache.entries()):
         if entry.metadata().info.etag == origin.info(cache.parse(URL)).etag:
-            os.utime(entry.path / "meta.json", (1, 1))  # by its last use the newer would go
+            os.utime(entry.path / "meta.json", (1, 1))  # the newer one is used less recently
     cache.clean(max_size=1)
     assert versions_on_disk(cache) == 2
     cache.unpin(URL)
@@ -155,7 +146,7 @@ def test_a_pinned_shard_keeps_its_versions_and_without_a_pin_the_older_one_goes(
 
 
 @pytest.mark.locks_work("flock")
-def test_a_sibling_namespace_gives_no_outdated_version(make_cache, origin, monkeypatch):
+def test_an_outdated_version_is_not_linked(make_cache, origin, monkeypatch):
     caches = []
     for job in ("one", "two", "three"):
         monkeypatch.setenv("SHARDCACHE_JOB", job)
@@ -163,16 +154,16 @@ def test_a_sibling_namespace_gives_no_outdated_version(make_cache, origin, monke
     assert [read(cache) for cache in caches] == [OLD] * 3
     origin.objects[URL] = NEW
     refresh(caches[1])
-    assert [read(cache) for cache in caches] == [OLD, NEW, OLD]  # each reads its own namespace
+    assert [read(cache) for cache in caches] == [OLD, NEW, OLD]  # each has its own namespace
     caches[2].remove(URL)
     assert len(origin.requests) == 2
 
 
-def test_a_copy_upstream_of_what_was_replaced_is_not_taken(make_cache, origin, tmp_path):
+def test_a_refresh_ignores_an_outdated_upstream_copy(make_cache, origin, tmp_path):
     near = {"url": str(tmp_path / "near"), "write_back": True}
     first = make_cache(upstreams=[near])
     assert read(first) == OLD
-    first.close()  # which waits for the copy
+    first.close()  # waits for the copy
     other = make_cache(dir=tmp_path / "another node", upstreams=[near])
     assert read(other) == OLD
     assert len(origin.requests) == 1

@@ -1,4 +1,4 @@
-"""The budget: kept by many processes at once, never at the price of what is in use."""
+"""The budget of a cache: admission, counting and eviction."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ NEW = "s3://lab/new.tar"
 
 
 class Bench:
-    """A root with room for shards of these sizes; the disk is as free as the test says."""
+    """A root with room for shards of these sizes, on a disk with ``free`` bytes."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class Bench:
         return entries
 
     def shelve(self, count: int, size: int) -> list[Entry]:
-        """Entries that were used one after the other."""
+        """Publish entries, each used later than the one before."""
         urls = (f"s3://lab/{number:04d}.tar" for number in range(count))
         return [publish(self.store, url, bytes(size), used=n) for n, url in enumerate(urls, 1)]
 
@@ -101,7 +101,7 @@ def library(make: Callable[..., Bench]) -> Bench:
 
 
 @pytest.mark.locks_work("flock")
-def test_the_free_space_floor_counts_what_is_not_written_yet(make) -> None:
+def test_min_free_includes_bytes_that_are_not_written_yet(make) -> None:
     bench = make(min_free="1GB")
     bench.free = GB + bench.room(5 * GB, 4 * GB)
     partials = [bench.admit("s3://lab/a.tar", 5 * GB), bench.admit("s3://lab/b.tar", 4 * GB)]
@@ -114,7 +114,7 @@ def test_the_free_space_floor_counts_what_is_not_written_yet(make) -> None:
 
 
 @pytest.mark.locks_work("answers")
-def test_what_dead_processes_left_goes_before_any_entry(make) -> None:
+def test_dead_partials_are_removed_before_entries(make) -> None:
     bench = make(max_size=3 * MIB)
     [entry] = bench.shelve(1, 1000)
     orphan = begun(bench.layout, "s3://lab/orphan.tar", payload(2 * MIB))
@@ -124,7 +124,7 @@ def test_what_dead_processes_left_goes_before_any_entry(make) -> None:
 
 
 @pytest.mark.locks_work("flock")
-def test_entries_that_come_into_use_are_replaced_in_the_plan(make, monkeypatch) -> None:
+def test_an_entry_that_is_opened_during_eviction_is_replaced_by_another(make, monkeypatch) -> None:
     bench = make(30, 30, 40)
     entries = bench.shelve(3, 30)
     opened = []
@@ -144,7 +144,7 @@ def test_entries_that_come_into_use_are_replaced_in_the_plan(make, monkeypatch) 
 
 
 @pytest.mark.locks_work
-def test_a_stuck_budget_lock_is_passed_by_after_its_bound(make, caplog) -> None:
+def test_a_stuck_budget_lock_is_ignored_after_a_minute(make, caplog) -> None:
     bench = make(100)
     lock = KeyLock(bench.layout.named_lock("budget"))
     assert lock.try_acquire(Holder.this_process(rank=None, job=None, now=1.0))
@@ -156,58 +156,58 @@ def test_a_stuck_budget_lock_is_passed_by_after_its_bound(make, caplog) -> None:
 
 
 @pytest.mark.locks_work("answers")
-def test_what_fits_costs_no_count_and_the_budget_holds(library: Bench) -> None:
+def test_a_shard_that_fits_is_admitted_without_counting(library: Bench) -> None:
     for number in range(200, 210):
         library.fetch(number)
     assert (library.counts, library.used()) == (1, library.room(*210 * [1000]))
     library.fetch(210)
-    # One made room for this one, and one in a hundred of 210 went along: three more.
+    # One entry makes room, and one percent of 210 entries is evicted in advance.
     assert (library.counts, library.used()) == (2, library.room(*207 * [1000]))
     for number in range(211, 214):
         library.fetch(number)
     assert (library.counts, library.used()) == (2, library.space.max_size)
-    for number in range(300, 309):  # without asking: seen after a while
+    for number in range(300, 309):  # not admitted: found by the next count
         publish(library.store, f"s3://lab/{number:04d}.tar", bytes(1000), used=1.0)
     library.clock.sleep(60)
     library.fetch(214)
     assert library.counts == 3 and library.used() <= library.space.max_size
 
 
-def test_what_is_published_while_it_is_counted_counts_once(make, monkeypatch) -> None:
+def test_a_shard_that_is_published_during_a_count_counts_once(make, monkeypatch) -> None:
     bench = make(MIB, MIB)
     partial = begun(bench.layout, "s3://lab/0.tar", bytes(MIB))
     flights = bench.space.flights()
     bench.store.publish(partial, partial.metadata)
     bench.space.recount()
-    monkeypatch.setattr(bench.space, "flights", lambda: flights)  # as they were just before
+    monkeypatch.setattr(bench.space, "flights", lambda: flights)  # from before
     bench.admit("s3://lab/1.tar", MIB).discard()  # not refused for want of room
     partial.close()
 
 
 @pytest.mark.locks_work("flock")
-def test_a_second_fetch_of_what_is_published_counts_beside_it(make) -> None:
+def test_a_second_download_of_a_published_shard_counts_too(make) -> None:
     bench = make(MIB, MIB, MIB)
-    # Its process was stopped, and passed by.
+    # Its process was stopped, so another process published the shard.
     second = begun(bench.layout, "s3://lab/0.tar", bytes(MIB))
     publish(bench.store, "s3://lab/0.tar", bytes(MIB), used=1.0)
     bench.space.recount()
     bench.admit("s3://lab/1.tar", MIB).discard()
     bench.space.recount()
-    bench.admit("s3://lab/2.tar", 2 * MIB).discard()  # in place of the published one
+    bench.admit("s3://lab/2.tar", 2 * MIB).discard()  # evicts the published shard
     assert list(bench.store.entries()) == []
     second.close()
 
 
 @pytest.mark.locks_work("flock", "answers")
-def test_what_was_refused_is_refused_without_a_count_for_a_minute(library: Bench) -> None:
+def test_a_refusal_is_remembered_for_a_minute(library: Bench) -> None:
     session = Session(library.layout, 0.5)
-    fits = 1000 + 9 * library.room(1000)  # takes as much of the disk as ten
+    fits = 1000 + 9 * library.room(1000)  # as much room as ten shards
     for _ in range(3):
         with pytest.raises(CacheFullError, match="it needs 1.0 KB more"):
             library.admit(size=fits + 1000)
     assert library.counts == 1
     assert library.space.refuses(NEW, fits + 3000) and not library.space.refuses(NEW, fits)
-    library.fetch(401, fits)  # less than was refused: there is room
+    library.fetch(401, fits)  # smaller than the refused shard
     with pytest.raises(CacheFullError):
         library.fetch(402)
     assert library.counts == 1
@@ -228,7 +228,7 @@ def test_shards_of_unknown_size_are_counted_as_they_grow(library: Bench) -> None
     partial.discard()
 
 
-def test_where_the_number_is_shared_by_nobody_or_makes_no_sense_it_is_counted(library):
+def test_an_invalid_or_unshared_count_is_counted_again(library):
     library.fetch(200)
     usage = library.layout.usage
     boot = usage.read_bytes().split(b'"')[1]
@@ -243,9 +243,6 @@ def test_where_the_number_is_shared_by_nobody_or_makes_no_sense_it_is_counted(li
     for number in (202, 203):
         library.fetch(number)
     assert library.counts == counts + 2 and not usage.exists()
-
-
-# -- what the disk gives away --------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["local", pytest.param("tmpfs", marks=needs_mounts), "network"])
@@ -263,13 +260,13 @@ def test_small_shards_take_no_more_of_the_disk_than_max_size(tmp_path, monkeypat
             assert all(read(cache, url) == Path(url).read_bytes() for url in shop.urls)
             stored = len(list(cache.entries()))
         assert not list((shop.path / "v1/locks").glob("*/*.lock"))
-        # The 256 directories above the entries take no more as shards come.
+        # The 256 directories above the entries do not grow.
         files = [path for path in (shop.path / "v1/objects").rglob("*") if len(path.name) > 2]
         used = sum(path.lstat().st_blocks for path in files) * 512
     assert limit - used / stored < used <= limit
 
 
-def test_a_large_shard_takes_its_own_bytes_and_next_to_nothing(make_cache, origin) -> None:
+def test_a_large_shard_takes_little_more_than_its_bytes(make_cache, origin) -> None:
     origin.objects[NEW] = bytes(32 * MIB)
     with pytest.raises(CacheFullError, match=r"takes 33\.6 MB on disk"):
         make_cache(max_size=32 * MIB).fetch(NEW)

@@ -1,4 +1,4 @@
-"""Cleaning on request and beside a job: a dry run tells the truth, what is in use stays."""
+"""Cleaning by command and in the background."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MIB = 1 << 20
 
 
 def leave(layout: Layout) -> Path:
-    """A partial of a dead process."""
+    """Make the partial of a dead process."""
     partial = begun(layout, "s3://lab/orphan.tar", payload(MIB))
     partial.close()
     return partial.path
@@ -49,7 +49,7 @@ CASES: dict[str, Callable[[Path], Limits]] = {
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.locks_work
-def test_a_dry_run_touches_nothing_and_says_what_the_run_will_do(layout: Layout, case: str) -> None:
+def test_a_dry_run_changes_nothing_and_reports_what_a_run_removes(layout, case):
     store, rank = Store(layout), Store(layout.rank("job-0"))
     rank.layout.make()
     space = Space(layout, lambda: [store, rank], Config(layout.base.parent, min_free=0))
@@ -77,7 +77,7 @@ def test_a_dry_run_touches_nothing_and_says_what_the_run_will_do(layout: Layout,
     live.discard()
 
 
-def test_a_dead_process_s_partial_stays_an_hour_to_be_resumed(layout: Layout) -> None:
+def test_a_dead_partial_is_kept_for_an_hour(layout: Layout) -> None:
     partial = leave(layout)
     with Cache(layout.base.parent, min_free=0) as cache:
         for seconds, removed in ((0.0, 0), (3500.0, 0), (3700.0, 1)):
@@ -87,9 +87,9 @@ def test_a_dead_process_s_partial_stays_an_hour_to_be_resumed(layout: Layout) ->
 
 
 @pytest.mark.locks_work
-def test_cleaners_take_turns_or_say_who_is_at_it(tmp_path: Path) -> None:
+def test_only_one_process_cleans_at_a_time(tmp_path: Path) -> None:
     with Cache(tmp_path / "cache", min_free=0, lock_timeout="0.3s") as cache:
-        cache.pin("s3://lab/a.tar")  # makes the directory
+        cache.pin("s3://lab/a.tar")  # creates the directory
         lock = KeyLock(Layout.of_root(cache.dir).named_lock("clean"))
         assert lock.try_acquire(Holder.this_process(rank=3, job="17", now=1.0))
         for wait in (False, True):
@@ -101,7 +101,7 @@ def test_cleaners_take_turns_or_say_who_is_at_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.locks_work
-def test_one_of_a_nodes_processes_cleans_beside_its_job(layout, tmp_path, monkeypatch):
+def test_one_process_of_a_node_cleans_in_the_background(layout, tmp_path, monkeypatch):
     shop, rounds, real = Shop(tmp_path, count=5), [], module.clean
     with Cache(shop.path, cache_local=True, min_free=0) as earlier:
         for number, url in enumerate(shop.urls):

@@ -1,4 +1,4 @@
-"""Eviction: the plan is pure and exact, and what is in use or protected stays."""
+"""Eviction: the plan, the policies and the pins."""
 
 from __future__ import annotations
 
@@ -38,18 +38,16 @@ limits_ = st.builds(
 
 
 @given(shelves(), limits_, st.integers(0, 300), st.none() | st.floats(0, 2 * NOW), st.data())
-def test_a_plan_takes_the_least_recently_used_until_the_limits_hold(
-    entries, limits, reserved, since, data
-) -> None:
+def test_a_plan_evicts_the_least_recently_used(entries, limits, reserved, since, data):
     busy = data.draw(st.sets(st.sampled_from(entries))) if entries else set()
-    asked: list[Entry] = []
+    checked: list[Entry] = []
 
     def in_use(entry: Entry) -> bool:
-        asked.append(entry)
+        checked.append(entry)
         return entry in busy
 
     def used(entry: Entry) -> float:
-        return 0.0 if entry.used > NOW + SKEW else entry.used  # such a date cannot be
+        return 0.0 if entry.used > NOW + SKEW else entry.used  # an impossible date
 
     def old(entry: Entry) -> bool:
         return limits.max_age is not None and NOW - used(entry) > limits.max_age
@@ -58,18 +56,18 @@ def test_a_plan_takes_the_least_recently_used_until_the_limits_hold(
     gone = [entry for removal in found.removed for entry in removal.entries]
     kept = [entry for entry in entries if entry not in gone]
 
-    # What stays is what is left over, to the byte.
+    # The reported numbers are exact.
     assert len(set(gone)) == len(gone) and found.kept == len(kept)
     assert found.kept_bytes == sum(entry.size for entry in kept)
     over = -1 if limits.max_size is None else found.kept_bytes + reserved - limits.max_size
     short = limits.free_needed - found.freed
     assert found.missing == max(0, over, short)
 
-    # In use and protected are never chosen, and nobody is asked in vain.
+    # Entries in use or protected are never chosen, and no entry is checked in vain.
     free = [e for e in entries if e not in busy and (since is None or used(e) < since)]
-    assert set(gone) <= set(free) and set(asked) <= set(gone) | busy
+    assert set(gone) <= set(free) and set(checked) <= set(gone) | busy
 
-    # They go in order, and the last one was needed.
+    # Entries are evicted in order, and the last one was needed.
     assert [used(entry) for entry in gone] == sorted(map(used, gone))
     needed = [one.entries[0] for one in found.removed if one.reason in NEEDED]
     if limits.everything or found.missing:
@@ -92,16 +90,16 @@ DAY = 86_400.0
     ("used", "started", "stays"),
     [
         (-60, [-50, -100], True),
-        (-61, [-60], False),  # before the oldest job began
-        (-60, [], False),  # no job runs
-        (-DAY - 1, [-2 * DAY], False),  # nobody for so long
+        (-61, [-60], False),  # used before the oldest job
+        (-60, [], False),  # no running job
+        (-DAY - 1, [-2 * DAY], False),  # longer than protect_for
         (-DAY + 1, [-2 * DAY], True),
-        (-DAY + 1, [2 * DAY], True),  # its clock was wrong
+        (-DAY + 1, [2 * DAY], True),  # a wrong clock
         (DAY, [-100], False),
     ],
 )
 @pytest.mark.locks_work("flock")
-def test_what_running_jobs_keep(layout, tmp_path, used, started, stays):
+def test_running_jobs_protect_recently_used_shards(layout, tmp_path, used, started, stays):
     now = 1_800_000_000.0
     sessions = [Session(layout, now + date) for date in started]
     entry = Entry("/objects/key/v", "key", "v", 10, now + used)
@@ -116,7 +114,7 @@ def test_what_running_jobs_keep(layout, tmp_path, used, started, stays):
         session.close()
 
 
-def test_a_pin_that_makes_no_sense_keeps_its_shard(layout):
+def test_an_invalid_pin_keeps_its_shard(layout):
     url = parse_url("s3://lab/a.tar")
     for text in (b"", b"{", b"[]", b"null", b'{"url": "x", "until": "soon"}', b"\xff" * 99):
         pin(layout, url, 1.0)

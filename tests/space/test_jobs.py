@@ -1,4 +1,4 @@
-"""Jobs that share a cache which cannot hold all: what each of them gets, and what pins keep."""
+"""Jobs that share a cache without room for all their shards."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ def shop(tmp_path: Path) -> Shop:
 
 
 def numbers(shop: Shop) -> list[int]:
-    """Which shards are cached."""
+    """Return the numbers of the cached shards."""
     return sorted(shop.urls.index(url) for url in shop.entries())
 
 
-#: What a job says of a shard: whether its bytes are right, and whether it is cached.
+#: The reports of a job: whether the bytes of a shard are right, and whether it is cached.
 STORED, STREAMED = (True, True), (True, False)
 
 
 def job(parent: Parent, shop: Shop, options: dict[str, Any]) -> None:
-    """A job that reads what it is told until it is told nothing."""
+    """Read each shard that the parent sends, until it sends None."""
     with Cache(shop.path, cache_local=True, min_free=0, **options) as cache:
         while (url := parent.hear()) is not None:
             with cache.open(url) as stream:
@@ -50,7 +50,7 @@ def job(parent: Parent, shop: Shop, options: dict[str, Any]) -> None:
     parent.say()
 
 
-def test_what_the_first_of_two_jobs_has_it_keeps_and_the_second_takes_over_in_time(shop):
+def test_a_job_keeps_its_shards_until_they_have_been_unused_for_a_day(shop):
     budget = shop.room(4)
     with forked(job, shop, {"max_size": budget}) as b:
         with forked(job, shop, {"max_size": budget, "touch_interval": 0}) as a:
@@ -60,8 +60,8 @@ def test_what_the_first_of_two_jobs_has_it_keeps_and_the_second_takes_over_in_ti
             assert b.ask(shop.urls[6]) == STREAMED
             for number in range(3):  # the next epoch
                 assert a.ask(shop.urls[number]) == STORED
-            assert b.ask(shop.urls[1]) == STORED  # theirs is as good
-        # A use does not say whose it was: what the first job used lately stays for a while.
+            assert b.ask(shop.urls[1]) == STORED  # cached by the first job
+        # The first job has ended, but its recent uses still count.
         assert b.ask(shop.urls[6]) == STREAMED
         assert numbers(shop) == [0, 1, 2, 5]
         for number in (0, 2):
@@ -69,14 +69,14 @@ def test_what_the_first_of_two_jobs_has_it_keeps_and_the_second_takes_over_in_ti
         for number in (6, 7):
             assert b.ask(shop.urls[number]) == STORED
         assert numbers(shop) == [1, 5, 6, 7]
-    with forked(job, shop, {"max_size": budget}) as c:  # nobody runs beside it: all is free to go
+    with forked(job, shop, {"max_size": budget}) as c:  # no other job runs
         for number in (0, 2, 3, 4):
             assert c.ask(shop.urls[number]) == STORED
         assert numbers(shop) == [0, 2, 3, 4]
 
 
 @pytest.mark.parametrize(("policy", "gone"), [("lru", 1), ("fifo", 0)])
-def test_under_other_policies_a_job_evicts_its_own(shop: Shop, policy: str, gone: int) -> None:
+def test_with_other_policies_a_job_evicts_its_own_shards(shop, policy, gone):
     budget = shop.room(3)
     with forked(job, shop, {"max_size": budget, "policy": policy}) as child:
         for number in range(3):
@@ -90,8 +90,12 @@ def test_under_other_policies_a_job_evicts_its_own(shop: Shop, policy: str, gone
 
 
 @needs_mounts
-def test_what_is_to_stay_free_stays_free(shop: Shop) -> None:
-    options = {"cache_local": True, "min_free": "800kB", "stats": False}  # counts take room, too
+def test_min_free_stays_free(shop: Shop) -> None:
+    options = {
+        "cache_local": True,
+        "min_free": "800kB",
+        "stats": False,
+    }  # statistics take room, too
     with disk(shop.path, "size=1m"), Cache(shop.path, **options) as cache:
         for url in shop.urls:
             with cache.open(url) as stream:
@@ -101,10 +105,10 @@ def test_what_is_to_stay_free_stays_free(shop: Shop) -> None:
 
 
 @pytest.mark.parametrize("policy", ["working-set", "lru", "fifo"])
-def test_what_is_pinned_stays_whatever_comes_until_its_time_is_over(shop, policy):
+def test_a_pinned_shard_stays_until_its_pin_expires(shop, policy):
     budget = shop.room(2)
     with Cache(shop.path, cache_local=True, min_free=0, max_size=budget, policy=policy) as cache:
-        cache.pin(shop.urls[0], 3600)  # before it is there
+        cache.pin(shop.urls[0], 3600)  # not cached yet
         for url in shop.urls[:2]:
             cache.fetch(url)
         shop.use(shop.urls[0], 1_735_700_000.0)
@@ -126,12 +130,12 @@ def rank(parent: Parent, number: int, shop: Shop) -> None:
     job(parent, shop, {"isolation": "rank", "max_size": shop.room(3.4, links=4)})
 
 
-def test_four_ranks_that_link_three_shards_fetch_each_once_and_it_goes_with_all_its_links(shop):
+def test_ranks_link_a_shard_and_all_links_are_evicted_together(shop):
     with crowd(4, rank, shop) as ranks:
         for url in 2 * shop.urls[:3]:
             for each in ranks:
                 assert each.ask(url) == STORED
-        assert ranks[3].ask(shop.urls[3]) == STREAMED  # there is no room for a fourth
+        assert ranks[3].ask(shop.urls[3]) == STREAMED  # no room
         for each in ranks:
             each.ask(None)
     with Cache(shop.path) as cache:
@@ -140,7 +144,7 @@ def test_four_ranks_that_link_three_shards_fetch_each_once_and_it_goes_with_all_
     summary = json.loads(run_process("ls", "--json", directory=shop.path)[1])["summary"]
     assert (summary["shards"], summary["bytes"]) == (3, 3 * shop.size)
     for number, entries in enumerate(shop.links()[url] for url in shop.urls[:3]):
-        for entry in entries:  # the last use of a file is that of its latest link
+        for entry in entries:  # the latest use of any link counts
             os.utime(entry.path / "meta.json", (1.75e9, 1.75e9 - 1000 * number))
         os.utime(entries[0].path / "meta.json", (1.75e9, 1.75e9 + number))
     with Cache(shop.path, cache_local=True, min_free=0, max_size=shop.room(3.4, links=4)) as cache:
@@ -158,9 +162,9 @@ def test_four_ranks_that_link_three_shards_fetch_each_once_and_it_goes_with_all_
 
 
 def disk_bytes(base: Path) -> int:
-    """Bytes on disk of all files of entries and partials."""
+    """Return the bytes on disk of all entries and partials."""
     total = 0
-    # Objects first: what is published meanwhile is missed, not counted twice.
+    # Objects first, so that no shard that is published now counts twice.
     for path in (*base.glob("objects/*/*/*/*"), *base.glob("partial/*/*")):
         if not path.parent.name.startswith("evict"):
             with contextlib.suppress(FileNotFoundError):
@@ -187,12 +191,12 @@ def test_sixteen_processes_never_pass_the_limit_and_never_see_a_full_disk(tmp_pa
         parent.say()
 
     def watch() -> None:
-        # With the budget's lock, so that nothing is evicted for a newcomer meanwhile: what went
-        # and what took its place would count both, though they were never there together.
+        # Holds the lock of the budget, so that no process evicts during the count. Otherwise an
+        # evicted shard and its successor would both count.
         me = Holder.this_process(rank=None, job=None, now=time.time())
         while not ended.wait(0.005):
             lock = KeyLock(layout.named_lock("budget"))
-            with contextlib.suppress(FileNotFoundError):  # the cache is not made yet
+            with contextlib.suppress(FileNotFoundError):  # no cache yet
                 if lock.try_acquire(me):
                     seen.append(disk_bytes(layout.base))
                     lock.release()

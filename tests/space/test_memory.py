@@ -1,4 +1,4 @@
-"""What a filesystem has left, and of a RAM disk what the cgroups of the process leave."""
+"""Free space of a filesystem, and memory that the cgroups of the process allow."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from shardcache.space import memory as module
 from shardcache.space.memory import Volume, cpu_quota, memory_headroom
 
 GIB = 1 << 30
-NONE = 9223372036854771712 / GIB  # as v1 states it
+NONE = 9223372036854771712 / GIB  # the value of v1 without a limit
 
 
 @pytest.fixture
-def tell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
-    """The kernel states such a cgroup, and these values of its levels, below ``v1`` or ``v2``."""
+def set_cgroup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    """Returns a function that sets the cgroup and its files below ``v1`` or ``v2``."""
     files = tmp_path / "proc-cgroup", tmp_path / "proc-mountinfo"
     monkeypatch.setattr(module, "_MEMBERSHIP", files[0])
     monkeypatch.setattr(mounts, "_MOUNTINFO", files[1])
 
-    def tell(membership: str, levels: dict[str, dict[str, object]]) -> None:
+    def set_cgroup(membership: str, levels: dict[str, dict[str, object]]) -> None:
         files[0].write_text(f"{membership}\n")
         for level, values in levels.items():
             (tmp_path / level).mkdir(parents=True, exist_ok=True)
@@ -41,12 +41,12 @@ def tell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[.
         files[1].write_text("\n".join(lines) + "\n")
         module._levels.cache_clear()
 
-    yield tell
+    yield set_cgroup
     module._levels.cache_clear()
 
 
 def memory(v1: bool, limit: float | str, used: int, cache: int = 0) -> dict[str, object]:
-    """The files of one level, in GiB."""
+    """Return the files of one level; the arguments are in GiB."""
     stated = limit if isinstance(limit, str) else int(limit * GIB)
     rows = {"inactive_file": GIB * cache // 4, "active_file": GIB * cache * 3 // 4}
     if v1:
@@ -62,7 +62,7 @@ def memory(v1: bool, limit: float | str, used: int, cache: int = 0) -> dict[str,
     ("membership", "levels", "free"),
     [
         ("0::/job/task", {"v2/job": ("max", 5), "v2/job/task": (8, 3)}, (8, 5)),
-        # the tightest level counts
+        # the lowest limit counts
         ("0::/job/task", {"v2/job": (16, 12), "v2/job/task": (8, 3)}, (16, 4)),
         # the page cache is free
         ("0::/job", {"v2/job": (8, 7, 4)}, (8, 5)),
@@ -70,20 +70,20 @@ def memory(v1: bool, limit: float | str, used: int, cache: int = 0) -> dict[str,
         # no limit
         ("0::/job", {"v2/job": ("max", 1)}, None),
         ("4:cpu,memory:/job", {"v1": (NONE, 1), "v1/job": (NONE, 1)}, None),
-        # beside v1 the other hierarchy has no memory
+        # with v1, the other hierarchy has no memory controller
         ("5:memory:/job\n1:name=systemd:/x\n0::/job", {"v1/job": (2, 1), "v2/job": (9, 1)}, (2, 1)),
-        # Docker with v1: the path is the host's, and only the container's own part is mounted
+        # Docker with v1: a path of the host, but only the part of the container is mounted
         ("5:memory:/docker/abc", {"v1": (4, 1)}, (4, 3)),
         ("5:memory:/docker/abc/step", {"v1": (4, 1), "v1/step": (2, 1)}, (2, 1)),
-        # a namespace of its own: what is above is `..` to it
+        # a cgroup namespace: the levels above are `..`
         ("0::/../sibling", {"v2": (4, 1)}, (4, 3)),
-        # the kernel does not tell
+        # unknown
         *((text, {"v2": ("max", 1)}, None) for text in ("", "nonsense", "5:memory:/x", "a:b:c:d")),
         ("0::/", {}, None),
     ],
 )
-def test_what_the_cgroups_leave(tell, membership, levels, free) -> None:
-    tell(membership, {name: memory(name[:2] == "v1", *each) for name, each in levels.items()})
+def test_the_headroom_is_that_of_the_tightest_cgroup(set_cgroup, membership, levels, free) -> None:
+    set_cgroup(membership, {name: memory(name[:2] == "v1", *each) for name, each in levels.items()})
     assert memory_headroom() == (free and Volume(free[0] * GIB, free[1] * GIB))
 
 
@@ -95,15 +95,14 @@ def test_what_the_cgroups_leave(tell, membership, levels, free) -> None:
         ("5:cpu,cpuacct:/\n4:memory:/", {"v1": {"cpu.cfs_quota_us": 400_000}}, 4.0),
     ],
 )
-def test_the_tightest_quota_of_cpus_counts(tell, membership, levels, cpus) -> None:
-    tell(
-        membership, {name: {"cpu.cfs_period_us": 100_000, **each} for name, each in levels.items()}
-    )
+def test_the_lowest_cpu_quota_counts(set_cgroup, membership, levels, cpus) -> None:
+    period = {"cpu.cfs_period_us": 100_000}
+    set_cgroup(membership, {name: {**period, **each} for name, each in levels.items()})
     assert cpu_quota() == cpus
 
 
-def test_a_cache_keeps_to_the_tighter_of_its_limits(tmp_path: Path) -> None:
-    """What Kubernetes allows a pod is not all for the cache."""
+def test_the_budget_is_the_lower_limit(tmp_path: Path) -> None:
+    """A cache uses 90 % of the ephemeral storage of a pod."""
     cases = ((None, None, None), ("10%", None, 100), ("100GB", "50GB", 45), ("40GB", "50GB", 40))
     for max_size, ephemeral, budget in cases:
         config = Config(tmp_path, max_size=max_size, ephemeral_limit=ephemeral)
@@ -119,7 +118,7 @@ def test_a_cache_keeps_to_the_tighter_of_its_limits(tmp_path: Path) -> None:
         ("tmpfs", Volume(5000, 1000), Volume(5000, 1000)),
     ],
 )
-def test_a_ram_disk_has_no_more_than_its_cgroup_leaves(tmp_path, monkeypatch, kind, memory, found):
+def test_a_ram_disk_has_no_more_room_than_its_cgroup(tmp_path, monkeypatch, kind, memory, found):
     module._is_memory.cache_clear()
     module._last_read.clear()
     monkeypatch.setattr(module, "mount_of", lambda path: Mount("/", kind))
@@ -127,6 +126,6 @@ def test_a_ram_disk_has_no_more_than_its_cgroup_leaves(tmp_path, monkeypatch, ki
     stated = SimpleNamespace(f_frsize=10, f_blocks=800, f_bavail=600)
     monkeypatch.setattr(os, "statvfs", lambda path: stated)
     assert Volume.of(tmp_path) == found
-    if kind == "tmpfs" and memory:  # asked once a second: what is written meanwhile is subtracted
+    if kind == "tmpfs" and memory:  # read once a second; later writes are subtracted
         stated.f_bavail -= 5
         assert Volume.of(tmp_path).free == min(5950, memory.free - 50)

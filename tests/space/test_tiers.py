@@ -1,9 +1,8 @@
-"""Several places for one cache: filled in order, read from wherever a shard is."""
+"""Tiers: a cache in several directories, which are filled in order."""
 
 from __future__ import annotations
 
 import json
-import logging
 import os
 import shutil
 import subprocess
@@ -17,7 +16,7 @@ from shardcache.cache import Cache
 from shardcache.errors import CacheFullError
 from shardcache.layout import Layout
 from shardcache.store.partial import Partial
-from tests.support.caches import read
+from tests.support.caches import read, warnings
 from tests.support.disktools import disk, limited_group, needs_mounts
 from tests.support.shop import Shop
 from tests.support.storetools import no_descriptor_left
@@ -37,11 +36,11 @@ def ram(tmp_path: Path) -> Path:
 
 
 def opened(shop: Shop, ram: Path, size: int | None, **options: Any) -> Cache:
-    tier = {"dir": ram, "min_free": 0, **({"max_size": size} if size else {})}
-    return Cache(shop.path, cache_local=True, min_free=0, tiers=[tier], **options)
+    first = {"dir": ram, "min_free": 0, **({"max_size": size} if size else {})}
+    return Cache(shop.path, cache_local=True, min_free=0, tiers=[first], **options)
 
 
-def place(cache: Cache, ram: Path, url: str) -> str | None:
+def tier(cache: Cache, ram: Path, url: str) -> str | None:
     path = cache.path(url)
     if path is None:
         return None
@@ -54,8 +53,8 @@ def test_shards_go_to_the_first_tier_that_has_room(shop: Shop, ram: Path, fill: 
     data = {url: Path(url).read_bytes() for url in shop.urls}
     with opened(shop, ram, shop.room(2), fill=fill, max_size=shop.room(3)) as cache:
         assert {url: read(cache, url) for url in shop.urls} == data
-        assert [place(cache, ram, url) for url in shop.urls] == [*2 * ["ram"], *3 * ["home"], None]
-    # Another process looks in both.
+        assert [tier(cache, ram, url) for url in shop.urls] == [*2 * ["ram"], *3 * ["home"], None]
+    # Another cache reads both tiers.
     with opened(shop, ram, shop.room(2)) as cache:
         shutil.rmtree(shop.origin)
         assert all(read(cache, url) == data[url] for url in shop.urls[:5])
@@ -65,19 +64,19 @@ def test_shards_go_to_the_first_tier_that_has_room(shop: Shop, ram: Path, fill: 
 
 
 @needs_mounts
-def test_a_tier_that_cannot_be_made_is_done_without(shop, ram, caplog):
+def test_a_tier_that_cannot_be_made_is_skipped(shop, ram, caplog):
     with disk(ram, "ro"):
         with opened(shop, ram / "cache", None) as cache:
             for url in shop.urls[:2]:
                 assert read(cache, url) == Path(url).read_bytes()
-            assert [place(cache, ram, url) for url in shop.urls[:2]] == ["home", "home"]
-        warnings = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
-        assert len(warnings) == 1 and "shards go to the next one" in warnings[0]
+            assert [tier(cache, ram, url) for url in shop.urls[:2]] == ["home", "home"]
+        [warning] = warnings(caplog)
+        assert "shards go to the next one" in warning
         with pytest.raises(OSError), opened(shop, ram / "cache", None, strict=True) as cache:
             cache.fetch(shop.urls[0])
 
 
-def test_a_damaged_entry_of_one_tier_does_not_hide_a_good_one_of_another(shop, ram):
+def test_a_damaged_entry_in_one_tier_does_not_hide_one_in_another(shop, ram):
     url = shop.urls[0]
     with Cache(shop.path, cache_local=True, min_free=0) as cache:
         cache.fetch(url)
@@ -90,24 +89,24 @@ def test_a_damaged_entry_of_one_tier_does_not_hide_a_good_one_of_another(shop, r
 
 
 @needs_mounts
-def test_a_ram_disk_that_others_fill_is_passed_by(shop, ram, tmp_path, monkeypatch):
+def test_a_ram_disk_that_another_program_fills_is_skipped(shop, ram, tmp_path, monkeypatch):
     big, real = tmp_path / "big.tar", Partial.write
     big.write_bytes(make_tar(2, members=100, size=60_000))
     with disk(ram, "size=16m"), opened(shop, ram, None) as cache:
 
-        def hog(*arguments: Any) -> None:  # admitted, and then somebody else takes the room
+        def hog(*arguments: Any) -> None:  # takes the room after the admission
             if not (ram / "hog").exists():
                 (ram / "hog").write_bytes(bytes(shutil.disk_usage(ram).free - 2 * MIB))
             real(*arguments)
 
         monkeypatch.setattr(Partial, "write", hog)
         assert read(cache, str(big)) == big.read_bytes()
-        assert (ram / "hog").exists() and place(cache, ram, str(big)) == "home"
+        assert (ram / "hog").exists() and tier(cache, ram, str(big)) == "home"
         assert list(Layout.of_root(ram).partial.iterdir()) == []
 
 
 @pytest.mark.locks_work("flock")
-def test_prewarming_counts_the_room_of_all_tiers_and_cleaning_keeps_each_to_its_own(shop, ram):
+def test_prewarm_and_clean_apply_the_limits_of_all_tiers(shop, ram):
     (more := shop.origin / "more.tar").write_bytes(Path(shop.urls[0]).read_bytes())
     with opened(shop, ram, shop.room(3), max_size=shop.room(3)) as cache:
         with pytest.raises(CacheFullError):
@@ -118,10 +117,10 @@ def test_prewarming_counts_the_room_of_all_tiers_and_cleaning_keeps_each_to_its_
     with opened(shop, ram, shop.room(2)) as cache:
         report = cache.clean(max_size=shop.room(1))
         assert (len(report.removed), report.kept) == (3, 3)
-        assert [place(cache, ram, url) for url in shop.urls].count("ram") == 2
-        assert cache.remove(next(u for u in shop.urls if place(cache, ram, u) == "ram"))[0] > 0
+        assert [tier(cache, ram, url) for url in shop.urls].count("ram") == 2
+        assert cache.remove(next(u for u in shop.urls if tier(cache, ram, u) == "ram"))[0] > 0
         for url in shop.urls:
-            cache.pin(url)  # holds in every tier
+            cache.pin(url)  # in every tier
         assert cache.clean(everything=True).removed == ()
         assert all(cache.unpin(url) for url in shop.urls)
         assert cache.clean(everything=True).kept == 0
@@ -166,10 +165,8 @@ with Cache(home, cache_local=True, min_free=0, tiers=[ram]) as cache:
 
 @needs_mounts
 @pytest.mark.locks_work
-def test_a_ram_disk_is_filled_as_far_as_its_cgroup_allows_and_gives_back_what_the_job_needs(
-    tmp_path, ram
-):
-    """The job grows by 120 MiB in a cgroup of 256: with all that was cached it would be killed."""
+def test_a_ram_disk_uses_only_the_memory_that_its_cgroup_leaves(tmp_path, ram):
+    """The job grows by 120 MiB in a cgroup of 256. If no shard were evicted, it would be killed."""
     urls = [tmp_path / f"{number}.tar" for number in range(16)]
     for number, url in enumerate(urls):
         url.write_bytes(make_tar(number % 3, members=2, size=5_000_000))
@@ -182,8 +179,8 @@ def test_a_ram_disk_is_filled_as_far_as_its_cgroup_allows_and_gives_back_what_th
     assert done.returncode == 0, (done.returncode, done.stderr)
     limit, lowest, tiers, full, left, stay = json.loads(done.stdout)
     assert limit == 256 * MIB and lowest > 0
-    # 10 % of the limit stays free, and a shard more or less.
+    # 10 % of the limit stays free.
     assert tiers[0] and not tiers[-1] and tiers == sorted(tiers, reverse=True)
     assert 10 <= sum(tiers) < 16
     assert full > 110 * MIB and left < full - 60 * MIB
-    assert stay == [True, True]  # the one is pinned, the other is read
+    assert stay == [True, True]  # pinned, and being read

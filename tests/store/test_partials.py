@@ -1,4 +1,4 @@
-"""Partials: what is recorded is there, the living keep theirs, the dead are resumed or swept."""
+"""Partials: recorded blocks are complete, live ones are kept, dead ones are resumed or removed."""
 
 from __future__ import annotations
 
@@ -49,16 +49,16 @@ def layout(tmp_path: Path) -> Layout:
     return make_store(tmp_path).layout
 
 
-def begun(layout: Layout, blocks: Iterable[int] = range(4)) -> Partial:
-    """A partial with these blocks."""
+def started(layout: Layout, blocks: Iterable[int] = range(4)) -> Partial:
+    """Make a partial with these blocks."""
     partial = begin(layout, metadata_for(data=DATA))
     fill(partial, DATA, iter(blocks))
     return partial
 
 
-def left_behind(layout: Layout, blocks: Iterable[int] = range(4)) -> Path:
-    """What a process leaves that fetched some blocks and was killed."""
-    partial = begun(layout, blocks)
+def dead_partial(layout: Layout, blocks: Iterable[int] = range(4)) -> Path:
+    """Make the partial of a killed process that had downloaded these blocks."""
+    partial = started(layout, blocks)
     partial.close()
     return partial.path
 
@@ -68,11 +68,8 @@ def progress(path: Path) -> tuple[int | None, int] | None:
     return found and (found.total, found.written)
 
 
-def remains(layout: Layout) -> list[str]:
+def names(layout: Layout) -> list[str]:
     return os.listdir(layout.partial)
-
-
-# -- writing -------------------------------------------------------------------
 
 
 # -- reading while it grows ----------------------------------------------------
@@ -89,10 +86,7 @@ def test_a_shard_of_one_block_has_no_journal_and_is_not_resumed(layout: Layout, 
     assert (found.size, found.reserved) == (size, size)
     made.close()
     assert Partial.claim(layout, made.path, NAME) is None
-    assert remains(layout) == []
-
-
-# -- taking over ---------------------------------------------------------------
+    assert names(layout) == []
 
 
 @settings(deadline=None, max_examples=40)
@@ -104,9 +98,9 @@ def test_a_shard_of_one_block_has_no_journal_and_is_not_resumed(layout: Layout, 
 )
 @example(NAME, [(0, 1)], None, 0)
 @pytest.mark.locks_work("answers")
-def test_only_blocks_whose_bytes_are_proven_are_believed(tmp_path_factory, name, flips, cut, more):
+def test_only_proven_blocks_are_resumed(tmp_path_factory, name, flips, cut, more):
     layout = make_store(tmp_path_factory.mktemp("proof")).layout
-    path = left_behind(layout, [0, 1, 3])
+    path = dead_partial(layout, [0, 1, 3])
     target = path / name
     raw = bytearray(target.read_bytes())
     for position, bits in flips:
@@ -115,7 +109,7 @@ def test_only_blocks_whose_bytes_are_proven_are_believed(tmp_path_factory, name,
     target.write_bytes(raw)
     partial = Partial.claim(layout, path, NAME)
     if partial is None:
-        assert remains(layout) == []  # useless, so removed
+        assert names(layout) == []  # useless, so removed
         return
     try:
         found = partial.data.read_bytes()
@@ -124,12 +118,12 @@ def test_only_blocks_whose_bytes_are_proven_are_believed(tmp_path_factory, name,
             start, stop = index * BLOCK, min((index + 1) * BLOCK, SIZE)
             if not any(a <= start < b for a, b in absent):
                 assert found[start:stop] == DATA[start:stop]
-        # Nothing of it is shown before the origin was asked whether it has this version.
+        # Readers see nothing until the origin has confirmed the version.
         seen = PartialSource(partial.path, NAME)
         assert seen.limit() == 0 and not partial.confirmed
         partial.confirm()
         if partial.digests:
-            partial.show(5)  # too late: more is there
+            partial.show(5)  # no effect: the blocks are longer
         assert seen.limit() == min(len(partial.digests), 3) * BLOCK
         assert progress(partial.path) == (SIZE, partial.written)
         seen.close()
@@ -156,23 +150,23 @@ def of_another(path: Path, **other: object) -> None:
     ],
 )
 @pytest.mark.locks_work("answers")
-def test_useless_remains_are_removed(layout: Layout, damage) -> None:
-    path = left_behind(layout, [0])
+def test_partials_that_cannot_be_resumed_are_removed(layout: Layout, damage) -> None:
+    path = dead_partial(layout, [0])
     damage(path)
     with no_descriptor_left():
         assert Partial.claim(layout, path, NAME) is None
-    assert remains(layout) == []
+    assert names(layout) == []
 
 
 @pytest.mark.locks_work
-def test_what_a_writer_left_is_taken_over_once_its_last_worker_let_go_and_becomes_an_entry(layout):
-    partial = begun(layout, [0, 1])
+def test_a_partial_is_resumed_after_its_last_thread_has_closed_it(layout):
+    partial = started(layout, [0, 1])
     half_sealed = partial.path / META
     half_sealed.write_bytes(replace(partial.metadata, library="killed").encode())
     worker = partial.handle()
     partial.close()
     before = (partial.path / PROGRESS).read_bytes()
-    partial.record(2, b"x" * 16, BLOCK)  # too late, as all of these
+    partial.record(2, b"x" * 16, BLOCK)  # no effect after `close`
     partial.show(5)
     partial.confirm()
     partial.restart()
@@ -186,13 +180,13 @@ def test_what_a_writer_left_is_taken_over_once_its_last_worker_let_go_and_become
     assert [found.live for found in in_flight(layout)] == [False]
     with no_descriptor_left():
         heir = Partial.claim(layout, partial.path, NAME)
-        assert heir is not None and remains(layout) == [heir.path.name] != [partial.path.name]
+        assert heir is not None and names(layout) == [heir.path.name] != [partial.path.name]
         assert parse_partial_name(heir.path.name) == parse_partial_name(partial.path.name)
         assert heir.written == 2 * BLOCK
         fill(heir, DATA, iter([3, 2]))
         assert heir.data.read_bytes() == DATA and list(heir.missing()) == []
         fill(heir, DATA, iter([2]))
-        assert heir.written == SIZE  # the same again counts once
+        assert heir.written == SIZE  # a repeated block counts once
         heir.restart()
         assert progress(heir.path) == (SIZE, 0) and list(heir.missing()) == [(0, SIZE)]
         fill(heir, DATA)
@@ -202,11 +196,11 @@ def test_what_a_writer_left_is_taken_over_once_its_last_worker_let_go_and_become
         heir.discard()
 
 
-def test_a_child_that_unwinds_takes_nothing_from_its_parent(layout: Layout) -> None:
-    partial = begun(layout, [0])
+def test_a_child_that_discards_a_partial_does_not_affect_its_parent(layout: Layout) -> None:
+    partial = started(layout, [0])
 
     def unwind(parent: Parent) -> None:
-        reused = os.open("/dev/null", os.O_RDONLY)  # one of the parent's numbers
+        reused = os.open("/dev/null", os.O_RDONLY)  # has a descriptor number of the parent
         partial.discard()
         partial.close()
         parent.say(os.fstat(reused).st_size)
@@ -217,9 +211,6 @@ def test_a_child_that_unwinds_takes_nothing_from_its_parent(layout: Layout) -> N
     partial.seal(metadata_for(data=DATA), layout.modes, sync=False)
     assert partial.data.read_bytes() == DATA
     partial.discard()
-
-
-# -- sweeping ------------------------------------------------------------------
 
 
 def half_evicted(layout: Layout) -> Path:
@@ -235,7 +226,7 @@ def sweep(layout: Layout) -> int:
 
 
 @pytest.mark.locks_work
-def test_the_dead_are_removed_whatever_state_they_were_left_in_and_nothing_else(layout, tmp_path):
+def test_dead_partials_in_any_state_are_removed(layout, tmp_path):
     outside = tmp_path / "outside"
     outside.mkdir()
     (outside / "a.tar").write_bytes(DATA)
@@ -243,14 +234,14 @@ def test_the_dead_are_removed_whatever_state_they_were_left_in_and_nothing_else(
     layout.new_evicted(KEY).symlink_to(outside)
     live = begin(layout, metadata_for(data=DATA))
     before = tree(tmp_path)
-    dead, doomed, only_meta = left_behind(layout), half_evicted(layout), left_behind(layout)
+    dead, doomed, only_meta = dead_partial(layout), half_evicted(layout), dead_partial(layout)
     (only_meta / "a.tar").rename(only_meta / META)
     layout.new_evicted(KEY).mkdir()  # killed before the last rmdir
     layout.new_partial(KEY, "0" * 24, 1).mkdir()  # killed before it made its file
-    with_all = tree(tmp_path)
+    with_dead = tree(tmp_path)
     with no_descriptor_left():
         found = {flight.path: flight for flight in in_flight(layout)}
-        assert tree(tmp_path) == with_all
+        assert tree(tmp_path) == with_dead
         assert [path for path in found if found[path].live] == [live.path]
         assert (found[dead].key, found[doomed].key) == (KEY, "")
         assert sweep(layout) == 5
@@ -261,8 +252,8 @@ def test_the_dead_are_removed_whatever_state_they_were_left_in_and_nothing_else(
     live.discard()
 
 
-def test_without_flock_only_what_is_long_idle_counts_as_dead(layout, monkeypatch):
-    live, idle, doomed = left_behind(layout), left_behind(layout), half_evicted(layout)
+def test_without_flock_only_idle_partials_count_as_dead(layout, monkeypatch):
+    live, idle, doomed = dead_partial(layout), dead_partial(layout), half_evicted(layout)
     age(idle)
     age(doomed)
     os.utime(live / "a.tar", (1, 1))  # but its progress is fresh
@@ -271,16 +262,16 @@ def test_without_flock_only_what_is_long_idle_counts_as_dead(layout, monkeypatch
     assert found == {live: True, idle: False, doomed: False}
     assert not remove_leftover(layout, live)
     assert sweep(layout) == 2
-    assert remains(layout) == [live.name]
+    assert names(layout) == [live.name]
 
 
 @pytest.mark.locks_work("answers")
-def test_files_whose_writers_died_before_naming_them_go(layout: Layout) -> None:
+def test_old_temporary_files_are_removed(layout: Layout) -> None:
     left = layout.partial / f".{META}.{KEY}"
     left.write_bytes(DATA)
     (layout.partial / ".notes").write_bytes(DATA)
     remove_unnamed(layout)
-    assert left.exists()  # its writer may live
+    assert left.exists()  # its writer may still run
     age(layout.partial)
     remove_unnamed(layout)
-    assert remains(layout) == [".notes"]
+    assert names(layout) == [".notes"]

@@ -1,4 +1,4 @@
-"""Names on disk, the making of roots, and who shares one."""
+"""Making the root of a cache, and the namespaces in it."""
 
 from __future__ import annotations
 
@@ -12,46 +12,23 @@ import pytest
 from shardcache.cache import Cache
 from shardcache.config import Config
 from shardcache.errors import ConfigError
-from shardcache.layout import MANIFEST, Layout, is_directory, replace_file
+from shardcache.layout import MANIFEST, Layout, is_directory
 from shardcache.ranks import Ranks
 from shardcache.space.tiers import Tier
 from shardcache.store.root import is_cache, make_root
-from tests.support.storetools import (
-    Parent,
-    begin,
-    crowd,
-    make_store,
-    metadata_for,
-    no_descriptor_left,
-    publish,
-    tree,
-)
+from tests.support.storetools import Parent, begin, crowd, make_store, metadata_for, publish, tree
 from tests.support.tars import make_tar
 
 KEY = "0123456789abcdef" * 2
 URL = "s3://lab/a.tar"
 
 
-def test_a_file_is_replaced_all_at_once_or_not_at_all(tmp_path: Path) -> None:
-    path, directory = tmp_path / "meta.json", tmp_path / "directory"
-    replace_file(path, b"one", 0o640, via=tmp_path)
-    with open(path, "rb") as reader:
-        replace_file(path, b"two", 0o600, via=tmp_path)
-        assert reader.read() == b"one"
-    replace_file(path, b"three", 0o600, via=tmp_path, once=True)  # of several makers one wins
-    assert path.read_bytes() == b"two" and path.stat().st_mode & 0o777 == 0o600
-    directory.mkdir()
-    with no_descriptor_left(), pytest.raises(IsADirectoryError):
-        replace_file(directory, b"new", 0o600, via=tmp_path)
-    assert {p.name for p in tmp_path.iterdir()} == {path.name, directory.name}
-
-
-def test_a_root_says_what_it_is_and_is_mended(tmp_path: Path) -> None:
+def test_a_root_describes_itself_and_is_completed(tmp_path: Path) -> None:
     root = tmp_path / "deep" / "cache"
     assert not is_cache(root)
     (root / "lost+found").mkdir(parents=True)
     root.chmod(0o700)
-    (root / f".{MANIFEST}.{KEY}").touch()  # its maker was killed before the rename
+    (root / f".{MANIFEST}.{KEY}").touch()  # of a process that was killed before the rename
     layout = make_root(root, "1.2")
     assert is_cache(root) and layout == Layout.of_root(root)
     tag = (root / "CACHEDIR.TAG").read_bytes()
@@ -65,7 +42,7 @@ def test_a_root_says_what_it_is_and_is_mended(tmp_path: Path) -> None:
     assert json.loads((root / MANIFEST).read_text()) == manifest
 
 
-def test_the_umask_decides_about_the_directories_above_a_root(tmp_path: Path) -> None:
+def test_the_umask_applies_to_directories_above_a_root(tmp_path: Path) -> None:
     before = os.umask(0o027)
     try:
         layout = make_root(tmp_path / "scratch" / "cache", "1.2")
@@ -75,7 +52,7 @@ def test_the_umask_decides_about_the_directories_above_a_root(tmp_path: Path) ->
     assert modes == [0o750, 0o700]
 
 
-def test_many_processes_may_make_one_root_at_once(tmp_path: Path) -> None:
+def test_many_processes_make_one_root_at_once(tmp_path: Path) -> None:
     root = tmp_path / "deep" / "cache"
 
     def make(parent: Parent, number: int) -> None:
@@ -90,7 +67,7 @@ def test_many_processes_may_make_one_root_at_once(tmp_path: Path) -> None:
     assert {p.name for p in root.iterdir()} == {MANIFEST, "CACHEDIR.TAG", "README.txt", "v1"}
 
 
-def test_a_directory_with_other_things_is_refused_and_left_alone(tmp_path: Path) -> None:
+def test_a_directory_with_other_files_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model.ckpt").touch()
     with pytest.raises(ConfigError, match=rf"\(model\.ckpt\)\. .* as {tmp_path}/shards\.$"):
         Cache(tmp_path).open(URL)
@@ -98,7 +75,7 @@ def test_a_directory_with_other_things_is_refused_and_left_alone(tmp_path: Path)
 
 
 @pytest.mark.parametrize("name", ["", "objects", "partial"])
-def test_a_root_that_leads_elsewhere_is_refused_and_nothing_is_cleaned(tmp_path, name):
+def test_a_root_with_a_symbolic_link_is_refused_and_not_cleaned(tmp_path, name):
     moved = make_root(tmp_path / "cache", "1").base / name
     moved.rename(tmp_path / "elsewhere")
     moved.symlink_to(tmp_path / "elsewhere")
@@ -113,7 +90,7 @@ def test_the_layout_of_another_version_of_the_library_is_left_alone(make_cache, 
     root, shard = tmp_path / "cache", make_tar(1)
     origin.objects[URL] = shard
     make_cache(dir=root).close()
-    # A subtree as a newer library might keep it: much like ours, down to the names.
+    # The subtree of a newer library, with similar names.
     store = make_store(root / "newer")
     publish(store, URL, b"shard of the newer library")
     begin(store.layout, metadata_for(data=b"x" * 5000)).close()
@@ -140,8 +117,7 @@ def tier(path: Path, isolation: str = "node", ranks: Ranks | None = None) -> Tie
 
 
 @pytest.mark.parametrize("job", ["j7", "nightly/2026-01-01", "-rf", "..", "x" * 200, "\u00e9"])
-def test_everybody_sees_the_namespace_of_every_job(tmp_path: Path, job: str) -> None:
-    # Else nobody would count it, clean it, or share its copies.
+def test_all_caches_of_a_root_see_the_namespace_of_a_job(tmp_path: Path, job: str) -> None:
     make_root(tmp_path, "test")
     mine = tier(tmp_path, "job", Ranks(job=job))
     mine.store.layout.make()
@@ -152,7 +128,7 @@ def test_everybody_sees_the_namespace_of_every_job(tmp_path: Path, job: str) -> 
     assert [store.layout.base for store in mine.stores()[1:]] == [tmp_path / "v1"]
 
 
-def test_what_was_not_made_by_us_is_no_namespace(tmp_path: Path) -> None:
+def test_other_directories_are_no_namespaces(tmp_path: Path) -> None:
     make_root(tmp_path, "test")
     node = Layout.of_root(tmp_path)
     elsewhere = tmp_path / "elsewhere"

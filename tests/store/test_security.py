@@ -1,7 +1,6 @@
-"""What is refused, and what is never followed, written through or waited for.
+"""Refused URLs and roots, files of other programs, and planted links, pipes and sockets.
 
-As the machine's superuser, whom no permission stops: what is spared here is spared because
-the code does not touch it.
+The tests run as root, so no permission protects a file: the code itself must not touch it.
 """
 
 from __future__ import annotations
@@ -27,19 +26,12 @@ from shardcache.wds.attach import url_opener
 from tests.support.caches import read, warnings
 from tests.support.clitools import command
 from tests.support.disktools import needs_mounts, unmount
-from tests.support.storetools import (
-    begin,
-    begun,
-    fill,
-    metadata_for,
-    needs_root,
-    public_directory,
-)
+from tests.support.storetools import begin, begun, fill, metadata_for, needs_root, public_directory
 from tests.support.tars import make_tar
 from tests.support.users import ANNA, BELA, ask
 
 URL, SHARD = "s3://lab/a.tar", make_tar(1)
-#: Of several blocks, so that a killed download of it can be resumed.
+#: A shard of several blocks, whose download can be resumed.
 BIG_URL, BIG = "s3://lab/big.tar", make_tar(2, 700, 3000)
 TOKEN = "0" * 32
 
@@ -54,27 +46,27 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("url", REFUSED)
-def test_a_url_is_refused_in_every_way_in_and_nothing_is_run(tmp_path: Path, url: str) -> None:
+def test_a_refused_url_runs_no_command(tmp_path: Path, url: str) -> None:
     marker = tmp_path / "marker"
     text, fix = url.format(marker=marker), REFUSED[url]
     with Cache(tmp_path / "cache", min_free=0) as cache:
-        ways = [cache.open, cache.fetch, cache.path]
-        ways.append(lambda url: list(url_opener([{"url": url}], cache=cache)))
-        # WebDataset's "::" joins several shards, and prewarm reads its specs as WebDataset does.
+        calls = [cache.open, cache.fetch, cache.path]
+        calls.append(lambda url: list(url_opener([{"url": url}], cache=cache)))
+        # In WebDataset and in the specifications of prewarm, "::" joins several shards.
         if "::" not in text:
-            ways.append(cache.prewarm)
-        said = []
-        for way in ways:
+            calls.append(cache.prewarm)
+        messages = []
+        for call in calls:
             with pytest.raises(ConfigError, match=re.escape(fix)) as caught:
-                way(text)
-            said.append(str(caught.value))
+                call(text)
+            messages.append(str(caught.value))
     code, text = command("--dir", tmp_path / "cache", "path", "--fetch", text)
     assert code == 2 and (fix in text or "::" in url) and not marker.exists()
-    assert not any("SECRET" in each or "\x1b" in each for each in [*said, text])
+    assert not any("SECRET" in each or "\x1b" in each for each in [*messages, text])
 
 
 def fetch_in(root: Path) -> str:
-    """What is said of a root; nothing if it is used."""
+    """Return the error message for a root; empty if it is accepted."""
     try:
         with Cache(root, min_free=0, cache_local=True) as cache:
             cache.fetch(str(root.parent / "origin.tar"))
@@ -114,35 +106,34 @@ ROOTS = {
 @pytest.mark.parametrize("kind", ROOTS)
 def test_a_root_that_others_could_tamper_with_is_refused_with_the_fix(tmp_path, kind):
     (tmp_path / "origin.tar").write_bytes(SHARD)
-    assert fetch_in(tmp_path / "cache") == ""  # all code is loaded, before users change
+    assert fetch_in(tmp_path / "cache") == ""  # imports all modules before the user changes
     with public_directory() as public:
         public.chmod(0o1777)
         (public / "origin.tar").write_bytes(SHARD)
         root = public / "cache"
         fix = ROOTS[kind](root)
         before = {p: p.lstat().st_mtime_ns for p in public.rglob("*")}
-        said = ask(ANNA, fetch_in, root)
-        assert fix in said and str(root) in said
+        message = ask(ANNA, fetch_in, root)
+        assert fix in message and str(root) in message
         for arguments in (("clean", "--all", "-y"), ("rm", "-y", "s3://lab/a.tar")):
             assert ask(ANNA, lambda a=arguments: command("--dir", root, *a))[0] != 0
         assert {p: p.lstat().st_mtime_ns for p in public.rglob("*")} == before
 
 
-def test_nothing_that_is_not_ours_is_ever_removed(tmp_path: Path, make_cache, origin) -> None:
+def test_files_of_other_programs_are_never_removed(make_cache, origin) -> None:
     origin.objects[URL], cache = SHARD, make_cache()
     entry, layout = cache.fetch(URL), Layout.of_root(cache.dir)
     names: list[str | bytes] = ["model.ckpt", "results.csv", ".hidden", "-rf", "a\nb", "\x1b[2J",
              "\u202e", "x" * 255, b"\xff\xfe", "~", "*", "0" * 31, "0" * 33,
              "G" * 32, f"{entry.path.name}.bak", f"{entry.key}.lock.orig", "evict.x", "progress",
              ".starting-", f"evict.{'0' * 32}.{'0' * 31}", "0" * 32 + ".session~"]  # fmt: skip
-    places = [cache.dir, layout.base, layout.objects, layout.partial]
-    places += [layout.locks, layout.sessions, layout.ranks, entry.path.parent]
-    places += [entry.path.parent.parent, layout.key_lock(entry.key).parent]
+    parents = [cache.dir, layout.base, layout.objects, layout.partial]
+    parents += [layout.locks, layout.sessions, layout.ranks, entry.path.parent]
+    parents += [entry.path.parent.parent, layout.key_lock(entry.key).parent]
     kept = []
-    for place in places:
-        (place / "checkpoints").mkdir(parents=True)
-        kept += [place / os.fsdecode(name) for name in names]
-        kept.append(place / "checkpoints" / "model.ckpt")
+    for parent in parents:
+        (parent / "checkpoints").mkdir(parents=True)
+        kept += [parent / os.fsdecode(name) for name in (*names, "checkpoints/model.ckpt")]
     for path in kept:
         path.write_bytes(b"precious")
     for _ in range(2):
@@ -156,23 +147,20 @@ def test_nothing_that_is_not_ours_is_ever_removed(tmp_path: Path, make_cache, or
         assert path.read_bytes() == b"precious", path
 
 
-def test_a_cache_that_lost_its_manifest_is_not_touched(tmp_path: Path, make_cache, origin) -> None:
+def test_a_cache_without_a_manifest_is_not_touched(tmp_path: Path, make_cache, origin) -> None:
     origin.objects[URL], cache = SHARD, make_cache()
     data = cache.fetch(URL).data
     (cache.dir / MANIFEST).unlink()
     (tmp_path / "x").mkdir()
-    for directory in (cache.dir, tmp_path / "x" / ".." / "cache"):  # the same place, said otherwise
+    for directory in (cache.dir, tmp_path / "x" / ".." / "cache"):
         for arguments in (("clean", "--all", "-y"), ("clean", "--orphans"), ("rm", "-y", URL)):
-            code, said = command("--dir", directory, *arguments)
-            assert code == 2 and "is not a shardcache directory" in said
+            code, text = command("--dir", directory, *arguments)
+            assert code == 2 and "is not a shardcache directory" in text
     assert data.read_bytes() == SHARD
 
 
-# -- files of other programs in the directory of a shard ---------------------------------------
-
-
 def deep_tree(path: Path) -> None:
-    """Make a tree that has more levels than Python recurses."""
+    """Make a tree that is deeper than the recursion limit of Python."""
     path.mkdir()
     fd = os.open(path, os.O_RDONLY)
     for _ in range(sys.getrecursionlimit() + 100):
@@ -190,7 +178,7 @@ def full_directory(path: Path) -> None:
 def make_socket(path: Path) -> None:
     fd = os.open(path.parent, os.O_RDONLY)
     with closing(socket.socket(socket.AF_UNIX)) as made:
-        made.bind(f"/proc/self/fd/{fd}/{path.name}")  # the path itself is too long
+        made.bind(f"/proc/self/fd/{fd}/{path.name}")  # the full path is too long
     os.close(fd)
 
 
@@ -198,7 +186,7 @@ FOREIGN: dict[str, Callable[[Path], object]] = {
     "thesis.txt": lambda path: path.write_bytes(b"precious"),
     ".hidden": lambda path: path.write_bytes(b"precious"),
     os.fsdecode(b"\xff\n"): lambda path: path.write_bytes(b"precious"),
-    "samples.idx": full_directory,  # a name of ours
+    "samples.idx": full_directory,  # a name that shardcache uses
     "link": lambda path: path.symlink_to(path.parents[5]),
     "pipe": os.mkfifo,
     "tree": deep_tree,
@@ -206,7 +194,7 @@ FOREIGN: dict[str, Callable[[Path], object]] = {
 
 
 def killed_download(layout: Layout) -> Path:
-    """What a killed process leaves of `BIG`; the next reader resumes it."""
+    """Make the partial of `BIG` that a killed process leaves; the next reader resumes it."""
     etag = f'"{hashlib.md5(BIG).hexdigest()}"'  # as the origin states it
     partial = begin(layout, metadata_for(BIG_URL, BIG, etag=etag))
     fill(partial, BIG, range(1))
@@ -229,7 +217,7 @@ WAYS: dict[str, Callable[[Cache], object]] = {
 }
 
 
-@pytest.mark.parametrize("way", [*WAYS, "partial", "only they"])
+@pytest.mark.parametrize("way", [*WAYS, "partial", "without a shard"])
 @pytest.mark.locks_work("answers")
 def test_files_of_other_programs_outlive_the_shard_beside_them(make_cache, origin, caplog, way):
     origin.objects.update({URL: SHARD, BIG_URL: BIG})
@@ -237,7 +225,7 @@ def test_files_of_other_programs_outlive_the_shard_beside_them(make_cache, origi
     layout = Layout.of_root(cache.dir)
     if way == "partial":
         directory = killed_download(layout)
-    elif way == "only they":
+    elif way == "without a shard":
         (directory := layout.new_evicted(TOKEN)).mkdir()
     else:
         directory = cache.fetch(URL).path
@@ -286,11 +274,11 @@ def test_nothing_behind_a_mount_is_removed(make_cache, origin, tmp_path, at) -> 
 
 
 @pytest.mark.locks_work
-def test_a_file_of_another_program_hides_no_reader_and_no_download(make_cache, origin) -> None:
+def test_files_of_other_programs_do_not_hide_readers_and_downloads(make_cache, origin) -> None:
     origin.objects[URL], cache = SHARD, make_cache()
     entry, layout = cache.fetch(URL), Layout.of_root(cache.dir)
     live = begun(layout, BIG_URL, BIG)
-    for name in range(20):  # some are listed before the data, some after it
+    for name in range(20):  # listed before and after the data
         (entry.path / f"{name}.txt").touch()
         (live.path / f"{name}.txt").touch()
     with cache.open(URL):
@@ -298,9 +286,6 @@ def test_a_file_of_another_program_hides_no_reader_and_no_download(make_cache, o
         assert cache.path(URL) == entry.path / "a.tar"
     assert live.data.exists()
     live.discard()
-
-
-# -- planted names ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("content", [b"precious" * 100, b""], ids=["precious", "empty"])
@@ -312,9 +297,7 @@ def test_a_file_of_another_program_hides_no_reader_and_no_download(make_cache, o
         *("stats.db", "stats.db-journal", "stats.db-wal", "locks/downloads.lock"),
     ],
 )
-def test_nothing_is_written_through_a_link(
-    make_cache, origin, tmp_path, caplog, name, link, content
-):
+def test_link_targets_are_not_written(make_cache, origin, tmp_path, caplog, name, link, content):
     origin.objects.update({URL: SHARD, BIG_URL: BIG})
     with make_cache() as earlier:
         earlier.fetch(BIG_URL)
@@ -337,17 +320,19 @@ def test_nothing_is_written_through_a_link(
 
 
 @pytest.mark.parametrize("name", ["big.tar", PROGRESS])
-def test_a_download_is_not_resumed_in_a_file_that_has_another_name(
-    make_cache, origin, tmp_path, name
-):
+@pytest.mark.parametrize("harm", ["linked", "huge"])
+def test_a_linked_or_huge_partial_is_not_used(make_cache, origin, tmp_path, name, harm):
     origin.objects[BIG_URL], cache = BIG, make_cache()
     path = killed_download(Layout.of_root(cache.dir)) / name
-    victim = tmp_path / "thesis.txt"
-    victim.write_bytes(content := path.read_bytes())
-    path.unlink()
-    os.link(victim, path)
-    assert read(cache, BIG_URL) == BIG and cache.path(BIG_URL)
-    assert victim.read_bytes() == content
+    victim, content = tmp_path / "thesis.txt", path.read_bytes()
+    if harm == "linked":
+        victim.write_bytes(content)
+        path.unlink()
+        os.link(victim, path)
+    else:
+        os.truncate(path, 1 << 43)
+    assert read(cache, BIG_URL) == BIG and cache.path(BIG_URL).stat().st_size == len(BIG)
+    assert harm == "huge" or victim.read_bytes() == content
 
 
 def json_bomb(path: Path) -> None:
@@ -356,6 +341,7 @@ def json_bomb(path: Path) -> None:
 
 PLANTED: list[tuple[str, Callable[[Path], object]]] = [
     ("{lock}", json_bomb),
+    ("{lock}", os.mkfifo),
     ("locks/budget.lock", json_bomb),
     ("locks/clean.lock", json_bomb),
     ("locks/downloads.lock", os.mkfifo),
@@ -374,7 +360,7 @@ PLANTED: list[tuple[str, Callable[[Path], object]]] = [
 
 @pytest.mark.parametrize(("name", "make"), PLANTED)
 @pytest.mark.locks_work("answers")
-def test_nothing_planted_ends_a_read_or_a_clean(make_cache, origin, name, make):
+def test_planted_files_disturb_no_read_and_no_clean(make_cache, origin, name, make):
     urls = [URL, "s3://lab/b.tar", "s3://lab/c.tar"]
     origin.objects.update(dict.fromkeys(urls, SHARD))
     with make_cache() as earlier:
@@ -395,15 +381,7 @@ def test_nothing_planted_ends_a_read_or_a_clean(make_cache, origin, name, make):
         subprocess.run(["rm", "-rf", layout.partial], check=True)
 
 
-@pytest.mark.parametrize("name", ["big.tar", PROGRESS])
-def test_a_partial_that_another_program_made_huge_is_read_no_further(make_cache, origin, name):
-    origin.objects[BIG_URL], cache = BIG, make_cache()
-    path = killed_download(Layout.of_root(cache.dir)) / name
-    os.truncate(path, 1 << 43)
-    assert read(cache, BIG_URL) == BIG and cache.path(BIG_URL).stat().st_size == len(BIG)
-
-
-def test_a_session_ends_where_a_directory_has_the_name_of_its_limits(make_cache) -> None:
+def test_a_directory_in_place_of_the_limits_does_not_keep_a_session(make_cache) -> None:
     cache = make_cache()
     layout = Layout.of_root(cache.dir)
     full_directory(layout.limits)
@@ -414,7 +392,7 @@ def test_a_session_ends_where_a_directory_has_the_name_of_its_limits(make_cache)
 
 @needs_root
 @pytest.mark.locks_work("answers")
-def test_a_directory_that_is_closed_to_the_user_stops_no_caching() -> None:
+def test_directories_of_another_user_do_not_prevent_caching() -> None:
     def fetch(root: Path) -> bool:
         options = {"max_size": "1MB", "policy": "lru"}
         with Cache(root, min_free=0, cache_local=True, **options) as cache:

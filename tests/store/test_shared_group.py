@@ -1,4 +1,4 @@
-"""One cache for all users of a group: real users, whatever their umask."""
+"""One cache for all users of a group, with real users and several umasks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import rich.table  # noqa: F401 - before users change: the standard library is closed to them
+import rich.table  # noqa: F401 - the children cannot import it as other users
 
 from shardcache import Cache
 from shardcache.download.download import Download
@@ -47,22 +47,22 @@ def open_cache(root: Path, origin: MemoryOrigin | None = None, **options: Any) -
 
 
 def fetch(root: Path, *urls: str, **options: Any) -> list[tuple[str, bool, int]]:
-    """How each shard was had, whether its bytes are right, and how many requests that cost."""
+    """Return for each shard the outcome, whether its bytes are right, and the requests."""
     found = []
     origin = MemoryOrigin(objects=dict(SHARDS))
     with open_cache(root, origin, **options) as cache:
         for url in urls or (URL,):
             before = len(origin.requests)
-            opened, outcome = cache.opener.obtain(Download(cache.parse(url)))
-            opened.close()
+            result = cache.opener.obtain(Download(cache.parse(url)))
+            result.opened.close()
             with cache.open(url) as stream:
                 right = stream.read() == SHARDS[url]
-            found.append((str(outcome), right, len(origin.requests) - before))
+            found.append((str(result.outcome), right, len(origin.requests) - before))
     return found
 
 
 def fetch_midway(parent: Parent, root: Path, options: dict[str, Any]) -> None:
-    """Fetch half a shard and wait for the signal."""
+    """Download half of a shard and wait for a signal."""
     origin = MemoryOrigin(objects={URL: BIG})
     origin.faults.append(Fault(after=HALF + 10, wait=threading.Event()))
     cache = open_cache(root, origin, **options)
@@ -74,8 +74,8 @@ def fetch_midway(parent: Parent, root: Path, options: dict[str, Any]) -> None:
 
 @pytest.fixture
 def area(tmp_path: Path) -> Iterator[Path]:
-    """A directory where members of the group may make caches, and others may look."""
-    # All of what the children need is loaded here: they may not read this checkout.
+    """A directory where members of the group may make caches, and others may read."""
+    # Imports all that the children need: as other users they cannot read this checkout.
     fetch(tmp_path / "warm-up")
     with public_directory() as public:
         directory = public / "lab"
@@ -87,7 +87,7 @@ def area(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.mark.parametrize("umask", [0, 0o022, 0o077])
 @pytest.mark.parametrize("group", [GROUP, None])
-def test_permissions_are_the_same_whatever_the_umask(area, umask, group):
+def test_permissions_do_not_depend_on_the_umask(area, umask, group):
     root = area / "deep" / "cache"
     if group is None:
         root.parent.mkdir()
@@ -106,11 +106,11 @@ def test_permissions_are_the_same_whatever_the_umask(area, umask, group):
             kind = "directory" if stat.S_ISDIR(status.st_mode) else "file"
             assert stat.S_IMODE(status.st_mode) == modes["published" if published else kind], name
             assert status.st_gid == (ANNA.uid if group is None else group), name
-    if group is not None:  # what was made above the cache lets the same people in
+    if group is not None:  # the new directory above the cache is shared, too
         assert stat.S_IMODE(root.parent.stat().st_mode) == 0o2770
 
 
-def test_outsiders_see_nothing_and_are_told_why(area: Path) -> None:
+def test_a_user_outside_the_group_is_refused_with_the_reason(area: Path) -> None:
     root = area / "cache"
     ask(ANNA, lambda: fetch(root, shared_group=GROUP))
     assert ask(OUTSIDER, lambda: list(map(str, root.glob("**/*")))) == []
@@ -119,26 +119,26 @@ def test_outsiders_see_nothing_and_are_told_why(area: Path) -> None:
             ask(OUTSIDER, lambda group=group: fetch(root, shared_group=group))
 
 
-def test_one_fetches_the_other_hits_touches_and_evicts(area: Path) -> None:
+def test_one_user_downloads_and_the_other_hits_touches_and_removes(area: Path) -> None:
     root = area / "cache"
     assert ask(ANNA, lambda: fetch(root, shared_group=GROUP)) == [("fetched", True, 1)]
     (sidecar,) = root.rglob("meta.json")
     os.utime(sidecar, (1, 1))
 
     def use() -> tuple[list[tuple[str, bool, int]], float, tuple[int, int]]:
-        had, used = fetch(root, shared_group=GROUP), sidecar.stat().st_mtime
+        found, used = fetch(root, shared_group=GROUP), sidecar.stat().st_mtime
         with open_cache(root, shared_group=GROUP) as cache:
-            return had, used, cache.remove(URL)
+            return found, used, cache.remove(URL)
 
-    had, used, removed = ask(BELA, use, umask=0)
-    assert had == [("hit", True, 0)] and used > 1_000_000_000
+    found, used, removed = ask(BELA, use, umask=0)
+    assert found == [("hit", True, 0)] and used > 1_000_000_000
     assert removed == (len(SHARDS[URL]), 0) and list(root.rglob("*.tar")) == []
 
 
-def test_half_a_shard_is_resumed_by_its_own_user_only(area: Path) -> None:
+def test_only_the_same_user_resumes_a_download(area: Path) -> None:
     root = area / "cache"
 
-    def go_on() -> tuple[int, bool]:
+    def resume() -> tuple[int, bool]:
         origin = MemoryOrigin(objects={URL: BIG})
         with open_cache(root, origin, shared_group=GROUP) as cache, cache.open(URL) as stream:
             right = stream.read() == BIG
@@ -149,9 +149,9 @@ def test_half_a_shard_is_resumed_by_its_own_user_only(area: Path) -> None:
         with running(ANNA, fetch_midway, root, {"shared_group": GROUP}) as child:
             child.hear()
             child.kill()
-        assert ask(user, go_on) == (delivered, True)
+        assert ask(user, resume) == (delivered, True)
         published = next(root.rglob("0.tar"))
-        assert published.stat().st_uid == user.uid  # who alone can make it read-only
+        assert published.stat().st_uid == user.uid  # only its owner can make it read-only
         assert stat.S_IMODE(published.stat().st_mode) == 0o440
         layout = Layout.of_root(root)
         assert list(layout.partial.iterdir()) == list(layout.sessions.iterdir()) == []
@@ -159,7 +159,7 @@ def test_half_a_shard_is_resumed_by_its_own_user_only(area: Path) -> None:
         shutil.rmtree(root)
 
 
-def test_many_of_both_make_one_cache_and_fetch_every_shard_once(area: Path) -> None:
+def test_processes_of_both_users_download_every_shard_once(area: Path) -> None:
     def take_part(parent: Parent) -> None:
         parent.hear()
         parent.say(fetch(area / "cache", *SHARDS, shared_group=GROUP))
@@ -175,12 +175,9 @@ def test_many_of_both_make_one_cache_and_fetch_every_shard_once(area: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("mode", "group"),
-    [(0o2750, GROUP), (0o770, GROUP), (0o2770, OTHER_GROUP)],
+    ("mode", "group"), [(0o2750, GROUP), (0o770, GROUP), (0o2770, OTHER_GROUP)]
 )
-def test_a_root_that_the_group_does_not_share_is_refused_with_the_command_that_mends_it(
-    area, mode, group
-):
+def test_a_root_with_the_wrong_group_is_refused_with_the_command_that_mends_it(area, mode, group):
     root = area / "cache"
     root.mkdir()
     os.chown(root, ANNA.uid, group)
@@ -194,7 +191,7 @@ def test_a_root_that_the_group_does_not_share_is_refused_with_the_command_that_m
     assert ask(BELA, lambda: fetch(root, shared_group=GROUP)) == [("fetched", True, 1)]
 
 
-def test_a_shared_cache_is_not_used_without_its_group_nor_the_other_way_round(area, monkeypatch):
+def test_a_shared_cache_is_refused_without_its_group_and_vice_versa(area, monkeypatch):
     shared, own = area / "shared", area / "own"
     ask(ANNA, lambda: fetch(shared, shared_group=GROUP))
     ask(ANNA, lambda: fetch(own))
@@ -209,5 +206,5 @@ def test_a_shared_cache_is_not_used_without_its_group_nor_the_other_way_round(ar
             code, text = ask(both, lambda a=arguments, r=root: command("--dir", r, *a))
             assert code == 2 and reason in text
     assert tree(area) == before
-    code, text = ask(BELA, lambda: command("--dir", shared, "ls"))  # the group is the last one's
+    code, text = ask(BELA, lambda: command("--dir", shared, "ls"))  # uses the last group
     assert code == 0 and URL in text

@@ -1,4 +1,4 @@
-"""The store: what can be opened is right, what is published stays, what is read is safe."""
+"""The store: publishing, opening, damaged entries, listing and eviction."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def store(tmp_path: Path) -> Store:
 
 
 def again(store: Store) -> Store:
-    """The same store as another process would see it."""
+    """The same store, as another process sees it."""
     return Store(store.layout)
 
 
@@ -57,10 +57,7 @@ def pin(store: Store) -> Opened:
     return opened
 
 
-# -- opening and publishing ----------------------------------------------------
-
-
-def test_an_entry_is_visible_to_everybody_once_it_is_published(store: Store) -> None:
+def test_an_entry_is_visible_to_all_processes_once_it_is_published(store: Store) -> None:
     partial = begun(store.layout)
     partial.seal(metadata := partial.metadata, store.layout.modes, sync=False)
     assert read(store) is None and list(store.entries()) == list(store.entries_of(KEY)) == []
@@ -79,23 +76,20 @@ def test_an_entry_is_visible_to_everybody_once_it_is_published(store: Store) -> 
     assert list(store.layout.partial.iterdir()) == []
 
 
-def test_with_sync_all_is_on_the_disk_before_it_has_its_name_and_then_the_name(store, monkeypatch):
+def test_with_sync_the_data_is_on_disk_before_the_name(store, monkeypatch):
     synced: list[str] = []
     note = lambda fd: synced.append(os.readlink(f"/proc/self/fd/{fd}"))  # noqa: E731
     monkeypatch.setattr(os, "fsync", note)
     partial = begun(store.layout)
-    place = partial.path
+    before = partial.path
     path = store.publish(partial, partial.metadata, sync=True)
     partial.close()
-    inside = [str(place / META), str(place / NAME), str(place)]
+    inside = [str(before / META), str(before / NAME), str(before)]
     assert synced == [*inside, str(path.parent), str(path.parent.parent)]
 
 
-# -- damage --------------------------------------------------------------------
-
-
 def stating(**changes: Any) -> Callable[[Path], object]:
-    """Changes what a sidecar says."""
+    """Return a function that changes the sidecar."""
 
     def harm(path: Path) -> None:
         record = json.loads((path / META).read_bytes())
@@ -105,7 +99,7 @@ def stating(**changes: Any) -> Callable[[Path], object]:
 
 
 def planted(make: Callable[[Path], object]) -> Callable[[Path], object]:
-    """In place of the data there is something else."""
+    """Return a function that replaces the data file."""
     return lambda path: ((path / NAME).rename(path.parent / "moved"), make(path / NAME))
 
 
@@ -130,15 +124,15 @@ DAMAGE: list[tuple[str, Callable[[Path], object]]] = [
 
 
 @pytest.mark.parametrize(
-    ("says", "harm", "known"), [*((*each, False) for each in DAMAGE), (*DAMAGE[1], True)]
+    ("message", "harm", "known"), [*((*each, False) for each in DAMAGE), (*DAMAGE[1], True)]
 )
-def test_a_damaged_entry_is_never_opened_is_set_aside_and_comes_back(store, says, harm, known):
+def test_a_damaged_entry_is_set_aside_and_can_be_published_again(store, message, harm, known):
     entry = publish(store)
     if known:
         assert read(store) == b"shard"
     harm(entry.path)
     with no_descriptor_left():
-        with pytest.raises(DamagedError, match=says) as caught:
+        with pytest.raises(DamagedError, match=message) as caught:
             read(store)
         assert caught.value.directory == entry.directory
         assert not store.in_use(entry)
@@ -148,7 +142,7 @@ def test_a_damaged_entry_is_never_opened_is_set_aside_and_comes_back(store, says
     [aside] = in_flight(store.layout)
     assert remove_leftover(store.layout, aside.path)
     harm(publish(store).path)
-    entry = publish(again(store))  # in its place
+    entry = publish(again(store))
     assert read(again(store)) == b"shard"
     [aside] = in_flight(store.layout)
     harm(entry.path)
@@ -161,9 +155,7 @@ def test_a_damaged_entry_is_never_opened_is_set_aside_and_comes_back(store, says
     ("name", "number"),
     [(NAME, errno.EIO), (META, errno.EIO), (NAME, errno.ENODEV), (NAME, errno.EMFILE)],
 )
-def test_a_file_that_cannot_be_read_is_damage_and_a_disk_that_cannot_is_an_error(
-    store, monkeypatch, name, number
-):
+def test_a_read_error_is_damage_and_other_faults_are_errors(store, monkeypatch, name, number):
     entry = publish(store)
     concerns = lambda path, *a, **k: str(path) == str(entry.path / name)  # noqa: E731
     monkeypatch.setattr(os, "open", refusing(number, when=concerns, real=os.open))
@@ -173,7 +165,7 @@ def test_a_file_that_cannot_be_read_is_damage_and_a_disk_that_cannot_is_an_error
     assert entry.path.exists()
 
 
-def test_want_of_descriptors_damages_and_removes_nothing(store: Store) -> None:
+def test_a_lack_of_descriptors_removes_nothing(store: Store) -> None:
     entry = publish(store)
     partial = begin(store.layout, metadata_for(data=payload(BLOCK + 1)))
     with few_descriptors(0):
@@ -188,35 +180,29 @@ def test_want_of_descriptors_damages_and_removes_nothing(store: Store) -> None:
     partial.discard()
 
 
-# -- boots ---------------------------------------------------------------------
-
-
 def reboot(entry: Entry) -> None:
     (entry.path / META).write_bytes(replace(entry.metadata(), boot="another boot").encode())
 
 
-def test_an_entry_of_another_boot_is_hashed_once_and_no_newer_for_it(store: Store) -> None:
+def test_an_entry_of_another_boot_is_hashed_once(store: Store) -> None:
     data = payload(BLOCK + 5)
     entry = publish(store, data=data)
     before = entry.published, entry.metadata()
     reboot(entry)
     assert read(again(store)) == data
     assert (entry.published, entry.metadata()) == before
-    # Bytes that a power failure took are missed.
+    # The hash detects bytes that were lost in a power failure.
     entry.data.chmod(0o600)
     with open(entry.data, "r+b") as file:
         file.seek(BLOCK)
         file.write(b"\0")
-    assert read(again(store)) != data  # of this boot it is believed
+    assert read(again(store)) != data  # entries of this boot are not hashed
     reboot(entry)
     with no_descriptor_left(), pytest.raises(DamagedError, match="changed"):
         read(again(store))
 
 
-# -- what is listed ------------------------------------------------------------
-
-
-def test_only_entries_in_their_places_are_listed(store: Store, tmp_path: Path) -> None:
+def test_only_entries_in_their_own_directories_are_listed(store: Store, tmp_path: Path) -> None:
     entry = publish(store, used=1234.0)
     objects, key_dir = store.layout.objects, entry.path.parent
     (objects / "model.ckpt").touch()
@@ -233,10 +219,10 @@ def test_only_entries_in_their_places_are_listed(store: Store, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("theirs", ["newer", "older", "the same"])
-def test_a_late_publication_supersedes_only_what_was_there_before(store, theirs):
+def test_a_late_publication_replaces_only_older_entries(store, theirs):
     def publish_theirs() -> Entry:
         entry = publish(store, data=b"theirs")
-        os.utime(entry.path, (1, 1))  # no clock decides
+        os.utime(entry.path, (1, 1))  # the time must not matter
         return entry
 
     with no_descriptor_left():
@@ -245,20 +231,17 @@ def test_a_late_publication_supersedes_only_what_was_there_before(store, theirs)
         if theirs == "the same":
             entry = publish(store, data=b"ours")
         entry = entry or publish_theirs()
-        place = store.publish(partial, partial.metadata)
+        path = store.publish(partial, partial.metadata)
         partial.close()
-    assert (place == entry.path) == (theirs != "older")
+    assert (path == entry.path) == (theirs != "older")
     newest_first = [found.path for found in again(store).entries_of(KEY)]
-    assert newest_first == ([place, entry.path] if theirs == "older" else [place])
+    assert newest_first == ([path, entry.path] if theirs == "older" else [path])
     assert os.listdir(store.layout.partial) == []
     assert read(again(store)) == (b"theirs" if theirs == "newer" else b"ours")
 
 
-# -- pins and eviction ---------------------------------------------------------
-
-
 @pytest.mark.locks_work("flock")
-def test_an_entry_that_was_removed_and_published_anew_meanwhile_stays(store, monkeypatch):
+def test_an_entry_that_was_published_again_during_its_eviction_stays(store, monkeypatch):
     entry = publish(store)
 
     def late(fd: int, *, shared: bool = False) -> bool | None:
@@ -273,7 +256,7 @@ def test_an_entry_that_was_removed_and_published_anew_meanwhile_stays(store, mon
 
 
 @pytest.mark.locks_work("answers")
-def test_an_entry_opened_just_before_it_is_evicted_is_a_miss(store, monkeypatch):
+def test_an_entry_that_is_evicted_while_it_is_opened_is_a_miss(store, monkeypatch):
     entry = publish(store)
     real = fcntl.flock
 
@@ -288,14 +271,14 @@ def test_an_entry_opened_just_before_it_is_evicted_is_a_miss(store, monkeypatch)
 
 
 @pytest.mark.locks_work("flock")
-def test_an_evictor_that_does_not_go_on_is_no_miss(store: Store) -> None:
-    """Nor is a writer that was stopped between publishing and letting go."""
+def test_a_stopped_evictor_causes_no_miss(store: Store) -> None:
+    """Nor does a writer that was stopped between publishing and unlocking."""
     entry = publish(store)
     fd = os.open(entry.data, os.O_RDONLY)
     fcntl.flock(fd, fcntl.LOCK_EX)
     opened = pin(store)  # after a bounded wait
     assert opened.stuck
-    entry.path.rename(store.layout.new_evicted(KEY))  # it goes on
+    entry.path.rename(store.layout.new_evicted(KEY))  # the evictor continues
     with opened.file as file:
         assert file.read() == b"shard"
     assert read(store) is None

@@ -1,4 +1,4 @@
-"""Verifying: damage and drift are found, repair lets readers fetch anew, jobs are not disturbed."""
+"""`verify`: finding damage and replaced objects, repairing, and running during jobs."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def opened(shop: Shop, **options: Any) -> Cache:
 
 
 def flip(entry: Entry, at: int) -> None:
-    """What a failing disk does: the file stays as long, and has its times."""
+    """Flip a bit as a failing disk does, without changing the size and times of the file."""
     times = os.stat(entry.data)
     with open(entry.data, "r+b") as file:
         file.seek(at, os.SEEK_END if at < 0 else os.SEEK_SET)
@@ -69,7 +69,7 @@ def states(cache: Cache, **options: Any) -> list[str]:
         ),
     ],
 )
-def test_an_entry_that_no_reader_would_be_given_is_damaged_and_repaired(shop, harm, reason):
+def test_an_entry_that_cannot_be_opened_is_damaged_and_repaired(shop, harm, reason):
     entry = shop.entries()[shop.urls[0]]
     harm(entry.path, shop.entries()[shop.urls[1]].path)
     with opened(shop) as cache:
@@ -81,9 +81,9 @@ def test_an_entry_that_no_reader_would_be_given_is_damaged_and_repaired(shop, ha
         assert len(read(cache, shop.urls[0])) == shop.size
 
 
-def test_copies_are_read_once_and_a_damaged_one_is_linked_by_nobody(shop, monkeypatch):
+def test_linked_entries_are_read_once_and_set_aside_together(shop, monkeypatch):
     reads, linked, url = [], [], shop.urls[0]
-    for rank in range(3):  # each has a link to what the node has
+    for rank in range(3):  # each links the entry of the node
         monkeypatch.setenv("SHARDCACHE_RANK", str(rank))
         linked.append(opened(shop, isolation="rank"))
         linked[rank].fetch(url)
@@ -93,7 +93,7 @@ def test_copies_are_read_once_and_a_damaged_one_is_linked_by_nobody(shop, monkey
     assert len(reads) == 6
     flip(shop.entries()[url], 5)
     for finding in linked[0].verify(repair=True):
-        # Whenever the first of them is told of, the last of them is gone.
+        # At the first finding, all links have been set aside.
         if finding.state is State.DAMAGED:
             assert finding.set_aside
             assert read(linked[2], url) == Path(url).read_bytes()
@@ -103,7 +103,7 @@ def test_copies_are_read_once_and_a_damaged_one_is_linked_by_nobody(shop, monkey
 
 
 def during_reads(monkeypatch: pytest.MonkeyPatch, function: Callable[[], None]) -> None:
-    """Call ``function`` once, when the first file was read and before it is judged."""
+    """Call ``function`` once, after the first file was read and before its result."""
     real, first = engine.read_blocks, threading.Lock()
 
     def reading(fd: int) -> Iterator[memoryview]:
@@ -125,11 +125,11 @@ def test_an_entry_is_pinned_while_it_is_read(shop: Shop, monkeypatch: pytest.Mon
         assert other.remove(url) == (shop.size, 0)
 
 
-def test_what_is_evicted_meanwhile_is_left_out(shop: Shop) -> None:
+def test_entries_that_are_removed_during_verify_are_skipped(shop: Shop) -> None:
     status = VerifyStatus()
     with opened(shop) as cache, opened(shop) as other:
         findings = cache.verify(status=status, repair=True)
-        other.remove(shop.urls[1:3])  # they are listed, and will be looked at later
+        other.remove(shop.urls[1:3])  # listed, but not yet read
         assert [found.state for found in findings] == [State.OK] * 4
         assert status.done == status.shards
 
@@ -144,16 +144,16 @@ def lab(make_cache: Make, origin: MemoryOrigin) -> Cache:
 
 
 def test_a_silent_origin_is_left_alone_after_some_shards(lab: Cache, origin: MemoryOrigin) -> None:
-    asked = []
+    urls = []
 
     def silent(url: object) -> ObjectInfo:
-        asked.append(str(url))
+        urls.append(str(url))
         raise TransientError("no answer from http://me:secret@lab/x?X-Amz-Signature=abc")
 
     origin.stat = silent  # type: ignore[method-assign]
     kept = found(lab, remote=True)
     assert {finding.state for finding in kept.values()} == {State.UNREACHABLE}
-    assert 3 <= len(asked) <= 3 + 3  # others were under way when the third failed
+    assert 3 <= len(urls) <= 3 + 3  # some requests were running when the third failed
     reasons = {finding.reason for finding in kept.values()}
     assert len(reasons) == 2
     assert "not requested: 3 shards before it got no response" in reasons
@@ -161,7 +161,7 @@ def test_a_silent_origin_is_left_alone_after_some_shards(lab: Cache, origin: Mem
     assert not any("secret" in reason or "abc" in reason for reason in reasons)
 
 
-def test_another_endpoint_is_not_asked_for_what_did_not_come_from_it(lab, origin, make_cache):
+def test_verify_does_not_query_another_endpoint(lab, origin, make_cache):
     other = make_cache(endpoint_url="http://other.example:9000")
     origin.stats.clear()
     kept = found(other, remote=True)
@@ -187,5 +187,5 @@ A = ObjectInfo(size=5, etag='"a"', version_id="v1", modified="monday")
         (ObjectInfo(5, None, None, "tuesday"), False),
     ],
 )
-def test_versions_are_compared_by_the_best_that_both_have(now: ObjectInfo, same: bool) -> None:
+def test_versions_are_compared_by_the_best_common_validator(now: ObjectInfo, same: bool) -> None:
     assert (differs(A, now) is None) is same

@@ -46,7 +46,7 @@ Visibility: a published file can be written
     files.py
     -published: int = 0o400
     +published: int = 0o600
-    tests/store/test_store.py -k visible_to_everybody
+    tests/store/test_store.py -k visible_to_all_processes
 
 Economy: every process downloads
     download/acquire.py

@@ -1,6 +1,7 @@
 """Processes of other users. Only root can start them: mark such tests `needs_root`."""
 
 import contextlib
+import logging.handlers  # noqa: F401 - the other users may not read the standard library
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

@@ -44,7 +44,7 @@ class VersionChangedError(Exception):
 
 
 def refusal(
-    url: ShardURL,
+    shard: ShardURL,
     status: int,
     reason: str,
     *,
@@ -55,7 +55,7 @@ def refusal(
     """The error for a refusal, of any protocol.
 
     Args:
-        url: the shard.
+        shard: the shard.
         status: the status of HTTP, or the one that comes nearest.
         reason: who refused and why, without a secret.
         hint: what to do if access is denied.
@@ -63,20 +63,22 @@ def refusal(
         throttled: whether the origin asks for fewer requests, in its own words.
     """
     if status == 412:
-        return VersionChangedError(str(url))
+        return VersionChangedError(str(shard))
     if status == 416:
-        return VersionChangedError(f"{url} became shorter")
+        return VersionChangedError(f"{shard} became shorter")
     if throttled or status in _TRANSIENT:
         seconds = _retry_after(headers or {})
         throttled |= status == 429 or (status == 503 and seconds is not None)
         return TransientError(reason, retry_after=seconds, patient=throttled)
     if status in (404, 410):
-        text = f"{url}: not found ({reason}). Check the pattern and the endpoint."
-        return ShardNotFoundError(text, url=str(url))
+        text = f"{shard}: not found ({reason}). Check the pattern and the endpoint."
+        return ShardNotFoundError(text, url=str(shard))
     if status in (401, 403, 407):
-        return AccessDeniedError(f"{url}: access denied ({reason}): {hint}.", url=str(url))
-    text = f"{url}: the request is refused ({reason}). Check the region, the endpoint and the URL."
-    return ConfigError(text, url=str(url))
+        return AccessDeniedError(f"{shard}: access denied ({reason}): {hint}.", url=str(shard))
+    text = (
+        f"{shard}: the request is refused ({reason}). Check the region, the endpoint and the URL."
+    )
+    return ConfigError(text, url=str(shard))
 
 
 def _retry_after(headers: Mapping[str, str]) -> float | None:
@@ -170,29 +172,29 @@ class Origin(Protocol):
 
     #: Whether it serves a pinned range from that version or not at all; if false, the object is
     #: described again after its last byte.
-    pins: bool
+    conditional: bool
     #: Whether `stat` may tell a checksum.
     states_checksums: bool
 
     def open(
-        self, url: ShardURL, start: int, stop: int | None, pin: ObjectInfo | None = None
+        self, shard: ShardURL, start: int, stop: int | None, expected: ObjectInfo | None = None
     ) -> Body:
         """Ask for bytes ``start`` to ``stop`` (exclusive; None = to the end).
 
         Args:
-            url: the shard.
+            shard: the shard.
             start: first byte wanted.
             stop: behind the last byte wanted; more than the object has is fine.
-            pin: the version to insist on.
+            expected: the version to insist on.
 
         Raises:
             ShardNotFoundError, AccessDeniedError, ConfigError: for good.
-            VersionChangedError: the object is no longer ``pin``.
+            VersionChangedError: the object is no longer ``expected``.
             TransientError: worth another attempt.
         """
         ...
 
-    def stat(self, url: ShardURL) -> ObjectInfo:
+    def stat(self, shard: ShardURL) -> ObjectInfo:
         """Describe the present version of the object, with its checksum. Raises as `open`."""
         ...
 

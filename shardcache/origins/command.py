@@ -22,28 +22,28 @@ from shardcache.urls import ShardURL
 class PipeOrigin:
     """Runs ``pipe:`` commands, which may be silent for ``timeout`` seconds; see `base.Origin`."""
 
-    pins = True  # there is nothing to describe again
+    conditional = True  # there is nothing to describe again
     states_checksums = False
 
     def __init__(self, timeout: float) -> None:
         self._timeout = timeout
 
     def open(
-        self, url: ShardURL, start: int, stop: int | None, pin: ObjectInfo | None = None
+        self, shard: ShardURL, start: int, stop: int | None, expected: ObjectInfo | None = None
     ) -> PipeBody:
         """See `base.Origin.open`."""
-        if not url.raw:
+        if not shard.raw:
             raise ConfigError(
-                f"{url}: the command was left out when this was pickled, for it may hold "
+                f"{shard}: the command was left out when this was pickled, for it may hold "
                 "secrets. Pass the URL as text instead.",
-                url=str(url),
+                url=str(shard),
             )
         try:
-            return PipeBody(url.raw.partition(":")[2], self._timeout)
+            return PipeBody(shard.raw.partition(":")[2], self._timeout)
         except OSError as exn:  # not the disk's fault: streaming could not start it either
             raise TransientError(f"the command cannot be started: {exn.strerror}") from None
 
-    def stat(self, url: ShardURL) -> ObjectInfo:
+    def stat(self, shard: ShardURL) -> ObjectInfo:
         """See `base.Origin.stat`: nothing is known of what a command will write."""
         return ObjectInfo(size=None)
 

@@ -60,12 +60,12 @@ def _command(profile: str | None) -> str:
     return f"aws sso login --profile {profile}" if profile else "aws sso login"
 
 
-def chain_error(exn: Exception, url: ShardURL, profile: str | None, *, worked: bool) -> Exception:
+def chain_error(exn: Exception, shard: ShardURL, profile: str | None, *, worked: bool) -> Exception:
     """The error of ours for an error of botocore's chain.
 
     Args:
         exn: botocore's.
-        url: the shard that was to be read.
+        shard: the shard that was to be read.
         profile: the profile in force, for the advice.
         worked: whether this process has read with credentials before.
     """
@@ -77,7 +77,7 @@ def chain_error(exn: Exception, url: ShardURL, profile: str | None, *, worked: b
     is_throttled = code == _NO_PROVIDER or code in throttling_codes()[0]
     is_program = getattr(exn, "kwargs", {}).get("provider") == "custom-process"
     if "ParamValidationError" in kinds:
-        return ConfigError(f"{url} cannot be read: {reason}. Check the URL.", url=str(url))
+        return ConfigError(f"{shard} cannot be read: {reason}. Check the URL.", url=str(shard))
     busy = is_throttled or status == 429 or status >= 500
     if busy or (kinds & _SERVICE and not is_program):
         return TransientError(f"the source of credentials does not answer: {reason}", patient=True)
@@ -87,10 +87,10 @@ def chain_error(exn: Exception, url: ShardURL, profile: str | None, *, worked: b
     if worked and kinds & {*_LOGIN, "NoCredentialsError"}:
         return login_ended(profile)
     return AccessDeniedError(
-        f"{url} cannot be read: {reason}. Log in ({_command(profile)}), set AWS_PROFILE or "
+        f"{shard} cannot be read: {reason}. Log in ({_command(profile)}), set AWS_PROFILE or "
         "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or pass "
         "storage_options={'anon': True} for a public bucket.",
-        url=str(url),
+        url=str(shard),
     )
 
 

@@ -2,10 +2,10 @@
 
 S3 comes this way if our own client cannot sign the requests (`endpoints.needs_s3fs`).
 
-fsspec has no way to insist on a version, so `FsspecOrigin.pins` is false: the engine describes the
-object again after the last byte and starts over if it changed meanwhile. Filesystems know no common
-time-out, and a hung mount cannot be interrupted, so every call is made in a thread that its caller
-gives up on after ``timeout``.
+fsspec cannot insist on a version, so `FsspecOrigin.conditional` is false: a download describes the
+object again after the last byte, and starts over if it changed. Filesystems have no common
+time-out, and a call to a hung mount cannot be interrupted. So each call runs in a thread of its
+own, and its caller gives up after ``timeout``.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _files: dict[int, Any] = {}
 class FsspecOrigin:
     """Reads the shards of one fsspec protocol; a call that takes ``timeout`` seconds is dead."""
 
-    pins = False
+    conditional = False
     states_checksums = False
 
     def __init__(
@@ -62,29 +62,31 @@ class FsspecOrigin:
         self._guard = threading.Lock()
 
     def open(
-        self, url: ShardURL, start: int, stop: int | None, pin: ObjectInfo | None = None
+        self, shard: ShardURL, start: int, stop: int | None, expected: ObjectInfo | None = None
     ) -> FsspecBody:
         """See `base.Origin.open`."""
-        info = pin if pin is not None else self.stat(url)
-        file = self.call(url, lambda: self._filesystem().open(self._path(url), "rb", **_READING))
+        info = expected if expected is not None else self.stat(shard)
+        file = self.call(
+            shard, lambda: self._filesystem().open(self._path(shard), "rb", **_READING)
+        )
         if file.seekable():
             file.seek(start)  # no request yet
         else:
             start, stop = 0, None
         stop = info.size if info.size is None or stop is None else min(stop, info.size)
-        return FsspecBody(self, url, file, info, start, stop)
+        return FsspecBody(self, shard, file, info, start, stop)
 
-    def stat(self, url: ShardURL) -> ObjectInfo:
+    def stat(self, shard: ShardURL) -> ObjectInfo:
         """See `base.Origin.stat`."""
 
         def info() -> Mapping[str, Any]:
             self._filesystem().invalidate_cache()
-            found: Mapping[str, Any] = self._filesystem().info(self._path(url))
+            found: Mapping[str, Any] = self._filesystem().info(self._path(shard))
             if found.get("type") == "directory":
                 raise IsADirectoryError
             return found
 
-        found = self.call(url, info)
+        found = self.call(shard, info)
         size = found.get("size")
         size = None if size is None else int(size)
         return ObjectInfo(size, _first(found, _VALIDATORS), modified=_first(found, _TIMES))
@@ -107,20 +109,20 @@ class FsspecOrigin:
 
         return self.call(directory, names, patient=True)
 
-    def _path(self, url: ShardURL) -> str:
-        if url.is_local:
-            return str(url.local_path)
-        if url.scheme == "s3":
-            path = url.canonical.removeprefix("s3://")
+    def _path(self, shard: ShardURL) -> str:
+        if shard.is_local:
+            return str(shard.local_path)
+        if shard.scheme == "s3":
+            path = shard.canonical.removeprefix("s3://")
             found = self._filesystem().split_path(self._filesystem()._strip_protocol(path))
-            if found != (*url.bucket_and_key(), url.version_id):
+            if found != (*shard.bucket_and_key(), shard.version_id):
                 raise ConfigError(
-                    f"{url} cannot be read: s3fs takes it for another object. A versionId needs "
+                    f"{shard} cannot be read: s3fs takes it for another object. A versionId needs "
                     "storage_options={'version_aware': True}.",
-                    url=str(url),
+                    url=str(shard),
                 )
             return path
-        return str(self._filesystem()._strip_protocol(url.raw))
+        return str(self._filesystem()._strip_protocol(shard.raw))
 
     def _filesystem(self) -> Any:
         import fsspec
@@ -143,7 +145,7 @@ class FsspecOrigin:
 
     def call(
         self,
-        url: ShardURL,
+        shard: ShardURL,
         function: Callable[[], T],
         answer: Future[T] | None = None,
         *,
@@ -171,7 +173,7 @@ class FsspecOrigin:
         if not outcome.done():
             raise TransientError(f"nothing came for {self._timeout:g} s", timed_out=True)
         if isinstance(failed := outcome.exception(), Exception):
-            raise _sorted(failed, url, self._options.get("profile"))
+            raise _sorted(failed, shard, self._options.get("profile"))
         return outcome.result()
 
 
@@ -207,7 +209,7 @@ def _announce(reason: str) -> None:
     logger.info("our own client cannot serve %s: reading through s3fs, which is slower", reason)
 
 
-def _sorted(exn: Exception, url: ShardURL, profile: str | None) -> Exception:
+def _sorted(exn: Exception, shard: ShardURL, profile: str | None) -> Exception:
     """Our error for an exception of a filesystem; ``profile`` is that of S3."""
     if isinstance(exn, (ShardCacheError, TransientError)):
         return exn
@@ -215,17 +217,17 @@ def _sorted(exn: Exception, url: ShardURL, profile: str | None) -> Exception:
     if isinstance(answer := getattr(answered, "response", None), dict):
         status = answer.get("ResponseMetadata", {}).get("HTTPStatusCode", 500)
         reason = f"S3 answered {status} {quoted(str(answer.get('Error', {}).get('Code', '')))}"
-        return refusal(url, status, reason, hint="check the credentials and storage_options")
+        return refusal(shard, status, reason, hint="check the credentials and storage_options")
     kinds = {kind.__name__ for kind in type(exn).__mro__}
     if "BotoCoreError" in kinds and not kinds & _UNANSWERED:
-        return chain_error(exn, url, profile, worked=False)
+        return chain_error(exn, shard, profile, worked=False)
     reason = type(exn).__name__
     status = next((status for kind, status in _STATUS.items() if isinstance(exn, kind)), None)
     if status is None:
         reason += f": {redact(str(exn))}"
         status = getattr(exn, "status", None) or getattr(exn, "code", None)
     if isinstance(status, int) and 400 <= status < 500:
-        return refusal(url, status, reason, hint="check the credentials and storage_options")
+        return refusal(shard, status, reason, hint="check the credentials and storage_options")
     timed_out = isinstance(exn, TimeoutError)
     return TransientError(f"reading failed: {reason}", timed_out=timed_out)
 
@@ -235,7 +237,7 @@ class FsspecBody:
     """One open file of an fsspec filesystem; see `base.Body`."""
 
     _origin: FsspecOrigin
-    _url: ShardURL
+    _shard: ShardURL
     _file: Any
     info: ObjectInfo
     start: int
@@ -255,10 +257,10 @@ class FsspecBody:
             return 0
         self._reading = Future()
         # Not into the buffer: a thread that is given up on may still read.
-        data = self._origin.call(self._url, lambda: self._file.read(size), self._reading)
+        data = self._origin.call(self._shard, lambda: self._file.read(size), self._reading)
         if not data and self.stop is not None:
-            if self._origin.stat(self._url).version != self.info.version:
-                raise VersionChangedError(f"{self._url} became shorter")
+            if self._origin.stat(self._shard).version != self.info.version:
+                raise VersionChangedError(f"{self._shard} became shorter")
             left = self.stop - self._at
             raise TransientError(f"the origin stopped {left} bytes before the end")
         buffer[: len(data)] = data

@@ -63,22 +63,22 @@ def refused(response: Response) -> bytes:
         return b""
 
 
-def unanswered(exn: Exception, url: ShardURL, place: str, secrets: Collection[str]) -> Exception:
+def unanswered(exn: Exception, shard: ShardURL, place: str, secrets: Collection[str]) -> Exception:
     """The error of ours for an error of `Transport.request`."""
     import ssl  # here: as in `connection`
 
     reason = quoted(str(exn), secrets)
     if isinstance(exn, ssl.SSLCertVerificationError):
-        text = f"{url}: the certificate of {place} is not trusted here. {_CERTIFICATES}"
-        return ConfigError(text, url=str(url))
+        text = f"{shard}: the certificate of {place} is not trusted here. {_CERTIFICATES}"
+        return ConfigError(text, url=str(shard))
     if isinstance(exn, PermissionError):  # of a proxy, or a firewall of this machine
-        text = f"{url}: {place} cannot be reached: {reason}. Check https_proxy and its login."
-        return AccessDeniedError(text, url=str(url))
+        text = f"{shard}: {place} cannot be reached: {reason}. Check https_proxy and its login."
+        return AccessDeniedError(text, url=str(shard))
     if isinstance(exn, OSError):
         timed_out = isinstance(exn, TimeoutError)
         return TransientError(f"{place} does not answer: {reason}", timed_out=timed_out)
-    text = f"{url} cannot be requested from {place}: {reason}. Check the endpoint, URL and proxy."
-    return ConfigError(text, url=str(url))
+    text = f"{shard} cannot be requested from {place}: {reason}. Check the endpoint, URL and proxy."
+    return ConfigError(text, url=str(shard))
 
 
 def object_info(response: Response, size: int | None) -> ObjectInfo:
@@ -119,19 +119,22 @@ def _is_settled(modified: str, date: str) -> bool:
 
 
 def open_range(
-    ask: Callable[[dict[str, str]], Response], start: int, stop: int | None, pin: ObjectInfo | None
+    ask: Callable[[dict[str, str]], Response],
+    start: int,
+    stop: int | None,
+    expected: ObjectInfo | None,
 ) -> Response:
     """Bytes ``start`` to ``stop`` of one version; see `base.Origin.open`.
 
     ``ask`` brings an answer of 200 or 206, given headers of the request.
     """
     headers = {"Range": f"bytes={start}-" if stop is None else f"bytes={start}-{stop - 1}"}
-    if pin is not None and pin.etag:
-        headers["If-Match"] = pin.etag
+    if expected is not None and expected.etag:
+        headers["If-Match"] = expected.etag
     try:
         response = ask(headers)
     except VersionChangedError:
-        if start or pin is not None:
+        if start or expected is not None:
             raise
         del headers["Range"]  # an empty object has no range at all
         response = ask(headers)
@@ -164,27 +167,27 @@ def checked(response: Response, start: int, stop: int | None) -> Response:
 class WebOrigin:
     """Reads shards over HTTP."""
 
-    pins = True  # every answer carries its version, and is compared
+    conditional = True  # every answer carries its version, and is compared
     states_checksums = False
 
     def __init__(self, *, timeout: float) -> None:
         self._transport = Transport(timeout=timeout)
 
     def open(
-        self, url: ShardURL, start: int, stop: int | None, pin: ObjectInfo | None = None
+        self, shard: ShardURL, start: int, stop: int | None, expected: ObjectInfo | None = None
     ) -> Response:
         """See `base.Origin.open`."""
-        return open_range(lambda head: self._ask("GET", url, head), start, stop, pin)
+        return open_range(lambda head: self._ask("GET", shard, head), start, stop, expected)
 
-    def stat(self, url: ShardURL) -> ObjectInfo:
+    def stat(self, shard: ShardURL) -> ObjectInfo:
         """See `base.Origin.stat`."""
-        response = self._ask("HEAD", url, {})
+        response = self._ask("HEAD", shard, {})
         response.close()
         return object_info(response, content_length(response.headers))
 
-    def _ask(self, method: str, url: ShardURL, headers: dict[str, str]) -> Response:
+    def _ask(self, method: str, shard: ShardURL, headers: dict[str, str]) -> Response:
         """An answer of 200 or 206, after redirects."""
-        target, server, place = url.raw, "", ""
+        target, server, place = shard.raw, "", ""
         login: dict[str, str] = {}
         secrets: list[str] = []
         for _ in range(_REDIRECTS + 1):
@@ -205,28 +208,28 @@ class WebOrigin:
                 location = response.headers.get("location")
                 target = urljoin(asked, location or "")
             except (OSError, ValueError) as exn:
-                error = unanswered(exn, url, place, secrets)
+                error = unanswered(exn, shard, place, secrets)
             if error is not None:
                 raise error
             if response.status in (200, 206):
-                return self._uncoded(response, url)
+                return self._uncoded(response, shard)
             refused(response)
             if response.status not in (301, 302, 303, 307, 308) or not location:
                 reason = f"{place} answered {response.status} {quoted(response.reason, secrets)}"
-                raise refusal(url, response.status, reason.rstrip(), headers=response.headers)
-        text = f"{url}: the server redirects more than {_REDIRECTS} times."
-        raise ConfigError(f"{text} Check the URL.", url=str(url))
+                raise refusal(shard, response.status, reason.rstrip(), headers=response.headers)
+        text = f"{shard}: the server redirects more than {_REDIRECTS} times."
+        raise ConfigError(f"{text} Check the URL.", url=str(shard))
 
     @staticmethod
-    def _uncoded(response: Response, url: ShardURL) -> Response:
+    def _uncoded(response: Response, shard: ShardURL) -> Response:
         """Refuse an answer whose bytes are not those of the shard (ConfigError)."""
         coding = response.headers.get("content-encoding", "identity")
         if coding.strip().lower() not in ("", "identity"):
             response.close()
             shown = quoted(coding, response.secrets)
             raise ConfigError(
-                f"{url}: the server sends it with Content-Encoding {shown}, although the request "
+                f"{shard}: the server sends it with Content-Encoding {shown}, although the request "
                 "asks for identity. Let the server send shards as they are stored.",
-                url=str(url),
+                url=str(shard),
             )
         return response

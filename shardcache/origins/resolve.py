@@ -66,40 +66,40 @@ class Origins:
         self._guard = threading.Lock()
         self._made: dict[tuple[str, tuple[tuple[str, str], ...], str], Origin] = {}
 
-    def of(self, url: ShardURL) -> Origin:
+    def of(self, shard: ShardURL) -> Origin:
         """Return the origin of ``url``; raise ConfigError if it lacks hidden values."""
-        if url.is_masked:
+        if shard.is_masked:
             raise ConfigError(
-                f"{url} cannot be read: parameters that may hold secrets are left out of it (***), "
-                "as in logs, lists and pickles. Pass the URL with them.",
-                url=str(url),
+                f"{shard} cannot be read: parameters that may hold secrets are hidden (***), as in "
+                "logs, lists and pickles. Pass the whole URL.",
+                url=str(shard),
             )
-        config, scheme = self._config, url.scheme
-        kind = needs_s3fs(url.bucket_and_key()[0], {}) if scheme == "s3" else ""
+        config, scheme = self._config, shard.scheme
+        kind = needs_s3fs(shard.bucket_and_key()[0], {}) if scheme == "s3" else ""
         with self._guard:
-            if (scheme, url.options, kind) not in self._made:
-                if url.options:
-                    config = for_command(config, url.options)
+            if (scheme, shard.options, kind) not in self._made:
+                if shard.options:
+                    config = for_command(config, shard.options)
                 options = scheme_options(config, scheme)
-                made = _make(url, options, config.endpoint_url, config.timeout)
-                self._made[scheme, url.options, kind] = made
-            return self._made[scheme, url.options, kind]
+                made = _make(shard, options, config.endpoint_url, config.timeout)
+                self._made[scheme, shard.options, kind] = made
+            return self._made[scheme, shard.options, kind]
 
     def add(self, scheme: str, origin: Origin) -> None:
         """Read ``scheme`` from ``origin`` in this process."""
         with self._guard:
             self._made[scheme, (), ""] = origin
 
-    def prepare(self, url: ShardURL) -> None:
+    def prepare(self, shard: ShardURL) -> None:
         """Make the client that reading ``url`` takes (ConfigError: it cannot be set up)."""
-        prepare = getattr(self.of(url), "prepare", None)
+        prepare = getattr(self.of(shard), "prepare", None)
         if prepare is not None:  # of S3: the others' take no time
             prepare()
 
-    def upstreams(self, url: ShardURL) -> Iterator[UpstreamOrigin]:
+    def upstreams(self, shard: ShardURL) -> Iterator[UpstreamOrigin]:
         """The shard in each upstream that has it; each is asked when its turn comes."""
         for place in self._places:
-            if (found := place.find(url)) is not None:
+            if (found := place.find(shard)) is not None:
                 yield found
 
     @property
@@ -107,11 +107,11 @@ class Origins:
         """Whether an upstream is to have what was fetched."""
         return any(upstream.write_back for upstream in self._config.upstreams)
 
-    def write_back(self, url: ShardURL, data: Path, sidecar: bytes) -> None:
+    def write_back(self, shard: ShardURL, data: Path, sidecar: bytes) -> None:
         """Copy an entry's data and sidecar to the upstreams that want them; nothing is raised."""
         for place in self._places:
             if place.upstream.write_back:
-                place.write(url, data, sidecar)
+                place.write(shard, data, sidecar)
 
     @lazy
     def _places(self) -> list[_Place]:
@@ -150,7 +150,7 @@ class UpstreamOrigin:
     """One shard as an upstream has it; a `base.Origin` of that shard alone."""
 
     name: str  # of the upstream, for people
-    pins: bool
+    conditional: bool
     _origin: Origin
     _copy: ShardURL  # where it is
     _found: ObjectInfo  # what the upstream says of it
@@ -160,17 +160,17 @@ class UpstreamOrigin:
     states_checksums = False  # the digest proves more
 
     def open(
-        self, url: ShardURL, start: int, stop: int | None, pin: ObjectInfo | None = None
+        self, shard: ShardURL, start: int, stop: int | None, expected: ObjectInfo | None = None
     ) -> Body:
         """See `base.Origin.open`; whoever asks compares the answer's version."""
         body = self._origin.open(self._copy, start, stop, self._found)
         body.info = self._info
         return body
 
-    def stat(self, url: ShardURL) -> ObjectInfo:
+    def stat(self, shard: ShardURL) -> ObjectInfo:
         """See `base.Origin.stat`."""
         if self._origin.stat(self._copy).version != self._found.version:
-            raise VersionChangedError(str(url))
+            raise VersionChangedError(str(shard))
         return self._info
 
 
@@ -186,10 +186,10 @@ class _Place:
         inside = self._parse(f"{upstream.url.rstrip('/')}/x")
         self._origin = _make(inside, options, upstream.endpoint_url, timeout)
 
-    def _copy_of(self, url: ShardURL) -> ShardURL | None:
+    def _copy_of(self, shard: ShardURL) -> ShardURL | None:
         """Where it would keep a shard; None if such a shard is not looked for."""
-        name = url.canonical.partition("://")[2].lstrip("/")
-        if url.scheme == "pipe" or url.version_id is not None or url.options or "?" in name:
+        name = shard.canonical.partition("://")[2].lstrip("/")
+        if shard.scheme == "pipe" or shard.version_id is not None or shard.options or "?" in name:
             return None
         parts = name.split("/")
         if any(part in ("", ".", "..") or len(part.encode()) > _MAX_NAME for part in parts):
@@ -200,9 +200,9 @@ class _Place:
         endpoint = self.upstream.endpoint_url
         return parse_url(url, endpoint=endpoint, allow_schemes={self._scheme})
 
-    def find(self, url: ShardURL) -> UpstreamOrigin | None:
+    def find(self, shard: ShardURL) -> UpstreamOrigin | None:
         """A shard as it has it, or None."""
-        origin, copy = self._origin, self._copy_of(url)
+        origin, copy = self._origin, self._copy_of(shard)
         if copy is None or self._breaker.left:
             return None
         found, sidecar = None, b""
@@ -222,25 +222,25 @@ class _Place:
         if sidecar:
             try:
                 record = json.loads(sidecar)
-                if (record["key"], record["size"]) != (url.key, found.size):
+                if (record["key"], record["size"]) != (shard.key, found.size):
                     raise ValueError("it is of another shard")
                 info, digest = ObjectInfo.from_record(record["object"]), str(record["digest"])
             except (KeyError, TypeError, ValueError, RecursionError) as exn:
-                logger.info("%s: its copy in %s is not used: %r", url, self._name, exn)
+                logger.info("%s: its copy in %s is not used: %r", shard, self._name, exn)
                 return None
-        return UpstreamOrigin(self._name, origin.pins, origin, copy, found, info, digest)
+        return UpstreamOrigin(self._name, origin.conditional, origin, copy, found, info, digest)
 
     def _failed(self, exn: Exception) -> None:
         opened = self._breaker.failed()
         text = "the upstream %s is left alone for a while: %s" if opened else "the upstream %s: %s"
         logger.log(logging.WARNING if opened else logging.INFO, text, self._name, exn)
 
-    def write(self, url: ShardURL, data: Path, sidecar: bytes) -> None:
+    def write(self, shard: ShardURL, data: Path, sidecar: bytes) -> None:
         """Copy an entry there unless it is there, its sidecar last; nothing is raised."""
-        copy = self._copy_of(url)
+        copy = self._copy_of(shard)
         if copy is None or self._breaker.left:
             return
-        present = self.find(url)
+        present = self.find(shard)
         if present is not None and present.digest == json.loads(sidecar)["digest"]:
             return
         try:

@@ -115,7 +115,7 @@ class S3Origin:
         timeout: seconds without enough bytes before a connection counts as dead.
     """
 
-    pins = True
+    conditional = True
     states_checksums = True
 
     def __init__(
@@ -267,38 +267,42 @@ class S3Origin:
         store.fresh_until = end.timestamp() - _RENEWED_BEFORE if end else float("inf")
         return keys
 
-    def server(self, url: ShardURL) -> str:
+    def server(self, shard: ShardURL) -> str:
         """Scheme, host and port of the server that has a shard."""
-        return self._bucket(url.bucket_and_key()[0], None).server
+        return self._bucket(shard.bucket_and_key()[0], None).server
 
     def open(
-        self, url: ShardURL, start: int, stop: int | None, pin: ObjectInfo | None = None
+        self, shard: ShardURL, start: int, stop: int | None, expected: ObjectInfo | None = None
     ) -> Response:
         """See `base.Origin.open`; the answer to a request for a whole object has its checksum."""
-        query = _version(url, pin)
-        if start == 0 and stop is None and pin is None:
-            response = self._ask("GET", url, _CHECKSUM, query)
+        query = _version(shard, expected)
+        if start == 0 and stop is None and expected is None:
+            response = self._ask("GET", shard, _CHECKSUM, query)
             # A gateway may compress a whole object, but not a range of it.
             if "content-encoding" not in response.headers:
                 return checked(response, 0, None)
             response.close()
-        return open_range(lambda headers: self._ask("GET", url, headers, query), start, stop, pin)
+        return open_range(
+            lambda headers: self._ask("GET", shard, headers, query), start, stop, expected
+        )
 
-    def stat(self, url: ShardURL) -> ObjectInfo:
+    def stat(self, shard: ShardURL) -> ObjectInfo:
         """See `base.Origin.stat`."""
-        response = self._ask("HEAD", url, _CHECKSUM, _version(url))
+        response = self._ask("HEAD", shard, _CHECKSUM, _version(shard))
         response.close()
         size = content_length(response.headers)
         if size is None:  # then it cannot be compared with any version
-            raise ConfigError(f"{url}: the origin states no size without sending it", url=str(url))
+            raise ConfigError(
+                f"{shard}: the origin states no size without sending it", url=str(shard)
+            )
         return object_info(response, size)
 
-    def list_page(self, url: ShardURL, query: Mapping[str, str]) -> tuple[dict[str, int], str]:
+    def list_page(self, shard: ShardURL, query: Mapping[str, str]) -> tuple[dict[str, int], str]:
         """Keys that begin as ``url`` does, with their sizes, and a token for the next page.
 
         ``query`` has further parameters of ListObjectsV2.
         """
-        response = self._ask("GET", url, {}, {"list-type": "2", "encoding-type": "url", **query})
+        response = self._ask("GET", shard, {}, {"list-type": "2", "encoding-type": "url", **query})
         try:
             page = ElementTree.fromstring(read_all(response, _LISTING_BYTES))  # noqa: S314 - by expat
             decode = unquote_plus if page.findtext("{*}EncodingType") == "url" else str
@@ -307,13 +311,13 @@ class S3Origin:
                 for found in page.iterfind("{*}Contents")
             }
         except (ElementTree.ParseError, ValueError) as exn:
-            text = f"{url}: what {self._place} answers is not S3: {quoted(str(exn))}. "
+            text = f"{shard}: what {self._place} answers is not S3: {quoted(str(exn))}. "
             text += "Check endpoint_url."
-            raise ConfigError(text, url=str(url)) from None
+            raise ConfigError(text, url=str(shard)) from None
         return keys, page.findtext("{*}NextContinuationToken") or ""
 
     def _ask(
-        self, method: str, url: ShardURL, headers: Mapping[str, str], query: Mapping[str, str]
+        self, method: str, shard: ShardURL, headers: Mapping[str, str], query: Mapping[str, str]
     ) -> Response:
         """An answer of 200 or 206.
 
@@ -322,14 +326,14 @@ class S3Origin:
         """
         if self._options.get("requester_pays"):
             headers = {**headers, "x-amz-request-payer": "requester"}
-        bucket, tried = url.bucket_and_key()[0], set[str]()
+        bucket, tried = shard.bucket_and_key()[0], set[str]()
         plain = {name: value for name, value in headers.items() if name not in _CHECKSUM}
         store = self.prepare()
         if bucket in store.without_checksums:
             headers = plain
         region = None
         while True:
-            asked, keys, response = self._send(method, url, region, headers, query)
+            asked, keys, response = self._send(method, shard, region, headers, query)
             if response.status in (200, 206):
                 if "plain" in tried:
                     store.without_checksums.add(bucket)
@@ -337,9 +341,9 @@ class S3Origin:
                 return response
             code, message, elsewhere = _read_refusal(response)
             if elsewhere not in (None, asked) and region is None:
-                logger.info("%s is in %s", url, elsewhere)
+                logger.info("%s is in %s", shard, elsewhere)
                 region = elsewhere
-            elif code in _EXPIRED and "keys" not in tried and self._renew(keys, url):
+            elif code in _EXPIRED and "keys" not in tried and self._renew(keys, shard):
                 logger.info("the credentials expired; the chain has new ones")
                 tried.add("keys")
             elif code == _SKEWED and "time" not in tried and self._set_clock(response):
@@ -354,7 +358,7 @@ class S3Origin:
             else:
                 throttled, transient = throttling_codes()
                 raise refusal(
-                    url,
+                    shard,
                     500 if code in transient else _STATUS.get(code, response.status),
                     f"{self._place} answered {response.status} {code}: {message}",
                     hint=_HINTS.get(code, _MAY_NOT),
@@ -375,7 +379,7 @@ class S3Origin:
         logger.warning(text, format_duration(abs(ahead)), self._place)
         return True
 
-    def _renew(self, refused: Any, url: ShardURL) -> bool:
+    def _renew(self, refused: Any, shard: ShardURL) -> bool:
         """Run the chain again, unless another thread has; whether there are new credentials."""
         store = self.prepare()
         with self._chain:
@@ -384,19 +388,19 @@ class S3Origin:
         try:
             return bool(self._keys() != refused)
         except Exception as exn:  # noqa: BLE001 - as in `_send`
-            error = self._sorted(exn, url)
+            error = self._sorted(exn, shard)
         raise error
 
     def _send(
         self,
         method: str,
-        url: ShardURL,
+        shard: ShardURL,
         region: str | None,
         headers: Mapping[str, str],
         query: Mapping[str, str],
     ) -> tuple[str, Any, Response]:
         """The region and the credentials that a request was signed with, and its answer."""
-        name, key = url.bucket_and_key()
+        name, key = shard.bucket_and_key()
         secrets: list[str] = []
         try:
             bucket = self._bucket(name, region)
@@ -419,16 +423,16 @@ class S3Origin:
             response.secrets = secrets
             return bucket.region, keys, response
         except Exception as exn:  # noqa: BLE001 - sorted, or raised as it is
-            error = self._sorted(exn, url, secrets)
+            error = self._sorted(exn, shard, secrets)
         raise error
 
-    def _sorted(self, exn: Exception, url: ShardURL, secrets: Collection[str] = ()) -> Exception:
+    def _sorted(self, exn: Exception, shard: ShardURL, secrets: Collection[str] = ()) -> Exception:
         """The error of ours for a request that could not be signed, or had no answer."""
         if isinstance(exn, (OSError, ValueError, TypeError, AttributeError)):
-            return unanswered(exn, url, self._place, secrets)
+            return unanswered(exn, shard, self._place, secrets)
         if not type(exn).__module__.startswith("botocore"):  # which need not be imported
             return exn
-        return chain_error(exn, url, self._profile, worked=self.prepare().worked)
+        return chain_error(exn, shard, self._profile, worked=self.prepare().worked)
 
     @property
     def _profile(self) -> str | None:
@@ -507,8 +511,8 @@ def _signing_key(secret: str, scope: str) -> bytes:
     return key
 
 
-def _version(url: ShardURL, pin: ObjectInfo | None = None) -> dict[str, str]:
-    version = url.version_id or (pin.version_id if pin else None)
+def _version(shard: ShardURL, expected: ObjectInfo | None = None) -> dict[str, str]:
+    version = shard.version_id or (expected.version_id if expected else None)
     return {"versionId": version} if version and version != "null" else {}
 
 

@@ -61,8 +61,8 @@ def crc(data: bytes) -> Checksum:
     return Checksum("crc32", base64.b64encode(zlib.crc32(data).to_bytes(4, "big")).decode())
 
 
-def _taken_for(body: Body, pin: ObjectInfo | None = None) -> Body:
-    body.info = pin or body.info
+def _taken_for(body: Body, expected: ObjectInfo | None = None) -> Body:
+    body.info = expected or body.info
     return body
 
 
@@ -191,12 +191,12 @@ def test_closing_the_cache_leaves_a_stream_what_it_reads(make_cache, origin, mor
     assert origin.fetches == 1
 
 
-@pytest.mark.parametrize(("pins", "replaced"), [(True, False), (True, True), (False, True)])
+@pytest.mark.parametrize(("conditional", "replaced"), [(True, False), (True, True), (False, True)])
 def test_what_was_resumed_is_read_once_it_is_known_to_be_the_current_version(
-    make_cache, origin, monkeypatch, pins, replaced
+    make_cache, origin, monkeypatch, conditional, replaced
 ):
-    if not pins:
-        origin.pins = origin.states_checksums = False
+    if not conditional:
+        origin.conditional = origin.states_checksums = False
         real = origin.open
         # It takes the version that it is asked for to be what it has.
         monkeypatch.setattr(origin, "open", lambda *a: _taken_for(real(*a[:3]), *a[3:]))

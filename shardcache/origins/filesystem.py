@@ -30,24 +30,24 @@ from shardcache.urls import ShardURL, quoted, redact
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-#: Bytes asked for at once where every read is a request of its own (gs, az, hf).
-#: Four blocks: few enough to bound memory, many enough to amortise a round trip.
+#: Bytes of one request, on filesystems that send one per read (gs, az, hf). Four blocks are few
+#: enough to bound memory, and many enough to amortise a round trip.
 _READING: dict[str, Any] = {"block_size": 4 << 20, "cache_type": "readahead"}
 _VALIDATORS = ("ETag", "etag", "generation", "md5Hash", "content_md5", "Content-MD5", "Digest")
 _TIMES = (
     *("mtime", "LastModified", "last_modified", "Last-Modified", "updated", "modified"),
     "created",
 )
-#: Errors of botocore without an answer of S3; another attempt may succeed.
-_UNANSWERED = frozenset({"ConnectionError", "HTTPClientError", "IncompleteReadError"})
+#: Errors of botocore without a response of S3; another attempt may succeed.
+_NO_RESPONSE = frozenset({"ConnectionError", "HTTPClientError", "IncompleteReadError"})
 _STATUS = {FileNotFoundError: 404, IsADirectoryError: 404, PermissionError: 403}
-#: Open files. A forked child keeps those of its parent here: some (of SFTP, for one) send a message
-#: over the parent's connection when they are finalised.
+#: Open files. They keep a forked child from finalising those of its parent: some (SFTP's, for one)
+#: would send a message over the parent's connection.
 _files: dict[int, Any] = {}
 
 
 class FsspecOrigin:
-    """Reads the shards of one fsspec protocol; a call that takes ``timeout`` seconds is dead."""
+    """Reads the shards of one fsspec protocol; a call fails after ``timeout`` seconds."""
 
     conditional = False
     states_checksums = False
@@ -92,7 +92,12 @@ class FsspecOrigin:
         return ObjectInfo(size, _first(found, _VALIDATORS), modified=_first(found, _TIMES))
 
     def names_below(self, directory: ShardURL, *, deep: bool) -> list[str]:
-        """Names of files relative to ``directory``; ``deep`` descends. Takes the time it takes."""
+        """List the files of a directory, by relative names and without a time-out.
+
+        Args:
+            directory: the directory.
+            deep: whether to list subdirectories, too.
+        """
 
         def names() -> list[str]:
             filesystem = self._filesystem()
@@ -107,7 +112,7 @@ class FsspecOrigin:
             start = len(root.rstrip("/")) + 1
             return [str(name)[start:] for name in found]
 
-        return self.call(directory, names, patient=True)
+        return self.call(directory, names, timed=False)
 
     def _path(self, shard: ShardURL) -> str:
         if shard.is_local:
@@ -117,7 +122,7 @@ class FsspecOrigin:
             found = self._filesystem().split_path(self._filesystem()._strip_protocol(path))
             if found != (*shard.bucket_and_key(), shard.version_id):
                 raise ConfigError(
-                    f"{shard} cannot be read: s3fs takes it for another object. A versionId needs "
+                    f"{shard} cannot be read: s3fs would read another object. A versionId needs "
                     "storage_options={'version_aware': True}.",
                     url=str(shard),
                 )
@@ -130,8 +135,8 @@ class FsspecOrigin:
         with self._guard:
             if self._made is None:
                 try:
-                    # Not the shared instance: it may belong to the parent process,
-                    # and its listings cache to whoever made it.
+                    # fsspec's shared instance may belong to the parent process, and other parts of
+                    # the program use its cache of listings.
                     self._made = fsspec.filesystem(
                         self._protocol, skip_instance_cache=True, **self._options
                     )
@@ -147,20 +152,28 @@ class FsspecOrigin:
         self,
         shard: ShardURL,
         function: Callable[[], T],
-        answer: Future[T] | None = None,
+        outcome: Future[T] | None = None,
         *,
-        patient: bool = False,
+        timed: bool = True,
     ) -> T:
-        """What ``function`` returns, called in a thread of its own; raises as `base.Origin.open`.
+        """Call ``function`` in a thread of its own and return its result.
 
-        The thread of a call that never returns stays behind, and does not keep the process from
-        ending. Another thread may put an exception into ``answer``, to end the wait; a ``patient``
-        call may take any time.
+        A function that never returns leaves its thread behind. As a daemon, it does not keep the
+        process from ending.
+
+        Args:
+            shard: the shard, for errors.
+            function: uses the filesystem.
+            outcome: receives the result. Another thread may set an exception, to end the wait.
+            timed: whether the call fails after the time-out.
+
+        Raises:
+            The errors of `base.Origin.open`.
         """
-        outcome: Future[T] = Future() if answer is None else answer
+        outcome = Future() if outcome is None else outcome
 
         def run() -> None:
-            with contextlib.suppress(InvalidStateError):  # nobody waits for it any more
+            with contextlib.suppress(InvalidStateError):  # `abort` has ended the wait
                 try:
                     found = function()
                 except Exception as exn:  # noqa: BLE001 - every filesystem has its own exceptions
@@ -169,23 +182,29 @@ class FsspecOrigin:
                     outcome.set_result(found)
 
         threads.start(run, "shardcache-filesystem")
-        wait([outcome], None if patient else self._timeout)
+        wait([outcome], self._timeout if timed else None)
         if not outcome.done():
             raise TransientError(f"nothing came for {self._timeout:g} s", timed_out=True)
         if isinstance(failed := outcome.exception(), Exception):
-            raise _sorted(failed, shard, self._options.get("profile"))
+            raise _error_for(failed, shard, self._options.get("profile"))
         return outcome.result()
 
 
 def s3fs_origin(
     reason: str, options: Mapping[str, Any], endpoint_url: str | None, timeout: float
 ) -> FsspecOrigin:
-    """The origin of an S3 bucket that our own client cannot read, because of ``reason``.
+    """Return the origin of an S3 bucket that our own client cannot read.
+
+    Args:
+        reason: the result of `endpoints.needs_s3fs`.
+        options: the storage options of S3.
+        endpoint_url: overrides the endpoint of the options.
+        timeout: seconds after which a call fails.
 
     Raises:
         ConfigError: the installed aiobotocore, which s3fs uses, cannot read it either.
     """
-    with undivided():  # a fork: this imports
+    with undivided():  # it imports
         import aiobotocore.utils
         from botocore.compat import HAS_CRT
 
@@ -206,20 +225,20 @@ def s3fs_origin(
 @functools.cache
 def _announce(reason: str) -> None:
     """Log once per process."""
-    logger.info("our own client cannot serve %s: reading through s3fs, which is slower", reason)
+    logger.info("reading through s3fs, which is slower, because of %s", reason)
 
 
-def _sorted(exn: Exception, shard: ShardURL, profile: str | None) -> Exception:
-    """Our error for an exception of a filesystem; ``profile`` is that of S3."""
+def _error_for(exn: Exception, shard: ShardURL, profile: str | None) -> Exception:
+    """Return our error for an exception of a filesystem; ``profile`` is that of S3."""
     if isinstance(exn, (ShardCacheError, TransientError)):
         return exn
-    answered = exn if hasattr(exn, "response") else exn.__cause__  # s3fs translates botocore's
-    if isinstance(answer := getattr(answered, "response", None), dict):
-        status = answer.get("ResponseMetadata", {}).get("HTTPStatusCode", 500)
-        reason = f"S3 answered {status} {quoted(str(answer.get('Error', {}).get('Code', '')))}"
+    source = exn if hasattr(exn, "response") else exn.__cause__  # s3fs wraps botocore's errors
+    if isinstance(response := getattr(source, "response", None), dict):
+        status = response.get("ResponseMetadata", {}).get("HTTPStatusCode", 500)
+        reason = f"S3 answered {status} {quoted(str(response.get('Error', {}).get('Code', '')))}"
         return refusal(shard, status, reason, hint="check the credentials and storage_options")
     kinds = {kind.__name__ for kind in type(exn).__mro__}
-    if "BotoCoreError" in kinds and not kinds & _UNANSWERED:
+    if "BotoCoreError" in kinds and not kinds & _NO_RESPONSE:
         return chain_error(exn, shard, profile, worked=False)
     reason = type(exn).__name__
     status = next((status for kind, status in _STATUS.items() if isinstance(exn, kind)), None)
@@ -256,7 +275,7 @@ class FsspecBody:
         if not size:
             return 0
         self._reading = Future()
-        # Not into the buffer: a thread that is given up on may still read.
+        # Not into the buffer: after a time-out, the thread may still read.
         data = self._origin.call(self._shard, lambda: self._file.read(size), self._reading)
         if not data and self.stop is not None:
             if self._origin.stat(self._shard).version != self.info.version:
@@ -273,7 +292,7 @@ class FsspecBody:
             self._reading.set_exception(TransientError("the read was cancelled"))
 
     def close(self) -> None:
-        """See `base.Body.close`; a hung mount would not let the file be closed, either."""
+        """See `base.Body.close`. It closes in a thread, because a mount may hang."""
         _files.pop(id(self._file), None)
         threads.start(self._file.close, "shardcache-filesystem")
 

@@ -119,25 +119,25 @@ def _is_settled(modified: str, date: str) -> bool:
 
 
 def open_range(
-    ask: Callable[[dict[str, str]], Response],
+    request: Callable[[dict[str, str]], Response],
     start: int,
     stop: int | None,
     expected: ObjectInfo | None,
 ) -> Response:
     """Bytes ``start`` to ``stop`` of one version; see `base.Origin.open`.
 
-    ``ask`` brings an answer of 200 or 206, given headers of the request.
+    ``request`` sends a request with these headers and returns a response of status 200 or 206.
     """
     headers = {"Range": f"bytes={start}-" if stop is None else f"bytes={start}-{stop - 1}"}
     if expected is not None and expected.etag:
         headers["If-Match"] = expected.etag
     try:
-        response = ask(headers)
+        response = request(headers)
     except VersionChangedError:
         if start or expected is not None:
             raise
         del headers["Range"]  # an empty object has no range at all
-        response = ask(headers)
+        response = request(headers)
     return checked(response, start, stop)
 
 
@@ -177,16 +177,16 @@ class WebOrigin:
         self, shard: ShardURL, start: int, stop: int | None, expected: ObjectInfo | None = None
     ) -> Response:
         """See `base.Origin.open`."""
-        return open_range(lambda head: self._ask("GET", shard, head), start, stop, expected)
+        return open_range(lambda head: self._request("GET", shard, head), start, stop, expected)
 
     def stat(self, shard: ShardURL) -> ObjectInfo:
         """See `base.Origin.stat`."""
-        response = self._ask("HEAD", shard, {})
+        response = self._request("HEAD", shard, {})
         response.close()
         return object_info(response, content_length(response.headers))
 
-    def _ask(self, method: str, shard: ShardURL, headers: dict[str, str]) -> Response:
-        """An answer of 200 or 206, after redirects."""
+    def _request(self, method: str, shard: ShardURL, headers: dict[str, str]) -> Response:
+        """Send a request, follow redirects, and return a response of status 200 or 206."""
         target, server, place = shard.raw, "", ""
         login: dict[str, str] = {}
         secrets: list[str] = []
@@ -202,11 +202,13 @@ class WebOrigin:
                 query = path.partition("?")[2]
                 secrets += secret_forms(*user.split(":"), *login.values(), query)
                 secrets += secret_forms(*(value for _, value in parse_qsl(query)))
-                asked = f"{server}{quote(path, safe=_SAFE)}"
-                response = self._transport.request(method, asked, {**HEADERS, **login, **headers})
+                requested = f"{server}{quote(path, safe=_SAFE)}"
+                response = self._transport.request(
+                    method, requested, {**HEADERS, **login, **headers}
+                )
                 response.secrets = secrets
                 location = response.headers.get("location")
-                target = urljoin(asked, location or "")
+                target = urljoin(requested, location or "")
             except (OSError, ValueError) as exn:
                 error = unanswered(exn, shard, place, secrets)
             if error is not None:

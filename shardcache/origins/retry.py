@@ -44,14 +44,16 @@ class RetryPolicy:
         self.attempts = attempts
         self.deadline = deadline
         self.patience = patience
-        self._paces: dict[str, Pace] = {}  # by place: a bucket or a web server
+        self._paces: dict[str, Pace] = {}  # by bucket or web server
 
-    def started(self, what: str) -> Attempts:
-        """Start the clock of one shard's download; ``what`` is its URL, as errors show it."""
-        place = "/".join(what.split("/")[:3])
-        pace = self._paces.get(place) or self._paces.setdefault(place, Pace(place, self.patience))
+    def started(self, url: str) -> Attempts:
+        """Start the clock of one shard's download; ``url`` is its name in errors."""
+        server = "/".join(url.split("/")[:3])
+        pace = self._paces.get(server) or self._paces.setdefault(
+            server, Pace(server, self.patience)
+        )
         end = None if self.deadline is None else clock.monotonic() + self.deadline
-        return Attempts(self, what, pace, end)
+        return Attempts(self, url, pace, end)
 
 
 class Attempts:
@@ -62,9 +64,9 @@ class Attempts:
         retries: requests that failed and were repeated so far.
     """
 
-    def __init__(self, policy: RetryPolicy, what: str, pace: Pace, end: float | None) -> None:
+    def __init__(self, policy: RetryPolicy, url: str, pace: Pace, end: float | None) -> None:
         self.policy = policy
-        self.what = what
+        self.url = url
         self.end = end
         self.retries = 0
         self._pace = pace
@@ -73,9 +75,9 @@ class Attempts:
         """Raise TransferTimeoutError if the deadline of the whole download is over."""
         if self._is_late(0):
             raise TransferTimeoutError(
-                f"{self.what} was not fetched within the deadline of {self.policy.deadline:g} s. "
+                f"{self.url} was not fetched within the deadline of {self.policy.deadline:g} s. "
                 "Raise deadline, or run again: what was fetched is kept.",
-                url=self.what,
+                url=self.url,
             )
 
     def extend(self, seconds: float) -> None:
@@ -152,12 +154,12 @@ class Attempts:
         self.retries += 1
         logger.warning(
             "%s: %s; attempt %d of %d failed, next in %.1f s",
-            self.what,
+            self.url,
             redact(str(_error_of(state))),
             state.attempt_number,
             self.policy.attempts,
             state.upcoming_sleep,
-            extra={"event": "retry", "shard": self.what, "attempt": state.attempt_number},
+            extra={"event": "retry", "shard": self.url, "attempt": state.attempt_number},
         )
 
     def _final(self, exn: TransientError, attempts: int) -> TransferError:
@@ -171,9 +173,9 @@ class Attempts:
             late, ended = True, f"the deadline of {self.policy.deadline:g} s is over"
         kind = TransferTimeoutError if late or exn.timed_out else TransferError
         return kind(
-            f"{self.what} could not be fetched: {redact(str(exn))} ({ended}). "
+            f"{self.url} could not be fetched: {redact(str(exn))} ({ended}). "
             f"{advice}; what was fetched is kept.",
-            url=self.what,
+            url=self.url,
             attempts=failures,
         )
 

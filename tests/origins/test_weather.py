@@ -209,7 +209,7 @@ def test_a_metadata_service_that_throttles_is_waited_for(
 def test_a_metadata_service_that_accepts_connections_but_answers_late_is_waited_for(
     store, open_cache, metadata, clock, monkeypatch
 ):
-    monkeypatch.setattr("shardcache.origins.credentials._ANSWER", 0.2)
+    monkeypatch.setattr("shardcache.origins.credentials._TIMEOUT", 0.2)
     ended = threading.Event()
 
     def stall(head: str) -> bytes | None:

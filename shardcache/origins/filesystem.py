@@ -225,7 +225,7 @@ def s3fs_origin(
 @functools.cache
 def _announce(reason: str) -> None:
     """Log once per process."""
-    logger.info("reading through s3fs, which is slower, because of %s", reason)
+    logger.info("%s: reading through s3fs, which is slower", reason)
 
 
 def _error_for(exn: Exception, shard: ShardURL, profile: str | None) -> Exception:

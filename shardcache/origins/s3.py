@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 from urllib.parse import parse_qsl, quote, unquote_plus, urlsplit
 from xml.etree import ElementTree
 
-from shardcache.errors import ConfigError
+from shardcache.errors import ConfigError, ShardCacheError
 from shardcache.origins.base import ObjectInfo, read_all, refusal
 from shardcache.origins.connection import Response, Transport, content_length
 from shardcache.origins.credentials import (
@@ -346,6 +346,8 @@ class S3Origin:
     ) -> Exception:
         """Return our error for a request that could not be signed, or had no response."""
         store = self.prepare()
+        if isinstance(exn, ShardCacheError):
+            return exn
         if isinstance(exn, (OSError, ValueError, TypeError, AttributeError)):
             return unanswered(exn, shard, store.name, secrets)
         if not type(exn).__module__.startswith("botocore"):  # botocore may not be imported

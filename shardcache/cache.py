@@ -45,19 +45,19 @@ __all__ = ["Cache", "attach", "default_cache", "url_opener"]
 logger = logging.getLogger(__name__)
 
 _Pipeline = TypeVar("_Pipeline")
-#: What WebDataset asks about an error: True goes on, False stops.
+#: WebDataset's error handler: returns True to continue, False to stop.
 Handler = Callable[[Exception], bool]
 
-#: One shard specification or several: URLs, ``{braces}``, globs, a ``prefix/``. What `Cache.parse`
-#: returned is not expanded.
+#: One shard specification or several: URLs, ``{braces}``, globs, a ``prefix/``. A `ShardURL` is not
+#: expanded.
 Specs = str | ShardURL | Iterable[str | ShardURL]
 
-#: URLs remembered, about 700 bytes each.
+#: Parsed URLs to remember, about 700 bytes each.
 _REMEMBERED = 100_000
 
 
 class PrewarmOptions(TypedDict, total=False):
-    """What `Cache.prewarm` takes by name, for type checkers and editors; see `prewarm.prewarm`."""
+    """Options of `Cache.prewarm`, for type checkers and editors; see `prewarm.prewarm`."""
 
     jobs: int
     check: bool
@@ -75,13 +75,13 @@ class PrewarmOptions(TypedDict, total=False):
 class Cache:
     """A directory on a local disk that holds shards.
 
-    If the cache fails, shards are streamed from their origin: there is one warning, and no error
-    unless ``strict`` is set. The directory is made when it is first used.
+    If the cache fails, it streams shards from their origin: it logs one warning, and raises no
+    error unless ``strict`` is set. It makes the directory on first use.
 
     Args:
-        dir: the directory. Without it, ``SHARDCACHE_DIR``, a configuration file or ``WDS_CACHE``
-            says which; if none does, it is ``~/.cache/shardcache`` (below ``XDG_CACHE_HOME`` if
-            that is set), and a log record of level INFO says so.
+        dir: the directory. The default comes from ``SHARDCACHE_DIR``, a configuration file or
+            ``WDS_CACHE``. If none is set, it is ``~/.cache/shardcache`` (below ``XDG_CACHE_HOME``
+            if that is set), which is logged at INFO.
         **options: see docs/options.md. They have the same names in the environment
             (``SHARDCACHE_MAX_SIZE``) and in ``shardcache.toml``.
 
@@ -94,17 +94,17 @@ class Cache:
     ) -> None:
         config, sources = load({"dir": dir, **options})
         if sources["dir"] == "default":
-            logger.info("caching in %s; SHARDCACHE_DIR names another directory", config.dir)
+            logger.info("caching in %s; set SHARDCACHE_DIR to use another directory", config.dir)
         self._setup(config, clock.time())
 
     @classmethod
     def from_config(cls, config: Config, *, started: float | None = None) -> Cache:
-        """A cache with exactly this configuration, whatever the environment says.
+        """Make a cache from a configuration alone, without the environment.
 
         Args:
             config: the options.
-            started: when the job began to use the cache, in seconds since the epoch. Without it,
-                this is the cache of a command: its limits are not those of a job.
+            started: when the job began to use the cache, in seconds since the epoch. None makes the
+                cache of a command, whose limits do not count as those of a job.
         """
         made = cls.__new__(cls)
         made._setup(config, started)
@@ -113,11 +113,10 @@ class Cache:
     def _setup(self, config: Config, started: float | None) -> None:
         self.config = config
         self._started = started
-        #: What belongs to each process, and what opens shards; for the rooms of this package.
         self.processes = Processes(config, detect(), started)
         self.opener = Opener(config, self.processes.here)
         self._here = self.processes.here
-        # Parsing costs more than opening; epochs ask for the same URLs again.
+        # Parsing costs more than opening a hit, and each epoch repeats the URLs.
         self._parse = lru_cache(_REMEMBERED)(parser(config))
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -144,12 +143,11 @@ class Cache:
     def prepare(self, url: str | None = None) -> None:
         """Prepare the first download of this process, in the background.
 
-        This makes the directories, imports modules and makes the client that reads ``url``, which
-        takes some tenths of a second. It downloads nothing and raises nothing: if something is
-        wrong, the first read says so.
+        This makes the directories and the client of an origin, which takes some tenths of a second.
+        It downloads nothing and raises nothing: the first read raises the error.
 
         Args:
-            url: a shard of the data set; None prepares no client.
+            url: a shard of the data set, whose client to make; None makes no client.
         """
 
         def run() -> None:
@@ -166,11 +164,11 @@ class Cache:
             threads.start(run, "shardcache-prepare")
 
     def open(self, url: str) -> BinaryIO:
-        """Open a shard for reading. If it is not cached, it is downloaded meanwhile.
+        """Open a shard for reading, and download it if it is not cached.
 
-        With ``fill="follow"``, the first bytes can be read before the last have arrived. The
-        download goes on to its end, even if the stream is closed early. Nothing evicts the shard
-        while the stream is open.
+        With ``fill="follow"``, a stream can be read while the download runs. The download continues
+        to its end even if the stream is closed early. Nothing evicts the shard while the stream is
+        open.
 
         Returns:
             A stream. Its ``name`` is the local path, or the URL if the shard was not cached.
@@ -178,20 +176,21 @@ class Cache:
         Raises:
             ShardNotFoundError: the origin does not have the shard.
             AccessDeniedError: the origin refuses the credentials.
-            TransferError: the origin does not answer, or stopped in the middle.
-            IntegrityError: the bytes are not what the origin states.
+            TransferError: the origin does not respond, or stopped in the middle.
+            IntegrityError: the bytes do not match the origin's checksum.
             ConfigError: the URL or the configuration cannot work.
-            CacheFullError: with ``strict`` only: there is no room.
+            CacheFullError: with ``strict`` only: the cache has no room.
             LockTimeoutError: with ``strict`` only: another process took too long.
-            OSError: with ``strict`` only: the disk fails.
+            OSError: with ``strict`` only: the disk failed.
         """
         return self.opener.open(self._parse(url))
 
     @contextlib.contextmanager
     def pinned(self, url: str) -> Iterator[Path]:
-        """Give the shard as a file, which stays while the context lasts.
+        """Download the shard if needed, and yield its path, which is valid within the context.
 
-        It raises what `open` raises with ``strict``, because a path needs a shard on the disk.
+        Raises:
+            The errors of `open` with ``strict``, because a path needs a shard on the disk.
         """
         shard = self._one(url)
         if self.opener.is_in_place(shard):
@@ -204,17 +203,17 @@ class Cache:
             opened.close()
 
     def fetch(self, url: str) -> Entry:
-        """Download the shard unless it is cached. Raises as `pinned`.
+        """Download the shard unless it is cached. Raises the errors of `pinned`.
 
         Returns:
-            The entry: its `data` is the path of the shard, its `size` in bytes.
+            The entry. Its `data` is the path of the shard, and its `size` is in bytes.
         """
         opened = self.opener.obtain(Download(self._one(url))).opened
         opened.close()
         return opened.entry
 
     def path(self, url: str) -> Path | None:
-        """The local path of the shard, or None if it is not cached.
+        """Return the local path of the shard, or None if it is not cached.
 
         The shard may be evicted at any time; `pinned` prevents that.
         """
@@ -225,7 +224,7 @@ class Cache:
         return None if entry is None else entry.data
 
     def entry(self, url: str) -> Entry | None:
-        """The shard's entry, or None if it is not cached."""
+        """Return the shard's entry, or None if it is not cached."""
         shard = self.parse(url)
         for store in self._here().stores():
             try:
@@ -241,15 +240,15 @@ class Cache:
     def __contains__(self, url: str) -> bool:
         return self.path(url) is not None
 
-    # -- ways in ---------------------------------------------------------------
+    # -- pipelines and prewarming ----------------------------------------------
 
     def attach(self, dataset: _Pipeline, *, fast_tar: bool = True) -> _Pipeline:
         """Make a WebDataset pipeline read its shards through this cache.
 
         Args:
             dataset: a ``WebDataset`` or ``DataPipeline``.
-            fast_tar: whether shardcache reads the archives, which yields the same samples several
-                times faster. False leaves them to WebDataset.
+            fast_tar: read the archives with shardcache, which yields the same samples several times
+                faster than WebDataset.
 
         Returns:
             ``dataset`` itself, changed.
@@ -264,14 +263,14 @@ class Cache:
     def url_opener(
         self, data: Iterable[Any], handler: Handler | None = None, **kw: Any
     ) -> Iterator[dict[str, Any]]:
-        """A stage for pipelines, in place of ``webdataset.tariterators.url_opener``.
+        """Open the shards of a pipeline, in place of ``webdataset.tariterators.url_opener``.
 
         Args:
             data: URLs, or dicts with a ``url``.
-            handler: what to do with an error, as in WebDataset; the default raises it.
-            **kw: what WebDataset passes on to its own opener; it is ignored.
+            handler: WebDataset's error handler; the default raises the error.
+            **kw: further arguments of WebDataset's own opener; they are ignored.
 
-        Returns:
+        Yields:
             Dicts with ``url`` and ``stream``.
         """
         from shardcache import wds
@@ -287,11 +286,12 @@ class Cache:
     ) -> PrewarmReport:
         """Download many shards at once; see `prewarm.prewarm` for more options and the errors.
 
-        A shard that fails neither raises nor stops the others: one warning says how many failed.
+        The failure of a shard neither raises an error nor stops the others. One warning counts the
+        failed shards.
 
         Args:
             urls: one shard specification or several: URLs, ``{braces}``, globs and prefixes.
-            progress: show bars on stderr, or without a terminal a line every ten seconds.
+            progress: show bars on stderr; without a terminal, a line every ten seconds.
             **options: see `prewarm.prewarm`.
 
         Returns:
@@ -306,18 +306,23 @@ class Cache:
                 options["on_event"] = stack.enter_context(bars(options.get("on_event")))
             report = prewarm.prewarm(self, urls, **options)
         if failures := report.failures:
-            first = str(next(iter(failures.values())))  # logs must not keep what an error holds
-            text = "%d of %d shards were not fetched; the first of them: %s"
+            first = str(
+                next(iter(failures.values()))
+            )  # a log record must not keep the error's frames
+            text = "%d of %d shards failed to download; the first error: %s"
             logger.warning(text, len(failures), len(report.results), first)
         return report
 
-    # -- looking after it ------------------------------------------------------
+    # -- maintenance -----------------------------------------------------------
 
     def entries(self, specs: Specs | None = None) -> Iterator[Entry]:
-        """The entries of shards, see `select`, in no order; None takes all.
+        """Return the entries of shards, in no order.
+
+        Args:
+            specs: the shards, see `select`; None stands for all.
 
         Raises:
-            ConfigError: a malformed specification.
+            ConfigError: a specification is malformed.
             ShardNotFoundError: nothing in the cache matches one.
         """
         return (entry for _, entry in self._chosen(specs))
@@ -336,17 +341,17 @@ class Cache:
         return ((store, entry) for name, store, entry in named if name in names)
 
     def select(self, specs: Specs, *, pinned: bool = False) -> list[ShardURL]:
-        """The shards that specifications stand for, each once.
+        """Return the shards that specifications stand for, each once.
 
-        URLs and ``{braces}`` stand for shards that may be cached or not. A glob, a ``prefix/``, and
-        a name without a slash, which is the last part of URLs, stand for shards in the cache.
+        URLs and ``{braces}`` stand for shards that may be cached or not. Globs, a ``prefix/`` and
+        basenames stand for shards in the cache.
 
         Args:
             specs: URLs, ``{braces}``, globs or a ``prefix/``.
             pinned: choose among the shards that are pinned, in place of those in the cache.
 
         Raises:
-            ConfigError: a malformed specification.
+            ConfigError: a specification is malformed.
             ShardNotFoundError: nothing in the cache matches one.
         """
         known: dict[str, ShardURL] | None = None
@@ -362,10 +367,12 @@ class Cache:
         return list(found.values())
 
     def _one(self, spec: str) -> ShardURL:
-        """The shard that a specification stands for, which may also be a name with such characters.
+        """Return the only shard that a specification stands for.
+
+        If no cached shard matches a glob, it is the literal URL of a shard.
 
         Raises:
-            ConfigError: it stands for several.
+            ConfigError: the specification stands for several shards.
         """
         if {"{", "*", "?"}.isdisjoint(spec) and not spec.endswith("/"):
             return self.parse(spec)
@@ -375,24 +382,25 @@ class Cache:
             return self.parse(spec)
         if others:
             raise ConfigError(
-                f"{redact(spec)} stands for {1 + len(others)} shards, and one is needed. "
-                "Take each of Cache.select(...) in turn."
+                f"{redact(spec)} stands for {1 + len(others)} shards instead of one. "
+                "Loop over Cache.select(...)."
             )
         return shard
 
     def selections(self, specs: Specs) -> list[Selection]:
-        """What each specification stands for; raises ConfigError for a malformed one."""
+        """Parse specifications; raise ConfigError if one is malformed."""
         from shardcache.origins.listing import Selection
 
         each = [specs] if isinstance(specs, str | ShardURL) else specs
         return [Selection(spec, self.parse) for spec in each]
 
     def _known(self, pinned: bool) -> dict[str, ShardURL]:
-        """By URL, the shards of this cache's endpoint: those of another one have other keys."""
+        """Return the cached or pinned shards of this cache's endpoint, by URL."""
         pairs = self.pins().items() if pinned else ((e.key, e.name()) for e in self.entries())
         found = dict[str, ShardURL]()
         for key, url in sorted(pairs, key=itemgetter(1)):
-            with contextlib.suppress(ConfigError):  # where the record does not tell, it is no URL
+            with contextlib.suppress(ConfigError):  # a damaged record has no URL
+                # A shard of another endpoint has another key.
                 if (shard := self.parse(url)).key == key:
                     found[url] = shard
         return found
@@ -412,29 +420,30 @@ class Cache:
         dry_run: bool = False,
         wait: bool = True,
     ) -> CleanReport:
-        """Remove entries until the limits hold, and what dead processes left behind.
+        """Remove leftovers of dead processes, and entries until the limits hold.
 
         Args:
-            max_size: the most that the cache may hold, in bytes or as text such as "800GB"; the
-                default is the configured limit.
-            min_free: how much of the filesystem must stay free, likewise.
-            max_age: how long an entry may be unused, in seconds or as text such as "14d".
+            max_size: the size limit of the cache, in bytes or as text such as "800GB"; the default
+                is the configured limit.
+            min_free: the space to keep free on the filesystem, likewise.
+            max_age: remove entries that were unused for longer, in seconds or as text such as
+                "14d".
             orphans: remove all unfinished downloads of dead processes. Otherwise those of the
                 last hour stay, to be resumed. Unless a limit is given, nothing else is removed.
             everything: remove all entries that no process uses.
-            dry_run: remove nothing, and report what would be removed.
-            wait: wait for another process that cleans, for ``lock_timeout`` at most.
+            dry_run: remove nothing; the report counts the entries that would be removed.
+            wait: if another process cleans, wait for up to ``lock_timeout``.
 
         Raises:
             ConfigError: the directory is not a cache, or live processes use another kind of lock.
-            LockTimeoutError: another process cleans it.
+            LockTimeoutError: another process is cleaning.
             OSError: the filesystem is read-only or failing.
         """
         from shardcache.space import clean as cleaning
         from shardcache.space.eviction import Limits
 
         require_cache(self.dir)
-        # The sizes that are given are those of `dir`; other tiers have their own.
+        # These limits apply to `dir`; other tiers keep their own.
         sizes = {"max_size": max_size, "min_free": min_free}
         sweep_only = orphans and max_size is min_free is max_age is None
         process = self._here()
@@ -442,7 +451,7 @@ class Cache:
         for tier in process.present:
             if not dry_run:
                 tier.check_locks()
-                if os.geteuid() != 0:  # root may clean for others
+                if os.geteuid() != 0:  # root may clean the caches of other users
                     check_root(tier.config.dir, tier.node.modes)
             given = {"max_age": max_age, **(sizes if tier is process.home else {})}
             changes = {name: value for name, value in given.items() if value is not None}
@@ -464,22 +473,22 @@ class Cache:
         status: VerifyStatus | None = None,
         stop: threading.Event | None = None,
     ) -> Generator[Finding, None, None]:
-        """Compare the cached shards with what was downloaded.
+        """Compare the cached shards with the digests of their downloads.
 
-        This is safe while jobs run. It keeps entries from being evicted while it reads them, and
-        does not count as a use.
+        This is safe while jobs run. No process evicts an entry while it is verified, and verifying
+        does not count as an access.
 
         Args:
-            specs: the shards, see `select`; None takes all.
+            specs: the shards, see `select`; None stands for all.
             quick: compare sizes only, and read no data.
-            remote: ask the origin of each shard which version it has.
+            remote: compare the versions of entries with those at the origins, too.
             repair: set damaged entries aside, so that the next reader downloads them again.
             sample: the share of shards to check, above 0 and up to 1; at least one is checked.
-            status: is kept up to date.
-            stop: ends the check early once it is set.
+            status: the object that shows the progress.
+            stop: set it to end early.
 
         Yields:
-            What was found of each shard, in no order.
+            The finding for each shard, in no order.
 
         Raises:
             ConfigError: the directory is not a cache, or ``sample`` is not a share.
@@ -504,17 +513,17 @@ class Cache:
         ).findings()
 
     def pin(self, specs: Specs, seconds: float | None = None) -> list[ShardURL]:
-        """Keep shards: nothing evicts them, not even ``clean --all``.
+        """Pin shards: no process evicts them, and neither does ``clean --all``.
 
         Args:
             specs: the shards, see `select`.
-            seconds: for how long; None keeps them until `unpin`.
+            seconds: the duration; None pins them until `unpin`.
 
         Returns:
             The shards that are pinned now.
 
         Raises:
-            ConfigError: the directory must not be used, or a URL is not one that is cached.
+            ConfigError: the directory must not be used, or a URL's scheme is not cached.
             ShardNotFoundError: nothing in the cache matches a specification.
             OSError: the disk is full, read-only or failing.
         """
@@ -531,20 +540,20 @@ class Cache:
         return shards
 
     def pins(self) -> dict[str, str]:
-        """What `pin` keeps: URLs by key; an empty one where the record of a pin is damaged."""
+        """Return the pinned shards: URLs by key, an empty one if the record of a pin is damaged."""
         from shardcache.space.pins import pinned
 
         tiers, now = self._here().present, clock.time()
         return {key: url for tier in tiers for key, url in pinned(tier.node, now).items()}
 
     def unpin(self, specs: Specs) -> list[ShardURL]:
-        """End what `pin` began; it raises what `pin` raises.
+        """Unpin shards. Raises the errors of `pin`.
 
         Args:
             specs: the shards, see `select` with ``pinned``.
 
         Returns:
-            The shards that were pinned.
+            The shards that had been pinned.
         """
         from shardcache.space import pins
 
@@ -560,11 +569,11 @@ class Cache:
 
         Args:
             specs: the shards, see `select`.
-            dry_run: remove nothing, and report what would be removed.
+            dry_run: remove nothing; the result counts the entries that would be removed.
 
         Returns:
-            Bytes of the removed shards, and how many entries stay because they are pinned or in
-            use.
+            The size of the removed shards in bytes, and the number of entries that are pinned or in
+            use and stay.
 
         Raises:
             ConfigError: the directory is not a cache, a URL is malformed, or live processes use
@@ -592,11 +601,11 @@ class Cache:
         return freed, stay
 
     def stats(self, since: float | str | None = None) -> Stats:
-        """What all processes of this node have done: opens, bytes, waits, evictions.
+        """Return the counters of all processes of this node: opens, bytes, waits, evictions.
 
         Args:
-            since: how far to look back, in seconds or as text such as "24h"; None takes the 30
-                days that are kept.
+            since: the length of the period up to now, in seconds or as text such as "24h"; None
+                takes the 30 days that are stored.
 
         Raises:
             ConfigError: ``since`` is not a duration.
@@ -607,11 +616,11 @@ class Cache:
         return summed(self.samples(since))
 
     def samples(self, since: float | str | None = None, *, ever: bool = False) -> list[Sample]:
-        """The same as `stats`, by minute, and by hour for what is older than two hours.
+        """Return the counters of `stats` per minute, and per hour if older than two hours.
 
         Args:
             since: see `stats`.
-            ever: include everything older than 30 days, as one sample that starts at 0.
+            ever: include the counters older than 30 days, as one sample that starts at 0.
         """
         from shardcache.stats.database import samples
 
@@ -635,9 +644,9 @@ class Cache:
 
 @cache
 def default_cache() -> Cache:
-    """The cache that the environment and configuration files describe.
+    """Return the cache that the environment and configuration files describe.
 
-    There is one for all callers. A forked child may go on using it.
+    All callers share it, and a forked child may use it, too.
 
     Raises:
         ConfigError: an option cannot work.
@@ -653,5 +662,5 @@ def attach(dataset: _Pipeline, *, fast_tar: bool = True) -> _Pipeline:
 def url_opener(
     data: Iterable[Any], handler: Handler | None = None, **kw: Any
 ) -> Iterator[dict[str, Any]]:
-    """A drop-in for ``webdataset.tariterators.url_opener`` on the default cache."""
+    """Open the shards of a pipeline through the default cache; see `Cache.url_opener`."""
     return default_cache().url_opener(data, handler, **kw)

@@ -220,12 +220,12 @@ def test_a_masked_url_names_a_shard_but_cannot_download_it(watch, two):
         assert watch.command("ls", one) == 0
         assert one in watch.seen[-1] and other not in watch.seen[-1]
         assert watch.command("verify", "--remote", one) == 3
-        assert "Pass the URL with them" in watch.seen[-1]
+        assert "Pass the whole URL" in watch.seen[-1]
         assert watch.command("rm", "-y", one) == 0
         assert [url in cache for url in urls] == [False, True]
         requests = len(server.heads)
         for url in (one, pickle.loads(pickle.dumps(cache.parse(urls[0]))).raw):
-            with pytest.raises(ConfigError, match="Pass the URL with them"):
+            with pytest.raises(ConfigError, match="Pass the whole URL"):
                 cache.open(url).read()
         assert watch.command("rm", "-y", f"{server.url}/*.tar") == 0
         assert urls[1] not in cache and len(server.heads) == requests

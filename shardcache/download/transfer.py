@@ -362,7 +362,7 @@ class Transfer:
             self._describer.join(_LAST_RESPONSE)
         if self._error is not None:
             raise self._error
-        if not self._origin.pins:
+        if not self._origin.conditional:
             self._attempts.call(self._compare_version, sleep=self._download.sleep)
         partial = self._partial
         size, digests = partial.written, partial.digests
@@ -457,7 +457,7 @@ class Transfer:
             if response.info.version != self._info.version:
                 raise VersionChangedError(str(self._shard))
             if not self._partial.confirmed:
-                if not self._origin.pins:  # then its response says nothing about the version
+                if not self._origin.conditional:  # then its response says nothing about the version
                     self._compare_version()
                 self._partial.confirm()
         except Exception:

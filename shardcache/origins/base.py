@@ -1,8 +1,8 @@
-"""The protocol between the fetch engine and origins, and the meaning of refusals.
+"""The protocol between downloads and origins, and the meaning of refusals.
 
-Errors of lower libraries name whole URLs, with their signatures. So an origin makes an error of its
-own inside ``except`` and raises it after the block. Raised inside, it would refer to theirs, and
-tools that collect errors (Sentry, rich) would print them.
+Errors of lower libraries contain whole URLs, with signatures. So an origin makes its own error
+inside ``except`` and raises it after the block. Raised inside, it would refer to the other error,
+which tools that collect errors (Sentry, rich) would print.
 """
 
 from __future__ import annotations
@@ -34,8 +34,10 @@ class TransientError(Exception):
         patient: bool = False,
     ) -> None:
         super().__init__(reason)
-        self.patient = patient  # it ends by itself: throttling, credentials that are not there yet
-        self.retry_after = retry_after  # seconds that the origin asks us to stay away
+        self.patient = (
+            patient  # it ends by itself: throttling, credentials that are not available yet
+        )
+        self.retry_after = retry_after  # seconds; the origin's Retry-After
         self.timed_out = timed_out  # by silence rather than a refusal
 
 
@@ -44,7 +46,7 @@ class VersionChangedError(Exception):
 
 
 def refusal(
-    url: ShardURL,
+    shard: ShardURL,
     status: int,
     reason: str,
     *,
@@ -52,31 +54,33 @@ def refusal(
     headers: Mapping[str, str] | None = None,
     throttled: bool = False,
 ) -> Exception:
-    """The error for a refusal, of any protocol.
+    """Return the error for a refusal, of any protocol.
 
     Args:
-        url: the shard.
-        status: the status of HTTP, or the one that comes nearest.
-        reason: who refused and why, without a secret.
-        hint: what to do if access is denied.
-        headers: of the answer.
-        throttled: whether the origin asks for fewer requests, in its own words.
+        shard: the shard.
+        status: the HTTP status, or its nearest equivalent.
+        reason: the name of the server and its reason, without secrets.
+        hint: advice if access is denied.
+        headers: the headers of the response.
+        throttled: whether the origin's error code means throttling.
     """
     if status == 412:
-        return VersionChangedError(str(url))
+        return VersionChangedError(str(shard))
     if status == 416:
-        return VersionChangedError(f"{url} became shorter")
+        return VersionChangedError(f"{shard} became shorter")
     if throttled or status in _TRANSIENT:
         seconds = _retry_after(headers or {})
         throttled |= status == 429 or (status == 503 and seconds is not None)
         return TransientError(reason, retry_after=seconds, patient=throttled)
     if status in (404, 410):
-        text = f"{url}: not found ({reason}). Check the pattern and the endpoint."
-        return ShardNotFoundError(text, url=str(url))
+        text = f"{shard}: not found ({reason}). Check the pattern and the endpoint."
+        return ShardNotFoundError(text, url=str(shard))
     if status in (401, 403, 407):
-        return AccessDeniedError(f"{url}: access denied ({reason}): {hint}.", url=str(url))
-    text = f"{url}: the request is refused ({reason}). Check the region, the endpoint and the URL."
-    return ConfigError(text, url=str(url))
+        return AccessDeniedError(f"{shard}: access denied ({reason}): {hint}.", url=str(shard))
+    text = (
+        f"{shard}: the request is refused ({reason}). Check the region, the endpoint and the URL."
+    )
+    return ConfigError(text, url=str(shard))
 
 
 def _retry_after(headers: Mapping[str, str]) -> float | None:
@@ -98,15 +102,15 @@ class Checksum(NamedTuple):
 class ObjectInfo:
     """One version of an object, as its origin describes it."""
 
-    size: int | None  # bytes; None where the origin does not say before the end
-    etag: str | None = None  # quotes included where the origin sends them
-    version_id: str | None = None  # where the origin keeps several versions
+    size: int | None  # bytes; None if the origin does not state it beforehand
+    etag: str | None = None  # with its quotes
+    version_id: str | None = None  # if the origin keeps several versions
     modified: str | None = None  # the origin's modification time
-    checksum: Checksum | None = None  # of all bytes, where the origin states one
+    checksum: Checksum | None = None  # of all bytes, if the origin states one
 
     @property
     def version(self) -> str:
-        """24 hexadecimal digits naming it: of VersionId, else ETag or time, and size."""
+        """Return 24 hexadecimal digits: a hash of VersionId, or of the size and ETag or time."""
         if self.version_id and self.version_id != "null":
             parts: list[Any] = ["version-id", self.version_id]
         elif self.etag:
@@ -118,17 +122,17 @@ class ObjectInfo:
 
     @property
     def identifiable(self) -> bool:
-        """Whether two answers can be told to be of one version; else one must bring it all."""
+        """Whether responses can be compared; if not, one response must have the whole shard."""
         return bool(self.version_id or self.etag or self.modified)
 
     def as_record(self) -> dict[str, Any]:
-        """The fields as JSON-ready values; by hand, for `asdict` takes ten times as long."""
+        """Return the fields as values for JSON. `dataclasses.asdict` takes ten times as long."""
         record = {name: getattr(self, name) for name in self.__slots__}
         return {**record, "checksum": self.checksum and self.checksum._asdict()}
 
     @classmethod
     def from_record(cls, record: dict[str, Any]) -> ObjectInfo:
-        """The inverse of `as_record`; KeyError, TypeError or ValueError for what is none."""
+        """Read the result of `as_record`; raise KeyError, TypeError or ValueError if it is none."""
         stated = record["checksum"]
         size, texts = record["size"], [record["etag"], record["version_id"], record["modified"]]
         if size is not None and (type(size) is not int or size < 0):
@@ -139,15 +143,15 @@ class ObjectInfo:
 
 
 class Body(Protocol):
-    """Bytes of one response on their way in."""
+    """The body of one response while it is received."""
 
     #: The version these bytes belong to.
     info: ObjectInfo
     #: Offset of the first byte; 0 if the origin ignores ranges.
     start: int
-    #: Offset behind the last byte; None if the answer goes on to the object's end.
+    #: Offset behind the last byte; None if the response ends with the object.
     stop: int | None
-    #: Seconds from the request to the first byte of the answer; 0 where unknown.
+    #: Seconds from the request to the first byte of the response; 0 if unknown.
     waited: float = 0.0
     #: Whether its end proves that nothing is missing: a length, a last chunk, an exit status.
     proven: bool = True
@@ -166,39 +170,39 @@ class Body(Protocol):
 
 
 class Origin(Protocol):
-    """Where shards come from; several threads of the process that made it may use it at once."""
+    """A source of shards. Several threads of the process that made it may use it at once."""
 
-    #: Whether it serves a pinned range from that version or not at all; if false, the object is
-    #: described again after its last byte.
-    pins: bool
-    #: Whether `stat` may tell a checksum.
+    #: Whether a request can insist on a version. If not, a download describes the object again
+    #: after its last byte.
+    conditional: bool
+    #: Whether `stat` may return a checksum.
     states_checksums: bool
 
     def open(
-        self, url: ShardURL, start: int, stop: int | None, pin: ObjectInfo | None = None
+        self, shard: ShardURL, start: int, stop: int | None, expected: ObjectInfo | None = None
     ) -> Body:
-        """Ask for bytes ``start`` to ``stop`` (exclusive; None = to the end).
+        """Request a range of bytes.
 
         Args:
-            url: the shard.
-            start: first byte wanted.
-            stop: behind the last byte wanted; more than the object has is fine.
-            pin: the version to insist on.
+            shard: the shard.
+            start: offset of the first byte.
+            stop: offset behind the last byte, which may exceed the size; None reads to the end.
+            expected: the version that the response must have.
 
         Raises:
-            ShardNotFoundError, AccessDeniedError, ConfigError: for good.
-            VersionChangedError: the object is no longer ``pin``.
-            TransientError: worth another attempt.
+            ShardNotFoundError, AccessDeniedError, ConfigError: another attempt would fail, too.
+            VersionChangedError: the object is no longer ``expected``.
+            TransientError: another attempt may succeed.
         """
         ...
 
-    def stat(self, url: ShardURL) -> ObjectInfo:
+    def stat(self, shard: ShardURL) -> ObjectInfo:
         """Describe the present version of the object, with its checksum. Raises as `open`."""
         ...
 
 
 def skip(body: Body, position: int) -> int:
-    """Pass over what an origin that ignores ranges sends before ``position``; how many bytes."""
+    """Read up to ``position`` if the origin ignored the range. Returns the bytes passed over."""
     if body.start not in (0, position):
         raise TransientError(f"asked for byte {position}, the origin began at {body.start}")
     left = position - body.start
@@ -212,7 +216,7 @@ def skip(body: Body, position: int) -> int:
 
 
 def read_all(body: Body, most: int) -> bytes:
-    """Up to ``most`` bytes of a body, which is closed."""
+    """Read up to ``most`` bytes of a body, and close it."""
     found, buffer = b"", memoryview(bytearray(min(most, 64 * 1024)))
     with contextlib.closing(body):
         while len(found) < most and (count := body.readinto(buffer[: most - len(found)])):

@@ -1,9 +1,9 @@
 """Shards that a shell command writes: WebDataset's ``pipe:`` URLs.
 
-They need ``allow_schemes=["pipe"]``, because a command out of a shard list runs with this process's
-rights. Its output has no version and no stated size: it is cached under the command's text, read in
-one go, and started over when it breaks. A command that only reads a URL, such as
-``aws s3 cp s3://bucket/key -``, is not run: `urls.read_command` finds the URL in it.
+They need ``allow_schemes=["pipe"]``, because a command from a shard list runs with the rights of
+this process. Its output has no version and no known size. So a shard is cached under the text of
+the command, read in one go, and started over after a failure. A command that only reads a URL, such
+as ``aws s3 cp s3://bucket/key -``, is not run: `urls.read_command` finds the URL in it.
 """
 
 from __future__ import annotations
@@ -20,31 +20,31 @@ from shardcache.urls import ShardURL
 
 
 class PipeOrigin:
-    """Runs ``pipe:`` commands, which may be silent for ``timeout`` seconds; see `base.Origin`."""
+    """Runs ``pipe:`` commands; see `base.Origin`. A silence of ``timeout`` seconds is a failure."""
 
-    pins = True  # there is nothing to describe again
+    conditional = True  # a second `stat` would prove nothing
     states_checksums = False
 
     def __init__(self, timeout: float) -> None:
         self._timeout = timeout
 
     def open(
-        self, url: ShardURL, start: int, stop: int | None, pin: ObjectInfo | None = None
+        self, shard: ShardURL, start: int, stop: int | None, expected: ObjectInfo | None = None
     ) -> PipeBody:
         """See `base.Origin.open`."""
-        if not url.raw:
+        if not shard.raw:
             raise ConfigError(
-                f"{url}: the command was left out when this was pickled, for it may hold "
-                "secrets. Pass the URL as text instead.",
-                url=str(url),
+                f"{shard}: pickling removed the command, which may hold secrets. Pass the URL as "
+                "text instead.",
+                url=str(shard),
             )
         try:
-            return PipeBody(url.raw.partition(":")[2], self._timeout)
-        except OSError as exn:  # not the disk's fault: streaming could not start it either
+            return PipeBody(shard.raw.partition(":")[2], self._timeout)
+        except OSError as exn:  # not a fault of the disk; streaming would fail, too
             raise TransientError(f"the command cannot be started: {exn.strerror}") from None
 
-    def stat(self, url: ShardURL) -> ObjectInfo:
-        """See `base.Origin.stat`: nothing is known of what a command will write."""
+    def stat(self, shard: ShardURL) -> ObjectInfo:
+        """See `base.Origin.stat`. Nothing is known of a command's output."""
         return ObjectInfo(size=None)
 
 
@@ -64,20 +64,20 @@ class PipeBody:
             shell=True,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
-            start_new_session=True,  # so that a whole pipeline can be ended
+            start_new_session=True,  # so that `abort` ends a whole pipeline
         )
         assert self._process.stdout is not None
         self._output = self._process.stdout
 
     def readinto(self, buffer: memoryview) -> int:
-        """See `base.Body.readinto`; a command that fails fails at its end."""
+        """See `base.Body.readinto`. A failed command raises at the end of its output."""
         try:
             poller = select.poll()
             poller.register(self._output, select.POLLIN)
             if not poller.poll(self._timeout * 1000):
                 raise TransientError(f"nothing came for {self._timeout:g} s", timed_out=True)
             count = os.readv(self._output.fileno(), [buffer])
-        except (OSError, ValueError) as exn:  # ValueError: closed by `close`
+        except (OSError, ValueError) as exn:  # ValueError: after `close`
             raise TransientError(f"reading the command's output failed: {exn}") from exn
         if count == 0:
             status = None
@@ -90,12 +90,12 @@ class PipeBody:
     def abort(self) -> None:
         """See `base.Body.abort`."""
         if self._process.returncode is not None:
-            return  # reaped: the number may be somebody else's by now
+            return  # the system may have given its number to another process
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
 
     def close(self) -> None:
-        """See `base.Body.close`; a command that still runs is ended."""
+        """See `base.Body.close`. It ends a command that still runs."""
         if self._process.poll() is None:
             self.abort()
         self._output.close()

@@ -1,9 +1,9 @@
 """Requests over keep-alive connections, to S3 and to web servers.
 
-llhttp (`httptools`) parses the heads and the chunks of answers. A body of a stated length is
-received past it, by as few system calls as possible, because each one ends with a wait for the
-interpreter's lock: a plain socket blocks until a whole buffer is full (MSG_WAITALL), TLS gives a
-record per call.
+llhttp (`httptools`) parses the heads and the chunks of responses. A body of a stated length does
+not pass through it, and is received with as few system calls as possible, because each one ends
+with a wait for the interpreter's lock: a plain socket blocks until the buffer is full
+(MSG_WAITALL), TLS returns a record per call.
 
     connection: idle -> sending -> receiving -> idle, and closed from anywhere
 
@@ -37,10 +37,10 @@ from shardcache.threads import lazy, undivided
 if TYPE_CHECKING:
     import ssl
 
-#: Bytes per second under which a connection counts as stalled. Well under any
-#: link that could feed training, well above a peer that only keeps alive.
+#: Bytes per second under which a connection counts as stalled: less than any link that could feed
+#: training, more than a peer sends to keep the connection alive.
 _MIN_RATE = 8 * 1024
-#: Seconds after which a read returns what has come, if anything has.
+#: Seconds after which a read returns the bytes that it has received.
 _SLICE = 1.0
 #: Seconds to connect to any of a host's addresses, and for the handshake of TLS.
 _CONNECT_TIMEOUT = 10.0
@@ -48,7 +48,7 @@ _CONNECT_TIMEOUT = 10.0
 _LONGEST_HEAD = 64 * 1024
 _HEAD_AT_ONCE = 8 * 1024
 _END_OF_HEAD = b"\r\n\r\n"
-#: Interim answers (1xx) before the final one.
+#: Most interim responses (1xx) before the final one.
 _INTERIM = 16
 #: Bytes received at once of a body in chunks.
 _CHUNKS_AT_ONCE = 256 * 1024
@@ -59,7 +59,7 @@ _CONTROL = re.compile(r"[\r\n\0]")
 
 
 def split_url(url: str) -> tuple[str, str, str]:
-    """Scheme, authority and path of a URL; ValueError if it is not one of a web server."""
+    """Return scheme, authority and path of a URL; raise ValueError if it is not http(s)."""
     found = _URL.match(url)
     if found is None:
         raise ValueError("it is not the URL of a web server")
@@ -68,14 +68,14 @@ def split_url(url: str) -> tuple[str, str, str]:
 
 
 def basic_login(user: str) -> str:
-    """The Authorization header for the part of a URL before its ``@``."""
+    """Return the Authorization header for the part of a URL before its ``@``."""
     return f"Basic {b64encode(unquote(user).encode()).decode()}"
 
 
 def content_length(headers: Mapping[str, str]) -> int | None:
-    """The value of Content-Length, if that is a length."""
+    """Return Content-Length in bytes; None if it is missing or malformed."""
     text = headers.get("content-length", "")
-    # As many digits as 64 bits need: Python refuses to read numbers of thousands.
+    # 64 bits need 19 digits, and Python refuses to read numbers of thousands.
     return int(text) if text.isdecimal() and len(text) < 20 else None
 
 
@@ -109,7 +109,7 @@ class _Connection:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def enter(self, state: str) -> None:
-        """Change the state; ConnectionError if it cannot follow the present one."""
+        """Change the state; raise ConnectionError if the present state forbids it."""
         if state == "closed":
             self.socket.close()
         elif state != _NEXT[self.state]:
@@ -125,7 +125,7 @@ class _Connection:
             socket.socket.shutdown(self.socket, socket.SHUT_RDWR)
 
     def is_quiet(self) -> bool:
-        """Whether the server has sent nothing, not even an end, since the last answer."""
+        """Whether the server has sent nothing, not even an end, since the last response."""
         # A TLS socket may hold bytes that it has decrypted already.
         if self.held or getattr(self.socket, "pending", int)():
             return False
@@ -133,43 +133,43 @@ class _Connection:
         poller.register(self.socket, select.POLLIN)
         return not poller.poll(0)
 
-    def exchange(self, request: bytes) -> _Answer:
-        """Send a request and receive the head of the final answer."""
+    def exchange(self, request: bytes) -> _Message:
+        """Send a request and receive the head of the final response."""
         self.enter("sending")
         self.socket.sendall(request)
         self.enter("receiving")
         self._spent, self._came = 0.0, 0
         for _ in range(_INTERIM):
-            answer = _Answer()
-            self.parser = HttpResponseParser(answer)
+            message = _Message()
+            self.parser = HttpResponseParser(message)
             # RFC 9112 6.3: a Transfer-Encoding overrides a Content-Length.
             self.parser.set_dangerous_leniencies(lenient_chunked_length=True)
-            self.parse(answer, self._receive_head())
-            answer.status = self.parser.get_status_code()
-            if answer.status == 101:
+            self.parse(message, self._receive_head())
+            message.status = self.parser.get_status_code()
+            if message.status == 101:
                 raise ConnectionError("the server switched to another protocol")
-            if answer.status >= 200:
-                closes = "close" in answer.headers.get("connection", "").lower()
-                answer.keeps_alive = self.parser.get_http_version() == "1.1" and not closes
-                return answer
-        raise ConnectionError("the server sends nothing but interim answers")
+            if message.status >= 200:
+                closes = "close" in message.headers.get("connection", "").lower()
+                message.keeps_alive = self.parser.get_http_version() == "1.1" and not closes
+                return message
+        raise ConnectionError("the server sends nothing but interim responses")
 
-    def parse(self, answer: _Answer, data: bytes) -> None:
-        """Feed llhttp, which reports to ``answer``."""
+    def parse(self, message: _Message, data: bytes) -> None:
+        """Feed llhttp, which reports to ``message``."""
         try:
             self.parser.feed_data(data)
         except HttpParserError as exn:
-            if not answer.complete:
+            if not message.complete:
                 raise ConnectionError(f"what the server sends is not HTTP: {exn}") from None
-            answer.keeps_alive = False
+            message.keeps_alive = False
 
     def _receive_head(self) -> bytes:
         """Receive the next head, with the empty line that ends it."""
         while (end := self.held.find(_END_OF_HEAD)) < 0:
             if len(self.held) > _LONGEST_HEAD:
                 raise ConnectionError("the server sent a head without an end")
-            begun, self.held = self.held, b""
-            self.held = begun + self.receive_some(_HEAD_AT_ONCE)
+            before, self.held = self.held, b""
+            self.held = before + self.receive_some(_HEAD_AT_ONCE)
         end += len(_END_OF_HEAD)
         head, self.held = self.held[:end], self.held[end:]
         return head
@@ -189,27 +189,26 @@ class _Connection:
         """Receive until ``view`` is full, or for a second; 0 at the connection's end."""
         got = min(len(view), len(self.held))
         view[:got], self.held = self.held[:got], self.held[got:]
-        begun = time.monotonic()
+        started = time.monotonic()
         while got < len(view):
             count = self._receive(view[got:], self._flags)
             got += max(0, count)
-            if count == 0 or (got and time.monotonic() - begun >= self._slice):
+            if count == 0 or (got and time.monotonic() - started >= self._slice):
                 break
         return got
 
     def _receive(self, view: memoryview, flags: int) -> int:
-        """Count of bytes received; 0 at the end, -1 if a slice of time brought none.
+        """Return the number of bytes received; 0 at the end, -1 after `_slice` seconds without any.
 
         Raises:
-            TimeoutError: fewer bytes than `_MIN_RATE` allows in the last ``timeout`` seconds that
-                were spent here.
+            TimeoutError: less than `_MIN_RATE` in the last ``timeout`` seconds spent here.
         """
-        begun = time.monotonic()
+        started = time.monotonic()
         try:
             count = self.socket.recv_into(view, 0, flags)
         except (BlockingIOError, TimeoutError):
             count = -1
-        self._spent += time.monotonic() - begun
+        self._spent += time.monotonic() - started
         self._came += max(0, count)
         if self._spent >= self._timeout:
             if self._came < self._spent * _MIN_RATE:
@@ -218,8 +217,8 @@ class _Connection:
         return count
 
 
-class _Answer:
-    """One answer as llhttp reports it. A reference to the parser would be a cycle."""
+class _Message:
+    """A response as llhttp reports it. A reference to the parser would be a cycle."""
 
     status = 0
     reason = ""
@@ -232,7 +231,7 @@ class _Answer:
 
     def on_message_begin(self) -> None:
         if self.complete:
-            raise ValueError("bytes behind the answer")
+            raise ValueError("bytes behind the response")
 
     def on_status(self, text: bytes) -> None:
         self.reason += text.decode("latin-1")
@@ -249,24 +248,24 @@ class _Answer:
 
 
 class Response:
-    """An answer, and its body on the way in; see `base.Body`."""
+    """An message, and its body on the way in; see `base.Body`."""
 
     info: ObjectInfo  # as `start` and `stop` set by `http.checked`
     start: int
     stop: int | None
     #: `base.secret_forms` of the request.
     secrets: Sequence[str] = ()
-    _left: int | None = None  # until there is an answer
+    _left: int | None = None  # until its head is received
 
     def __init__(
         self, transport: Transport, connection: _Connection, request: bytes, *, bodiless: bool
     ) -> None:
         self._connection: _Connection | None = connection
         self._transport, self._aborted = transport, False
-        asked = time.monotonic()
-        self._answer = answer = connection.exchange(request)
-        self.waited = time.monotonic() - asked
-        self.status, self.reason, self.headers = answer.status, answer.reason, answer.headers
+        sent = time.monotonic()
+        self._message = message = connection.exchange(request)
+        self.waited = time.monotonic() - sent
+        self.status, self.reason, self.headers = message.status, message.reason, message.headers
         coding = self.headers.get("transfer-encoding", "").lower()
         if coding:
             self.headers.pop("content-length", None)
@@ -302,13 +301,13 @@ class Response:
         return count
 
     def _read_chunks(self, connection: _Connection, buffer: memoryview) -> int:
-        """Bytes out of the next chunks; 0 behind the last one."""
-        answer = self._answer
-        while not answer.unframed and not answer.complete:
-            connection.parse(answer, connection.receive_some(_CHUNKS_AT_ONCE))
-        count = min(len(buffer), len(answer.unframed))
-        buffer[:count] = answer.unframed[:count]
-        del answer.unframed[:count]
+        """Copy bytes of the next chunks; return their number, 0 behind the last chunk."""
+        message = self._message
+        while not message.unframed and not message.complete:
+            connection.parse(message, connection.receive_some(_CHUNKS_AT_ONCE))
+        count = min(len(buffer), len(message.unframed))
+        buffer[:count] = message.unframed[:count]
+        del message.unframed[:count]
         return count
 
     def abort(self) -> None:
@@ -325,7 +324,7 @@ class Response:
         connection, self._connection = self._connection, None
         if connection is not None:
             whole = self._left == 0 and self.proven and not self._aborted
-            self._transport.take_back(connection, reusable=whole and self._answer.keeps_alive)
+            self._transport.take_back(connection, reusable=whole and self._message.keeps_alive)
 
     __del__ = close
 
@@ -351,8 +350,8 @@ class Transport:
         self._trusted = trusted
         self._dialer = Dialer()
         self._idle: dict[tuple[str, str], deque[_Connection]] = {}  # by scheme and authority
-        # All that are open. So the garbage collector, which finalises a response that was dropped
-        # in a cycle, never finalises a connection that such a response gives back.
+        # Strong references to all open connections: the garbage collector, when it finalises a
+        # response in a cycle, must not finalise the connection that the response gives back.
         self._open: set[_Connection] = set()
         weakref.finalize(self, _close_all, self._open)
 
@@ -361,7 +360,7 @@ class Transport:
 
         Raises:
             PermissionError: a proxy demands a login.
-            OSError: the connection failed, or there was no answer in time.
+            OSError: the connection failed, or no response came in time.
             ValueError: the URL, a header or the proxy is malformed; nothing was sent.
             ConfigError: there are no certificates to trust.
         """
@@ -376,7 +375,7 @@ class Transport:
             raise
 
     def _take(self, scheme: str, authority: str) -> _Connection | None:
-        """An idle connection that seems to be alive."""
+        """Return an idle connection that seems to be alive, or None."""
         idle = self._idle.get((scheme, authority), ())
         while idle:
             with contextlib.suppress(IndexError):  # another thread took the last one
@@ -396,7 +395,7 @@ class Transport:
             connection.enter("closed")
 
     def _proxy(self, scheme: str, host: str) -> tuple[tuple[str, int] | None, list[str]]:
-        """The proxy for a host, if there is one, and the header lines that log in to it."""
+        """Return the proxy for a host or None, and the header lines that log in to it."""
         proxy = None
         if self._proxies is not None:
             proxy = self._proxies.get(scheme)
@@ -439,10 +438,10 @@ class Transport:
         """Ask a proxy to connect a socket to a host."""
         target = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         request = _head("CONNECT", target, [f"Host: {target}", *login])
-        answer = _Connection(sock, ("http", target), self._timeout).exchange(request)
-        if not 200 <= answer.status < 300:
-            kind = PermissionError if answer.status in (403, 407) else ConnectionError
-            raise kind(f"the proxy answered {answer.status} {answer.reason}")
+        message = _Connection(sock, ("http", target), self._timeout).exchange(request)
+        if not 200 <= message.status < 300:
+            kind = PermissionError if message.status in (403, 407) else ConnectionError
+            raise kind(f"the proxy answered {message.status} {message.reason}")
 
     @lazy
     def _tls(self) -> ssl.SSLContext:
@@ -458,7 +457,7 @@ class Transport:
                     context.load_verify_locations(cafile=self._trusted)
                 except OSError as exn:
                     raise ConfigError(
-                        "the certificates to trust are not where AWS_CA_BUNDLE or verify say "
+                        "the certificates that AWS_CA_BUNDLE or verify names cannot be read "
                         f"({exn.strerror or type(exn).__name__}). Correct the path."
                     ) from None
             else:

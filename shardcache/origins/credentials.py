@@ -1,9 +1,9 @@
-"""AWS credentials that cannot be had: not yet, or not at all.
+"""Tell AWS credentials that are not available yet from missing ones.
 
-The services that hand them out throttle, too: the metadata service of an EC2 instance, those of
-containers, STS. Then botocore's chain ends as if there were no credentials. This module tells the
-two cases apart. Errors that end by themselves are patient (`TransientError.patient`), and none is
-remembered. After a failure, the workers of a node take turns (`one_at_a_time`).
+The services that provide credentials throttle: the metadata service of an EC2 instance, those of
+containers, STS. Botocore's chain then ends as if there were no credentials. This module tells the
+two cases apart. Errors that end by themselves are patient (`TransientError.patient`), and no
+failure is remembered. After one, the processes of a user take turns (`one_at_a_time`).
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ from shardcache.origins.base import TransientError, read_all
 from shardcache.origins.connection import Transport
 from shardcache.urls import ShardURL, quoted
 
-#: Errors of botocore that end with a login: an SSO token is missing or has expired.
+#: Errors of botocore that a login ends: an SSO token is missing or has expired.
 _LOGIN = frozenset({"LoginError", "SSOError", "TokenRetrievalError"})
-#: Errors of a service that does not answer, or refuses for now.
+#: Errors of botocore if a service does not respond, or refuses temporarily.
 _SERVICE = frozenset(
     {"ConnectionError", "CredentialRetrievalError", "HTTPClientError", "MetadataRetrievalError"}
 )
-#: STS says this, with 400, if the provider of a web identity does not answer it.
+#: The code of STS, with status 400, if the provider of a web identity does not respond.
 _NO_PROVIDER = "IDPCommunicationError"
 _METADATA = "http://169.254.169.254"
-#: Seconds that the metadata service has to answer; it is on the same machine.
-_ANSWER = 2.0
-#: Seconds that a process waits for its turn: longer than a chain takes that asks several services.
+#: Seconds for a response of the metadata service, which is on the same machine.
+_TIMEOUT = 2.0
+#: Seconds that a process waits for its turn: longer than a chain of several services takes.
 _TURN = 30.0
-_LOOK = 0.02
-#: Seconds that a turn lasts after a failure: a service that throttles gets no request meanwhile.
+_POLL = 0.02
+#: Seconds that a turn lasts after a failure, during which a throttling service gets no request.
 _REST = 1.0
 
 
 @functools.cache
 def throttling_codes() -> tuple[frozenset[str], frozenset[str]]:
-    """AWS's codes for throttling, and for faults that pass, out of botocore's tables."""
+    """Return AWS's codes for throttling and for transient faults, from botocore's tables."""
     from botocore.retries.standard import ThrottledRetryableChecker, TransientRetryableChecker
 
     throttled = frozenset(ThrottledRetryableChecker._THROTTLED_ERROR_CODES)
@@ -52,7 +52,7 @@ def throttling_codes() -> tuple[frozenset[str], frozenset[str]]:
 
 
 def login_ended(profile: str | None) -> TransientError:
-    """The error for credentials that ended while a process was at work."""
+    """Return the error for credentials that ended while a process was using them."""
     return TransientError(f"the login has ended. Log in: {_command(profile)}", patient=True)
 
 
@@ -60,14 +60,14 @@ def _command(profile: str | None) -> str:
     return f"aws sso login --profile {profile}" if profile else "aws sso login"
 
 
-def chain_error(exn: Exception, url: ShardURL, profile: str | None, *, worked: bool) -> Exception:
-    """The error of ours for an error of botocore's chain.
+def chain_error(exn: Exception, shard: ShardURL, profile: str | None, *, worked: bool) -> Exception:
+    """Return our error for an error of botocore's chain.
 
     Args:
-        exn: botocore's.
-        url: the shard that was to be read.
+        exn: the error.
+        shard: the requested shard.
         profile: the profile in force, for the advice.
-        worked: whether this process has read with credentials before.
+        worked: whether the store has accepted credentials of this process before.
     """
     reason = quoted(str(exn))
     kinds = {kind.__name__ for kind in type(exn).__mro__}
@@ -77,7 +77,7 @@ def chain_error(exn: Exception, url: ShardURL, profile: str | None, *, worked: b
     is_throttled = code == _NO_PROVIDER or code in throttling_codes()[0]
     is_program = getattr(exn, "kwargs", {}).get("provider") == "custom-process"
     if "ParamValidationError" in kinds:
-        return ConfigError(f"{url} cannot be read: {reason}. Check the URL.", url=str(url))
+        return ConfigError(f"{shard} cannot be read: {reason}. Check the URL.", url=str(shard))
     busy = is_throttled or status == 429 or status >= 500
     if busy or (kinds & _SERVICE and not is_program):
         return TransientError(f"the source of credentials does not answer: {reason}", patient=True)
@@ -87,17 +87,17 @@ def chain_error(exn: Exception, url: ShardURL, profile: str | None, *, worked: b
     if worked and kinds & {*_LOGIN, "NoCredentialsError"}:
         return login_ended(profile)
     return AccessDeniedError(
-        f"{url} cannot be read: {reason}. Log in ({_command(profile)}), set AWS_PROFILE or "
+        f"{shard} cannot be read: {reason}. Log in ({_command(profile)}), set AWS_PROFILE or "
         "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or pass "
         "storage_options={'anon': True} for a public bucket.",
-        url=str(url),
+        url=str(shard),
     )
 
 
 def _metadata_service_is_busy() -> bool:
-    """Whether this is an EC2 instance with a role, or may be one.
+    """Return whether this is an EC2 instance whose role has credentials that it cannot get now.
 
-    Botocore tells neither from a machine without such a service, which does not answer at all.
+    Botocore reports the same error on a machine without a metadata service.
     """
     if os.environ.get("AWS_EC2_METADATA_DISABLED", "").lower() == "true":
         return False
@@ -105,35 +105,35 @@ def _metadata_service_is_busy() -> bool:
     latest = f"{service.rstrip('/')}/latest"
     parts = urlsplit(service)
     try:
-        Dialer().connect(parts.hostname or "", parts.port or 80, _ANSWER).close()
+        Dialer().connect(parts.hostname or "", parts.port or 80, _TIMEOUT).close()
     except (OSError, ValueError):
         return False
-    transport = Transport(timeout=_ANSWER, proxies={})
+    transport = Transport(timeout=_TIMEOUT, proxies={})
     try:
         limit = {"X-aws-ec2-metadata-token-ttl-seconds": "60", "Content-Length": "0"}
-        answer = transport.request("PUT", f"{latest}/api/token", limit)
-        token = read_all(answer, 4096).decode("latin-1")
-        if answer.status == 200:
+        response = transport.request("PUT", f"{latest}/api/token", limit)
+        token = read_all(response, 4096).decode("latin-1")
+        if response.status == 200:
             path = f"{latest}/meta-data/iam/security-credentials/"
-            answer = transport.request("GET", path, {"X-aws-ec2-metadata-token": token})
-            answer.close()
-            return answer.status != 404  # no role
-    except (OSError, TransientError):  # it is there, and too busy to answer
+            response = transport.request("GET", path, {"X-aws-ec2-metadata-token": token})
+            response.close()
+            return response.status != 404  # no role
+    except (OSError, TransientError):  # the service exists, and is too busy
         return True
-    return answer.status == 429 or answer.status >= 500
+    return response.status == 429 or response.status >= 500
 
 
 @contextlib.contextmanager
 def one_at_a_time() -> Iterator[None]:
-    """Let one process of this user run the chain at a time, or go on after half a minute.
+    """Let one process of this user at a time run the chain, or go on after half a minute.
 
-    The workers of a node that start together would otherwise ask a service that answers a few
-    requests a second all at once, and again after each refusal.
+    Otherwise the workers of a node, which start together, would all send their requests at once to
+    a service that allows a few per second, and again after each refusal.
     """
     path = os.path.join(tempfile.gettempdir(), f"shardcache-credentials-{os.getuid()}.lock")  # noqa: PTH118
     try:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    except OSError:  # a file of another user: then they do not take turns
+    except OSError:  # the file of another user: go on without a turn
         yield
         return
     try:
@@ -142,7 +142,7 @@ def one_at_a_time() -> Iterator[None]:
             with contextlib.suppress(BlockingIOError):
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
-            time.sleep(_LOOK)
+            time.sleep(_POLL)
         try:
             yield
         except Exception:

@@ -1,10 +1,10 @@
-"""The S3 endpoint in force, the region where it is AWS, and the client that reads a bucket.
+"""The S3 endpoint in force, the region at AWS, and the choice of the client for a bucket.
 
-Both are part of a shard's identity: one bucket name at two endpoints, or in two of AWS's
-partitions, is two buckets. Keys and clients take them from here, so they mean the same server.
+The endpoint and AWS's partition are part of a shard's identity, because the same bucket name at two
+endpoints or in two partitions means two buckets. Keys and clients both take them from this module.
 
-Importing botocore costs a hit a tenth of a second. So it is imported only if a configuration file
-sets an endpoint, or names a region outside AWS's standard partition.
+Importing botocore would add a tenth of a second to a hit. So it is imported only if a configuration
+file sets an endpoint, or names a region outside AWS's standard partition.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ logger = logging.getLogger(__name__)
 
 #: Suffixes of S3 Express buckets and of their access points.
 EXPRESS = ("--x-s3", "--xa-s3")
-#: Options that only s3fs understands, by the option of s3fs that holds them ("" for s3fs's own).
-#: All of them change requests. `s3_additional_kwargs` that only matter to uploads are left out.
+#: Options of requests that only s3fs understands, by the option that holds them ("" for its own).
+#: Those of `s3_additional_kwargs` that only affect uploads are left out.
 _ONLY_S3FS = {
     "": {"session", "username"},
     "s3_additional_kwargs": {"ExpectedBucketOwner", "RequestPayer", "SSECustomerKey"},
@@ -40,7 +40,7 @@ _ONLY_S3FS = {
 
 
 def scheme_options(config: Config, scheme: str) -> Mapping[str, Any]:
-    """The storage options for one scheme: the table of its name; without one, all are S3's."""
+    """Return the storage options of one scheme: the table of its name. Without it, all are S3's."""
     own = config.storage_options.get(scheme)
     if isinstance(own, Mapping):
         return own
@@ -48,12 +48,12 @@ def scheme_options(config: Config, scheme: str) -> Mapping[str, Any]:
 
 
 def endpoint_of(config: Config) -> str | None:
-    """The S3 endpoint that a configuration's shards are read from; None for AWS."""
+    """Return the S3 endpoint of a configuration; None for AWS."""
     return s3_endpoint(scheme_options(config, "s3"), config.endpoint_url)
 
 
 def authority_of(config: Config) -> str | None:
-    """Return the endpoint for keys. For AWS it names the region, and so the partition."""
+    """Return the endpoint for keys. At AWS it names the region, and thereby the partition."""
     if endpoint := endpoint_of(config):
         return endpoint
     region = s3_region(scheme_options(config, "s3"))
@@ -61,23 +61,23 @@ def authority_of(config: Config) -> str | None:
 
 
 def for_command(config: Config, options: Collection[tuple[str, str]]) -> Config:
-    """The configuration with what a ``pipe:`` command says about its client."""
+    """Return the configuration with the client options of a ``pipe:`` command."""
     given = dict(options)
-    stated = {**scheme_options(config, "s3")}
+    merged = {**scheme_options(config, "s3")}
     if profile := given.get("profile"):
         credentials = ("key", "secret", "token", "anon")
-        stated = {name: value for name, value in stated.items() if name not in credentials}
-        stated["profile"] = profile
+        merged = {name: value for name, value in merged.items() if name not in credentials}
+        merged["profile"] = profile
     if region := given.get("region_name"):
-        stated["client_kwargs"] = {**(stated.get("client_kwargs") or {}), "region_name": region}
+        merged["client_kwargs"] = {**(merged.get("client_kwargs") or {}), "region_name": region}
     endpoint = given.get("endpoint_url") or config.endpoint_url
-    return config.replace(endpoint_url=endpoint, storage_options=stated)
+    return config.replace(endpoint_url=endpoint, storage_options=merged)
 
 
 def parser(config: Config) -> Callable[[str], ShardURL]:
-    """What parses the URLs of a configuration.
+    """Return the function that parses the URLs of a configuration.
 
-    A ``pipe:`` command that only reads a URL (`urls.read_command`) is that URL.
+    It turns a ``pipe:`` command that only reads a URL (`urls.read_command`) into that URL.
     """
     endpoint, schemes = authority_of(config), config.allow_schemes
 
@@ -94,9 +94,9 @@ def parser(config: Config) -> Callable[[str], ShardURL]:
 
 
 def s3_endpoint(options: Mapping[str, Any], endpoint_url: str | None = None) -> str | None:
-    """The endpoint that a client with these options uses; None for AWS.
+    """Return the endpoint of a client with these options; None for AWS.
 
-    The order is botocore's: what is passed, ``endpoint_url`` first, AWS_ENDPOINT_URL_S3,
+    The order is botocore's: the arguments (``endpoint_url`` first), AWS_ENDPOINT_URL_S3,
     AWS_ENDPOINT_URL, the profile's ``services`` section, the profile's ``endpoint_url``.
     """
     passed = endpoint_url or options.get("endpoint_url")
@@ -104,9 +104,9 @@ def s3_endpoint(options: Mapping[str, Any], endpoint_url: str | None = None) -> 
     if passed:
         return str(passed)
     named = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or None
-    stated = os.environ.get("AWS_IGNORE_CONFIGURED_ENDPOINT_URLS")
-    # `ignore_configured_endpoint_urls` in a file is found by the same word.
-    if not stated and b"endpoint_url" not in aws_files().lower():
+    ignored = os.environ.get("AWS_IGNORE_CONFIGURED_ENDPOINT_URLS")
+    # This word is also in `ignore_configured_endpoint_urls`.
+    if not ignored and b"endpoint_url" not in aws_files().lower():
         return named
 
     def configured(session: Session) -> str | None:
@@ -121,7 +121,7 @@ def s3_endpoint(options: Mapping[str, Any], endpoint_url: str | None = None) -> 
 
 
 def needs_s3fs(bucket: str, options: Mapping[str, Any]) -> str:
-    """Why only s3fs can read a bucket with these options; empty if our own client can."""
+    """Return the reason why only s3fs can read a bucket; empty if our own client can."""
     if bucket.endswith(EXPRESS):
         return "S3 Express buckets"
     if bucket.startswith("arn:") and bucket.endswith(".mrap"):
@@ -136,7 +136,7 @@ def needs_s3fs(bucket: str, options: Mapping[str, Any]) -> str:
 
 
 def s3fs_options(options: Mapping[str, Any], endpoint_url: str | None = None) -> dict[str, Any]:
-    """Options with which s3fs has the endpoint and the region of our own client.
+    """Return options that give s3fs the endpoint and the region of our own client.
 
     Profile, credentials and anon have the same names in both.
     """
@@ -151,13 +151,13 @@ def s3fs_options(options: Mapping[str, Any], endpoint_url: str | None = None) ->
 
 
 def s3_region(options: Mapping[str, Any]) -> str | None:
-    """The region that a client with these options asks first on AWS.
+    """Return the region that a client with these options tries first at AWS.
 
-    The order is botocore's, which ends with the profile's ``region``, and then AWS_REGION.
+    The order is botocore's, which ends with the profile's ``region``; AWS_REGION comes last.
 
     Returns:
-        The region; None where the configuration files need not be read, because no region in them
-        or in AWS_REGION is outside AWS's standard partition.
+        The region; None if neither the configuration files nor AWS_REGION name a region outside
+        AWS's standard partition. Then the files need not be parsed.
     """
     passed = (options.get("client_kwargs") or {}).get("region_name")
     if first := passed or os.environ.get("AWS_DEFAULT_REGION"):
@@ -169,7 +169,7 @@ def s3_region(options: Mapping[str, Any]) -> str | None:
 
 
 def _from_files(options: Mapping[str, Any], read: Callable[[Session], str | None]) -> str | None:
-    """The result of ``read``; None if the configuration files of AWS cannot be read."""
+    """Return the result of ``read``; None if AWS's configuration files cannot be read."""
     import botocore.session
     from botocore.exceptions import BotoCoreError
 
@@ -182,15 +182,15 @@ def _from_files(options: Mapping[str, Any], read: Callable[[Session], str | None
 
 
 def aws_files() -> bytes:
-    """What the configuration files of AWS say; nothing where there are none."""
+    """Return the contents of AWS's configuration files; empty if there are none."""
     found = b""
-    for variable, usual in (
+    for variable, default in (
         ("AWS_CONFIG_FILE", "~/.aws/config"),
         ("AWS_SHARED_CREDENTIALS_FILE", "~/.aws/credentials"),
     ):
-        path = os.path.expandvars(os.environ.get(variable, usual))
+        path = os.path.expandvars(os.environ.get(variable, default))
         with contextlib.suppress(OSError):
-            # os.path: where there is no home (any uid in a container), pathlib raises.
+            # Not pathlib, which raises without a home directory (any uid in a container).
             found += Path(os.path.expanduser(path)).read_bytes()  # noqa: PTH111
     return found
 
@@ -199,8 +199,8 @@ class S3Access(NamedTuple):
     """The endpoint and the source of the credentials in force, without any secret."""
 
     endpoint: str
-    credentials: str | None  #: their source, such as ``env``, and their end; None if there are none
-    problem: str = ""  #: why there are none, if that is known
+    credentials: str | None  #: their source, such as ``env``, and their end; None without any
+    problem: str = ""  #: the error that botocore raised in search of them
 
     def __str__(self) -> str:
         source = f"credentials from {self.credentials}" if self.credentials else "no credentials"
@@ -208,7 +208,7 @@ class S3Access(NamedTuple):
 
 
 def s3_access(config: Config, *, timed: bool = False) -> S3Access:
-    """What S3 shards are read with; with ``timed``, also how long."""
+    """Return the endpoint and the credentials for S3 shards; ``timed`` adds when they expire."""
     options, endpoint = scheme_options(config, "s3"), redact(endpoint_of(config) or "AWS")
     if options.get("anon"):
         return S3Access(endpoint, "nowhere: requests are anonymous (anon)")
@@ -220,14 +220,14 @@ def s3_access(config: Config, *, timed: bool = False) -> S3Access:
     try:
         found = botocore.session.Session(profile=options.get("profile")).get_credentials()
         lifetime = _lifetime(found) if timed and found is not None else ""
-    except (BotoCoreError, ClientError, ValueError) as exn:  # ValueError: of a credential_process
+    except (BotoCoreError, ClientError, ValueError) as exn:  # ValueError: by a credential_process
         return S3Access(endpoint, None, redact(str(exn)))
     return S3Access(endpoint, None if found is None else f"{found.method}{lifetime}")
 
 
 def _lifetime(credentials: Any) -> str:
-    """When botocore's credentials expire, and who renews them."""
-    token = credentials.get_frozen_credentials().token  # a role's are fetched now
+    """Describe when botocore's credentials expire, and how they are renewed."""
+    token = credentials.get_frozen_credentials().token  # requests those of a role
     end = getattr(credentials, "_expiry_time", None)
     if end is None:
         return ", which expire with their session" if token else ""
@@ -235,4 +235,4 @@ def _lifetime(credentials: Any) -> str:
     if credentials.method in ("env", "sso", "login"):
         moment = f"{end.astimezone():%Y-%m-%d %H:%M}"
         return f", which expire in {left}: log in again before {moment} if the login ends by then"
-    return f", which expire in {left}, renewed by itself"
+    return f", which expire in {left}, renewed automatically"

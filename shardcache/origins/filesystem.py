@@ -2,10 +2,10 @@
 
 S3 comes this way if our own client cannot sign the requests (`endpoints.needs_s3fs`).
 
-fsspec has no way to insist on a version, so `FsspecOrigin.pins` is false: the engine describes the
-object again after the last byte and starts over if it changed meanwhile. Filesystems know no common
-time-out, and a hung mount cannot be interrupted, so every call is made in a thread that its caller
-gives up on after ``timeout``.
+fsspec cannot insist on a version, so `FsspecOrigin.conditional` is false: a download describes the
+object again after the last byte, and starts over if it changed. Filesystems have no common
+time-out, and a call to a hung mount cannot be interrupted. So each call runs in a thread of its
+own, and its caller gives up after ``timeout``.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ from shardcache.urls import ShardURL, quoted, redact
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-#: Bytes asked for at once where every read is a request of its own (gs, az, hf).
-#: Four blocks: few enough to bound memory, many enough to amortise a round trip.
+#: Bytes of one request, on filesystems that send one per read (gs, az, hf). Four blocks are few
+#: enough to bound memory, and many enough to amortise a round trip.
 _READING: dict[str, Any] = {"block_size": 4 << 20, "cache_type": "readahead"}
 _VALIDATORS = ("ETag", "etag", "generation", "md5Hash", "content_md5", "Content-MD5", "Digest")
 _TIMES = (
     *("mtime", "LastModified", "last_modified", "Last-Modified", "updated", "modified"),
     "created",
 )
-#: Errors of botocore without an answer of S3; another attempt may succeed.
-_UNANSWERED = frozenset({"ConnectionError", "HTTPClientError", "IncompleteReadError"})
+#: Errors of botocore without a response of S3; another attempt may succeed.
+_NO_RESPONSE = frozenset({"ConnectionError", "HTTPClientError", "IncompleteReadError"})
 _STATUS = {FileNotFoundError: 404, IsADirectoryError: 404, PermissionError: 403}
-#: Open files. A forked child keeps those of its parent here: some (of SFTP, for one) send a message
-#: over the parent's connection when they are finalised.
+#: Open files. They keep a forked child from finalising those of its parent: some (SFTP's, for one)
+#: would send a message over the parent's connection.
 _files: dict[int, Any] = {}
 
 
 class FsspecOrigin:
-    """Reads the shards of one fsspec protocol; a call that takes ``timeout`` seconds is dead."""
+    """Reads the shards of one fsspec protocol; a call fails after ``timeout`` seconds."""
 
-    pins = False
+    conditional = False
     states_checksums = False
 
     def __init__(
@@ -62,35 +62,42 @@ class FsspecOrigin:
         self._guard = threading.Lock()
 
     def open(
-        self, url: ShardURL, start: int, stop: int | None, pin: ObjectInfo | None = None
+        self, shard: ShardURL, start: int, stop: int | None, expected: ObjectInfo | None = None
     ) -> FsspecBody:
         """See `base.Origin.open`."""
-        info = pin if pin is not None else self.stat(url)
-        file = self.call(url, lambda: self._filesystem().open(self._path(url), "rb", **_READING))
+        info = expected if expected is not None else self.stat(shard)
+        file = self.call(
+            shard, lambda: self._filesystem().open(self._path(shard), "rb", **_READING)
+        )
         if file.seekable():
             file.seek(start)  # no request yet
         else:
             start, stop = 0, None
         stop = info.size if info.size is None or stop is None else min(stop, info.size)
-        return FsspecBody(self, url, file, info, start, stop)
+        return FsspecBody(self, shard, file, info, start, stop)
 
-    def stat(self, url: ShardURL) -> ObjectInfo:
+    def stat(self, shard: ShardURL) -> ObjectInfo:
         """See `base.Origin.stat`."""
 
         def info() -> Mapping[str, Any]:
             self._filesystem().invalidate_cache()
-            found: Mapping[str, Any] = self._filesystem().info(self._path(url))
+            found: Mapping[str, Any] = self._filesystem().info(self._path(shard))
             if found.get("type") == "directory":
                 raise IsADirectoryError
             return found
 
-        found = self.call(url, info)
+        found = self.call(shard, info)
         size = found.get("size")
         size = None if size is None else int(size)
         return ObjectInfo(size, _first(found, _VALIDATORS), modified=_first(found, _TIMES))
 
     def names_below(self, directory: ShardURL, *, deep: bool) -> list[str]:
-        """Names of files relative to ``directory``; ``deep`` descends. Takes the time it takes."""
+        """List the files of a directory, by relative names and without a time-out.
+
+        Args:
+            directory: the directory.
+            deep: whether to list subdirectories, too.
+        """
 
         def names() -> list[str]:
             filesystem = self._filesystem()
@@ -105,22 +112,22 @@ class FsspecOrigin:
             start = len(root.rstrip("/")) + 1
             return [str(name)[start:] for name in found]
 
-        return self.call(directory, names, patient=True)
+        return self.call(directory, names, timed=False)
 
-    def _path(self, url: ShardURL) -> str:
-        if url.is_local:
-            return str(url.local_path)
-        if url.scheme == "s3":
-            path = url.canonical.removeprefix("s3://")
+    def _path(self, shard: ShardURL) -> str:
+        if shard.is_local:
+            return str(shard.local_path)
+        if shard.scheme == "s3":
+            path = shard.canonical.removeprefix("s3://")
             found = self._filesystem().split_path(self._filesystem()._strip_protocol(path))
-            if found != (*url.bucket_and_key(), url.version_id):
+            if found != (*shard.bucket_and_key(), shard.version_id):
                 raise ConfigError(
-                    f"{url} cannot be read: s3fs takes it for another object. A versionId needs "
+                    f"{shard} cannot be read: s3fs would read another object. A versionId needs "
                     "storage_options={'version_aware': True}.",
-                    url=str(url),
+                    url=str(shard),
                 )
             return path
-        return str(self._filesystem()._strip_protocol(url.raw))
+        return str(self._filesystem()._strip_protocol(shard.raw))
 
     def _filesystem(self) -> Any:
         import fsspec
@@ -128,8 +135,8 @@ class FsspecOrigin:
         with self._guard:
             if self._made is None:
                 try:
-                    # Not the shared instance: it may belong to the parent process,
-                    # and its listings cache to whoever made it.
+                    # fsspec's shared instance may belong to the parent process, and other parts of
+                    # the program use its cache of listings.
                     self._made = fsspec.filesystem(
                         self._protocol, skip_instance_cache=True, **self._options
                     )
@@ -143,22 +150,30 @@ class FsspecOrigin:
 
     def call(
         self,
-        url: ShardURL,
+        shard: ShardURL,
         function: Callable[[], T],
-        answer: Future[T] | None = None,
+        outcome: Future[T] | None = None,
         *,
-        patient: bool = False,
+        timed: bool = True,
     ) -> T:
-        """What ``function`` returns, called in a thread of its own; raises as `base.Origin.open`.
+        """Call ``function`` in a thread of its own and return its result.
 
-        The thread of a call that never returns stays behind, and does not keep the process from
-        ending. Another thread may put an exception into ``answer``, to end the wait; a ``patient``
-        call may take any time.
+        A function that never returns leaves its thread behind. As a daemon, it does not keep the
+        process from ending.
+
+        Args:
+            shard: the shard, for errors.
+            function: uses the filesystem.
+            outcome: receives the result. Another thread may set an exception, to end the wait.
+            timed: whether the call fails after the time-out.
+
+        Raises:
+            The errors of `base.Origin.open`.
         """
-        outcome: Future[T] = Future() if answer is None else answer
+        outcome = Future() if outcome is None else outcome
 
         def run() -> None:
-            with contextlib.suppress(InvalidStateError):  # nobody waits for it any more
+            with contextlib.suppress(InvalidStateError):  # `abort` has ended the wait
                 try:
                     found = function()
                 except Exception as exn:  # noqa: BLE001 - every filesystem has its own exceptions
@@ -167,23 +182,29 @@ class FsspecOrigin:
                     outcome.set_result(found)
 
         threads.start(run, "shardcache-filesystem")
-        wait([outcome], None if patient else self._timeout)
+        wait([outcome], self._timeout if timed else None)
         if not outcome.done():
             raise TransientError(f"nothing came for {self._timeout:g} s", timed_out=True)
         if isinstance(failed := outcome.exception(), Exception):
-            raise _sorted(failed, url, self._options.get("profile"))
+            raise _error_for(failed, shard, self._options.get("profile"))
         return outcome.result()
 
 
 def s3fs_origin(
     reason: str, options: Mapping[str, Any], endpoint_url: str | None, timeout: float
 ) -> FsspecOrigin:
-    """The origin of an S3 bucket that our own client cannot read, because of ``reason``.
+    """Return the origin of an S3 bucket that our own client cannot read.
+
+    Args:
+        reason: the result of `endpoints.needs_s3fs`.
+        options: the storage options of S3.
+        endpoint_url: overrides the endpoint of the options.
+        timeout: seconds after which a call fails.
 
     Raises:
         ConfigError: the installed aiobotocore, which s3fs uses, cannot read it either.
     """
-    with undivided():  # a fork: this imports
+    with undivided():  # it imports
         import aiobotocore.utils
         from botocore.compat import HAS_CRT
 
@@ -204,28 +225,28 @@ def s3fs_origin(
 @functools.cache
 def _announce(reason: str) -> None:
     """Log once per process."""
-    logger.info("our own client cannot serve %s: reading through s3fs, which is slower", reason)
+    logger.info("%s: reading through s3fs, which is slower", reason)
 
 
-def _sorted(exn: Exception, url: ShardURL, profile: str | None) -> Exception:
-    """Our error for an exception of a filesystem; ``profile`` is that of S3."""
+def _error_for(exn: Exception, shard: ShardURL, profile: str | None) -> Exception:
+    """Return our error for an exception of a filesystem; ``profile`` is that of S3."""
     if isinstance(exn, (ShardCacheError, TransientError)):
         return exn
-    answered = exn if hasattr(exn, "response") else exn.__cause__  # s3fs translates botocore's
-    if isinstance(answer := getattr(answered, "response", None), dict):
-        status = answer.get("ResponseMetadata", {}).get("HTTPStatusCode", 500)
-        reason = f"S3 answered {status} {quoted(str(answer.get('Error', {}).get('Code', '')))}"
-        return refusal(url, status, reason, hint="check the credentials and storage_options")
+    source = exn if hasattr(exn, "response") else exn.__cause__  # s3fs wraps botocore's errors
+    if isinstance(response := getattr(source, "response", None), dict):
+        status = response.get("ResponseMetadata", {}).get("HTTPStatusCode", 500)
+        reason = f"S3 answered {status} {quoted(str(response.get('Error', {}).get('Code', '')))}"
+        return refusal(shard, status, reason, hint="check the credentials and storage_options")
     kinds = {kind.__name__ for kind in type(exn).__mro__}
-    if "BotoCoreError" in kinds and not kinds & _UNANSWERED:
-        return chain_error(exn, url, profile, worked=False)
+    if "BotoCoreError" in kinds and not kinds & _NO_RESPONSE:
+        return chain_error(exn, shard, profile, worked=False)
     reason = type(exn).__name__
     status = next((status for kind, status in _STATUS.items() if isinstance(exn, kind)), None)
     if status is None:
         reason += f": {redact(str(exn))}"
         status = getattr(exn, "status", None) or getattr(exn, "code", None)
     if isinstance(status, int) and 400 <= status < 500:
-        return refusal(url, status, reason, hint="check the credentials and storage_options")
+        return refusal(shard, status, reason, hint="check the credentials and storage_options")
     timed_out = isinstance(exn, TimeoutError)
     return TransientError(f"reading failed: {reason}", timed_out=timed_out)
 
@@ -235,7 +256,7 @@ class FsspecBody:
     """One open file of an fsspec filesystem; see `base.Body`."""
 
     _origin: FsspecOrigin
-    _url: ShardURL
+    _shard: ShardURL
     _file: Any
     info: ObjectInfo
     start: int
@@ -254,11 +275,11 @@ class FsspecBody:
         if not size:
             return 0
         self._reading = Future()
-        # Not into the buffer: a thread that is given up on may still read.
-        data = self._origin.call(self._url, lambda: self._file.read(size), self._reading)
+        # Not into the buffer: after a time-out, the thread may still read.
+        data = self._origin.call(self._shard, lambda: self._file.read(size), self._reading)
         if not data and self.stop is not None:
-            if self._origin.stat(self._url).version != self.info.version:
-                raise VersionChangedError(f"{self._url} became shorter")
+            if self._origin.stat(self._shard).version != self.info.version:
+                raise VersionChangedError(f"{self._shard} became shorter")
             left = self.stop - self._at
             raise TransientError(f"the origin stopped {left} bytes before the end")
         buffer[: len(data)] = data
@@ -271,7 +292,7 @@ class FsspecBody:
             self._reading.set_exception(TransientError("the read was cancelled"))
 
     def close(self) -> None:
-        """See `base.Body.close`; a hung mount would not let the file be closed, either."""
+        """See `base.Body.close`. It closes in a thread, because a mount may hang."""
         _files.pop(id(self._file), None)
         threads.start(self._file.close, "shardcache-filesystem")
 

@@ -1,4 +1,4 @@
-"""Shards on web servers, and what all answers over HTTP have in common, S3's too.
+"""Shards on web servers, and the responses of all HTTP servers, S3's too.
 
 ``http://`` and ``https://`` do not go through fsspec: its ``info`` reports every failure, a
 refused connection too, as "file not found", and its reads cannot insist on a version. Here
@@ -38,13 +38,13 @@ HEADERS = {"Accept-Encoding": "identity", "User-Agent": f"shardcache/{__version_
 #: Bytes of a refusal that are read.
 _PAGE = 64 * 1024
 _REDIRECTS = 5
-#: The types of error pages and portals, which come with status 200, too. An answer of such a type
-#: is a shard only if it has a version.
+#: Types of error pages and portals, which may have status 200. A response of such a type is a shard
+#: only if it has a version.
 _PAGES = ("text/html", "text/xml", "application/xml")
 #: Seconds by which Last-Modified must precede Date to identify a version: within one second two
 #: versions have one time, and the clocks of two servers differ (RFC 9110, 8.8.2.2).
 _SETTLED = 60
-# As many digits as 64 bits need: Python refuses to read numbers of thousands.
+# 64 bits need 19 digits, and Python refuses to read numbers of thousands.
 _CONTENT_RANGE = re.compile(r"bytes ([0-9]{1,19})-([0-9]{1,19})/([0-9]{1,19})\Z")
 _SAFE = "/?%:@!$&'()*+,;=~"
 #: Checksums, the cheapest first.
@@ -63,26 +63,28 @@ def refused(response: Response) -> bytes:
         return b""
 
 
-def unanswered(exn: Exception, url: ShardURL, place: str, secrets: Collection[str]) -> Exception:
-    """The error of ours for an error of `Transport.request`."""
+def unanswered(exn: Exception, shard: ShardURL, server: str, secrets: Collection[str]) -> Exception:
+    """Return our error for an error of `Transport.request`."""
     import ssl  # here: as in `connection`
 
     reason = quoted(str(exn), secrets)
     if isinstance(exn, ssl.SSLCertVerificationError):
-        text = f"{url}: the certificate of {place} is not trusted here. {_CERTIFICATES}"
-        return ConfigError(text, url=str(url))
+        text = f"{shard}: the certificate of {server} is not trusted here. {_CERTIFICATES}"
+        return ConfigError(text, url=str(shard))
     if isinstance(exn, PermissionError):  # of a proxy, or a firewall of this machine
-        text = f"{url}: {place} cannot be reached: {reason}. Check https_proxy and its login."
-        return AccessDeniedError(text, url=str(url))
+        text = f"{shard}: {server} cannot be reached: {reason}. Check https_proxy and its login."
+        return AccessDeniedError(text, url=str(shard))
     if isinstance(exn, OSError):
         timed_out = isinstance(exn, TimeoutError)
-        return TransientError(f"{place} does not answer: {reason}", timed_out=timed_out)
-    text = f"{url} cannot be requested from {place}: {reason}. Check the endpoint, URL and proxy."
-    return ConfigError(text, url=str(url))
+        return TransientError(f"{server} does not answer: {reason}", timed_out=timed_out)
+    text = (
+        f"{shard} cannot be requested from {server}: {reason}. Check the endpoint, URL and proxy."
+    )
+    return ConfigError(text, url=str(shard))
 
 
 def object_info(response: Response, size: int | None) -> ObjectInfo:
-    """The version that an answer states.
+    """Return the version that a response states.
 
     Only what identifies a version is taken: a strong ETag, or a Last-Modified that is old enough
     (RFC 9110, 8.8). The sidecar of the entry stores it, so a header that repeats a secret of the
@@ -119,27 +121,30 @@ def _is_settled(modified: str, date: str) -> bool:
 
 
 def open_range(
-    ask: Callable[[dict[str, str]], Response], start: int, stop: int | None, pin: ObjectInfo | None
+    request: Callable[[dict[str, str]], Response],
+    start: int,
+    stop: int | None,
+    expected: ObjectInfo | None,
 ) -> Response:
-    """Bytes ``start`` to ``stop`` of one version; see `base.Origin.open`.
+    """Request bytes ``start`` to ``stop`` of one version; see `base.Origin.open`.
 
-    ``ask`` brings an answer of 200 or 206, given headers of the request.
+    ``request`` sends a request with these headers and returns a response of status 200 or 206.
     """
     headers = {"Range": f"bytes={start}-" if stop is None else f"bytes={start}-{stop - 1}"}
-    if pin is not None and pin.etag:
-        headers["If-Match"] = pin.etag
+    if expected is not None and expected.etag:
+        headers["If-Match"] = expected.etag
     try:
-        response = ask(headers)
+        response = request(headers)
     except VersionChangedError:
-        if start or pin is not None:
+        if start or expected is not None:
             raise
         del headers["Range"]  # an empty object has no range at all
-        response = ask(headers)
+        response = request(headers)
     return checked(response, start, stop)
 
 
 def checked(response: Response, start: int, stop: int | None) -> Response:
-    """Return an answer of 200 or 206; TransientError if it is not the requested range."""
+    """Return a response of 200 or 206; raise TransientError if its range is another one."""
     headers = response.headers
     length = content_length(headers)
     text = headers.get("content-range")
@@ -164,27 +169,27 @@ def checked(response: Response, start: int, stop: int | None) -> Response:
 class WebOrigin:
     """Reads shards over HTTP."""
 
-    pins = True  # every answer carries its version, and is compared
+    conditional = True  # each response states its version, which is compared
     states_checksums = False
 
     def __init__(self, *, timeout: float) -> None:
         self._transport = Transport(timeout=timeout)
 
     def open(
-        self, url: ShardURL, start: int, stop: int | None, pin: ObjectInfo | None = None
+        self, shard: ShardURL, start: int, stop: int | None, expected: ObjectInfo | None = None
     ) -> Response:
         """See `base.Origin.open`."""
-        return open_range(lambda head: self._ask("GET", url, head), start, stop, pin)
+        return open_range(lambda head: self._request("GET", shard, head), start, stop, expected)
 
-    def stat(self, url: ShardURL) -> ObjectInfo:
+    def stat(self, shard: ShardURL) -> ObjectInfo:
         """See `base.Origin.stat`."""
-        response = self._ask("HEAD", url, {})
+        response = self._request("HEAD", shard, {})
         response.close()
         return object_info(response, content_length(response.headers))
 
-    def _ask(self, method: str, url: ShardURL, headers: dict[str, str]) -> Response:
-        """An answer of 200 or 206, after redirects."""
-        target, server, place = url.raw, "", ""
+    def _request(self, method: str, shard: ShardURL, headers: dict[str, str]) -> Response:
+        """Send a request, follow redirects, and return a response of status 200 or 206."""
+        target, server, authority = shard.raw, "", ""
         login: dict[str, str] = {}
         secrets: list[str] = []
         for _ in range(_REDIRECTS + 1):
@@ -192,41 +197,45 @@ class WebOrigin:
             try:
                 before = server
                 scheme, authority, path = split_url(target)
-                user, at, place = authority.rpartition("@")
-                server = f"{scheme}://{place}"
-                if at or server != before:  # a login is for the server that asked for it
+                user, at, authority = authority.rpartition("@")
+                server = f"{scheme}://{authority}"
+                if at or server != before:  # a login must not reach another server
                     login = {"Authorization": basic_login(user)} if at else {}
                 query = path.partition("?")[2]
                 secrets += secret_forms(*user.split(":"), *login.values(), query)
                 secrets += secret_forms(*(value for _, value in parse_qsl(query)))
-                asked = f"{server}{quote(path, safe=_SAFE)}"
-                response = self._transport.request(method, asked, {**HEADERS, **login, **headers})
+                requested = f"{server}{quote(path, safe=_SAFE)}"
+                response = self._transport.request(
+                    method, requested, {**HEADERS, **login, **headers}
+                )
                 response.secrets = secrets
                 location = response.headers.get("location")
-                target = urljoin(asked, location or "")
+                target = urljoin(requested, location or "")
             except (OSError, ValueError) as exn:
-                error = unanswered(exn, url, place, secrets)
+                error = unanswered(exn, shard, authority, secrets)
             if error is not None:
                 raise error
             if response.status in (200, 206):
-                return self._uncoded(response, url)
+                return self._uncoded(response, shard)
             refused(response)
             if response.status not in (301, 302, 303, 307, 308) or not location:
-                reason = f"{place} answered {response.status} {quoted(response.reason, secrets)}"
-                raise refusal(url, response.status, reason.rstrip(), headers=response.headers)
-        text = f"{url}: the server redirects more than {_REDIRECTS} times."
-        raise ConfigError(f"{text} Check the URL.", url=str(url))
+                reason = (
+                    f"{authority} answered {response.status} {quoted(response.reason, secrets)}"
+                )
+                raise refusal(shard, response.status, reason.rstrip(), headers=response.headers)
+        text = f"{shard}: the server redirects more than {_REDIRECTS} times."
+        raise ConfigError(f"{text} Check the URL.", url=str(shard))
 
     @staticmethod
-    def _uncoded(response: Response, url: ShardURL) -> Response:
-        """Refuse an answer whose bytes are not those of the shard (ConfigError)."""
+    def _uncoded(response: Response, shard: ShardURL) -> Response:
+        """Raise ConfigError if the response is compressed."""
         coding = response.headers.get("content-encoding", "identity")
         if coding.strip().lower() not in ("", "identity"):
             response.close()
             shown = quoted(coding, response.secrets)
             raise ConfigError(
-                f"{url}: the server sends it with Content-Encoding {shown}, although the request "
+                f"{shard}: the server sends it with Content-Encoding {shown}, although the request "
                 "asks for identity. Let the server send shards as they are stored.",
-                url=str(url),
+                url=str(shard),
             )
         return response

@@ -1,12 +1,11 @@
-"""What a shard specification stands for, and sizes of many shards by few requests.
+"""Resolve shard specifications, and learn the sizes of many shards with few requests.
 
     expand_braces: a specification -> URLs, patterns and prefixes
     Listing.matches: a pattern or prefix -> the shards at the origin
-    Selection: a specification -> which of the names in the cache it stands for
+    Selection: a specification -> the matching names in the cache
 
-Our own client lists the S3 buckets that it reads, a thousand keys per request; everything else is
-listed through its fsspec filesystem. Sizes found here serve planning only: every fetch learns its
-own.
+Our own client lists the S3 buckets that it reads, a thousand keys per request. Other origins are
+listed through their fsspec filesystem. The sizes only serve planning: each download learns its own.
 """
 
 from __future__ import annotations
@@ -30,40 +29,41 @@ from shardcache.urls import ShardURL, parse_url, redact, split_bucket
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-#: What counts as a shard below a prefix. Their sidecars (.tar.idx, .json, .md5) do not.
+#: Names of shards below a prefix. Sidecars (.tar.idx, .json, .md5) do not match.
 SHARD = re.compile(r"\.(tar|tgz|tar\.(gz|bz2|xz|zst|lz4))\Z", re.IGNORECASE)
-#: A question mark before ``name=`` begins a query (``?versionId=``), it is no wildcard.
+#: A question mark before ``name=`` begins a query (``?versionId=``) and is not a wildcard.
 _WILDCARD = re.compile(r"\*|\?(?![A-Za-z][A-Za-z0-9_.-]*=)")
 _QUERY = re.compile(r"\?(?=[A-Za-z][A-Za-z0-9_.-]*=)")
 _VERSION = re.compile(r"\?versionId=[^&?]+\Z")
 _GLOB = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
-#: Between the parts of a specification; the ARN of a multi-region access point names no region.
+#: Separates the parts of a specification; but ``::`` is also in the ARN of a multi-region access
+#: point, which has no region.
 _SEPARATOR = r"::(?![0-9]{12}:accesspoint)"
 _VARIABLE = re.compile(r"\$\{(\w+)\}")
 #: ListObjectsV2 returns at most this many keys per request.
 _PAGE = 1000
-#: Requests spent on learning sizes beyond one per `_PAGE` shards: what other objects in
-#: their folders cost, few enough that giving up comes within seconds.
+#: Requests for sizes beyond one per `_PAGE` shards. They pass over other objects in the folders of
+#: the shards, and are few enough that `Listing.sizes` gives up within seconds.
 _SPARE_PAGES = 64
-#: Seconds without a byte from a listing: sizes only make a plan better.
+#: Seconds without a byte before a listing fails: sizes only improve a plan.
 _TIMEOUT = 10.0
 
 
 def is_pattern(url: str) -> bool:
-    """Whether ``url`` is a prefix with ``/`` at its end, or has ``*`` or ``?`` in it."""
+    """Return whether ``url`` ends with ``/`` or has the wildcard ``*`` or ``?``."""
     scheme = url.partition(":")[0].lower()
     if scheme == "pipe":
         return False
-    if scheme in ("http", "https"):  # a query, and a directory that is a document, look the same
+    if scheme in ("http", "https"):  # "?" begins a query, and a URL with "/" may be a document
         return "*" in url.partition("?")[0]
     return url.endswith("/") or _WILDCARD.search(url) is not None
 
 
 def expand_braces(spec: str) -> Iterator[str]:
-    """The URLs, patterns and prefixes of a specification, in order.
+    """Yield the URLs, patterns and prefixes of a specification, in order.
 
-    It is split at ``::``; ``${X}`` is replaced by the variable ``WDS_X``; then braces are expanded.
-    WebDataset does the same, but importing it imports torch.
+    Like WebDataset, whose import brings torch: split at ``::``, replace ``${X}`` by the environment
+    variable ``WDS_X``, and expand braces.
 
     Raises:
         ConfigError: a malformed specification, or a variable that is not set.
@@ -71,7 +71,7 @@ def expand_braces(spec: str) -> Iterator[str]:
     import braceexpand
 
     for part in re.split(_SEPARATOR, spec):
-        for _ in range(10):  # variables within variables, as deep as WebDataset goes
+        for _ in range(10):  # nested variables, as deep as WebDataset goes
             part = _VARIABLE.sub(_variable, part)
         try:
             yield from list(braceexpand.braceexpand(part))
@@ -90,18 +90,18 @@ def _variable(found: re.Match[str]) -> str:
 
 
 class Selection:
-    """The shards that a specification stands for, among names that are known.
+    """The shards that a specification stands for, among known names.
 
-    What has no slash stands for the last part of names.
+    A part without a slash is compared with the last component of names.
 
     Args:
         spec: a specification, or one shard, which is not expanded.
-        parse: makes a shard of a URL.
+        parse: parses a URL.
 
     Attributes:
-        text: the specification as people may see it.
+        text: the specification without secrets.
         named: the shards that it names in full, by canonical URL.
-        patterns: tests of the other URLs that it stands for.
+        patterns: functions that return whether a canonical URL matches a pattern.
     """
 
     def __init__(self, spec: str | ShardURL, parse: Callable[[str], ShardURL]) -> None:
@@ -109,7 +109,7 @@ class Selection:
             self.text, self.named = str(spec), {str(spec): spec}
             self.patterns: list[Callable[[str], bool]] = []
             return
-        # Of a command nothing is shown: what is secret in it cannot be told.
+        # Any part of a command may be secret.
         self.text = "pipe:" if spec.startswith("pipe:") else redact(spec)
         parts = list(expand_braces(spec))
         self.patterns = [_test(part, parse) for part in parts if _is_choice(part)]
@@ -119,22 +119,22 @@ class Selection:
         return url in self.named or any(matches(url) for matches in self.patterns)
 
     def of(self, urls: Iterable[str]) -> list[str]:
-        """Those of ``urls`` that it stands for."""
+        """Return the matching URLs."""
         return [url for url in urls if url in self]
 
 
 def _is_choice(part: str) -> bool:
-    """Whether a part of a specification needs names to choose from."""
+    """Return whether a part of a specification can only be resolved among known names."""
     scheme, colon, _ = part.partition(":")
-    is_last = bool(part) and not colon and "/" not in part
-    return scheme != "pipe" and (is_last or part.endswith("/") or is_pattern(part))
+    is_basename = bool(part) and not colon and "/" not in part
+    return scheme != "pipe" and (is_basename or part.endswith("/") or is_pattern(part))
 
 
 def _test(pattern: str, parse: Callable[[str], ShardURL]) -> Callable[[str], bool]:
-    """Whether a canonical URL is what ``pattern`` means; a query in the URL does not count."""
+    """Return a function that compares canonical URLs, without their queries, with a pattern."""
     root, wanted, _ = _split(pattern)
     whole = "/" in pattern
-    if whole:  # the spelling of names in the cache
+    if whole:  # names in the cache have the canonical spelling
         root = str(parse(f"{root}x"))[:-1]
 
     def matches(url: str) -> bool:
@@ -151,14 +151,14 @@ def refuse_local(shard: ShardURL, config: Config) -> None:
     """Raise ConfigError for a local path, unless local paths are cached."""
     if shard.is_local and not config.cache_local:
         raise ConfigError(
-            f"{shard.local_path} is a local path, and those are read where they are. "
+            f"{shard.local_path} is a local path, and local files are read in place. "
             "Set cache_local = true (SHARDCACHE_CACHE_LOCAL=1) to cache slow mounts.",
             url=str(shard),
         )
 
 
 class Listing:
-    """Lists the origins of one configuration; for one thread of one process."""
+    """Lists the origins of one configuration. Only one thread of one process may use it."""
 
     def __init__(self, config: Config) -> None:
         self._config = config
@@ -167,17 +167,17 @@ class Listing:
             endpoint_url=config.endpoint_url,
             timeout=min(config.timeout, _TIMEOUT),
         )
-        self._sizes: dict[tuple[str, str], int] = {}  # by bucket and key, of what was listed
+        self._sizes: dict[tuple[str, str], int] = {}  # by bucket and key
 
     def matches(self, pattern: str) -> list[str]:
-        """The shards that ``pattern`` stands for, in lexical order.
+        """Return the URLs of the shards that match a pattern, in lexical order.
 
-        ``*`` and ``?`` match within one part of the path, ``**`` across parts; a
-        ``/`` at the end means every tar file below.
+        ``*`` and ``?`` match within one component of the path, ``**`` across components. A ``/`` at
+        the end stands for all tar files below it.
 
         Raises:
-            ShardNotFoundError: there is none.
-            AccessDeniedError, ConfigError, TransferError: it cannot be listed.
+            ShardNotFoundError: no shard matches.
+            AccessDeniedError, ConfigError, TransferError: the origin cannot be listed.
         """
         root, wanted, deep = _split(pattern)
         is_s3 = pattern.partition(":")[0].lower() in ("s3", "s3a", "s3n")
@@ -192,7 +192,7 @@ class Listing:
             inside, rest = f"s3://{bucket}/{rest}", root[root.rfind("/") + 1 :]
             directory = (inside if is_s3 else root).removesuffix(rest) or "./"
             names = self._files(directory, bucket, deep)
-        # The user's own spelling stays in front: it is part of the identity.
+        # The user's spelling of the prefix stays, because it is part of the identity.
         base = root.removesuffix(rest)
         urls = [
             f"{base}{name}"
@@ -210,20 +210,20 @@ class Listing:
     def _pages(
         self, bucket: str, prefix: str, query: dict[str, str], attempts: int
     ) -> Iterator[list[str]]:
-        """Keys in a bucket, page by page; their sizes are kept."""
-        where = f"s3://{bucket}/{prefix}"
-        url = ShardURL(where, "s3", where, "", "")
+        """Yield the keys in a bucket, page by page, and keep their sizes."""
+        location = f"s3://{bucket}/{prefix}"
+        shard = ShardURL(location, "s3", location, "", "")
         query = {**query, "max-keys": str(_PAGE)}
         while True:
             try:
                 found, token = self._retried(
-                    where, attempts, lambda: self._s3.list_page(url, query)
+                    location, attempts, lambda: self._s3.list_page(shard, query)
                 )
             except AccessDeniedError as exn:
                 raise AccessDeniedError(
                     f"{exn.message} Listing needs s3:ListBucket; names in braces, such as "
                     "train-{000..127}.tar, need no listing.",
-                    url=where,
+                    url=location,
                 ) from exn
             self._sizes |= {(bucket, key): size for key, size in found.items()}
             yield list(found)
@@ -232,24 +232,29 @@ class Listing:
             query["continuation-token"] = token
 
     def _files(self, directory: str, bucket: str, deep: bool) -> list[str]:
-        """Names below a directory, which may be in a bucket of S3."""
+        """List a directory through fsspec; ``bucket`` is set if it is in S3."""
         config, timeout = self._config, self._config.timeout
         if bucket:
-            url = ShardURL(directory, "s3", directory, "", "")
+            shard = ShardURL(directory, "s3", directory, "", "")
             options = scheme_options(config, "s3")
             reason = needs_s3fs(bucket, options)
             origin = s3fs_origin(reason, options, config.endpoint_url, timeout)
         else:
-            url = parse_url(directory, endpoint=None, allow_schemes=config.allow_schemes)
-            refuse_local(url, config)  # before a whole disk is listed for nothing
-            origin = FsspecOrigin(url.scheme, scheme_options(config, url.scheme), timeout=timeout)
-        return self._retried(str(url), config.attempts, lambda: origin.names_below(url, deep=deep))
+            shard = parse_url(directory, endpoint=None, allow_schemes=config.allow_schemes)
+            refuse_local(shard, config)  # instead of listing a whole disk
+            origin = FsspecOrigin(
+                shard.scheme, scheme_options(config, shard.scheme), timeout=timeout
+            )
+        return self._retried(
+            str(shard), config.attempts, lambda: origin.names_below(shard, deep=deep)
+        )
 
     def sizes(self, shards: Sequence[ShardURL]) -> dict[str, int]:
-        """Sizes of those S3 and local shards whose size is cheap to learn, by key.
+        """Return the sizes of shards by key, in bytes, if they are cheap to learn.
 
-        Costs about one request per thousand objects in the folders of the shards, and is bounded;
-        a listing that is forbidden or fails leaves sizes unknown and raises nothing.
+        Local files and S3 are covered. S3 costs about one request per thousand objects in the
+        folders of the shards, up to a bound. If a listing fails or is forbidden, the sizes stay
+        unknown.
         """
         options = scheme_options(self._config, "s3")
         names = {
@@ -264,7 +269,7 @@ class Listing:
         left = _SPARE_PAGES + len(names) // _PAGE
         try:
             for (bucket, _), keys in folders.items():
-                # Characters, not parts of a path, are what S3 compares.
+                # S3 compares characters, not components of a path.
                 prefix = os.path.commonprefix([keys[0], keys[-1]])  # noqa: RUF071
                 for page in self._pages(bucket, prefix, {}, attempts=1):
                     left -= 1
@@ -272,12 +277,12 @@ class Listing:
                         break
                 if left <= 0:
                     break
-        except ShardCacheError as exn:  # the next folder would be as silent or forbidden
-            logger.info("sizes are not known beforehand: %s", exn)
+        except ShardCacheError as exn:  # the next folder would fail likewise
+            logger.info("planning without the sizes of shards: %s", exn)
         sizes = {key: self._sizes[name] for name, key in names.items() if name in self._sizes}
         for shard in shards:
             if shard.is_local:
-                with contextlib.suppress(OSError):  # the fetch will say what is wrong with it
+                with contextlib.suppress(OSError):  # the download reports the error
                     sizes[shard.key] = shard.local_path.stat().st_size
         return sizes
 
@@ -287,7 +292,7 @@ class Listing:
 
 
 def _split(pattern: str) -> tuple[str, Callable[[str], bool], bool]:
-    """(what all matches begin with, a test of the rest, whether it spans directories)."""
+    """Return the common prefix of all matches, a test of the rest, and whether `/` may be in it."""
     found = _WILDCARD.search(pattern)
     if found is None and not pattern.endswith("/"):
         return pattern, lambda rest: not rest, False

@@ -1,10 +1,10 @@
-"""How fast one bucket or web server may be asked, after it told this process to slow down.
+"""Limit the rate of requests to a bucket or web server that throttles this process.
 
     throttled ---> half as many requests at once, after a pause that doubles each time
-    answered ----> twice as many per round up to half of what there was, then one more per round
+    served ------> twice as many per round up to half of the old number, then one more per round
 
-This is TCP's congestion control (RFC 5681) with requests in place of segments. All shards of a
-process that come from one place share a `Pace`, so one request probes a store that is overloaded,
+This is TCP's congestion control (RFC 5681) with requests in place of segments. All shards that a
+process reads from one bucket or web server share a `Pace`: one request probes an overloaded store,
 and the others wait for it.
 """
 
@@ -23,91 +23,91 @@ from shardcache.units import format_duration
 
 logger = logging.getLogger(__name__)
 
-#: Seconds of the first pause and of the longest. A process loses one longest pause at most after
-#: the store has recovered.
+#: Seconds of the first and the longest pause. After a store has recovered, a process loses at most
+#: one longest pause.
 _FIRST, _LONGEST = 0.25, 8.0
-#: A server may ask for a longer pause; requests wait no longer than this for it.
+#: Longest pause in seconds that a server may request with Retry-After.
 RETRY_AFTER_CAP = 60.0
-#: Seconds between two looks of a request that waits for its turn.
-_LOOK = 0.25
+#: Seconds after which a waiting request checks again whether it may be sent.
+_POLL = 0.25
 _ANNOUNCE_EVERY = 60.0
 
 
 class Pace:
-    """The requests of one process to one place; safe between threads.
+    """The requests of one process to one bucket or web server. Threads may share it.
 
     Args:
-        place: the place as logs name it, such as ``s3://bucket``.
-        patience: seconds to wait for a place that throttles; then its errors are final. With 0,
-            nothing slows down.
+        server: its name in logs, such as ``s3://bucket``.
+        patience: seconds to wait for a server that throttles, until its errors are final. 0 turns
+            the limit off.
     """
 
-    def __init__(self, place: str, patience: float) -> None:
-        self._place = place
+    def __init__(self, server: str, patience: float) -> None:
+        self._server = server
         self._patience = patience
         self._guard = threading.Lock()
         self._busy = 0  # requests under way
         self._limit = math.inf  # requests at once
         self._goal = math.inf  # below it the limit doubles per round
-        self._full = 0  # requests under way when the throttling began; no more are needed
+        self._full = 0  # requests under way when the throttling began; then the limit ends
         self._pauses = 0  # in a row
-        self._next = 0.0  # of the monotonic clock: no request before
+        self._next = 0.0  # no request before this time of the monotonic clock
         self._since: float | None = None  # when the throttling began
-        self._answered = 0.0  # when the place last answered, or the throttling began
+        self._served = 0.0  # when the server last served a request, or the throttling began
         self._announced = 0.0
 
     @property
     def is_over(self) -> bool:
-        """Whether the place has throttled, and answered nothing, for the time of the patience."""
-        return self._since is not None and clock.monotonic() - self._answered >= self._patience
+        """Whether the server has only throttled for ``patience`` seconds."""
+        return self._since is not None and clock.monotonic() - self._served >= self._patience
 
     @contextmanager
     def turn(self, sleep: Callable[[float], None]) -> Iterator[None]:
-        """Send a request within, when it is its turn; ``sleep`` waits, and may raise to cancel."""
+        """Wait for a turn and send a request within; ``sleep`` waits, and may raise to cancel."""
         while (seconds := self._begin()) > 0:
             sleep(seconds)
-        throttled, is_answered = None, False
+        throttled, is_served = None, False
         try:
             yield
-            is_answered = True
+            is_served = True
         except TransientError as exn:
             throttled = exn if exn.patient and self._patience else None
             raise
         finally:
-            self._end(throttled, is_answered)
+            self._end(throttled, is_served)
 
     def _begin(self) -> float:
-        """Begin a request, or return for how many seconds it has to wait."""
+        """Begin a request and return 0, or return the seconds to wait."""
         with self._guard:
             if not self.is_over:
                 if self._busy >= self._limit:
-                    return _LOOK * random.uniform(0.5, 1.0)  # noqa: S311 - jitter
+                    return _POLL * random.uniform(0.5, 1.0)  # noqa: S311 - jitter
                 if (wait := self._next - clock.monotonic()) > 0:
                     return wait
             self._busy += 1
             return 0.0
 
-    def _end(self, throttled: TransientError | None, is_answered: bool) -> None:
-        said = ""
+    def _end(self, throttled: TransientError | None, is_served: bool) -> None:
+        message = ""
         with self._guard:
             self._busy -= 1
             if throttled is not None:
-                said = self._slow_down(throttled)
-            elif is_answered:
-                said = self._speed_up()
-        if said:
+                message = self._slow_down(throttled)
+            elif is_served:
+                message = self._speed_up()
+        if message:
             level = logging.INFO if throttled is None else logging.WARNING
-            say = {"event": "throttled", "place": self._place}
-            logger.log(level, "%s %s", self._place, said, extra=say)
+            extra = {"event": "throttled", "place": self._server}
+            logger.log(level, "%s %s", self._server, message, extra=extra)
 
     def _slow_down(self, exn: TransientError) -> str:
-        """Take back what the place cannot bear; returns what to log."""
+        """Halve the limit and set the next pause; return the text to log, if any."""
         now = clock.monotonic()
         if self._since is None:
             self._since, self._full = now, self._busy + 1
-            self._answered = now
+            self._served = now
             self._goal = self._full / 2
-        if now >= self._next:  # one answer counts; those sent with it say the same
+        if now >= self._next:  # the refusals of one round count once
             self._limit = max(1, min(self._limit, self._busy + 1) // 2)
             pause = min(_LONGEST, _FIRST * 2**self._pauses) * random.uniform(0.5, 1.0)  # noqa: S311
             self._next = now + max(pause, min(exn.retry_after or 0.0, RETRY_AFTER_CAP))
@@ -121,9 +121,10 @@ class Pace:
         return f"is not ready: {exn}; {wait}{passed}"
 
     def _speed_up(self) -> str:
+        """Raise the limit; return the text to log, if any."""
         if self._since is None or math.isinf(self._limit):
             return ""
-        self._pauses, self._answered = 0, clock.monotonic()
+        self._pauses, self._served = 0, clock.monotonic()
         self._limit += 1 if self._limit < self._goal else 1 / self._limit
         if self._limit < self._full:
             return ""

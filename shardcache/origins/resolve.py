@@ -1,19 +1,19 @@
-"""Which place a shard is read from: nearer copies first, then its origin.
+"""Choose where to read a shard: from an upstream with a nearer copy, or from its origin.
 
-    upstream 1 has it? ---- no, or does not answer ----> upstream 2 ... ----> the origin
+    upstream 1 has it? ---- no, or no response ----> upstream 2 ... ----> the origin
 
-An upstream, a NAS or a store of the cluster, keeps ``s3://bucket/key`` as
-``<upstream>/bucket/key``, and other URLs likewise by what stands behind ``://``. So a copy that
-somebody else made (``aws s3 sync``) is one, too. A copy that shardcache made (``write_back``) has
-the entry's sidecar beside it, ``<name>.shardcache.json``: it is of the version that the origin had,
-is compared with the digest in the sidecar, and a fetch that began with it can go on at the origin.
-Other copies have the version that the upstream states.
+An upstream is a NAS or a store of the cluster. It keeps ``s3://bucket/key`` as
+``<upstream>/bucket/key``, and other URLs likewise by the part behind ``://``. So a copy that
+another program made (``aws s3 sync``) can be used, too; its version is the one that the upstream
+states. A copy that shardcache made (``write_back``) has the entry's sidecar beside it,
+``<name>.shardcache.json``. The sidecar holds the version at the origin, and a digest with which the
+copy is compared. A download that began with such a copy can continue at the origin.
 
-Nothing that goes wrong with an upstream is an error; one that fails or is silent is left alone for
-a minute. Shards with a query, a version or a client of their own are not looked for.
+A fault of an upstream is never an error. After two failures in a row, it is not used for a minute.
+Upstreams are not searched for shards with a query, a version or a client of their own.
 
-Origins belong to the process that made them: a forked child makes an `Origins` of its own, because
-sockets, event loops and locks must not be shared with the parent.
+Origins belong to the process that made them. A forked child makes its own `Origins`, because it
+must not share sockets, event loops and locks with its parent.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import os
 import shutil
 import threading
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -46,15 +46,15 @@ from shardcache.urls import ShardURL, parse_url, redact
 logger = logging.getLogger(__name__)
 
 _SIDECAR = ".shardcache.json"
-#: Bytes of a sidecar that are read; one has about 700.
+#: Longest sidecar in bytes; most have about 700.
 _MOST = 64 * 1024
-#: Errors of an upstream after which the next one is asked.
-_REFUSALS = (AccessDeniedError, ConfigError, TransientError, VersionChangedError)
-#: Bytes of a part of a name on disks.
+#: Errors of an upstream after which the next one is tried.
+_FAULTS = (AccessDeniedError, ConfigError, TransientError, VersionChangedError)
+#: Longest component of a name in bytes; filesystems allow 255, and temporary names add to it.
 _MAX_NAME = 200
-#: Seconds for an upstream to answer: it is near, or of no use.
+#: Seconds for the response of an upstream, which should be near.
 _TIMEOUT = 10.0
-#: Failures in a row that are no accident.
+#: Failures in a row after which an upstream is not used for a while.
 _FAILURES = 2
 
 
@@ -66,62 +66,62 @@ class Origins:
         self._guard = threading.Lock()
         self._made: dict[tuple[str, tuple[tuple[str, str], ...], str], Origin] = {}
 
-    def of(self, url: ShardURL) -> Origin:
-        """Return the origin of ``url``; raise ConfigError if it lacks hidden values."""
-        if url.is_masked:
+    def of(self, shard: ShardURL) -> Origin:
+        """Return the origin of a shard; raise ConfigError if parts of the URL are hidden."""
+        if shard.is_masked:
             raise ConfigError(
-                f"{url} cannot be read: parameters that may hold secrets are left out of it (***), "
-                "as in logs, lists and pickles. Pass the URL with them.",
-                url=str(url),
+                f"{shard} cannot be read: parameters that may hold secrets are hidden (***), as in "
+                "logs, lists and pickles. Pass the whole URL.",
+                url=str(shard),
             )
-        config, scheme = self._config, url.scheme
-        kind = needs_s3fs(url.bucket_and_key()[0], {}) if scheme == "s3" else ""
+        config, scheme = self._config, shard.scheme
+        kind = needs_s3fs(shard.bucket_and_key()[0], {}) if scheme == "s3" else ""
         with self._guard:
-            if (scheme, url.options, kind) not in self._made:
-                if url.options:
-                    config = for_command(config, url.options)
+            if (scheme, shard.options, kind) not in self._made:
+                if shard.options:
+                    config = for_command(config, shard.options)
                 options = scheme_options(config, scheme)
-                made = _make(url, options, config.endpoint_url, config.timeout)
-                self._made[scheme, url.options, kind] = made
-            return self._made[scheme, url.options, kind]
+                made = _make(shard, options, config.endpoint_url, config.timeout)
+                self._made[scheme, shard.options, kind] = made
+            return self._made[scheme, shard.options, kind]
 
     def add(self, scheme: str, origin: Origin) -> None:
         """Read ``scheme`` from ``origin`` in this process."""
         with self._guard:
             self._made[scheme, (), ""] = origin
 
-    def prepare(self, url: ShardURL) -> None:
-        """Make the client that reading ``url`` takes (ConfigError: it cannot be set up)."""
-        prepare = getattr(self.of(url), "prepare", None)
-        if prepare is not None:  # of S3: the others' take no time
+    def prepare(self, shard: ShardURL) -> None:
+        """Make the client that reads a shard; raise ConfigError if it cannot be set up."""
+        prepare = getattr(self.of(shard), "prepare", None)
+        if prepare is not None:  # only S3's takes time
             prepare()
 
-    def upstreams(self, url: ShardURL) -> Iterator[UpstreamOrigin]:
-        """The shard in each upstream that has it; each is asked when its turn comes."""
-        for place in self._places:
-            if (found := place.find(url)) is not None:
+    def upstreams(self, shard: ShardURL) -> Iterator[UpstreamOrigin]:
+        """Yield the upstreams that have a shard. Each is queried only when its turn comes."""
+        for upstream in self._upstreams:
+            if (found := upstream.find(shard)) is not None:
                 yield found
 
     @property
     def writes_back(self) -> bool:
-        """Whether an upstream is to have what was fetched."""
+        """Whether downloaded shards are copied to an upstream."""
         return any(upstream.write_back for upstream in self._config.upstreams)
 
-    def write_back(self, url: ShardURL, data: Path, sidecar: bytes) -> None:
-        """Copy an entry's data and sidecar to the upstreams that want them; nothing is raised."""
-        for place in self._places:
-            if place.upstream.write_back:
-                place.write(url, data, sidecar)
+    def write_back(self, shard: ShardURL, data: Path, sidecar: bytes) -> None:
+        """Copy an entry to the upstreams with ``write_back``. Faults are logged, not raised."""
+        for upstream in self._upstreams:
+            if upstream.config.write_back:
+                upstream.write(shard, data, sidecar)
 
     @lazy
-    def _places(self) -> list[_Place]:
-        return [_Place(each, self._config.timeout) for each in self._config.upstreams]
+    def _upstreams(self) -> list[_Upstream]:
+        return [_Upstream(each, self._config.timeout) for each in self._config.upstreams]
 
 
 def _make(
     shard: ShardURL, options: Mapping[str, Any], endpoint_url: str | None, timeout: float
 ) -> Origin:
-    """The origin of ``shard``, and of the other shards that `Origins.of` does not tell from it."""
+    """Make the origin that reads ``shard`` and others of its kind (see `Origins.of`)."""
     # Imported on first use: no program needs all of them.
     scheme = shard.scheme
     if scheme == "s3":
@@ -147,62 +147,65 @@ def _make(
 
 @dataclass(slots=True)
 class UpstreamOrigin:
-    """One shard as an upstream has it; a `base.Origin` of that shard alone."""
+    """One shard in an upstream; a `base.Origin` of that shard alone."""
 
-    name: str  # of the upstream, for people
-    pins: bool
+    name: str  # of the upstream, for messages
     _origin: Origin
-    _copy: ShardURL  # where it is
-    _found: ObjectInfo  # what the upstream says of it
-    _info: ObjectInfo  # the version at the origin, where a sidecar states it
-    digest: str | None  # tree digest of the bytes, where a sidecar states it
+    _copy: ShardURL
+    _found: ObjectInfo  # the version in the upstream
+    _info: ObjectInfo  # the version at the origin if a sidecar states it, else `_found`
+    digest: str | None  # tree digest of the bytes if a sidecar states it
+    conditional: bool = field(init=False)
 
     states_checksums = False  # the digest proves more
 
+    def __post_init__(self) -> None:
+        self.conditional = self._origin.conditional
+
     def open(
-        self, url: ShardURL, start: int, stop: int | None, pin: ObjectInfo | None = None
+        self, shard: ShardURL, start: int, stop: int | None, expected: ObjectInfo | None = None
     ) -> Body:
-        """See `base.Origin.open`; whoever asks compares the answer's version."""
+        """See `base.Origin.open`. The caller compares the version of the response."""
         body = self._origin.open(self._copy, start, stop, self._found)
         body.info = self._info
         return body
 
-    def stat(self, url: ShardURL) -> ObjectInfo:
+    def stat(self, shard: ShardURL) -> ObjectInfo:
         """See `base.Origin.stat`."""
         if self._origin.stat(self._copy).version != self._found.version:
-            raise VersionChangedError(str(url))
+            raise VersionChangedError(str(shard))
         return self._info
 
 
-class _Place:
+class _Upstream:
     """One upstream."""
 
-    def __init__(self, upstream: Upstream, timeout: float) -> None:
-        self.upstream = upstream
-        self._name = redact(upstream.url)
-        self._scheme = upstream.url.partition("://")[0].lower() if "://" in upstream.url else "file"
+    def __init__(self, config: Upstream, timeout: float) -> None:
+        self.config = config
+        self._name = redact(config.url)
+        self._scheme = config.url.partition("://")[0].lower() if "://" in config.url else "file"
         self._breaker = Breaker(threshold=_FAILURES)
-        options, timeout = upstream.storage_options, min(timeout, _TIMEOUT)
-        inside = self._parse(f"{upstream.url.rstrip('/')}/x")
-        self._origin = _make(inside, options, upstream.endpoint_url, timeout)
+        options, timeout = config.storage_options, min(timeout, _TIMEOUT)
+        inside = self._parse(f"{config.url.rstrip('/')}/x")
+        self._origin = _make(inside, options, config.endpoint_url, timeout)
 
-    def _copy_of(self, url: ShardURL) -> ShardURL | None:
-        """Where it would keep a shard; None if such a shard is not looked for."""
-        name = url.canonical.partition("://")[2].lstrip("/")
-        if url.scheme == "pipe" or url.version_id is not None or url.options or "?" in name:
+    def _copy_of(self, shard: ShardURL) -> ShardURL | None:
+        """Return the URL of a shard's copy; None for shards that upstreams are not searched for."""
+        name = shard.canonical.partition("://")[2].lstrip("/")
+        if shard.scheme == "pipe" or shard.version_id is not None or shard.options or "?" in name:
             return None
         parts = name.split("/")
         if any(part in ("", ".", "..") or len(part.encode()) > _MAX_NAME for part in parts):
             return None
-        return self._parse(f"{self.upstream.url.rstrip('/')}/{name}")
+        return self._parse(f"{self.config.url.rstrip('/')}/{name}")
 
     def _parse(self, url: str) -> ShardURL:
-        endpoint = self.upstream.endpoint_url
+        endpoint = self.config.endpoint_url
         return parse_url(url, endpoint=endpoint, allow_schemes={self._scheme})
 
-    def find(self, url: ShardURL) -> UpstreamOrigin | None:
-        """A shard as it has it, or None."""
-        origin, copy = self._origin, self._copy_of(url)
+    def find(self, shard: ShardURL) -> UpstreamOrigin | None:
+        """Return the shard if the upstream has a usable copy, or None."""
+        origin, copy = self._origin, self._copy_of(shard)
         if copy is None or self._breaker.left:
             return None
         found, sidecar = None, b""
@@ -211,8 +214,8 @@ class _Place:
             beside = self._parse(f"{copy.raw}{_SIDECAR}")
             sidecar = read_all(origin.open(beside, 0, _MOST), _MOST)
         except ShardNotFoundError:
-            pass  # there is no copy, or somebody else's
-        except _REFUSALS as exn:
+            pass  # no copy, or one without a sidecar
+        except _FAULTS as exn:
             self._failed(exn)
             return None
         self._breaker.succeeded()
@@ -222,25 +225,25 @@ class _Place:
         if sidecar:
             try:
                 record = json.loads(sidecar)
-                if (record["key"], record["size"]) != (url.key, found.size):
-                    raise ValueError("it is of another shard")
+                if (record["key"], record["size"]) != (shard.key, found.size):
+                    raise ValueError("the sidecar belongs to another shard")
                 info, digest = ObjectInfo.from_record(record["object"]), str(record["digest"])
             except (KeyError, TypeError, ValueError, RecursionError) as exn:
-                logger.info("%s: its copy in %s is not used: %r", url, self._name, exn)
+                logger.info("%s: ignoring the copy in %s: %r", shard, self._name, exn)
                 return None
-        return UpstreamOrigin(self._name, origin.pins, origin, copy, found, info, digest)
+        return UpstreamOrigin(self._name, origin, copy, found, info, digest)
 
     def _failed(self, exn: Exception) -> None:
         opened = self._breaker.failed()
-        text = "the upstream %s is left alone for a while: %s" if opened else "the upstream %s: %s"
+        text = "not using the upstream %s for a while: %s" if opened else "the upstream %s: %s"
         logger.log(logging.WARNING if opened else logging.INFO, text, self._name, exn)
 
-    def write(self, url: ShardURL, data: Path, sidecar: bytes) -> None:
-        """Copy an entry there unless it is there, its sidecar last; nothing is raised."""
-        copy = self._copy_of(url)
+    def write(self, shard: ShardURL, data: Path, sidecar: bytes) -> None:
+        """Copy an entry unless the upstream has it, its sidecar last. Faults are logged."""
+        copy = self._copy_of(shard)
         if copy is None or self._breaker.left:
             return
-        present = self.find(url)
+        present = self.find(shard)
         if present is not None and present.digest == json.loads(sidecar)["digest"]:
             return
         try:
@@ -249,9 +252,9 @@ class _Place:
             else:
                 import fsspec
 
-                options = dict(self.upstream.storage_options)
+                options = dict(self.config.storage_options)
                 if self._scheme == "s3":
-                    options = s3fs_options(options, self.upstream.endpoint_url)
+                    options = s3fs_options(options, self.config.endpoint_url)
                 writer = fsspec.filesystem(self._scheme, **options)
                 path = writer._strip_protocol(copy.raw)
                 writer.put_file(os.fspath(data), path)
@@ -263,7 +266,7 @@ class _Place:
 
 
 def _copy_file(data: Path, path: Path, sidecar: bytes) -> None:
-    """Make a copy and its sidecar, which appear when they are complete."""
+    """Copy a file and write its sidecar. Both appear only when they are complete."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{random_token()}")
     try:

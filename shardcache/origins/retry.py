@@ -1,9 +1,8 @@
-"""The one retry layer.
+"""The only layer that retries.
 
-Nothing below it (botocore, connections) repeats a request, nothing above it does: attempts never
-multiply. Origins raise `TransientError` for what is worth another attempt; nothing else is retried.
-Some errors end by themselves, such as throttling: they are waited out for ``patience`` (`pace`),
-and are no attempts.
+Neither the layers below it (botocore, connections) nor those above repeat a request, so attempts do
+not multiply. It retries a `TransientError`, and no other error. An error that ends by itself, such
+as throttling, costs no attempt: `pace` waits for up to ``patience``.
 """
 
 from __future__ import annotations
@@ -36,59 +35,55 @@ class RetryPolicy:
     """How often and for how long a process retries.
 
     Args:
-        attempts: calls in a row without progress.
-        deadline: seconds for the whole fetch of one shard; None sets no limit.
-        patience: seconds to wait for a place that throttles, or for credentials.
+        attempts: failures in a row, without progress in between, that end a download.
+        deadline: seconds for the whole download of one shard; None sets no limit.
+        patience: seconds to wait for an origin that throttles, or for credentials.
     """
 
     def __init__(self, attempts: int, deadline: float | None, patience: float) -> None:
         self.attempts = attempts
         self.deadline = deadline
         self.patience = patience
-        self._paces: dict[str, Pace] = {}  # by place, one for each bucket or web server
+        self._paces: dict[str, Pace] = {}  # by bucket or web server
 
-    def started(self, what: str) -> Attempts:
-        """Begin the fetch of one shard; ``what`` is its URL, as errors show it."""
-        place = "/".join(what.split("/")[:3])
-        pace = self._paces.get(place) or self._paces.setdefault(place, Pace(place, self.patience))
+    def started(self, url: str) -> Attempts:
+        """Start the clock of one shard's download; ``url`` is its name in errors."""
+        server = "/".join(url.split("/")[:3])
+        pace = self._paces.get(server) or self._paces.setdefault(
+            server, Pace(server, self.patience)
+        )
         end = None if self.deadline is None else clock.monotonic() + self.deadline
-        return Attempts(self, what, pace, end)
+        return Attempts(self, url, pace, end)
 
 
 class Attempts:
-    """The retries of one shard's fetch, shared by all its connections.
+    """The retries of one shard's download, which all its connections share.
 
     Attributes:
-        end: when the deadline is over, on the monotonic clock; None without a deadline.
-        retries: attempts that failed and were repeated so far.
+        end: time of the deadline, on the monotonic clock; None without a deadline.
+        retries: requests that failed and were repeated so far.
     """
 
-    def __init__(self, policy: RetryPolicy, what: str, pace: Pace, end: float | None) -> None:
+    def __init__(self, policy: RetryPolicy, url: str, pace: Pace, end: float | None) -> None:
         self.policy = policy
-        self.what = what
+        self.url = url
         self.end = end
         self.retries = 0
         self._pace = pace
 
     def check(self) -> None:
-        """Raise TransferTimeoutError if the deadline of the whole fetch is over."""
+        """Raise TransferTimeoutError if the deadline of the whole download is over."""
         if self._is_late(0):
             raise TransferTimeoutError(
-                f"{self.what} was not fetched within the deadline of {self.policy.deadline:g} s. "
+                f"{self.url} was not fetched within the deadline of {self.policy.deadline:g} s. "
                 "Raise deadline, or run again: what was fetched is kept.",
-                url=self.what,
+                url=self.url,
             )
 
     def extend(self, seconds: float) -> None:
-        """Leave time out of the deadline in which nothing was to be received."""
+        """Move the deadline by the time in which the download wanted no data."""
         if self.end is not None:
             self.end += seconds
-
-    def _is_waited_out(self, exn: TransientError) -> bool:
-        return exn.patient and self.policy.patience > 0
-
-    def _is_late(self, pause: float) -> bool:
-        return self.end is not None and clock.monotonic() + pause > self.end
 
     def call(self, function: Callable[[], T], *, sleep: Callable[[float], None]) -> T:
         """Call ``function`` until it succeeds; ``sleep`` waits in between, and may raise to cancel.
@@ -97,88 +92,96 @@ class Attempts:
             TransferError, TransferTimeoutError: the last attempt failed, too.
             Other errors of ``function`` and ``sleep``, at once.
         """
-        failures = 0
+        try:
+            return self._attempt(function, sleep)
+        except TransientError as exn:
+            failed = [exn]
 
-        def wait_for_turn(seconds: float) -> None:
+        # Only now: the import takes 40 ms, and most functions succeed at once.
+        import tenacity
+
+        def repeat() -> T:
+            if failed:
+                raise failed.pop()  # so that tenacity counts the attempt above
+            return self._attempt(function, sleep)
+
+        jitter = tenacity.wait_random_exponential(multiplier=BASE, max=CAP)
+        retrying = tenacity.Retrying(
+            retry=tenacity.retry_if_exception(self._is_repeated),
+            stop=self._is_over,
+            # The jitter is added, because a server gives many clients the same number.
+            wait=lambda state: _retry_after(_error_of(state)) + jitter(state),
+            sleep=sleep,
+            before_sleep=self._report,
+            reraise=True,
+        )
+        try:
+            return retrying(repeat)
+        except TransientError as exn:
+            raise self._final(exn, retrying.statistics["attempt_number"]) from exn
+        finally:
+            # `iter_state` refers to `retrying`: the cycle would keep the download's frames.
+            retrying.iter_state.reset()
+
+    def _attempt(self, function: Callable[[], T], sleep: Callable[[float], None]) -> T:
+        """Call ``function`` once, or while it fails in ways that are waited out."""
+
+        def wait(seconds: float) -> None:
             self.check()
             sleep(seconds if self.end is None else min(seconds, self.end - clock.monotonic()))
             self.check()
 
-        def attempt() -> T:
-            nonlocal failures
+        while True:
             try:
-                with self._pace.turn(wait_for_turn):
+                with self._pace.turn(wait):
                     return function()
             except TransientError as exn:
-                failures += not self._is_waited_out(exn)
-                raise
-
-        try:
-            return attempt()  # mostly succeeds, and then needs no import of tenacity
-        except TransientError as exn:
-            first = [exn]
-
-        import tenacity
-
-        def is_over(state: RetryCallState) -> bool:
-            if self._is_waited_out(_error_of(state)):
-                return self._pace.is_over or self._is_late(0)
-            return failures >= self.policy.attempts or self._is_late(state.upcoming_sleep)
-
-        jitter = tenacity.wait_random_exponential(multiplier=BASE, max=CAP)
-
-        def pause(state: RetryCallState) -> float:
-            exn = _error_of(state)
-            if self._is_waited_out(exn):
-                return 0.0  # the pace waits
-            # The jitter comes on top: it spreads the herd that was given the same number.
-            return min(exn.retry_after or 0.0, RETRY_AFTER_CAP) + jitter(state)
-
-        def report(state: RetryCallState) -> None:
+                if self._is_repeated(exn) or self._pace.is_over or self._is_late(0):
+                    raise
             self.retries += 1
-            exn = _error_of(state)
-            if not self._is_waited_out(exn):  # which the pace announces
-                text = "%s: %s; attempt %d of %d failed, next in %.1f s"
-                say = {"event": "retry", "shard": self.what, "attempt": failures}
-                numbers = failures, self.policy.attempts, state.upcoming_sleep
-                logger.warning(text, self.what, redact(str(exn)), *numbers, extra=say)
 
-        def again() -> T:
-            if first:
-                raise first.pop()
-            return attempt()
+    def _is_late(self, pause: float) -> bool:
+        return self.end is not None and clock.monotonic() + pause > self.end
 
-        retrying = tenacity.Retrying(
-            retry=tenacity.retry_if_exception_type(TransientError),
-            stop=is_over,
-            wait=pause,
-            sleep=sleep,
-            before_sleep=report,
-            reraise=True,
+    def _is_repeated(self, exn: BaseException) -> bool:
+        """Whether an error costs an attempt. `Pace` waits out the patient ones."""
+        return isinstance(exn, TransientError) and not (exn.patient and self.policy.patience > 0)
+
+    def _is_over(self, state: RetryCallState) -> bool:
+        return state.attempt_number >= self.policy.attempts or self._is_late(state.upcoming_sleep)
+
+    def _report(self, state: RetryCallState) -> None:
+        self.retries += 1
+        logger.warning(
+            "%s: %s; attempt %d of %d failed, next in %.1f s",
+            self.url,
+            redact(str(_error_of(state))),
+            state.attempt_number,
+            self.policy.attempts,
+            state.upcoming_sleep,
+            extra={"event": "retry", "shard": self.url, "attempt": state.attempt_number},
         )
-        try:
-            return retrying(again)
-        except TransientError as exn:
-            raise self._final(exn, failures) from exn
-        finally:
-            # It is part of a cycle, which would keep the fetch, and the lock of its partial.
-            retrying.iter_state.reset()
 
-    def _final(self, exn: TransientError, failures: int) -> TransferError:
+    def _final(self, exn: TransientError, attempts: int) -> TransferError:
         late, advice = self._is_late(0), "Check the endpoint and the network, then try again"
+        failures = attempts if self._is_repeated(exn) else attempts - 1
         ended = f"{failures} attempt{'s' if failures != 1 else ''} failed"
-        if self._is_waited_out(exn) and not late:
+        if not late and not self._is_repeated(exn):
             ended = f"for {format_duration(self.policy.patience)}, the patience"
             advice = "Try again later, or raise patience"
         elif failures < self.policy.attempts:
             late, ended = True, f"the deadline of {self.policy.deadline:g} s is over"
         kind = TransferTimeoutError if late or exn.timed_out else TransferError
         return kind(
-            f"{self.what} could not be fetched: {redact(str(exn))} ({ended}). "
+            f"{self.url} could not be fetched: {redact(str(exn))} ({ended}). "
             f"{advice}; what was fetched is kept.",
-            url=self.what,
+            url=self.url,
             attempts=failures,
         )
+
+
+def _retry_after(exn: TransientError) -> float:
+    return min(exn.retry_after or 0.0, RETRY_AFTER_CAP)
 
 
 def _error_of(state: RetryCallState) -> TransientError:

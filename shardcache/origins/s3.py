@@ -1,10 +1,11 @@
-"""Shards in S3 and in everything that speaks its protocol.
+"""Shards in S3 and in stores that speak its protocol.
 
 Botocore, which s3fs brings along, finds the credentials, the region and the address of a bucket.
-Requests are signed here (Signature Version 4) and go over `connection`. Making a client of botocore
-takes 60 ms, so the usual addresses are composed here, too (`_usual_address`). What a process has
-learned about a store is kept in `_stores`, where a forked child finds it: the workers of a
-DataLoader search for no credentials as long as their parent's are fresh.
+This module signs the requests (Signature Version 4) and sends them over `connection`. A client of
+botocore takes 60 ms to make, so `_usual_address` composes the usual addresses without one.
+
+`_stores` keeps what a process has learned about a store, and a forked child inherits it. So the
+workers of a DataLoader search for no credentials as long as their parent's are fresh.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from typing import Any, NamedTuple
 from urllib.parse import parse_qsl, quote, unquote_plus, urlsplit
 from xml.etree import ElementTree
 
-from shardcache.errors import ConfigError
+from shardcache.errors import ConfigError, ShardCacheError
 from shardcache.origins.base import ObjectInfo, read_all, refusal
 from shardcache.origins.connection import Response, Transport, content_length
 from shardcache.origins.credentials import (
@@ -41,7 +42,7 @@ from shardcache.urls import ShardURL, quoted, redact, secret_forms
 
 logger = logging.getLogger(__name__)
 
-#: Codes of credentials that ended. They come with 400, and mean 403.
+#: Codes for credentials that expired. S3 sends them with 400, and they mean 403.
 _EXPIRED = frozenset({"ExpiredToken", "RequestExpired", "TokenRefreshRequired"})
 _STATUS = dict.fromkeys((*_EXPIRED, "InvalidToken"), 403)
 #: Codes for a bucket in another region.
@@ -56,8 +57,7 @@ _LOGIN = (
     "AWS_SESSION_TOKEN against this endpoint"
 )
 _SKEWED = "RequestTimeTooSkewed"
-#: Codes of 400 with which stores refuse a header that they do not know; R2 answered 501 in
-#: January 2025.
+#: Codes with which stores refuse an unknown header, with status 400. R2 sent 501 in January 2025.
 _UNKNOWN_HEADER = frozenset({"", "InvalidArgument", "InvalidRequest", "NotImplemented"})
 _WRONG_KEYS = ("InvalidToken", "InvalidAccessKeyId", "SignatureDoesNotMatch")
 _HINTS = {
@@ -65,43 +65,46 @@ _HINTS = {
     "InvalidObjectState": "it is archived; restore it first",
     _SKEWED: "this machine's clock is off; synchronise it",
 }
-#: Asks for the checksum of the object.
+#: Requests the checksum of the object.
 _CHECKSUM = {"x-amz-checksum-mode": "ENABLED"}
-#: Bytes of a listing; a thousand keys take a megabyte at most.
+#: Bytes of a page of a listing that are read; a thousand keys take a megabyte at most.
 _LISTING_BYTES = 16 * 1024 * 1024
 _UNSIGNED = "UNSIGNED-PAYLOAD"
 _REGION = re.compile(r"[A-Za-z0-9-]{1,64}")
-#: Seconds before their end at which credentials are renewed, as botocore does.
+#: Credentials are renewed so many seconds before they expire, as botocore does.
 _RENEWED_BEFORE = 15 * 60
 _ALGORITHM = "AWS4-HMAC-SHA256"
+#: Names of credentials in `client_kwargs`.
+_KEY_NAMES = ("aws_access_key_id", "aws_secret_access_key", "aws_session_token")
 
 
 class _Bucket(NamedTuple):
     """How a bucket is reached."""
 
     server: str  # scheme, host and port
-    path: str  # that objects are below; empty where the host's name has the bucket's
+    path: str  # prefix of the objects' paths; empty if the host name includes the bucket
     region: str
-    service: str  # that signatures are made for; empty where none are made
+    service: str  # name of the service in signatures; empty for unsigned requests
 
 
 @dataclass(slots=True)
 class _Store:
-    """What this process, or the one that it was forked from, has learned about a store."""
+    """What this process, or its parent, has learned about a store."""
 
-    address: Callable[[str, str], _Bucket]  # of a bucket's name in a region
-    region: str  # the one to try first
+    name: str  # for errors and logs: the endpoint, or AWS
+    address: Callable[[str, str], _Bucket]  # takes a bucket's name and its region
+    region: str  # to try first
     proxies: Mapping[str, str] | None
     trusted: str | bool | None  # see `Transport`
     buckets: dict[str, _Bucket] = field(default_factory=dict)
-    without_checksums: set[str] = field(default_factory=set)  # buckets that refuse to state them
-    keys: Any = None  # as botocore freezes them
-    fresh_until: float = 0.0  # by `time.time`
-    worked: bool = False  # whether it has answered a signed request
-    ahead: float = 0.0  # seconds by which its clock is ahead of this machine's
+    without_checksums: set[str] = field(default_factory=set)  # buckets that refuse `_CHECKSUM`
+    keys: Any = None  # botocore's frozen credentials
+    fresh_until: float = 0.0  # end of `keys`, on the clock of `time.time`
+    worked: bool = False  # whether the store has accepted a signed request
+    ahead: float = 0.0  # seconds by which the store's clock is ahead of this machine's
 
 
-#: By options, endpoint, AWS's environment variables and AWS's files.
+#: Keyed by the options, the endpoint, and AWS's environment variables and files.
 _stores: dict[str, _Store] = {}
 
 
@@ -115,7 +118,7 @@ class S3Origin:
         timeout: seconds without enough bytes before a connection counts as dead.
     """
 
-    pins = True
+    conditional = True
     states_checksums = True
 
     def __init__(
@@ -127,11 +130,11 @@ class S3Origin:
         self._guard = threading.Lock()
         self._chain = threading.Lock()  # held while botocore searches for credentials
         self._chain_failed = False
-        self._credentials: Any = None  # botocore's, once they are found
+        self._credentials: Any = None  # botocore's, once it has found them
         self._store: _Store | None = None  # until `prepare`
 
     def prepare(self) -> _Store:
-        """Find out how the store is reached, on the first call.
+        """Return the store; the first call finds out how to reach it.
 
         Raises:
             ConfigError: the options, the profile or the endpoint cannot work.
@@ -140,121 +143,27 @@ class S3Origin:
             if self._store is None:
                 with undivided():  # it imports
                     endpoint = s3_endpoint(self._options, self._endpoint_url) or ""
-                    self._place = redact(endpoint) or "AWS"
                     settings = sorted(item for item in os.environ.items() if "AWS_" in item[0])
                     key = repr((self._options, endpoint, settings, aws_files()))
-                    self._store = _stores.get(key) or _stores.setdefault(
-                        key, self._look_up(endpoint)
-                    )
+                    store = _stores.get(key) or _look_up(self._options, endpoint)
+                    store = _stores.setdefault(key, store)
                 self._transport = Transport(
-                    timeout=self._timeout,
-                    proxies=self._store.proxies,
-                    trusted=self._store.trusted,
+                    timeout=self._timeout, proxies=store.proxies, trusted=store.trusted
                 )
+                self._store = store
             return self._store
 
-    def _session(self) -> Any:
-        """A session of botocore, with the credentials that the options state."""
-        import botocore.session
-
-        session = botocore.session.Session(profile=self._options.get("profile"))
-        passed = self._options.get("client_kwargs") or {}
-        names = ("aws_access_key_id", "aws_secret_access_key", "aws_session_token")
-        if not passed.get(names[0]):
-            passed, names = self._options, ("key", "secret", "token")
-        if passed.get(names[0]):
-            session.set_credentials(*(passed.get(name) for name in names))
-        return session
-
-    def _look_up(self, endpoint: str) -> _Store:
-        """Ask botocore how the store is reached. Importing it takes a tenth of a second."""
-        import botocore.exceptions
-        from botocore.config import Config
-        from botocore.httpsession import get_cert_path
-
-        options, client_kwargs = self._options, dict(self._options.get("client_kwargs") or {})
-        settings: dict[str, Any] = {
-            **(options.get("config_kwargs") or {}),
-            "signature_version": botocore.UNSIGNED if options.get("anon") else "s3v4",
-            "ignore_configured_endpoint_urls": True,  # `s3_endpoint` has looked at them
-        }
-        for name in ("aws_access_key_id", "aws_secret_access_key", "aws_session_token"):
-            client_kwargs.pop(name, None)
-
-        @functools.cache
-        def client(region: str) -> Any:
-            # It only tells addresses. With keys of its own it does not run the chain.
-            return session.create_client(
-                "s3",
-                region,
-                aws_access_key_id="none",
-                aws_secret_access_key="none",  # noqa: S106
-                **{"use_ssl": options.get("use_ssl", True), **client_kwargs},
-                endpoint_url=endpoint or None,
-                config=Config(**settings),
-            )
-
-        def address(name: str, region: str) -> _Bucket:
-            service = "" if options.get("anon") else "s3"
-            if is_plain and (found := _usual_address(endpoint, name, region)):
-                return _Bucket(*found, region, service)
-            presign = client(region).generate_presigned_url
-            parts = urlsplit(presign("get_object", Params={"Bucket": name, "Key": "k"}))
-            port = {"http": ":80", "https": ":443"}[parts.scheme]
-            server = f"{parts.scheme}://{parts.netloc.removesuffix(port)}"
-            if parts.query:
-                scope = dict(parse_qsl(parts.query))["X-Amz-Credential"]
-                *_, region, service, _ = scope.split("/")
-            return _Bucket(server, parts.path.removesuffix("/k"), region, service)
-
-        try:
-            session = self._session()
-            # Any region of the right partition will do: S3 answers with the bucket's.
-            region = client_kwargs.pop("region_name", None)
-            region = region or session.get_config_variable("region")
-            if not endpoint:  # as in `s3_region`
-                region = region or os.environ.get("AWS_REGION")
-            region = region or "us-east-1"
-            verify = client_kwargs.get("verify")
-            if verify is None:
-                named = session.get_config_variable("ca_bundle")
-                verify = named or os.environ.get("REQUESTS_CA_BUNDLE") or True
-            is_plain = not (
-                client_kwargs.keys() - {"endpoint_url", "verify"}
-                or options.get("config_kwargs")
-                or not options.get("use_ssl", True)
-                or session.get_scoped_config().get("s3")
-                or session.get_config_variable("use_dualstack_endpoint")
-                or session.get_config_variable("use_fips_endpoint")
-            )
-            client_kwargs.pop("endpoint_url", None)
-            if not (is_plain and _usual_address(endpoint, "bucket", region)):
-                client(region)
-        except (botocore.exceptions.BotoCoreError, ValueError, TypeError) as exn:
-            reason = redact(str(exn))
-        else:
-            trusted = get_cert_path(verify)
-            return _Store(address, region, settings.get("proxies"), trusted)
-        raise ConfigError(
-            f"the S3 client cannot be set up: {reason}. "
-            "Check endpoint_url, the profile and storage_options.",
-        )
-
     def _keys(self) -> Any:
-        """The credentials for a request.
-
-        Raises:
-            An error of botocore's chain.
-        """
+        """Return the credentials for a request. Raises the errors of botocore's chain."""
         store = self.prepare()
         if time.time() < store.fresh_until:
             return store.keys
         with self._chain:
             if self._credentials is None:
-                # Only after a failure: otherwise a node full of workers would start in turns.
+                # Only after a failure: the workers of a node start at once if the chain works.
                 with one_at_a_time() if self._chain_failed else contextlib.nullcontext():
                     self._chain_failed = True
-                    self._credentials = self._session().get_credentials()
+                    self._credentials = _session(self._options).get_credentials()
                     if self._credentials is None:
                         from botocore.exceptions import NoCredentialsError
 
@@ -267,38 +176,47 @@ class S3Origin:
         store.fresh_until = end.timestamp() - _RENEWED_BEFORE if end else float("inf")
         return keys
 
-    def server(self, url: ShardURL) -> str:
-        """Scheme, host and port of the server that has a shard."""
-        return self._bucket(url.bucket_and_key()[0], None).server
+    def server(self, shard: ShardURL) -> str:
+        """Return the scheme, host and port of the server that has a shard."""
+        return self._bucket(shard.bucket_and_key()[0], None).server
 
     def open(
-        self, url: ShardURL, start: int, stop: int | None, pin: ObjectInfo | None = None
+        self, shard: ShardURL, start: int, stop: int | None, expected: ObjectInfo | None = None
     ) -> Response:
-        """See `base.Origin.open`; the answer to a request for a whole object has its checksum."""
-        query = _version(url, pin)
-        if start == 0 and stop is None and pin is None:
-            response = self._ask("GET", url, _CHECKSUM, query)
+        """See `base.Origin.open`. The response to a request for a whole object has its checksum."""
+        query = _version(shard, expected)
+        if start == 0 and stop is None and expected is None:
+            response = self._request("GET", shard, _CHECKSUM, query)
             # A gateway may compress a whole object, but not a range of it.
             if "content-encoding" not in response.headers:
                 return checked(response, 0, None)
             response.close()
-        return open_range(lambda headers: self._ask("GET", url, headers, query), start, stop, pin)
+        return open_range(
+            lambda headers: self._request("GET", shard, headers, query), start, stop, expected
+        )
 
-    def stat(self, url: ShardURL) -> ObjectInfo:
+    def stat(self, shard: ShardURL) -> ObjectInfo:
         """See `base.Origin.stat`."""
-        response = self._ask("HEAD", url, _CHECKSUM, _version(url))
+        response = self._request("HEAD", shard, _CHECKSUM, _version(shard))
         response.close()
         size = content_length(response.headers)
         if size is None:  # then it cannot be compared with any version
-            raise ConfigError(f"{url}: the origin states no size without sending it", url=str(url))
+            raise ConfigError(f"{shard}: the origin describes it without a size.", url=str(shard))
         return object_info(response, size)
 
-    def list_page(self, url: ShardURL, query: Mapping[str, str]) -> tuple[dict[str, int], str]:
-        """Keys that begin as ``url`` does, with their sizes, and a token for the next page.
+    def list_page(self, shard: ShardURL, query: Mapping[str, str]) -> tuple[dict[str, int], str]:
+        """List one page of the keys that begin with the key of ``shard``.
 
-        ``query`` has further parameters of ListObjectsV2.
+        Args:
+            shard: the bucket and the prefix.
+            query: further parameters of ListObjectsV2.
+
+        Returns:
+            The sizes by key, and the token for the next page; it is empty on the last one.
         """
-        response = self._ask("GET", url, {}, {"list-type": "2", "encoding-type": "url", **query})
+        response = self._request(
+            "GET", shard, {}, {"list-type": "2", "encoding-type": "url", **query}
+        )
         try:
             page = ElementTree.fromstring(read_all(response, _LISTING_BYTES))  # noqa: S314 - by expat
             decode = unquote_plus if page.findtext("{*}EncodingType") == "url" else str
@@ -307,40 +225,40 @@ class S3Origin:
                 for found in page.iterfind("{*}Contents")
             }
         except (ElementTree.ParseError, ValueError) as exn:
-            text = f"{url}: what {self._place} answers is not S3: {quoted(str(exn))}. "
-            text += "Check endpoint_url."
-            raise ConfigError(text, url=str(url)) from None
+            text = f"{shard}: the response of {self.prepare().name} is not a listing of S3: "
+            text += f"{quoted(str(exn))}. Check endpoint_url."
+            raise ConfigError(text, url=str(shard)) from None
         return keys, page.findtext("{*}NextContinuationToken") or ""
 
-    def _ask(
-        self, method: str, url: ShardURL, headers: Mapping[str, str], query: Mapping[str, str]
+    def _request(
+        self, method: str, shard: ShardURL, headers: Mapping[str, str], query: Mapping[str, str]
     ) -> Response:
-        """An answer of 200 or 206.
+        """Send a request and return a response of status 200 or 206.
 
-        Each of these mends a refusal once: the bucket's own region, new credentials, the store's
-        time, and doing without the checksum.
+        A refusal is followed by another request if one of these may help, each of them once: the
+        bucket's own region, new credentials, the store's time, and leaving out `_CHECKSUM`.
         """
         if self._options.get("requester_pays"):
             headers = {**headers, "x-amz-request-payer": "requester"}
-        bucket, tried = url.bucket_and_key()[0], set[str]()
+        bucket, tried = shard.bucket_and_key()[0], set[str]()
         plain = {name: value for name, value in headers.items() if name not in _CHECKSUM}
         store = self.prepare()
         if bucket in store.without_checksums:
             headers = plain
         region = None
         while True:
-            asked, keys, response = self._send(method, url, region, headers, query)
+            used, keys, response = self._send(method, shard, region, headers, query)
             if response.status in (200, 206):
                 if "plain" in tried:
                     store.without_checksums.add(bucket)
                 store.worked |= keys is not None
                 return response
             code, message, elsewhere = _read_refusal(response)
-            if elsewhere not in (None, asked) and region is None:
-                logger.info("%s is in %s", url, elsewhere)
+            if elsewhere not in (None, used) and region is None:
+                logger.info("%s is in %s", shard, elsewhere)
                 region = elsewhere
-            elif code in _EXPIRED and "keys" not in tried and self._renew(keys, url):
-                logger.info("the credentials expired; the chain has new ones")
+            elif code in _EXPIRED and "keys" not in tried and self._renew(keys, shard):
+                logger.info("the credentials for %s expired and were renewed", store.name)
                 tried.add("keys")
             elif code == _SKEWED and "time" not in tried and self._set_clock(response):
                 tried.add("time")
@@ -354,29 +272,30 @@ class S3Origin:
             else:
                 throttled, transient = throttling_codes()
                 raise refusal(
-                    url,
+                    shard,
                     500 if code in transient else _STATUS.get(code, response.status),
-                    f"{self._place} answered {response.status} {code}: {message}",
+                    f"{store.name} answered {response.status} {code}: {message}",
                     hint=_HINTS.get(code, _MAY_NOT),
                     headers=response.headers,
                     throttled=code in throttled or response.status == 503,
                 )
 
     def _set_clock(self, response: Response) -> bool:
-        """Sign with the store's time from now on; whether its answer tells the time."""
+        """Sign with the store's time from now on. Returns False if its response has no Date."""
         from email.utils import parsedate_to_datetime
 
         try:
             moment = parsedate_to_datetime(response.headers.get("date", "")).timestamp()
         except ValueError:
             return False
-        self.prepare().ahead = ahead = moment - time.time()
+        store = self.prepare()
+        store.ahead = moment - time.time()
         text = "this machine's clock is %s off; requests to %s are signed with the store's time"
-        logger.warning(text, format_duration(abs(ahead)), self._place)
+        logger.warning(text, format_duration(abs(store.ahead)), store.name)
         return True
 
-    def _renew(self, refused: Any, url: ShardURL) -> bool:
-        """Run the chain again, unless another thread has; whether there are new credentials."""
+    def _renew(self, refused: Any, shard: ShardURL) -> bool:
+        """Run the chain again, unless another thread has. Returns whether the keys are new."""
         store = self.prepare()
         with self._chain:
             if store.keys == refused:
@@ -384,19 +303,19 @@ class S3Origin:
         try:
             return bool(self._keys() != refused)
         except Exception as exn:  # noqa: BLE001 - as in `_send`
-            error = self._sorted(exn, url)
+            error = self._error_for(exn, shard)
         raise error
 
     def _send(
         self,
         method: str,
-        url: ShardURL,
+        shard: ShardURL,
         region: str | None,
         headers: Mapping[str, str],
         query: Mapping[str, str],
     ) -> tuple[str, Any, Response]:
-        """The region and the credentials that a request was signed with, and its answer."""
-        name, key = url.bucket_and_key()
+        """Sign and send one request. Returns its region, its credentials and its response."""
+        name, key = shard.bucket_and_key()
         secrets: list[str] = []
         try:
             bucket = self._bucket(name, region)
@@ -406,29 +325,34 @@ class S3Origin:
             else:
                 path = f"{bucket.path}/{quote(key, safe='/~')}"
             pairs = sorted((quote(n, safe="~"), quote(v, safe="~")) for n, v in query.items())
-            asked = "&".join(f"{name}={value}" for name, value in pairs)
+            if pairs:
+                path += "?" + "&".join(f"{name}={value}" for name, value in pairs)
             headers, keys = {**HEADERS, **headers}, None
             if bucket.service:
                 keys = self._keys()
                 now = time.time() + self.prepare().ahead
-                headers |= _signature(method, bucket, path, asked, headers, keys, now)
+                headers |= _signature(method, bucket, path, headers, keys, now)
                 signature = headers["Authorization"].rpartition("=")[2]
                 secrets = [*secret_forms(keys.secret_key, keys.token), signature]
-            target = f"{bucket.server}{path}?{asked}" if asked else f"{bucket.server}{path}"
-            response = self._transport.request(method, target, headers)
+            response = self._transport.request(method, f"{bucket.server}{path}", headers)
             response.secrets = secrets
             return bucket.region, keys, response
-        except Exception as exn:  # noqa: BLE001 - sorted, or raised as it is
-            error = self._sorted(exn, url, secrets)
+        except Exception as exn:  # noqa: BLE001 - botocore has its own exceptions
+            error = self._error_for(exn, shard, secrets)
         raise error
 
-    def _sorted(self, exn: Exception, url: ShardURL, secrets: Collection[str] = ()) -> Exception:
-        """The error of ours for a request that could not be signed, or had no answer."""
-        if isinstance(exn, (OSError, ValueError, TypeError, AttributeError)):
-            return unanswered(exn, url, self._place, secrets)
-        if not type(exn).__module__.startswith("botocore"):  # which need not be imported
+    def _error_for(
+        self, exn: Exception, shard: ShardURL, secrets: Collection[str] = ()
+    ) -> Exception:
+        """Return our error for a request that could not be signed, or had no response."""
+        store = self.prepare()
+        if isinstance(exn, ShardCacheError):
             return exn
-        return chain_error(exn, url, self._profile, worked=self.prepare().worked)
+        if isinstance(exn, (OSError, ValueError, TypeError, AttributeError)):
+            return unanswered(exn, shard, store.name, secrets)
+        if not type(exn).__module__.startswith("botocore"):  # botocore may not be imported
+            return exn
+        return chain_error(exn, shard, self._profile, worked=store.worked)
 
     @property
     def _profile(self) -> str | None:
@@ -441,19 +365,108 @@ class S3Origin:
                 f"s3://arn:aws:s3::ACCOUNT:accesspoint/{name}/key."
             )
         store = self.prepare()
-        with self._guard:
-            bucket = store.buckets.get(name)
-            if bucket is None or region not in (None, bucket.region):
-                bucket = store.buckets[name] = store.address(name, region or store.region)
-            return bucket
+        bucket = store.buckets.get(name)
+        if bucket is None or region not in (None, bucket.region):
+            bucket = store.buckets[name] = store.address(name, region or store.region)
+        return bucket
+
+
+def _session(options: Mapping[str, Any]) -> Any:
+    """Make a session of botocore, with the credentials of the options if they have some."""
+    import botocore.session
+
+    session = botocore.session.Session(profile=options.get("profile"))
+    given, names = options.get("client_kwargs") or {}, _KEY_NAMES
+    if not given.get(names[0]):
+        given, names = options, ("key", "secret", "token")
+    if given.get(names[0]):
+        session.set_credentials(*(given.get(name) for name in names))
+    return session
+
+
+def _look_up(options: Mapping[str, Any], endpoint: str) -> _Store:
+    """Find out, with botocore, how a store is reached; its import takes a tenth of a second."""
+    import botocore.exceptions
+    from botocore.config import Config
+    from botocore.httpsession import get_cert_path
+
+    client_kwargs = dict(options.get("client_kwargs") or {})
+    settings: dict[str, Any] = {
+        **(options.get("config_kwargs") or {}),
+        "signature_version": botocore.UNSIGNED if options.get("anon") else "s3v4",
+        "ignore_configured_endpoint_urls": True,  # `s3_endpoint` has read them
+    }
+    for name in _KEY_NAMES:
+        client_kwargs.pop(name, None)
+
+    @functools.cache
+    def client(region: str) -> Any:
+        # It only composes addresses. With credentials of its own it does not run the chain.
+        return session.create_client(
+            "s3",
+            region,
+            aws_access_key_id="none",
+            aws_secret_access_key="none",  # noqa: S106
+            **{"use_ssl": options.get("use_ssl", True), **client_kwargs},
+            endpoint_url=endpoint or None,
+            config=Config(**settings),
+        )
+
+    def address(name: str, region: str) -> _Bucket:
+        service = "" if options.get("anon") else "s3"
+        if is_plain and (found := _usual_address(endpoint, name, region)):
+            return _Bucket(*found, region, service)
+        presign = client(region).generate_presigned_url
+        parts = urlsplit(presign("get_object", Params={"Bucket": name, "Key": "k"}))
+        port = {"http": ":80", "https": ":443"}[parts.scheme]
+        server = f"{parts.scheme}://{parts.netloc.removesuffix(port)}"
+        if parts.query:
+            scope = dict(parse_qsl(parts.query))["X-Amz-Credential"]
+            *_, region, service, _ = scope.split("/")
+        return _Bucket(server, parts.path.removesuffix("/k"), region, service)
+
+    try:
+        session = _session(options)
+        # Any region of the right partition will do: S3 answers with the bucket's.
+        region = client_kwargs.pop("region_name", None) or session.get_config_variable("region")
+        if not endpoint:  # as in `s3_region`
+            region = region or os.environ.get("AWS_REGION")
+        region = region or "us-east-1"
+        verify = client_kwargs.get("verify")
+        if verify is None:
+            named = session.get_config_variable("ca_bundle")
+            verify = named or os.environ.get("REQUESTS_CA_BUNDLE") or True
+        is_plain = not (
+            client_kwargs.keys() - {"endpoint_url", "verify"}
+            or options.get("config_kwargs")
+            or not options.get("use_ssl", True)
+            or session.get_scoped_config().get("s3")
+            or session.get_config_variable("use_dualstack_endpoint")
+            or session.get_config_variable("use_fips_endpoint")
+        )
+        client_kwargs.pop("endpoint_url", None)
+        if not (is_plain and _usual_address(endpoint, "bucket", region)):
+            client(region)
+    except (botocore.exceptions.BotoCoreError, ValueError, TypeError) as exn:
+        reason = redact(str(exn))
+    else:
+        name, proxies = redact(endpoint) or "AWS", settings.get("proxies")
+        return _Store(name, address, region, proxies, get_cert_path(verify))
+    raise ConfigError(
+        f"the S3 client cannot be set up: {reason}. "
+        "Check endpoint_url, the profile and storage_options.",
+    )
 
 
 def _usual_address(endpoint: str, name: str, region: str) -> tuple[str, str] | None:
-    """The server of a bucket and the path that its objects are below, by the usual rules.
+    """Return the server and the path of a bucket, as botocore's clients compose them.
 
-    They are those of botocore's clients: at an endpoint of its own a bucket is a path, at AWS it is
-    a part of the host's name, https://docs.aws.amazon.com/AmazonS3/latest/userguide/VirtualHosting.html.
-    None for all that is not usual: ARNs, dots in names, S3 Accelerate, other partitions of AWS.
+    A bucket is part of the path at a custom endpoint, and part of the host name at AWS, see
+    https://docs.aws.amazon.com/AmazonS3/latest/userguide/VirtualHosting.html.
+
+    Returns:
+        The first two fields of `_Bucket`; None for unusual addresses, which are left to botocore:
+        ARNs, dots in names, S3 Accelerate, other partitions of AWS.
     """
     if not re.fullmatch(r"[a-z0-9][a-z0-9-]{1,61}[a-z0-9]", name):
         return None
@@ -471,13 +484,13 @@ def _usual_address(endpoint: str, name: str, region: str) -> tuple[str, str] | N
 def _signature(
     method: str,
     bucket: _Bucket,
-    path: str,
-    query: str,
+    target: str,
     headers: Mapping[str, str],
     keys: Any,
     now: float,
 ) -> dict[str, str]:
-    """Headers that sign a request (AWS Signature Version 4), with those that begin with x-amz-."""
+    """Return the headers that sign a request and its x-amz- headers (Signature Version 4)."""
+    path, _, query = target.partition("?")
     moment = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime(now))
     added = {"x-amz-content-sha256": _UNSIGNED, "x-amz-date": moment}
     if keys.token:
@@ -500,27 +513,27 @@ def _signature(
 
 @functools.lru_cache(maxsize=16)
 def _signing_key(secret: str, scope: str) -> bytes:
-    """The key of one day, region and service."""
+    """Derive the key that signs the requests of one day to one region and service."""
     key = f"AWS4{secret}".encode()
     for part in scope.split("/"):
         key = hmac.digest(key, part.encode(), "sha256")
     return key
 
 
-def _version(url: ShardURL, pin: ObjectInfo | None = None) -> dict[str, str]:
-    version = url.version_id or (pin.version_id if pin else None)
+def _version(shard: ShardURL, expected: ObjectInfo | None = None) -> dict[str, str]:
+    version = shard.version_id or (expected.version_id if expected else None)
     return {"versionId": version} if version and version != "null" else {}
 
 
 def _read_refusal(response: Response) -> tuple[str, str, str | None]:
-    """S3's code, its message or HTTP's, and the region of a bucket that is elsewhere."""
+    """Return S3's code, its message or HTTP's, and the bucket's region if that is another one."""
     try:
         found = ElementTree.fromstring(refused(response))  # noqa: S314 - by expat
     except ElementTree.ParseError:
-        found = ElementTree.Element("")  # a page of a proxy, or none
+        found = ElementTree.Element("")  # the page of a proxy, or an empty body
     code = quoted(found.findtext(".//{*}Code") or "", response.secrets)
     message = quoted(found.findtext(".//{*}Message") or response.reason, response.secrets)
     elsewhere = response.status in (301, 302, 307) or code in _ELSEWHERE
-    elsewhere |= response.status == 400 and not code  # which answers a HEAD
+    elsewhere |= response.status == 400 and not code  # the response to a HEAD
     region = response.headers.get("x-amz-bucket-region") or found.findtext(".//{*}Region") or ""
     return code, message, region if elsewhere and _REGION.fullmatch(region) else None

@@ -374,7 +374,7 @@ class OriginReader:
         # The deadline does not run while the reader does something else.
         self._attempts.extend(clock.monotonic() - self._read_at)
         count = self._call(lambda: self._attempt(view))
-        if not self._origin.pins and (count == 0 or self._position + count == self.size):
+        if not self._origin.conditional and (count == 0 or self._position + count == self.size):
             self._call(self._compare)  # before the last bytes are delivered
         self._position += count
         if count == 0:
@@ -413,7 +413,7 @@ class OriginReader:
         """Request the bytes from the position on, of the version that is read if that is fixed."""
         if self._version is None:
             self.info = None
-        elif self.info is not None and not self._origin.pins:
+        elif self.info is not None and not self._origin.conditional:
             self._compare()
         info = self.info if self.info is not None and self.info.size is not None else None
         body = self._origin.open(self._shard, self._position, None, info)

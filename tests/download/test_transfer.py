@@ -78,7 +78,7 @@ def test_progress_resets_the_attempts_and_no_byte_arrives_twice(make, origin):
 
 
 def test_without_conditional_requests_the_version_is_checked_at_the_end(make, origin):
-    origin.pins = origin.states_checksums = False
+    origin.conditional = origin.states_checksums = False
     real = origin.stat
 
     def stat(url: object) -> object:
@@ -139,8 +139,8 @@ def test_bytes_after_an_abort_are_not_used(make: MakeCache, origin: MemoryOrigin
     origin.objects[URL] = DATA[: 4 * BLOCK]
     receiving, real = threading.Event(), origin.open
 
-    def open_(url: Any, start: int, stop: Any, pin: Any = None) -> Any:
-        body = real(url, start, stop, pin)
+    def open_(shard: Any, start: int, stop: Any, expected: Any = None) -> Any:
+        body = real(shard, start, stop, expected)
         receive, came = body.readinto, 0
 
         def fail(buffer: memoryview) -> int:

@@ -238,7 +238,7 @@ def test_a_read_waits_for_credentials(open_cache, clock, request, name, refused)
 
 
 def test_a_read_waits_for_a_silent_metadata_service(open_cache, metadata, clock, monkeypatch):
-    monkeypatch.setattr("shardcache.origins.credentials._ANSWER", 0.2)
+    monkeypatch.setattr("shardcache.origins.credentials._TIMEOUT", 0.2)
     ended = threading.Event()
 
     def stall(head: str) -> bytes | None:

@@ -60,8 +60,8 @@ def crc(data: bytes) -> Checksum:
     return Checksum("crc32", base64.b64encode(zlib.crc32(data).to_bytes(4, "big")).decode())
 
 
-def misstated(body: Body, pin: ObjectInfo | None = None) -> Body:
-    body.info = pin or body.info
+def misstated(body: Body, expected: ObjectInfo | None = None) -> Body:
+    body.info = expected or body.info
     return body
 
 
@@ -185,10 +185,12 @@ def test_closing_the_cache_does_not_end_an_open_stream(make_cache, origin, more)
     assert origin.fetches == 1
 
 
-@pytest.mark.parametrize(("pins", "replaced"), [(True, False), (True, True), (False, True)])
-def test_resumed_bytes_wait_for_their_version(make_cache, origin, monkeypatch, pins, replaced):
-    if not pins:
-        origin.pins = origin.states_checksums = False
+@pytest.mark.parametrize(("conditional", "replaced"), [(True, False), (True, True), (False, True)])
+def test_resumed_bytes_wait_for_their_version(
+    make_cache, origin, monkeypatch, conditional, replaced
+):
+    if not conditional:
+        origin.conditional = origin.states_checksums = False
         real = origin.open
         # The origin claims that the object has the requested version.
         monkeypatch.setattr(origin, "open", lambda *a: misstated(real(*a[:3]), *a[3:]))

@@ -20,7 +20,7 @@ HOME = Path(__file__).resolve().parents[2]
 MUTANTS = """
 Bytes: ranges are requested without If-Match
     origins/http.py
-    -headers["If-Match"] = pin.etag
+    -headers["If-Match"] = expected.etag
     +pass
     tests/origins/test_s3.py
 

@@ -57,7 +57,7 @@ class MemoryOrigin:
     requests: list[tuple[str, int, int | None]] = field(default_factory=list)  # url, start, stop
     stats: list[str] = field(default_factory=list)  # URLs described
     faults: deque[Fault] = field(default_factory=deque)  # one for each of the next requests
-    pins: bool = True
+    conditional: bool = True
     states_checksums: bool = True
     sizes: bool = True  # whether responses state the size
     etags: bool = True  # whether responses state an ETag
@@ -78,35 +78,35 @@ class MemoryOrigin:
         """The number of requests that began at an object's first byte."""
         return sum(start == 0 for _, start, _ in self.requests)
 
-    def info(self, url: ShardURL) -> ObjectInfo:
-        data = self.objects.get(str(url))
+    def info(self, shard: ShardURL) -> ObjectInfo:
+        data = self.objects.get(str(shard))
         if data is None:
-            raise ShardNotFoundError(f"{url}: not found", url=str(url))
+            raise ShardNotFoundError(f"{shard}: not found", url=str(shard))
         return ObjectInfo(
             size=len(data) if self.sizes else None,
             etag=f'"{hashlib.md5(data).hexdigest()}"' if self.etags else None,
-            checksum=self.checksums.get(str(url)),
+            checksum=self.checksums.get(str(shard)),
         )
 
-    def open(self, url, start, stop, pin=None):
+    def open(self, shard, start, stop, expected=None):
         with self.guard:
-            self.requests.append((str(url), start, stop))
+            self.requests.append((str(shard), start, stop))
             fault = self.faults.popleft() if self.faults else None
         if fault is not None and fault.after is None:
             raise fault.error or TransientError("refused")
-        info = self.info(url)
-        if pin is not None and pin.etag != info.etag:
-            raise VersionChangedError(str(url))
-        data = self.objects[str(url)]
+        info = self.info(shard)
+        if expected is not None and expected.etag != info.etag:
+            raise VersionChangedError(str(shard))
+        data = self.objects[str(shard)]
         stop = len(data) if stop is None or not self.sizes else min(stop, len(data))
         body = MemoryBody(self, info, start, stop, data[start:stop], fault)
         self.bodies.append(body)  # other threads append theirs
         return body
 
-    def stat(self, url):
+    def stat(self, shard):
         with self.guard:
-            self.stats.append(str(url))
-        return self.info(url)
+            self.stats.append(str(shard))
+        return self.info(shard)
 
 
 class MemoryBody:

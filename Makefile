@@ -1,12 +1,14 @@
 # `make demo` and `make test` are complete on their own: a machine needs Python
-# (3.11 or newer) and make. Everything else goes into .venv.
+# (3.11 or newer) and make. Everything else goes into .venv, and with another Python, such as
+# `make test PYTHON=python3.13`, into .venv-3.13.
 
 PYTHON ?= python3
 # Processes that test at the same time, each with files of tests of its own.
 WORKERS ?= 2
 # Options of `make bench`, such as BENCH=--quick.
 BENCH ?=
-VENV := .venv
+VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+VENV := .venv$(if $(filter-out python3,$(PYTHON)),-$(or $(VERSION),$(error $(PYTHON) does not run)))
 BIN := $(VENV)/bin
 
 PARALLEL := --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
@@ -27,7 +29,7 @@ help:
 	@echo "make bench   every benchmark, against peers; writes docs/benchmarks.md (hours)"
 	@echo "make docs    write docs/options.md and docs/cli.md anew"
 	@echo "make site    build the documentation's site in .site"
-	@echo "make clean   remove .venv and caches of tools"
+	@echo "make clean   remove all environments and caches of tools"
 
 # One stamp per extra: the demo does not wait for torch. Two runs of make in one checkout take
 # turns here, and the second finds the work done: installing under a running test would break it.
@@ -121,4 +123,4 @@ site: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 clean:
-	rm -rf $(VENV) .site .venv.lock .coverage .coverage.* .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-3.* .site .venv.lock .coverage .coverage.* .mypy_cache .pytest_cache .ruff_cache .hypothesis

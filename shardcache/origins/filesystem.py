@@ -166,7 +166,7 @@ class FsspecOrigin:
                 else:
                     outcome.set_result(found)
 
-        threads.start(run, "shardcache-filesystem")
+        _start(run)
         wait([outcome], None if patient else self._timeout)
         if not outcome.done():
             raise TransientError(f"nothing came for {self._timeout:g} s", timed_out=True)
@@ -273,7 +273,18 @@ class FsspecBody:
     def close(self) -> None:
         """See `base.Body.close`; a hung mount would not let the file be closed, either."""
         _files.pop(id(self._file), None)
-        threads.start(self._file.close, "shardcache-filesystem")
+        _start(self._file.close)
+
+
+def _start(function: Callable[[], object]) -> None:
+    """Call ``function`` in a thread, or in this one if the process can start none.
+
+    It cannot at a limit of threads, nor, from Python 3.12 on, while the interpreter ends.
+    """
+    try:
+        threads.start(function, "shardcache-filesystem")
+    except RuntimeError:
+        function()
 
 
 def _first(found: Mapping[str, Any], names: tuple[str, ...]) -> str | None:

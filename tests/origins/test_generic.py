@@ -154,6 +154,18 @@ def test_a_silent_filesystem_is_given_up_on(odd_cache, odd, call):
     released.set()
 
 
+def test_a_filesystem_is_read_without_threads_if_none_can_start(odd_cache, odd, monkeypatch):
+    """At a limit of processes, and from Python 3.12 on while the interpreter ends."""
+
+    def refuse(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    cache = odd_cache()
+    assert cache.open(URL).read() == SHARD
+    assert cache.fetch(URL).data.read_bytes() == SHARD
+
+
 def test_listings_that_a_filesystem_keeps_are_not_believed(odd_cache):
     assert Odd().info(URL)["size"] == len(SHARD)
     Odd().pipe_file(URL, make_tar(2))

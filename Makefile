@@ -15,11 +15,12 @@ PARALLEL := --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 # A stamp whose recipe failed half-way is no stamp.
 .DELETE_ON_ERROR:
-.PHONY: help demo test coverage stress stress-full test-integrations lint audit bench docs site clean
+.PHONY: help demo test smoke coverage stress stress-full test-integrations lint audit bench docs site clean
 
 help:
 	@echo "make demo    the main job on an embedded S3 server, with a table of what happened"
 	@echo "make test    the whole test suite (five minutes on two cores)"
+	@echo "make smoke   a minute of it, for another Python: make smoke PYTHON=python3.13"
 	@echo "make coverage  the same, and which lines it runs"
 	@echo "make stress  storms, crashes, broken locks and filesystems, naive variants (15 minutes)"
 	@echo "make stress-full  the same for hours: every system call, long storms, fuzzing"
@@ -43,12 +44,15 @@ INSTALL = @flock .venv.lock sh -euc '\
 $(VENV)/.demo: pyproject.toml
 	$(call INSTALL,demo,,--no-compile)
 
+$(VENV)/.smoke: pyproject.toml
+	$(call INSTALL,smoke,$(VENV)/.demo)
+
 $(VENV)/.test: pyproject.toml
-	$(call INSTALL,test,$(VENV)/.demo)
+	$(call INSTALL,test,$(VENV)/.demo $(VENV)/.smoke)
 
 # Apart from `.test`: what it installs weighs a gigabyte.
 $(VENV)/.test-integrations: pyproject.toml
-	$(call INSTALL,test-integrations,$(VENV)/.demo $(VENV)/.test)
+	$(call INSTALL,test-integrations,$(VENV)/.demo $(VENV)/.smoke $(VENV)/.test)
 
 $(VENV)/.docs: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -73,6 +77,11 @@ test: $(VENV)/.test $(VENV)/webdataset-0.2.86
 	$(BIN)/python -m pytest $(PARALLEL)
 	PYTHONPATH=$(CURDIR)/$(VENV)/webdataset-0.2.86 $(BIN)/python -m pytest $(PARALLEL) \
 		tests/wds 'tests/cli/test_run.py::test_workers_read_through_the_cache_however_they_start[fork]'
+
+# The tests that depend most on the version of Python: forks, threads, the end of a process.
+smoke: $(VENV)/.smoke
+	$(BIN)/python -m pytest $(PARALLEL) tests/test_cache.py tests/test_processes.py \
+		tests/download/test_threads.py tests/reading/test_forks.py
 
 # Apart from `test`, of which it would be a third of the time. With the tests of Ray, which are
 # among those of `stress`. Commands that tests start elsewhere write where the others do.

@@ -2,8 +2,8 @@
 
 A fork copies the locks that other threads hold at that moment, and no thread of the child releases
 them. This concerns the lock of an import, and those of OpenSSL, which it holds while a context is
-made and *while a thread that used it ends*. A thread ends some microseconds after `join` has
-returned, and a DataLoader worker that is forked in between would wait for its first context
+made and *while a thread that used it ends*. A thread ends some microseconds after `is_alive` has
+become false, and a DataLoader worker that is forked in between would wait for its first context
 forever. So a fork waits for imports in other threads, for work inside `undivided`, and for ended
 threads of shardcache until the kernel no longer lists them. It waits for nothing else, such as a
 TLS handshake.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,9 +17,9 @@ from shardcache.cli.demo import S3Server
 from shardcache.units import format_bytes
 from tests.packages.conftest import Bench
 from tests.support.tars import tar_of
-from tests.support.trainingtools import ROOT, run
+from tests.support.trainingtools import run
 
-PYTHON = str(ROOT / ".venv" / "open_clip" / "bin" / "python")
+PYTHON = str(Path(sys.prefix) / "open_clip" / "bin" / "python")
 RUN = [PYTHON, "-m", "shardcache", "run", "--", PYTHON]
 
 #: A model of open_clip, as small as it goes.

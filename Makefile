@@ -1,23 +1,26 @@
 # `make demo` and `make test` are complete on their own: a machine needs Python
-# (3.11 or newer) and make. Everything else goes into .venv.
+# (3.11 or newer) and make. Everything else goes into .venv, and with another Python, such as
+# `make test PYTHON=python3.13`, into .venv-3.13.
 
 PYTHON ?= python3
 # Processes that test at the same time, each with files of tests of its own.
 WORKERS ?= 2
 # Options of `make bench`, such as BENCH=--quick.
 BENCH ?=
-VENV := .venv
+VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+VENV := .venv$(if $(filter-out python3,$(PYTHON)),-$(or $(VERSION),$(error $(PYTHON) does not run)))
 BIN := $(VENV)/bin
 
 PARALLEL := --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 # A stamp whose recipe failed half-way is no stamp.
 .DELETE_ON_ERROR:
-.PHONY: help demo test coverage stress stress-full test-integrations lint audit bench docs site clean
+.PHONY: help demo test smoke coverage stress stress-full test-integrations lint audit bench docs site clean
 
 help:
 	@echo "make demo    the main job on an embedded S3 server, with a table of what happened"
 	@echo "make test    the whole test suite (five minutes on two cores)"
+	@echo "make smoke   a minute of it, for another Python: make smoke PYTHON=python3.13"
 	@echo "make coverage  the same, and which lines it runs"
 	@echo "make stress  storms, crashes, broken locks and filesystems, naive variants (15 minutes)"
 	@echo "make stress-full  the same for hours: every system call, long storms, fuzzing"
@@ -27,7 +30,7 @@ help:
 	@echo "make bench   every benchmark, against peers; writes docs/benchmarks.md (hours)"
 	@echo "make docs    write docs/options.md and docs/cli.md anew"
 	@echo "make site    build the documentation's site in .site"
-	@echo "make clean   remove .venv and caches of tools"
+	@echo "make clean   remove all environments and caches of tools"
 
 # One stamp per extra: the demo does not wait for torch. Two runs of make in one checkout take
 # turns here, and the second finds the work done: installing under a running test would break it.
@@ -41,12 +44,15 @@ INSTALL = @flock .venv.lock sh -euc '\
 $(VENV)/.demo: pyproject.toml
 	$(call INSTALL,demo,,--no-compile)
 
+$(VENV)/.smoke: pyproject.toml
+	$(call INSTALL,smoke,$(VENV)/.demo)
+
 $(VENV)/.test: pyproject.toml
-	$(call INSTALL,test,$(VENV)/.demo)
+	$(call INSTALL,test,$(VENV)/.demo $(VENV)/.smoke)
 
 # Apart from `.test`: what it installs weighs a gigabyte.
 $(VENV)/.test-integrations: pyproject.toml
-	$(call INSTALL,test-integrations,$(VENV)/.demo $(VENV)/.test)
+	$(call INSTALL,test-integrations,$(VENV)/.demo $(VENV)/.smoke $(VENV)/.test)
 
 $(VENV)/.docs: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -71,6 +77,11 @@ test: $(VENV)/.test $(VENV)/webdataset-0.2.86
 	$(BIN)/python -m pytest $(PARALLEL)
 	PYTHONPATH=$(CURDIR)/$(VENV)/webdataset-0.2.86 $(BIN)/python -m pytest $(PARALLEL) \
 		tests/wds 'tests/cli/test_run.py::test_workers_read_through_the_cache[fork]'
+
+# The tests that depend most on the version of Python: forks, threads, the end of a process.
+smoke: $(VENV)/.smoke
+	$(BIN)/python -m pytest $(PARALLEL) tests/test_cache.py tests/test_processes.py \
+		tests/download/test_threads.py tests/reading/test_forks.py
 
 # Apart from `test`, of which it would be a third of the time. With the tests of Ray, which are
 # among those of `stress`. Commands that tests start elsewhere write where the others do.
@@ -121,4 +132,4 @@ site: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 clean:
-	rm -rf $(VENV) .site .venv.lock .coverage .coverage.* .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-3.* .site .venv.lock .coverage .coverage.* .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -181,7 +181,7 @@ class FsspecOrigin:
                 else:
                     outcome.set_result(found)
 
-        threads.start(run, "shardcache-filesystem")
+        _start(run)
         wait([outcome], self._timeout if timed else None)
         if not outcome.done():
             raise TransientError(f"nothing came for {self._timeout:g} s", timed_out=True)
@@ -294,7 +294,18 @@ class FsspecBody:
     def close(self) -> None:
         """See `base.Body.close`. It closes in a thread, because a mount may hang."""
         _files.pop(id(self._file), None)
-        threads.start(self._file.close, "shardcache-filesystem")
+        _start(self._file.close)
+
+
+def _start(function: Callable[[], object]) -> None:
+    """Call ``function`` in a thread, or in this one if the process can start none.
+
+    It cannot at a limit of threads, nor, from Python 3.12 on, while the interpreter ends.
+    """
+    try:
+        threads.start(function, "shardcache-filesystem")
+    except RuntimeError:
+        function()
 
 
 def _first(found: Mapping[str, Any], names: tuple[str, ...]) -> str | None:

@@ -148,7 +148,7 @@ def _opened(
         with (
             undivided(),
             contextlib.closing(
-                sqlite3.connect(uri, busy, isolation_level="IMMEDIATE", uri=True)
+                sqlite3.connect(uri, timeout=busy, isolation_level="IMMEDIATE", uri=True)
             ) as db,
         ):
             db.execute("PRAGMA synchronous = OFF")

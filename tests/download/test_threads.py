@@ -40,7 +40,7 @@ def test_a_fork_waits_until_a_thread_that_has_ended_is_gone() -> None:
     assert libc.pthread_key_create(ctypes.byref(key), libc.sem_wait) == 0
     end = ctypes.addressof(semaphore)
     thread = threads.start(lambda: libc.pthread_setspecific(key, end), "shardcache-test")
-    thread.join()
+    wait_until(lambda: not thread.is_alive())  # `join` waits for the kernel, from Python 3.13 on
     task = Path(f"/proc/self/task/{thread.native_id}")
     assert task.exists()
     threading.Timer(0.4, libc.sem_post, [semaphore]).start()  # the fork waits for this

@@ -130,6 +130,18 @@ def test_a_call_of_a_silent_filesystem_times_out(hooked_cache, set_hook, call):
     released.set()
 
 
+def test_a_filesystem_is_read_without_threads_if_none_can_start(hooked_cache, monkeypatch):
+    """At a limit of processes, and from Python 3.12 on while the interpreter ends."""
+
+    def refuse(self):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    cache = hooked_cache()
+    assert cache.open(URL).read() == SHARD
+    assert cache.fetch(URL).data.read_bytes() == SHARD
+
+
 def test_the_listings_that_a_filesystem_keeps_are_not_used(hooked_cache):
     assert Hooked().info(URL)["size"] == len(SHARD)
     Hooked().pipe_file(URL, make_tar(2))

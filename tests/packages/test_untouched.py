@@ -5,6 +5,8 @@ Runs in the environment that `make test-integrations` creates.
 
 import io
 import json
+import sys
+from pathlib import Path
 
 import pytest
 from PIL import Image
@@ -12,9 +14,9 @@ from PIL import Image
 from shardcache.units import format_bytes
 from tests.packages.conftest import Bench
 from tests.support.tars import tar_of
-from tests.support.trainingtools import ROOT, run
+from tests.support.trainingtools import run
 
-PYTHON = str(ROOT / ".venv" / "open_clip" / "bin" / "python")
+PYTHON = str(Path(sys.prefix) / "open_clip" / "bin" / "python")
 RUN = [PYTHON, "-m", "shardcache", "run", "--", PYTHON]
 
 #: The smallest model of open_clip.

@@ -4,10 +4,9 @@ A fork copies the locks that other threads hold at that moment, and no thread of
 them. This concerns the lock of an import, and those of OpenSSL, which it holds while a context is
 made, *during a handshake* and *while a thread that used it ends*. In November 2026, one fork in a
 thousand beside four threads that did handshakes made a child that waited for its first context
-forever (OpenSSL 3.0). A thread ends some microseconds after `is_alive` has
-become false. So a fork waits
-for imports in other threads, for work inside `undivided`, and for ended threads of shardcache until
-the kernel no longer lists them.
+forever (OpenSSL 3.0). A thread ends some microseconds after `is_alive` has become false. So a fork
+waits for imports in other threads, for work inside `undivided`, and for ended threads of shardcache
+until the kernel no longer lists them.
 """
 
 from __future__ import annotations

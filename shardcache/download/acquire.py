@@ -186,10 +186,10 @@ def acquire(site: Site, download: Download) -> Result | None:
         OSError: the local disk failed.
     """
     with contextlib.ExitStack() as stack:
-        if download.is_ahead:
-            has_room = not site.engine.connections.crowded
-            has_room = has_room and stack.enter_context(site.slot("ahead", _AHEAD))
-            if not has_room and download.give_way():
+        if download.is_ahead and (
+            site.engine.connections.crowded or not stack.enter_context(site.slot("ahead", _AHEAD))
+        ):
+            if download.give_way():
                 return None
         try:
             return _acquire(site, download, site.places)

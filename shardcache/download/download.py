@@ -4,7 +4,8 @@
        '------------'--------> CANCELLED
 
 WAITING: no byte is requested yet, or another process holds the key's lock. RUNNING: this process
-writes a partial. It goes back to WAITING when a full or replaced disk releases the lock. The thread
+writes a partial. It goes back to WAITING if a full or replaced disk releases the lock and another
+process takes it. The thread
 that works on a download is its worker. It reports events, and only the methods here change the
 state.
 
@@ -171,10 +172,10 @@ class Download:
             self.is_ahead = False
             if self.state in (State.WAITING, State.RUNNING):
                 return True
-            passing = CacheFullError, LockTimeoutError, FetchCancelledError
-            is_final = isinstance(self._error, ShardCacheError)
-            is_final = is_final and not isinstance(self._error, passing)
-            return self._result is not None or self._answer is not None or is_final
+            passing = (CacheFullError, LockTimeoutError, FetchCancelledError)
+            if isinstance(self._error, ShardCacheError) and not isinstance(self._error, passing):
+                return True
+            return self._result is not None or self._answer is not None
 
     def join(self, *, finish: bool, ahead: bool) -> None:
         """Count one reader more; see `Downloads.join`."""

@@ -163,14 +163,16 @@ class S3Origin:
                 # Only after a failure: the workers of a node start at once if the chain works.
                 with one_at_a_time() if self._chain_failed else contextlib.nullcontext():
                     self._chain_failed = True
-                    self._credentials = _session(self._options).get_credentials()
+                    with undivided():  # it may do TLS handshakes
+                        self._credentials = _session(self._options).get_credentials()
                     if self._credentials is None:
                         from botocore.exceptions import NoCredentialsError
 
                         raise NoCredentialsError
                 self._chain_failed = False
             credentials = self._credentials
-        keys = credentials.get_frozen_credentials()
+        with undivided():  # it may renew them
+            keys = credentials.get_frozen_credentials()
         end = getattr(credentials, "_expiry_time", None)
         store.keys = keys
         store.fresh_until = end.timestamp() - _RENEWED_BEFORE if end else float("inf")

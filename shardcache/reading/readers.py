@@ -161,14 +161,15 @@ class DownloadReader:
         # Before the checks: a later change ends the wait, and a later end is seen next time.
         changes, has_ended = download.changes, download.ended
         opened = download.open()
-        is_own = download.state is not State.WAITING
         if opened is None and has_ended:  # a download ahead gave way: join another one
             self._leave()
-        elif opened is None and self._partial is not None and self._partial.sealed and not is_own:
+            return None
+        is_own = download.state is not State.WAITING
+        if opened is None and self._partial is not None and self._partial.sealed and not is_own:
             opened = self._here().find(self._shard)
         if opened is not None:
             self._check(opened)
-        elif not has_ended and not self._has_grown(download.partial, position):
+        elif not self._has_grown(download.partial, position):
             seconds = _OWN_POLL if is_own and self._partial is not None else _POLL
             self._wait(download, lambda: download.changes != changes, seconds)
         return opened

@@ -186,11 +186,11 @@ def acquire(site: Site, download: Download) -> Result | None:
         OSError: the local disk failed.
     """
     with contextlib.ExitStack() as stack:
-        if download.is_ahead and (
+        is_crowded = download.is_ahead and (
             site.engine.connections.crowded or not stack.enter_context(site.slot("ahead", _AHEAD))
-        ):
-            if download.give_way():
-                return None
+        )
+        if is_crowded and download.give_way():
+            return None
         try:
             return _acquire(site, download, site.places)
         except OSError as exn:

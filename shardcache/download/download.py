@@ -5,9 +5,8 @@
 
 WAITING: no byte is requested yet, or another process holds the key's lock. RUNNING: this process
 writes a partial. It goes back to WAITING if a full or replaced disk releases the lock and another
-process takes it. The thread
-that works on a download is its worker. It reports events, and only the methods here change the
-state.
+process takes it. The thread that works on a download is its worker. It reports events, and only the
+methods here change the state.
 
 Readers share a download through the table of the process (`Downloads`); a download counts them and
 refers to none. `prewarm` and `Cache.fetch` run downloads of their own, which are in no table.

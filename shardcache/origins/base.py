@@ -34,9 +34,7 @@ class TransientError(Exception):
         patient: bool = False,
     ) -> None:
         super().__init__(reason)
-        self.patient = (
-            patient  # it ends by itself: throttling, credentials that are not available yet
-        )
+        self.patient = patient  # it ends without action: throttling, a busy credential service
         self.retry_after = retry_after  # seconds; the origin's Retry-After
         self.timed_out = timed_out  # by silence rather than a refusal
 

@@ -146,7 +146,7 @@ KEYS = {"AWS_ACCESS_KEY_ID": "AK", "AWS_SECRET_ACCESS_KEY": "SK", "AWS_SESSION_T
 @pytest.mark.parametrize(
     ("variables", "stated"),
     [
-        ({"AWS_CONTAINER_CREDENTIALS_FULL_URI": "URL"}, "container-role, .* in [23]h.*automatically"),
+        ({"AWS_CONTAINER_CREDENTIALS_FULL_URI": "URL"}, "container-role, .* in [23]h.*renewed"),
         ({**KEYS, "AWS_CREDENTIAL_EXPIRATION": "END"}, "env, .* in [23]h.*: log in again before "),
         (KEYS, "env, which expire with their session$"),
     ],

@@ -7,6 +7,7 @@ slow. The first connection wins, and the other attempts are closed.
 
 from __future__ import annotations
 
+import errno
 import random
 import select
 import socket
@@ -68,6 +69,8 @@ class Dialer:
                     except BlockingIOError:
                         slower.append(address)
                     except OSError as exn:
+                        if exn.errno in (errno.EMFILE, errno.ENFILE):  # no fault of the address
+                            raise
                         kind, failed[address] = type(exn), exn.strerror or str(exn)
                         if sock := pending.pop(address, None):
                             sock.close()

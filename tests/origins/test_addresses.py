@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import re
 import socket
 from collections.abc import Callable, Iterator
@@ -10,9 +11,11 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from shardcache import Cache, TransferError
+from shardcache.origins.addresses import Dialer
 from shardcache.origins.base import TransientError
 from shardcache.origins.http import WebOrigin
 from shardcache.urls import parse_url
+from tests.support.storetools import few_descriptors
 from tests.support.webservers import Scripted, answer, running
 
 HOST = "shards.test"
@@ -137,3 +140,10 @@ def test_one_timeout_covers_all_addresses(network):
             read(WebOrigin(timeout=0.4), network.url)
     assert caught.value.timed_out
     assert len(network.tried) <= 2  # a quarter of a second apart
+
+
+def test_a_lack_of_descriptors_is_no_fault_of_an_address():
+    with socket.create_server((LIVE, 0)) as server, few_descriptors(0):
+        with pytest.raises(OSError) as caught:
+            Dialer().connect(LIVE, server.getsockname()[1], 1.0)
+    assert caught.value.errno == errno.EMFILE

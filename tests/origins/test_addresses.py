@@ -143,7 +143,7 @@ def test_one_timeout_covers_all_addresses(network):
 
 
 def test_a_lack_of_descriptors_is_no_fault_of_an_address():
-    with socket.create_server((LIVE, 0)) as server, few_descriptors(0):
-        with pytest.raises(OSError) as caught:
-            Dialer().connect(LIVE, server.getsockname()[1], 1.0)
-    assert caught.value.errno == errno.EMFILE
+    dialer = Dialer()
+    with socket.create_server((LIVE, 0)) as server, few_descriptors(0), pytest.raises(OSError) as e:
+        dialer.connect(LIVE, server.getsockname()[1], 1.0)
+    assert e.value.errno == errno.EMFILE

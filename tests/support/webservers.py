@@ -54,8 +54,8 @@ class Scripted(socketserver.ThreadingTCPServer):
 
     def shutdown_request(self, request: socket.socket | ssl.SSLSocket) -> None:
         if self.close_notify and isinstance(request, ssl.SSLSocket):
-            request.settimeout(0)  # do not wait for the client's close_notify
-            with contextlib.suppress(OSError, ValueError):  # the client may have gone
+            with contextlib.suppress(OSError, ValueError):  # either side may have closed it
+                request.settimeout(0)  # do not wait for the client's close_notify
                 request.unwrap()
         super().shutdown_request(request)
 

@@ -103,8 +103,8 @@ class Cache:
 
         Args:
             config: the options.
-            started: when the job began to use the cache, in seconds since the epoch. None makes the
-                cache of a command, whose limits do not count as those of a job.
+            started: when the job began to use the cache, in seconds since the epoch. Without it,
+                the cache serves a command, and its limits are not recorded as those of a job.
         """
         made = cls.__new__(cls)
         made._setup(config, started)

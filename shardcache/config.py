@@ -566,7 +566,7 @@ def _user_directory(env: Mapping[str, str]) -> Path:
 
 
 def _from_webdataset(env: Mapping[str, str]) -> Iterator[tuple[str, str | None, str]]:
-    """Yield name, value and source of the options that WebDataset's own variables set."""
+    """Yield name, value and source of each option that WebDataset's own variables set."""
     yield "dir", env.get("WDS_CACHE"), "environment WDS_CACHE"
     size = env.get("WDS_CACHE_SIZE", "").strip()
     size += "B" if size[-1:].isdigit() else ""  # WebDataset's value is a number of bytes
@@ -584,7 +584,7 @@ def _usual_files(env: Mapping[str, str]) -> list[Path]:
 
 
 def _from_files(paths: Sequence[Path]) -> Iterator[tuple[str, object, str]]:
-    """Yield name, value and source of the options in TOML files."""
+    """Yield the name, the value and the source of each option in TOML files."""
     advice = "Correct the file or name another with --config or SHARDCACHE_CONFIG"
     for path in map(absolute, paths):
         import tomllib  # a third of the import time of this module; most users have no file

@@ -125,7 +125,7 @@ class Modes:
         raise FileNotFoundError(errno.ENOENT, "another process keeps removing it", str(path))
 
     def objection(self, path: Path, status: os.stat_result) -> str | None:
-        """Return why a directory must not be a cache, and what to do; None if it may be one.
+        """Return why a directory cannot be a cache and how to fix that; None if it can.
 
         Args:
             path: the directory.
@@ -233,7 +233,8 @@ def sync_directory(path: Path) -> None:
 
 # -- files that a forked child closes ------------------------------------------------------
 
-#: The files that a forked child closes. A fork waits until a file that is being opened is in here.
+#: The files that a forked child closes. A fork waits until a file that is being
+#: opened is in this set.
 _exclusive: weakref.WeakSet[io.FileIO] = weakref.WeakSet()
 
 

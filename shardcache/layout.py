@@ -138,7 +138,7 @@ class Layout:
         return Path(f"{self.local or self.base}/locks/{key[:2]}/{key}.lock")
 
     def lease(self, key: str) -> Path:
-        """Return the lease of one key, which all nodes that share the directory see."""
+        """Return the lease of a key. All nodes that share the directory see it."""
         return self.base / "locks" / key[:2] / f"{key}.lease"
 
     def holder(self, key: str) -> Path:

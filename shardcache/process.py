@@ -255,7 +255,7 @@ class Process:
         """Add a reader to the shard's download; see `Downloads.join`. Start its worker if needed.
 
         Raises:
-            OSError: the process may start no thread.
+            OSError: the process cannot start a thread.
         """
         download, is_new = self.downloads.join(shard, finish=finish, ahead=ahead)
         if is_new:
@@ -400,7 +400,7 @@ class Process:
         self._copying = [thread for thread in self._copying if thread.is_alive()]
         try:
             self._copying.append(threads.start(copy, "shardcache-copy"))
-        except RuntimeError as exn:  # the process may start no thread
+        except RuntimeError as exn:  # the process cannot start a thread
             logger.info("%s: not copied to an upstream: %s", shard, exn)
 
     def _count_eviction(self, removal: Removal) -> None:

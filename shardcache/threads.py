@@ -28,7 +28,7 @@ T = TypeVar("T")
 #: Seconds that a fork waits at most for other threads: an import from a slow disk may take as long.
 #: Then it goes on, and the child may hang.
 _BEFORE_FORK = 30.0
-#: Seconds that a fork waits for threads that are ending. They need microseconds, or more on busy
+#: Seconds that a fork waits for threads that are ending. It takes microseconds, or more on busy
 #: processors.
 _ENDING = 5.0
 #: Seconds between two checks: a fork itself takes about as long.
@@ -102,12 +102,12 @@ def undivided() -> Iterator[None]:
 
 
 def _ended() -> set[threading.Thread]:
-    """Return the threads that have ended for Python."""
+    """Return the threads that have ended, as far as Python knows."""
     return {each for each in list(_started) if each.native_id is not None and not each.is_alive()}
 
 
 def _ending() -> set[threading.Thread]:
-    """Return the threads that have ended for Python, but not for the kernel yet."""
+    """Return the threads that Python takes for ended, and that the kernel still lists."""
     ended = _ended()  # before the listing, so that a thread that ends now is not missed
     tasks = set(os.listdir("/proc/self/task")) if ended else ()  # noqa: PTH208 - in a hook
     return {each for each in ended if str(each.native_id) in tasks}

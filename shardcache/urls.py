@@ -493,5 +493,5 @@ def _authority(endpoint: str | None) -> str:
             return f"aws:{region[1]}"
         if name.endswith(".amazonaws.com"):
             return ""
-    # http and https at one authority are the same object store.
+    # http and https at the same host and port are the same object store.
     return host + parts.path.rstrip("/")

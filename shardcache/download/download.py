@@ -259,7 +259,7 @@ class Download:
 
     @contextlib.contextmanager
     def transferring(self, abort: Callable[[], None]) -> Iterator[None]:
-        """Have `cancel` call ``abort`` while the context lasts. Raises as `check`."""
+        """Have `cancel` call ``abort`` while the context lasts. Raises the errors of `check`."""
         self._abort = abort
         try:
             self.check()  # after that: `cancel` sets the state first
@@ -277,7 +277,7 @@ class Download:
             )
 
     def sleep(self, seconds: float) -> None:
-        """Sleep, unless the download is cancelled. Raises as `check`."""
+        """Sleep, unless the download is cancelled. Raises the errors of `check`."""
         self.check()
         while seconds > 0:
             clock.sleep(min(seconds, _NAP))

@@ -355,7 +355,7 @@ class Transfer:
             raise
 
     def finish(self) -> Transferred:
-        """Wait for the helpers, and check the shard. Raises as `transfer`."""
+        """Wait for the helpers, and check the shard. Raises the errors of `transfer`."""
         with self._download.transferring(self._cancel):
             self._work.end()
         if self._describer is not None:

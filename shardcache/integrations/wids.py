@@ -62,7 +62,7 @@ class LocalNames:
 
     def _link(self, name: str, target: Path) -> str:
         link = self.directory / name
-        with contextlib.suppress(OSError):  # not a link, or it does not exist
+        with contextlib.suppress(OSError):  # the path is no link, or it does not exist
             if link.readlink() == target:
                 return str(link)
         self.directory.mkdir(parents=True, exist_ok=True)

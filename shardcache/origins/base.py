@@ -195,7 +195,7 @@ class Origin(Protocol):
         ...
 
     def stat(self, shard: ShardURL) -> ObjectInfo:
-        """Describe the present version of the object, with its checksum. Raises as `open`."""
+        """Describe the current version of the object, with its checksum. Raises as `open` does."""
         ...
 
 

@@ -30,8 +30,8 @@ from shardcache.urls import ShardURL, quoted, redact
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-#: Bytes of one request, on filesystems that send one per read (gs, az, hf). Four blocks are few
-#: enough to bound memory, and many enough to amortise a round trip.
+#: Bytes per request, on filesystems that send one request per read (gs, az, hf): 4 MiB bound the
+#: memory, and take longer than a round trip.
 _READING: dict[str, Any] = {"block_size": 4 << 20, "cache_type": "readahead"}
 _VALIDATORS = ("ETag", "etag", "generation", "md5Hash", "content_md5", "Content-MD5", "Digest")
 _TIMES = (

@@ -463,7 +463,7 @@ def _look_up(options: Mapping[str, Any], endpoint: str) -> _Store:
 def _usual_address(endpoint: str, name: str, region: str) -> tuple[str, str] | None:
     """Return the server and the path of a bucket, as botocore's clients compose them.
 
-    A bucket is part of the path at a custom endpoint, and part of the host name at AWS, see
+    At a custom endpoint, a bucket is part of the path. At AWS, it is part of the host name; see
     https://docs.aws.amazon.com/AmazonS3/latest/userguide/VirtualHosting.html.
 
     Returns:

@@ -106,7 +106,7 @@ class Opener:
         return io.BufferedReader(stream, _BUFFER)
 
     def stream(self, shard: ShardURL) -> BinaryIO:
-        """Return a stream of a file of which nothing is stored. Raises as `open`."""
+        """Return a stream of a file of which nothing is stored. Raises the errors of `open`."""
         reader = read_nearest(self.here, shard)
         stream = ShardStream(self.here, shard, reader, self.here().counters)
         return io.BufferedReader(stream, _BUFFER)
@@ -114,7 +114,7 @@ class Opener:
     # -- entries ---------------------------------------------------------------
 
     def pin(self, shard: ShardURL) -> Opened:
-        """Return an entry that stays under its path until it is closed. Raises as `obtain`."""
+        """Return an entry that stays at its path until it is closed. Raises as `obtain` does."""
         started = clock.monotonic()
         while True:
             opened, outcome = self.obtain(Download(shard))

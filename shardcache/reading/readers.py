@@ -71,7 +71,7 @@ class DownloadReader:
         waited: seconds that this reader has waited for bytes.
 
     Raises:
-        OSError: the process may start no thread.
+        OSError: the process cannot start a thread.
     """
 
     path = None

@@ -63,7 +63,7 @@ class ShardStream(io.RawIOBase):
         self._position = 0
 
     def wait(self, *, whole: bool) -> None:
-        """Wait until there can be bytes, or with ``whole`` all of them. Raises as `readinto`."""
+        """Wait until there can be bytes, or with ``whole`` all of them. Raises the errors of `readinto`."""
         while isinstance(self._reader, DownloadReader) and self._reader.wait(whole=whole):
             self._advance(self._reader)
 
@@ -103,7 +103,7 @@ class ShardStream(io.RawIOBase):
         raise self._error
 
     def readall(self) -> bytes:
-        """See `io.RawIOBase.readall`. Raises as `readinto`."""
+        """See `io.RawIOBase.readall`. Raises the errors of `readinto`."""
         reader = self._reader
         if isinstance(reader, Opened) and self._error is None and not self.closed:  # in one call
             left = max(0, reader.size - self._position)

@@ -33,7 +33,7 @@ from shardcache.urls import ShardURL, redact
 
 
 class State(StrEnum):
-    """The result for one entry. The last three need ``remote``."""
+    """The result for one entry. `verify` finds the last three only with ``remote``."""
 
     OK = "ok"
     DAMAGED = "damaged"
@@ -77,7 +77,7 @@ def differs(then: ObjectInfo, now: ObjectInfo) -> str | None:
     """Describe how the origin's version differs from the downloaded one; None if it does not.
 
     Raises:
-        ValueError: the origin states nothing by which both can be compared.
+        ValueError: the origin states nothing to compare the two versions by.
     """
     if then.version_id and now.version_id and "null" not in (then.version_id, now.version_id):
         return _change("version", then.version_id, now.version_id)

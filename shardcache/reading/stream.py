@@ -63,7 +63,7 @@ class ShardStream(io.RawIOBase):
         self._position = 0
 
     def wait(self, *, whole: bool) -> None:
-        """Wait until there can be bytes, or with ``whole`` all of them. Raises the errors of `readinto`."""
+        """Wait until there can be bytes, or with ``whole`` all of them; raise as `readinto`."""
         while isinstance(self._reader, DownloadReader) and self._reader.wait(whole=whole):
             self._advance(self._reader)
 

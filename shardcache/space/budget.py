@@ -57,8 +57,8 @@ _PLANS = 6
 #: Shards that a node may admit at one moment, before one process sees the partials of the others:
 #: 8 ranks with 8 workers each.
 _AT_ONCE = 64
-#: At this many entries or more, an eviction removes another 1 % of the bytes in the cache. So a full cache
-#: is listed once per hundred new shards, and not for each.
+#: At this many entries or more, an eviction removes another 1 % of the bytes in the cache. Thus a
+#: full cache is listed once per hundred new shards, and not once for each.
 _EACH = 100
 #: Seconds to wait for the budget lock. Its holder counts and evicts; if that takes longer, it was
 #: probably stopped, and the shard is admitted without the lock.

@@ -72,13 +72,13 @@ def test_outcomes_of_open(make_cache, origin, urls, tmp_path, fill):
 def test_a_reader_that_leaves_after_its_download_failed_has_missed(make_cache, origin, urls):
     """Not coalesced: that would count as bytes saved."""
     origin.objects[urls[0]] = make_tar(1, members=3, size=BLOCK)
-    read = threading.Event()
-    failure = Fault(after=BLOCK + 5, error=TransientError("reset"), wait=read)
+    has_read = threading.Event()
+    failure = Fault(after=BLOCK + 5, error=TransientError("reset"), wait=has_read)
     origin.faults.extend([failure, Fault(after=None)])
     cache = make_cache(connections=1, attempts=1)
     with cache.open(urls[0]) as stream:
         stream.read(10)
-        read.set()
+        has_read.set()
         wait_until(lambda: cache.stats().fetches_failed)
         wait_until(lambda: not cache._here().downloads.unfinished())
     assert (cache.stats().misses, cache.stats().coalesced) == (1, 0)

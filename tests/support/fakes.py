@@ -45,7 +45,7 @@ class Fault:
 
     after: int | None = 0  # bytes delivered before it strikes; None fails the request itself
     error: Exception | None = None  # the exception to raise; None ends the body early
-    wait: threading.Event | None = None  # the body waits for this once, at ``after`` bytes
+    wait: threading.Event | None = None  # the body waits for this once, before ``error``
     corrupt: bool = False  # flips the byte at ``after`` instead of failing
 
 
@@ -127,6 +127,8 @@ class MemoryBody:
                 while not fault.wait.wait(0.01):
                     if self.aborted.is_set():
                         raise TransientError("aborted")
+                if fault.error is not None:
+                    raise fault.error
                 self._fault = None
             elif fault.error is not None:
                 raise fault.error

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import io
 import logging
 import threading
 from collections.abc import Callable, Mapping
@@ -69,6 +70,8 @@ class FsspecOrigin:
         file = self.call(
             shard, lambda: self._filesystem().open(self._path(shard), "rb", **_READING)
         )
+        if self._protocol == "memory":  # all opens of a file share one object and its position
+            file = io.BytesIO(file.getvalue())
         if file.seekable():
             file.seek(start)  # no request yet
         else:

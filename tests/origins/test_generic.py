@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
+from contextlib import closing
 from typing import Any
 
 import fsspec
@@ -22,6 +23,7 @@ from shardcache.origins.base import TransientError, VersionChangedError
 from shardcache.origins.filesystem import FsspecOrigin
 from shardcache.store.digest import BLOCK
 from shardcache.urls import parse_url
+from tests.support.storetools import PATIENCE
 from tests.support.tars import make_tar
 from tests.support.webservers import Files, running
 
@@ -71,6 +73,15 @@ def test_the_version_of_a_file_is_its_modification_time(cache, tmp_path):
             cache.open(str(missing))
     with pytest.raises(ConfigError, match="gs:// cannot be read here"):  # gcsfs is not installed
         cache.open("gs://bucket/a.tar")
+
+
+def test_two_readers_of_a_file_in_memory_share_no_position():
+    shard = parse_url("memory://lab/shared.tar")
+    MemoryFileSystem().pipe_file("/lab/shared.tar", SHARD)
+    origin = FsspecOrigin("memory", {}, timeout=PATIENCE)
+    with closing(origin.open(shard, 0, 1024)) as first, closing(origin.open(shard, 1024, 2048)):
+        buffer = memoryview(bytearray(512))
+        assert first.readinto(buffer) == 512 and buffer == SHARD[:512]
 
 
 class Hooked(MemoryFileSystem):

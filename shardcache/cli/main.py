@@ -327,7 +327,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - stays open
         with contextlib.suppress(AttributeError, ValueError):  # a test may have replaced it
             getattr(sys, name).reconfigure(errors="backslashreplace")
-    # A command is short. A prewarm of 2,000 shards of 100 KiB took 18.2 instead of 19.5 s/GB.
+    # A command is short. A prewarm of 2,000 shards of 100 KiB took 18.2 CPU s/GB instead of 19.5.
     gc.set_threshold(50_000)
     invocation = Invocation()
     with invocation.signals():

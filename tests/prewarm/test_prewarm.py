@@ -300,3 +300,9 @@ def test_s3_shards_cost_one_fetch_each_and_few_listings(run, spec, bucket, data,
         found = other.prewarm(f"s3://{bucket}/train-*.tar", dry_run=True)
         assert found.plan.fetch_bytes == sum(map(len, data.values()))
         assert len(proxy.requests()) == 1
+
+
+def test_a_parsed_shard_can_be_given_alone(make_cache, origin):
+    origin.objects["s3://lab/alone.tar"] = make_tar(1)
+    cache = make_cache()
+    assert cache.prewarm(cache.parse("s3://lab/alone.tar")).fetched == 1

@@ -14,10 +14,10 @@ from __future__ import annotations
 import functools
 import hashlib
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import quote, unquote, urlsplit
 
 from shardcache.errors import ConfigError
@@ -97,6 +97,8 @@ _MAX_BASENAME = 120
 _ARN = (
     r"arn:[a-z-]+:s3[a-z-]*:[a-z0-9-]*:[0-9]{12}:(?:outpost[/:][^/:@]+[/:])?accesspoint[/:][^/:@]+"
 )
+#: What a pickle has in place of a secret option.
+_HIDDEN = "***"
 #: Schemes whose canonical URLs hide no values.
 _NEVER_MASKED = frozenset({"file", "pipe", "s3"})
 #: The files that shardcache writes next to the file of a shard, which never has such a name.
@@ -136,8 +138,7 @@ class ShardURL:
         key: 32 hexadecimal digits, the blake2b-128 of the shard's identity and its endpoint.
         basename: a safe file name with the suffix of the shard.
         version_id: the version of the object that the URL names, if any.
-        options: ``endpoint_url``, ``profile`` and ``region_name``, if the URL is a command that
-            sets them.
+        options: the options of the client, if the URL is a command (`commands.read_command`).
     """
 
     raw: str = field(repr=False)
@@ -146,7 +147,7 @@ class ShardURL:
     key: str
     basename: str
     version_id: str | None = None
-    options: tuple[tuple[str, str], ...] = ()
+    options: tuple[tuple[str, str], ...] = field(default=(), repr=False)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle with secrets while multiprocessing spawns a process, else without them.
@@ -155,15 +156,18 @@ class ShardURL:
         """
         from multiprocessing.context import get_spawning_popen
 
-        raw = self.raw
+        raw, options = self.raw, self.options
         if get_spawning_popen() is None:
             raw = "" if self.scheme == "pipe" else self.canonical
+            options = tuple((k, _HIDDEN if k == "authorization" else v) for k, v in options)
         names = (self.scheme, self.canonical, self.key, self.basename, self.version_id)
-        return ShardURL, (raw, *names, self.options)
+        return ShardURL, (raw, *names, options)
 
     @property
     def is_masked(self) -> bool:
-        """Whether `raw` is a canonical URL with hidden values, which no origin can read."""
+        """Whether secrets are hidden that an origin needs to read the shard."""
+        if ("authorization", _HIDDEN) in self.options:
+            return True
         return self.scheme not in _NEVER_MASKED and re.fullmatch(_MASKED, self.raw) is not None
 
     @property
@@ -232,7 +236,7 @@ def parse_url(
         identity = f"{canonical}\0{authority}" if authority else canonical
     elif scheme == "pipe":
         # The identity has the whole command: two commands may differ in a credential only.
-        canonical, identity, name = _pipe(rest.strip()), f"pipe:{rest.strip()}", "pipe"
+        canonical, identity, name = name_command(rest.strip()), f"pipe:{rest.strip()}", "pipe"
     else:
         if masked := re.fullmatch(_MASKED, rest):
             rest, key = masked.groups()
@@ -253,74 +257,6 @@ def parse_url(
     return ShardURL(url, scheme, canonical, key, _basename(name), version_id)
 
 
-class _Reader(NamedTuple):
-    """A program that writes an object to its standard output."""
-
-    words: tuple[str, ...]  # the arguments; {} is the URL
-    target: str  # a pattern of the URL
-    flags: frozenset[str]  # options that do not change the bytes
-    values: Mapping[str, str] = {}  # options of the client -> the names of ours
-
-
-_S3 = r"s3://[^/]+/.+"
-_READERS = {
-    "aws": _Reader(
-        ("s3", "cp", "{}", "-"),
-        _S3,
-        frozenset({"--no-progress", "--only-show-errors", "--quiet"}),
-        {"--endpoint-url": "endpoint_url", "--profile": "profile", "--region": "region_name"},
-    ),
-    "s5cmd": _Reader(
-        ("cat", "{}"),
-        _S3,
-        frozenset(),
-        {"--endpoint-url": "endpoint_url", "--profile": "profile"},
-    ),
-    "gsutil": _Reader(("cat", "{}"), r"gs://[^/]+/.+", frozenset({"-q", "-m"})),
-    "curl": _Reader(
-        ("{}",),
-        r"https?://.+",
-        frozenset({"-s", "-S", "-L", "-f", "--silent", "--show-error", "--location", "--fail"}),
-    ),
-}
-#: Characters that a shell may expand. A command with one of them is not understood.
-_EXPANDED = r"[$`\\*\[\]{}~#!\n]"
-
-
-def read_command(url: str) -> tuple[str, tuple[tuple[str, str], ...]] | None:
-    """Return the URL that a ``pipe:`` command reads, and the options that it sets for the client.
-
-    Returns None for all commands except ``aws s3 cp URL -``, ``s5cmd cat URL``, ``gsutil cat URL``
-    and ``curl URL`` with the options of `_READERS`.
-    """
-    if not url.startswith("pipe:") or re.search(_EXPANDED, url):
-        return None
-    import shlex
-
-    try:
-        # Unquoted characters that end or join commands (;|&<>()) become words of their own.
-        lexer = shlex.shlex(url.removeprefix("pipe:"), posix=True, punctuation_chars=True)
-        lexer.whitespace_split, lexer.commenters = True, ""
-        program, *words = lexer
-    except ValueError:  # no word, or an unclosed quote
-        return None
-    if program not in _READERS:
-        return None
-    reader, options, plain = _READERS[program], {}, []
-    for word in (rest := iter(words)):
-        name, equals, value = word.partition("=")
-        if name in reader.values:
-            options[reader.values[name]] = value if equals else next(rest, "")
-        elif word[:1] == "-" and word[1:2].isalpha() and len(word) > 2:  # -sLf
-            plain += [flag for flag in word[1:] if f"-{flag}" not in reader.flags]
-        elif word not in reader.flags:
-            plain.append(word)
-    found = [word for word in plain if re.fullmatch(reader.target, word)]
-    if len(found) != 1 or plain != [word.format(*found) for word in reader.words]:
-        return None
-    return found[0], tuple(sorted(options.items()))
-
-
 def _file(url: str, path: str) -> str:
     if not path:
         raise ConfigError(f"{url!r} names no file")
@@ -331,7 +267,7 @@ def _file(url: str, path: str) -> str:
         raise ConfigError(f"{url!r} is relative to a directory that was removed") from exn
 
 
-def _pipe(command: str) -> str:
+def name_command(command: str) -> str:
     """Return a command for logs: its program, the URL it reads, and a digest of the whole.
 
     Options, headers and variables are left out, because any of them may be a credential

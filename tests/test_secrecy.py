@@ -152,7 +152,7 @@ ANSWERS: dict[str, Callable[[str], bytes]] = {
     "echoed type": lambda head: answer("200 OK", ETag=None, Content_Type=f"text/html;{echo(head)}"),
     "elsewhere": lambda head: answer("302 Found", Location=f"http://u:{CANARY}@127.0.0.1:1/b.tar"),
 }
-#: Every kind of signed URL, and a login.
+#: Every kind of signed URL, a login, and a command.
 WEB = (
     "http://{place}/a.tar?X-Amz-Algorithm=AWS4-HMAC-SHA256&X-Amz-Signature={canary}"
     "&X-Amz-Credential={canary}&X-Amz-Security-Token={canary}",
@@ -163,11 +163,12 @@ WEB = (
     "http://{place}/a.tar?Policy={canary}&Signature={canary}&Key-Pair-Id={canary}",
     "http://{canary}@{place}/a.tar?access_token={canary}&token={canary}#{canary}",
     "http://{place}/a.tar?jwt=1&u={canary};{canary}",
+    "pipe:curl -sH 'Authorization: Bearer {canary}' 'http://{place}/a.tar?token={canary}'",
 )
 
 
-#: Every response for two of them, some responses for the others.
-SIGNED = [(url, answered) for url in (WEB[0], WEB[4]) for answered in ANSWERS]
+#: Every response for three of them, some responses for the others.
+SIGNED = [(url, answered) for url in (WEB[0], WEB[4], WEB[-1]) for answered in ANSWERS]
 SIGNED += [(url, answered) for url in WEB for answered in ("whole", "denied", "no head")]
 
 

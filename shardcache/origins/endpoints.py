@@ -19,9 +19,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from shardcache.commands import read_command
 from shardcache.config import Config
+from shardcache.errors import ConfigError
 from shardcache.units import format_duration
-from shardcache.urls import PARTITIONS, ShardURL, parse_url, read_command, redact
+from shardcache.urls import PARTITIONS, ShardURL, name_command, parse_url, redact
 
 if TYPE_CHECKING:
     from botocore.session import Session
@@ -64,10 +66,13 @@ def for_command(config: Config, options: Collection[tuple[str, str]]) -> Config:
     """Return the configuration with the client options of a ``pipe:`` command."""
     given = dict(options)
     merged = {**scheme_options(config, "s3")}
-    if profile := given.get("profile"):
-        credentials = ("key", "secret", "token", "anon")
+    profile, anon = given.get("profile"), "anon" in given
+    if profile or anon:
+        credentials = ("key", "secret", "token", "anon", "profile")
         merged = {name: value for name, value in merged.items() if name not in credentials}
-        merged["profile"] = profile
+        merged |= {"anon": True} if anon else {"profile": profile}
+    if "requester_pays" in given:
+        merged["requester_pays"] = True
     if region := given.get("region_name"):
         merged["client_kwargs"] = {**(merged.get("client_kwargs") or {}), "region_name": region}
     endpoint = given.get("endpoint_url") or config.endpoint_url
@@ -77,15 +82,25 @@ def for_command(config: Config, options: Collection[tuple[str, str]]) -> Config:
 def parser(config: Config) -> Callable[[str], ShardURL]:
     """Return the function that parses the URLs of a configuration.
 
-    It turns a ``pipe:`` command that only reads a URL (`urls.read_command`) into that URL.
+    It turns a ``pipe:`` command that only reads an object (`commands.read_command`) into the URL
+    of the object.
     """
     endpoint, schemes = authority_of(config), config.allow_schemes
 
     def parse(url: str) -> ShardURL:
-        read = read_command(url) if isinstance(url, str) else None
-        if read is None:
+        if not (isinstance(url, str) and url.startswith("pipe:")):
             return parse_url(url, endpoint=endpoint, allow_schemes=schemes)
-        target, options = read
+        command = url.removeprefix("pipe:").strip()
+        try:
+            target, options = read_command(command)
+        except ConfigError as exn:
+            if "pipe" in schemes:
+                return parse_url(url, allow_schemes=schemes)
+            raise ConfigError(
+                f"{name_command(command)} is left to a shell, because {exn.message}. Pass "
+                "allow_schemes=['pipe'] to cache its output, if you trust the authors of all shard "
+                "lists."
+            ) from None
         own = authority_of(for_command(config, options)) if options else endpoint
         shard = parse_url(target, endpoint=own, allow_schemes=schemes)
         return dataclasses.replace(shard, options=options)

@@ -190,8 +190,9 @@ class WebOrigin:
     def _request(self, method: str, shard: ShardURL, headers: dict[str, str]) -> Response:
         """Send a request, follow redirects, and return a response of status 200 or 206."""
         target, server, authority = shard.raw, "", ""
-        login: dict[str, str] = {}
-        secrets: list[str] = []
+        given = dict(shard.options).get("authorization")  # of a command
+        login = {"Authorization": given} if given else {}
+        secrets = [*secret_forms(given, *(given or "").split())]
         for _ in range(_REDIRECTS + 1):
             error: Exception | None = None
             try:
@@ -199,8 +200,10 @@ class WebOrigin:
                 scheme, authority, path = split_url(target)
                 user, at, authority = authority.rpartition("@")
                 server = f"{scheme}://{authority}"
-                if at or server != before:  # a login must not reach another server
-                    login = {"Authorization": basic_login(user)} if at else {}
+                if at:
+                    login = {"Authorization": basic_login(user)}
+                elif before not in ("", server):  # a login must not reach another server
+                    login = {}
                 query = path.partition("?")[2]
                 secrets += secret_forms(*user.split(":"), *login.values(), query)
                 secrets += secret_forms(*(value for _, value in parse_qsl(query)))

@@ -52,12 +52,18 @@ def test_a_url_that_is_signed_again_is_a_hit(cache, web):
     assert web.requests == []
 
 
-def test_a_login_is_sent_as_a_header_but_not_after_a_redirect(cache, web):
+@pytest.mark.parametrize(
+    ("form", "header"),
+    [
+        ("http://me:canary@{}/a.tar", "Basic bWU6Y2FuYXJ5"),
+        ("pipe:curl -H 'Authorization: Bearer canary' http://{}/a.tar", "Bearer canary"),
+    ],
+)
+def test_a_login_is_sent_as_a_header_but_not_after_a_redirect(cache, web, form, header):
     with running(Files()) as first:
         first.redirects = {"/a.tar": f"{web.url}/a.tar"}
-        url = first.url.replace("://", "://me:canary@") + "/a.tar"
-        assert cache.open(url).read() == SHARD
-        assert "\r\nAuthorization: Basic bWU6Y2FuYXJ5\r\n" in first.heads[0]
+        assert cache.open(form.format(first.url.removeprefix("http://"))).read() == SHARD
+        assert f"\r\nAuthorization: {header}\r\n" in first.heads[0]
     assert "\r\nAuthorization:" not in "".join(web.heads)
 
 

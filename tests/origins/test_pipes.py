@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from shardcache import ConfigError, TransferError, TransferTimeoutError
+from shardcache.commands import read_command
 from shardcache.origins.command import PipeOrigin
-from shardcache.urls import parse_url, read_command
+from shardcache.urls import parse_url
 from tests.support.tars import make_tar
 
 
@@ -24,7 +25,7 @@ def test_a_command_runs_once_and_its_output_is_cached(make_cache, tmp_path):
 
 def test_output_that_is_too_long_for_the_cache_is_streamed(make_cache, tmp_path):
     (tmp_path / "a.tar").write_bytes(make_tar(8, members=20, size=100_000))
-    url = f"pipe:cat {tmp_path}/a.tar"
+    url = f"pipe:cat {tmp_path}/a.tar | cat"
     with make_cache(allow_schemes=["pipe"], max_size="1MB") as cache, cache.open(url) as stream:
         assert stream.read() == make_tar(8, members=20, size=100_000)
         assert url not in cache
@@ -50,29 +51,94 @@ def test_a_pickled_command_is_not_run():
 
 
 OTHER = ("endpoint_url", "http://h:1"), ("profile", "p"), ("region_name", "r")
+PAYER = ("requester_pays", "requester")
+BEARER = ("authorization", "Bearer s3cret")
 
 
 @pytest.mark.parametrize(
-    ("command", "read"),
+    ("command", "url", "options"),
     [
-        ("aws s3 cp s3://b/k.tar -", ("s3://b/k.tar", ())),
+        ("aws s3 cp s3://b/k.tar -", "s3://b/k.tar", ()),
         ("aws --endpoint-url http://h:1 s3 cp 's3://b/a b' - --region=r --profile p --quiet",
-         ("s3://b/a b", OTHER)),
-        ("s5cmd --endpoint-url=http://h:1 cat s3://b/k", ("s3://b/k", OTHER[:1])),
-        ("gsutil -q cat gs://b/k", ("gs://b/k", ())),
-        ("curl -sLf 'https://h/k.tar?a=1&b=2'", ("https://h/k.tar?a=1&b=2", ())),
-        ("curl -s -L https://h/k.tar", ("https://h/k.tar", ())),
-        *((command, None) for command in (
-            "aws s3 cp s3://b/k /tmp/x", "aws s3 cp s3://b/k - | gunzip", "aws s3 ls s3://b/k",
-            "aws s3 cp s3://b/k - --sse-c AES256", "aws s3 cp s3://b/$KEY -", "aws s3 cp - s3://b/k",
-            "s5cmd cat s3://b/*", "s5cmd cat s3://b/a s3://b/b", "gsutil cat s3://b/k",
-            "curl -H 'X: y' https://h/k", "curl https://h/k?a=1&b=2", "curl -sk https://h/k",
-            "curl 'https://h/k", "cat /x.tar", "", "aws",
-        )),
+         "s3://b/a b", OTHER),
+        ("aws --cli-connect-timeout 0 s3 cp --cli-read-timeout=0 s3://b/k - --only-show-errors "
+         "--no-progress --no-sign-request", "s3://b/k", (("anon", "true"),)),
+        ("aws s3 cp --request-payer s3://b/k -", "s3://b/k", (PAYER,)),
+        ("aws s3 cp s3://b/k - --request-payer requester", "s3://b/k", (PAYER,)),
+        ("/usr/bin/aws s3 cp s3://b/k - --request-payer=requester", "s3://b/k", (PAYER,)),
+        ("s5cmd --endpoint-url=http://h:1 cat s3://b/k", "s3://b/k", OTHER[:1]),
+        ("s5cmd --no-sign-request -r 5 --log error cat s3://b/k", "s3://b/k", (("anon", "true"),)),
+        ("s3cmd get --quiet s3://b/k -", "s3://b/k", ()),
+        ("gsutil -q -m cat gs://b/k", "gs://b/k", ()),
+        ("gcloud storage cat gs://b/k --quiet", "gs://b/k", ()),
+        ("curl --connect-timeout 30 --retry 30 --retry-delay 2 -f -s -L https://h/k", "https://h/k", ()),
+        ("curl -sS -m5 --max-time 9 --fail --location --silent -o - 'https://h/k.tar?a=1&b=2'",
+         "https://h/k.tar?a=1&b=2", ()),
+        ("curl -sLH 'Authorization: Bearer s3cret' https://h/k", "https://h/k", (BEARER,)),
+        ('curl --header "authorization: Bearer $TOKEN" https://h/k', "https://h/k", (BEARER,)),
+        ("wget -qO- https://h/k", "https://h/k", ()),
+        ("wget -nv -O - -t 3 --header='Authorization: Bearer s3cret' https://h/k", "https://h/k",
+         (BEARER,)),
+        ("cat '/data/my shards/x.tar'", "/data/my shards/x.tar", ()),
+        ("aws s3 cp s3://b/$TOKEN/k - || true", "s3://b/s3cret/k", ()),
+        ("""aws s3 cp 's3://b/'"a b/${TOKEN}"'$' - 2>/dev/null""", "s3://b/a b/s3cret$", ()),
+        ("curl -s https://h/k 2> /dev/null || true", "https://h/k", ()),
     ],
 )  # fmt: skip
-def test_commands_that_only_read_a_url_are_recognised(command, read):
-    assert read_command(f"pipe:{command}") == read
+def test_commands_that_only_read_an_object_are_recognised(command, url, options):
+    assert read_command(command, {"TOKEN": "s3cret"}) == (url, options)
+
+
+@pytest.mark.parametrize(
+    ("command", "reason"),
+    [
+        ("aws s3 cp s3://b/k /tmp/x", "form"),
+        ("aws s3 cp - s3://b/k", "form"),
+        ("aws s3 ls s3://b/k", "form"),
+        ("aws", "form"),
+        ("aws s3 cp s3://b/k - | gunzip", "'|'"),
+        ("aws s3 cp s3://b/k - --sse-c AES256", "--sse-c"),
+        ("aws s3 cp s3://b/$KEY -", "variable KEY"),
+        ("aws s3 cp s3://b/$WORDS -", "quotes"),
+        ("s5cmd cat s3://b/*", r"'\*'"),
+        ("s5cmd cat s3://b/a s3://b/b", "form"),
+        ("gsutil cat s3://b/k", "form"),
+        ("curl -H 'X: y' https://h/k", "header"),
+        ("curl https://h/k?a=1&b=2", "'&'"),
+        ("curl -sk https://h/k", "-k"),
+        ("curl -so x https://h/k", "standard output"),
+        ("curl https://h/k https://h/l", "form"),
+        ("curl 'https://h/k", '"\'"'),
+        ("wget -q https://h/k", "standard output"),
+        ("cat /x.tar /y.tar", "form"),
+        ("zcat /x.tar", "program"),
+        ("", "program"),
+    ],
+)
+def test_other_commands_are_left_to_a_shell(make_cache, command, reason):
+    with pytest.raises(ConfigError, match=reason):
+        read_command(command, {"WORDS": "a b"})
+
+
+@pytest.mark.parametrize(
+    ("host", "endpoint"),
+    [("minio:9000", "http://minio:9000"), ("s3.eu-west-1.amazonaws.com", None), (None, None)],
+)
+def test_the_endpoint_of_s3cmd_is_that_of_its_configuration(tmp_path, host, endpoint):
+    if host:
+        (tmp_path / "s3cfg").write_text(f"[default]\nhost_base = {host}\nuse_https = False\n")
+    _, options = read_command("s3cmd get s3://b/k -", {"S3CMD_CONFIG": str(tmp_path / "s3cfg")})
+    assert dict(options).get("endpoint_url") == endpoint
+
+
+def test_only_spawned_children_get_the_token_of_a_command(make_cache, monkeypatch):
+    shard = make_cache().parse("pipe:curl -H 'Authorization: Bearer s3cret' https://h/k")
+    assert shard.key == parse_url("https://h/k").key
+    data = pickle.dumps(shard)
+    assert "s3cret" not in data.decode("latin-1") + str(shard) + repr(shard)
+    assert pickle.loads(data).is_masked
+    monkeypatch.setattr("multiprocessing.context.get_spawning_popen", object)
+    assert pickle.loads(pickle.dumps(shard)) == shard
 
 
 def test_a_command_of_an_s3_client_is_replaced_by_a_request(

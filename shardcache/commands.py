@@ -1,0 +1,213 @@
+"""The objects that ``pipe:`` commands read, such as ``aws s3 cp s3://bucket/a.tar -``.
+
+shardcache requests such an object itself. It takes over the options that change the access to the
+object, such as a profile, and drops those that change only the patience or the messages of the
+program. It leaves any other command to the shell, and does not cache its output.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import getopt
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from shardcache.errors import ConfigError
+
+__all__ = ["PROGRAMS", "Program", "read_command"]
+
+
+class Program(NamedTuple):
+    """A program that can write an object to its standard output.
+
+    Attributes:
+        words: its arguments without the options; {} is the object.
+        target: a pattern of the object.
+        short: its options of one letter, as `getopt` takes them.
+        long: its long options, as `getopt` takes them.
+        access: the options that are taken over, and the names of ours.
+        output: the options whose value must be ``-``, the standard output.
+        writes_files: whether it writes to the standard output only if such an option says so.
+    """
+
+    words: tuple[str, ...]
+    target: str
+    short: str = ""
+    long: tuple[str, ...] = ()
+    access: Mapping[str, str] = {}
+    output: tuple[str, ...] = ()
+    writes_files: bool = False
+
+
+_S3, _GS, _WEB = r"s3://[^/]+/.+", r"gs://[^/]+/.+", r"https?://.+"
+_AWS = {
+    "--endpoint-url": "endpoint_url",
+    "--no-sign-request": "anon",
+    "--profile": "profile",
+    "--region": "region_name",
+    "--request-payer": "requester_pays",
+}
+
+#: The programs by name. docs/integrations.md lists their options; a test compares the two.
+PROGRAMS = {
+    "aws": Program(
+        ("s3", "cp", "{}", "-"),
+        _S3,
+        long=(
+            *("endpoint-url=", "no-sign-request", "profile=", "region=", "request-payer="),
+            *("cli-connect-timeout=", "cli-read-timeout=", "no-cli-pager", "no-progress"),
+            *("only-show-errors", "quiet"),
+        ),
+        access=_AWS,
+    ),
+    "s5cmd": Program(
+        ("cat", "{}"),
+        _S3,
+        short="r:",
+        long=(
+            *("endpoint-url=", "no-sign-request", "profile=", "request-payer="),
+            *("concurrency=", "log=", "numworkers=", "part-size=", "retry-count="),
+        ),
+        access=_AWS,
+    ),
+    "s3cmd": Program(("get", "{}", "-"), _S3, short="q", long=("no-progress", "quiet")),
+    "gsutil": Program(("cat", "{}"), _GS, short="mq"),
+    "gcloud": Program(
+        ("storage", "cat", "{}"), _GS, short="q", long=("no-user-output-enabled", "quiet")
+    ),
+    "curl": Program(
+        ("{}",),
+        _WEB,
+        short="H:LNSfgm:o:sy:Y:",
+        long=(
+            *("header=", "output=", "location", "no-buffer", "show-error", "fail", "globoff"),
+            *("max-time=", "silent", "speed-time=", "speed-limit=", "connect-timeout="),
+            *("no-progress-meter", "retry=", "retry-all-errors", "retry-connrefused"),
+            *("retry-delay=", "retry-max-time="),
+        ),
+        access={"-H": "authorization", "--header": "authorization"},
+        output=("-o", "--output"),
+    ),
+    "wget": Program(
+        ("{}",),
+        _WEB,
+        short="O:T:n:qt:",
+        long=(
+            *("header=", "output-document=", "connect-timeout=", "no-verbose", "quiet"),
+            *("read-timeout=", "retry-connrefused", "timeout=", "tries=", "waitretry="),
+        ),
+        access={"--header": "authorization"},
+        output=("-O", "--output-document"),
+        writes_files=True,
+    ),
+    "cat": Program(("{}",), r".+"),
+}
+
+#: What may follow a command without a change of what it reads. With ``|| true``, too, a missing
+#: object is an error: the handler of the pipeline decides, as for every other shard.
+_ENDINGS = r"(\s*(2>\s*/dev/null|\|\|\s*(true|:)))+\s*\Z"
+#: The AWS CLI takes this option with and without its only value.
+_PAYER = r"(?<=\s)--request-payer(?:[= ]requester)?(?=\s|\Z)"
+#: The parts of a command: blanks, text in quotes, text without them, and what only a shell reads.
+_PART = r"""(?sx)
+    (?P<blank> [ \t]+)
+  | '(?P<single> [^']*)'
+  | "(?P<double> (?: [^"$`\\] | \$\w+ | \$\{\w+\} )*)"
+  | (?P<plain> (?: [^\s'"$`\\*\[\]{}~\#!|&;<>()] | \$\w+ | \$\{\w+\} )+)
+  | (?P<other> .)
+"""
+_VARIABLE = r"\$(?:(\w+)|\{(\w+)\})"
+_AUTHORIZATION = r"(?i)authorization:\s*(\S.*)"
+
+
+def read_command(
+    command: str, environ: Mapping[str, str] = os.environ
+) -> tuple[str, tuple[tuple[str, str], ...]]:
+    """Return the URL or path that a command reads, and the options of its client.
+
+    Args:
+        command: the text after ``pipe:``.
+        environ: the variables that the command may name.
+
+    Returns:
+        The URL, and the options sorted by name: ``anon``, ``authorization`` (the value of the
+        header), ``endpoint_url``, ``profile``, ``region_name``, ``requester_pays``.
+
+    Raises:
+        ConfigError: the command can only be left to a shell. The message is the reason.
+    """
+    command = re.sub(_PAYER, "--request-payer=requester", re.sub(_ENDINGS, "", command.strip()))
+    name, *words = _words(command, environ) or [""]
+    program = PROGRAMS.get(name.rpartition("/")[2])
+    if program is None:
+        raise ConfigError("shardcache does not know the program")
+    try:
+        found, plain = getopt.gnu_getopt(words, program.short, program.long)
+    except getopt.GetoptError as exn:
+        raise ConfigError(f"shardcache does not know its {exn.msg.split(' not ')[0]}") from None
+    targets = [word for word in plain if re.fullmatch(program.target, word)]
+    if not targets or plain != [word.format(targets[0]) for word in program.words]:
+        raise ConfigError(f"it is not of the form {' '.join((name, *program.words))}")
+    outputs = [value for option, value in found if option in program.output]
+    if set(outputs) - {"-"} or (program.writes_files and not outputs):
+        raise ConfigError("it does not write to the standard output")
+    options = {}
+    for option, value in found:
+        if (ours := program.access.get(option)) == "authorization":
+            header = re.fullmatch(_AUTHORIZATION, value)
+            if header is None:
+                raise ConfigError("it sends a header that is not Authorization")
+            value = header[1]
+        if ours is not None:
+            options[ours] = value or "true"
+    if program is PROGRAMS["s3cmd"]:
+        options |= _s3cmd_endpoint(environ)
+    return targets[0], tuple(sorted(options.items()))
+
+
+def _s3cmd_endpoint(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the endpoint in the configuration file of s3cmd."""
+    import configparser  # takes five milliseconds
+
+    parser = configparser.RawConfigParser()
+    with contextlib.suppress(configparser.Error, OSError, UnicodeDecodeError):
+        parser.read(environ.get("S3CMD_CONFIG") or Path("~/.s3cfg").expanduser())
+    host = parser.get("default", "host_base", fallback="s3.amazonaws.com")
+    if host.endswith(".amazonaws.com"):
+        return {}
+    is_secure = parser.get("default", "use_https", fallback="True").lower() in ("true", "yes", "1")
+    return {"endpoint_url": f"http{'s' if is_secure else ''}://{host}"}
+
+
+def _words(command: str, environ: Mapping[str, str]) -> list[str]:
+    """Return the words of a command, as a shell makes them."""
+    words: list[str] = []
+    is_new = True
+    for part in re.finditer(_PART, command):
+        kind = part.lastgroup
+        if kind == "blank":
+            is_new = True
+            continue
+        if kind == "other":
+            raise ConfigError(f"only a shell understands its {part[0]!r}")
+        text = part[kind or 0]
+        if kind != "single":
+            text = re.sub(_VARIABLE, lambda found: _value(found, environ, kind), text)
+        if is_new:
+            words.append("")
+            is_new = False
+        words[-1] += text
+    return words
+
+
+def _value(found: re.Match[str], environ: Mapping[str, str], kind: str | None) -> str:
+    name = found[1] or found[2]
+    value = environ.get(name)
+    if value is None:
+        raise ConfigError(f"the variable {name} is not set")
+    if kind == "plain" and re.search(r"[\s*?\[\]]", value):  # a shell would make several words
+        raise ConfigError(f"the value of the variable {name} needs quotes")
+    return value

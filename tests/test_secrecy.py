@@ -149,6 +149,7 @@ ANSWERS: dict[str, Callable[[str], bytes]] = {
     "echoed version": echoed_version,
     "echoed error": echoed_error,
     "echoed trouble": lambda head: answer(f"503 {echo(head)}"),
+    "echoed secret": lambda head: answer(f"400 Bad {CANARY}"),
     "echoed type": lambda head: answer("200 OK", ETag=None, Content_Type=f"text/html;{echo(head)}"),
     "elsewhere": lambda head: answer("302 Found", Location=f"http://u:{CANARY}@127.0.0.1:1/b.tar"),
 }
@@ -163,7 +164,7 @@ WEB = (
     "http://{place}/a.tar?Policy={canary}&Signature={canary}&Key-Pair-Id={canary}",
     "http://{canary}@{place}/a.tar?access_token={canary}&token={canary}#{canary}",
     "http://{place}/a.tar?jwt=1&u={canary};{canary}",
-    "pipe:curl -sH 'Authorization: Bearer {canary}' 'http://{place}/a.tar?token={canary}'",
+    "pipe:curl -sH 'Authorization: Bearer {canary}' http://{place}/a.tar",
 )
 
 

@@ -17,6 +17,7 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -63,13 +64,9 @@ class Process:
         started: when the job began to use the cache, for the session; None for a command.
 
     Attributes:
-        config: see above.
         tiers: fastest first; the last one is ``dir``, where locks are.
         reading, writing: count the disk's faults.
-        counters: count opens, bytes and faults.
-        origins: the clients of the origins.
         engine: what transfers share: connections and retries.
-        downloads: the downloads of this process.
         made_site: the `Site`, once it is made.
         clean_due: when to call `clean_if_due` again, on the monotonic clock.
     """
@@ -261,7 +258,7 @@ class Process:
         if is_new:
             # Without the lock of the downloads: starting waits for the thread, which may take it.
             try:
-                threads.start(lambda: self._work(download), f"shardcache-{shard.key[:8]}-fetch")
+                threads.start(partial(self._work, download), f"shardcache-{shard.key[:8]}-fetch")
             except RuntimeError as exn:
                 error = OSError(errno.EAGAIN, str(exn))
                 download.end(None, error)
@@ -300,12 +297,10 @@ class Process:
             site = self.check_root()
             try:
                 result = acquire(site, download)
-            except OSError as exn:
+            except OSError as exn:  # the disk may have been unmounted during the call
                 if not (is_local_error(exn) and self._changed_tiers()):
                     raise
-                result = acquire(
-                    self.check_root(), download
-                )  # the disk was unmounted during the call
+                result = acquire(self.check_root(), download)
         except OSError as exn:
             self.disk_failed(self.writing, exn)
             raise

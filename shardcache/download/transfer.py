@@ -19,6 +19,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import sys
 import threading
@@ -175,7 +176,8 @@ def transfer(
                 download.check()
                 if running is None:
                     response, described = attempts.call(
-                        lambda: _first_response(engine, source, download), sleep=download.sleep
+                        functools.partial(_first_response, engine, source, download),
+                        sleep=download.sleep,
                     )
                     engine.sizes.learn(shard, response.info.size)
                     download.check()

@@ -45,7 +45,10 @@ _SIGNATURES = (
         r"(aws|oss)accesskeyid|googleaccessid|expires|signature|(x-amz-)?security-token",
     ),
     # CloudFront, with the parameters that Hugging Face adds for the client.
-    ("key-pair-id signature policy|expires", r"key-pair-id|signature|policy|expires|hash-algorithm"),
+    (
+        "key-pair-id signature policy|expires",
+        r"key-pair-id|signature|policy|expires|hash-algorithm",
+    ),
     ("key-pair-id signature x-xet-cas-uid", r"x-xet-(cas-uid|session-id)|user_id|xip"),
     # Shared access signatures of Azure.
     (

@@ -193,12 +193,17 @@ class PrewarmReport:
 
     ``cached``, ``fetched``, ``coalesced``, ``linked``, ``failed``, ``missing`` and ``not_started``
     are the numbers of shards with that `Outcome`.
+
+    Attributes:
+        results: one per shard, in the order of the plan.
+        seconds: duration of the prewarm.
+        stopped: why it ended early; None if it did not.
     """
 
     plan: PrewarmPlan
-    results: tuple[ShardResult, ...]  #: one per shard, in the order of the plan
-    seconds: float  #: duration of the prewarm
-    stopped: Stopped | None = None  #: why it ended early; None if it did not
+    results: tuple[ShardResult, ...]
+    seconds: float
+    stopped: Stopped | None = None
 
     cached = _Count(Outcome.CACHED)
     fetched = _Count(Outcome.FETCHED)

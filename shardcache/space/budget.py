@@ -40,7 +40,7 @@ from shardcache.space.eviction import (
     sweep,
     total_bytes,
 )
-from shardcache.space.memory import Volume, allocation, is_memory
+from shardcache.space.memory import Volume, allocation
 from shardcache.store.entry import Entry, Store
 from shardcache.store.partial import InFlight, in_flight
 from shardcache.threads import lazy
@@ -320,11 +320,6 @@ class Space:
         names = (name for store in self.stores() for name in list_names(store.layout.partial))
         sizes = [parsed[2] for name in names if (parsed := parse_partial_name(name))]
         return sum(math.inf if size is None else self.allocated(size) for size in sizes)
-
-    @property
-    def is_pressed(self) -> bool | None:
-        """Whether a RAM disk leaves too little memory; None if the cache is on no RAM disk."""
-        return self.limits().free_needed > 0 if is_memory(self.node.base) else None
 
     def plan(
         self,

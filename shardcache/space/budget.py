@@ -113,8 +113,6 @@ class Space:
         """The function that computes the bytes on disk of a shard from its size."""
         return allocation(self.node.base)
 
-    # -- admission -----------------------------------------------------------------
-
     @contextlib.contextmanager
     def reserved(self, url: str, size: int | None) -> Iterator[None]:
         """Reserve room for a shard, by eviction if necessary. The body must make the partial.
@@ -126,16 +124,15 @@ class Space:
         Raises:
             CacheFullError: there is no room, and the other shards may not be evicted.
         """
-        if size is not None:
-            if too_large := self._too_large(url, size):
-                raise too_large
-            if self.max_size is None:
-                # If all shards of a moment fit, the budget lock is not needed.
-                volume = Volume.of(self.node.base)
-                spare = volume.free - self._config.min_free.of(volume.size) - self._announced()
-                if spare >= _AT_ONCE * self.allocated(size):
-                    yield
-                    return
+        if size is not None and (too_large := self._too_large(url, size)):
+            raise too_large
+        if size is not None and self.max_size is None:
+            # If all shards of a moment fit, the budget lock is not needed.
+            volume = Volume.of(self.node.base)
+            spare = volume.free - self._config.min_free.of(volume.size) - self._announced()
+            if spare >= _AT_ONCE * self.allocated(size):
+                yield
+                return
         with self._threads, self._budget_lock():
             self._reserve(url, size)
             yield
@@ -197,8 +194,7 @@ class Space:
         need = 0 if size is None else self.allocated(size)
         usage = None if size is None else self._read()
         entries: list[Entry] | None = None
-        swept = False
-        for _ in range(_PLANS):
+        for attempt in range(_PLANS):
             limits = self.limits(need)
             if limits == Limits():
                 return  # no limit applies, so the usage is not needed
@@ -210,10 +206,8 @@ class Space:
             if max(over, limits.free_needed) <= 0:
                 self._write(replace(usage, held=usage.held + need))
                 return
-            if not swept:  # the partials of dead processes are removed before entries
-                swept = True
-                if self._sweep():
-                    entries = None
+            if attempt == 0 and self._sweep():  # partials of dead processes go before entries
+                entries = None
             if entries is None:
                 usage = None  # count before shards are evicted or refused
                 continue
@@ -233,8 +227,6 @@ class Space:
             usage = None  # a process reads one of them now, or another rank has linked it
         raise self._no_room(url)
 
-    # -- usage ---------------------------------------------------------------------
-
     def recount(self) -> None:
         """Remove ``usage``, so that the next admission counts entries and partials."""
         with contextlib.suppress(OSError):
@@ -242,15 +234,11 @@ class Space:
 
     def flights(self) -> list[InFlight]:
         """List the shards in flight of all namespaces; their sizes are bytes on disk."""
-        flights = (flight for store in self.stores() for flight in in_flight(store.layout))
-        return [
-            replace(
-                flight,
-                occupied=self.allocated(flight.occupied),
-                size=None if flight.size is None else self.allocated(flight.size),
-            )
-            for flight in flights
-        ]
+        found = []
+        for flight in (each for store in self.stores() for each in in_flight(store.layout)):
+            size = None if flight.size is None else self.allocated(flight.size)
+            found.append(replace(flight, occupied=self.allocated(flight.occupied), size=size))
+        return found
 
     def _entries(self) -> list[Entry]:
         return [entry for store in self.stores() for entry in store.entries()]
@@ -293,8 +281,6 @@ class Space:
         except OSError as exn:  # full, read-only
             logger.debug("%s: %s", layout.usage, exn)
             self.recount()
-
-    # -- limits and plans ----------------------------------------------------------
 
     def limits(self, newcomer: int | None = None) -> Limits:
         """Return the configured limits in bytes, for the present state of the filesystem.
@@ -361,8 +347,6 @@ class Space:
                 self._evicted(removal)
                 gone.append(removal)
         return gone
-
-    # -- locks ---------------------------------------------------------------------
 
     @contextlib.contextmanager
     def _budget_lock(self) -> Iterator[None]:

@@ -440,10 +440,9 @@ class Cache:
         status: VerifyStatus | None = None,
         stop: threading.Event | None = None,
     ) -> Generator[Finding, None, None]:
-        """Compare the cached shards with the digests of their downloads.
+        """Compare the cached shards with the digests of their downloads. Jobs may run meanwhile.
 
-        This is safe while jobs run. No process evicts an entry while it is verified, and verifying
-        does not count as an access.
+        No process evicts an entry while it is verified, and this does not count as an access.
 
         Args:
             specs: the shards, see `select`; None stands for all.
@@ -453,9 +452,6 @@ class Cache:
             sample: the share of shards to check, above 0 and up to 1; at least one is checked.
             status: the object that shows the progress.
             stop: set it to end early.
-
-        Yields:
-            The finding for each shard, in no order.
 
         Raises:
             ConfigError: the directory is not a cache, or ``sample`` is not a share.

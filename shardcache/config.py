@@ -458,8 +458,7 @@ class Options(TypedDict, total=False):
 # -- sources of values -----------------------------------------------------------------------------
 
 _PREFIX = "SHARDCACHE_"
-#: Variables of `ranks` and `sync`, and those that Kubernetes sets in all pods if a Service has the
-#: name "shardcache" or "shardcache-x".
+#: Not options: of `ranks` and `sync`, and of a Kubernetes Service "shardcache" or "shardcache-x".
 _NO_OPTIONS = rf"{_PREFIX}(CONFIG|RANK|JOB|SYNC_DIR|(\w+_)?(SERVICE_HOST|SERVICE_PORT|PORT)(_\w+)?)"
 
 
@@ -540,9 +539,6 @@ def _user_directory(env: Mapping[str, str]) -> Path:
         ) from None
 
 
-# Each yields name, value and source of options.
-
-
 def _from_environment(env: Mapping[str, str]) -> Iterator[tuple[str, object, str]]:
     for name in sorted(env):
         if name.startswith(_PREFIX) and not re.fullmatch(_NO_OPTIONS, name):
@@ -559,8 +555,7 @@ def _from_webdataset(env: Mapping[str, str]) -> Iterator[tuple[str, object, str]
 def _usual_files(env: Mapping[str, str]) -> list[Path]:
     home = env.get("XDG_CONFIG_HOME") or f"{env.get('HOME', '')}/.config"
     usual = ["shardcache.toml", f"{home}/shardcache/config.toml", "/etc/shardcache.toml"]
-    # os.path.exists returns False in a directory that this process may not enter, such as another
-    # user's $HOME in a container. Path.exists would raise.
+    # Path.exists would raise in a directory that this process may not enter.
     found = [path for path in usual if os.path.exists(path)]  # noqa: PTH110
     stated = env.get("SHARDCACHE_CONFIG")
     return [Path(path) for path in ([stated, *found] if stated else found)]
@@ -585,7 +580,7 @@ def _from_files(paths: Sequence[Path]) -> Iterator[tuple[str, object, str]]:
 
 
 def _numbers_as_text(name: str, value: Any) -> Any:
-    """Return a value of a TOML file with numbers as text, so that sizes need a unit there, too."""
+    """Return a value with its numbers as text, so that sizes in TOML files need a unit."""
     if isinstance(value, list):
         return [_numbers_as_text(name, item) for item in value]
     if isinstance(value, dict) and name != "storage_options":

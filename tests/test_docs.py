@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from shardcache import config, default_cache, sync
-from shardcache.urls import _READERS
+from shardcache.urls import read_command
 from tests.support.storetools import crowd
 from tests.support.trainingtools import NEEDS, PAGE, ROOT, DataSet, blocks, programs, run
 
@@ -112,10 +112,15 @@ def test_every_section_of_integrations_is_tested():
     assert {block.section for block in blocks()} == set(NEEDS)
 
 
-def test_integrations_lists_all_supported_commands():
-    rows = re.findall(r"^\| `(\w+) .*?` \| (.*) \|$", PAGE.read_text("utf-8"), re.MULTILINE)
-    named = {program: set(re.findall(r"`(-.+?)`", options)) for program, options in rows}
-    assert named == {name: {*reader.flags, *reader.values} for name, reader in _READERS.items()}
+def test_the_commands_of_the_integrations_page_are_read_as_urls():
+    rows = re.findall(r"^\| `((\w+) .*?)` \| (.*) \|$", PAGE.read_text("utf-8"), re.MULTILINE)
+    assert [program for _, program, _ in rows] == ["aws", "s5cmd", "gsutil", "curl"]
+    for command, _, options in rows:
+        for option in re.findall(r"`(-.+?)`", options):
+            given = (
+                f"{option} x" if option in ("--endpoint-url", "--profile", "--region") else option
+            )
+            assert read_command(f"pipe:{command.replace('...', 'b/k')} {given}"), option
 
 
 def test_the_sync_page_names_every_function():

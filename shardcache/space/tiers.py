@@ -40,13 +40,10 @@ _NO_JOB = "local"
 
 
 def job_limits(config: Config) -> tuple[dict[str, str], str]:
-    """Return the limits (see `Config.limits`) of the job that uses a cache, or of the last one.
+    """Return the limits (see `Config.limits`) and ``running job``, or those of the ``last job``.
 
     If several jobs run, these are the limits of the one with the smallest ``max_size``, because it
     cleans until that holds.
-
-    Returns:
-        The limits, and ``running job`` or ``last job``.
 
     Raises:
         ConfigError, OSError: there is no such directory, or the limits are invalid.
@@ -62,11 +59,7 @@ def job_limits(config: Config) -> tuple[dict[str, str], str]:
 
 
 def _namespace(config: Config, *, follow: bool) -> Layout:
-    """Return the node's namespace.
-
-    With ``follow``, it has the kind of lock that live processes use, and not that of the option
-    ``locks``. On a network filesystem, this is never flock.
-    """
+    """Return the node's namespace; with ``follow``, one that locks as live processes do."""
     modes = Modes.of(config.shared_group)
     node = node_namespace(config.dir, config.locks, config.touch_interval, modes)
     with contextlib.suppress(OSError):
@@ -83,7 +76,7 @@ class Tier:
     Args:
         config: options; ``dir`` and the limits are this tier's.
         ranks: the job and the rank of this process.
-        started: when the job began to use the cache, for the session; None for a command.
+        started: when the job began to use the cache; None for a command.
         warn: logs a warning once per kind (`process.Process.warn`).
         evicted: called with every shard that is evicted here.
 
@@ -112,12 +105,12 @@ class Tier:
         """Set the namespaces from the configuration and the manifest."""
         config = self.config
         check_manifest(config.dir, Modes.of(config.shared_group))
-        #: The node's namespace. A command, which has no start, locks as the live processes do.
         self.node = _namespace(config, follow=self._started is None)
         own = self.node
         if config.isolation != "node":
-            job = self._ranks.job or _NO_JOB
-            name = job if config.isolation == "job" else f"{job}-{self._ranks.rank}"
+            name = self._ranks.job or _NO_JOB
+            if config.isolation == "rank":
+                name += f"-{self._ranks.rank}"
             own = self.node.rank(safe_name(name))
             check_links(own)
         #: The namespace that this process stores into.
@@ -128,11 +121,11 @@ class Tier:
 
     def stores(self) -> list[Store]:
         """Return all namespaces on the disk, that of this process first."""
-        # Shardcache made no directory with another name, and no link.
-        names = filter(is_rank_name, list_names(self.node.ranks))
-        ranks = (rank for rank in map(self.node.rank, names) if rank.linked() is None)
+        # Directories with other names and links belong to other programs.
+        ranks = map(self.node.rank, filter(is_rank_name, list_names(self.node.ranks)))
+        every = [self.node, *(rank for rank in ranks if rank.linked() is None)]
         own = self.store.layout.base
-        return [self.store, *(self._store(x) for x in (self.node, *ranks) if x.base != own)]
+        return [self.store, *(self._store(each) for each in every if each.base != own)]
 
     @property
     def made(self) -> bool:
@@ -157,10 +150,8 @@ class Tier:
         self._locate()  # again, because the manifest names the directory of this node
         if self.store.layout != node:
             self.store.layout.make()
-        if self._started is None:
-            self._session = Session(self.node, clock.time())
-        else:
-            self._session = Session(self.node, self._started, limits=self.config.limits())
+        limits = None if self._started is None else self.config.limits()
+        self._session = Session(self.node, self._started or clock.time(), limits=limits)
         try:  # after making the session: of two processes that start together, one is refused
             self.check_locks()
         except (ConfigError, OSError):
@@ -190,8 +181,8 @@ class Tier:
 
     def refresh_session(self) -> None:
         """Touch the session; see `Session.refresh`."""
-        if (session := self._session) is not None:
-            session.refresh()
+        if self._session is not None:
+            self._session.refresh()
 
     def changed(self) -> bool:
         """Return whether the directory is gone, is another one, or was never made."""

@@ -27,7 +27,7 @@ from xml.etree import ElementTree
 
 from shardcache.errors import ConfigError, ShardCacheError
 from shardcache.origins.base import ObjectInfo, read_all, refusal
-from shardcache.origins.connection import Response, Transport, content_length
+from shardcache.origins.connection import Response, Transport
 from shardcache.origins.credentials import (
     chain_error,
     login_ended,
@@ -201,10 +201,9 @@ class S3Origin:
         """See `base.Origin.stat`."""
         response = self._request("HEAD", shard, _CHECKSUM, _version(shard))
         response.close()
-        size = content_length(response.headers)
-        if size is None:  # then it cannot be compared with any version
+        if response.length is None:  # then it cannot be compared with any version
             raise ConfigError(f"{shard}: the origin describes it without a size.", url=str(shard))
-        return object_info(response, size)
+        return object_info(response, response.length)
 
     def list_page(self, shard: ShardURL, query: Mapping[str, str]) -> tuple[dict[str, int], str]:
         """List one page of the keys that begin with the key of ``shard``.
@@ -255,7 +254,7 @@ class S3Origin:
                     store.without_checksums.add(bucket)
                 store.worked |= keys is not None
                 return response
-            code, message, elsewhere = _read_refusal(response)
+            code, reason, elsewhere = _read_refusal(response)
             if elsewhere not in (None, used) and region is None:
                 logger.info("%s is in %s", shard, elsewhere)
                 region = elsewhere
@@ -276,7 +275,7 @@ class S3Origin:
                 raise refusal(
                     shard,
                     500 if code in transient else _STATUS.get(code, response.status),
-                    f"{store.name} answered {response.status} {code}: {message}",
+                    f"{store.name} answered {response.status} {reason}".rstrip(),
                     hint=_HINTS.get(code, _MAY_NOT),
                     headers=response.headers,
                     throttled=code in throttled or response.status == 503,
@@ -336,7 +335,7 @@ class S3Origin:
                 headers |= _signature(method, bucket, path, headers, keys, now)
                 signature = headers["Authorization"].rpartition("=")[2]
                 secrets = [*secret_forms(keys.secret_key, keys.token), signature]
-            response = self._transport.request(method, f"{bucket.server}{path}", headers)
+            response = self._transport.request(method, bucket.server, path, headers)
             response.secrets = secrets
             return bucket.region, keys, response
         except Exception as exn:  # noqa: BLE001 - botocore has its own exceptions
@@ -528,14 +527,15 @@ def _version(shard: ShardURL, expected: ObjectInfo | None = None) -> dict[str, s
 
 
 def _read_refusal(response: Response) -> tuple[str, str, str | None]:
-    """Return S3's code, its message or HTTP's, and the bucket's region if that is another one."""
+    """Return S3's code, its code and message, and the bucket's region if that is another one."""
     try:
         found = ElementTree.fromstring(refused(response))  # noqa: S314 - by expat
     except ElementTree.ParseError:
         found = ElementTree.Element("")  # the page of a proxy, or an empty body
     code = quoted(found.findtext(".//{*}Code") or "", response.secrets)
-    message = quoted(found.findtext(".//{*}Message") or response.reason, response.secrets)
+    message = quoted(found.findtext(".//{*}Message") or "", response.secrets)
     elsewhere = response.status in (301, 302, 307) or code in _ELSEWHERE
     elsewhere |= response.status == 400 and not code  # the response to a HEAD
     region = response.headers.get("x-amz-bucket-region") or found.findtext(".//{*}Region") or ""
-    return code, message, region if elsewhere and _REGION.fullmatch(region) else None
+    reason = ": ".join(filter(None, (code, message)))
+    return code, reason, region if elsewhere and _REGION.fullmatch(region) else None

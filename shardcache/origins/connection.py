@@ -42,14 +42,12 @@ _MIN_RATE = 8 * 1024
 _SLICE = 1.0
 #: Seconds to connect to any of a host's addresses, and for the handshake of TLS.
 _CONNECT_TIMEOUT = 10.0
-#: Bytes of a head, and received at once with it.
-_LONGEST_HEAD = 64 * 1024
-_HEAD_AT_ONCE = 8 * 1024
+_LONGEST_HEAD = 64 * 1024  # bytes
+_HEAD_AT_ONCE = 8 * 1024  # bytes received at once
 _END_OF_HEAD = b"\r\n\r\n"
 #: Most interim responses (1xx) before the final one.
 _INTERIM = 16
-#: Bytes received at once of a body in chunks.
-_CHUNKS_AT_ONCE = 256 * 1024
+_CHUNKS_AT_ONCE = 256 * 1024  # bytes received at once
 
 #: Scheme, authority and path. `urlsplit` would change some paths.
 _URL = re.compile(r"(https?)://([^/?#]+)([^#]*)")
@@ -260,7 +258,12 @@ class Response:
             return 0
         try:
             if self._chunked:
-                count = self._read_chunks(connection, buffer)
+                message = self._message
+                while not message.unframed and not message.complete:
+                    connection.parse(message, connection.receive_some(_CHUNKS_AT_ONCE))
+                count = min(len(buffer), len(message.unframed))
+                buffer[:count] = message.unframed[:count]
+                del message.unframed[:count]
             else:
                 count = connection.fill(buffer if self._left is None else buffer[: self._left])
             if count == 0 and self._left is not None:
@@ -272,16 +275,6 @@ class Response:
             self._left -= count
         elif count == 0:
             self._left = 0
-        return count
-
-    def _read_chunks(self, connection: _Connection, buffer: memoryview) -> int:
-        """Copy bytes of the next chunks; return their number, 0 behind the last chunk."""
-        message = self._message
-        while not message.unframed and not message.complete:
-            connection.parse(message, connection.receive_some(_CHUNKS_AT_ONCE))
-        count = min(len(buffer), len(message.unframed))
-        buffer[:count] = message.unframed[:count]
-        del message.unframed[:count]
         return count
 
     def abort(self) -> None:
@@ -319,15 +312,13 @@ class Transport:
         proxies: Mapping[str, str] | None = None,
         trusted: str | bool | None = None,
     ) -> None:
-        self._timeout = timeout
-        self._proxies = proxies
-        self._trusted = trusted
+        self._timeout, self._proxies, self._trusted = timeout, proxies, trusted
         self._dialer = Dialer()
         self._idle: dict[str, deque[_Connection]] = {}  # by server
         # Strong references to all open connections: the garbage collector, when it finalises a
         # response in a cycle, must not finalise the connection that the response gives back.
         self._open: set[_Connection] = set()
-        weakref.finalize(self, _close_all, self._open)
+        weakref.finalize(self, _close, self._open)
 
     def request(self, method: str, server: str, path: str, headers: Mapping[str, str]) -> Response:
         """Send a request.
@@ -445,7 +436,7 @@ class Transport:
             return context
 
 
-def _close_all(connections: set[_Connection]) -> None:
+def _close(connections: set[_Connection]) -> None:
     while connections:
         connections.pop().socket.close()
 

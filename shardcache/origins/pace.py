@@ -38,8 +38,7 @@ class Pace:
 
     Args:
         server: its name in logs, such as ``s3://bucket``.
-        patience: seconds to wait for a server that throttles, until its errors are final. 0 turns
-            the limit off.
+        patience: seconds to wait for a server that throttles; 0 turns the limit off.
     """
 
     def __init__(self, server: str, patience: float) -> None:

@@ -8,10 +8,8 @@ as throttling, costs no attempt: `pace` waits for up to ``patience``.
 from __future__ import annotations
 
 import logging
-import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from shardcache import clock
 from shardcache.errors import TransferError, TransferTimeoutError
@@ -19,6 +17,9 @@ from shardcache.origins.base import TransientError
 from shardcache.origins.pace import RETRY_AFTER_CAP, Pace
 from shardcache.units import format_duration
 from shardcache.urls import redact
+
+if TYPE_CHECKING:
+    from tenacity import RetryCallState
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -30,14 +31,20 @@ BASE = 0.25
 CAP = 20.0
 
 
-@dataclass(eq=False)
 class RetryPolicy:
-    """How often and for how long a process retries."""
+    """How often and for how long a process retries.
 
-    attempts: int  # failures in a row, without progress in between, that end a download
-    deadline: float | None  # seconds for the whole download of one shard; None sets no limit
-    patience: float  # seconds to wait for an origin that throttles, or for credentials
-    _paces: dict[str, Pace] = field(default_factory=dict)  # by bucket or web server
+    Args:
+        attempts: failures in a row, without progress in between, that end a download.
+        deadline: seconds for the whole download of one shard; None sets no limit.
+        patience: seconds to wait for an origin that throttles, or for credentials.
+    """
+
+    def __init__(self, attempts: int, deadline: float | None, patience: float) -> None:
+        self.attempts = attempts
+        self.deadline = deadline
+        self.patience = patience
+        self._paces: dict[str, Pace] = {}  # by bucket or web server
 
     def started(self, url: str) -> Attempts:
         """Start the clock of one shard's download; ``url`` is its name in errors."""
@@ -49,23 +56,28 @@ class RetryPolicy:
         return Attempts(self, url, pace, end)
 
 
-@dataclass(slots=True, eq=False)
 class Attempts:
-    """The retries of one shard's download, which all its connections share."""
+    """The retries of one shard's download, which all its connections share.
 
-    _policy: RetryPolicy
-    _url: str
-    _pace: Pace
-    end: float | None  # time of the deadline, on the monotonic clock; None without a deadline
-    retries: int = 0  # requests that failed and were repeated so far
+    Attributes:
+        end: time of the deadline, on the monotonic clock; None without a deadline.
+        retries: requests that failed and were repeated so far.
+    """
+
+    def __init__(self, policy: RetryPolicy, url: str, pace: Pace, end: float | None) -> None:
+        self.policy = policy
+        self.url = url
+        self.end = end
+        self.retries = 0
+        self._pace = pace
 
     def check(self) -> None:
         """Raise TransferTimeoutError if the deadline of the whole download is over."""
         if self._is_late(0):
             raise TransferTimeoutError(
-                f"{self._url} was not fetched within the deadline of {self._policy.deadline:g} s. "
+                f"{self.url} was not fetched within the deadline of {self.policy.deadline:g} s. "
                 "Raise deadline, or run again: what was fetched is kept.",
-                url=self._url,
+                url=self.url,
             )
 
     def extend(self, seconds: float) -> None:
@@ -80,58 +92,99 @@ class Attempts:
             TransferError, TransferTimeoutError: the last attempt failed, too.
             Other errors of ``function`` and ``sleep``, at once.
         """
+        try:
+            return self._attempt(function, sleep)
+        except TransientError as exn:
+            failed = [exn]
+
+        # Only now: the import takes 40 ms, and most functions succeed at once.
+        import tenacity
+
+        def repeat() -> T:
+            if failed:
+                raise failed.pop()  # so that tenacity counts the attempt above
+            return self._attempt(function, sleep)
+
+        jitter = tenacity.wait_random_exponential(multiplier=BASE, max=CAP)
+        retrying = tenacity.Retrying(
+            retry=tenacity.retry_if_exception(self._is_repeated),
+            stop=self._is_over,
+            # The jitter is added, because a server gives many clients the same number.
+            wait=lambda state: _retry_after(_error_of(state)) + jitter(state),
+            sleep=sleep,
+            before_sleep=self._report,
+            reraise=True,
+        )
+        try:
+            return retrying(repeat)
+        except TransientError as exn:
+            raise self._final(exn, retrying.statistics["attempt_number"]) from exn
+        finally:
+            # `iter_state` refers to `retrying`: the cycle would keep the download's frames.
+            retrying.iter_state.reset()
+
+    def _attempt(self, function: Callable[[], T], sleep: Callable[[float], None]) -> T:
+        """Call ``function`` once, or while it fails in ways that are waited out."""
 
         def wait(seconds: float) -> None:
             self.check()
             sleep(seconds if self.end is None else min(seconds, self.end - clock.monotonic()))
             self.check()
 
-        failures = 0
         while True:
             try:
                 with self._pace.turn(wait):
                     return function()
             except TransientError as exn:
-                pause = 0.0
-                if is_patient := exn.patient and self._policy.patience > 0:
-                    ended = self._pace.is_over
-                else:
-                    failures += 1
-                    ended = failures >= self._policy.attempts
-                    # The jitter is added, because a server gives many clients the same number.
-                    jitter = random.uniform(0, min(CAP, BASE * 2 ** (failures - 1)))  # noqa: S311
-                    pause = min(exn.retry_after or 0.0, RETRY_AFTER_CAP) + jitter
-                if ended or self._is_late(pause):
-                    raise self._final(exn, failures, ended=ended, is_patient=is_patient) from exn
-                if not is_patient:
-                    logger.warning(
-                        "%s: %s; attempt %d of %d failed, next in %.1f s",
-                        *(self._url, redact(str(exn)), failures, self._policy.attempts, pause),
-                        extra={"event": "retry", "shard": self._url, "attempt": failures},
-                    )
+                if self._is_repeated(exn) or self._pace.is_over or self._is_late(0):
+                    raise
             self.retries += 1
-            if not is_patient:
-                sleep(pause)
 
     def _is_late(self, pause: float) -> bool:
         return self.end is not None and clock.monotonic() + pause > self.end
 
-    def _final(
-        self, exn: TransientError, failures: int, *, ended: bool, is_patient: bool
-    ) -> TransferError:
-        """Return the error of a download whose attempts, patience or deadline ended."""
-        advice = "Check the endpoint and the network, then try again"
-        if not ended:
-            reason = f"the deadline of {self._policy.deadline:g} s is over"
-        elif is_patient:
-            reason = f"for {format_duration(self._policy.patience)}, the patience"
+    def _is_repeated(self, exn: BaseException) -> bool:
+        """Whether an error costs an attempt. `Pace` waits out the patient ones."""
+        return isinstance(exn, TransientError) and not (exn.patient and self.policy.patience > 0)
+
+    def _is_over(self, state: RetryCallState) -> bool:
+        return state.attempt_number >= self.policy.attempts or self._is_late(state.upcoming_sleep)
+
+    def _report(self, state: RetryCallState) -> None:
+        self.retries += 1
+        logger.warning(
+            "%s: %s; attempt %d of %d failed, next in %.1f s",
+            self.url,
+            redact(str(_error_of(state))),
+            state.attempt_number,
+            self.policy.attempts,
+            state.upcoming_sleep,
+            extra={"event": "retry", "shard": self.url, "attempt": state.attempt_number},
+        )
+
+    def _final(self, exn: TransientError, attempts: int) -> TransferError:
+        late, advice = self._is_late(0), "Check the endpoint and the network, then try again"
+        failures = attempts if self._is_repeated(exn) else attempts - 1
+        ended = f"{failures} attempt{'s' if failures != 1 else ''} failed"
+        if not late and not self._is_repeated(exn):
+            ended = f"for {format_duration(self.policy.patience)}, the patience"
             advice = "Try again later, or raise patience"
-        else:
-            reason = f"{failures} attempt{'s' if failures != 1 else ''} failed"
-        late = not ended or exn.timed_out or self._is_late(0)
-        return (TransferTimeoutError if late else TransferError)(
-            f"{self._url} could not be fetched: {redact(str(exn))} ({reason}). "
+        elif failures < self.policy.attempts:
+            late, ended = True, f"the deadline of {self.policy.deadline:g} s is over"
+        kind = TransferTimeoutError if late or exn.timed_out else TransferError
+        return kind(
+            f"{self.url} could not be fetched: {redact(str(exn))} ({ended}). "
             f"{advice}; what was fetched is kept.",
-            url=self._url,
+            url=self.url,
             attempts=failures,
         )
+
+
+def _retry_after(exn: TransientError) -> float:
+    return min(exn.retry_after or 0.0, RETRY_AFTER_CAP)
+
+
+def _error_of(state: RetryCallState) -> TransientError:
+    exn = state.outcome and state.outcome.exception()
+    assert isinstance(exn, TransientError)
+    return exn

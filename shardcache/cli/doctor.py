@@ -268,7 +268,7 @@ def _endpoint(config: Config, url: str | None) -> Findings:
         return
     try:
         # Only the header Date is used, so the certificate does not matter.
-        response = Transport(timeout=_RESPOND, trusted=False).request("HEAD", server, {})
+        response = Transport(timeout=_RESPOND, trusted=False).request("HEAD", server, "/", {})
         now = time.time()
         response.close()
         parts = urlsplit(server)

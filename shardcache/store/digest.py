@@ -123,29 +123,6 @@ def compare(fd: int, checksum: Checksum | None) -> str | None:
     return checksum.algorithm
 
 
-def is_whole_archive(fd: int) -> bool:
-    """Return whether a file is a tar archive, compressed or not, with its end marker.
-
-    Reads the whole file. Only this proves that a response without a length was not cut off.
-    """
-    import lzma
-    import tarfile
-
-    try:
-        with open(fd, "rb", closefd=False) as file, tarfile.open(fileobj=file) as archive:
-            while archive.next() is not None:
-                archive.members.clear()  # type: ignore[attr-defined]  # bounds the memory
-            inner = archive.fileobj
-            assert inner is not None
-            inner.seek(archive.offset)
-            marked = inner.read(2 * tarfile.BLOCKSIZE) == bytes(2 * tarfile.BLOCKSIZE)
-            while inner.read(BLOCK):  # a compressed file ends with a checksum
-                pass
-            return marked
-    except (tarfile.TarError, OSError, EOFError, zlib.error, lzma.LZMAError):
-        return False
-
-
 #: First bytes of the compressed archives that tarfile's mode "r|*" opens.
 _COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ\x00", b"(\xb5/\xfd")
 _SUFFIXES = (".tar", ".tgz", ".tar.gz", ".tar.bz2", ".tar.xz", ".tar.zst")

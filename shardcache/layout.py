@@ -96,10 +96,10 @@ class Layout:
     partial = _inside("partial")  #: shards in flight, and hidden entries
     pins = _inside("pins")  #: pins of users; made with the first one
     ranks = _inside("ranks")  #: namespaces of ranks and jobs
+    limits = _inside("limits")  #: limits of the last job; see `locks.sessions`
     locks = _on_node("locks")
     sessions = _on_node("sessions")  #: live processes
     usage = _on_node("usage")  #: bytes that the cache holds; see `space.budget`
-    limits = _on_node("limits")  #: limits of the last session; see `locks.sessions`
     stats = _on_node("stats.db")  #: counters; made with the first row
 
     @classmethod

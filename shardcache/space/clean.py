@@ -141,7 +141,6 @@ class Housekeeper:
             pressed, is_due = self._tier.space().is_pressed, now >= self._next
             if is_due:
                 self._next = now + INTERVAL
-                self._tier.refresh_session()
             if pressed is None:
                 self.due = self._next
             if is_due or pressed:

@@ -18,10 +18,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TypedDict, TypeVar, Unpack
 
 from shardcache import clock, threads
-from shardcache.config import Config, Options, __version__, load
+from shardcache.config import Config, Options, load
 from shardcache.download.download import Download
 from shardcache.errors import ConfigError, ShardNotFoundError
-from shardcache.files import Modes
 from shardcache.origins.endpoints import parser
 from shardcache.process import Processes
 from shardcache.ranks import detect
@@ -401,7 +400,7 @@ class Cache:
             wait: if another process cleans, wait for up to ``lock_timeout``.
 
         Raises:
-            ConfigError: the directory is not a cache, or live processes use another kind of lock.
+            ConfigError: the directory is not a cache, or is locked in another way.
             LockTimeoutError: another process is cleaning.
             OSError: the filesystem is read-only or failing.
         """
@@ -413,10 +412,8 @@ class Cache:
         process = self._here()
         reports = []
         for tier in process.present:
-            if not dry_run:
-                tier.check_locks()
-                if os.geteuid() != 0:  # root may clean the caches of other users
-                    check_root(tier.config.dir, tier.node.modes)
+            if not dry_run and os.geteuid() != 0:  # root may clean the caches of other users
+                check_root(tier.config)
             given = {"max_age": max_age}
             if tier is process.home:  # other tiers keep their own limits
                 given |= {"max_size": max_size, "min_free": min_free}
@@ -494,7 +491,7 @@ class Cache:
             self.opener.refuse_in_place(shard)
         until = None if seconds is None else clock.time() + seconds
         for config in self.config.by_tier():
-            node = make_root(config.dir, __version__, Modes.of(config.shared_group))
+            node = make_root(config)
             for shard in shards:
                 pins.pin(node, shard, until)
         return shards
@@ -533,8 +530,8 @@ class Cache:
             use and stay.
 
         Raises:
-            ConfigError: the directory is not a cache, a URL is malformed, or live processes use
-                another kind of lock.
+            ConfigError: the directory is not a cache, is locked in another way, or a URL is
+                malformed.
             ShardNotFoundError: nothing in the cache matches a specification.
             OSError: the filesystem is read-only or failing.
         """
@@ -544,8 +541,6 @@ class Cache:
         keys, pins = [shard.key for shard in self.select(specs)], self.pins()
         freed = stay = 0
         process = self._here()
-        for tier in [] if dry_run else process.present:
-            tier.check_locks()
         for tier, key in product(process.present, keys):
             stores, pinned = tier.stores(), key in pins
             removed, size, in_use = cleaning.remove(stores, key, pinned=pinned, dry_run=dry_run)

@@ -48,7 +48,7 @@ def clean_command(
     """Evict shards over the limits, and remove partials of dead processes.
 
     Without options, the configured limits apply; a limit that is not configured is that of
-    the running job, or of the last one. Shards stay if a process reads them, or if they were
+    the last job. Shards stay if a process reads them, or if they were
     used since the oldest running job started. Partials younger than an hour stay, too, so
     that an interrupted prewarm can resume them; --orphans removes them.
 

@@ -29,9 +29,8 @@ from shardcache.cli.main import ExitCode, Invocation, command
 from shardcache.cli.output import counted, printable, reason
 from shardcache.config import Config
 from shardcache.errors import ShardCacheError
-from shardcache.files import Modes
-from shardcache.layout import Layout
-from shardcache.locks.mounts import mount_of
+from shardcache.layout import Layout, read_manifest
+from shardcache.locks.mounts import lock_kind, mount_of
 from shardcache.origins.base import ObjectInfo
 from shardcache.origins.connection import Transport
 from shardcache.origins.endpoints import endpoint_of, parser, s3_access
@@ -158,9 +157,8 @@ def _existing(directory: Path) -> Path:
 def _owner(tier: Config) -> Findings:
     """Check the owner, the mode, and that the directory is writable."""
     path = _existing(tier.dir)
-    modes = Modes.of(tier.shared_group)
     if path == tier.dir and path.is_dir():
-        check_root(tier.dir, modes)
+        check_root(tier)
         check_foreign(tier.dir)
     if not path.is_dir():
         yield "fail", f"{path} is not a directory", "Point dir at a directory, or at a name in one."
@@ -178,9 +176,9 @@ def _filesystem(tier: Config) -> Findings:
     """Check the type of the filesystem, its locks, and that no cleaner empties it."""
     mount = mount_of(tier.dir)
     local = mount is not None and mount.is_local
-    locks = tier.locks if tier.locks != "auto" else "flock" if local else "lease"
     text = mount.type if mount else "unknown filesystem"
-    text += f", {'local' if local else 'network'}, locks by {locks}"
+    text += f", {'local' if local else 'network'}, "
+    text += f"locks by {lock_kind(tier, read_manifest(tier.dir))}"
     if local:
         yield "ok", text, ""
     elif tier.locks == "flock":

@@ -96,16 +96,17 @@ class Invocation:
         return configuration.load({"dir": self.dir}, files=files)
 
     def loaded_with_job_limits(self) -> Loaded:
-        """Load the configuration; limits that it does not set are those of the running or last job.
+        """Load the configuration; limits that it does not set are those of the last job.
 
         Commands that maintain a cache use it, because a job may set its limits in its code.
         """
-        from shardcache.space.tiers import job_limits
+        from shardcache.layout import Layout
+        from shardcache.locks.sessions import stated_limits
 
         loaded = self.loaded()
         try:
-            return loaded.completed(*job_limits(loaded.config))
-        except (ConfigError, OSError):  # there is no cache, or this user may not read it
+            return loaded.completed(stated_limits(Layout.of_root(loaded.config.dir)), "last job")
+        except ConfigError:  # the record is damaged
             return loaded
 
     def show_job_limits(self, loaded: Loaded, *given: str) -> dict[str, str]:
@@ -113,11 +114,11 @@ class Invocation:
         limits = {
             name: text
             for name, text in loaded.config.limits().items()
-            if name not in given and loaded.sources[name].endswith(" job")
+            if name not in given and loaded.sources[name] == "last job"
         }
         if limits:
             text = ", ".join(f"{name} {value}" for name, value in limits.items())
-            self.console.hint(f"Limits of the {loaded.sources[next(iter(limits))]}: {text}.")
+            self.console.hint(f"Limits of the last job: {text}.")
         return limits
 
     def cache(self, *, loaded: Loaded | None = None, connections: int = 0, **options: Any) -> Cache:

@@ -46,7 +46,7 @@ def recipe_command(invocation: Invocation, kind: str, prewarm: tuple[str, ...]) 
 
     The file cleans this cache every hour, or after every job. It contains the current
     directory and options as variables, but not storage options, which may be secret. A limit
-    that is not configured is that of the running job, or of the last one. Slurm: an epilog,
+    that is not configured is that of the last job. Slurm: an epilog,
     and with --prewarm also a prolog and lines for a batch script. Kubernetes: a DaemonSet that
     cleans the cache of each node, and with --prewarm also fills it. If there are several
     files, each begins with its name.

@@ -22,7 +22,6 @@ import shardcache
 from shardcache import config as configuration
 from shardcache.cli.main import ExitCode, Invocation, command
 from shardcache.cli.output import counted
-from shardcache.files import Modes
 from shardcache.layout import Layout
 from shardcache.store.root import make_root
 from shardcache.units import format_bytes
@@ -76,9 +75,7 @@ def run_command(
     for tier in config.by_tier():
         # If this fails, the program warns on its first miss, and streams.
         with contextlib.suppress(OSError):
-            layouts.append(
-                make_root(tier.dir, configuration.__version__, Modes.of(tier.shared_group))
-            )
+            layouts.append(make_root(tier))
     try:
         child = subprocess.Popen(program, env=environment)
     except OSError as exn:

@@ -18,10 +18,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from shardcache import clock
-from shardcache.config import __version__
 from shardcache.download.pool import parse_rate
 from shardcache.errors import CacheFullError, ConfigError, ShardCacheError
-from shardcache.files import Modes
 from shardcache.layout import Layout
 from shardcache.origins.listing import Listing
 from shardcache.prewarm.helpers import Helper
@@ -146,7 +144,7 @@ def prewarm(
 def _make_directory(cache: Cache) -> None:
     """Create the cache directory, so that an unusable one is reported once, not for each shard."""
     try:
-        make_root(cache.dir, __version__, Modes.of(cache.config.shared_group))
+        make_root(cache.config)
         if not os.access(Layout.of_root(cache.dir).partial, os.W_OK | os.X_OK):
             raise PermissionError(errno.EACCES, "no write permission")
     except OSError as exn:

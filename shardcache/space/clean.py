@@ -132,7 +132,6 @@ class Housekeeper:
             is_due, in_memory = now >= self._next, is_memory(space.node.base)
             if is_due:
                 self._next = now + INTERVAL
-                self._tier.refresh_session()
             if not in_memory:
                 self.due = self._next
             if is_due or (in_memory and space.limits().free_needed):

@@ -3,9 +3,6 @@
     hooks = shardcache.lightning.ShardCacheCallback(cache, "s3://bucket/train-{0000..2047}.tar")
     trainer = Trainer(callbacks=[hooks])
 
-`ShardCacheHooks` has the hooks. ``ShardCacheCallback`` adds the base class ``Callback`` of
-``lightning`` or ``pytorch_lightning``. Loops without Lightning may call the hooks themselves.
-
 The hooks run in every rank, but only the first rank of a node prewarms, and only rank 0 logs. A
 fault of the cache is a warning and does not stop the run.
 """
@@ -25,8 +22,7 @@ from shardcache import sync
 from shardcache.errors import ConfigError, ShardCacheError
 from shardcache.prewarm import expand
 from shardcache.ranks import detect
-from shardcache.stats.database import NO_RANK, Sample
-from shardcache.stats.summary import summed
+from shardcache.stats.summary import stats_of
 
 if TYPE_CHECKING:
     from shardcache.cache import Cache
@@ -101,7 +97,7 @@ class ShardCacheHooks:
             logger.warning("the cache metrics of this epoch are missing: %s", exn)
         if before is None or self._counters is None:
             return {}
-        stats = summed([Sample(0, 0, NO_RANK, self._counters - before)])
+        stats = stats_of(self._counters - before)
         metrics = {
             "shardcache/opens": stats.opens,
             "shardcache/hit_rate": stats.hit_rate,
@@ -126,8 +122,7 @@ else:
         for package in sorted(packages, key=lambda package: package not in sys.modules):
             with contextlib.suppress(ImportError):
                 bases = (ShardCacheHooks, importlib.import_module(package).Callback)
-                attributes = {"__module__": __name__, "__doc__": ShardCacheHooks.__doc__}
-                return globals().setdefault(name, type(name, bases, attributes))
+                return globals().setdefault(name, type(name, bases, {"__module__": __name__}))
         raise ConfigError(
             "ShardCacheCallback needs Lightning, which is not installed: pip install lightning. "
             "ShardCacheHooks has the same hooks for other loops."

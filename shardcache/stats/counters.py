@@ -3,8 +3,7 @@
 Counts are written (`database`) under the minute of the write. There are three occasions: a thread
 writes a second after bytes were read, any other count writes if the last write was a second ago,
 and the process writes when it ends. So a process that is killed, as DataLoader workers are, loses
-the counts of its last second. An idle process loses nothing. If the database cannot be written,
-statistics are lost, and nothing else fails.
+at most the counts of its last second. If the database cannot be written, nothing else fails.
 
 Counting is safe between threads, and within one: the garbage collector may close a stream while a
 process counts, and that is counted as well. A forked child makes its own `Counters`; in the child,
@@ -160,12 +159,9 @@ class Counters:
                 self.add({})
 
     def opened(self, outcome: str, seconds: float, tier: int | None = None) -> None:
-        """Count an open.
+        """Count an open with this outcome, whose reader waited for some seconds.
 
-        Args:
-            outcome: hit, linked, coalesced or fetched.
-            seconds: how long the reader waited.
-            tier: number of the tier that had the shard, from 0; None if there are no tiers.
+        ``tier`` is the number of the tier that had the shard, from 0; None if there are no tiers.
         """
         # Does not call `add`, because a hit must not cost much more than an open().
         if self._where is None:
@@ -195,13 +191,7 @@ class Counters:
     ) -> None:
         """Count and log a download of this process, whose bytes were counted as they came.
 
-        Args:
-            shard: the shard.
-            size: bytes of the shard.
-            seconds: how long the download took.
-            retries: number of repeated requests.
-            upstream: whether an upstream served it, not the origin.
-            done: whether the shard is in the cache now.
+        ``upstream`` means that an upstream served it, and ``done`` that it is in the cache now.
         """
         source = "upstream" if upstream else "origin"
         counts = {"fetches" if done else "fetches_failed": 1, "retries": retries}

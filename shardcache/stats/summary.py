@@ -18,7 +18,7 @@ from shardcache.stats.counters import BUCKETS, COUNTERS, WAITS, Counts, bucket_r
 from shardcache.stats.database import NO_RANK, Sample
 from shardcache.units import format_bytes, format_duration
 
-__all__ = ["OUTCOMES", "Stats", "Waits", "by_hour", "by_rank", "rank_records", "summed"]
+__all__ = ["OUTCOMES", "Stats", "Waits", "by_hour", "by_rank", "rank_records", "stats_of", "summed"]
 
 #: The possible outcomes of an open, in the order of tables.
 OUTCOMES = ("hits", "coalesced", "linked", "misses", "bypassed", "failed")
@@ -125,11 +125,12 @@ class Stats(Counts):
     def __repr__(self) -> str:
         rate = "no opens" if self.hit_rate is None else f"{self.hit_rate:.2%} hits"
         saved = format_bytes(self.bytes_saved)
+        text = f"{self.opens} opens, {rate}"
+        if self.bypassed:
+            text += f", {self.bypassed} streamed ({format_bytes(self.bytes_bypassed)})"
         waited = self.all_waits.percentile(0.99)
         wait = "" if waited is None else f", 99 % waited less than {format_duration(waited)}"
-        streamed = f", {self.bypassed} streamed ({format_bytes(self.bytes_bypassed)})"
-        streamed = streamed if self.bypassed else ""
-        return f"{self.opens} opens, {rate}{streamed}, {saved} saved{wait}"
+        return f"{text}, {saved} saved{wait}"
 
 
 def summed(samples: Iterable[Sample]) -> Stats:
@@ -138,16 +139,20 @@ def summed(samples: Iterable[Sample]) -> Stats:
     counters: Counter[str] = Counter()
     for sample in samples:
         counters.update(sample.counters)
-    waits = {}
+    start = min((sample.start for sample in samples), default=None)
+    end = max((sample.start + sample.seconds for sample in samples), default=None)
+    return stats_of(counters, start, end)
+
+
+def stats_of(
+    counters: Mapping[str, int], since: float | None = None, until: float | None = None
+) -> Stats:
+    """Return counts by name, as in a `Sample`, as `Stats`."""
+    counters, waits = Counter(counters), {}
     for wait in WAITS:
         buckets = {bucket: counters[f"{wait}:{bucket}"] for bucket in range(BUCKETS)}
         waits[wait] = Waits(+Counter(buckets), counters[f"wait_us_{wait}"] / 1e6)
-    return Stats(
-        min((sample.start for sample in samples), default=None),
-        max((sample.start + sample.seconds for sample in samples), default=None),
-        waits,
-        **{name: counters[name] for name in COUNTERS},
-    )
+    return Stats(since, until, waits, **{name: counters[name] for name in COUNTERS})
 
 
 def by_rank(samples: Iterable[Sample]) -> dict[str, Stats]:

@@ -205,6 +205,14 @@ def test_failures_end_a_run_only_if_a_bucket_refuses_all_shards(
     assert len(requested(origin)) == len(expected.replace("-", ""))
 
 
+def test_a_process_that_cannot_start_threads_prewarms(make_cache, listed, fill, monkeypatch):
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    assert outcomes(make_cache().prewarm(fill(names(9)))) == 9 * "."
+
+
 def test_a_broken_disk_ends_the_run_after_three_shards(make_cache, listed, fill, monkeypatch):
     monkeypatch.setattr(Partial, "write", refusing(errno.EIO, real=None))
     report = make_cache().prewarm(fill(names(9)), jobs=1)

@@ -107,23 +107,19 @@ class ShardCacheHooks:
         return {name: float(value) for name, value in metrics.items() if value is not None}
 
 
-if TYPE_CHECKING:
+def __getattr__(name: str) -> Any:
+    """Define ``ShardCacheCallback`` on first use, because Lightning is slow to import.
 
-    class ShardCacheCallback(ShardCacheHooks):
-        """A ``Callback`` of Lightning with these hooks; see `ShardCacheHooks` for the arguments."""
-
-else:
-
-    def __getattr__(name: str) -> Any:
-        """Define `ShardCacheCallback` on first use, because Lightning is slow to import."""
-        if name != "ShardCacheCallback":
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        packages = ["lightning.pytorch", "pytorch_lightning"]
-        for package in sorted(packages, key=lambda package: package not in sys.modules):
-            with contextlib.suppress(ImportError):
-                bases = (ShardCacheHooks, importlib.import_module(package).Callback)
-                return globals().setdefault(name, type(name, bases, {"__module__": __name__}))
-        raise ConfigError(
-            "ShardCacheCallback needs Lightning, which is not installed: pip install lightning. "
-            "ShardCacheHooks has the same hooks for other loops."
-        )
+    It is a ``Callback`` of ``lightning`` or ``pytorch_lightning`` with these hooks.
+    """
+    if name != "ShardCacheCallback":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    packages = ["lightning.pytorch", "pytorch_lightning"]
+    for package in sorted(packages, key=lambda package: package not in sys.modules):
+        with contextlib.suppress(ImportError):
+            bases = (ShardCacheHooks, importlib.import_module(package).Callback)
+            return globals().setdefault(name, type(name, bases, {"__module__": __name__}))
+    raise ConfigError(
+        "ShardCacheCallback needs Lightning, which is not installed: pip install lightning. "
+        "ShardCacheHooks has the same hooks for other loops."
+    )

@@ -2,8 +2,8 @@
 
     expand: specifications -> URLs      wanted_shards: URLs -> shards      make_plan: shards -> plan
 
-Planning reads names and sizes. It opens no shard and verifies no digest. An outdated plan does no
-harm: if other processes add or evict entries in the meantime, the downloads notice it.
+Planning reads names and sizes, and opens no shard. If other processes add or evict entries in the
+meantime, the downloads notice it.
 """
 
 from __future__ import annotations
@@ -125,12 +125,8 @@ def wanted_shards(
 ) -> tuple[ShardURL, ...]:
     """Expand and parse shard specifications; keep the first of two names of one object.
 
-    Args:
-        cache: the cache to fill.
-        wanted: specifications, which are expanded, or parsed URLs, which are not.
-        listing: lists prefixes and patterns.
-        share: keep only the shards that this node reads. As in WebDataset, a shard that is named
-            twice counts twice in the split.
+    With ``share``, keep only the shards that this node reads. As in WebDataset, a shard that is
+    named twice counts twice in the split. Parsed URLs are not expanded.
 
     Raises:
         ConfigError: not a URL, or a URL that this cache does not store.
@@ -164,9 +160,6 @@ def make_plan(
         best_effort: leave out the shards that do not fit. Earlier shards take precedence.
         list_sizes: request the sizes of the missing shards from their origins.
         refresh: ask the origins which of the cached shards they have replaced.
-
-    Raises:
-        OSError: the cache directory cannot be read.
     """
     wanted = {shard.key for shard in shards}
     entries = list(cache.entries())

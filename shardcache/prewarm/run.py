@@ -1,7 +1,5 @@
 """`prewarm`: expand the specifications, make a plan, refuse it if it cannot fit, download.
 
-    wanted_shards -> make_plan -> does it fit? -> Pool: downloads -> report
-
 Several prewarms may run on one cache at the same time, in one process or in several. Like all
 readers, they share their downloads.
 """

@@ -1,6 +1,7 @@
 """`sync.once`: one rank works, the others get its result or failure, or take over if it dies."""
 
 import os
+import threading
 
 import pytest
 
@@ -153,6 +154,14 @@ def test_ranks_on_several_nodes_need_a_job_and_a_directory(monkeypatch, tmp_path
     monkeypatch.setenv("SHARDCACHE_SYNC_DIR", str(tmp_path / "shared"))
     assert sync.once("k", ran, 1) == 1
     assert (tmp_path / "shared" / ".shardcache-sync").is_dir()
+
+
+def test_work_runs_if_no_thread_can_start(tmp_path, ran, monkeypatch):
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    assert sync.once("k", ran, 1, dir=tmp_path) == 1
 
 
 def test_once_per_node_runs_on_each_node(monkeypatch, tmp_path, ran):

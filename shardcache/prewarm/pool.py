@@ -58,8 +58,6 @@ if TYPE_CHECKING:
 
     from shardcache.cache import Cache
 
-__all__ = ["Helper", "Pool"]
-
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
@@ -73,8 +71,7 @@ _MISFITS = 32
 #: would cost more than everything else that is done for it. The first tick is short, because the
 #: first response decides how many connections, and so threads, there are.
 _TICK, _FIRST_TICK = 0.1, 0.01
-#: Seconds to wait for cancelled downloads. They end within milliseconds, unless they are still
-#: connecting.
+#: Seconds to wait for cancelled downloads. Most end within milliseconds.
 _CANCEL_TIMEOUT = 5.0
 #: Stands for the name of a bucket if this machine is at fault, such as its disk.
 _THIS_MACHINE = ""
@@ -122,11 +119,8 @@ class Pool:
     def run(self, report: Callable[[list[Started | Finished]], None]) -> None:
         """Download the shards until all are done or the pool is stopped.
 
-        Args:
-            report: called in the calling thread with the events since its last call.
-
-        Raises:
-            KeyboardInterrupt, and whatever ``report`` raises: after the downloads have ended.
+        ``report`` is called in the calling thread with the events since its last call. Its errors,
+        and KeyboardInterrupt, are raised after the downloads have ended.
         """
         process, now = self.cache.processes.here(), clock.time()
         process.site()
@@ -139,10 +133,6 @@ class Pool:
                 self._halt(Stopped.REQUESTED)
             self._supervise(lambda events: None)
             raise
-
-    def progress(self) -> dict[str, Progress]:
-        """Return the progress of each running download, by key."""
-        return {key: download.progress() for key, download in list(self._running.items())}
 
     # -- the calling thread ----------------------------------------------------
 
@@ -232,11 +222,8 @@ class Pool:
                 self._helped |= progress
         with self._changed:
             if left and not (stopped or self.stopped):
-                logger.warning(
-                    "a helper process of this prewarm died; its %d remaining shards are "
-                    "downloaded by the main process",
-                    len(left),
-                )
+                text = "a helper process died; the main process downloads its %d remaining shards"
+                logger.warning(text, len(left))
                 self._todo.extend(left.values())
             self.stopped = self.stopped or stopped
             self._helpers.remove(helper)
@@ -269,9 +256,8 @@ class Pool:
                     continue
                 outdated = self.plan.outdated.get(shard.key, frozenset())
                 listed = self.plan.size_of(shard)
-                download = Download(
-                    shard, listed=listed, outdated=outdated, throttle=self._throttle
-                )
+                rate = self._throttle
+                download = Download(shard, listed=listed, outdated=outdated, throttle=rate)
                 self._running[shard.key] = download
                 self._events.put(Started(shard, download.progress))
                 return download
@@ -415,7 +401,8 @@ def _download_share(
             else event._replace(result=event.result.portable())
             for event in events
         ]
-        owner.send((portable, _drain(records), pool.progress(), pool.stopped))
+        progress = {key: each.progress() for key, each in list(pool._running.items())}
+        owner.send((portable, _drain(records), progress, pool.stopped))
 
     with cache:
         pool.run(report)

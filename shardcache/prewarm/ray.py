@@ -62,23 +62,14 @@ class NodeLostError(ShardCacheError):
 
 @dataclass(slots=True)
 class NodeReport:
-    """The prewarm of one node, as far as it has sent news.
+    """The prewarm of one node, as far as it has sent news."""
 
-    Attributes:
-        name: name of the node. If two nodes share a name, the start of its id follows.
-        number: number of the node, from 0, in the order of addresses and then names.
-        plan: the node's plan, or None before it has sent one.
-        results: results of the shards that are finished, by key.
-        interrupted: whether its task was cancelled.
-        error: an error that concerns more than single shards, or None.
-    """
-
-    name: str
-    number: int
-    plan: PrewarmPlan | None = None
-    results: dict[str, ShardResult] = field(default_factory=dict)
-    interrupted: bool = False
-    error: Exception | None = None
+    name: str  #: if two nodes share a name, the start of its id follows
+    number: int  #: from 0, in the order of addresses and then names
+    plan: PrewarmPlan | None = None  #: None before it has sent one
+    results: dict[str, ShardResult] = field(default_factory=dict)  #: of finished shards, by key
+    interrupted: bool = False  #: whether its task was cancelled
+    error: Exception | None = None  #: an error that concerns more than single shards
     _report: PrewarmReport | None = None
 
     @property

@@ -28,8 +28,6 @@ from shardcache.stats import database
 from shardcache.units import format_bytes, format_duration
 from shardcache.urls import ShardURL
 
-__all__ = ["BUCKETS", "COUNTERS", "WAITS", "Counters", "Counts", "bucket_range"]
-
 logger = logging.getLogger(__name__)
 
 
@@ -86,15 +84,12 @@ _LAST_BUSY = 2.0
 
 _TIERS = tuple(name for name in COUNTERS if name.startswith("hits_tier_"))
 _BUCKETS = {wait: [f"{wait}:{bucket}" for bucket in range(BUCKETS)] for wait in WAITS}
-#: Outcome of an open -> its counter, and the counters of what its reader waited for.
+#: Outcome of an open -> its counter, and what its reader waited for.
 _OUTCOMES = {
-    outcome: (counter, f"wait_us_{wait}", _BUCKETS[wait])
-    for outcome, counter, wait in (
-        ("hit", "hits", "disk"),
-        ("linked", "linked", "disk"),
-        ("coalesced", "coalesced", "lock"),
-        ("fetched", "misses", "network"),
-    )
+    "hit": ("hits", "disk"),
+    "linked": ("linked", "disk"),
+    "coalesced": ("coalesced", "lock"),
+    "fetched": ("misses", "network"),
 }
 
 
@@ -166,14 +161,14 @@ class Counters:
         # Does not call `add`, because a hit must not cost much more than an open().
         if self._where is None:
             return
-        name, wait_name, buckets = _OUTCOMES[outcome]
+        name, wait = _OUTCOMES[outcome]
         waited = int(seconds * 1e6)
         bucket = int(2 * math.log2(waited)) if waited > 1 else 0
         with self._guard:
             counted = self._counted
             counted[name] += 1
-            counted[wait_name] += waited
-            counted[buckets[bucket if bucket < BUCKETS else -1]] += 1
+            counted[f"wait_us_{wait}"] += waited
+            counted[_BUCKETS[wait][bucket if bucket < BUCKETS else -1]] += 1
             if tier is not None and tier < len(_TIERS):
                 counted[_TIERS[tier]] += 1
         if not self._soon and clock.monotonic() >= self._due:

@@ -29,8 +29,6 @@ from shardcache.threads import undivided
 if TYPE_CHECKING:
     import sqlite3
 
-__all__ = ["NO_RANK", "Sample", "add", "compact", "samples", "zero"]
-
 logger = logging.getLogger(__name__)
 
 _SCHEMA = """

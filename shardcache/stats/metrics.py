@@ -11,8 +11,6 @@ from typing import NamedTuple
 from shardcache.stats.counters import BUCKETS, COUNTERS, bucket_range
 from shardcache.stats.summary import OUTCOMES, Stats
 
-__all__ = ["SUMS", "Metric", "exposition"]
-
 #: Export every fourth bound of the histogram. A bound is then four times the one before it.
 _STEP = 4
 

@@ -18,11 +18,8 @@ from shardcache.stats.counters import BUCKETS, COUNTERS, WAITS, Counts, bucket_r
 from shardcache.stats.database import NO_RANK, Sample
 from shardcache.units import format_bytes, format_duration
 
-__all__ = ["OUTCOMES", "Stats", "Waits", "by_hour", "by_rank", "rank_records", "stats_of", "summed"]
-
 #: The possible outcomes of an open, in the order of tables.
 OUTCOMES = ("hits", "coalesced", "linked", "misses", "bypassed", "failed")
-_PERCENTILES = (0.5, 0.9, 0.99)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,20 +43,19 @@ class Waits:
                 return bucket_range(bucket)[1]
         return None
 
+    def as_dict(self) -> dict[str, Any]:
+        """Return the object that ``--json`` prints."""
+        shares = {f"p{share * 100:g}": self.percentile(share) for share in (0.5, 0.9, 0.99)}
+        return {"count": self.count, "seconds": self.seconds, **shares}
+
 
 @dataclass(frozen=True, repr=False)
 class Stats(Counts):
-    """The counts of several processes in a period of time.
+    """The counts of several processes in a period of time."""
 
-    Attributes:
-        since: start of the period, in seconds since the epoch; None if nothing was counted.
-        until: end of the period, in seconds since the epoch; None if nothing was counted.
-        waits: how long readers waited, by what they waited for: disk, lock or network.
-    """
-
-    since: float | None
-    until: float | None
-    waits: Mapping[str, Waits]
+    since: float | None  #: start in seconds since the epoch; None if nothing was counted
+    until: float | None  #: end in seconds since the epoch; None if nothing was counted
+    waits: Mapping[str, Waits]  #: how long readers waited for the disk, the lock and the network
 
     @property
     def counters(self) -> dict[str, int]:
@@ -107,19 +103,13 @@ class Stats(Counts):
     def as_dict(self) -> dict[str, Any]:
         """Return the object that ``--json`` prints: times, counts, bytes and seconds."""
         names = ("opens", "hit_rate", "bytes_saved", "evicted", "errors")
+        waits = {**self.waits, "all": self.all_waits}
         return {
             "since": None if self.since is None else utc(self.since),
             "until": None if self.until is None else utc(self.until),
             **{name: getattr(self, name) for name in names},
             **{name: n for name, n in self.counters.items() if not name.startswith("wait_us_")},
-            "waits": {
-                wait: {
-                    "count": waits.count,
-                    "seconds": waits.seconds,
-                    **{f"p{share * 100:g}": waits.percentile(share) for share in _PERCENTILES},
-                }
-                for wait, waits in {**self.waits, "all": self.all_waits}.items()
-            },
+            "waits": {wait: each.as_dict() for wait, each in waits.items()},
         }
 
     def __repr__(self) -> str:

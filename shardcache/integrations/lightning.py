@@ -86,9 +86,7 @@ class ShardCacheHooks:
     def metrics(self) -> dict[str, float]:
         """Return what the processes of this node have read since the last call, or since `setup`.
 
-        Data loaders start before Lightning reports the start of an epoch, so an epoch counts from
-        the end of the previous one. Processes write their counters once a second, so the last ones
-        may appear in the next epoch.
+        Processes write their counters once a second, so the last ones may appear in the next epoch.
         """
         before, self._counters = self._counters, None
         try:

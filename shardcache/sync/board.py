@@ -105,7 +105,6 @@ class FileBoard:
     """Keeps notes as files below a directory that all ranks share. Safe between threads and nodes.
 
     A note gets its name by link(2), which fails if the name is taken, also on NFS, Lustre and GPFS.
-    Names are read through `find`, because another node may have made them a moment ago.
     """
 
     def __init__(self, directory: Path) -> None:

@@ -142,10 +142,7 @@ def _replaced(stage: Any, cache: Cache, fast_tar: bool) -> list[Any]:
 
 
 def _repeats_order(stages: list[Any]) -> bool:
-    """Return whether the shards certainly have the same shuffled order in every epoch.
-
-    False if an unknown stage comes before the opening of the shards: it may change the order.
-    """
+    """Return whether the shards certainly have the same shuffled order in every epoch."""
     from webdataset import filters, shardlists
 
     splits = shardlists.split_by_node, shardlists.split_by_worker, shardlists.single_node_only
@@ -160,7 +157,7 @@ def _repeats_order(stages: list[Any]) -> bool:
             size = args[0] if args else options.get("bufsize", 1000)
             seeded = seeded or size > 1  # WebDataset(shardshuffle=False) has a shuffle of size 0
         elif function not in splits:
-            return False
+            return False  # an unknown stage may change the order
     return False
 
 

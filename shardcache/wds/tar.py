@@ -218,10 +218,7 @@ class TarWalk:
         return block[left:] if left else block
 
     def _extended(self, header: bytes, fields: _Fields) -> tuple[bytes, _Fields | None]:
-        """Read the rest of an extended header, and the header of its member.
-
-        Returns the bytes of both, and the fields of the member; None if a header is not plain.
-        """
+        """Return an extended header with its member's, and the fields of the member if plain."""
         _, size, kind = fields
         if not 0 < size <= _EXTENDED_MAX:
             return header, None
@@ -298,7 +295,7 @@ def _fields(header: bytes) -> _Fields | None:
 def _name(name: str, records: bytes, size: int) -> str | None:
     """Return the name in the first ``size`` bytes of an extended header, or else ``name``.
 
-    Returns None if there is a record that this module does not understand.
+    Returns None for a record that tarfile has to read.
     """
     if size & 511 and records[size]:
         return None

@@ -18,9 +18,8 @@ from shardcache.config import absolute
 from shardcache.download.pool import parse_rate
 from shardcache.errors import ConfigError, ShardNotFoundError
 from shardcache.origins.listing import SHARD, is_pattern
-from shardcache.prewarm.helpers import most_processes
 from shardcache.prewarm.plan import own_share
-from shardcache.prewarm.run import JOBS, prewarm
+from shardcache.prewarm.run import JOBS, most_processes, prewarm
 from shardcache.results import Event, Outcome, Planned, PrewarmReport, Stopped
 from shardcache.units import Limit, format_duration, format_rate
 

@@ -89,12 +89,11 @@ def run_command(
         if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
             signal.signal(signal.SIGINT, lambda number, frame: None)
         # Import after the start of the program, which takes longer to reach its first shard.
-        from shardcache.stats.database import NO_RANK, Sample
-        from shardcache.stats.summary import summed
+        from shardcache.stats.summary import stats_of
 
         before = _counters(layouts)
         code = child.wait()
-    stats = summed([Sample(0, 0, NO_RANK, _counters(layouts) - before)])
+    stats = stats_of(_counters(layouts) - before)
     invocation.console.hint(f"shardcache: {_summary(stats, config.dir)}")
     return code if code >= 0 else 128 - code
 

@@ -21,9 +21,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from shardcache.files import NOT_DATA, open_exclusive, open_file, random_token, unlock
+from shardcache import clock
+from shardcache.files import NOT_DATA, open_exclusive, open_file, random_token, unlock, write_new
 from shardcache.layout import IDLE_GRACE, Layout, list_names, read_file, replace_file
 from shardcache.locks.flock import Holder, is_file, read_holder, try_flock
+from shardcache.ranks import safe_name
 
 logger = logging.getLogger(__name__)
 
@@ -32,8 +34,8 @@ _NAME = re.compile(r"[0-9a-f]{32}\.(session|[0-9a-f]{32}\.wait)")
 _ATTEMPTS = 100
 #: Most bytes to read of the limits, of which six have some hundred.
 _MAX_LIMITS = 4096
-#: Suffix of the notes of jobs; see `stats.notices`.
-NOTE = ".streamed"
+#: Suffix of the notes of jobs; see `leave_note`.
+_NOTE = ".streamed"
 
 
 class Session:
@@ -107,8 +109,25 @@ def remove_dead(layout: Layout) -> None:
     for name in list_names(layout.sessions):
         path = layout.sessions / name
         with contextlib.suppress(OSError):  # gone, or a directory
-            if name.endswith(NOTE) and path.lstat().st_mtime < oldest:
+            if name.endswith(_NOTE) and path.lstat().st_mtime < oldest:
                 path.unlink()
+
+
+def leave_note(layout: Layout, job: str) -> bool:
+    """Leave the note of a job on this node, and return whether there was none.
+
+    Returns True if the note cannot be written. `remove_dead` removes it after the job.
+    """
+    note, now = layout.sessions / f"{safe_name(job)}{_NOTE}", clock.time()
+    try:
+        remove_dead(layout)
+        write_new(note, b"", layout.modes.file)
+        os.utime(note, (now, now))
+    except FileExistsError:
+        return False
+    except OSError as exn:
+        logger.debug("%s was not made: %s", note, exn)
+    return True
 
 
 def live_waits(layout: Layout) -> Iterator[tuple[str, Holder]]:

@@ -225,9 +225,11 @@ def path_command(invocation: Invocation, specs: tuple[str, ...], fetch: bool) ->
         for shard in shards:
             path = cache.path(shard.raw)
             if path is None and fetch:
-                path = cache.fetch(shard.raw).data
+                cache.fetch(shard.raw)
+                path = cache.path(shard.raw)
             if path is None:
-                text = f"{shard} is not cached in {cache.dir}. Pass --fetch to download it."
+                advice = "It was evicted at once." if fetch else "Pass --fetch to download it."
+                text = f"{shard} is not cached in {cache.dir}. {advice}"
                 raise ShardNotFoundError(text, url=str(shard))
             rows.append({"url": str(shard), "path": path})
     invocation.console.object("path", shards=rows)

@@ -119,18 +119,18 @@ def whole(head):
     return answer("206 Partial", body, Content_Range=f"bytes 0-{end}/{end + 1}")
 
 
-def echo(head: str) -> str:
+def echo(head):
     """Return the beginning of a request, as one line."""
     return " ".join(head.split())[:900]
 
 
-def echoed_version(head: str) -> bytes:
+def echoed_version(head):
     """Return a response whose validators contain the request."""
     text = echo(head)
     return whole(head).replace(b'ETag: "v1"', f'ETag: "{text}"\r\nLast-Modified: {text}'.encode())
 
 
-def echoed_error(head: str) -> bytes:
+def echoed_error(head):
     page = f"<Error><Code>Odd</Code><Message>You sent {echo(head)}</Message></Error>"
     return answer(f"400 {echo(head)}", page.encode())
 

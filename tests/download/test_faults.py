@@ -4,18 +4,14 @@ Every line of 64 bytes in a shard states its key, version and offset, so an asse
 wrong byte came from. After every test, `Lab.audit` checks the cache.
 """
 
-from __future__ import annotations
-
 import gc
 import gzip
 import os
 import random
 import re
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import lru_cache
-from pathlib import Path
 
 import pytest
 
@@ -29,7 +25,6 @@ from shardcache import (
     TransferError,
     TransferTimeoutError,
 )
-from shardcache.cli.demo import S3Server
 from shardcache.origins import retry
 from shardcache.origins.base import ObjectInfo
 from shardcache.store.verify import State
@@ -45,7 +40,7 @@ _LINE = 64
 
 
 @lru_cache(maxsize=64)
-def shard(key: str, version: int, size: int = SIZE) -> bytes:
+def shard(key, version, size=SIZE):
     """A tar archive whose every line of 64 bytes states key, version and offset."""
     name = f"{key} version {version} at "
     lines = (f"{name}{at:012d}".ljust(_LINE - 1, ".") + "\n" for at in range(512, size, _LINE))
@@ -53,7 +48,7 @@ def shard(key: str, version: int, size: int = SIZE) -> bytes:
     return tar_of([(f"{key}.v{version}.txt", data)], whole_records=False)
 
 
-def difference(found: bytes, expected: bytes) -> str:
+def difference(found, expected):
     """Describe the first wrong line; empty if there is none."""
     if found == expected:
         return ""
@@ -69,12 +64,12 @@ _ON_SERVER: dict[str, tuple[str, bytes]] = {}
 class Lab:
     """A proxy before the server, a bucket, a cache, and all versions stored under each key."""
 
-    def __init__(self, s3: S3Server, proxy: Proxy, bucket: str, path: Path) -> None:
+    def __init__(self, s3, proxy, bucket, path):
         self.s3, self.proxy, self.bucket, self.path = s3, proxy, bucket, path
         self.stored: dict[str, dict[str, bytes]] = {}
         self.caches: list[Cache] = []
 
-    def put(self, key: str = "a.tar", version: int = 1, size: int = SIZE) -> str:
+    def put(self, key="a.tar", version=1, size=SIZE):
         data = shard(key, version, size)
         if _ON_SERVER.get(self.path_of(key), ("", b""))[1] is not data:
             _ON_SERVER[self.path_of(key)] = self.s3.put(self.bucket, key, data), data
@@ -82,13 +77,13 @@ class Lab:
         self.stored.setdefault(key, {})[ObjectInfo(len(data), etag).version] = data
         return self.url(key)
 
-    def url(self, key: str = "a.tar") -> str:
+    def url(self, key="a.tar"):
         return f"s3://{self.bucket}/{key}"
 
-    def path_of(self, key: str = "a.tar") -> str:
+    def path_of(self, key="a.tar"):
         return f"{self.bucket}/{key}"
 
-    def cache(self, **options: object) -> Cache:
+    def cache(self, **options):
         defaults = {"min_free": 0, "attempts": 3, "timeout": 20, "part_size": MIB, "connections": 4}
         # A replaced or damaged shard is downloaded again only if no reader has received bytes.
         defaults |= {"fill": "complete", "patience": 0}
@@ -96,15 +91,15 @@ class Lab:
         self.caches.append(cache)
         return cache
 
-    def gets(self, key: str = "a.tar") -> int:
+    def gets(self, key="a.tar"):
         return len(self.proxy.of(self.path_of(key)))
 
-    def expect(self, cache: Cache, key: str = "a.tar", version: int = 1, size: int = SIZE) -> None:
+    def expect(self, cache, key="a.tar", version=1, size=SIZE):
         """Assert that a read returns exactly this version."""
         with cache.open(self.url(key)) as stream:
             assert not difference(stream.read(), shard(key, version, size))
 
-    def audit(self) -> None:
+    def audit(self):
         """Assert that no wrong entry, wrong partial, file or connection remains."""
         while self.caches:
             self.caches.pop().close()
@@ -118,19 +113,19 @@ class Lab:
         assert not [each for each in descriptors() if f" {self.path}" in each]
         wait_until(lambda: gc.collect() >= 0 and not self.proxy.open)
 
-    def expect_any(self, key: str, found: bytes, context: str = "") -> None:
+    def expect_any(self, key, found, context=""):
         """Assert that these are the bytes of one version."""
         wrong = [difference(found, data) for data in self.stored[key].values()]
         assert "" in wrong, f"{context}: {key} is none of {len(wrong)} versions: {wrong}"
 
-    def join(self) -> None:
+    def join(self):
         """Wait until no download runs."""
         processes = [cache._here() for cache in self.caches]
         wait_until(lambda: not any(process.downloads.unfinished() for process in processes))
 
 
 @pytest.fixture(scope="module")
-def bucket(s3: S3Server, request: pytest.FixtureRequest) -> str:
+def bucket(s3, request):
     """One bucket for a module, because the first object of a bucket takes long."""
     module = request.module.__name__.rpartition(".")[2].replace("_", "-")
     name = f"{module}-{os.getpid()}"
@@ -139,7 +134,7 @@ def bucket(s3: S3Server, request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def lab(s3, bucket, tmp_path, monkeypatch) -> Iterator[Lab]:
+def lab(s3, bucket, tmp_path, monkeypatch):
     monkeypatch.setattr(retry, "BASE", 0.02)  # shortens only the pauses
     with Proxy(s3) as proxy:
         for name, value in {**s3.environment(), "AWS_ENDPOINT_URL_S3": proxy.endpoint_url}.items():
@@ -154,7 +149,7 @@ def lab(s3, bucket, tmp_path, monkeypatch) -> Iterator[Lab]:
             gc.unfreeze()
 
 
-def message(error: pytest.ExceptionInfo[ShardCacheError], lab: Lab, url: str) -> str:
+def message(error, lab, url):
     """Return the message. Assert that it names the shard and a remedy, and contains no secret."""
     text = str(error.value)
     assert url in text
@@ -165,7 +160,7 @@ def message(error: pytest.ExceptionInfo[ShardCacheError], lab: Lab, url: str) ->
     return text
 
 
-def page(status: int, code: str, **headers: str) -> Answer:
+def page(status, code, **headers):
     """An error response of S3."""
     body = f'<?xml version="1.0"?><Error><Code>{code}</Code><Message>no</Message></Error>'.encode()
     return Answer(status, [("Content-Type", "application/xml"), *headers.items()], body)
@@ -174,15 +169,15 @@ def page(status: int, code: str, **headers: str) -> Answer:
 HTML = Answer(200, [("Content-Type", "text/html")], b"<html>Please log in to the network</html>")
 
 
-def shifted(body: bytes) -> bytes:
+def shifted(body):
     return body[4096:] + body[:4096]
 
 
-def longer(body: bytes) -> bytes:
+def longer(body):
     return body + b"?" * 4096
 
 
-def in_gzip(body: bytes) -> bytes:
+def in_gzip(body):
     return gzip.compress(body, 1)
 
 
@@ -214,7 +209,7 @@ HEALED: dict[str, tuple[Fault, int | None]] = {
 }
 
 
-def adapted(fault: Fault, lab: Lab, start: int = MIB) -> Fault:
+def adapted(fault, lab, start=MIB):
     """Adapt a fault of `HEALED` to the part at ``start`` and to the bucket."""
     if fault.span is not None:
         at, stop = fault.span
@@ -224,7 +219,7 @@ def adapted(fault: Fault, lab: Lab, start: int = MIB) -> Fault:
 
 @pytest.mark.parametrize("start", [0, MIB], ids=["first part", "later part"])
 @pytest.mark.parametrize("claim", HEALED)
-def test_one_fault_is_healed(lab: Lab, claim: str, start: int) -> None:
+def test_one_fault_is_healed(lab, claim, start):
     fault, more = HEALED[claim]
     lab.put("other.tar", 7)
     rule = Rule(adapted(fault, lab, start), start=start)
@@ -239,7 +234,7 @@ def test_one_fault_is_healed(lab: Lab, claim: str, start: int) -> None:
     [Fault(hang_up="stall"), Fault(cut=300_000, how="stall"), Fault(rate=2000)],
     ids=["before the head", "in the body", "a trickle"],
 )
-def test_a_silent_request_is_repeated_after_timeout(lab: Lab, fault: Fault) -> None:
+def test_a_silent_request_is_repeated_after_timeout(lab, fault):
     rule = Rule(fault, start=MIB)
     lab.proxy.script(rule)
     lab.expect(lab.cache(timeout=0.7, attempts=6))
@@ -248,7 +243,7 @@ def test_a_silent_request_is_repeated_after_timeout(lab: Lab, fault: Fault) -> N
     assert any(MIB <= start < 2 * MIB for start, _ in repeated)
 
 
-def test_a_refused_connection_is_retried(lab: Lab, caplog) -> None:
+def test_a_refused_connection_is_retried(lab, caplog):
     caplog.set_level("INFO", "shardcache")
     lab.proxy.refuse()
     with ThreadPoolExecutor() as pool:
@@ -259,7 +254,7 @@ def test_a_refused_connection_is_retried(lab: Lab, caplog) -> None:
     assert lab.gets() == PARTS
 
 
-def test_faults_of_a_streamed_shard_are_healed(lab: Lab) -> None:
+def test_faults_of_a_streamed_shard_are_healed(lab):
     cache = lab.cache(max_size="2MiB")
     lab.proxy.script(
         Rule(Fault(cut=2 * MIB), skip=1),
@@ -306,7 +301,7 @@ LACKING: dict[str, tuple[Fault, str | None, list[tuple[int, int] | None]]] = {
 
 
 @pytest.mark.parametrize("claim", LACKING)
-def test_an_origin_that_lacks_a_feature(lab: Lab, claim: str) -> None:
+def test_an_origin_that_lacks_a_feature(lab, claim):
     fault, method, ranges = LACKING[claim]
     lab.proxy.script(Rule(fault, method=method, times=None))
     lab.expect(cache := lab.cache())
@@ -334,7 +329,7 @@ REPLACED: dict[str, tuple[dict[str, object], Fault | None, int]] = {
 
 
 @pytest.mark.parametrize("claim", REPLACED)
-def test_a_replaced_object_is_read_in_its_new_version(lab: Lab, claim: str) -> None:
+def test_a_replaced_object_is_read_in_its_new_version(lab, claim):
     when, always, size = REPLACED[claim]
     put = replace(always or Fault(), before=lambda: lab.put(version=2, size=size))
     rules = [Rule(put, **(when or {"start": 3 * MIB}))]
@@ -348,7 +343,7 @@ def test_a_replaced_object_is_read_in_its_new_version(lab: Lab, claim: str) -> N
     assert len(list(lab.caches[0].entries())) == 1
 
 
-def test_an_object_that_keeps_changing_is_an_error(lab: Lab) -> None:
+def test_an_object_that_keeps_changing_is_an_error(lab):
     versions = iter(range(2, 100))
     put = Fault(before=lambda: lab.put(version=next(versions)))
     lab.proxy.script(Rule(put, start=2 * MIB, times=None))
@@ -382,7 +377,7 @@ PERSISTENT: dict[str, tuple[Fault, str]] = {
 
 
 @pytest.mark.parametrize("claim", PERSISTENT)
-def test_a_persistent_fault_ends_after_the_attempts(lab: Lab, claim: str) -> None:
+def test_a_persistent_fault_ends_after_the_attempts(lab, claim):
     fault, text = PERSISTENT[claim]
     lab.proxy.script(Rule(fault, times=None))
     with pytest.raises(TransferError, match=text) as caught:
@@ -394,7 +389,7 @@ def test_a_persistent_fault_ends_after_the_attempts(lab: Lab, claim: str) -> Non
 
 
 @pytest.mark.parametrize("stall", [Fault(hang_up="stall"), Fault(cut=1000, how="stall")])
-def test_a_silent_origin_is_a_timeout(lab: Lab, stall: Fault) -> None:
+def test_a_silent_origin_is_a_timeout(lab, stall):
     lab.proxy.script(Rule(stall, times=None))
     with pytest.raises(TransferTimeoutError) as caught:
         lab.cache(attempts=2, timeout=0.5, connections=1).open(lab.url())
@@ -402,7 +397,7 @@ def test_a_silent_origin_is_a_timeout(lab: Lab, stall: Fault) -> None:
     assert lab.gets() == 2
 
 
-def test_the_deadline_ends_a_slow_download(lab: Lab) -> None:
+def test_the_deadline_ends_a_slow_download(lab):
     lab.proxy.script(Rule(Fault(rate=20_000), times=None))
     with pytest.raises(TransferTimeoutError, match="deadline") as caught:
         lab.cache(deadline=0.8, timeout=5).open(lab.url())
@@ -433,7 +428,7 @@ PERMANENT: dict[str, tuple[Answer, type[ShardCacheError], str, int]] = {
 
 
 @pytest.mark.parametrize("claim", PERMANENT)
-def test_a_permanent_refusal_is_not_repeated(lab: Lab, claim: str) -> None:
+def test_a_permanent_refusal_is_not_repeated(lab, claim):
     response, kind, text, requests = PERMANENT[claim]
     lab.proxy.script(Rule(Fault(answer=response), method=None, times=None))
     with pytest.raises(kind, match=text) as caught:
@@ -443,7 +438,7 @@ def test_a_permanent_refusal_is_not_repeated(lab: Lab, claim: str) -> None:
     assert os.listdir(lab.path / "v1/partial") == []
 
 
-def test_a_download_whose_credentials_expire_can_be_resumed(lab: Lab) -> None:
+def test_a_download_whose_credentials_expire_can_be_resumed(lab):
     old = Rule(Fault(answer=page(400, "ExpiredToken")), start=3 * MIB, times=None)
     lab.proxy.script(old)
     cache = lab.cache(connections=1)
@@ -460,7 +455,7 @@ def test_a_download_whose_credentials_expire_can_be_resumed(lab: Lab) -> None:
 @pytest.mark.parametrize(
     "answer", [page(200, "InternalError"), HTML], ids=["page of S3", "page in HTML"]
 )
-def test_an_error_page_with_200_is_never_a_shard(lab: Lab, answer: Answer, key: str) -> None:
+def test_an_error_page_with_200_is_never_a_shard(lab, answer, key):
     """HEAD is refused, so only the page itself can show the error."""
     url = lab.put(key)
     refused = Rule(Fault(answer=page(403, "x")), method="HEAD", times=None)
@@ -474,13 +469,13 @@ def test_an_error_page_with_200_is_never_a_shard(lab: Lab, answer: Answer, key: 
 
 
 @pytest.mark.parametrize("endpoint", ["http://nowhere.invalid:9", "http://127.0.0.1:9"])
-def test_the_error_names_an_endpoint_that_does_not_respond(lab: Lab, endpoint: str) -> None:
+def test_the_error_names_an_endpoint_that_does_not_respond(lab, endpoint):
     with pytest.raises(TransferError, match=re.escape(endpoint.removeprefix("http://"))) as caught:
         lab.cache(endpoint_url=endpoint, attempts=2).open(lab.url())
     message(caught, lab, lab.url())
 
 
-def random_fault(rng: random.Random, lab: Lab) -> Fault:
+def random_fault(rng, lab):
     put = Fault(before=lambda: lab.put(version=rng.randrange(1, 6)))
     other = Fault(headers={"ETag": '"x"'})
     refused = page(rng.choice([200, 206, 301, 400, 403, 404, 412, 416, 504]), "SomeCode")
@@ -492,7 +487,7 @@ def random_fault(rng: random.Random, lab: Lab) -> Fault:
     return replace(adapted(kinds[claim], lab), name=claim)
 
 
-def random_script(rng: random.Random, lab: Lab) -> list[Rule]:
+def random_script(rng, lab):
     return [
         Rule(
             random_fault(rng, lab),

@@ -1,6 +1,6 @@
 """Reads shards from moto, an implementation of S3 that is independent of SeaweedFS."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import boto3
 import moto.backends
@@ -59,18 +59,18 @@ def cache(client, proxy, tmp_path):
         yield cache
 
 
-def shard(seed: int) -> bytes:
+def shard(seed):
     return make_tar(seed, members=30, size=50_000)
 
 
-def put(client: Any, key: str, seed: int = 1, **options: Any) -> bytes:
+def put(client, key, seed=1, **options):
     """Upload a shard of 3 MB that depends on ``seed``, and return it."""
     data = shard(seed)
     client.put_object(Bucket="lab", Key=key, Body=data, **options)
     return data
 
 
-def read(cache: Cache, key: str) -> bytes:
+def read(cache, key):
     with cache.open(f"s3://lab/{key}") as stream:
         return stream.read()
 

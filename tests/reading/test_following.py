@@ -1,7 +1,5 @@
 """Shards that are read while this or another process downloads them."""
 
-from __future__ import annotations
-
 import base64
 import io
 import os
@@ -9,7 +7,6 @@ import shutil
 import threading
 import time
 import zlib
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -18,11 +15,10 @@ import pytest
 from shardcache.cache import Cache
 from shardcache.errors import FetchCancelledError, IntegrityError, TransferError
 from shardcache.layout import Layout
-from shardcache.origins.base import Body, Checksum, ObjectInfo, TransientError
+from shardcache.origins.base import Checksum, TransientError
 from shardcache.store.digest import BLOCK
-from tests.support.caches import MakeCache
-from tests.support.fakes import Fault, MemoryOrigin
-from tests.support.storetools import PATIENCE, Parent, forked, wait_until
+from tests.support.fakes import Fault
+from tests.support.storetools import PATIENCE, forked, wait_until
 from tests.support.tars import make_tar
 from tests.support.webservers import Files, running
 
@@ -34,33 +30,33 @@ pytestmark = pytest.mark.locks_work
 
 
 @pytest.fixture(autouse=True)
-def _object(origin: MemoryOrigin) -> None:
+def _object(origin):
     origin.objects[URL] = DATA
 
 
 @pytest.fixture
-def more(origin: MemoryOrigin) -> Iterator[threading.Event]:
+def more(origin):
     """Setting this event releases the bytes after the third block."""
     event = origin.hold(3 * BLOCK + 5)
     yield event
     event.set()
 
 
-def one(make_cache: MakeCache, **options: object) -> Cache:
+def one(make_cache, **options):
     """Make a cache with one connection and one attempt."""
     return make_cache(connections=1, attempts=1, **options)
 
 
-def cancel(cache: Cache) -> None:
+def cancel(cache):
     for download in cache._here().downloads.unfinished():
         download.cancel()
 
 
-def crc(data: bytes) -> Checksum:
+def crc(data):
     return Checksum("crc32", base64.b64encode(zlib.crc32(data).to_bytes(4, "big")).decode())
 
 
-def misstated(body: Body, expected: ObjectInfo | None = None) -> Body:
+def misstated(body, expected=None):
     body.info = expected or body.info
     return body
 
@@ -132,7 +128,7 @@ def test_the_last_block_is_withheld_until_the_shard_is_checked(make_cache, origi
     limit = (len(DATA) - 1) // BLOCK * BLOCK
     got = bytearray()
 
-    def refuse(path: Path) -> None:  # gives the reader time to read too much
+    def refuse(path):  # gives the reader time to read too much
         wait_until(lambda: len(got) >= limit)
         time.sleep(0.3)
         raise ValueError("bad")
@@ -241,7 +237,7 @@ def test_a_child_follows_the_download_of_its_parent(tmp_path):
     server.files["/a.tar"] = DATA
     more = server.hold("/a.tar", 3 * BLOCK + 5)
 
-    def work(parent: Parent) -> None:
+    def work(parent):
         parent.say("ready")
         parent.say(stream.read() == DATA[10:])
 

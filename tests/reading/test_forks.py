@@ -1,18 +1,13 @@
 """Forks while a stream reads past the cache: parent and child continue independently."""
 
-from __future__ import annotations
-
 import shutil
-import ssl
-from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 
 from shardcache import Cache, TransferError
 from shardcache.store.digest import BLOCK
 from tests.origins.test_tls import authority, context  # noqa: F401
-from tests.support.storetools import Parent, forked
+from tests.support.storetools import forked
 from tests.support.tars import make_tar
 from tests.support.webservers import Files, running
 
@@ -23,11 +18,11 @@ ORIGINS = ["http", "https", "file", "upstream", "pipe"]
 
 @pytest.fixture
 def reach(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    context: ssl.SSLContext,  # noqa: F811
-    authority: tuple[str, str],  # noqa: F811
-) -> Iterator[Callable[[str], tuple[Cache, str]]]:
+    tmp_path,
+    monkeypatch,
+    context,  # noqa: F811
+    authority,  # noqa: F811
+):
     """Returns a function that makes a cache without room, and the URL of a shard."""
     with running(Files()) as plain, running(Files(), context) as tls:
         plain.files["/a.tar"] = tls.files["/a.tar"] = DATA
@@ -44,7 +39,7 @@ def reach(
             "pipe": f"pipe:cat {path}",
         }
 
-        def make(kind: str) -> tuple[Cache, str]:
+        def make(kind):
             if kind == "upstream":
                 nas.mkdir(parents=True)
                 shutil.copy(path, nas)
@@ -58,10 +53,10 @@ def reach(
 
 @pytest.mark.parametrize("order", ["parent first", "child first", "child closes"])
 @pytest.mark.parametrize("kind", ORIGINS)
-def test_parent_and_child_both_read_the_rest(reach, kind: str, order: str) -> None:
+def test_parent_and_child_both_read_the_rest(reach, kind, order):
     cache, url = reach(kind)
 
-    def work(parent: Parent) -> None:
+    def work(parent):
         if order == "parent first":
             parent.hear()
         try:

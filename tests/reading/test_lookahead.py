@@ -1,11 +1,8 @@
 """A pipeline downloads its next shards ahead, and stops when the pipeline ends."""
 
-from __future__ import annotations
-
 import gc
 import itertools
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,7 +14,6 @@ from shardcache.origins.base import TransientError
 from shardcache.reading.readers import DownloadReader
 from shardcache.store.digest import BLOCK
 from tests.support.caches import held_elsewhere
-from tests.support.fakes import MemoryOrigin
 from tests.support.storetools import wait_until
 from tests.support.tars import make_tar
 
@@ -27,15 +23,15 @@ DATA = [make_tar(number) for number in range(SHARDS)]
 
 
 @pytest.fixture(autouse=True)
-def _objects(origin: MemoryOrigin) -> None:
+def _objects(origin):
     origin.objects.update(zip(URLS, DATA, strict=True))
 
 
-def running() -> list[str]:
+def running():
     return [t.name for t in threading.enumerate() if t.name.startswith("shardcache-")]
 
 
-def requested(origin: MemoryOrigin) -> list[str]:
+def requested(origin):
     return sorted({url for url, _, _ in origin.requests})
 
 
@@ -77,7 +73,7 @@ def test_a_missing_shard_is_requested_once_in_a_pipeline(make_cache, origin, pre
 
 
 @pytest.fixture
-def large(origin: MemoryOrigin) -> list[threading.Event]:
+def large(origin):
     """Shards that are held back at their first byte."""
     for url in URLS:
         origin.objects[url] = make_tar(1, members=20, size=BLOCK)
@@ -128,7 +124,7 @@ def test_errors_are_raised_in_the_order_of_the_shards(make_cache, origin):
     del origin.objects[URLS[1]]
     seen: list[Exception] = []
 
-    def listed() -> Iterator[str]:
+    def listed():
         yield from URLS[:4]
         raise LookupError("no more")
 

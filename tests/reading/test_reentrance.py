@@ -3,8 +3,6 @@
 The collector may run at any moment, also in a thread that holds a lock which `close` needs.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import gc
@@ -12,8 +10,6 @@ import itertools
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 
@@ -24,7 +20,7 @@ from shardcache.errors import ShardNotFoundError
 from shardcache.store.digest import BLOCK
 from shardcache.store.partial import Partial
 from tests.support.fakes import Fault
-from tests.support.storetools import PATIENCE, Parent, descriptors, forked, room, wait_until
+from tests.support.storetools import PATIENCE, descriptors, forked, room, wait_until
 from tests.support.tars import make_tar
 from tests.support.webservers import Files, running
 
@@ -33,20 +29,20 @@ DATA = make_tar(1, members=3, size=BLOCK)
 
 
 @pytest.fixture(autouse=True)
-def _no_other_collection() -> Iterator[None]:
+def _no_other_collection():
     gc.collect()
     gc.disable()
     yield
     gc.enable()
 
 
-def drop(stream: Any) -> None:
+def drop(stream):
     """Put the stream into a reference cycle, so that the garbage collector closes it."""
     dropped = [stream]
     dropped.append(dropped)
 
 
-def ends(function: Callable[[], object]) -> None:
+def ends(function):
     """Call the function in a thread, and assert that it returns."""
     thread = threading.Thread(target=function, daemon=True)
     thread.start()
@@ -54,11 +50,11 @@ def ends(function: Callable[[], object]) -> None:
     assert not thread.is_alive()
 
 
-def downloading() -> list[str]:
+def downloading():
     return [thread.name for thread in threading.enumerate() if thread.name.endswith("-fetch")]
 
 
-def open_shards() -> list[str]:
+def open_shards():
     return [each for each in descriptors() if "/partial/" in each or "/objects/" in each]
 
 
@@ -92,7 +88,7 @@ def test_a_child_that_closes_a_stream_of_its_parent_counts_nothing(make_cache, o
 
     assert cache.stats().opens == 1
 
-    def work(parent: Parent) -> None:
+    def work(parent):
         followed.close()
         streamed.close()
         parent.say(cache.stats().opens)
@@ -117,11 +113,11 @@ def test_a_stream_may_be_closed_at_every_call_that_a_download_makes(tmp_path):
     server.files = {"/a.tar": DATA, "/b.tar": DATA}
     server.hold("/a.tar", BLOCK + 5)
 
-    def work(parent: Parent) -> None:
+    def work(parent):
         cache = Cache(tmp_path / "cache", min_free=0)
         streams = [cache.open(f"{server.url}/a.tar").detach() for _ in range(2000)]
 
-        def close_one(frame: Any, event: str, _: object) -> None:
+        def close_one(frame, event, _):
             if streams and event.endswith("call") and "/shardcache/" in frame.f_code.co_filename:
                 streams.pop().close()
 
@@ -143,7 +139,7 @@ def test_a_reader_joins_while_the_collector_closes_the_last_other_one(
         more, cache = origin.hold(BLOCK + 5), make_cache(dir=tmp_path / str(number))
         last, calls = next(cache.url_opener([URL]))["stream"].detach(), itertools.count()
 
-        def close_last(frame: Any, *_: object) -> None:
+        def close_last(frame, *_):
             code = getattr(frame.f_back, "f_code", None), frame.f_code
             if Downloads.join.__code__ in code and next(calls) == number:  # noqa: B023
                 last.close()  # noqa: B023
@@ -169,7 +165,7 @@ def test_a_child_that_closes_its_copy_of_a_stream_keeps_no_shard_open(make_cache
     more.set()
     wait_until(lambda: not downloading())
 
-    def work(parent: Parent) -> None:
+    def work(parent):
         stream.close()
         parent.say(open_shards())
         parent.hear()
@@ -208,14 +204,14 @@ def test_a_handled_error_keeps_no_shard_open(make_cache, origin, how):
     cache.fetch(other)
     real = origin.open
 
-    def vanish(*arguments: Any) -> Any:
+    def vanish(*arguments):
         body = real(*arguments)
         del origin.objects[URL]  # before the second part is requested
         return body
 
     origin.open = vanish
 
-    def work() -> None:
+    def work():
         opened = cache.open(other)
         assert opened.read(10) == DATA[:10]
         cache.fetch(URL) if how == "fetch" else cache.pinned(URL).__enter__()
@@ -232,10 +228,10 @@ def test_a_fault_that_was_streamed_past_is_forgotten_with_its_stream(
     """Its traceback refers to all frames of the download."""
 
     class DiskError(OSError):
-        def __init__(self, *arguments: Any) -> None:
+        def __init__(self, *arguments):
             errors.append(weakref.ref(self))
 
-    def fail(*_: object) -> None:
+    def fail(*_):
         raise DiskError(errno.EIO, "Input/output error")
 
     errors: list[weakref.ref[DiskError]] = []

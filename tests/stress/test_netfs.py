@@ -4,26 +4,24 @@ import errno
 import logging
 import os
 import socket
-from pathlib import Path
 
 import pytest
 
 from shardcache.layout import Layout
 from shardcache.locks.flock import Holder
 from shardcache.locks.lease import KeyLease
-from tests.stress.conftest import FAST, SLOW, Far, under_way
-from tests.stress.fuse import Shim
-from tests.support.storetools import Parent, age, forked, together, wait_until
+from tests.stress.conftest import FAST, SLOW, under_way
+from tests.support.storetools import age, forked, together, wait_until
 
 
-def partials(shim: Shim) -> list[Path]:
+def partials(shim):
     return sorted((shim.backing / "cache").glob("v1/partial/*"))
 
 
-def swept(far: Far, shim: Shim) -> bool:
+def swept(far, shim):
     """Wait until a sweep of old partials leaves nothing: a download may still be ending."""
 
-    def nothing_left() -> bool:
+    def nothing_left():
         if (directory := shim.backing / "cache" / "v1" / "partial").exists():
             age(directory)
         with far.cache(shim.root / "cache") as cache:
@@ -33,7 +31,7 @@ def swept(far: Far, shim: Shim) -> bool:
     return bool(wait_until(nothing_left))
 
 
-def all_read(far: Far, count: int, roots: list[Path]) -> bool:
+def all_read(far, count, roots):
     """Return whether processes on these nodes all read the first shard correctly."""
     return all(together(count, lambda number: far.read(far.cache(roots[number % len(roots)]))))
 
@@ -77,7 +75,7 @@ def test_the_lease_of_a_dead_node_is_taken_without_exchange(shim):
     layout.make()
     elsewhere, here = Holder(1, "node-7", None, None, 0.0), Holder(2, "node-8", None, None, 0.0)
 
-    def dies(parent: Parent) -> None:
+    def dies(parent):
         socket.gethostname = lambda: "node-7"  # so that its process cannot be looked up
         lease = KeyLease(layout, key, 1.0)
         parent.say(lease.try_acquire(elsewhere))

@@ -8,16 +8,14 @@ import signal
 import subprocess
 import sys
 import tempfile
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from shardcache.cli.demo import S3Server
 from shardcache.layout import Layout
 from shardcache.store.partial import in_flight
 from tests.support.proxy import Proxy
-from tests.support.storetools import PATIENCE, Child, Parent, forked, wait_until
+from tests.support.storetools import PATIENCE, forked, wait_until
 from tests.support.tars import make_tar
 
 pytest.importorskip("ray", reason="pip install 'shardcache[ray]'")
@@ -38,13 +36,13 @@ _SETTINGS = {
 }
 
 
-def kill(processes: list[Any]) -> None:
+def kill(processes):
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
 
 
-def serve(parent: Parent, directory: str) -> None:
+def serve(parent, directory):
     """Run a Ray cluster in its own process: Ray's client has threads, and the tests fork."""
     for name in [name for name in os.environ if name.startswith("AWS_")]:
         del os.environ[name]
@@ -76,10 +74,10 @@ def serve(parent: Parent, directory: str) -> None:
 class Cluster:
     """The raylets, their caches, and the S3 server behind the proxy."""
 
-    def __init__(self, raylets: Child, s3: S3Server, proxy: Proxy, root: Path) -> None:
+    def __init__(self, raylets, s3, proxy, root):
         self._raylets, self._s3, self.proxy, self.root = raylets, s3, proxy, root
 
-    def add(self, name: str) -> None:
+    def add(self, name):
         """Start a raylet."""
         environment = {
             **self._s3.environment(),
@@ -89,11 +87,11 @@ class Cluster:
         }
         self._address = self._raylets.ask((name, environment))
 
-    def kill(self, name: str) -> None:
+    def kill(self, name):
         """Kill a raylet and its children, and wait until the cluster has noticed."""
         self._raylets.ask((name, None))
 
-    def cached(self, name: str, bucket: str) -> list[str]:
+    def cached(self, name, bucket):
         """Return the names of the shards of a bucket that a node has published."""
         urls = [
             json.loads(path.read_text())["url"]
@@ -101,16 +99,16 @@ class Cluster:
         ]
         return sorted(url.rpartition("/")[2] for url in urls if url.startswith(f"s3://{bucket}/"))
 
-    def under_way(self, name: str) -> list[int]:
+    def under_way(self, name):
         """Return the bytes on disk of each shard that a node is downloading."""
         found = in_flight(Layout.of_root(self.root / name))
         return [each.occupied for each in found if each.live]
 
-    def fetches(self, start: int) -> list[str]:
+    def fetches(self, start):
         """Return the paths of the objects downloaded since request ``start``."""
         return [r.path for r in self.proxy.requests()[start:] if r.is_object_fetch]
 
-    def prewarm(self, *arguments: str) -> subprocess.Popen[str]:
+    def prewarm(self, *arguments):
         """Start the command, without a cache and credentials."""
         environment = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
         return subprocess.Popen(
@@ -124,17 +122,17 @@ class Cluster:
         )
 
 
-def end(command: subprocess.Popen[str]) -> tuple[int, str, str]:
+def end(command):
     out, err = command.communicate(timeout=5 * PATIENCE)
     return command.returncode, out, err
 
 
-def summary(out: str) -> dict[str, Any]:
+def summary(out):
     found: dict[str, Any] = json.loads(out)["summary"]
     return found
 
 
-def put(s3: S3Server, bucket: str, count: int) -> list[str]:
+def put(s3, bucket, count):
     """Store small shards; returns the names."""
     names = [f"{number}.tar" for number in range(count)]
     for number, name in enumerate(names):
@@ -169,7 +167,7 @@ def spec(cluster, s3, bucket):
     cluster.proxy.resume()
 
 
-def half_done(cluster: Cluster, bucket: str) -> bool:
+def half_done(cluster, bucket):
     """Return whether all nodes have published the small shards and written parts of the others."""
     return all(
         cluster.cached(name, bucket) == ["small-0.tar", "small-1.tar"]

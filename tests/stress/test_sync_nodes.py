@@ -3,15 +3,13 @@
 import errno
 import os
 import signal
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
 from shardcache import sync
 from shardcache.sync.paths import find
 from tests.stress.fuse import Shim
-from tests.support.storetools import PATIENCE, Parent, crowd, forked, together
+from tests.support.storetools import PATIENCE, crowd, forked, together
 from tests.sync.test_once import at_work
 
 Nodes = tuple[Shim, Shim]
@@ -60,12 +58,12 @@ def test_a_runner_presumed_dead_gets_its_successors_result(nodes):
         assert first.hear() == "second"
 
 
-def ranks(nodes: Nodes, count: int, act: Callable[[int, Path], None]) -> None:
+def ranks(nodes, count, act):
     """Call ``act(number, root)`` in each rank at the same time."""
     for node in nodes:
         node.set(delay=0.3, negative=0.3)
 
-    def work(number: int) -> None:
+    def work(number):
         os.environ |= {"RANK": str(number), "WORLD_SIZE": str(count)}
         act(number, nodes[number % 2].root)
 
@@ -73,7 +71,7 @@ def ranks(nodes: Nodes, count: int, act: Callable[[int, Path], None]) -> None:
 
 
 def test_ranks_meet_repeatedly(tmp_path, nodes):
-    def meet(number: int, root: Path) -> None:
+    def meet(number, root):
         for _ in range(5):
             sync.barrier(dir=root, job="j", timeout=PATIENCE)
 
@@ -83,7 +81,7 @@ def test_ranks_meet_repeatedly(tmp_path, nodes):
 
 
 def test_ranks_make_one_directory_and_write_into_it(nodes):
-    def trace(number: int, root: Path) -> None:
+    def trace(number, root):
         path = root / "traces" / "step-100"
         path.exists()  # as scripts do: the kernel caches the absence
         sync.makedirs(path)
@@ -94,7 +92,7 @@ def test_ranks_make_one_directory_and_write_into_it(nodes):
 
 
 def test_ranks_wait_for_the_directories_that_rank_0_makes_late(nodes):
-    def save(number: int, root: Path) -> None:
+    def save(number, root):
         places = [root / name for name in ("weights", "optimizer", "rng")]
         if number:
             sync.wait_for(places, by="rank 0", timeout=PATIENCE)
@@ -108,10 +106,10 @@ def test_ranks_wait_for_the_directories_that_rank_0_makes_late(nodes):
 
 
 def test_a_deleted_claim_shows_no_rank_half_a_file(nodes):
-    def fetch(parent: Parent, number: int) -> None:
+    def fetch(parent, number):
         root = nodes[number].root
 
-        def work() -> None:
+        def work():
             parent.say("fetches")
             parent.hear()
             with sync.atomic_write(root / "shard.tar") as file:

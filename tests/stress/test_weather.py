@@ -7,7 +7,6 @@ import statistics
 import threading
 import time
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 
@@ -40,13 +39,13 @@ LISTING = answer(
 class Store(Scripted):
     """Serves `SHARDS`; in a storm it refuses every request."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(self.respond, most=1_000_000)
         self.storm_end = 0.0
         self.refused = self.served = 0
         self.guard = threading.Lock()
 
-    def respond(self, head: str) -> bytes:
+    def respond(self, head):
         refuses = time.monotonic() < self.storm_end
         with self.guard:
             self.refused += refuses
@@ -74,8 +73,8 @@ def read_all(tmp_path):
     """Read all shards in eight processes, each with its own cache, and compare every byte."""
     with running(Store()) as store:
 
-        def read_all(storm: float = 0.0, **options: Any) -> Reading:
-            def read(number: int) -> None:
+        def read_all(storm=0.0, **options):
+            def read(number):
                 given = {"endpoint_url": store.url, "storage_options": KEYS, "min_free": 0}
                 urls = [f"s3:/{path}" for path in SHARDS]
                 with Cache(tmp_path / str(number), **given, **options) as cache:
@@ -115,7 +114,7 @@ def test_a_storm_of_slow_down_costs_few_requests(read_all, storm):
 class Metadata(Scripted):
     """A metadata service that answers ``rate`` requests a second, and refuses all others."""
 
-    def __init__(self, rate: float) -> None:
+    def __init__(self, rate):
         super().__init__(self.respond)
         self.rate = rate
         self.tokens = rate  # requests to answer before the next refusal
@@ -123,7 +122,7 @@ class Metadata(Scripted):
         self.answered = self.refused = 0
         self.guard = threading.Lock()
 
-    def respond(self, head: str) -> bytes:
+    def respond(self, head):
         with self.guard:
             now = time.monotonic()
             self.tokens = min(self.rate, self.tokens + (now - self.then) * self.rate)
@@ -149,7 +148,7 @@ def test_every_process_gets_credentials_from_a_throttling_service(tmp_path, monk
         monkeypatch.setenv("AWS_EC2_METADATA_SERVICE_ENDPOINT", metadata.url)
         begun = time.monotonic()
 
-        def read(number: int) -> tuple[float, str]:
+        def read(number):
             """Returns when the process was done, and its error."""
             error = ""
             with Cache(tmp_path / str(number), endpoint_url=store.url, min_free=0) as cache:

@@ -1,7 +1,6 @@
 """A real S3 server behind a proxy that injects faults: right bytes, or one clear error.
 
-Every line of 64 bytes in a shard states its key, version and offset, so an assertion shows where a
-wrong byte came from. After every test, `Lab.audit` checks the cache.
+After every test, `Lab.audit` checks the cache.
 """
 
 import gc
@@ -11,7 +10,6 @@ import random
 import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import lru_cache
 
 import pytest
 
@@ -26,39 +24,17 @@ from shardcache import (
     TransferTimeoutError,
 )
 from shardcache.origins import retry
-from shardcache.origins.base import ObjectInfo
 from shardcache.store.verify import State
-from tests.support.proxy import Answer, Fault, Proxy, Rule
+from tests.support.proxy import Answer, Fault, Rule
 from tests.support.storetools import PATIENCE, descriptors, wait_until
-from tests.support.tars import tar_of
+from tests.support.tars import difference, labelled_tar
 
 MIB = 1 << 20
 #: Five parts, the last one short.
 SIZE = 4 * MIB + 100 * 1024
 PARTS = 5
-_LINE = 64
-
-
-@lru_cache(maxsize=64)
-def shard(key, version, size=SIZE):
-    """A tar archive whose every line of 64 bytes states key, version and offset."""
-    name = f"{key} version {version} at "
-    lines = (f"{name}{at:012d}".ljust(_LINE - 1, ".") + "\n" for at in range(512, size, _LINE))
-    data = "".join(lines).encode()[: size - 512 - 1024]
-    return tar_of([(f"{key}.v{version}.txt", data)], whole_records=False)
-
-
-def difference(found, expected):
-    """Describe the first wrong line; empty if there is none."""
-    if found == expected:
-        return ""
-    longest = range(0, max(len(found), len(expected)), _LINE)
-    at = next(i for i in longest if found[i : i + _LINE] != expected[i : i + _LINE])
-    return f"{len(found)} of {len(expected)} bytes; at {at}: {found[at : at + _LINE]!r}"
-
-
-#: bucket/key -> current ETag and bytes, so that tests upload only changes.
-_ON_SERVER: dict[str, tuple[str, bytes]] = {}
+#: bucket/key -> current bytes, so that tests upload only changes.
+_ON_SERVER: dict[str, bytes] = {}
 
 
 class Lab:
@@ -66,15 +42,15 @@ class Lab:
 
     def __init__(self, s3, proxy, bucket, path):
         self.s3, self.proxy, self.bucket, self.path = s3, proxy, bucket, path
-        self.stored: dict[str, dict[str, bytes]] = {}
+        self.stored: dict[str, list[bytes]] = {}
         self.caches: list[Cache] = []
 
     def put(self, key="a.tar", version=1, size=SIZE):
-        data = shard(key, version, size)
-        if _ON_SERVER.get(self.path_of(key), ("", b""))[1] is not data:
-            _ON_SERVER[self.path_of(key)] = self.s3.put(self.bucket, key, data), data
-        etag = _ON_SERVER[self.path_of(key)][0]
-        self.stored.setdefault(key, {})[ObjectInfo(len(data), etag).version] = data
+        data = labelled_tar(key, version, size)
+        if _ON_SERVER.get(self.path_of(key)) != data:
+            self.s3.put(self.bucket, key, data)
+            _ON_SERVER[self.path_of(key)] = data
+        self.stored.setdefault(key, []).append(data)
         return self.url(key)
 
     def url(self, key="a.tar"):
@@ -97,7 +73,7 @@ class Lab:
     def expect(self, cache, key="a.tar", version=1, size=SIZE):
         """Assert that a read returns exactly this version."""
         with cache.open(self.url(key)) as stream:
-            assert not difference(stream.read(), shard(key, version, size))
+            assert not difference(stream.read(), labelled_tar(key, version, size))
 
     def audit(self):
         """Assert that no wrong entry, wrong partial, file or connection remains."""
@@ -115,7 +91,7 @@ class Lab:
 
     def expect_any(self, key, found, context=""):
         """Assert that these are the bytes of one version."""
-        wrong = [difference(found, data) for data in self.stored[key].values()]
+        wrong = [difference(found, data) for data in self.stored[key]]
         assert "" in wrong, f"{context}: {key} is none of {len(wrong)} versions: {wrong}"
 
     def join(self):
@@ -125,28 +101,23 @@ class Lab:
 
 
 @pytest.fixture(scope="module")
-def bucket(s3, request):
-    """One bucket for a module, because the first object of a bucket takes long."""
-    module = request.module.__name__.rpartition(".")[2].replace("_", "-")
-    name = f"{module}-{os.getpid()}"
-    s3.create_bucket(name)
-    return name
+def bucket(s3):
+    """One bucket for the module, because the first object of a bucket takes long."""
+    s3.create_bucket("faults")
+    return "faults"
 
 
 @pytest.fixture
-def lab(s3, bucket, tmp_path, monkeypatch):
+def lab(s3, bucket, proxy, s3_environment, tmp_path, monkeypatch):
     monkeypatch.setattr(retry, "BASE", 0.02)  # shortens only the pauses
-    with Proxy(s3) as proxy:
-        for name, value in {**s3.environment(), "AWS_ENDPOINT_URL_S3": proxy.endpoint_url}.items():
-            monkeypatch.setenv(name, value)
-        made = Lab(s3, proxy, bucket, tmp_path / "cache")
-        made.put()
-        gc.freeze()  # `audit` collects garbage: skip existing objects
-        yield made
-        try:
-            made.audit()
-        finally:
-            gc.unfreeze()
+    made = Lab(s3, proxy, bucket, tmp_path / "cache")
+    made.put()
+    gc.freeze()  # `audit` collects garbage: skip existing objects
+    yield made
+    try:
+        made.audit()
+    finally:
+        gc.unfreeze()
 
 
 def message(error, lab, url):
@@ -358,7 +329,7 @@ def test_a_replaced_object_that_is_streamed_is_an_error(lab, ignored):
     late = Fault(before=lambda: lab.put(version=2), strip=ignored)
     lab.proxy.script(Rule(Fault(cut=2 * MIB)), Rule(late))
     with lab.cache(max_size="2MiB").open(lab.url()) as stream:
-        assert stream.read(2 * MIB) == shard("a.tar", 1)[: 2 * MIB]
+        assert stream.read(2 * MIB) == labelled_tar("a.tar", 1, SIZE)[: 2 * MIB]
         with pytest.raises(TransferError, match="replaced while it was streamed") as caught:
             stream.read()
     assert lab.url() in str(caught.value)
@@ -388,20 +359,21 @@ def test_a_persistent_fault_ends_after_the_attempts(lab, claim):
     assert lab.gets() <= 4 * 4  # four connections
 
 
-@pytest.mark.parametrize("stall", [Fault(hang_up="stall"), Fault(cut=1000, how="stall")])
-def test_a_silent_origin_is_a_timeout(lab, stall):
-    lab.proxy.script(Rule(stall, times=None))
-    with pytest.raises(TransferTimeoutError) as caught:
-        lab.cache(attempts=2, timeout=0.5, connections=1).open(lab.url())
+@pytest.mark.parametrize(
+    ("fault", "options", "text"),
+    [
+        (Fault(hang_up="stall"), {"attempts": 2, "timeout": 0.5}, "2 attempts failed"),
+        (Fault(cut=1000, how="stall"), {"attempts": 2, "timeout": 0.5}, "2 attempts failed"),
+        (Fault(rate=20_000), {"deadline": 0.8, "timeout": 5}, "deadline"),
+    ],
+    ids=["silent", "silent in the body", "slow"],
+)
+def test_a_silent_or_slow_origin_is_a_timeout(lab, fault, options, text):
+    lab.proxy.script(Rule(fault, times=None))
+    with pytest.raises(TransferTimeoutError, match=text) as caught:
+        lab.cache(connections=1, **options).open(lab.url())
     message(caught, lab, lab.url())
-    assert lab.gets() == 2
-
-
-def test_the_deadline_ends_a_slow_download(lab):
-    lab.proxy.script(Rule(Fault(rate=20_000), times=None))
-    with pytest.raises(TransferTimeoutError, match="deadline") as caught:
-        lab.cache(deadline=0.8, timeout=5).open(lab.url())
-    message(caught, lab, lab.url())
+    assert lab.gets() == options.get("attempts", lab.gets())
 
 
 #: claim -> (response, error, a part of its message, requests)

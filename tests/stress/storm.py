@@ -65,20 +65,35 @@ _IN_A_ROW = 3
 _FIGURES = ["calls", "verified reads", "verified bytes", "streamed past the cache", "longest ms"]
 
 
-class Storm(Origin):
+class Shared(Origin):
+    """An origin, and a file of violations, which many processes share."""
+
+    def __init__(self, directory: Path, count: int, seed: int) -> None:
+        super().__init__(count, seed)
+        self.seed, self.wrongs, self.begun = seed, directory / "wrong", time.monotonic()
+        self.wrongs.touch()
+
+    def wrong(self, promise: str, text: str) -> None:
+        """Record a violation."""
+        with open(self.wrongs, "ab", buffering=0) as file:
+            seconds = time.monotonic() - self.begun
+            file.write(f"{seconds:.1f} s: {promise}: {text}\0".encode())
+
+    def violations(self) -> list[str]:
+        return self.wrongs.read_text().split("\0")[:-1]
+
+
+class Storm(Shared):
     """The state that all processes of a storm share."""
 
     def __init__(self, directory: Path, seed: int, lying: bool) -> None:
-        super().__init__(48, seed)
-        self.directory, self.seed, self.lying = directory, seed, lying
-        self.root = directory / "disk" / "cache"
+        super().__init__(directory, 48, seed)
+        self.lying, self.root = lying, directory / "disk" / "cache"
         self.stop_file = directory / "stop"
         #: Less than half of the data, so that workers evict.
         self.max_size = max(int(sum(self.sizes.values()) * 0.45), 12 * MIB)
         self.replaced = RawArray("d", len(self.names))  # times of the last replacements
         self.counts = [RawArray("q", len(_FIGURES)) for _ in range(_WORKERS)]
-        self.wrongs = directory / "wrong"
-        self.wrongs.touch()
 
     def cache(self, **options: Any) -> Cache:
         return Cache(
@@ -95,11 +110,6 @@ class Storm(Origin):
 
     def url(self, name: str) -> str:
         return f"{self.address}/{name}"
-
-    def wrong(self, promise: str, text: str) -> None:
-        """Record a violation."""
-        with open(self.wrongs, "ab", buffering=0) as file:
-            file.write(f"{promise}: {text}\0".encode())
 
 
 class Worker:
@@ -513,27 +523,36 @@ def blow(seconds: float, seed: int, lying: bool) -> tuple[dict[str, int], list[s
         figures["longest ms"] = max(each[-1] for each in storm.counts)
         if fetches > 1.5 * figures["calls"] + len(storm.names):
             storm.wrong("economy", f"{fetches} fetches by {figures['calls']} calls")
-        wrong = storm.wrongs.read_text().split("\0")[:-1]
-        return {**figures, **boss.done, "fetches": fetches}, wrong
+        return {**figures, **boss.done, "fetches": fetches}, storm.violations()
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.stress.storm", description=__doc__)
+def arguments(doc: str, name: str) -> argparse.Namespace:
+    """Parse the command line of a storm or a soak."""
+    parser = argparse.ArgumentParser(prog=f"python -m tests.stress.{name}", description=doc)
     parser.add_argument("--minutes", type=float, default=1.0)
     parser.add_argument("--seed", type=int, default=random.randrange(1 << 31))
     parser.add_argument("--flock", choices=["working", "lying"], default="working")
     given = parser.parse_args()
-    logging.disable()  # warnings are expected
-    lying = given.flock == "lying"
-    if lying and "BROKEN_FLOCK" not in os.environ:
+    if given.flock == "lying" and "BROKEN_FLOCK" not in os.environ:
         os.execve(sys.executable, sys.orig_argv, broken_environment("lying"))
-    figures, wrong = blow(given.minutes * 60, given.seed, lying)
-    print(f"seed {given.seed}\n\n| | |\n|---|--:|")
+    print(f"seed {given.seed}", flush=True)
+    logging.disable()  # warnings are expected
+    return given
+
+
+def report(seed: int, figures: dict[str, int], wrong: list[str]) -> int:
+    """Print figures and violations; returns the exit code."""
+    print("| | |\n|---|--:|")
     for name, figure in figures.items():
         print(f"| {name} | {figure:,} |")
     print(*wrong[:20], sep="\n\n")
-    print(f"\n{len(wrong)} violations" if wrong else "\nAll held.")
+    print(f"\nseed {seed}: {f'{len(wrong)} violations' if wrong else 'all held'}")
     return 1 if wrong else 0
+
+
+def main() -> int:
+    given = arguments(__doc__, "storm")
+    return report(given.seed, *blow(given.minutes * 60, given.seed, given.flock == "lying"))
 
 
 if __name__ == "__main__":

@@ -50,8 +50,9 @@ def ends(function):
     assert not thread.is_alive()
 
 
-def downloading():
-    return [thread.name for thread in threading.enumerate() if thread.name.endswith("-fetch")]
+def downloaded():
+    """Wait until no download runs."""
+    wait_until(lambda: not [t for t in threading.enumerate() if t.name.endswith("-fetch")])
 
 
 def open_shards():
@@ -163,7 +164,7 @@ def test_a_child_that_closes_its_copy_of_a_stream_keeps_no_shard_open(make_cache
     stream = cache.open(URL)
     assert stream.read(10) == DATA[:10]
     more.set()
-    wait_until(lambda: not downloading())
+    downloaded()
 
     def work(parent):
         stream.close()
@@ -189,7 +190,7 @@ def test_the_last_of_reader_and_download_closes_the_shard(make_cache, origin, re
     for event in (stream.close, more.set) if first == "reader" else (more.set, stream.close):
         event()
         if event == more.set:
-            wait_until(lambda: not downloading())
+            downloaded()
     assert open_shards() == []
     assert len(cache.clean(everything=True).removed) == 1
     assert not [each for each in recwarn if each.category is ResourceWarning]
@@ -239,5 +240,5 @@ def test_a_fault_that_was_streamed_past_is_forgotten_with_its_stream(
     monkeypatch.setattr(Partial, "write", fail)
     with make_cache(connections=1).open(URL) as stream:
         assert stream.read() == DATA
-    wait_until(lambda: not downloading())
+    downloaded()
     assert [error() for error in errors] == [None]

@@ -4,7 +4,7 @@ import errno
 import logging
 import os
 import shutil
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -18,7 +18,7 @@ from shardcache.store.partial import Partial
 from tests.support import caches, storetools
 from tests.support.caches import held_elsewhere
 from tests.support.fakes import Fault
-from tests.support.storetools import room, wait_until
+from tests.support.storetools import PATIENCE, room, wait_until
 from tests.support.tars import make_tar
 
 URL, OTHER = "s3://lab/train-0000.tar", "s3://lab/other.tar"
@@ -56,13 +56,9 @@ def interrupted(cache, origin):
 
 @pytest.mark.locks_work
 def test_threads_share_one_download_and_a_hit_sends_no_request(make_cache, origin):
-    cache, results = make_cache(), []
-    threads = [threading.Thread(target=lambda: results.append(read(cache))) for _ in range(16)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert results == [DATA] * 16
+    cache = make_cache()
+    with ThreadPoolExecutor(16) as pool:
+        assert [*pool.map(read, [cache] * 16)] == [DATA] * 16
     assert (origin.fetches, origin.delivered) == (1, len(DATA))
     origin.objects.clear()
     origin.requests.clear()
@@ -250,15 +246,12 @@ def test_a_download_whose_partial_vanishes_starts_over(make_cache, origin):
     cache = make_cache(connections=1)
     more, partial = origin.hold(2 * BLOCK), layout(cache).partial
 
-    def sweep():  # as by rm -rf: shardcache's own sweeper respects the lock
+    with ThreadPoolExecutor() as pool:
+        reading = pool.submit(read, cache)
         wait_until(lambda: any(path.stat().st_size >= BLOCK for path in partial.glob("*/*.tar")))
-        shutil.rmtree(partial, ignore_errors=True)
+        shutil.rmtree(partial)  # shardcache's own sweeper respects the lock
         more.set()
-
-    saboteur = threading.Thread(target=sweep)
-    saboteur.start()
-    assert read(cache) == DATA
-    saboteur.join()
+        assert reading.result(PATIENCE) == DATA
     assert URL in cache
 
 

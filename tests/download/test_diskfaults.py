@@ -17,6 +17,7 @@ from shardcache import Cache, TransferError
 from shardcache.layout import META, Layout
 from tests.support.caches import warnings
 from tests.support.disktools import disk, remount, unmount
+from tests.support.fakes import Fault
 from tests.support.storetools import few_descriptors, needs_root, wait_until
 from tests.support.tars import make_tar
 
@@ -213,15 +214,8 @@ def test_a_download_whose_disk_goes_away_starts_over(make_cache, origin, ram):
     urls = shards(origin, 3)
     cache = make_cache(dir=ram / "cache")
     read(cache, urls[0], origin)
-    real = origin.open
-
-    def late(*arguments):
-        unmount(ram)
-        return real(*arguments)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(origin, "open", late)
-        assert read(cache, urls[1], origin)  # at the second attempt, in a new root
+    origin.faults.append(Fault(before=lambda: unmount(ram)))
+    assert read(cache, urls[1], origin)  # at the second attempt, in a new root
     assert all(read(cache, url, origin) for url in urls)
     assert len(list(cache.entries())) == 3
     cache.close()

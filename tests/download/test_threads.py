@@ -21,7 +21,7 @@ from shardcache.origins.base import TransientError
 from shardcache.origins.http import WebOrigin
 from shardcache.store.digest import BLOCK
 from shardcache.urls import parse_url
-from tests.support.storetools import PATIENCE, forked, wait_until
+from tests.support.storetools import PATIENCE, forked, no_thread, wait_until
 from tests.support.tars import make_tar
 
 
@@ -181,7 +181,7 @@ def test_the_codec_of_host_names_is_imported_before_the_first_thread():
 
 def prepared(cache, url):
     cache.prepare(url)
-    wait_until(lambda: not any(t.name == "shardcache-prepare" for t in threading.enumerate()))
+    no_thread("-prepare")
 
 
 def test_a_cache_prepares_its_directory_and_its_client(tmp_path):
@@ -221,14 +221,11 @@ def test_a_download_without_readers_does_not_wait_for_a_silent_origin(tmp_path, 
         yield data[: 2 * BLOCK]  # whole blocks: the next read blocks
         silent.wait(PATIENCE)
 
-    def fetching():
-        return [t.name for t in threading.enumerate() if t.name.endswith("-fetch")]
-
     url = f"{serve(answer).url}/a.tar"
     cache = Cache(tmp_path / "cache", min_free=0, attempts=1, timeout=10 * PATIENCE)
     (row,) = [{"stream": cache.open(url)}] if end == "close" else cache.url_opener([url])
     assert row["stream"].read(BLOCK) == data[:BLOCK]
-    assert fetching()
+    assert any(thread.name.endswith("-fetch") for thread in threading.enumerate())
     if end == "close":
         row["stream"].close()
         cache.close()
@@ -236,5 +233,5 @@ def test_a_download_without_readers_does_not_wait_for_a_silent_origin(tmp_path, 
         row["row"] = row
         del row
         gc.collect()
-    wait_until(lambda: not fetching())
+    no_thread("-fetch")
     silent.set()

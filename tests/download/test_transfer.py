@@ -1,11 +1,9 @@
 """Downloads from an origin in memory that misbehaves."""
 
-import base64
 import contextlib
 import os
 import threading
 import time
-import zlib
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -13,12 +11,12 @@ import pytest
 from shardcache.download import transfer
 from shardcache.download.download import Download
 from shardcache.errors import FetchCancelledError, ShardNotFoundError
-from shardcache.origins.base import Checksum, TransientError
+from shardcache.origins.base import TransientError
 from shardcache.store.digest import BLOCK
 from shardcache.urls import parse_url
 from tests.support.caches import held_elsewhere, read
-from tests.support.fakes import Fault
-from tests.support.storetools import PATIENCE, no_descriptor_left, payload, wait_until
+from tests.support.fakes import Fault, MemoryBody
+from tests.support.storetools import PATIENCE, no_descriptor_left, no_thread, payload, wait_until
 
 URL = "s3://lab/train-0000.bin"
 SIZE = 5 * BLOCK + 777
@@ -50,8 +48,8 @@ def ranges(origin):
 
 
 def stated(origin, data, url=URL):
-    value = base64.b64encode(zlib.crc32(data).to_bytes(4, "big")).decode()
-    origin.objects[url], origin.checksums[url] = data, Checksum("crc32", value)
+    origin.objects[url] = data
+    origin.state_checksum(url, data)
 
 
 @pytest.mark.parametrize("sizes", [True, False], ids=["size", "no size"])
@@ -87,17 +85,11 @@ def test_without_conditional_requests_the_version_is_checked_at_the_end(make, or
 
 @pytest.mark.parametrize("sizes", [True, False])
 def test_a_response_without_a_version_is_repeated_not_continued(make, origin, sizes):
-    origin.etags, origin.sizes, real = False, sizes, origin.open
+    origin.etags, origin.sizes = False, sizes
     if sizes:
-        origin.faults.append(Fault(after=10**9))  # none in the first response
+        origin.faults.append(Fault())  # none in the first response
     origin.faults.append(Fault(after=3 * BLOCK, error=RESET))
-
-    def replaced(*arguments):
-        if len(origin.requests) == 1 + sizes:
-            origin.objects[URL] = NEWER
-        return real(*arguments)
-
-    origin.open = replaced  # type: ignore[method-assign]
+    origin.faults.append(Fault(before=lambda: origin.objects.update({URL: NEWER})))
     assert fetched(make()) == NEWER
 
 
@@ -129,39 +121,28 @@ def test_a_process_that_cannot_start_threads_still_reads_and_caches(make, monkey
 
 
 @pytest.mark.locks_work("answers")
-def test_bytes_after_an_abort_are_not_used(make, origin):
+def test_bytes_after_an_abort_are_not_used(make, origin, monkeypatch):
     """An aborted TLS connection returns ciphertext."""
     origin.objects[URL] = DATA[: 4 * BLOCK]
-    receiving, real = threading.Event(), origin.open
+    receiving, real = threading.Event(), MemoryBody.readinto
 
-    def open_(shard, start, stop, expected=None):
-        body = real(shard, start, stop, expected)
-        receive, came = body.readinto, 0
+    def readinto(body, buffer):
+        if body.start == 0:
+            return real(body, buffer)
+        receiving.set()
+        assert body.aborted.wait(PATIENCE)
+        buffer[:] = b"\xaa" * len(buffer)
+        return len(buffer)
 
-        def fail(buffer):
-            nonlocal came
-            if came < BLOCK:  # after some bytes, the other connections start
-                count = receive(buffer[: BLOCK - came])
-                came += count
-                return count
-            assert receiving.wait(PATIENCE)
-            raise ShardNotFoundError("it vanished", url=URL)
-
-        def ciphertext(buffer):
-            receiving.set()
-            assert body.aborted.wait(PATIENCE)
-            buffer[:] = b"\xaa" * len(buffer)
-            return len(buffer)
-
-        body.readinto = ciphertext if start else fail
-        return body
-
-    origin.open = open_  # type: ignore[method-assign]
+    # After some bytes of the first response, the other connections start.
+    error = ShardNotFoundError("it vanished", url=URL)
+    origin.faults.append(Fault(after=BLOCK, wait=receiving, error=error))
+    monkeypatch.setattr(MemoryBody, "readinto", readinto)
     cache = make()
     with pytest.raises(ShardNotFoundError):
         cache.fetch(URL)
     assert receiving.is_set()
-    origin.open = real  # type: ignore[method-assign]
+    monkeypatch.undo()
     assert fetched(cache) == DATA[: 4 * BLOCK]
     assert {start for start, _ in ranges(origin)[-2:]} == {BLOCK, 3 * BLOCK}  # resumed
 
@@ -189,7 +170,7 @@ def test_a_late_thread_writes_into_no_other_file(make, origin, tmp_path, monkeyp
         for _ in range(100):
             files.enter_context(other.open("ab"))
         go.set()
-        wait_until(lambda: not [t for t in threading.enumerate() if t.name.endswith("-part")])
+        no_thread("-part")
     assert other.read_bytes() == b""
 
 

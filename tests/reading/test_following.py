@@ -1,12 +1,9 @@
 """Shards that are read while this or another process downloads them."""
 
-import base64
 import io
 import os
 import shutil
-import threading
 import time
-import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -15,10 +12,10 @@ import pytest
 from shardcache.cache import Cache
 from shardcache.errors import FetchCancelledError, IntegrityError, TransferError
 from shardcache.layout import Layout
-from shardcache.origins.base import Checksum, TransientError
+from shardcache.origins.base import TransientError
 from shardcache.store.digest import BLOCK
 from tests.support.fakes import Fault
-from tests.support.storetools import PATIENCE, forked, wait_until
+from tests.support.storetools import PATIENCE, forked, no_thread, wait_until
 from tests.support.tars import make_tar
 from tests.support.webservers import Files, running
 
@@ -45,10 +42,6 @@ def more(origin):
 def one(make_cache, **options):
     """Make a cache with one connection and one attempt."""
     return make_cache(connections=1, attempts=1, **options)
-
-
-def crc(data):
-    return Checksum("crc32", base64.b64encode(zlib.crc32(data).to_bytes(4, "big")).decode())
 
 
 @pytest.mark.parametrize(
@@ -109,7 +102,7 @@ def test_a_follower_continues_a_download_that_was_cancelled(make_cache, origin, 
 @pytest.mark.parametrize("at", [2000, len(DATA) - 9])
 def test_damage_is_an_error_only_if_it_was_already_read(make_cache, origin, at):
     """The checksum fails at the end, and the shard is downloaded again."""
-    origin.checksums[URL] = crc(DATA)
+    origin.state_checksum(URL, DATA)
     origin.faults.append(Fault(after=at, corrupt=True))
     with one(make_cache).open(URL) as stream:
         first = stream.read(BLOCK)
@@ -143,7 +136,7 @@ def test_the_last_block_is_withheld_until_the_shard_is_checked(make_cache, origi
 def test_the_error_of_a_download_persists(make_cache, origin, how):
     error = TransferError if how == "an origin that is gone" else IntegrityError
     if how == "a wrong checksum":
-        origin.checksums[URL] = crc(b"something else")
+        origin.state_checksum(URL, b"something else")
     elif how == "an error page":
         origin.objects[URL] = b"<html>no such bucket</html>" * 200_000
     else:
@@ -169,7 +162,7 @@ def test_closing_the_cache_cancels_downloads_without_readers(make_cache, origin,
     if is_read:
         assert stream.read() == DATA[10:]
         stream.close()
-    wait_until(lambda: not [t for t in threading.enumerate() if t.name.endswith("-fetch")])
+    no_thread("-fetch")
     assert (URL in cache, origin.fetches) == (is_read, 1)
 
 
@@ -259,7 +252,7 @@ def test_a_download_may_end_without_readers(make_cache, origin, readers, members
         assert stream.read(BLOCK + 10) == data[: BLOCK + 10]
         stream.close()
     more.set()
-    wait_until(lambda: not [t for t in threading.enumerate() if t.name.endswith("-fetch")])
+    no_thread("-fetch")
     assert (URL in cache) == kept
     requests = len(origin.requests)
     with cache.open(URL) as stream:

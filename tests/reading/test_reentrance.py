@@ -20,7 +20,7 @@ from shardcache.errors import ShardNotFoundError
 from shardcache.store.digest import BLOCK
 from shardcache.store.partial import Partial
 from tests.support.fakes import Fault
-from tests.support.storetools import PATIENCE, descriptors, forked, room, wait_until
+from tests.support.storetools import PATIENCE, descriptors, forked, no_thread, room
 from tests.support.tars import make_tar
 from tests.support.webservers import Files, running
 
@@ -48,11 +48,6 @@ def ends(function):
     thread.start()
     thread.join(PATIENCE)
     assert not thread.is_alive()
-
-
-def downloaded():
-    """Wait until no download runs."""
-    wait_until(lambda: not [t for t in threading.enumerate() if t.name.endswith("-fetch")])
 
 
 def open_shards():
@@ -164,7 +159,7 @@ def test_a_child_that_closes_its_copy_of_a_stream_keeps_no_shard_open(make_cache
     stream = cache.open(URL)
     assert stream.read(10) == DATA[:10]
     more.set()
-    downloaded()
+    no_thread("-fetch")
 
     def work(parent):
         stream.close()
@@ -190,7 +185,7 @@ def test_the_last_of_reader_and_download_closes_the_shard(make_cache, origin, re
     for event in (stream.close, more.set) if first == "reader" else (more.set, stream.close):
         event()
         if event == more.set:
-            downloaded()
+            no_thread("-fetch")
     assert open_shards() == []
     assert len(cache.clean(everything=True).removed) == 1
     assert not [each for each in recwarn if each.category is ResourceWarning]
@@ -203,14 +198,7 @@ def test_a_handled_error_keeps_no_shard_open(make_cache, origin, how):
     origin.objects.update({URL: DATA, other: DATA})
     cache = make_cache(connections=1, attempts=1, part_size=2 * BLOCK)
     cache.fetch(other)
-    real = origin.open
-
-    def vanish(*arguments):
-        body = real(*arguments)
-        del origin.objects[URL]  # before the second part is requested
-        return body
-
-    origin.open = vanish
+    origin.faults += [Fault(), Fault(before=lambda: origin.objects.pop(URL))]  # the second part
 
     def work():
         opened = cache.open(other)
@@ -240,5 +228,5 @@ def test_a_fault_that_was_streamed_past_is_forgotten_with_its_stream(
     monkeypatch.setattr(Partial, "write", fail)
     with make_cache(connections=1).open(URL) as stream:
         assert stream.read() == DATA
-    downloaded()
+    no_thread("-fetch")
     assert [error() for error in errors] == [None]

@@ -20,6 +20,13 @@ SHARDS = {
 SLOW_DOWN = answer(
     "503 Slow Down", b"<Error><Code>SlowDown</Code></Error>", ETag=None, Connection=None
 )
+LISTED = "".join(
+    f"<Contents><Key>{path[5:]}</Key><Size>{len(data)}</Size></Contents>"
+    for path, data in SHARDS.items()
+)
+LISTING = answer(
+    "200 OK", f"<ListBucketResult>{LISTED}</ListBucketResult>".encode(), Connection=None
+)
 
 
 class Store(Scripted):
@@ -39,8 +46,8 @@ class Store(Scripted):
         if refuses:
             return SLOW_DOWN
         method, path = head.split()[:2]
-        if path not in SHARDS:
-            return answer("403 Forbidden", Connection=None)  # to a listing
+        if "list-type=2" in path:
+            return LISTING
         stated, body = part_of(SHARDS[path], head)
         return stated if method == "HEAD" else stated + body
 

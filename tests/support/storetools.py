@@ -10,6 +10,7 @@ import resource
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -305,6 +306,11 @@ def wait_until(condition: Callable[[], Any]) -> Any:
         assert time.monotonic() < end, "the condition never came true"
         time.sleep(0.002)
     return found
+
+
+def no_thread(suffix: str) -> None:
+    """Wait until no thread with such a name runs."""
+    wait_until(lambda: not [t for t in threading.enumerate() if t.name.endswith(suffix)])
 
 
 def refusing(number: int, *, when: Callable[..., bool] = lambda *a, **k: True, real: Any) -> Any:

@@ -85,14 +85,11 @@ def cache(make_cache, origin):
 @contextlib.contextmanager
 def others(cache, count=NODE):
     """Register as many other downloaders on the node."""
-    joined = [Downloaders(lambda: cache._here().home.node) for _ in range(count)]
-    for each in joined:
-        each.join()
-    try:
+    with contextlib.ExitStack() as stack:
+        for each in [Downloaders(lambda: cache._here().home.node) for _ in range(count)]:
+            each.join()
+            stack.callback(each.leave)
         yield
-    finally:
-        for each in joined:
-            each.leave()
 
 
 def test_a_waiting_download_starts_when_connections_are_free(cache, origin):

@@ -87,7 +87,7 @@ class Lab:
                     self.expect_any(key, stream.read())
         del reader, stream  # closes the connections
         assert not [each for each in descriptors() if f" {self.path}" in each]
-        wait_until(lambda: gc.collect() >= 0 and not self.proxy.open)
+        wait_until(lambda: gc.collect() >= 0 and not self.proxy.clients)
 
     def expect_any(self, key, found, context=""):
         """Assert that these are the bytes of one version."""

@@ -1,6 +1,5 @@
 """Preparation in the background, and the threads that a fork waits for."""
 
-import contextlib
 import ctypes
 import gc
 import importlib
@@ -10,6 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -79,13 +79,12 @@ def test_a_lazy_value_is_made_without_a_lock():
             return os.getpid()
 
     parent = os.getpid()
-    thread = threading.Thread(target=lambda: Slow().value)
-    thread.start()
-    assert started.wait(PATIENCE)
-    with forked(lambda parent: parent.say(Slow().value)) as child:
-        assert child.hear() not in (None, parent)
-    end.set()
-    thread.join()
+    with ThreadPoolExecutor() as pool:
+        pool.submit(lambda: Slow().value)
+        assert started.wait(PATIENCE)
+        with forked(lambda parent: parent.say(Slow().value)) as child:
+            assert child.hear() not in (None, parent)
+        end.set()
 
 
 def test_a_fork_does_not_wait_for_running_threads_and_not_for_ever(monkeypatch):
@@ -114,7 +113,7 @@ def test_a_fork_does_not_wait_for_running_threads_and_not_for_ever(monkeypatch):
 
 def test_a_fork_waits_for_a_tls_handshake():
     has_begun, end = threading.Event(), threading.Event()
-    with socket.create_server(("127.0.0.1", 0)) as server:
+    with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor() as pool:
         shard = parse_url(f"https://127.0.0.1:{server.getsockname()[1]}/a.tar")
 
         def serve():
@@ -124,20 +123,14 @@ def test_a_fork_waits_for_a_tls_handshake():
                 has_begun.set()
                 end.wait(PATIENCE)
 
-        def read():
-            with contextlib.suppress(TransientError):
-                WebOrigin(timeout=PATIENCE).open(shard, 0, 1)
-
-        working = [threading.Thread(target=each) for each in (serve, read)]
-        for thread in working:
-            thread.start()
+        pool.submit(serve)
+        reading = pool.submit(WebOrigin(timeout=PATIENCE).open, shard, 0, 1)
         assert has_begun.wait(PATIENCE)
         threading.Timer(0.2, end.set).start()
         with forked(lambda parent: parent.say("here")) as child:
             assert end.is_set()
             assert child.hear() == "here"
-        for thread in working:
-            thread.join()
+        assert isinstance(reading.exception(PATIENCE), TransientError)
 
 
 FORK = """

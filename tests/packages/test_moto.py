@@ -8,6 +8,7 @@ from moto.server import ThreadedMotoServer
 
 from shardcache import AccessDeniedError, Cache, ShardNotFoundError
 from shardcache.prewarm.plan import expand
+from tests.support import caches
 from tests.support.tars import make_tar
 
 KEYS = {"key": "AK", "secret": "SK"}
@@ -52,8 +53,7 @@ def put(client, key, seed=1, **options):
 
 
 def read(cache, key):
-    with cache.open(f"s3://lab/{key}") as stream:
-        return stream.read()
+    return caches.read(cache, f"s3://lab/{key}")
 
 
 @pytest.mark.parametrize("key", ["a.tar", "a b/ü+%41.tar", "it's (1)&2=3;*.tar", "q?x=1.tar"])

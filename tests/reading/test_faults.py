@@ -140,6 +140,7 @@ def test_a_successful_read_resets_the_count_of_faults(warm, break_reads):
     assert reading.faults == 0
 
 
+WHENCE = {"start": os.SEEK_SET, "end": os.SEEK_END}
 SPANS = {
     "read": (-1, 2500),
     "read1": (0, 2500),
@@ -172,15 +173,12 @@ def test_a_stream_equals_the_shard_wherever_its_file_is_truncated(warm, steps, b
                 assert found == model.read(len(found))
                 assert found or not number or model.tell() >= len(SMALL)
             elif what == "readinto":
-                ours = bytearray(number)
-                count = stream.readinto(ours)
-                assert ours[:count] == model.read(number)
+                ours, theirs = bytearray(number), bytearray(number)
+                assert (stream.readinto(ours), ours) == (model.readinto(theirs), theirs)
             elif what == "peek":
                 assert model.getvalue()[model.tell() :].startswith(stream.peek(number))
-            elif what == "start":
-                assert stream.seek(number) == model.seek(number)
-            elif what == "end":
-                assert stream.seek(number, os.SEEK_END) == model.seek(number, os.SEEK_END)
+            elif what in WHENCE:
+                assert stream.seek(number, WHENCE[what]) == model.seek(number, WHENCE[what])
             elif data is not None and data.exists():
                 os.truncate(data, min(number, data.stat().st_size))
             assert stream.tell() == model.tell()

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-from typing import Any
 
 import pytest
 
@@ -24,6 +23,7 @@ pytestmark = pytest.mark.timeout(1200)  # a busy machine starts raylets slowly
 
 NODES = ["node-a", "node-b", "node-c"]
 SMALL, BIG = make_tar(1, 20), make_tar(2, 60, 70_000)
+FILES = ["big-0.tar", "big-1.tar", "small-0.tar", "small-1.tar"]
 #: Bytes of a body that the proxy passes: a small shard, or two MiB of a big one.
 HANGS_AFTER = 2_500_000
 #: The cluster declares a silent node dead after two seconds instead of some twenty.
@@ -79,12 +79,8 @@ class Cluster:
 
     def add(self, name):
         """Start a raylet."""
-        environment = {
-            **self._s3.environment(),
-            "AWS_ENDPOINT_URL_S3": self.proxy.endpoint_url,
-            "SHARDCACHE_DIR": str(self.root / name),
-            "SHARDCACHE_MIN_FREE": "0",
-        }
+        environment = self._s3.environment() | {"AWS_ENDPOINT_URL_S3": self.proxy.endpoint_url}
+        environment |= {"SHARDCACHE_DIR": str(self.root / name), "SHARDCACHE_MIN_FREE": "0"}
         self._address = self._raylets.ask((name, environment))
 
     def kill(self, name):
@@ -127,9 +123,8 @@ def end(command):
     return command.returncode, out, err
 
 
-def summary(out):
-    found: dict[str, Any] = json.loads(out)["summary"]
-    return found
+def nodes_in(out):
+    return json.loads(out)["summary"]["nodes"]
 
 
 def put(s3, bucket, count):
@@ -159,9 +154,8 @@ def cluster(s3, tmp_path_factory):
 @pytest.fixture
 def spec(cluster, s3, bucket):
     """The spec of two small shards, and two big ones whose downloads hang."""
-    for name, content in (("small", SMALL), ("big", BIG)):
-        for number in range(2):
-            s3.put(bucket, f"{name}-{number}.tar", content)
+    for name in FILES:
+        s3.put(bucket, name, SMALL if name.startswith("small") else BIG)
     cluster.proxy.pause(after=HANGS_AFTER)
     yield f"s3://{bucket}/{{small,big}}-{{0..1}}.tar"
     cluster.proxy.resume()
@@ -170,8 +164,7 @@ def spec(cluster, s3, bucket):
 def half_done(cluster, bucket):
     """Return whether all nodes have published the small shards and written parts of the others."""
     return all(
-        cluster.cached(name, bucket) == ["small-0.tar", "small-1.tar"]
-        and sum(cluster.under_way(name)) >= 1 << 20
+        cluster.cached(name, bucket) == FILES[2:] and sum(cluster.under_way(name)) >= 1 << 20
         for name in NODES
     )
 
@@ -195,31 +188,29 @@ def test_each_node_gets_the_shards_of_its_ranks(cluster, s3, bucket):
     command = cluster.prewarm(f"s3://{bucket}/{{0..5}}.tar", "--shard-by-node", "--json")
     code, out, err = end(command)
     assert code == 0, err
-    for name, node in summary(out)["nodes"].items():
+    for name, node in nodes_in(out).items():
         assert cluster.cached(name, bucket) == names[node["number"] :: 3]
 
 
 def test_a_killed_node_is_named_and_the_others_complete(cluster, spec, bucket):
-    names = ["big-0.tar", "big-1.tar", "small-0.tar", "small-1.tar"]
     command = cluster.prewarm(spec, "--json")
     wait_until(lambda: half_done(cluster, bucket))
     cluster.kill("node-c")
     cluster.proxy.resume()
     code, out, err = end(command)
     assert code == 3
-    nodes = summary(out)["nodes"]
+    nodes = nodes_in(out)
     assert [name for name in NODES if nodes[name]["lost"]] == ["node-c"]
     assert "lost  node-c: the node died" in err
-    assert cluster.cached("node-a", bucket) == cluster.cached("node-b", bucket) == names
-    assert cluster.cached("node-c", bucket) == ["small-0.tar", "small-1.tar"]
+    assert cluster.cached("node-a", bucket) == cluster.cached("node-b", bucket) == FILES
+    assert cluster.cached("node-c", bucket) == FILES[2:]
 
     cluster.add("node-c")
     start = len(cluster.proxy.requests())
     code, out, err = end(cluster.prewarm(spec, "--json"))
     assert code == 0, err
-    nodes = summary(out)["nodes"]
-    assert [node["cached"] for node in nodes.values()] == [4, 4, 2]
-    assert cluster.cached("node-c", bucket) == names
+    assert [node["cached"] for node in nodes_in(out).values()] == [4, 4, 2]
+    assert cluster.cached("node-c", bucket) == FILES
     assert cluster.fetches(start) == []  # node-c resumed what it had of the big ones
 
 
@@ -234,8 +225,7 @@ def test_all_nodes_stop_when_the_command_ends(cluster, spec, bucket, number, cod
     ended, out, err = end(command)
     assert ended == code, err
     if number != signal.SIGKILL:
-        nodes = summary(out)["nodes"].values()
-        assert all(node["interrupted"] for node in nodes)
+        assert all(node["interrupted"] for node in nodes_in(out).values())
     wait_until(lambda: not any(cluster.under_way(name) for name in NODES))
     for name in NODES:
-        assert cluster.cached(name, bucket) == ["small-0.tar", "small-1.tar"]
+        assert cluster.cached(name, bucket) == FILES[2:]

@@ -267,9 +267,7 @@ def forked(function: Callable[..., None], *args: Any) -> Iterator[Child]:
 
 def _stop_measuring() -> None:
     """Stop coverage, because a killed child would leave half a file."""
-    coverage = sys.modules.get("coverage")
-    current = coverage.Coverage.current() if coverage is not None else None
-    if current is not None:
+    if (coverage := sys.modules.get("coverage")) and (current := coverage.Coverage.current()):
         current.stop()
 
 

@@ -187,7 +187,7 @@ def test_a_damaged_entry_is_downloaded_not_linked(make_cache, origin, monkeypatc
 
 
 def test_a_shard_that_the_validate_hook_refuses_is_not_published(make_cache):
-    seen: list[bytes] = []
+    seen = []
 
     def check(path):
         seen.append(path.read_bytes())

@@ -240,6 +240,7 @@ def test_faults_of_a_streamed_shard_are_healed(lab):
 NO_ETAG = {"ETag": None}
 #: claim -> (fault of all responses to this method, expected ranges)
 IN_PARTS = [(at, min(at + MIB, SIZE)) for at in range(0, SIZE, MIB)]
+IN_ONE = [IN_PARTS[0], None]
 LACKING: dict[str, tuple[Fault, str | None, list[tuple[int, int] | None]]] = {
     "HEAD is refused": (Fault(answer=page(403, "AccessDenied")), "HEAD", IN_PARTS),
     "HEAD is unknown": (Fault(answer=page(501, "NotImplemented")), "HEAD", IN_PARTS),
@@ -247,25 +248,17 @@ LACKING: dict[str, tuple[Fault, str | None, list[tuple[int, int] | None]]] = {
     "HEAD is redirected": (Fault(answer=page(301, "PermanentRedirect")), "HEAD", IN_PARTS),
     "HEAD returns a page": (Fault(answer=HTML), "HEAD", IN_PARTS),
     "a HEAD without an ETag is no change": (Fault(headers=NO_ETAG), "HEAD", IN_PARTS),
-    "a HEAD without a length is no change": (
-        Fault(headers={"Content-Length": None}, chunked=True),
-        "HEAD",
-        IN_PARTS,
-    ),
+    "a HEAD without a length is no change": (Fault(chunked=True), "HEAD", IN_PARTS),
     "without ETags, times identify versions": (
         Fault(headers={**NO_ETAG, "Last-Modified": "Mon, 02 Nov 2020 10:00:00 GMT"}),
         None,
         IN_PARTS,
     ),
-    "times within a minute of the response do not": (
-        Fault(headers=NO_ETAG),
-        None,
-        [IN_PARTS[0], None],
-    ),
+    "times within a minute of the response do not": (Fault(headers=NO_ETAG), None, IN_ONE),
     "without a version the shard is read in one response": (
         Fault(headers={**NO_ETAG, "Last-Modified": None}),
         None,
-        [IN_PARTS[0], None],
+        IN_ONE,
     ),
     "without ranges the shard is sent once": (Fault(strip=("range",)), "GET", IN_PARTS[:1]),
 }
@@ -440,10 +433,10 @@ def test_an_error_page_with_200_is_never_a_shard(lab, answer, key):
     assert url not in cache
 
 
-@pytest.mark.parametrize("endpoint", ["http://nowhere.invalid:9", "http://127.0.0.1:9"])
-def test_the_error_names_an_endpoint_that_does_not_respond(lab, endpoint):
-    with pytest.raises(TransferError, match=re.escape(endpoint.removeprefix("http://"))) as caught:
-        lab.cache(endpoint_url=endpoint, attempts=2).open(lab.url())
+@pytest.mark.parametrize("place", ["nowhere.invalid:9", "127.0.0.1:9"])
+def test_the_error_names_an_endpoint_that_does_not_respond(lab, place):
+    with pytest.raises(TransferError, match=re.escape(place)) as caught:
+        lab.cache(endpoint_url=f"http://{place}", attempts=2).open(lab.url())
     message(caught, lab, lab.url())
 
 
@@ -459,16 +452,10 @@ def random_fault(rng, lab):
     return replace(adapted(kinds[claim], lab), name=claim)
 
 
-def random_script(rng, lab):
-    return [
-        Rule(
-            random_fault(rng, lab),
-            method=rng.choice(["GET", "GET", "GET", "HEAD", None]),
-            skip=rng.randrange(8),
-            times=rng.choice([1, 1, 2, 5, None]),
-        )
-        for _ in range(rng.randrange(1, 4))
-    ]
+def random_rule(rng, lab):
+    method = rng.choice(["GET", "GET", "GET", "HEAD", None])
+    times = rng.choice([1, 1, 2, 5, None])
+    return Rule(random_fault(rng, lab), method=method, skip=rng.randrange(8), times=times)
 
 
 @pytest.mark.parametrize("batch", range(4))
@@ -481,7 +468,7 @@ def test_after_random_faults_the_bytes_are_right_or_there_is_an_error(lab, fill,
     for seed in range(10 * batch, 10 * batch + 10):
         rng = random.Random(seed)
         reader = narrow if rng.random() < 0.2 else cache
-        rules = random_script(rng, lab)
+        rules = [random_rule(rng, lab) for _ in range(rng.randrange(1, 4))]
         lab.proxy.script(*rules)
         context = f"seed {seed}: {', '.join(map(str, rules))}"
         try:

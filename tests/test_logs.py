@@ -1,9 +1,9 @@
 """Log records: their events, levels and fields, as docs/observing.md documents them."""
 
 import logging
+import multiprocessing
 import os
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,14 +15,13 @@ from shardcache.units import exact_bytes
 from tests.support.caches import held_elsewhere
 from tests.support.fakes import Fault
 from tests.support.shop import Shop
-from tests.support.storetools import crowd, forked, room
+from tests.support.storetools import PATIENCE, forked, room, together
 from tests.support.tars import make_tar
 
 HERE = Path(__file__).resolve().parent.parent
 PAGE = (HERE / "docs" / "observing.md").read_text()
 URL = "s3://lab/a.tar"
 DATA = make_tar(1)
-MakeCache = Callable[..., Cache]
 #: Attributes of every record.
 _PLAIN = set(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
@@ -98,29 +97,24 @@ def test_a_job_warns_once_that_shards_find_no_room(tmp_path, log, ranks):
     """Workers are forked with the cache; ranks make their own."""
     shop = Shop(tmp_path, 4)
     options = {"dir": shop.path, "cache_local": True, "min_free": 0, "max_size": shop.room(1)}
+    meeting = multiprocessing.Barrier(3)
 
-    def work(parent, number):
+    def work(number):
         if ranks:
             os.environ.update(RANK=str(number), WORLD_SIZE="3")
         log.clear()
         with Cache(**options) if ranks else cache as own:
             own.fetch(shop.urls[0])
-            parent.say(None)
-            parent.hear()
+            meeting.wait(PATIENCE)
             for url in shop.urls:
                 own.open(url).read()
-        parent.say([(one.levelname, one.getMessage()) for one in log.records])
+        return [(one.levelname, one.getMessage()) for one in log.records]
 
     with Cache(**options) as cache:
         cache.fetch(shop.urls[0])
         if ranks:
             cache.close()  # belongs to another job
-        with crowd(3, work) as children:
-            for child in children:
-                child.hear()
-            for child in children:
-                child.tell()
-            logged = [one for child in children for one in child.hear()]
+        logged = [one for records in together(3, work) for one in records]
         log.clear()
     logged += [(one.levelname, one.getMessage()) for one in log.records]
     (warning,) = [text for level, text in logged if level == "WARNING"]

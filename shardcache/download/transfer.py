@@ -444,7 +444,7 @@ class Transfer:
                 raise
             if part.position - before < _PROGRESS:
                 raise
-            self._attempts.retries += 1
+            self._attempts.repeated()
             logger.info("%s: %s; continuing at byte %d", self._shard, exn, part.position)
         finally:
             if self._attempts.retries:

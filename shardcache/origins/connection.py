@@ -220,7 +220,7 @@ class _Message:
 class Response:
     """A response and its body while it is received; see `base.Body`."""
 
-    info: ObjectInfo  # set by `http.checked`, as are `start` and `stop`
+    info: ObjectInfo
     start: int
     stop: int | None
     #: `urls.secret_forms` of the request.
@@ -250,6 +250,10 @@ class Response:
         self._chunked = bool(coding)
         #: Whether the end of the body proves that nothing is missing.
         self.proven = self._chunked or self._left is not None
+
+    def describe(self, info: ObjectInfo, start: int, stop: int | None) -> None:
+        """Set the version and the range of the body, which `http.checked` reads from the head."""
+        self.info, self.start, self.stop = info, start, stop
 
     def readinto(self, buffer: memoryview) -> int:
         """See `base.Body.readinto`; returns what comes within a second."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection
+from functools import partial
 from urllib.parse import parse_qsl, quote, urljoin
 
 from shardcache.config import __version__
@@ -143,7 +144,7 @@ def checked(response: Response, start: int, stop: int | None) -> Response:
     text = headers.get("content-range")
     wrong = f"asked for bytes {start} to {stop}, the origin sent {text!r} with {length} bytes"
     if response.status != 206:  # the range was ignored: all bytes will come, from the first
-        response.info, response.start, response.stop = object_info(response, length), 0, length
+        response.describe(object_info(response, length), 0, length)
         page = headers.get("content-type", "")
         if response.info.identifiable or not page.startswith(_PAGES):
             return response
@@ -152,8 +153,7 @@ def checked(response: Response, start: int, stop: int | None) -> Response:
         first, last, total = (int(group) for group in match.groups())
         wanted = total if stop is None else min(total, stop)
         if first == start <= last and last + 1 == wanted and length in (None, wanted - start):
-            response.info = object_info(response, total)
-            response.start, response.stop = start, wanted
+            response.describe(object_info(response, total), start, wanted)
             return response
     response.close()
     raise TransientError(quoted(wrong, response.secrets))
@@ -172,7 +172,7 @@ class WebOrigin:
         self, shard: ShardURL, start: int, stop: int | None, expected: ObjectInfo | None = None
     ) -> Response:
         """See `base.Origin.open`."""
-        return open_range(lambda head: self._request("GET", shard, head), start, stop, expected)
+        return open_range(partial(self._request, "GET", shard), start, stop, expected)
 
     def stat(self, shard: ShardURL) -> ObjectInfo:
         """See `base.Origin.stat`."""

@@ -70,6 +70,13 @@ class VerifyStatus:
     done: int = 0  #: entries that were checked
     passed: int = 0  #: bytes of the entries that were checked
 
+    def advance(self, *, shards: int = 0, bytes: int = 0, done: int = 0, passed: int = 0) -> None:
+        """Add to the numbers."""
+        self.shards += shards
+        self.bytes += bytes
+        self.done += done
+        self.passed += passed
+
 
 def differs(then: ObjectInfo, now: ObjectInfo) -> str | None:
     """Describe how the origin's version differs from the downloaded one; None if it does not.
@@ -142,12 +149,12 @@ class Verifier:
         shards = list(by_key.values())
         if self.sample < 1:
             shards = random.SystemRandom().sample(shards, math.ceil(len(shards) * self.sample))
-        self.status.shards = sum(map(len, shards))
-        self.status.bytes = sum(entry.size for copies in shards for _, entry in copies)
+        entries = [entry for copies in shards for _, entry in copies]
+        self.status.advance(shards=len(entries), bytes=sum(entry.size for entry in entries))
         pool = ThreadPoolExecutor(_THREADS, "shardcache-verify")
         try:
             for copies, results in zip(shards, pool.map(self._shard, shards), strict=True):
-                self.status.done += len(copies)
+                self.status.advance(done=len(copies))
                 yield from results
         finally:
             self._ended = True
@@ -188,7 +195,7 @@ class Verifier:
             return finding if self.sole is None else self._set_aside(store, finding, before)
         finally:
             with self._guard:
-                self.status.passed += entry.size
+                self.status.advance(passed=entry.size)
         # Readers get the newest of several versions, so only that one may be outdated.
         newest = next(store.entries_of(entry.key), entry)
         if not self.remote or newest.directory != entry.directory:

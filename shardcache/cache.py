@@ -1,7 +1,7 @@
 """`Cache`: the one object that users hold.
 
-Threads may share it, and it may be pickled, forked and spawned. Each process makes its own
-descriptors, clients, locks and session when it first needs them.
+Threads may share it, and it may be pickled and forked. Each process makes its own descriptors,
+clients, locks and session when it first needs them.
 """
 
 from __future__ import annotations
@@ -18,10 +18,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TypedDict, TypeVar, Unpack
 
 from shardcache import clock, threads
-from shardcache.config import Config, Options, __version__, load
+from shardcache.config import Config, Options, load
 from shardcache.download.download import Download
 from shardcache.errors import ConfigError, ShardNotFoundError
-from shardcache.files import Modes
 from shardcache.origins.endpoints import parser
 from shardcache.process import Processes
 from shardcache.ranks import detect
@@ -75,13 +74,12 @@ class PrewarmOptions(TypedDict, total=False):
 class Cache:
     """A directory on a local disk that holds shards.
 
-    If the cache fails, it streams shards from their origin: it logs one warning, and raises no
-    error unless ``strict`` is set. It makes the directory on first use.
+    If the cache fails, it logs one warning and streams shards from their origin, unless ``strict``
+    is set. It makes the directory on first use.
 
     Args:
         dir: the directory. The default comes from ``SHARDCACHE_DIR``, a configuration file or
-            ``WDS_CACHE``. If none is set, it is ``~/.cache/shardcache`` (below ``XDG_CACHE_HOME``
-            if that is set), which is logged at INFO.
+            ``WDS_CACHE``, else it is ``shardcache`` in ``XDG_CACHE_HOME`` or ``~/.cache``.
         **options: see docs/options.md. They have the same names in the environment
             (``SHARDCACHE_MAX_SIZE``) and in ``shardcache.toml``.
 
@@ -103,8 +101,8 @@ class Cache:
 
         Args:
             config: the options.
-            started: when the job began to use the cache, in seconds since the epoch. Without it,
-                the cache serves a command, and its limits are not recorded as those of a job.
+            started: when the job began to use the cache, in seconds since the epoch; None for a
+                command, whose limits are not recorded as those of a job.
         """
         made = cls.__new__(cls)
         made._setup(config, started)
@@ -143,11 +141,8 @@ class Cache:
     def prepare(self, url: str | None = None) -> None:
         """Prepare the first download of this process, in the background.
 
-        This makes the directories and the client of an origin, which takes some tenths of a second.
-        It downloads nothing and raises nothing: the first read raises the error.
-
-        Args:
-            url: a shard of the data set, whose client to make; None makes no client.
+        This makes the directories and the client of the origin of ``url``, which takes some tenths
+        of a second. It downloads nothing and raises nothing: the first read raises the error.
         """
 
         def run() -> None:
@@ -213,10 +208,7 @@ class Cache:
         return opened.entry
 
     def path(self, url: str) -> Path | None:
-        """Return the local path of the shard, or None if it is not cached.
-
-        The shard may be evicted at any time; `pinned` prevents that.
-        """
+        """Return the local path of the shard, or None. Only within `pinned` is it sure to stay."""
         shard = self._one(url)
         if self.opener.is_in_place(shard):
             return shard.local_path if shard.local_path.exists() else None
@@ -246,12 +238,9 @@ class Cache:
         """Make a WebDataset pipeline read its shards through this cache.
 
         Args:
-            dataset: a ``WebDataset`` or ``DataPipeline``.
+            dataset: a ``WebDataset`` or ``DataPipeline``, which is changed and returned.
             fast_tar: read the archives with shardcache, which yields the same samples several times
                 faster than WebDataset.
-
-        Returns:
-            ``dataset`` itself, changed.
 
         Raises:
             ConfigError: the pipeline has no stage that opens shards.
@@ -269,9 +258,6 @@ class Cache:
             data: URLs, or dicts with a ``url``.
             handler: WebDataset's error handler; the default raises the error.
             **kw: further arguments of WebDataset's own opener; they are ignored.
-
-        Yields:
-            Dicts with ``url`` and ``stream``.
         """
         from shardcache import wds
 
@@ -286,16 +272,13 @@ class Cache:
     ) -> PrewarmReport:
         """Download many shards at once; see `prewarm.prewarm` for more options and the errors.
 
-        The failure of a shard neither raises an error nor stops the others. One warning counts the
-        failed shards.
+        A shard that fails neither raises an error nor stops the others: it is in the ``failures``
+        of the report, and one warning counts them.
 
         Args:
             urls: one shard specification or several: URLs, ``{braces}``, globs and prefixes.
             progress: show bars on stderr; without a terminal, a line every ten seconds.
             **options: see `prewarm.prewarm`.
-
-        Returns:
-            A report. Its ``failures`` maps the URL of each shard that failed to its error.
         """
         from shardcache import prewarm
 
@@ -306,9 +289,7 @@ class Cache:
                 options["on_event"] = stack.enter_context(bars(options.get("on_event")))
             report = prewarm.prewarm(self, urls, **options)
         if failures := report.failures:
-            first = str(
-                next(iter(failures.values()))
-            )  # a log record must not keep the error's frames
+            first = str(next(iter(failures.values())))  # a record must not keep the error's frames
             text = "%d of %d shards failed to download; the first error: %s"
             logger.warning(text, len(failures), len(report.results), first)
         return report
@@ -316,10 +297,7 @@ class Cache:
     # -- maintenance -----------------------------------------------------------
 
     def entries(self, specs: Specs | None = None) -> Iterator[Entry]:
-        """Return the entries of shards, in no order.
-
-        Args:
-            specs: the shards, see `select`; None stands for all.
+        """Return the entries of shards, in no order; of all if ``specs`` is None.
 
         Raises:
             ConfigError: a specification is malformed.
@@ -344,22 +322,18 @@ class Cache:
         """Return the shards that specifications stand for, each once.
 
         URLs and ``{braces}`` stand for shards that may be cached or not. Globs, a ``prefix/`` and
-        basenames stand for shards in the cache.
-
-        Args:
-            specs: URLs, ``{braces}``, globs or a ``prefix/``.
-            pinned: choose among the shards that are pinned, in place of those in the cache.
+        basenames stand for shards in the cache, or with ``pinned`` for those that are pinned.
 
         Raises:
             ConfigError: a specification is malformed.
             ShardNotFoundError: nothing in the cache matches one.
         """
-        known: dict[str, ShardURL] | None = None
         found = dict[str, ShardURL]()
-        for selection in self.selections(specs):
+        selections = self.selections(specs)
+        known = self._known(pinned) if any(each.patterns for each in selections) else {}
+        for selection in selections:
             shards = list(selection.named.values())
             if selection.patterns:
-                known = self._known(pinned) if known is None else known
                 shards += [shard for url, shard in known.items() if url in selection]
             if not shards:
                 raise self._nothing(selection)
@@ -367,25 +341,17 @@ class Cache:
         return list(found.values())
 
     def _one(self, spec: str) -> ShardURL:
-        """Return the only shard that a specification stands for.
-
-        If no cached shard matches a glob, it is the literal URL of a shard.
-
-        Raises:
-            ConfigError: the specification stands for several shards.
-        """
-        if {"{", "*", "?"}.isdisjoint(spec) and not spec.endswith("/"):
-            return self.parse(spec)
-        try:
-            shard, *others = self.select(spec)
-        except ShardNotFoundError:
-            return self.parse(spec)
-        if others:
+        """Return the only shard that a specification stands for; ConfigError if it is not one."""
+        shards = list[ShardURL]()
+        if not {"{", "*", "?"}.isdisjoint(spec) or spec.endswith("/"):
+            with contextlib.suppress(ShardNotFoundError):  # it is the literal URL of a shard
+                shards = self.select(spec)
+        if len(shards) > 1:
             raise ConfigError(
-                f"{redact(spec)} stands for {1 + len(others)} shards instead of one. "
+                f"{redact(spec)} stands for {len(shards)} shards instead of one. "
                 "Loop over Cache.select(...)."
             )
-        return shard
+        return shards[0] if shards else self.parse(spec)
 
     def selections(self, specs: Specs) -> list[Selection]:
         """Parse specifications; raise ConfigError if one is malformed."""
@@ -426,16 +392,15 @@ class Cache:
             max_size: the size limit of the cache, in bytes or as text such as "800GB"; the default
                 is the configured limit.
             min_free: the space to keep free on the filesystem, likewise.
-            max_age: remove entries that were unused for longer, in seconds or as text such as
-                "14d".
-            orphans: remove all unfinished downloads of dead processes. Otherwise those of the
-                last hour stay, to be resumed. Unless a limit is given, nothing else is removed.
+            max_age: the longest time without use, in seconds or as text such as "14d", likewise.
+            orphans: also remove the unfinished downloads of the last hour, which could be resumed.
+                Unless a limit is given, no entry is removed.
             everything: remove all entries that no process uses.
             dry_run: remove nothing; the report counts the entries that would be removed.
             wait: if another process cleans, wait for up to ``lock_timeout``.
 
         Raises:
-            ConfigError: the directory is not a cache, or live processes use another kind of lock.
+            ConfigError: the directory is not a cache, or is locked in another way.
             LockTimeoutError: another process is cleaning.
             OSError: the filesystem is read-only or failing.
         """
@@ -443,23 +408,22 @@ class Cache:
         from shardcache.space.eviction import Limits
 
         require_cache(self.dir)
-        # These limits apply to `dir`; other tiers keep their own.
-        sizes = {"max_size": max_size, "min_free": min_free}
         sweep_only = orphans and max_size is min_free is max_age is None
         process = self._here()
         reports = []
         for tier in process.present:
-            if not dry_run:
-                tier.check_locks()
-                if os.geteuid() != 0:  # root may clean the caches of other users
-                    check_root(tier.config.dir, tier.node.modes)
-            given = {"max_age": max_age, **(sizes if tier is process.home else {})}
+            if not dry_run and os.geteuid() != 0:  # root may clean the caches of other users
+                check_root(tier.config)
+            given = {"max_age": max_age}
+            if tier is process.home:  # other tiers keep their own limits
+                given |= {"max_size": max_size, "min_free": min_free}
             changes = {name: value for name, value in given.items() if value is not None}
-            space = tier.space(tier.config.replace(**changes) if changes else None)
+            space = tier.space(tier.config.replace(**changes))
             with contextlib.nullcontext() if dry_run else space.sole_cleaner(wait=wait):
-                none = Limits(everything=everything)
-                chosen = none if everything or sweep_only else space.limits()
-                reports.append(cleaning.clean(space, chosen, orphans=orphans, dry_run=dry_run))
+                limits = Limits(everything=everything)
+                if not (everything or sweep_only):
+                    limits = space.limits()
+                reports.append(cleaning.clean(space, limits, orphans=orphans, dry_run=dry_run))
         return cleaning.joined(reports)
 
     def verify(
@@ -473,10 +437,9 @@ class Cache:
         status: VerifyStatus | None = None,
         stop: threading.Event | None = None,
     ) -> Generator[Finding, None, None]:
-        """Compare the cached shards with the digests of their downloads.
+        """Compare the cached shards with the digests of their downloads. Jobs may run meanwhile.
 
-        This is safe while jobs run. No process evicts an entry while it is verified, and verifying
-        does not count as an access.
+        No process evicts an entry while it is verified, and this does not count as an access.
 
         Args:
             specs: the shards, see `select`; None stands for all.
@@ -486,9 +449,6 @@ class Cache:
             sample: the share of shards to check, above 0 and up to 1; at least one is checked.
             status: the object that shows the progress.
             stop: set it to end early.
-
-        Yields:
-            The finding for each shard, in no order.
 
         Raises:
             ConfigError: the directory is not a cache, or ``sample`` is not a share.
@@ -516,11 +476,8 @@ class Cache:
         """Pin shards: no process evicts them, and neither does ``clean --all``.
 
         Args:
-            specs: the shards, see `select`.
+            specs: the shards, see `select`, which are also returned.
             seconds: the duration; None pins them until `unpin`.
-
-        Returns:
-            The shards that are pinned now.
 
         Raises:
             ConfigError: the directory must not be used, or a URL's scheme is not cached.
@@ -534,7 +491,7 @@ class Cache:
             self.opener.refuse_in_place(shard)
         until = None if seconds is None else clock.time() + seconds
         for config in self.config.by_tier():
-            node = make_root(config.dir, __version__, Modes.of(config.shared_group))
+            node = make_root(config)
             for shard in shards:
                 pins.pin(node, shard, until)
         return shards
@@ -547,13 +504,10 @@ class Cache:
         return {key: url for tier in tiers for key, url in pinned(tier.node, now).items()}
 
     def unpin(self, specs: Specs) -> list[ShardURL]:
-        """Unpin shards. Raises the errors of `pin`.
+        """Unpin shards, see `select` with ``pinned``. Return those that had been pinned.
 
-        Args:
-            specs: the shards, see `select` with ``pinned``.
-
-        Returns:
-            The shards that had been pinned.
+        Raises:
+            The errors of `pin`.
         """
         from shardcache.space import pins
 
@@ -576,8 +530,8 @@ class Cache:
             use and stay.
 
         Raises:
-            ConfigError: the directory is not a cache, a URL is malformed, or live processes use
-                another kind of lock.
+            ConfigError: the directory is not a cache, is locked in another way, or a URL is
+                malformed.
             ShardNotFoundError: nothing in the cache matches a specification.
             OSError: the filesystem is read-only or failing.
         """
@@ -586,16 +540,13 @@ class Cache:
         require_cache(self.dir)
         keys, pins = [shard.key for shard in self.select(specs)], self.pins()
         freed = stay = 0
-        tiers = self._here().present
-        if not dry_run:
-            for tier in tiers:
-                tier.check_locks()
-        for tier, key in product(tiers, keys):
+        process = self._here()
+        for tier, key in product(process.present, keys):
             stores, pinned = tier.stores(), key in pins
             removed, size, in_use = cleaning.remove(stores, key, pinned=pinned, dry_run=dry_run)
             if removed and not dry_run:
                 tier.space().recount()
-                self._here().counters.add({"evicted_asked": removed, "bytes_evicted": size})
+                process.counters.add({"evicted_asked": removed, "bytes_evicted": size})
             freed += size
             stay += in_use
         return freed, stay
@@ -604,8 +555,8 @@ class Cache:
         """Return the counters of all processes of this node: opens, bytes, waits, evictions.
 
         Args:
-            since: the length of the period up to now, in seconds or as text such as "24h"; None
-                takes the 30 days that are stored.
+            since: the length of the period up to now, in seconds or as text such as "24h"; the
+                default is the 30 days that are stored.
 
         Raises:
             ConfigError: ``since`` is not a duration.
@@ -618,9 +569,7 @@ class Cache:
     def samples(self, since: float | str | None = None, *, ever: bool = False) -> list[Sample]:
         """Return the counters of `stats` per minute, and per hour if older than two hours.
 
-        Args:
-            since: see `stats`.
-            ever: include the counters older than 30 days, as one sample that starts at 0.
+        With ``ever``, the counters older than 30 days are one more sample, which starts at 0.
         """
         from shardcache.stats.database import samples
 
@@ -644,9 +593,7 @@ class Cache:
 
 @cache
 def default_cache() -> Cache:
-    """Return the cache that the environment and configuration files describe.
-
-    All callers share it, and a forked child may use it, too.
+    """Return the cache that the environment and configuration files describe; all callers share it.
 
     Raises:
         ConfigError: an option cannot work.

@@ -12,6 +12,7 @@ import getopt
 import os
 import re
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -195,7 +196,7 @@ def _words(command: str, environ: Mapping[str, str]) -> list[str]:
             raise ConfigError(f"only a shell understands its {part[0]!r}")
         text = part[kind or 0]
         if kind != "single":
-            text = re.sub(_VARIABLE, lambda found: _value(found, environ, kind), text)
+            text = re.sub(_VARIABLE, partial(_value, environ, kind), text)
         if is_new:
             words.append("")
             is_new = False
@@ -203,7 +204,7 @@ def _words(command: str, environ: Mapping[str, str]) -> list[str]:
     return words
 
 
-def _value(found: re.Match[str], environ: Mapping[str, str], kind: str | None) -> str:
+def _value(environ: Mapping[str, str], kind: str | None, found: re.Match[str]) -> str:
     name = found[1] or found[2]
     value = environ.get(name)
     if value is None:

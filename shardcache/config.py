@@ -7,8 +7,7 @@ each option, the first source that sets it wins::
     argument > SHARDCACHE_* > TOML files > WDS_CACHE, WDS_CACHE_SIZE > default
 
 Every `Config` object is valid. Unknown keys, variables and arguments are errors. Values of
-``storage_options`` never appear in a repr, an error or the output of a command. A pickle holds no
-secret, except while multiprocessing spawns a process.
+``storage_options`` never appear in a repr, an error or the output of a command.
 """
 # ruff: noqa: RUF009  (_opt calls dataclasses.field)
 
@@ -37,7 +36,6 @@ logger = logging.getLogger(__name__)
 
 #: The text that clears an option.
 NONE = "none"
-MIB = 1 << 20
 # Patterns are compiled on first use, which keeps `import shardcache` fast.
 #: Names of options and HTTP headers with credentials, in s3fs, gcsfs, adlfs, botocore and aiohttp.
 _CREDENTIALS = (
@@ -69,8 +67,11 @@ class StorageOptions(dict[str, object]):
 
         return StorageOptions, (dict(self) if get_spawning_popen() else _public(self),)
 
+    def __str__(self) -> str:
+        return ", ".join(f"{key}=***" for key in self)
+
     def __repr__(self) -> str:
-        return f"StorageOptions({_names_only(self)})"
+        return f"StorageOptions({self})"
 
 
 def _public(value: object) -> object:
@@ -91,16 +92,8 @@ def _public(value: object) -> object:
     return value
 
 
-def _names_only(items: Mapping[str, object]) -> str:
-    return ", ".join(f"{key}=***" for key in items)
-
-
 def absolute(path: str | os.PathLike[str]) -> Path:
-    """Return the absolute form of a path.
-
-    Raises:
-        ConfigError: the path is relative, and the working directory was removed.
-    """
+    """Make a path absolute. ConfigError if it is relative to a directory that was removed."""
     try:
         return Path(path).absolute()
     except FileNotFoundError:
@@ -130,8 +123,8 @@ def _directory(value: object) -> Path:
 
 
 def _part_size(value: Any) -> int:
-    size = units.parse_bytes(value)
-    if size % MIB or not MIB <= size <= 1024 * MIB:
+    size, mib = units.parse_bytes(value), 1 << 20
+    if size % mib or not mib <= size <= 1024 * mib:
         raise ValueError("is not such a size")
     return size
 
@@ -158,24 +151,18 @@ def _schemes(value: object) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _tables(cls: Any, *names: str) -> Callable[[object], tuple[Any, ...]]:
-    """Return a parser of lists of ``cls``.
-
-    An item is an object, a table, or text with the values of the fields ``names`` joined by ``=``.
-    """
-
-    def parse_item(item: Any) -> object:
-        if isinstance(item, cls):
-            return item
+def _tables(value: object, cls: Any, *names: str) -> tuple[Any, ...]:
+    """Parse a list of ``cls``: objects, tables, or text with ``=`` between the fields ``names``."""
+    found = []
+    for item in _items(value):
         if isinstance(item, str | Path):
             parts = str(item).strip().split("=", len(names) - 1)
             item = dict(zip(names, parts, strict=False))
         try:
-            return cls(**item)
+            found.append(item if isinstance(item, cls) else cls(**item))
         except TypeError:  # not a table, or unknown fields; the TypeError would show them
             raise ValueError("has an item that is not valid") from None
-
-    return lambda value: tuple(map(parse_item, _items(value)))
+    return tuple(found)
 
 
 def _store(value: object) -> str:
@@ -230,15 +217,16 @@ class Kind(NamedTuple):
     parse: Callable[[Any], Any]
     show: Callable[[Any], str] = str  #: returns text that parses back
 
+    def above_zero(self) -> Kind:
+        """Return this type without its zero."""
 
-def _above_zero(kind: Kind) -> Kind:
-    def parse(value: Any) -> Any:
-        found = kind.parse(value)
-        if found in (0, Limit(bytes=0), Limit(percent=0.0)):
-            raise ValueError("is not above 0")
-        return found
+        def parse(value: Any) -> Any:
+            found = self.parse(value)
+            if found in (0, Limit(bytes=0), Limit(percent=0.0)):
+                raise ValueError("is not above 0")
+            return found
 
-    return Kind(f"{kind.text} above 0", parse, kind.show)
+        return Kind(f"{self.text} above 0", parse, self.show)
 
 
 def _opt(kind: Kind, default: Any, help: str) -> Any:
@@ -267,15 +255,13 @@ def _listed(value: Sequence[object]) -> str:
 PATH = Kind("local directory", _directory)
 BOOL = Kind("bool", units.parse_bool, lambda value: str(value).lower())
 TIME = Kind("duration", units.parse_duration, units.exact_duration)
-POSITIVE_TIME = _above_zero(TIME)
+POSITIVE_TIME = TIME.above_zero()
 LIMIT = Kind("size or %", units.parse_limit)
-POSITIVE_LIMIT = _above_zero(LIMIT)
-SIZE = _above_zero(Kind("size", units.parse_bytes, units.exact_bytes))
+POSITIVE_LIMIT = LIMIT.above_zero()
+SIZE = Kind("size", units.parse_bytes, units.exact_bytes).above_zero()
 PART_SIZE = Kind("multiple of 1MiB up to 1GiB", _part_size, units.exact_bytes)
-FUNCTION = Kind(
-    "function of a path", _function, lambda value: getattr(value, "__name__", "function")
-)
-TABLE = Kind("dict in code, table in TOML", _storage_options, _names_only)
+FUNCTION = Kind("function of a path", _function, lambda f: getattr(f, "__name__", "function"))
+TABLE = Kind("dict in code, table in TOML", _storage_options)
 SCHEMES = Kind("list of URL schemes", _schemes, _listed)
 GROUP = Kind("name or number of a group", _group, group_name)
 ENDPOINT = Kind("http(s) URL without credentials", _endpoint)
@@ -320,8 +306,10 @@ class Upstream:
         return self.url + (" (write_back)" if self.write_back else "")
 
 
-TIERS = Kind("list of DIRECTORY=SIZE or tables", _tables(TierOption, "dir", "max_size"), _listed)
-UPSTREAMS = Kind("list of paths, URLs or tables", _tables(Upstream, "url"), _listed)
+TIERS = Kind(
+    "list of DIRECTORY=SIZE or tables", lambda x: _tables(x, TierOption, "dir", "max_size"), _listed
+)
+UPSTREAMS = Kind("list of paths, URLs or tables", lambda x: _tables(x, Upstream, "url"), _listed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -412,8 +400,7 @@ class Config:
 
     def limits(self) -> dict[str, str]:
         """Return the options that limit the cache, as text that parses back."""
-        kinds = {name: _FIELDS[name].metadata["kind"] for name in _LIMITS}
-        return {name: _show(kind, getattr(self, name)) for name, kind in kinds.items()}
+        return {name: _show(name, getattr(self, name)) for name in _LIMITS}
 
     def by_tier(self) -> tuple[Config, ...]:
         """Return a configuration for each tier alone, the fastest first and ``dir`` last."""
@@ -471,26 +458,18 @@ class Options(TypedDict, total=False):
 # -- sources of values -----------------------------------------------------------------------------
 
 _PREFIX = "SHARDCACHE_"
-#: Variables with the prefix that are not options: those of `ranks` and `sync`, and those that
-#: Kubernetes sets in all pods if a Service is called "shardcache" or "shardcache-x".
+#: Not options: of `ranks` and `sync`, and of a Kubernetes Service "shardcache" or "shardcache-x".
 _NO_OPTIONS = rf"{_PREFIX}(CONFIG|RANK|JOB|SYNC_DIR|(\w+_)?(SERVICE_HOST|SERVICE_PORT|PORT)(_\w+)?)"
 
 
 class Loaded(NamedTuple):
-    """A `Config` and the source of each value.
-
-    A source is ``argument``, ``environment NAME``, ``file PATH`` or ``default``.
-    """
+    """A `Config` and the source of each value."""
 
     config: Config
-    sources: dict[str, str]
+    sources: dict[str, str]  #: ``argument``, ``environment NAME``, ``file PATH`` or ``default``
 
     def completed(self, limits: Mapping[str, str], source: str) -> Loaded:
         """Return a copy in which ``limits`` replace the limits that have their defaults.
-
-        Args:
-            limits: from `Config.limits`.
-            source: the source of these values.
 
         Raises:
             ConfigError: a value is not valid.
@@ -529,11 +508,7 @@ def load(
     sources = dict.fromkeys(_FIELDS, "default")
     for name, value, source in itertools.chain(
         ((name, value, "argument") for name, value in (explicit or {}).items()),
-        (
-            (variable.removeprefix(_PREFIX).lower(), env[variable], f"environment {variable}")
-            for variable in sorted(env)
-            if variable.startswith(_PREFIX) and not re.fullmatch(_NO_OPTIONS, variable)
-        ),
+        _from_environment(env),
         _from_files(_usual_files(env) if files is None else files),
         _from_webdataset(env),
     ):
@@ -551,7 +526,6 @@ def load(
 
 
 def _user_directory(env: Mapping[str, str]) -> Path:
-    """Return the default of ``dir``: ``shardcache`` in the user's cache directory."""
     caches = env.get("XDG_CACHE_HOME", "")
     if not caches.startswith("/"):  # the XDG specification says to ignore relative paths
         caches = "~/.cache"
@@ -565,8 +539,13 @@ def _user_directory(env: Mapping[str, str]) -> Path:
         ) from None
 
 
-def _from_webdataset(env: Mapping[str, str]) -> Iterator[tuple[str, str | None, str]]:
-    """Yield name, value and source of each option that WebDataset's own variables set."""
+def _from_environment(env: Mapping[str, str]) -> Iterator[tuple[str, object, str]]:
+    for name in sorted(env):
+        if name.startswith(_PREFIX) and not re.fullmatch(_NO_OPTIONS, name):
+            yield name.removeprefix(_PREFIX).lower(), env[name], f"environment {name}"
+
+
+def _from_webdataset(env: Mapping[str, str]) -> Iterator[tuple[str, object, str]]:
     yield "dir", env.get("WDS_CACHE"), "environment WDS_CACHE"
     size = env.get("WDS_CACHE_SIZE", "").strip()
     size += "B" if size[-1:].isdigit() else ""  # WebDataset's value is a number of bytes
@@ -576,15 +555,13 @@ def _from_webdataset(env: Mapping[str, str]) -> Iterator[tuple[str, str | None, 
 def _usual_files(env: Mapping[str, str]) -> list[Path]:
     home = env.get("XDG_CONFIG_HOME") or f"{env.get('HOME', '')}/.config"
     usual = ["shardcache.toml", f"{home}/shardcache/config.toml", "/etc/shardcache.toml"]
-    # os.path.exists returns False in a directory that this process may not enter, such as another
-    # user's $HOME in a container. Path.exists would raise.
+    # Path.exists would raise in a directory that this process may not enter.
     found = [path for path in usual if os.path.exists(path)]  # noqa: PTH110
     stated = env.get("SHARDCACHE_CONFIG")
     return [Path(path) for path in ([stated, *found] if stated else found)]
 
 
 def _from_files(paths: Sequence[Path]) -> Iterator[tuple[str, object, str]]:
-    """Yield the name, the value and the source of each option in TOML files."""
     advice = "Correct the file or name another with --config or SHARDCACHE_CONFIG"
     for path in map(absolute, paths):
         import tomllib  # a third of the import time of this module; most users have no file
@@ -603,7 +580,7 @@ def _from_files(paths: Sequence[Path]) -> Iterator[tuple[str, object, str]]:
 
 
 def _numbers_as_text(name: str, value: Any) -> Any:
-    """Return a value of a TOML file with numbers as text, so that sizes need a unit there, too."""
+    """Return a value with its numbers as text, so that sizes in TOML files need a unit."""
     if isinstance(value, list):
         return [_numbers_as_text(name, item) for item in value]
     if isinstance(value, dict) and name != "storage_options":
@@ -644,8 +621,10 @@ class Option(NamedTuple):
     source: str  #: of the value, as in `Loaded`
 
 
-def _show(kind: Kind, value: object) -> str:
-    return NONE if value is None or value in ((), {}) else str(kind.show(value))
+def _show(name: str, value: object) -> str:
+    if value is None or value in ((), {}):
+        return NONE
+    return str(_FIELDS[name].metadata["kind"].show(value))
 
 
 def describe(loaded: Loaded) -> tuple[Option, ...]:
@@ -653,8 +632,7 @@ def describe(loaded: Loaded) -> tuple[Option, ...]:
     rows = []
     for name, option in _FIELDS.items():
         kind, help = option.metadata["kind"], option.metadata["help"]
-        is_dir = option.default is MISSING
-        default = "~/.cache/shardcache" if is_dir else _show(kind, option.default)
-        value = _show(kind, getattr(loaded.config, name))
+        default = "~/.cache/shardcache" if name == "dir" else _show(name, option.default)
+        value = _show(name, getattr(loaded.config, name))
         rows.append(Option(name, kind.text, default, help, value, loaded.sources[name]))
     return tuple(rows)

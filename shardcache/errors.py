@@ -1,9 +1,9 @@
 """Every error that shardcache raises on purpose.
 
-The message says what happened, to which shard, and what to do next. Most classes also derive from
-the builtin exception that code without knowledge of shardcache would catch (``FileNotFoundError``,
-``PermissionError``, ...). Messages hold no credentials: callers pass redacted URLs. An error can be
-pickled, also after WebDataset's handlers have appended the URL to its ``args``.
+The message says what happened, to which shard, and what to do next. It holds no credentials:
+callers pass redacted URLs. Most classes also derive from the builtin exception that other code
+would catch (``FileNotFoundError``, ...). An error can be pickled, also after WebDataset's handlers
+have appended the URL to its ``args``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ class ShardCacheError(Exception):
 
     Args:
         message: what happened, to which shard, and what to do, in one or two sentences.
-        *appended: further ``args``, which unpickling passes back if a handler appended them.
+        *appended: further ``args``, for unpickling.
         **fields: facts for programs; each becomes an attribute.
     """
 
@@ -31,8 +31,7 @@ class ShardCacheError(Exception):
         return str(self.args[0]) if self.args else ""
 
     def __str__(self) -> str:
-        # Without what handlers appended to `args`: the message already names the shard.
-        return self.message
+        return self.message  # without what handlers appended: it already names the shard
 
 
 class ConfigError(ShardCacheError, ValueError):

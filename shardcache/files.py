@@ -57,11 +57,7 @@ class Modes:
 
     @classmethod
     def of(cls, group: int | None) -> Modes:
-        """Return the permissions of a cache that a group shares, or of a private one (None).
-
-        Raises:
-            ConfigError: this process is not in the group.
-        """
+        """Return the permissions of a cache; raises ConfigError for a user outside the group."""
         if group is None:
             return PRIVATE
         if os.geteuid() != 0 and group not in (os.getegid(), *os.getgroups()):
@@ -76,8 +72,8 @@ class Modes:
     def new_directory(self, path: Path) -> None:
         """Make one directory.
 
-        A group's directory is made under a temporary name and renamed when every member may use it.
-        Otherwise members could not enter it for a moment, or ever if this process is killed.
+        A group's is renamed to its name when every member may use it. Otherwise members could not
+        enter it for a moment, or ever if this process is killed.
         """
         if self.group is None:
             path.mkdir(mode=self.directory)
@@ -103,9 +99,6 @@ class Modes:
 
         Other processes may do the same at the same moment. The limit keeps shardcache from making
         a new tree below the mount point of a disk that was unmounted.
-
-        Raises:
-            OSError: it cannot be made.
         """
         for _ in range(_ATTEMPTS):
             try:
@@ -125,12 +118,7 @@ class Modes:
         raise FileNotFoundError(errno.ENOENT, "another process keeps removing it", str(path))
 
     def objection(self, path: Path, status: os.stat_result) -> str | None:
-        """Return why a directory cannot be a cache and how to fix that; None if it can.
-
-        Args:
-            path: the directory.
-            status: its `os.stat`.
-        """
+        """Return why a directory cannot be a cache and how to fix that; None if it can."""
         mode = status.st_mode
         if not stat.S_ISDIR(mode):
             return f"{path} is not a directory. Set dir to a directory."
@@ -170,10 +158,9 @@ NOT_DATA = frozenset({errno.ELOOP, errno.EISDIR, errno.ENXIO})
 
 
 def check_own(path: str | os.PathLike[str], status: os.stat_result) -> None:
-    """Check that a file is a regular one without a second name (a hard link), before writing to it.
+    """Raise ELOOP, as for a symbolic link, if a file to be written has a second name (a hard link).
 
-    Raises:
-        OSError: it is not. The error is ELOOP, as for a symbolic link.
+    It is also raised for anything but a regular file.
     """
     if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
         reason = "it is a link or no regular file, so another program may own it; remove it"
@@ -204,9 +191,6 @@ def write_new(path: Path | str, data: bytes, mode: int, *, sync: bool = False) -
     """Create a file and write ``data``; if ``sync`` is set, to the disk (fsync).
 
     If that fails, a part of the file may be left.
-
-    Raises:
-        OSError: the file exists, or cannot be written.
     """
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | SAFELY, mode)
     try:
@@ -233,8 +217,7 @@ def sync_directory(path: Path) -> None:
 
 # -- files that a forked child closes ------------------------------------------------------
 
-#: The files that a forked child closes. A fork waits until a file that is being
-#: opened is in this set.
+#: The files that a forked child closes. A fork waits until an opened file is in this set.
 _exclusive: weakref.WeakSet[io.FileIO] = weakref.WeakSet()
 
 
@@ -252,21 +235,13 @@ def open_exclusive(path: str | os.PathLike[str], flags: int, modes: Modes = PRIV
 
 
 def unlock(fd: int) -> None:
-    """Release a flock. Call it before the file is closed.
-
-    A child that was forked while the file was open has the descriptor, too, and would keep the lock
-    for as long as it lives.
-    """
+    """Release a flock before its file is closed: a forked child may have the descriptor, too."""
     with contextlib.suppress(OSError):
         fcntl.flock(fd, fcntl.LOCK_UN)
 
 
 def dup_exclusive(file: io.FileIO) -> io.FileIO:
-    """Return another descriptor of an open file, which a forked child closes, too.
-
-    Raises:
-        OSError: the file is closed.
-    """
+    """Return another descriptor of an open file, which a forked child closes, too."""
     with undivided():
         if file.closed:
             raise OSError(errno.EBADF, "it is closed")
@@ -289,9 +264,8 @@ os.register_at_fork(after_in_child=_close_in_child)
 
 #: Errors of a full disk, or of a user's full quota. That is no fault: disks fill up in time.
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
-#: Errors of a disk that is broken, read-only, gone, or belongs to another user now. The last three
-#: rows are those of network filesystems, FUSE and the block layer (blk_errors in block/blk-core.c
-#: of the kernel).
+#: Errors of a disk that is broken, read-only, gone, or another user's. The last three rows are of
+#: network filesystems, FUSE and the block layer (blk_errors in block/blk-core.c of the kernel).
 DISK_FAULTS = frozenset(
     {errno.EIO, errno.EROFS, errno.ENODEV, errno.ENXIO, errno.EUCLEAN, errno.EACCES, errno.EPERM}
     | {errno.ESTALE, errno.EBADMSG, errno.EREMOTEIO, errno.ENOTCONN, errno.ECONNABORTED}
@@ -312,16 +286,15 @@ def is_disk_fault(exn: BaseException) -> bool:
 
 
 def fault_kind(exn: OSError) -> str:
-    """Return the name of an error: ``EIO``, ``ENOSPC``, ... Each kind is warned of once."""
+    """Return the name of an error, such as ``EIO``. Each kind is warned of once."""
     return errno.errorcode.get(exn.errno or 0, type(exn).__name__)
 
 
 class Breaker:
     """Decides when a failing disk is not used: for a minute after some faults in a row.
 
-    Calls to a failing disk are slow, and each one would be logged. The breaker has no lock, because
-    the garbage collector may close a stream, which reports a success, at any moment. One fault more
-    or less makes no difference.
+    It has no lock, because the garbage collector may close a stream, which reports a success, at
+    any moment. One fault more or less makes no difference.
     """
 
     def __init__(self, threshold: int = 3) -> None:

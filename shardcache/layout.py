@@ -36,7 +36,7 @@ def parse_entry_name(name: str) -> tuple[str, int] | None:
 
 
 def parse_partial_name(name: str) -> tuple[str, str, int | None] | None:
-    """Return (key, version, size in bytes if known) from a partial's directory name, or None."""
+    """Return (key, version, size in bytes if known) from the name of a partial, or None."""
     match = _PARTIAL.fullmatch(name)
     return (match[1], match[2], int(match[3], 16) if match[3] else None) if match else None
 
@@ -54,7 +54,7 @@ is_rank_name = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}").fullmatch
 
 
 def is_side_file(name: str) -> bool:
-    """Return whether shardcache writes such a file into the directory of a shard."""
+    """Return whether shardcache writes a file of this name beside a shard."""
     return name in SIDE_FILES or is_temporary_name(name) is not None
 
 
@@ -96,10 +96,10 @@ class Layout:
     partial = _inside("partial")  #: shards in flight, and hidden entries
     pins = _inside("pins")  #: pins of users; made with the first one
     ranks = _inside("ranks")  #: namespaces of ranks and jobs
+    limits = _inside("limits")  #: limits of the last job; see `locks.sessions`
     locks = _on_node("locks")
     sessions = _on_node("sessions")  #: live processes
     usage = _on_node("usage")  #: bytes that the cache holds; see `space.budget`
-    limits = _on_node("limits")  #: limits of the last session; see `locks.sessions`
     stats = _on_node("stats.db")  #: counters; made with the first row
 
     @classmethod
@@ -231,16 +231,8 @@ def read_manifest(root: Path) -> dict[str, Any]:
 def replace_file(path: Path, data: bytes, mode: int, *, via: Path, once: bool = False) -> None:
     """Write a file atomically: a reader sees the old content or all of the new one.
 
-    Args:
-        path: the file.
-        data: its content.
-        mode: its mode, regardless of the umask.
-        via: the directory for the temporary file: `Layout.partial`, which is swept, because this
-            process may be killed before the rename.
-        once: leave a file that exists.
-
-    Raises:
-        OSError: the file cannot be written. Nothing is left behind.
+    The temporary file is in ``via``: `Layout.partial`, which is swept, because this process may be
+    killed before the rename. With ``once``, a file that exists is left.
     """
     temporary = via / f".{path.name}.{random_token()}"
     try:

@@ -17,6 +17,7 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,15 +25,14 @@ from shardcache import clock, threads
 from shardcache.config import Config
 from shardcache.errors import ConfigError, is_local_error
 from shardcache.files import Breaker, fault_kind, is_disk_fault
+from shardcache.locks.sessions import leave_note
 from shardcache.ranks import Ranks
 from shardcache.space.tiers import Tier
-from shardcache.stats import notices
 from shardcache.stats.counters import Counters
-from shardcache.stats.database import NO_RANK, Sample
-from shardcache.stats.summary import summed
+from shardcache.stats.summary import stats_of
 from shardcache.store.directory import DamagedError
 from shardcache.store.entry import Entry, Opened, Store
-from shardcache.units import format_bytes, format_duration
+from shardcache.units import format_duration
 from shardcache.urls import ShardURL
 
 if TYPE_CHECKING:
@@ -63,13 +63,9 @@ class Process:
         started: when the job began to use the cache, for the session; None for a command.
 
     Attributes:
-        config: see above.
         tiers: fastest first; the last one is ``dir``, where locks are.
         reading, writing: count the disk's faults.
-        counters: count opens, bytes and faults.
-        origins: the clients of the origins.
         engine: what transfers share: connections and retries.
-        downloads: the downloads of this process.
         made_site: the `Site`, once it is made.
         clean_due: when to call `clean_if_due` again, on the monotonic clock.
     """
@@ -261,7 +257,7 @@ class Process:
         if is_new:
             # Without the lock of the downloads: starting waits for the thread, which may take it.
             try:
-                threads.start(lambda: self._work(download), f"shardcache-{shard.key[:8]}-fetch")
+                threads.start(partial(self._work, download), f"shardcache-{shard.key[:8]}-fetch")
             except RuntimeError as exn:
                 error = OSError(errno.EAGAIN, str(exn))
                 download.end(None, error)
@@ -300,12 +296,10 @@ class Process:
             site = self.check_root()
             try:
                 result = acquire(site, download)
-            except OSError as exn:
+            except OSError as exn:  # the disk may have been unmounted during the call
                 if not (is_local_error(exn) and self._changed_tiers()):
                     raise
-                result = acquire(
-                    self.check_root(), download
-                )  # the disk was unmounted during the call
+                result = acquire(self.check_root(), download)
         except OSError as exn:
             self.disk_failed(self.writing, exn)
             raise
@@ -347,8 +341,7 @@ class Process:
         text = "%s is streamed, not cached: %s"
         if "full" not in self._warned:
             self._warned.add("full")
-            self.counters.flush()  # the shards that were streamed before
-            if notices.claim(self.home.node, self._job):
+            if leave_note(self.home.node, self._job):
                 config = self.config
                 most = "" if config.max_size is None else f"max_size {config.max_size}, "
                 logger.warning(
@@ -446,16 +439,12 @@ class Process:
         for tier in self.tiers:
             tier.end_session()
         counted = self.counters.snapshot()
-        found, self._logged = summed([Sample(0, 0, NO_RANK, counted - self._logged)]), counted
+        found, self._logged = stats_of(counted - self._logged), counted
         if found.opens:
             extra = {"event": "ended", "dir": str(self.config.dir), "opens": found.opens}
             extra |= {"hits": found.hits, "bypassed": found.bypassed}
             extra |= {"bytes_saved": found.bytes_saved}
             logger.info("%s: this process had %r", self.config.dir, found, extra=extra)
-        if self.home.made and (streamed := notices.withdraw(self.home.node, self._job)):
-            shards, size = streamed
-            text = "%s: this job streamed %d shards without room, %s, on this node"
-            logger.info(text, self.config.dir, shards, format_bytes(size))
 
     def _end_housekeeping(self) -> None:
         for housekeeper in self._housekeepers:

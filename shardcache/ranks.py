@@ -1,7 +1,6 @@
 """The rank and the job of this process, read from the variables that its launcher set.
 
-Every call reads the environment again, so forks and changed variables take effect at once. A
-launcher counts only if it sets both a rank and a world size. An impossible number raises a
+A launcher counts only if it sets both a rank and a world size. An impossible number raises a
 `ConfigError`: two processes that both believe they are rank 0 would be worse.
 """
 
@@ -49,23 +48,14 @@ _HASHED = r".*--[0-9a-f]{12}"
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """The position of a process in its job. Without a launcher, it is rank 0 of 1.
-
-    Attributes:
-        rank: the number of this process in its job.
-        world_size: the number of processes in the job.
-        local_rank: the number of this process on its node; None if unknown.
-        job: the id of the job; None outside any job.
-        source: the launcher that set the rank.
-        local_size: the number of processes of the job on this node; None if unknown.
-    """
+    """The position of a process in its job. Without a launcher, it is rank 0 of 1."""
 
     rank: int = 0
-    world_size: int = 1
-    local_rank: int | None = None
-    job: str | None = None
-    source: Source = "none"
-    local_size: int | None = None
+    world_size: int = 1  #: number of processes in the job
+    local_rank: int | None = None  #: number of this process on its node, if known
+    job: str | None = None  #: id of the job; None outside any job
+    source: Source = "none"  #: launcher that set the rank
+    local_size: int | None = None  #: number of processes of the job on this node, if known
 
 
 def detect(environ: Mapping[str, str] | None = None) -> Ranks:
@@ -73,8 +63,7 @@ def detect(environ: Mapping[str, str] | None = None) -> Ranks:
 
     The order is ``SHARDCACHE_RANK`` and ``SHARDCACHE_JOB``, torchrun, MPI, Slurm. MPI comes before
     Slurm because mpirun may start its daemons with srun; ranks then inherit the daemon's
-    ``SLURM_PROCID``. The job id is the launcher's, else ``SLURM_JOB_ID``. Empty variables count as
-    unset.
+    ``SLURM_PROCID``. Empty variables count as unset.
 
     Raises:
         ConfigError: a variable is not a whole number, or the rank is not below the world size.
@@ -110,8 +99,7 @@ def _from_launcher(env: Mapping[str, str], source: Source) -> Ranks | None:
     if not (_text(env, numbers[0]) and _text(env, numbers[1])):
         return None
     rank, world_size, local_rank, local_size = (whole_number(env, name) for name in numbers)
-    assert rank is not None
-    assert world_size is not None
+    assert rank is not None and world_size is not None
     if rank >= world_size:
         raise ConfigError(
             f"{numbers[0]}={rank} does not fit {numbers[1]}={world_size}: ranks run from 0 to "
@@ -127,11 +115,7 @@ def _text(env: Mapping[str, str], name: str) -> str | None:
 
 
 def whole_number(env: Mapping[str, str], name: str) -> int | None:
-    """Return the value of a variable as a number; None if it is unset or empty.
-
-    Raises:
-        ConfigError: the value is not a whole number.
-    """
+    """Return the value of a variable as a number; None if it is empty. Raises `ConfigError`."""
     text = _text(env, name)
     # int() would also accept "1_0", "+1" and digits of other scripts.
     if text is not None and not re.fullmatch("[0-9]{1,10}", text):
@@ -144,8 +128,8 @@ def whole_number(env: Mapping[str, str], name: str) -> int | None:
 def safe_name(job: str) -> str:
     """Return ``job`` as a part of a directory name: ``[A-Za-z0-9._-]{1,64}``, not ``.`` or ``..``.
 
-    An id that is such a name is returned unchanged. Any other id gets a hash of 48 bits, so that
-    two ids never share a name. So does an id that looks as if it had one.
+    Any other id, or one that looks as if it had a hash, gets one of 48 bits, so that two ids never
+    share a name.
     """
     if re.fullmatch(_PLAIN, job) and not re.fullmatch(_HASHED, job):
         return job

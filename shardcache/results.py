@@ -1,7 +1,4 @@
-"""The results of `Cache.prewarm`: its plan, its events, a result per shard, and totals.
-
-All are frozen values that any thread may use.
-"""
+"""The results of `Cache.prewarm`: its plan, its events, a result per shard, and totals."""
 
 from __future__ import annotations
 
@@ -57,25 +54,15 @@ class Stopped(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ShardResult:
-    """The result of one shard.
+    """The result of one shard."""
 
-    Attributes:
-        url: the canonical URL, which contains no credentials.
-        outcome: how the shard ended.
-        size: size of the shard in bytes; None if unknown.
-        seconds: time spent on the shard.
-        received: bytes received from the network.
-        retries: number of repeated requests.
-        error: why the shard failed or was interrupted.
-    """
-
-    url: str
+    url: str  #: the canonical URL, which contains no credentials
     outcome: Outcome
-    size: int | None = None
-    seconds: float = 0.0
-    received: int = 0
-    retries: int = 0
-    error: Exception | None = None
+    size: int | None = None  #: bytes of the shard, if known
+    seconds: float = 0.0  #: time spent on the shard
+    received: int = 0  #: bytes received from the network
+    retries: int = 0  #: number of repeated requests
+    error: Exception | None = None  #: why the shard failed or was interrupted
 
     def portable(self) -> ShardResult:
         """Return a copy that another process can unpickle."""
@@ -86,30 +73,21 @@ class ShardResult:
 class PrewarmPlan:
     """Which shards are cached, which ones to download, and how much room the cache has.
 
-    Attributes:
-        shards: all requested shards in order, without duplicates.
-        cached: entries of the cached shards, by key.
-        sizes: known sizes in bytes of the shards to download, by key.
-        free: free bytes on disk, before evictions.
-        evict: bytes on disk that will be evicted to make room.
-        missing: bytes on disk by which the shards exceed the cache; 0 if all known sizes fit.
-        left_out: keys of the shards for which there is no room; only with best effort.
-        outdated: by key, cached versions that the origin has replaced. Their shards do not count as
-            cached. Only with refresh.
-        unconfirmed: by key, why it is unknown whether the origin has replaced a shard.
-        needed: bytes on disk that the shards of known size to download will take.
+    Room is in bytes on disk. Mappings and sets are by key.
     """
 
-    shards: tuple[ShardURL, ...]
+    shards: tuple[ShardURL, ...]  #: all requested shards in order, without duplicates
     cached: Mapping[str, Entry]
-    sizes: Mapping[str, int]
-    free: int
-    evict: int
-    missing: int
-    left_out: frozenset[str] = frozenset()
+    sizes: Mapping[str, int]  #: known sizes in bytes of the shards to download
+    free: int  #: free room before evictions
+    evict: int  #: room that evictions will make
+    missing: int  #: room that lacks for the shards of known size
+    left_out: frozenset[str] = frozenset()  #: best effort found no room for them
+    #: With refresh: cached versions that the origin has replaced. They do not count as cached.
     outdated: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    #: With refresh: why it is unknown whether the origin has replaced a shard.
     unconfirmed: Mapping[str, Exception] = field(default_factory=dict)
-    needed: int = 0
+    needed: int = 0  #: room that the shards of known size to download will take
 
     def __repr__(self) -> str:
         """Return ``Need 2,048 shards, 1.0 TB: 1,310 cached, 738 to fetch (369.0 GB); ...``."""
@@ -186,13 +164,14 @@ class PrewarmPlan:
         """
 
         def planned(shard: ShardURL) -> ShardResult:
-            outcome, error = otherwise, self.unconfirmed.get(shard.key)
-            if error is not None:
+            outcome = otherwise
+            if shard.key in self.unconfirmed:
                 outcome = Outcome.FAILED
             elif shard.key in self.left_out:
                 outcome = Outcome.LEFT_OUT
             elif shard.key in self.cached:
                 outcome = Outcome.CACHED
+            error = self.unconfirmed.get(shard.key)
             return ShardResult(str(shard), outcome, self.size_of(shard), error=error)
 
         return tuple(found.get(shard.key) or planned(shard) for shard in self.shards)
@@ -216,7 +195,6 @@ class PrewarmReport:
     are the numbers of shards with that `Outcome`.
 
     Attributes:
-        plan: the plan.
         results: one per shard, in the order of the plan.
         seconds: duration of the prewarm.
         stopped: why it ended early; None if it did not.
@@ -275,7 +253,7 @@ class PrewarmReport:
     @property
     def failures(self) -> dict[str, Exception]:
         """The errors of the failed shards, by URL."""
-        failed = [each for each in self.results if each.outcome is Outcome.FAILED]
+        failed = (each for each in self.results if each.outcome is Outcome.FAILED)
         return {each.url: each.error for each in failed if each.error is not None}
 
     def count(self, *outcomes: Outcome) -> int:
@@ -306,7 +284,7 @@ class PrewarmReport:
     @property
     def full(self) -> bool:
         """Whether a shard failed because there was no room for it."""
-        return any(is_full(r.error) for r in self.results if r.outcome is Outcome.FAILED)
+        return any(map(is_full, self.failures.values()))
 
 
 class Planned(NamedTuple):

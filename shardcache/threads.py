@@ -66,9 +66,7 @@ class lazy(Generic[T]):  # noqa: N801 - used as a decorator
 
 
 def start(function: Callable[[], object], name: str) -> threading.Thread:
-    """Call ``function`` in a new daemon thread of this name.
-
-    A daemon, because an origin may not respond, and the next process resumes a shard in flight.
+    """Call ``function`` in a new daemon thread: an origin may not respond, and downloads resume.
 
     Raises:
         RuntimeError: the limit of threads is reached.

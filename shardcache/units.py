@@ -1,10 +1,8 @@
 """Parse and format sizes, durations and other plain values.
 
-``parse_*`` functions raise `ConfigError` for text that they do not accept. ``format_*`` functions
-return rounded text for people. ``exact_*`` functions and ``str(Limit)`` return text for
-configuration files, which parses back to exactly the same value.
-
-Sizes are ``int`` bytes, durations are ``float`` seconds. A GB is 10^9 bytes, a GiB is 2^30.
+``parse_*`` functions raise `ConfigError` for values that they do not accept. ``format_*`` functions
+return rounded text for people. ``exact_*`` functions and ``str(Limit)`` return text that parses
+back to exactly the same value. Sizes are ``int`` bytes, durations are ``float`` seconds.
 """
 
 from __future__ import annotations
@@ -54,8 +52,7 @@ _ACCEPT_DURATION = (
 
 def _refuse(value: object, noun: str, accepted: str) -> ConfigError:
     shown = repr(value)
-    if len(shown) > _MAX_TEXT + 2:
-        shown = f"{shown[:_MAX_TEXT]}..."
+    shown = shown if len(shown) <= _MAX_TEXT + 2 else f"{shown[:_MAX_TEXT]}..."
     return ConfigError(f"{shown} is not {noun}. Accepted: {accepted}.")
 
 
@@ -64,9 +61,6 @@ def parse_bytes(value: str | int | float) -> int:
 
     Case does not matter; K and KB are 1000, Ki and KiB are 1024. Text needs a unit, unless it is 0,
     because a user who writes 800 hardly means bytes. Fractions of a byte are dropped.
-
-    Raises:
-        ConfigError: the value is negative, not finite, above `MAX_BYTES`, or text without a unit.
     """
     number: float = -1
     if isinstance(value, int | float) and not isinstance(value, bool):
@@ -88,16 +82,14 @@ def parse_bytes(value: str | int | float) -> int:
 
 def format_bytes(n: float) -> str:
     """Return ``n`` bytes as ``924.3 GB``, in decimal units; below 1 KB as whole bytes."""
-    size = abs(n)
-    sign = "-" if n < 0 else ""
     # Switch units half a last digit early: 999,960 is 1.0 MB, not 1000.0 KB.
-    if size < 999.5:
-        return f"{sign}{size:.0f} B"
+    if abs(n) < 999.5:
+        return f"{n:.0f} B"
     for unit in _DECIMAL:
-        size /= 1000
-        if size < 999.95 or unit == _DECIMAL[-1]:
+        n /= 1000
+        if abs(n) < 999.95 or unit == _DECIMAL[-1]:
             break
-    return f"{sign}{size:.1f} {unit}"
+    return f"{n:.1f} {unit}"
 
 
 def format_rate(bytes_per_second: float) -> str:
@@ -120,9 +112,6 @@ def parse_duration(value: str | float) -> float:
     """Return the seconds of a number, or of text such as ``90``, ``1h30m``, ``14d``, ``350ms``.
 
     ``m`` is minutes. Units go from large to small, each at most once.
-
-    Raises:
-        ConfigError: the value is negative, not finite, above `MAX_SECONDS`, or no duration.
     """
     number = -1.0
     if isinstance(value, str) and 0 < len(text := value.strip()) <= _MAX_TEXT:
@@ -195,13 +184,12 @@ def parse_limit(value: str | int | float | Limit) -> Limit:
     """Return the `Limit` for a size (see `parse_bytes`) or a percentage such as ``80%``."""
     if isinstance(value, Limit):
         return value
-    if isinstance(value, str) and value.rstrip().endswith("%"):
-        with contextlib.suppress(ValueError):
-            percent = float(value.rstrip()[:-1])
-            if 0 <= percent <= 100:
-                return Limit(percent=percent)
-        raise _refuse(value, "a limit", f"a percentage from 0% to 100%, or {_ACCEPT_SIZE}")
-    return Limit(bytes=parse_bytes(value))
+    if not (isinstance(value, str) and value.rstrip().endswith("%")):
+        return Limit(bytes=parse_bytes(value))
+    with contextlib.suppress(ValueError):
+        if 0 <= (percent := float(value.rstrip()[:-1])) <= 100:
+            return Limit(percent=percent)
+    raise _refuse(value, "a limit", f"a percentage from 0% to 100%, or {_ACCEPT_SIZE}")
 
 
 def parse_choice(value: str, choices: Sequence[str]) -> str:

@@ -3,8 +3,8 @@
 * Two URLs share a key only if they name the same object. Names of objects are exact bytes: no
   percent-decoding, no folding of ``..``, ``//`` or Unicode.
 * A web URL that is signed again keeps its key, because neither the parameters of a complete
-  signature nor the login before an ``@`` are part of its identity. All other parameters are. After
-  the bucket of an ``s3://`` URL, everything is the object's name, except a final ``?versionId=``.
+  signature nor a login are part of its identity. All other parameters are. After the bucket of an
+  ``s3://`` URL, everything is the object's name, except a final ``?versionId=``.
 * Only ``ShardURL.raw`` contains secrets, and only origins read it. The canonical URL hides each
   value that may be a secret. It then ends with the key, so that it still names exactly one shard.
 """
@@ -28,8 +28,7 @@ DEFAULT_SCHEMES = frozenset(
 )
 _ALIASES = {"s3a": "s3", "s3n": "s3", "gcs": "gs"}
 
-#: Schemes with a login before the ``@``. In other schemes that part is a name
-#: (``abfs://container@account``, ``oci://bucket@namespace``).
+#: Schemes with a login before the ``@``. In others, that is a name (``abfs://container@account``).
 _LOGINS = frozenset({"ftp", "http", "https", "sftp", "smb", "ssh", "webdav", "webdavs"})
 #: Longest canonical URL in bytes. S3 keys have at most 1 KiB; servers refuse URLs above 8 KiB.
 _MAX_CANONICAL = 8192
@@ -62,10 +61,7 @@ _SIGNATURES = (
         "x-oss-credential x-oss-signature",
         r"x-oss-(additional-headers|credential|date|expires|security-token|signature(-version)?)",
     ),
-    (
-        "q-ak q-sign-algorithm q-signature",
-        r"q-.+|x-cos-security-token",
-    ),
+    ("q-ak q-sign-algorithm q-signature", r"q-.+|x-cos-security-token"),
 )
 #: Parameters that name a version. The canonical URL shows their values and hides all others.
 _VERSIONS = frozenset({"generation", "snapshot", "versionid"})
@@ -76,8 +72,8 @@ _SECRETS = frozenset(
     {"access_token", "api_key", "apikey", "auth_token", "authorization", "awsaccesskeyid"}
     | {"googleaccessid", "password", "secret", "security-token", "sig", "signature", "token"}
 )
-#: The partitions of AWS besides the standard one, by the prefix of their regions. Two partitions
-#: may have different buckets of one name.
+#: The partitions of AWS besides the standard one, by the prefix of their regions. Each has its own
+#: names of buckets.
 PARTITIONS = r"cn|us-gov|us-iso[a-z]?|eu-isoe|eusc"
 _AWS_HOST = (
     r".+\.(amazonaws\.(com|com\.cn|eu)|(c2s|csp\.hci)\.ic\.gov|sc2s\.sgov\.gov|cloud\.adc-e\.uk)"
@@ -128,36 +124,24 @@ _SECRET = 4
 
 @dataclass(frozen=True, slots=True)
 class ShardURL:
-    """A parsed URL of a shard.
+    """A parsed URL of a shard."""
 
-    Attributes:
-        raw: the URL as the user wrote it, with secrets; only origins read it. Empty for a ``pipe:``
-            command that was pickled.
-        scheme: in lower case; ``file`` for plain paths.
-        canonical: the URL for logs and sidecars. It parses to the same key, except for commands.
-        key: 32 hexadecimal digits, the blake2b-128 of the shard's identity and its endpoint.
-        basename: a safe file name with the suffix of the shard.
-        version_id: the version of the object that the URL names, if any.
-        options: the options of the client, if the URL is a command (`commands.read_command`).
-    """
-
+    #: The URL as the user wrote it, with secrets. Empty for a ``pipe:`` command that was pickled.
     raw: str = field(repr=False)
-    scheme: str
-    canonical: str
-    key: str
-    basename: str
-    version_id: str | None = None
+    scheme: str  #: in lower case; ``file`` for plain paths
+    canonical: str  #: for logs and sidecars; parses to the same key, except for commands
+    key: str  #: 32 hexadecimal digits, the blake2b-128 of the shard's identity and its endpoint
+    basename: str  #: a safe file name with the suffix of the shard
+    version_id: str | None = None  #: the version of the object that the URL names
+    #: The options of the client that a command sets, see `commands.read_command`.
     options: tuple[tuple[str, str], ...] = field(default=(), repr=False)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle with secrets while multiprocessing spawns a process, else without them.
-
-        Without secrets, the whole text of a command is dropped, because any part may be one.
-        """
+        """Pickle with secrets while multiprocessing spawns a process, else without them."""
         from multiprocessing.context import get_spawning_popen
 
         raw, options = self.raw, self.options
-        if get_spawning_popen() is None:
+        if get_spawning_popen() is None:  # any part of a command may be a secret
             raw = "" if self.scheme == "pipe" else self.canonical
             options = tuple((k, _HIDDEN if k == "authorization" else v) for k, v in options)
         names = (self.scheme, self.canonical, self.key, self.basename, self.version_id)
@@ -196,8 +180,8 @@ def parse_url(
 
     Args:
         url: the URL or path.
-        endpoint: the S3 endpoint in use, which becomes part of the key of ``s3`` URLs: two
-            endpoints may have different buckets of one name. None is AWS's standard partition.
+        endpoint: the S3 endpoint in use, which becomes part of the key of ``s3`` URLs. None is
+            AWS's standard partition.
         allow_schemes: schemes to allow in addition to `DEFAULT_SCHEMES`.
 
     Raises:
@@ -270,8 +254,7 @@ def _file(url: str, path: str) -> str:
 def name_command(command: str) -> str:
     """Return a command for logs: its program, the URL it reads, and a digest of the whole.
 
-    Options, headers and variables are left out, because any of them may be a credential
-    (``-u me:secret``, ``X-Api-Key: ...``).
+    Any other part may be a credential (``-u me:secret``, ``X-Api-Key: ...``).
     """
     words = (word.rpartition("/")[2] for word in command.split() if "=" not in word)
     program = re.sub(_UNSAFE, "_", next(words, "sh"))
@@ -282,10 +265,7 @@ def name_command(command: str) -> str:
 
 
 def split_bucket(rest: str) -> tuple[str, str]:
-    """Split an ``s3`` URL without its scheme into bucket, or ARN, and object name.
-
-    A login before the bucket is dropped.
-    """
+    """Split an ``s3`` URL without its scheme into bucket or ARN, without a login, and object."""
     if arn := re.fullmatch(rf"(?s)(?:[^/@]*@)?({_ARN})(?:/(.*))?", rest):
         return arn[1], arn[2] or ""
     bucket, _, name = rest.partition("/")
@@ -388,13 +368,7 @@ def redact(text: str) -> str:
 def secret_forms(*secrets: str | None) -> tuple[str, ...]:
     """Return the secrets of a request in the forms in which a server may repeat them.
 
-    Errors and sidecars must contain none of them.
-
-    Args:
-        secrets: credentials, signatures and parameters of the request.
-
-    Returns:
-        each secret as it is, percent-encoded and decoded; the longest first.
+    These are each secret as it is, percent-encoded and decoded; the longest comes first.
     """
     given = [text for text in secrets if text]
     forms = {form for text in given for form in (text, quote(text, safe=""), unquote(text))}
@@ -402,12 +376,7 @@ def secret_forms(*secrets: str | None) -> tuple[str, ...]:
 
 
 def quoted(text: str, secrets: Iterable[str] = ()) -> str:
-    """Return the text of a server on one line, shortened, and without secrets, for an error.
-
-    Args:
-        text: the text of the server.
-        secrets: from `secret_forms`.
-    """
+    """Return the text of a server on one line, shortened, and without secrets, for an error."""
     for form in secrets:
         text = text.replace(form, "***")
     text = " ".join(re.sub(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]", " ", redact(text)).split())

@@ -165,11 +165,11 @@ def test_invalid_tiers_are_refused(given):
         Config(DIR, tiers=given)
 
 
-@pytest.mark.parametrize("content", [b"attempts = \n", b"\xff"])
-def test_invalid_toml_is_refused(content, home):
-    Path("shardcache.toml").write_bytes(content)
-    with pytest.raises(ConfigError, match=r"shardcache\.toml is not valid TOML: "):
-        load({"dir": DIR}, {})
+def test_invalid_toml_is_refused(home):
+    for content in b"attempts = \n", b"\xff":
+        Path("shardcache.toml").write_bytes(content)
+        with pytest.raises(ConfigError, match=r"shardcache\.toml is not valid TOML: "):
+            load({"dir": DIR}, {})
 
 
 def test_dir_expands_variables_and_is_relative_to_its_source(home, monkeypatch):

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from shardcache import config, default_cache, sync
-from shardcache.urls import _READERS
+from shardcache.commands import PROGRAMS
 from tests.support.storetools import crowd
 from tests.support.trainingtools import NEEDS, PAGE, ROOT, DataSet, blocks, programs, run
 
@@ -112,10 +112,13 @@ def test_every_section_of_integrations_is_tested():
     assert {block.section for block in blocks()} == set(NEEDS)
 
 
-def test_integrations_lists_all_supported_commands():
-    rows = re.findall(r"^\| `(\w+) .*?` \| (.*) \|$", PAGE.read_text("utf-8"), re.MULTILINE)
-    named = {program: set(re.findall(r"`(-.+?)`", options)) for program, options in rows}
-    assert named == {name: {*reader.flags, *reader.values} for name, reader in _READERS.items()}
+def test_integrations_lists_every_option_of_commands():
+    named = {}
+    for row in re.finditer(r"^\| `(\w+)[^|]+(.+)", PAGE.read_text("utf-8"), re.MULTILINE):
+        named[row[1]] = set(re.findall(r"`(--?[a-zA-Z0-9-]+)", row[2]))
+    for name, program in PROGRAMS.items():
+        known = {f"--{option.rstrip('=')}" for option in program.long}
+        assert named[name] == known | {f"-{letter}" for letter in program.short.replace(":", "")}
 
 
 def test_the_sync_page_names_every_function():

@@ -1,9 +1,9 @@
 """Log records: their events, levels and fields, as docs/observing.md documents them."""
 
 import logging
+import multiprocessing
 import os
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,18 +11,17 @@ import pytest
 from shardcache import telemetry
 from shardcache.cache import Cache
 from shardcache.origins.base import TransientError
-from shardcache.units import exact_bytes, format_bytes
+from shardcache.units import exact_bytes
 from tests.support.caches import held_elsewhere
 from tests.support.fakes import Fault
 from tests.support.shop import Shop
-from tests.support.storetools import crowd, forked, room
+from tests.support.storetools import PATIENCE, forked, room, together
 from tests.support.tars import make_tar
 
 HERE = Path(__file__).resolve().parent.parent
 PAGE = (HERE / "docs" / "observing.md").read_text()
 URL = "s3://lab/a.tar"
 DATA = make_tar(1)
-MakeCache = Callable[..., Cache]
 #: Attributes of every record.
 _PLAIN = set(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
@@ -94,40 +93,33 @@ def test_log_records_of_a_retry_a_stream_and_an_eviction(make_cache, origin, log
 
 @pytest.mark.locks_work
 @pytest.mark.parametrize("ranks", [False, True])
-def test_a_job_logs_streamed_shards_once(tmp_path, log, ranks):
+def test_a_job_warns_once_that_shards_find_no_room(tmp_path, log, ranks):
     """Workers are forked with the cache; ranks make their own."""
     shop = Shop(tmp_path, 4)
     options = {"dir": shop.path, "cache_local": True, "min_free": 0, "max_size": shop.room(1)}
+    meeting = multiprocessing.Barrier(3)
 
-    def work(parent, number):
+    def work(number):
         if ranks:
             os.environ.update(RANK=str(number), WORLD_SIZE="3")
         log.clear()
         with Cache(**options) if ranks else cache as own:
             own.fetch(shop.urls[0])
-            parent.say(None)
-            parent.hear()
+            meeting.wait(PATIENCE)
             for url in shop.urls:
                 own.open(url).read()
-        parent.say([(one.levelname, one.getMessage()) for one in log.records])
+        return [(one.levelname, one.getMessage()) for one in log.records]
 
     with Cache(**options) as cache:
         cache.fetch(shop.urls[0])
         if ranks:
             cache.close()  # belongs to another job
-        with crowd(3, work) as children:
-            for child in children:
-                child.hear()
-            for child in children:
-                child.tell()
-            logged = [one for child in children for one in child.hear()]
+        logged = [one for records in together(3, work) for one in records]
         log.clear()
     logged += [(one.levelname, one.getMessage()) for one in log.records]
     (warning,) = [text for level, text in logged if level == "WARNING"]
     assert f"{shop.path} is full (max_size {exact_bytes(shop.room(1))}" in warning
     assert "Raise max_size" in warning
-    (count,) = [text for _, text in logged if "this job streamed" in text]
-    assert f"9 shards without room, {format_bytes(9 * shop.size)}" in count
     ended = [text for _, text in logged if "this process had" in text]
     assert len(ended) == 3 and all("4 opens, 25.00% hits, 3 streamed" in text for text in ended)
 

@@ -15,7 +15,7 @@ from shardcache import Cache
 from shardcache.layout import Layout
 from shardcache.store.digest import BLOCK
 from shardcache.store.partial import read_progress
-from tests.support.storetools import crowd, forked, wait_until
+from tests.support.storetools import crowd, forked, together, wait_until
 from tests.support.tars import make_tar
 
 pytestmark = pytest.mark.usefixtures("s3_environment")
@@ -61,13 +61,11 @@ def test_eight_processes_and_four_cold_shards_cost_four_object_fetches(s3, bucke
         s3.put(*path.split("/"), data)
     proxy.reset()
 
-    def read_all(parent, number):
+    def read_all(number):
         with Cache(root, min_free=0) as cache:
-            found = [cache.open(f"s3://{path}").read() for path in shards]
-        parent.say(found == list(shards.values()))
+            return [cache.open(f"s3://{path}").read() for path in shards] == [*shards.values()]
 
-    with crowd(8, read_all) as children:
-        assert all(child.hear() for child in children)
+    assert all(together(8, read_all))
     traffic = proxy.summary()
     assert {path: t.object_fetches for path, t in traffic.items()} == dict.fromkeys(shards, 1)
     received = sum(t.body_bytes for t in traffic.values())
@@ -82,8 +80,7 @@ def test_eight_processes_and_four_cold_shards_cost_four_object_fetches(s3, bucke
 
 @pytest.mark.locks_work
 def test_others_resume_the_download_of_a_killed_process(url, proxy, root):
-    with contextlib.ExitStack() as stack:
-        victim, *others = (stack.enter_context(forked(reader, root, url)) for _ in range(4))
+    with crowd(4, lambda parent, number: reader(parent, root, url)) as (victim, *others):
         proxy.pause(len(SHARD) // 4)  # in each of two parts
         victim.tell()
         wait_until(lambda: written(root) >= len(SHARD) // 2 - 4 * BLOCK)

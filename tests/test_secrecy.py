@@ -28,7 +28,7 @@ class Watch:
 
     def __init__(self, caplog, root):
         self.caplog, self.root = caplog, root
-        self.seen, self.failures = [], 0
+        self.seen, self.errors, self.failures = [], [], 0
 
     def cache(self, **options):
         return Cache(self.root, min_free=0, attempts=1, patience=0, **options)
@@ -36,7 +36,7 @@ class Watch:
     def read(self, cache, url):
         """Read a shard in three ways; collects results and errors."""
         self.show(cache, url)
-        failed = False
+        failures = len(self.errors)
         for read in (
             lambda: [sample["stream"] for sample in url_opener([{"url": url}], cache=cache)],
             lambda: self.stream(cache, url),
@@ -45,24 +45,14 @@ class Watch:
             try:
                 self.seen.append(repr(read()))
             except (ShardCacheError, OSError) as exn:
-                failed = True
-                self.error(exn)
+                self.errors.append(exn)
                 logging.getLogger("shardcache.test").error("failed", exc_info=exn)
-        self.failures += failed
+        self.failures += len(self.errors) > failures
 
     def stream(self, cache, url):
         with cache.open(url) as stream:
             self.seen += [str(stream.name), repr(stream)]
             stream.read()
-
-    def error(self, exn):
-        """Collect an error, its causes, and their attributes."""
-        self.seen += traceback.format_exception(exn)
-        with contextlib.suppress(TypeError, AttributeError, pickle.PicklingError):
-            self.seen.append(pickle.dumps(exn).decode("latin-1"))
-        while exn is not None:
-            self.seen += [str(exn), repr(exn), repr(exn.args), repr(vars(exn))]
-            exn = exn.__cause__ or exn.__context__
 
     def show(self, cache, url):
         """Collect all objects that describe the cache or the shard, as text and as a pickle."""
@@ -91,6 +81,13 @@ class Watch:
         return code
 
     def assert_clean(self):
+        for exn in self.errors:
+            self.seen += traceback.format_exception(exn)
+            with contextlib.suppress(TypeError, AttributeError, pickle.PicklingError):
+                self.seen.append(pickle.dumps(exn).decode("latin-1"))
+            while exn is not None:
+                self.seen += [str(exn), repr(exn), repr(exn.args), repr(vars(exn))]
+                exn = exn.__cause__ or exn.__context__
         for record in self.caplog.records:
             # At DEBUG, botocore logs requests with their credentials.
             if not record.name.startswith("botocore") or record.levelno > logging.DEBUG:
@@ -113,28 +110,18 @@ def watch(caplog, tmp_path, monkeypatch):
     watch.assert_clean()
 
 
-def whole(head):
+def whole(head, **headers):
     end = len(SHARD) - 1
     body = b"" if head.startswith("HEAD") else SHARD
-    return answer("206 Partial", body, Content_Range=f"bytes 0-{end}/{end + 1}")
+    return answer("206 Partial", body, Content_Range=f"bytes 0-{end}/{end + 1}", **headers)
 
 
-def echo(head: str) -> str:
+def echo(head):
     """Return the beginning of a request, as one line."""
     return " ".join(head.split())[:900]
 
 
-def echoed_version(head: str) -> bytes:
-    """Return a response whose validators contain the request."""
-    text = echo(head)
-    return whole(head).replace(b'ETag: "v1"', f'ETag: "{text}"\r\nLast-Modified: {text}'.encode())
-
-
-def echoed_error(head: str) -> bytes:
-    page = f"<Error><Code>Odd</Code><Message>You sent {echo(head)}</Message></Error>"
-    return answer(f"400 {echo(head)}", page.encode())
-
-
+ERROR = "<Error><Code>Odd</Code><Message>You sent {}</Message></Error>"
 ANSWERS: dict[str, Callable[[str], bytes]] = {
     "whole": whole,
     "denied": lambda head: answer("403 Forbidden"),
@@ -146,10 +133,10 @@ ANSWERS: dict[str, Callable[[str], bytes]] = {
     "no shard": lambda head: answer("200 OK", b"<html>" * 200),
     "no head": lambda head: whole(head).replace(b"Connection", b"no colon\r\nConnection"),
     "circle": lambda head: answer("302 Found", Location=f"/b.tar?X-Amz-Signature={CANARY}"),
-    "echoed version": echoed_version,
-    "echoed error": echoed_error,
+    "echoed version": lambda h: whole(h, ETag=f'"{echo(h)}"', Last_Modified=echo(h)),
+    "echoed error": lambda head: answer(f"400 {echo(head)}", ERROR.format(echo(head)).encode()),
     "echoed trouble": lambda head: answer(f"503 {echo(head)}"),
-    "echoed secret": lambda head: answer(f"400 Bad {CANARY}"),
+    "echoed secret": lambda h: answer("200 OK", ETag=None, Content_Type=f"text/html;{CANARY}"),
     "echoed type": lambda head: answer("200 OK", ETag=None, Content_Type=f"text/html;{echo(head)}"),
     "elsewhere": lambda head: answer("302 Found", Location=f"http://u:{CANARY}@127.0.0.1:1/b.tar"),
 }
@@ -166,8 +153,6 @@ WEB = (
     "http://{place}/a.tar?jwt=1&u={canary};{canary}",
     "pipe:curl -sH 'Authorization: Bearer {canary}' http://{place}/a.tar",
 )
-
-
 #: Every response for three of them, some responses for the others.
 SIGNED = [(url, answered) for url in (WEB[0], WEB[4], WEB[-1]) for answered in ANSWERS]
 SIGNED += [(url, answered) for url in WEB for answered in ("whole", "denied", "no head")]
@@ -233,6 +218,7 @@ def test_a_masked_url_names_a_shard_but_cannot_download_it(watch, two):
         assert urls[1] not in cache and len(server.heads) == requests
 
 
+NAMES = ("access_key_id", "secret_access_key", "session_token")
 #: Every response for one of them, some responses for the others.
 STATED = [("options", answered) for answered in ANSWERS]
 STATED += [(where, name) for where in ("environment", "profile") for name in ("whole", "denied")]
@@ -247,12 +233,11 @@ def test_s3_credentials(watch, serve, tmp_path, monkeypatch, answered, where):
         options |= {"key": CANARY, "secret": CANARY, "token": CANARY}
         options["client_kwargs"] = {"endpoint_url": endpoint}
     elif where == "environment":
-        for name in ("ACCESS_KEY_ID", "SECRET_ACCESS_KEY", "SESSION_TOKEN"):
-            monkeypatch.setenv(f"AWS_{name}", CANARY)
+        for name in NAMES:
+            monkeypatch.setenv(f"AWS_{name.upper()}", CANARY)
         monkeypatch.setenv("AWS_ENDPOINT_URL_S3", endpoint)
     else:
-        names = ("access_key_id", "secret_access_key", "session_token")
-        lines = [f"aws_{name}={CANARY}" for name in names]
+        lines = [f"aws_{name}={CANARY}" for name in NAMES]
         lines = ["[profile p]", *lines, f"endpoint_url={endpoint}", ""]
         (tmp_path / "aws").write_text("\n".join(lines))
         monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "aws"))
@@ -318,7 +303,7 @@ def test_a_broken_config_file(watch, tmp_path, monkeypatch):
         assert watch.command("config") == 2
         with pytest.raises(ConfigError) as caught:
             Cache(watch.root)
-        watch.error(caught.value)
+        watch.errors.append(caught.value)
 
 
 @pytest.mark.parametrize("error", [OSError, ValueError, FileNotFoundError])

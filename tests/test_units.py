@@ -79,18 +79,13 @@ def test_invalid_values_are_refused(parse):
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("800", "800 has no unit. Write 800GB."),
-        (" 1e12", "1e12 has no unit. Write 1TB."),
-        ("1234567", "1234567 has no unit. Write 1234567B."),
-    ],
+    ("text", "advice"), [("800", "800GB"), (" 1e12", "1TB"), ("1234567", "1234567B")]
 )
-def test_a_size_without_a_unit_is_refused(text, message):
+def test_a_size_without_a_unit_is_refused(text, advice):
     for parse in units.parse_bytes, units.parse_limit:
         with pytest.raises(ConfigError) as caught:
             parse(text)
-        assert str(caught.value) == message
+        assert str(caught.value) == f"{text.strip()} has no unit. Write {advice}."
 
 
 @pytest.mark.parametrize("show", SHOWN)

@@ -1,6 +1,4 @@
-"""The command line. `main.main` runs it; each command is in a module of its own.
+"""The command line. `main.main` runs it, and imports the module of a command when it is called.
 
-A command takes `Invocation`, `command`, `ExitCode` and the shared options from `main`, prints
-through `output.Console`, and shows a long run with `progress`. Only ``shardcache`` and ``python -m
-shardcache`` import this room, which may use all others.
+Only ``shardcache`` and ``python -m shardcache`` import this room, which may use all others.
 """

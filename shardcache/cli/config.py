@@ -23,14 +23,12 @@ def config_command(invocation: Invocation) -> None:
       shardcache config
       shardcache --config job.toml config
     """
-    loaded = invocation.loaded()
+    console, loaded = invocation.console, invocation.loaded()
     options, access = describe(loaded), s3_access(loaded.config)
     changed = sum(option.source != "default" for option in options)
-    console = invocation.console
     summary = {"options": len(options), "set": changed}
-    console.object(
-        "config", options=[*map(fields_of, options)], s3=access._asdict(), summary=summary
-    )
+    records = [*map(fields_of, options)]  # json writes a named tuple as a list
+    console.object("config", options=records, s3=fields_of(access), summary=summary)
     rows = [(option.name, option.value, option.source) for option in options]
     console.table(("OPTION", "VALUE", "SOURCE"), rows)
     console.data(f"S3: {access}\n{len(rows)} options, {changed} set")

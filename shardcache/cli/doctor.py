@@ -6,7 +6,6 @@ Each check yields findings with the level ok, warn or fail, and advice. No check
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import shlex
 import socket
@@ -29,9 +28,8 @@ from shardcache.cli.main import ExitCode, Invocation, command
 from shardcache.cli.output import counted, printable, reason
 from shardcache.config import Config
 from shardcache.errors import ShardCacheError
-from shardcache.files import Modes
-from shardcache.layout import Layout
-from shardcache.locks.mounts import mount_of
+from shardcache.layout import Layout, read_manifest
+from shardcache.locks.mounts import lock_kind, mount_of
 from shardcache.origins.base import ObjectInfo
 from shardcache.origins.connection import Transport
 from shardcache.origins.endpoints import endpoint_of, parser, s3_access
@@ -63,8 +61,6 @@ _DEAD_SERVICE = "Check DNS, the network, and the program or service that provide
 _CONNECT, _RESPOND = 1.0, 2.0
 #: Clock skew in seconds that is a warning. S3 refuses requests above 15 minutes.
 _SKEW = 300
-#: Directories that cleaners of temporary files empty: tmpfiles.d(5), tmpreaper(8), tmpwatch(8).
-_TEMPORARY = ("/tmp", "/var/tmp")  # noqa: S108 - only compared
 
 
 @command("doctor")
@@ -102,13 +98,13 @@ def doctor_command(invocation: Invocation, url: str | None) -> ExitCode:
 def _examine(config: Config, url: str | None) -> Iterator[dict[str, str]]:
     for tier in config.by_tier():
         for check in (_owner, _filesystem, _space):
-            rows = _run_in_time(_DEAD_MOUNT, check, os.fspath(tier.dir), tier)
+            rows = _run(check, os.fspath(tier.dir), tier, timeout=_DEAD_MOUNT)
             yield from rows
             if check is _owner and rows[0]["level"] == "fail":
                 break  # the other checks would fail as well
     yield from _run(_cpus, "CPUs")
-    yield from _run_in_time(_DEAD_SERVICE, _credentials, "S3", config)
-    yield from _run_in_time(_DEAD_SERVICE, _endpoint, "endpoint", config, url)
+    yield from _run(_credentials, "S3", config, timeout=_DEAD_SERVICE)
+    yield from _run(_endpoint, "endpoint", config, url, timeout=_DEAD_SERVICE)
     if url is not None:
         # Any part of a command may be a secret.
         yield from _run(_read, "pipe:" if url.startswith("pipe:") else url, config, url)
@@ -126,28 +122,28 @@ def _in_time(function: Callable[[], T]) -> T | None:
     return results[0] if results else None
 
 
-def _run(check: Callable[..., Findings], subject: str, *args: object) -> list[dict[str, str]]:
-    """Return the findings of a check; an exception is a finding, too."""
-    findings = list[tuple[str, str, str]]()
-    try:
-        findings += check(*args)
-    except (ShardCacheError, OSError) as exn:
-        findings.append(("fail", "it cannot be used", reason(exn)))
-    names = ("check", "subject", "level", "found", "fix")
-    rows = ((check.__name__.lstrip("_"), subject, *finding) for finding in findings)
-    return [dict(zip(names, map(redact, row), strict=True)) for row in rows]
-
-
-def _run_in_time(
-    advice: str, check: Callable[..., Findings], subject: str, *args: object
+def _run(
+    check: Callable[..., Findings], subject: str, *args: object, timeout: str = ""
 ) -> list[dict[str, str]]:
-    """Run a check; if it exceeds the time limit, this is its finding, with ``advice``."""
+    """Return the findings of a check; an exception is a finding, too.
 
-    @functools.wraps(check)
-    def timeout() -> Findings:
-        yield "fail", f"no response within {_PATIENCE:g} s", advice
+    With ``timeout``, the check has a time limit. If it exceeds the limit, this is its finding, with
+    ``timeout`` as advice.
+    """
 
-    return _in_time(functools.partial(_run, check, subject, *args)) or _run(timeout, subject)
+    def run() -> list[tuple[str, str, str]]:
+        findings = list[tuple[str, str, str]]()
+        try:
+            findings += check(*args)
+        except (ShardCacheError, OSError) as exn:
+            findings.append(("fail", "it cannot be used", reason(exn)))
+        return findings
+
+    found = _in_time(run) if timeout else run()
+    names = ("check", "subject", "level", "found", "fix")
+    rows = found or [("fail", f"no response within {_PATIENCE:g} s", timeout)]
+    name = check.__name__.lstrip("_")
+    return [dict(zip(names, map(redact, (name, subject, *row)), strict=True)) for row in rows]
 
 
 def _existing(directory: Path) -> Path:
@@ -156,11 +152,9 @@ def _existing(directory: Path) -> Path:
 
 
 def _owner(tier: Config) -> Findings:
-    """Check the owner, the mode, and that the directory is writable."""
     path = _existing(tier.dir)
-    modes = Modes.of(tier.shared_group)
     if path == tier.dir and path.is_dir():
-        check_root(tier.dir, modes)
+        check_root(tier)
         check_foreign(tier.dir)
     if not path.is_dir():
         yield "fail", f"{path} is not a directory", "Point dir at a directory, or at a name in one."
@@ -175,12 +169,11 @@ def _owner(tier: Config) -> Findings:
 
 
 def _filesystem(tier: Config) -> Findings:
-    """Check the type of the filesystem, its locks, and that no cleaner empties it."""
     mount = mount_of(tier.dir)
     local = mount is not None and mount.is_local
-    locks = tier.locks if tier.locks != "auto" else "flock" if local else "lease"
     text = mount.type if mount else "unknown filesystem"
-    text += f", {'local' if local else 'network'}, locks by {locks}"
+    text += f", {'local' if local else 'network'}, "
+    text += f"locks by {lock_kind(tier, read_manifest(tier.dir))}"
     if local:
         yield "ok", text, ""
     elif tier.locks == "flock":
@@ -189,7 +182,8 @@ def _filesystem(tier: Config) -> Findings:
     else:
         yield "warn", text, "Point dir at a local disk (NVMe) if there is one."
     real = Path(os.path.realpath(tier.dir))
-    if parent := next((name for name in _TEMPORARY if real.is_relative_to(name)), None):
+    # tmpfiles.d(5), tmpreaper(8) and tmpwatch(8) empty these directories.
+    if parent := next((n for n in ("/tmp", "/var/tmp") if real.is_relative_to(n)), None):  # noqa: S108
         text = f"in {parent}, where systemd-tmpfiles, tmpreaper or tmpwatch may delete shards"
         yield "warn", text, f"Add to /etc/tmpfiles.d/shardcache.conf: x {real}"
 
@@ -223,7 +217,7 @@ def _space(tier: Config) -> Findings:
 
 
 def _cpus() -> Findings:
-    """Check that there are CPUs for some DataLoader workers in each rank."""
+    """Check that each rank has CPUs for some DataLoader workers."""
     rank = detect()
     ranks, slurm = rank.local_size or 1, rank.source == "slurm"
     total, quota = os.cpu_count() or 1, cpu_quota()
@@ -240,7 +234,6 @@ def _cpus() -> Findings:
 
 
 def _credentials(config: Config) -> Findings:
-    """Check that there are credentials for S3."""
     keys = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
     missing = [name for name in keys if not os.environ.get(name)]
     if len(missing) == 1:
@@ -258,17 +251,16 @@ def _credentials(config: Config) -> Findings:
 def _endpoint(config: Config, url: str | None) -> Findings:
     """Check that all addresses of the S3 endpoint accept connections, and that the clocks agree."""
     server = endpoint_of(config)
-    if url is not None:
-        with contextlib.suppress(ShardCacheError):  # `_read` reports it
-            shard = parser(config)(url)
-            origin = Origins(config).of(shard)
+    with contextlib.suppress(ShardCacheError):  # `_read` reports it
+        if url is not None:
+            origin = Origins(config).of(shard := parser(config)(url))
             server = origin.server(shard) if isinstance(origin, S3Origin) else server
     if server is None:
         yield "ok", "not contacted: no endpoint is set, and --url names no S3 shard", ""
         return
     try:
         # Only the header Date is used, so the certificate does not matter.
-        response = Transport(timeout=_RESPOND, trusted=False).request("HEAD", server, {})
+        response = Transport(timeout=_RESPOND, trusted=False).request("HEAD", server, "/", {})
         now = time.time()
         response.close()
         parts = urlsplit(server)
@@ -281,9 +273,8 @@ def _endpoint(config: Config, url: str | None) -> Findings:
         return
     with ThreadPoolExecutor(len(rows) or 1) as pool:
         dead = ", ".join(filter(None, pool.map(_dead_address, rows)))
-    text = f"{host} responds"
-    if rows:
-        text = f"{host} has {counted(len(rows), 'address', 'addresses')}"
+    addresses = f"has {counted(len(rows), 'address', 'addresses')}"
+    text = f"{host} {addresses if rows else 'responds'}"
     if dead:
         text += f", of which these accept no connection within {_CONNECT:g} s: {dead}"
         yield "warn", text, "Repair the route to them, or remove them from DNS."

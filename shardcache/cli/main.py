@@ -64,18 +64,11 @@ class ExitCode(enum.IntEnum):
 
 #: Command -> module, in the order of the help text.
 _COMMANDS = {
-    "run": "run", "prewarm": "prewarm", "ls": "ls", "path": "shards", "rm": "shards",
-    "pin": "shards", "unpin": "shards", "clean": "clean", "verify": "verify", "stats": "stats",
-    "top": "top", "report": "report", "recipe": "recipe", "config": "config", "dir": "config",
-    "doctor": "doctor", "demo": "demo",
+    "run": "run", "prewarm": "prewarm", "ls": "entries", "path": "entries", "rm": "entries",
+    "pin": "entries", "unpin": "entries", "clean": "upkeep", "verify": "upkeep",
+    "stats": "stats", "top": "top", "report": "stats", "recipe": "recipe", "config": "config",
+    "dir": "config", "doctor": "doctor", "demo": "demo",
 }  # fmt: skip
-_BY_ERROR: dict[type[Exception], ExitCode] = {
-    ConfigError: ExitCode.USAGE,
-    LockTimeoutError: ExitCode.BUSY,
-    IntegrityError: ExitCode.DAMAGED,
-}
-#: Makes the cursor visible (DECTCEM), which a live display has hidden.
-_SHOW_CURSOR = b"\x1b[?25h"
 
 
 class Invocation:
@@ -83,8 +76,8 @@ class Invocation:
 
     def __init__(self) -> None:
         self.console = Console()
-        self.dir: str | None = None  #: the value of ``--dir``
-        self.config: str | None = None  #: the value of ``--config``
+        self.dir: str | None = None
+        self.config: str | None = None
         self.received: int | None = None  #: the number of the first signal
         self.stop = threading.Event()  #: set by the first signal
         #: Whether the command polls `stop`. If not, the first signal raises KeyboardInterrupt.
@@ -96,16 +89,17 @@ class Invocation:
         return configuration.load({"dir": self.dir}, files=files)
 
     def loaded_with_job_limits(self) -> Loaded:
-        """Load the configuration; limits that it does not set are those of the running or last job.
+        """Load the configuration; limits that it does not set are those of the last job.
 
         Commands that maintain a cache use it, because a job may set its limits in its code.
         """
-        from shardcache.space.tiers import job_limits
+        from shardcache.layout import Layout
+        from shardcache.locks.sessions import stated_limits
 
         loaded = self.loaded()
         try:
-            return loaded.completed(*job_limits(loaded.config))
-        except (ConfigError, OSError):  # there is no cache, or this user may not read it
+            return loaded.completed(stated_limits(Layout.of_root(loaded.config.dir)), "last job")
+        except ConfigError:  # the record is damaged
             return loaded
 
     def show_job_limits(self, loaded: Loaded, *given: str) -> dict[str, str]:
@@ -113,23 +107,23 @@ class Invocation:
         limits = {
             name: text
             for name, text in loaded.config.limits().items()
-            if name not in given and loaded.sources[name].endswith(" job")
+            if name not in given and loaded.sources[name] == "last job"
         }
         if limits:
             text = ", ".join(f"{name} {value}" for name, value in limits.items())
-            self.console.hint(f"Limits of the {loaded.sources[next(iter(limits))]}: {text}.")
+            self.console.hint(f"Limits of the last job: {text}.")
         return limits
 
-    def cache(self, *, loaded: Loaded | None = None, connections: int = 0, **options: Any) -> Cache:
+    def cache(self, loaded: Loaded | None = None, **options: Any) -> Cache:
         """Open the cache in strict mode: faults of the cache are errors of the command.
-
-        Raises ConfigError if the directory contains other files and is not a cache: a mistyped
-        directory would look like an empty cache.
 
         Args:
             loaded: the configuration; the default is `loaded`.
-            connections: use at least this number of connections.
             options: override options of the configuration.
+
+        Raises:
+            ConfigError: the directory has other files and is not a cache. If the user mistyped it,
+                it would look like an empty cache.
         """
         from shardcache.cache import Cache
         from shardcache.store.root import check_foreign, is_cache
@@ -140,8 +134,7 @@ class Invocation:
             self.console.hint(
                 f"Using {config.dir}; --dir or SHARDCACHE_DIR sets another directory."
             )
-        connections = max(connections, config.connections)
-        return Cache.from_config(config.replace(strict=True, connections=connections, **options))
+        return Cache.from_config(config.replace(strict=True, **options))
 
     def confirm(self, question: str, yes: bool) -> None:
         """Ask the user before data is destroyed, unless ``yes`` is set."""
@@ -187,7 +180,7 @@ class Invocation:
         if self.received is not None:
             if os.isatty(2):
                 with contextlib.suppress(OSError):
-                    os.write(2, _SHOW_CURSOR)
+                    os.write(2, b"\x1b[?25h")  # DECTCEM: show the cursor that a display has hidden
             os._exit(128 + number)
         self.received = number
         self.stop.set()
@@ -206,9 +199,6 @@ class _ConsoleHandler(logging.Handler):
             level = record.levelname.lower()
             color = {"warning": "yellow", "error": "red", "critical": "red"}.get(level, "")
             self._console.message(f"{level}: ", record.getMessage(), color)
-
-
-# -- options and commands ------------------------------------------------------------
 
 
 class Parsed(click.ParamType):  # type: ignore[type-arg]
@@ -240,16 +230,11 @@ def number_option(
 flag = functools.partial(click.option, is_flag=True)
 dry_run_option = flag("-n", "--dry-run", help="Print what would be done, and do nothing.")
 yes_option = flag("-y", "--yes", help="Do not ask for confirmation.")
-since_option = click.option(
-    "--since", type=DURATION, help="Only this last period, such as 24h.  [default: 30 days]"
-)
-specs_argument = click.argument("specs", nargs=-1, required=True, metavar="SPEC...")
 
 
 def _take(context: click.Context, parameter: click.Parameter, value: Any) -> None:
     """Store the value of a global option, which may precede the command as well."""
-    name = str(parameter.name)
-    invocation = context.ensure_object(Invocation)
+    name, invocation = str(parameter.name), context.ensure_object(Invocation)
     if name == "verbosity":
         invocation.console.verbosity += value
     elif value:
@@ -298,9 +283,8 @@ class _Commands(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in _COMMANDS:
             return None
-        module = importlib.import_module(f"shardcache.cli.{_COMMANDS[cmd_name]}")
-        found: click.Command = getattr(module, f"{cmd_name}_command")
-        return found
+        module: Any = importlib.import_module(f"shardcache.cli.{_COMMANDS[cmd_name]}")
+        return getattr(module, f"{cmd_name}_command")  # type: ignore[no-any-return]
 
 
 @_with_global_options
@@ -317,11 +301,7 @@ def command_line() -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line, and return its exit code.
-
-    Args:
-        arguments: the words after the name of the program; by default from ``sys.argv``.
-    """
+    """Run the command line with the words after the name of the program; returns its exit code."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # the shell has closed it
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - stays open
@@ -361,6 +341,13 @@ def _run(invocation: Invocation, arguments: Sequence[str] | None) -> int:
 
 def code_of(exn: Exception) -> ExitCode:
     """Return the exit code of a command that failed with ``exn``."""
-    if isinstance(exn, OSError) and exn.errno in FULL:
-        return ExitCode.FULL
-    return _BY_ERROR.get(type(exn), ExitCode.FAILED)
+    match exn:
+        case OSError() if exn.errno in FULL:
+            return ExitCode.FULL
+        case ConfigError():
+            return ExitCode.USAGE
+        case LockTimeoutError():
+            return ExitCode.BUSY
+        case IntegrityError():
+            return ExitCode.DAMAGED
+    return ExitCode.FAILED

@@ -1,9 +1,8 @@
 """The output of all commands.
 
-Data goes to stdout, all other text to stderr. With ``--json``, stdout has one object with bytes,
-seconds, times in RFC 3339 and ``"schema": 1``; otherwise it has text, in colour on a terminal. A
-command calls methods for both forms: `Console.object` prints only with ``--json``, the other
-methods for stdout only without. rich is imported when a table or a display is drawn.
+Data goes to stdout, all other text to stderr. A command calls methods for JSON and for text:
+`Console.object` prints only with ``--json``, the other methods for stdout only without. rich is
+imported when a table or a display is drawn.
 """
 
 from __future__ import annotations
@@ -30,25 +29,25 @@ if TYPE_CHECKING:
     from rich.measure import Measurement
     from rich.table import Table
 
-#: Version of the JSON output.
-SCHEMA = 1
 #: Width of text that does not go to a terminal, in columns: no line is folded.
 _UNLIMITED = 100_000
 #: rich would use red, which is for errors here.
 _COLORS = {"bar.complete": "green", "bar.finished": "green", "progress.data.speed": "none"}
 
 
+#: Values by name, as JSON has them.
+Row = dict[str, Any]
+
+
 @dataclass(slots=True)
 class Console:
-    """Prints to standard output and standard error according to the global options."""
+    """Prints according to the global options."""
 
     json: bool = False  #: print JSON for programs
     color: str = "auto"  #: auto (on a terminal, unless NO_COLOR or TERM=dumb), always or never
     quiet: bool = False  #: print no hints, no progress and no success messages
     verbosity: int = 0  #: 1 shows the library's log, 2 also debugging and tracebacks
     no_progress: bool = False
-
-    # -- the terminal ------------------------------------------------------------
 
     @property
     def progress(self) -> bool:
@@ -87,12 +86,10 @@ class Console:
             markup=False,
         )
 
-    # -- stdout ------------------------------------------------------------------
-
     def object(self, command: str, record: Any = None, **more: Any) -> None:
         """Print a JSON object with the fields of ``record``, and ``more``."""
         if self.json:
-            fields = {"schema": SCHEMA, "command": command, **fields_of(record), **more}
+            fields = {"schema": 1, "command": command, **fields_of(record), **more}
             _write(sys.stdout, f"{json.dumps(fields, default=_to_json, allow_nan=False)}\n")
 
     def data(self, text: str) -> None:
@@ -118,8 +115,6 @@ class Console:
         """Print a `text_table`, unless there are no rows."""
         if not self.json and (cells := list(rows)):
             self.render(text_table(titles, cells, right))
-
-    # -- stderr ------------------------------------------------------------------
 
     def hint(self, text: str) -> None:
         """Print advice or progress, unless quiet."""
@@ -171,7 +166,7 @@ def text_table(
     *,
     shorten: bool = False,
 ) -> Table:
-    """Return a table of aligned columns without lines.
+    """Return a table without lines.
 
     Args:
         titles: the titles of the columns.
@@ -198,20 +193,15 @@ def counted(number: int, noun: str, plural: str = "") -> str:
 
 
 def local_time(moment: datetime | None) -> str:
-    """Return ``2026-11-20 21:04`` in the local time zone; ``-`` if it is unknown."""
+    """Return ``2026-11-20 21:04`` in the local time zone; ``-`` if unknown."""
     return "-" if moment is None else f"{moment.astimezone():%Y-%m-%d %H:%M}"
 
 
 def short_duration(seconds: float | None) -> str:
-    """Return ``120 us`` or ``1.2 s``; ``-`` if it is unknown."""
+    """Return ``120 us`` or ``1.2 s``; ``-`` if unknown."""
     if seconds is None:
         return "-"
     return f"{seconds * 1e6:.0f} us" if seconds < 0.001 else format_duration(seconds)
-
-
-def percentage(share: float | None, decimals: int = 1) -> str:
-    """Return ``98.6%``; ``-`` if it is unknown."""
-    return "-" if share is None else f"{share:.{decimals}%}"
 
 
 def printable(text: str) -> str:
@@ -240,7 +230,6 @@ def fields_of(record: Any) -> dict[str, Any]:
 
 
 def _to_json(value: Any) -> Any:
-    """Convert a value for `json.dumps`."""
     if isinstance(value, datetime):
         return value.astimezone(UTC).isoformat(timespec="milliseconds")
     if isinstance(value, Exception):

@@ -18,9 +18,8 @@ from shardcache.config import absolute
 from shardcache.download.pool import parse_rate
 from shardcache.errors import ConfigError, ShardNotFoundError
 from shardcache.origins.listing import SHARD, is_pattern
-from shardcache.prewarm.helpers import most_processes
 from shardcache.prewarm.plan import own_share
-from shardcache.prewarm.run import JOBS, prewarm
+from shardcache.prewarm.run import JOBS, most_processes, prewarm
 from shardcache.results import Event, Outcome, Planned, PrewarmReport, Stopped
 from shardcache.units import Limit, format_duration, format_rate
 
@@ -112,7 +111,9 @@ def prewarm_command(
     changes: dict[str, Any] = {} if max_size is None else {"max_size": max_size}
     console, progress = invocation.console, PrewarmProgress()
     only_plans = options["check"] or options["dry_run"]
-    cache = invocation.cache(connections=jobs or 0, **changes)
+    loaded = invocation.loaded()
+    connections = max(jobs or 0, loaded.config.connections)
+    cache = invocation.cache(loaded, connections=connections, **changes)
     with cache, ExitStack() as stack:
 
         def on_event(event: Event) -> None:
@@ -124,26 +125,29 @@ def prewarm_command(
                     if event.plan.to_fetch or options["refresh"]:
                         stack.enter_context(display(console, progress.positions))
 
-        report = prewarm(
-            cache,
-            all_specs,
-            share=share,
-            processes=processes,
-            on_event=on_event,
-            stop=invocation.stop,
-            **options,
-        )
+        options |= {"on_event": on_event, "stop": invocation.stop}
+        report = prewarm(cache, all_specs, share=share, processes=processes, **options)
         stack.close()
         console.object("prewarm", shards=report.results, summary=report)
         if not only_plans:
             console.info(str(report))
         _print_failures(console, report, options["max_failures"])
-        _hint_prefix(console, report)
     return _exit_code(report, options)
 
 
-def _hint_prefix(console: Console, report: PrewarmReport) -> None:
-    """If an absent shard has no suffix of a tar file, suggest to write it as a prefix."""
+def _print_failures(console: Console, report: PrewarmReport, max_failures: int | None) -> None:
+    """Print why shards are not cached, to stderr and also when quiet."""
+    for line in _failures(report, everything=console.verbosity > 0):
+        console.message("  failed  ", line, "red")
+    if report.stopped is None:
+        if report.failed and max_failures is None:
+            console.hint(f"  To accept these failures, pass --max-failures {report.failed}.")
+    elif report.stopped is Stopped.REQUESTED and report.not_started:
+        console.hint("Run the same command again to resume.")
+    elif report.not_started and (console.quiet or console.json):
+        shards = counted(report.not_started, "shard")
+        console.warning(f"{shards} not done because {report.stopped.why}")
+    # If an absent shard has no suffix of a tar file, it may be meant as a prefix.
     for each in report.results:
         is_absent = isinstance(each.error, ShardNotFoundError) or (
             each.outcome is Outcome.MISSING and each.size is None  # in a dry run
@@ -173,9 +177,6 @@ def _exit_code(report: PrewarmReport, options: Mapping[str, Any]) -> int:
     return ExitCode.SOME_FAILED if report.not_started and not best_effort else 0
 
 
-# -- a Ray cluster ---------------------------------------------------------------
-
-
 def _prewarm_ray(
     invocation: Invocation,
     specs: Sequence[str],
@@ -186,10 +187,11 @@ def _prewarm_ray(
     from shardcache.prewarm.ray import prewarm_nodes
 
     console, began = invocation.console, time.monotonic()
-    latest: list[NodeReport] = []
+    latest: Sequence[NodeReport] = ()
 
     def on_news(news: Sequence[NodeReport]) -> None:
-        latest[:] = news
+        nonlocal latest
+        latest = news
 
     only_plans = options["check"] or options["dry_run"]
     invocation.polls_stop = True
@@ -198,7 +200,7 @@ def _prewarm_ray(
             specs,
             settings={
                 "dir": invocation.dir and absolute(invocation.dir),
-                "max_size": None if max_size is None else str(max_size),
+                "max_size": max_size and str(max_size),
             },
             config_file=invocation.config,
             ranks_per_node=ranks_per_node,
@@ -261,20 +263,6 @@ def _positions(nodes: Sequence[NodeReport]) -> Positions:
     shards, size = (sum(len(p.shards) for p in plans), sum(p.fetch_bytes for p in plans))
     text = f"{ended:,}/{len(nodes):,} nodes done, {done:,}/{shards:,} shards"
     return {"": Position(text, sum(node.received for node in nodes), size)}
-
-
-def _print_failures(console: Console, report: PrewarmReport, max_failures: int | None) -> None:
-    """Print why shards are not cached, to stderr and also when quiet."""
-    for line in _failures(report, everything=console.verbosity > 0):
-        console.message("  failed  ", line, "red")
-    if report.stopped is None:
-        if report.failed and max_failures is None:
-            console.hint(f"  To accept these failures, pass --max-failures {report.failed}.")
-    elif report.stopped is Stopped.REQUESTED and report.not_started:
-        console.hint("Run the same command again to resume.")
-    elif report.not_started and (console.quiet or console.json):
-        shards = counted(report.not_started, "shard")
-        console.warning(f"{shards} not done because {report.stopped.why}")
 
 
 def _failures(report: PrewarmReport, *, everything: bool) -> Iterator[str]:

@@ -1,8 +1,4 @@
-"""Show the progress of a long command: bars of rich on a terminal, otherwise a line now and then.
-
-A thread reads the positions of the command and shows them on stderr, unless the command is quiet or
-has ``--no-progress``.
-"""
+"""Show the progress of a long command: bars on a terminal, otherwise a line now and then."""
 
 from __future__ import annotations
 
@@ -45,9 +41,7 @@ Positions = Mapping[str, Position]
 def display(console: Console, positions: Callable[[], Positions]) -> Iterator[None]:
     """Show the progress of a command while the context lasts. Printed lines appear above the bars.
 
-    Args:
-        console: decides whether to show bars, lines or nothing.
-        positions: returns the progress; another thread calls it.
+    Another thread calls ``positions``, which returns the progress, and shows it on stderr.
     """
     if not console.progress:
         yield
@@ -168,10 +162,10 @@ class PrewarmProgress:
         positions = {"": Position(text, written, total)}
         for shard, read_progress in active[:_SHOWN]:
             progress = read_progress()
-            name = printable(str(shard)[self._prefix :])
+            text = printable(str(shard)[self._prefix :])
             if progress.size is None:  # it is connecting, or another process has the shard's lock
-                positions[shard.key] = Position(f"{name}  waiting")
-            else:
-                retries = f"  retry {progress.retries}" if progress.retries else ""
-                positions[shard.key] = Position(f"{name}{retries}", progress.written, progress.size)
+                text += "  waiting"
+            elif progress.retries:
+                text += f"  retry {progress.retries}"
+            positions[shard.key] = Position(text, progress.written, progress.size)
         return positions

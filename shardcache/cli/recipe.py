@@ -1,7 +1,7 @@
 """``shardcache recipe``: files for cron, systemd, Slurm and Kubernetes.
 
-The files are those in ``templates``. Paths and values are quoted for the format of each file:
-crontab(5), systemd.service(5) "Command lines", bash(1), YAML.
+Paths and values in the ``templates`` are quoted for the format of each file: crontab(5),
+systemd.service(5) "Command lines", bash(1), YAML.
 """
 
 from __future__ import annotations
@@ -22,19 +22,20 @@ from shardcache.config import describe
 from shardcache.errors import ConfigError
 from shardcache.urls import redact
 
-#: Kind -> its files, and those that it has only with shards to prewarm.
-KINDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "cron": (("crontab",), ()),
-    "systemd": (("shardcache-clean.service", "shardcache-clean.timer"), ()),
-    "slurm": (("epilog.sh",), ("prolog.sh", "job.sh")),
-    "k8s": (("shardcache.yaml",), ()),
+#: Kind -> its files. Those of `_PREWARMS` are only for shards to prewarm.
+_KINDS = {
+    "cron": ("crontab",),
+    "systemd": ("shardcache-clean.service", "shardcache-clean.timer"),
+    "slurm": ("epilog.sh", "prolog.sh", "job.sh"),
+    "k8s": ("shardcache.yaml",),
 }
+_PREWARMS = ("prolog.sh", "job.sh")
 #: Options that no variable sets: --dir sets the first, the others are not text or may be secret.
 _NO_VARIABLE = frozenset({"dir", "storage_options", "upstreams", "validate"})
 
 
 @command("recipe")
-@click.argument("kind", type=click.Choice(list(KINDS)))
+@click.argument("kind", type=click.Choice(list(_KINDS)))
 @click.option(
     "--prewarm",
     multiple=True,
@@ -46,7 +47,7 @@ def recipe_command(invocation: Invocation, kind: str, prewarm: tuple[str, ...]) 
 
     The file cleans this cache every hour, or after every job. It contains the current
     directory and options as variables, but not storage options, which may be secret. A limit
-    that is not configured is that of the running job, or of the last one. Slurm: an epilog,
+    that is not configured is that of the last job. Slurm: an epilog,
     and with --prewarm also a prolog and lines for a batch script. Kubernetes: a DaemonSet that
     cleans the cache of each node, and with --prewarm also fills it. If there are several
     files, each begins with its name.
@@ -73,8 +74,8 @@ def recipe_command(invocation: Invocation, kind: str, prewarm: tuple[str, ...]) 
         for option in describe(loaded)
         if option.source != "default" and option.name not in _NO_VARIABLE
     ]
-    program, directory = [sys.executable, "-m", "shardcache"], os.fspath(loaded.config.dir)
-    files = render(kind, program, directory, variables, prewarm)
+    program = [sys.executable, "-m", "shardcache"]
+    files = render(kind, program, os.fspath(config.dir), variables, prewarm)
     for name, text in files.items():
         invocation.console.data(f"# -- {name}\n{text}" if len(files) > 1 else text.rstrip())
     rows = [{"name": name, "text": text} for name, text in files.items()]
@@ -91,7 +92,7 @@ def render(
     """Fill in the templates of a kind, and return the texts by the names of the files.
 
     Args:
-        kind: a key of `KINDS`.
+        kind: cron, systemd, slurm or k8s.
         program: the words that run the command line.
         directory: the directory of the cache.
         variables: ``NAME=value`` for each option.
@@ -130,8 +131,7 @@ def render(
     }
     script = filled("loop.sh").replace("$", "$$")  # Kubernetes would expand $(X)
     fields["yaml_script"] = json.dumps(script, ensure_ascii=False)
-    always, with_shards = KINDS[kind]
-    return {name: filled(name) for name in (*always, *(with_shards if prewarm else ()))}
+    return {name: filled(name) for name in _KINDS[kind] if prewarm or name not in _PREWARMS}
 
 
 def _unit_word(text: str) -> str:

@@ -1,7 +1,6 @@
 """``shardcache run``: run an unchanged program whose WebDataset reads through the cache.
 
-The program gets the folder ``autoload`` on its PYTHONPATH. Each Python interpreter that it starts
-imports ``sitecustomize`` from there.
+Each Python interpreter that it starts imports ``autoload/sitecustomize.py``.
 """
 
 from __future__ import annotations
@@ -14,21 +13,16 @@ import subprocess
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
 import shardcache
-from shardcache import config as configuration
 from shardcache.cli.main import ExitCode, Invocation, command
 from shardcache.cli.output import counted
-from shardcache.files import Modes
+from shardcache.config import absolute, load
 from shardcache.layout import Layout
 from shardcache.store.root import make_root
 from shardcache.units import format_bytes
-
-if TYPE_CHECKING:
-    from shardcache.stats.summary import Stats
 
 #: Signals that batch systems and users send to jobs. Slurm's --signal may send USR1 or USR2.
 _FORWARDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -67,7 +61,7 @@ def run_command(
         raise click.UsageError("Give a program to run, or --env.")
     variables = _variables(invocation, options)
     environment = {**os.environ, **variables}
-    config = configuration.load(environ=environment).config
+    config = load(environ=environment).config
     if show:
         for name, value in variables.items():
             invocation.console.data(f"export {name}={shlex.quote(value)}")
@@ -76,9 +70,7 @@ def run_command(
     for tier in config.by_tier():
         # If this fails, the program warns on its first miss, and streams.
         with contextlib.suppress(OSError):
-            layouts.append(
-                make_root(tier.dir, configuration.__version__, Modes.of(tier.shared_group))
-            )
+            layouts.append(make_root(tier))
     try:
         child = subprocess.Popen(program, env=environment)
     except OSError as exn:
@@ -92,32 +84,24 @@ def run_command(
         if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
             signal.signal(signal.SIGINT, lambda number, frame: None)
         # Import after the start of the program, which takes longer to reach its first shard.
-        from shardcache.stats.database import NO_RANK, Sample
-        from shardcache.stats.summary import summed
+        from shardcache.stats.summary import stats_of
 
         before = _counters(layouts)
         code = child.wait()
-    stats = summed([Sample(0, 0, NO_RANK, _counters(layouts) - before)])
-    invocation.console.hint(f"shardcache: {_summary(stats, config.dir)}")
+    stats = stats_of(_counters(layouts) - before)
+    text = f"no shard was opened through the cache in {config.dir}"
+    if opened := stats.opens - stats.failed:
+        text = f"{counted(opened, 'shard')} opened, {stats.hits:,} of them from the cache in "
+        text += f"{config.dir}; {format_bytes(stats.bytes_origin)} came from the origin"
+    failed = f"; {stats.failed:,} could not be opened" if stats.failed else ""
+    invocation.console.hint(f"shardcache: {text}{failed}")
     return code if code >= 0 else 128 - code
 
 
-def _summary(stats: Stats, directory: Path) -> str:
-    opened = stats.opens - stats.failed
-    failed = f"; {stats.failed:,} could not be opened" if stats.failed else ""
-    if not opened:
-        return f"no shard was opened through the cache in {directory}{failed}"
-    return (
-        f"{counted(opened, 'shard')} opened, {stats.hits:,} of them from the cache in "
-        f"{directory}; {format_bytes(stats.bytes_origin)} came from the origin{failed}"
-    )
-
-
 def _counters(layouts: Sequence[Layout]) -> Counter[str]:
-    """Return the counters of all processes of this node."""
     from shardcache.stats.database import samples
 
-    counters: Counter[str] = Counter()
+    counters = Counter[str]()
     for layout in layouts:
         with contextlib.suppress(OSError):
             for sample in samples(layout, ever=True):
@@ -127,16 +111,13 @@ def _counters(layouts: Sequence[Layout]) -> Counter[str]:
 
 def _variables(invocation: Invocation, options: tuple[str, ...]) -> dict[str, str]:
     """Return the variables to add to the environment of the program."""
-    variables = {}
-    if invocation.config is not None:
-        variables["SHARDCACHE_CONFIG"] = str(configuration.absolute(invocation.config))
-    if invocation.dir is not None:
-        variables["SHARDCACHE_DIR"] = str(configuration.absolute(invocation.dir))
+    paths = {"SHARDCACHE_CONFIG": invocation.config, "SHARDCACHE_DIR": invocation.dir}
+    variables = {name: str(absolute(path)) for name, path in paths.items() if path is not None}
     for option in options:
         name, equals, value = option.partition("=")
         if not equals:
             raise click.UsageError(f"{option!r} is not of the form NAME=VALUE.")
         variables[f"SHARDCACHE_{name.upper()}"] = value
-    folder = str(Path(shardcache.__file__).parent / "autoload")
-    paths = filter(None, [folder, os.environ.get("PYTHONPATH")])
-    return {**variables, "PYTHONPATH": os.pathsep.join(paths)}
+    folder, found = Path(shardcache.__file__).parent / "autoload", os.environ.get("PYTHONPATH")
+    python_path = f"{folder}{os.pathsep}{found}" if found else str(folder)
+    return {**variables, "PYTHONPATH": python_path}

@@ -1,15 +1,34 @@
-"""``shardcache stats``: hits, bytes and waits of all processes of this node."""
+"""``shardcache stats`` and ``report``: the counters of a node as text, metrics and charts.
+
+The report is the template ``report.html`` with charts by matplotlib (the extra ``report``). It is
+readable without scripts and other files, on a phone, and in light and dark mode.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import html
+import io
+import math
+import os
+import string
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import click
 
-from shardcache.cli.main import Invocation, command, flag, since_option
-from shardcache.cli.output import Console, counted, local_time, percentage, short_duration
+from shardcache.cache import Cache
+from shardcache.cli import main as cli
+from shardcache.cli.main import Invocation, command, flag
+from shardcache.cli.output import Console, Row, counted, local_time, short_duration
 from shardcache.clock import utc
+from shardcache.config import Config, __version__
+from shardcache.errors import ConfigError
+from shardcache.space.eviction import disk_bytes, linked
+from shardcache.space.memory import Volume, allocation
 from shardcache.stats import database
 from shardcache.stats.database import Sample
 from shardcache.stats.metrics import exposition
@@ -21,6 +40,42 @@ from shardcache.units import format_bytes, format_rate
 _ALWAYS = ("hits", "coalesced", "misses")
 ROW_TITLES = ("OPENS", "HIT RATE", "BYPASSED", "STREAMED", "FETCHED", "SAVED", "WAIT P99")
 _WAITS = {"disk": "for the disk", "lock": "for downloads", "network": "for the network"}
+
+since_option = click.option(
+    "--since", type=cli.DURATION, help="Only this last period, such as 24h.  [default: 30 days]"
+)
+#: Lengths of the intervals of a chart in seconds, and their maximum number.
+_STEPS = (60, 300, 900, 3600, 4 * 3600, 24 * 3600, 7 * 24 * 3600)
+_INTERVALS = 100
+#: Readable on white and on black. Red is for errors only.
+_COLORS = ("#3b82c4", "#d97706", "#8b5cf6", "#0d9488", "#64748b", "#dc2626")
+_GREY = "#80868e"
+#: Title, unit, and counters by label of the charts of sums.
+_SUMS: tuple[tuple[str, str, dict[str, str]], ...] = (
+    ("Opens", "", {name: name for name in OUTCOMES}),
+    (
+        "Where bytes came from",
+        "B",
+        {"cache": "bytes_saved", "origin": "bytes_origin", "upstreams": "bytes_upstream"},
+    ),
+    ("Bytes streamed past the cache", "B", {"streamed": "bytes_bypassed"}),
+    ("Bytes evicted", "B", {"evicted": "bytes_evicted"}),
+)
+_STYLE: dict[Any, Any] = {
+    "svg.hashsalt": "shardcache",  # equal figures make equal pages
+    "svg.fonttype": "none",  # text stays text, in the fonts of the page
+    "figure.figsize": (4.8, 2.4),  # inches, legible on a phone
+    "savefig.transparent": True,
+    "axes.titlelocation": "left", "axes.titlesize": 11, "axes.titlecolor": _GREY,
+    "xtick.color": _GREY, "ytick.color": _GREY, "xtick.labelsize": 9, "ytick.labelsize": 9,
+    "axes.grid": True, "axes.grid.axis": "y", "axes.axisbelow": True,
+    "grid.color": _GREY, "grid.alpha": 0.25, "grid.linewidth": 0.6,
+    "axes.spines.left": False, "axes.spines.right": False,
+    "axes.spines.top": False, "axes.spines.bottom": False,
+    "legend.frameon": False, "legend.fontsize": 8, "legend.labelcolor": _GREY,
+    "legend.handlelength": 0.7, "legend.columnspacing": 0.9,
+    "legend.borderaxespad": 0, "legend.borderpad": 0.2,
+}  # fmt: skip
 
 
 @command("stats")
@@ -111,17 +166,14 @@ def figures(stats: Stats) -> str:
         if (count := stats.counters[name]) or name in _ALWAYS:
             share = count / stats.opens if stats.opens else 0.0
             lines.append(f"  {name.capitalize():<12}{count:>13,} / {stats.opens:,} ({share:6.2%})")
-    streamed = upstream = ""
+    read = f"Read from cache {format_bytes(stats.bytes_opened)}"
+    read += f"    Fetched {format_bytes(stats.bytes_fetched)}"
     if stats.bypassed:
         shards = counted(stats.bypassed, "shard")
-        streamed = f"    Streamed {format_bytes(stats.bytes_bypassed)} ({shards})"
+        read += f"    Streamed {format_bytes(stats.bytes_bypassed)} ({shards})"
     if stats.bytes_upstream:
-        upstream = f"    From upstreams {format_bytes(stats.bytes_upstream)}"
-    lines.append(
-        f"Read from cache {format_bytes(stats.bytes_opened)}    "
-        f"Fetched {format_bytes(stats.bytes_fetched)}{streamed}{upstream}    "
-        f"Saved {format_bytes(stats.bytes_saved)} of egress"
-    )
+        read += f"    From upstreams {format_bytes(stats.bytes_upstream)}"
+    lines.append(f"{read}    Saved {format_bytes(stats.bytes_saved)} of egress")
     if by_tier := _each(stats, "hits_tier_", "tier {} {:,}"):
         lines.append("Hits by tier  " + "   ".join(by_tier))
     lines.append(f"Wait for data   {_percentiles(stats.all_waits)}")
@@ -143,6 +195,10 @@ def _each(stats: Stats, prefix: str, form: str) -> list[str]:
     return [form.format(name.removeprefix(prefix), stats.counters[name]) for name in names]
 
 
+def _percentage(share: float | None) -> str:
+    return "-" if share is None else f"{share:.2%}"
+
+
 def _percentiles(waits: Waits) -> str:
     p50, p99 = waits.percentile(0.5), waits.percentile(0.99)
     return f"p50 {short_duration(p50)}  p99 {short_duration(p99)}" if waits.count else "none"
@@ -160,7 +216,7 @@ def _print_rows(console: Console, samples: Sequence[Sample], by: str) -> None:
     console.object("stats", **{f"{by}s": records}, summary=total)
     rows = ((name, *cells(stats)) for name, stats in groups.items())
     console.table([by.upper(), *ROW_TITLES], rows, ROW_TITLES)
-    console.data(f"{counted(total.opens, 'open')}, {percentage(total.hit_rate, 2)} hits")
+    console.data(f"{counted(total.opens, 'open')}, {_percentage(total.hit_rate)} hits")
 
 
 def cells(stats: Stats, seconds: float | None = None) -> list[str]:
@@ -174,10 +230,151 @@ def cells(stats: Stats, seconds: float | None = None) -> list[str]:
 
     return [
         number(stats.opens),
-        percentage(stats.hit_rate, 2),
+        _percentage(stats.hit_rate),
         number(stats.bypassed),
         size(stats.bytes_bypassed),
         size(stats.bytes_fetched),
         size(stats.bytes_saved),
         short_duration(stats.all_waits.percentile(0.99)),
     ]
+
+
+@command("report")
+@since_option
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(dir_okay=False, path_type=Path),
+    default=Path("shardcache-report.html"),
+    metavar="FILE",
+    help="The file to write.  [default: shardcache-report.html]",
+)
+def report_command(invocation: Invocation, since: float | None, output: Path) -> None:
+    """Write an HTML page with charts.
+
+    The page shows the hit rate over time, bytes from cache and origin, waits and evictions. It
+    is one file without scripts. The charts need the extra shardcache[report]; `stats --json` has
+    the same figures.
+
+    \b
+    Examples:
+      shardcache report
+      shardcache report --since 24h -o /var/www/html/shardcache.html
+    """
+    with invocation.cache(invocation.loaded_with_job_limits()) as cache:
+        samples, gauges = cache.samples(since), map(_meter, tiers(cache, cache.config))
+        total = summed(samples)
+        span = "Nothing was counted"
+        if total.since is not None and total.until is not None:
+            span = f"{local_time(utc(total.since))} to {local_time(utc(total.until))}"
+        rows = [(rank, *cells(found)) for rank, found in by_rank(samples).items()]
+        template = Path(__file__).parent / "templates" / "report.html"
+        text = string.Template(template.read_text("utf-8")).substitute(
+            node=html.escape(os.uname().nodename),
+            version=__version__,
+            made=local_time(utc(time.time())),
+            span=span,
+            tiers="\n".join(gauges),
+            figures=html.escape(figures(total)),
+            charts=_charts(samples) if samples else "",
+            ranks="\n".join(
+                f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in line)}</tr>"
+                for line in (("RANK", *ROW_TITLES), *rows)
+            ),
+        )
+    write_text(output, text)
+    size, console = len(text.encode()), invocation.console
+    console.object("report", path=output, size=size)
+    console.info(f"wrote {output}, {format_bytes(size)}")
+
+
+def tiers(cache: Cache, config: Config) -> Iterator[Row]:
+    """Yield the shards, bytes and limit (in ``config``) of each tier.
+
+    The limit is None if only min_free applies.
+    """
+    entries = list(cache.entries())
+    for number, tier in enumerate(config.by_tier(), 1):
+        root, allocated = os.fspath(tier.dir), allocation(tier.dir)
+        files = linked(entry for entry in entries if entry.directory.startswith(f"{root}/"))
+        yield {
+            "tier": number,
+            "dir": root,
+            "shards": len(files),
+            "bytes": sum(links[0].size for links in files),
+            "disk_bytes": sum(disk_bytes(links, allocated) for links in files),
+            "max_size": Volume.of(tier.dir).budget(tier) if tier.dir.is_dir() else None,
+        }
+
+
+def fill_text(tier: Row) -> str:
+    """Return ``4 shards, 1.2 GB of 2.0 GB on disk``; without a limit the bytes of the shards."""
+    used, limit = tier["disk_bytes"], tier["max_size"]
+    size = f"{format_bytes(used)} of {format_bytes(limit)} on disk" if limit else None
+    return f"{counted(tier['shards'], 'shard')}, {size or format_bytes(tier['bytes'])}"
+
+
+def _meter(tier: Row) -> str:
+    """Return how full a tier is, as HTML."""
+    used, limit = tier["disk_bytes"], tier["max_size"]
+    text = f"{tier['dir']}: {fill_text(tier)}"
+    if not limit:
+        return f"<p>{html.escape(text)}</p>"
+    text += f" ({used / limit:.0%})"
+    return f'<p>{html.escape(text)} <meter max="{limit}" value="{used}"></meter></p>'
+
+
+def _charts(samples: Sequence[Sample]) -> str:
+    """Draw the counters over time as SVG: rates as lines, sums as bars."""
+    try:
+        from matplotlib import dates, rc_context, ticker
+        from matplotlib.figure import Figure
+    except ImportError as exn:
+        raise ConfigError(
+            "The charts need matplotlib: pip install 'shardcache[report]'. `shardcache stats "
+            "--json` prints the figures without it."
+        ) from exn
+    # Choose the shortest intervals that fit the page.
+    starts = [sample.start for sample in samples]
+    finest, span = max(sample.seconds for sample in samples), max(starts) - min(starts)
+    step = next((s for s in _STEPS if s >= finest and span / s <= _INTERVALS), _STEPS[-1])
+    groups = defaultdict[int, list[Sample]](list)
+    for sample in sorted(samples, key=lambda sample: sample.start):
+        groups[sample.start // step * step].append(sample)
+    sums = [*map(summed, groups.values())]
+    charts: dict[str, tuple[str, dict[str, list[Any]]]] = {}
+    if any(each.opens for each in sums):
+        rates = [math.nan if each.hit_rate is None else 100 * each.hit_rate for each in sums]
+        charts["Hit rate"] = "%", {"hits": rates}
+    for title, unit, names in _SUMS:
+        series = {label: [getattr(each, name) for each in sums] for label, name in names.items()}
+        if any(map(any, series.values())):
+            charts[title] = unit, series
+    zone, drawings = datetime.now().astimezone().tzinfo, list[str]()
+    x, width = [dates.date2num(utc(start)) for start in groups], step / 86400
+    for title, (unit, series) in charts.items():
+        with rc_context(_STYLE):
+            figure = Figure(layout="constrained")
+            axes, below = figure.subplots(), [0.0] * len(x)
+            for (name, values), color in zip(series.items(), _COLORS, strict=False):
+                if unit == "%":
+                    axes.plot(x, values, marker=".", label=name, color=color)
+                elif any(values):  # each name keeps its colour
+                    axes.bar(x, values, 0.8 * width, below, label=name, color=color)
+                    below = [a + b for a, b in zip(below, values, strict=True)]
+            steps = ticker.MaxNLocator(4, steps=[1, 2, 5, 10], integer=True)
+            labels = range(0, 101, 20) if unit == "%" else steps.tick_values(0, max(below))
+            axes.set_yticks(labels)
+            axes.set_ylim(0, labels[-1] * 1.02)  # just above the last label, which no bar exceeds
+            axes.yaxis.set_major_formatter(ticker.EngFormatter(unit=unit))
+            axes.set_xlim(x[0] - width, x[-1] + width)
+            locator = dates.AutoDateLocator(tz=zone, minticks=min(3, len(x)), maxticks=6)
+            axes.xaxis.set_major_locator(locator)
+            axes.xaxis.set_major_formatter(dates.ConciseDateFormatter(locator, tz=zone))
+            axes.set_title(title, pad=20 if len(series) > 1 else 6)
+            if len(series) > 1:
+                axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=len(series))
+            text = io.StringIO()
+            figure.savefig(text, format="svg", metadata={"Date": None})
+        drawings.append(text.getvalue()[text.getvalue().index("<svg") :])
+    return "\n".join(drawings)

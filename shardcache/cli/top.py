@@ -8,7 +8,7 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -18,10 +18,10 @@ import click
 
 from shardcache import clock
 from shardcache.cache import Cache
-from shardcache.cli.contents import Row, gauge, partials, tiers
+from shardcache.cli.entries import partials
 from shardcache.cli.main import Invocation, command, number_option
-from shardcache.cli.output import counted, short_duration, text_table
-from shardcache.cli.stats import ROW_TITLES, cells
+from shardcache.cli.output import Row, counted, printable, short_duration, text_table
+from shardcache.cli.stats import ROW_TITLES, cells, fill_text, tiers
 from shardcache.clock import utc
 from shardcache.config import Config
 from shardcache.locks.flock import Holder, read_holder
@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 _SMOOTH = 3
 #: The bar of a tier turns yellow above this share of its limit: it will evict or stream soon.
 _NEARLY_FULL = 0.9
-#: Seconds of statistics to read; far more than the intervals of a rate.
-_WINDOW = 3600.0
+#: Width of the bar of a tier, in columns.
+_GAUGE = 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,26 +58,25 @@ class Snapshot:
 
 
 class Watcher:
-    """Takes snapshots of a cache.
+    """Takes snapshots of a cache."""
 
-    Args:
-        cache: the cache.
-        config: returns the current configuration, whose limits change when a job starts. The
-            default is that of the cache.
-    """
-
-    def __init__(self, cache: Cache, config: Callable[[], Config] | None = None) -> None:
+    def __init__(self, cache: Cache) -> None:
         self._cache = cache
-        self._config = config or (lambda: cache.config)
         #: For the last snapshots: the time, the counters, and the bytes written of each partial.
         self._history: deque[tuple[float, dict[Any, Sample], dict[str, int]]] = deque(
             maxlen=_SMOOTH + 1
         )
 
-    def snapshot(self) -> Snapshot:
-        """Take a snapshot. Its rates cover the last intervals."""
+    def snapshot(self, config: Config | None = None) -> Snapshot:
+        """Take a snapshot. Its rates cover the last intervals.
+
+        Args:
+            config: the current configuration, whose limits change when a job starts. The default
+                is that of the cache.
+        """
         now, history = clock.monotonic(), self._history
-        after = {(each.start, each.rank): each for each in self._cache.samples(_WINDOW)}
+        # An hour is far more than the intervals of a rate.
+        after = {(each.start, each.rank): each for each in self._cache.samples(3600.0)}
         live = [row for row in partials(self._cache) if row["state"] == "live"]
         history.append((now, after, {row["dir"]: row["written_bytes"] for row in live}))
         for row in live:
@@ -97,7 +96,7 @@ class Watcher:
             total=summed(changed),
             ranks={rank: each for rank, each in by_rank(changed).items() if each.opens},
             fetches=sorted(live, key=lambda row: (-row["written_bytes"], row["url"])),
-            tiers=list(tiers(self._cache, self._config())),
+            tiers=list(tiers(self._cache, config or self._cache.config)),
             waits=self._waits(),
         )
 
@@ -119,9 +118,6 @@ class Watcher:
 
 def _process(holder: Holder) -> Row:
     return {"pid": holder.pid, "host": holder.host, "rank": holder.rank, "job": holder.job}
-
-
-# -- the command -------------------------------------------------------------------
 
 
 @command("top")
@@ -147,7 +143,7 @@ def top_command(invocation: Invocation, interval: float, count: int | None) -> N
     console = invocation.console
     count = count or (1 if console.json else None)
     with invocation.cache() as cache, contextlib.suppress(KeyboardInterrupt), ExitStack() as stack:
-        watcher = Watcher(cache, lambda: invocation.loaded_with_job_limits().config)
+        watcher = Watcher(cache)
         snapshot = watcher.snapshot()  # rates count from here
         display: Live | None = None
         if console.live and sys.stdout.isatty() and not console.json:
@@ -160,7 +156,7 @@ def top_command(invocation: Invocation, interval: float, count: int | None) -> N
             display.start(refresh=True)
         for _ in itertools.count() if count is None else range(count):
             time.sleep(interval)
-            snapshot = watcher.snapshot()
+            snapshot = watcher.snapshot(invocation.loaded_with_job_limits().config)
             console.object("top", snapshot, ranks=rank_records(snapshot.ranks))
             if display is not None:
                 display.update(frame(snapshot), refresh=True)
@@ -177,9 +173,13 @@ def frame(snapshot: Snapshot) -> RenderableType:
     head = f"  {snapshot.at.astimezone():%H:%M:%S}  {using}\n"
     parts: list[RenderableType] = [Text.assemble(("shardcache top", "bold"), head)]
     for tier in snapshot.tiers:
-        full = tier["max_size"] and tier["disk_bytes"] > _NEARLY_FULL * tier["max_size"]
-        parts.append(text := Text(gauge(tier)))
-        text.highlight_regex(r"(?<= \[)#+(?=-*\] )", "yellow" if full else "green")
+        parts.append(text := Text(f"{printable(tier['dir'])}  "))
+        if limit := tier["max_size"]:
+            used = tier["disk_bytes"] / limit
+            filled = round(_GAUGE * min(1.0, used))
+            text.append("[").append("#" * filled, "yellow" if used > _NEARLY_FULL else "green")
+            text.append(f"{'-' * (_GAUGE - filled)}] {used:4.0%}  ")
+        text.append(fill_text(tier))
     by_rank = {"all": snapshot.total, **(snapshot.ranks if len(snapshot.ranks) > 1 else {})}
     rates = [[rank, *cells(stats, snapshot.seconds or 1.0)] for rank, stats in by_rank.items()]
     parts.append(text_table(["RANK", *ROW_TITLES], rates, ROW_TITLES))
@@ -193,13 +193,12 @@ def frame(snapshot: Snapshot) -> RenderableType:
         titles = ["SHARD", "DONE", "RATE", "PROCESS"]
         parts.append(text_table(titles, rows, ["DONE", "RATE"], shorten=True))
     if snapshot.waits:
-        rows = []
-        for each in snapshot.waits:
-            names = _name(each), _name(each["holder"] or {})
-            rows.append([each["url"], *names, short_duration(each["seconds"])])
-        parts.append(
-            Text(f"\n{counted(len(rows), 'waiting process', 'waiting processes')}", "yellow")
-        )
+        waiting = counted(len(snapshot.waits), "waiting process", "waiting processes")
+        parts.append(Text(f"\n{waiting}", "yellow"))
+        rows = [
+            [each["url"], _name(each), _name(each["holder"] or {}), short_duration(each["seconds"])]
+            for each in snapshot.waits
+        ]
         titles = ["SHARD", "PROCESS", "WAITS FOR", "TIME"]
         parts.append(text_table(titles, rows, ["TIME"], shorten=True))
     return Group(*parts)

@@ -45,7 +45,7 @@ from shardcache.origins.resolve import Origins
 from shardcache.ranks import Ranks
 from shardcache.space.budget import Space
 from shardcache.space.tiers import Tier
-from shardcache.store.digest import BLOCK, check_archive, is_whole_archive
+from shardcache.store.digest import BLOCK, check_archive
 from shardcache.store.directory import DamagedError, Metadata
 from shardcache.store.entry import Opened, Store, open_first, set_aside
 from shardcache.store.partial import LostError, Partial
@@ -408,10 +408,10 @@ def _publish(site: Site, download: Download, transferred: Transferred) -> Path:
     partial, shard = transferred.partial, download.shard
     try:
         check_archive(partial.fd, shard.basename, str(shard))
-        if not (transferred.proven or transferred.checked or is_whole_archive(partial.fd)):
+        if not (transferred.proven or transferred.checked):
             raise UnprovenError(
-                f"{shard} ends with the connection, and the archive does not show that it is "
-                "complete. Let the server send a Content-Length.",
+                f"{shard} is not stored: its response has no length and ends with the connection, "
+                "so it may be incomplete. Let the server send a Content-Length.",
                 url=str(shard),
             )
         if site.config.validate is not None:

@@ -19,6 +19,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import sys
 import threading
@@ -175,7 +176,8 @@ def transfer(
                 download.check()
                 if running is None:
                     response, described = attempts.call(
-                        lambda: _first_response(engine, source, download), sleep=download.sleep
+                        functools.partial(_first_response, engine, source, download),
+                        sleep=download.sleep,
                     )
                     engine.sizes.learn(shard, response.info.size)
                     download.check()
@@ -442,7 +444,7 @@ class Transfer:
                 raise
             if part.position - before < _PROGRESS:
                 raise
-            self._attempts.retries += 1
+            self._attempts.repeated()
             logger.info("%s: %s; continuing at byte %d", self._shard, exn, part.position)
         finally:
             if self._attempts.retries:

@@ -36,9 +36,7 @@ _FSSPEC_OPTIONS = frozenset(
 
 
 class ShardCacheFileSystem(ChainedFileSystem):  # type: ignore[misc]
-    """A read-only view of another filesystem through a cache.
-
-    It may be used by several threads, pickled, and used after a fork.
+    """A read-only view of another filesystem through a cache, for any thread or process.
 
     Args:
         target_protocol: the protocol of the other filesystem, such as ``s3``.
@@ -85,7 +83,6 @@ class ShardCacheFileSystem(ChainedFileSystem):  # type: ignore[misc]
         return str(path).removeprefix("shardcache::").removeprefix("shardcache://")
 
     def _path(self, path: str) -> str:
-        """Return the name of a file in the target filesystem."""
         return str(self.fs._strip_protocol(self._strip_protocol(path)))
 
     def _url(self, path: str) -> str:

@@ -3,9 +3,6 @@
     hooks = shardcache.lightning.ShardCacheCallback(cache, "s3://bucket/train-{0000..2047}.tar")
     trainer = Trainer(callbacks=[hooks])
 
-`ShardCacheHooks` has the hooks. ``ShardCacheCallback`` adds the base class ``Callback`` of
-``lightning`` or ``pytorch_lightning``. Loops without Lightning may call the hooks themselves.
-
 The hooks run in every rank, but only the first rank of a node prewarms, and only rank 0 logs. A
 fault of the cache is a warning and does not stop the run.
 """
@@ -25,8 +22,7 @@ from shardcache import sync
 from shardcache.errors import ConfigError, ShardCacheError
 from shardcache.prewarm import expand
 from shardcache.ranks import detect
-from shardcache.stats.database import NO_RANK, Sample
-from shardcache.stats.summary import summed
+from shardcache.stats.summary import stats_of
 
 if TYPE_CHECKING:
     from shardcache.cache import Cache
@@ -90,9 +86,7 @@ class ShardCacheHooks:
     def metrics(self) -> dict[str, float]:
         """Return what the processes of this node have read since the last call, or since `setup`.
 
-        Data loaders start before Lightning reports the start of an epoch, so an epoch counts from
-        the end of the previous one. Processes write their counters once a second, so the last ones
-        may appear in the next epoch.
+        Processes write their counters once a second, so the last ones may appear in the next epoch.
         """
         before, self._counters = self._counters, None
         try:
@@ -101,7 +95,7 @@ class ShardCacheHooks:
             logger.warning("the cache metrics of this epoch are missing: %s", exn)
         if before is None or self._counters is None:
             return {}
-        stats = summed([Sample(0, 0, NO_RANK, self._counters - before)])
+        stats = stats_of(self._counters - before)
         metrics = {
             "shardcache/opens": stats.opens,
             "shardcache/hit_rate": stats.hit_rate,
@@ -111,24 +105,19 @@ class ShardCacheHooks:
         return {name: float(value) for name, value in metrics.items() if value is not None}
 
 
-if TYPE_CHECKING:
+def __getattr__(name: str) -> Any:
+    """Define ``ShardCacheCallback`` on first use, because Lightning is slow to import.
 
-    class ShardCacheCallback(ShardCacheHooks):
-        """A ``Callback`` of Lightning with these hooks; see `ShardCacheHooks` for the arguments."""
-
-else:
-
-    def __getattr__(name: str) -> Any:
-        """Define `ShardCacheCallback` on first use, because Lightning is slow to import."""
-        if name != "ShardCacheCallback":
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        packages = ["lightning.pytorch", "pytorch_lightning"]
-        for package in sorted(packages, key=lambda package: package not in sys.modules):
-            with contextlib.suppress(ImportError):
-                bases = (ShardCacheHooks, importlib.import_module(package).Callback)
-                attributes = {"__module__": __name__, "__doc__": ShardCacheHooks.__doc__}
-                return globals().setdefault(name, type(name, bases, attributes))
-        raise ConfigError(
-            "ShardCacheCallback needs Lightning, which is not installed: pip install lightning. "
-            "ShardCacheHooks has the same hooks for other loops."
-        )
+    It is a ``Callback`` of ``lightning`` or ``pytorch_lightning`` with these hooks.
+    """
+    if name != "ShardCacheCallback":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    packages = ["lightning.pytorch", "pytorch_lightning"]
+    for package in sorted(packages, key=lambda package: package not in sys.modules):
+        with contextlib.suppress(ImportError):
+            bases = (ShardCacheHooks, importlib.import_module(package).Callback)
+            return globals().setdefault(name, type(name, bases, {"__module__": __name__}))
+    raise ConfigError(
+        "ShardCacheCallback needs Lightning, which is not installed: pip install lightning. "
+        "ShardCacheHooks has the same hooks for other loops."
+    )

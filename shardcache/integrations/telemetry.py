@@ -21,9 +21,8 @@ from shardcache.cache import Cache
 from shardcache.config import __version__
 from shardcache.errors import ConfigError
 from shardcache.stats.counters import WAITS
-from shardcache.stats.database import Sample
 from shardcache.stats.metrics import SUMS, Metric
-from shardcache.stats.summary import summed
+from shardcache.stats.summary import stats_of, summed
 
 if TYPE_CHECKING:
     from opentelemetry.metrics import CallbackOptions, MeterProvider, Observation
@@ -84,19 +83,16 @@ def observe(
 
 def _counted(cache: Cache, node: bool) -> dict[str, float]:
     """Return counters by name: ``waits_*`` and ``wait_s_*`` per kind of wait, and ``active``."""
-    process = cache.processes.made()
+    counts: dict[str, float] = {}
     if node:
-        samples = cache.samples(ever=True)
+        found = summed(cache.samples(ever=True))
     else:
-        samples = [] if process is None else [Sample(0, 0, 0, process.counters.snapshot())]
-    found = summed(samples)
-    counts: dict[str, float] = {**found.counters}
-    for wait, waits in found.waits.items():
-        counts[f"waits_{wait}"] = waits.count
-        counts[f"wait_s_{wait}"] = waits.seconds
-    if not node:
+        process = cache.processes.made()
+        found = stats_of(process.counters.snapshot() if process else {})
         counts["active"] = len(process.downloads.unfinished()) if process else 0
-    return counts
+    for wait, waits in found.waits.items():
+        counts |= {f"waits_{wait}": waits.count, f"wait_s_{wait}": waits.seconds}
+    return counts | found.counters
 
 
 def _read(

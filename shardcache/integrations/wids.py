@@ -3,11 +3,10 @@
     names = shardcache.wids.LocalNames(cache, "/local/nvme/wids")
     dataset = wids.ShardListDataset(shards, localname=names)
 
-wids calls ``localname`` with the URL of a shard, locks a file next to the returned path, downloads
-the shard if the path does not exist, then opens, maps and closes it. Lock files do not belong in
-the cache, so `LocalNames` returns symbolic links in a directory of the user. It downloads the shard
-first, and pins the last shard of each thread, so that no process evicts it before wids opens it. A
-mapped file stays readable after its eviction.
+wids locks a file next to the path that it gets, then opens, maps and closes the shard. Lock files
+do not belong in the cache, so `LocalNames` returns symbolic links in a directory of the user. It
+pins the last shard of each thread, so that no process evicts it before wids opens it. A mapped file
+stays readable after its eviction.
 """
 
 from __future__ import annotations

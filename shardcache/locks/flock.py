@@ -50,8 +50,7 @@ _RECORD, _MAX_RECORD = 2048, 16 << 10
 def try_flock(fd: int, *, shared: bool = False) -> bool | None:
     """Take the exclusive (or a shared) lock of an open file without waiting.
 
-    Returns:
-        False if another process has the lock; None if the filesystem has no flock.
+    Returns False if another process has the lock; None if the filesystem has no flock.
     """
     try:
         fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
@@ -133,14 +132,11 @@ def read_holder(path: Path) -> Holder | None:
 
 
 class KeyLock:
-    """The right of one process of this node to download a key.
-
-    In a forked child, the file is closed before any code of the child runs.
+    """The right of one process of this node to download a key. A forked child closes the file.
 
     Attributes:
         path: the lock file.
-        left: once the lock is acquired, the record that the last holder left, if there is one. It
-            names the partial of a download that was killed.
+        left: the record that the last holder left. It names the partial of a killed download.
     """
 
     def __init__(self, path: Path, modes: Modes = PRIVATE) -> None:
@@ -189,10 +185,7 @@ class KeyLock:
         return True
 
     def update(self, holder: Holder) -> None:
-        """Replace the record in the lock file. Errors are logged, because it is for people.
-
-        Does nothing if the lock is not held, or is that of the parent of a forked child.
-        """
+        """Replace the record in the lock file, if this process holds the lock."""
         file = self._file
         if file is None or file.closed:
             return
@@ -201,7 +194,7 @@ class KeyLock:
             with contextlib.suppress(PermissionError):  # another member's file
                 set_mode(file.fileno(), self._modes.file)
             os.pwrite(file.fileno(), holder.encode(), 0)
-        except OSError as exn:
+        except OSError as exn:  # it is for people
             logger.debug("%s: no record of its holder: %s", self.path, exn)
 
     def release(self) -> None:
@@ -211,22 +204,17 @@ class KeyLock:
         names a partial.
         """
         file, self._file = self._file, None
-        if file is not None:
+        if file is not None and not file.closed:  # closed in a forked child: it is the parent's
             with contextlib.suppress(OSError):
-                if self._is_spent and not file.closed and os.fstat(file.fileno()).st_nlink:
+                if self._is_spent and os.fstat(file.fileno()).st_nlink:
                     self.path.unlink()
             with contextlib.suppress(OSError):  # it is closed nevertheless
-                if not file.closed:  # in a forked child it is closed, and the lock is the parent's
-                    unlock(file.fileno())
+                unlock(file.fileno())
                 file.close()
 
 
 def remove_locks(layout: Layout) -> None:
-    """Remove the lock files and leases of keys that no process downloads.
-
-    A live lease is touched every half a minute. If one is taken for dead by mistake, the shard is
-    downloaded twice.
-    """
+    """Remove the lock files and leases of keys that no process downloads."""
     for locks in {layout.locks, layout.base / "locks"}:
         for prefix in list_names(locks):
             directory = locks / prefix

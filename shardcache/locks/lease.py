@@ -48,10 +48,8 @@ class KeyLease:
     def try_acquire(self, holder: Holder) -> bool:
         """Take the lease if it is free or expired, and record ``holder``; return whether it worked.
 
-        On a filesystem that cannot make the marker, every process gets the lease.
-
-        Raises:
-            OSError: shards cannot be stored there either (read-only, denied, full).
+        On a filesystem that cannot make the marker, every process gets the lease. Raises OSError if
+        shards cannot be stored there either (read-only, denied, full).
         """
         from filelock import SoftFileLease, Timeout
 

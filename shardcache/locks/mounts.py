@@ -3,7 +3,8 @@
 On a local filesystem, flock(2) works. On any other (NFS, Lustre, GPFS, FUSE, unknown) it may be
 refused, be granted to several processes, or hang. There, a process that downloads has a lease, an
 entry is in use for a while after its last touch (`Layout.grace`), and sessions and the budget lock
-are in a directory of this node (`Layout.local`).
+are in a directory of this node (`Layout.local`). The manifest states the kind of the process that
+made the cache, because locks of two kinds do not exclude each other.
 
 `os.statvfs` and `os.stat` may hang on a dead server. So the type comes from
 ``/proc/self/mountinfo`` (proc(5)) and the text of the path, in which symbolic links are resolved.
@@ -14,10 +15,12 @@ from __future__ import annotations
 import logging
 import os
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
 
+from shardcache.config import Config
 from shardcache.files import PRIVATE, Modes
 from shardcache.layout import IDLE_GRACE, Layout, read_manifest
 
@@ -98,23 +101,29 @@ def is_local(path: Path | str) -> bool:
     return mount is not None and mount.is_local
 
 
-def node_namespace(root: Path, locks: str, touch_interval: float, modes: Modes = PRIVATE) -> Layout:
-    """Return the node's namespace of a cache, with its kind of lock.
+def lock_kind(config: Config, manifest: Mapping[str, object]) -> str:
+    """Return the kind of lock for a cache, ``flock`` or ``lease``, given its manifest.
 
-    Args:
-        root: the root of the cache; it need not exist.
-        locks: the option: ``auto``, ``flock`` or ``lease``.
-        touch_interval: seconds between touches of an entry in use; the grace is twice that or more.
-        modes: the permissions of the cache.
+    A machine that has the disk locks by leases if machines that mount it made the cache.
     """
-    if locks == "flock" or (locks == "auto" and is_local(root)):
-        return Layout.of_root(root, modes)
+    if config.locks != "auto":
+        return config.locks
+    stated = manifest.get("locks")
+    return "flock" if stated != "lease" and is_local(config.dir) else "lease"
+
+
+def node_namespace(config: Config) -> Layout:
+    """Return the node's namespace of a cache, which need not exist, with its kind of lock."""
+    modes, manifest = Modes.of(config.shared_group), read_manifest(config.dir)
+    node = Layout.of_root(config.dir, modes)
+    if lock_kind(config, manifest) == "flock":
+        return node
     # The id in the manifest names the node's directory. Without a manifest, nothing is locked yet.
-    local, cache = None, read_manifest(root).get("id")
+    local, cache = None, manifest.get("id")
     if cache is not None:
         name = blake2b(str(cache).encode(), digest_size=8).hexdigest()
         local = node_directory(name, modes)
-    return Layout(root / "v1", local, max(IDLE_GRACE, 2 * touch_interval), modes)
+    return replace(node, local=local, grace=max(IDLE_GRACE, 2 * config.touch_interval))
 
 
 def node_directory(identity: str, modes: Modes = PRIVATE) -> Path | None:

@@ -9,8 +9,8 @@
     command     ``pipe:``
     resolve     `Origins` chooses the origin of a shard, and upstreams with nearer copies
     retry       the only layer that repeats a request
+    pace        fewer requests to a server that throttles
     listing     shards behind prefixes and patterns, and their sizes
 
-An origin does not retry. Only this room reads shards through botocore, sockets and fsspec's
-filesystems. It uses `files`, `config`, `urls` and the modules below them.
+An origin does not retry.
 """

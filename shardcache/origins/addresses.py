@@ -1,8 +1,8 @@
 """Connecting to a host that has several addresses.
 
 DNS gives up to eight addresses for S3, and both IPv6 and IPv4 addresses for many hosts. Some may be
-dead. In the manner of RFC 8305 ("happy eyeballs"), the next address is tried when one fails or is
-slow. The first connection wins, and the other attempts are closed.
+dead. As in RFC 8305 ("happy eyeballs"), the next address is tried when one fails or is slow, and
+the first connection wins.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import random
 import select
 import socket
 import time
-from collections.abc import Iterable
 from itertools import zip_longest
 from typing import Any
 
@@ -32,20 +31,19 @@ _Address = tuple[int, Any]  # the family, and the argument of `socket.connect`
 class Dialer:
     """Connects to hosts and remembers which addresses failed.
 
-    Threads may share it. It needs no lock, because each access to its dict is atomic.
+    Threads may share it: each access to its dict is atomic.
     """
 
     def __init__(self) -> None:
         self._failed: dict[_Address, float] = {}  # time of the last failure
 
     def connect(self, host: str, port: int, timeout: float) -> socket.socket:
-        """Connect to one of a host's addresses.
+        """Connect a non-blocking socket to one of a host's addresses.
 
         Args:
+            host: the host.
+            port: its port.
             timeout: seconds for all addresses together; the DNS lookup is extra.
-
-        Returns:
-            A non-blocking socket.
 
         Raises:
             OSError: no address can be reached. Its type is that of the last failure.
@@ -79,7 +77,10 @@ class Dialer:
                         failed |= dict.fromkeys(slower, "slow")
                         return pending.pop(address)
                 del untried[:1]
-                _wait_for_any(pending.values(), pause)
+                poller = select.poll()
+                for sock in pending.values():
+                    poller.register(sock, select.POLLOUT)
+                poller.poll(1000 * pause)
             if pending:
                 kind = TimeoutError
                 failed |= dict.fromkeys(pending, "no answer")
@@ -104,11 +105,3 @@ class Dialer:
         in_turn = [each for row in zip_longest(*families.values()) for each in row if each]
         oldest = clock.monotonic() - _AVOIDED
         return sorted(in_turn, key=lambda address: self._failed.get(address, oldest) > oldest)
-
-
-def _wait_for_any(sockets: Iterable[socket.socket], seconds: float) -> None:
-    """Wait until one of these attempts to connect succeeds or fails."""
-    poller = select.poll()
-    for sock in sockets:
-        poller.register(sock, select.POLLOUT)
-    poller.poll(1000 * seconds)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -59,7 +58,7 @@ def refusal(
         status: the HTTP status, or its nearest equivalent.
         reason: the name of the server and its reason, without secrets.
         hint: advice if access is denied.
-        headers: the headers of the response.
+        headers: of the response.
         throttled: whether the origin's error code means throttling.
     """
     if status == 412:
@@ -67,7 +66,9 @@ def refusal(
     if status == 416:
         return VersionChangedError(f"{shard} became shorter")
     if throttled or status in _TRANSIENT:
-        seconds = _retry_after(headers or {})
+        text = (headers or {}).get("retry-after", "")
+        # Not a date, which is rare: full jitter will do.
+        seconds = float(text) if text.isdecimal() and len(text) < 20 else None
         throttled |= status == 429 or (status == 503 and seconds is not None)
         return TransientError(reason, retry_after=seconds, patient=throttled)
     if status in (404, 410):
@@ -79,14 +80,6 @@ def refusal(
         f"{shard}: the request is refused ({reason}). Check the region, the endpoint and the URL."
     )
     return ConfigError(text, url=str(shard))
-
-
-def _retry_after(headers: Mapping[str, str]) -> float | None:
-    try:
-        seconds = float(headers.get("retry-after", ""))
-    except ValueError:
-        return None  # absent, or a date: full jitter will do
-    return max(0.0, seconds) if math.isfinite(seconds) else None
 
 
 class Checksum(NamedTuple):

@@ -3,7 +3,7 @@
 They need ``allow_schemes=["pipe"]``, because a command from a shard list runs with the rights of
 this process. Its output has no version and no known size. So a shard is cached under the text of
 the command, read in one go, and started over after a failure. A command that only reads a URL, such
-as ``aws s3 cp s3://bucket/key -``, is not run: `urls.read_command` finds the URL in it.
+as ``aws s3 cp s3://bucket/key -``, is not run: see `commands.read_command`.
 """
 
 from __future__ import annotations

@@ -5,8 +5,6 @@ not pass through it, and is received with as few system calls as possible, becau
 with a wait for the interpreter's lock: a plain socket blocks until the buffer is full
 (MSG_WAITALL), TLS returns a record per call.
 
-    connection: idle -> sending -> receiving -> idle, and closed from anywhere
-
 A `Transport` may be used by all threads of the process that made it. A `Response` belongs to one
 thread, apart from `Response.abort`.
 """
@@ -44,14 +42,12 @@ _MIN_RATE = 8 * 1024
 _SLICE = 1.0
 #: Seconds to connect to any of a host's addresses, and for the handshake of TLS.
 _CONNECT_TIMEOUT = 10.0
-#: Bytes of a head, and received at once with it.
-_LONGEST_HEAD = 64 * 1024
-_HEAD_AT_ONCE = 8 * 1024
+_LONGEST_HEAD = 64 * 1024  # bytes
+_HEAD_AT_ONCE = 8 * 1024  # bytes received at once
 _END_OF_HEAD = b"\r\n\r\n"
 #: Most interim responses (1xx) before the final one.
 _INTERIM = 16
-#: Bytes received at once of a body in chunks.
-_CHUNKS_AT_ONCE = 256 * 1024
+_CHUNKS_AT_ONCE = 256 * 1024  # bytes received at once
 
 #: Scheme, authority and path. `urlsplit` would change some paths.
 _URL = re.compile(r"(https?)://([^/?#]+)([^#]*)")
@@ -72,17 +68,6 @@ def basic_login(user: str) -> str:
     return f"Basic {b64encode(unquote(user).encode()).decode()}"
 
 
-def content_length(headers: Mapping[str, str]) -> int | None:
-    """Return Content-Length in bytes; None if it is missing or malformed."""
-    text = headers.get("content-length", "")
-    # 64 bits need 19 digits, and Python refuses to read numbers of thousands.
-    return int(text) if text.isdecimal() and len(text) < 20 else None
-
-
-#: The states of a connection, each with the one that may follow; all may end in "closed".
-_NEXT = {"idle": "sending", "sending": "receiving", "receiving": "idle", "closed": None}
-
-
 class _Connection:
     """One socket, used by one exchange at a time."""
 
@@ -90,16 +75,15 @@ class _Connection:
     prefix: str = ""
     login: Sequence[str] = ()
 
-    def __init__(self, sock: socket.socket, peer: tuple[str, str], timeout: float) -> None:
+    def __init__(self, sock: socket.socket, server: str, timeout: float) -> None:
         self.socket = sock
-        self.peer = peer  # scheme and authority
-        self.state = "idle"
+        self.server = server  # scheme and authority
         self._pid = os.getpid()
         self.held = b""  # bytes received behind the head
         self._timeout = timeout
         self._slice = wait = min(_SLICE, timeout)
         self._spent, self._came = 0.0, 0  # seconds and bytes since the rate was last checked
-        secure = peer[0] == "https"
+        secure = server.startswith("https:")
         self._flags = 0 if secure else socket.MSG_WAITALL
         # Python implements a time-out as a non-blocking socket and a poll per call.
         sock.settimeout(wait if secure else None)
@@ -107,14 +91,6 @@ class _Connection:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, pair)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-
-    def enter(self, state: str) -> None:
-        """Change the state; raise ConnectionError if the present state forbids it."""
-        if state == "closed":
-            self.socket.close()
-        elif state != _NEXT[self.state]:
-            raise ConnectionError(f"the connection is {self.state}")
-        self.state = state
 
     def abort(self) -> None:
         """Make a blocked call of another thread return."""
@@ -135,9 +111,7 @@ class _Connection:
 
     def exchange(self, request: bytes) -> _Message:
         """Send a request and receive the head of the final response."""
-        self.enter("sending")
         self.socket.sendall(request)
-        self.enter("receiving")
         self._spent, self._came = 0.0, 0
         for _ in range(_INTERIM):
             message = _Message()
@@ -175,7 +149,7 @@ class _Connection:
         return head
 
     def receive_some(self, most: int) -> bytes:
-        """Receive what the server sends next; nothing if it was silent for a second."""
+        """Receive what the server sends next; b"" if it was silent for a second."""
         if self.held:
             data, self.held = self.held, b""
             return data
@@ -221,7 +195,6 @@ class _Message:
     """A response as llhttp reports it. A reference to the parser would be a cycle."""
 
     status = 0
-    reason = ""
     complete = False
     keeps_alive = False
 
@@ -232,9 +205,6 @@ class _Message:
     def on_message_begin(self) -> None:
         if self.complete:
             raise ValueError("bytes behind the response")
-
-    def on_status(self, text: bytes) -> None:
-        self.reason += text.decode("latin-1")
 
     def on_header(self, name: bytes, value: bytes) -> None:
         key, text = name.decode("latin-1").lower(), value.decode("latin-1").strip()
@@ -248,14 +218,14 @@ class _Message:
 
 
 class Response:
-    """An message, and its body on the way in; see `base.Body`."""
+    """A response and its body while it is received; see `base.Body`."""
 
-    info: ObjectInfo  # as `start` and `stop` set by `http.checked`
+    info: ObjectInfo
     start: int
     stop: int | None
-    #: `base.secret_forms` of the request.
+    #: `urls.secret_forms` of the request.
     secrets: Sequence[str] = ()
-    _left: int | None = None  # until its head is received
+    _left: int | None = None  # until the head is received
 
     def __init__(
         self, transport: Transport, connection: _Connection, request: bytes, *, bodiless: bool
@@ -265,12 +235,14 @@ class Response:
         sent = time.monotonic()
         self._message = message = connection.exchange(request)
         self.waited = time.monotonic() - sent
-        self.status, self.reason, self.headers = message.status, message.reason, message.headers
+        self.status, self.headers = message.status, message.headers
         coding = self.headers.get("transfer-encoding", "").lower()
-        if coding:
-            self.headers.pop("content-length", None)
+        length = "" if coding else self.headers.get("content-length", "")
+        #: Content-Length in bytes; None if it is missing or malformed.
+        # 64 bits need 19 digits, and Python refuses to read numbers of thousands.
+        self.length = int(length) if length.isdecimal() and len(length) < 20 else None
         #: Bytes to come; None in chunks, or where the connection's end is the body's.
-        self._left = content_length(self.headers)
+        self._left = self.length
         if bodiless or self.status in (204, 304):
             self._left, coding = 0, ""
         elif coding not in ("", "chunked"):
@@ -279,6 +251,10 @@ class Response:
         #: Whether the end of the body proves that nothing is missing.
         self.proven = self._chunked or self._left is not None
 
+    def describe(self, info: ObjectInfo, start: int, stop: int | None) -> None:
+        """Set the version and the range of the body, which `http.checked` reads from the head."""
+        self.info, self.start, self.stop = info, start, stop
+
     def readinto(self, buffer: memoryview) -> int:
         """See `base.Body.readinto`; returns what comes within a second."""
         connection = self._connection
@@ -286,7 +262,12 @@ class Response:
             return 0
         try:
             if self._chunked:
-                count = self._read_chunks(connection, buffer)
+                message = self._message
+                while not message.unframed and not message.complete:
+                    connection.parse(message, connection.receive_some(_CHUNKS_AT_ONCE))
+                count = min(len(buffer), len(message.unframed))
+                buffer[:count] = message.unframed[:count]
+                del message.unframed[:count]
             else:
                 count = connection.fill(buffer if self._left is None else buffer[: self._left])
             if count == 0 and self._left is not None:
@@ -298,16 +279,6 @@ class Response:
             self._left -= count
         elif count == 0:
             self._left = 0
-        return count
-
-    def _read_chunks(self, connection: _Connection, buffer: memoryview) -> int:
-        """Copy bytes of the next chunks; return their number, 0 behind the last chunk."""
-        message = self._message
-        while not message.unframed and not message.complete:
-            connection.parse(message, connection.receive_some(_CHUNKS_AT_ONCE))
-        count = min(len(buffer), len(message.unframed))
-        buffer[:count] = message.unframed[:count]
-        del message.unframed[:count]
         return count
 
     def abort(self) -> None:
@@ -345,38 +316,42 @@ class Transport:
         proxies: Mapping[str, str] | None = None,
         trusted: str | bool | None = None,
     ) -> None:
-        self._timeout = timeout
-        self._proxies = proxies
-        self._trusted = trusted
+        self._timeout, self._proxies, self._trusted = timeout, proxies, trusted
         self._dialer = Dialer()
-        self._idle: dict[tuple[str, str], deque[_Connection]] = {}  # by scheme and authority
+        self._idle: dict[str, deque[_Connection]] = {}  # by server
         # Strong references to all open connections: the garbage collector, when it finalises a
         # response in a cycle, must not finalise the connection that the response gives back.
         self._open: set[_Connection] = set()
-        weakref.finalize(self, _close_all, self._open)
+        weakref.finalize(self, _close, self._open)
 
-    def request(self, method: str, url: str, headers: Mapping[str, str]) -> Response:
-        """Send a request. The URL is ASCII and has no user; its path is sent unchanged.
+    def request(self, method: str, server: str, path: str, headers: Mapping[str, str]) -> Response:
+        """Send a request.
+
+        Args:
+            method: of HTTP.
+            server: scheme and authority without a user, in ASCII.
+            path: path and query in ASCII, sent unchanged.
+            headers: of the request, without Host.
 
         Raises:
             PermissionError: a proxy demands a login.
             OSError: the connection failed, or no response came in time.
-            ValueError: the URL, a header or the proxy is malformed; nothing was sent.
+            ValueError: the server, a header or the proxy is malformed; nothing was sent.
             ConfigError: there are no certificates to trust.
         """
-        scheme, authority, target = split_url(url)
-        connection = self._take(scheme, authority) or self._connect(scheme, authority)
+        connection = self._take(server) or self._connect(server)
         try:
-            lines = [f"Host: {authority}", *(f"{name}: {value}" for name, value in headers.items())]
-            request = _head(method, f"{connection.prefix}{target}", [*lines, *connection.login])
+            lines = [f"{name}: {value}" for name, value in headers.items()]
+            lines = [f"Host: {server.partition('://')[2]}", *lines, *connection.login]
+            request = _head(method, f"{connection.prefix}{path}", lines)
             return Response(self, connection, request, bodiless=method == "HEAD")
         except BaseException:
             self.take_back(connection, reusable=False)
             raise
 
-    def _take(self, scheme: str, authority: str) -> _Connection | None:
+    def _take(self, server: str) -> _Connection | None:
         """Return an idle connection that seems to be alive, or None."""
-        idle = self._idle.get((scheme, authority), ())
+        idle = self._idle.get(server, ())
         while idle:
             with contextlib.suppress(IndexError):  # another thread took the last one
                 connection = idle.pop()
@@ -387,12 +362,11 @@ class Transport:
 
     def take_back(self, connection: _Connection, *, reusable: bool) -> None:
         """Keep a connection for the next request, or close it."""
-        if reusable and connection.state == "receiving":
-            connection.enter("idle")
-            self._idle.setdefault(connection.peer, deque()).append(connection)
+        if reusable:
+            self._idle.setdefault(connection.server, deque()).append(connection)
         else:
             self._open.discard(connection)
-            connection.enter("closed")
+            connection.socket.close()
 
     def _proxy(self, scheme: str, host: str) -> tuple[tuple[str, int] | None, list[str]]:
         """Return the proxy for a host or None, and the header lines that log in to it."""
@@ -411,10 +385,11 @@ class Transport:
             raise ValueError("a proxy must be an http:// URL")
         user, at, authority = authority.rpartition("@")
         login = [f"Proxy-Authorization: {basic_login(user)}"] if at else []
-        return _host_and_port(hop, authority), login
+        return _host_and_port(f"http://{authority}"), login
 
-    def _connect(self, scheme: str, authority: str) -> _Connection:
-        host, port = _host_and_port(scheme, authority)
+    def _connect(self, server: str) -> _Connection:
+        scheme = server.partition(":")[0]
+        host, port = _host_and_port(server)
         proxy, login = self._proxy(scheme, host)
         timeout = min(self._timeout, _CONNECT_TIMEOUT)
         sock = self._dialer.connect(*(proxy or (host, port)), timeout)
@@ -425,12 +400,12 @@ class Transport:
                 sock.settimeout(timeout)
                 with undivided():  # a handshake takes locks that OpenSSL shares
                     sock = self._tls.wrap_socket(sock, server_hostname=host)
-            connection = _Connection(sock, (scheme, authority), self._timeout)
+            connection = _Connection(sock, server, self._timeout)
         except BaseException:
             sock.close()
             raise
         if proxy and scheme == "http":
-            connection.prefix, connection.login = f"http://{authority}", login
+            connection.prefix, connection.login = server, login
         self._open.add(connection)
         return connection
 
@@ -438,10 +413,10 @@ class Transport:
         """Ask a proxy to connect a socket to a host."""
         target = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         request = _head("CONNECT", target, [f"Host: {target}", *login])
-        message = _Connection(sock, ("http", target), self._timeout).exchange(request)
+        message = _Connection(sock, f"http://{target}", self._timeout).exchange(request)
         if not 200 <= message.status < 300:
             kind = PermissionError if message.status in (403, 407) else ConnectionError
-            raise kind(f"the proxy answered {message.status} {message.reason}")
+            raise kind(f"the proxy answered {message.status}")
 
     @lazy
     def _tls(self) -> ssl.SSLContext:
@@ -465,16 +440,16 @@ class Transport:
             return context
 
 
-def _close_all(connections: set[_Connection]) -> None:
+def _close(connections: set[_Connection]) -> None:
     while connections:
-        connections.pop().enter("closed")
+        connections.pop().socket.close()
 
 
-def _host_and_port(scheme: str, authority: str) -> tuple[str, int]:
-    parts = urlsplit(f"{scheme}://{authority}")
+def _host_and_port(server: str) -> tuple[str, int]:
+    parts = urlsplit(server)
     if not parts.hostname:
         raise ValueError("it names no host")
-    return parts.hostname, parts.port or (443 if scheme == "https" else 80)
+    return parts.hostname, parts.port or (443 if parts.scheme == "https" else 80)
 
 
 def _head(method: str, target: str, lines: list[str]) -> bytes:

@@ -9,12 +9,11 @@ failure is remembered. After one, the processes of a user take turns (`one_at_a_
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import functools
 import os
 import tempfile
-import time
 from collections.abc import Iterator
+from pathlib import Path
 from urllib.parse import urlsplit
 
 from shardcache import clock
@@ -37,7 +36,6 @@ _METADATA = "http://169.254.169.254"
 _TIMEOUT = 2.0
 #: Seconds that a process waits for its turn: longer than a chain of several services takes.
 _TURN = 30.0
-_POLL = 0.02
 #: Seconds that a turn lasts after a failure, during which a throttling service gets no request.
 _REST = 1.0
 
@@ -102,20 +100,20 @@ def _metadata_service_is_busy() -> bool:
     if os.environ.get("AWS_EC2_METADATA_DISABLED", "").lower() == "true":
         return False
     service = os.environ.get("AWS_EC2_METADATA_SERVICE_ENDPOINT") or _METADATA
-    latest = f"{service.rstrip('/')}/latest"
     parts = urlsplit(service)
     try:
         Dialer().connect(parts.hostname or "", parts.port or 80, _TIMEOUT).close()
     except (OSError, ValueError):
         return False
+    server, latest = f"{parts.scheme}://{parts.netloc}", f"{parts.path.rstrip('/')}/latest"
     transport = Transport(timeout=_TIMEOUT, proxies={})
     try:
         limit = {"X-aws-ec2-metadata-token-ttl-seconds": "60", "Content-Length": "0"}
-        response = transport.request("PUT", f"{latest}/api/token", limit)
+        response = transport.request("PUT", server, f"{latest}/api/token", limit)
         token = read_all(response, 4096).decode("latin-1")
         if response.status == 200:
             path = f"{latest}/meta-data/iam/security-credentials/"
-            response = transport.request("GET", path, {"X-aws-ec2-metadata-token": token})
+            response = transport.request("GET", server, path, {"X-aws-ec2-metadata-token": token})
             response.close()
             return response.status != 404  # no role
     except (OSError, TransientError):  # the service exists, and is too busy
@@ -130,23 +128,16 @@ def one_at_a_time() -> Iterator[None]:
     Otherwise the workers of a node, which start together, would all send their requests at once to
     a service that allows a few per second, and again after each refusal.
     """
-    path = os.path.join(tempfile.gettempdir(), f"shardcache-credentials-{os.getuid()}.lock")  # noqa: PTH118
+    from filelock import FileLock
+
+    path = Path(tempfile.gettempdir(), f"shardcache-credentials-{os.getuid()}.lock")
+    lock = FileLock(path, timeout=_TURN, mode=0o600)
+    with contextlib.suppress(OSError):  # TimeoutError, or the file of another user
+        lock.acquire()
     try:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    except OSError:  # the file of another user: go on without a turn
         yield
-        return
-    try:
-        end = time.monotonic() + _TURN
-        while time.monotonic() < end:
-            with contextlib.suppress(BlockingIOError):
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            time.sleep(_POLL)
-        try:
-            yield
-        except Exception:
-            clock.sleep(_REST)
-            raise
+    except Exception:
+        clock.sleep(_REST)
+        raise
     finally:
-        os.close(fd)
+        lock.release()

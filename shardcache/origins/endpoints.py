@@ -32,13 +32,13 @@ logger = logging.getLogger(__name__)
 
 #: Suffixes of S3 Express buckets and of their access points.
 EXPRESS = ("--x-s3", "--xa-s3")
-#: Options of requests that only s3fs understands, by the option that holds them ("" for its own).
-#: Those of `s3_additional_kwargs` that only affect uploads are left out.
-_ONLY_S3FS = {
-    "": {"session", "username"},
-    "s3_additional_kwargs": {"ExpectedBucketOwner", "RequestPayer", "SSECustomerKey"},
-    "config_kwargs": {"client_cert", "proxies_config"},
-}
+#: Options that only s3fs understands. Those of `s3_additional_kwargs` that only affect uploads are
+#: left out.
+_ONLY_S3FS = (
+    *("session", "username"),
+    *("ExpectedBucketOwner", "RequestPayer", "SSECustomerKey"),  # of s3_additional_kwargs
+    *("client_cert", "proxies_config", "signature_version"),  # of config_kwargs
+)
 
 
 def scheme_options(config: Config, scheme: str) -> Mapping[str, Any]:
@@ -136,18 +136,16 @@ def s3_endpoint(options: Mapping[str, Any], endpoint_url: str | None = None) -> 
 
 
 def needs_s3fs(bucket: str, options: Mapping[str, Any]) -> str:
-    """Return the reason why only s3fs can read a bucket; empty if our own client can."""
+    """Return the reason why only s3fs can read a bucket; "" if our own client can."""
     if bucket.endswith(EXPRESS):
         return "S3 Express buckets"
     if bucket.startswith("arn:") and bucket.endswith(".mrap"):
         return "multi-region access points"
-    if (options.get("config_kwargs") or {}).get("signature_version") not in (None, "s3v4"):
-        return "the option signature_version"
-    for holder, names in _ONLY_S3FS.items():
-        given = (options.get(holder) or {}) if holder else options
-        if found := sorted(name for name in names if given.get(name)):
-            return f"the option {found[0]}"
-    return ""
+    given = dict(options)
+    for holder in ("s3_additional_kwargs", "config_kwargs"):
+        given |= options.get(holder) or {}
+    found = (name for name in _ONLY_S3FS if given.get(name) not in (None, "", "s3v4"))
+    return f"the option {name}" if (name := next(found, "")) else ""
 
 
 def s3fs_options(options: Mapping[str, Any], endpoint_url: str | None = None) -> dict[str, Any]:
@@ -168,11 +166,9 @@ def s3fs_options(options: Mapping[str, Any], endpoint_url: str | None = None) ->
 def s3_region(options: Mapping[str, Any]) -> str | None:
     """Return the region that a client with these options tries first at AWS.
 
-    The order is botocore's, which ends with the profile's ``region``; AWS_REGION comes last.
-
-    Returns:
-        The region; None if neither the configuration files nor AWS_REGION name a region outside
-        AWS's standard partition. Then the files need not be parsed.
+    The order is botocore's, which ends with the profile's ``region``; AWS_REGION comes last. None,
+    without parsing the configuration files, if neither they nor AWS_REGION name a region outside
+    AWS's standard partition.
     """
     passed = (options.get("client_kwargs") or {}).get("region_name")
     if first := passed or os.environ.get("AWS_DEFAULT_REGION"):
@@ -214,8 +210,8 @@ class S3Access(NamedTuple):
     """The endpoint and the source of the credentials in force, without any secret."""
 
     endpoint: str
-    credentials: str | None  #: their source, such as ``env``, and their end; None without any
-    problem: str = ""  #: the error that botocore raised in search of them
+    credentials: str | None  # their source, such as ``env``, and their end; None without any
+    problem: str = ""  # the error that botocore raised in search of them
 
     def __str__(self) -> str:
         source = f"credentials from {self.credentials}" if self.credentials else "no credentials"

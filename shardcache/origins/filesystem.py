@@ -11,7 +11,6 @@ own, and its caller gives up after ``timeout``.
 from __future__ import annotations
 
 import contextlib
-import functools
 import io
 import logging
 import threading
@@ -31,12 +30,17 @@ from shardcache.urls import ShardURL, quoted, redact
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-#: Bytes per request, on filesystems that send one request per read (gs, az, hf): 4 MiB bound the
-#: memory, and take longer than a round trip.
+#: Options of `open`, for filesystems that send one request per read (gs, az, hf). Blocks of 4 MiB
+#: bound the memory, and take longer than a round trip.
 _READING: dict[str, Any] = {"block_size": 4 << 20, "cache_type": "readahead"}
 _VALIDATORS = ("ETag", "etag", "generation", "md5Hash", "content_md5", "Content-MD5", "Digest")
 _TIMES = (
-    *("mtime", "LastModified", "last_modified", "Last-Modified", "updated", "modified"),
+    "mtime",
+    "LastModified",
+    "last_modified",
+    "Last-Modified",
+    "updated",
+    "modified",
     "created",
 )
 #: Errors of botocore without a response of S3; another attempt may succeed.
@@ -67,9 +71,7 @@ class FsspecOrigin:
     ) -> FsspecBody:
         """See `base.Origin.open`."""
         info = expected if expected is not None else self.stat(shard)
-        file = self.call(
-            shard, lambda: self._filesystem().open(self._path(shard), "rb", **_READING)
-        )
+        file = self.call(shard, lambda: self._filesystem.open(self._path(shard), "rb", **_READING))
         if self._protocol == "memory":  # all opens of a file share one object and its position
             file = io.BytesIO(file.getvalue())
         if file.seekable():
@@ -83,8 +85,8 @@ class FsspecOrigin:
         """See `base.Origin.stat`."""
 
         def info() -> Mapping[str, Any]:
-            self._filesystem().invalidate_cache()
-            found: Mapping[str, Any] = self._filesystem().info(self._path(shard))
+            self._filesystem.invalidate_cache()
+            found: Mapping[str, Any] = self._filesystem.info(self._path(shard))
             if found.get("type") == "directory":
                 raise IsADirectoryError
             return found
@@ -95,22 +97,19 @@ class FsspecOrigin:
         return ObjectInfo(size, _first(found, _VALIDATORS), modified=_first(found, _TIMES))
 
     def names_below(self, directory: ShardURL, *, deep: bool) -> list[str]:
-        """List the files of a directory, by relative names and without a time-out.
+        """List the files of a directory, or also of those below it, by relative names.
 
-        Args:
-            directory: the directory.
-            deep: whether to list subdirectories, too.
+        There is no time-out.
         """
 
         def names() -> list[str]:
-            filesystem = self._filesystem()
             if directory.scheme == "s3":
                 root = directory.canonical.removeprefix("s3://").rstrip("/")
             else:
                 root = self._path(directory)
-            filesystem.invalidate_cache()
-            found = filesystem.find(root, maxdepth=None if deep else 1)
-            if not found and not filesystem.isdir(root):
+            self._filesystem.invalidate_cache()
+            found = self._filesystem.find(root, maxdepth=None if deep else 1)
+            if not found and not self._filesystem.isdir(root):
                 raise FileNotFoundError(root)
             start = len(root.rstrip("/")) + 1
             return [str(name)[start:] for name in found]
@@ -122,7 +121,7 @@ class FsspecOrigin:
             return str(shard.local_path)
         if shard.scheme == "s3":
             path = shard.canonical.removeprefix("s3://")
-            found = self._filesystem().split_path(self._filesystem()._strip_protocol(path))
+            found = self._filesystem.split_path(self._filesystem._strip_protocol(path))
             if found != (*shard.bucket_and_key(), shard.version_id):
                 raise ConfigError(
                     f"{shard} cannot be read: s3fs would read another object. A versionId needs "
@@ -130,8 +129,9 @@ class FsspecOrigin:
                     url=str(shard),
                 )
             return path
-        return str(self._filesystem()._strip_protocol(shard.raw))
+        return str(self._filesystem._strip_protocol(shard.raw))
 
+    @property
     def _filesystem(self) -> Any:
         import fsspec
 
@@ -159,7 +159,7 @@ class FsspecOrigin:
         *,
         timed: bool = True,
     ) -> T:
-        """Call ``function`` in a thread of its own and return its result.
+        """Call ``function`` in a thread of its own; return its result, or raise as `Origin.open`.
 
         A function that never returns leaves its thread behind. As a daemon, it does not keep the
         process from ending.
@@ -169,9 +169,6 @@ class FsspecOrigin:
             function: uses the filesystem.
             outcome: receives the result. Another thread may set an exception, to end the wait.
             timed: whether the call fails after the time-out.
-
-        Raises:
-            The errors of `base.Origin.open`.
         """
         outcome = Future() if outcome is None else outcome
 
@@ -196,13 +193,7 @@ class FsspecOrigin:
 def s3fs_origin(
     reason: str, options: Mapping[str, Any], endpoint_url: str | None, timeout: float
 ) -> FsspecOrigin:
-    """Return the origin of an S3 bucket that our own client cannot read.
-
-    Args:
-        reason: the result of `endpoints.needs_s3fs`.
-        options: the storage options of S3.
-        endpoint_url: overrides the endpoint of the options.
-        timeout: seconds after which a call fails.
+    """Return the origin of an S3 bucket that only s3fs can read, for this reason.
 
     Raises:
         ConfigError: the installed aiobotocore, which s3fs uses, cannot read it either.
@@ -219,16 +210,10 @@ def s3fs_origin(
         )
     if "multi-region" in reason and not HAS_CRT:
         raise ConfigError(f"{reason} take signatures of awscrt; install awscrt.")
-    _announce(reason)
+    logger.info("%s: reading through s3fs, which is slower", reason)
     # Attempts of the SDK below s3fs, as in `FsspecOrigin._filesystem`.
     settings = {"retries": {"total_max_attempts": 1}, **(options.get("config_kwargs") or {})}
     return FsspecOrigin("s3", {**options, "config_kwargs": settings}, timeout=timeout)
-
-
-@functools.cache
-def _announce(reason: str) -> None:
-    """Log once per process."""
-    logger.info("%s: reading through s3fs, which is slower", reason)
 
 
 def _error_for(exn: Exception, shard: ShardURL, profile: str | None) -> Exception:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection
+from functools import partial
 from urllib.parse import parse_qsl, quote, urljoin
 
 from shardcache.config import __version__
@@ -24,13 +25,7 @@ from shardcache.origins.base import (
     read_all,
     refusal,
 )
-from shardcache.origins.connection import (
-    Response,
-    Transport,
-    basic_login,
-    content_length,
-    split_url,
-)
+from shardcache.origins.connection import Response, Transport, basic_login, split_url
 from shardcache.urls import ShardURL, quoted, secret_forms
 
 #: The headers of every request.
@@ -90,21 +85,21 @@ def object_info(response: Response, size: int | None) -> ObjectInfo:
     (RFC 9110, 8.8). The sidecar of the entry stores it, so a header that repeats a secret of the
     request is not taken.
     """
-    headers = response.headers
-
-    def stated(name: str) -> str | None:
-        value = headers.get(name)
-        return None if value and any(form in value for form in response.secrets) else value
-
+    headers = {
+        name: value
+        for name, value in response.headers.items()
+        if not any(form in value for form in response.secrets)
+    }
     checksum = None
     if headers.get("x-amz-checksum-type") != "COMPOSITE":
         for algorithm in _CHECKSUMS:
-            if value := stated(f"x-amz-checksum-{algorithm}"):
+            if value := headers.get(f"x-amz-checksum-{algorithm}"):
                 checksum = Checksum(algorithm, value)
                 break
-    etag, version, modified = map(stated, ("etag", "x-amz-version-id", "last-modified"))
+    etag, version = headers.get("etag"), headers.get("x-amz-version-id")
     if not etag or etag.startswith("W/"):
         etag = None
+    modified = headers.get("last-modified")
     if modified and not (etag or version or _is_settled(modified, headers.get("date", ""))):
         modified = None
     return ObjectInfo(size, etag, version, modified, checksum)
@@ -145,12 +140,11 @@ def open_range(
 
 def checked(response: Response, start: int, stop: int | None) -> Response:
     """Return a response of 200 or 206; raise TransientError if its range is another one."""
-    headers = response.headers
-    length = content_length(headers)
+    headers, length = response.headers, response.length
     text = headers.get("content-range")
     wrong = f"asked for bytes {start} to {stop}, the origin sent {text!r} with {length} bytes"
     if response.status != 206:  # the range was ignored: all bytes will come, from the first
-        response.info, response.start, response.stop = object_info(response, length), 0, length
+        response.describe(object_info(response, length), 0, length)
         page = headers.get("content-type", "")
         if response.info.identifiable or not page.startswith(_PAGES):
             return response
@@ -159,8 +153,7 @@ def checked(response: Response, start: int, stop: int | None) -> Response:
         first, last, total = (int(group) for group in match.groups())
         wanted = total if stop is None else min(total, stop)
         if first == start <= last and last + 1 == wanted and length in (None, wanted - start):
-            response.info = object_info(response, total)
-            response.start, response.stop = start, wanted
+            response.describe(object_info(response, total), start, wanted)
             return response
     response.close()
     raise TransientError(quoted(wrong, response.secrets))
@@ -179,13 +172,13 @@ class WebOrigin:
         self, shard: ShardURL, start: int, stop: int | None, expected: ObjectInfo | None = None
     ) -> Response:
         """See `base.Origin.open`."""
-        return open_range(lambda head: self._request("GET", shard, head), start, stop, expected)
+        return open_range(partial(self._request, "GET", shard), start, stop, expected)
 
     def stat(self, shard: ShardURL) -> ObjectInfo:
         """See `base.Origin.stat`."""
         response = self._request("HEAD", shard, {})
         response.close()
-        return object_info(response, content_length(response.headers))
+        return object_info(response, response.length)
 
     def _request(self, method: str, shard: ShardURL, headers: dict[str, str]) -> Response:
         """Send a request, follow redirects, and return a response of status 200 or 206."""
@@ -207,38 +200,31 @@ class WebOrigin:
                 query = path.partition("?")[2]
                 secrets += secret_forms(*user.split(":"), *login.values(), query)
                 secrets += secret_forms(*(value for _, value in parse_qsl(query)))
-                requested = f"{server}{quote(path, safe=_SAFE)}"
+                path = quote(path, safe=_SAFE)
                 response = self._transport.request(
-                    method, requested, {**HEADERS, **login, **headers}
+                    method, server, path, {**HEADERS, **login, **headers}
                 )
                 response.secrets = secrets
                 location = response.headers.get("location")
-                target = urljoin(requested, location or "")
+                target = urljoin(f"{server}{path}", location or "")
             except (OSError, ValueError) as exn:
                 error = unanswered(exn, shard, authority, secrets)
             if error is not None:
                 raise error
             if response.status in (200, 206):
-                return self._uncoded(response, shard)
+                coding = response.headers.get("content-encoding", "")
+                if coding.strip().lower() in ("", "identity"):
+                    return response
+                response.close()
+                raise ConfigError(
+                    f"{shard}: the server sends it with Content-Encoding "
+                    f"{quoted(coding, secrets)}, although the request asks for identity. Let the "
+                    "server send shards as they are stored.",
+                    url=str(shard),
+                )
             refused(response)
             if response.status not in (301, 302, 303, 307, 308) or not location:
-                reason = (
-                    f"{authority} answered {response.status} {quoted(response.reason, secrets)}"
-                )
-                raise refusal(shard, response.status, reason.rstrip(), headers=response.headers)
+                reason = f"{authority} answered {response.status}"
+                raise refusal(shard, response.status, reason, headers=response.headers)
         text = f"{shard}: the server redirects more than {_REDIRECTS} times."
         raise ConfigError(f"{text} Check the URL.", url=str(shard))
-
-    @staticmethod
-    def _uncoded(response: Response, shard: ShardURL) -> Response:
-        """Raise ConfigError if the response is compressed."""
-        coding = response.headers.get("content-encoding", "identity")
-        if coding.strip().lower() not in ("", "identity"):
-            response.close()
-            shown = quoted(coding, response.secrets)
-            raise ConfigError(
-                f"{shard}: the server sends it with Content-Encoding {shown}, although the request "
-                "asks for identity. Let the server send shards as they are stored.",
-                url=str(shard),
-            )
-        return response

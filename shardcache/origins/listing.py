@@ -1,9 +1,5 @@
 """Resolve shard specifications, and learn the sizes of many shards with few requests.
 
-    expand_braces: a specification -> URLs, patterns and prefixes
-    Listing.matches: a pattern or prefix -> the shards at the origin
-    Selection: a specification -> the matching names in the cache
-
 Our own client lists the S3 buckets that it reads, a thousand keys per request. Other origins are
 listed through their fsspec filesystem. The sizes only serve planning: each download learns its own.
 """
@@ -36,8 +32,7 @@ _WILDCARD = re.compile(r"\*|\?(?![A-Za-z][A-Za-z0-9_.-]*=)")
 _QUERY = re.compile(r"\?(?=[A-Za-z][A-Za-z0-9_.-]*=)")
 _VERSION = re.compile(r"\?versionId=[^&?]+\Z")
 _GLOB = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
-#: Separates the parts of a specification; but ``::`` is also in the ARN of a multi-region access
-#: point, which has no region.
+#: Separates the parts of a specification. The ARN of a multi-region access point has ``::``, too.
 _SEPARATOR = r"::(?![0-9]{12}:accesspoint)"
 _VARIABLE = re.compile(r"\$\{(\w+)\}")
 #: ListObjectsV2 returns at most this many keys per request.
@@ -92,22 +87,17 @@ def _variable(found: re.Match[str]) -> str:
 class Selection:
     """The shards that a specification stands for, among known names.
 
-    A part without a slash is compared with the last component of names.
-
-    Args:
-        spec: a specification, or one shard, which is not expanded.
-        parse: parses a URL.
-
-    Attributes:
-        text: the specification without secrets.
-        named: the shards that it names in full, by canonical URL.
-        patterns: functions that return whether a canonical URL matches a pattern.
+    A part without a slash is compared with the last component of names. One shard in place of a
+    specification is not expanded.
     """
+
+    text: str  # the specification without secrets
+    named: dict[str, ShardURL]  # the shards that it names in full, by canonical URL
+    patterns: Sequence[Callable[[str], bool]] = ()  # tests of canonical URLs
 
     def __init__(self, spec: str | ShardURL, parse: Callable[[str], ShardURL]) -> None:
         if isinstance(spec, ShardURL):
             self.text, self.named = str(spec), {str(spec): spec}
-            self.patterns: list[Callable[[str], bool]] = []
             return
         # Any part of a command may be secret.
         self.text = "pipe:" if spec.startswith("pipe:") else redact(spec)
@@ -162,8 +152,9 @@ class Listing:
 
     def __init__(self, config: Config) -> None:
         self._config = config
+        self._s3_options = scheme_options(config, "s3")
         self._s3 = S3Origin(
-            scheme_options(config, "s3"),
+            self._s3_options,
             endpoint_url=config.endpoint_url,
             timeout=min(config.timeout, _TIMEOUT),
         )
@@ -184,14 +175,15 @@ class Listing:
         bucket, rest = split_bucket(root.partition("://")[2]) if is_s3 else ("", "")
         if is_s3 and not (bucket and root.endswith(f"{bucket}/{rest}")):
             raise ConfigError(f"{redact(pattern)}: a bucket's name has to be given in full")
-        if is_s3 and not needs_s3fs(bucket, scheme_options(self._config, "s3")):
+        reason = needs_s3fs(bucket, self._s3_options) if is_s3 else ""
+        if is_s3 and not reason:
             query = {} if deep else {"delimiter": "/"}
             pages = self._pages(bucket, rest, query, self._config.attempts)
             names = [key for page in pages for key in page if not key.endswith("/")]
         else:
             inside, rest = f"s3://{bucket}/{rest}", root[root.rfind("/") + 1 :]
             directory = (inside if is_s3 else root).removesuffix(rest) or "./"
-            names = self._files(directory, bucket, deep)
+            names = self._files(directory, reason, deep)
         # The user's spelling of the prefix stays, because it is part of the identity.
         base = root.removesuffix(rest)
         urls = [
@@ -231,37 +223,33 @@ class Listing:
                 return
             query["continuation-token"] = token
 
-    def _files(self, directory: str, bucket: str, deep: bool) -> list[str]:
-        """List a directory through fsspec; ``bucket`` is set if it is in S3."""
-        config, timeout = self._config, self._config.timeout
-        if bucket:
+    def _files(self, directory: str, reason: str, deep: bool) -> list[str]:
+        """List a directory through fsspec; ``reason`` is that of `needs_s3fs` for one in S3."""
+        config = self._config
+        if reason:
             shard = ShardURL(directory, "s3", directory, "", "")
-            options = scheme_options(config, "s3")
-            reason = needs_s3fs(bucket, options)
-            origin = s3fs_origin(reason, options, config.endpoint_url, timeout)
+            endpoint = config.endpoint_url
+            origin = s3fs_origin(reason, self._s3_options, endpoint, config.timeout)
         else:
             shard = parse_url(directory, endpoint=None, allow_schemes=config.allow_schemes)
             refuse_local(shard, config)  # instead of listing a whole disk
-            origin = FsspecOrigin(
-                shard.scheme, scheme_options(config, shard.scheme), timeout=timeout
-            )
+            options = scheme_options(config, shard.scheme)
+            origin = FsspecOrigin(shard.scheme, options, timeout=config.timeout)
         return self._retried(
             str(shard), config.attempts, lambda: origin.names_below(shard, deep=deep)
         )
 
     def sizes(self, shards: Sequence[ShardURL]) -> dict[str, int]:
-        """Return the sizes of shards by key, in bytes, if they are cheap to learn.
+        """Return the sizes of shards on disk and in S3 by key, if they are cheap to learn.
 
-        Local files and S3 are covered. S3 costs about one request per thousand objects in the
-        folders of the shards, up to a bound. If a listing fails or is forbidden, the sizes stay
-        unknown.
+        S3 costs about one request per thousand objects in the folders of the shards, up to a bound.
+        If a listing fails or is forbidden, the sizes stay unknown.
         """
-        options = scheme_options(self._config, "s3")
         names = {
             found: shard.key
             for shard in shards
             if shard.scheme == "s3" and shard.version_id is None and not shard.options
-            if not needs_s3fs((found := shard.bucket_and_key())[0], options)
+            if not needs_s3fs((found := shard.bucket_and_key())[0], self._s3_options)
         }
         folders: dict[tuple[str, str], list[str]] = {}
         for bucket, key in sorted(names.keys() - self._sizes.keys()):
@@ -294,10 +282,9 @@ class Listing:
 def _split(pattern: str) -> tuple[str, Callable[[str], bool], bool]:
     """Return the common prefix of all matches, a test of the rest, and whether `/` may be in it."""
     found = _WILDCARD.search(pattern)
-    if found is None and not pattern.endswith("/"):
-        return pattern, lambda rest: not rest, False
     if found is None:
-        return pattern, lambda rest: SHARD.search(rest) is not None, True
+        is_prefix = pattern.endswith("/")
+        return pattern, lambda rest: bool(SHARD.search(rest) if is_prefix else not rest), is_prefix
     root, glob = pattern[: found.start()], pattern[found.start() :]
     if shards_only := glob.endswith("/"):
         glob += "**"

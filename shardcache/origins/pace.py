@@ -38,8 +38,7 @@ class Pace:
 
     Args:
         server: its name in logs, such as ``s3://bucket``.
-        patience: seconds to wait for a server that throttles, until its errors are final. 0 turns
-            the limit off.
+        patience: seconds to wait for a server that throttles; 0 turns the limit off.
     """
 
     def __init__(self, server: str, patience: float) -> None:
@@ -64,51 +63,48 @@ class Pace:
     @contextmanager
     def turn(self, sleep: Callable[[float], None]) -> Iterator[None]:
         """Wait for a turn and send a request within; ``sleep`` waits, and may raise to cancel."""
-        while (seconds := self._begin()) > 0:
+        while True:
+            with self._guard:
+                seconds = 0.0 if self._since is None else self._wait()
+                if seconds <= 0:
+                    self._busy += 1
+                    break
             sleep(seconds)
-        throttled, is_served = None, False
+        level, message = logging.INFO, ""
         try:
             yield
-            is_served = True
+            if self._since is not None:
+                with self._guard:
+                    message = self._speed_up()
         except TransientError as exn:
-            throttled = exn if exn.patient and self._patience else None
+            if exn.patient and self._patience:
+                with self._guard:
+                    level, message = logging.WARNING, self._slow_down(exn)
             raise
         finally:
-            self._end(throttled, is_served)
+            with self._guard:
+                self._busy -= 1
+            if message:
+                extra = {"event": "throttled", "place": self._server}
+                logger.log(level, "%s %s", self._server, message, extra=extra)
 
-    def _begin(self) -> float:
-        """Begin a request and return 0, or return the seconds to wait."""
-        with self._guard:
-            if not self.is_over:
-                if self._busy >= self._limit:
-                    return _POLL * random.uniform(0.5, 1.0)  # noqa: S311 - jitter
-                if (wait := self._next - clock.monotonic()) > 0:
-                    return wait
-            self._busy += 1
+    def _wait(self) -> float:
+        """Return the seconds until a request may be sent, while the server throttles."""
+        if self.is_over:
             return 0.0
-
-    def _end(self, throttled: TransientError | None, is_served: bool) -> None:
-        message = ""
-        with self._guard:
-            self._busy -= 1
-            if throttled is not None:
-                message = self._slow_down(throttled)
-            elif is_served:
-                message = self._speed_up()
-        if message:
-            level = logging.INFO if throttled is None else logging.WARNING
-            extra = {"event": "throttled", "place": self._server}
-            logger.log(level, "%s %s", self._server, message, extra=extra)
+        if self._busy >= self._limit:
+            return _POLL * random.uniform(0.5, 1.0)  # noqa: S311 - jitter
+        return self._next - clock.monotonic()
 
     def _slow_down(self, exn: TransientError) -> str:
-        """Halve the limit and set the next pause; return the text to log, if any."""
+        """Halve the limit and set the next pause; return the text to log, or ""."""
         now = clock.monotonic()
         if self._since is None:
-            self._since, self._full = now, self._busy + 1
+            self._since, self._full = now, self._busy
             self._served = now
             self._goal = self._full / 2
         if now >= self._next:  # the refusals of one round count once
-            self._limit = max(1, min(self._limit, self._busy + 1) // 2)
+            self._limit = max(1, min(self._limit, self._busy) // 2)
             pause = min(_LONGEST, _FIRST * 2**self._pauses) * random.uniform(0.5, 1.0)  # noqa: S311
             self._next = now + max(pause, min(exn.retry_after or 0.0, RETRY_AFTER_CAP))
             self._pauses += 1
@@ -116,12 +112,12 @@ class Pace:
         if for_now and now - self._announced < _ANNOUNCE_EVERY:
             return ""
         self._announced = now
-        wait = f"requests wait for up to {format_duration(self._patience)}"
         passed = f" (for {format_duration(for_now)} by now)" if for_now >= _ANNOUNCE_EVERY else ""
-        return f"is not ready: {exn}; {wait}{passed}"
+        patience = format_duration(self._patience)
+        return f"is not ready: {exn}; requests wait for up to {patience}{passed}"
 
     def _speed_up(self) -> str:
-        """Raise the limit; return the text to log, if any."""
+        """Raise the limit; return the text to log, or ""."""
         if self._since is None or math.isinf(self._limit):
             return ""
         self._pauses, self._served = 0, clock.monotonic()

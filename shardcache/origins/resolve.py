@@ -24,7 +24,7 @@ import os
 import shutil
 import threading
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -75,15 +75,16 @@ class Origins:
                 url=str(shard),
             )
         config, scheme = self._config, shard.scheme
+        # Two kinds of buckets take a client of their own.
         kind = needs_s3fs(shard.bucket_and_key()[0], {}) if scheme == "s3" else ""
+        key = scheme, shard.options, kind
         with self._guard:
-            if (scheme, shard.options, kind) not in self._made:
+            if key not in self._made:
                 if shard.options:
                     config = for_command(config, shard.options)
                 options = scheme_options(config, scheme)
-                made = _make(shard, options, config.endpoint_url, config.timeout)
-                self._made[scheme, shard.options, kind] = made
-            return self._made[scheme, shard.options, kind]
+                self._made[key] = _make(shard, options, config.endpoint_url, config.timeout)
+            return self._made[key]
 
     def add(self, scheme: str, origin: Origin) -> None:
         """Read ``scheme`` from ``origin`` in this process."""
@@ -155,12 +156,9 @@ class UpstreamOrigin:
     _found: ObjectInfo  # the version in the upstream
     _info: ObjectInfo  # the version at the origin if a sidecar states it, else `_found`
     digest: str | None  # tree digest of the bytes if a sidecar states it
-    conditional: bool = field(init=False)
+    conditional: bool
 
     states_checksums = False  # the digest proves more
-
-    def __post_init__(self) -> None:
-        self.conditional = self._origin.conditional
 
     def open(
         self, shard: ShardURL, start: int, stop: int | None, expected: ObjectInfo | None = None
@@ -221,17 +219,17 @@ class _Upstream:
         self._breaker.succeeded()
         if found is None or found.size is None:
             return None
-        info, digest = found, None
-        if sidecar:
-            try:
-                record = json.loads(sidecar)
-                if (record["key"], record["size"]) != (shard.key, found.size):
-                    raise ValueError("the sidecar belongs to another shard")
-                info, digest = ObjectInfo.from_record(record["object"]), str(record["digest"])
-            except (KeyError, TypeError, ValueError, RecursionError) as exn:
-                logger.info("%s: ignoring the copy in %s: %r", shard, self._name, exn)
-                return None
-        return UpstreamOrigin(self._name, origin, copy, found, info, digest)
+        if not sidecar:
+            return UpstreamOrigin(self._name, origin, copy, found, found, None, origin.conditional)
+        try:
+            record = json.loads(sidecar)
+            if (record["key"], record["size"]) != (shard.key, found.size):
+                raise ValueError("the sidecar belongs to another shard")
+            info, digest = ObjectInfo.from_record(record["object"]), str(record["digest"])
+        except (KeyError, TypeError, ValueError, RecursionError) as exn:
+            logger.info("%s: ignoring the copy in %s: %r", shard, self._name, exn)
+            return None
+        return UpstreamOrigin(self._name, origin, copy, found, info, digest, origin.conditional)
 
     def _failed(self, exn: Exception) -> None:
         opened = self._breaker.failed()

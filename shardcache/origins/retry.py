@@ -80,6 +80,10 @@ class Attempts:
                 url=self.url,
             )
 
+    def repeated(self) -> None:
+        """Count a request that failed and is repeated."""
+        self.retries += 1
+
     def extend(self, seconds: float) -> None:
         """Move the deadline by the time in which the download wanted no data."""
         if self.end is not None:
@@ -138,7 +142,7 @@ class Attempts:
             except TransientError as exn:
                 if self._is_repeated(exn) or self._pace.is_over or self._is_late(0):
                     raise
-            self.retries += 1
+            self.repeated()
 
     def _is_late(self, pause: float) -> bool:
         return self.end is not None and clock.monotonic() + pause > self.end
@@ -151,7 +155,7 @@ class Attempts:
         return state.attempt_number >= self.policy.attempts or self._is_late(state.upcoming_sleep)
 
     def _report(self, state: RetryCallState) -> None:
-        self.retries += 1
+        self.repeated()
         logger.warning(
             "%s: %s; attempt %d of %d failed, next in %.1f s",
             self.url,

@@ -27,7 +27,7 @@ from xml.etree import ElementTree
 
 from shardcache.errors import ConfigError, ShardCacheError
 from shardcache.origins.base import ObjectInfo, read_all, refusal
-from shardcache.origins.connection import Response, Transport, content_length
+from shardcache.origins.connection import Response, Transport
 from shardcache.origins.credentials import (
     chain_error,
     login_ended,
@@ -47,29 +47,29 @@ _EXPIRED = frozenset({"ExpiredToken", "RequestExpired", "TokenRefreshRequired"})
 _STATUS = dict.fromkeys((*_EXPIRED, "InvalidToken"), 403)
 #: Codes for a bucket in another region.
 _ELSEWHERE = frozenset({"AuthorizationHeaderMalformed", "IllegalLocationConstraintException"})
-#: Advice if access is denied.
+_SKEWED = "RequestTimeTooSkewed"
+#: Codes with which stores refuse an unknown header, with status 400. R2 sent 501 in January 2025.
+_UNKNOWN_HEADER = frozenset({"", "InvalidArgument", "InvalidRequest", "NotImplemented"})
+#: Advice if access is denied, by S3's code.
+_HINTS = {
+    **dict.fromkeys(
+        (*_EXPIRED, "InvalidToken", "InvalidAccessKeyId", "SignatureDoesNotMatch"),
+        "log in again, or check the profile, AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and "
+        "AWS_SESSION_TOKEN against this endpoint",
+    ),
+    "InvalidObjectState": "it is archived; restore it first",
+    _SKEWED: "this machine's clock is off; synchronise it",
+}
 _MAY_NOT = (
     "these credentials may not read it (a missing object looks the same to "
     "credentials without s3:ListBucket); check the policy, or pass another profile"
 )
-_LOGIN = (
-    "log in again, or check the profile, AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and "
-    "AWS_SESSION_TOKEN against this endpoint"
-)
-_SKEWED = "RequestTimeTooSkewed"
-#: Codes with which stores refuse an unknown header, with status 400. R2 sent 501 in January 2025.
-_UNKNOWN_HEADER = frozenset({"", "InvalidArgument", "InvalidRequest", "NotImplemented"})
-_WRONG_KEYS = ("InvalidToken", "InvalidAccessKeyId", "SignatureDoesNotMatch")
-_HINTS = {
-    **dict.fromkeys((*_EXPIRED, *_WRONG_KEYS), _LOGIN),
-    "InvalidObjectState": "it is archived; restore it first",
-    _SKEWED: "this machine's clock is off; synchronise it",
-}
 #: Requests the checksum of the object.
 _CHECKSUM = {"x-amz-checksum-mode": "ENABLED"}
 #: Bytes of a page of a listing that are read; a thousand keys take a megabyte at most.
 _LISTING_BYTES = 16 * 1024 * 1024
 _UNSIGNED = "UNSIGNED-PAYLOAD"
+_USUAL_ENDPOINT = r"https?://(?!s3-accelerate)[A-Za-z0-9.-]+(:(?!80/?$|443/?$)\d+)?/?"
 _REGION = re.compile(r"[A-Za-z0-9-]{1,64}")
 #: Credentials are renewed so many seconds before they expire, as botocore does.
 _RENEWED_BEFORE = 15 * 60
@@ -82,9 +82,9 @@ class _Bucket(NamedTuple):
     """How a bucket is reached."""
 
     server: str  # scheme, host and port
-    path: str  # prefix of the objects' paths; empty if the host name includes the bucket
+    path: str  # prefix of the objects' paths; "" if the host name includes the bucket
     region: str
-    service: str  # name of the service in signatures; empty for unsigned requests
+    service: str  # in signatures; "" for unsigned requests
 
 
 @dataclass(slots=True)
@@ -145,8 +145,8 @@ class S3Origin:
                     endpoint = s3_endpoint(self._options, self._endpoint_url) or ""
                     settings = sorted(item for item in os.environ.items() if "AWS_" in item[0])
                     key = repr((self._options, endpoint, settings, aws_files()))
-                    store = _stores.get(key) or _look_up(self._options, endpoint)
-                    store = _stores.setdefault(key, store)
+                    found = _stores.get(key) or _look_up(self._options, endpoint)
+                    store = _stores.setdefault(key, found)
                 self._transport = Transport(
                     timeout=self._timeout, proxies=store.proxies, trusted=store.trusted
                 )
@@ -201,10 +201,9 @@ class S3Origin:
         """See `base.Origin.stat`."""
         response = self._request("HEAD", shard, _CHECKSUM, _version(shard))
         response.close()
-        size = content_length(response.headers)
-        if size is None:  # then it cannot be compared with any version
+        if response.length is None:  # then it cannot be compared with any version
             raise ConfigError(f"{shard}: the origin describes it without a size.", url=str(shard))
-        return object_info(response, size)
+        return object_info(response, response.length)
 
     def list_page(self, shard: ShardURL, query: Mapping[str, str]) -> tuple[dict[str, int], str]:
         """List one page of the keys that begin with the key of ``shard``.
@@ -242,12 +241,11 @@ class S3Origin:
         """
         if self._options.get("requester_pays"):
             headers = {**headers, "x-amz-request-payer": "requester"}
-        bucket, tried = shard.bucket_and_key()[0], set[str]()
         plain = {name: value for name, value in headers.items() if name not in _CHECKSUM}
-        store = self.prepare()
+        bucket, store = shard.bucket_and_key()[0], self.prepare()
         if bucket in store.without_checksums:
             headers = plain
-        region = None
+        region, tried = None, set[str]()
         while True:
             used, keys, response = self._send(method, shard, region, headers, query)
             if response.status in (200, 206):
@@ -255,7 +253,7 @@ class S3Origin:
                     store.without_checksums.add(bucket)
                 store.worked |= keys is not None
                 return response
-            code, message, elsewhere = _read_refusal(response)
+            code, reason, elsewhere = _read_refusal(response)
             if elsewhere not in (None, used) and region is None:
                 logger.info("%s is in %s", shard, elsewhere)
                 region = elsewhere
@@ -276,7 +274,7 @@ class S3Origin:
                 raise refusal(
                     shard,
                     500 if code in transient else _STATUS.get(code, response.status),
-                    f"{store.name} answered {response.status} {code}: {message}",
+                    f"{store.name} answered {response.status} {reason}".rstrip(),
                     hint=_HINTS.get(code, _MAY_NOT),
                     headers=response.headers,
                     throttled=code in throttled or response.status == 503,
@@ -286,11 +284,11 @@ class S3Origin:
         """Sign with the store's time from now on. Returns False if its response has no Date."""
         from email.utils import parsedate_to_datetime
 
+        store = self.prepare()
         try:
             moment = parsedate_to_datetime(response.headers.get("date", "")).timestamp()
         except ValueError:
             return False
-        store = self.prepare()
         store.ahead = moment - time.time()
         text = "this machine's clock is %s off; requests to %s are signed with the store's time"
         logger.warning(text, format_duration(abs(store.ahead)), store.name)
@@ -321,11 +319,9 @@ class S3Origin:
         secrets: list[str] = []
         try:
             bucket = self._bucket(name, region)
-            path = bucket.path or "/"
+            path = f"{bucket.path}/{quote(key, safe='/~')}"
             if "list-type" in query:
-                query = {**query, "prefix": key}
-            else:
-                path = f"{bucket.path}/{quote(key, safe='/~')}"
+                path, query = bucket.path or "/", {**query, "prefix": key}
             pairs = sorted((quote(n, safe="~"), quote(v, safe="~")) for n, v in query.items())
             if pairs:
                 path += "?" + "&".join(f"{name}={value}" for name, value in pairs)
@@ -336,9 +332,11 @@ class S3Origin:
                 headers |= _signature(method, bucket, path, headers, keys, now)
                 signature = headers["Authorization"].rpartition("=")[2]
                 secrets = [*secret_forms(keys.secret_key, keys.token), signature]
-            response = self._transport.request(method, f"{bucket.server}{path}", headers)
+            response = self._transport.request(method, bucket.server, path, headers)
             response.secrets = secrets
             return bucket.region, keys, response
+        except ShardCacheError:
+            raise
         except Exception as exn:  # noqa: BLE001 - botocore has its own exceptions
             error = self._error_for(exn, shard, secrets)
         raise error
@@ -348,13 +346,11 @@ class S3Origin:
     ) -> Exception:
         """Return our error for a request that could not be signed, or had no response."""
         store = self.prepare()
-        if isinstance(exn, ShardCacheError):
-            return exn
+        if type(exn).__module__.startswith("botocore"):  # which may not be imported
+            return chain_error(exn, shard, self._profile, worked=store.worked)
         if isinstance(exn, (OSError, ValueError, TypeError, AttributeError)):
             return unanswered(exn, shard, store.name, secrets)
-        if not type(exn).__module__.startswith("botocore"):  # botocore may not be imported
-            return exn
-        return chain_error(exn, shard, self._profile, worked=store.worked)
+        return exn
 
     @property
     def _profile(self) -> str | None:
@@ -378,16 +374,15 @@ def _session(options: Mapping[str, Any]) -> Any:
     import botocore.session
 
     session = botocore.session.Session(profile=options.get("profile"))
-    given, names = options.get("client_kwargs") or {}, _KEY_NAMES
-    if not given.get(names[0]):
-        given, names = options, ("key", "secret", "token")
-    if given.get(names[0]):
-        session.set_credentials(*(given.get(name) for name in names))
+    client = options.get("client_kwargs") or {}
+    for given, names in ((options, ("key", "secret", "token")), (client, _KEY_NAMES)):
+        if given.get(names[0]):  # the last ones win
+            session.set_credentials(*(given.get(name) for name in names))
     return session
 
 
 def _look_up(options: Mapping[str, Any], endpoint: str) -> _Store:
-    """Find out, with botocore, how a store is reached; its import takes a tenth of a second."""
+    """Find out with botocore how a store is reached."""
     import botocore.exceptions
     from botocore.config import Config
     from botocore.httpsession import get_cert_path
@@ -464,32 +459,19 @@ def _usual_address(endpoint: str, name: str, region: str) -> tuple[str, str] | N
     """Return the server and the path of a bucket, as botocore's clients compose them.
 
     At a custom endpoint, a bucket is part of the path. At AWS, it is part of the host name; see
-    https://docs.aws.amazon.com/AmazonS3/latest/userguide/VirtualHosting.html.
-
-    Returns:
-        The first two fields of `_Bucket`; None for unusual addresses, which are left to botocore:
-        ARNs, dots in names, S3 Accelerate, other partitions of AWS.
+    https://docs.aws.amazon.com/AmazonS3/latest/userguide/VirtualHosting.html. None stands for
+    unusual addresses: ARNs, dots in names, S3 Accelerate, other partitions of AWS.
     """
-    if not re.fullmatch(r"[a-z0-9][a-z0-9-]{1,61}[a-z0-9]", name):
-        return None
-    if endpoint:
-        if not re.fullmatch(
-            r"https?://(?!s3-accelerate)[A-Za-z0-9.-]+(:(?!80/?$|443/?$)\d+)?/?", endpoint
-        ):
-            return None
-        return endpoint.rstrip("/"), f"/{name}"
-    if re.fullmatch(r"(?!cn-)[a-z]{2}-[a-z]+-\d", region):
-        return f"https://{name}.s3.{region}.amazonaws.com", ""
+    if re.fullmatch(r"[a-z0-9][a-z0-9-]{1,61}[a-z0-9]", name):
+        if re.fullmatch(_USUAL_ENDPOINT, endpoint):
+            return endpoint.rstrip("/"), f"/{name}"
+        if not endpoint and re.fullmatch(r"(?!cn-)[a-z]{2}-[a-z]+-\d", region):
+            return f"https://{name}.s3.{region}.amazonaws.com", ""
     return None
 
 
 def _signature(
-    method: str,
-    bucket: _Bucket,
-    target: str,
-    headers: Mapping[str, str],
-    keys: Any,
-    now: float,
+    method: str, bucket: _Bucket, target: str, headers: Mapping[str, str], keys: Any, now: float
 ) -> dict[str, str]:
     """Return the headers that sign a request and its x-amz- headers (Signature Version 4)."""
     path, _, query = target.partition("?")
@@ -528,14 +510,15 @@ def _version(shard: ShardURL, expected: ObjectInfo | None = None) -> dict[str, s
 
 
 def _read_refusal(response: Response) -> tuple[str, str, str | None]:
-    """Return S3's code, its message or HTTP's, and the bucket's region if that is another one."""
+    """Return S3's code, its code and message, and the bucket's region if that is another one."""
     try:
         found = ElementTree.fromstring(refused(response))  # noqa: S314 - by expat
     except ElementTree.ParseError:
         found = ElementTree.Element("")  # the page of a proxy, or an empty body
     code = quoted(found.findtext(".//{*}Code") or "", response.secrets)
-    message = quoted(found.findtext(".//{*}Message") or response.reason, response.secrets)
+    message = quoted(found.findtext(".//{*}Message") or "", response.secrets)
     elsewhere = response.status in (301, 302, 307) or code in _ELSEWHERE
     elsewhere |= response.status == 400 and not code  # the response to a HEAD
     region = response.headers.get("x-amz-bucket-region") or found.findtext(".//{*}Region") or ""
-    return code, message, region if elsewhere and _REGION.fullmatch(region) else None
+    reason = ": ".join(filter(None, (code, message)))
+    return code, reason, region if elsewhere and _REGION.fullmatch(region) else None

@@ -3,8 +3,8 @@
     from shardcache.prewarm import expand, prewarm
 
 `plan` expands shard specifications and compares them with the cache. `run` has `prewarm`, which
-makes a plan and carries it out with the threads of a `pool` and with helper processes (`helpers`).
-`ray` runs a prewarm on every node of a cluster. The results are classes of `shardcache.results`.
+makes a plan and carries it out with the threads and helper processes of a `pool`. `ray` runs a
+prewarm on every node of a cluster. The results are classes of `shardcache.results`.
 """
 
 from shardcache.prewarm.plan import expand

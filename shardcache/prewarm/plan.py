@@ -2,8 +2,8 @@
 
     expand: specifications -> URLs      wanted_shards: URLs -> shards      make_plan: shards -> plan
 
-Planning reads names and sizes. It opens no shard and verifies no digest. An outdated plan does no
-harm: if other processes add or evict entries in the meantime, the downloads notice it.
+Planning reads names and sizes, and opens no shard. If other processes add or evict entries in the
+meantime, the downloads notice it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from shardcache import clock
 from shardcache.errors import ConfigError, ShardCacheError
@@ -30,8 +30,6 @@ from shardcache.urls import ShardURL
 
 if TYPE_CHECKING:
     from shardcache.cache import Cache
-
-T = TypeVar("T")
 
 #: HEAD requests in flight during a refresh. Each is one round trip without a body.
 _REQUESTS = 16
@@ -51,16 +49,11 @@ class Share:
     WebDataset's ``split_by_node`` gives rank r of w the shards r, r + w, r + 2w, ... of the
     expanded list. Ranks are numbered node by node, as torchrun and Slurm
     (``--distribution=block``) do: with k ranks per node, node n has the ranks n*k to n*k + k - 1.
-
-    Attributes:
-        node: number of this node, from 0.
-        count: number of nodes.
-        ranks: number of training processes on each node.
     """
 
-    node: int
-    count: int
-    ranks: int = 1
+    node: int  #: number of this node, from 0
+    count: int  #: number of nodes
+    ranks: int = 1  #: training processes on each node
 
     def __post_init__(self) -> None:
         if self.ranks < 1 or not 0 <= self.node < self.count:
@@ -69,7 +62,7 @@ class Share:
                 "are numbered from 0. Correct --node-rank, --node-count or --ranks-per-node."
             )
 
-    def of(self, shards: Sequence[T]) -> list[T]:
+    def of(self, shards: Sequence[ShardURL]) -> list[ShardURL]:
         """Return the shards that this node's ranks read, in the order of the list."""
         world = self.count * self.ranks
         return [each for n, each in enumerate(shards) if n % world // self.ranks == self.node]
@@ -125,12 +118,8 @@ def wanted_shards(
 ) -> tuple[ShardURL, ...]:
     """Expand and parse shard specifications; keep the first of two names of one object.
 
-    Args:
-        cache: the cache to fill.
-        wanted: specifications, which are expanded, or parsed URLs, which are not.
-        listing: lists prefixes and patterns.
-        share: keep only the shards that this node reads. As in WebDataset, a shard that is named
-            twice counts twice in the split.
+    With ``share``, keep only the shards that this node reads. As in WebDataset, a shard that is
+    named twice counts twice in the split. Parsed URLs are not expanded.
 
     Raises:
         ConfigError: not a URL, or a URL that this cache does not store.
@@ -164,9 +153,6 @@ def make_plan(
         best_effort: leave out the shards that do not fit. Earlier shards take precedence.
         list_sizes: request the sizes of the missing shards from their origins.
         refresh: ask the origins which of the cached shards they have replaced.
-
-    Raises:
-        OSError: the cache directory cannot be read.
     """
     wanted = {shard.key for shard in shards}
     entries = list(cache.entries())
@@ -191,41 +177,30 @@ def make_plan(
     needed = lacking = sum(on_disk.values())
     free = evict = 0
     for tier in process.tiers:  # a tier takes what the one before it has no room for
-        tier_free, tier_evict, left = _room(tier, entries, wanted, lacking)
+        tier_free, tier_evict, tier_lacks = _room(tier, entries, wanted, lacking)
         # A tier that is over its limits lacks more than these shards need.
-        lacking = min(lacking, left)
+        lacking = min(lacking, tier_lacks)
         free, evict = free + tier_free, evict + tier_evict
     left_out = set()
-    room = needed - lacking
+    left = needed - lacking
     for shard in missing if best_effort else ():
-        if (size := on_disk.get(shard.key, 0)) <= room:
-            room -= size
+        if (size := on_disk.get(shard.key, 0)) <= left:
+            left -= size
         else:
             left_out.add(shard.key)
-    return PrewarmPlan(
-        shards,
-        cached,
-        sizes,
-        free,
-        evict,
-        lacking,
-        left_out=frozenset(left_out),
-        outdated=outdated,
-        unconfirmed=unconfirmed,
-        needed=needed,
-    )
+    room = free, evict, lacking, frozenset(left_out)
+    return PrewarmPlan(shards, cached, sizes, *room, outdated, unconfirmed, needed)
 
 
 def _outdated_versions(cache: Cache, shard: ShardURL) -> frozenset[str] | Exception:
     """Return the cached versions of a shard if its origin has replaced them all.
 
-    Returns an exception if the origin does not answer. A ``pipe:`` command and a URL with a version
-    id cannot be outdated.
+    Returns an exception if the origin does not answer.
     """
     process = cache.processes.here()
     process.site()
     entries = [entry for store in process.stores() for entry in store.entries_of(shard.key)]
-    if not entries or shard.scheme == "pipe" or shard.version_id:
+    if not entries or shard.scheme == "pipe" or shard.version_id:  # it cannot be outdated
         return frozenset()
     try:
         origin, attempts = process.origins.of(shard), process.engine.policy.started(str(shard))

@@ -4,10 +4,7 @@
                   <- a batch of news every second (a streaming generator) <-
 
 Each node uses its own cache, configuration and credentials: those of the environment in which
-``ray start`` ran there. The driver sends only shard specifications and the options of the prewarm.
-
-The nodes that are alive at the start take part. If a node fails or dies, its report says so, and
-the others complete. Downloaded shards stay in the caches, so a second call downloads the rest.
+``ray start`` ran there. If a node fails or dies, its report says so, and the others complete.
 """
 
 from __future__ import annotations
@@ -15,6 +12,7 @@ from __future__ import annotations
 import io
 import ipaddress
 import logging
+import math
 import os
 import queue
 import signal
@@ -64,23 +62,14 @@ class NodeLostError(ShardCacheError):
 
 @dataclass(slots=True)
 class NodeReport:
-    """The prewarm of one node, as far as it has sent news.
+    """The prewarm of one node, as far as it has sent news."""
 
-    Attributes:
-        name: name of the node. If two nodes share a name, the start of its id follows.
-        number: number of the node, from 0, in the order of addresses and then names.
-        plan: the node's plan, or None before it has sent one.
-        results: results of the shards that are finished, by key.
-        interrupted: whether its task was cancelled.
-        error: an error that concerns more than single shards, or None.
-    """
-
-    name: str
-    number: int
-    plan: PrewarmPlan | None = None
-    results: dict[str, ShardResult] = field(default_factory=dict)
-    interrupted: bool = False
-    error: Exception | None = None
+    name: str  #: if two nodes share a name, the start of its id follows
+    number: int  #: from 0, in the order of addresses and then names
+    plan: PrewarmPlan | None = None  #: None before it has sent one
+    results: dict[str, ShardResult] = field(default_factory=dict)  #: of finished shards, by key
+    interrupted: bool = False  #: whether its task was cancelled
+    error: Exception | None = None  #: an error that concerns more than single shards
     _report: PrewarmReport | None = None
 
     @property
@@ -134,7 +123,7 @@ def prewarm_nodes(
     """Prewarm the cache of every live node of a Ray cluster.
 
     The cluster is the one that this process is connected to, else that of ``RAY_ADDRESS``, else
-    the one that this machine belongs to. This function never starts a cluster.
+    the one that this machine belongs to. A second call downloads the shards that are missing.
 
     Args:
         urls: one shard specification or several; each node lists prefixes and patterns itself.
@@ -177,10 +166,10 @@ def prewarm_nodes(
             pin = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
             stream = task.options(scheduling_strategy=pin).remote(*arguments, share)
             streams[stream] = nodes[number]
-        deadline: float | None = None  # set when the tasks are cancelled
+        deadline = math.inf  # changes when the tasks are cancelled
         try:
-            while streams and (deadline is None or clock.monotonic() < deadline):
-                if stop.is_set() and deadline is None:
+            while streams and clock.monotonic() < deadline:
+                if stop.is_set() and deadline == math.inf:
                     deadline = clock.monotonic() + _CANCEL_TIMEOUT
                     for stream in streams:
                         ray.cancel(stream)
@@ -193,8 +182,8 @@ def prewarm_nodes(
                         del streams[stream]
                     except ray.exceptions.RayError as exn:
                         del streams[stream]
-                        report.interrupted = deadline is not None
-                        if deadline is None:
+                        report.interrupted = deadline < math.inf
+                        if not report.interrupted:
                             report.error = _lost(ray, alive[report.number]["NodeID"], exn)
                 with redirect_stdout(out):
                     on_news(nodes)
@@ -207,8 +196,7 @@ def prewarm_nodes(
 
 
 def _sort_key(node: Mapping[str, Any]) -> tuple[int, str, str]:
-    """Order nodes by address, as a number so that .9 is before .10, and then by name."""
-    address = int(ipaddress.ip_address(node["NodeManagerAddress"]))
+    address = int(ipaddress.ip_address(node["NodeManagerAddress"]))  # .9 is before .10
     return address, str(node.get("NodeName", "")), str(node["NodeID"])
 
 
@@ -265,8 +253,7 @@ def _prewarm_here(
 ) -> Iterator[_News]:
     """Run a prewarm in a thread of this node, and yield news of it. This is the Ray task.
 
-    `ray.cancel` raises KeyboardInterrupt here, which stops the prewarm. After that, Ray delivers
-    no more news.
+    `ray.cancel` raises KeyboardInterrupt here. After that, Ray delivers no more news.
     """
     news, stop = queue.SimpleQueue[Event | PrewarmReport | Exception](), threading.Event()
 

@@ -1,7 +1,5 @@
 """`prewarm`: expand the specifications, make a plan, refuse it if it cannot fit, download.
 
-    wanted_shards -> make_plan -> does it fit? -> Pool: downloads -> report
-
 Several prewarms may run on one cache at the same time, in one process or in several. Like all
 readers, they share their downloads.
 """
@@ -14,19 +12,15 @@ import math
 import os
 import threading
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import TYPE_CHECKING
 
 from shardcache import clock
-from shardcache.config import __version__
 from shardcache.download.pool import parse_rate
 from shardcache.errors import CacheFullError, ConfigError, ShardCacheError
-from shardcache.files import Modes
 from shardcache.layout import Layout
 from shardcache.origins.listing import Listing
-from shardcache.prewarm.helpers import Helper
 from shardcache.prewarm.plan import Share, make_plan, wanted_shards
-from shardcache.prewarm.pool import Pool, serve
+from shardcache.prewarm.pool import Helper, Pool
 from shardcache.results import Event, Outcome, Planned, PrewarmReport, Stopped, is_full
 from shardcache.store.root import make_root
 from shardcache.units import format_bytes
@@ -40,6 +34,17 @@ JOBS = 32
 #: Modules that `import shardcache` does not import. The owner imports them before it forks, so that
 #: its helpers need not.
 _ENGINE = ("download.acquire", "space.clean", "stats.database", "origins.s3")
+#: Four interpreters can download faster than the network links of today's nodes.
+_MOST_PROCESSES = 4
+
+
+def most_processes() -> int:
+    """Return how many processes a prewarm may use: one if this process has threads already.
+
+    A fork does not copy threads, so locks that they hold would stay locked in the child.
+    """
+    cores = len(os.sched_getaffinity(0))
+    return 1 if threading.active_count() > 1 else min(_MOST_PROCESSES, cores)
 
 
 def prewarm(
@@ -101,7 +106,7 @@ def prewarm(
     if count:
         for name in _ENGINE:
             importlib.import_module(f"shardcache.{name}")
-    helpers = [Helper(partial(serve, cache)) for _ in range(count)]
+    helpers = [Helper(cache) for _ in range(count)]
 
     def report(events: Iterable[Event]) -> None:
         for event in events:
@@ -146,7 +151,7 @@ def prewarm(
 def _make_directory(cache: Cache) -> None:
     """Create the cache directory, so that an unusable one is reported once, not for each shard."""
     try:
-        make_root(cache.dir, __version__, Modes.of(cache.config.shared_group))
+        make_root(cache.config)
         if not os.access(Layout.of_root(cache.dir).partial, os.W_OK | os.X_OK):
             raise PermissionError(errno.EACCES, "no write permission")
     except OSError as exn:

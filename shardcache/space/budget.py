@@ -1,11 +1,11 @@
 """Reserving room for a shard before its first byte is written.
 
 The node keeps one number, ``usage``: the bytes on disk of all entries, and of all shards in flight
-with their final sizes. It is read and written under the budget lock only. Entries and partials are
-counted again after a minute, and before a shard is evicted or refused. A refusal is remembered for
-a minute, or until a process cleans the cache or a job ends. If locks fail, each process may exceed
-the budget by the shards that others admit at the same moment. Nodes that share a directory do not
-share the number: they count each time.
+with their final sizes. It is written under the budget lock only. Entries and partials are counted
+again after a minute, and before a shard is evicted or refused. A refusal is remembered for a
+minute, or until a process cleans the cache or a job ends. If locks fail, each process may exceed
+the budget by the shards that others admit at the same moment. Nodes that share a directory count
+each time.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from shardcache.space.eviction import (
     sweep,
     total_bytes,
 )
-from shardcache.space.memory import Volume, allocation, is_memory
+from shardcache.space.memory import Volume, allocation
 from shardcache.store.entry import Entry, Store
 from shardcache.store.partial import InFlight, in_flight
 from shardcache.threads import lazy
@@ -48,17 +48,15 @@ from shardcache.units import format_bytes
 
 logger = logging.getLogger(__name__)
 
-#: Seconds until a count is repeated and a refusal is forgotten. Only failed downloads and removals
-#: by hand make a count wrong, and they make it too high.
+#: Seconds until a count is repeated. Failed downloads and removals by hand make it too high.
 _BELIEVED = 60.0
-#: Attempts to plan and evict: a process may begin to read a shard between plan and eviction. After
-#: six attempts the new shard is streamed.
+#: Attempts to plan and evict: a process may begin to read a shard between plan and eviction.
 _PLANS = 6
 #: Shards that a node may admit at one moment, before one process sees the partials of the others:
 #: 8 ranks with 8 workers each.
 _AT_ONCE = 64
-#: At this many entries or more, an eviction removes another 1 % of the bytes in the cache. Thus a
-#: full cache is listed once per hundred new shards, and not once for each.
+#: At this many entries or more, an eviction removes another 1 % of the bytes in the cache, so that
+#: a full cache is listed once per hundred new shards.
 _EACH = 100
 #: Seconds to wait for the budget lock. Its holder counts and evicts; if that takes longer, it was
 #: probably stopped, and the shard is admitted without the lock.
@@ -72,12 +70,12 @@ _MAX_USAGE = 4096  #: most bytes to read of ``usage``, which has about 100
 class _Usage:
     """The content of ``usage``."""
 
-    held: int  #: bytes on disk of entries, and of shards in flight with their final sizes
+    held: int  #: bytes on disk of entries and shards in flight
     counted: float  #: when they were counted, of the monotonic clock, which all processes share
     most: int | None = None  #: the largest possible `held` since a refusal; None without one
 
     def missing(self, need: int) -> int:
-        """Return how many of ``need`` bytes find no room, according to the last refusal."""
+        """Return how many of ``need`` bytes find no room since the last refusal."""
         return 0 if self.most is None else max(0, self.held + need - self.most)
 
 
@@ -105,8 +103,6 @@ class Space:
         # So that one thread of this process at a time polls the budget lock.
         self._threads = threading.Lock()
 
-    # -- admission -----------------------------------------------------------------
-
     @lazy
     def max_size(self) -> int | None:
         """Most bytes that the cache may hold; None if only free space limits it."""
@@ -128,16 +124,15 @@ class Space:
         Raises:
             CacheFullError: there is no room, and the other shards may not be evicted.
         """
-        if size is not None:
-            if too_large := self._too_large(url, size):
-                raise too_large
-            if self.max_size is None:
-                # If all shards of a moment fit, the budget lock is not needed.
-                volume, need = Volume.of(self.node.base), self.allocated(size)
-                spare = volume.free - self._config.min_free.of(volume.size) - self._announced()
-                if spare >= _AT_ONCE * need:
-                    yield
-                    return
+        if size is not None and (too_large := self._too_large(url, size)):
+            raise too_large
+        if size is not None and self.max_size is None:
+            # If all shards of a moment fit, the budget lock is not needed.
+            volume = Volume.of(self.node.base)
+            spare = volume.free - self._config.min_free.of(volume.size) - self._announced()
+            if spare >= _AT_ONCE * self.allocated(size):
+                yield
+                return
         with self._threads, self._budget_lock():
             self._reserve(url, size)
             yield
@@ -169,12 +164,10 @@ class Space:
         )
 
     def make_room(self, url: str, size: int) -> None:
-        """Evict for a shard of ``size`` bytes after the disk was full, and three entries more.
+        """Evict for a shard of ``size`` bytes after the disk was full. Raises `CacheFullError`.
 
-        The disk may lack inodes, of which a download takes more than an entry has.
-
-        Raises:
-            CacheFullError: there is no room, and the other shards may not be evicted.
+        Three more entries go, because the disk may lack inodes, of which a download takes more than
+        an entry has.
         """
         with self._budget_lock():
             self.recount()
@@ -189,8 +182,7 @@ class Space:
     def relieve(self) -> int:
         """Evict from a RAM disk until the job has the memory that it needs; return the bytes.
 
-        The policy does not matter: an entry can be downloaded again, but the kernel kills a job
-        without memory. Entries that are read or pinned stay.
+        Shards of running jobs are evicted, too, because the kernel kills a job without memory.
         """
         with self._budget_lock():
             planned = self.plan(Limits(free_needed=self.limits().free_needed), jobs=False)
@@ -202,8 +194,7 @@ class Space:
         need = 0 if size is None else self.allocated(size)
         usage = None if size is None else self._read()
         entries: list[Entry] | None = None
-        swept = False
-        for _ in range(_PLANS):
+        for attempt in range(_PLANS):
             limits = self.limits(need)
             if limits == Limits():
                 return  # no limit applies, so the usage is not needed
@@ -215,10 +206,8 @@ class Space:
             if max(over, limits.free_needed) <= 0:
                 self._write(replace(usage, held=usage.held + need))
                 return
-            if not swept:  # the partials of dead processes are removed before entries
-                swept = True
-                if self._sweep():
-                    entries = None
+            if attempt == 0 and self._sweep():  # partials of dead processes go before entries
+                entries = None
             if entries is None:
                 usage = None  # count before shards are evicted or refused
                 continue
@@ -238,8 +227,6 @@ class Space:
             usage = None  # a process reads one of them now, or another rank has linked it
         raise self._no_room(url)
 
-    # -- usage ---------------------------------------------------------------------
-
     def recount(self) -> None:
         """Remove ``usage``, so that the next admission counts entries and partials."""
         with contextlib.suppress(OSError):
@@ -247,32 +234,24 @@ class Space:
 
     def flights(self) -> list[InFlight]:
         """List the shards in flight of all namespaces; their sizes are bytes on disk."""
-        flights = (flight for store in self.stores() for flight in in_flight(store.layout))
-        return [
-            replace(
-                flight,
-                occupied=self.allocated(flight.occupied),
-                size=None if flight.size is None else self.allocated(flight.size),
-            )
-            for flight in flights
-        ]
+        found = []
+        for flight in (each for store in self.stores() for each in in_flight(store.layout)):
+            size = None if flight.size is None else self.allocated(flight.size)
+            found.append(replace(flight, occupied=self.allocated(flight.occupied), size=size))
+        return found
 
     def _entries(self) -> list[Entry]:
         return [entry for store in self.stores() for entry in store.entries()]
 
     def _count(self) -> tuple[_Usage, list[Entry]]:
-        """Count entries and partials, and list the entries.
-
-        Partials come first: one that is published before the entries are listed counts as an entry
-        only. A partial that still exists counts in addition to an entry of the same version, whose
-        place it may take.
-        """
-        counted = clock.monotonic()
-        flights = self.flights()
+        """Count entries and partials, and list the entries."""
+        counted, flights = clock.monotonic(), self.flights()
         if any(flight.live and flight.key and flight.size is None for flight in flights):
             counted = -math.inf  # the final size of one is unknown: the next admission counts again
         entries = self._entries()
         published = {(entry.key, entry.version) for entry in entries}
+        # A partial that was published after it was listed counts as an entry only. One that still
+        # exists beside an entry of its version may take that one's place.
         reserved = sum(
             flight.reserved
             for flight in flights
@@ -293,23 +272,22 @@ class Space:
         return None
 
     def _write(self, usage: _Usage) -> None:
-        path, layout = self.node.usage, self.node
+        layout = self.node
         if layout.grace is not None:
             return
         record = json.dumps([boot_id(), usage.held, usage.counted, usage.most]).encode()
         try:
-            replace_file(path, record, layout.modes.file, via=layout.partial)
+            replace_file(layout.usage, record, layout.modes.file, via=layout.partial)
         except OSError as exn:  # full, read-only
-            logger.debug("%s: %s", path, exn)
+            logger.debug("%s: %s", layout.usage, exn)
             self.recount()
-
-    # -- limits and plans ----------------------------------------------------------
 
     def limits(self, newcomer: int | None = None) -> Limits:
         """Return the configured limits in bytes, for the present state of the filesystem.
 
-        ``newcomer`` is the bytes on disk of a shard to admit in addition to those in flight. None
-        is for cleaning, which also removes entries that are too old.
+        Args:
+            newcomer: bytes on disk of a shard to admit; None is for cleaning, which also removes
+                entries that are too old.
         """
         volume = Volume.of(self.node.base)
         free = self._config.min_free.of(volume.size)
@@ -329,11 +307,6 @@ class Space:
         sizes = [parsed[2] for name in names if (parsed := parse_partial_name(name))]
         return sum(math.inf if size is None else self.allocated(size) for size in sizes)
 
-    @property
-    def is_pressed(self) -> bool | None:
-        """Whether a RAM disk leaves too little memory; None if the cache is on no RAM disk."""
-        return self.limits().free_needed > 0 if is_memory(self.node.base) else None
-
     def plan(
         self,
         limits: Limits,
@@ -347,11 +320,13 @@ class Space:
         Without ``jobs``, shards that running jobs use may be evicted. ``entries`` are all entries,
         if the caller has listed them.
         """
-        policy = Policy.of(self._config, self.node, clock.time(), jobs=jobs)
-        entries = self._entries() if entries is None else entries
-        in_use = self.stores()[0].in_use
         return plan(
-            entries, limits, policy, reserved=reserved, in_use=in_use, allocated=self.allocated
+            self._entries() if entries is None else entries,
+            limits,
+            Policy.of(self._config, self.node, clock.time(), jobs=jobs),
+            reserved=reserved,
+            in_use=self.stores()[0].in_use,
+            allocated=self.allocated,
         )
 
     def _sweep(self) -> int:
@@ -362,32 +337,24 @@ class Space:
         return sum(removal.size for removal in removals)
 
     def evict(self, planned: CleanReport) -> list[Removal]:
-        """Carry out a plan. Shards that a process reads now stay.
-
-        Returns:
-            The shards that were removed with their last link.
-        """
+        """Evict the shards of a plan, except those that a process reads now. Return those gone."""
         store, gone = self.stores()[0], []
         for removal in planned.removed:
             if all(store.evict(entry) for entry in removal.entries):
-                entry, reason = removal.entries[0], removal.reason.value
-                key, size = entry.key, entry.size
-                extra = {"event": "evicted", "key": key, "bytes": size, "reason": reason}
+                key, size, reason = removal.entries[0].key, removal.entries[0].size, removal.reason
+                extra = {"event": "evicted", "key": key, "bytes": size, "reason": reason.value}
                 logger.info("evicted %s, %d bytes (%s)", key, size, reason, extra=extra)
                 self._evicted(removal)
                 gone.append(removal)
         return gone
-
-    # -- locks ---------------------------------------------------------------------
 
     @contextlib.contextmanager
     def _budget_lock(self) -> Iterator[None]:
         """Hold the node's budget lock in the body; after a minute, warn and go on without it."""
         with self._hold("budget", _BUDGET_SECONDS) as other:
             if other is not None:
-                logger.warning(
-                    "%s has had the budget lock for a minute; going on without it", other
-                )
+                text = "%s has had the budget lock for a minute; going on without it"
+                logger.warning(text, other)
             yield
 
     @contextlib.contextmanager
@@ -400,11 +367,8 @@ class Space:
         with self._hold("clean", self._config.lock_timeout if wait else 0.0) as other:
             if other is not None:
                 root = self.node.base.parent
-                raise LockTimeoutError(
-                    f"{other} is cleaning {root}, so nothing was removed. Try again when it has "
-                    "ended.",
-                    dir=root,
-                )
+                text = f"{other} is cleaning {root}, so nothing was removed. Try again later."
+                raise LockTimeoutError(text, dir=root)
             yield
 
     @contextlib.contextmanager

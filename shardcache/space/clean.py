@@ -1,8 +1,7 @@
 """Cleaning: `Cache.clean`, ``shardcache clean``, and cleaning in the background of a job.
 
-The plan is made first and carried out unchanged, so a dry run shows what a run would remove. Shards
-that are pinned, read or in flight stay, and so do those that running jobs used, unless the limits
-say ``everything``.
+Shards that are pinned, read or in flight stay, and so do those that running jobs used, unless the
+limits have ``everything``.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from shardcache import clock, threads
 from shardcache.errors import LockTimeoutError
 from shardcache.space.budget import Space
 from shardcache.space.eviction import CleanReport, Limits, linked, sweep
+from shardcache.space.memory import is_memory
 from shardcache.space.pins import remove_expired
 from shardcache.space.tiers import Tier
 from shardcache.stats import database
@@ -27,8 +27,7 @@ __all__ = ["CleanReport", "Housekeeper", "clean", "joined", "remove"]
 
 logger = logging.getLogger(__name__)
 
-#: Seconds between two cleanings of a node, and from a process's first use of the cache to its first
-#: one. Many processes live no longer than the second.
+#: Seconds between two cleanings of a node, and until a process's first one. Many end before.
 INTERVAL = 300.0
 _FIRST = 60.0
 #: Seconds between two checks of the memory that is left.
@@ -44,11 +43,8 @@ def clean(
 ) -> CleanReport:
     """Evict until the limits hold, and remove the partials and sessions of dead processes.
 
-    Args:
-        space: the budget of the tier.
-        limits: limits that must hold afterwards.
-        orphans: also remove partials of dead processes that are younger than an hour.
-        dry_run: remove nothing, and return what would be removed.
+    With ``orphans``, this includes partials that are younger than an hour. With ``dry_run``, remove
+    nothing; the report has what would be removed.
     """
     keep = 0.0 if orphans or limits.everything else _KEEP_PARTIALS
     leftovers = [
@@ -99,21 +95,16 @@ def remove(
         The number of versions that were removed, or would be, their bytes, and the number of
         versions that stay. A file with several links counts once.
     """
-    removed = freed = in_use = 0
-    store = stores[0]
+    removed = freed = stay = 0
+    in_use, evict = stores[0].in_use, stores[0].evict
     for links in linked(entry for each in stores for entry in each.entries_of(key)):
-        if pinned:
-            is_removed = False
-        elif dry_run:
-            is_removed = not any(map(store.in_use, links))
-        else:
-            is_removed = all(store.evict(entry) for entry in links)
-        if is_removed:
+        is_free = not pinned and not (dry_run and any(map(in_use, links)))
+        if is_free and (dry_run or all(map(evict, links))):
             removed += 1
             freed += links[0].size
         elif any(entry.path.exists() for entry in links):
-            in_use += 1
-    return removed, freed, in_use
+            stay += 1
+    return removed, freed, stay
 
 
 class Housekeeper:
@@ -133,27 +124,22 @@ class Housekeeper:
 
     def check(self) -> None:
         """Start a cleaning if one is due. Otherwise, only reads the clock."""
-        now = clock.monotonic()
-        if now < self.due:
+        if (now := clock.monotonic()) < self.due:
             return
         self.due = now + _MEMORY_INTERVAL  # first, so that other threads return above
         try:
-            pressed, is_due = self._tier.space().is_pressed, now >= self._next
+            space = self._tier.space()
+            is_due, in_memory = now >= self._next, is_memory(space.node.base)
             if is_due:
                 self._next = now + INTERVAL
-                self._tier.refresh_session()
-            if pressed is None:
+            if not in_memory:
                 self.due = self._next
-            if is_due or pressed:
-                self._thread = threads.start(lambda: self._work(is_due), "shardcache-clean")
-        except (
-            OSError,
-            RuntimeError,
-        ) as exn:  # gone, or too many threads
+            if is_due or (in_memory and space.limits().free_needed):
+                self._thread = threads.start(lambda: self._work(space, is_due), "shardcache-clean")
+        except (OSError, RuntimeError) as exn:  # gone, or too many threads
             logger.debug("no cleaning: %s", exn)
 
-    def _work(self, is_due: bool) -> None:
-        space = self._tier.space()
+    def _work(self, space: Space, is_due: bool) -> None:
         try:
             if is_due:
                 self._clean(space)

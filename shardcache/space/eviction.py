@@ -4,10 +4,10 @@
     lru           the least recently used first
     fifo          the oldest download first
 
-`plan` is pure: the same entries, limits and policy give the same plan, so a dry run shows what a
-run would do. A file that several ranks link counts once, is as young as its latest use, and is
-removed with all its links or not at all. Dates come from wall clocks. One in the future counts as
-long ago. A wrong clock may evict a shard too early, but never one that is read or pinned.
+`plan` changes nothing, so a dry run shows what a run would do. A file that several ranks link
+counts once, is as young as its latest use, and is removed with all its links or not at all. Dates
+come from wall clocks. One in the future counts as long ago. A wrong clock may evict a shard too
+early, but never one that is read or pinned.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Removal:
     entries: Links = field(default=(), repr=False)  #: all links of the file; none for a partial
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the fields for JSON."""
+        """Return fields for JSON."""
         return {"name": self.name, "size": self.size, "reason": self.reason}
 
 
@@ -132,25 +132,18 @@ def _past(date: float, now: float) -> float:
 
 
 def linked(entries: Iterable[Entry]) -> list[Links]:
-    """Group entries that are links of one file.
-
-    Reads inodes only where a version is in several namespaces.
-    """
-    versions: dict[tuple[str, str, int], list[Entry]] = {}
+    """Group entries that are links of one file. Read inodes only if a version has several."""
+    entries = list(entries)
+    copies = Counter((entry.key, entry.version, entry.size) for entry in entries)
+    files: dict[object, list[Entry]] = {}
     for entry in entries:
-        versions.setdefault((entry.key, entry.version, entry.size), []).append(entry)
-    groups: list[Links] = []
-    for copies in versions.values():
-        files: dict[object, list[Entry]] = {}
-        for entry in sorted(copies):
-            file: object = entry.directory  # if the entry is gone
-            if len(copies) > 1:
-                with contextlib.suppress(OSError, DamagedError):
-                    data = entry.data.lstat()
-                    file = data.st_dev, data.st_ino
-            files.setdefault(file, []).append(entry)
-        groups += map(tuple, files.values())
-    return groups
+        file: object = entry.directory  # also if the entry is gone
+        if copies[entry.key, entry.version, entry.size] > 1:
+            with contextlib.suppress(OSError, DamagedError):
+                data = entry.data.lstat()
+                file = entry.version, data.st_dev, data.st_ino
+        files.setdefault(file, []).append(entry)
+    return [tuple(sorted(links)) for links in files.values()]
 
 
 def disk_bytes(links: Links, allocated: Callable[[int], int]) -> int:
@@ -172,9 +165,7 @@ def plan(
     in_use: Callable[[Entry], bool] = lambda entry: False,
     allocated: Callable[[int], int] = lambda size: size,
 ) -> CleanReport:
-    """Choose the shards to evict until the limits hold.
-
-    Replaced versions come first, then the others in the policy's order.
+    """Choose the shards to evict: replaced versions first, then the others in the policy's order.
 
     Args:
         entries: all entries of the root.
@@ -202,11 +193,8 @@ def plan(
         return max(map(policy.last_used, links))
 
     def order(links: Links) -> tuple[object, ...]:
-        """The first entries are evicted first."""
-        if policy.name == "fifo":
-            rank = min(entry.published for entry in links)
-        else:
-            rank = last_used(links)
+        is_fifo = policy.name == "fifo"
+        rank = min(entry.published for entry in links) if is_fifo else last_used(links)
         return not is_replaced(links), rank, *links[0]
 
     removed: list[Removal] = []
@@ -215,10 +203,8 @@ def plan(
             reason = Reason.ALL
         elif limits.max_age is not None and policy.now - last_used(links) > limits.max_age:
             reason = Reason.MAX_AGE
-        elif over + spare > 0:
-            reason = Reason.MAX_SIZE
-        elif short + spare > 0:
-            reason = Reason.MIN_FREE
+        elif max(over, short) + spare > 0:
+            reason = Reason.MAX_SIZE if over + spare > 0 else Reason.MIN_FREE
         else:
             continue
         kept = any(map(policy.keeps, links)) and not is_replaced(links)
@@ -242,10 +228,7 @@ def sweep(
         store: the namespace.
         allocated: computes the bytes on disk of a shard from its size.
         keep: seconds for which partials stay after their last write, to be resumed.
-        dry_run: remove nothing.
-
-    Yields:
-        The partials and damaged entries that were removed, or would be.
+        dry_run: remove nothing; only yield partials and damaged entries that would be removed.
     """
     layout = store.layout
     for each in in_flight(layout):

@@ -25,9 +25,9 @@ from shardcache.store.partial import record_size
 _MEMBERSHIP = Path("/proc/self/cgroup")
 #: v1 states "no limit" as the largest multiple of a page in a signed 64-bit number.
 _UNLIMITED = 1 << 60
-#: Seconds for which the headroom of the cgroups is believed, and the share of it that may be
-#: written in that time. Reading it for each small shard took 13 % of the time of a prewarm. Without
-#: the second bound, a job that grew while it wrote was killed within the first second.
+#: Seconds for which the headroom of the cgroups is believed (reading it for each small shard took
+#: 13 % of the time of a prewarm), and the share of it that may be written in that time (without
+#: this bound, a job that grew while it wrote was killed within the first second).
 _BELIEVED = 1.0
 _WRITTEN = 1 / 16
 #: Bytes of the largest block of a local filesystem, and of the usual one. NFS and Ceph state how
@@ -39,17 +39,14 @@ _last_read: dict[int, tuple[float, Volume | None, int]] = {}
 
 @dataclass(frozen=True, slots=True)
 class Volume:
-    """The size and the free bytes of a filesystem, or of the memory of a cgroup.
-
-    On a RAM disk, neither is more than the cgroup of this process leaves.
-    """
+    """The size and the free bytes of a filesystem, or of the memory of a cgroup."""
 
     size: int
     free: int
 
     @classmethod
     def of(cls, path: Path) -> Volume:
-        """Return the present state of the filesystem that ``path`` is on."""
+        """Return the state of the filesystem of ``path``; a RAM disk has the room of the cgroup."""
         stated = os.statvfs(path)
         size, free = stated.f_frsize * stated.f_blocks, stated.f_frsize * stated.f_bavail
         if is_memory(path) and (memory := _recent_headroom(path, free)) is not None:
@@ -60,23 +57,19 @@ class Volume:
 
     def budget(self, config: Config) -> int | None:
         """Return the most bytes that a cache on it may hold; None if only free space limits it."""
-        limits = []
-        if config.max_size is not None:
-            limits.append(config.max_size.of(self.size))
-        if config.ephemeral_limit is not None:
-            # The kubelet also counts the logs of the pod and other files of its containers.
-            limits.append(config.ephemeral_limit * 9 // 10)
-        return min(limits, default=None)
+        limit = None if config.max_size is None else config.max_size.of(self.size)
+        if config.ephemeral_limit is None:
+            return limit
+        # The kubelet also counts the logs of the pod and other files of its containers.
+        pod = config.ephemeral_limit * 9 // 10
+        return pod if limit is None else min(limit, pod)
 
 
 def allocation(root: Path) -> Callable[[int], int]:
     """Return a function that computes the bytes on disk of a shard from its size.
 
     It counts whole blocks for the data and for the sidecar or journal, and the two directories of
-    an entry. Only this call queries the filesystem.
-
-    Args:
-        root: a directory of the cache. It need not exist yet.
+    an entry. Only this call queries the filesystem. ``root`` need not exist yet.
     """
     path = next(path for path in (root, *root.parents) if path.exists())
     block = os.statvfs(path).f_frsize
@@ -102,10 +95,7 @@ def _is_memory(path: str, device: int) -> bool:
 
 
 def _recent_headroom(disk: Path, free: int) -> Volume | None:
-    """Return `memory_headroom` of the last second, less the bytes written to the disk since then.
-
-    ``free`` is the bytes that the disk, which is in memory, has free now.
-    """
+    """Return `memory_headroom` of the last second, less what filled the RAM disk since then."""
     now, device = clock.monotonic(), disk.stat().st_dev
     then, memory, free_then = _last_read.get(device, (-_BELIEVED, None, free))
     written = free_then - free
@@ -155,14 +145,15 @@ def _levels(controller: str) -> tuple[tuple[Path, bool], ...]:
         _, controllers, path = line.split(":", 2)
         paths |= dict.fromkeys(controllers.split(","), path)
     v1 = controller in paths  # then a v2 hierarchy does not control it
+    path = paths.get(controller if v1 else "", "/")
     for mount in read_mounts():
-        is_v1 = mount.type == "cgroup" and controller in mount.options
-        if is_v1 if v1 else mount.type == "cgroup2":
-            top, path = Path(mount.point), paths[controller] if v1 else paths.get("", "/")
+        if mount.type == ("cgroup" if v1 else "cgroup2") and (
+            not v1 or controller in mount.options
+        ):
             # A container may see the path on the host, but only its own part of the tree.
             relative = os.path.relpath(path, mount.root)
             is_outside = ".." in f"{path}/{relative}".split("/")  # of this cgroup namespace
+            top = Path(mount.point)
             inside = top if is_outside else top / relative
-            above = (level for level in inside.parents if level.is_relative_to(top))
-            return tuple((level, v1) for level in (inside, *above))
+            return tuple((x, v1) for x in (inside, *inside.parents) if x.is_relative_to(top))
     return ()

@@ -1,8 +1,7 @@
 """Pins: shards that a user keeps with ``shardcache pin``.
 
-A pin is a small file in ``pins``, named by the shard's key, with its expiry. It belongs to the
-shard and not to an entry: it may be made before the download, and stays when the version changes.
-No policy, no ``clean --all`` and no ``rm`` removes a pinned shard.
+A pin is a small file, named by the shard's key. It may be made before the download, and stays when
+the version changes. No policy, no ``clean --all`` and no ``rm`` removes a pinned shard.
 """
 
 from __future__ import annotations

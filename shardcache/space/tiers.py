@@ -6,20 +6,15 @@ of its own, with a manifest, sessions, pins and limits, so that another job may 
 
 from __future__ import annotations
 
-import contextlib
-import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from shardcache import clock
-from shardcache.config import Config, __version__
-from shardcache.errors import ConfigError
-from shardcache.files import Modes
+from shardcache.config import Config
 from shardcache.layout import Layout, is_rank_name, list_names
-from shardcache.locks.mounts import is_local, node_namespace
-from shardcache.locks.sessions import Session, other_locks, stated_limits
+from shardcache.locks.mounts import node_namespace
+from shardcache.locks.sessions import Session, state_limits
 from shardcache.ranks import Ranks, safe_name
-from shardcache.space.memory import Volume
 from shardcache.store.entry import Store
 from shardcache.store.root import (
     Identity,
@@ -39,56 +34,18 @@ if TYPE_CHECKING:
 _NO_JOB = "local"
 
 
-def job_limits(config: Config) -> tuple[dict[str, str], str]:
-    """Return the limits (see `Config.limits`) of the job that uses a cache, or of the last one.
-
-    If several jobs run, these are the limits of the one with the smallest ``max_size``, because it
-    cleans until that holds.
-
-    Returns:
-        The limits, and ``running job`` or ``last job``.
-
-    Raises:
-        ConfigError, OSError: there is no such directory, or the limits are invalid.
-    """
-    stated, running = stated_limits(_namespace(config, follow=True))
-    volume = Volume.of(config.dir)
-
-    def most(limits: dict[str, str]) -> float:
-        budget = volume.budget(config.replace(**limits))
-        return math.inf if budget is None else budget
-
-    return min(stated, key=most), "running job" if running else "last job"
-
-
-def _namespace(config: Config, *, follow: bool) -> Layout:
-    """Return the node's namespace.
-
-    With ``follow``, it has the kind of lock that live processes use, and not that of the option
-    ``locks``. On a network filesystem, this is never flock.
-    """
-    modes = Modes.of(config.shared_group)
-    node = node_namespace(config.dir, config.locks, config.touch_interval, modes)
-    with contextlib.suppress(OSError):
-        other = other_locks(node) if follow else None
-        # A network filesystem hides the flocks of other machines.
-        if other == "lease" or (other == "flock" and is_local(config.dir)):
-            return node_namespace(config.dir, other, config.touch_interval, modes)
-    return node
-
-
 class Tier:
     """One directory of a cache in one process.
 
     Args:
         config: options; ``dir`` and the limits are this tier's.
         ranks: the job and the rank of this process.
-        started: when the job began to use the cache, for the session; None for a command.
+        started: when the job began to use the cache; None for a command.
         warn: logs a warning once per kind (`process.Process.warn`).
         evicted: called with every shard that is evicted here.
 
     Raises:
-        ConfigError: ``shared_group`` is not that of the root, or a directory is a symbolic link.
+        ConfigError: the root is shared by another group, is locked in another way, or has links.
     """
 
     def __init__(
@@ -111,13 +68,14 @@ class Tier:
     def _locate(self) -> None:
         """Set the namespaces from the configuration and the manifest."""
         config = self.config
-        check_manifest(config.dir, Modes.of(config.shared_group))
-        #: The node's namespace. A command, which has no start, locks as the live processes do.
-        self.node = _namespace(config, follow=self._started is None)
+        check_manifest(config)
+        #: The node's namespace.
+        self.node = node_namespace(config)
         own = self.node
         if config.isolation != "node":
-            job = self._ranks.job or _NO_JOB
-            name = job if config.isolation == "job" else f"{job}-{self._ranks.rank}"
+            name = self._ranks.job or _NO_JOB
+            if config.isolation == "rank":
+                name += f"-{self._ranks.rank}"
             own = self.node.rank(safe_name(name))
             check_links(own)
         #: The namespace that this process stores into.
@@ -128,11 +86,11 @@ class Tier:
 
     def stores(self) -> list[Store]:
         """Return all namespaces on the disk, that of this process first."""
-        # Shardcache made no directory with another name, and no link.
-        names = filter(is_rank_name, list_names(self.node.ranks))
-        ranks = (rank for rank in map(self.node.rank, names) if rank.linked() is None)
+        # Directories with other names and links belong to other programs.
+        ranks = map(self.node.rank, filter(is_rank_name, list_names(self.node.ranks)))
+        every = [self.node, *(rank for rank in ranks if rank.linked() is None)]
         own = self.store.layout.base
-        return [self.store, *(self._store(x) for x in (self.node, *ranks) if x.base != own)]
+        return [self.store, *(self._store(each) for each in every if each.base != own)]
 
     @property
     def made(self) -> bool:
@@ -153,45 +111,23 @@ class Tier:
         """
         self.end_session()
         self._identity = None
-        node = make_root(self.config.dir, __version__, self.node.modes)
+        node = make_root(self.config)
         self._locate()  # again, because the manifest names the directory of this node
         if self.store.layout != node:
             self.store.layout.make()
-        if self._started is None:
-            self._session = Session(self.node, clock.time())
-        else:
-            self._session = Session(self.node, self._started, limits=self.config.limits())
-        try:  # after making the session: of two processes that start together, one is refused
-            self.check_locks()
-        except (ConfigError, OSError):
-            self.end_session()
-            raise
+        self._session = Session(self.node, self._started or clock.time())
+        if self._started is not None:
+            state_limits(self.node, self._started, self.config.limits())
         self._identity = identity(self.config.dir, self.store.layout)
         if self.node.grace is not None and self.config.locks == "auto":
             self._warn(
                 "locking",
-                "%s is not on a local filesystem, so shardcache uses leases instead of locks, and "
-                "evicts entries only after %s without use. A local disk is faster.",
+                "%s is not on a local disk, or was made where it is not, so shardcache uses leases "
+                "instead of locks, and evicts entries only after %s without use. A local disk is "
+                "faster.",
                 self.config.dir,
                 format_duration(self.node.grace),
             )
-
-    def check_locks(self) -> None:
-        """Raise ConfigError if live processes use the other kind of lock."""
-        if (other := other_locks(self.node)) is not None:
-            kind = "flock" if other == "lease" else "lease"
-            raise ConfigError(
-                f"other processes that use {self.config.dir} lock with {other}, and this one with "
-                f"{kind}; each would evict shards that the others read. Set locks to lease for all "
-                "of them (SHARDCACHE_LOCKS=lease), use another directory, or wait until those "
-                "processes have ended (for an hour if they were killed).",
-                dir=self.config.dir,
-            )
-
-    def refresh_session(self) -> None:
-        """Touch the session; see `Session.refresh`."""
-        if (session := self._session) is not None:
-            session.refresh()
 
     def changed(self) -> bool:
         """Return whether the directory is gone, is another one, or was never made."""

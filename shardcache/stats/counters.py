@@ -3,8 +3,7 @@
 Counts are written (`database`) under the minute of the write. There are three occasions: a thread
 writes a second after bytes were read, any other count writes if the last write was a second ago,
 and the process writes when it ends. So a process that is killed, as DataLoader workers are, loses
-the counts of its last second. An idle process loses nothing. If the database cannot be written,
-statistics are lost, and nothing else fails.
+at most the counts of its last second. If the database cannot be written, nothing else fails.
 
 Counting is safe between threads, and within one: the garbage collector may close a stream while a
 process counts, and that is counted as well. A forked child makes its own `Counters`; in the child,
@@ -28,8 +27,6 @@ from shardcache.ranks import Ranks
 from shardcache.stats import database
 from shardcache.units import format_bytes, format_duration
 from shardcache.urls import ShardURL
-
-__all__ = ["BUCKETS", "COUNTERS", "WAITS", "Counters", "Counts", "bucket_range"]
 
 logger = logging.getLogger(__name__)
 
@@ -87,15 +84,12 @@ _LAST_BUSY = 2.0
 
 _TIERS = tuple(name for name in COUNTERS if name.startswith("hits_tier_"))
 _BUCKETS = {wait: [f"{wait}:{bucket}" for bucket in range(BUCKETS)] for wait in WAITS}
-#: Outcome of an open -> its counter, and the counters of what its reader waited for.
+#: Outcome of an open -> its counter, and what its reader waited for.
 _OUTCOMES = {
-    outcome: (counter, f"wait_us_{wait}", _BUCKETS[wait])
-    for outcome, counter, wait in (
-        ("hit", "hits", "disk"),
-        ("linked", "linked", "disk"),
-        ("coalesced", "coalesced", "lock"),
-        ("fetched", "misses", "network"),
-    )
+    "hit": ("hits", "disk"),
+    "linked": ("linked", "disk"),
+    "coalesced": ("coalesced", "lock"),
+    "fetched": ("misses", "network"),
 }
 
 
@@ -160,24 +154,21 @@ class Counters:
                 self.add({})
 
     def opened(self, outcome: str, seconds: float, tier: int | None = None) -> None:
-        """Count an open.
+        """Count an open with this outcome, whose reader waited for some seconds.
 
-        Args:
-            outcome: hit, linked, coalesced or fetched.
-            seconds: how long the reader waited.
-            tier: number of the tier that had the shard, from 0; None if there are no tiers.
+        ``tier`` is the number of the tier that had the shard, from 0; None if there are no tiers.
         """
         # Does not call `add`, because a hit must not cost much more than an open().
         if self._where is None:
             return
-        name, wait_name, buckets = _OUTCOMES[outcome]
+        name, wait = _OUTCOMES[outcome]
         waited = int(seconds * 1e6)
         bucket = int(2 * math.log2(waited)) if waited > 1 else 0
         with self._guard:
             counted = self._counted
             counted[name] += 1
-            counted[wait_name] += waited
-            counted[buckets[bucket if bucket < BUCKETS else -1]] += 1
+            counted[f"wait_us_{wait}"] += waited
+            counted[_BUCKETS[wait][bucket if bucket < BUCKETS else -1]] += 1
             if tier is not None and tier < len(_TIERS):
                 counted[_TIERS[tier]] += 1
         if not self._soon and clock.monotonic() >= self._due:
@@ -195,13 +186,7 @@ class Counters:
     ) -> None:
         """Count and log a download of this process, whose bytes were counted as they came.
 
-        Args:
-            shard: the shard.
-            size: bytes of the shard.
-            seconds: how long the download took.
-            retries: number of repeated requests.
-            upstream: whether an upstream served it, not the origin.
-            done: whether the shard is in the cache now.
+        ``upstream`` means that an upstream served it, and ``done`` that it is in the cache now.
         """
         source = "upstream" if upstream else "origin"
         counts = {"fetches" if done else "fetches_failed": 1, "retries": retries}

@@ -4,9 +4,8 @@ There is one row per minute, rank and name. After two hours minutes become hours
 days all rows of a name become one, so that sums for Prometheus never fall.
 
 Each function opens the database and closes it before it returns, and a fork waits for that
-(`threads.undivided`), so no child inherits a connection. There is no write-ahead log, because each
-call would create and remove it. The database is never synced: a power failure may damage it, and
-then counting starts again from zero.
+(`threads.undivided`), so no child inherits a connection. The database is never synced: a power
+failure may damage it, and then counting starts again from zero.
 
 In all functions, ``layout`` is the node's namespace. Errors (the database is locked, read-only,
 full or failing) are OSError, never ``sqlite3.Error``. A missing database is empty.
@@ -29,8 +28,6 @@ from shardcache.threads import undivided
 
 if TYPE_CHECKING:
     import sqlite3
-
-__all__ = ["NO_RANK", "Sample", "add", "compact", "samples", "zero"]
 
 logger = logging.getLogger(__name__)
 
@@ -59,9 +56,8 @@ _COMPACT = (
 #: The rank of a process outside any job.
 NO_RANK = -1
 
-_HOUR = 3600
 #: Seconds after which minutes become hours, and hours one row.
-_MINUTES_KEPT = 2 * _HOUR
+_MINUTES_KEPT = 2 * 3600
 _KEPT = 30 * 86_400
 #: Seconds that a command waits for a database in use.
 _PATIENCE = 5.0
@@ -86,9 +82,7 @@ def add(layout: Layout, rank: int, minute: int, row: Mapping[str, int], busy: fl
     """
     _make(layout)
     with _opened(layout, busy, repair=True) as db:
-        if db is not None:
-            db.execute(_SCHEMA)
-            db.executemany(_ADD, [(minute, 60, rank, name, n) for name, n in row.items()])
+        db.executemany(_ADD, [(minute, 60, rank, name, n) for name, n in row.items()])
 
 
 def samples(layout: Layout, since: float = 0.0, *, ever: bool = False) -> list[Sample]:
@@ -99,7 +93,7 @@ def samples(layout: Layout, since: float = 0.0, *, ever: bool = False) -> list[S
     found: dict[tuple[int, int, int], Sample] = {}
     with _opened(layout, _PATIENCE) as db:
         query = "SELECT * FROM counted WHERE start + seconds > ? AND (start > 0 OR ?)"
-        for *key, name, n in db.execute(query, (since, ever)) if db else ():
+        for *key, name, n in db.execute(query, (since, ever)):
             found.setdefault(tuple(key), Sample(*key)).counters[name] += n
     return list(found.values())
 
@@ -107,27 +101,24 @@ def samples(layout: Layout, since: float = 0.0, *, ever: bool = False) -> list[S
 def compact(layout: Layout, now: float) -> None:
     """Turn old minutes into hours, and old hours into one row; ``now`` is a time of the epoch."""
     ages = {"hour": now - _MINUTES_KEPT, "old": now - _KEPT}
-    times = {name: int(time) // _HOUR * _HOUR for name, time in ages.items()}
+    times = {name: int(time) // 3600 * 3600 for name, time in ages.items()}
     with _opened(layout, _PATIENCE) as db:
         for statement in _COMPACT:
-            if db is not None:
-                db.execute(statement, times)
+            db.execute(statement, times)
 
 
 def zero(layout: Layout) -> None:
     """Delete all counts."""
     with _opened(layout, _PATIENCE) as db:
-        if db is not None:
-            db.execute("DELETE FROM counted")
+        db.execute("DELETE FROM counted")
 
 
 @contextlib.contextmanager
-def _opened(
-    layout: Layout, busy: float, *, repair: bool = False
-) -> Iterator[sqlite3.Connection | None]:
-    """Open the database for one transaction; yield None if nothing was written yet.
+def _opened(layout: Layout, busy: float, *, repair: bool = False) -> Iterator[sqlite3.Connection]:
+    """Open the database for one transaction.
 
-    Waits ``busy`` seconds for other processes. With ``repair``, removes a damaged database.
+    Waits ``busy`` seconds for other processes. With ``repair``, removes a damaged database. Without
+    it, opens an empty one in memory if none was written yet.
 
     Raises:
         OSError: the database cannot be used, or a file of another program has its name.
@@ -135,16 +126,14 @@ def _opened(
     import sqlite3  # not at the top: a process that counts nothing does not need it
 
     path = layout.stats
-    if not path.exists() or (path.stat().st_size == 0 and not repair):
-        yield None
-        return
     for suffix in ("", "-journal", "-wal"):  # SQLite follows links, and waits for pipes
         name = path.with_name(path.name + suffix)
         with contextlib.suppress(FileNotFoundError):
             check_own(name, name.lstat())
     try:
         # If the file is read-only, SQLite opens it for reading all the same.
-        uri = f"{path.absolute().as_uri()}?mode=rw"
+        is_empty = not path.exists() or path.stat().st_size == 0
+        uri = ":memory:" if is_empty and not repair else f"{path.absolute().as_uri()}?mode=rw"
         with (
             undivided(),
             contextlib.closing(
@@ -152,6 +141,7 @@ def _opened(
             ) as db,
         ):
             db.execute("PRAGMA synchronous = OFF")
+            db.execute(_SCHEMA)
             yield db
             db.commit()
     except sqlite3.DatabaseError as exn:

@@ -1,6 +1,5 @@
 """Names of the metrics in Prometheus and OpenTelemetry, and the text that Prometheus reads.
 
-The text format is prometheus.io/docs/instrumenting/exposition_formats, for the textfile collector.
 Sums never fall, except after ``stats --zero``, which Prometheus takes for a restart.
 """
 
@@ -11,8 +10,6 @@ from typing import NamedTuple
 
 from shardcache.stats.counters import BUCKETS, COUNTERS, bucket_range
 from shardcache.stats.summary import OUTCOMES, Stats
-
-__all__ = ["SUMS", "Metric", "exposition"]
 
 #: Export every fourth bound of the histogram. A bound is then four times the one before it.
 _STEP = 4
@@ -50,7 +47,10 @@ SUMS = (
 
 
 def exposition(stats: Stats, directory: str) -> str:
-    """Return all metrics as text for Prometheus, with the cache's directory as a label."""
+    """Return all metrics in the text format of Prometheus' textfile collector.
+
+    See prometheus.io/docs/instrumenting/exposition_formats.
+    """
     lines: list[str] = []
     escaped = directory.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
 

@@ -18,11 +18,8 @@ from shardcache.stats.counters import BUCKETS, COUNTERS, WAITS, Counts, bucket_r
 from shardcache.stats.database import NO_RANK, Sample
 from shardcache.units import format_bytes, format_duration
 
-__all__ = ["OUTCOMES", "Stats", "Waits", "by_hour", "by_rank", "rank_records", "summed"]
-
 #: The possible outcomes of an open, in the order of tables.
 OUTCOMES = ("hits", "coalesced", "linked", "misses", "bypassed", "failed")
-_PERCENTILES = (0.5, 0.9, 0.99)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,20 +43,19 @@ class Waits:
                 return bucket_range(bucket)[1]
         return None
 
+    def as_dict(self) -> dict[str, Any]:
+        """Return the object that ``--json`` prints."""
+        shares = {f"p{share * 100:g}": self.percentile(share) for share in (0.5, 0.9, 0.99)}
+        return {"count": self.count, "seconds": self.seconds, **shares}
+
 
 @dataclass(frozen=True, repr=False)
 class Stats(Counts):
-    """The counts of several processes in a period of time.
+    """The counts of several processes in a period of time."""
 
-    Attributes:
-        since: start of the period, in seconds since the epoch; None if nothing was counted.
-        until: end of the period, in seconds since the epoch; None if nothing was counted.
-        waits: how long readers waited, by what they waited for: disk, lock or network.
-    """
-
-    since: float | None
-    until: float | None
-    waits: Mapping[str, Waits]
+    since: float | None  #: start in seconds since the epoch; None if nothing was counted
+    until: float | None  #: end in seconds since the epoch; None if nothing was counted
+    waits: Mapping[str, Waits]  #: how long readers waited for the disk, the lock and the network
 
     @property
     def counters(self) -> dict[str, int]:
@@ -107,29 +103,24 @@ class Stats(Counts):
     def as_dict(self) -> dict[str, Any]:
         """Return the object that ``--json`` prints: times, counts, bytes and seconds."""
         names = ("opens", "hit_rate", "bytes_saved", "evicted", "errors")
+        waits = {**self.waits, "all": self.all_waits}
         return {
             "since": None if self.since is None else utc(self.since),
             "until": None if self.until is None else utc(self.until),
             **{name: getattr(self, name) for name in names},
             **{name: n for name, n in self.counters.items() if not name.startswith("wait_us_")},
-            "waits": {
-                wait: {
-                    "count": waits.count,
-                    "seconds": waits.seconds,
-                    **{f"p{share * 100:g}": waits.percentile(share) for share in _PERCENTILES},
-                }
-                for wait, waits in {**self.waits, "all": self.all_waits}.items()
-            },
+            "waits": {wait: each.as_dict() for wait, each in waits.items()},
         }
 
     def __repr__(self) -> str:
         rate = "no opens" if self.hit_rate is None else f"{self.hit_rate:.2%} hits"
         saved = format_bytes(self.bytes_saved)
+        text = f"{self.opens} opens, {rate}"
+        if self.bypassed:
+            text += f", {self.bypassed} streamed ({format_bytes(self.bytes_bypassed)})"
         waited = self.all_waits.percentile(0.99)
         wait = "" if waited is None else f", 99 % waited less than {format_duration(waited)}"
-        streamed = f", {self.bypassed} streamed ({format_bytes(self.bytes_bypassed)})"
-        streamed = streamed if self.bypassed else ""
-        return f"{self.opens} opens, {rate}{streamed}, {saved} saved{wait}"
+        return f"{text}, {saved} saved{wait}"
 
 
 def summed(samples: Iterable[Sample]) -> Stats:
@@ -138,16 +129,20 @@ def summed(samples: Iterable[Sample]) -> Stats:
     counters: Counter[str] = Counter()
     for sample in samples:
         counters.update(sample.counters)
-    waits = {}
+    start = min((sample.start for sample in samples), default=None)
+    end = max((sample.start + sample.seconds for sample in samples), default=None)
+    return stats_of(counters, start, end)
+
+
+def stats_of(
+    counters: Mapping[str, int], since: float | None = None, until: float | None = None
+) -> Stats:
+    """Return counts by name, as in a `Sample`, as `Stats`."""
+    counters, waits = Counter(counters), {}
     for wait in WAITS:
         buckets = {bucket: counters[f"{wait}:{bucket}"] for bucket in range(BUCKETS)}
         waits[wait] = Waits(+Counter(buckets), counters[f"wait_us_{wait}"] / 1e6)
-    return Stats(
-        min((sample.start for sample in samples), default=None),
-        max((sample.start + sample.seconds for sample in samples), default=None),
-        waits,
-        **{name: counters[name] for name in COUNTERS},
-    )
+    return Stats(since, until, waits, **{name: counters[name] for name in COUNTERS})
 
 
 def by_rank(samples: Iterable[Sample]) -> dict[str, Stats]:

@@ -60,7 +60,7 @@ def file_digest(fd: int) -> str:
 
 @cache
 def _crc(algorithm: str) -> Callable[[memoryview, int], int] | None:
-    """Return the function that continues a CRC over more bytes; None if it is not installed."""
+    """Return the function that continues a CRC over more bytes, if it is installed."""
     try:
         from awscrt import checksums
     except ImportError:
@@ -69,27 +69,19 @@ def _crc(algorithm: str) -> Callable[[memoryview, int], int] | None:
     return function
 
 
-def can_check(checksum: Checksum | None) -> bool:
-    """Return whether this installation can compute ``checksum``.
+def file_checksum(fd: int, algorithm: str) -> str | None:
+    """Return a checksum of an open file, in base64; None if this installation cannot compute it.
 
-    CRC32C and CRC64NVME need the ``checksums`` extra. The composite checksum of a multipart upload
-    (``...-3``) is a digest of the digests of its parts, so the bytes alone do not give it.
+    CRC32C and CRC64NVME need the ``checksums`` extra.
     """
-    if checksum is None or "-" in checksum.value:
-        return False
-    algorithm = checksum.algorithm
-    return algorithm in _HASHES or (algorithm in _CRCS and _crc(algorithm) is not None)
-
-
-def file_checksum(fd: int, algorithm: str) -> str:
-    """Compute a checksum of an open file, in base64. `can_check` must have returned True."""
     if algorithm in _HASHES:
         digest = hashlib.new(algorithm, usedforsecurity=False)
         for block in read_blocks(fd):
             digest.update(block)
         return base64.b64encode(digest.digest()).decode()
-    function, value = _crc(algorithm), 0
-    assert function is not None
+    function, value = _crc(algorithm) if algorithm in _CRCS else None, 0
+    if function is None:
+        return None
     for block in read_blocks(fd):
         value = function(block, value)
     return base64.b64encode(value.to_bytes(_CRCS[algorithm], "big")).decode()
@@ -107,43 +99,23 @@ class MismatchError(Exception):
 def compare(fd: int, checksum: Checksum | None) -> str | None:
     """Compare a complete file with the checksum that its origin states.
 
-    Reads the file, which was just written and is still in memory.
+    Reads the file, which was just written and is still in memory. The composite checksum of a
+    multipart upload (``...-3``) is one of the checksums of its parts; the bytes do not give it.
 
     Returns:
-        The algorithm; None if there is no checksum, or this installation cannot compute it.
+        The algorithm; None if the checksum cannot be compared.
 
     Raises:
         MismatchError: the checksums differ.
     """
-    if checksum is None or not can_check(checksum):
+    if checksum is None or "-" in checksum.value:
         return None
     computed = file_checksum(fd, checksum.algorithm)
+    if computed is None:
+        return None
     if computed != checksum.value:
         raise MismatchError(checksum, computed)
     return checksum.algorithm
-
-
-def is_whole_archive(fd: int) -> bool:
-    """Return whether a file is a tar archive, compressed or not, with its end marker.
-
-    Reads the whole file. Only this proves that a response without a length was not cut off.
-    """
-    import lzma
-    import tarfile
-
-    try:
-        with open(fd, "rb", closefd=False) as file, tarfile.open(fileobj=file) as archive:
-            while archive.next() is not None:
-                archive.members.clear()  # type: ignore[attr-defined]  # bounds the memory
-            inner = archive.fileobj
-            assert inner is not None
-            inner.seek(archive.offset)
-            marked = inner.read(2 * tarfile.BLOCKSIZE) == bytes(2 * tarfile.BLOCKSIZE)
-            while inner.read(BLOCK):  # a compressed file ends with a checksum
-                pass
-            return marked
-    except (tarfile.TarError, OSError, EOFError, zlib.error, lzma.LZMAError):
-        return False
 
 
 #: First bytes of the compressed archives that tarfile's mode "r|*" opens.

@@ -85,11 +85,7 @@ class Metadata:
 
     @property
     def basename(self) -> str:
-        """The name of the data file.
-
-        Raises:
-            DamagedError: the URL cannot be parsed.
-        """
+        """The name of the data file; raises DamagedError if the URL cannot be parsed."""
         try:
             return parse_url(self.url, allow_schemes=[self.url.partition(":")[0]]).basename
         except ConfigError as exn:
@@ -105,11 +101,7 @@ class Metadata:
 
     @classmethod
     def decode(cls, data: bytes) -> Metadata:
-        """Parse the output of `encode`.
-
-        Raises:
-            DamagedError: the data is anything else.
-        """
+        """Parse the output of `encode`; raises DamagedError for anything else."""
         try:
             record = dict(json.loads(data))
             if record.pop("schema") != SCHEMA:
@@ -171,29 +163,25 @@ def hold(directory: Path, grace: float | None, *, shared: bool = False) -> Itera
             if free and not shared:  # the file may have been replaced since it was opened
                 free = is_file(data, fd)
         except OSError as exn:
-            # No process reads a file that is gone or is a link. EACCES: another member of the
-            # group may have been killed before it gave the group access to its file. Any other
-            # error, such as EMFILE, does not show whether the shard is free.
+            # EACCES: another member of the group may have been killed before it gave the group
+            # access to its file. Other errors, such as EMFILE, do not show whether it is free.
             if exn.errno not in NOT_DATA | GONE | {errno.EACCES}:
                 raise
-            free = None if exn.errno == errno.EACCES else True
+            free = None if exn.errno == errno.EACCES else True  # it is gone, or is a link
         yield is_idle(directory) if free is None else free
 
 
 def hide(directory: Path, layout: Layout, key: str) -> Path | None:
     """Rename an entry or a partial to a name that no reader looks up; the next sweep removes it.
 
-    Returns:
-        The new path; None if the directory is gone, or is a mount point and so not shardcache's.
+    Returns the new path; None if the directory is gone, or is a mount point.
     """
-    hidden = layout.new_evicted(key)
     try:
-        directory.rename(hidden)
+        return directory.rename(layout.new_evicted(key))
     except OSError as exn:
         if exn.errno not in _IMMOVABLE:
             raise
         return None
-    return hidden
 
 
 def remove_free(directory: Path, layout: Layout, key: str) -> bool:

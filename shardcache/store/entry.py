@@ -64,9 +64,7 @@ _REMEMBERED = 100_000
 
 
 class Entry(NamedTuple):
-    """A published shard.
-
-    A tuple, and its directory a `str`, because a scan makes a hundred thousand of them.
+    """A published shard. A tuple of plain values, because a scan makes a hundred thousand of them.
 
     Attributes:
         directory: the directory of the entry, which holds the shard and its sidecar.
@@ -83,11 +81,12 @@ class Entry(NamedTuple):
     used: float
 
     @classmethod
-    def at(cls, path: Path) -> Entry:
+    def at(cls, directory: Path | str) -> Entry:
         """Make an entry from its directory, whose name holds version and size."""
-        parsed = parse_entry_name(path.name)
+        _, key, name = str(directory).rsplit("/", 2)
+        parsed = parse_entry_name(name)
         assert parsed is not None
-        return cls(str(path), path.parent.name, *parsed, _last_use(path))
+        return cls(str(directory), key, *parsed, _last_use(directory))
 
     @property
     def path(self) -> Path:
@@ -136,12 +135,11 @@ class Entry(NamedTuple):
             DamagedError: the entry has no data file.
             OSError: the entry is gone.
         """
-        path = data_file(self.path)
-        if path is None and is_directory(self.directory):
+        if (path := data_file(self.path)) is not None:
+            return path
+        if is_directory(self.directory):
             raise DamagedError("it has no data file")
-        if path is None:
-            raise FileNotFoundError(errno.ENOENT, "the entry is gone", self.directory)
-        return path
+        raise FileNotFoundError(errno.ENOENT, "the entry is gone", self.directory)
 
 
 def _last_use(directory: Path | str) -> float:
@@ -175,12 +173,9 @@ def _directories(path: str) -> list[os.DirEntry[str]]:
 
 @dataclass(slots=True, eq=False)  # not frozen: that would double the time to make one
 class Opened:
-    """An entry that is open for reading, with a shared flock on its data file.
+    """An entry that is open for reading. The caller must close it."""
 
-    The caller must close it.
-    """
-
-    file: io.FileIO  #: unbuffered; closing it releases the flock
+    file: io.FileIO  #: unbuffered; has a shared flock until it is closed
     path: str  #: of the data file
     directory: str  #: of the entry
     size: int
@@ -192,13 +187,13 @@ class Opened:
 
     @property
     def fd(self) -> int:
-        """The descriptor, for as long as `file` is open."""
+        """The descriptor of `file`."""
         return self.file.fileno()
 
     @property
     def entry(self) -> Entry:
         """The entry, whose last use is read from the disk."""
-        return Entry.at(Path(self.directory))
+        return Entry.at(self.directory)
 
     def readinto(self, buffer: WriteableBuffer, position: int) -> int:
         """Read bytes from offset ``position`` on into ``buffer``; return how many, 0 at the end.
@@ -217,20 +212,14 @@ class Opened:
 
     def close(self) -> None:
         """Close the file, so that the entry may be evicted."""
-        try:
+        with contextlib.suppress(OSError):  # it is closed nevertheless, and was only read
             self.file.close()
-        except OSError as exn:  # the file is closed nevertheless, and nothing was written to it
-            logger.debug("%s: closing it: %s", self.path, exn)
 
 
 def open_data(directory: str, path: str, size: int, grace: float | None) -> Opened | None:
     """Open the data file of an entry and, without ``grace`` (leases), take a shared flock on it.
 
-    Returns:
-        The open entry; None if it is gone.
-
-    Raises:
-        DamagedError: the file does not have ``size`` bytes.
+    Returns None if it is gone; raises DamagedError if the file does not have ``size`` bytes.
     """
     fd = -1
     try:
@@ -297,7 +286,7 @@ class Store:
                 logger.debug("%s: %s", key, exn)
             self._known.pop(key, None)
         for _, directory, size in versions(self.layout, key):
-            if not outdated or Entry.at(Path(directory)).version not in outdated:
+            if not outdated or Entry.at(directory).version not in outdated:
                 opened = self._open_unknown(directory, basename, size)
                 if opened is not None:
                     self._remember(key, directory, basename, size)
@@ -311,7 +300,7 @@ class Store:
             with readable():
                 opened = open_data(directory, f"{directory}/{basename}", size, self._grace)
                 if opened is not None:
-                    self._check(Path(directory), opened.fd)
+                    self._check(directory, opened.fd)
                 elif is_directory(directory):  # files come and go with the entry's directory
                     raise DamagedError("its data file is missing")
         except (DamagedError, OSError) as exn:
@@ -322,12 +311,8 @@ class Store:
             raise
         return opened
 
-    def _check(self, directory: Path, fd: int) -> None:
-        """Check an entry's sidecar, and its bytes if they were downloaded under another boot.
-
-        Raises:
-            DamagedError: the entry is damaged.
-        """
+    def _check(self, directory: str, fd: int) -> None:
+        """Check an entry's sidecar, and its bytes if they were downloaded under another boot."""
         try:
             metadata = Entry.at(directory).metadata()
         except FileNotFoundError:
@@ -336,15 +321,13 @@ class Store:
             return
         if file_digest(fd) != metadata.digest:
             raise DamagedError("its bytes changed since they were downloaded")
-        try:
+        with contextlib.suppress(OSError):  # read-only or full: the next process verifies again
             trusted = replace(metadata, boot=self._boot).encode()
-            modes, via = self.layout.modes, self.layout.partial
-            before = directory.stat()
-            replace_file(directory / META, trusted, modes.file, via=via)
+            mode, via = self.layout.modes.file, self.layout.partial
+            before = os.lstat(directory)
+            replace_file(Path(directory, META), trusted, mode, via=via)
             # The time of the directory is when it was published; see `versions`.
             os.utime(directory, ns=(before.st_atime_ns, before.st_mtime_ns))
-        except OSError as exn:  # read-only or full: the next process verifies again
-            logger.debug("cannot note that %s was verified: %s", directory.name, exn)
 
     def _remember(self, key: str, directory: str, basename: str, size: int) -> None:
         if len(self._known) >= _REMEMBERED:
@@ -423,7 +406,7 @@ class Store:
             except PermissionError:  # only the owner of a file may set a time other than now
                 os.utime(path, follow_symlinks=False)
         except OSError as exn:
-            logger.debug("cannot note a use of %s: %s", directory, exn)
+            logger.debug("%s: its use is not noted: %s", directory, exn)
 
     def mark_replaced(self, entry: Entry) -> None:
         """Mark an entry, by the time 0 of its data file, because a newer version was published.
@@ -446,7 +429,7 @@ class Store:
 
     def entries_of(self, key: str) -> Iterator[Entry]:
         """Yield every version of one shard, newest first."""
-        return (Entry.at(Path(directory)) for _, directory, _ in versions(self.layout, key))
+        return (Entry.at(directory) for _, directory, _ in versions(self.layout, key))
 
     def in_use(self, entry: Entry) -> bool:
         """Return whether a process reads an entry, of any namespace of this root, right now."""
@@ -454,22 +437,20 @@ class Store:
             return not free
 
     def evict(self, entry: Entry) -> bool:
-        """Remove an entry, of any namespace of this root, unless a process reads it.
+        """Remove an entry of any namespace of this root, unless a process reads it.
 
-        Returns:
-            Whether this call removed it.
+        Returns whether this call removed it.
         """
-        if not remove_free(entry.path, _namespace(entry.path, self._grace), entry.key):
-            return False
-        with contextlib.suppress(OSError):  # another version is in it, or it is gone
-            entry.path.parent.rmdir()
-        return True
+        removed = remove_free(entry.path, _namespace(entry.path, self._grace), entry.key)
+        if removed:
+            with contextlib.suppress(OSError):  # another version is in it, or it is gone
+                entry.path.parent.rmdir()
+        return removed
 
     def link(self, other: Opened, metadata: Metadata, basename: str) -> bool:
         """Publish a hard link to ``other``, an entry of another namespace with that sidecar.
 
-        Returns:
-            False if the filesystem cannot link, or the other entry is gone.
+        Returns False if the filesystem cannot link, or the other entry is gone.
         """
         version, modes = metadata.info.version, self.layout.modes
         staging = self.layout.new_partial(metadata.key, version, metadata.size)
@@ -491,16 +472,15 @@ class Store:
 
 
 def set_aside(directory: Path, reason: str) -> bool:
-    """Move an entry out of the readers' sight; the next sweep removes it.
+    """Move a damaged entry out of the readers' sight; return whether this call moved it.
 
     Processes that have the entry open read on. The caller must hold the key's lock: otherwise it
-    could move an entry that was downloaded in place of the damaged one. Returns whether this call
-    moved it; ``reason`` goes to the log.
+    could move an entry that was downloaded in place of the damaged one.
     """
-    if hide(directory, _namespace(directory), directory.parent.name) is None:
-        return False
-    logger.info("set aside a damaged entry: %s (%s)", directory.name, reason)
-    return True
+    hidden = hide(directory, _namespace(directory), directory.parent.name)
+    if hidden is not None:
+        logger.info("set aside a damaged entry: %s (%s)", directory.name, reason)
+    return hidden is not None
 
 
 def _namespace(directory: Path, grace: float | None = None) -> Layout:
@@ -513,8 +493,7 @@ def open_first(
 ) -> Opened | None:
     """Open the newest entry of a shard in the first of several tiers that has a sound one.
 
-    Arguments and errors are those of `Store.open`. An entry that is damaged in one tier matters
-    only if no other tier has the shard.
+    Raises the errors of `Store.open` if no tier has a sound entry.
     """
     damaged: DamagedError | None = None
     # The tier that had the shard last comes first: looking into another one costs as much as a hit.

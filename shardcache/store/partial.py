@@ -9,12 +9,12 @@ full size, and holes.
 
 A shard of one block has no journal, because no process can resume or follow it.
 
-The process that holds the exclusive flock on the data file may write. Its threads may write and
-record different blocks at once. Any process may read the journal. When the writer dies, the kernel
-frees the flock. Then `Partial.claim` takes the partial over by renaming it, and compares the data
-with the journal before it trusts a block; `remove_leftover` renames it and removes it. If several
-processes try, one rename succeeds. If locks fail, a writer may lose its partial this way without
-knowing it. It can only write the same bytes of the same version again.
+The process that holds the exclusive flock on the data file may write; its threads may write and
+record different blocks at once. When it dies, the kernel frees the flock. Then `Partial.claim`
+takes the partial over by renaming it, and compares the data with the journal before it trusts a
+block; `remove_leftover` renames it and removes it. If several processes try, one rename succeeds.
+If locks fail, a writer may lose its partial this way without knowing it. It can only write the same
+bytes of the same version again.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class LostError(Exception):
 
 
 def record_size(size: int) -> int:
-    """Return the bytes of the journal of a shard of ``size`` bytes. Its sidecar is no larger."""
+    """Return the bytes of a shard's journal. Its sidecar is no larger."""
     return _SIDECAR + -(-size // BLOCK) * _RECORD.size
 
 
@@ -99,15 +99,12 @@ class Progress:
 
     @property
     def total(self) -> int | None:
-        """Bytes that the shard will have; None while that is unknown."""
+        """Bytes that the shard will have, if that is known."""
         return self.metadata.info.size
 
 
 def _parse(path: Path, data: bytes) -> tuple[Metadata, int, bool]:
-    """Parse the header of a journal, which `Partial._write_header` wrote.
-
-    Returns:
-        The sidecar, the offset of the first record, and `Partial.confirmed`.
+    """Parse the header of a journal: the sidecar, where records begin, and `Partial.confirmed`.
 
     Raises:
         DamagedError: it is no journal, or that of another object.
@@ -125,7 +122,7 @@ def _parse(path: Path, data: bytes) -> tuple[Metadata, int, bool]:
 
 
 def _records(data: bytes) -> Iterator[tuple[bytes, int]]:
-    """Yield digest and length of each block, from the records of a journal."""
+    """Yield digest and length of each block."""
     return _RECORD.iter_unpack(data[: len(data) // _RECORD.size * _RECORD.size])
 
 
@@ -140,11 +137,7 @@ def read_progress(path: Path) -> Progress | None:
 
 
 class PartialSource:
-    """A partial that is open for reading while its writer fills it.
-
-    Attributes:
-        data: the data file.
-        info: the version of the object.
+    """A partial, its ``data`` file and version ``info``, open while its writer fills it.
 
     Raises:
         DamagedError: the journal is damaged, or the origin states no version.
@@ -202,8 +195,7 @@ class Partial:
         path: the directory.
         data: the path of the data file.
         metadata: the sidecar. Its size and digest are final once the partial is sealed.
-        confirmed: whether the origin confirmed that it still has this version. Until then, no
-            reader reads the partial.
+        confirmed: whether the origin still has this version. If not, no reader reads the partial.
         written: bytes on disk.
         earlier: directory names of the versions that were published before the partial was made.
     """
@@ -230,11 +222,7 @@ class Partial:
 
     @classmethod
     def create(cls, layout: Layout, metadata: Metadata, basename: str) -> Partial:
-        """Create an empty partial and lock it.
-
-        Raises:
-            LostError: another process was faster to sweep or lock it.
-        """
+        """Create an empty partial and lock it; raises LostError if a sweep was faster."""
         size, modes = metadata.info.size, layout.modes
         path = layout.new_partial(metadata.key, metadata.info.version, size)
         modes.make_directory(path)
@@ -262,8 +250,7 @@ class Partial:
     def claim(cls, layout: Layout, path: Path, basename: str) -> Partial | None:
         """Take over and lock a partial that a dead process of this user left.
 
-        Returns:
-            The partial; None if its writer lives, or if it is gone or useless.
+        Returns None if its writer lives, or if it is gone or useless.
         """
         named = parse_partial_name(path.name)
         if named is None or not is_directory(path):
@@ -384,26 +371,20 @@ class Partial:
         """Yield the byte ranges (start, stop) that are not on disk. The size must be known."""
         total = self.metadata.info.size
         assert total is not None
-        starts = range(0, total, BLOCK)
-        for on_disk, run in groupby(starts, lambda start: start // BLOCK in self._digests):
+        blocks = range(-(-total // BLOCK))
+        for on_disk, run in groupby(blocks, self._digests.__contains__):
             if not on_disk:
                 absent = list(run)
-                yield absent[0], min(absent[-1] + BLOCK, total)
+                yield absent[0] * BLOCK, min((absent[-1] + 1) * BLOCK, total)
 
     def handle(self) -> io.FileIO:
-        """Return another descriptor of the data file, which a helper thread closes.
-
-        It shares the flock: the partial stays locked until the last helper has closed its own.
-        """
+        """Return another descriptor of the data file, which shares the flock until it is closed."""
         return dup_exclusive(self._file)
 
     def seal(self, metadata: Metadata, modes: Modes, *, sync: bool) -> None:
         """Make the directory what an entry must be: sidecar, no journal, read-only data.
 
-        With ``sync``, write all of it to the disk (fsync).
-
-        Raises:
-            LostError: another process swept the partial or took it over.
+        With ``sync``, write all of it to the disk (fsync). Raises LostError like `Store.publish`.
         """
         try:
             write_new(f"{self.path}/{META}", metadata.encode(), modes.file, sync=sync)
@@ -447,7 +428,7 @@ class InFlight:
 
     @property
     def reserved(self) -> int:
-        """Bytes that it will occupy when it is complete, as far as that is known."""
+        """Bytes that it will occupy, as far as that is known."""
         if self.live and not self.key:
             return 0  # a process is removing it
         return max(self.occupied, (self.live and self.size) or 0)

@@ -11,9 +11,9 @@ import json
 import stat
 from pathlib import Path
 
-from shardcache.config import group_name
+from shardcache.config import Config, __version__, group_name
 from shardcache.errors import ConfigError
-from shardcache.files import PRIVATE, Modes, random_token
+from shardcache.files import Modes, random_token
 from shardcache.layout import (
     MANIFEST,
     Layout,
@@ -22,12 +22,15 @@ from shardcache.layout import (
     read_manifest,
     replace_file,
 )
+from shardcache.locks.mounts import lock_kind
 
 #: Device and inode.
 Identity = tuple[int, int]
 
 #: In the manifest: the number of the group that shares the cache.
 _GROUP = "shared_group"
+#: In the manifest: the kind of lock of the process that made the cache.
+_LOCKS = "locks"
 _TAG_NAME = "CACHEDIR.TAG"
 _README_NAME = "README.txt"
 #: Names that an unmade root may hold: those of `make_root`, which may have been killed, and mkfs's.
@@ -52,15 +55,16 @@ You may delete any entry by hand: the next reader downloads it again.
 """
 
 
-def make_root(root: Path, library: str, modes: Modes = PRIVATE) -> Layout:
+def make_root(config: Config) -> Layout:
     """Make a directory a cache, or check that it may be used as one; return the node's namespace.
 
-    The directory need not exist. ``library`` is the version of shardcache, for the manifest.
+    The directory need not exist.
 
     Raises:
         ConfigError: the directory must not be used.
         OSError: it cannot be made or written (EACCES, EROFS, ENOSPC, ...).
     """
+    root, modes = config.dir, Modes.of(config.shared_group)
     if modes.group is None:  # directories above the cache get the permissions of the umask
         with contextlib.suppress(OSError):  # raised again below, unless another process made it
             root.parent.mkdir(parents=True, exist_ok=True)
@@ -70,13 +74,14 @@ def make_root(root: Path, library: str, modes: Modes = PRIVATE) -> Layout:
         raise ConfigError(
             f"{exn.filename} is not a directory. Set dir to a directory.", dir=root
         ) from exn
-    check_manifest(root, modes)
-    check_root(root, modes)
+    check_manifest(config)
+    check_root(config)
     check_foreign(root)
     layout = Layout.of_root(root, modes)
     layout.make()
     if not (root / MANIFEST).exists():
-        manifest = {"schema": 1, "layouts": ["v1"], "id": random_token(), "library": library}
+        manifest = {"schema": 1, "layouts": ["v1"], "id": random_token(), "library": __version__}
+        manifest[_LOCKS] = lock_kind(config, {})
         if modes.group is not None:
             manifest[_GROUP] = modes.group
         texts = {root / _TAG_NAME: _CACHEDIR_TAG, root / _README_NAME: _README}
@@ -127,9 +132,10 @@ def require_cache(root: Path) -> None:
         )
 
 
-def check_root(root: Path, modes: Modes = PRIVATE) -> None:
+def check_root(config: Config) -> None:
     """Raise ConfigError for a root that other users could tamper with, or that has links."""
-    reason = modes.objection(root, root.stat())
+    root = config.dir
+    reason = Modes.of(config.shared_group).objection(root, root.stat())
     if reason is not None:
         raise ConfigError(reason, dir=root)
     check_links(Layout.of_root(root))
@@ -146,26 +152,38 @@ def check_links(layout: Layout) -> None:
         )
 
 
-def check_manifest(root: Path, modes: Modes) -> None:
-    """Raise ConfigError if ``shared_group`` of the configuration is not that of the manifest.
-
-    Processes with other settings could not read each other's files.
-    """
+def check_manifest(config: Config) -> None:
+    """Raise ConfigError if options that all users of a cache must share are not the manifest's."""
+    root, group = config.dir, config.shared_group
     manifest = read_manifest(root)
-    stated = manifest.get(_GROUP)
-    if stated == modes.group or not manifest:
-        return
-    if isinstance(stated, int):
+    stated, kind = manifest.get(_GROUP), lock_kind(config, manifest)
+    other = "lease" if kind == "flock" else "flock"
+    if isinstance(stated, int) and stated != group:
         name = group_name(stated)
         reason = (
             f"{root} is shared by the group {name}. Set shared_group={name!r}, or use a directory "
             "of your own."
         )
-    else:
+    elif manifest and stated != group:
         reason = (
             f"{root} is the cache of one user, but shared_group is set. Use another directory for "
             "the group, or remove this one first."
         )
+    elif manifest.get(_LOCKS) == other:
+        fix = (
+            "Set locks to lease here, too"
+            if other == "lease"
+            else (
+                f"End all processes that use it, delete {root / MANIFEST}, and set locks to lease "
+                "(SHARDCACHE_LOCKS=lease) for all of them"
+            )
+        )
+        reason = (
+            f"{root} is locked by {other}, and this process would lock it by {kind}, so each would "
+            f"evict shards that the others read. {fix}, or use another directory."
+        )
+    else:
+        return
     raise ConfigError(reason, dir=root)
 
 

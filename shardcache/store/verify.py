@@ -1,10 +1,9 @@
 """Verifying entries: whether their bytes are intact, and whether the origin has a newer version.
 
-It may run while jobs use the cache: an entry is locked while it is read, no time of last use
-changes, and an entry that is evicted before its turn is left out. One thread checks all copies of a
-shard in all tiers and namespaces. So the origin gets one request per version, a file with several
-names is read once, and all names of a damaged file are set aside together. Otherwise the next
-reader would link the one that was left.
+It may run while jobs use the cache. One thread checks all copies of a shard in all tiers and
+namespaces. So the origin gets one request per version, a file with several names is read once, and
+all names of a damaged file are set aside together. Otherwise the next reader would link the one
+that was left.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from shardcache.errors import ConfigError, ShardCacheError, ShardNotFoundError, TransferError
@@ -52,8 +51,7 @@ class Finding:
         url: the URL of its shard; None if the sidecar is damaged.
         state: the result.
         reason: why the state is not ok.
-        set_aside: whether the entry was set aside, so that the next reader downloads the shard
-            again.
+        set_aside: whether the next reader downloads the shard again.
     """
 
     entry: Entry
@@ -71,6 +69,13 @@ class VerifyStatus:
     bytes: int = 0  #: bytes of the entries to check
     done: int = 0  #: entries that were checked
     passed: int = 0  #: bytes of the entries that were checked
+
+    def advance(self, *, shards: int = 0, bytes: int = 0, done: int = 0, passed: int = 0) -> None:
+        """Add to the numbers."""
+        self.shards += shards
+        self.bytes += bytes
+        self.done += done
+        self.passed += passed
 
 
 def differs(then: ObjectInfo, now: ObjectInfo) -> str | None:
@@ -107,7 +112,7 @@ class _StoppedError(Exception):
     """The caller stopped the verification."""
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
+@dataclass(kw_only=True, eq=False)
 class Verifier:
     """Checks entries, with the options of `Cache.verify`. Use `findings` once.
 
@@ -126,18 +131,15 @@ class Verifier:
     sole: Callable[[Store, str], AbstractContextManager[bool]] | None
     status: VerifyStatus
     stop: threading.Event
-    _ended: bool = field(default=False, init=False)
-    _guard: threading.Lock = field(default_factory=threading.Lock, init=False)  #: of `status`
-    #: By key, device and inode.
-    _digests: dict[tuple[str, int, int], str] = field(default_factory=dict, init=False)
-    #: Results of `_compare_with_origin` by key and version.
-    _remote: dict[tuple[str, str], tuple[State, str]] = field(default_factory=dict, init=False)
-    #: Shards in a row without a response, by bucket or host.
-    _unreachable: Counter[str] = field(default_factory=Counter, init=False)
 
     def __post_init__(self) -> None:
         if not 0 < self.sample <= 1:
             raise ConfigError(f"sample={self.sample!r} is no share: give one above 0 and up to 1")
+        self._ended = False
+        self._guard = threading.Lock()  # of `status`
+        self._digests: dict[tuple[str, int, int], str] = {}  # by key, device and inode
+        self._remote: dict[tuple[str, str], tuple[State, str]] = {}  # by key and version
+        self._unreachable = Counter[str]()  # shards in a row without a response, by bucket or host
 
     def findings(self) -> Generator[Finding, None, None]:
         """Check the entries and yield the result for each, in no order."""
@@ -147,24 +149,21 @@ class Verifier:
         shards = list(by_key.values())
         if self.sample < 1:
             shards = random.SystemRandom().sample(shards, math.ceil(len(shards) * self.sample))
-        self.status.shards = sum(map(len, shards))
-        self.status.bytes = sum(entry.size for copies in shards for _, entry in copies)
+        entries = [entry for copies in shards for _, entry in copies]
+        self.status.advance(shards=len(entries), bytes=sum(entry.size for entry in entries))
         pool = ThreadPoolExecutor(_THREADS, "shardcache-verify")
         try:
             for copies, results in zip(shards, pool.map(self._shard, shards), strict=True):
-                self.status.done += len(copies)
+                self.status.advance(done=len(copies))
                 yield from results
         finally:
             self._ended = True
             pool.shutdown(cancel_futures=True)
 
-    def _check_stopped(self) -> None:
-        if self._ended or self.stop.is_set():
+    def _check_stopped(self, seconds: float = 0.0) -> None:
+        """Wait for so long; raise _StoppedError if the verification is stopped."""
+        if self._ended or self.stop.wait(seconds) or self._ended:
             raise _StoppedError
-
-    def _sleep(self, seconds: float) -> None:
-        self.stop.wait(seconds)
-        self._check_stopped()
 
     def _shard(self, copies: Iterable[tuple[Store, Entry]]) -> list[Finding]:
         """Check the entries of one shard, unless the verification is stopped."""
@@ -196,7 +195,7 @@ class Verifier:
             return finding if self.sole is None else self._set_aside(store, finding, before)
         finally:
             with self._guard:
-                self.status.passed += entry.size
+                self.status.advance(passed=entry.size)
         # Readers get the newest of several versions, so only that one may be outdated.
         newest = next(store.entries_of(entry.key), entry)
         if not self.remote or newest.directory != entry.directory:
@@ -208,8 +207,8 @@ class Verifier:
 
     def _check_data(self, store: Store, entry: Entry, metadata: Metadata) -> None:
         """Open the data as a reader does and, unless ``quick``, hash it."""
-        path, grace = f"{entry.directory}/{metadata.basename}", store.layout.grace
-        opened = open_data(entry.directory, path, entry.size, grace)
+        path = f"{entry.directory}/{metadata.basename}"
+        opened = open_data(entry.directory, path, entry.size, store.layout.grace)
         if opened is None:
             raise DamagedError("its data file is missing")
         with opened.file:
@@ -217,8 +216,7 @@ class Verifier:
                 raise DamagedError("its bytes changed since they were downloaded")
 
     def _digest(self, key: str, fd: int) -> str:
-        status = os.fstat(fd)
-        file = key, status.st_dev, status.st_ino
+        file = key, os.fstat(fd).st_dev, os.fstat(fd).st_ino
         if file not in self._digests:
             digests = []
             for block in read_blocks(fd):
@@ -257,7 +255,7 @@ class Verifier:
                 return State.UNREACHABLE, text
             origin = self.origins.of(shard)
             attempts = self.policy.started(str(shard))
-            current = attempts.call(lambda: origin.stat(shard), sleep=self._sleep)
+            current = attempts.call(lambda: origin.stat(shard), sleep=self._check_stopped)
             self._unreachable[host] = 0
             difference = differs(metadata.info, current)
         except ShardNotFoundError:

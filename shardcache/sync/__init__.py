@@ -8,8 +8,7 @@
         ...
     sync.rank(), sync.world_size()
 
-They work with any launcher, with and without torch; docs/sync.md has their guarantees. The room
-uses `locks` and the rooms below it.
+They work with any launcher, with and without torch; docs/sync.md has their guarantees.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Find the rank and job of this process, and the board where the ranks leave each other notes.
 
-Ranks come from torch.distributed if the program has initialised it, else from the launcher. This
-module does not import torch itself. A note is a few bytes under a name, in a directory
-(`FileBoard`) or in torch's store; `board_for` chooses the board of a job.
+Ranks come from torch.distributed if the program has initialised it, else from the launcher. A note
+is a few bytes under a name, in a directory or in torch's store.
 """
 
 from __future__ import annotations
@@ -59,11 +58,9 @@ def _distributed() -> Any:
 
 
 def torch_store() -> Any:
-    """Return the store that connects the ranks of torch.distributed, or None.
-
-    It is None in a DataLoader worker, because a forked worker must not use its parent's connection.
-    """
+    """Return the store that connects the ranks of torch.distributed, or None."""
     worker = getattr(sys.modules.get("torch.utils.data"), "get_worker_info", lambda: None)
+    # A DataLoader worker must not use its parent's connection.
     if _distributed() is None or worker() is not None:
         return None
     # The store has no public name. This one exists since torch 1.8.
@@ -108,7 +105,6 @@ class FileBoard:
     """Keeps notes as files below a directory that all ranks share. Safe between threads and nodes.
 
     A note gets its name by link(2), which fails if the name is taken, also on NFS, Lustre and GPFS.
-    Names are read through `find`, because another node may have made them a moment ago.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -229,8 +225,8 @@ def board_for(per: Scope, directory: str | os.PathLike[str] | None, job: str | N
 def job_name(job: str | None = None) -> str:
     """Return a name that all ranks of this job have in common, and no other job has.
 
-    This is ``job``, else the launcher's id and its restart counts. A restarted job so has another
-    name, and does not find the notes of its former run.
+    This is ``job``, else the launcher's id and its restart counts, so that a restarted job does not
+    find the notes of its former run.
 
     Raises:
         ConfigError: the launcher states no id, or ``job`` is empty.

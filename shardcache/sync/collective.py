@@ -1,16 +1,14 @@
 """`once` and `barrier`: what the ranks of a job do together.
 
 **once.** The first rank that claims the work runs it and posts the outcome, which stays on the
-board. The others wait for the outcome. Each claim has a number, and a second name for its
-heartbeat; only the rank that creates both names has the claim. So if a user removes one of them,
-as people do with lock files, no second rank gets it. If a runner gives up, or sends no heartbeat
-for `lease` seconds, another rank may claim the next number; no claim is ever taken away. A runner
-that was only stopped continues, and if two runners post an outcome, the first one counts for both.
+board. Each claim has a number, and a second name for its heartbeat; only the rank that creates both
+names has the claim. So if a user removes one of them, as people do with lock files, no second rank
+gets it. If a runner gives up, or sends no heartbeat for `lease` seconds, another rank may claim the
+next number. If two runners post an outcome, the first one counts for both.
 
 **barrier.** Every rank posts a note and waits until the notes of all ranks exist. Each rank numbers
-the barriers of one name for itself: its n-th call meets the n-th calls of the others. A rank that
-has passed a barrier removes its note for the one before, which all ranks have left. A failed call
-does not count: the next call of that rank is for the same barrier.
+the barriers of one name for itself. A rank that has passed a barrier removes its note for the one
+before, which all ranks have left.
 """
 
 from __future__ import annotations
@@ -27,6 +25,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
+from shardcache import threads
 from shardcache.errors import (
     BarrierTimeoutError,
     ConfigError,
@@ -177,7 +176,10 @@ def _heartbeat(board: Board, name: str, pause: float) -> Iterator[None]:
                 return
             post(f"{describe_process()}\n{count}".encode())
 
-    threading.Thread(target=beat, daemon=True).start()
+    try:
+        threads.start(beat, "shardcache-once")
+    except RuntimeError as exn:  # the limit of threads; another rank may work, too
+        logger.warning("%s: there will be no heartbeats: %s", name, exn)
     try:
         yield
     except BaseException:

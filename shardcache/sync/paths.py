@@ -2,8 +2,7 @@
 
 A client of a network filesystem remembers for a while that a name was absent (3 to 60 s on NFS:
 acdirmin and acdirmax of nfs(5)). For so long, `os.path.exists` returns False although another node
-has made the path, and ``mkdir`` fails with EEXIST for a name that ``stat`` cannot find. `find`
-makes the client ask its server again.
+has made the path, and ``mkdir`` fails with EEXIST. `find` makes the client ask its server again.
 """
 
 from __future__ import annotations
@@ -31,8 +30,7 @@ PathLike = str | os.PathLike[str]
 
 #: Default timeout in seconds: that of the collectives of torch.distributed.
 DEFAULT_TIMEOUT = 1800.0
-#: Seconds for which a filesystem may contradict itself. An NFS client remembers an absent name for
-#: up to half of that by default (acdirmax=60, nfs(5)).
+#: Seconds for which a filesystem may contradict itself: twice the default of acdirmax.
 _MKDIR_TIMEOUT = 120.0
 #: Error codes of an absent name. NFS reports ESTALE for a directory that was removed.
 ABSENT = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ESTALE})
@@ -93,9 +91,9 @@ def _revalidate(path: str) -> None:
     """Make the kernel ask the server for ``path`` again, without writing anything.
 
     An NFS client checks the absent names that it remembers when the directory is opened
-    (close-to-open consistency). A link to /proc always fails, because /proc is a directory. But
-    before it fails, the kernel looks the name up as one that is about to be created, and for that
-    it does not trust a remembered absence (FUSE: ``fuse_dentry_revalidate``).
+    (close-to-open consistency). For a name that is about to be created, no kernel trusts a
+    remembered absence (FUSE: ``fuse_dentry_revalidate``). So this links to /proc, which always
+    fails, because /proc is a directory.
     """
     parent = os.path.dirname(path) or "."  # noqa: PTH120
     if parent == path or find(parent) is None:

@@ -1,8 +1,7 @@
 """Connect WebDataset pipelines to a cache: `attach` and `url_opener`.
 
-A WebDataset pipeline is a list of stages. `attach` replaces the stage that opens URLs, and the one
-that reads tar archives by a faster one (`tar`). It changes nothing global, so it works with fork,
-spawn and forkserver alike.
+A WebDataset pipeline is a list of stages. `attach` replaces stages and changes nothing global, so
+it works with fork, spawn and forkserver alike.
 """
 
 from __future__ import annotations
@@ -44,9 +43,6 @@ def url_opener(
     Yields:
         the same dicts with ``stream``, which the consumer owns. They have no ``local_path``: only
         cached shards have a path, and all samples of a batch need the same fields.
-
-    Raises:
-        Exception: any exception that ``handler`` raises; by default those of `Cache.open`.
     """
 
     def parsed(item: Any) -> ShardURL:
@@ -98,8 +94,8 @@ def attach(dataset: _Pipeline, cache: Cache, *, fast_tar: bool = True) -> _Pipel
         raise ConfigError(
             f"attach() takes a WebDataset or a DataPipeline, not {type(dataset).__name__}."
         )
-    stages = [each for stage in pipeline for each in _replaced(stage, cache)]
-    if stages == pipeline:
+    stages = [each for stage in pipeline for each in _replaced(stage, cache, fast_tar)]
+    if not any(_call_of(stage)[0] is url_opener for stage in stages):
         names = ", ".join(getattr(stage, "__name__", type(stage).__name__) for stage in pipeline)
         raise ConfigError(
             f"no stage of this pipeline opens URLs ({names}). Call attach() with the WebDataset "
@@ -107,14 +103,17 @@ def attach(dataset: _Pipeline, cache: Cache, *, fast_tar: bool = True) -> _Pipel
         )
     if _repeats_order(stages):
         _warn_of_repeated_order()
-    pipeline[:] = map(_faster, stages) if fast_tar else stages
+    pipeline[:] = stages
     urls = getattr(stages[0], "urls", None)
     cache.prepare(urls[0] if isinstance(urls, list) and urls else None)
     return dataset
 
 
-def _replaced(stage: Any, cache: Cache) -> list[Any]:
-    """Return the stages that replace one that opens URLs; any other stage is returned unchanged."""
+def _replaced(stage: Any, cache: Cache, fast_tar: bool) -> list[Any]:
+    """Return the stages that replace one that opens URLs or, with ``fast_tar``, expands archives.
+
+    Any other stage is returned unchanged.
+    """
     from webdataset import cache as wds_cache
     from webdataset import filters, tariterators
 
@@ -122,9 +121,12 @@ def _replaced(stage: Any, cache: Cache) -> list[Any]:
     openers = getattr(wds_cache, "StreamingOpen", ()), getattr(wds_cache, "FileCache", ())
     caching = getattr(wds_cache, "cached_tarfile_samples", None)
     combined = (tariterators.tarfile_samples, caching)  # they open, expand and group
+    expander = tar_files if fast_tar else tariterators.tar_file_expander
     function, args, options = _call_of(stage)
     if isinstance(stage, openers):
         handler = stage.handler
+    elif function is tariterators.tar_file_expander and fast_tar:
+        return [filters.FilterFunction(tar_files, *args, **options)]
     elif function in (url_opener, tariterators.url_opener, *combined):
         handler = options.get("handler", next(iter(args), None))
     else:
@@ -133,17 +135,14 @@ def _replaced(stage: Any, cache: Cache) -> list[Any]:
     if function in combined:
         kept = {name: options[name] for name in _EXPANDER_OPTIONS if name in options}
         stages += [
-            filters.FilterFunction(tariterators.tar_file_expander, *args, **kept),
+            filters.FilterFunction(expander, *args, **kept),
             filters.FilterFunction(tariterators.group_by_keys, handler=handler or reraise),
         ]
     return stages
 
 
 def _repeats_order(stages: list[Any]) -> bool:
-    """Return whether the shards certainly have the same shuffled order in every epoch.
-
-    False if an unknown stage comes before the opening of the shards: it may change the order.
-    """
+    """Return whether the shards certainly have the same shuffled order in every epoch."""
     from webdataset import filters, shardlists
 
     splits = shardlists.split_by_node, shardlists.split_by_worker, shardlists.single_node_only
@@ -158,7 +157,7 @@ def _repeats_order(stages: list[Any]) -> bool:
             size = args[0] if args else options.get("bufsize", 1000)
             seeded = seeded or size > 1  # WebDataset(shardshuffle=False) has a shuffle of size 0
         elif function not in splits:
-            return False
+            return False  # an unknown stage may change the order
     return False
 
 
@@ -171,15 +170,6 @@ def _warn_of_repeated_order() -> None:
         "in every epoch, write wds.DataPipeline(wds.SimpleShardList(urls), wds.split_by_node, "
         "wds.split_by_worker, wds.shuffle(100), wds.tarfile_to_samples())."
     )
-
-
-def _faster(stage: Any) -> Any:
-    """Return `tar_files` in place of WebDataset's expander; any other stage unchanged."""
-    from webdataset.filters import FilterFunction
-    from webdataset.tariterators import tar_file_expander
-
-    function, args, options = _call_of(stage)
-    return FilterFunction(tar_files, *args, **options) if function is tar_file_expander else stage
 
 
 def _call_of(stage: Any) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:

@@ -3,9 +3,6 @@
 Only shards are read through the cache. Other calls, such as writes and local files, go to the
 original function. WebDataset has no function for some schemes, such as ``s3``: other files with
 these schemes, such as timm's ``_info.json``, are read from their origin and not stored.
-
-Many users of WebDataset pass handlers that silently skip errors. So each kind of error is logged
-once per process before a handler gets it.
 """
 
 from __future__ import annotations
@@ -22,7 +19,8 @@ from shardcache.urls import DEFAULT_SCHEMES, redact
 logger = logging.getLogger(__name__)
 
 _Gopen = Callable[..., Any]
-#: Types of errors that this process, or its parent before the fork, has logged.
+#: Types of errors that this process, or its parent before the fork, has logged. Many users pass
+#: handlers that silently skip errors.
 _logged: set[type[Exception]] = set()
 
 

@@ -1,16 +1,15 @@
 """Read the files and samples of tar archives as WebDataset does, in less time.
 
-`tar_files` replaces WebDataset's expander. It yields the same names and bytes in the same order,
-and calls handlers at the same points with the same exceptions.
+`tar_files` yields the same names and bytes in the same order as WebDataset's expander, and calls
+handlers at the same points with the same exceptions.
 
 Nearly all headers of a shard are plain: a regular file with a name and a size. This module parses
 them with one regular expression and a checksum in C. At the first other header (sparse files,
 global headers, unusual numbers, damage, compression), it passes the same bytes and the rest of the
-archive to tarfile. So the installed tarfile decides which members an archive has, and where and how
-reading it fails.
+archive to tarfile, which decides which members an archive has, and where and how reading it fails.
 
-Streams are never closed. One member and one buffer are in memory. Nothing is read beyond a member
-until the next one is requested, so that readers do not wait for bytes still being downloaded.
+Streams are never closed. Nothing is read beyond a member until the next one is requested, so that
+readers do not wait for bytes still being downloaded.
 """
 
 from __future__ import annotations
@@ -158,11 +157,7 @@ def tar_samples(
 class TarWalk:
     """Iterates over the names of the regular files of an archive; `read` returns their data.
 
-    The iteration and `read` raise the exceptions of tarfile in mode ``r|*``.
-
-    Args:
-        stream: has a method ``read(n)``. Only the types of `io` that never return less than ``n``
-            bytes before the end are read here; all others are left to tarfile.
+    Both raise the exceptions of tarfile in mode ``r|*``.
     """
 
     def __init__(self, stream: Any) -> None:
@@ -173,11 +168,7 @@ class TarWalk:
         self._member: tarfile.TarInfo | None = None  # this member, after tarfile has taken over
 
     def read(self) -> bytes:
-        """Return the data of the member that was yielded last. May be called once per member.
-
-        Raises:
-            tarfile.ReadError: the archive ends inside the member.
-        """
+        """Return the data of the member that was yielded last. May be called once per member."""
         data: bytes
         if self._member is not None:
             data = self._archive.extractfile(self._member).read()
@@ -190,6 +181,7 @@ class TarWalk:
 
     def __iter__(self) -> Iterator[str]:
         stream, header, fields = self._stream, b"", None
+        # These types never return less than was requested before the end.
         if type(stream) in (io.BufferedReader, io.BytesIO) and tarfile.ENCODING == "utf-8":
             header = stream.read(_BLOCK)
             fields = _fields(header)
@@ -226,10 +218,7 @@ class TarWalk:
         return block[left:] if left else block
 
     def _extended(self, header: bytes, fields: _Fields) -> tuple[bytes, _Fields | None]:
-        """Read the rest of an extended header, and the header of its member.
-
-        Returns the bytes of both, and the fields of the member; None if a header is not plain.
-        """
+        """Return an extended header with its member's, and the fields of the member if plain."""
         _, size, kind = fields
         if not 0 < size <= _EXTENDED_MAX:
             return header, None
@@ -285,8 +274,7 @@ def _ended() -> tarfile.ReadError:
 
 def _fields(header: bytes) -> _Fields | None:
     """Parse a header; returns None if it is not plain, incomplete or damaged."""
-    found = _match(header)
-    if found is None:
+    if (found := _match(header)) is None:
         return None
     name, size, checksum, kind, prefix = found.groups()
     if header.isascii():
@@ -307,7 +295,7 @@ def _fields(header: bytes) -> _Fields | None:
 def _name(name: str, records: bytes, size: int) -> str | None:
     """Return the name in the first ``size`` bytes of an extended header, or else ``name``.
 
-    Returns None if there is a record that this module does not understand.
+    Returns None for a record that tarfile has to read.
     """
     if size & 511 and records[size]:
         return None

@@ -9,6 +9,7 @@ import time
 import pytest
 
 from shardcache.cache import Cache
+from shardcache.config import Config
 from shardcache.errors import ConfigError, ShardNotFoundError
 from shardcache.layout import Layout
 from shardcache.units import format_bytes
@@ -86,16 +87,17 @@ def test_clean_removes_what_is_over_the_limit(run, warm, data, tmp_path):
     assert run("clean", "--all", "-y")[0] == 0 and len(states(run)) == 0
 
 
-def test_commands_use_the_limits_of_the_job(run, warm, data, tmp_path):
+def test_commands_use_the_limits_of_the_last_job(run, warm, data, tmp_path):
     limit = room(tmp_path, *map(len, data.values())) - 1
-    other = Cache(tmp_path / "cache", min_free=0)
-    job = Cache(tmp_path / "cache", min_free=0, max_size=limit, policy="lru", max_age="14d")
-    with job, other:
-        for cache in (other, job):  # the first job has no limit
-            cache.fetch(warm[0])
-        for when in ("running", "last"):
+    config = Config(tmp_path / "cache", min_free=0)
+    last = config.replace(max_size=limit, policy="lru", max_age="14d")
+    with Cache.from_config(last, started=2000.0) as job:
+        job.fetch(warm[0])
+        with Cache.from_config(config, started=1000.0) as earlier:  # a new worker of that job
+            earlier.fetch(warm[0])
+        for _ in range(2):
             size, shown = f"max_size {limit}B, ", f" of {format_bytes(limit)}"
-            limits = f"Limits of the {when} job: {size}max_age 14d, policy lru.\n"
+            limits = f"Limits of the last job: {size}max_age 14d, policy lru.\n"
             code, out, err = run("clean", "-n")
             assert (code, err) == (0, limits) and "would remove 1 shard, " in out
             assert run("clean", "-n", "--max-size", "1GB")[2] == limits.replace(size, "")
@@ -105,7 +107,6 @@ def test_commands_use_the_limits_of_the_job(run, warm, data, tmp_path):
             assert shown in run("top", "--count", "1", "--interval", "0.2")[1]
             page = tmp_path / "report.html"
             assert run("report", "-o", page)[0] == 0 and shown in page.read_text()
-            other.close()
             job.close()
 
 
@@ -196,7 +197,6 @@ def test_methods_take_patterns(run, warm, bucket, tmp_path):
 
 def test_a_command_does_not_replace_the_limits_of_a_job(run, spec, tmp_path):
     with Cache(tmp_path / "cache", max_size="1GB", min_free=0) as cache:
-        list(cache.entries())
         cache.fetch(spec.replace("{0000..0003}", "0000"))
     assert run("prewarm", "--max-size", "900MB", spec)[0] == 0
     assert "Limits of the last job: max_size 1GB" in run("clean", "-n")[2]

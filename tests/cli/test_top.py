@@ -81,7 +81,7 @@ def test_on_a_terminal_it_redraws_and_keeps_the_last_refresh(make_cache):
 def test_an_interrupt_ends_it_quietly_and_shows_the_cursor(make_cache):
     cache = make_cache()
     cache.pin(URL)
-    with Screen("top", "--interval", "3600", directory=cache.dir) as screen:
+    with Screen("top", "--interval", "5", directory=cache.dir) as screen:
         screen.read(until="0 downloads running")
         os.killpg(screen.command.process.pid, signal.SIGINT)
         text, code = screen.end()

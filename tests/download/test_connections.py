@@ -1,13 +1,9 @@
 """The processes of a node that download at the same time share its connections."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 
@@ -15,7 +11,7 @@ from shardcache import Cache
 from shardcache.locks.downloaders import Downloaders
 from shardcache.store.digest import BLOCK
 from tests.support.caches import read
-from tests.support.storetools import PATIENCE, Parent, crowd, payload, wait_until
+from tests.support.storetools import PATIENCE, crowd, payload, wait_until
 from tests.support.webservers import Scripted, part_of, running
 
 NODE, PROCESS = 64, 32  # limits of connections
@@ -29,13 +25,13 @@ class Store(Scripted):
     requests are in progress.
     """
 
-    def __init__(self, data: bytes, least: int = 0) -> None:
+    def __init__(self, data, least=0):
         super().__init__(self.respond, most=1000)
         self.data, self.least, self.gate = data, least, threading.Event()
         self.active = self.peak = 0
         self.changed = threading.Condition()
 
-    def respond(self, head: str) -> Iterator[bytes]:
+    def respond(self, head):
         is_first = "bytes=0-" in head
         with self.changed:
             self.active += 1
@@ -53,13 +49,13 @@ class Store(Scripted):
         yield body[-1:]
 
 
-def reader(parent: Parent, number: int, store: Store, root: Path) -> None:
+def reader(parent, number, store, root):
     """Read one shard in parts of 1 MiB, and report whether its bytes are right."""
     with Cache(root, min_free=0, part_size=BLOCK) as cache:
         parent.say(read(cache, f"{store.url}/{number}.bin") == store.data)
 
 
-def test_32_processes_that_download_at_once_use_64_connections(tmp_path: Path) -> None:
+def test_32_processes_that_download_at_once_use_64_connections(tmp_path):
     store = Store(payload(6 * BLOCK), least=NODE)
     with running(store), crowd(32, reader, store, tmp_path) as readers:
         wait_until(lambda: store.active == 32)
@@ -87,16 +83,13 @@ def cache(make_cache, origin):
 
 
 @contextlib.contextmanager
-def others(cache: Cache, count: int = NODE) -> Iterator[None]:
+def others(cache, count=NODE):
     """Register as many other downloaders on the node."""
-    joined = [Downloaders(lambda: cache._here().home.node) for _ in range(count)]
-    for each in joined:
-        each.join()
-    try:
+    with contextlib.ExitStack() as stack:
+        for each in [Downloaders(lambda: cache._here().home.node) for _ in range(count)]:
+            each.join()
+            stack.callback(each.leave)
         yield
-    finally:
-        for each in joined:
-            each.leave()
 
 
 def test_a_waiting_download_starts_when_connections_are_free(cache, origin):
@@ -134,7 +127,7 @@ def test_a_download_adjusts_its_threads_to_its_share_of_connections(make_cache, 
     cache = make_cache(part_size=BLOCK, connections=4)
     held = [origin.hold(0) for _ in range(12)]
 
-    def helpers() -> int:
+    def helpers():
         return sum(thread.name == "shardcache-part" for thread in threading.enumerate())
 
     with ThreadPoolExecutor(1) as pool:

@@ -4,16 +4,12 @@ The faults are real: small filesystems, limits of the process, remounts and unmo
 tests/stress/test_netfs.py, a filesystem fails at single calls.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os
 import resource
 import shutil
 import signal
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -21,7 +17,7 @@ from shardcache import Cache, TransferError
 from shardcache.layout import META, Layout
 from tests.support.caches import warnings
 from tests.support.disktools import disk, remount, unmount
-from tests.support.fakes import MemoryOrigin
+from tests.support.fakes import Fault
 from tests.support.storetools import few_descriptors, needs_root, wait_until
 from tests.support.tars import make_tar
 
@@ -29,7 +25,7 @@ URL = "s3://lab/train-0000.tar"
 MIB = 1 << 20
 
 
-def shards(origin: MemoryOrigin, count: int, size: int = 0) -> list[str]:
+def shards(origin, count, size=0):
     """Put objects into the origin, small ones or of about ``size`` bytes."""
     urls = [f"s3://lab/{n:04d}.tar" for n in range(count)]
     for n, url in enumerate(urls):
@@ -37,14 +33,14 @@ def shards(origin: MemoryOrigin, count: int, size: int = 0) -> list[str]:
     return urls
 
 
-def read(cache: Cache, url: str, origin: MemoryOrigin) -> bool:
+def read(cache, url, origin):
     """Read a shard, which must be right, and return whether it is cached."""
     with cache.open(url) as stream:
         assert stream.read() == origin.objects[url]
         return stream.name != url
 
 
-def leftovers(cache: Cache) -> list[str]:
+def leftovers(cache):
     return os.listdir(Layout.of_root(cache.dir).partial)
 
 
@@ -156,7 +152,7 @@ def test_a_read_only_mount_serves_reads_with_one_warning(
 
 
 @pytest.fixture
-def ram(tmp_path: Path) -> Iterator[Path]:
+def ram(tmp_path):
     if os.geteuid() != 0:
         pytest.skip("mounting needs root")
     with disk(tmp_path / "ram", "size=32m") as path:
@@ -218,15 +214,8 @@ def test_a_download_whose_disk_goes_away_starts_over(make_cache, origin, ram):
     urls = shards(origin, 3)
     cache = make_cache(dir=ram / "cache")
     read(cache, urls[0], origin)
-    real = origin.open
-
-    def late(*arguments: object) -> object:
-        unmount(ram)
-        return real(*arguments)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(origin, "open", late)
-        assert read(cache, urls[1], origin)  # at the second attempt, in a new root
+    origin.faults.append(Fault(before=lambda: unmount(ram)))
+    assert read(cache, urls[1], origin)  # at the second attempt, in a new root
     assert all(read(cache, url, origin) for url in urls)
     assert len(list(cache.entries())) == 3
     cache.close()

@@ -1,8 +1,5 @@
 """Preparation in the background, and the threads that a fork waits for."""
 
-from __future__ import annotations
-
-import contextlib
 import ctypes
 import gc
 import importlib
@@ -12,7 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -24,11 +21,11 @@ from shardcache.origins.base import TransientError
 from shardcache.origins.http import WebOrigin
 from shardcache.store.digest import BLOCK
 from shardcache.urls import parse_url
-from tests.support.storetools import PATIENCE, Parent, forked, wait_until
+from tests.support.storetools import PATIENCE, forked, no_thread, wait_until
 from tests.support.tars import make_tar
 
 
-def test_a_fork_waits_until_a_thread_that_has_ended_is_gone() -> None:
+def test_a_fork_waits_until_a_thread_that_has_ended_is_gone():
     """OpenSSL holds a global lock for microseconds while a thread ends.
 
     The destructor of the thread's local value waits for a semaphore, so the test decides when the
@@ -61,7 +58,7 @@ def test_a_fork_waits_for_an_import_in_another_thread(tmp_path, monkeypatch):
     assert started.wait(PATIENCE)
     threading.Timer(0.4, end.set).start()
 
-    def work(parent: Parent) -> None:
+    def work(parent):
         parent.say(importlib.import_module("slow_module").__name__)
 
     with forked(work) as child:
@@ -75,26 +72,25 @@ def test_a_lazy_value_is_made_without_a_lock():
 
     class Slow:
         @threads.lazy
-        def value(self) -> int:
+        def value(self):
             if os.getpid() == parent:
                 started.set()
                 end.wait(PATIENCE)
             return os.getpid()
 
     parent = os.getpid()
-    thread = threading.Thread(target=lambda: Slow().value)
-    thread.start()
-    assert started.wait(PATIENCE)
-    with forked(lambda parent: parent.say(Slow().value)) as child:
-        assert child.hear() not in (None, parent)
-    end.set()
-    thread.join()
+    with ThreadPoolExecutor() as pool:
+        pool.submit(lambda: Slow().value)
+        assert started.wait(PATIENCE)
+        with forked(lambda parent: parent.say(Slow().value)) as child:
+            assert child.hear() not in (None, parent)
+        end.set()
 
 
 def test_a_fork_does_not_wait_for_running_threads_and_not_for_ever(monkeypatch):
     started, end = threading.Event(), threading.Event()
 
-    def work() -> None:
+    def work():
         with threads.undivided():
             started.set()
             end.wait(PATIENCE)
@@ -117,30 +113,24 @@ def test_a_fork_does_not_wait_for_running_threads_and_not_for_ever(monkeypatch):
 
 def test_a_fork_waits_for_a_tls_handshake():
     has_begun, end = threading.Event(), threading.Event()
-    with socket.create_server(("127.0.0.1", 0)) as server:
+    with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor() as pool:
         shard = parse_url(f"https://127.0.0.1:{server.getsockname()[1]}/a.tar")
 
-        def serve() -> None:
+        def serve():
             connection, _ = server.accept()
             with connection:
                 connection.recv(1)
                 has_begun.set()
                 end.wait(PATIENCE)
 
-        def read() -> None:
-            with contextlib.suppress(TransientError):
-                WebOrigin(timeout=PATIENCE).open(shard, 0, 1)
-
-        working = [threading.Thread(target=each) for each in (serve, read)]
-        for thread in working:
-            thread.start()
+        pool.submit(serve)
+        reading = pool.submit(WebOrigin(timeout=PATIENCE).open, shard, 0, 1)
         assert has_begun.wait(PATIENCE)
         threading.Timer(0.2, end.set).start()
         with forked(lambda parent: parent.say("here")) as child:
             assert end.is_set()
             assert child.hear() == "here"
-        for thread in working:
-            thread.join()
+        assert isinstance(reading.exception(PATIENCE), TransientError)
 
 
 FORK = """
@@ -166,13 +156,13 @@ sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 """
 
 
-def test_a_fork_waits_for_undivided_work_before_filelock_locks(tmp_path: Path) -> None:
+def test_a_fork_waits_for_undivided_work_before_filelock_locks(tmp_path):
     """filelock holds its own locks during a fork. The work needs them to finish."""
     command = [sys.executable, "-c", FORK, str(tmp_path / "lock")]
     assert subprocess.run(command, timeout=2 * PATIENCE, check=False).returncode == 0
 
 
-def test_the_codec_of_host_names_is_imported_before_the_first_thread() -> None:
+def test_the_codec_of_host_names_is_imported_before_the_first_thread():
     """A child that is forked during this import resolves no host name."""
     program = (
         "import sys\nfrom shardcache import threads\nassert 'encodings.idna' not in sys.modules\n"
@@ -182,12 +172,12 @@ def test_the_codec_of_host_names_is_imported_before_the_first_thread() -> None:
     assert done.stdout == b"True\n", done
 
 
-def prepared(cache: Cache, url: str | None) -> None:
+def prepared(cache, url):
     cache.prepare(url)
-    wait_until(lambda: not any(t.name == "shardcache-prepare" for t in threading.enumerate()))
+    no_thread("-prepare")
 
 
-def test_a_cache_prepares_its_directory_and_its_client(tmp_path: Path) -> None:
+def test_a_cache_prepares_its_directory_and_its_client(tmp_path):
     with Cache(tmp_path / "cache", min_free=0, endpoint_url="http://127.0.0.1:9") as cache:
         prepared(cache, "s3://lab/a.tar")
         assert (tmp_path / "cache" / "v1").is_dir()
@@ -204,7 +194,7 @@ def test_a_failed_preparation_is_no_error(make_cache, origin, url, failing, capl
     assert ["not prepared" in message for message in caplog.messages] == [True] * failing
 
 
-def test_attaching_prepares_for_the_first_shard(make_cache, monkeypatch) -> None:
+def test_attaching_prepares_for_the_first_shard(make_cache, monkeypatch):
     urls: list[str | None] = []
     monkeypatch.setattr(Cache, "prepare", lambda self, url=None: urls.append(url))
     cache = make_cache()
@@ -218,20 +208,17 @@ def test_attaching_prepares_for_the_first_shard(make_cache, monkeypatch) -> None
 def test_a_download_without_readers_does_not_wait_for_a_silent_origin(tmp_path, serve, end):
     silent, data = threading.Event(), make_tar(1, members=3, size=BLOCK)
 
-    def answer(head: str) -> Iterator[bytes]:
+    def answer(head):
         size = 64 << 20  # an almost complete download continues without readers
         yield f'HTTP/1.1 200 OK\r\nETag: "a"\r\nContent-Length: {size}\r\n\r\n'.encode()
         yield data[: 2 * BLOCK]  # whole blocks: the next read blocks
         silent.wait(PATIENCE)
 
-    def fetching() -> list[str]:
-        return [t.name for t in threading.enumerate() if t.name.endswith("-fetch")]
-
     url = f"{serve(answer).url}/a.tar"
     cache = Cache(tmp_path / "cache", min_free=0, attempts=1, timeout=10 * PATIENCE)
     (row,) = [{"stream": cache.open(url)}] if end == "close" else cache.url_opener([url])
     assert row["stream"].read(BLOCK) == data[:BLOCK]
-    assert fetching()
+    assert any(thread.name.endswith("-fetch") for thread in threading.enumerate())
     if end == "close":
         row["stream"].close()
         cache.close()
@@ -239,5 +226,5 @@ def test_a_download_without_readers_does_not_wait_for_a_silent_origin(tmp_path, 
         row["row"] = row
         del row
         gc.collect()
-    wait_until(lambda: not fetching())
+    no_thread("-fetch")
     silent.set()

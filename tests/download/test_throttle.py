@@ -1,11 +1,8 @@
 """The rate limit of a prewarm, which all its connections share."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import threading
-from pathlib import Path
 
 import pytest
 
@@ -38,7 +35,7 @@ def test_a_throttle_allows_a_short_burst_and_saves_nothing_up(monkeypatch):
         *[(text, None) for text in ("", "/s", "63kB", "-1MB", "fast", "1MB/h", 63_999)],
     ],
 )
-def test_a_rate_is_a_size_with_or_without_seconds(text: str | int, rate: int | None) -> None:
+def test_a_rate_is_a_size_with_or_without_seconds(text, rate):
     with contextlib.nullcontext() if rate else pytest.raises(ConfigError):
         assert parse_rate(text) == rate
 
@@ -59,11 +56,11 @@ def test_a_prewarm_keeps_its_rate(run, bucket, s3, s3_environment, tmp_path):
     assert summary["seconds"] >= 0.85
 
 
-def test_a_download_that_waits_for_the_rate_can_be_stopped(tmp_path: Path, monkeypatch) -> None:
+def test_a_download_that_waits_for_the_rate_can_be_stopped(tmp_path, monkeypatch):
     (tmp_path / "a.tar").write_bytes(make_tar(1, 3000, 700))
     stop, calls = threading.Event(), []
 
-    def take(self: Throttle, count: int) -> float:
+    def take(self, count):
         calls.append(count)
         stop.set()
         return 1e6

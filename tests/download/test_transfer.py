@@ -1,29 +1,22 @@
 """Downloads from an origin in memory that misbehaves."""
 
-from __future__ import annotations
-
-import base64
 import contextlib
 import os
 import threading
 import time
-import zlib
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import pytest
 
-from shardcache.cache import Cache
 from shardcache.download import transfer
 from shardcache.download.download import Download
 from shardcache.errors import FetchCancelledError, ShardNotFoundError
-from shardcache.origins.base import Checksum, TransientError
+from shardcache.origins.base import TransientError
 from shardcache.store.digest import BLOCK
-from shardcache.store.entry import Entry
 from shardcache.urls import parse_url
-from tests.support.caches import MakeCache, held_elsewhere, read
-from tests.support.fakes import Fault, MemoryOrigin
-from tests.support.storetools import PATIENCE, no_descriptor_left, payload, wait_until
+from tests.support.caches import held_elsewhere, read
+from tests.support.fakes import Fault, MemoryBody
+from tests.support.storetools import PATIENCE, no_descriptor_left, no_thread, payload, wait_until
 
 URL = "s3://lab/train-0000.bin"
 SIZE = 5 * BLOCK + 777
@@ -32,31 +25,31 @@ RESET = TransientError("reset")
 
 
 @pytest.fixture
-def make(make_cache: MakeCache, origin: MemoryOrigin) -> MakeCache:
+def make(make_cache, origin):
     """Makes caches that download parts of two blocks."""
     origin.objects[URL] = DATA
     defaults = {"part_size": 2 * BLOCK, "connections": 4, "attempts": 3}
     return lambda **options: make_cache(**{**defaults, **options})
 
 
-def fetched(cache: Cache, url: str = URL) -> bytes:
+def fetched(cache, url=URL):
     return cache.fetch(url).data.read_bytes()
 
 
-def run(cache: Cache, download: Download) -> Entry:
+def run(cache, download):
     """Run this download as `Cache.fetch` runs its own."""
     opened = cache.opener.obtain(download).opened
     opened.close()
     return opened.entry
 
 
-def ranges(origin: MemoryOrigin) -> list[tuple[int, int | None]]:
+def ranges(origin):
     return [(start, stop) for _, start, stop in origin.requests]
 
 
-def stated(origin: MemoryOrigin, data: bytes, url: str = URL) -> None:
-    value = base64.b64encode(zlib.crc32(data).to_bytes(4, "big")).decode()
-    origin.objects[url], origin.checksums[url] = data, Checksum("crc32", value)
+def stated(origin, data, url=URL):
+    origin.objects[url] = data
+    origin.state_checksum(url, data)
 
 
 @pytest.mark.parametrize("sizes", [True, False], ids=["size", "no size"])
@@ -81,7 +74,7 @@ def test_without_conditional_requests_the_version_is_checked_at_the_end(make, or
     origin.conditional = origin.states_checksums = False
     real = origin.stat
 
-    def stat(url: object) -> object:
+    def stat(url):
         if not origin.stats:
             origin.objects[URL] = NEWER
         return real(url)
@@ -92,38 +85,30 @@ def test_without_conditional_requests_the_version_is_checked_at_the_end(make, or
 
 @pytest.mark.parametrize("sizes", [True, False])
 def test_a_response_without_a_version_is_repeated_not_continued(make, origin, sizes):
-    origin.etags, origin.sizes, real = False, sizes, origin.open
+    origin.etags, origin.sizes = False, sizes
     if sizes:
-        origin.faults.append(Fault(after=10**9))  # none in the first response
+        origin.faults.append(Fault())  # none in the first response
     origin.faults.append(Fault(after=3 * BLOCK, error=RESET))
-
-    def replaced(*arguments: Any) -> Any:
-        if len(origin.requests) == 1 + sizes:
-            origin.objects[URL] = NEWER
-        return real(*arguments)
-
-    origin.open = replaced  # type: ignore[method-assign]
+    origin.faults.append(Fault(before=lambda: origin.objects.update({URL: NEWER})))
     assert fetched(make()) == NEWER
 
 
-def test_many_threads_share_the_connections(make: MakeCache, origin: MemoryOrigin) -> None:
+def test_many_threads_share_the_connections(make, origin):
     urls = [f"s3://lab/{number}.bin" for number in range(12)]
     origin.objects.update(dict.fromkeys(urls, DATA))
-    most, real, cache = [0], origin.open, make()
+    cache, running = make(), []
 
-    def counted(*arguments: Any) -> Any:
-        body = real(*arguments)
-        most.append(sum(not other.closed for other in list(origin.bodies)))
-        return body
+    def count():
+        running.append(1 + sum(not body.closed for body in list(origin.bodies)))
 
-    origin.open = counted  # type: ignore[method-assign]
+    origin.faults.extend(Fault(before=count) for _ in range(100))
     with ThreadPoolExecutor(12) as pool:
         assert list(pool.map(lambda url: fetched(cache, url), urls)) == [DATA] * 12
-    assert max(most) <= 4
+    assert max(running) <= 4
 
 
 def test_a_process_that_cannot_start_threads_still_reads_and_caches(make, monkeypatch):
-    def refuse(self: threading.Thread) -> None:
+    def refuse(self):
         raise RuntimeError("can't start new thread")
 
     cache = make()
@@ -134,39 +119,28 @@ def test_a_process_that_cannot_start_threads_still_reads_and_caches(make, monkey
 
 
 @pytest.mark.locks_work("answers")
-def test_bytes_after_an_abort_are_not_used(make: MakeCache, origin: MemoryOrigin) -> None:
+def test_bytes_after_an_abort_are_not_used(make, origin, monkeypatch):
     """An aborted TLS connection returns ciphertext."""
     origin.objects[URL] = DATA[: 4 * BLOCK]
-    receiving, real = threading.Event(), origin.open
+    receiving, real = threading.Event(), MemoryBody.readinto
 
-    def open_(shard: Any, start: int, stop: Any, expected: Any = None) -> Any:
-        body = real(shard, start, stop, expected)
-        receive, came = body.readinto, 0
+    def readinto(body, buffer):
+        if body.start == 0:
+            return real(body, buffer)
+        receiving.set()
+        assert body.aborted.wait(PATIENCE)
+        buffer[:] = b"\xaa" * len(buffer)
+        return len(buffer)
 
-        def fail(buffer: memoryview) -> int:
-            nonlocal came
-            if came < BLOCK:  # after some bytes, the other connections start
-                count = receive(buffer[: BLOCK - came])
-                came += count
-                return count
-            assert receiving.wait(PATIENCE)
-            raise ShardNotFoundError("it vanished", url=URL)
-
-        def ciphertext(buffer: memoryview) -> int:
-            receiving.set()
-            assert body.aborted.wait(PATIENCE)
-            buffer[:] = b"\xaa" * len(buffer)
-            return len(buffer)
-
-        body.readinto = ciphertext if start else fail
-        return body
-
-    origin.open = open_  # type: ignore[method-assign]
+    # After some bytes of the first response, the other connections start.
+    error = ShardNotFoundError("it vanished", url=URL)
+    origin.faults.append(Fault(after=BLOCK, wait=receiving, error=error))
+    monkeypatch.setattr(MemoryBody, "readinto", readinto)
     cache = make()
     with pytest.raises(ShardNotFoundError):
         cache.fetch(URL)
     assert receiving.is_set()
-    origin.open = real  # type: ignore[method-assign]
+    monkeypatch.undo()
     assert fetched(cache) == DATA[: 4 * BLOCK]
     assert {start for start, _ in ranges(origin)[-2:]} == {BLOCK, 3 * BLOCK}  # resumed
 
@@ -177,7 +151,7 @@ def test_a_late_thread_writes_into_no_other_file(make, origin, tmp_path, monkeyp
     more = origin.hold(BLOCK)  # the first part
     late, go, real = threading.Event(), threading.Event(), os.pwrite
 
-    def pwrite(fd: int, data: memoryview, offset: int) -> int:
+    def pwrite(fd, data, offset):
         if offset == 2 * BLOCK:  # another thread writes the second part
             late.set()
             go.wait(PATIENCE)
@@ -194,7 +168,7 @@ def test_a_late_thread_writes_into_no_other_file(make, origin, tmp_path, monkeyp
         for _ in range(100):
             files.enter_context(other.open("ab"))
         go.set()
-        wait_until(lambda: not [t for t in threading.enumerate() if t.name.endswith("-part")])
+        no_thread("-part")
     assert other.read_bytes() == b""
 
 
@@ -231,7 +205,7 @@ def test_a_complete_shard_does_not_wait_for_its_checksum(make, origin, monkeypat
     monkeypatch.setattr(transfer, "_LAST_RESPONSE", 0.1)
     over, stats = threading.Event(), []
 
-    def stat(url: object) -> Any:
+    def stat(url):
         stats.append(url)
         if is_silent:
             over.wait(2 * PATIENCE)

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from shardcache.cache import Cache
+from shardcache.config import Config
 from shardcache.layout import IDLE_GRACE, Layout
 from shardcache.locks.flock import Holder, remove_locks
 from shardcache.locks.lease import KeyLease
@@ -25,7 +26,7 @@ ME = Holder(1, "node-1", 0, "job", 1.0)
 
 @pytest.fixture
 def layout(tmp_path: Path) -> Layout:
-    return replace(make_root(tmp_path / "cache", "1"), grace=IDLE_GRACE)
+    return replace(make_root(Config(tmp_path / "cache")), grace=IDLE_GRACE)
 
 
 def test_a_lease_is_granted_where_the_file_is_no_valid_lease(tmp_path, layout):

@@ -5,19 +5,19 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
-import time
 from pathlib import Path
 
 import pytest
 
 from shardcache.cache import Cache
+from shardcache.config import Config
 from shardcache.errors import ConfigError
 from shardcache.layout import IDLE_GRACE, Layout
 from shardcache.locks import mounts
 from shardcache.locks.mounts import Mount, mount_of, node_namespace
 from shardcache.store.root import make_root
 from tests.support.caches import read
-from tests.support.storetools import age, wait_until
+from tests.support.storetools import age
 from tests.support.tars import make_tar
 
 URL = "s3://lab/a.tar"
@@ -63,9 +63,8 @@ def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def root(tmp_path: Path, node: Path) -> Path:
-    root = tmp_path / "cache"
-    make_root(root, "1")
-    return root
+    """The directory of a cache that is not made yet."""
+    return tmp_path / "cache"
 
 
 def on(kind: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,23 +82,26 @@ def on(kind: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("kind", ["ext4", "tmpfs", "nfs4", "lustre", "fuse.juicefs", "9p", None])
 def test_only_local_filesystems_are_locked_by_flock(root, node, monkeypatch, kind):
     on(kind, monkeypatch)
-    found = node_namespace(root, "auto", 600.0)
+    make_root(Config(root))
+    found = node_namespace(Config(root))
     if kind in ("ext4", "tmpfs"):
         assert found == Layout.of_root(root)
     else:
         assert found.grace == IDLE_GRACE
         assert found.local is not None and found.local.parent == node
         assert found.local.stat().st_mode & 0o777 == 0o700
-    assert node_namespace(root, "lease", IDLE_GRACE).grace == 2 * IDLE_GRACE
-    assert node_namespace(root, "flock", 600.0) == Layout.of_root(root)
+    lease = Config(root, locks="lease", touch_interval=IDLE_GRACE)
+    assert node_namespace(lease).grace == 2 * IDLE_GRACE
+    assert node_namespace(Config(root, locks="flock")) == Layout.of_root(root)
 
 
 def test_caches_of_a_root_share_a_node_directory(root, node, monkeypatch, tmp_path):
     def local(name: str = "cache") -> Path | None:
-        return node_namespace(tmp_path / name, "lease", 600.0).local
+        return node_namespace(Config(tmp_path / name, locks="lease")).local
 
     (tmp_path / "link").symlink_to(root)
-    make_root(tmp_path / "cache2", "1")
+    for name in ("cache", "cache2"):
+        make_root(Config(tmp_path / name))
     first, other = local(), tmp_path / "other-node"
     assert first is not None and first.parent == node
     assert local("link") == first != local("cache2")
@@ -139,74 +141,34 @@ def test_leases_lock_no_file_of_the_cache(make_cache, origin, root, node, monkey
     assert locked and not any(name.startswith(str(root)) for name in locked)
 
 
-KINDS = [("flock", "lease"), ("lease", "flock")]
-
-
 @pytest.mark.locks_work
-@pytest.mark.parametrize(("one", "other"), KINDS)
-def test_another_kind_of_lock_is_an_error(make_cache, origin, root, one, other):
-    origin.objects[URL] = make_tar(1)
-    with make_cache(dir=root, locks=one) as running:
-        running.fetch(URL)
-        with pytest.raises(ConfigError, match=f"lock with {one}, and this .*{other}.*Set locks"):
-            Cache(root, locks=other).open(URL)
-        make_cache(dir=root, locks=one).close()
-    assert read(make_cache(dir=root, locks=other), URL) == make_tar(1)
-    assert len(origin.requests) == 1
-
-
-@pytest.mark.locks_work
-@pytest.mark.parametrize(("one", "other"), KINDS)
-def test_commands_lock_as_live_processes(make_cache, origin, root, run, monkeypatch, one, other):
+def test_all_processes_lock_as_the_one_that_made_the_cache(make_cache, origin, root, run):
     def stays() -> bool:
         cleaned = run("--dir", root, "clean", "--all", "-y")[1]
         return run("--dir", root, "rm", "-y", URL)[0] == 6 and "kept 1 shard" in cleaned
 
-    monkeypatch.setenv("SHARDCACHE_LOCKS", other)
-    origin.objects[URL] = make_tar(1)
-    with make_cache(dir=root, locks=one) as running:
-        running.fetch(URL)
-        with running.open(URL):
-            if one == "flock":
-                age(root)  # with leases it would count as unused
-            assert stays()
-        assert stays() == (one == "lease")  # used within the last hour
-
-
-@pytest.mark.locks_work
-def test_a_client_is_refused_while_the_server_of_the_disk_uses_the_cache(
-    make_cache, origin, root, node, run, monkeypatch, clock
-):
-    origin.objects[URL] = make_tar(1)
-    ahead, real = [0.0], time.time
-    monkeypatch.setattr(time, "time", lambda: real() + ahead[0])
-    with make_cache(dir=root) as running:
-        running.fetch(URL)
-        [session] = (root / "v1/sessions").glob("*.session")
-        before = session.stat()
-        wait_until(lambda: real() > before.st_ctime + 0.1)  # the clock of a filesystem is coarse
-        clock.sleep(100)
-        read(running, URL)  # touches the session
-        assert session.stat().st_ctime_ns > before.st_ctime_ns
-        assert session.stat().st_mtime_ns == before.st_mtime_ns
-        on("nfs4", monkeypatch)
-        for command in f"rm -y {URL}", "clean":
-            code, _, err = run("--dir", root, *command.split())
-            assert code == 2 and "lock with flock, and this one with lease" in err
-        assert "1 shard" in run("--dir", root, "ls")[1]
-        ahead[0] = IDLE_GRACE + 60
-        assert run("--dir", root, "clean")[0] == 0
-
-
-@pytest.mark.locks_work
-def test_a_session_is_renewed_while_its_process_uses_the_cache(make_cache, origin, root, clock):
     origin.objects[URL] = make_tar(1)
     with make_cache(dir=root, locks="lease") as running:
         running.fetch(URL)
-        age(root / "v1/sessions")
-        make_cache(dir=root, locks="flock").close()
-        clock.sleep(100)
-        read(running, URL)
-        with pytest.raises(ConfigError, match="lock with lease"):
-            make_cache(dir=root, locks="flock")
-    assert list((root / "v1/sessions").iterdir()) == []
+    assert stays()  # used within the last hour
+    assert read(make_cache(dir=root), URL) == make_tar(1)
+
+
+@pytest.mark.locks_work("answers")
+@pytest.mark.parametrize(
+    ("made", "locks", "kind", "fix"),
+    [
+        ("flock", "auto", "nfs4", "delete .*manifest.json, and set locks to lease"),
+        ("flock", "lease", "ext4", "delete .*manifest.json, and set locks to lease"),
+        ("lease", "flock", "ext4", "Set locks to lease"),
+    ],
+)
+def test_another_kind_of_lock_is_refused(root, run, monkeypatch, made, locks, kind, fix):
+    make_root(Config(root, locks=made))
+    on(kind, monkeypatch)
+    monkeypatch.setenv("SHARDCACHE_LOCKS", locks)
+    with pytest.raises(ConfigError, match=f"locked by {made}, and .*{fix}"):
+        Cache(root).open(URL)
+    for command in f"rm -y {URL}", "clean":
+        code, _, err = run("--dir", root, *command.split())
+        assert code == 2 and f"is locked by {made}" in err

@@ -1,4 +1,4 @@
-"""Sessions of live processes, their limits, and the processes that wait for a shard."""
+"""Sessions of live processes, and the processes that wait for a shard."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 from shardcache.cache import Cache
 from shardcache.layout import Layout
 from shardcache.locks.flock import Holder
-from shardcache.locks.sessions import Session, live_sessions, live_waits, remove_dead, stated_limits
+from shardcache.locks.sessions import Session, live_sessions, live_waits, remove_dead
 from shardcache.urls import parse_url
 from tests.support.storetools import PATIENCE, Parent, forked, no_descriptor_left, wait_until
 from tests.support.tars import make_tar
@@ -34,31 +34,24 @@ def names(layout: Layout) -> list[str]:
 @pytest.mark.locks_work
 def test_sessions_of_live_and_stopped_processes_count(layout: Layout) -> None:
     def work(parent: Parent) -> None:
-        session = Session(layout, 1000.5, limits={"max_size": "1GB"})
-        mine = session, Session(layout, 0.0, (KEY, WAITER))
+        mine = Session(layout, 1000.5), Session(layout, 0.0, (KEY, WAITER))
         parent.say({session.path.name for session in mine})
         parent.hear()
 
     with no_descriptor_left():
-        young = Session(layout, 2000.0, limits={"max_size": "2GB"})
+        young = Session(layout, 2000.0)
         with forked(work) as child:
             theirs = child.hear()
             child.kill(signal.SIGSTOP)
             assert sorted(live_sessions(layout)) == [1000.5, 2000.0]
             assert list(live_waits(layout)) == [(KEY, WAITER)]
-            limits, running = stated_limits(layout)
-            assert running and {each["max_size"] for each in limits} == {"1GB", "2GB"}
             child.kill()
             assert list(live_waits(layout)) == [] and theirs < set(names(layout))
             assert live_sessions(layout) == [2000.0]
-            assert stated_limits(layout) == ([{"max_size": "2GB"}], True)
         remove_dead(layout)
         assert names(layout) == [young.path.name]
         young.close()
         young.close()
-        Session(layout, 1500.0, limits={"max_size": "3GB"}).close()  # older than the last one
-        Session(layout, 3000.0).close()  # of a command
-        assert stated_limits(layout) == ([{"max_size": "2GB"}], False)
     assert live_sessions(layout) == names(layout) == []
 
 

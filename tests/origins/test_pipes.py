@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import pickle
-import re
 from pathlib import Path
 
 import pytest
 
 from shardcache import ConfigError, TransferError, TransferTimeoutError
-from shardcache.commands import PROGRAMS, read_command
+from shardcache.commands import read_command
 from shardcache.origins.command import PipeOrigin
 from shardcache.urls import parse_url
 from tests.support.tars import make_tar
@@ -72,7 +71,8 @@ BEARER = ("authorization", "Bearer s3cret")
         ("s3cmd get --quiet s3://b/k -", "s3://b/k", ()),
         ("gsutil -q -m cat gs://b/k", "gs://b/k", ()),
         ("gcloud storage cat gs://b/k --quiet", "gs://b/k", ()),
-        ("curl --connect-timeout 30 --retry 30 --retry-delay 2 -f -s -L https://h/k", "https://h/k", ()),
+        ("curl --connect-timeout 30 --retry 30 --retry-delay 2 -f -s -L https://h/k", "https://h/k",
+         ()),
         ("curl -sS -m5 --max-time 9 --fail --location --silent -o - 'https://h/k.tar?a=1&b=2'",
          "https://h/k.tar?a=1&b=2", ()),
         ("curl -sLH 'Authorization: Bearer s3cret' https://h/k", "https://h/k", (BEARER,)),
@@ -119,16 +119,6 @@ def test_commands_that_only_read_an_object_are_recognised(command, url, options)
 def test_other_commands_are_left_to_a_shell(make_cache, command, reason):
     with pytest.raises(ConfigError, match=reason):
         read_command(command, {"WORDS": "a b"})
-
-
-def test_the_table_in_the_docs_lists_every_option():
-    text = (Path(__file__).parents[2] / "docs" / "integrations.md").read_text()
-    rows = {}
-    for name, options in re.findall(r"^\| `(\w+) [^|]+(.+)", text, re.M):
-        rows[name] = set(re.findall(r"`(--?[a-zA-Z0-9-]+)", options))
-    for name, program in PROGRAMS.items():
-        long = {f"--{each.rstrip('=')}" for each in program.long}
-        assert rows[name] == long | {f"-{each}" for each in program.short.replace(":", "")}
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 from shardcache import Cache, TransferError
 from shardcache.origins.base import TransientError
 from shardcache.origins.retry import BASE, CAP, RETRY_AFTER_CAP, RetryPolicy
-from tests.download.test_faults import MIB, SIZE, Lab, bucket, lab, page, shard  # noqa: F401 - fixtures
+from tests.download.test_faults import MIB, SIZE, Lab, bucket, lab, page  # noqa: F401 - fixtures
 from tests.support.proxy import Fault, Rule
 from tests.support.webservers import answer
 

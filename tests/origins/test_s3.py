@@ -13,7 +13,6 @@ import pytest
 from aiobotocore.session import AioSession
 
 from shardcache import AccessDeniedError, Cache, ConfigError, ShardNotFoundError
-from shardcache.origins import filesystem
 from shardcache.origins.base import VersionChangedError, read_all
 from shardcache.origins.s3 import S3Origin
 from shardcache.urls import parse_url
@@ -186,7 +185,6 @@ def header(head, name):
 
 @pytest.mark.parametrize("name", ["d/k.tar", "d/"])
 def test_an_s3_express_bucket_is_read_in_a_session(tmp_path, store, caplog, name):
-    filesystem._announce.cache_clear()
     caplog.set_level("INFO", "shardcache")
     with Cache(tmp_path / "cache", min_free=0, endpoint_url=store.url) as cache:
         cache.prewarm([f"s3://{EXPRESS}/{name}"])
@@ -195,7 +193,7 @@ def test_an_s3_express_bucket_is_read_in_a_session(tmp_path, store, caplog, name
     assert len(store.heads) - len(rest) <= 2  # one for the listing, one for the reads
     assert all("/us-east-1/s3express/" in header(head, "authorization") for head in store.heads)
     assert {header(head, "x-amz-s3session-token") for head in rest} == {"token"}
-    assert caplog.text.count("S3 Express buckets: reading through s3fs") == 1
+    assert "S3 Express buckets: reading through s3fs" in caplog.text
 
 
 @pytest.mark.parametrize("files", [True, False], ids=["botocore", "own client"])

@@ -6,7 +6,6 @@ Each test runs a program, because these packages start threads and processes, wh
 import io
 import os
 import sys
-from pathlib import Path
 
 import pandas
 import pytest
@@ -14,7 +13,7 @@ import pytest
 from tests.support.trainingtools import DataSet, run
 
 
-def tables() -> dict[str, bytes]:
+def tables():
     """Return ``table.csv`` and two Parquet files, by name."""
     frame = pandas.DataFrame({"a": range(1000), "b": [f"row {n}" for n in range(1000)]})
     found = {"table.csv": frame.to_csv(index=False).encode()}
@@ -28,17 +27,17 @@ def tables() -> dict[str, bytes]:
 class Bench:
     """Runs programs that read the bucket through a cache in a directory."""
 
-    def __init__(self, data: DataSet, directory: Path) -> None:
+    def __init__(self, data, directory):
         self.data, self.directory, self.cache = data, directory, directory / "shards"
 
-    def run(self, code: str, *arguments: str) -> str:
+    def run(self, code, *arguments):
         """Run a program from a file, which spawned workers import; returns its output."""
         program = self.directory / "program.py"
         program.write_text(code)
         command = [sys.executable, str(program), *arguments]
         return run(command, 170, self.directory).stdout
 
-    def fetched(self) -> set[str]:
+    def fetched(self):
         """Return the names of downloaded objects; each was downloaded once."""
         fetches = self.data.fetches
         assert set(fetches.values()) <= {1}, fetches

@@ -7,14 +7,13 @@ from tests.support.tars import sample_tar
 SIZE = len(sample_tar(0))
 
 PROGRAM = """
-import importlib, sys, time
-import torch, webdataset as wds
+import sys, time
+import torch, webdataset as wds, pytorch_lightning
 import shardcache
 
-package = importlib.import_module(sys.argv[1])
 SHARDS = "s3://bucket/train-{0000..0003}.tar"
 
-class Model(package.LightningModule):
+class Model(pytorch_lightning.LightningModule):
     def __init__(self):
         super().__init__()
         self.layer = torch.nn.Linear(1, 10)
@@ -26,16 +25,13 @@ class Model(package.LightningModule):
         return torch.nn.functional.cross_entropy(self.layer(length), label)
 
     def on_train_epoch_end(self):
-        everybodys = [None] * self.trainer.world_size
-        if self.trainer.world_size > 1:
-            torch.distributed.all_gather_object(everybodys, self.seen)
-        else:
-            everybodys = [self.seen]
+        seen = [None] * self.trainer.world_size
+        torch.distributed.all_gather_object(seen, self.seen)
         if self.trainer.is_global_zero:
-            print("seen", *sorted(key for keys in everybodys for key in keys), flush=True)
+            print("seen", *sorted(sum(seen, [])), flush=True)
         self.seen = []
         # Workers write their counts with a delay of up to a second.
-        size = 4 * int(sys.argv[5]) * (self.trainer.current_epoch + 1)
+        size = 4 * int(sys.argv[1]) * (self.trainer.current_epoch + 1)
         for _ in range(600):
             if shardcache.Cache().stats().bytes_opened >= size:
                 break
@@ -52,13 +48,12 @@ if __name__ == "__main__":
     dataset = wds.WebDataset(SHARDS, shardshuffle=100, nodesplitter=wds.split_by_node)
     loader = torch.utils.data.DataLoader(
         cache.attach(dataset).map(decoded), batch_size=6, num_workers=2, persistent_workers=True,
-        multiprocessing_context=sys.argv[4],
+        multiprocessing_context="fork",  # spawned workers have no process group to split by
     )
     Callback = shardcache.lightning.ShardCacheCallback
-    logger = importlib.import_module(sys.argv[1] + ".loggers").CSVLogger("logs", version=0)
-    trainer = package.Trainer(
-        max_epochs=2, accelerator="cpu", logger=logger, devices=int(sys.argv[2]),
-        strategy=sys.argv[3], log_every_n_steps=1,
+    trainer = pytorch_lightning.Trainer(
+        max_epochs=2, accelerator="cpu", devices=2, strategy="ddp_spawn", log_every_n_steps=1,
+        logger=pytorch_lightning.loggers.CSVLogger("logs", version=0),
         callbacks=[Callback(cache, SHARDS, prewarm=2, makedirs=["traces/epoch"])],
         enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
     )
@@ -67,8 +62,7 @@ if __name__ == "__main__":
 
 
 def test_ranks_prewarm_train_and_log(bench):
-    # WebDataset splits by process group, which spawned workers do not have.
-    printed = bench.run(PROGRAM, "pytorch_lightning", "2", "ddp_spawn", "fork", str(SIZE))
+    printed = bench.run(PROGRAM, str(SIZE))
     seen = [line.split()[1:] for line in printed.splitlines() if line.startswith("seen ")]
     assert seen == [bench.data.keys] * 2
     assert bench.data.once()

@@ -12,7 +12,6 @@ import pytest
 from PIL import Image
 
 from shardcache.units import format_bytes
-from tests.packages.conftest import Bench
 from tests.support.tars import tar_of
 from tests.support.trainingtools import run
 
@@ -43,7 +42,7 @@ if __name__ == "__main__":
 """
 
 
-def pairs(shard: int) -> bytes:
+def pairs(shard):
     """Return a shard of eight pictures of different colours, with captions and labels."""
     found = []
     for number in range(8):
@@ -69,7 +68,7 @@ def local(bench, s3):
     return directory
 
 
-def check(bench: Bench, error: str) -> None:
+def check(bench, error):
     """Check that two epochs downloaded each shard once, and the figures in the last line."""
     assert bench.fetched() == set(SHARDS)
     size = format_bytes(sum(map(len, SHARDS.values())))

@@ -154,7 +154,8 @@ def test_a_spec_is_expanded_once_and_duplicates_are_dropped(make_cache, listed, 
     for wanted in (spec, [spec, urls[0].replace("//", "//me@"), urls[1].replace("s3:", "s3a:")]):
         assert [result.url for result in cache.prewarm(wanted).results] == urls
     (url,) = fill(["s3://b/odd-{0..1}.tar"])  # braces in the name of an object
-    assert cache.prewarm([cache.parse(url)]).fetched == 1
+    assert cache.prewarm(cache.parse(url)).fetched == 1
+    assert cache.prewarm([cache.parse(url)]).cached == 1
     assert cache.prewarm([r"s3://b/odd-\{0..1\}.tar"]).cached == 1
 
 
@@ -187,34 +188,37 @@ DENIED, MISTAKEN, GONE = AccessDeniedError("no"), ConfigError("no"), ShardNotFou
     ("errors", "buckets", "expected", "stopped"),
     [
         ([None, ZeroDivisionError("odd"), GONE], ["b"], ".FF..", None),
+        ([None, None, *[GONE] * 20], ["b"], "..FFFFFFF" + 13 * "-", Stopped.FAILURES),
         ([DENIED] * 50, ["b"], "FFF" + 47 * "-", Stopped.REFUSED),
         ([TransferError("silent")] * 50, ["b"], "FFF" + 17 * "-", Stopped.REFUSED),
         # To credentials without s3:ListBucket, a missing object looks like a refusal.
-        ([DENIED, None, DENIED, DENIED, None, *[DENIED] * 5], ["b"], "F.FF.FFFFF..", None),
+        ([DENIED, None, DENIED, DENIED, None, *[DENIED] * 3], ["b"], "F.FF.FFF..", None),
         ([MISTAKEN] * 3, ["bad", "good"], "FFF---......", Stopped.REFUSED),
     ],
 )
-def test_failures_end_a_run_only_if_a_bucket_refuses_all_shards(
+def test_failures_end_a_run_beyond_a_limit_or_if_a_bucket_refuses_all_shards(
     make_cache, origin, unlisted, fill, errors, buckets, expected, stopped
 ):
     urls = [url for b in buckets for url in fill(names(len(expected) // len(buckets), b))]
     for error in errors:
         origin.faults.append(Fault(after=None if error else 10**9, error=error))
-    report = make_cache().prewarm(urls, jobs=1)
+    report = make_cache().prewarm(urls, jobs=1, max_failures=6)
     assert (outcomes(report), report.stopped) == (expected, stopped)
     assert len(requested(origin)) == len(expected.replace("-", ""))
+
+
+def test_a_process_that_cannot_start_threads_prewarms(make_cache, listed, fill, monkeypatch):
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    assert outcomes(make_cache().prewarm(fill(names(9)))) == 9 * "."
 
 
 def test_a_broken_disk_ends_the_run_after_three_shards(make_cache, listed, fill, monkeypatch):
     monkeypatch.setattr(Partial, "write", refusing(errno.EIO, real=None))
     report = make_cache().prewarm(fill(names(9)), jobs=1)
     assert outcomes(report) == "FFF------" and report.stopped is Stopped.REFUSED
-
-
-def test_failures_beyond_the_limit_end_the_run(make_cache, listed, fill):
-    urls = [*fill(names(2)), *names(20, "gone")]
-    report = make_cache().prewarm(urls, jobs=1, max_failures=2)
-    assert outcomes(report) == "..FFF" + 17 * "-" and report.stopped is Stopped.FAILURES
 
 
 @pytest.mark.locks_work("answers")
@@ -300,9 +304,3 @@ def test_s3_shards_cost_one_fetch_each_and_few_listings(run, spec, bucket, data,
         found = other.prewarm(f"s3://{bucket}/train-*.tar", dry_run=True)
         assert found.plan.fetch_bytes == sum(map(len, data.values()))
         assert len(proxy.requests()) == 1
-
-
-def test_a_parsed_shard_can_be_given_alone(make_cache, origin):
-    origin.objects["s3://lab/alone.tar"] = make_tar(1)
-    cache = make_cache()
-    assert cache.prewarm(cache.parse("s3://lab/alone.tar")).fetched == 1

@@ -3,8 +3,6 @@
 tests/stress/test_netfs.py has a filesystem that really fails.
 """
 
-from __future__ import annotations
-
 import errno
 import io
 import os
@@ -14,10 +12,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from shardcache import Cache, TransferError
+from shardcache import TransferError
 from shardcache.store.digest import BLOCK
-from tests.support.caches import MakeCache, read, warnings
-from tests.support.fakes import MemoryOrigin
+from tests.support.caches import read, warnings
 from tests.support.storetools import no_descriptor_left, payload
 from tests.support.tars import make_tar
 
@@ -29,7 +26,7 @@ Break = Callable[..., None]
 
 
 @pytest.fixture
-def warm(make_cache: MakeCache, origin: MemoryOrigin) -> Cache:
+def warm(make_cache, origin):
     """A cache that contains the shards."""
     origin.objects.update({URL: DATA, SMALL_URL: SMALL})
     cache = make_cache()
@@ -40,14 +37,14 @@ def warm(make_cache: MakeCache, origin: MemoryOrigin) -> Cache:
 
 
 @pytest.fixture
-def break_reads(monkeypatch: pytest.MonkeyPatch) -> Break:
+def break_reads(monkeypatch):
     """Returns a function that lets reads of entries fail from a position on."""
 
-    def start(number: int, at: int = 0, times: int = 1 << 30) -> None:
+    def start(number, at=0, times=1 << 30):
         left = [number] * min(times, 100)
 
-        def failing(real: Callable[..., object], which: Callable[[object], int]) -> object:
-            def read(fd: int, what: object, position: int) -> object:
+        def failing(real, which):
+            def read(fd, what, position):
                 entry = "/objects/" in os.readlink(f"/proc/self/fd/{fd}")
                 if left and entry and position + which(what) > at:
                     raise OSError(left.pop(), os.strerror(number))
@@ -143,6 +140,7 @@ def test_a_successful_read_resets_the_count_of_faults(warm, break_reads):
     assert reading.faults == 0
 
 
+WHENCE = {"start": os.SEEK_SET, "end": os.SEEK_END}
 SPANS = {
     "read": (-1, 2500),
     "read1": (0, 2500),
@@ -175,15 +173,12 @@ def test_a_stream_equals_the_shard_wherever_its_file_is_truncated(warm, steps, b
                 assert found == model.read(len(found))
                 assert found or not number or model.tell() >= len(SMALL)
             elif what == "readinto":
-                ours = bytearray(number)
-                count = stream.readinto(ours)
-                assert ours[:count] == model.read(number)
+                ours, theirs = bytearray(number), bytearray(number)
+                assert (stream.readinto(ours), ours) == (model.readinto(theirs), theirs)
             elif what == "peek":
                 assert model.getvalue()[model.tell() :].startswith(stream.peek(number))
-            elif what == "start":
-                assert stream.seek(number) == model.seek(number)
-            elif what == "end":
-                assert stream.seek(number, os.SEEK_END) == model.seek(number, os.SEEK_END)
+            elif what in WHENCE:
+                assert stream.seek(number, WHENCE[what]) == model.seek(number, WHENCE[what])
             elif data is not None and data.exists():
                 os.truncate(data, min(number, data.stat().st_size))
             assert stream.tell() == model.tell()

@@ -1,15 +1,9 @@
 """Shards that are read while this or another process downloads them."""
 
-from __future__ import annotations
-
-import base64
 import io
 import os
 import shutil
-import threading
 import time
-import zlib
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -18,11 +12,10 @@ import pytest
 from shardcache.cache import Cache
 from shardcache.errors import FetchCancelledError, IntegrityError, TransferError
 from shardcache.layout import Layout
-from shardcache.origins.base import Body, Checksum, ObjectInfo, TransientError
+from shardcache.origins.base import TransientError
 from shardcache.store.digest import BLOCK
-from tests.support.caches import MakeCache
-from tests.support.fakes import Fault, MemoryOrigin
-from tests.support.storetools import PATIENCE, Parent, forked, wait_until
+from tests.support.fakes import Fault
+from tests.support.storetools import PATIENCE, forked, no_thread, wait_until
 from tests.support.tars import make_tar
 from tests.support.webservers import Files, running
 
@@ -34,35 +27,21 @@ pytestmark = pytest.mark.locks_work
 
 
 @pytest.fixture(autouse=True)
-def _object(origin: MemoryOrigin) -> None:
+def _object(origin):
     origin.objects[URL] = DATA
 
 
 @pytest.fixture
-def more(origin: MemoryOrigin) -> Iterator[threading.Event]:
+def more(origin):
     """Setting this event releases the bytes after the third block."""
     event = origin.hold(3 * BLOCK + 5)
     yield event
     event.set()
 
 
-def one(make_cache: MakeCache, **options: object) -> Cache:
+def one(make_cache, **options):
     """Make a cache with one connection and one attempt."""
     return make_cache(connections=1, attempts=1, **options)
-
-
-def cancel(cache: Cache) -> None:
-    for download in cache._here().downloads.unfinished():
-        download.cancel()
-
-
-def crc(data: bytes) -> Checksum:
-    return Checksum("crc32", base64.b64encode(zlib.crc32(data).to_bytes(4, "big")).decode())
-
-
-def misstated(body: Body, expected: ObjectInfo | None = None) -> Body:
-    body.info = expected or body.info
-    return body
 
 
 @pytest.mark.parametrize(
@@ -82,16 +61,24 @@ def test_readers_follow_one_download(make_cache, origin, processes, after, some)
     assert origin.fetches == 1
 
 
-def test_with_fill_complete_open_waits_for_the_whole_shard(make_cache, origin, more):
-    cache = one(make_cache, fill="complete")
+@pytest.mark.parametrize(("fill", "etags"), [("complete", True), ("follow", False)])
+def test_reading_begins_with_the_whole_shard(make_cache, origin, more, fill, etags):
+    """With fill="complete", or because only a complete shard without a version is one version."""
+    origin.etags = etags
+    cache = one(make_cache, fill=fill)
+
+    def begin():
+        with cache.open(URL) as stream:
+            return stream.read(10)
+
     with ThreadPoolExecutor() as pool:
-        opening = pool.submit(cache.open, URL)
+        beginning = pool.submit(begin)
         wait_until(lambda: origin.delivered >= 2 * BLOCK)
         with pytest.raises(TimeoutError):
-            opening.result(0.1)
+            beginning.result(0.1)
         more.set()
-        with opening.result(PATIENCE) as stream:
-            assert Path(stream.name).read_bytes() == stream.read() == DATA
+        assert beginning.result(PATIENCE) == DATA[:10]
+    assert Path(cache.path(URL)).read_bytes() == DATA
 
 
 @pytest.mark.parametrize("removed", [False, True])
@@ -104,7 +91,8 @@ def test_a_follower_continues_a_download_that_was_cancelled(make_cache, origin, 
         if removed:
             (partial,) = Layout.of_root(fetching.dir).partial.iterdir()
             shutil.rmtree(partial)
-        cancel(fetching)
+        for download in fetching._here().downloads.unfinished():
+            download.cancel()
         with pytest.raises(FetchCancelledError):
             first.read()
         assert second.read() == DATA[some:]
@@ -114,7 +102,7 @@ def test_a_follower_continues_a_download_that_was_cancelled(make_cache, origin, 
 @pytest.mark.parametrize("at", [2000, len(DATA) - 9])
 def test_damage_is_an_error_only_if_it_was_already_read(make_cache, origin, at):
     """The checksum fails at the end, and the shard is downloaded again."""
-    origin.checksums[URL] = crc(DATA)
+    origin.state_checksum(URL, DATA)
     origin.faults.append(Fault(after=at, corrupt=True))
     with one(make_cache).open(URL) as stream:
         first = stream.read(BLOCK)
@@ -132,7 +120,7 @@ def test_the_last_block_is_withheld_until_the_shard_is_checked(make_cache, origi
     limit = (len(DATA) - 1) // BLOCK * BLOCK
     got = bytearray()
 
-    def refuse(path: Path) -> None:  # gives the reader time to read too much
+    def refuse(path):  # gives the reader time to read too much
         wait_until(lambda: len(got) >= limit)
         time.sleep(0.3)
         raise ValueError("bad")
@@ -146,13 +134,12 @@ def test_the_last_block_is_withheld_until_the_shard_is_checked(make_cache, origi
 
 @pytest.mark.parametrize("how", ["a wrong checksum", "an error page", "an origin that is gone"])
 def test_the_error_of_a_download_persists(make_cache, origin, how):
-    error: type[Exception] = IntegrityError
+    error = TransferError if how == "an origin that is gone" else IntegrityError
     if how == "a wrong checksum":
-        origin.checksums[URL] = crc(b"something else")
+        origin.state_checksum(URL, b"something else")
     elif how == "an error page":
         origin.objects[URL] = b"<html>no such bucket</html>" * 200_000
     else:
-        error = TransferError
         origin.faults.extend([Fault(after=BLOCK, error=TransientError("reset")), Fault(after=None)])
     # The download may fail before or after `open` returns.
     with pytest.raises(error), one(make_cache).open(URL) as stream:
@@ -161,28 +148,22 @@ def test_the_error_of_a_download_persists(make_cache, origin, how):
         stream.read()
 
 
-def test_closing_the_cache_cancels_downloads_without_readers(make_cache, origin, more, caplog):
-    caplog.set_level("INFO", logger="shardcache")
+@pytest.mark.parametrize("is_read", [True, False])
+def test_closing_the_cache_cancels_downloads_without_readers(make_cache, origin, more, is_read):
     cache = one(make_cache, part_size=BLOCK)
-    with cache.open(URL) as stream:
-        assert stream.read(10) == DATA[:10]
-    process = cache._here()
+    process, stream = cache._here(), cache.open(URL)
+    assert stream.read(10) == DATA[:10]
+    if not is_read:
+        stream.close()
     assert [str(one.shard) for one in process.downloads.unfinished()] == [URL]
     cache.close()
-    assert process.downloads.unfinished() == []
+    assert len(process.downloads.unfinished()) == is_read
     more.set()
-    wait_until(lambda: "not fetched in the background" in caplog.text)
-    assert URL not in cache
-
-
-def test_closing_the_cache_does_not_end_an_open_stream(make_cache, origin, more):
-    cache = one(make_cache)
-    with cache.open(URL) as stream:
-        assert stream.read(10) == DATA[:10]
-        cache.close()
-        more.set()
+    if is_read:
         assert stream.read() == DATA[10:]
-    assert origin.fetches == 1
+        stream.close()
+    no_thread("-fetch")
+    assert (URL in cache, origin.fetches) == (is_read, 1)
 
 
 @pytest.mark.parametrize(("conditional", "replaced"), [(True, False), (True, True), (False, True)])
@@ -192,8 +173,13 @@ def test_resumed_bytes_wait_for_their_version(
     if not conditional:
         origin.conditional = origin.states_checksums = False
         real = origin.open
-        # The origin claims that the object has the requested version.
-        monkeypatch.setattr(origin, "open", lambda *a: misstated(real(*a[:3]), *a[3:]))
+
+        def misstated(shard, start, stop, expected=None):
+            body = real(shard, start, stop)
+            body.info = expected or body.info  # it claims to have the requested version
+            return body
+
+        monkeypatch.setattr(origin, "open", misstated)
     origin.faults.append(Fault(after=2 * BLOCK + 9, error=TransientError("reset")))
     origin.faults.append(Fault(after=None))
     with pytest.raises(TransferError):
@@ -206,17 +192,6 @@ def test_resumed_bytes_wait_for_their_version(
         assert stream.read(some) == data[:some]
         more.set()
         assert stream.read() == data[some:]
-
-
-def test_a_shard_without_a_version_is_read_when_it_is_complete(make_cache, origin, more):
-    origin.etags = False
-    with one(make_cache).open(URL) as stream, ThreadPoolExecutor() as pool:
-        reading = pool.submit(stream.read, 10)
-        wait_until(lambda: origin.delivered >= 2 * BLOCK)
-        with pytest.raises(TimeoutError):
-            reading.result(0.1)
-        more.set()
-        assert reading.result(PATIENCE) + stream.read() == DATA
 
 
 def test_a_read_after_a_seek_waits_for_its_bytes(make_cache, more):
@@ -241,7 +216,7 @@ def test_a_child_follows_the_download_of_its_parent(tmp_path):
     server.files["/a.tar"] = DATA
     more = server.hold("/a.tar", 3 * BLOCK + 5)
 
-    def work(parent: Parent) -> None:
+    def work(parent):
         parent.say("ready")
         parent.say(stream.read() == DATA[10:])
 
@@ -277,7 +252,7 @@ def test_a_download_may_end_without_readers(make_cache, origin, readers, members
         assert stream.read(BLOCK + 10) == data[: BLOCK + 10]
         stream.close()
     more.set()
-    wait_until(lambda: not [t for t in threading.enumerate() if t.name.endswith("-fetch")])
+    no_thread("-fetch")
     assert (URL in cache) == kept
     requests = len(origin.requests)
     with cache.open(URL) as stream:

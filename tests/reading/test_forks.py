@@ -1,53 +1,40 @@
 """Forks while a stream reads past the cache: parent and child continue independently."""
 
-from __future__ import annotations
-
-import shutil
-import ssl
-from collections.abc import Callable, Iterator
-from pathlib import Path
-
 import pytest
 
 from shardcache import Cache, TransferError
 from shardcache.store.digest import BLOCK
 from tests.origins.test_tls import authority, context  # noqa: F401
-from tests.support.storetools import Parent, forked
+from tests.support.storetools import forked
 from tests.support.tars import make_tar
 from tests.support.webservers import Files, running
 
 DATA = make_tar(1, members=8, size=BLOCK)
-#: A command ("pipe") cannot be continued.
-ORIGINS = ["http", "https", "file", "upstream", "pipe"]
 
 
 @pytest.fixture
 def reach(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    context: ssl.SSLContext,  # noqa: F811
-    authority: tuple[str, str],  # noqa: F811
-) -> Iterator[Callable[[str], tuple[Cache, str]]]:
+    tmp_path,
+    monkeypatch,
+    context,  # noqa: F811
+    authority,  # noqa: F811
+):
     """Returns a function that makes a cache without room, and the URL of a shard."""
     with running(Files()) as plain, running(Files(), context) as tls:
         plain.files["/a.tar"] = tls.files["/a.tar"] = DATA
-        path = tmp_path / "lab" / "a.tar"
-        path.parent.mkdir()
+        path = tmp_path / "nas" / plain.url.removeprefix("http://") / "a.tar"
+        path.parent.mkdir(parents=True)
         path.write_bytes(DATA)
         monkeypatch.setenv("SSL_CERT_FILE", authority[0])
-        nas = tmp_path / "nas" / plain.url.removeprefix("http://")
         urls = {
             "http": f"{plain.url}/a.tar",
-            "https": f"{tls.url.replace('http:', 'https:')}/a.tar",
+            "https": f"{tls.url}/a.tar",
             "file": str(path),
             "upstream": f"{plain.url}/a.tar",
             "pipe": f"pipe:cat {path}",
         }
 
-        def make(kind: str) -> tuple[Cache, str]:
-            if kind == "upstream":
-                nas.mkdir(parents=True)
-                shutil.copy(path, nas)
+        def make(kind):
             options = {"upstreams": [tmp_path / "nas"]} if kind == "upstream" else {}
             given = {"min_free": "1000TB", "cache_local": True, "attempts": 1}
             cache = Cache(tmp_path / "cache", allow_schemes=["pipe"], **given, **options)
@@ -57,11 +44,11 @@ def reach(
 
 
 @pytest.mark.parametrize("order", ["parent first", "child first", "child closes"])
-@pytest.mark.parametrize("kind", ORIGINS)
-def test_parent_and_child_both_read_the_rest(reach, kind: str, order: str) -> None:
+@pytest.mark.parametrize("kind", ["http", "https", "file", "upstream", "pipe"])
+def test_parent_and_child_both_read_the_rest(reach, kind, order):
     cache, url = reach(kind)
 
-    def work(parent: Parent) -> None:
+    def work(parent):
         if order == "parent first":
             parent.hear()
         try:
@@ -72,17 +59,14 @@ def test_parent_and_child_both_read_the_rest(reach, kind: str, order: str) -> No
     with cache, cache.open(url) as stream:
         begin = stream.read(BLOCK + 5)
         with forked(work) as child:
+            heard = None if order == "parent first" else child.hear()
+            rest = stream.read()
             if order == "parent first":
-                rest = stream.read()
-                child.tell()
-                heard = child.hear()
-            else:
-                heard = child.hear()
-                rest = stream.read()
+                heard = child.ask()
     assert begin + rest == DATA
     if order == "child closes":
         assert heard is None
-    elif kind == "pipe":
+    elif kind == "pipe":  # a command cannot be continued
         assert "the process that opened it" in heard
     else:
         assert begin + heard == DATA

@@ -1,23 +1,18 @@
 """A pipeline downloads its next shards ahead, and stops when the pipeline ends."""
 
-from __future__ import annotations
-
 import gc
 import itertools
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import webdataset as wds
 
-from shardcache.download import acquire
 from shardcache.errors import ShardNotFoundError, TransferError
 from shardcache.origins.base import TransientError
 from shardcache.reading.readers import DownloadReader
 from shardcache.store.digest import BLOCK
 from tests.support.caches import held_elsewhere
-from tests.support.fakes import MemoryOrigin
 from tests.support.storetools import wait_until
 from tests.support.tars import make_tar
 
@@ -27,15 +22,15 @@ DATA = [make_tar(number) for number in range(SHARDS)]
 
 
 @pytest.fixture(autouse=True)
-def _objects(origin: MemoryOrigin) -> None:
+def _objects(origin):
     origin.objects.update(zip(URLS, DATA, strict=True))
 
 
-def running() -> list[str]:
+def running():
     return [t.name for t in threading.enumerate() if t.name.startswith("shardcache-")]
 
 
-def requested(origin: MemoryOrigin) -> list[str]:
+def requested(origin):
     return sorted({url for url, _, _ in origin.requests})
 
 
@@ -76,16 +71,10 @@ def test_a_missing_shard_is_requested_once_in_a_pipeline(make_cache, origin, pre
     assert len({id(exn) for exn in errors}) == 4
 
 
-@pytest.fixture
-def large(origin: MemoryOrigin) -> list[threading.Event]:
-    """Shards that are held back at their first byte."""
-    for url in URLS:
-        origin.objects[url] = make_tar(1, members=20, size=BLOCK)
-    return [origin.hold(0) for _ in URLS]
-
-
 @pytest.mark.parametrize("how", ["close", "drop"])
-def test_downloads_end_with_their_pipeline(make_cache, origin, large, how):
+def test_downloads_end_with_their_pipeline(make_cache, origin, how):
+    origin.objects |= dict.fromkeys(URLS, make_tar(1, members=20, size=BLOCK))
+    held = [origin.hold(0) for _ in URLS]
     cache = make_cache(prefetch=3)
     samples = cache.url_opener(URLS)
     sample = next(samples)
@@ -97,7 +86,7 @@ def test_downloads_end_with_their_pipeline(make_cache, origin, large, how):
     else:
         del samples, sample
         gc.collect()
-    for event in large:  # a download ends at its next byte
+    for event in held:  # a download ends at its next byte
         event.set()
     wait_until(lambda: not running())
     assert not list(cache.entries())
@@ -128,7 +117,7 @@ def test_errors_are_raised_in_the_order_of_the_shards(make_cache, origin):
     del origin.objects[URLS[1]]
     seen: list[Exception] = []
 
-    def listed() -> Iterator[str]:
+    def listed():
         yield from URLS[:4]
         raise LookupError("no more")
 
@@ -147,16 +136,14 @@ def test_errors_are_raised_in_the_order_of_the_shards(make_cache, origin):
 def test_only_disk_errors_of_a_download_ahead_are_retried(make_cache, monkeypatch, origin, origins):
     cache = make_cache(prefetch=1, attempts=1)
     failures = [TransientError("reset") if origins else OSError(28, "No space left on device")]
-    where, name = (origin, "open") if origins else (acquire, "acquire")
-    real = getattr(where, name)
+    real = origin.open
 
-    def failing(*arguments, **options):
-        shard = arguments[0] if origins else arguments[1].shard
+    def failing(shard, *arguments):
         if str(shard) == URLS[1] and failures:
             raise failures.pop()
-        return real(*arguments, **options)
+        return real(shard, *arguments)
 
-    monkeypatch.setattr(where, name, failing)
+    monkeypatch.setattr(origin, "open", failing)
     samples = cache.url_opener(URLS[:2])
     assert next(samples)["stream"].read() == DATA[0]
     wait_until(lambda: not failures and not running())

@@ -3,8 +3,6 @@
 The collector may run at any moment, also in a thread that holds a lock which `close` needs.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import gc
@@ -12,8 +10,6 @@ import itertools
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 
@@ -24,7 +20,7 @@ from shardcache.errors import ShardNotFoundError
 from shardcache.store.digest import BLOCK
 from shardcache.store.partial import Partial
 from tests.support.fakes import Fault
-from tests.support.storetools import PATIENCE, Parent, descriptors, forked, room, wait_until
+from tests.support.storetools import PATIENCE, descriptors, forked, no_thread, room
 from tests.support.tars import make_tar
 from tests.support.webservers import Files, running
 
@@ -33,20 +29,20 @@ DATA = make_tar(1, members=3, size=BLOCK)
 
 
 @pytest.fixture(autouse=True)
-def _no_other_collection() -> Iterator[None]:
+def _no_other_collection():
     gc.collect()
     gc.disable()
     yield
     gc.enable()
 
 
-def drop(stream: Any) -> None:
+def drop(stream):
     """Put the stream into a reference cycle, so that the garbage collector closes it."""
     dropped = [stream]
     dropped.append(dropped)
 
 
-def ends(function: Callable[[], object]) -> None:
+def ends(function):
     """Call the function in a thread, and assert that it returns."""
     thread = threading.Thread(target=function, daemon=True)
     thread.start()
@@ -54,11 +50,7 @@ def ends(function: Callable[[], object]) -> None:
     assert not thread.is_alive()
 
 
-def downloading() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.endswith("-fetch")]
-
-
-def open_shards() -> list[str]:
+def open_shards():
     return [each for each in descriptors() if "/partial/" in each or "/objects/" in each]
 
 
@@ -92,7 +84,7 @@ def test_a_child_that_closes_a_stream_of_its_parent_counts_nothing(make_cache, o
 
     assert cache.stats().opens == 1
 
-    def work(parent: Parent) -> None:
+    def work(parent):
         followed.close()
         streamed.close()
         parent.say(cache.stats().opens)
@@ -117,11 +109,11 @@ def test_a_stream_may_be_closed_at_every_call_that_a_download_makes(tmp_path):
     server.files = {"/a.tar": DATA, "/b.tar": DATA}
     server.hold("/a.tar", BLOCK + 5)
 
-    def work(parent: Parent) -> None:
+    def work(parent):
         cache = Cache(tmp_path / "cache", min_free=0)
         streams = [cache.open(f"{server.url}/a.tar").detach() for _ in range(2000)]
 
-        def close_one(frame: Any, event: str, _: object) -> None:
+        def close_one(frame, event, _):
             if streams and event.endswith("call") and "/shardcache/" in frame.f_code.co_filename:
                 streams.pop().close()
 
@@ -143,7 +135,7 @@ def test_a_reader_joins_while_the_collector_closes_the_last_other_one(
         more, cache = origin.hold(BLOCK + 5), make_cache(dir=tmp_path / str(number))
         last, calls = next(cache.url_opener([URL]))["stream"].detach(), itertools.count()
 
-        def close_last(frame: Any, *_: object) -> None:
+        def close_last(frame, *_):
             code = getattr(frame.f_back, "f_code", None), frame.f_code
             if Downloads.join.__code__ in code and next(calls) == number:  # noqa: B023
                 last.close()  # noqa: B023
@@ -167,9 +159,9 @@ def test_a_child_that_closes_its_copy_of_a_stream_keeps_no_shard_open(make_cache
     stream = cache.open(URL)
     assert stream.read(10) == DATA[:10]
     more.set()
-    wait_until(lambda: not downloading())
+    no_thread("-fetch")
 
-    def work(parent: Parent) -> None:
+    def work(parent):
         stream.close()
         parent.say(open_shards())
         parent.hear()
@@ -193,7 +185,7 @@ def test_the_last_of_reader_and_download_closes_the_shard(make_cache, origin, re
     for event in (stream.close, more.set) if first == "reader" else (more.set, stream.close):
         event()
         if event == more.set:
-            wait_until(lambda: not downloading())
+            no_thread("-fetch")
     assert open_shards() == []
     assert len(cache.clean(everything=True).removed) == 1
     assert not [each for each in recwarn if each.category is ResourceWarning]
@@ -206,16 +198,9 @@ def test_a_handled_error_keeps_no_shard_open(make_cache, origin, how):
     origin.objects.update({URL: DATA, other: DATA})
     cache = make_cache(connections=1, attempts=1, part_size=2 * BLOCK)
     cache.fetch(other)
-    real = origin.open
+    origin.faults += [Fault(), Fault(before=lambda: origin.objects.pop(URL))]  # the second part
 
-    def vanish(*arguments: Any) -> Any:
-        body = real(*arguments)
-        del origin.objects[URL]  # before the second part is requested
-        return body
-
-    origin.open = vanish
-
-    def work() -> None:
+    def work():
         opened = cache.open(other)
         assert opened.read(10) == DATA[:10]
         cache.fetch(URL) if how == "fetch" else cache.pinned(URL).__enter__()
@@ -232,10 +217,10 @@ def test_a_fault_that_was_streamed_past_is_forgotten_with_its_stream(
     """Its traceback refers to all frames of the download."""
 
     class DiskError(OSError):
-        def __init__(self, *arguments: Any) -> None:
+        def __init__(self, *arguments):
             errors.append(weakref.ref(self))
 
-    def fail(*_: object) -> None:
+    def fail(*_):
         raise DiskError(errno.EIO, "Input/output error")
 
     errors: list[weakref.ref[DiskError]] = []
@@ -243,5 +228,5 @@ def test_a_fault_that_was_streamed_past_is_forgotten_with_its_stream(
     monkeypatch.setattr(Partial, "write", fail)
     with make_cache(connections=1).open(URL) as stream:
         assert stream.read() == DATA
-    wait_until(lambda: not downloading())
+    no_thread("-fetch")
     assert [error() for error in errors] == [None]

@@ -1,19 +1,14 @@
 """Which version of a shard is read when its object is replaced: `docs/versions.md`."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from shardcache.cache import Cache
 from shardcache.errors import ShardNotFoundError, TransferError
 from shardcache.origins.base import TransientError
 from tests.support import caches
-from tests.support.fakes import MemoryOrigin
 from tests.support.storetools import room
 from tests.support.tars import make_tar
 
@@ -22,20 +17,20 @@ OLD, NEW = make_tar(1), make_tar(2)
 
 
 @pytest.fixture(autouse=True)
-def _object(origin: MemoryOrigin) -> None:
+def _object(origin):
     origin.objects[URL] = OLD
     origin.states_checksums = False  # so that a download sends no HEAD
 
 
-def read(cache: Cache) -> bytes:
+def read(cache):
     return caches.read(cache, URL)
 
 
-def versions_on_disk(cache: Cache) -> int:
+def versions_on_disk(cache):
     return len({(entry.key, entry.version) for entry in cache.entries()})
 
 
-def refresh(cache: Cache) -> None:
+def refresh(cache):
     assert cache.prewarm([URL], refresh=True).refreshed == 1
 
 
@@ -117,7 +112,7 @@ def test_a_refresh_without_a_response_fails_and_keeps_the_entry(make_cache, orig
     cache = make_cache(attempts=1)
     assert read(cache) == OLD
 
-    def silent(url: object) -> Any:
+    def silent(url):
         raise error
 
     origin.stat = silent  # type: ignore[method-assign]

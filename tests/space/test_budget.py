@@ -42,7 +42,7 @@ class Bench:
         holds: Sequence[int] = (),
         **options: object,
     ) -> None:
-        self.layout = make_root(path / "cache", "test")
+        self.layout = make_root(Config(path / "cache"))
         self.store = Store(self.layout)
         self.clock = FakeClock(monkeypatch, now=10_000.0)
         self.free = 100 * GB

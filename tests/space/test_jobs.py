@@ -91,12 +91,10 @@ def test_with_other_policies_a_job_evicts_its_own_shards(shop, policy, gone):
 
 @needs_mounts
 def test_min_free_stays_free(shop: Shop) -> None:
-    options = {
-        "cache_local": True,
-        "min_free": "800kB",
-        "stats": False,
-    }  # statistics take room, too
-    with disk(shop.path, "size=1m"), Cache(shop.path, **options) as cache:
+    with (
+        disk(shop.path, "size=1m"),  # without statistics, which take room, too
+        Cache(shop.path, cache_local=True, min_free="800kB", stats=False) as cache,
+    ):
         for url in shop.urls:
             with cache.open(url) as stream:
                 assert stream.read() == Path(url).read_bytes()

@@ -42,9 +42,7 @@ def opened(shop: Shop, ram: Path, size: int | None, **options: Any) -> Cache:
 
 def tier(cache: Cache, ram: Path, url: str) -> str | None:
     path = cache.path(url)
-    if path is None:
-        return None
-    return "ram" if ram in path.parents else "home"
+    return path and ("ram" if ram in path.parents else "home")
 
 
 @pytest.mark.locks_work("flock")

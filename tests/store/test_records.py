@@ -16,7 +16,7 @@ import pytest
 from shardcache.errors import IntegrityError
 from shardcache.origins.base import Checksum, ObjectInfo
 from shardcache.store import digest as digests
-from shardcache.store.digest import can_check, check_archive
+from shardcache.store.digest import MismatchError, check_archive, compare
 from tests.support.tars import make_tar, tar_of
 
 
@@ -31,9 +31,6 @@ def test_different_objects_have_different_versions() -> None:
     assert ObjectInfo(1, '"a"', modified="x").version == one.version
 
 
-ALGORITHMS = ("crc32", "crc32c", "crc64nvme", "sha256")
-
-
 @contextmanager
 def opened(path: Path, data: bytes) -> Iterator[int]:
     (path / "data").write_bytes(data)
@@ -41,18 +38,31 @@ def opened(path: Path, data: bytes) -> Iterator[int]:
         yield file.fileno()
 
 
-def test_checksums_of_whole_objects_are_checked(monkeypatch):
-    for unknown in (None, Checksum("crc32", "AAAAAQ==-3"), Checksum("md5", "AAAAAQ==")):
-        assert not can_check(unknown)
-    for algorithm in (*ALGORITHMS, "sha1"):
-        assert can_check(Checksum(algorithm, "AAAAAQ=="))
-    monkeypatch.setitem(sys.modules, "awscrt", None)
-    digests._crc.cache_clear()
-    try:
-        found = {a for a in ALGORITHMS if can_check(Checksum(a, "AAAAAQ=="))}
-        assert found == {"crc32", "sha256"}
-    finally:
+#: Of b"123456789": the check values of the catalogue of CRCs (reveng), and those of sha1sum.
+CHECKSUMS = {
+    "crc32": "y/Q5Jg==",
+    "crc32c": "4waSgw==",
+    "crc64nvme": "rosUhgp5mIg=",
+    "sha1": "98O8HYCOBHMq32eZZczDTKeuNEE=",
+    "sha256": "FeKw08M4keuw8e9gnsQZQgwg4yDOlMZfvIwzEkSOsiU=",
+}
+
+
+def test_checksums_of_whole_objects_are_compared(tmp_path, monkeypatch):
+    with opened(tmp_path, b"123456789") as fd:
+        for unknown in (None, Checksum("crc32", "AAAAAQ==-3"), Checksum("md5", "AAAAAQ==")):
+            assert compare(fd, unknown) is None
+        for algorithm, value in CHECKSUMS.items():
+            assert compare(fd, Checksum(algorithm, value)) == algorithm
+            with pytest.raises(MismatchError):
+                compare(fd, Checksum(algorithm, "AAAAAQ=="))
+        monkeypatch.setitem(sys.modules, "awscrt", None)
         digests._crc.cache_clear()
+        try:
+            found = {a for a, value in CHECKSUMS.items() if compare(fd, Checksum(a, value))}
+            assert found == {"crc32", "sha1", "sha256"}
+        finally:
+            digests._crc.cache_clear()
 
 
 URL = "s3://lab/train-0000.tar"

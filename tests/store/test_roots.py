@@ -52,15 +52,15 @@ def test_a_root_describes_itself_and_is_completed(tmp_path: Path) -> None:
     (root / "lost+found").mkdir(parents=True)
     root.chmod(0o700)
     (root / f".{MANIFEST}.{KEY}").touch()  # of a process that was killed before the rename
-    layout = make_root(root, "1.2")
+    layout = make_root(Config(root))
     assert is_cache(root) and layout == Layout.of_root(root)
     tag = (root / "CACHEDIR.TAG").read_bytes()
     assert tag[:43] == b"Signature: 8a477f597d28d172789f06886806bc55"
     assert "clean" in (root / "README.txt").read_text()
     manifest = json.loads((root / MANIFEST).read_text())
-    assert manifest["layouts"] == ["v1"] and manifest["library"] == "1.2"
+    assert manifest["layouts"] == ["v1"] and manifest["locks"] == "flock"
     shutil.rmtree(layout.base)
-    assert make_root(root, "1.3") == layout
+    assert make_root(Config(root)) == layout
     assert all(is_directory(path) for path in layout.directories)
     assert json.loads((root / MANIFEST).read_text()) == manifest
 
@@ -68,7 +68,7 @@ def test_a_root_describes_itself_and_is_completed(tmp_path: Path) -> None:
 def test_the_umask_applies_to_directories_above_a_root(tmp_path: Path) -> None:
     before = os.umask(0o027)
     try:
-        layout = make_root(tmp_path / "scratch" / "cache", "1.2")
+        layout = make_root(Config(tmp_path / "scratch" / "cache"))
     finally:
         os.umask(before)
     modes = [path.stat().st_mode & 0o777 for path in (tmp_path / "scratch", layout.base.parent)]
@@ -80,7 +80,7 @@ def test_many_processes_make_one_root_at_once(tmp_path: Path) -> None:
 
     def make(parent: Parent, number: int) -> None:
         parent.hear()
-        make_root(root, str(number))
+        make_root(Config(root))
         parent.say((root / MANIFEST).read_bytes())
 
     with crowd(12, make) as children:
@@ -99,7 +99,7 @@ def test_a_directory_with_other_files_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["", "objects", "partial"])
 def test_a_root_with_a_symbolic_link_is_refused_and_not_cleaned(tmp_path, name):
-    moved = make_root(tmp_path / "cache", "1").base / name
+    moved = make_root(Config(tmp_path / "cache")).base / name
     moved.rename(tmp_path / "elsewhere")
     moved.symlink_to(tmp_path / "elsewhere")
     assert not is_cache(tmp_path / "cache")
@@ -141,7 +141,7 @@ def tier(path: Path, isolation: str = "node", ranks: Ranks | None = None) -> Tie
 
 @pytest.mark.parametrize("job", ["j7", "nightly/2026-01-01", "-rf", "..", "x" * 200, "\u00e9"])
 def test_all_caches_of_a_root_see_the_namespace_of_a_job(tmp_path: Path, job: str) -> None:
-    make_root(tmp_path, "test")
+    make_root(Config(tmp_path))
     mine = tier(tmp_path, "job", Ranks(job=job))
     mine.store.layout.make()
     entry = publish(mine.store)
@@ -152,7 +152,7 @@ def test_all_caches_of_a_root_see_the_namespace_of_a_job(tmp_path: Path, job: st
 
 
 def test_other_directories_are_no_namespaces(tmp_path: Path) -> None:
-    make_root(tmp_path, "test")
+    make_root(Config(tmp_path))
     node = Layout.of_root(tmp_path)
     elsewhere = tmp_path / "elsewhere"
     Layout(elsewhere).make()

@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from shardcache import Cache, ConfigError
+from shardcache.config import Config
 from shardcache.layout import MANIFEST, PROGRESS, Layout
 from shardcache.locks.flock import Holder, KeyLock
 from shardcache.store.root import make_root
@@ -86,7 +87,7 @@ def directory(uid: int, mode: int, fix: str) -> Callable[[Path], str]:
 
 
 def cache_of_a_group(root: Path) -> str:
-    make_root(root, "1")
+    make_root(Config(root))
     for path in (root, *root.rglob("*")):
         os.chown(path, ANNA.uid, ANNA.uid)
     root.chmod(0o770)
@@ -347,6 +348,7 @@ PLANTED: list[tuple[str, Callable[[Path], object]]] = [
     ("locks/downloads.lock", os.mkfifo),
     ("usage", json_bomb),
     ("limits", json_bomb),
+    ("limits", full_directory),
     (f"pins/{TOKEN}.pin", json_bomb),
     ("stats.db-journal", os.mkfifo),
     (f"sessions/{TOKEN}.session", make_socket),
@@ -379,15 +381,6 @@ def test_planted_files_disturb_no_read_and_no_clean(make_cache, origin, name, ma
             assert command("--dir", cache.dir, *arguments)[0] == 0
     finally:
         subprocess.run(["rm", "-rf", layout.partial], check=True)
-
-
-def test_a_directory_in_place_of_the_limits_does_not_keep_a_session(make_cache) -> None:
-    cache = make_cache()
-    layout = Layout.of_root(cache.dir)
-    full_directory(layout.limits)
-    os.utime(layout.limits, (0, 0))  # older than the session
-    cache.close()
-    assert os.listdir(layout.sessions) == []
 
 
 @needs_root

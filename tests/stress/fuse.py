@@ -17,12 +17,13 @@ import ctypes
 import errno
 import fcntl
 import fnmatch
+import functools
 import os
 import resource
 import select
 import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -273,11 +274,9 @@ class _Files:
         return struct.pack("<4Q2I", node, 0, 0, 0, 0, 0) + _attributes(found)
 
     def _visible(self, parent: int, name: bytes, found: os.stat_result) -> bool:
-        if self._known.get((parent, name)) != self._key(found):
-            if found.st_ctime + self.delay > time.time():
-                return False
+        if found.st_ctime + self.delay <= time.time():
             self._known[parent, name] = self._key(found)
-        return True
+        return self._known.get((parent, name)) == self._key(found)
 
     @staticmethod
     def _opened(fd: int) -> bytes:
@@ -310,14 +309,13 @@ class _Files:
         fd = os.open(name, flags, mode & 0o7777, dir_fd=node)
         return self._entry(node, name, made=True) + self._opened(fd)
 
-    def unlink(self, node: int, name: bytes, directory: bool = False) -> bytes:
+    def unlink(self, node: int, name: bytes, remove: Callable[..., None] = os.unlink) -> bytes:
         found = os.stat(name, dir_fd=node, follow_symlinks=False)
-        (os.rmdir if directory else os.unlink)(name, dir_fd=node)
+        remove(name, dir_fd=node)
         self._removed.add(self._key(found))
         return b""
 
-    def rmdir(self, node: int, name: bytes) -> bytes:
-        return self.unlink(node, name, directory=True)
+    rmdir = functools.partialmethod(unlink, remove=os.rmdir)
 
     def rename(self, node: int, number: int, old: bytes, new: bytes) -> bytes:
         target = self._node(number)

@@ -1,8 +1,4 @@
-"""Shards that describe themselves, and a web server for them in its own process.
-
-Every 64 bytes of a shard state its name, its version and the offset of their 4 KiB block. So a
-check finds bytes of another shard, version or offset, holes, and truncation.
-"""
+"""Shards that describe themselves, and a web server for them in its own process."""
 
 import ctypes
 import random
@@ -18,12 +14,11 @@ from contextlib import contextmanager
 from multiprocessing.sharedctypes import RawArray, RawValue
 
 from tests.support.storetools import Parent, forked
-from tests.support.tars import tar_of
+from tests.support.tars import difference, labelled_tar
 from tests.support.webservers import Scripted, answer, part_of
 
 KIB, MIB = 1 << 10, 1 << 20
-_LINE, _BLOCK, _HEAD, _END = 64, 4096, 512, 1024
-_STATED = re.compile(rb"(\S+) version (\d{6}) offset (\d{10}) \.*\n")
+_STATED = re.compile(rb"\S+ version (\d{6}) offset ")
 _CHUNK = 64 * KIB
 #: Faults of a request, and the duration of a stall in seconds.
 FAULTS, _STALL = ("refused", "cut off", "reset", "stalled"), 1.0
@@ -44,27 +39,13 @@ class Shards:
     def data(self, name: str, version: int) -> bytes:
         """Return one version, a tar archive of one member; every other version has a new size."""
         size = self.sizes[name] + 512 * (version // 2 % 16)
-        lines = (
-            f"{name} version {version:06d} offset {at:010d} ".encode().ljust(_LINE - 1, b".")
-            for at in range(0, size, _BLOCK)
-        )
-        blocks = b"".join((line + b"\n") * (_BLOCK // _LINE) for line in lines)
-        member = f"{name}.v{version}.txt", blocks[_HEAD : size - _END]
-        return tar_of([member], whole_records=False)
+        return labelled_tar(name, version, size)
 
     def examine(self, name: str, data: bytes) -> tuple[int, str | None]:
         """Return the version that the first line states, and the first fault of the bytes."""
-        stated = _STATED.match(data, _HEAD)
-        if stated is None:
-            return 0, f"{len(data)} bytes that begin with {data[:64]!r}"
-        version = int(stated[2])
-        expected = self.data(name, version)
-        if data == expected:
-            return version, None
-        steps = range(0, max(len(data), len(expected)), _LINE)
-        at = next(at for at in steps if data[at : at + _LINE] != expected[at : at + _LINE])
-        what = f"{len(data)} of {len(expected)} bytes of version {version}"
-        return version, f"{what}; found {data[at : at + _LINE]!r} at {at}"
+        stated = _STATED.match(data, 512)  # after the header of the member
+        version = int(stated[1]) if stated else 0
+        return version, difference(data, self.data(name, version)) or None
 
 
 class Origin(Shards):

@@ -17,13 +17,11 @@ some streams, and one request in twenty fails. The soak looks for
 The seed decides what each thread does, and the kernel decides when. Exit 1 after a violation.
 """
 
-import argparse
 import contextlib
 import ctypes
 import faulthandler
 import gc
 import json
-import logging
 import os
 import random
 import re
@@ -37,22 +35,18 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
 import webdataset as wds
 
 from shardcache import Cache
-from tests.stress.origin import FAULTS, MIB, Origin, die_with_parent
-from tests.stress.storm import below, end_stuck, leftovers
-from tests.support.storetools import PATIENCE, age, descriptors, payload, wait_until
-from tests.support.tars import tar_of
+from tests.stress.origin import FAULTS, MIB, die_with_parent
+from tests.stress.storm import Shared, arguments, below, end_stuck, leftovers, report
+from tests.support.storetools import PATIENCE, age, descriptors, wait_until
 from tests.support.webservers import certificate
 
-_PARENTS, _THREADS, _STREAMS = 4, 3, 4
-#: A shard has 1 to 80 samples, so 0.1 to 8 MB. The size of a sample includes its header.
-_SHARDS, _SAMPLE, _HEADER = 40, 100 * 1024, 512
+_PARENTS, _THREADS, _STREAMS, _SHARDS = 4, 3, 4, 40
 #: The share of the data that finds room: about a third of the streams go past the cache.
 _ROOM = 0.35
 #: Each of the four faults hits one request in eighty. The timeout is longer than a stall.
@@ -66,27 +60,19 @@ _CONNECTIONS = 8
 _SOCKETS = 2 * (_CONNECTIONS + _THREADS * _STREAMS)
 _GROWTH = {"sockets": _SOCKETS, "files": 0, "blocks": 6000, "memory": 8 * MIB}
 
+#: The name of a shard, and its stream.
+Reading = tuple[str, BinaryIO]
 
-class WrongBytes(Exception):
-    """A read gave other bytes than the origin has."""
 
-
-class Soak(Origin):
+class Soak(Shared):
     """The origin, the cache and the log that all processes share."""
 
+    addresses: tuple[str, str]
+
     def __init__(self, directory: Path, seed: int) -> None:
-        super().__init__(_SHARDS, seed)
-        self.root, self.seed, self.begun = directory / "cache", seed, time.monotonic()
-        self._log = directory / "log"
-        self.samples = {
-            name: int(80 ** random.Random(f"{seed}/{name}").random()) for name in self.names
-        }
-        self.tars = {}
-        for number, (name, count) in enumerate(self.samples.items()):
-            data = memoryview(payload(count * _SAMPLE, seed + number))
-            samples = (data[at * _SAMPLE :][: _SAMPLE - _HEADER] for at in range(count))
-            members = ((f"{at:04d}.bin", bytes(sample)) for at, sample in enumerate(samples))
-            self.tars[name] = tar_of(members, whole_records=False)
+        super().__init__(directory, _SHARDS, seed)
+        self.root, self.figures = directory / "cache", directory / "figures"
+        self.tars = {name: super(Soak, self).data(name, 0) for name in self.names}
         # Parents and transports see each shard under four URLs.
         self.max_size = int(4 * sum(map(len, self.tars.values())) * _ROOM)
         self.rate.value, self.faults.value = 20e6, _FAULTS
@@ -121,35 +107,28 @@ class Soak(Origin):
                     found[status.st_ino, key] = min(status.st_size, status.st_blocks * 512)
         return found
 
-    def log(self, record: object) -> None:
-        with open(self._log, "ab", buffering=0) as log:
-            log.write(f"{json.dumps(record)}\n".encode())
-
-    def wrong(self, promise: str, text: str) -> None:
-        self.log([promise, f"{time.monotonic() - self.begun:.1f} s: {promise}: {text}"])
+    def check(self, what: str, found: bytes, expected: bytes) -> None:
+        if found != expected:
+            pairs = enumerate(zip([*found, None], [*expected, None], strict=False))
+            at = next(at for at, (one, other) in pairs if one != other)
+            text = f"{len(found)} bytes for {len(expected)}, of which {at} are right"
+            self.wrong("bytes", f"{what}: {text}; then {found[at:][:128]!r}")
 
     @contextlib.contextmanager
     def no_error(self, what: str) -> Iterator[None]:
         try:
             yield
-        except WrongBytes as exn:
-            self.wrong("bytes", f"{what}: {exn}")
-        except Exception as exn:
-            self.wrong("errors", f"{what}: {exn!r}\n{traceback.format_exc()[-3000:]}")
+        except Exception:
+            self.wrong("errors", f"{what}: {traceback.format_exc()[-3000:]}")
 
-    def summary(self) -> tuple[Counter[str], list[list[str]]]:
-        """Figures, and pairs of a promise and what broke it."""
-        wrong, figures = [], Counter[str]()
-        for name, count in zip(FAULTS, self.faulty, strict=True):
-            figures[f"requests {name}"] = count
-        for record in map(json.loads, self._log.read_text().splitlines()):
-            if isinstance(record, list):
-                wrong.append(record)
-                continue
-            for name, count in record.items():
-                most = name.startswith(("longest", "most"))
-                figures[name] = max(figures[name], count) if most else figures[name] + count
-        return figures, wrong
+    def count(self, figures: Counter[str]) -> None:
+        with open(self.figures, "ab", buffering=0) as file:
+            file.write(f"{json.dumps(figures)}\n".encode())
+
+    def summary(self) -> Counter[str]:
+        lines = map(json.loads, self.figures.read_text().splitlines())
+        requests = {f"requests {name}": n for name, n in zip(FAULTS, self.faulty, strict=True)}
+        return sum(map(Counter, lines), Counter(requests))
 
 
 def fork(soak: Soak, name: str, work: Callable[..., None], *args: object) -> int:
@@ -164,20 +143,6 @@ def fork(soak: Soak, name: str, work: Callable[..., None], *args: object) -> int
         finally:
             os._exit(status)
     return pid
-
-
-@dataclass(slots=True)
-class Reading:
-    """A stream, and how far it was read."""
-
-    name: str
-    stream: BinaryIO
-    position: int = 0
-    stop: int | None = None  # where its reader leaves it
-
-    @property
-    def is_stored(self) -> bool:
-        return "://" not in str(self.stream.name)
 
 
 class Worker:
@@ -196,7 +161,7 @@ class Worker:
                 self._finish(readings)
                 if self.draw.random() < 0.2:
                     self._pipeline()
-        self.soak.log(self.counts)
+        self.soak.count(self.counts)
 
     def _url(self, name: str) -> str:
         return f"{self.draw.choice(('s3://lab', self.soak.addresses[self.parent % 2]))}/{name}"
@@ -204,80 +169,57 @@ class Worker:
     def _open(self) -> Reading:
         """Open a shard and read some of it, perhaps to the very end of an answer."""
         name = self.draw.choice(self.soak.names)
-        reading = Reading(name, self.cache.open(self._url(name)))
-        where = "entries" if reading.is_stored else "downloads or the origin"
-        self.counts[f"streams that begin with {where}"] += 1
+        reading = name, self.cache.open(self._url(name))
+        self.counts["streams past the entries"] += "://" in str(reading[1].name)
         self._read(reading, self.draw.choice((0, self.draw.randrange(2 * MIB), MIB)))
         return reading
 
     def _read(self, reading: Reading, most: int) -> int:
         """Read and compare; returns the number of bytes."""
-        begun, at = time.monotonic(), reading.position
-        data, expected = reading.stream.read(most), self.soak.tars[reading.name][at : at + most]
-        longest = max(self.counts["longest read, s"], time.monotonic() - begun)
-        self.counts["longest read, s"] = longest
-        if data != expected:
-            pairs = zip([*data, None], [*expected, None], strict=False)
-            right = next(at for at, (one, other) in enumerate(pairs) if one != other)
-            found = {name: tar.find(data[right:][:16]) for name, tar in self.soak.tars.items()}
-            raise WrongBytes(
-                f"{reading.stream.name}: at {at} a read of {len(expected)} bytes gave {len(data)}, "
-                f"of which {right} are right; the next ones stand in "
-                f"{ {name: at for name, at in found.items() if at >= 0} }"
-            )
-        self.counts["reads"] += 1
+        name, stream = reading
+        at, data = stream.tell(), stream.read(most)
+        self.soak.check(f"{stream.name} at {at}", data, self.soak.tars[name][at : at + most])
         self.counts["bytes compared"] += len(data)
-        reading.position += len(data)
         return len(data)
 
     def _finish(self, readings: list[Reading]) -> None:
         """Read streams by turns, most of them to the end, and leave them."""
-        for reading in readings:
-            reading.stop = self.draw.choice((None, None, None, MIB, self.draw.randrange(4 * MIB)))
-        while readings:
-            reading = self.draw.choice(readings)
-            most = self.draw.randrange(1, 600_000)
-            if reading.stop is not None:
-                most = min(most, max(0, reading.stop - reading.position))
-            if self._read(reading, most):
+        stops = (1 << 30, 1 << 30, 1 << 30, MIB, self.draw.randrange(4 * MIB))
+        unfinished = [(reading, self.draw.choice(stops)) for reading in readings]
+        readings.clear()
+        while unfinished:
+            chosen = (name, stream), stop = self.draw.choice(unfinished)
+            left = max(0, stop - stream.tell())
+            if self._read((name, stream), min(self.draw.randrange(1, 600_000), left)):
                 continue
-            where = "a file" if reading.is_stored else "the origin"
-            self.counts[f"streams that end with {where}"] += 1
-            readings.remove(reading)
+            unfinished.remove(chosen)
             if self.draw.random() < 0.4:
                 self.counts["streams dropped in a cycle"] += 1
-                cycle: list[object] = [reading.stream]
+                cycle: list[object] = [stream]
                 cycle.append(cycle)
             else:
-                reading.stream.close()
+                stream.close()
             if self.draw.random() < 0.3:
-                self.cache.remove(self._url(reading.name))  # so that other shards find room
+                self.cache.remove(self._url(name))  # so that other shards find room
             if self.draw.random() < 0.05:
                 gc.collect()
 
     def _pipeline(self) -> None:
-        """Compare the samples of three shards, or of some of them."""
+        """Compare the samples of some shards; leave half of the pipelines early."""
         names = self.draw.sample(self.soak.names, 3)
-        due = [(name, at) for name in names for at in range(self.soak.samples[name])]
-        leaves = self.draw.random() < 0.5
         urls = [self._url(name) for name in names]
         pipeline = self.cache.attach(wds.WebDataset(urls, shardshuffle=False))
         self.counts["pipelines"] += 1
-        for (name, at), sample in zip(due, pipeline, strict=True):
-            data = memoryview(self.soak.tars[name])[at * _SAMPLE + _HEADER : (at + 1) * _SAMPLE]
-            if sample["bin"] != bytes(data):
-                raise WrongBytes(f"sample {at} of {name}")
-            self.counts["bytes compared"] += len(data)
-            if leaves and self.draw.random() < 0.05:
-                self.counts["pipelines left"] += 1
-                break
+        due = names[: self.draw.choice((1, 2, 3, 3, 3))]
+        for name, sample in zip(due, pipeline, strict=len(due) == 3):
+            (data,) = (value for field, value in sample.items() if field.endswith("txt"))
+            self.soak.check(f"the sample of {name}", data, self.soak.tars[name][512:][: len(data)])
 
     def _fork(self, readings: list[Reading]) -> tuple[int, threading.Thread, int]:
         """Fork a child that reads the same streams; returns the arguments of `_reap`."""
         soon, later = self.draw.expovariate(4), self.draw.uniform(0, 3)
         fates = [], [(soon, signal.SIGKILL)], [(soon, signal.SIGSTOP), (later, signal.SIGCONT)]
         (fate,) = self.draw.choices(fates, (6, 2, 2))
-        self.counts["forks"] += 1
         self.counts[f"children: {fate[0][1].name if fate else 'not disturbed'}"] += 1
         child = Worker(self.soak, self.cache, self.parent, f"{self.draw.random()}")
         pid = fork(self.soak, "a child", child.be_child, readings)
@@ -295,7 +237,7 @@ class Worker:
         collector.join()
         if self.draw.random() < 0.5:
             self.cache.close()
-        self.soak.log(self.counts)
+        self.soak.count(self.counts)
 
     def _reap(self, pid: int, disturbing: threading.Thread, expected: int) -> None:
         disturbing.join()
@@ -331,7 +273,11 @@ def be_parent(soak: Soak, number: int, end: float) -> None:
         for thread in threads:
             thread.join()
         measured.append(measure())
-    compare(soak, number, measured)
+    if len(measured) >= _WARM_UP + 6:
+        first, last = measured[_WARM_UP : _WARM_UP + 3], measured[-3:]
+        for what, most in _GROWTH.items():
+            if min(lap[what] for lap in last) - max(lap[what] for lap in first) > most:
+                soak.wrong("leaks", f"parent {number}, {what}: {[lap[what] for lap in measured]}")
     cache.close()
     del cache, workers, threads
     gc.collect()
@@ -351,18 +297,6 @@ def measure() -> Counter[str]:
     return Counter(held, blocks=sys.getallocatedblocks(), memory=int(memory) * 1024)
 
 
-def compare(soak: Soak, number: int, measured: list[Counter[str]]) -> None:
-    """Compare what a parent held after its last laps with what it held after the warm-up."""
-    first, last = measured[_WARM_UP : _WARM_UP + 3], measured[-3:]
-    if len(measured) < _WARM_UP + 6:
-        return
-    grown = {k: min(m[k] for m in last) - max(m[k] for m in first) for k in _GROWTH}
-    soak.log({f"most growth of {what}": max(0, more) for what, more in grown.items()})
-    soak.log({"laps of parents": len(measured)})
-    if any(grown[what] > most for what, most in _GROWTH.items()):
-        soak.wrong("leaks", f"parent {number}: {[dict(each) for each in measured]}")
-
-
 def watch(soak: Soak, seconds: float) -> None:
     """Start the parents, and look at the budget until they have ended."""
     end = time.monotonic() + seconds
@@ -372,7 +306,6 @@ def watch(soak: Soak, seconds: float) -> None:
         first, second = soak.stored(), soak.stored()
         # Files in two listings in a row existed at the same time.
         total = sum(size for file, size in first.items() if file in second)
-        soak.log({"most of max_size, %": 100 * total / soak.max_size})
         if total > soak.max_size:
             soak.wrong("budget", f"{total} bytes on disk, and max_size is {soak.max_size}")
         for pid in list(parents):
@@ -394,17 +327,11 @@ def audit(soak: Soak) -> None:
         if left := leftovers(soak.root):
             soak.wrong("leftovers", f"{[str(path) for path in left]}")
         for path in below(soak.root, ".tar"):
-            if path.read_bytes() != soak.tars[path.name]:
-                soak.wrong("bytes", f"the entry {path}")
+            soak.check(f"the entry {path}", path.read_bytes(), soak.tars[path.name])
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.stress.soak", description=__doc__)
-    parser.add_argument("--minutes", type=float, default=1.0)
-    parser.add_argument("--seed", type=int, default=random.randrange(1 << 31))
-    given = parser.parse_args()
-    print(f"seed {given.seed}", flush=True)
-    logging.disable()  # warnings are expected
+    given = arguments(__doc__, "soak")
     warnings.simplefilter("ignore")  # of forks in processes with threads
     faulthandler.register(signal.SIGUSR1)
     m_arena_max = -8
@@ -420,14 +347,7 @@ def main() -> int:
             soak.addresses = plain, secure
             watch(soak, given.minutes * 60)
             audit(soak)
-        figures, wrong = soak.summary()
-    print("| | |\n|---|--:|")
-    for name in sorted(figures):
-        print(f"| {name} | {figures[name]:,.{0 if figures[name] % 1 == 0 else 1}f} |")
-    print("", *(text for _, text in wrong[:20]), sep="\n\n")
-    broken = ", ".join(f"{n} {name}" for name, n in Counter(each[0] for each in wrong).items())
-    print(f"\nseed {given.seed}: {broken or 'all held'}")
-    return 1 if wrong else 0
+        return report(given.seed, soak.summary(), soak.violations())
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ from shardcache import Cache, errors
 from tests.stress.brokenflock import broken_environment
 from tests.stress.origin import MIB, Origin, die_with_parent
 from tests.support.disktools import disk
-from tests.support.storetools import forked
+from tests.support.storetools import Parent, age, forked
 
 #: Processes that use the cache at any time.
 _WORKERS = 8
@@ -62,23 +62,38 @@ _TICK = 0.02
 _SIGNALS, _TERMINATED = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT), 143
 #: Samples above the budget in a row that count: an entry counts twice while it moves.
 _IN_A_ROW = 3
-_FIGURES = ["calls", "verified reads", "verified bytes", "streamed past the cache", "longest ms"]
 
 
-class Storm(Origin):
+class Shared(Origin):
+    """An origin, and a file of violations, which many processes share."""
+
+    def __init__(self, directory: Path, count: int, seed: int) -> None:
+        super().__init__(count, seed)
+        self.seed, self.wrongs, self.begun = seed, directory / "wrong", time.monotonic()
+        self.wrongs.touch()
+
+    def wrong(self, promise: str, text: str) -> None:
+        """Record a violation."""
+        with open(self.wrongs, "ab", buffering=0) as file:
+            seconds = time.monotonic() - self.begun
+            file.write(f"{seconds:.1f} s: {promise}: {text}\0".encode())
+
+    def violations(self) -> list[str]:
+        return self.wrongs.read_text().split("\0")[:-1]
+
+
+class Storm(Shared):
     """The state that all processes of a storm share."""
 
     def __init__(self, directory: Path, seed: int, lying: bool) -> None:
-        super().__init__(48, seed)
-        self.directory, self.seed, self.lying = directory, seed, lying
-        self.root = directory / "disk" / "cache"
+        super().__init__(directory, 48, seed)
+        self.lying, self.root = lying, directory / "disk" / "cache"
         self.stop_file = directory / "stop"
         #: Less than half of the data, so that workers evict.
         self.max_size = max(int(sum(self.sizes.values()) * 0.45), 12 * MIB)
         self.replaced = RawArray("d", len(self.names))  # times of the last replacements
-        self.counts = [RawArray("q", len(_FIGURES)) for _ in range(_WORKERS)]
-        self.wrongs = directory / "wrong"
-        self.wrongs.touch()
+        #: The number of calls, the bytes that were compared, and the longest call in ms.
+        self.counts = [RawArray("q", 3) for _ in range(_WORKERS)]
 
     def cache(self, **options: Any) -> Cache:
         return Cache(
@@ -96,11 +111,6 @@ class Storm(Origin):
     def url(self, name: str) -> str:
         return f"{self.address}/{name}"
 
-    def wrong(self, promise: str, text: str) -> None:
-        """Record a violation."""
-        with open(self.wrongs, "ab", buffering=0) as file:
-            file.write(f"{promise}: {text}\0".encode())
-
 
 class Worker:
     """A process that uses the cache."""
@@ -108,13 +118,12 @@ class Worker:
     def __init__(self, storm: Storm, slot: int, life: int) -> None:
         self.storm, self.slot = storm, slot
         self.draw = random.Random(f"{storm.seed}/{slot}.{life}")
-        self.cache = self._cache()
+        os.environ["SHARDCACHE_RANK"] = str(slot)
+        self.isolation = "rank" if slot == _WORKERS - 1 else "node"
+        self._open_cache()
 
-    def _cache(self) -> Cache:
-        isolation = "rank" if self.slot % 8 == 7 else "node"
-        if isolation == "rank":
-            os.environ["SHARDCACHE_RANK"] = str(self.slot)
-        return self.storm.cache(isolation=isolation, prefetch=self.slot % 3)
+    def _open_cache(self) -> None:
+        self.cache = self.storm.cache(isolation=self.isolation, prefetch=self.slot % 3)
 
     def live(self) -> None:
         """Make calls until the storm ends."""
@@ -127,10 +136,8 @@ class Worker:
 
     def _choose(self) -> str:
         """Choose a shard, mostly one that is popular now."""
-        names = self.storm.names
-        window = int(time.monotonic() / 2) * 3
-        at = int(self.draw.paretovariate(0.8)) % (len(names) // 4)
-        return names[(window + at) % len(names)]
+        window, at = int(time.monotonic() / 2) * 3, int(self.draw.paretovariate(0.8)) % 12
+        return self.storm.names[(window + at) % len(self.storm.names)]
 
     @contextlib.contextmanager
     def _call(self, op: str, name: str) -> Iterator[None]:
@@ -143,7 +150,7 @@ class Worker:
             if not self._explained(exn, op in ("pinned", "fetch"), name, began):
                 self.storm.wrong("errors", f"{op} of {name}: {traceback.format_exc()[-3000:]}")
         took = time.monotonic() - began
-        counts[4] = max(counts[4], int(took * 1000))
+        counts[2] = max(counts[2], int(took * 1000))
         if took > LOCK_TIMEOUT + _SLACK:
             self.storm.wrong("bounded wait", f"{op} of {name} took {took:.0f} s")
 
@@ -151,30 +158,25 @@ class Worker:
         """Return whether the shard or the disk explains an error."""
         if type(exn) in (errors.TransferError, errors.IntegrityError):
             return self.storm.replaced[self.storm.names.index(name)] >= began - LOCK_TIMEOUT
-        if not stores:
-            return False
-        number = getattr(exn, "errno", None)
         if isinstance(exn, errors.LockTimeoutError):
-            return time.monotonic() - began >= LOCK_TIMEOUT
+            return stores and time.monotonic() - began >= LOCK_TIMEOUT
+        number = getattr(exn, "errno", None)
         if isinstance(exn, FileNotFoundError) or number == errno.EBUSY:
-            return self.storm.lying  # without locks, shards in use are evicted
-        full = number in (errno.ENOSPC, errno.EDQUOT)
-        return full or isinstance(exn, errors.CacheFullError)
+            return stores and self.storm.lying  # without locks, shards in use are evicted
+        full = number in (errno.ENOSPC, errno.EDQUOT) or isinstance(exn, errors.CacheFullError)
+        return stores and full
 
-    def _check(self, name: str, data: bytes, streamed: bool = False) -> None:
+    def _check(self, name: str, data: bytes) -> None:
         version, wrong = self.storm.examine(name, data)
         if wrong is None and version > self.storm.versions[self.storm.names.index(name)]:
             wrong = f"version {version} was not stored when it ended"
         if wrong is not None:
             self.storm.wrong("bytes", f"{name}: {wrong}")
-        counts = self.storm.counts[self.slot]
-        for figure, more in enumerate((1, len(data), streamed), 1):
-            counts[figure] += more
+        self.storm.counts[self.slot][1] += len(data)
 
     def _read(self, url: str, name: str) -> None:
         with self.cache.open(url) as stream:
-            data = stream.read()
-            self._check(name, data, "://" in str(stream.name))
+            self._check(name, stream.read())
 
     def _hold(self, url: str, name: str) -> None:
         """Read a part, wait while others evict, and read the rest or close."""
@@ -239,7 +241,7 @@ class Worker:
 
     def _restart(self, url: str, name: str) -> None:
         self.cache.close()
-        self.cache = self._cache()
+        self._open_cache()
 
 
 def live(storm: Storm, slot: int, life: int) -> None:
@@ -251,9 +253,10 @@ def live(storm: Storm, slot: int, life: int) -> None:
             signal.signal(number, lambda *_: sys.exit(_TERMINATED))
         faulthandler.register(signal.SIGUSR1)
         worker = Worker(storm, slot, life)
-        with contextlib.ExitStack() as stack:
-            stack.callback(lambda: worker.cache.close())  # `_restart` replaces the cache
+        try:
             worker.live()
+        finally:
+            worker.cache.close()
     except SystemExit:
         status = _TERMINATED
     except BaseException:
@@ -309,6 +312,7 @@ class Boss:
         self._over = 0
         self._budget_unlocked = storm.lying
         self._due = sched.scheduler()
+        self._filler = storm.root.parent / "filler"
 
     def blow(self, seconds: float) -> None:
         """Cause faults until a violation or the end, then wait until every worker has ended."""
@@ -317,7 +321,7 @@ class Boss:
         end = time.monotonic() + seconds
         storm.rate.value, storm.faults.value = _FAST, 60
         for slot in range(_WORKERS):
-            self._spawn(slot, 0)
+            self._spawn(slot)
         for name, mean in _FAULTS.items():
             if name != "fill" or self.own_disk:
                 self._every(mean, getattr(self, f"_{name}"))
@@ -327,7 +331,7 @@ class Boss:
         for pid in sorted(self.stopped):
             self._continue(pid)
         storm.rate.value, storm.faults.value = _FAST, 0
-        self._free()
+        self._filler.unlink(missing_ok=True)
         storm.stop_file.touch()
         end = time.monotonic() + LOCK_TIMEOUT + _SLACK
         while self.slots and time.monotonic() < end:
@@ -347,7 +351,7 @@ class Boss:
                 if status not in {0} | self._sent.pop(pid, set()):
                     self.storm.wrong("errors", f"a worker ended with status {status}")
                 self.done["lives"] += 1
-                self._due.enter(0.15, 0, self._spawn, (slot, self.done["lives"]))
+                self._due.enter(0.15, 0, self._spawn, (slot,))
         self._due.run(blocking=False)
 
     def _every(self, mean: float, action: Callable[[], None]) -> None:
@@ -357,12 +361,11 @@ class Boss:
 
         self._due.enter(self.draw.expovariate(1 / mean), 0, act)
 
-    def _spawn(self, slot: int, life: int) -> None:
-        if self.storm.stop_file.exists():
-            return
-        if (pid := os.fork()) == 0:
-            live(self.storm, slot, life)
-        self.slots[pid] = slot
+    def _spawn(self, slot: int) -> None:
+        if not self.storm.stop_file.exists():
+            if (pid := os.fork()) == 0:
+                live(self.storm, slot, self.done["lives"])
+            self.slots[pid] = slot
 
     def _kill(self) -> None:
         """Kill or terminate a running worker."""
@@ -410,28 +413,21 @@ class Boss:
         """Replace an object, mostly one that a worker is downloading."""
         fetched = [path.name for path in below(self.storm.root / "v1" / "partial", ".tar")]
         some = fetched if fetched and self.draw.random() < 0.7 else self.storm.names
-        name = self.draw.choice(some)
-        index = self.storm.names.index(name)
+        index = self.storm.names.index(self.draw.choice(some))
         self.storm.replaced[index] = time.monotonic()
         self.storm.versions[index] += 1
         self.done["overwrites"] += 1
 
     def _slow(self) -> None:
-        rate = self.storm.rate
-        rate.value = _SLOW
-        self._due.enter(self.draw.uniform(1, 4), 0, setattr, (rate, "value", _FAST))
+        self.storm.rate.value = _SLOW
+        self._due.enter(self.draw.uniform(1, 4), 0, setattr, (self.storm.rate, "value", _FAST))
 
     def _fill(self) -> None:
         self.done["disk filled"] += 1
-        free = os.statvfs(self.storm.root.parent)
-        size = free.f_bavail * free.f_frsize - self.draw.randrange(1 << 19)
-        filler = self.storm.root.parent / "filler"
-        with open(filler, "wb") as file, contextlib.suppress(OSError):
+        size = shutil.disk_usage(self._filler.parent).free - self.draw.randrange(1 << 19)
+        with open(self._filler, "wb") as file, contextlib.suppress(OSError):
             os.posix_fallocate(file.fileno(), 0, max(1, size))
-        self._due.enter(self.draw.uniform(0.5, 2.5), 0, self._free)
-
-    def _free(self) -> None:
-        (self.storm.root.parent / "filler").unlink(missing_ok=True)
+        self._due.enter(self.draw.uniform(0.5, 2.5), 0, self._filler.unlink, (True,))
 
     def _sample(self) -> None:
         """Check the budget, and read some published files."""
@@ -461,10 +457,8 @@ def audit(storm: Storm) -> None:
     def sweep(limit: int, **options: Any) -> None:
         with storm.cache() as cache:
             cache.clean(**options)
-        if left := leftovers(storm.root):
-            storm.wrong("crash", f"after the sweep there are {[str(path) for path in left]}")
-        if (total := sum(size for _, size in published(storm.root).values())) > limit:
-            storm.wrong("budget", f"{total} bytes after the sweep, not {limit}")
+        assert not leftovers(storm.root)
+        assert sum(size for _, size in published(storm.root).values()) <= limit
 
     def read() -> None:
         with storm.cache() as cache:
@@ -474,8 +468,8 @@ def audit(storm: Storm) -> None:
                 assert wrong is None, wrong
                 assert found == version or cache.path(storm.url(name)) is not None
 
-    for path in storm.root.rglob("partial/**/*"):  # a sweep keeps young leftovers
-        os.utime(path, (1e9, 1e9), follow_symlinks=False)
+    for path in storm.root.rglob("partial"):  # a sweep keeps young leftovers
+        age(path)
     alone(storm, lambda: sweep(storm.max_size, max_size=storm.max_size))
     alone(storm, read)
     alone(storm, lambda: sweep(0, everything=True))
@@ -483,12 +477,16 @@ def audit(storm: Storm) -> None:
 
 def alone(storm: Storm, work: Callable[[], object]) -> None:
     """Run a function that must not fail in a child, without a time limit."""
-    with forked(lambda parent: work()) as child:
-        if child.wait():
-            try:
-                child.hear()
-            except (AssertionError, EOFError) as exn:
-                storm.wrong("errors", f"{work}: {exn}")
+
+    def act(parent: Parent) -> None:
+        try:
+            work()
+        except Exception:
+            storm.wrong("the end", traceback.format_exc())
+
+    with forked(act) as child:
+        if status := child.wait():
+            storm.wrong("the end", f"{work} ended with status {status}")
 
 
 def blow(seconds: float, seed: int, lying: bool) -> tuple[dict[str, int], list[str]]:
@@ -509,31 +507,40 @@ def blow(seconds: float, seed: int, lying: bool) -> tuple[dict[str, int], list[s
         fetches = sum(storm.fetches)
         boss.read_again([path for path, _ in published(storm.root).values()])
         audit(storm)
-        figures = {name: sum(each[n] for each in storm.counts) for n, name in enumerate(_FIGURES)}
-        figures["longest ms"] = max(each[-1] for each in storm.counts)
-        if fetches > 1.5 * figures["calls"] + len(storm.names):
-            storm.wrong("economy", f"{fetches} fetches by {figures['calls']} calls")
-        wrong = storm.wrongs.read_text().split("\0")[:-1]
-        return {**figures, **boss.done, "fetches": fetches}, wrong
+        calls, compared, longest = zip(*storm.counts, strict=True)
+        if fetches > 1.5 * sum(calls) + len(storm.names):
+            storm.wrong("economy", f"{fetches} fetches by {sum(calls)} calls")
+        figures = {"calls": sum(calls), "bytes compared": sum(compared), "longest ms": max(longest)}
+        return {**figures, **boss.done, "fetches": fetches}, storm.violations()
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.stress.storm", description=__doc__)
+def arguments(doc: str, name: str) -> argparse.Namespace:
+    """Parse the command line of a storm or a soak."""
+    parser = argparse.ArgumentParser(prog=f"python -m tests.stress.{name}", description=doc)
     parser.add_argument("--minutes", type=float, default=1.0)
     parser.add_argument("--seed", type=int, default=random.randrange(1 << 31))
     parser.add_argument("--flock", choices=["working", "lying"], default="working")
     given = parser.parse_args()
-    logging.disable()  # warnings are expected
-    lying = given.flock == "lying"
-    if lying and "BROKEN_FLOCK" not in os.environ:
+    if given.flock == "lying" and "BROKEN_FLOCK" not in os.environ:
         os.execve(sys.executable, sys.orig_argv, broken_environment("lying"))
-    figures, wrong = blow(given.minutes * 60, given.seed, lying)
-    print(f"seed {given.seed}\n\n| | |\n|---|--:|")
+    print(f"seed {given.seed}", flush=True)
+    logging.disable()  # warnings are expected
+    return given
+
+
+def report(seed: int, figures: dict[str, int], wrong: list[str]) -> int:
+    """Print figures and violations; returns the exit code."""
+    print("| | |\n|---|--:|")
     for name, figure in figures.items():
         print(f"| {name} | {figure:,} |")
     print(*wrong[:20], sep="\n\n")
-    print(f"\n{len(wrong)} violations" if wrong else "\nAll held.")
+    print(f"\nseed {seed}: {f'{len(wrong)} violations' if wrong else 'all held'}")
     return 1 if wrong else 0
+
+
+def main() -> int:
+    given = arguments(__doc__, "storm")
+    return report(given.seed, *blow(given.minutes * 60, given.seed, given.flock == "lying"))
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ class DamagedCache(RuleBasedStateMachine):
 
     boots = 0
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.patch = pytest.MonkeyPatch()
         self.home = Path(tempfile.mkdtemp(prefix="shardcache-fuzz-"))
@@ -43,12 +43,12 @@ class DamagedCache(RuleBasedStateMachine):
         self.cache: Cache | None = None
         self.reboot()
 
-    def teardown(self) -> None:
+    def teardown(self):
         self.cache.close()
         shutil.rmtree(self.home)
         self.patch.undo()
 
-    def reboot(self) -> None:
+    def reboot(self):
         """Open the cache again, as after a reboot: entries must be verified."""
         if self.cache is not None:
             self.cache.close()
@@ -59,22 +59,22 @@ class DamagedCache(RuleBasedStateMachine):
                 self.patch.setattr(module, "boot_id", lambda: boot)
         self.cache = Cache(self.root, min_free=0, attempts=1, cache_local=True)
 
-    def url(self, name: str) -> str:
+    def url(self, name):
         return f"file://{self.home}/origin/{name}"
 
     @rule(name=names)
-    def read(self, name: str) -> None:
+    def read(self, name):
         with self.cache.open(self.url(name)) as stream:
             assert stream.read() == SHARDS[name]
 
     @rule(name=names)
-    def leave(self, name: str) -> None:
+    def leave(self, name):
         """Read the beginning, and close the stream."""
         with self.cache.open(self.url(name)) as stream:
             assert stream.read(1000) == SHARDS[name][:1000]
 
     @rule(kind=st.sampled_from(KINDS), seed=st.integers(0, 1 << 30))
-    def damage(self, kind: str, seed: int) -> None:
+    def damage(self, kind, seed):
         """Damage any file of the root."""
         self.reboot()  # ends downloads, which would remove files while they are listed
         files = sorted(p for p in self.root.rglob("*") if p.is_file() and not p.is_symlink())
@@ -83,14 +83,14 @@ class DamagedCache(RuleBasedStateMachine):
             self.spoil(path, kind, seed)  # the cache refuses other kinds of manifests
 
     @rule(name=names, meta=st.booleans(), kind=st.sampled_from(KINDS), seed=st.integers(0, 1 << 30))
-    def damage_and_read(self, name: str, meta: bool, kind: str, seed: int) -> None:
+    def damage_and_read(self, name, meta, kind, seed):
         """Damage a file that is read next."""
         self.read(name)
         if path := self.cache.path(self.url(name)):  # None if it was streamed
             self.spoil(path.with_name("meta.json") if meta else path, kind, seed)
             self.read(name)
 
-    def spoil(self, path: Path, kind: str, seed: int) -> None:
+    def spoil(self, path, kind, seed):
         draw = random.Random(seed)
         content = bytearray(path.read_bytes())
         if kind == "flip" and content:
@@ -113,7 +113,7 @@ class DamagedCache(RuleBasedStateMachine):
         self.reboot()
 
     @rule(everything=st.booleans())
-    def clean(self, everything: bool) -> None:
+    def clean(self, everything):
         if (self.root / "manifest.json").is_file():
             try:
                 self.cache.clean(everything=everything)
@@ -122,7 +122,7 @@ class DamagedCache(RuleBasedStateMachine):
                 assert lock.parent.name == "locks" and (lock.is_symlink() or lock.is_dir())
 
     @invariant()
-    def nothing_was_written_outside(self) -> None:
+    def nothing_was_written_outside(self):
         assert sorted(os.listdir(self.home)) == ["cache", "origin"][not self.root.exists() :]
 
 

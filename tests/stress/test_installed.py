@@ -16,7 +16,7 @@ HOME = Path(__file__).resolve().parents[2]
 _PATIENCE = 540
 
 
-def run(*command: str | Path, **environment: str) -> str:
+def run(*command, **environment):
     """Run a program outside this checkout, and check that it succeeds; returns its output."""
     known = {name: text for name, text in os.environ.items() if not name.startswith("PYTHON")}
     done = subprocess.run(

@@ -1,50 +1,49 @@
 """A cache on a filesystem that fails, `tests.stress.fuse`: every read ends with the right bytes."""
 
 import errno
-import logging
 import os
 import socket
-from pathlib import Path
 
 import pytest
 
 from shardcache.layout import Layout
 from shardcache.locks.flock import Holder
 from shardcache.locks.lease import KeyLease
-from tests.stress.conftest import FAST, SLOW, Far, under_way
-from tests.stress.fuse import Shim
-from tests.support.storetools import Parent, age, forked, together, wait_until
+from tests.stress.conftest import FAST, SLOW, under_way
+from tests.support.caches import warnings
+from tests.support.storetools import age, forked, together, wait_until
 
 
-def partials(shim: Shim) -> list[Path]:
-    return sorted((shim.backing / "cache").glob("v1/partial/*"))
+def partials(shim, root="cache"):
+    return sorted((shim.backing / root).glob("v1/partial/*"))
 
 
-def swept(far: Far, shim: Shim) -> bool:
+def swept(far, shim, root="cache"):
     """Wait until a sweep of old partials leaves nothing: a download may still be ending."""
 
-    def nothing_left() -> bool:
-        if (directory := shim.backing / "cache" / "v1" / "partial").exists():
-            age(directory)
-        with far.cache(shim.root / "cache") as cache:
+    def nothing_left():
+        for partial in partials(shim, root):
+            age(partial)
+        with far.cache(shim.root / root) as cache:
             cache.clean(orphans=True)
-        return partials(shim) == []
+        return partials(shim, root) == []
 
     return bool(wait_until(nothing_left))
 
 
-def all_read(far: Far, count: int, roots: list[Path]) -> bool:
+def all_read(far, count, roots):
     """Return whether processes on these nodes all read the first shard correctly."""
     return all(together(count, lambda number: far.read(far.cache(roots[number % len(roots)]))))
 
 
-def test_four_processes_share_one_download_without_flock(far, shim):
+def test_many_processes_make_one_root_and_share_one_download_without_flock(far, shim):
     rule = shim.fail("setlk", error=errno.ENOLCK, times=-1)
-    assert all_read(far, 4, [shim.root / "cache"])
-    assert far.begun() == 1
-    with far.cache(shim.root / "cache") as cache:
+    root = shim.root / "a" / "deep" / "cache"
+    assert all_read(far, 24, [root])
+    assert (root / "manifest.json").is_file()
+    with far.cache(root) as cache:
         assert far.read(cache) and far.begun() == 1
-    assert swept(far, shim)
+    assert swept(far, shim, "a/deep/cache")
     assert shim.struck(rule) == 0  # flock, which may hang, is not called
 
 
@@ -77,7 +76,7 @@ def test_the_lease_of_a_dead_node_is_taken_without_exchange(shim):
     layout.make()
     elsewhere, here = Holder(1, "node-7", None, None, 0.0), Holder(2, "node-8", None, None, 0.0)
 
-    def dies(parent: Parent) -> None:
+    def dies(parent):
         socket.gethostname = lambda: "node-7"  # so that its process cannot be looked up
         lease = KeyLease(layout, key, 1.0)
         parent.say(lease.try_acquire(elsewhere))
@@ -123,8 +122,7 @@ def test_every_read_is_right_whatever_operation_fails(far, shim, caplog, op, num
         shim.fail(op, "cache/*", error=number, times=-1)
         assert far.read(cache, 1) and far.read(cache, 2) and far.read(cache, 3)
         shim.heal()
-    logged = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
-    assert len([text for text in logged if far.url(3) in text]) <= 1, logged
+    assert len([text for text in warnings(caplog) if far.url(3) in text]) <= 1
     assert swept(far, shim)
 
 
@@ -187,13 +185,6 @@ def test_a_lost_reply_fails_no_read_and_leaves_nothing(far, shim, op, number, do
         if not struck:
             return
     pytest.fail("100 requests did not reach the end")
-
-
-def test_many_processes_make_one_root(far, shim):
-    root = shim.root / "a" / "deep" / "cache"
-    assert all_read(far, 24, [root])
-    assert (root / "manifest.json").is_file()
-    assert far.begun() == 1
 
 
 def test_a_root_below_a_directory_just_made_by_another_node(far, nodes):

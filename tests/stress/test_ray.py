@@ -8,16 +8,13 @@ import signal
 import subprocess
 import sys
 import tempfile
-from pathlib import Path
-from typing import Any
 
 import pytest
 
-from shardcache.cli.demo import S3Server
 from shardcache.layout import Layout
 from shardcache.store.partial import in_flight
 from tests.support.proxy import Proxy
-from tests.support.storetools import PATIENCE, Child, Parent, forked, wait_until
+from tests.support.storetools import PATIENCE, forked, wait_until
 from tests.support.tars import make_tar
 
 pytest.importorskip("ray", reason="pip install 'shardcache[ray]'")
@@ -26,6 +23,7 @@ pytestmark = pytest.mark.timeout(1200)  # a busy machine starts raylets slowly
 
 NODES = ["node-a", "node-b", "node-c"]
 SMALL, BIG = make_tar(1, 20), make_tar(2, 60, 70_000)
+FILES = ["big-0.tar", "big-1.tar", "small-0.tar", "small-1.tar"]
 #: Bytes of a body that the proxy passes: a small shard, or two MiB of a big one.
 HANGS_AFTER = 2_500_000
 #: The cluster declares a silent node dead after two seconds instead of some twenty.
@@ -38,13 +36,13 @@ _SETTINGS = {
 }
 
 
-def kill(processes: list[Any]) -> None:
+def kill(processes):
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
 
 
-def serve(parent: Parent, directory: str) -> None:
+def serve(parent, directory):
     """Run a Ray cluster in its own process: Ray's client has threads, and the tests fork."""
     for name in [name for name in os.environ if name.startswith("AWS_")]:
         del os.environ[name]
@@ -76,24 +74,20 @@ def serve(parent: Parent, directory: str) -> None:
 class Cluster:
     """The raylets, their caches, and the S3 server behind the proxy."""
 
-    def __init__(self, raylets: Child, s3: S3Server, proxy: Proxy, root: Path) -> None:
+    def __init__(self, raylets, s3, proxy, root):
         self._raylets, self._s3, self.proxy, self.root = raylets, s3, proxy, root
 
-    def add(self, name: str) -> None:
+    def add(self, name):
         """Start a raylet."""
-        environment = {
-            **self._s3.environment(),
-            "AWS_ENDPOINT_URL_S3": self.proxy.endpoint_url,
-            "SHARDCACHE_DIR": str(self.root / name),
-            "SHARDCACHE_MIN_FREE": "0",
-        }
+        environment = self._s3.environment() | {"AWS_ENDPOINT_URL_S3": self.proxy.endpoint_url}
+        environment |= {"SHARDCACHE_DIR": str(self.root / name), "SHARDCACHE_MIN_FREE": "0"}
         self._address = self._raylets.ask((name, environment))
 
-    def kill(self, name: str) -> None:
+    def kill(self, name):
         """Kill a raylet and its children, and wait until the cluster has noticed."""
         self._raylets.ask((name, None))
 
-    def cached(self, name: str, bucket: str) -> list[str]:
+    def cached(self, name, bucket):
         """Return the names of the shards of a bucket that a node has published."""
         urls = [
             json.loads(path.read_text())["url"]
@@ -101,16 +95,16 @@ class Cluster:
         ]
         return sorted(url.rpartition("/")[2] for url in urls if url.startswith(f"s3://{bucket}/"))
 
-    def under_way(self, name: str) -> list[int]:
+    def under_way(self, name):
         """Return the bytes on disk of each shard that a node is downloading."""
         found = in_flight(Layout.of_root(self.root / name))
         return [each.occupied for each in found if each.live]
 
-    def fetches(self, start: int) -> list[str]:
+    def fetches(self, start):
         """Return the paths of the objects downloaded since request ``start``."""
         return [r.path for r in self.proxy.requests()[start:] if r.is_object_fetch]
 
-    def prewarm(self, *arguments: str) -> subprocess.Popen[str]:
+    def prewarm(self, *arguments):
         """Start the command, without a cache and credentials."""
         environment = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
         return subprocess.Popen(
@@ -124,17 +118,16 @@ class Cluster:
         )
 
 
-def end(command: subprocess.Popen[str]) -> tuple[int, str, str]:
+def end(command):
     out, err = command.communicate(timeout=5 * PATIENCE)
     return command.returncode, out, err
 
 
-def summary(out: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(out)["summary"]
-    return found
+def nodes_in(out):
+    return json.loads(out)["summary"]["nodes"]
 
 
-def put(s3: S3Server, bucket: str, count: int) -> list[str]:
+def put(s3, bucket, count):
     """Store small shards; returns the names."""
     names = [f"{number}.tar" for number in range(count)]
     for number, name in enumerate(names):
@@ -161,19 +154,17 @@ def cluster(s3, tmp_path_factory):
 @pytest.fixture
 def spec(cluster, s3, bucket):
     """The spec of two small shards, and two big ones whose downloads hang."""
-    for name, content in (("small", SMALL), ("big", BIG)):
-        for number in range(2):
-            s3.put(bucket, f"{name}-{number}.tar", content)
+    for name in FILES:
+        s3.put(bucket, name, SMALL if name.startswith("small") else BIG)
     cluster.proxy.pause(after=HANGS_AFTER)
     yield f"s3://{bucket}/{{small,big}}-{{0..1}}.tar"
     cluster.proxy.resume()
 
 
-def half_done(cluster: Cluster, bucket: str) -> bool:
+def half_done(cluster, bucket):
     """Return whether all nodes have published the small shards and written parts of the others."""
     return all(
-        cluster.cached(name, bucket) == ["small-0.tar", "small-1.tar"]
-        and sum(cluster.under_way(name)) >= 1 << 20
+        cluster.cached(name, bucket) == FILES[2:] and sum(cluster.under_way(name)) >= 1 << 20
         for name in NODES
     )
 
@@ -197,31 +188,29 @@ def test_each_node_gets_the_shards_of_its_ranks(cluster, s3, bucket):
     command = cluster.prewarm(f"s3://{bucket}/{{0..5}}.tar", "--shard-by-node", "--json")
     code, out, err = end(command)
     assert code == 0, err
-    for name, node in summary(out)["nodes"].items():
+    for name, node in nodes_in(out).items():
         assert cluster.cached(name, bucket) == names[node["number"] :: 3]
 
 
 def test_a_killed_node_is_named_and_the_others_complete(cluster, spec, bucket):
-    names = ["big-0.tar", "big-1.tar", "small-0.tar", "small-1.tar"]
     command = cluster.prewarm(spec, "--json")
     wait_until(lambda: half_done(cluster, bucket))
     cluster.kill("node-c")
     cluster.proxy.resume()
     code, out, err = end(command)
     assert code == 3
-    nodes = summary(out)["nodes"]
+    nodes = nodes_in(out)
     assert [name for name in NODES if nodes[name]["lost"]] == ["node-c"]
     assert "lost  node-c: the node died" in err
-    assert cluster.cached("node-a", bucket) == cluster.cached("node-b", bucket) == names
-    assert cluster.cached("node-c", bucket) == ["small-0.tar", "small-1.tar"]
+    assert cluster.cached("node-a", bucket) == cluster.cached("node-b", bucket) == FILES
+    assert cluster.cached("node-c", bucket) == FILES[2:]
 
     cluster.add("node-c")
     start = len(cluster.proxy.requests())
     code, out, err = end(cluster.prewarm(spec, "--json"))
     assert code == 0, err
-    nodes = summary(out)["nodes"]
-    assert [node["cached"] for node in nodes.values()] == [4, 4, 2]
-    assert cluster.cached("node-c", bucket) == names
+    assert [node["cached"] for node in nodes_in(out).values()] == [4, 4, 2]
+    assert cluster.cached("node-c", bucket) == FILES
     assert cluster.fetches(start) == []  # node-c resumed what it had of the big ones
 
 
@@ -236,8 +225,7 @@ def test_all_nodes_stop_when_the_command_ends(cluster, spec, bucket, number, cod
     ended, out, err = end(command)
     assert ended == code, err
     if number != signal.SIGKILL:
-        nodes = summary(out)["nodes"].values()
-        assert all(node["interrupted"] for node in nodes)
+        assert all(node["interrupted"] for node in nodes_in(out).values())
     wait_until(lambda: not any(cluster.under_way(name) for name in NODES))
     for name in NODES:
-        assert cluster.cached(name, bucket) == ["small-0.tar", "small-1.tar"]
+        assert cluster.cached(name, bucket) == FILES[2:]

@@ -13,12 +13,9 @@ from tests.support.storetools import wait_until
 
 #: Reads an epoch through a DataLoader, and starts again when a worker has died, as a launcher does.
 RANK = """
-import json, sys, warnings
-import torch, webdataset as wds
-import shardcache
+import json, sys, torch, shardcache, webdataset as wds
 
-warnings.simplefilter("ignore")
-directory, urls = sys.argv[1], json.loads(sys.argv[2])
+directory, *urls = sys.argv[1:]
 cache = shardcache.Cache(directory, min_free=0, stale_after=600)
 died = 0
 while True:
@@ -37,7 +34,7 @@ print(json.dumps([seen, died]))
 def test_the_peers_of_a_killed_worker_continue(far, tmp_path):
     root, urls = tmp_path / "cache", [far.url(number) for number in range(4)]
     far.rate.value = SLOW
-    command = [sys.executable, "-c", RANK, str(root), json.dumps(urls)]
+    command = [sys.executable, "-W", "ignore", "-c", RANK, root, *urls]
     ranks = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     try:
         wait_until(lambda: under_way(root))

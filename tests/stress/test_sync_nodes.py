@@ -3,15 +3,13 @@
 import errno
 import os
 import signal
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
 from shardcache import sync
 from shardcache.sync.paths import find
 from tests.stress.fuse import Shim
-from tests.support.storetools import PATIENCE, Parent, crowd, forked, together
+from tests.support.storetools import PATIENCE, crowd, forked, together
 from tests.sync.test_once import at_work
 
 Nodes = tuple[Shim, Shim]
@@ -60,58 +58,48 @@ def test_a_runner_presumed_dead_gets_its_successors_result(nodes):
         assert first.hear() == "second"
 
 
-def ranks(nodes: Nodes, count: int, act: Callable[[int, Path], None]) -> None:
-    """Call ``act(number, root)`` in each rank at the same time."""
+def meet(number, root):
+    for _ in range(5):
+        sync.barrier(dir=root, job="j", timeout=PATIENCE)
+
+
+def trace(number, root):
+    path = root / "traces" / "step-100"
+    path.exists()  # as scripts do: the kernel caches the absence
+    sync.makedirs(path)
+    (path / f"rank-{number}.json").write_text("{}")
+
+
+def save(number, root):
+    places = [root / name for name in ("weights", "optimizer", "rng")]
+    if number:
+        sync.wait_for(places, by="rank 0", timeout=PATIENCE)
+    for place in places:
+        if number == 0:
+            place.mkdir()
+        (place / f"rank-{number}.pt").write_bytes(b"0")
+
+
+@pytest.mark.parametrize(("act", "count", "files"), [(meet, 4, 1), (trace, 24, 1), (save, 8, 3)])
+def test_ranks_on_two_nodes(nodes, act, count, files):
+    """They meet, make one directory, or wait for the directories that rank 0 makes late."""
     for node in nodes:
         node.set(delay=0.3, negative=0.3)
 
-    def work(number: int) -> None:
+    def work(number):
         os.environ |= {"RANK": str(number), "WORLD_SIZE": str(count)}
         act(number, nodes[number % 2].root)
 
     together(count, work)
-
-
-def test_ranks_meet_repeatedly(tmp_path, nodes):
-    def meet(number: int, root: Path) -> None:
-        for _ in range(5):
-            sync.barrier(dir=root, job="j", timeout=PATIENCE)
-
-    ranks(nodes, 4, meet)
-    left = [p.name for p in tmp_path.joinpath("backing").rglob("rank-*")]
-    assert sorted(left) == [f"rank-{n}" for n in range(4)]  # those of the last barrier
-
-
-def test_ranks_make_one_directory_and_write_into_it(nodes):
-    def trace(number: int, root: Path) -> None:
-        path = root / "traces" / "step-100"
-        path.exists()  # as scripts do: the kernel caches the absence
-        sync.makedirs(path)
-        (path / f"rank-{number}.json").write_text("{}")
-
-    ranks(nodes, 24, trace)
-    assert len(list(nodes[0].backing.rglob("rank-*.json"))) == 24
-
-
-def test_ranks_wait_for_the_directories_that_rank_0_makes_late(nodes):
-    def save(number: int, root: Path) -> None:
-        places = [root / name for name in ("weights", "optimizer", "rng")]
-        if number:
-            sync.wait_for(places, by="rank 0", timeout=PATIENCE)
-        for place in places:
-            if number == 0:
-                place.mkdir()
-            (place / f"rank-{number}.pt").write_bytes(b"0")
-
-    ranks(nodes, 8, save)
-    assert len(list(nodes[0].backing.rglob("rank-*.pt"))) == 3 * 8
+    left = [path.stem for path in nodes[0].backing.rglob("rank-*")]
+    assert sorted(left) == sorted([f"rank-{n}" for n in range(count)] * files)
 
 
 def test_a_deleted_claim_shows_no_rank_half_a_file(nodes):
-    def fetch(parent: Parent, number: int) -> None:
+    def fetch(parent, number):
         root = nodes[number].root
 
-        def work() -> None:
+        def work():
             parent.say("fetches")
             parent.hear()
             with sync.atomic_write(root / "shard.tar") as file:

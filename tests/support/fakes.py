@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import threading
+import zlib
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pytest
@@ -39,14 +42,18 @@ class FakeClock:
             function()
 
 
+NEVER = 1 << 60
+
+
 @dataclass
 class Fault:
     """A fault of one request."""
 
-    after: int | None = 0  # bytes delivered before it strikes; None fails the request itself
+    after: int | None = NEVER  # bytes delivered before it strikes; None fails the request itself
     error: Exception | None = None  # the exception to raise; None ends the body early
     wait: threading.Event | None = None  # the body waits for this once, before ``error``
     corrupt: bool = False  # flips the byte at ``after`` instead of failing
+    before: Callable[[], object] | None = None  # called when the request arrives
 
 
 @dataclass
@@ -73,6 +80,11 @@ class MemoryOrigin:
         self.faults.append(Fault(after=after, wait=event))
         return event
 
+    def state_checksum(self, url: str, data: bytes) -> None:
+        """State the CRC32 of these bytes for an object."""
+        value = base64.b64encode(zlib.crc32(data).to_bytes(4, "big")).decode()
+        self.checksums[url] = Checksum("crc32", value)
+
     @property
     def fetches(self) -> int:
         """The number of requests that began at an object's first byte."""
@@ -92,6 +104,8 @@ class MemoryOrigin:
         with self.guard:
             self.requests.append((str(shard), start, stop))
             fault = self.faults.popleft() if self.faults else None
+        if fault is not None and fault.before is not None:
+            fault.before()
         if fault is not None and fault.after is None:
             raise fault.error or TransientError("refused")
         info = self.info(shard)

@@ -12,6 +12,7 @@ import pytest
 
 from shardcache.cache import Cache
 from shardcache.cli.demo import S3Server
+from shardcache.config import Config
 from shardcache.layout import Layout, read_manifest
 from shardcache.locks.mounts import node_namespace
 from shardcache.store.root import make_root
@@ -70,7 +71,7 @@ def _nothing_left_on_the_node(tmp_path_factory: pytest.TempPathFactory) -> Itera
     for where, _, names in os.walk(tmp_path_factory.getbasetemp()):
         # Only caches of this run, which are those with a readable manifest.
         if "manifest.json" in names and read_manifest(Path(where)).get("id"):
-            local = node_namespace(Path(where), "lease", 0.0).local
+            local = node_namespace(Config(where, locks="lease")).local
             for path in local.parent.glob(f"shardcache-*-{local.name.rpartition('-')[2]}"):
                 shutil.rmtree(path, ignore_errors=True)
 
@@ -117,7 +118,7 @@ def _own_configuration(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 @pytest.fixture
 def layout(tmp_path: Path) -> Layout:
     """The layout of a new cache."""
-    return make_root(tmp_path / "cache", "test")
+    return make_root(Config(tmp_path / "cache"))
 
 
 @pytest.fixture

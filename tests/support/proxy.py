@@ -178,11 +178,6 @@ class Proxy:
     def endpoint_url(self) -> str:
         return f"http://127.0.0.1:{self._address[1]}"
 
-    @property
-    def open(self) -> int:
-        """The number of open connections."""
-        return len(self.clients)
-
     def requests(self) -> list[Request]:
         """Return the requests since the start, `reset` or `script`, in order of arrival."""
         return list(self._requests)

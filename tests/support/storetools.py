@@ -10,6 +10,7 @@ import resource
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -266,9 +267,7 @@ def forked(function: Callable[..., None], *args: Any) -> Iterator[Child]:
 
 def _stop_measuring() -> None:
     """Stop coverage, because a killed child would leave half a file."""
-    coverage = sys.modules.get("coverage")
-    current = coverage.Coverage.current() if coverage is not None else None
-    if current is not None:
+    if (coverage := sys.modules.get("coverage")) and (current := coverage.Coverage.current()):
         current.stop()
 
 
@@ -305,6 +304,11 @@ def wait_until(condition: Callable[[], Any]) -> Any:
         assert time.monotonic() < end, "the condition never came true"
         time.sleep(0.002)
     return found
+
+
+def no_thread(suffix: str) -> None:
+    """Wait until no thread with such a name runs."""
+    wait_until(lambda: not [t for t in threading.enumerate() if t.name.endswith(suffix)])
 
 
 def refusing(number: int, *, when: Callable[..., bool] = lambda *a, **k: True, real: Any) -> Any:

@@ -3,6 +3,9 @@
 import io
 import tarfile
 from collections.abc import Iterable
+from functools import lru_cache
+
+_LINE, _BLOCK = 64, 4096
 
 
 def tar_of(
@@ -44,3 +47,24 @@ def sample_tar(seed: int, samples: int = 6) -> bytes:
         name = f"{seed:04d}-{number:05d}"
         found += [(f"{name}.txt", text.encode()), (f"{name}.cls", label.encode())]
     return tar_of(found)
+
+
+@lru_cache(maxsize=64)
+def labelled_tar(name: str, version: int, size: int) -> bytes:
+    """Return a shard whose every 64 bytes state name, version, and offset of their 4 KiB block."""
+    lines = (
+        f"{name} version {version:06d} offset {at:010d} ".encode().ljust(_LINE - 1, b".")
+        for at in range(0, size, _BLOCK)
+    )
+    blocks = b"".join((line + b"\n") * (_BLOCK // _LINE) for line in lines)
+    member = f"{name}.v{version}.txt", blocks[512 : size - 1024]
+    return tar_of([member], whole_records=False)
+
+
+def difference(found: bytes, expected: bytes) -> str:
+    """Describe the first wrong line of a shard; empty if there is none."""
+    if found == expected:
+        return ""
+    lines = range(0, max(len(found), len(expected)), _LINE)
+    at = next(at for at in lines if found[at : at + _LINE] != expected[at : at + _LINE])
+    return f"{len(found)} of {len(expected)} bytes; at {at}: {found[at : at + _LINE]!r}"

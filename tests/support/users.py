@@ -44,8 +44,5 @@ def running(
 def ask(user: User, function: Callable[..., Any], *args: Any, umask: int = 0o077) -> Any:
     """Return the result of ``function(*args)`` in a process of ``user``."""
 
-    def answer(parent: Parent) -> None:
-        parent.say(function(*args))
-
-    with running(user, answer, umask=umask) as child:
+    with running(user, lambda parent: parent.say(function(*args)), umask=umask) as child:
         return child.hear()

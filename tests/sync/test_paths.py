@@ -3,6 +3,8 @@
 import logging
 import os
 import stat
+from functools import partial
+from itertools import product
 
 import pytest
 
@@ -65,11 +67,19 @@ def test_a_wait_is_announced_and_its_end_names_missing_paths(clock, caplog, tmp_
     assert 35 < len(clock.naps) < 120 and caught.value.waited == pytest.approx(35, abs=0.01)
 
 
-def test_an_invalid_timeout_is_refused_before_anything_is_created(tmp_path):
-    for call in (sync.makedirs, sync.wait_for):
-        for timeout in (-1, "soon", float("nan"), True):
-            with pytest.raises(ConfigError):
-                call(tmp_path / "x", timeout=timeout)
+def test_invalid_arguments_are_refused_before_anything_is_created(tmp_path, monkeypatch):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    once = partial(sync.once, "k", print, dir=tmp_path, job="j")
+    barrier = partial(sync.barrier, dir=tmp_path, job="j")
+    paths = [partial(call, tmp_path / "x") for call in (sync.makedirs, sync.wait_for)]
+    timeouts = product([*paths, once, barrier], ["timeout"], (-1, "soon", float("nan"), True))
+    others = [(once, "per", "rank"), (once, "lease", 0.1), (once, "job", ""), (barrier, "job", "")]
+    for call, name, value in [*timeouts, *others]:
+        with pytest.raises(ConfigError):
+            call(**{name: value})
+    with pytest.raises(ConfigError):
+        sync.once(" ", print, dir=tmp_path)
     assert os.listdir(tmp_path) == []
 
 

@@ -3,8 +3,6 @@
 See `tests.stress.brokenflock`. This module runs before other modules can be imported.
 """
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os
@@ -20,5 +18,4 @@ def lying(fd: object, operation: int) -> None:
     os.fstat(fd if isinstance(fd, int) else fd.fileno())  # EBADF stays EBADF
 
 
-if (how := os.environ.get("BROKEN_FLOCK")) in ("refused", "lying"):
-    fcntl.flock = {"refused": refused, "lying": lying}[how]
+fcntl.flock = {"refused": refused, "lying": lying}.get(os.environ.get("BROKEN_FLOCK"), fcntl.flock)

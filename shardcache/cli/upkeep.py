@@ -1,4 +1,4 @@
-"""``shardcache verify``: check that cached shards are intact, and still current at the origin."""
+"""``shardcache clean`` and ``shardcache verify``: keep a cache small and sound."""
 
 from __future__ import annotations
 
@@ -6,15 +6,106 @@ import contextlib
 import sys
 import time
 from collections import Counter
+from pathlib import Path
+from typing import Any
 
 import click
 
-from shardcache.cli.main import ExitCode, Invocation, Parsed, command, dry_run_option, flag
-from shardcache.cli.output import counted, fields_of, printable
+from shardcache.cli import main as cli
+from shardcache.cli.main import ExitCode, Invocation, command, flag
+from shardcache.cli.output import Row, counted, fields_of, printable
 from shardcache.cli.progress import Position, Positions, display
 from shardcache.errors import ConfigError
+from shardcache.space.eviction import CleanReport, Removal
+from shardcache.store.partial import read_progress
 from shardcache.store.verify import Finding, State, VerifyStatus
-from shardcache.units import format_bytes, format_duration
+from shardcache.units import Limit, format_bytes, format_duration
+
+
+@command("clean")
+@cli.dry_run_option
+@cli.yes_option
+@flag("--all", "everything", help="Remove all shards that are not in use or pinned.")
+@click.option(
+    "--wait/--no-wait", default=True, help="Wait for another clean, or exit with 6 (default: wait)."
+)
+@flag("--orphans", help="Remove only partials of dead processes, also recent ones.")
+@click.option(
+    "--max-age", type=cli.DURATION, help="Evict shards that were unused for this long, such as 14d."
+)
+@click.option(
+    "--min-free", type=cli.SIZE, help="Evict until this much space is free: 100GB or 10%."
+)
+@click.option(
+    "--max-size", type=cli.SIZE, help="Evict until the cache has this size: 800GB or 80%."
+)
+def clean_command(
+    invocation: Invocation,
+    orphans: bool,
+    everything: bool,
+    yes: bool,
+    dry_run: bool,
+    wait: bool,
+    **limits: Limit | float | None,
+) -> None:
+    """Evict shards over the limits, and remove partials of dead processes.
+
+    Without options, the configured limits apply; a limit that is not configured is that of
+    the last job. Shards stay if a process reads them, or if they were
+    used since the oldest running job started. Partials younger than an hour stay, too, so
+    that an interrupted prewarm can resume them; --orphans removes them.
+
+    \b
+    Examples:
+      shardcache clean -n
+      17 * * * *  /opt/venv/bin/shardcache --dir /local/nvme/shards clean -q
+      shardcache clean --all -y
+    """
+    given: dict[str, Any] = {n: str(value) for n, value in limits.items() if value is not None}
+    if everything and (given or orphans):
+        raise click.UsageError("--all removes everything; omit limits and --orphans.")
+    console, loaded = invocation.console, invocation.loaded_with_job_limits()
+    with invocation.cache(loaded) as cache:
+        if not cache.dir.exists():
+            console.hint(f"{cache.dir} does not exist; there is nothing to clean.")
+            console.object("clean", CleanReport((), 0, 0, 0, dry_run), freed=0, job_limits={})
+            return
+        if everything and not dry_run:
+            invocation.confirm(f"Remove every shard in {cache.dir}?", yes)
+        is_limited = not (everything or (orphans and not given))
+        job_limits = invocation.show_job_limits(loaded, *given) if is_limited else {}
+        report = cache.clean(
+            **given, orphans=orphans, everything=everything, dry_run=dry_run, wait=wait
+        )
+        console.object("clean", report, freed=report.freed, job_limits=job_limits)
+        if dry_run:
+            rows = [(_url_of(r), format_bytes(r.size), r.reason) for r in report.removed]
+            console.table(("SHARD", "SIZE", "REASON"), rows, right=("SIZE",))
+        console.info(_summary(report))
+        if report.missing:
+            console.warning(
+                f"the cache is still {format_bytes(report.missing)} too large: the other shards "
+                "are in use, or were used since the running jobs started"
+            )
+
+
+def _url_of(removal: Removal) -> str:
+    """Return the URL of a removed entry or partial; its directory if the URL is not known."""
+    if removal.entries:
+        return removal.entries[0].name() or removal.name
+    progress = read_progress(Path(removal.name))
+    return progress.metadata.url if progress else removal.name
+
+
+def _summary(report: CleanReport) -> str:
+    removed, kept = ("would remove", "would keep") if report.dry_run else ("removed", "kept")
+    rest = f"{kept} {counted(report.kept, 'shard')}, {format_bytes(report.kept_bytes)}"
+    if not report.removed:
+        return f"nothing to remove; {rest}"
+    reasons = Counter(each.reason for each in report.removed)
+    why = ", ".join(f"{number:,} {reason}" for reason, number in reasons.items())
+    shards, size = counted(len(report.removed), "shard"), format_bytes(report.freed)
+    return f"{removed} {shards}, {size}: {why}\n{rest}"
 
 
 def _share(text: str) -> float:
@@ -29,10 +120,10 @@ def _share(text: str) -> float:
 @flag("--quick", help="Compare only sizes, without reading data.")
 @flag("--remote", help="Also check that the origin still has the same version.")
 @flag("--repair", help="Set damaged shards aside; their next readers download them again.")
-@dry_run_option
+@cli.dry_run_option
 @click.option(
     "--sample",
-    type=Parsed("PERCENT", _share),
+    type=cli.Parsed("PERCENT", _share),
     default="100%",
     help="Verify only a random share, such as 5%.",
 )
@@ -40,11 +131,10 @@ def _share(text: str) -> float:
 def verify_command(
     invocation: Invocation,
     specs: tuple[str, ...],
-    sample: float,
     dry_run: bool,
     repair: bool,
-    remote: bool,
     quick: bool,
+    **options: Any,
 ) -> int:
     """Find shards that are damaged, or that have changed at the origin.
 
@@ -81,11 +171,10 @@ def verify_command(
             findings = cache.verify(
                 specs or None,
                 quick=quick,
-                remote=remote,
                 repair=repair and not dry_run,
-                sample=sample,
                 status=status,
                 stop=invocation.stop,
+                **options,
             )
             with contextlib.closing(findings), display(console, positions):
                 for finding in findings:
@@ -99,18 +188,10 @@ def verify_command(
                         console.data(f"{label}  {printable(f'{name}  {finding.reason}')}{aside}")
     stopped, seconds = invocation.stop.is_set(), round(time.monotonic() - began, 3)
     verified, set_aside = counts.total() - counts[State.UNCHECKED], sum(f.set_aside for f in wrong)
-    console.object(
-        "verify",
-        findings=[{**fields_of(each), "entry": fields_of(each.entry)} for each in wrong],
-        summary={
-            "interrupted": stopped,
-            "verified": verified,
-            "verified_bytes": size,
-            "seconds": seconds,
-            **{state.value: counts[state] for state in State},
-            "set_aside": set_aside,
-        },
-    )
+    rows = [{**fields_of(each), "entry": fields_of(each.entry)} for each in wrong]
+    summary: Row = {"interrupted": stopped, "verified": verified, "verified_bytes": size}
+    summary |= {"seconds": seconds, **{state.value: counts[state] for state in State}}
+    console.object("verify", findings=rows, summary={**summary, "set_aside": set_aside})
     notes = [f"{counts[state]:,} {state}" for state in [*State][1:] if counts[state]]
     if counts[State.DAMAGED] and repair:
         notes[0] += ", to be set aside" if dry_run else f", {set_aside:,} set aside"

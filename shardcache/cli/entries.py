@@ -1,0 +1,358 @@
+"""``shardcache ls``, ``path``, ``rm``, ``pin`` and ``unpin``: what to do with named shards."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from datetime import datetime
+from typing import Any
+
+import click
+
+from shardcache.cache import Cache
+from shardcache.cli import main as cli
+from shardcache.cli.main import ExitCode, Invocation, command, flag
+from shardcache.cli.output import Console, Row, counted, local_time
+from shardcache.clock import utc
+from shardcache.errors import ShardNotFoundError
+from shardcache.locks.flock import read_holder
+from shardcache.prewarm.plan import expand
+from shardcache.space.eviction import Policy, disk_bytes, linked
+from shardcache.space.memory import Volume
+from shardcache.store.directory import DamagedError
+from shardcache.store.entry import Entry
+from shardcache.store.partial import in_flight, read_progress
+from shardcache.store.root import is_cache
+from shardcache.units import exact_duration, format_age, format_bytes
+
+_SORTED_BY = ("url", "size", "used", "fetched", "state")
+_SHARD_FIELDS = (
+    *("url", "size", "used_at", "fetched_at", "state", "key", "version", "path", "etag"),
+    *("digest", "checked"),
+)
+#: Titles of columns: always, and with ``--long``.
+_SHARD_TITLES = ("SHARD", "SIZE", "USED", "FETCHED", "STATE"), ("VERSION", "PATH")
+_PARTIAL_TITLES = ("SHARD", "SIZE", "WRITTEN", "DONE", "BEGUN", "STATE"), ("HOLDER", "DIR")
+#: The fields of columns that have another name.
+_FIELDS = {
+    "SHARD": "url", "WRITTEN": "written_bytes", "USED": "used_at", "FETCHED": "fetched_at",
+    "BEGUN": "begun_at",
+}  # fmt: skip
+
+specs_argument = click.argument("specs", nargs=-1, required=True, metavar="SPEC...")
+
+
+@command("ls")
+@flag("-l", "--long", help="Also show version and path.")
+@flag("--partial", help="List partial downloads instead of cached shards.")
+@cli.number_option("--limit", help="Show only the first N.", minimum=0)
+@click.option(
+    "--sort",
+    type=click.Choice([f"{field}{order}" for field in _SORTED_BY for order in ("", ":desc")]),
+    default="url",
+    metavar="FIELD[:desc]",
+    help="Order by url, size, used, fetched or state.  [default: url]",
+)
+@click.argument("specs", nargs=-1, metavar="[SPEC]...")
+def ls_command(
+    invocation: Invocation,
+    specs: tuple[str, ...],
+    sort: str,
+    limit: int | None,
+    partial: bool,
+    long: bool,
+) -> None:
+    """List the shards in the cache.
+
+    A SPEC is a URL with {braces}, * or ?, a prefix ending in /, or, without a slash, the
+    last part of a URL. The states are ok, in_use (a process reads it), pinned (see `pin`),
+    not_cached (pinned, but not downloaded yet) and damaged (its next reader downloads it
+    again). With --partial they are live (a process downloads it) and orphan (its process is
+    dead; the next reader resumes it, or `clean` removes it).
+
+    \b
+    Examples:
+      shardcache ls 'train-04*.tar' --sort size:desc --limit 10
+      shardcache ls --partial
+      shardcache ls --json | jq -r '.shards[] | select(.state == "pinned") | .url'
+    """
+    console = invocation.console
+    with invocation.cache(invocation.loaded_with_job_limits()) as cache:
+        if not is_cache(cache.dir):
+            console.hint(f"Nothing was cached in {cache.dir} yet.")
+        rows, summary, footer = (_list_partials if partial else _list_shards)(cache)
+        selections = cache.selections(specs)
+    found = [row for row in rows if not specs or any((row["url"] or "") in s for s in selections)]
+    shown = _sorted(found, sort)[:limit]
+    if len(found) != len(rows):
+        footer = f"{sum(row['state'] != 'not_cached' for row in found):,} of {footer}"
+    for selection in selections:
+        if not any((row["url"] or "") in selection for row in found):
+            console.hint(f"{selection.text}: nothing in {cache.dir} matches.")
+    summary |= {"matching": len(found), "shown": len(shown)}
+    console.object("ls", **{"partials" if partial else "shards": shown}, summary=summary)
+    always, more = _PARTIAL_TITLES if partial else _SHARD_TITLES
+    titles = [*always, *more] if long else always
+    cells = ([_cell(row, title) for title in titles] for row in shown)
+    console.table(titles, cells, right=("SIZE", "USED", "WRITTEN", "DONE", "BEGUN"))
+    console.data(footer)
+
+
+def _sorted(rows: list[Row], sort: str) -> list[Row]:
+    """Sort rows by ``--sort``. The latest times come first, unknown values last."""
+    field, _, direction = sort.partition(":")
+    name = _FIELDS.get(field.upper(), field)
+    rows = sorted(rows, key=lambda row: str(row["url"]))
+    known = [row for row in rows if row.get(name) is not None]
+    known.sort(key=lambda row: row[name], reverse=(direction == "desc") != name.endswith("_at"))
+    return known + [row for row in rows if row.get(name) is None]
+
+
+def _cell(row: Row, title: str) -> str:
+    if title == "DONE":
+        return f"{row['written_bytes'] / row['size']:.0%}" if row["size"] else "-"
+    value = row[_FIELDS.get(title, title.lower())]
+    if isinstance(value, datetime):
+        age = format_age(time.time() - value.timestamp())
+        return local_time(value) if title == "FETCHED" else age
+    return format_bytes(value) if isinstance(value, int) else value or "-"
+
+
+def _list_shards(cache: Cache) -> tuple[list[Row], Row, str]:
+    """Return rows of the shards, and their totals as a row and as text."""
+    home = cache.processes.here().home
+    policy = Policy.of(cache.config, home.node, time.time())
+    shards: dict[Entry, Row] = {}
+    for entry in cache.entries():
+        # A damaged entry has a row with the values that can be read.
+        row: Row = {**dict.fromkeys(_SHARD_FIELDS), "state": "damaged"}
+        row |= {"key": entry.key, "version": entry.version, "size": entry.size}
+        row["used_at"] = utc(entry.used)
+        try:
+            row["path"] = str(entry.data)
+            metadata = entry.metadata()
+            row["url"], row["fetched_at"] = metadata.url, utc(metadata.fetched_at)
+            row["etag"], row["checked"] = metadata.info.etag, metadata.checked
+            row["digest"] = metadata.digest
+            recorded = metadata.key, metadata.info.version, metadata.size
+            is_whole = entry.data.lstat().st_size == entry.size
+            if is_whole and recorded == (entry.key, entry.version, entry.size):
+                row["state"] = "in_use" if home.store.in_use(entry) else "ok"
+                row["state"] = "pinned" if entry.key in policy.pinned else row["state"]
+        except (DamagedError, OSError):
+            if not entry.path.exists():
+                continue  # another process has evicted it
+        shards[entry] = row
+    cached = {entry.key for entry in shards}
+    not_cached: list[Row] = [
+        {**dict.fromkeys(_SHARD_FIELDS), "url": url or None, "state": "not_cached", "key": key}
+        for key, url in cache.pins().items()
+        if key not in cached
+    ]
+
+    def is_kept(entry: Entry) -> bool:
+        return shards[entry]["state"] in ("pinned", "in_use") or policy.protects(entry)
+
+    files, allocated = linked(shards), home.space().allocated
+    size = sum(links[0].size for links in files)
+    used = sum(disk_bytes(links, allocated) for links in files)
+    evictable = sum(links[0].size for links in files if not any(map(is_kept, links)))
+    limit = Volume.of(cache.dir).budget(cache.config) if shards else None
+    footer = f"{counted(len(files), 'shard')}, {format_bytes(size)}"
+    if limit is not None:
+        footer += f", {format_bytes(used)} of {format_bytes(limit)} on disk ({used / limit:.0%})"
+    if shards:
+        footer += f"; {format_bytes(evictable)} evictable"
+    if not_cached:
+        footer += f"; {len(not_cached):,} pinned, not cached yet"
+    summary = {"shards": len(files), "bytes": size, "disk_bytes": used, "max_size": limit}
+    summary |= {"evictable_bytes": evictable, "not_cached": len(not_cached)}
+    return [*shards.values(), *not_cached], summary, footer
+
+
+def _list_partials(cache: Cache) -> tuple[list[Row], Row, str]:
+    """Return `partials`, and their totals as a row and as text."""
+    rows = list(partials(cache))
+    live = sum(row["state"] == "live" for row in rows)
+    orphans, written = len(rows) - live, sum(row["written_bytes"] for row in rows)
+    text = f"{counted(len(rows), 'partial')}, {format_bytes(written)}"
+    summary = {"partials": len(rows), "live": live, "orphans": orphans, "written_bytes": written}
+    return rows, summary, f"{text}: {live:,} live, {counted(orphans, 'orphan')}"
+
+
+def partials(cache: Cache) -> Iterator[Row]:
+    """Yield the partials of all processes, dead or alive."""
+    for store in cache.processes.here().stores():
+        for partial in in_flight(store.layout):
+            if not partial.key:
+                continue  # an entry that is being removed
+            progress = read_progress(partial.path)
+            metadata = progress.metadata if progress else None
+            holder = read_holder(store.layout.holder(partial.key)) if partial.live else None
+            yield {
+                "url": metadata.url if metadata else None,
+                "size": partial.size,
+                "written_bytes": progress.written if progress else partial.occupied,
+                "state": "live" if partial.live else "orphan",
+                "begun_at": utc(metadata.fetched_at) if metadata else None,
+                "holder": str(holder) if holder else None,
+                "pid": holder.pid if holder else None,
+                "rank": holder.rank if holder else None,
+                "key": partial.key,
+                "dir": str(partial.path),
+            }
+
+
+@command("path")
+@flag("--fetch", help="Download shards that are not cached.")
+@specs_argument
+def path_command(invocation: Invocation, specs: tuple[str, ...], fetch: bool) -> None:
+    """Print the local paths of cached shards, one per line, and nothing else.
+
+    A SPEC is as for `ls`, with --fetch as for `prewarm`. If a shard is not cached, prints
+    nothing and exits with 1. The shards are not pinned: another process may evict them later.
+
+    \b
+    Examples:
+      shardcache path s3://lab/train-0000.tar
+      tar tf "$(shardcache path --fetch s3://lab/train-0000.tar)"
+    """
+    rows = list[Row]()
+    with invocation.cache() as cache:
+        shards = map(cache.parse, expand(specs, cache)) if fetch else cache.select(specs)
+        for shard in shards:
+            path = cache.path(shard.raw)
+            if path is None and fetch:
+                cache.fetch(shard.raw)
+                path = cache.path(shard.raw)
+            if path is None:
+                advice = "It was evicted at once." if fetch else "Pass --fetch to download it."
+                text = f"{shard} is not cached in {cache.dir}. {advice}"
+                raise ShardNotFoundError(text, url=str(shard))
+            rows.append({"url": str(shard), "path": path})
+    invocation.console.object("path", shards=rows)
+    for row in rows:
+        invocation.console.data(os.fspath(row["path"]))
+
+
+def _print(
+    console: Console,
+    name: str,
+    rows: list[Row],
+    text: str,
+    errors: Mapping[str, str],
+    **summary: Any,
+) -> ExitCode:
+    """Print the result of a command, and return its exit code.
+
+    ``errors`` has the states of rows that are errors, and the message that follows the URL.
+    """
+    console.object(name, shards=rows, summary=summary)
+    console.info(text)
+    for row in rows:
+        if row["state"] in errors:
+            console.error(f"{row['url']} {errors[row['state']]}")
+    if any(row["state"] == "in_use" for row in rows):
+        return ExitCode.BUSY
+    return ExitCode.FAILED if any(row["state"] in errors for row in rows) else ExitCode.DONE
+
+
+@command("rm")
+@cli.dry_run_option
+@cli.yes_option
+@specs_argument
+def rm_command(
+    invocation: Invocation, specs: tuple[str, ...], yes: bool, dry_run: bool
+) -> ExitCode:
+    """Remove shards, with all their cached versions.
+
+    A SPEC is as for `ls`. Exit code 6 if a shard stays because it is pinned or in use, 1 if
+    one was not cached or nothing matches.
+
+    \b
+    Examples:
+      shardcache rm -y 's3://lab/old-{0000..0127}.tar'
+      shardcache rm -n s3://lab/train-0412.tar
+    """
+    rows = list[Row]()
+    with invocation.cache() as cache:
+        shards = cache.select(specs)
+        sizes = [cache.remove(shard, dry_run=True)[0] for shard in shards]
+        if any(sizes) and not dry_run:
+            number, total = counted(sum(map(bool, sizes)), "shard"), format_bytes(sum(sizes))
+            invocation.confirm(f"Remove {number}, {total}, from {cache.dir}?", yes)
+        for shard in shards:
+            freed, in_use = cache.remove(shard, dry_run=dry_run)
+            state = "in_use" if in_use else "removed" if freed else "not_cached"
+            rows.append({"url": str(shard), "size": freed, "state": state})
+    counts, freed = Counter(row["state"] for row in rows), sum(row["size"] for row in rows)
+    removed = f"{counted(counts['removed'], 'shard')}, {format_bytes(freed)}"
+    errors = {
+        "in_use": "is pinned or being read. Run `shardcache unpin`, or wait for its readers.",
+        "not_cached": f"is not cached in {cache.dir}",
+    }
+    summary = {name: counts[name] for name in ("removed", "in_use", "not_cached")}
+    summary |= {"dry_run": dry_run, "removed_bytes": freed}
+    text = f"{'would remove' if dry_run else 'removed'} {removed}"
+    return _print(invocation.console, "rm", rows, text, errors, **summary)
+
+
+@command("pin")
+@click.option(
+    "--for",
+    "seconds",
+    type=cli.DURATION,
+    help="Pin for this time, such as 3d.  [default: until `unpin`]",
+)
+@specs_argument
+def pin_command(invocation: Invocation, specs: tuple[str, ...], seconds: float | None) -> ExitCode:
+    """Protect shards from limits, from `clean --all` and from `rm`.
+
+    A SPEC is as for `ls`. A glob or a prefix pins the matching shards that are in the cache
+    now. A URL, also with {braces}, need not be cached: this command does not download it, but
+    keeps it once it is cached. Pinning a shard again replaces its time.
+
+    \b
+    Examples:
+      shardcache pin 's3://lab/val-{0000..0031}.tar' --for 3d
+      shardcache prewarm 's3://lab/val-{0000..0031}.tar'
+    """
+    with invocation.cache() as cache:
+        rows = [
+            {"url": str(shard), "state": "cached" if shard.raw in cache else "not_cached"}
+            for shard in cache.pin(specs, seconds)
+        ]
+    absent = sum(row["state"] == "not_cached" for row in rows)
+    text = f"pinned {counted(len(rows), 'shard')} "
+    text += "until unpinned" if seconds is None else f"for {exact_duration(seconds)}"
+    if absent:
+        text += f"; {absent:,} not cached yet, and kept once fetched"
+    summary = {"pinned": len(rows), "not_cached": absent, "seconds": seconds}
+    return _print(invocation.console, "pin", rows, text, {}, **summary)
+
+
+@command("unpin")
+@specs_argument
+def unpin_command(invocation: Invocation, specs: tuple[str, ...]) -> ExitCode:
+    """Unpin shards, so that the limits apply to them again.
+
+    A SPEC is as for `ls`; a glob or a prefix matches pinned shards. Exit code 1 if one was
+    not pinned or nothing matches.
+
+    \b
+    Examples:
+      shardcache unpin 's3://lab/val-{0000..0031}.tar'
+    """
+    with invocation.cache() as cache:
+        shards = cache.select(specs, pinned=True)
+        ended = cache.unpin(shards)
+    counts = {"unpinned": len(ended), "not_pinned": len(shards) - len(ended)}
+    rows = [
+        {"url": str(shard), "state": "unpinned" if shard in ended else "not_pinned"}
+        for shard in shards
+    ]
+    text = f"unpinned {counted(len(ended), 'shard')}"
+    errors = {"not_pinned": f"was not pinned in {cache.dir}"}
+    return _print(invocation.console, "unpin", rows, text, errors, **counts)

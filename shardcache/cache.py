@@ -23,7 +23,7 @@ from shardcache.download.download import Download
 from shardcache.errors import ConfigError, ShardNotFoundError
 from shardcache.origins.endpoints import parser
 from shardcache.process import Processes
-from shardcache.ranks import detect
+from shardcache.ranks import detect, run_of_this_process
 from shardcache.reading.opener import Opener
 from shardcache.store.directory import DamagedError
 from shardcache.store.entry import Entry, Store
@@ -93,7 +93,7 @@ class Cache:
         config, sources = load({"dir": dir, **options})
         if sources["dir"] == "default":
             logger.info("caching in %s; set SHARDCACHE_DIR to use another directory", config.dir)
-        self._setup(config, clock.time())
+        self._setup(config, run_of_this_process()[0] or clock.time())
 
     @classmethod
     def from_config(cls, config: Config, *, started: float | None = None) -> Cache:

@@ -459,7 +459,9 @@ class Options(TypedDict, total=False):
 
 _PREFIX = "SHARDCACHE_"
 #: Not options: of `ranks` and `sync`, and of a Kubernetes Service "shardcache" or "shardcache-x".
-_NO_OPTIONS = rf"{_PREFIX}(CONFIG|RANK|JOB|SYNC_DIR|(\w+_)?(SERVICE_HOST|SERVICE_PORT|PORT)(_\w+)?)"
+_NO_OPTIONS = (
+    rf"{_PREFIX}(CONFIG|RANK|JOB|RUN|SYNC_DIR|(\w+_)?(SERVICE_HOST|SERVICE_PORT|PORT)(_\w+)?)"
+)
 
 
 class Loaded(NamedTuple):

@@ -26,7 +26,7 @@ from shardcache.config import Config
 from shardcache.errors import ConfigError, is_local_error
 from shardcache.files import Breaker, fault_kind, is_disk_fault
 from shardcache.locks.sessions import leave_note
-from shardcache.ranks import Ranks
+from shardcache.ranks import RUN_VARIABLE, Ranks
 from shardcache.space.tiers import Tier
 from shardcache.stats.counters import Counters
 from shardcache.stats.summary import stats_of
@@ -105,7 +105,8 @@ class Process:
         self._logged: Counter[str] = Counter()  # what `end` has logged
         # A job that no launcher started has one `Cache`, in copies: they know when it was made.
         was_launched = ranks.source != "none"
-        self._job = ranks.job or ("local" if was_launched else f"{started or 0.0:.6f}")
+        by_launcher = "local" if was_launched else f"{started or 0.0:.6f}"
+        self._job = ranks.job or os.environ.get(RUN_VARIABLE) or by_launcher
         _all.add(self)
         # The children of multiprocessing end without calling what atexit registered.
         if (util := sys.modules.get("multiprocessing.util")) is not None:
@@ -339,20 +340,25 @@ class Process:
     def warn_streamed(self, shard: ShardURL, reason: str, extra: Mapping[str, object]) -> None:
         """Log that a shard finds no room: a warning once per job and node, else at INFO."""
         text = "%s is streamed, not cached: %s"
-        if "full" not in self._warned:
-            self._warned.add("full")
-            if leave_note(self.home.node, self._job):
-                config = self.config
-                most = "" if config.max_size is None else f"max_size {config.max_size}, "
-                logger.warning(
-                    "%s is full (%smin_free %s): shards that find no room are streamed each time "
-                    "they are read, the first is %s. Raise max_size or free the disk to cache "
-                    "them. This is said once per job; `shardcache stats` counts them.",
-                    *(config.dir, most, config.min_free, shard),
-                    extra=extra,
-                )
-                return
-        logger.info(text, shard, reason, extra=extra)
+        if not self.is_new("full"):
+            logger.info(text, shard, reason, extra=extra)
+            return
+        config = self.config
+        most = "" if config.max_size is None else f"max_size {config.max_size}, "
+        logger.warning(
+            "%s is full (%smin_free %s): shards that find no room are streamed each time they are "
+            "read, the first is %s. Raise max_size or free the disk to cache them. This is logged "
+            "once per job; `shardcache stats` counts them.",
+            *(config.dir, most, config.min_free, shard),
+            extra=extra,
+        )
+
+    def is_new(self, kind: str) -> bool:
+        """Return whether this is the first call with this kind in the job, on this node."""
+        if kind in self._warned:
+            return False
+        self._warned.add(kind)
+        return leave_note(self.home.node, f"{self._job}-{kind}")
 
     def touch(self, opened: Opened) -> None:
         """Note a use of an entry, on its first use by this process and then once per interval."""

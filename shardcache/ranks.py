@@ -6,6 +6,7 @@ A launcher counts only if it sets both a rank and a world size. An impossible nu
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import re
@@ -20,6 +21,9 @@ Source = Literal["torch", "openmpi", "pmi", "slurm", "explicit", "none"]
 #: Users may set these two. They win over every launcher.
 RANK_VARIABLE = "SHARDCACHE_RANK"
 JOB_VARIABLE = "SHARDCACHE_JOB"
+#: `shardcache run` sets this: when the run began, in seconds since the epoch, a colon, and the file
+#: to which processes of the program add lines.
+RUN_VARIABLE = "SHARDCACHE_RUN"
 
 #: The variables of each launcher for rank, world size, local rank, local world size and job:
 #: torchrun (torch/distributed/run.py), mpirun of Open MPI ("Environment variables set for MPI
@@ -78,6 +82,14 @@ def detect(environ: Mapping[str, str] | None = None) -> Ranks:
         world = max(ranks.world_size, rank + 1)
         ranks = Ranks(rank, world, local, ranks.job, "explicit", ranks.local_size)
     return replace(ranks, job=_text(env, JOB_VARIABLE) or ranks.job or _text(env, "SLURM_JOB_ID"))
+
+
+def run_of_this_process() -> tuple[float | None, str]:
+    """Return when the run of `shardcache run` began, and its file; (None, "") if there is none."""
+    started, _, file = os.environ.get(RUN_VARIABLE, "").partition(":")
+    with contextlib.suppress(ValueError):
+        return float(started), file
+    return None, ""
 
 
 def _from_slurm(env: Mapping[str, str]) -> Ranks | None:

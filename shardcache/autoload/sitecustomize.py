@@ -7,6 +7,7 @@ time, because this module imports only modules that every interpreter has alread
 
 from __future__ import annotations
 
+import os
 import sys
 from importlib.machinery import PathFinder
 
@@ -47,6 +48,15 @@ class _WebDataset:
 
 
 sys.meta_path.insert(0, _WebDataset)
+
+# An empty line shows `shardcache run` that this module was loaded.
+if _run := os.environ.get("SHARDCACHE_RUN", "").partition(":")[2]:
+    try:
+        _descriptor = os.open(_run, os.O_WRONLY | os.O_APPEND)
+        os.write(_descriptor, b"\n")
+        os.close(_descriptor)
+    except OSError:  # on another node, or after the end of the command
+        pass
 
 # Run the sitecustomize that Python would import without this one.
 _rest = [each for each in sys.path if each != _FOLDER]

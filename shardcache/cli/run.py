@@ -10,6 +10,8 @@ import os
 import shlex
 import signal
 import subprocess
+import tempfile
+import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,6 +23,7 @@ from shardcache.cli.main import ExitCode, Invocation, command
 from shardcache.cli.output import counted
 from shardcache.config import absolute, load
 from shardcache.layout import Layout
+from shardcache.ranks import RUN_VARIABLE
 from shardcache.store.root import make_root
 from shardcache.units import format_bytes
 
@@ -71,11 +74,13 @@ def run_command(
         # If this fails, the program warns on its first miss, and streams.
         with contextlib.suppress(OSError):
             layouts.append(make_root(tier))
-    try:
-        child = subprocess.Popen(program, env=environment)
-    except OSError as exn:
-        raise click.ClickException(f"{program[0]} cannot be started: {exn.strerror}") from exn
     with contextlib.ExitStack() as stack:
+        notes = stack.enter_context(tempfile.NamedTemporaryFile(prefix="shardcache-run-"))
+        environment[RUN_VARIABLE] = f"{time.time():.6f}:{notes.name}"
+        try:
+            child = subprocess.Popen(program, env=environment)
+        except OSError as exn:
+            raise click.ClickException(f"{program[0]} cannot be started: {exn.strerror}") from exn
         for number in _FORWARDED:
             stack.callback(signal.signal, number, signal.getsignal(number))
             signal.signal(number, lambda number, frame: child.send_signal(number))
@@ -88,13 +93,21 @@ def run_command(
 
         before = _counters(layouts)
         code = child.wait()
+        lines = notes.read().decode(errors="replace").splitlines()
     stats = stats_of(_counters(layouts) - before)
+    left = dict(line.split("\t", 1) for line in lines if line)
     text = f"no shard was opened through the cache in {config.dir}"
     if opened := stats.opens - stats.failed:
         text = f"{counted(opened, 'shard')} opened, {stats.hits:,} of them from the cache in "
         text += f"{config.dir}; {format_bytes(stats.bytes_origin)} came from the origin"
-    failed = f"; {stats.failed:,} could not be opened" if stats.failed else ""
-    invocation.console.hint(f"shardcache: {text}{failed}")
+    if stats.failed:
+        text += f"; {stats.failed:,} could not be opened"
+    if not lines:
+        text += "; the hook was not loaded by any Python process (is PYTHONPATH replaced?)"
+    if left:
+        first, reason = next(iter(left.items()))
+        text += f"; {counted(len(left), 'shard')} not cached, the first is {first}: {reason}"
+    invocation.console.hint(f"shardcache: {text}")
     return code if code >= 0 else 128 - code
 
 

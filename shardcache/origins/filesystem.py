@@ -13,6 +13,8 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import os
+import socket
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, InvalidStateError, wait
@@ -137,6 +139,8 @@ class FsspecOrigin:
 
         with self._guard:
             if self._made is None:
+                if self._protocol == "gs":
+                    _skip_google_metadata()
                 try:
                     # fsspec's shared instance may belong to the parent process, and other parts of
                     # the program use its cache of listings.
@@ -188,6 +192,14 @@ class FsspecOrigin:
         if isinstance(failed := outcome.exception(), Exception):
             raise _error_for(failed, shard, self._options.get("profile"))
         return outcome.result()
+
+
+def _skip_google_metadata() -> None:
+    """Let google.auth not look for a metadata server that does not exist, which takes 15 s."""
+    try:
+        socket.create_connection(("169.254.169.254", 80), timeout=1).close()
+    except OSError:
+        os.environ.setdefault("NO_GCE_CHECK", "true")
 
 
 def s3fs_origin(

@@ -41,8 +41,9 @@ def url_opener(
         **_gopen_options: ignored; WebDataset's function takes options for its pipes.
 
     Yields:
-        the same dicts with ``stream``, which the consumer owns. They have no ``local_path``: only
-        cached shards have a path, and all samples of a batch need the same fields.
+        the same dicts with ``stream``, which the consumer owns, and ``local_path``: the path of a
+        cached shard. While a shard has no path, this is its URL, because all samples of a batch
+        need the same fields.
     """
 
     def parsed(item: Any) -> ShardURL:
@@ -56,13 +57,13 @@ def url_opener(
         except Exception as exn:  # noqa: BLE001 - the handler decides, as in WebDataset
             exn.args = (*exn.args, redact(str(sample["url"])))
             is_handled = (handler or reraise)(exn)
-            log_once(exn, str(sample["url"]))
+            log_once(exn, str(sample["url"]), cache)
             failed, first = failed + 1, first or exn
             if is_handled:
                 continue
             break
         opened += 1
-        sample["stream"] = stream
+        sample |= {"stream": stream, "local_path": stream.name}
         yield sample
         # A reference here would keep this shard in use during the download of the next one.
         del stream, sample, item

@@ -1,27 +1,40 @@
 """Replace WebDataset's ``gopen``, for pipelines that cannot be changed.
 
-Only shards are read through the cache. Other calls, such as writes and local files, go to the
-original function. WebDataset has no function for some schemes, such as ``s3``: other files with
-these schemes, such as timm's ``_info.json``, are read from their origin and not stored.
+Only shards are read through the cache: what WebDataset's own readers of archives open, and files
+that are named like archives. Other calls, such as writes and local files, go to the original
+function. So do shards that the cache cannot read where WebDataset may have other means: commands
+for a shell, and ``gs://`` URLs without gcsfs or without its credentials. WebDataset has no function
+for some schemes, such as ``s3``: other files with these schemes, such as timm's ``_info.json``, are
+read from their origin and not stored.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
+import sys
 from collections.abc import Callable
 from typing import Any
 
 from shardcache.cache import Cache, default_cache
-from shardcache.errors import ConfigError
+from shardcache.errors import AccessDeniedError, ConfigError
 from shardcache.origins.listing import SHARD
-from shardcache.urls import DEFAULT_SCHEMES, redact
+from shardcache.ranks import run_of_this_process
+from shardcache.urls import DEFAULT_SCHEMES, name_command, redact
 
 logger = logging.getLogger(__name__)
 
 _Gopen = Callable[..., Any]
-#: Types of errors that this process, or its parent before the fork, has logged. Many users pass
+#: The modules whose functions open archives, and only archives.
+_READERS = frozenset({"webdataset.cache", "webdataset.tariterators"})
+#: Schemes that WebDataset reads with programs of their own, which have other credentials.
+_WEBDATASETS = frozenset({"gs", "hf"})
+#: Kinds of messages that this process, or its parent before the fork, has logged. Many users pass
 #: handlers that silently skip errors.
-_logged: set[type[Exception]] = set()
+_logged: set[str] = set()
+#: The shards that this process has left to WebDataset, as logs may name them.
+_left: set[str] = set()
 
 
 def register(scheme: str, cache: Cache) -> None:
@@ -52,12 +65,22 @@ def _cached(
     """Return a ``gopen`` that reads shards through a cache; other calls go to ``original``."""
 
     def gopen(url: str, mode: str = "rb", bufsize: int = 8192, **options: Any) -> Any:
+        cache, is_archive = None, _is_archive_opened()
         try:
-            if mode == "rb" and _is_shard(rewritten := rewrite(url), cache := cache_of()):
-                return cache.open(rewritten)
+            if mode == "rb":
+                cache, rewritten = cache_of(), rewrite(url)
+                if _is_shard(rewritten, cache, is_archive):
+                    return cache.open(rewritten)
         except Exception as exn:
-            log_once(exn, url)
-            raise
+            scheme = url.partition(":")[0]
+            has_other = scheme in _WEBDATASETS or scheme not in DEFAULT_SCHEMES
+            if cache is None or not (
+                has_other and isinstance(exn, (ConfigError, AccessDeniedError))
+            ):
+                log_once(exn, url, cache)
+                raise
+            if is_archive:
+                _leave(url, str(exn), cache)
         return original(url, mode, bufsize, **options)
 
     gopen.original = original  # type: ignore[attr-defined]
@@ -76,29 +99,57 @@ def _uncached(cache_of: Callable[[], Cache], original: _Gopen) -> _Gopen:
     return gopen
 
 
-def _is_shard(url: str, cache: Cache) -> bool:
-    """Return whether to read a URL through the cache."""
+def _is_archive_opened() -> bool:
+    """Return whether the caller of ``gopen`` reads an archive."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None and frame.f_globals.get("__name__") == "webdataset.gopen":
+        frame = frame.f_back  # a function of `gopen_schemes`, see `register`
+    return frame.f_globals.get("__name__") in _READERS
+
+
+def _is_shard(url: str, cache: Cache, is_archive: bool) -> bool:
+    """Return whether to read a URL through the cache; raise ConfigError if it cannot."""
     from webdataset import utils
 
-    try:
-        shard = cache.parse(url)
-    except ConfigError:
-        if url.partition(":")[0] in DEFAULT_SCHEMES:
-            raise
-        return False  # a command, or a scheme of another program
+    shard = cache.parse(url)
     # WebDataset 1.0 refuses local files and commands if WDS_SECURE or the program says so.
     is_forbidden = getattr(utils, "enforce_security", False)
     if is_forbidden and (shard.is_local or url.startswith("pipe:")):
         return False
-    return not cache.opener.is_in_place(shard) and SHARD.search(shard.basename) is not None
+    is_archive = is_archive or SHARD.search(shard.basename) is not None
+    return is_archive and not cache.opener.is_in_place(shard)
 
 
-def log_once(exn: Exception, url: str) -> None:
-    """Log an error that a handler may hide, once per type of error and process."""
-    if type(exn) in _logged:
+def _leave(url: str, reason: str, cache: Cache) -> None:
+    """Log why WebDataset reads a shard, and add it to the file of `shardcache run`."""
+    shown = name_command(url[5:]) if url.startswith("pipe:") else redact(url)
+    if shown in _left:
         return
-    _logged.add(type(exn))
+    _left.add(shown)
+    reason = reason.removeprefix(shown).lstrip(": ")
+    if _is_new("left", cache):
+        text = "%s is not cached, and WebDataset reads it: %s Further ones are not logged."
+        logger.warning(text, shown, reason)
+    if path := run_of_this_process()[1]:
+        with contextlib.suppress(OSError):  # on another node, or after the end of the command
+            descriptor = os.open(path, os.O_WRONLY | os.O_APPEND)
+            with open(descriptor, "w", encoding="utf-8", errors="replace") as file:
+                file.write(f"{shown}\t{reason}\n")
+
+
+def log_once(exn: Exception, url: str, cache: Cache | None) -> None:
+    """Log an error that a handler may hide, once per type of error, job and node."""
+    if not _is_new(type(exn).__name__, cache):
+        return
     text, shown = str(exn).rstrip("."), redact(url)
     where = "" if shown in text else f"{shown}: "
     note = "If a handler ignores errors, it skips such shards; further ones are not logged."
     logger.error("%s%s. %s", where, text, note)
+
+
+def _is_new(kind: str, cache: Cache | None) -> bool:
+    """Return whether no process of the job on this node has logged a message of this kind."""
+    if kind in _logged:
+        return False
+    _logged.add(kind)
+    return cache is None or cache.opener.here().is_new(kind)

@@ -8,6 +8,7 @@ import pytest
 
 from tests.support.clitools import SHARDS, Command, run_process
 from tests.support.storetools import wait_until
+from tests.support.tars import make_tar
 
 #: As in timm and lhotse, workers build the pipeline and skip errors.
 TRAINING = """
@@ -75,7 +76,7 @@ def test_skipped_errors_are_logged_once(program, s3_environment, tmp_path):
     absent = "s3://nowhere/train-{0000..0009}.tar", "fork"
     code, out, err = run_process("run", "--", *program(TRAINING), *absent, directory=tmp_path / "c")
     assert (code, out) == (7, "0 0\n" * 2)
-    assert err.count("s3://nowhere/train-") == 4, err  # two epochs of two workers
+    assert err.count("s3://nowhere/train-") == 1, err  # two epochs of two workers
     summary = f"no shard was opened through the cache in {tmp_path}/c; 20 could not be opened"
     assert summary in err
 
@@ -114,6 +115,50 @@ except ValueError as exn:
     assert code == 0, err
     assert "splits" in out and "customized" in out and "no gopen handler" in out
     assert len(list((tmp_path / "cache").glob("v1/objects/*/*/*/*.tar"))) == 1
+
+
+@pytest.mark.parametrize(
+    ("form", "opened", "reason"),
+    [
+        ("s3://{}/shard-00000", 2, None),
+        ("pipe:aws s3 cp --no-progress s3://{}/a.tar - 2>/dev/null || true", 2, None),
+        ("pipe:aws s3 cp s3://{}/a.tar - --sse-c AES256", 0, "shardcache does not know"),
+        ("pipe:cat shard | cat", 0, "only a shell understands its '|'"),
+        ("pipe:aws s3 cp s3://nowhere/b.tar - --no-sign-request", 0, "access denied"),
+        ("gs://nowhere/b.tar", 0, "gs:// cannot be read here"),
+        ("pipe:gsutil cat gs://nowhere/b.tar", 0, "gs:// cannot be read here"),
+    ],
+)
+def test_the_last_line_tells_what_webdataset_read(
+    form, opened, reason, program, s3, bucket, s3_environment, tmp_path
+):
+    for name in ("a.tar", "shard-00000"):
+        s3.put(bucket, name, make_tar(1))
+    (tmp_path / "shard").write_bytes(make_tar(1))
+    for name in ("aws", "gsutil"):  # what the clients would read with other credentials
+        (tmp_path / name).write_text(f"#!/bin/sh\nexec cat {tmp_path}/shard")
+        (tmp_path / name).chmod(0o755)
+    text = (
+        WITHOUT_TORCH + "print(len(list(wds.WebDataset(sys.argv[1:], shardshuffle=False))))\n" * 2
+    )
+    code, out, err = run_process(
+        *("run", "--", *program(text), form.format(bucket)),
+        directory=tmp_path / "cache",
+        environment={"PATH": f"{tmp_path}:{os.environ['PATH']}"},
+        cwd=tmp_path,
+    )
+    assert (code, out) == (0, "4\n4\n"), err
+    *_, last = err.splitlines()
+    assert f"{opened} shards opened" in last if opened else "no shard was opened" in last
+    assert (reason is None) == ("not cached" not in last) and (reason or "") in last
+    assert err.count("and WebDataset reads it") == (reason is not None)
+
+
+@pytest.mark.parametrize("isolated", [True, False])
+def test_the_last_line_tells_whether_the_hook_was_loaded(isolated, tmp_path):
+    program = sys.executable, *(["-I"] if isolated else []), "-c", ""
+    _, _, err = run_process("run", "--", *program, directory=tmp_path / "cache")
+    assert ("is PYTHONPATH replaced?" in err) == isolated
 
 
 def test_a_program_in_another_environment_needs_shardcache(program, tmp_path):

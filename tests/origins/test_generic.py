@@ -213,3 +213,26 @@ def test_a_blocked_read_of_a_filesystem_can_be_aborted(set_hook):
         body.readinto(memoryview(bytearray(100)))
     released.set()
     body.close()
+
+
+@pytest.mark.parametrize("has_server", [True, False])
+def test_google_credentials_are_not_sought_where_no_server_gives_any(has_server, monkeypatch):
+    class Google(MemoryFileSystem):
+        def __init__(self, **options):
+            super().__init__(**options)
+            assert os.environ.get("NO_GCE_CHECK", "false") == ("false" if has_server else "true")
+
+    class Socket:
+        def __init__(self, *address, timeout):
+            if not has_server:
+                raise TimeoutError
+
+        def close(self):
+            """The answer is not needed."""
+
+    monkeypatch.setenv("NO_GCE_CHECK", "")
+    monkeypatch.delenv("NO_GCE_CHECK")
+    monkeypatch.setattr("socket.create_connection", Socket)
+    monkeypatch.setattr("fsspec.filesystem", lambda *names, **options: Google(**options))
+    with pytest.raises(ShardNotFoundError):
+        FsspecOrigin("gs", {}, timeout=PATIENCE).stat(parse_url("gs://lab/none.tar"))

@@ -94,14 +94,15 @@ def run_command(
         before = _counters(layouts)
         code = child.wait()
         lines = notes.read().decode(errors="replace").splitlines()
-    stats = stats_of(_counters(layouts) - before)
+    counters = _counters(layouts) - before
+    stats, failed = stats_of(counters), counters["failed"] - counters["left"]
     left = dict(line.split("\t", 1) for line in lines if line)
     text = f"no shard was opened through the cache in {config.dir}"
     if opened := stats.opens - stats.failed:
         text = f"{counted(opened, 'shard')} opened, {stats.hits:,} of them from the cache in "
         text += f"{config.dir}; {format_bytes(stats.bytes_origin)} came from the origin"
-    if stats.failed:
-        text += f"; {stats.failed:,} could not be opened"
+    if failed:
+        text += f"; {failed:,} could not be opened"
     if not lines:
         text += "; the hook was not loaded by any Python process (is PYTHONPATH replaced?)"
     if left:

@@ -97,9 +97,9 @@ def parser(config: Config) -> Callable[[str], ShardURL]:
             if "pipe" in schemes:
                 return parse_url(url, allow_schemes=schemes)
             raise ConfigError(
-                f"{name_command(command)} is left to a shell, because {exn.message}. Pass "
-                "allow_schemes=['pipe'] to cache its output, if you trust the authors of all shard "
-                "lists."
+                f"{name_command(command)}: the command is left to a shell, because {exn.message}. "
+                "Pass allow_schemes=['pipe'] to cache its output, if you trust the authors of all "
+                "shard lists."
             ) from None
         own = authority_of(for_command(config, options)) if options else endpoint
         shard = parse_url(target, endpoint=own, allow_schemes=schemes)

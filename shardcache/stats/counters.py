@@ -41,6 +41,7 @@ class Counts:
     misses: int = 0  #: opens that downloaded the shard
     bypassed: int = 0  #: opens that streamed the shard without storing it
     failed: int = 0  #: opens that raised an error
+    left: int = 0  #: those of them after which WebDataset read the shard
     bytes_opened: int = 0  #: bytes read from the cache, also while a shard was downloaded
     bytes_bypassed: int = 0  #: bytes read from shards that were streamed and not stored
     fetches: int = 0  #: shards downloaded, from the origin or an upstream

@@ -65,11 +65,11 @@ def _cached(
     """Return a ``gopen`` that reads shards through a cache; other calls go to ``original``."""
 
     def gopen(url: str, mode: str = "rb", bufsize: int = 8192, **options: Any) -> Any:
-        cache, is_archive = None, _is_archive_opened()
+        cache, is_archive, is_tried = None, _is_archive_opened(), False
         try:
             if mode == "rb":
                 cache, rewritten = cache_of(), rewrite(url)
-                if _is_shard(rewritten, cache, is_archive):
+                if is_tried := _is_shard(rewritten, cache, is_archive):
                     return cache.open(rewritten)
         except Exception as exn:
             scheme = url.partition(":")[0]
@@ -79,6 +79,8 @@ def _cached(
             ):
                 log_once(exn, url, cache)
                 raise
+            if is_tried:
+                cache.opener.here().counters.add({"left": 1})
             if is_archive:
                 _leave(url, str(exn), cache)
         return original(url, mode, bufsize, **options)

@@ -152,6 +152,7 @@ def test_the_last_line_tells_what_webdataset_read(
     assert f"{opened} shards opened" in last if opened else "no shard was opened" in last
     assert (reason is None) == ("not cached" not in last) and (reason or "") in last
     assert err.count("and WebDataset reads it") == (reason is not None)
+    assert "could not be opened" not in last
 
 
 @pytest.mark.parametrize("isolated", [True, False])

@@ -70,7 +70,7 @@ def doctor_command(invocation: Invocation, url: str | None) -> ExitCode:
 
     Checks directories, filesystems, memory, limits and CPUs, the credentials and their expiry,
     the addresses and the clock of the endpoint, and with --url the origin. Each finding is ok,
-    warn or fail, with advice. Changes nothing. Exit code 4 if a check failed.
+    warn or fail, with advice. Changes nothing. Exits with 4 if a check failed.
 
     \b
     Examples:

@@ -47,7 +47,7 @@ specs_argument = click.argument("specs", nargs=-1, required=True, metavar="SPEC.
 @command("ls")
 @flag("-l", "--long", help="Also show version and path.")
 @flag("--partial", help="List partial downloads instead of cached shards.")
-@cli.number_option("--limit", help="Show only the first N.", minimum=0)
+@cli.number_option("--limit", help="Show only the first N shards.", minimum=0)
 @click.option(
     "--sort",
     type=click.Choice([f"{field}{order}" for field in _SORTED_BY for order in ("", ":desc")]),
@@ -211,8 +211,9 @@ def partials(cache: Cache) -> Iterator[Row]:
 def path_command(invocation: Invocation, specs: tuple[str, ...], fetch: bool) -> None:
     """Print the local paths of cached shards, one per line, and nothing else.
 
-    A SPEC is as for `ls`, with --fetch as for `prewarm`. If a shard is not cached, prints
-    nothing and exits with 1. The shards are not pinned: another process may evict them later.
+    A SPEC has the form that `ls` accepts, or with --fetch, that of `prewarm`. If a shard is not
+    cached, the command prints nothing and exits with 1. The shards are not pinned:
+    another process may evict them later.
 
     \b
     Examples:
@@ -268,8 +269,8 @@ def rm_command(
 ) -> ExitCode:
     """Remove shards, with all their cached versions.
 
-    A SPEC is as for `ls`. Exit code 6 if a shard stays because it is pinned or in use, 1 if
-    one was not cached or nothing matches.
+    A SPEC has the form that `ls` accepts. Exits with 6 if a shard stays because it is pinned or
+    in use, and with 1 if a shard was not cached or nothing matches.
 
     \b
     Examples:
@@ -308,11 +309,11 @@ def rm_command(
 )
 @specs_argument
 def pin_command(invocation: Invocation, specs: tuple[str, ...], seconds: float | None) -> ExitCode:
-    """Protect shards from limits, from `clean --all` and from `rm`.
+    """Protect shards from the limits, from `clean --all` and from `rm`.
 
-    A SPEC is as for `ls`. A glob or a prefix pins the matching shards that are in the cache
-    now. A URL, also with {braces}, need not be cached: this command does not download it, but
-    keeps it once it is cached. Pinning a shard again replaces its time.
+    A SPEC has the form that `ls` accepts. A glob or a prefix pins the matching shards
+    that are in the cache now. A URL, also with {braces}, need not be cached: this command does
+    not download it, but keeps it once it is cached. Pinning a shard again replaces its expiry.
 
     \b
     Examples:
@@ -338,8 +339,8 @@ def pin_command(invocation: Invocation, specs: tuple[str, ...], seconds: float |
 def unpin_command(invocation: Invocation, specs: tuple[str, ...]) -> ExitCode:
     """Unpin shards, so that the limits apply to them again.
 
-    A SPEC is as for `ls`; a glob or a prefix matches pinned shards. Exit code 1 if one was
-    not pinned or nothing matches.
+    A SPEC has the form that `ls` accepts; a glob or a prefix matches pinned shards. Exits with 1
+    if a shard was not pinned or nothing matches.
 
     \b
     Examples:

@@ -329,7 +329,8 @@ def _run(invocation: Invocation, arguments: Sequence[str] | None) -> int:
     except click.ClickException as exn:
         context = exn.ctx if isinstance(exn, click.UsageError) else None
         hint = f" Try '{context.command_path} --help'." if context is not None else ""
-        console.error(f"{exn.format_message()}{hint}")
+        text = " ".join(exn.format_message().split())  # click puts each choice on its own line
+        console.error(f"{text}{'' if text.endswith(('.', '?', ')')) else '.'}{hint}")
         return ExitCode.USAGE if isinstance(exn, click.UsageError) else ExitCode.FAILED
     except (KeyboardInterrupt, click.Abort):
         console.error("nothing was done" if invocation.received is None else "interrupted")

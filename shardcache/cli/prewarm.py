@@ -37,13 +37,13 @@ RATE = cli.Parsed("RATE", parse_rate)
 @click.option("--deadline", type=cli.DURATION, help="Stop after this time, such as 5m.")
 @click.option("--max-size", type=cli.SIZE, help="Maximum size of the cache: 800GB or 80%.")
 @flag("--check", help="Only check that all shards are cached (exit 4 if not).")
-@flag("--refresh", help="Also download cached shards again if the origin has replaced them.")
+@flag("--refresh", help="Download cached shards again if they have changed at the origin.")
 @number_option("--node-count", help="Number of nodes, if no launcher sets it.")
 @number_option(
     "--node-rank", help="Number of this node, from 0, if no launcher sets it.", minimum=0
 )
 @number_option("--ranks-per-node", help="Training processes per node.  [default: 1]")
-@flag("--shard-by-node", help="Only the shards that split_by_node gives to this node.")
+@flag("--shard-by-node", help="Prewarm only the shards that split_by_node gives to this node.")
 @flag("--ray", help="Prewarm all nodes of the Ray cluster (RAY_ADDRESS, else the local one).")
 @number_option(
     "-j", "--jobs", help=f"Shards to download at once.  [default: {JOBS} per process]", maximum=256

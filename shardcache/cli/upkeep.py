@@ -31,13 +31,13 @@ from shardcache.units import Limit, format_bytes, format_duration
 )
 @flag("--orphans", help="Remove only partials of dead processes, also recent ones.")
 @click.option(
-    "--max-age", type=cli.DURATION, help="Evict shards that were unused for this long, such as 14d."
+    "--max-age", type=cli.DURATION, help="Evict shards not used for this long, such as 14d."
 )
 @click.option(
     "--min-free", type=cli.SIZE, help="Evict until this much space is free: 100GB or 10%."
 )
 @click.option(
-    "--max-size", type=cli.SIZE, help="Evict until the cache has this size: 800GB or 80%."
+    "--max-size", type=cli.SIZE, help="Evict until the cache is no larger than this: 800GB or 80%."
 )
 def clean_command(
     invocation: Invocation,
@@ -50,8 +50,8 @@ def clean_command(
 ) -> None:
     """Evict shards over the limits, and remove partials of dead processes.
 
-    Without options, the configured limits apply; a limit that is not configured is that of
-    the last job. Shards stay if a process reads them, or if they were
+    Without options, the configured limits apply; a limit that is not configured is taken
+    from the last job. Shards stay if a process reads them, or if they were
     used since the oldest running job started. Partials younger than an hour stay, too, so
     that an interrupted prewarm can resume them; --orphans removes them.
 
@@ -138,13 +138,13 @@ def verify_command(
 ) -> int:
     """Find shards that are damaged, or that have changed at the origin.
 
-    Reads each shard and compares it with its recorded checksum. A SPEC is as for `ls`; without
-    one, all shards are verified. With --remote, the origin gets one request per shard. After
-    --repair, current readers of a damaged shard continue, the next reader downloads it again,
-    and `clean` removes the damaged file. Jobs may run at the same time.
+    Reads each shard and compares it with its recorded checksum. A SPEC has the form that `ls`
+    accepts; without one, all shards are verified. --remote sends the origin one request per
+    shard. After --repair, current readers of a damaged shard continue, the next reader
+    downloads it again, and `clean` removes the damaged file. Jobs may run at the same time.
 
-    Exit code 4 if a shard is damaged, or with --remote has changed or is gone; else 3 if a
-    shard could not be checked; 1 if nothing matches a SPEC.
+    Exits with 4 if a shard is damaged, or with --remote has changed or is gone; otherwise with
+    3 if a shard could not be checked, and with 1 if nothing matches a SPEC.
 
     \b
     Examples:

@@ -131,6 +131,10 @@ def wanted_shards(
     by_key: dict[str, ShardURL] = {}
     for shard in shards if share is None else share.of(shards):
         refuse_local(shard, cache.config)
+        if not shard.options and (endpoint := cache.other_endpoint(shard)):
+            raise ConfigError(
+                f"{shard} came from another endpoint ({endpoint}). Set that endpoint."
+            )
         by_key.setdefault(shard.key, shard)
     return tuple(by_key.values())
 

@@ -182,6 +182,30 @@ def test_every_command_takes_patterns(run, warm, bucket, pattern):
     assert run("rm", "-y", spec)[1].startswith("removed 4 shards, ")
 
 
+def test_shards_of_another_endpoint_are_named_by_patterns(run, warm, proxy, monkeypatch, tmp_path):
+    theirs = proxy.endpoint_url.removeprefix("http://")
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", f"http://{theirs.replace('127.0.0.1', 'localhost')}")
+    assert run("prewarm", warm[0])[0] == 0
+    lines = run("ls", "--sort", "fetched:desc")[1].splitlines()
+    assert [f"(from {theirs})" in line for line in lines] == [False, *[True] * 4, False, False]
+    assert lines[-1].endswith("4 from another endpoint")
+    for command in ("path", "rm -y"):
+        code, out, err = run(*command.split(), warm[1])
+        assert code == 1 and f"came from another endpoint ({theirs})" in err
+        assert f"'{warm[1]}*'" in err
+    code, out, err = run("path", f"{warm[1]}*")
+    assert (code, err) == (0, f"{warm[1]} came from another endpoint ({theirs}).\n")
+    assert out.strip() in run("ls", "-l")[1]
+    assert run("pin", "train-0001.tar")[1] == "pinned 1 shard until unpinned\n"
+    assert states(run).count("pinned") == 1
+    assert run("unpin", "train*")[1] == "unpinned 1 shard\n"
+    with Cache(tmp_path / "cache") as cache:
+        assert cache.path("train-0001.tar") is None
+        with pytest.raises(ConfigError, match="came from another endpoint"):
+            cache.prewarm(cache.select("train*"))
+    assert run("rm", "-y", "train*")[1].startswith("removed 5 shards, ")
+
+
 def test_methods_take_patterns(run, warm, bucket, tmp_path):
     with Cache(tmp_path / "cache", min_free=0) as cache:
         with pytest.raises(ConfigError, match="stands for 4 shards"), cache.pinned("train-*.tar"):

@@ -175,6 +175,14 @@ class ShardURL:
         return self.canonical
 
 
+def advise_scheme(shard: ShardURL, otherwise: str = "") -> str:
+    """Return advice for a relative path without a file, which may be an ``s3`` URL."""
+    raw = shard.raw
+    if not shard.is_local or re.match(r"[/.]|file:|[^/]*$", raw) or shard.local_path.exists():
+        return otherwise
+    return f"If it is an object, write s3://{redact(raw)}."
+
+
 def parse_url(
     url: str, *, endpoint: str | None = None, allow_schemes: Collection[str] = ()
 ) -> ShardURL:

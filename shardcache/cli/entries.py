@@ -6,7 +6,7 @@ import contextlib
 import os
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from datetime import datetime
 from typing import Any
@@ -28,6 +28,7 @@ from shardcache.store.entry import Entry
 from shardcache.store.partial import in_flight, read_progress
 from shardcache.store.root import is_cache
 from shardcache.units import exact_duration, format_age, format_bytes
+from shardcache.urls import ShardURL, advise_scheme
 
 _SORTED_BY = ("url", "size", "used", "fetched", "state")
 _SHARD_FIELDS = (
@@ -193,16 +194,17 @@ def _other_endpoint(cache: Cache, key: str, url: str) -> str | None:
     return None
 
 
-def _copies(cache: Cache) -> dict[str, str]:
-    """Return advice about each shard that came from another endpoint, by URL."""
+def _advice(cache: Cache, absent: Iterable[ShardURL]) -> dict[str, str]:
+    """Return advice about shards that are not cached, by URL."""
+    found = {str(shard): advise_scheme(shard) for shard in absent}
     with contextlib.suppress(ShardNotFoundError):
-        return {
-            str(shard): f"its copy came from another endpoint ({endpoint}): "
-            f"set that endpoint, or name the copy by a pattern, such as '{shard}*'."
-            for shard in cache.select("*")
-            if (endpoint := cache.other_endpoint(shard))
-        }
-    return {}
+        for shard in cache.select("*"):
+            if str(shard) in found and (endpoint := cache.other_endpoint(shard)):
+                found[str(shard)] = (
+                    f"Its copy came from another endpoint ({endpoint}). Set that endpoint, or name "
+                    f"the copy by a pattern, such as '{shard}*'."
+                )
+    return found
 
 
 def _list_partials(cache: Cache) -> tuple[list[Row], Row, str]:
@@ -261,9 +263,9 @@ def path_command(invocation: Invocation, specs: tuple[str, ...], fetch: bool) ->
                 cache.fetch(shard.raw)
                 path = cache.path(shard)
             if path is None:
-                advice = "it was evicted at once." if fetch else "pass --fetch to download it."
-                advice = _copies(cache).get(str(shard), advice)
-                text = f"{shard} is not cached in {cache.dir}: {advice}"
+                advice = "It was evicted at once." if fetch else "Pass --fetch to download it."
+                advice = _advice(cache, [shard])[str(shard)] or advice
+                text = f"{shard} is not cached in {cache.dir}. {advice}"
                 raise ShardNotFoundError(text, url=str(shard))
             if endpoint := cache.other_endpoint(shard):
                 invocation.console.hint(f"{shard} came from another endpoint ({endpoint}).")
@@ -323,7 +325,8 @@ def rm_command(
             freed, in_use = cache.remove(shard, dry_run=dry_run)
             state = "in_use" if in_use else "removed" if freed else "not_cached"
             rows.append({"url": str(shard), "size": freed, "state": state})
-        copies = _copies(cache) if any(row["state"] == "not_cached" for row in rows) else {}
+        absent = {row["url"] for row in rows if row["state"] == "not_cached"}
+        advice = _advice(cache, [each for each in shards if str(each) in absent]) if absent else {}
     counts, freed = Counter(row["state"] for row in rows), sum(row["size"] for row in rows)
     removed = f"{counted(counts['removed'], 'shard')}, {format_bytes(freed)}"
     errors = {
@@ -334,9 +337,9 @@ def rm_command(
     summary |= {"dry_run": dry_run, "removed_bytes": freed}
     text = f"{'would remove' if dry_run else 'removed'} {removed}"
     code = _print(invocation.console, "rm", rows, text, errors, **summary)
-    for row in rows:
-        if row["state"] == "not_cached" and row["url"] in copies:
-            invocation.console.error(f"{row['url']}: {copies[row['url']]}")
+    for url, text in advice.items():
+        if text:
+            invocation.console.error(f"{url}: {text}")
     return code
 
 

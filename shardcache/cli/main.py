@@ -11,6 +11,7 @@ stay on disk in both cases, and the next run resumes them.
 from __future__ import annotations
 
 import contextlib
+import difflib
 import enum
 import functools
 import gc
@@ -285,6 +286,14 @@ class _Commands(click.Group):
             return None
         module: Any = importlib.import_module(f"shardcache.cli.{_COMMANDS[cmd_name]}")
         return getattr(module, f"{cmd_name}_command")  # type: ignore[no-any-return]
+
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
+        try:
+            return super().resolve_command(ctx, args)
+        except click.UsageError as exn:
+            similar = difflib.get_close_matches(args[0], _COMMANDS, n=1)
+            more = f" Did you mean {similar[0]}?" if similar else ""
+            raise click.UsageError(f"{exn.message}{more}", ctx) from None
 
 
 @_with_global_options

@@ -140,7 +140,7 @@ def _print_failures(console: Console, report: PrewarmReport, max_failures: int |
     for line in _failures(report, everything=console.verbosity > 0):
         console.message("  failed  ", line, "red")
     if report.stopped is None:
-        if report.failed and max_failures is None:
+        if 0 < report.failed < len(report.results) and max_failures is None:
             console.hint(f"  To accept these failures, pass --max-failures {report.failed}.")
     elif report.stopped is Stopped.REQUESTED and report.not_started:
         console.hint("Run the same command again to resume.")

@@ -53,7 +53,9 @@ def test_every_command_has_help_with_examples_that_parse(run, command, tmp_path,
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("lss", "lss"),
+        ("lss", "Did you mean ls?"),
+        ("prewarm b/a.tar", "If it is an object, write s3://b/a.tar"),
+        ("pin b/a.tar", "If it is an object, write s3://b/a.tar"),
         ("stats --format tsv", "tsv"),
         ("clean --max-size x", "--max-size"),
         ("prewarm --max-size 0 s3://b/a", "'0' is not above 0"),

@@ -111,7 +111,7 @@ def prewarm_command(
     changes: dict[str, Any] = {} if max_size is None else {"max_size": max_size}
     console, progress = invocation.console, PrewarmProgress()
     only_plans = options["check"] or options["dry_run"]
-    loaded = invocation.loaded()
+    loaded = invocation.loaded_with_job_limits("tiers")
     connections = max(jobs or 0, loaded.config.connections)
     cache = invocation.cache(loaded, connections=connections, **changes)
     with cache, ExitStack() as stack:

@@ -74,8 +74,8 @@ def ls_command(
     pattern also matches those of other endpoints, which `ls` shows. The states are ok, in_use
     (a process reads it), pinned (see `pin`), not_cached (pinned, but not downloaded yet) and
     damaged (its next reader downloads it again). With --partial they are live (a process
-    downloads it) and orphan (its process is dead; the next reader resumes it, or `clean`
-    removes it).
+    downloads it), resumable (its process is dead; the next reader continues it) and orphan
+    (no reader can continue it). `clean` removes the last two after an hour.
 
     \b
     Examples:
@@ -210,11 +210,12 @@ def _advice(cache: Cache, absent: Iterable[ShardURL]) -> dict[str, str]:
 def _list_partials(cache: Cache) -> tuple[list[Row], Row, str]:
     """Return `partials`, and their totals as a row and as text."""
     rows = list(partials(cache))
-    live = sum(row["state"] == "live" for row in rows)
-    orphans, written = len(rows) - live, sum(row["written_bytes"] for row in rows)
+    states, written = Counter(row["state"] for row in rows), sum(r["written_bytes"] for r in rows)
+    live, resumable, orphans = (states[state] for state in ("live", "resumable", "orphan"))
     text = f"{counted(len(rows), 'partial')}, {format_bytes(written)}"
-    summary = {"partials": len(rows), "live": live, "orphans": orphans, "written_bytes": written}
-    return rows, summary, f"{text}: {live:,} live, {counted(orphans, 'orphan')}"
+    summary = {"partials": len(rows), "live": live, "resumable": resumable, "orphans": orphans}
+    text += f": {live:,} live, {resumable:,} resumable, {counted(orphans, 'orphan')}"
+    return rows, {**summary, "written_bytes": written}, text
 
 
 def partials(cache: Cache) -> Iterator[Row]:
@@ -226,11 +227,12 @@ def partials(cache: Cache) -> Iterator[Row]:
             progress = read_progress(partial.path)
             metadata = progress.metadata if progress else None
             holder = read_holder(store.layout.holder(partial.key)) if partial.live else None
+            state = "resumable" if metadata and metadata.resumable else "orphan"
             yield {
                 "url": metadata.url if metadata else None,
                 "size": partial.size,
                 "written_bytes": progress.written if progress else partial.occupied,
-                "state": "live" if partial.live else "orphan",
+                "state": "live" if partial.live else state,
                 "begun_at": utc(metadata.fetched_at) if metadata else None,
                 "holder": str(holder) if holder else None,
                 "pid": holder.pid if holder else None,

@@ -85,6 +85,11 @@ class Metadata:
     endpoint: str | None = None  #: of an ``s3`` URL, see `ShardURL`; None if it is not known
 
     @property
+    def resumable(self) -> bool:
+        """Whether another process can continue the download: size and version are known."""
+        return self.info.size is not None and self.info.identifiable
+
+    @property
     def basename(self) -> str:
         """The name of the data file; raises DamagedError if the URL cannot be parsed."""
         try:

@@ -65,7 +65,7 @@ def test_a_cache_without_a_manifest_is_empty(run, tmp_path):
     assert (code, out) == (0, "0 shards, 0 B\n") and "Nothing was cached" in err
     assert run("clean")[:2] == run("clean", "-q")[:2] == (0, "")
     Layout.of_root(tmp_path / "cache").make()  # a process creates the manifest last
-    assert run("ls", "--partial")[:2] == (0, "0 partials, 0 B: 0 live, 0 orphans\n")
+    assert run("ls", "--partial")[:2] == (0, "0 partials, 0 B: 0 live, 0 resumable, 0 orphans\n")
     (tmp_path / "cache" / "precious").touch()
     assert run("ls")[0] == 2
 
@@ -150,7 +150,9 @@ def test_rm_keeps_shards_in_use_and_exits_6(run, warm, bucket, tmp_path):
     assert states(run) == ["pinned", "pinned", "ok", "ok"]
     code, _, err = run("rm", "-y", warm[0])
     assert code == 6 and "shardcache unpin" in err
-    assert "kept 2 shards" in run("clean", "--all", "-y")[1]
+    removed, kept = run("clean", "--all", "-y")[1].splitlines()
+    assert re.fullmatch(r"removed 2 shards, [\d.]+ KB", removed)
+    assert re.fullmatch(r"kept 2 shards, [\d.]+ KB \(2 pinned\)", kept)
     error = f"error: {warm[2]} was not pinned in {tmp_path / 'cache'}\n"
     assert run("unpin", *warm[:3]) == (1, "unpinned 2 shards\n", error)
     assert run("rm", "-y", warm[0])[0] == 0

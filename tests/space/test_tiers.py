@@ -127,7 +127,8 @@ def test_prewarm_and_clean_apply_the_limits_of_all_tiers(shop, ram):
 
 def test_commands_find_the_tiers_of_a_job(shop, ram):
     with opened(shop, ram, shop.room(2)) as cache:
-        assert cache.prewarm(shop.urls).failed == 0
+        for url in shop.urls:
+            cache.fetch(url)
     with Cache(shop.path, cache_local=True, min_free=0) as later:
         assert later.path(shop.urls[0]) is None and read(later, shop.urls[5])
 

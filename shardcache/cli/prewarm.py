@@ -111,7 +111,7 @@ def prewarm_command(
     changes: dict[str, Any] = {} if max_size is None else {"max_size": max_size}
     console, progress = invocation.console, PrewarmProgress()
     only_plans = options["check"] or options["dry_run"]
-    loaded = invocation.loaded()
+    loaded = invocation.loaded_with_job_limits("tiers")
     connections = max(jobs or 0, loaded.config.connections)
     cache = invocation.cache(loaded, connections=connections, **changes)
     with cache, ExitStack() as stack:
@@ -140,7 +140,7 @@ def _print_failures(console: Console, report: PrewarmReport, max_failures: int |
     for line in _failures(report, everything=console.verbosity > 0):
         console.message("  failed  ", line, "red")
     if report.stopped is None:
-        if report.failed and max_failures is None:
+        if 0 < report.failed < len(report.results) and max_failures is None:
             console.hint(f"  To accept these failures, pass --max-failures {report.failed}.")
     elif report.stopped is Stopped.REQUESTED and report.not_started:
         console.hint("Run the same command again to resume.")

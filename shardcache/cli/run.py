@@ -131,6 +131,8 @@ def _variables(invocation: Invocation, options: tuple[str, ...]) -> dict[str, st
         name, equals, value = option.partition("=")
         if not equals:
             raise click.UsageError(f"{option!r} is not of the form NAME=VALUE.")
+        # Parse it here, so that an error names the option instead of a variable.
+        load({"dir": invocation.dir, name.lower(): value})
         variables[f"SHARDCACHE_{name.upper()}"] = value
     folder, found = Path(shardcache.__file__).parent / "autoload", os.environ.get("PYTHONPATH")
     python_path = f"{folder}{os.pathsep}{found}" if found else str(folder)

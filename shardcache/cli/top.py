@@ -186,7 +186,11 @@ def frame(snapshot: Snapshot, hint: str = "") -> RenderableType:
         parts.append(grid := Table.grid(padding=(0, 2, 0, 0)))
         grid.add_row(*cells_of_tier)
     by_rank = {"all": snapshot.total, **(snapshot.ranks if len(snapshot.ranks) > 1 else {})}
-    rates = [[rank, *cells(stats, snapshot.seconds or 1.0)] for rank, stats in by_rank.items()]
+    seconds = snapshot.seconds  # the first snapshot has no rates yet
+    rates = [
+        [rank, *(cells(stats, seconds) if seconds else ["-"] * len(ROW_TITLES))]
+        for rank, stats in by_rank.items()
+    ]
     parts.append(text_table(["RANK", *ROW_TITLES], rates, ROW_TITLES))
     running = f"\n{counted(len(snapshot.fetches), 'download')} running"
     parts.append(Text(running, "green" if snapshot.fetches else ""))

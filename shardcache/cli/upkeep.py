@@ -16,7 +16,7 @@ from shardcache.cli.main import ExitCode, Invocation, command, flag
 from shardcache.cli.output import Row, counted, fields_of, printable
 from shardcache.cli.progress import Position, Positions, display
 from shardcache.errors import ConfigError
-from shardcache.space.eviction import CleanReport, Removal
+from shardcache.space.eviction import CleanReport, Reason, Removal
 from shardcache.store.partial import read_progress
 from shardcache.store.verify import Finding, State, VerifyStatus
 from shardcache.units import Limit, format_bytes, format_duration
@@ -100,12 +100,13 @@ def _url_of(removal: Removal) -> str:
 def _summary(report: CleanReport) -> str:
     removed, kept = ("would remove", "would keep") if report.dry_run else ("removed", "kept")
     rest = f"{kept} {counted(report.kept, 'shard')}, {format_bytes(report.kept_bytes)}"
+    rest += f" ({report.pinned:,} pinned)" if report.pinned else ""
     if not report.removed:
         return f"nothing to remove; {rest}"
     reasons = Counter(each.reason for each in report.removed)
-    why = ", ".join(f"{number:,} {reason}" for reason, number in reasons.items())
+    why = ", ".join(f"{n:,} {reason}" for reason, n in reasons.items() if reason != Reason.ALL)
     shards, size = counted(len(report.removed), "shard"), format_bytes(report.freed)
-    return f"{removed} {shards}, {size}: {why}\n{rest}"
+    return f"{removed} {shards}, {size}{why and f': {why}'}\n{rest}"
 
 
 def _share(text: str) -> float:

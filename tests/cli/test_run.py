@@ -61,7 +61,7 @@ def test_workers_read_through_the_cache(method, program, spec, proxy, tmp_path):
     ("arguments", "text"),
     [
         (["-o", "max_siz=1GB", "--", "touch"], "Did you mean max_size?"),
-        (["-o", "max_size=many", "--", "touch"], "max_size"),
+        (["-o", "max_size=many", "--", "touch"], "max_size (argument): 'many'"),
         (["-o", "max_size", "--", "touch"], "NAME=VALUE"),
         (["--dir", "/proc/self/status", "--", "touch"], "not a directory"),
         ([], "Give a program"),

@@ -20,13 +20,15 @@ URL = "s3://lab/train/0.tar"
 DATA = make_tar(0, members=40, size=100_000)
 
 
-def test_rates_cover_the_time_between_two_snapshots(make_cache, origin, clock):
+def test_rates_cover_the_time_between_two_snapshots(make_cache, origin, clock, capsys):
     origin.objects[URL] = DATA
     cache = make_cache(max_size=2 * len(DATA))
     cache.open(URL).read()
     watcher = Watcher(cache)
     first = watcher.snapshot()
     assert (first.seconds, first.total.opens) == (None, 0)
+    Console().render(frame(first))
+    assert "0.0/s" not in capsys.readouterr().out  # nothing is measured yet
     for _ in range(10):
         cache.open(URL).close()
     cache._here().counters.flush()

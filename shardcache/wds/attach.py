@@ -63,7 +63,7 @@ def url_opener(
                 continue
             break
         opened += 1
-        sample |= {"stream": stream, "local_path": stream.name}
+        sample |= {"stream": stream, "local_path": stream.name.removeprefix("file://")}
         yield sample
         # A reference here would keep this shard in use during the download of the next one.
         del stream, sample, item

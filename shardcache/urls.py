@@ -82,6 +82,7 @@ _AWS_REGION = rf"[.-]({PARTITIONS})-[a-z]+(-[a-z]+)*-[0-9]+\."
 
 # Patterns are compiled on first use, which keeps `import shardcache` fast.
 _SCHEME = r"([A-Za-z][A-Za-z0-9+.-]*):(//)?"
+_FSSPEC = r"^shardcache:(:|//(?=[A-Za-z][A-Za-z0-9+.-]*://))"  # both forms of our fsspec names
 _CHAIN = r"(^[A-Za-z0-9+.-]+::|::[A-Za-z0-9+.-]+:/)"
 _UNSAFE = r"[^A-Za-z0-9._-]+"
 _TARGET = r"[a-z][a-z0-9+.-]*://[^\s\"'|;<>()]+"
@@ -199,7 +200,7 @@ def parse_url(
     """
     if not isinstance(url, str):
         raise ConfigError(f"a shard URL must be a string, not {type(url).__name__}")
-    url = url.removeprefix("shardcache::")
+    url = re.sub(_FSSPEC, "", url)
     if not url:
         raise ConfigError("a shard URL must not be empty")
     if re.search(_CONTROL, url):

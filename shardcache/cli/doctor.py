@@ -27,12 +27,12 @@ import click
 from shardcache.cli.main import ExitCode, Invocation, command
 from shardcache.cli.output import counted, printable, reason
 from shardcache.config import Config
-from shardcache.errors import ShardCacheError
+from shardcache.errors import AccessDeniedError, ShardCacheError
 from shardcache.layout import Layout, read_manifest
 from shardcache.locks.mounts import lock_kind, mount_of
-from shardcache.origins.base import ObjectInfo
+from shardcache.origins.base import ObjectInfo, TransientError
 from shardcache.origins.connection import Transport
-from shardcache.origins.endpoints import endpoint_of, parser, s3_access
+from shardcache.origins.endpoints import endpoint_of, parser, s3_access, scheme_options
 from shardcache.origins.resolve import Origins
 from shardcache.origins.retry import RetryPolicy
 from shardcache.origins.s3 import S3Origin
@@ -57,6 +57,7 @@ _PATIENCE = 10.0
 #: Advice after the time limit.
 _DEAD_MOUNT = "Its mount may be dead: mount it again (umount -l), or point dir at another disk."
 _DEAD_SERVICE = "Check DNS, the network, and the program or service that provides credentials."
+_NO_ENDPOINT = "Check endpoint_url, DNS, the network and https_proxy."
 #: Time limits for a connection to an address, and for the response of a server, in seconds.
 _CONNECT, _RESPOND = 1.0, 2.0
 #: Clock skew in seconds that is a warning. S3 refuses requests above 15 minutes.
@@ -69,7 +70,8 @@ def doctor_command(invocation: Invocation, url: str | None) -> ExitCode:
     """Check that the machine fits the configuration.
 
     Checks directories, filesystems, memory, limits and CPUs, the credentials and their expiry,
-    the addresses and the clock of the endpoint, and with --url the origin. Each finding is ok,
+    the addresses and the clock of the endpoint, and with --url the origin. One signed request
+    tries the credentials. Each finding is ok,
     warn or fail, with advice. Changes nothing. Exit code 4 if a check failed.
 
     \b
@@ -239,13 +241,26 @@ def _credentials(config: Config) -> Findings:
     if len(missing) == 1:
         fix = f"Set {missing[0]} as well, or unset the other and use a profile or a role."
         yield "warn", f"{missing[0]} is not set, but the other key variable is", fix
-    access = s3_access(config, timed=True)
-    if access.credentials:
-        yield "ok", str(access), ""
-    else:
+    access, options = s3_access(config, timed=True), scheme_options(config, "s3")
+    if not access.credentials:
         fix = "Set AWS_PROFILE or AWS_ACCESS_KEY_ID, give the node a role, or set anon for public "
         fix += "buckets (storage_options)."
         yield "warn", str(access), fix
+        return
+    if options.get("anon"):
+        yield "ok", str(access), ""
+        return
+    origin = S3Origin(options, endpoint_url=config.endpoint_url, timeout=_RESPOND)
+    try:
+        if origin.accepts_credentials():
+            yield "ok", f"{access}; accepted", ""
+        else:
+            fix = "Pass --url s3://BUCKET/SHARD to try them."
+            yield "warn", f"{access}; not tried: it does not list buckets", fix
+    except AccessDeniedError as exn:
+        yield "fail", f"{access}; refused", reason(exn)
+    except TransientError as exn:
+        yield "warn", f"{access}; not tried: {exn}", _NO_ENDPOINT
 
 
 def _endpoint(config: Config, url: str | None) -> Findings:
@@ -268,8 +283,7 @@ def _endpoint(config: Config, url: str | None) -> Findings:
         proxied = getproxies().get(parts.scheme) and not proxy_bypass(host)
         rows = [] if proxied else socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (OSError, ValueError) as exn:
-        fix = "Check endpoint_url, DNS, the network and https_proxy."
-        yield "fail", f"{server} does not respond: {exn}", fix
+        yield "fail", f"{server} does not respond: {exn}", _NO_ENDPOINT
         return
     with ThreadPoolExecutor(len(rows) or 1) as pool:
         dead = ", ".join(filter(None, pool.map(_dead_address, rows)))

@@ -21,13 +21,14 @@ from shardcache import clock, threads
 from shardcache.config import Config, Options, load
 from shardcache.download.download import Download
 from shardcache.errors import ConfigError, ShardNotFoundError
+from shardcache.files import Modes
 from shardcache.origins.endpoints import parser
-from shardcache.process import Processes
+from shardcache.process import Processes, log_unusable
 from shardcache.ranks import detect
 from shardcache.reading.opener import Opener
 from shardcache.store.directory import DamagedError
 from shardcache.store.entry import Entry, Store
-from shardcache.store.root import check_root, make_root, require_cache
+from shardcache.store.root import check_root, check_usable, make_root, require_cache
 from shardcache.units import parse_duration
 from shardcache.urls import ShardURL, redact
 
@@ -84,7 +85,7 @@ class Cache:
             (``SHARDCACHE_MAX_SIZE``) and in ``shardcache.toml``.
 
     Raises:
-        ConfigError: an option cannot work.
+        ConfigError: an option cannot work; with ``strict`` also: the directory cannot be used.
     """
 
     def __init__(
@@ -94,6 +95,14 @@ class Cache:
         if sources["dir"] == "default":
             logger.info("caching in %s; set SHARDCACHE_DIR to use another directory", config.dir)
         self._setup(config, clock.time())
+        Modes.of(config.shared_group)  # raises an error for a user outside the group
+        try:
+            check_usable(config)
+        except ConfigError as exn:
+            if config.strict:
+                raise
+            # Before workers are started, so that not each of them logs it.
+            log_unusable(exn, config.dir, detect())
 
     @classmethod
     def from_config(cls, config: Config, *, started: float | None = None) -> Cache:

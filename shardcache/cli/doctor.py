@@ -40,7 +40,7 @@ from shardcache.ranks import detect
 from shardcache.space.eviction import total_bytes
 from shardcache.space.memory import Volume, allocation, cpu_quota, is_memory
 from shardcache.store.entry import Store
-from shardcache.store.root import check_foreign, check_root
+from shardcache.store.root import check_usable
 from shardcache.units import format_bytes, format_duration, format_rate
 from shardcache.urls import redact
 
@@ -154,16 +154,11 @@ def _existing(directory: Path) -> Path:
 
 
 def _owner(tier: Config) -> Findings:
+    check_usable(tier)
     path = _existing(tier.dir)
-    if path == tier.dir and path.is_dir():
-        check_root(tier)
-        check_foreign(tier.dir)
-    if not path.is_dir():
-        yield "fail", f"{path} is not a directory", "Point dir at a directory, or at a name in one."
-    elif not os.access(path, os.W_OK | os.X_OK):
-        fix = "Point dir at a directory that this user may write, or make this one writable"
-        fix += f" (mount -o remount,rw {shlex.quote(str(path))} if it is mounted read-only)."
-        yield "fail", f"{path} is not writable", fix
+    if not os.access(path, os.W_OK | os.X_OK):
+        fix = f"Make it writable (mount -o remount,rw {shlex.quote(str(path))})."
+        yield "fail", "its shards can be read, but none can be added", fix
     elif path != tier.dir:
         yield "ok", "writable, will be created", ""
     else:

@@ -7,7 +7,10 @@ processes may make the same root at once.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
+import os
+import shlex
 import stat
 from pathlib import Path
 
@@ -91,6 +94,42 @@ def make_root(config: Config) -> Layout:
         for path, text in texts.items():
             replace_file(path, text.encode(), modes.file, via=layout.partial, once=True)
     return layout
+
+
+def check_usable(config: Config) -> None:
+    """Raise ConfigError if a directory cannot be made a cache, or not be used as one.
+
+    Changes nothing. A cache on a read-only filesystem can be used: its shards can be read.
+    """
+    root = config.dir
+    try:
+        path = next(each for each in (root, *root.parents) if each.exists())
+        if not path.is_dir():
+            raise ConfigError(
+                f"{path} is not a directory. Point dir at a directory, or at a name in one.",
+                dir=root,
+            )
+        check_manifest(config)
+        if path == root:
+            check_root(config)
+            check_foreign(root)
+    except OSError as exn:
+        raise unusable(root, exn) from exn
+    if not (is_cache(root) or os.access(path, os.W_OK | os.X_OK)):
+        is_frozen = os.statvfs(path).f_flag & os.ST_RDONLY
+        number = errno.EROFS if is_frozen else errno.EACCES
+        raise unusable(root, OSError(number, os.strerror(number), str(path)))
+
+
+def unusable(root: Path, exn: OSError) -> ConfigError:
+    """Return the error for a directory that cannot be made or written."""
+    path = exn.filename or root
+    how = f" (mount -o remount,rw {shlex.quote(str(path))})" if exn.errno == errno.EROFS else ""
+    return ConfigError(
+        f"{path} cannot be written ({exn.strerror or exn}). Point dir (--dir, SHARDCACHE_DIR) at a "
+        f"directory that this user may write, or make this one writable{how}.",
+        dir=root,
+    )
 
 
 def check_foreign(root: Path) -> None:

@@ -56,7 +56,7 @@ def test_findings_have_fixes_and_quiet_prints_failures_only(run, ask, tmp_path):
     code, rows = ask()
     assert code == 4 and all(bool(row["fix"]) == (row["level"] != "ok") for row in rows)
     code, quiet, _ = run("doctor", "-q")
-    line = f"fail  {cache}  {cache} is not a directory. Point dir at"
+    line = f"fail  {cache}  it cannot be used. {cache} is not a directory. Point dir at"
     assert code == 4 and quiet.startswith(line) and "ok " not in quiet
     cache.unlink()
     cache.mkdir(mode=0o700)

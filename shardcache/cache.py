@@ -392,6 +392,7 @@ class Cache:
         max_age: float | str | None = None,
         orphans: bool = False,
         everything: bool = False,
+        remove_dir: bool = False,
         dry_run: bool = False,
         wait: bool = True,
     ) -> CleanReport:
@@ -405,6 +406,8 @@ class Cache:
             orphans: also remove the unfinished downloads of the last hour, which could be resumed.
                 Unless a limit is given, no entry is removed.
             everything: remove all entries that no process uses.
+            remove_dir: with ``everything``, remove the directories as well. They stay if shards or
+                files of other programs stay, or if a process uses the cache.
             dry_run: remove nothing; the report counts the entries that would be removed.
             wait: if another process cleans, wait for up to ``lock_timeout``.
 
@@ -413,8 +416,10 @@ class Cache:
             LockTimeoutError: another process is cleaning.
             OSError: the filesystem is read-only or failing.
         """
+        from shardcache.locks.sessions import live_sessions
         from shardcache.space import clean as cleaning
         from shardcache.space.eviction import Limits
+        from shardcache.store.root import remove_root
 
         require_cache(self.dir)
         sweep_only = orphans and max_size is min_free is max_age is None
@@ -433,6 +438,10 @@ class Cache:
                 if not (everything or sweep_only):
                     limits = space.limits()
                 reports.append(cleaning.clean(space, limits, orphans=orphans, dry_run=dry_run))
+            is_used = reports[-1].kept or live_sessions(tier.node)
+            if remove_dir and everything and not (dry_run or is_used):
+                process.counters.flush()  # which writes into the directory
+                remove_root(tier.node)
         return cleaning.joined(reports)
 
     def verify(

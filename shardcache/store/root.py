@@ -20,6 +20,7 @@ from shardcache.files import Modes, random_token
 from shardcache.layout import (
     MANIFEST,
     Layout,
+    is_record_name,
     is_temporary_name,
     list_names,
     read_manifest,
@@ -53,7 +54,7 @@ v1/locks     lock files; harmless to keep, harmless to delete when nothing runs
 
 List          shardcache --dir THIS ls
 Make room     shardcache --dir THIS clean --max-size 500GB
-Remove all    shardcache --dir THIS clean --all -y
+Remove all    shardcache --dir THIS clean --all --remove-dir -y
 You may delete any entry by hand: the next reader downloads it again.
 """
 
@@ -169,6 +170,27 @@ def require_cache(root: Path) -> None:
             "Check dir (--dir, SHARDCACHE_DIR).",
             dir=root,
         )
+
+
+def remove_root(layout: Layout) -> None:
+    """Remove the records and the empty directories of a cache, then its root if nothing is left.
+
+    Shards, and files of other programs, stay; then the root is still a cache.
+    """
+    root, local = layout.base.parent, [layout.local] if layout.local else []
+    for base in (layout.base, *local):
+        for where, _, names in os.walk(base, topdown=False):
+            for path in (Path(where, name) for name in names if is_record_name(name)):
+                path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # not empty
+                Path(where).rmdir()
+    if set(list_names(root)) <= _ROOT_NAMES - {layout.base.name}:
+        for name in (_TAG_NAME, _README_NAME, MANIFEST):  # the manifest last, as it is made
+            (root / name).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # a mount point
+            root.rmdir()
+    else:
+        layout.make()  # cleaning needs all directories
 
 
 def check_root(config: Config) -> None:

@@ -52,7 +52,7 @@ LAST_COPIES = 5.0
 
 
 #: The variable that names the node and a directory of which a process has logged that it cannot be
-#: used. All its children inherit it, in whichever way they are started.
+#: used. Forked and spawned children inherit it.
 _LOGGED = "_SHARDCACHE_UNUSABLE"
 
 
@@ -241,7 +241,7 @@ class Process:
                 raise
             else:
                 self.writing.failed(at_once=True)
-                self._warned.add(fault_kind(exn))  # the next attempts fail likewise
+                self._warned.add(fault_kind(exn))  # later attempts fail in the same way
                 log_unusable(unusable(path, exn), path, self._ranks)
 
     # -- shards ------------------------------------------------------------------

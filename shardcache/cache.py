@@ -22,13 +22,14 @@ from shardcache import clock, threads
 from shardcache.config import Config, Options, load
 from shardcache.download.download import Download
 from shardcache.errors import ConfigError, ShardNotFoundError
+from shardcache.files import Modes
 from shardcache.origins.endpoints import parser
-from shardcache.process import Processes
+from shardcache.process import Processes, log_unusable
 from shardcache.ranks import detect, run_of_this_process
 from shardcache.reading.opener import Opener
 from shardcache.store.directory import DamagedError
 from shardcache.store.entry import Entry, Store
-from shardcache.store.root import check_root, make_root, require_cache
+from shardcache.store.root import check_root, check_usable, make_root, require_cache
 from shardcache.units import parse_duration
 from shardcache.urls import ShardURL, redact
 
@@ -85,7 +86,7 @@ class Cache:
             (``SHARDCACHE_MAX_SIZE``) and in ``shardcache.toml``.
 
     Raises:
-        ConfigError: an option cannot work.
+        ConfigError: an option cannot work; with ``strict`` also: the directory cannot be used.
     """
 
     def __init__(
@@ -95,6 +96,14 @@ class Cache:
         if sources["dir"] == "default":
             logger.info("caching in %s; set SHARDCACHE_DIR to use another directory", config.dir)
         self._setup(config, run_of_this_process()[0] or clock.time())
+        Modes.of(config.shared_group)  # raises an error for a user outside the group
+        try:
+            check_usable(config)
+        except ConfigError as exn:
+            if config.strict:
+                raise
+            # Before workers are started, so that not each of them logs it.
+            log_unusable(exn, config.dir, detect())
 
     @classmethod
     def from_config(cls, config: Config, *, started: float | None = None) -> Cache:
@@ -399,6 +408,7 @@ class Cache:
         max_age: float | str | None = None,
         orphans: bool = False,
         everything: bool = False,
+        remove_dir: bool = False,
         dry_run: bool = False,
         wait: bool = True,
     ) -> CleanReport:
@@ -412,6 +422,8 @@ class Cache:
             orphans: also remove the unfinished downloads of the last hour, which could be resumed.
                 Unless a limit is given, no entry is removed.
             everything: remove all entries that no process uses.
+            remove_dir: with ``everything``, remove the directories as well. They stay if shards or
+                files of other programs stay, or if a process uses the cache.
             dry_run: remove nothing; the report counts the entries that would be removed.
             wait: if another process cleans, wait for up to ``lock_timeout``.
 
@@ -420,8 +432,10 @@ class Cache:
             LockTimeoutError: another process is cleaning.
             OSError: the filesystem is read-only or failing.
         """
+        from shardcache.locks.sessions import live_sessions
         from shardcache.space import clean as cleaning
         from shardcache.space.eviction import Limits
+        from shardcache.store.root import remove_root
 
         require_cache(self.dir)
         sweep_only = orphans and max_size is min_free is max_age is None
@@ -440,6 +454,10 @@ class Cache:
                 if not (everything or sweep_only):
                     limits = space.limits()
                 reports.append(cleaning.clean(space, limits, orphans=orphans, dry_run=dry_run))
+            is_used = reports[-1].kept or live_sessions(tier.node)
+            if remove_dir and everything and not (dry_run or is_used):
+                process.counters.flush()  # which writes into the directory
+                remove_root(tier.node)
         return cleaning.joined(reports)
 
     def verify(

@@ -137,18 +137,19 @@ class Invocation:
             options: override options of the configuration.
 
         Raises:
-            ConfigError: the directory has other files and is not a cache. If the user mistyped it,
-                it would look like an empty cache.
+            ConfigError: the directory is not a cache, and cannot be made one. If the user mistyped
+                it, it would look like an empty cache.
         """
         from shardcache.cache import Cache
-        from shardcache.store.root import check_foreign, is_cache
+        from shardcache.store.root import check_usable, is_cache
 
         config, sources = loaded or self.loaded_with_job_limits()
-        check_foreign(config.dir)
-        if sources["dir"] == "default" and not is_cache(config.dir):
-            self.console.hint(
-                f"Using {config.dir}; --dir or SHARDCACHE_DIR sets another directory."
-            )
+        if not is_cache(config.dir):
+            check_usable(config)
+            if sources["dir"] == "default":
+                self.console.hint(
+                    f"Using {config.dir}; --dir or SHARDCACHE_DIR sets another directory."
+                )
         return Cache.from_config(config.replace(strict=True, **options))
 
     def confirm(self, question: str, yes: bool) -> None:

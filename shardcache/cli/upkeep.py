@@ -18,6 +18,7 @@ from shardcache.cli.progress import Position, Positions, display
 from shardcache.errors import ConfigError
 from shardcache.space.eviction import CleanReport, Reason, Removal
 from shardcache.store.partial import read_progress
+from shardcache.store.root import is_cache
 from shardcache.store.verify import Finding, State, VerifyStatus
 from shardcache.units import Limit, format_bytes, format_duration
 
@@ -26,6 +27,7 @@ from shardcache.units import Limit, format_bytes, format_duration
 @cli.dry_run_option
 @cli.yes_option
 @flag("--all", "everything", help="Remove all shards that are not in use or pinned.")
+@flag("--remove-dir", help="With --all, remove the directory, too.")
 @click.option(
     "--wait/--no-wait", default=True, help="Wait for another clean, or exit with 6 (default: wait)."
 )
@@ -43,39 +45,50 @@ def clean_command(
     invocation: Invocation,
     orphans: bool,
     everything: bool,
+    remove_dir: bool,
     yes: bool,
     dry_run: bool,
     wait: bool,
     **limits: Limit | float | None,
-) -> None:
+) -> ExitCode:
     """Evict shards over the limits, and remove partials of dead processes.
 
     Without options, the configured limits apply; a limit that is not configured is taken
     from the last job. Shards stay if a process reads them, or if they were
     used since the oldest running job started. Partials younger than an hour stay, too, so
-    that an interrupted prewarm can resume them; --orphans removes them.
+    that an interrupted prewarm can resume them; --orphans removes them. --all --remove-dir
+    leaves nothing of the cache, unless shards are pinned or a process uses it; exit code 1
+    if the directory stays.
 
     \b
     Examples:
       shardcache clean -n
       17 * * * *  /opt/venv/bin/shardcache --dir /local/nvme/shards clean -q
-      shardcache clean --all -y
+      shardcache clean --all --remove-dir -y
     """
     given: dict[str, Any] = {n: str(value) for n, value in limits.items() if value is not None}
     if everything and (given or orphans):
         raise click.UsageError("--all removes everything; omit limits and --orphans.")
+    if remove_dir and not everything:
+        raise click.UsageError("--remove-dir needs --all.")
     console, loaded = invocation.console, invocation.loaded_with_job_limits()
     with invocation.cache(loaded) as cache:
         if not cache.dir.exists():
             console.hint(f"{cache.dir} does not exist; there is nothing to clean.")
             console.object("clean", CleanReport((), 0, 0, 0, dry_run), freed=0, job_limits={})
-            return
+            return ExitCode.DONE
         if everything and not dry_run:
-            invocation.confirm(f"Remove every shard in {cache.dir}?", yes)
+            what = "Remove the directory and" if remove_dir else "Remove"
+            invocation.confirm(f"{what} every shard in {cache.dir}?", yes)
         is_limited = not (everything or (orphans and not given))
         job_limits = invocation.show_job_limits(loaded, *given) if is_limited else {}
         report = cache.clean(
-            **given, orphans=orphans, everything=everything, dry_run=dry_run, wait=wait
+            **given,
+            orphans=orphans,
+            everything=everything,
+            remove_dir=remove_dir,
+            dry_run=dry_run,
+            wait=wait,
         )
         console.object("clean", report, freed=report.freed, job_limits=job_limits)
         if dry_run:
@@ -87,6 +100,16 @@ def clean_command(
                 f"the cache is still {format_bytes(report.missing)} too large: the other shards "
                 "are in use, or were used since the running jobs started"
             )
+        if not remove_dir or dry_run:
+            return ExitCode.DONE
+        for each in cache.config.by_tier():
+            if is_cache(each.dir):
+                why = "a process uses it, or it has files of other programs"
+                why = "shards are pinned or in use (see `shardcache ls`)" if report.kept else why
+                console.error(f"{each.dir} stays: {why}.")
+                return ExitCode.FAILED
+        console.info(f"removed {cache.dir}")
+    return ExitCode.DONE
 
 
 def _url_of(removal: Removal) -> str:

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 from urllib.parse import parse_qsl, quote, unquote_plus, urlsplit
 from xml.etree import ElementTree
 
-from shardcache.errors import ConfigError, ShardCacheError
+from shardcache.errors import AccessDeniedError, ConfigError, ShardCacheError
 from shardcache.origins.base import ObjectInfo, read_all, refusal
 from shardcache.origins.connection import Response, Transport
 from shardcache.origins.credentials import (
@@ -50,10 +50,12 @@ _ELSEWHERE = frozenset({"AuthorizationHeaderMalformed", "IllegalLocationConstrai
 _SKEWED = "RequestTimeTooSkewed"
 #: Codes with which stores refuse an unknown header, with status 400. R2 sent 501 in January 2025.
 _UNKNOWN_HEADER = frozenset({"", "InvalidArgument", "InvalidRequest", "NotImplemented"})
+#: Codes for credentials that the store does not accept for any bucket.
+_INVALID = (*_EXPIRED, "InvalidToken", "InvalidAccessKeyId", "SignatureDoesNotMatch")
 #: Advice if access is denied, by S3's code.
 _HINTS = {
     **dict.fromkeys(
-        (*_EXPIRED, "InvalidToken", "InvalidAccessKeyId", "SignatureDoesNotMatch"),
+        _INVALID,
         "log in again, or check the profile, AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and "
         "AWS_SESSION_TOKEN against this endpoint",
     ),
@@ -92,7 +94,8 @@ class _Store:
     """What this process, or its parent, has learned about a store."""
 
     name: str  # for errors and logs: the endpoint, or AWS
-    address: Callable[[str, str], _Bucket]  # takes a bucket's name and its region
+    #: Takes a bucket's name and its region; without a name, it returns the address of the store.
+    address: Callable[[str, str], _Bucket]
     region: str  # to try first
     proxies: Mapping[str, str] | None
     trusted: str | bool | None  # see `Transport`
@@ -181,6 +184,24 @@ class S3Origin:
     def server(self, shard: ShardURL) -> str:
         """Return the scheme, host and port of the server that has a shard."""
         return self._bucket(shard.bucket_and_key()[0], None).server
+
+    def accepts_credentials(self) -> bool:
+        """Send one signed request, for the names of all buckets.
+
+        Returns:
+            Whether the response proves that the store knows the credentials. Those that may not
+            list buckets are known, too.
+
+        Raises:
+            AccessDeniedError: the store refuses the credentials, or there are none.
+            ConfigError, TransientError: the store cannot be reached.
+        """
+        *_, response = self._send("GET", ShardURL("", "s3", "s3://", "", ""), None, {}, {})
+        code, reason, _ = _read_refusal(response)
+        if code in _INVALID:
+            name = self.prepare().name
+            raise AccessDeniedError(f"{name} answered {response.status} {reason}: {_HINTS[code]}.")
+        return response.status == 200 or code == "AccessDenied"
 
     def open(
         self, shard: ShardURL, start: int, stop: int | None, expected: ObjectInfo | None = None
@@ -413,14 +434,16 @@ def _look_up(options: Mapping[str, Any], endpoint: str) -> _Store:
         service = "" if options.get("anon") else "s3"
         if is_plain and (found := _usual_address(endpoint, name, region)):
             return _Bucket(*found, region, service)
-        presign = client(region).generate_presigned_url
-        parts = urlsplit(presign("get_object", Params={"Bucket": name, "Key": "k"}))
+        s3, parameters = client(region), {"Bucket": name, "Key": "k"}
+        url = s3.generate_presigned_url("get_object", parameters) if name else s3.meta.endpoint_url
+        parts = urlsplit(url)
         port = {"http": ":80", "https": ":443"}[parts.scheme]
         server = f"{parts.scheme}://{parts.netloc.removesuffix(port)}"
         if parts.query:
             scope = dict(parse_qsl(parts.query))["X-Amz-Credential"]
             *_, region, service, _ = scope.split("/")
-        return _Bucket(server, parts.path.removesuffix("/k"), region, service)
+        path = parts.path.removesuffix("/k" if name else "/")
+        return _Bucket(server, path, region, service)
 
     try:
         session = _session(options)

@@ -72,6 +72,12 @@ def test_errors_are_reported_before_the_program_starts(arguments, text, tmp_path
     assert code == 2 and text in err and not (tmp_path / "started").exists()
 
 
+def test_a_directory_that_cannot_be_made_is_logged_once(program, spec):
+    code, out, err = run_process("run", *program(TRAINING), spec, "fork", directory="/proc/cache")
+    assert (code, out) == (7, "80 80\n" * 2)
+    assert err.count("no shard will be cached") == 1 and "streamed, not cached" not in err
+
+
 def test_skipped_errors_are_logged_once(program, s3_environment, tmp_path):
     absent = "s3://nowhere/train-{0000..0009}.tar", "fork"
     code, out, err = run_process("run", "--", *program(TRAINING), *absent, directory=tmp_path / "c")

@@ -76,7 +76,7 @@ def run_command(
             layouts.append(make_root(tier))
         except OSError as exn:  # the program streams, and inherits that this was logged
             log_unusable(unusable(tier.dir, exn), tier.dir, detect())
-            environment = {**os.environ, **environment}
+            environment = {**os.environ, **variables}
     with contextlib.ExitStack() as stack:
         notes = stack.enter_context(tempfile.NamedTemporaryFile(prefix="shardcache-run-"))
         environment[RUN_VARIABLE] = f"{time.time():.6f}:{notes.name}"

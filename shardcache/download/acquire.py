@@ -410,7 +410,7 @@ def _begin(download: Download, info: ObjectInfo, places: list[_Place]) -> Partia
 
 
 def _publish(site: Site, download: Download, transferred: Transferred) -> Path:
-    """Publish a transferred shard and return its entry. If a check refuses the shard, discard it."""
+    """Publish a transferred shard and return its entry, or discard it if a check refuses it."""
     partial, shard = transferred.partial, download.shard
     try:
         check_archive(partial.fd, shard.basename, str(shard))

@@ -152,8 +152,8 @@ class Process:
     def check_root(self) -> Site:
         """Return the site, or a new one if the directory of a tier was replaced.
 
-        A disk may be unmounted, mounted again or emptied while a job runs. Hits need no check: once
-        its directory is gone, a shard is not found, and that is a miss.
+        A disk may be unmounted, mounted again or emptied while a job runs. Only misses need this
+        check, because a shard whose directory is gone is a miss.
 
         Raises:
             OSError: the directory cannot be created again, or must not be used.

@@ -323,15 +323,16 @@ def _transfer(
     def announce(partial: Partial) -> Partial:
         """Write the partial's name into the lock's record, so that waiting processes find it."""
         size = partial.metadata.info.size
-        if lock is not None and (size is None or size > BLOCK):  # a single block has no journal
+        # A partial of one block has no journal, so no process could follow it.
+        if lock is not None and (size is None or size > BLOCK):
             lock.update(replace(site.holder(), partial=partial.path.name))
         return partial
 
     # If a version is outdated, an upstream may still hold it, so only the origin is used.
     upstreams = () if download.outdated else site.origins.upstreams(shard)
     for upstream in chain(upstreams, (None,)):
-        # Prefer a partial that this download has begun, from an upstream that then failed, to the
-        # partial that an earlier holder of the lock left.
+        # If an upstream failed, continue the partial that it began. Otherwise, try the partial that
+        # an earlier holder of the lock left.
         name = left if download.partial is None else download.partial.name
         resume, roomless = _resume(site, download, name), False
         if resume is not None:

@@ -134,13 +134,13 @@ class Download:
 
     @property
     def outcome(self) -> Literal["hit", "coalesced", "linked", "fetched"]:
-        """How the shard is obtained, as far as is known before the download ends."""
+        """How the shard is obtained, as far as that is known yet."""
         if self._result is not None:
             return self._result.outcome
         return "fetched" if self._has_run else "coalesced"
 
     def wait(self, is_over: Callable[[], bool], seconds: float | None = None) -> None:
-        """Block until ``is_over()``, which is called with the lock held, is true, or time is up."""
+        """Block until ``is_over()`` is true or time is up. Calls ``is_over`` with the lock held."""
         with self._changed:
             self._changed.wait_for(is_over, seconds)
 
@@ -235,7 +235,7 @@ class Download:
     def advanced(
         self, *, received: int = 0, written: int | None = None, retries: int | None = None
     ) -> None:
-        """Note progress: bytes ``received`` since the last call, and totals of the other two."""
+        """Note the bytes ``received`` since the last call, and the new totals of the others."""
         with self._changed:
             self._received += received
             if retries is not None:
@@ -279,7 +279,7 @@ class Download:
             )
 
     def sleep(self, seconds: float) -> None:
-        """Sleep. Raise FetchCancelledError if the download is cancelled before or meanwhile."""
+        """Sleep for ``seconds``. Raise FetchCancelledError as soon as the download is cancelled."""
         self.check()
         while seconds > 0:
             clock.sleep(min(seconds, _NAP))

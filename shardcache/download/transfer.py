@@ -120,7 +120,7 @@ class Source(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Transferred:
-    """A complete shard whose checksum was compared, ready to be published.
+    """A complete, checked shard that is not published yet.
 
     Attributes:
         partial: the shard's partial; the caller of `transfer` publishes and closes it.
@@ -297,7 +297,7 @@ class _Part:
 class Transfer:
     """Receives one version of an object. Used once, by the thread that made it.
 
-    ``described`` says that the first response had the checksum, so that none is requested.
+    ``described`` says that the first response stated any checksum, so that none is requested.
     """
 
     def __init__(
@@ -548,7 +548,7 @@ class Transfer:
             self._describer = threads.start(self._describe, "shardcache-checksum")
 
     def _describe(self) -> None:
-        """Request the checksum, without retries: it is only an additional proof."""
+        """Request the checksum, without retries: it is not worth delaying a complete shard."""
         try:
             stated = self._origin.stat(self._shard)
         except VersionChangedError as exn:
@@ -588,7 +588,7 @@ class Transfer:
             raise _FailedError
 
     def _sleep(self, seconds: float) -> None:
-        """Sleep. Raise _FailedError if the transfer has failed, or fails meanwhile."""
+        """Sleep for ``seconds``. Raise _FailedError as soon as the transfer has failed."""
         end = clock.monotonic() + seconds
         while (left := end - clock.monotonic()) > 0:
             clock.sleep(min(left, _NAP))

@@ -32,7 +32,7 @@ _FIRST_POLL = 0.02
 _LAST_POLL = 0.25
 #: Seconds between two log records about a wait.
 _ANNOUNCE_EVERY = 10.0
-#: Seconds after which `shardcache top` shows a wait. Most waits are shorter and would only flicker.
+#: Seconds after which `shardcache top` shows a wait. Most waits are too short for people to see.
 _NOTE_AFTER = 0.5
 
 

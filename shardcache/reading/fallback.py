@@ -205,7 +205,7 @@ def read_nearest(
     position: int = 0,
     failed: DownloadReader | None = None,
 ) -> OriginReader:
-    """Return a reader of the response that `failed` kept, or of an upstream, or of the origin."""
+    """Return a reader of the response that ``failed`` kept, or of an upstream, or of the origin."""
     answer = failed.take_answer() if failed is not None and position == 0 else None
     if position == 0 and answer is None:
         for upstream in here().origins.upstreams(shard):

@@ -96,7 +96,7 @@ class DownloadReader:
         self._download, self._has_started = here().join(shard, finish=finish, ahead=ahead)
 
     def attend(self) -> bool:
-        """Begin to read a shard that was downloaded ahead. If this returns False, open it again."""
+        """Begin to read a shard downloaded ahead. Return False if the caller must open it again."""
         download = self._download
         assert download is not None
         return not download.mine or download.attend()
@@ -389,7 +389,7 @@ class OriginReader:
         return count
 
     def _has_ended(self) -> bool:
-        """Return whether all bytes were read. If so, give the connection back without `close`."""
+        """Return whether the end is reached. If so, release the connection before `close`."""
         has_ended = self.size is not None and self._position >= self.size
         if has_ended:
             self.close()

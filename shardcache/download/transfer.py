@@ -321,7 +321,7 @@ class Transfer:
         self._partial = partial
         self._attempts = attempts
         self._info = partial.metadata.info
-        self._checksum = self._info.checksum  # as the origin states it
+        self._checksum = self._info.checksum  # of the object, as the origin states it
         self._is_described = described or not source.origin.states_checksums
         self._is_proven = True
         self._error: BaseException | None = None  # the first error, which ends all threads

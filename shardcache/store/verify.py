@@ -263,7 +263,7 @@ class Verifier:
         except TransferError as exn:
             self._unreachable[host] += 1
             return State.UNREACHABLE, redact(str(exn.__cause__ or exn))
-        except ShardCacheError as exn:  # ConfigError is one
+        except ShardCacheError as exn:  # ConfigError is a subclass
             return State.UNREACHABLE, exn.message
         except ValueError as exn:
             return State.UNREACHABLE, str(exn)

@@ -1,8 +1,9 @@
 """The parts of a cache that belong to one process: tiers, clients, connections, downloads.
 
-A `Process` is complete when it is made, on first use. A forked child makes its own. Directories,
-session and locks are a second value, its `Site`: made on the first open, and replaced as a whole if
-a directory was unmounted or emptied. Commands that only look make none.
+A `Process` is made on first use and is complete from then on; a forked child makes its own. The
+directories, session and locks are a separate value, the `Site`. The first open makes the site, and
+if a directory is unmounted or emptied, a new site replaces it. Commands that only inspect a cache
+make no site. A tier is one directory of the cache, such as a RAM disk in front of an SSD.
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ __all__ = ["PausedError", "Process", "Processes", "UnusableError", "log_unusable
 
 logger = logging.getLogger(__name__)
 
-#: Seconds that closing waits for copies to upstreams: a shard or two to a NAS. An upstream that
-#: hangs must not delay the end of a job; the next job downloads from the origin what is not copied.
+#: Seconds that closing waits for copies to upstreams, enough for a shard or two to a NAS. An
+#: upstream that hangs must not delay the end of a job; the next job uses the origin instead.
 LAST_COPIES = 5.0
 
 
@@ -57,7 +58,7 @@ _LOGGED = "_SHARDCACHE_UNUSABLE"
 
 
 class PausedError(OSError):
-    """The disk failed a moment ago and is not tried again yet."""
+    """The disk has failed, and is not used until a pause of a minute is over."""
 
 
 class UnusableError(ConfigError):
@@ -77,23 +78,23 @@ def log_unusable(error: ConfigError, directory: Path, ranks: Ranks) -> None:
 
 
 class Process:
-    """The parts of a cache that belong to the process that made this; safe between its threads.
+    """The parts of a cache that belong to one process. Safe to share between its threads.
 
     Args:
-        config: options.
-        ranks: which process of which job this is.
+        config: the options of the cache.
+        ranks: the job and rank of this process.
         started: when the job began to use the cache, for the session; None for a command.
 
     Attributes:
-        tiers: fastest first; the last one is ``dir``, where locks are.
-        reading, writing: count the disk's faults.
-        engine: what transfers share: connections and retries.
-        made_site: the `Site`, once it is made.
+        tiers: the tiers, fastest first; the last one is ``dir``, which holds the locks.
+        reading, writing: breakers, which count faults of the disk and pause its use.
+        engine: the connections, retries and counters that all transfers share.
+        made_site: the `Site`, or None until it is made.
         clean_due: when to call `clean_if_due` again, on the monotonic clock.
     """
 
     def __init__(self, config: Config, ranks: Ranks, started: float | None) -> None:
-        # Not at the top: these bring filelock, and `import shardcache` stays light.
+        # Imported here, because these modules import filelock and would slow `import shardcache`.
         from shardcache.download.download import Downloads
         from shardcache.download.pool import Connections
         from shardcache.download.transfer import Engine
@@ -124,13 +125,14 @@ class Process:
         self.clean_due = 0.0
         self._touched: dict[str, float] = {}
         self._copying: list[threading.Thread] = []
-        self._logged: Counter[str] = Counter()  # what `end` has logged
-        # A job that no launcher started has one `Cache`, in copies: they know when it was made.
+        self._logged: Counter[str] = Counter()  # the counts that `end` has already logged
+        # Without a launcher, the processes of a job have copies of one `Cache`, which began at the
+        # same time, so that time identifies the job.
         was_launched = ranks.source != "none"
         by_launcher = "local" if was_launched else f"{started or 0.0:.6f}"
         self._job = ranks.job or os.environ.get(RUN_VARIABLE) or by_launcher
         _all.add(self)
-        # The children of multiprocessing end without calling what atexit registered.
+        # Child processes of multiprocessing end without running atexit handlers.
         if (util := sys.modules.get("multiprocessing.util")) is not None:
             util.Finalize(None, _end_all, exitpriority=0)
 
@@ -138,36 +140,36 @@ class Process:
 
     @property
     def home(self) -> Tier:
-        """The tier that always exists."""
+        """The last tier, which every site includes."""
         return self.tiers[-1]
 
     @property
     def present(self) -> list[Tier]:
-        """The tiers that are caches on disk, and the last one.
+        """The tiers whose directory holds a cache, and always the last tier.
 
         Raises:
-            ConfigError: a directory must not be used.
+            ConfigError: a directory must not be used as a cache.
         """
         for tier in self.tiers:
             tier.check()
         return [tier for tier in self.tiers if tier.present or tier is self.home]
 
     def stores(self) -> list[Store]:
-        """Return every namespace of every tier."""
+        """Return the stores of all namespaces of all tiers."""
         return [store for tier in self.present for store in tier.stores()]
 
     def tier_of(self, directory: str) -> Tier:
-        """Return the tier that an entry is in."""
+        """Return the tier that contains an entry's directory; the last tier if none does."""
         return next((tier for tier in self.tiers if tier.owns(directory)), self.home)
 
     # -- directories -------------------------------------------------------------
 
     def site(self) -> Site:
-        """Return the site. The first call makes the directories.
+        """Return the site; the first call makes it and the directories.
 
         Raises:
-            ConfigError: the directory must not be used; UnusableError without ``strict``.
-            OSError: it cannot be made or written; with ``strict`` only.
+            ConfigError: the directory must not be used as a cache; UnusableError without ``strict``.
+            OSError: the directory cannot be created or written; with ``strict`` only.
         """
         if self.made_site is None:
             with self._lock:
@@ -176,28 +178,28 @@ class Process:
         return self.made_site
 
     def check_root(self) -> Site:
-        """Return the site, or a new one if a tier is another directory than before.
+        """Return the site, or a new one if the directory of a tier was replaced.
 
-        A disk may be unmounted, mounted again or emptied while a job runs. Only misses need this: a
-        shard that has vanished is a miss.
+        A disk may be unmounted, mounted again or emptied while a job runs. Only misses need this
+        check, because a shard whose directory is gone is a miss.
 
         Raises:
-            OSError: the directory cannot be made again, or must not be used.
+            OSError: the directory cannot be created again, or must not be used.
         """
         site = self.site()
         if self._changed_tiers():
             with self._lock:
-                if changed := self._changed_tiers():  # another thread may have made it
+                if changed := self._changed_tiers():  # unless another thread made the site already
                     self.made_site = self._make_site(changed)
                 site = self.made_site or site
         return site
 
     def _changed_tiers(self) -> list[Tier]:
-        """The tiers whose directory is another one; the last one also if it was never made."""
+        """Return the tiers whose directory was replaced; the last one also if it was never made."""
         return [t for t in self.tiers if (t.made or t is self.home) and t.changed()]
 
     def _make_site(self, tiers: list[Tier]) -> Site:
-        """Make the directories of these tiers, and a site of all that can be used."""
+        """Create the directories of these tiers, and return a `Site` with all usable tiers."""
         from shardcache.download.acquire import Site
         from shardcache.space.clean import Housekeeper
 
@@ -233,7 +235,7 @@ class Process:
                 text = "the tier %s cannot be used (%s); shards go to the next one"
                 self.warn(f"tier {path}", text, path, reason)
             elif isinstance(exn, ConfigError):
-                # Such as the directory of another user: not even its entries may be read.
+                # The directory may belong to another user now, so its entries may not be read.
                 self.reading.failed(at_once=True)
                 self.writing.failed(at_once=True)
                 log_unusable(exn, path, self._ranks)
@@ -250,17 +252,17 @@ class Process:
     def find(
         self, shard: ShardURL, outdated: frozenset[str] = frozenset(), *, insist: bool = False
     ) -> Opened | None:
-        """Open the shard's entry, if there is one.
+        """Open the shard's entry, or return None if it is not cached.
 
         Args:
             shard: the shard to look up.
-            outdated: versions that will not do.
-            insist: try the disk even if it failed a moment ago, because nothing else will do.
+            outdated: versions that must not be opened.
+            insist: use the disk even while it is paused, because the caller needs a local file.
 
         Raises:
-            PausedError: the disk failed a moment ago.
-            UnusableError: the directory must not be used.
-            OSError: it fails now.
+            PausedError: the disk is paused after faults.
+            UnusableError: the directory must not be used as a cache.
+            OSError: reading the disk fails.
         """
         self._gate(self.reading, insist)
         site = self.site()
@@ -271,8 +273,8 @@ class Process:
         except OSError as exn:
             self.disk_failed(self.reading, exn)
             raise
-        if opened is not None and self.reading.faults:  # can it be read, too?
-            with contextlib.suppress(OSError):  # the stream meets the error, and falls back
+        if opened is not None and self.reading.faults:  # opening does not prove that it is readable
+            with contextlib.suppress(OSError):  # the stream gets the same error, and falls back
                 os.pread(opened.fd, 1, 0)
                 self.reading.succeeded()
         return opened
@@ -280,14 +282,14 @@ class Process:
     def join(
         self, shard: ShardURL, *, finish: bool = False, ahead: bool = False
     ) -> tuple[Download, bool]:
-        """Add a reader to the shard's download; see `Downloads.join`. Start its worker if needed.
+        """Call `Downloads.join`, and start the worker if the download is new.
 
         Raises:
             OSError: the process cannot start a thread.
         """
         download, is_new = self.downloads.join(shard, finish=finish, ahead=ahead)
         if is_new:
-            # Without the lock of the downloads: starting waits for the thread, which may take it.
+            # Not under the lock of the downloads: `start` waits for the thread, which may take it.
             try:
                 threads.start(partial(self._work, download), f"shardcache-{shard.key[:8]}-fetch")
             except RuntimeError as exn:
@@ -298,24 +300,25 @@ class Process:
         return download, is_new
 
     def _work(self, download: Download) -> None:
-        """Run a shared download, in its worker's thread."""
+        """Run a download in its worker's thread, and report its result or error to the readers."""
         try:
             result = self.run(download)
-        except BaseException as exn:  # noqa: BLE001 - raised by its readers
+        except BaseException as exn:  # noqa: BLE001 - its readers raise it
             if not download.end(None, exn):
                 logger.info("%s: not fetched in the background: %s", download.shard, exn)
         else:
             download.end(result)
 
     def run(self, download: Download, *, insist: bool = False) -> Result | None:
-        """Run a download in the calling thread; see `acquire`. Count the downloaded bytes.
+        """Run `acquire` in the calling thread, return its result, and count the downloaded bytes.
 
         Args:
-            download: the download; not in the table, or that of the worker.
-            insist: try the disk even if it failed a moment ago, and wait for copies to upstreams.
+            download: the worker's download, or one that no other thread shares.
+            insist: use the disk even while it is paused, and wait for copies to upstreams.
 
         Raises:
-            As `acquire`; PausedError: the disk failed a moment ago.
+            PausedError: the disk is paused after faults.
+            The errors of `acquire`.
         """
         from shardcache.download.acquire import acquire
 
@@ -328,7 +331,7 @@ class Process:
             site = self.check_root()
             try:
                 result = acquire(site, download)
-            except OSError as exn:  # the disk may have been unmounted during the call
+            except OSError as exn:  # try once more if the disk was unmounted during the call
                 if not (is_local_error(exn) and self._changed_tiers()):
                     raise
                 result = acquire(self.check_root(), download)
@@ -354,7 +357,7 @@ class Process:
         return result
 
     def _gate(self, breaker: Breaker, insist: bool) -> None:
-        """Raise PausedError if the disk is not to be tried yet, and the shard can be streamed."""
+        """Raise PausedError while the disk is paused, unless ``insist`` or ``strict`` is set."""
         if breaker.left and not (insist or self.config.strict):
             raise PausedError(errno.EIO, f"the disk failed; tried again in {breaker.left:.0f} s")
 
@@ -363,13 +366,13 @@ class Process:
     def warn(
         self, kind: str, text: str, *args: object, extra: Mapping[str, object] | None = None
     ) -> None:
-        """Log a warning the first time in this process, for this kind; INFO afterwards."""
+        """Log at WARNING the first time that this process reports ``kind``, then at INFO."""
         level = logging.INFO if kind in self._warned else logging.WARNING
         self._warned.add(kind)
         logger.log(level, text, *args, extra=extra)
 
     def warn_streamed(self, shard: ShardURL, reason: str, extra: Mapping[str, object]) -> None:
-        """Log that a shard finds no room: a warning once per job and node, else at INFO."""
+        """Log that a shard finds no room: at WARNING once per job and node, otherwise at INFO."""
         text = "%s is streamed, not cached: %s"
         if not self.is_new("full"):
             logger.info(text, shard, reason, extra=extra)
@@ -385,14 +388,14 @@ class Process:
         )
 
     def is_new(self, kind: str) -> bool:
-        """Return whether this is the first call with this kind in the job, on this node."""
+        """Return whether this is the first call with ``kind`` in this job and on this node."""
         if kind in self._warned:
             return False
         self._warned.add(kind)
         return leave_note(self.home.node, f"{self._job}-{kind}")
 
     def touch(self, opened: Opened) -> None:
-        """Note a use of an entry, on its first use by this process and then once per interval."""
+        """Record that an entry is used: on first use by this process, then per touch interval."""
         now, directory = clock.monotonic(), opened.directory
         last = self._touched.get(directory)
         if now >= self.clean_due:
@@ -402,16 +405,16 @@ class Process:
             self.tier_of(directory).store.touch(directory, clock.time())
 
     def clean_if_due(self) -> None:
-        """Clean the cache in the background if that is due; see `space.clean`."""
+        """Start a cleaning of the cache in the background if one is due."""
         if self._is_well:
             for housekeeper in self._housekeepers:
                 housekeeper.check()
             self.clean_due = min((one.due for one in self._housekeepers), default=0.0)
 
     def _write_back(self, shard: ShardURL, path: str, *, wait: bool) -> None:
-        """Copy a downloaded shard to the upstreams that are configured for it.
+        """Copy a downloaded shard to the upstreams that have ``write_back`` set.
 
-        Without ``wait``, a thread copies it, so that no reader waits.
+        Without ``wait``, a thread makes the copies, so that no reader waits for them.
         """
         if not self.origins.writes_back:
             return
@@ -421,7 +424,7 @@ class Process:
             try:
                 sidecar = Entry.at(data.parent).metadata().encode()
                 self.origins.write_back(shard, data, sidecar)
-            except (OSError, DamagedError) as exn:  # it was evicted
+            except (OSError, DamagedError) as exn:  # the entry was evicted
                 logger.info("%s: not copied to an upstream: %s", shard, exn)
 
         if wait:
@@ -441,12 +444,12 @@ class Process:
 
     @property
     def _is_well(self) -> bool:
-        """Whether the disk is in use, and not left alone after a fault."""
+        """Whether the disk is used for reading and writing, and not paused after faults."""
         return self.reading.closed and self.writing.closed
 
     def disk_failed(self, breaker: Breaker, exn: OSError) -> None:
-        """Count a fault of the disk. After too many, the disk is not tried for a while."""
-        # One fault is enough to know that a disk is read-only.
+        """Count a fault of the disk. After three in a row, the disk is paused for a minute."""
+        # A read-only disk stays read-only, so a single EROFS is enough.
         if is_disk_fault(exn) and breaker.failed(at_once=exn.errno == errno.EROFS):
             self.warn(
                 fault_kind(exn),
@@ -460,7 +463,7 @@ class Process:
     # -- ending ------------------------------------------------------------------
 
     def close(self) -> None:
-        """End the session and the downloads that have no reader. The next use makes a new site."""
+        """End the session, and cancel downloads without readers. The next use makes a new site."""
         self._end_housekeeping()
         if self.made_site is not None:
             self.made_site = None
@@ -471,7 +474,7 @@ class Process:
         self.end()
 
     def end(self) -> None:
-        """Write the counts, end the session, and log what this process has done."""
+        """Write the counters, end the session, and log a summary of what this process has read."""
         self.counters.flush()
         for tier in self.tiers:
             tier.end_session()
@@ -489,7 +492,7 @@ class Process:
         self._housekeepers = []
 
 
-#: The objects of this process, which end with it.
+#: All `Process` objects of this process, to end them when it exits.
 _all: weakref.WeakSet[Process] = weakref.WeakSet()
 
 
@@ -503,9 +506,9 @@ os.register_at_fork(after_in_child=_all.clear)
 
 
 class Processes:
-    """Makes one `Process` for all threads of the calling process.
+    """Gives all threads of a process the same `Process`, and a forked child one of its own.
 
-    It takes no lock, because a fork could copy one that is held. Arguments as for `Process`.
+    Takes no lock, because a fork could copy the lock while it is held. Arguments as for `Process`.
     """
 
     def __init__(self, config: Config, ranks: Ranks, started: float | None) -> None:
@@ -513,15 +516,15 @@ class Processes:
         self._made: dict[int, Process] = {}
 
     def here(self) -> Process:
-        """Return the `Process` of the calling process; the first call makes it."""
+        """Return the `Process` of the calling process; the first call in a process makes it."""
         pid = os.getpid()
         process = self._made.get(pid)
         if process is None:
             process = self._made.setdefault(pid, Process(*self._parts))
             for other in [p for p in list(self._made) if p != pid]:
-                self._made.pop(other, None)  # the parent's; copies of its sockets go with it
+                self._made.pop(other, None)  # the parent's `Process`, and copies of its sockets
         return process
 
     def made(self) -> Process | None:
-        """Return the `Process` of the calling process, if it was made."""
+        """Return the `Process` of the calling process, or None if it was never made."""
         return self._made.get(os.getpid())

@@ -1,11 +1,12 @@
 """Bringing a shard into the cache.
 
-    download    the state of one shard on its way, and the downloads of a process
-    acquire     from a download to an open entry: lock, wait, link, resume, transfer, publish
-    waiting     one wait for another process
-    transfer    one version of one object into one partial
+    download    the state of one download, and the table of the downloads of a process
+    acquire     the steps to an open entry: lock, wait, link, resume, transfer, publish
+    waiting     waiting while another process downloads the shard
+    transfer    receiving one version of an object into a partial
     pool        the connections of a process, and its limit of bytes per second
 
-Calls go down. Results come back as return values, and as events that the worker of a download
-reports to it.
+An entry is a complete shard on disk; a partial is a shard that is still being downloaded. `acquire`
+calls `waiting` and `transfer`, and `transfer` uses `pool`. Results come back as return values, and
+as events that the worker (the thread that runs a download) reports to its `Download`.
 """

@@ -1,4 +1,4 @@
-"""From a shard that is not cached to an open entry: one download per node.
+"""Turn a shard that is not cached into an open entry, with one download per node.
 
     try the key's lock --- busy --> wait, look again --------------> coalesced
       | ours                          | the holder is stale
@@ -6,7 +6,9 @@
     link a sibling namespace's entry ------------------------------> linked
     resume a partial or begin one ---> transfer ---> publish ------> fetched
 
-Locks only save bandwidth: every step is right without them.
+A sibling namespace stores the shards of another rank or job in the same cache (``isolation``). The
+holder of the lock is stale if its partial, the shard in flight, has not grown for ``stale_after``
+seconds. Locks only save bandwidth: every step gives the right bytes without them.
 """
 
 from __future__ import annotations
@@ -56,24 +58,24 @@ __all__ = ["Site", "acquire"]
 
 logger = logging.getLogger(__name__)
 
-#: Downloads past a stale holder, per node: enough to go on, too few for one stuck process to cause
-#: a download storm.
+#: Downloads per node that ignore the lock of a stale holder: enough for readers to continue, too
+#: few for one stuck process to cause a download storm.
 _PRIVATE = 2
-#: Downloads ahead, per node: as many as keep a fast link busy with eight connections each, few
-#: compared with the shards that a node's workers wait for.
+#: Downloads ahead (of shards that no reader needs yet) per node: enough to keep a fast link busy
+#: with eight connections each, few compared with the shards that the node's workers wait for.
 _AHEAD = 16
-#: Assumed bytes of a shard of unknown size. If there is no room for them, the shard may have to be
-#: streamed, and its first request is for all of it.
+#: Assumed bytes of a shard of unknown size. If there is no room for that many, the shard may have
+#: to be streamed, so the first request asks for the whole shard.
 _USUAL_SIZE = 64 << 20
-#: An entry may vanish between publish and open, and a partial may be removed by a process whose
-#: locks do not work; not this often in a row.
+#: Attempts to store a shard. An entry may vanish between publish and open, and a process whose
+#: locks do not work may remove a partial, but hardly this often in a row.
 _TRIES = 5
 
 _Lock: TypeAlias = KeyLock | KeyLease
 
 
 class _Place(NamedTuple):
-    """Where a shard may be stored."""
+    """A namespace in which a shard may be stored, and the budget that it counts against."""
 
     store: Store
     space: Space
@@ -81,15 +83,15 @@ class _Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Site:
-    """The directories of a cache as a process found them, and what it downloads with.
+    """The directories of a cache as a process found them, and the tools to download into them.
 
-    It is replaced as a whole if a directory is unmounted or emptied. Threads may share it.
+    A new site replaces this one if a directory is unmounted or emptied. Safe between threads.
 
     Attributes:
-        tiers: fastest first; the locks are in the last one.
+        tiers: the directories of the cache, fastest first; the last one holds the locks.
         engine, origins, config, ranks: those of the process.
-        on_read_error: receives the error of an entry that the disk could not read.
-        warn: logs a warning of a kind once (`Process.warn`).
+        on_read_error: called with the error when the disk cannot read an entry.
+        warn: logs each kind of warning once (`Process.warn`).
     """
 
     tiers: Sequence[Tier]
@@ -102,22 +104,22 @@ class Site:
 
     @lazy
     def open(self) -> Callable[..., Opened | None]:
-        """Opens an entry in the first tier that has it; see `Store.open`."""
+        """The function that opens an entry in the first tier that has it, like `Store.open`."""
         stores = [tier.store for tier in self.tiers]
         return stores[0].open if len(stores) == 1 else functools.partial(open_first, stores)
 
     @lazy
     def places(self) -> list[_Place]:
-        """Where shards may be stored, in the order in which that is tried."""
+        """The places where shards may be stored, in the order in which they are tried."""
         return [_Place(tier.store, tier.space()) for tier in self.tiers]
 
     @property
     def layout(self) -> Layout:
-        """The namespace that has the locks."""
+        """The namespace that holds the locks."""
         return self.tiers[-1].store.layout
 
     def holder(self) -> Holder:
-        """The record of this process for a lock."""
+        """Return the record that this process writes into a lock that it holds."""
         ranks = self.ranks
         rank = None if ranks.source == "none" else ranks.rank
         return Holder.this_process(rank=rank, job=ranks.job, now=clock.time())
@@ -125,9 +127,10 @@ class Site:
     def find(
         self, shard: ShardURL, outdated: frozenset[str] = frozenset(), *, condemn: bool = False
     ) -> Opened | None:
-        """Open the shard's entry if there is a good one, of no outdated version.
+        """Open the newest entry of a shard, or return None if there is no sound one.
 
-        A damaged one is set aside if ``condemn`` is set. The caller must hold the key's lock then.
+        Entries of ``outdated`` versions are ignored. With ``condemn``, a damaged entry is set
+        aside; the caller must then hold the key's lock.
         """
         try:
             return self.open(shard.key, shard.basename, outdated)
@@ -141,7 +144,7 @@ class Site:
 
     @contextlib.contextmanager
     def locked(self, store: Store, key: str) -> Iterator[bool]:
-        """Hold the lock of a shard in one of the cache's namespaces; yields False if it is taken.
+        """Hold the lock of a key in ``store`` in the body; yield False if another process has it.
 
         Raises:
             OSError: the disk fails.
@@ -154,7 +157,7 @@ class Site:
 
     @contextlib.contextmanager
     def slot(self, name: str, count: int) -> Iterator[bool]:
-        """Hold one of the node's places for downloads of a kind; yields False if all are taken."""
+        """Hold one of the node's ``count`` slots for ``name``; yield False if all are taken."""
         layout, holder = self.layout, self.holder()
         slots = (KeyLock(layout.named_lock(f"{name}-{n}"), layout.modes) for n in range(count))
         lock = next((slot for slot in slots if slot.try_acquire(holder)), None)
@@ -172,10 +175,10 @@ def _lock(key: str, layout: Layout) -> _Lock:
 
 
 def acquire(site: Site, download: Download) -> Result | None:
-    """Wait for the entry of a shard, link it, or download it.
+    """Obtain the entry of a shard: wait for another process, link a sibling's entry, or download.
 
     Returns:
-        The open entry; None if a download ahead gave way to another process.
+        The open entry, or None if a download ahead gave way to another process or to readers.
 
     Raises:
         ShardNotFoundError, AccessDeniedError, ConfigError, TransferError, IntegrityError: the
@@ -196,7 +199,8 @@ def acquire(site: Site, download: Download) -> Result | None:
         except OSError as exn:
             if not is_local_error(exn) or exn.errno not in FULL:
                 raise
-            # All steps remove the partial and release the lock.
+            # The failed attempt has removed its partial and released the lock, so it can be
+            # repeated once there is room.
             logger.info("%s: the disk is full (%s); making room", download.shard, exn)
             if (answer := download.take_answer()) is not None:
                 answer.close()
@@ -235,7 +239,7 @@ def _acquire(site: Site, download: Download, places: list[_Place]) -> Result | N
 
 
 def _make_entry(site: Site, download: Download, lock: _Lock | None, places: list[_Place]) -> Result:
-    """Link or download the shard, and open its entry. ``lock`` is the key's, if it is held."""
+    """Link or download the shard, and open it. ``lock`` is None if a stale process holds it."""
     shard = download.shard
     for _ in range(_TRIES):
         opened = site.find(shard, download.outdated, condemn=lock is not None)
@@ -252,9 +256,9 @@ def _make_entry(site: Site, download: Download, lock: _Lock | None, places: list
             _evict_outdated(site, download)
         if (opened := site.find(shard)) is not None:
             return Result(opened, "fetched")
-        if is_directory(entry):  # another download would end in the same way
+        if is_directory(entry):  # the disk cannot read it, and another download would not help
             raise OSError(errno.EIO, "what was just stored cannot be read", str(entry))
-    # The origin is well: this is a fault of the cache, so that the shard can still be streamed.
+    # An OSError is a fault of the cache and not of the origin, so the shard can still be streamed.
     raise OSError(
         errno.EBUSY,
         f"what was fetched vanished, {_TRIES} times in a row. Locks do not work there, or "
@@ -264,7 +268,7 @@ def _make_entry(site: Site, download: Download, lock: _Lock | None, places: list
 
 
 def _evict_outdated(site: Site, download: Download) -> None:
-    """Evict replaced versions that no process reads; the others are evicted before all else."""
+    """Evict outdated versions. Those still being read are marked, and later evicted first."""
     for store, space in site.places:
         for entry in store.entries_of(download.shard.key):
             if entry.version not in download.outdated:
@@ -276,7 +280,7 @@ def _evict_outdated(site: Site, download: Download) -> None:
 
 
 def _link(site: Site, download: Download) -> Opened | None:
-    """Share a sibling namespace's copy: hard-link it, or else read it in its place."""
+    """Hard-link a sibling namespace's entry, or open it where it is; return None if none has it."""
     shard, outdated = download.shard, download.outdated
     places = ((*place, other) for place in site.places for other in place.space.stores()[1:])
     for store, space, sibling in places:
@@ -289,11 +293,11 @@ def _link(site: Site, download: Download) -> Opened | None:
                 is_linked = store.link(other, other.entry.metadata(), shard.basename)
             if is_linked:
                 opened = site.find(shard, outdated)
-        except (DamagedError, FileNotFoundError):  # its own namespace will set it aside
+        except (DamagedError, FileNotFoundError):  # the sibling's own processes set it aside
             if other is not None:
                 other.close()
             continue
-        except OSError as exn:  # full or read-only: the sibling's copy is as good to read
+        except OSError as exn:  # full or read-only: the sibling's entry can be read instead
             if other is None:
                 raise
             logger.info("%s: not linked, but read where it is: %s", shard, exn)
@@ -307,25 +311,28 @@ def _link(site: Site, download: Download) -> Opened | None:
 def _transfer(
     site: Site, download: Download, lock: _Lock | None, places: list[_Place]
 ) -> Transferred:
-    """Transfer the shard from an upstream that has it, else from the origin.
+    """Transfer the shard from an upstream that has it, or else from the origin.
 
     Raises:
-        As `acquire`; LostError: another process removed the partial.
+        LostError: another process removed the partial.
+        The errors of `acquire`.
     """
     shard = download.shard
     left = None if lock is None or lock.left is None else lock.left.partial
 
     def announce(partial: Partial) -> Partial:
-        """Name the partial in the lock's record, for the processes that wait."""
+        """Write the partial's name into the lock's record, so that waiting processes find it."""
         size = partial.metadata.info.size
-        if lock is not None and (size is None or size > BLOCK):  # one block is never shown
+        # A partial of one block has no journal, so no process could follow it.
+        if lock is not None and (size is None or size > BLOCK):
             lock.update(replace(site.holder(), partial=partial.path.name))
         return partial
 
-    # A copy of what the origin has replaced may still be in an upstream.
+    # If a version is outdated, an upstream may still hold it, so only the origin is used.
     upstreams = () if download.outdated else site.origins.upstreams(shard)
     for upstream in chain(upstreams, (None,)):
-        # A partial that an upstream began goes before one that an earlier holder left.
+        # If an upstream failed, continue the partial that it began. Otherwise, try the partial that
+        # an earlier holder of the lock left.
         name = left if download.partial is None else download.partial.name
         resume, roomless = _resume(site, download, name), False
         if resume is not None:
@@ -353,7 +360,7 @@ def _transfer(
 
 
 def _may_not_fit(site: Site, download: Download) -> bool:
-    """Whether the shard may find no room. No request is sent for one that certainly finds none."""
+    """Return whether the shard may find no room. Raise CacheFullError if it certainly has none."""
     size = site.engine.sizes.likely(download) or _USUAL_SIZE
     refusals = [space.refuses(str(download.shard), size) for _, space in site.places]
     if None in refusals:
@@ -364,9 +371,9 @@ def _may_not_fit(site: Site, download: Download) -> bool:
 
 
 def _resume(site: Site, download: Download, name: str | None) -> Partial | None:
-    """Take over the partial of this name, if no process works on it."""
+    """Take over the partial of this name; return None if it is gone or its writer is alive."""
     shard = download.shard
-    # The name comes from a file that another program may have damaged.
+    # The name was read from a file that another program may have damaged, so it is checked.
     parsed = None if name is None else parse_partial_name(name)
     if name is None or parsed is None or parsed[0] != shard.key:
         return None
@@ -375,8 +382,8 @@ def _resume(site: Site, download: Download, name: str | None) -> Partial | None:
         if partial is None:
             continue
         logger.info("%s: resuming at %d bytes", shard, partial.written)
-        # A dead process's reservation lapsed: the budget may have been given to others.
-        # Claimed, it is live again and counts with its final size: nothing to add.
+        # The reservation ended with the dead process, and other shards may have taken its room, so
+        # the limits are checked again. The claimed partial already counts with its final size.
         try:
             with space.reserved(str(shard), None):
                 return partial
@@ -387,16 +394,16 @@ def _resume(site: Site, download: Download, name: str | None) -> Partial | None:
 
 
 def _begin(download: Download, info: ObjectInfo, places: list[_Place]) -> Partial:
-    """Begin a partial in the fastest tier that has room."""
+    """Create a partial in the fastest tier that has room."""
     shard, made = download.shard, (clock.time(), boot_id(), __version__, download.shard.endpoint)
     metadata = Metadata(str(shard), shard.key, info, info.size or 0, "", None, *made)
-    if info.size is None:  # it may fit only where most room is
+    if info.size is None:  # use the last tier, which usually has the most room
         places = places[-1:]
     for store, space in places:
         try:
             with space.reserved(str(shard), info.size):
                 return Partial.create(store.layout, metadata, shard.basename)
-        except OSError as exn:  # CacheFullError is one
+        except OSError as exn:  # CacheFullError is a subclass
             if store is places[-1].store or isinstance(exn, LockTimeoutError):
                 raise
             logger.debug("%s: not into %s: %s", shard, store.layout.base, exn)
@@ -404,7 +411,7 @@ def _begin(download: Download, info: ObjectInfo, places: list[_Place]) -> Partia
 
 
 def _publish(site: Site, download: Download, transferred: Transferred) -> Path:
-    """Publish a transferred shard, unless it is no archive or the ``validate`` hook refuses it."""
+    """Publish a transferred shard and return its entry, or discard it if a check refuses it."""
     partial, shard = transferred.partial, download.shard
     try:
         check_archive(partial.fd, shard.basename, str(shard))
@@ -417,7 +424,7 @@ def _publish(site: Site, download: Download, transferred: Transferred) -> Path:
         if site.config.validate is not None:
             try:
                 site.config.validate(partial.data)
-            except Exception as exn:  # a user's hook may raise any error to refuse the shard
+            except Exception as exn:  # the hook may raise any exception to refuse the shard
                 raise IntegrityError(
                     f"{shard} was refused by the validate hook: {type(exn).__name__}: {exn}. "
                     "Look at the object, or at the hook.",
@@ -433,7 +440,7 @@ def _publish(site: Site, download: Download, transferred: Transferred) -> Path:
         )
         above = partial.path.parent
         store, space = next(p for p in site.places if p.store.layout.partial == above)
-        is_unknown = partial.metadata.info.size is None  # until now
+        is_unknown = partial.metadata.info.size is None  # so the budget was not checked before
         if is_unknown and (refusal := space.refuses(str(shard), transferred.size)):
             raise refusal
         entry = store.publish(partial, metadata, sync=site.config.fsync == "fsync")

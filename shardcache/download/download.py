@@ -1,17 +1,17 @@
-"""One shard on its way into the cache, in this process.
+"""The state of one shard that this process brings into the cache.
 
     WAITING <---> RUNNING ---> DONE | FAILED
        '------------'--------> CANCELLED
 
-WAITING: no byte is requested yet, or another process holds the key's lock. RUNNING: this process
-writes a partial. It goes back to WAITING if a full or replaced disk releases the lock and another
-process takes it. The thread that works on a download is its worker. It reports events, and only the
-methods here change the state.
+WAITING: no byte was requested yet, or another process holds the key's lock. RUNNING: this process
+writes a partial, the shard in flight. A download returns to WAITING if a full or replaced disk made
+it release the lock and another process took the lock. The thread that runs a download is its
+worker. The worker reports events, and only the methods of `Download` change the state.
 
-Readers share a download through the table of the process (`Downloads`); a download counts them and
-refers to none. `prewarm` and `Cache.fetch` run downloads of their own, which are in no table.
+Readers share a download through the table of the process (`Downloads`). A download counts its
+readers and holds no reference to them. `prewarm` and `Cache.fetch` run downloads outside the table.
 
-The garbage collector closes readers in any thread, also in one that holds the lock of the
+The garbage collector may close a reader in any thread, even in one that holds the lock of the
 downloads. So that lock is reentrant, and code that holds it never waits, starts a thread, logs or
 takes another lock.
 """
@@ -44,47 +44,48 @@ __all__ = ["Download", "Downloads", "Progress", "Result", "State"]
 
 State = Enum("State", "WAITING RUNNING DONE FAILED CANCELLED")
 
-#: Bytes that arrive sooner than a second download of the shard would begin: those of one request.
+#: The bytes of one request. If no more are missing, they arrive before a new download would begin.
 _ALMOST_COMPLETE = 16 << 20
 #: Seconds until a worker that sleeps notices that its download was cancelled.
 _NAP = 0.1
 
 
 class Progress(NamedTuple):
-    """How far a download is, at one moment."""
+    """The progress of a download at one moment."""
 
     size: int | None = None  # bytes of the shard, if known
-    written: int = 0  # bytes in the partial, resumed ones included
-    received: int = 0  # bytes that came over the network
-    retries: int = 0  # requests that were repeated
+    written: int = 0  # bytes in the partial, including resumed bytes
+    received: int = 0  # bytes received over the network
+    retries: int = 0  # repeated requests
 
 
 class Result(NamedTuple):
-    """An open entry, which the receiver closes, and how it was obtained."""
+    """An open entry, which the caller must close, and how the entry was obtained."""
 
     opened: Opened
     outcome: Literal["hit", "coalesced", "linked", "fetched"]
 
 
 class Download:
-    """The state of one shard on its way; see the module. Safe between threads.
+    """The state of one shard that is brought into the cache. Safe between threads.
 
     Args:
         shard: the shard to bring into the cache.
-        listed: its bytes by a listing, which may be outdated.
+        listed: the size of the shard in a listing, which may be outdated.
         outdated: versions to replace, even if they are cached.
-        throttle: limits the bytes per second of this download and others.
-        ahead: nobody reads the shard yet, so the worker gives way to other processes.
-        table: the table that this download is in.
+        throttle: limits the bytes per second of this and other downloads.
+        ahead: whether no reader needs the shard yet, so that the worker gives way to other
+            processes.
+        table: the table that contains this download, if any.
 
     Attributes, which only the methods change:
-        state: see the module.
-        partial: where the shard grows, in this process or another one; None if unknown.
-        changes: how often there was more to read, or another state.
+        state: the state, as the module describes.
+        partial: the partial, written by this or another process; None if unknown.
+        changes: number of changes of the state or of the bytes that can be read.
         ended: whether the worker has released the lock, the partial and the connections.
-        readers: how many readers have joined and not left.
+        readers: number of readers that have joined and not left.
         is_ahead: whether no reader waits for the shard yet.
-        is_upstream: whether an upstream delivers the shard, and not its origin.
+        is_upstream: whether the bytes come from an upstream instead of the origin.
     """
 
     def __init__(
@@ -123,28 +124,28 @@ class Download:
     # -- any thread --------------------------------------------------------------
 
     def progress(self) -> Progress:
-        """Return how far the download is."""
+        """Return the progress of the download."""
         return Progress(self._size, self._written, self._received, self._retries)
 
     @property
     def mine(self) -> bool:
-        """Whether this process made the download. A forked child may use nothing else of it."""
+        """Whether this process made the download. A forked child must not use any other member."""
         return self._pid == os.getpid()
 
     @property
     def outcome(self) -> Literal["hit", "coalesced", "linked", "fetched"]:
-        """How the shard is obtained, as far as that is known."""
+        """How the shard is obtained, as far as that is known yet."""
         if self._result is not None:
             return self._result.outcome
         return "fetched" if self._has_run else "coalesced"
 
     def wait(self, is_over: Callable[[], bool], seconds: float | None = None) -> None:
-        """Block until ``is_over()`` is true or the time is up. It is called under the lock."""
+        """Block until ``is_over()`` is true or time is up. Calls ``is_over`` with the lock held."""
         with self._changed:
             self._changed.wait_for(is_over, seconds)
 
     def open(self) -> Opened | None:
-        """Return another handle of the entry, or None before there is one.
+        """Return another handle of the entry, or None while the download runs or if it gave way.
 
         Raises:
             The error that ended the download.
@@ -155,7 +156,7 @@ class Download:
             return None if self._result is None else self._result.opened.duplicate()
 
     def take_answer(self) -> Body | None:
-        """Return the origin's first answer if the shard found no room. One caller gets it."""
+        """Return the open response that `keep` kept, or None. Only one caller gets the response."""
         with self._changed:
             answer, self._answer = self._answer, None
             return answer
@@ -164,8 +165,9 @@ class Download:
         """Turn a download ahead into one that a reader waits for.
 
         Returns:
-            False if it ended without an entry; then open the shard again. An error of the origin
-            and a kept answer are results, too: another download would repeat a request.
+            False if the reader must open the shard again, because the download ended without a
+            result. An error of the origin or a kept response is a result, like an entry, because a
+            new download would only repeat the request.
         """
         with self._changed:
             self.is_ahead = False
@@ -177,14 +179,14 @@ class Download:
             return self._result is not None or self._answer is not None
 
     def join(self, *, finish: bool, ahead: bool) -> None:
-        """Count one reader more; see `Downloads.join`."""
+        """Count one more reader; the arguments are those of `Downloads.join`."""
         with self._changed:
             self.readers += 1
             self._is_to_finish |= finish
             self.is_ahead &= ahead
 
     def leave(self) -> None:
-        """Count one reader less. The garbage collector may call this.
+        """Count one reader less. The garbage collector may call this in any thread.
 
         The last reader cancels a running download, unless a reader asked to finish it or it is
         almost complete.
@@ -202,10 +204,10 @@ class Download:
                 self.cancel()
 
     def cancel(self) -> None:
-        """End the download, unless it has ended. The bytes that have arrived are kept.
+        """Cancel the download, unless it has ended. The bytes that have arrived are kept.
 
-        Readers see the new state at once. The worker ends as soon as it notices; blocked
-        connections are aborted. The garbage collector and signal handlers may call this.
+        Readers see the new state at once. Blocked connections are aborted, and the worker ends at
+        its next check. The garbage collector and signal handlers may call this.
         """
         with self._changed:
             if self.state in (State.WAITING, State.RUNNING):
@@ -217,14 +219,14 @@ class Download:
     # -- the worker and its threads ------------------------------------------------
 
     def waiting(self, partial: Path) -> None:
-        """Another process downloads the shard, into this partial."""
+        """Note that another process downloads the shard into ``partial``."""
         with self._changed:
             if partial != self.partial:
                 self.partial = partial
                 self._enter(State.WAITING)
 
     def running(self, partial: Path, size: int | None, written: int, *, upstream: bool) -> None:
-        """This process writes the partial from now on."""
+        """Note that this process writes ``partial`` from now on."""
         with self._changed:
             self.partial, self._size, self._written = partial, size, written
             self.is_upstream, self._has_run = upstream, True
@@ -233,7 +235,7 @@ class Download:
     def advanced(
         self, *, received: int = 0, written: int | None = None, retries: int | None = None
     ) -> None:
-        """Note progress, once per block: bytes received since, and totals of the others."""
+        """Note the bytes ``received`` since the last call, and the new totals of the others."""
         with self._changed:
             self._received += received
             if retries is not None:
@@ -243,14 +245,14 @@ class Download:
                 self._notify()
 
     def give_way(self) -> bool:
-        """Cancel a download ahead, unless a reader has joined it since; whether it was."""
+        """Cancel the download if it is still ahead of all readers; return whether it was."""
         with self._changed:
             if self.is_ahead:
                 self.cancel()
             return self.is_ahead
 
     def keep(self, answer: Body) -> None:
-        """Keep the origin's first answer for a reader; the shard finds no room."""
+        """Keep the origin's first response, so that a reader can stream a shard without room."""
         with self._changed:
             self._drop_answer()
             self._answer = answer
@@ -259,13 +261,13 @@ class Download:
 
     @contextlib.contextmanager
     def transferring(self, abort: Callable[[], None]) -> Iterator[None]:
-        """Have `cancel` call ``abort`` while the context lasts. Raises the errors of `check`."""
+        """Let `cancel` call ``abort`` during the body. Raises FetchCancelledError like `check`."""
         self._abort = abort
         try:
-            self.check()  # after that: `cancel` sets the state first
+            self.check()  # after `_abort` is set, because `cancel` sets the state first
             yield
         finally:
-            self._abort = None  # it refers to the transfer: a cycle would keep its partial open
+            self._abort = None  # a reference cycle with the transfer would keep the partial open
 
     def check(self) -> None:
         """Raise FetchCancelledError if the download was cancelled."""
@@ -277,7 +279,7 @@ class Download:
             )
 
     def sleep(self, seconds: float) -> None:
-        """Sleep, unless the download is cancelled. Raises the errors of `check`."""
+        """Sleep for ``seconds``. Raise FetchCancelledError as soon as the download is cancelled."""
         self.check()
         while seconds > 0:
             clock.sleep(min(seconds, _NAP))
@@ -285,7 +287,7 @@ class Download:
             self.check()
 
     def end(self, result: Result | None, error: BaseException | None = None) -> bool:
-        """Report the last event. Returns False if no reader is left to see it."""
+        """Note the result or the error. Returns False if no reader is left to receive it."""
         with self._changed:
             self._result, self._error = result, error
             self.ended = True
@@ -297,7 +299,7 @@ class Download:
             self._notify()
         return has_readers
 
-    # -- with the lock -----------------------------------------------------------
+    # -- called with the lock held -------------------------------------------------
 
     def _enter(self, state: State) -> None:
         if self.state is not State.CANCELLED:
@@ -311,11 +313,11 @@ class Download:
         self._changed.notify_all()
 
     def _drop(self) -> None:
-        """Release what was kept for readers; the last one has left."""
+        """Release the result, error and response, after the last reader has left."""
         result, self._result = self._result, None
         if result is not None:
             result.opened.close()
-        self._error = None  # its traceback refers to this download
+        self._error = None  # breaks a reference cycle through the traceback
         self._drop_answer()
 
     def _drop_answer(self) -> None:
@@ -325,7 +327,7 @@ class Download:
 
 
 class Downloads:
-    """The shared downloads of one process: at most one for each shard.
+    """The table of the shared downloads of one process, at most one per shard.
 
     Attributes:
         lock: guards the table and its downloads.
@@ -338,15 +340,15 @@ class Downloads:
     def join(
         self, shard: ShardURL, *, finish: bool = False, ahead: bool = False
     ) -> tuple[Download, bool]:
-        """Add a reader to the download of a shard.
+        """Add a reader to the download of a shard, which is created if there is none.
 
         Args:
             shard: the shard to download.
-            finish: complete the download even if all readers leave.
-            ahead: the reader does not need the shard yet; it calls `Download.attend` later.
+            finish: whether to complete the download even if all readers leave.
+            ahead: whether the reader does not need the shard until it calls `Download.attend`.
 
         Returns:
-            The download, and whether it is new: then the caller starts a worker.
+            The download, and whether it is new, so that the caller must start a worker.
         """
         with self.lock:
             while True:
@@ -358,22 +360,23 @@ class Downloads:
                 download.join(finish=finish, ahead=ahead)
                 if self._running.get(shard.key) is download:
                     return download, is_new
-                # The garbage collector closed the last other reader before this one was counted.
+                # The garbage collector closed the last other reader before this one was counted,
+                # which cancelled the download, so try again with a new one.
                 download.leave()
 
     def unfinished(self) -> list[Download]:
-        """Return the downloads that have not ended."""
+        """Return the downloads that are waiting or running."""
         with self.lock:
             return list(self._running.values())
 
     def close(self) -> None:
-        """Cancel the downloads that have no reader, also those that were to be finished."""
+        """Cancel the downloads that have no reader, even if a reader asked to finish them."""
         with self.lock:
             for download in self.unfinished():
                 if not download.readers:
                     download.cancel()
 
     def remove(self, download: Download) -> None:
-        """Let no reader join a download any more."""
+        """Remove a download from the table, so that no further reader can join it."""
         if self._running.get(download.shard.key) is download:
             del self._running[download.shard.key]

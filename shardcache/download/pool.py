@@ -1,14 +1,14 @@
 """The connections of one process: how many it may use, and for which shards.
 
-The thread that fetches a shard holds one connection until the shard is complete. Helper threads
-fetch other parts; they exist only while there are parts to fetch and connections to spare. A
-thread that waits for its first connection goes before helpers, so each shard gets its first bytes
-before another one gets its last.
+The worker, the thread that fetches a shard, holds one connection until the shard is complete.
+Helper threads fetch other parts of the shard, while there are parts left and connections to spare.
+A worker that waits for its first connection takes precedence over helpers, so every shard gets its
+first bytes before any shard gets its last.
 
-The time that the origin takes to answer decides how many connections a process uses. S3 gives one
-connection 50 to 100 MB/s, whatever the link can take, and answers after 30 ms. A server in the same
-room fills the link over a few connections (figures: docs/design.md, "Connections"). Processes of a
-node that download at the same time share the connections of the node equally.
+The response time of the origin decides how many connections a process uses. S3 limits a connection
+to 50 to 100 MB/s on any link and responds after 30 ms, so many connections help. A server in the
+same room fills the link over a few connections (figures: docs/design.md, "Connections"). Processes
+that download at the same time share the connections of the node equally.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ from shardcache.units import format_rate, parse_bytes
 
 __all__ = ["LEAST", "Connections", "Throttle", "Work", "parse_rate"]
 
-#: Bytes of one request. 32 connections brought 1,488 MB/s in parts of 8 MiB over an S3-like link,
-#: 1,647 in parts of 16 MiB, 1,633 in parts of 64 MiB.
+#: Bytes that one request asks for. Over an S3-like link, 32 connections reached 1,488 MB/s with
+#: parts of 8 MiB, 1,647 MB/s with 16 MiB, and 1,633 MB/s with 64 MiB.
 PART = 16 << 20
-#: Connections to an origin that answers within `_NEAR` seconds. 32 instead of 8 cost a tenth of
-#: the speed with TLS, and bring nothing.
+#: Connections to an origin that responds within `_NEAR` seconds. More than 8 bring nothing there;
+#: 32 were a tenth slower with TLS.
 _FEW = 8
 _NEAR = 0.005
-#: Connections of all processes of a node. Over an S3-like link, 64 brought 1,671 MB/s, 32 brought
-#: 1,647.
+#: Connections of all processes of a node together. Over an S3-like link, 64 reached 1,671 MB/s, and
+#: 32 reached 1,647 MB/s.
 _NODE = 64
-#: Seconds after which a caller that waits for a connection looks whether its process may use more.
+#: Seconds between two checks, by a waiting worker, whether its process may use more connections.
 _PATIENCE = 1.0
 
 
 class Work:
-    """The parts of one shard that no thread fetches yet, for the worker and helpers.
+    """A queue of the parts of one shard that still have to be fetched, by its worker and helpers.
 
     Args:
-        connections: the connections of the process, whose lock guards the parts.
-        fetch: fetches one part, and does not raise.
+        connections: the connections of the process, whose lock also guards this queue.
+        fetch: the function with which helpers fetch one part; it must not raise.
     """
 
     def __init__(self, connections: Connections, fetch: Callable[[range], None]) -> None:
@@ -57,38 +57,39 @@ class Work:
         self._connections = connections
 
     def take(self) -> range | None:
-        """Return the next part for the worker; None if there is none."""
+        """Return the next part for the worker, or None if no part is left."""
         self._connections.hand_out()  # the share of this process may have grown
         with self._connections.lock:
             return self.parts.popleft() if self.parts else None
 
     def start_helper(self) -> Callable[[], None]:
-        """Return what fetches the next part. The caller holds the lock."""
+        """Count a helper, and return a function that fetches its part. Call with the lock held."""
         assert self._fetch is not None
         self._helpers += 1
         return partial(self._fetch, self.parts.popleft())
 
     def end_helper(self) -> None:
-        """Count one helper less."""
+        """Note that a helper has finished its part."""
         with self._connections.lock:
             self._helpers -= 1
             self._ended.notify_all()
 
     def end(self, seconds: float | None = None) -> None:
-        """Take the parts away, and wait for the helpers, at most for this long."""
+        """Drop the remaining parts, and wait up to ``seconds`` for helpers that still fetch one."""
         with self._connections.lock:
             self.parts.clear()
-            self._fetch = None  # it refers to the transfer, and that to this: a cycle
+            self._fetch = None  # breaks the reference cycle between this object and its transfer
             self._ended.wait_for(lambda: self._helpers == 0, seconds)
 
 
 class Connections:
-    """See the module.
+    """Hands out the connections of a process to workers and helpers. Safe between threads.
 
     Args:
-        most: most connections of this process.
+        most: the largest number of connections of this process (option ``connections``).
         part: bytes of one request; None for `PART`.
-        downloaders: of the node. This process is one while it uses a connection.
+        downloaders: counts the processes of the node that download. This process counts as one
+            while it uses a connection.
     """
 
     def __init__(self, most: int, part: int | None, downloaders: Downloaders) -> None:
@@ -96,7 +97,7 @@ class Connections:
         self.part = part or PART
         self._most = most
         self._downloaders = downloaders
-        self._answer: float | None = None  # seconds, the fastest so far
+        self._answer: float | None = None  # seconds, the fastest response so far
         self._busy = 0
         self._waiting = 0
         self._work: deque[Work] = deque()
@@ -104,38 +105,39 @@ class Connections:
 
     @property
     def limit(self) -> int:
-        """How many connections this process may use."""
+        """How many connections this process may use at the moment."""
         near = self._answer is None or self._answer <= _NEAR
         return min(self._most, _FEW if near else self._most, self._share)
 
     @property
     def _share(self) -> int:
-        """This process's part of the node's connections: at least one."""
+        """This process's equal share of the node's connections, at least one."""
         return max(1, max(_NODE, self._most) // self._downloaders.count())
 
     @property
     def crowded(self) -> bool:
-        """Whether the node leaves this process a single connection, and that is in use."""
+        """Whether the share of this process is a single connection, and it is already in use."""
         return self._busy > 0 and self._share == 1
 
     @property
     def known(self) -> bool:
-        """Whether an origin has answered, so that `limit` stays what it is."""
+        """Whether an origin has responded, so that `limit` is based on a measurement."""
         return self._answer is not None
 
     def answered(self, seconds: float) -> None:
-        """Note how many seconds the first byte of a response took; 0 if unknown."""
+        """Note after how many seconds the first byte of a response arrived; 0 if unknown."""
         if self._answer is None or seconds < self._answer:
             self._answer = seconds
             self.hand_out()
 
     @contextmanager
     def one(self) -> Iterator[None]:
-        """Hold a connection; wait for it if this process uses all that it may."""
+        """Hold a connection in the body; first wait while this process is at its `limit`."""
         with self.lock:
             self._waiting += 1
             try:
-                # A process may always use one, so the first does not count the downloaders.
+                # One connection is always allowed, so the first one needs no `limit`, which counts
+                # the downloaders.
                 while self._busy and self._busy >= self.limit:
                     self._free.wait(_PATIENCE)
                 self._take()
@@ -150,13 +152,13 @@ class Connections:
             self.hand_out()
 
     def offer(self, work: Work) -> None:
-        """Let helpers fetch parts of a shard."""
+        """Let helpers fetch the parts in ``work``."""
         with self.lock:
             self._work.append(work)
         self.hand_out()
 
     def hand_out(self) -> None:
-        """Give a free connection to a caller that waits, else to a helper."""
+        """Give a free connection to a waiting worker, or start a helper if no worker waits."""
         with self.lock:
             if not self._waiting and self._next() is None:
                 return
@@ -167,33 +169,34 @@ class Connections:
                 return
             self._take()
         try:
-            # Without the lock: it waits for the new thread, and all the others would wait, too.
+            # The lock is released, because starting waits until the new thread runs, and all other
+            # threads would wait with it.
             threads.start(self._help, "shardcache-part")
-        except RuntimeError:  # a limit of processes: callers fetch alone
+        except RuntimeError:  # no more threads are allowed, so the workers fetch alone
             with self.lock:
                 self._release()
                 self._work.clear()
 
     def _take(self) -> None:
-        """Use one more connection. The caller holds the lock."""
+        """Count one more connection in use. Call with the lock held."""
         if not self._busy:
             self._downloaders.join()
         self._busy += 1
 
     def _release(self) -> None:
-        """Use one connection less. The caller holds the lock."""
+        """Count one connection less in use. Call with the lock held."""
         self._busy -= 1
         if not self._busy:
             self._downloaders.leave()
 
     def _next(self) -> Work | None:
-        """The first shard that has parts left."""
+        """Return the parts of the first shard that has any left, or None if no shard has."""
         while self._work and not self._work[0].parts:
             self._work.popleft()
         return self._work[0] if self._work else None
 
     def _help(self) -> None:
-        """Fetch parts until none is left, a caller needs the connection, or the limit sank."""
+        """Fetch parts until none is left, a worker needs the connection, or `limit` has fallen."""
         while True:
             with self.lock:
                 yields = self._waiting or self._busy > self.limit
@@ -211,17 +214,18 @@ class Connections:
         self.hand_out()
 
 
-#: Bytes per second. With less, a fetch would look as if it were stuck.
+#: Lowest accepted rate, in bytes per second. A slower download would look stuck to processes that
+#: wait for it.
 LEAST = 64_000
-#: Seconds' worth that may come at once after a while of less.
+#: Largest burst after a pause, as the number of seconds in which ``rate`` allows that many bytes.
 _BURST = 0.1
 
 
 def parse_rate(value: str | int | float) -> int:
-    """Bytes per second from a number or from text such as ``50MB`` or ``50MB/s``.
+    """Return the bytes per second for a number, or for text such as ``50MB`` or ``50MB/s``.
 
     Raises:
-        ConfigError: not a rate, or less than `LEAST`.
+        ConfigError: ``value`` is not a rate, or is less than `LEAST`.
     """
     text = value.strip().removesuffix("/s") if isinstance(value, str) else value
     rate = parse_bytes(text)
@@ -231,17 +235,17 @@ def parse_rate(value: str | int | float) -> int:
 
 
 class Throttle:
-    """A token bucket that several fetches share: ``rate`` bytes per second."""
+    """A token bucket that limits several downloads to ``rate`` bytes per second together."""
 
     def __init__(self, rate: int) -> None:
         self.rate = rate
-        #: Bytes to receive at once, so that the rate looks even.
+        #: Most bytes to receive at once, so that data arrives at an even rate.
         self.most = max(4096, int(rate * _BURST))
         self._paid = 0.0
         self._guard = threading.Lock()
 
     def take(self, count: int) -> float:
-        """Note bytes that were received; for how many seconds no more should be."""
+        """Note ``count`` received bytes, and return the seconds to wait before receiving more."""
         with self._guard:
             now = time.monotonic()
             self._paid = max(self._paid, now - _BURST) + count / self.rate

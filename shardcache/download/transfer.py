@@ -1,19 +1,19 @@
-"""One version of one object on its way into one partial: parts, blocks, checks.
+"""Receive one version of an object into a partial (a shard in flight), part by part.
 
     response -> size, version -> parts, first in, first out -> the worker and helpers
     part -> requests, one after the other until it is complete -> blocks of 1 MiB
     block: received -> hashed while it is in the processor's cache -> written -> recorded
 
 * The first range request returns size and version, so no request precedes it, and its response
-  delivers the first part. All further requests insist on that version. If one part is probably
-  all, by a listing or by the size of other shards in the folder, the request has no range: S3 then
-  adds the checksum, and one request does for a shard.
-* A thread that loses its connection continues at the byte it had reached. Progress resets the
-  retries, so they bound consecutive failures.
-* Memory is one block per connection, for a shard of any size.
-* The worker fetches, too: small shards need no other thread, and an interrupt reaches the work
-  itself. Helper threads of `pool` fetch other parts. A helper may still wait for its origin
-  after the transfer has failed. It holds a descriptor of its own and touches nothing else.
+  delivers the first part. All further requests insist on that version. If a listing or the size of
+  other shards in the folder suggests that one part is the whole shard, the request has no range: S3
+  then adds the checksum, and a single request is enough.
+* A thread that loses its connection continues at the byte that it had reached. Progress resets the
+  retries, so the limit on attempts applies to consecutive failures.
+* Each connection needs one block of memory, for a shard of any size.
+* The worker of the download fetches parts itself, so small shards need no other thread, and an
+  interrupt reaches the work. Helper threads of `pool` fetch other parts. A helper may wait for the
+  origin even after the transfer has failed, so it uses a descriptor of its own.
 """
 
 from __future__ import annotations
@@ -55,38 +55,38 @@ __all__ = ["Engine", "Source", "Transferred", "transfer"]
 
 logger = logging.getLogger(__name__)
 
-#: Bytes that make an attempt count as progress.
+#: Bytes that an attempt must receive to count as progress.
 _PROGRESS = 64 * 1024
-#: Bytes of a shard that readers see before its first block is complete: about one sample. At the
-#: 80 MB/s that S3 gives a connection, a whole block would delay the first sample by 13 ms.
+#: Bytes, about one sample, that readers get before the first block of a shard is complete. At the
+#: 80 MB/s of an S3 connection, waiting for the block would delay the first sample by 13 ms.
 _EARLY = 128 * 1024
-#: Seconds that a complete shard waits for the origin's checksum. A response takes milliseconds;
-#: the checksum is one more proof, and readers wait for the shard.
+#: Seconds that a complete shard waits for the origin's checksum. A response takes milliseconds, and
+#: the checksum is only an additional proof, so readers need not wait longer.
 _LAST_RESPONSE = 5.0
-#: Seconds that the worker of a failed transfer waits for its helpers to notice.
+#: Seconds that the worker of a failed transfer waits for its helpers to end.
 _FAREWELL = 5.0
 #: Seconds until a thread that sleeps notices that the transfer has failed.
 _NAP = 0.1
-#: Folders whose largest shard is remembered.
+#: Number of folders whose largest shard is remembered.
 _FOLDERS = 256
-#: An object that is rewritten faster than it can be read, this often in a row, is an error.
+#: Versions to try. If the object changes during every attempt, the transfer ends in an error.
 _VERSIONS = 4
 
 
 class _Sizes:
-    """The largest shard so far in each folder: the next one will probably not be larger."""
+    """The size of the largest shard so far in each folder, to guess the size of the next one."""
 
     def __init__(self) -> None:
         self._largest: dict[str, int] = {}
 
     def likely(self, download: Download) -> int | None:
-        """Bytes that a shard probably has at most: by a listing, else by its folder."""
+        """Return the probable maximum size of a shard, or None if nothing is known about it."""
         if download.listed is not None:
             return download.listed
         return self._largest.get(_folder(download.shard))
 
     def learn(self, shard: ShardURL, size: int | None) -> None:
-        """Note the size of a shard; None if its origin does not state it."""
+        """Note the size of a shard, or None if its origin does not state the size."""
         folder = _folder(shard)
         known = self._largest.get(folder, 0)
         if len(self._largest) >= _FOLDERS and not known:
@@ -109,25 +109,25 @@ class Engine:
 
 
 class Source(NamedTuple):
-    """Where a transfer reads."""
+    """Where a transfer reads the object from."""
 
     origin: Origin
-    upstream: bool = False  # whether that is an upstream
-    #: Whether the shard may find no room. Then the first request is for all of it, so that it can
-    #: be streamed from the response. If it finds room, the response is cut off after a part.
+    upstream: bool = False  # whether ``origin`` is an upstream
+    #: Whether the shard may find no room. The first request then asks for the whole shard, so that
+    #: readers can use the response. If there is room, the response is cut off after one part.
     roomless: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Transferred:
-    """A complete, checked, unpublished shard.
+    """A complete, checked shard that is not published yet.
 
     Attributes:
-        partial: the shard's partial; the receiver publishes and closes it.
-        size: bytes.
-        digest: tree digest.
-        checked: the origin's checksum algorithm that the bytes matched, or None.
-        proven: whether the origin's responses prove that nothing is missing.
+        partial: the shard's partial; the caller of `transfer` publishes and closes it.
+        size: the size of the shard in bytes.
+        digest: the tree digest of the shard.
+        checked: the algorithm of the origin's checksum that the bytes match; None if none matched.
+        proven: whether the origin's responses prove that no bytes are missing.
     """
 
     partial: Partial
@@ -144,24 +144,24 @@ def transfer(
     begin: Callable[[ObjectInfo], Partial],
     resume: Partial | None = None,
 ) -> Transferred:
-    """Bring one object into a partial.
+    """Download one object into a partial.
 
-    After an error the partial is released: it is kept for a later resume after a transient error,
-    and removed if its bytes are of no use.
+    After an error, the partial is closed. It stays on disk to be resumed later, unless its bytes
+    are useless.
 
     Args:
         engine: the connections, retries and counters of the process.
         source: the origin or upstream to read from.
         download: receives the events, and may be cancelled.
-        begin: makes the partial once size and version are known; it may refuse by raising.
-        resume: the partial of an earlier transfer.
+        begin: creates the partial once size and version are known; may raise to refuse the shard.
+        resume: the partial of an earlier transfer, to be continued.
 
     Raises:
         ShardNotFoundError, AccessDeniedError, ConfigError: the origin refuses the shard for good.
         TransferError, TransferTimeoutError: all retries failed.
         IntegrityError: the bytes do not match the origin's checksum.
         OSError: the local disk failed (full, read-only, broken).
-        Other errors of ``begin``.
+        The errors of ``begin``.
     """
     shard = download.shard
     attempts = engine.policy.started(str(shard))
@@ -183,7 +183,7 @@ def transfer(
                     download.check()
                     try:
                         partial = begin(response.info)
-                    except OSError:  # no room: the shard is streamed from this response
+                    except OSError:  # no room, so a reader streams the shard from this response
                         if not source.upstream:
                             download.keep(response)
                             response = None
@@ -221,7 +221,7 @@ def transfer(
 
 
 def _first_response(engine: Engine, source: Source, download: Download) -> tuple[Body, bool]:
-    """The first response, and whether it has all that the origin states about the object."""
+    """Return the first response, and whether it is for the whole object, so S3 adds a checksum."""
     origin, shard, part = source.origin, download.shard, engine.connections.part
     likely = engine.sizes.likely(download)
     is_small = likely is not None and 0 < likely <= part
@@ -231,11 +231,11 @@ def _first_response(engine: Engine, source: Source, download: Download) -> tuple
     if not response.info.identifiable:
         if response.stop in (None, response.info.size):
             return response, is_whole
-        # Two parts could be of different versions: one response must bring it all.
+        # Without a version, two parts could not be compared, so one response must have all bytes.
         response.close()
         return origin.open(shard, 0, None), True
     if is_small and not source.roomless and response.stop is not None:
-        response.stop = min(response.stop, part)  # it grew: other connections take the rest
+        response.stop = min(response.stop, part)  # it is larger: other connections fetch the rest
     return response, is_whole
 
 
@@ -244,7 +244,7 @@ class _FailedError(Exception):
 
 
 class _Buffer(threading.local):
-    """The block that a thread receives into."""
+    """The buffer of each thread, which holds one block."""
 
     def __init__(self) -> None:
         self.block = memoryview(bytearray(BLOCK))
@@ -254,14 +254,14 @@ _buffer = _Buffer()
 
 
 class _Part:
-    """A range of bytes, and how much of it has arrived.
+    """A range of bytes of the object, and how much of the range has arrived.
 
     Attributes:
-        stop: offset behind its last byte; None for an object of unknown size.
+        stop: offset after the last byte; None for an object of unknown size.
         next: offset at which the block in the buffer begins.
-        filled: bytes of that block.
-        shown: bytes of the shard's first block that readers may see before it is complete.
-        response: a response that already delivers this part.
+        filled: number of bytes of that block that have arrived.
+        shown: number of bytes of an incomplete first block that readers may see.
+        response: an open response that delivers this part; None if it must be requested.
     """
 
     __slots__ = ("complete", "filled", "next", "response", "shown", "stop")
@@ -279,12 +279,12 @@ class _Part:
         return self.next + self.filled
 
     def take_response(self) -> Body | None:
-        """Return the response that already delivers this part, once."""
+        """Return `response` and forget it."""
         response, self.response = self.response, None
         return response
 
     def end_block(self) -> None:
-        """Go to the next block. A short block is the last one of an object of unknown size."""
+        """Advance to the next block. If the size is unknown, a short block is the last one."""
         self.next += self.filled
         self.complete = self.filled < BLOCK if self.stop is None else self.next == self.stop
         self.filled = 0
@@ -295,9 +295,9 @@ class _Part:
 
 
 class Transfer:
-    """One version of an object on its way; see the module. Used once, by the thread that made it.
+    """Receives one version of an object. Used once, by the thread that made it.
 
-    ``described`` says that the origin has stated all it knows about the object.
+    ``described`` says that the first response stated any checksum, so that none is requested.
     """
 
     def __init__(
@@ -321,21 +321,21 @@ class Transfer:
         self._partial = partial
         self._attempts = attempts
         self._info = partial.metadata.info
-        self._checksum = self._info.checksum  # as the origin states it
+        self._checksum = self._info.checksum  # of the object, as the origin states it
         self._is_described = described or not source.origin.states_checksums
         self._is_proven = True
-        self._error: BaseException | None = None  # the first one ends all threads
-        self._responses: set[Body] = set()  # that are being received
+        self._error: BaseException | None = None  # the first error, which ends all threads
+        self._responses: set[Body] = set()  # the responses that threads are receiving
         self._describer: threading.Thread | None = None
         self._work = Work(engine.connections, self._help)
         size, written = self._info.size, partial.written
         download.running(partial.path, size, written, upstream=source.upstream)
 
     def receive(self, first: Body | None) -> None:
-        """Receive what is missing, while the caller holds a connection.
+        """Receive the missing bytes, over the caller's connection and those of helpers.
 
         Args:
-            first: a response that already delivers the object's first bytes.
+            first: an open response that begins with the first byte; None to request every part.
         """
         lead = None if first is None else _Part(0, self._stop_of(first), first)
         self._work.parts.extend(self._missing(lead))
@@ -345,7 +345,7 @@ class Transfer:
                     self._start_describing()
                 if self._work.parts:
                     self._connections.offer(self._work)
-                fd = self._partial.fd  # only this thread closes the partial, after that
+                fd = self._partial.fd  # stays open, because only this thread closes the partial
                 if lead is not None:
                     self._receive(lead, fd)
                 while (part := self._work.take()) is not None:
@@ -353,11 +353,11 @@ class Transfer:
         except _FailedError:
             logger.debug("%s: another thread failed", self._shard)
         except BaseException as exn:
-            self._fail(exn)  # before the connection goes to a helper, who would send a request
+            self._fail(exn)  # before a helper gets the connection and sends another request
             raise
 
     def finish(self) -> Transferred:
-        """Wait for the helpers, and check the shard. Raises the errors of `transfer`."""
+        """Wait for the helpers, check the shard, and return it. Raises the errors of `transfer`."""
         with self._download.transferring(self._cancel):
             self._work.end()
         if self._describer is not None:
@@ -370,7 +370,7 @@ class Transfer:
         size, digests = partial.written, partial.digests
         is_whole = len(digests) == -(-size // BLOCK) and self._info.size in (None, size)
         if not is_whole:
-            raise IntegrityError(  # cannot happen; if it does, nothing is published
+            raise IntegrityError(  # should be impossible; checked so that no gap is ever published
                 f"{self._shard}: {size} of {self._info.size} bytes arrived, in pieces. "
                 "Please report this.",
                 url=str(self._shard),
@@ -379,31 +379,31 @@ class Transfer:
         return Transferred(partial, size, tree_digest(digests), checked, self._is_proven)
 
     def abandon(self, exn: BaseException) -> None:
-        """End all threads, and close the partial, or discard it if its bytes are of no use."""
+        """End all threads, and close the partial, or discard it if its bytes are useless."""
         self._fail(exn)
         is_useless = isinstance(exn, (VersionChangedError, MismatchError, IntegrityError))
         try:
             self._work.end(_FAREWELL)
-        finally:  # a second interrupt must not leave the partial locked
+        finally:  # release the partial's lock even if the wait is interrupted
             if is_useless or is_local_error(exn) or self._info.size is None:
                 self._partial.discard()
             else:
                 self._partial.close()
-            self._error = None  # its traceback refers to this transfer
+            self._error = None  # breaks a reference cycle through the traceback
 
     # -- parts -------------------------------------------------------------------
 
     def _stop_of(self, first: Body) -> int | None:
-        """Where the first part ends; the rest of its response is not read."""
+        """Return the offset after the first part; later bytes of its response are ignored."""
         size, stop = self._info.size, first.stop
         if size is not None and self._roomless and stop == size and self._info.identifiable:
             return min(size, self._connections.part)
         return stop if size is None or stop is None else min(stop, size)
 
     def _missing(self, lead: _Part | None) -> Iterator[range]:
-        """The bytes that are missing apart from the first part, cut into parts."""
+        """Yield the missing ranges, except the first part ``lead``, cut into parts."""
         if self._info.size is None or (lead is not None and lead.stop is None):
-            return  # one response is all
+            return  # the first response delivers the whole object
         missing = self._partial.missing() if lead is None else [(lead.stop, self._info.size)]
         for start, stop in missing:
             assert start is not None
@@ -414,20 +414,20 @@ class Transfer:
         """Receive a part in a helper's thread."""
         try:
             self._check()
-            # A descriptor of its own: before this thread notices that the transfer failed, the
-            # partial may be closed, and the number of its descriptor be that of another file.
+            # This thread needs a descriptor of its own: when the transfer fails, the worker closes
+            # the partial, and the number of its descriptor may then belong to another file.
             with self._partial.handle() as file:
                 self._receive(_Part(part.start, part.stop), file.fileno())
         except _FailedError:
             logger.debug("%s: a helper ends", self._shard)
-        except BaseException as exn:  # noqa: BLE001 - raised by the worker's thread
+        except BaseException as exn:  # noqa: BLE001 - the worker raises it
             self._fail(exn)
 
     def _receive(self, part: _Part, fd: int) -> None:
-        """Receive one part, by as many requests in turn as it takes."""
+        """Receive one part with as many consecutive requests as necessary."""
         while not part.complete:
             self._attempts.call(lambda: self._attempt(part, fd), sleep=self._sleep)
-        if (response := part.take_response()) is not None:  # of an empty object
+        if (response := part.take_response()) is not None:  # unused if the object is empty
             response.close()
 
     def _attempt(self, part: _Part, fd: int) -> None:
@@ -438,7 +438,7 @@ class Transfer:
         except TransientError as exn:
             self._check()
             if not self._info.identifiable:
-                # The next response may be of another version; this is its only part.
+                # The next response may be of another version, so all bytes are received again.
                 self._partial.restart()
                 part.restart()
                 raise
@@ -451,15 +451,15 @@ class Transfer:
                 self._download.advanced(retries=self._attempts.retries)
 
     def _request(self, part: _Part) -> Body:
-        """Request the rest of a part."""
-        # The origin sends an object of unknown size from its start, even if it is asked for a part.
+        """Send a request for the rest of a part, and return the response."""
+        # An object of unknown size is always sent from its start, so no version is insisted on.
         expected = self._info if self._info.size is not None else None
         response = self._origin.open(self._shard, part.position, part.stop, expected)
         try:
             if response.info.version != self._info.version:
                 raise VersionChangedError(str(self._shard))
             if not self._partial.confirmed:
-                if not self._origin.conditional:  # then its response says nothing about the version
+                if not self._origin.conditional:  # the response does not prove the version
                     self._compare_version()
                 self._partial.confirm()
         except Exception:
@@ -472,14 +472,15 @@ class Transfer:
             raise VersionChangedError(str(self._shard))
 
     def _drain(self, response: Body, part: _Part, fd: int) -> None:
-        """Receive from one response until its part is complete or the response breaks off.
+        """Receive bytes from a response until the part is complete or the connection fails.
 
-        Hot path: keep the number of calls small, because all other connections wait for them.
+        Hot path: keep the number of calls small, because they delay the threads of all connections.
         """
         self._responses.add(response)
-        received = 0  # since the last event
+        received = 0  # bytes since the last event
         try:
-            self._check()  # after that: `_fail` sets the error before it looks at the responses
+            # After `add`, because `_fail` sets the error first and then aborts the responses.
+            self._check()
             if passed := skip(response, part.position):
                 self._counters.read(passed, self._counter)
             self._is_proven &= response.proven or part.stop is not None
@@ -488,7 +489,7 @@ class Transfer:
                 if self._error is not None:
                     raise _FailedError
                 length = want = BLOCK if part.stop is None else min(BLOCK, part.stop - part.next)
-                if part.next == 0:  # the first bytes early
+                if part.next == 0:  # receive less, so that readers get the first bytes early
                     want = min(want, part.filled + max(_EARLY, part.filled))
                 if throttle is not None:
                     want = min(want, part.filled + throttle.most)
@@ -516,11 +517,11 @@ class Transfer:
                 self._download.advanced(received=received)
 
     def _write(self, part: _Part, block: memoryview, fd: int) -> None:
-        """Store a block, or the last bytes of an object of unknown size, which may be none."""
+        """Hash, write and record a block, which may be empty at the end of the object."""
         if block:
             digest = block_digest(block)
-            # An aborted connection delivers bytes that are not the object's: with TLS,
-            # ciphertext. A process that resumes the partial would believe them.
+            # After an abort, the buffer may hold other bytes than the object's (with TLS,
+            # ciphertext). If they were recorded, a process that resumes would trust them.
             if self._error is not None:
                 raise _FailedError
             self._partial.write(part.next, block, fd)
@@ -528,53 +529,53 @@ class Transfer:
         part.end_block()
 
     def _show(self, part: _Part, block: memoryview, fd: int) -> None:
-        """Let readers see the beginning of the shard's first block."""
-        if self._info.identifiable:  # or it may begin again as another version
+        """Let readers see the received bytes of the shard's first block."""
+        if self._info.identifiable:  # otherwise the transfer may restart with another version
             self._check()
             self._partial.write(0, block, fd)
             self._partial.show(part.filled)
             part.shown = part.filled
             self._download.advanced(written=self._partial.written)
 
-    # -- what the origin states ----------------------------------------------------
+    # -- the origin's checksum -------------------------------------------------------
 
     def _start_describing(self) -> None:
-        """Request what the origin states about the whole object, during the transfer.
+        """Start a thread that requests the origin's checksum while the parts arrive.
 
-        Not by a helper: all connections may be busy, and nothing else waits for this response.
+        A helper would first need a connection, and all connections may be busy.
         """
-        with contextlib.suppress(RuntimeError):  # no more threads: then nothing is compared
+        with contextlib.suppress(RuntimeError):  # too many threads, so no checksum is compared
             self._describer = threads.start(self._describe, "shardcache-checksum")
 
     def _describe(self) -> None:
-        """Request it once: a checksum is one more proof, and not worth a shard that waits."""
+        """Request the checksum, without retries: it is not worth delaying a complete shard."""
         try:
             stated = self._origin.stat(self._shard)
         except VersionChangedError as exn:
             self._fail(exn)
             return
         except (ShardCacheError, TransientError) as exn:
-            # Describing may be forbidden, or unknown, where reading is allowed.
+            # An origin that allows reading may forbid the HEAD request, or not support it.
             logger.info("%s: no checksum to compare with: %s", self._shard, exn)
             return
         if stated.version == self._info.version:
             self._checksum = stated.checksum or self._checksum
-        elif stated.etag or not self._info.etag:  # gateways may state a version only with the bytes
+        elif stated.etag or not self._info.etag:  # some gateways omit the ETag from this response
             self._fail(VersionChangedError(str(self._shard)))
 
     # -- the end -------------------------------------------------------------------
 
     def _cancel(self) -> None:
-        """End all threads, in any thread and also from the garbage collector."""
+        """End all threads if the download was cancelled. The garbage collector may call this."""
         try:
             self._download.check()
         except FetchCancelledError as exn:
             self._fail(exn)
 
     def _fail(self, exn: BaseException) -> None:
-        """End all threads with an error, unless another one came first.
+        """End all threads of the transfer. The first error is the one that the worker raises.
 
-        Takes no lock: the garbage collector may call it in a thread that holds one.
+        Takes no lock, because the garbage collector may call this in a thread that holds one.
         """
         if self._error is None:
             self._error = exn
@@ -582,12 +583,12 @@ class Transfer:
             response.abort()
 
     def _check(self) -> None:
-        """Raise if the transfer has failed."""
+        """Raise _FailedError if the transfer has failed."""
         if self._error is not None:
             raise _FailedError
 
     def _sleep(self, seconds: float) -> None:
-        """Sleep, unless the transfer fails or the download is cancelled."""
+        """Sleep for ``seconds``. Raise _FailedError as soon as the transfer has failed."""
         end = clock.monotonic() + seconds
         while (left := end - clock.monotonic()) > 0:
             clock.sleep(min(left, _NAP))

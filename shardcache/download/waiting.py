@@ -1,9 +1,9 @@
-"""Waiting while another process downloads a shard: watched, announced, bounded.
+"""Wait while another process, the holder of the key's lock, downloads a shard.
 
-A waiter never takes a lock away. It watches whether the holder's partial grows, leaves a note for
-`shardcache top`, and logs every ten seconds how far the holder is. The wait ends when the entry
-appears or the lock is free. If the holder makes no progress it is stale, and its shard is
-downloaded a second time. After ``lock_timeout`` the wait is an error.
+A waiter never takes the lock away. It watches whether the holder's partial (the shard in flight)
+grows, leaves a note for `shardcache top`, and logs the holder's progress every ten seconds. The
+wait ends when the entry appears or the lock is free. A holder that makes no progress is stale, and
+the waiting process then downloads the shard, too. A wait longer than ``lock_timeout`` is an error.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ __all__ = ["Waiter"]
 
 logger = logging.getLogger(__name__)
 
-#: Seconds between two polls: the first when a download may be about to end, the last when many
-#: processes wait long. A poll costs two opens.
+#: Seconds between two polls. They begin short, because the download may be about to end, and grow,
+#: because many processes may wait for a long time, and each poll opens two files.
 _FIRST_POLL = 0.02
 _LAST_POLL = 0.25
 #: Seconds between two log records about a wait.
 _ANNOUNCE_EVERY = 10.0
-#: Seconds of waiting after which `top` shows it: what people can see, and longer than most waits.
+#: Seconds after which `shardcache top` shows a wait. Most waits are too short for people to see.
 _NOTE_AFTER = 0.5
 
 
@@ -41,9 +41,9 @@ class Waiter:
 
     Args:
         download: the download that waits.
-        layouts: the namespaces that a partial may be in; the last one has the lock.
-        config: the bounds of the wait.
-        waiter: this process.
+        layouts: the namespaces that may contain the partial; the last one holds the lock.
+        config: the options; ``stale_after`` and ``lock_timeout`` limit the wait.
+        waiter: the record of this process.
     """
 
     def __init__(
@@ -94,14 +94,14 @@ class Waiter:
             self._note = Session(self._layouts[-1], self._waiter.started, waits)
 
     def close(self) -> None:
-        """End the wait."""
+        """Remove the note about the wait."""
         if self._note is not None:
             self._note.close()
 
     def _read_holder(self) -> tuple[Holder | None, Progress | None]:
         holder = read_holder(self._layouts[-1].holder(self._shard.key))
         name = holder.partial if holder else None
-        # Another program may have damaged the file: take a name from it, never a path.
+        # Another program may have damaged the file, so only a valid name is used, never a path.
         if name is None or parse_partial_name(name) is None:
             return holder, None
         paths = [layout.partial / name for layout in self._layouts]
@@ -126,7 +126,7 @@ class Waiter:
         logger.warning(text, self._shard, format_duration(waited), self.describe(), extra=facts)
 
     def describe(self) -> str:
-        """Return who holds the lock, since when, and how far the download is."""
+        """Describe the holder of the lock, how long it has held it, and its progress."""
         holder, progress = self._holder, self._progress
         if holder is None:
             return "its lock is held by a process that left no record"

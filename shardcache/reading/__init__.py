@@ -1,10 +1,11 @@
-"""Reading a shard: one stream over the entry, a download or the origin.
+"""Reading a shard, as one stream over its entry, a download or the origin.
 
-    opener      opens the entry, or joins a download, or goes past the cache
-    stream      what users read, over one reader at a time
-    readers     a shard that is being downloaded, and a shard past the cache
-    fallback    which reader replaces one that failed, and which warning says so
-    lookahead   the next shards of a pipeline
+    opener      opens the entry, joins a download, or bypasses the cache
+    stream      the stream that users read, over one reader at a time
+    readers     the readers of a running download and of the origin
+    fallback    chooses the reader that replaces a failed one, and warns about the failure
+    lookahead   downloads the next shards of a pipeline
 
-The reader of a cached shard is `store.entry.Opened`. No reader knows the opener or another reader.
+An entry is a complete shard in the cache; its reader is `store.entry.Opened`. Readers know neither
+the opener nor each other.
 """

@@ -1,12 +1,13 @@
-"""Which reader replaces one that failed, and which warning says so.
+"""Choose the reader that replaces a failed one, and warn about the failure.
 
-    entry      if its handle is stale, the entry reopened, once; else an upstream or the origin
-    download   an upstream or the origin, past the cache
+    failed     replacement
+    entry      the entry, reopened once if its handle is stale; otherwise an upstream or the origin
+    download   an upstream or the origin, bypassing the cache
     upstream   the origin
-    origin     none: the user gets the error
+    origin     none, so the user gets the error
 
-If bytes were delivered, the rest has to be of the same version. A fault of the cache is one warning
-per kind, and an error only with ``strict``.
+If bytes were delivered, the remaining bytes must be of the same version. A fault of the cache is
+logged as one warning per kind of fault. It is raised only with ``strict``.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ __all__ = ["next_reader", "read_nearest", "read_past"]
 logger = logging.getLogger(__name__)
 
 _TOO_MANY_FILES = frozenset({errno.EMFILE, errno.ENFILE})
-#: The counter of an error, by its first class that is in here.
+#: The counter of an error. The first class in the error's MRO that is listed here decides.
 _COUNTERS = {
     CacheFullError: "bypassed_full",
     LockTimeoutError: "errors_lock",
@@ -67,18 +68,18 @@ def next_reader(
     position: int,
     begun: bool,
 ) -> Reader:
-    """Return the reader that replaces one that failed.
+    """Return the reader that replaces a failed reader.
 
     Args:
-        here: returns the calling process's `Process`.
+        here: returns the `Process` of the calling process.
         shard: the shard that is read.
-        failed: the reader; the caller closes it.
-        fault: its error.
+        failed: the failed reader, which the caller closes.
+        fault: the error of the failed reader.
         position: offset of the next byte to read.
-        begun: whether bytes were delivered, so that the rest has to be of the same version.
+        begun: whether bytes were delivered, so that the rest must be of the same version.
 
     Raises:
-        ``fault``, if no reader can replace this one.
+        ``fault``, if no reader can replace ``failed``; the errors of the new reader.
     """
     if isinstance(failed, Opened) and is_disk_fault(fault):
         assert isinstance(fault, OSError)
@@ -89,7 +90,7 @@ def next_reader(
         logger.info("%s: the rest does not come from an upstream: %s", shard, fault)
         expected = Expected.of(failed.info) if begun else None
         return OriginReader(here, shard, position, expected=expected)
-    raise fault  # the origin was the last
+    raise fault  # nothing can replace the origin
 
 
 def _replace_entry(
@@ -100,7 +101,7 @@ def _replace_entry(
     position: int,
     begun: bool,
 ) -> Reader:
-    """Reopen an entry whose handle is stale; set any other that fails aside, and read past it."""
+    """Reopen an entry whose handle is stale. Set any other aside, and bypass the cache."""
     process, entry = here(), opened.entry
     store = process.tier_of(entry.directory).store
     info = None
@@ -114,8 +115,8 @@ def _replace_entry(
     process.disk_failed(process.reading, fault)
     try:
         with process.site().locked(store, shard.key) as is_locked:
-            # Publishing takes this lock, so the path names the same file until it is released. If
-            # the path now names another file, ours was already replaced.
+            # Publishing takes this lock, so the path names the same file until the lock is
+            # released. If the path names another file now, our file was already replaced.
             if is_locked and is_file(opened.path, opened.fd):
                 set_aside(entry.path, f"{shard}: {fault.strerror}")
     except OSError as exn:
@@ -144,12 +145,12 @@ def read_past(
     position: int = 0,
     begun: bool = False,
 ) -> OriginReader:
-    """Read a shard past the cache, because the cache failed. It is counted and logged.
+    """Return a reader that bypasses the cache after a fault, and count and log the fault.
 
-    Args as for `next_reader`; ``failed`` is None if no reader could be made.
+    The arguments are those of `next_reader`; ``failed`` is None if no reader could be made.
 
     Raises:
-        ``fault``, with ``strict`` or if it is an error of the origin; as `OriginReader`.
+        ``fault``, with ``strict`` or if it is an error of the origin; the errors of `OriginReader`.
     """
     process = here()
     counter = next(_COUNTERS[kind] for kind in type(fault).__mro__ if kind in _COUNTERS)
@@ -177,7 +178,7 @@ def read_past(
 
 
 def _warn(process: Process, shard: ShardURL, fault: Exception) -> None:
-    """Log why a shard is streamed. Raises ``fault`` if it must not be."""
+    """Log why a shard is streamed. Raises ``fault`` if the shard must not be streamed."""
     if isinstance(fault, (CacheFullError, LockTimeoutError, UnprovenError, UnusableError)):
         kind, reason = type(fault).__name__, fault.message
     elif is_local_error(fault):
@@ -185,7 +186,7 @@ def _warn(process: Process, shard: ShardURL, fault: Exception) -> None:
         place = str(fault.filename or process.config.dir)
         if place not in reason:
             reason = f"{place}: {reason}"
-    else:  # the origin's
+    else:  # an error of the origin, which streaming would only repeat
         raise fault
     if process.config.strict:
         raise fault
@@ -205,7 +206,7 @@ def read_nearest(
     position: int = 0,
     failed: DownloadReader | None = None,
 ) -> OriginReader:
-    """Read a shard from an answer that its download kept, or an upstream, or the origin."""
+    """Return a reader of the response that ``failed`` kept, or of an upstream, or of the origin."""
     answer = failed.take_answer() if failed is not None and position == 0 else None
     if position == 0 and answer is None:
         for upstream in here().origins.upstreams(shard):

@@ -1,13 +1,13 @@
-"""Opening a shard: from the cache if possible, past it if not.
+"""Open a shard from the cache if possible, and bypass the cache otherwise.
 
-    look for the entry --- the disk cannot be read -----------------> past the cache
+    look for the entry --- the disk cannot be read ------------> bypass the cache
       | miss
     a `stream.ShardStream` over a download in the background:
-      wait, link or download --- the disk cannot be written --------> past the cache
-        | it fails -------------------------------------------------> past the cache
+      wait, link or download --- the disk cannot be written ---> bypass the cache
+        | the cache fails in another way ----------------------> bypass the cache
 
-With ``strict`` nothing goes past the cache: faults are raised. The same holds for calls that return
-a path (`Opener.obtain`).
+With ``strict``, the cache is never bypassed, and its faults are raised. The same holds for calls
+that need a local path (`Opener.obtain`).
 """
 
 from __future__ import annotations
@@ -37,9 +37,10 @@ __all__ = ["Opener"]
 
 logger = logging.getLogger(__name__)
 
-#: Seconds between attempts to pin an entry whose evicting process is stopped.
+#: Seconds between attempts to pin an entry while a stopped process is about to evict it.
 _STUCK_POLL = 0.25
-#: WebDataset reads 10 KiB at a time; with the default buffer each is a system call.
+#: Bytes of a stream's buffer. WebDataset reads 10 KiB at a time, and with Python's default buffer
+#: each read would be a system call.
 _BUFFER = 1 << 18
 
 
@@ -62,11 +63,11 @@ class Opener:
 
         Args:
             shard: the shard to open.
-            finish: complete a download even if the stream is closed before.
-            ahead: an entry or a download that a look-ahead began; it becomes the stream's.
+            finish: whether to complete a download even if the stream is closed earlier.
+            ahead: an entry or a download that a look-ahead began; the stream takes it over.
 
         Raises:
-            As `Cache.open`.
+            The errors of `Cache.open`.
         """
         if shard.scheme == "file" and self.is_in_place(shard):
             return _open_in_place(shard)
@@ -106,7 +107,7 @@ class Opener:
         return io.BufferedReader(stream, _BUFFER)
 
     def stream(self, shard: ShardURL) -> BinaryIO:
-        """Return a stream of a file of which nothing is stored. Raises the errors of `open`."""
+        """Return a stream of a file without storing it. Raises the errors of `open`."""
         reader = read_nearest(self.here, shard)
         stream = ShardStream(self.here, shard, reader, self.here().counters)
         return io.BufferedReader(stream, _BUFFER)
@@ -114,7 +115,7 @@ class Opener:
     # -- entries ---------------------------------------------------------------
 
     def pin(self, shard: ShardURL) -> Opened:
-        """Return an entry that stays at its path until it is closed. Raises as `obtain` does."""
+        """Return an entry that stays at its path until closed. Raises the errors of `obtain`."""
         started = clock.monotonic()
         while True:
             opened, outcome = self.obtain(Download(shard))
@@ -122,9 +123,9 @@ class Opener:
             if not opened.stuck and is_file(opened.path, opened.fd):
                 counters = self.here().counters
                 counters.opened(outcome, waited)
-                counters.read(opened.size)  # the caller reads the path, as far as we know
+                counters.read(opened.size)  # assume that the caller reads the whole file
                 return opened
-            opened.close()  # it was evicted before it was pinned, or its lock is held by eviction
+            opened.close()  # the entry was evicted before it was pinned, or is being evicted
             if opened.stuck:
                 if waited >= self.config.lock_timeout:
                     raise LockTimeoutError(
@@ -135,13 +136,13 @@ class Opener:
                 clock.sleep(_STUCK_POLL)
 
     def obtain(self, download: Download) -> Result:
-        """Return the shard's entry, downloaded by the calling thread if need be.
+        """Return the shard's entry, which the calling thread downloads if necessary.
 
-        Only a path will do, so the disk is tried even if it failed a moment ago. The caller closes
-        the entry. This does not count as an open.
+        The caller needs a local file, so the disk is used even while it is paused after faults. The
+        caller must close the entry. This does not count as an open.
 
         Raises:
-            As `open` with ``strict``.
+            The errors of `open` with ``strict``.
         """
         shard = download.shard
         self.refuse_in_place(shard)
@@ -160,11 +161,11 @@ class Opener:
     # -- files that are not cached -------------------------------------------------
 
     def is_in_place(self, shard: ShardURL) -> bool:
-        """Whether a shard is read where it lies."""
+        """Return whether a shard is a local file that is read in place and not cached."""
         return shard.is_local and not self.config.cache_local
 
     def refuse_in_place(self, shard: ShardURL) -> None:
-        """Raise ConfigError for a shard that is read where it lies."""
+        """Raise ConfigError for a shard that is read in place."""
         if self.is_in_place(shard):
             raise ConfigError(
                 f"{shard.local_path} is opened where it is and not cached. "

@@ -1,11 +1,11 @@
-"""The readers of a `stream.ShardStream`. That of a cached shard is `store.entry.Opened`.
+"""The readers of a `stream.ShardStream`, except that of a cached shard, `store.entry.Opened`.
 
 Each reader delivers the bytes of one version. Its ``readinto(buffer, position)`` returns a count, 0
-at the end of the shard, or None while there are no bytes yet. An error ends a reader, and
-`fallback` chooses the next one.
+at the end of the shard, or None while there are no bytes yet. A reader ends with its first error,
+and `fallback` chooses the next reader.
 
-In a forked child a reader drops what belongs to the parent, its download and its sockets, and
-continues with the clients of the child. ``here`` returns the `Process` of the calling process.
+In a forked child, a reader drops the parent's download and sockets, and continues with the clients
+of the child. ``here`` returns the `Process` of the calling process.
 """
 
 from __future__ import annotations
@@ -48,24 +48,24 @@ __all__ = ["DownloadReader", "Expected", "OriginReader"]
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-#: Seconds between two looks at another process's partial: about the time of a block from S3.
+#: Seconds between two polls of another process's partial: about the time of a block from S3.
 _POLL = 0.005
-#: The same for a download of this process, which notifies its readers.
+#: The same for a download of this process. It can be long, because the download notifies readers.
 _OWN_POLL = 0.25
 
 
 class DownloadReader:
     """Reads a shard while this process or another one downloads it.
 
-    The last block is withheld until there is an entry, so until digest and checksums were compared:
-    a damaged shard ends in an error. If the process that downloads dies, the worker of this
-    process's download gets the key's lock and continues.
+    The last block is withheld until the entry is published, after digest and checksum were
+    compared, so a damaged shard ends in an error. If another process downloads the shard and dies,
+    the worker of this process's download gets the key's lock and continues.
 
     Args:
-        here: returns the calling process's `Process`.
+        here: returns the `Process` of the calling process.
         shard: the shard to read.
-        finish: complete the download even if this reader is closed before.
-        ahead: the shard is not read yet; `attend` says when it is.
+        finish: whether to complete the download even if this reader is closed earlier.
+        ahead: whether the shard is not needed until `attend` is called.
 
     Attributes:
         waited: seconds that this reader has waited for bytes.
@@ -88,45 +88,45 @@ class DownloadReader:
         self._here = here
         self._shard = shard
         self._finish = finish
-        self._seen: Path | None = None  # the partial that was tried last
+        self._seen: Path | None = None  # the last partial that this reader tried to open
         self._partial: PartialSource | None = None
-        self._read = 0  # end of the bytes that were read
-        self._limit = 0  # end of the bytes that may be read
+        self._read = 0  # offset after the last byte that was read
+        self._limit = 0  # the watermark: offset after the last byte that may be read
         self._download: Download | None
         self._download, self._has_started = here().join(shard, finish=finish, ahead=ahead)
 
     def attend(self) -> bool:
-        """Begin to read a shard that was downloaded ahead. False: open it again."""
+        """Begin to read a shard downloaded ahead. Return False if the caller must open it again."""
         download = self._download
         assert download is not None
         return not download.mine or download.attend()
 
     @property
     def outcome(self) -> str:
-        """How the shard is obtained: coalesced if another reader started the download."""
+        """How the shard is obtained; "coalesced" if another reader started the download."""
         download = self._download
         return "coalesced" if download is None or not self._has_started else download.outcome
 
     @property
     def info(self) -> ObjectInfo | None:
-        """The version, once there is a partial."""
+        """The version of the object, or None until there is a partial."""
         return None if self._partial is None else self._partial.info
 
     @property
     def size(self) -> int | None:
-        """Bytes of the shard, once known."""
+        """The size of the shard in bytes, or None until it is known."""
         return None if self._partial is None else self._partial.info.size
 
     def take_answer(self) -> Body | None:
-        """Return the origin's answer for a shard that found no room; the caller closes it.
+        """Return the origin's open response for a shard without room, or None if there is none.
 
-        None in a forked child, because the answer arrives over a connection of the parent.
+        A forked child gets None, because the response uses a connection of the parent.
         """
         download = self._download
         return download.take_answer() if download is not None and download.mine else None
 
     def wait(self, *, whole: bool) -> bool:
-        """Wait for a partial, or with ``whole`` for the end; whether the download ended."""
+        """Wait for a partial or, with ``whole``, for the end; return whether the download ended."""
         download = self._joined()
         self._wait(
             download, lambda: download.ended or not (whole or download.partial is None), None
@@ -139,7 +139,7 @@ class DownloadReader:
         self.waited += clock.monotonic() - started
 
     def readinto(self, buffer: WriteableBuffer, position: int) -> int | None:
-        """Read below the watermark; None if there is nothing yet: then call `advance`."""
+        """Read below the watermark. Return None if there are no bytes yet; then call `advance`."""
         view = memoryview(buffer).cast("B")[: max(0, self._limit - position)]
         if not view or self._partial is None:
             return None if memoryview(buffer).nbytes else 0
@@ -150,18 +150,19 @@ class DownloadReader:
         return count
 
     def advance(self, position: int) -> Opened | None:
-        """Wait a moment for more than ``position``; return the entry once there is one.
+        """Wait a moment for bytes after ``position``; return the entry once it is published.
 
         Raises:
             TransferError: the entry is of another version than the bytes that were read.
-            IntegrityError: bytes that were read are damaged, or the shard is no archive.
+            IntegrityError: bytes that were read are damaged, or the shard is not an archive.
             The error that ended the download.
         """
         download = self._joined()
-        # Before the checks: a later change ends the wait, and a later end is seen next time.
+        # Read before the checks below, so that no change is missed: a later change ends the wait,
+        # and a later end is seen by the next call.
         changes, has_ended = download.changes, download.ended
         opened = download.open()
-        if opened is None and has_ended:  # a download ahead gave way: join another one
+        if opened is None and has_ended:  # it was ahead and gave way, so join a new download
             self._leave()
             return None
         is_own = download.state is not State.WAITING
@@ -175,22 +176,22 @@ class DownloadReader:
         return opened
 
     def _joined(self) -> Download:
-        """Return the download, or join another one in a forked child and after it gave way."""
+        """Return the download. In a forked child, or after it gave way, join a new one first."""
         if self._download is None or not self._download.mine:
             self._download, has_started = self._here().join(self._shard, finish=self._finish)
             self._has_started |= has_started
         return self._download
 
     def _has_grown(self, path: Path | None, position: int) -> bool:
-        """Whether there is more to read at ``position`` than before."""
-        # Once bytes were read, only the entry can continue a partial that was replaced.
+        """Update the watermark, and return whether there are new bytes after ``position``."""
+        # After bytes were read, a new partial is not opened: only the entry can continue them.
         if path is not None and path != self._seen and not self._read:
             self._open(path)
         if self._partial is None:
             return False
         try:
             limit = self._partial.limit()
-        except DamagedError:  # its first record is being written
+        except DamagedError:  # the writer is still writing its first record
             return False
         if self._limit == 0 and limit > 0:
             check_archive(self._partial.data.fileno(), self._shard.basename, str(self._shard))
@@ -202,7 +203,7 @@ class DownloadReader:
         try:
             found = PartialSource(path, self._shard.basename)
         except FileNotFoundError:
-            return  # it is being made, or published
+            return  # the partial is still being created, or was published
         except DamagedError as exn:
             logger.debug("%s: %s cannot be followed: %s", self._shard, path.name, exn)
         else:
@@ -212,10 +213,10 @@ class DownloadReader:
         self._seen = path
 
     def _check(self, opened: Opened) -> None:
-        """Raise if the entry does not continue the bytes that were read, and close it.
+        """Close the entry and raise if the bytes that were read do not belong to it.
 
-        A partial that another process resumed or published is still the same file. A different
-        file means that the first one was lost, or damaged, which is only seen at its end.
+        A partial that another process resumed or published is still the same file. A different file
+        means that the partial was lost or damaged, and damage is noticed only at its end.
         """
         if not self._read or self._partial is None:
             return
@@ -254,40 +255,40 @@ class DownloadReader:
 
 
 class Expected(NamedTuple):
-    """The version that a reader has to continue."""
+    """The version that a reader must continue."""
 
     version: str
-    info: ObjectInfo | None = None  # if more than the version's name is known
-    size: int | None = None  # bytes; the origin may not state them
+    info: ObjectInfo | None = None  # None if only ``version`` is known
+    size: int | None = None  # bytes; None if unknown
 
     @classmethod
     def of(cls, info: ObjectInfo | None) -> Expected | None:
-        """The version that an origin described, if it did."""
+        """Return the version that ``info`` describes, or None if ``info`` is None."""
         return None if info is None else cls(info.version, info)
 
 
 class OriginReader:
-    """Reads one version of a shard from its origin or an upstream, past the cache.
+    """Reads one version of a shard from its origin or an upstream, bypassing the cache.
 
-    It retries as a download does, so an error means that the origin is really gone. A forked child
-    continues at the same byte, with the same version, over a connection of its own.
+    Requests are retried as in a download, so an error is final. A forked child continues at the
+    same byte, with the same version, over a connection of its own.
 
     Args:
-        here: returns the calling process's `Process`.
+        here: returns the `Process` of the calling process.
         shard: the shard to read.
         start: offset of the first byte.
-        nearer: an upstream that is read in place of the origin, and trusted as an entry is.
+        nearer: an upstream to read instead of the origin. Its bytes are trusted like an entry.
         expected: the version to insist on.
-        answer: an answer of the origin that begins with the first byte.
+        answer: an open response of the origin that begins with the first byte of the shard.
 
     Attributes:
-        info: the version, once known.
-        size: bytes of the shard, once known.
-        nearer: see above.
+        info: the version, or None until it is known.
+        size: the size of the shard in bytes, or None until it is known.
+        nearer: the upstream that is read, or None for the origin.
 
     Raises:
-        As `origins.base.Origin.open`, and TransferError after all retries, or if the object is no
-        longer the expected version.
+        TransferError: all retries failed, or the object is no longer the expected version.
+        ShardNotFoundError, AccessDeniedError, ConfigError: the origin refuses the shard for good.
     """
 
     path = None
@@ -318,7 +319,7 @@ class OriginReader:
         self._read_at = clock.monotonic()
 
     def _enter_process(self) -> None:
-        """Use the clients and the counters of the calling process."""
+        """Use the clients, counters and retry policy of the calling process."""
         self._pid = os.getpid()
         self._process = self._here()
         self._attempts = self._process.engine.policy.started(str(self._shard))
@@ -331,7 +332,7 @@ class OriginReader:
     def _leave_parent(self) -> None:
         """Continue in a forked child.
 
-        The answer is not closed: that would end a connection or a command of the parent.
+        The response is not closed, because that would end a connection or a command of the parent.
         """
         self._body = None
         if self.info is not None and self.info.identifiable:
@@ -359,10 +360,9 @@ class OriginReader:
             ) from exn
 
     def readinto(self, buffer: WriteableBuffer, position: int) -> int:
-        """Read from ``position``; 0 at the end. Any other position than the next sends a request.
+        """Read bytes at ``position``; return 0 at the end. A seek costs a new request.
 
-        Raises:
-            As the class.
+        Raises the errors of the class.
         """
         if self._pid != os.getpid():
             self._leave_parent()
@@ -372,7 +372,7 @@ class OriginReader:
             self._position = position
         if not view or self._has_ended():
             return 0
-        # The deadline does not run while the reader does something else.
+        # Time that the caller spent between two reads does not count towards the deadline.
         self._attempts.extend(clock.monotonic() - self._read_at)
         count = self._call(lambda: self._attempt(view))
         if not self._origin.conditional and (count == 0 or self._position + count == self.size):
@@ -389,7 +389,7 @@ class OriginReader:
         return count
 
     def _has_ended(self) -> bool:
-        """Whether all was read. Then the connection is given back, however late `close` comes."""
+        """Return whether the end is reached. If so, release the connection before `close`."""
         has_ended = self.size is not None and self._position >= self.size
         if has_ended:
             self.close()
@@ -398,7 +398,7 @@ class OriginReader:
     def _attempt(self, view: memoryview) -> int:
         try:
             if self._body is not None and self._position == self._body.stop:
-                self.close()  # it was a part
+                self.close()  # the response was limited to a part, so request the rest
             if self._body is None:
                 self._body = self._open()
             count = self._body.readinto(view)
@@ -411,7 +411,7 @@ class OriginReader:
         return count
 
     def _open(self) -> Body:
-        """Request the bytes from the position on, of the version that is read if that is fixed."""
+        """Request the bytes after the position, of the version that was read so far, if any."""
         if self._version is None:
             self.info = None
         elif self.info is not None and not self._origin.conditional:
@@ -419,7 +419,7 @@ class OriginReader:
         info = self.info if self.info is not None and self.info.size is not None else None
         body = self._origin.open(self._shard, self._position, None, info)
         try:
-            # Without a validator, two answers may be of two versions.
+            # Responses without a version cannot be compared, so they count as another version.
             is_same = body.info.version == self._version and body.info.identifiable
             if self._version is not None and not is_same:
                 raise VersionChangedError(str(self._shard))
@@ -438,7 +438,7 @@ class OriginReader:
             raise VersionChangedError(str(self._shard))
 
     def close(self) -> None:
-        """Give the connection back. Takes no lock: the garbage collector may call this."""
+        """Give the connection back. Takes no lock, because the garbage collector may call this."""
         body, self._body = self._body, None
         if body is not None and self._pid == os.getpid():
             body.close()

@@ -1,12 +1,13 @@
-"""The one stream that users read: a shard's bytes from the cache or from past it.
+"""The stream that users read: the bytes of a shard, from the cache or from the origin.
 
     DownloadReader: the partial up to its watermark --- the end ---> Opened: the entry's file
              | the cache fails                                         | its disk fails
              '------------> OriginReader, from the same byte on <------'
 
-When a reader ends or fails, the stream continues at its position with the next reader, of the same
-version. If there is none, the stream fails and stays failed: `io.BufferedReader` drops its buffer
-when an error passes through it, so that a reader who went on would miss bytes.
+The watermark is the end of the bytes of a partial (a shard in flight) that may be read. When a
+reader ends or fails, the stream continues at the same byte with another reader of the same version.
+If there is none, the stream stays failed: `io.BufferedReader` drops its buffer when it passes on an
+error, so later reads would skip bytes.
 """
 
 from __future__ import annotations
@@ -36,20 +37,20 @@ __all__ = ["ShardStream"]
 
 
 class ShardStream(io.RawIOBase):
-    """The bytes of one version of a shard; for one thread, as `io.BufferedReader` makes sure.
+    """A stream of one version of a shard. For one thread at a time, as `io.BufferedReader` ensures.
 
     Args:
-        here: returns the calling process's `Process`.
+        here: returns the `Process` of the calling process.
         shard: the shard to read.
-        reader: the first reader; the stream closes it.
-        counters: those of this process. A forked child continues with a copy that is not written.
+        reader: the first reader, which the stream closes.
+        counters: the counters of this process. A forked child adds to a copy, which nothing writes.
 
     Attributes:
-        name: the local path, or the canonical URL while there is none.
+        name: the local path, or the canonical URL while there is no local file.
     """
 
-    # Here and not in __init__: streams are made by the million, and fail rarely.
-    _has_begun = False  # bytes, or the size, were delivered: now it is this version or none
+    # Class attributes, because streams are made by the million, and setting these takes time.
+    _has_begun = False  # whether bytes or the size were delivered, so the version is fixed
     _error: Exception | None = None
 
     def __init__(
@@ -63,7 +64,7 @@ class ShardStream(io.RawIOBase):
         self._position = 0
 
     def wait(self, *, whole: bool) -> None:
-        """Wait until there can be bytes, or with ``whole`` all of them; raise as `readinto`."""
+        """Wait for a partial or, with ``whole``, for the entry. Raises the errors of `readinto`."""
         while isinstance(self._reader, DownloadReader) and self._reader.wait(whole=whole):
             self._advance(self._reader)
 
@@ -78,11 +79,11 @@ class ShardStream(io.RawIOBase):
         return True
 
     def readinto(self, buffer: WriteableBuffer, /) -> int:
-        """See `io.RawIOBase.readinto`; waits for bytes that are on their way.
+        """See `io.RawIOBase.readinto`; waits for bytes that are still being downloaded.
 
         Raises:
             TransferError, IntegrityError, ShardNotFoundError, AccessDeniedError: the origin
-                cannot deliver the shard, or no longer this version.
+                cannot deliver the shard, or no longer has this version.
             CacheFullError, LockTimeoutError, OSError: with ``strict`` only.
         """
         if self.closed:
@@ -105,11 +106,11 @@ class ShardStream(io.RawIOBase):
     def readall(self) -> bytes:
         """See `io.RawIOBase.readall`. Raises the errors of `readinto`."""
         reader = self._reader
-        if isinstance(reader, Opened) and self._error is None and not self.closed:  # in one call
-            left = max(0, reader.size - self._position)
+        if isinstance(reader, Opened) and self._error is None and not self.closed:
+            left = max(0, reader.size - self._position)  # all in one system call
             try:
                 data = os.pread(reader.file.fileno(), left, self._position)
-            except OSError:  # `readinto` meets it, too, and falls back
+            except OSError:  # `readinto` gets the same error, and falls back
                 data = b""
             if len(data) == left:
                 self._delivered(left)
@@ -127,11 +128,11 @@ class ShardStream(io.RawIOBase):
         return self._position
 
     def seek(self, position: int, whence: int = os.SEEK_SET, /) -> int:
-        """See `io.IOBase.seek`; from the end, it waits until the size is known.
+        """See `io.IOBase.seek`; a seek from the end waits until the size is known.
 
         Raises:
             io.UnsupportedOperation: the origin does not state the size.
-            As `readinto`.
+            The errors of `readinto`.
         """
         if whence == os.SEEK_CUR:
             position += self._position
@@ -156,7 +157,7 @@ class ShardStream(io.RawIOBase):
         """See `io.IOBase.fileno`.
 
         Raises:
-            io.UnsupportedOperation: the shard is not, or not yet, read from a local file.
+            io.UnsupportedOperation: the bytes do not come from the file of an entry, or not yet.
         """
         if not isinstance(self._reader, Opened):
             raise io.UnsupportedOperation("the shard is not, or not yet, read from a local file")
@@ -173,7 +174,7 @@ class ShardStream(io.RawIOBase):
     # -- from reader to reader ---------------------------------------------------
 
     def _advance(self, reader: DownloadReader) -> None:
-        """Let the download continue for a moment; read its entry once there is one."""
+        """Wait a moment for the download, and switch to its entry once that is published."""
         try:
             entry = reader.advance(self._position)
         except (ShardCacheError, OSError) as exn:
@@ -184,11 +185,11 @@ class ShardStream(io.RawIOBase):
                 self._use(entry)
 
     def _count_open(self, reader: DownloadReader) -> None:
-        """Count how the shard was obtained. Hits and shards past the cache are counted already."""
+        """Count how the shard was obtained. Hits and bypasses are counted elsewhere."""
         self._counters.opened(reader.outcome, reader.waited)
 
     def _replace(self, fault: ShardCacheError | OSError) -> None:
-        """Continue with the reader that replaces one that failed. Raises if there is none."""
+        """Continue with the reader that replaces the failed one. Raises if there is none."""
         try:
             reader, position, begun = self._reader, self._position, self._has_begun
             self._use(next_reader(self._here, self._shard, reader, fault, position, begun))

@@ -1,8 +1,8 @@
 """Digests of shards: the tree digest of shardcache, and the checksums that origins state.
 
-The tree digest of a shard is xxh3-128 over the xxh3-128 digests of its 1 MiB blocks. Threads hash
-blocks in any order while they are in the processor's cache, and a resumed download checks each
-block on disk by itself. A digest of the whole stream allows neither.
+The tree digest of a shard is the xxh3-128 of the xxh3-128 digests of its 1 MiB blocks. So threads
+can hash blocks in any order while the blocks are in the processor's cache, and a resumed download
+can check each block on disk by itself. A digest of the whole stream allows neither.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ from shardcache.errors import IntegrityError
 from shardcache.origins.base import Checksum
 
 #: Bytes of a block, and of the one buffer that each connection needs. Larger reads are no faster,
-#: and smaller ones cost 20-30 % more time. A killed download loses at most a block per connection.
+#: and smaller ones take 20-30 % more time. A killed download loses at most a block per connection.
 BLOCK = 1 << 20
 
-#: Bytes of each kind of CRC.
+#: Length of each kind of CRC in bytes.
 _CRCS = {"crc32": 4, "crc32c": 4, "crc64nvme": 8}
 _HASHES = ("sha256", "sha1")
 
 
 def block_digest(block: bytes | bytearray | memoryview) -> bytes:
-    """Return the xxh3-128 of one block, 16 bytes."""
+    """Return the xxh3-128 digest of one block, which is 16 bytes long."""
     digest: bytes = xxh3_128_digest(block)
     return digest
 
 
 def tree_digest(blocks: Iterable[bytes]) -> str:
-    """Return the digest of a shard, as hex, from the digests of its blocks in order."""
+    """Return the tree digest of a shard, as hex, from the digests of its blocks in order."""
     text: str = xxh3_128(b"".join(blocks)).hexdigest()
     return text
 
 
 def read_blocks(fd: int) -> Iterator[memoryview]:
-    """Yield the blocks of an open file. Each view is valid until the next one."""
+    """Yield the blocks of an open file. Each view is valid only until the next one is yielded."""
     buffer = memoryview(bytearray(BLOCK))
     offset = filled = 0
     while count := os.preadv(fd, [buffer[filled:]], offset + filled):
@@ -60,7 +60,7 @@ def file_digest(fd: int) -> str:
 
 @cache
 def _crc(algorithm: str) -> Callable[[memoryview, int], int] | None:
-    """Return the function that continues a CRC over more bytes, if it is installed."""
+    """Return the function that continues a CRC over more bytes; None if none is installed."""
     try:
         from awscrt import checksums
     except ImportError:
@@ -70,7 +70,7 @@ def _crc(algorithm: str) -> Callable[[memoryview, int], int] | None:
 
 
 def file_checksum(fd: int, algorithm: str) -> str | None:
-    """Return a checksum of an open file, in base64; None if this installation cannot compute it.
+    """Return the checksum of an open file in base64, or None if it cannot be computed here.
 
     CRC32C and CRC64NVME need the ``checksums`` extra.
     """
@@ -99,11 +99,12 @@ class MismatchError(Exception):
 def compare(fd: int, checksum: Checksum | None) -> str | None:
     """Compare a complete file with the checksum that its origin states.
 
-    Reads the file, which was just written and is still in memory. The composite checksum of a
-    multipart upload (``...-3``) is one of the checksums of its parts; the bytes do not give it.
+    Reads the whole file, which was just written, so it is still in the page cache. The composite
+    checksum of a multipart upload (``...-3``) is a checksum of the checksums of the parts, and
+    cannot be computed from the bytes alone.
 
     Returns:
-        The algorithm; None if the checksum cannot be compared.
+        The algorithm, or None if the checksum cannot be compared.
 
     Raises:
         MismatchError: the checksums differ.
@@ -124,18 +125,18 @@ _SUFFIXES = (".tar", ".tgz", ".tar.gz", ".tar.bz2", ".tar.xz", ".tar.zst")
 
 
 def check_archive(fd: int, basename: str, url: str) -> None:
-    """Check that a file whose name ends like a tar archive's also begins like one.
+    """Check that a file with the name of a tar archive also begins like a tar archive.
 
     Raises:
-        IntegrityError: it does not.
+        IntegrityError: the file does not begin like a tar archive.
     """
     if not basename.lower().endswith(_SUFFIXES):
         return
-    import tarfile  # here: `import shardcache` stays light
+    import tarfile  # imported here to keep `import shardcache` light
 
     head = os.pread(fd, tarfile.BLOCKSIZE, 0)
     if head.startswith(_COMPRESSED) or head == bytes(tarfile.BLOCKSIZE):
-        return  # zeros are an archive without members
+        return  # a block of zeros is an archive without members
     if not head:
         raise IntegrityError(
             f"{url} is empty (0 bytes), so it is not a tar archive. Upload it again, or remove it "

@@ -1,7 +1,8 @@
-"""The directory of one shard on disk, whether it is an entry or a partial.
+"""The directory of one shard on disk: an entry (complete) or a partial (still in flight).
 
-It holds a data file and a sidecar (`Metadata`). This module reads the sidecar, finds the data file,
-locks it, and removes the directory without touching files of other programs.
+The directory holds a data file and a sidecar, a JSON file (`Metadata`). This module reads the
+sidecar, finds and locks the data file, and removes the directory without touching the files of
+other programs.
 """
 
 from __future__ import annotations
@@ -37,22 +38,22 @@ from shardcache.urls import parse_url
 logger = logging.getLogger(__name__)
 
 SCHEMA = 1
-#: Most bytes to read of a sidecar, which has about 700; a URL adds some kilobytes at most.
+#: Most bytes to read of a sidecar. Most have about 700, and a URL adds a few kilobytes at most.
 MAX_SIDECAR = 64 * 1024
 #: Errors of opening a file that is gone.
 GONE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ESTALE})
 #: Errors of renaming a directory that is gone, or that is a mount point.
 _IMMOVABLE = frozenset({errno.ENOENT, errno.EBUSY})
-#: Errors that concern one file. Those that concern the whole disk do not make an entry damaged.
+#: Errors that concern one file, so its entry counts as damaged. Errors of the whole disk do not.
 _UNREADABLE = NOT_DATA | frozenset(
     {errno.EIO, errno.EUCLEAN, errno.EBADMSG, errno.EREMOTEIO, errno.EILSEQ, errno.ENODATA}
 )
-#: NFS and FUSE give such a name to a file that is removed while it is open, until it is closed.
+#: Prefixes of the names that NFS and FUSE give to a removed file until all processes close it.
 _STILL_OPEN = (".nfs", ".fuse_hidden")
 
 
 class DamagedError(Exception):
-    """An entry, a partial or a sidecar is damaged; the text says how."""
+    """An entry, a partial or a sidecar is damaged; the message states the damage."""
 
     #: The entry's directory, if `Store.open` raised the error.
     directory = ""
@@ -60,7 +61,7 @@ class DamagedError(Exception):
 
 @contextlib.contextmanager
 def readable() -> Iterator[None]:
-    """Raise DamagedError if the disk cannot read a file in the body."""
+    """Turn an OSError of the body into DamagedError if the disk cannot read a single file."""
     try:
         yield
     except OSError as exn:
@@ -77,12 +78,12 @@ class Metadata:
     key: str
     info: ObjectInfo
     size: int
-    digest: str  #: tree digest of the data, hex; empty while the shard is in flight
-    checked: str | None  #: algorithm of the origin's checksum that the bytes were compared with
-    fetched_at: float  #: seconds since the epoch
-    boot: str  #: boot id under which the bytes on disk were last known to be good
-    library: str  #: version of shardcache that wrote the sidecar
-    endpoint: str | None = None  #: of an ``s3`` URL, see `ShardURL`; None if it is not known
+    digest: str  #: tree digest of the data in hex; empty while the shard is in flight
+    checked: str | None  #: algorithm of the origin's checksum that the bytes match, if any
+    fetched_at: float  #: end of the download, in seconds since the epoch
+    boot: str  #: boot id under which the bytes on disk were last known to be intact
+    library: str  #: version of shardcache that downloaded the shard
+    endpoint: str | None = None  #: endpoint of an ``s3`` URL, see `ShardURL`; None if unknown
 
     @property
     def resumable(self) -> bool:
@@ -91,7 +92,7 @@ class Metadata:
 
     @property
     def basename(self) -> str:
-        """The name of the data file; raises DamagedError if the URL cannot be parsed."""
+        """The name of the data file. Raises DamagedError if the URL cannot be parsed."""
         try:
             return parse_url(self.url, allow_schemes=[self.url.partition(":")[0]]).basename
         except ConfigError as exn:
@@ -107,7 +108,7 @@ class Metadata:
 
     @classmethod
     def decode(cls, data: bytes) -> Metadata:
-        """Parse the output of `encode`; raises DamagedError for anything else."""
+        """Parse the output of `encode`. Raises DamagedError for anything else."""
         try:
             record = dict(json.loads(data))
             if record.pop("schema") != SCHEMA:
@@ -129,7 +130,7 @@ class Metadata:
 def data_file(directory: Path) -> Path | None:
     """Return the data file of an entry or a partial, or None if there is none.
 
-    Reads the sidecar only if files of other programs make the choice ambiguous.
+    The sidecar is read only if files of other programs make the choice ambiguous.
     """
     names = _data_names(list_names(directory))
     if len(names) > 1 and (stated := _stated_name(directory)) is not None:
@@ -142,11 +143,11 @@ def _data_names(names: Iterable[str]) -> list[str]:
 
 
 def _stated_name(directory: Path) -> str | None:
-    """Return the name of the data file according to the sidecar or the journal."""
+    """Return the data file's name according to the sidecar or journal; None if neither has it."""
     for name in (META, PROGRESS):
         with contextlib.suppress(OSError, ValueError, DamagedError):
             data = read_file(directory / name, MAX_SIDECAR)
-            # In a journal, the sidecar follows a header.
+            # In a journal, a header precedes the sidecar.
             return Metadata.decode(data[data.index(b'{"schema"') :].partition(b"\n")[0]).basename
     return None
 
@@ -155,7 +156,7 @@ def _stated_name(directory: Path) -> str | None:
 def hold(directory: Path, grace: float | None, *, shared: bool = False) -> Iterator[bool]:
     """Hold the flock of a directory's data file in the body; yield whether the shard is free.
 
-    False means that another process has the lock, or may have it. With leases, nothing is locked,
+    Yields False if another process holds the flock, or may hold it. With leases, nothing is locked,
     and a shard is free after ``grace`` seconds without a write or a touch.
     """
     if grace is not None:
@@ -170,18 +171,18 @@ def hold(directory: Path, grace: float | None, *, shared: bool = False) -> Itera
             if free and not shared:  # the file may have been replaced since it was opened
                 free = is_file(data, fd)
         except OSError as exn:
-            # EACCES: another member of the group may have been killed before it gave the group
-            # access to its file. Other errors, such as EMFILE, do not show whether it is free.
+            # EACCES: a process of another user in the group may have been killed before it gave
+            # the group access. Other errors, such as EMFILE, say nothing about the lock.
             if exn.errno not in NOT_DATA | GONE | {errno.EACCES}:
                 raise
-            free = None if exn.errno == errno.EACCES else True  # it is gone, or is a link
+            free = None if exn.errno == errno.EACCES else True  # the file is gone, or is a link
         yield is_idle(directory) if free is None else free
 
 
 def hide(directory: Path, layout: Layout, key: str) -> Path | None:
-    """Rename an entry or a partial to a name that no reader looks up; the next sweep removes it.
+    """Rename an entry or a partial to a name that readers ignore and the next sweep removes.
 
-    Returns the new path; None if the directory is gone, or is a mount point.
+    Returns the new path, or None if the directory is gone or is a mount point.
     """
     try:
         return directory.rename(layout.new_evicted(key))
@@ -192,13 +193,13 @@ def hide(directory: Path, layout: Layout, key: str) -> Path | None:
 
 
 def remove_free(directory: Path, layout: Layout, key: str) -> bool:
-    """Remove an entry or a partial unless a process has its lock; return whether it was removed."""
+    """Remove an entry or a partial unless a process holds its lock; return whether it is gone."""
     with hold(directory, layout.grace) as free:
         hidden = hide(directory, layout, key) if free else None
         if hidden is None:
             return False
-        # Keep the lock until the names are gone: a reader that gets its lock afterwards sees a link
-        # count of zero and looks again.
+        # Keep the lock until the names are gone, so that a reader that gets its lock afterwards
+        # sees a link count of zero and repeats its lookup.
         remove_directory(hidden)
     return not hidden.exists()
 
@@ -206,9 +207,9 @@ def remove_free(directory: Path, layout: Layout, key: str) -> bool:
 def remove_directory(directory: Path, name: str | None = None) -> None:
     """Remove the files of shardcache from a directory, then the directory.
 
-    If the directory holds anything else, rename it to ``kept.*``, which no sweep touches. If the
-    disk fails, the next sweep tries again: the directory must be in `Layout.partial`. If ``name``,
-    that of the data file, is None, it is read from the sidecar.
+    A directory that holds anything else is renamed to ``kept.*``, which no sweep touches. The
+    directory must be in `Layout.partial`, where the next sweep tries again if the disk fails.
+    ``name`` is the name of the data file; if it is None, the name is read from the sidecar.
     """
     try:
         fd = open_directory(directory)
@@ -219,7 +220,7 @@ def remove_directory(directory: Path, name: str | None = None) -> None:
         names = os.listdir(fd)  # noqa: PTH208 - names are enough
         data = name or _stated_name(directory) or _likely_name(names, fd)
         foreign = []
-        for each in sorted(names, key=is_side_file):  # the data first: the sidecar names it
+        for each in sorted(names, key=is_side_file):  # data first: the sidecar states its name
             if each == data or is_side_file(each):
                 if not _remove_name(each, fd):
                     foreign.append(each)
@@ -242,11 +243,11 @@ def remove_directory(directory: Path, name: str | None = None) -> None:
 
 
 def _likely_name(names: list[str], fd: int) -> str | None:
-    """Return the name of the data file in a directory without a sidecar that can be read."""
+    """Guess the name of the data file in a directory without a readable sidecar, or return None."""
     candidates = _data_names(names)
     if len(candidates) != 1:
         return None
-    # A file that lies alone is shardcache's only if its mode is: closed to other users.
+    # A lone file counts as shardcache's only if it is closed to other users, as shardcache's are.
     is_closed = not os.lstat(candidates[0], dir_fd=fd).st_mode & 0o117
     return candidates[0] if is_closed or len(names) > 1 else None
 

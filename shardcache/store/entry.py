@@ -1,10 +1,10 @@
-"""Entries: published shards, which any number of processes and threads read at once.
+"""Entries: published shards, which any number of processes and threads may read at the same time.
 
-Opening is the lookup: `Store.open` opens the data file and takes a shared flock on it. The open
-file can be read to its end, even if the entry is removed. Publishing is one rename. Evicting takes
-the exclusive flock, which readers block, renames the directory out of sight, and deletes it. The
-data of an entry never changes. Its sidecar may be replaced by one that says when the data was last
-verified.
+There is no index: `Store.open` opens the data file and takes a shared flock on it. The open file
+can be read to its end, even if the entry is removed meanwhile. Publishing is one rename. Evicting
+takes the exclusive flock, which no process gets while a reader has the file open, renames the
+directory out of sight, and deletes it. The data of an entry never changes. Its sidecar
+(``meta.json``) may be replaced, to record under which boot the data was last verified.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: Attempts to rename into a key's directory, which other processes may remove or fill each time.
+#: Attempts to rename into a key's directory, which other processes may remove or fill meanwhile.
 _ATTEMPTS = 100
-#: Errors of linking on a filesystem that cannot, or if the other entry is gone.
+#: Errors of `os.link` if the filesystem cannot link, or if the other entry is gone.
 _CANNOT_LINK = frozenset({errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOENT})
-#: Errors of renaming a directory to the name of one that exists.
+#: Errors of renaming a directory to a name that another directory has.
 _TAKEN = frozenset({errno.EEXIST, errno.ENOTEMPTY})
-#: Entries that a process remembers. One takes about 300 bytes, so all take 30 MB.
+#: Number of entries that a process remembers. Each takes about 300 bytes, so 30 MB together.
 _REMEMBERED = 100_000
 
 
@@ -71,7 +71,7 @@ class Entry(NamedTuple):
         key: the key of the URL.
         version: the version of the object.
         size: bytes of the shard.
-        used: the last use, in seconds since the epoch, as exact as `touch_interval`.
+        used: the last use, in seconds since the epoch, to within ``touch_interval``.
     """
 
     directory: str
@@ -82,7 +82,7 @@ class Entry(NamedTuple):
 
     @classmethod
     def at(cls, directory: Path | str) -> Entry:
-        """Make an entry from its directory, whose name holds version and size."""
+        """Return the entry in a directory, whose name contains version and size."""
         _, key, name = str(directory).rsplit("/", 2)
         parsed = parse_entry_name(name)
         assert parsed is not None
@@ -106,7 +106,7 @@ class Entry(NamedTuple):
         """Read the sidecar.
 
         Raises:
-            DamagedError: the sidecar is missing, or is not this entry's.
+            DamagedError: the sidecar is missing or damaged, or belongs to another shard.
             OSError: the entry is gone, or the disk fails.
         """
         try:
@@ -120,7 +120,10 @@ class Entry(NamedTuple):
         return metadata
 
     def name(self) -> str:
-        """Return the URL of the shard; if the sidecar is damaged, the name of the data file."""
+        """Return the URL of the shard or, if the sidecar is damaged, the name of the data file.
+
+        Returns an empty string if there is no data file either.
+        """
         with contextlib.suppress(DamagedError, OSError):
             return self.metadata().url
         with contextlib.suppress(DamagedError, OSError):
@@ -146,11 +149,11 @@ def _last_use(directory: Path | str) -> float:
     try:
         return os.lstat(f"{directory}/{META}").st_mtime
     except OSError:
-        return 0.0  # an entry without a sidecar is evicted first
+        return 0.0  # so that an entry without a sidecar is evicted first
 
 
 def versions(layout: Layout, key: str) -> list[tuple[int, str, int]]:
-    """List (publication time in ns, directory, size) of all versions of a shard, newest first."""
+    """Return (publication time in ns, directory, size) of each version of a shard, newest first."""
     key_dir = str(layout.key_dir(key))
     listed = []
     for name in list_names(key_dir):
@@ -164,26 +167,26 @@ def versions(layout: Layout, key: str) -> list[tuple[int, str, int]]:
 
 
 def _directories(path: str) -> list[os.DirEntry[str]]:
-    """List the directories in a directory; none if it is gone or this user may not read it."""
+    """List the subdirectories of ``path``; return [] if it is gone or may not be read."""
     try:
         return [entry for entry in os.scandir(path) if entry.is_dir(follow_symlinks=False)]
     except (FileNotFoundError, NotADirectoryError, PermissionError):
         return []
 
 
-@dataclass(slots=True, eq=False)  # not frozen: that would double the time to make one
+@dataclass(slots=True, eq=False)  # not frozen, because that would double the creation time
 class Opened:
     """An entry that is open for reading. The caller must close it."""
 
-    file: io.FileIO  #: unbuffered; has a shared flock until it is closed
-    path: str  #: of the data file
-    directory: str  #: of the entry
+    file: io.FileIO  #: the unbuffered data file, which holds a shared flock until it is closed
+    path: str  #: the path of the data file
+    directory: str  #: the directory of the entry
     size: int
-    #: Another process that evicts or publishes the entry was stopped and has the exclusive flock.
-    #: The file can be read to its end all the same, but may leave its path.
+    #: Whether a stopped process, which was evicting or publishing the entry, holds the exclusive
+    #: flock. The open file can be read to its end, but may disappear from its path.
     stuck: bool = False
-    reopened: bool = False  #: opened again because an earlier file handle was stale
-    replaced: bool = False  #: a newer version was published, see `Store.mark_replaced`
+    reopened: bool = False  #: whether this replaces an open file whose handle was stale
+    replaced: bool = False  #: whether `Store.mark_replaced` marked the entry
 
     @property
     def fd(self) -> int:
@@ -192,11 +195,11 @@ class Opened:
 
     @property
     def entry(self) -> Entry:
-        """The entry, whose last use is read from the disk."""
+        """The entry. Each access reads its last use from the disk."""
         return Entry.at(self.directory)
 
     def readinto(self, buffer: WriteableBuffer, position: int) -> int:
-        """Read bytes from offset ``position`` on into ``buffer``; return how many, 0 at the end.
+        """Read bytes at offset ``position`` into ``buffer``; return their number, 0 at the end.
 
         Raises:
             OSError: the disk fails, or the file is shorter than the shard.
@@ -212,18 +215,19 @@ class Opened:
 
     def close(self) -> None:
         """Close the file, so that the entry may be evicted."""
-        with contextlib.suppress(OSError):  # it is closed nevertheless, and was only read
+        with contextlib.suppress(OSError):  # a read-only file is closed even if this fails
             self.file.close()
 
 
 def open_data(directory: str, path: str, size: int, grace: float | None) -> Opened | None:
-    """Open the data file of an entry and, without ``grace`` (leases), take a shared flock on it.
+    """Open the data file of an entry, and take a shared flock on it unless the cache uses leases.
 
-    Returns None if it is gone; raises DamagedError if the file does not have ``size`` bytes.
+    ``grace`` is None without leases. Returns None if the file is gone. Raises DamagedError if the
+    file does not have ``size`` bytes.
     """
     fd = -1
     try:
-        # Hot path: the code of `open_file`, without calling it.
+        # Hot path: the code of `open_file` is repeated here to save a call.
         fd = os.open(path, os.O_RDONLY | SAFELY)
         file = io.FileIO(fd)
     except OSError as exn:
@@ -236,11 +240,12 @@ def open_data(directory: str, path: str, size: int, grace: float | None) -> Open
     try:
         stuck = grace is None and try_flock(fd, shared=True) is False
         stuck = stuck and wait_flock(fd, shared=True) is False
-        # A stuck entry is no miss: no process can publish the version while the name is taken.
+        # A stuck entry is not a miss, because no process can publish this version again while the
+        # entry's name is taken.
         if stuck and not is_file(path, fd):
             return None
         status = os.fstat(fd)
-        if status.st_nlink == 0:  # evicted between open and flock
+        if status.st_nlink == 0:  # the entry was evicted between open and flock
             return None
         if status.st_size != size or not stat.S_ISREG(status.st_mode):
             raise DamagedError(f"its data file has {status.st_size} bytes, not {size}")
@@ -256,23 +261,23 @@ class Store:
 
     Args:
         layout: the namespace.
-        verify_after_boot: hash entries of another boot once before they are trusted. After power
-            loss, a rename may have survived without the data.
+        verify_after_boot: whether to hash each entry that was stored under another boot before its
+            first use. After a power loss, a rename may have survived without the data.
     """
 
     def __init__(self, layout: Layout, *, verify_after_boot: bool = True) -> None:
         self.layout = layout
         self._grace = layout.grace
         self._boot = boot_id() if verify_after_boot else ""
-        # key -> (directory, data file, size). Without a lock: single operations of a dict are
-        # atomic, and an outdated row costs one failed open.
+        # key -> (directory, data file, size). No lock is needed, because single dict operations
+        # are atomic, and an outdated row costs only one failed open.
         self._known: dict[str, tuple[str, str, int]] = {}
 
     def open(self, key: str, basename: str, outdated: Collection[str] = ()) -> Opened | None:
         """Open the newest entry of a shard, except ``outdated`` versions; return None for a miss.
 
         Raises:
-            DamagedError: there is an entry, but it is damaged.
+            DamagedError: the newest entry is damaged.
         """
         known = None if outdated else self._known.get(key)
         if known is not None:
@@ -282,7 +287,7 @@ class Store:
                     if not opened.replaced:
                         return opened
                     opened.close()
-            except (DamagedError, OSError) as exn:  # raised again below, unless it went away
+            except (DamagedError, OSError) as exn:  # raised again below, unless the error is gone
                 logger.debug("%s: %s", key, exn)
             self._known.pop(key, None)
         for _, directory, size in versions(self.layout, key):
@@ -294,14 +299,14 @@ class Store:
         return None
 
     def _open_unknown(self, directory: str, basename: str, size: int) -> Opened | None:
-        """Open an entry that this process has not checked yet; return None if it is gone."""
+        """Open and check an entry that this process does not know; return None if it is gone."""
         opened = None
         try:
             with readable():
                 opened = open_data(directory, f"{directory}/{basename}", size, self._grace)
                 if opened is not None:
                     self._check(directory, opened.fd)
-                elif is_directory(directory):  # files come and go with the entry's directory
+                elif is_directory(directory):  # an evicted entry would have no directory either
                     raise DamagedError("its data file is missing")
         except (DamagedError, OSError) as exn:
             if opened is not None:
@@ -312,21 +317,21 @@ class Store:
         return opened
 
     def _check(self, directory: str, fd: int) -> None:
-        """Check an entry's sidecar, and its bytes if they were downloaded under another boot."""
+        """Check an entry's sidecar, and its bytes if they were last verified under another boot."""
         try:
             metadata = Entry.at(directory).metadata()
         except FileNotFoundError:
-            return  # evicted; the open file is good
+            return  # evicted meanwhile, but the open file can be read
         if not self._boot or metadata.boot == self._boot:
             return
         if file_digest(fd) != metadata.digest:
             raise DamagedError("its bytes changed since they were downloaded")
-        with contextlib.suppress(OSError):  # read-only or full: the next process verifies again
+        with contextlib.suppress(OSError):  # if the disk is full or read-only, verify again later
             trusted = replace(metadata, boot=self._boot).encode()
             mode, via = self.layout.modes.file, self.layout.partial
             before = os.lstat(directory)
             replace_file(Path(directory, META), trusted, mode, via=via)
-            # The time of the directory is when it was published; see `versions`.
+            # Restore the directory's timestamp, which `versions` uses as the publication time.
             os.utime(directory, ns=(before.st_atime_ns, before.st_mtime_ns))
 
     def _remember(self, key: str, directory: str, basename: str, size: int) -> None:
@@ -335,28 +340,28 @@ class Store:
         self._known[key] = directory, f"{directory}/{basename}", size
 
     def publish(self, partial: Partial, metadata: Metadata, *, sync: bool = False) -> Path:
-        """Make a finished partial an entry. The caller must close the partial, which stays locked.
+        """Turn a finished partial into an entry. It stays locked until the caller closes it.
 
         The partial is dropped if a sound entry of the same version exists. It is also dropped if
-        another version was published after the partial was made: it is unknown which of the two is
-        newer, and a process that has read the other one must not read this one next.
+        another version was published after the partial was created: either version may be the newer
+        one, and a process that has read the published version must not read an older one next.
 
         Args:
-            partial: the partial, complete and checked.
-            metadata: its final sidecar.
-            sync: write it to the disk first (fsync).
+            partial: the complete and checked partial.
+            metadata: the final sidecar.
+            sync: whether to flush the files and directories to the disk (fsync).
 
         Returns:
             The directory of the entry that readers find.
 
         Raises:
-            LostError: another process swept the partial or took it over.
+            LostError: another process removed the partial or took it over.
         """
         key, name = metadata.key, partial.data.name
         partial.seal(metadata, self.layout.modes, sync=sync)
         entry = self.layout.entry(key, metadata.info.version, metadata.size)
-        # List after sealing: if this process is stopped between the listing and the rename, its
-        # directory is older than an entry that is published then, and `open` takes the newest.
+        # List after sealing, which sets the directory's timestamp. If this process is stopped
+        # before the rename, a version published meanwhile is newer, and `open` takes the newest.
         others = [Path(row[1]) for row in versions(self.layout, key) if row[1] != str(entry)]
         newcomer = next((other for other in others if other.name not in partial.earlier), None)
         if newcomer is not None:
@@ -367,7 +372,7 @@ class Store:
         if not self._rename(partial, entry, metadata.size):
             remove_directory(partial.path, name)
         elif not others:
-            # If there are other versions, the next `open` must list them to find the newest.
+            # With other versions, the next `open` must list all of them to find the newest.
             self._remember(key, str(entry), name, metadata.size)
         if sync:
             sync_directory(entry.parent)
@@ -381,7 +386,7 @@ class Store:
                 self.layout.modes.make_directory(entry.parent)
                 partial.path.rename(entry)
                 return True
-            except FileNotFoundError as exn:  # the key's directory went with its last entry
+            except FileNotFoundError as exn:  # the key's directory was removed with its last entry
                 if not partial.path.exists():
                     raise LostError(f"{partial.path.name} was taken over") from exn
             except OSError as exn:
@@ -398,28 +403,28 @@ class Store:
         raise OSError(errno.EBUSY, "an entry has the name and cannot be opened", str(entry))
 
     def touch(self, directory: str, now: float) -> None:
-        """Set an entry's time of last use, in seconds since the epoch, if the disk permits."""
+        """Record the last use of an entry, ``now`` in seconds since the epoch, if possible."""
         path = f"{directory}/{META}"
         try:
             try:
                 os.utime(path, (now, now), follow_symlinks=False)
-            except PermissionError:  # only the owner of a file may set a time other than now
+            except PermissionError:  # only the file's owner may set another timestamp than now
                 os.utime(path, follow_symlinks=False)
         except OSError as exn:
             logger.debug("%s: its use is not noted: %s", directory, exn)
 
     def mark_replaced(self, entry: Entry) -> None:
-        """Mark an entry, by the time 0 of its data file, because a newer version was published.
+        """Mark an entry as replaced by a newer version, by setting its data file's timestamp to 0.
 
         Processes that remember the entry see the mark at their next open, and list the versions.
         """
         try:
             os.utime(entry.data, (0, 0), follow_symlinks=False)
-        except (DamagedError, OSError) as exn:  # another user's, or read-only
+        except (DamagedError, OSError) as exn:  # another user owns the file, or it is read-only
             logger.info("processes that know %s still read it: %s", entry.path.name, exn)
 
     def entries(self) -> Iterator[Entry]:
-        """Yield every entry, in no order. Directories with other names are ignored."""
+        """Yield every entry in no particular order. Directories with other names are ignored."""
         for prefix in _directories(str(self.layout.objects)):
             for key in _directories(prefix.path):
                 if is_key(key.name) and key.name[:2] == prefix.name:
@@ -432,25 +437,25 @@ class Store:
         return (Entry.at(directory) for _, directory, _ in versions(self.layout, key))
 
     def in_use(self, entry: Entry) -> bool:
-        """Return whether a process reads an entry, of any namespace of this root, right now."""
+        """Return whether a process is reading an entry of any namespace of this root."""
         with hold(entry.path, self._grace) as free:
             return not free
 
     def evict(self, entry: Entry) -> bool:
-        """Remove an entry of any namespace of this root, unless a process reads it.
+        """Remove an entry of any namespace of this root, unless a process is reading the entry.
 
-        Returns whether this call removed it.
+        Returns whether this call removed the entry.
         """
         removed = remove_free(entry.path, _namespace(entry.path, self._grace), entry.key)
         if removed:
-            with contextlib.suppress(OSError):  # another version is in it, or it is gone
+            with contextlib.suppress(OSError):  # it has another version, or is already gone
                 entry.path.parent.rmdir()
         return removed
 
     def link(self, other: Opened, metadata: Metadata, basename: str) -> bool:
-        """Publish a hard link to ``other``, an entry of another namespace with that sidecar.
+        """Publish a hard link to ``other``, an entry of another namespace, with its ``metadata``.
 
-        Returns False if the filesystem cannot link, or the other entry is gone.
+        Returns False if the filesystem cannot link, or if the other entry is gone.
         """
         version, modes = metadata.info.version, self.layout.modes
         staging = self.layout.new_partial(metadata.key, version, metadata.size)
@@ -472,10 +477,10 @@ class Store:
 
 
 def set_aside(directory: Path, reason: str) -> bool:
-    """Move a damaged entry out of the readers' sight; return whether this call moved it.
+    """Move a damaged entry to where no reader looks; return whether this call moved it.
 
-    Processes that have the entry open read on. The caller must hold the key's lock: otherwise it
-    could move an entry that was downloaded in place of the damaged one.
+    Processes that have the entry open can still read it. The caller must hold the key's lock;
+    otherwise, this could move a sound entry that has replaced the damaged one.
     """
     hidden = hide(directory, _namespace(directory), directory.parent.name)
     if hidden is not None:
@@ -484,19 +489,19 @@ def set_aside(directory: Path, reason: str) -> bool:
 
 
 def _namespace(directory: Path, grace: float | None = None) -> Layout:
-    """Return the namespace of an entry, from <namespace>/objects/<aa>/<key>/<entry>."""
+    """Return the namespace of the entry directory <namespace>/objects/<aa>/<key>/<entry>."""
     return Layout(directory.parents[3], grace=grace)
 
 
 def open_first(
     stores: Sequence[Store], key: str, basename: str, outdated: Collection[str] = ()
 ) -> Opened | None:
-    """Open the newest entry of a shard in the first of several tiers that has a sound one.
+    """Open the newest entry of a shard in the first tier that has a sound one; None for a miss.
 
-    Raises the errors of `Store.open` if no tier has a sound entry.
+    Raises DamagedError if a tier has a damaged entry and no tier has a sound one.
     """
     damaged: DamagedError | None = None
-    # The tier that had the shard last comes first: looking into another one costs as much as a hit.
+    # Begin with tiers known to have the shard: a lookup in another tier costs as much as a hit.
     for store in sorted(stores, key=lambda one: key not in one._known):
         try:
             if (opened := store.open(key, basename, outdated)) is not None:

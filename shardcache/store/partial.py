@@ -1,20 +1,20 @@
-"""Partials: shards in flight.
+"""Partials: shards in flight, which are still being downloaded.
 
-A partial is a directory with the data file and a journal, ``progress``. The journal says which
-blocks are on disk. The size of the data file does not: a file whose tail was written first has its
-full size, and holes.
+A partial is a directory with the data file and a journal, ``progress``. The journal states which
+blocks are on disk. The size of the data file proves nothing, because a file whose tail was written
+first has its full size, and holes.
 
     progress:  a header, the known part of the sidecar, and a record for each block: its digest and
                length, or zeros if the block is not on disk
 
 A shard of one block has no journal, because no process can resume or follow it.
 
-The process that holds the exclusive flock on the data file may write; its threads may write and
-record different blocks at once. When it dies, the kernel frees the flock. Then `Partial.claim`
-takes the partial over by renaming it, and compares the data with the journal before it trusts a
-block; `remove_leftover` renames it and removes it. If several processes try, one rename succeeds.
-If locks fail, a writer may lose its partial this way without knowing it. It can only write the same
-bytes of the same version again.
+The process that holds the exclusive flock on the data file is the writer; its threads may write and
+record different blocks at the same time. When it dies, the kernel frees the flock. Another process
+may then take the partial over (`Partial.claim`) or remove it (`remove_leftover`). Both first rename
+the directory, so if several processes try, only one succeeds. A process that takes a partial over
+compares the blocks with the journal before it trusts them. If locks do not work, a live writer may
+lose its partial in this way and not notice, but it writes only the same bytes of the same version.
 """
 
 from __future__ import annotations
@@ -68,25 +68,25 @@ from shardcache.store.directory import (
 )
 
 _MAGIC = b"SHCPROG3"
-#: Magic, offset of the first record, and whether readers may read the blocks.
+#: The header: magic, offset of the first record, and whether readers may read the blocks.
 _HEADER = struct.Struct("<8sII")
-#: Digest and length of a block.
+#: The record of one block: its digest and length.
 _RECORD = struct.Struct("<16sQ")
-#: Bytes of a usual sidecar, for the budget. A long URL adds some.
+#: Bytes of a usual sidecar, for the budget. A long URL needs a few more.
 _SIDECAR = 700
-#: Records that a reader reads in one call: 256 of 1 MiB are 256 MiB of data in 6 KiB of journal.
+#: Records that a reader reads in one call: 6 KiB of the journal describe 256 MiB of data.
 _RECORDS_PER_READ = 256
-#: Most bytes of a journal. A shard of 5 TB, the largest object of S3, has one of 120 MB.
+#: Largest journal in bytes. S3's largest object, of 5 TB, has a journal of 120 MB.
 _MAX_PROGRESS = 1 << 27
 _CREATE = os.O_RDWR | os.O_CREAT | os.O_EXCL
 
 
 class LostError(Exception):
-    """Another process swept or took over a partial, before it was locked or because locks fail."""
+    """Another process removed or took a partial, before it was locked or because locks fail."""
 
 
 def record_size(size: int) -> int:
-    """Return the bytes of a shard's journal. Its sidecar is no larger."""
+    """Return the size of the journal of a shard of ``size`` bytes. Its sidecar is no larger."""
     return _SIDECAR + -(-size // BLOCK) * _RECORD.size
 
 
@@ -94,20 +94,20 @@ def record_size(size: int) -> int:
 class Progress:
     """How much of a shard in flight is on disk."""
 
-    metadata: Metadata  #: as far as the writer knows it
+    metadata: Metadata  #: the sidecar, as far as the writer knows it
     written: int  #: bytes on disk
 
     @property
     def total(self) -> int | None:
-        """Bytes that the shard will have, if that is known."""
+        """The size of the complete shard in bytes, or None if it is unknown."""
         return self.metadata.info.size
 
 
 def _parse(path: Path, data: bytes) -> tuple[Metadata, int, bool]:
-    """Parse the header of a journal: the sidecar, where records begin, and `Partial.confirmed`.
+    """Return the sidecar in a journal, the offset of its records, and `Partial.confirmed`.
 
     Raises:
-        DamagedError: it is no journal, or that of another object.
+        DamagedError: ``data`` is not a journal, or belongs to another object.
     """
     if len(data) < _HEADER.size:
         raise DamagedError("its progress file is too short")
@@ -122,7 +122,7 @@ def _parse(path: Path, data: bytes) -> tuple[Metadata, int, bool]:
 
 
 def _records(data: bytes) -> Iterator[tuple[bytes, int]]:
-    """Yield digest and length of each block."""
+    """Yield the digest and length of each block."""
     return _RECORD.iter_unpack(data[: len(data) // _RECORD.size * _RECORD.size])
 
 
@@ -137,7 +137,9 @@ def read_progress(path: Path) -> Progress | None:
 
 
 class PartialSource:
-    """A partial, its ``data`` file and version ``info``, open while its writer fills it.
+    """A partial that is open for reading while its writer fills it.
+
+    Attributes ``data`` and ``info`` are the open data file and the version of the object.
 
     Raises:
         DamagedError: the journal is damaged, or the origin states no version.
@@ -152,13 +154,13 @@ class PartialSource:
             metadata, self._records_at, self._confirmed = _parse(path, header)
             self.info = metadata.info
             if not self.info.identifiable:
-                # Its writer may start over, with other bytes.
+                # The writer may start over with the bytes of another version.
                 raise DamagedError("its origin states no version")
             self._stack = stack.pop_all()
-        self._blocks = 0  # complete blocks from the start without a gap
+        self._blocks = 0  # number of complete blocks before the first gap
 
     def limit(self) -> int:
-        """Return how many bytes from the start may be read: all but the last block."""
+        """Return the watermark: how many bytes may be read, up to a gap or the last block."""
         fd = self._progress.fileno()
         if not self._confirmed:
             self._confirmed = bool(_HEADER.unpack(os.pread(fd, _HEADER.size, 0))[2])
@@ -184,20 +186,21 @@ class PartialSource:
 
     def close(self) -> None:
         """Close the files."""
-        with contextlib.suppress(OSError):  # they are closed nevertheless, and were only read
+        with contextlib.suppress(OSError):  # read-only files are closed even if this fails
             self._stack.close()
 
 
 class Partial:
-    """A partial that this process writes; made by `create` or `claim`.
+    """A partial that this process writes. Use `create` or `claim` to make one.
 
     Attributes:
-        path: the directory.
+        path: the directory of the partial.
         data: the path of the data file.
-        metadata: the sidecar. Its size and digest are final once the partial is sealed.
-        confirmed: whether the origin still has this version. If not, no reader reads the partial.
-        written: bytes on disk.
-        earlier: directory names of the versions that were published before the partial was made.
+        metadata: the sidecar. Its size and digest are final after `seal`.
+        confirmed: False for a resumed partial until a response shows that the origin still has this
+            version. Until then, no process reads the partial.
+        written: number of bytes on disk.
+        earlier: directory names of the versions that existed when the partial was created.
     """
 
     def __init__(
@@ -222,7 +225,7 @@ class Partial:
 
     @classmethod
     def create(cls, layout: Layout, metadata: Metadata, basename: str) -> Partial:
-        """Create an empty partial and lock it; raises LostError if a sweep was faster."""
+        """Create and lock an empty partial. Raises LostError if another process gets it first."""
         size, modes = metadata.info.size, layout.modes
         path = layout.new_partial(metadata.key, metadata.info.version, size)
         modes.make_directory(path)
@@ -240,7 +243,7 @@ class Partial:
                 progress = open_exclusive(path / PROGRESS, _CREATE, modes)
                 partial._progress = stack.enter_context(progress)
                 sidecar = metadata.encode()
-                sidecar += b" " * (-len(sidecar) % 8)  # so that no length crosses a page
+                sidecar += b" " * (-len(sidecar) % 8)  # so that no record's length crosses a page
                 partial._records_at = _HEADER.size + len(sidecar)
                 partial._write_header(sidecar)
             stack.pop_all()
@@ -250,7 +253,7 @@ class Partial:
     def claim(cls, layout: Layout, path: Path, basename: str) -> Partial | None:
         """Take over and lock a partial that a dead process of this user left.
 
-        Returns None if its writer lives, or if it is gone or useless.
+        Returns None if the writer is alive, or if the partial is gone or useless.
         """
         named = parse_partial_name(path.name)
         if named is None or not is_directory(path):
@@ -264,16 +267,16 @@ class Partial:
                     free = is_idle(path, layout.grace or IDLE_GRACE)
                 status = os.fstat(file.fileno())
                 own = status.st_uid == os.geteuid() and stat.S_ISREG(status.st_mode)
-                # The name is gone if a sweep was faster, between open and flock.
+                # If a sweep removed the partial between open and flock, its name is gone.
                 if not (free and is_file(path / basename, file.fileno()) and own):
                     return None
-                path.rename(claimed)  # fails for all but one of several claimants
+                path.rename(claimed)  # succeeds for only one of several processes
                 data = read_file(claimed / PROGRESS, _MAX_PROGRESS)
                 metadata, records_at, _ = _parse(claimed, data)
                 progress = stack.enter_context(open_exclusive(claimed / PROGRESS, os.O_RDWR))
                 if metadata.info.size is None or not metadata.resumable:
                     raise DamagedError("its size or version is unknown")
-                (claimed / META).unlink(missing_ok=True)  # if its writer was killed in `seal`
+                (claimed / META).unlink(missing_ok=True)  # left if the writer was killed in `seal`
                 if status.st_size > metadata.info.size:
                     os.ftruncate(file.fileno(), metadata.info.size)
                 partial = cls(layout, claimed / basename, metadata, file, progress)
@@ -304,11 +307,11 @@ class Partial:
 
     @property
     def fd(self) -> int:
-        """The descriptor of the data file, until `close`."""
+        """The descriptor of the data file, which is valid until `close`."""
         return self._file.fileno()
 
     def write(self, offset: int, data: memoryview, fd: int | None = None) -> None:
-        """Write all bytes of ``data`` at ``offset``, by the descriptor ``fd`` if it is given."""
+        """Write all of ``data`` at ``offset``, through the descriptor ``fd`` if one is given."""
         target = self.fd if fd is None else fd
         while data:
             written = os.pwrite(target, data, offset)
@@ -320,7 +323,7 @@ class Partial:
     def record(self, index: int, digest: bytes, length: int) -> None:
         """Note in the journal that block ``index`` is on disk. Call it after `write`."""
         with self._guard:
-            if not self._file.closed:  # closed if the download was cancelled
+            if not self._file.closed:  # a cancelled download may have closed the file
                 self._write_record(index, digest, length)
                 self._note(index, digest, length)
 
@@ -331,7 +334,7 @@ class Partial:
                 self._write_record(0, bytes(16), length)
 
     def restart(self) -> None:
-        """Drop everything that was written."""
+        """Discard all bytes that were written, and start over."""
         with self._guard:
             self._digests.clear()
             self.written = 0
@@ -341,7 +344,7 @@ class Partial:
                 os.ftruncate(self.fd, 0)
 
     def confirm(self) -> None:
-        """Let readers read the resumed blocks: the origin still has this version."""
+        """Let readers read the resumed blocks, because the origin still has this version."""
         with self._guard:
             self.confirmed = True
             if not self._file.closed:
@@ -382,9 +385,10 @@ class Partial:
         return dup_exclusive(self._file)
 
     def seal(self, metadata: Metadata, modes: Modes, *, sync: bool) -> None:
-        """Make the directory what an entry must be: sidecar, no journal, read-only data.
+        """Write the sidecar, remove the journal and make the data read-only, as in an entry.
 
-        With ``sync``, write all of it to the disk (fsync). Raises LostError like `Store.publish`.
+        With ``sync``, flush everything to the disk (fsync). Raises LostError if another process
+        has removed the partial or taken it over.
         """
         try:
             write_new(f"{self.path}/{META}", metadata.encode(), modes.file, sync=sync)
@@ -399,14 +403,14 @@ class Partial:
         self.metadata = metadata
 
     def close(self) -> None:
-        """Close the files. The data stays on disk, to be resumed."""
+        """Close the files. The data stays on disk, so that the download can be resumed."""
         with self._guard:
             self._file.close()
             if self._progress is not None:
                 self._progress.close()
 
     def discard(self) -> None:
-        """Remove the partial and close it. In a forked child, do nothing: it is the parent's."""
+        """Close and remove the partial. Does nothing in a forked child, whose file is closed."""
         if not self._file.closed:
             remove_directory(self.path, self.data.name)
             self.close()
@@ -420,24 +424,24 @@ class InFlight:
     """A directory in `Layout.partial`: a partial, or a hidden entry that is being removed."""
 
     path: Path
-    key: str  #: of the shard; empty for a hidden entry
-    version: str  #: of the object; empty for a hidden entry
-    live: bool  #: whether a process has its lock
+    key: str  #: the key of the shard; empty for a hidden entry
+    version: str  #: the version of the object; empty for a hidden entry
+    live: bool  #: whether a process holds the lock of the data file
     occupied: int  #: bytes of data on disk
-    size: int | None  #: bytes that it will have, if the origin stated them
+    size: int | None  #: bytes of the complete shard; None if the origin did not state them
 
     @property
     def reserved(self) -> int:
-        """Bytes that it will occupy, as far as that is known."""
+        """Bytes of data that the directory will occupy, as far as is known."""
         if self.live and not self.key:
             return 0  # a process is removing it
         return max(self.occupied, (self.live and self.size) or 0)
 
 
 def in_flight(layout: Layout) -> Iterator[InFlight]:
-    """Yield the partials and hidden entries of a namespace. Changes nothing."""
+    """Yield the partials and hidden entries of a namespace, without changing them."""
     seen = set[str]()
-    # List again until nothing is new: a claim renames a partial, perhaps after it was listed.
+    # List until no name is new, because a process may claim, and rename, a partial meanwhile.
     while new := [name for name in list_names(layout.partial) if name not in seen]:
         seen.update(new)
         for name in new:
@@ -445,12 +449,12 @@ def in_flight(layout: Layout) -> Iterator[InFlight]:
             if not (parsed or is_evicted_name(name)) or not is_directory(path):
                 continue
             try:
-                # The writer's lock is exclusive, so a shared lock shows whether the writer lives,
-                # and two processes that test it do not disturb each other. Readers of a hidden
-                # entry have shared locks, which only an exclusive lock shows.
+                # A writer holds an exclusive lock, which even a shared lock detects; with shared
+                # locks, two processes that test at once do not mistake each other for a writer.
+                # Readers of a hidden entry hold shared locks, which only an exclusive one detects.
                 with hold(path, layout.grace, shared=parsed is not None) as free:
                     occupied = _occupied(path)
-            except PermissionError:  # another user's
+            except PermissionError:  # the directory belongs to another user
                 continue
             key, version, size = parsed or ("", "", None)
             yield InFlight(path, key, version, not free, occupied, size)
@@ -466,7 +470,7 @@ def _occupied(path: Path) -> int:
 
 
 def remove_leftover(layout: Layout, path: Path) -> bool:
-    """Remove a directory in `Layout.partial` if its process is dead; return whether that worked."""
+    """Remove a dead process's directory in `Layout.partial`; return whether it was removed."""
     parsed = parse_partial_name(path.name)
     if not (parsed or is_evicted_name(path.name)) or not is_directory(path):
         return False
@@ -474,6 +478,6 @@ def remove_leftover(layout: Layout, path: Path) -> bool:
 
 
 def remove_unnamed(layout: Layout) -> None:
-    """Remove files and directories whose process died before it renamed them to their place."""
+    """Remove temporary files and directories that dead processes did not rename to their place."""
     for name in filter(is_temporary_name, list_names(layout.partial)):
         remove_old(layout.partial / name)

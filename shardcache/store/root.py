@@ -1,7 +1,7 @@
-"""The root of a cache: making one, and refusing one that other users could tamper with.
+"""The root of a cache: create it, and refuse a directory that other users could tamper with.
 
-A root has a manifest; in a directory without one, shardcache removes nothing. Any number of
-processes may make the same root at once.
+The root is the directory that ``dir`` names. It contains a manifest; shardcache removes nothing
+from a directory without one. Any number of processes may create the same root at once.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from shardcache.layout import (
 )
 from shardcache.locks.mounts import lock_kind
 
-#: Device and inode.
+#: Device and inode number.
 Identity = tuple[int, int]
 
-#: In the manifest: the number of the group that shares the cache.
+#: Manifest field with the number of the group that shares the cache.
 _GROUP = "shared_group"
-#: In the manifest: the kind of lock of the process that made the cache.
+#: Manifest field with the kind of lock that the creator of the cache uses.
 _LOCKS = "locks"
 _TAG_NAME = "CACHEDIR.TAG"
 _README_NAME = "README.txt"
-#: Names that an unmade root may hold: those of `make_root`, which may have been killed, and mkfs's.
+#: Names that a root without a manifest may contain: those that `make_root` creates before the
+#: manifest, in case it was killed, and the one that mkfs creates.
 _ROOT_NAMES = frozenset({"v1", MANIFEST, _TAG_NAME, _README_NAME, "lost+found"})
 
-# https://bford.info/cachedir/: the first 43 bytes are the signature that backup
-# programs look for.
+# The first 43 bytes are the signature that backup programs look for (https://bford.info/cachedir/).
 _CACHEDIR_TAG = """Signature: 8a477f597d28d172789f06886806bc55
 # This directory is a shardcache root: copies of training shards that can be
 # downloaded again. Backups may leave it out.
@@ -60,13 +60,11 @@ You may delete any entry by hand: the next reader downloads it again.
 
 
 def make_root(config: Config) -> Layout:
-    """Make a directory a cache, or check that it may be used as one; return the node's namespace.
-
-    The directory need not exist.
+    """Make a missing or empty directory a root, or check a root; return the node's namespace.
 
     Raises:
-        ConfigError: the directory must not be used.
-        OSError: it cannot be made or written (EACCES, EROFS, ENOSPC, ...).
+        ConfigError: the directory must not be used as a cache.
+        OSError: the root cannot be created or written (EACCES, EROFS, ENOSPC, ...).
     """
     root, modes = config.dir, Modes.of(config.shared_group)
     if modes.group is None:  # directories above the cache get the permissions of the umask
@@ -89,8 +87,8 @@ def make_root(config: Config) -> Layout:
         if modes.group is not None:
             manifest[_GROUP] = modes.group
         texts = {root / _TAG_NAME: _CACHEDIR_TAG, root / _README_NAME: _README}
-        # The manifest comes last: it says that the rest is complete. Its id never changes, because
-        # it names the directory of the node's locks (`locks.mounts`).
+        # The manifest is written last, so it proves that the rest is complete. Its id never
+        # changes, because the id names the directory of the node's locks (`locks.mounts`).
         texts[root / MANIFEST] = json.dumps(manifest) + "\n"
         for path, text in texts.items():
             replace_file(path, text.encode(), modes.file, via=layout.partial, once=True)
@@ -134,7 +132,7 @@ def unusable(root: Path, exn: OSError) -> ConfigError:
 
 
 def check_foreign(root: Path) -> None:
-    """Raise ConfigError for a file, a link, or a directory that is not a cache and not empty."""
+    """Raise ConfigError if ``root`` is a file, has links, or is neither a cache nor empty."""
     check_links(Layout.of_root(root))
     if root.exists() and not root.is_dir():
         raise ConfigError(
@@ -152,7 +150,7 @@ def check_foreign(root: Path) -> None:
 
 
 def is_cache(root: Path) -> bool:
-    """Return whether ``root`` has a manifest and no links; else nothing in it may be removed."""
+    """Return whether ``root`` has a manifest and no links, so that files in it may be removed."""
     try:
         manifest = (root / MANIFEST).lstat()
     except OSError:
@@ -161,7 +159,7 @@ def is_cache(root: Path) -> bool:
 
 
 def require_cache(root: Path) -> None:
-    """Raise ConfigError if ``root`` is not a cache, before something in it is removed."""
+    """Raise ConfigError if ``root`` is not a cache. Call this before removing anything in it."""
     check_foreign(root)
     if not is_cache(root):
         why = "it has no manifest.json" if root.exists() else "it does not exist"
@@ -194,7 +192,7 @@ def remove_root(layout: Layout) -> None:
 
 
 def check_root(config: Config) -> None:
-    """Raise ConfigError for a root that other users could tamper with, or that has links."""
+    """Raise ConfigError if other users could tamper with the root, or if it has links."""
     root = config.dir
     reason = Modes.of(config.shared_group).objection(root, root.stat())
     if reason is not None:
@@ -214,7 +212,7 @@ def check_links(layout: Layout) -> None:
 
 
 def check_manifest(config: Config) -> None:
-    """Raise ConfigError if options that all users of a cache must share are not the manifest's."""
+    """Raise ConfigError if ``shared_group`` or the kind of lock differs from the manifest's."""
     root, group = config.dir, config.shared_group
     manifest = read_manifest(root)
     stated, kind = manifest.get(_GROUP), lock_kind(config, manifest)
@@ -249,9 +247,9 @@ def check_manifest(config: Config) -> None:
 
 
 def identity(root: Path, namespace: Layout) -> Identity | None:
-    """Return device and inode of a root; None if it or ``namespace`` is gone, or it is no cache.
+    """Return device and inode of a root; None if it, its manifest or ``namespace`` is gone.
 
-    The device changes when a filesystem is mounted or unmounted there, the inode when the
+    The device changes when a filesystem is mounted or unmounted there, and the inode when the
     directory is replaced.
     """
     try:
@@ -260,5 +258,5 @@ def identity(root: Path, namespace: Layout) -> Identity | None:
         namespace.base.lstat()
     except (FileNotFoundError, NotADirectoryError):
         return None
-    # With leases, the filesystem may be FUSE, whose inode numbers may change.
+    # With leases, the filesystem may be FUSE, whose inode numbers may change, so 0 replaces them.
     return status.st_dev, 0 if namespace.grace is not None else status.st_ino

@@ -1,9 +1,9 @@
-"""Verifying entries: whether their bytes are intact, and whether the origin has a newer version.
+"""Verify that the bytes of entries are intact, and that the origin has no newer version.
 
-It may run while jobs use the cache. One thread checks all copies of a shard in all tiers and
-namespaces. So the origin gets one request per version, a file with several names is read once, and
-all names of a damaged file are set aside together. Otherwise the next reader would link the one
-that was left.
+A verification may run while jobs use the cache. One thread checks all copies of a shard, in all
+tiers and namespaces. So the origin gets one request per version, and a file with several hard links
+is read once. All links of a damaged file are set aside together; otherwise the next reader would
+make a new link to one that was left.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from shardcache.urls import ShardURL, redact
 
 
 class State(StrEnum):
-    """The result for one entry. `verify` finds the last three only with ``remote``."""
+    """The result for one entry. The last three values occur only with ``remote``."""
 
     OK = "ok"
     DAMAGED = "damaged"
@@ -48,10 +48,10 @@ class Finding:
 
     Attributes:
         entry: the entry.
-        url: the URL of its shard; None if the sidecar is damaged.
+        url: the URL of the entry's shard; None if the sidecar is damaged.
         state: the result.
-        reason: why the state is not ok.
-        set_aside: whether the next reader downloads the shard again.
+        reason: why the state is not ``ok``.
+        set_aside: whether the entry was set aside, so that the next reader downloads the shard.
     """
 
     entry: Entry
@@ -63,7 +63,7 @@ class Finding:
 
 @dataclass(slots=True)
 class VerifyStatus:
-    """How far a verification is."""
+    """The progress of a verification."""
 
     shards: int = 0  #: entries to check
     bytes: int = 0  #: bytes of the entries to check
@@ -71,7 +71,7 @@ class VerifyStatus:
     passed: int = 0  #: bytes of the entries that were checked
 
     def advance(self, *, shards: int = 0, bytes: int = 0, done: int = 0, passed: int = 0) -> None:
-        """Add to the numbers."""
+        """Add to the counts."""
         self.shards += shards
         self.bytes += bytes
         self.done += done
@@ -79,17 +79,17 @@ class VerifyStatus:
 
 
 def differs(then: ObjectInfo, now: ObjectInfo) -> str | None:
-    """Describe how the origin's version differs from the downloaded one; None if it does not.
+    """Describe how version ``now`` differs from version ``then``, or return None if it does not.
 
     Raises:
-        ValueError: the origin states nothing to compare the two versions by.
+        ValueError: the origin states nothing by which the two versions can be compared.
     """
     if then.version_id and now.version_id and "null" not in (then.version_id, now.version_id):
         return _change("version", then.version_id, now.version_id)
     if then.size is not None and now.size is not None and then.size != now.size:
         return f"{now.size} bytes instead of {then.size}"
     if then.etag and now.etag:
-        # A gateway that compresses a response makes the ETag weak; the object is the same.
+        # A gateway that compresses responses marks the ETag as weak, but the object is the same.
         return _change("ETag", then.etag.removeprefix("W/"), now.etag.removeprefix("W/"))
     if then.modified and now.modified:
         return _change("modification time", then.modified, now.modified)
@@ -100,11 +100,11 @@ def _change(what: str, then: str, now: str) -> str | None:
     return None if then == now else f"{what} {now} instead of {then}"
 
 
-#: Shards to check at once. Flash disks and origins serve a few requests as fast as one; more
-#: requests would slow down the jobs that read from the same disk.
+#: Number of shards to check at once. Flash disks and origins serve a few requests as fast as one,
+#: but more requests would slow down the jobs that read from the same disk.
 _THREADS = 4
-#: After this many shards of one bucket or host in a row without a response, each with all its
-#: attempts, no further ones are requested: for thousands of shards that would take days.
+#: If this many shards of one bucket or host in a row get no response to any of their attempts, no
+#: further shards are requested there: with thousands of shards, that would take days.
 _UNREACHABLE_SHARDS = 3
 
 
@@ -114,11 +114,11 @@ class _StoppedError(Exception):
 
 @dataclass(kw_only=True, eq=False)
 class Verifier:
-    """Checks entries, with the options of `Cache.verify`. Use `findings` once.
+    """Checks entries, with the options of `Cache.verify`. Call `findings` only once.
 
     Attributes:
-        sole: holds the lock of a key in its body, and yields False if another process has it. A
-            damaged entry is set aside under that lock. None leaves damaged entries.
+        sole: returns a context that holds the lock of a key, or yields False if another process
+            has the lock. Damaged entries are set aside under that lock. With None, they stay.
     """
 
     entries: Sequence[tuple[Store, Entry]]
@@ -136,13 +136,13 @@ class Verifier:
         if not 0 < self.sample <= 1:
             raise ConfigError(f"sample={self.sample!r} is no share: give one above 0 and up to 1")
         self._ended = False
-        self._guard = threading.Lock()  # of `status`
+        self._guard = threading.Lock()  # guards `status`
         self._digests: dict[tuple[str, int, int], str] = {}  # by key, device and inode
         self._remote: dict[tuple[str, str], tuple[State, str]] = {}  # by key and version
-        self._unreachable = Counter[str]()  # shards in a row without a response, by bucket or host
+        self._unreachable = Counter[str]()  # consecutive shards without a response, by bucket/host
 
     def findings(self) -> Generator[Finding, None, None]:
-        """Check the entries and yield the result for each, in no order."""
+        """Check the entries, and yield the result for each in no particular order."""
         by_key: dict[str, list[tuple[Store, Entry]]] = {}
         for store, entry in self.entries:
             by_key.setdefault(entry.key, []).append((store, entry))
@@ -161,7 +161,7 @@ class Verifier:
             pool.shutdown(cancel_futures=True)
 
     def _check_stopped(self, seconds: float = 0.0) -> None:
-        """Wait for so long; raise _StoppedError if the verification is stopped."""
+        """Sleep for ``seconds``; raise _StoppedError if the verification is stopped."""
         if self._ended or self.stop.wait(seconds) or self._ended:
             raise _StoppedError
 
@@ -174,13 +174,13 @@ class Verifier:
                 try:
                     results.append(self._entry(store, entry))
                 except OSError as exn:
-                    if exn.errno not in GONE:  # else it was evicted
+                    if exn.errno not in GONE:  # an evicted entry has no result
                         reason = exn.strerror or str(exn)
                         results.append(Finding(entry, None, State.UNCHECKED, reason))
         return results
 
     def _entry(self, store: Store, entry: Entry) -> Finding:
-        """Check one entry; raises OSError if it is gone or the disk fails."""
+        """Check one entry. Raises OSError if the entry is gone or the disk fails."""
         url = None
         try:
             before = os.lstat(entry.directory)
@@ -189,7 +189,7 @@ class Verifier:
                 url = metadata.url
                 self._check_data(store, entry, metadata)
         except DamagedError as exn:
-            if not _is_same(entry, before):  # evicted, and downloaded again
+            if not _is_same(entry, before):  # it was evicted, and a new entry took its place
                 raise FileNotFoundError(errno.ENOENT, "it is gone", entry.directory) from exn
             finding = Finding(entry, url, State.DAMAGED, str(exn))
             return finding if self.sole is None else self._set_aside(store, finding, before)
@@ -206,7 +206,7 @@ class Verifier:
         return Finding(entry, url, *self._remote[version])
 
     def _check_data(self, store: Store, entry: Entry, metadata: Metadata) -> None:
-        """Open the data as a reader does and, unless ``quick``, hash it."""
+        """Open the data file as a reader does and, unless ``quick`` is set, compare its digest."""
         path = f"{entry.directory}/{metadata.basename}"
         opened = open_data(entry.directory, path, entry.size, store.layout.grace)
         if opened is None:
@@ -226,12 +226,12 @@ class Verifier:
         return self._digests[file]
 
     def _set_aside(self, store: Store, finding: Finding, before: os.stat_result) -> Finding:
-        """Set a damaged entry aside, unless another entry took its place since it was read."""
+        """Set a damaged entry aside, unless a new entry has replaced it since it was read."""
         entry = finding.entry
         assert self.sole is not None
         try:
             with self.sole(store, entry.key) as alone:
-                # A process that publishes has this lock, so the entry cannot be replaced now.
+                # Publishing takes this lock, so no process can replace the entry now.
                 if alone and _is_same(entry, before):
                     set_aside(entry.path, f"found by verify: {finding.reason}")
                     return replace(finding, set_aside=True)
@@ -241,7 +241,7 @@ class Verifier:
         return finding
 
     def _compare_with_origin(self, metadata: Metadata) -> tuple[State, str]:
-        """Request the origin's version of a shard, without its bytes; returns state and reason."""
+        """Compare the version with the origin's, without reading bytes; return state and reason."""
         if metadata.url.startswith("pipe:"):
             return State.UNREACHABLE, "a command wrote it, and commands state no version"
         try:
@@ -263,7 +263,7 @@ class Verifier:
         except TransferError as exn:
             self._unreachable[host] += 1
             return State.UNREACHABLE, redact(str(exn.__cause__ or exn))
-        except ShardCacheError as exn:  # ConfigError is one
+        except ShardCacheError as exn:  # ConfigError is a subclass
             return State.UNREACHABLE, exn.message
         except ValueError as exn:
             return State.UNREACHABLE, str(exn)

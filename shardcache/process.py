@@ -168,7 +168,8 @@ class Process:
         """Return the site; the first call makes it and the directories.
 
         Raises:
-            ConfigError: the directory must not be used as a cache; UnusableError without ``strict``.
+            ConfigError: the directory must not be used as a cache; without ``strict``, this is an
+                UnusableError.
             OSError: the directory cannot be created or written; with ``strict`` only.
         """
         if self.made_site is None:

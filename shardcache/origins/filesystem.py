@@ -55,10 +55,7 @@ _files: dict[int, Any] = {}
 
 
 class FsspecOrigin:
-    """Reads shards of one fsspec protocol; implements `base.Origin`.
-
-    A call of the filesystem fails after ``timeout`` seconds.
-    """
+    """Reads shards of one fsspec protocol. Each of its calls fails after ``timeout`` seconds."""
 
     conditional = False
     states_checksums = False
@@ -78,7 +75,7 @@ class FsspecOrigin:
         """Implement `base.Origin.open`. ``expected`` is not compared with the version."""
         info = expected if expected is not None else self.stat(shard)
         file = self.call(shard, lambda: self._filesystem.open(self._path(shard), "rb", **_READING))
-        if self._protocol == "memory":  # fsspec returns one object, with one position, for all opens
+        if self._protocol == "memory":  # one object, with one position, for all opens
             file = io.BytesIO(file.getvalue())
         if file.seekable():
             file.seek(start)  # sends no request yet
@@ -105,7 +102,7 @@ class FsspecOrigin:
     def names_below(self, directory: ShardURL, *, deep: bool) -> list[str]:
         """Return the relative names of the files in a directory; with ``deep``, also below it.
 
-        There is no timeout, because listings may take long.
+        The call has no timeout.
         """
 
         def names() -> list[str]:
@@ -169,8 +166,7 @@ class FsspecOrigin:
     ) -> T:
         """Call ``function`` in a thread of its own; return its result, or raise as `Origin.open`.
 
-        If the function never returns, its thread stays. It is a daemon thread, so the process can
-        end.
+        A function that never returns leaves a daemon thread behind, so the process can still end.
 
         Args:
             shard: the shard, for errors.

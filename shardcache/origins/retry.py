@@ -85,7 +85,7 @@ class Attempts:
         self.retries += 1
 
     def extend(self, seconds: float) -> None:
-        """Extend the deadline by the seconds in which the download did not wait for its origin."""
+        """Extend the deadline by ``seconds`` that the download did not spend on its origin."""
         if self.end is not None:
             self.end += seconds
 
@@ -130,10 +130,7 @@ class Attempts:
             retrying.iter_state.reset()
 
     def _attempt(self, function: Callable[[], T], sleep: Callable[[float], None]) -> T:
-        """Call ``function``, and repeat it as long as it fails with patient errors.
-
-        Patient errors are waited out until `Pace.is_over` or the deadline.
-        """
+        """Call ``function`` once, or repeatedly as long as its errors are patient ones."""
 
         def wait(seconds: float) -> None:
             self.check()

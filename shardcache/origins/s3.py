@@ -512,10 +512,7 @@ def _version(shard: ShardURL, expected: ObjectInfo | None = None) -> dict[str, s
 
 
 def _read_refusal(response: Response) -> tuple[str, str, str | None]:
-    """Return the error code, a text with code and message, and another region or None.
-
-    The region is that of the bucket, if the request has to be sent there instead.
-    """
+    """Return the error code, a text with code and message, and the region to try next, or None."""
     try:
         found = ElementTree.fromstring(refused(response))  # noqa: S314 - by expat
     except ElementTree.ParseError:

@@ -59,10 +59,7 @@ def endpoint_of(config: Config) -> str | None:
 
 
 def authority_of(config: Config) -> str | None:
-    """Return the endpoint that keys depend on; at AWS, they take only the partition from it.
-
-    None stands for AWS's standard partition.
-    """
+    """Return the endpoint that keys depend on. None stands for AWS's standard partition."""
     if endpoint := endpoint_of(config):
         return endpoint
     region = s3_region(scheme_options(config, "s3"))

@@ -141,7 +141,7 @@ def tar_samples(
     select_files: Callable[[str], bool] | None = None,
     rename_files: Callable[[str], str] | None = None,
 ) -> Iterator[dict[str, Any]]:
-    """Expand opened shards into samples: `tar_files`, then WebDataset's ``group_by_keys``.
+    """Expand opened shards into samples, with `tar_files` and WebDataset's ``group_by_keys``.
 
     Args:
         data, handler, select_files, rename_files: the arguments of `tar_files`.
@@ -183,7 +183,7 @@ class TarWalk:
 
     def __iter__(self) -> Iterator[str]:
         stream, header, fields = self._stream, b"", None
-        # Only streams of these types return as many bytes as requested, except at the end.
+        # Streams of these types return as many bytes as requested, except at the end.
         if type(stream) in (io.BufferedReader, io.BytesIO) and tarfile.ENCODING == "utf-8":
             header = stream.read(_BLOCK)
             fields = _fields(header)

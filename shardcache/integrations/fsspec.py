@@ -101,7 +101,7 @@ class ShardCacheFileSystem(ChainedFileSystem):  # type: ignore[misc]
         return stream
 
     def info(self, path: str, **options: Any) -> Any:
-        """Return the name, size, type and ETag of a cached shard, or the target's info of others."""
+        """Return the info of the cached shard, or the target's info if the shard is not cached."""
         cache, entry = self.cache, None  # outside `suppress`, so that invalid options raise
         with contextlib.suppress(ConfigError):  # not a shard's URL; the target may accept it
             entry = cache.entry(self._url(path))

@@ -86,8 +86,8 @@ class ShardCacheHooks:
     def metrics(self) -> dict[str, float]:
         """Return this node's metrics by name, counted since the last call or since `setup`.
 
-        They are empty if they cannot be computed. Processes write their counters once a second, so
-        the last reads of an epoch may be counted in the next one.
+        The first call returns none, nor does a call that cannot read the counters. Processes write
+        their counters once a second, so the last reads of an epoch may be counted in the next one.
         """
         before, self._counters = self._counters, None
         try:

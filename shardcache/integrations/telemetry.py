@@ -1,4 +1,4 @@
-"""Export metrics to OpenTelemetry. ``pip install 'shardcache[otel]'`` installs its API package.
+"""Export metrics to OpenTelemetry. ``pip install 'shardcache[otel]'`` installs the API package.
 
     cache = shardcache.Cache(...)
     shardcache.telemetry.observe(cache)

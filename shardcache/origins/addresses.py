@@ -67,7 +67,7 @@ class Dialer:
                     except BlockingIOError:
                         slower.append(address)
                     except OSError as exn:
-                        if exn.errno in (errno.EMFILE, errno.ENFILE):  # not its fault
+                        if exn.errno in (errno.EMFILE, errno.ENFILE):  # not the address's fault
                             raise
                         kind, failed[address] = type(exn), exn.strerror or str(exn)
                         if sock := pending.pop(address, None):

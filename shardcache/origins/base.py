@@ -33,7 +33,7 @@ class TransientError(Exception):
         patient: bool = False,
     ) -> None:
         super().__init__(reason)
-        self.patient = patient  # waited out, without counting an attempt: throttling
+        self.patient = patient  # waited out, not counted as an attempt: throttling, credentials
         self.retry_after = retry_after  # seconds, from the origin's Retry-After header
         self.timed_out = timed_out  # the origin was silent; it did not refuse
 
@@ -67,7 +67,7 @@ def refusal(
         return VersionChangedError(f"{shard} became shorter")
     if throttled or status in _TRANSIENT:
         text = (headers or {}).get("retry-after", "")
-        # Retry-After may also be a date, but rarely is. Then the jitter of `retry` is pause enough.
+        # A date in Retry-After is rare and ignored: the jitter of `retry` is pause enough.
         seconds = float(text) if text.isdecimal() and len(text) < 20 else None
         throttled |= status == 429 or (status == 503 and seconds is not None)
         return TransientError(reason, retry_after=seconds, patient=throttled)
@@ -123,7 +123,7 @@ class ObjectInfo:
 
     @classmethod
     def from_record(cls, record: dict[str, Any]) -> ObjectInfo:
-        """Return the object of a record; KeyError, TypeError or ValueError if it is malformed."""
+        """Return the object of a record; raise KeyError, TypeError or ValueError if malformed."""
         stated = record["checksum"]
         size, texts = record["size"], [record["etag"], record["version_id"], record["modified"]]
         if size is not None and (type(size) is not int or size < 0):

@@ -163,7 +163,7 @@ class _Connection:
         return bytes(view[: max(0, count)])
 
     def fill(self, view: memoryview) -> int:
-        """Receive until ``view`` is full or `_slice` seconds passed. Return the number of bytes."""
+        """Fill ``view``, or part of it after `_slice` seconds; return the count, 0 if closed."""
         got = min(len(view), len(self.held))
         view[:got], self.held = self.held[:got], self.held[got:]
         started = time.monotonic()
@@ -259,7 +259,7 @@ class Response:
         self.info, self.start, self.stop = info, start, stop
 
     def readinto(self, buffer: memoryview) -> int:
-        """Implement `base.Body.readinto`. May return fewer bytes, after a second."""
+        """Implement `base.Body.readinto`. After a second, return with the bytes that came."""
         connection = self._connection
         if connection is None or not buffer or self._left == 0:
             return 0

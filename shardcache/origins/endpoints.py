@@ -59,7 +59,7 @@ def endpoint_of(config: Config) -> str | None:
 
 
 def authority_of(config: Config) -> str | None:
-    """Return the endpoint that keys depend on. None stands for AWS's standard partition."""
+    """Return the endpoint for keys, at AWS the region's host; None means the standard partition."""
     if endpoint := endpoint_of(config):
         return endpoint
     region = s3_region(scheme_options(config, "s3"))
@@ -170,9 +170,9 @@ def s3fs_options(options: Mapping[str, Any], endpoint_url: str | None = None) ->
 def s3_region(options: Mapping[str, Any]) -> str | None:
     """Return the region that a client with these options tries first at AWS, or None.
 
-    The precedence is botocore's, which ends with the profile's ``region``, and then AWS_REGION. If
-    neither AWS_REGION nor the configuration files name a region outside AWS's standard partition,
-    the result is None, and the files are not parsed.
+    The precedence is botocore's, which ends with the profile's ``region``, and then AWS_REGION.
+    Without an argument or AWS_DEFAULT_REGION, the files are parsed only if they or AWS_REGION name
+    a region outside AWS's standard partition; otherwise, the result is None.
     """
     passed = (options.get("client_kwargs") or {}).get("region_name")
     if first := passed or os.environ.get("AWS_DEFAULT_REGION"):

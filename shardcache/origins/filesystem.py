@@ -72,7 +72,7 @@ class FsspecOrigin:
     def open(
         self, shard: ShardURL, start: int, stop: int | None, expected: ObjectInfo | None = None
     ) -> FsspecBody:
-        """Implement `base.Origin.open`. ``expected`` is not compared with the version."""
+        """Implement `base.Origin.open`. Assumes that the current version is ``expected``."""
         info = expected if expected is not None else self.stat(shard)
         file = self.call(shard, lambda: self._filesystem.open(self._path(shard), "rb", **_READING))
         if self._protocol == "memory":  # one object, with one position, for all opens

@@ -59,7 +59,7 @@ def expand_braces(spec: str) -> Iterator[str]:
     """Yield the URLs, patterns and prefixes of a specification, in order.
 
     The rules are WebDataset's: split at ``::``, replace ``${X}`` by the environment variable
-    ``WDS_X``, and expand braces. Its own function is not used, because its import brings torch.
+    ``WDS_X``, and expand braces. Importing WebDataset's own function would import torch.
 
     Raises:
         ConfigError: the specification is malformed, or a variable is not set.
@@ -89,7 +89,7 @@ class Selection:
     """The shards that a specification selects from a set of known URLs, such as cached ones.
 
     A part of the specification without a slash is compared with the last component of each URL. A
-    `ShardURL` may take the place of the specification; it selects itself.
+    `ShardURL` in place of the specification selects only itself.
     """
 
     text: str  # the specification without secrets
@@ -227,7 +227,7 @@ class Listing:
     def _files(self, directory: str, reason: str, deep: bool) -> list[str]:
         """Return the names of the files in a directory, through fsspec.
 
-        ``reason`` says why s3fs has to list an S3 directory (`needs_s3fs`). It is empty otherwise.
+        ``reason`` is why s3fs has to list an S3 directory (`needs_s3fs`), or "" for other ones.
         """
         config = self._config
         if reason:
@@ -284,10 +284,7 @@ class Listing:
 
 
 def _split(pattern: str) -> tuple[str, Callable[[str], bool], bool]:
-    """Split a pattern into a literal prefix and a test of the rest.
-
-    Also return whether the rest may contain a ``/``, so that folders have to be listed deeply.
-    """
+    """Return a pattern's literal prefix, a test of the rest, and whether `/` may be in the rest."""
     found = _WILDCARD.search(pattern)
     if found is None:
         is_prefix = pattern.endswith("/")

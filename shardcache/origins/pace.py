@@ -48,7 +48,7 @@ class Pace:
         self._busy = 0  # requests in flight
         self._limit = math.inf  # most requests in flight at once
         self._goal = math.inf  # the limit doubles per round until it reaches this number
-        self._full = 0  # requests in flight when the throttling began; lifts the limit
+        self._full = 0  # requests in flight when throttling began; a limit this high is lifted
         self._pauses = 0  # pauses in a row, without a served request in between
         self._next = 0.0  # no request is sent before this time (monotonic clock)
         self._since: float | None = None  # when the throttling began; None if not throttled
@@ -62,7 +62,7 @@ class Pace:
 
     @contextmanager
     def turn(self, sleep: Callable[[float], None]) -> Iterator[None]:
-        """Wait until the body may send a request. ``sleep`` does the waiting; it may raise."""
+        """Wait until the caller may send a request; ``sleep`` waits, and may raise to cancel."""
         while True:
             with self._guard:
                 seconds = 0.0 if self._since is None else self._wait()

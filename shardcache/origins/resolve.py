@@ -10,8 +10,8 @@ states the version at the origin, and a digest with which the downloaded bytes a
 A download that began with such a copy can continue at the origin.
 
 A fault of an upstream never fails a download. After two failures in a row, the upstream is not used
-for a minute. Upstreams are not searched for shards whose URL has a query or a version id, or whose
-``pipe:`` command has client options.
+for a minute. Upstreams are not searched for URLs with a query or a version id, nor for ``pipe:``
+commands, unless the command only reads a URL and has no client options.
 
 Origins belong to the process that made them. A forked child makes its own `Origins`, because it
 must not share sockets, event loops or locks with its parent.
@@ -159,16 +159,16 @@ class UpstreamOrigin:
     _origin: Origin
     _copy: ShardURL
     _found: ObjectInfo  # the version in the upstream
-    _info: ObjectInfo  # the version at the origin if a sidecar states it, else `_found`
-    digest: str | None  # tree digest of the bytes if a sidecar states it
+    _info: ObjectInfo  # the version at the origin if a sidecar states it, otherwise `_found`
+    digest: str | None  # tree digest of the bytes, if a sidecar states it
     conditional: bool
 
-    states_checksums = False  # the digest replaces them
+    states_checksums = False  # the digest proves more than a checksum
 
     def open(
         self, shard: ShardURL, start: int, stop: int | None, expected: ObjectInfo | None = None
     ) -> Body:
-        """Implement `base.Origin.open`. Ignores ``expected``: the caller compares the version."""
+        """Open the version that was found. The caller compares that version with ``expected``."""
         body = self._origin.open(self._copy, start, stop, self._found)
         body.info = self._info
         return body

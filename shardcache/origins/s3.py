@@ -49,7 +49,7 @@ _STATUS = dict.fromkeys((*_EXPIRED, "InvalidToken"), 403)
 #: Error codes for a bucket in another region.
 _ELSEWHERE = frozenset({"AuthorizationHeaderMalformed", "IllegalLocationConstraintException"})
 _SKEWED = "RequestTimeTooSkewed"
-#: Error codes, with status 400, of stores that do not know a header. In January 2025, R2 sent 501.
+#: Error codes, with status 400, for an unknown header. In January 2025, R2 sent status 501.
 _UNKNOWN_HEADER = frozenset({"", "InvalidArgument", "InvalidRequest", "NotImplemented"})
 #: Advice for errors that deny access, by S3's error code.
 _HINTS = {
@@ -238,8 +238,8 @@ class S3Origin:
     ) -> Response:
         """Send a request and return a response of status 200 or 206.
 
-        A refused request is sent again, at most once each, with what its error calls for: another
-        region, new credentials, the store's time, or without `_CHECKSUM`.
+        A refused request is sent again, at most once with each remedy that its error suggests: the
+        bucket's region, new credentials, the store's time, no `_CHECKSUM`.
         """
         if self._options.get("requester_pays"):
             headers = {**headers, "x-amz-request-payer": "requester"}

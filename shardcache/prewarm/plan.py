@@ -197,7 +197,7 @@ def make_plan(
 def _outdated_versions(cache: Cache, shard: ShardURL) -> frozenset[str] | Exception:
     """Return the cached versions of a shard if none of them is the origin's current version.
 
-    Return an empty set if one of them is current, or an exception if the origin does not answer.
+    Otherwise return an empty set, or an exception if the origin does not answer.
     """
     process = cache.processes.here()
     process.site()

@@ -286,7 +286,7 @@ class Pool:
         )
 
     def _finish(self, event: Finished) -> None:
-        """Record a result, and stop the pool if it shows that further shards need not be tried."""
+        """Record a result, and stop the pool if further shards are not worth a try."""
         shard, result = event
         error = result.error
         with self._changed:

@@ -3,9 +3,9 @@
     prewarm_nodes -> one task pinned to each live node -> `prewarm` of that node's cache
                   <- a batch of news every second (a streaming generator) <-
 
-News are the events of a node's prewarm and its report. Each node uses its own cache, configuration
-and credentials, from the environment in which ``ray start`` ran on that node. If a node fails or
-dies, its report says so, and the other nodes complete.
+A batch of news holds events of a node's prewarm, and the last batch also its report. Each node uses
+its own cache, configuration and credentials, from the environment in which ``ray start`` ran there.
+If a node fails or dies, its report says so, and the other nodes complete.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ _PIECE = 20 * _BLOCK
 #: Limit of an extended header in bytes, ample for a name and a few timestamps. Larger ones are left
 #: to tarfile.
 _EXTENDED_MAX = 1 << 16
-#: The first bytes of compressed archives; no sample has such a name.
+#: The first bytes of compressed archives. No name of a sample begins with them.
 _COMPRESSED = (b"\x1f\x8b", b"BZh", b"]\0\0", b"\xfd7z", b"\x28\xb5\x2f")
 #: The header of a directory. It is put before the header at which tarfile takes over, because
 #: tarfile applies other rules to the first header of an archive.

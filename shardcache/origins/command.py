@@ -71,7 +71,7 @@ class PipeBody:
         self._output = self._process.stdout
 
     def readinto(self, buffer: memoryview) -> int:
-        """Implement `base.Body.readinto`. Raises at the end of the output if the command failed."""
+        """Return the number of bytes read, 0 at the end. A failed command raises TransientError."""
         try:
             poller = select.poll()
             poller.register(self._output, select.POLLIN)
@@ -89,9 +89,9 @@ class PipeBody:
         return count
 
     def abort(self) -> None:
-        """Kill the command, as `base.Body.abort` requires."""
+        """Kill the command, so that a blocked `readinto` returns or raises."""
         if self._process.returncode is not None:
-            return  # it has ended, and its process id may belong to another process by now
+            return  # the command has ended, and another process may have its process id
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
 

@@ -259,7 +259,7 @@ class Response:
         self.info, self.start, self.stop = info, start, stop
 
     def readinto(self, buffer: memoryview) -> int:
-        """Implement `base.Body.readinto`. After a second, return with the bytes that came."""
+        """Read the bytes of the next second into ``buffer``; return their number, 0 at the end."""
         connection = self._connection
         if connection is None or not buffer or self._left == 0:
             return 0
@@ -285,7 +285,7 @@ class Response:
         return count
 
     def abort(self) -> None:
-        """Implement `base.Body.abort`."""
+        """Make a `readinto` that blocks in another thread raise soon."""
         self._aborted = True
         if (connection := self._connection) is not None:
             connection.abort()

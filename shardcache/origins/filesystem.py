@@ -72,7 +72,7 @@ class FsspecOrigin:
     def open(
         self, shard: ShardURL, start: int, stop: int | None, expected: ObjectInfo | None = None
     ) -> FsspecBody:
-        """Implement `base.Origin.open`. Assumes that the current version is ``expected``."""
+        """Open the object at ``start``. Assumes that its current version is ``expected``."""
         info = expected if expected is not None else self.stat(shard)
         file = self.call(shard, lambda: self._filesystem.open(self._path(shard), "rb", **_READING))
         if self._protocol == "memory":  # one object, with one position, for all opens
@@ -85,7 +85,7 @@ class FsspecOrigin:
         return FsspecBody(self, shard, file, info, start, stop)
 
     def stat(self, shard: ShardURL) -> ObjectInfo:
-        """Implement `base.Origin.stat`, without checksums."""
+        """Return the current version of the object, without a checksum."""
 
         def info() -> Mapping[str, Any]:
             self._filesystem.invalidate_cache()
@@ -270,7 +270,7 @@ class FsspecBody:
         _files[id(self._file)] = self._file
 
     def readinto(self, buffer: memoryview) -> int:
-        """Implement `base.Body.readinto`. Raise VersionChangedError if the file became shorter."""
+        """Read bytes; return their number, or 0 at the end. Raises the errors of `Origin.open`."""
         size = len(buffer) if self.stop is None else min(len(buffer), self.stop - self._at)
         if not size:
             return 0
@@ -287,7 +287,7 @@ class FsspecBody:
         return len(data)
 
     def abort(self) -> None:
-        """Implement `base.Body.abort`."""
+        """Make a blocked `readinto` raise TransientError."""
         with contextlib.suppress(InvalidStateError):
             self._reading.set_exception(TransientError("the read was cancelled"))
 

@@ -172,11 +172,11 @@ class WebOrigin:
     def open(
         self, shard: ShardURL, start: int, stop: int | None, expected: ObjectInfo | None = None
     ) -> Response:
-        """Implement `base.Origin.open`."""
+        """Request a range of bytes, with the arguments and errors of `base.Origin.open`."""
         return open_range(partial(self._request, "GET", shard), start, stop, expected)
 
     def stat(self, shard: ShardURL) -> ObjectInfo:
-        """Implement `base.Origin.stat`."""
+        """Return the current version of the object, without a checksum."""
         response = self._request("HEAD", shard, {})
         response.close()
         return object_info(response, response.length)

@@ -5,7 +5,7 @@
 An upstream is a NAS or an object store in the cluster. It holds ``s3://bucket/key`` as
 ``<upstream>/bucket/key``, and any other URL by its part after ``://``. So copies that another
 program made (``aws s3 sync``) are found as well; their version is the one that the upstream states.
-A copy that shardcache made (``write_back``) has a sidecar beside it: ``<name>.shardcache.json``. It
+A copy that shardcache made (``write_back``) comes with a sidecar, ``<name>.shardcache.json``. It
 states the version at the origin, and a digest with which the downloaded bytes are compared.
 A download that began with such a copy can continue at the origin.
 
@@ -244,7 +244,7 @@ class _Upstream:
     def write(self, shard: ShardURL, data: Path, sidecar: bytes) -> None:
         """Copy an entry unless the upstream has it. Faults are logged.
 
-        The sidecar is written last, so that it never stands beside an incomplete copy.
+        The sidecar is written last, so that it always describes a complete copy.
         """
         copy = self._copy_of(shard)
         if copy is None or self._breaker.left:

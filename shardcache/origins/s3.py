@@ -187,7 +187,7 @@ class S3Origin:
     def open(
         self, shard: ShardURL, start: int, stop: int | None, expected: ObjectInfo | None = None
     ) -> Response:
-        """Implement `base.Origin.open`. The response for a whole object states its checksum."""
+        """Request a range of bytes. The response to a request for the whole has a checksum."""
         query = _version(shard, expected)
         if start == 0 and stop is None and expected is None:
             response = self._request("GET", shard, _CHECKSUM, query)
@@ -200,7 +200,7 @@ class S3Origin:
         )
 
     def stat(self, shard: ShardURL) -> ObjectInfo:
-        """Implement `base.Origin.stat`."""
+        """Return the current version of the object, with its checksum if S3 has one."""
         response = self._request("HEAD", shard, _CHECKSUM, _version(shard))
         response.close()
         if response.length is None:  # without a size, versions cannot be compared

@@ -11,6 +11,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator
+from dataclasses import replace
 from functools import cache, lru_cache, partial
 from itertools import product
 from operator import itemgetter
@@ -21,13 +22,14 @@ from shardcache import clock, threads
 from shardcache.config import Config, Options, load
 from shardcache.download.download import Download
 from shardcache.errors import ConfigError, ShardNotFoundError
+from shardcache.files import Modes
 from shardcache.origins.endpoints import parser
-from shardcache.process import Processes
+from shardcache.process import Processes, log_unusable
 from shardcache.ranks import detect, run_of_this_process
 from shardcache.reading.opener import Opener
 from shardcache.store.directory import DamagedError
 from shardcache.store.entry import Entry, Store
-from shardcache.store.root import check_root, make_root, require_cache
+from shardcache.store.root import check_root, check_usable, make_root, require_cache
 from shardcache.units import parse_duration
 from shardcache.urls import ShardURL, redact
 
@@ -84,7 +86,7 @@ class Cache:
             (``SHARDCACHE_MAX_SIZE``) and in ``shardcache.toml``.
 
     Raises:
-        ConfigError: an option cannot work.
+        ConfigError: an option cannot work; with ``strict`` also: the directory cannot be used.
     """
 
     def __init__(
@@ -94,6 +96,14 @@ class Cache:
         if sources["dir"] == "default":
             logger.info("caching in %s; set SHARDCACHE_DIR to use another directory", config.dir)
         self._setup(config, run_of_this_process()[0] or clock.time())
+        Modes.of(config.shared_group)  # raises an error for a user outside the group
+        try:
+            check_usable(config)
+        except ConfigError as exn:
+            if config.strict:
+                raise
+            # Before workers are started, so that not each of them logs it.
+            log_unusable(exn, config.dir, detect())
 
     @classmethod
     def from_config(cls, config: Config, *, started: float | None = None) -> Cache:
@@ -207,17 +217,17 @@ class Cache:
         opened.close()
         return opened.entry
 
-    def path(self, url: str) -> Path | None:
+    def path(self, url: str | ShardURL) -> Path | None:
         """Return the local path of the shard, or None. Only within `pinned` is it sure to stay."""
         shard = self._one(url)
         if self.opener.is_in_place(shard):
             return shard.local_path if shard.local_path.exists() else None
-        entry = self.entry(shard.raw)
+        entry = self.entry(shard)
         return None if entry is None else entry.data
 
-    def entry(self, url: str) -> Entry | None:
+    def entry(self, url: str | ShardURL) -> Entry | None:
         """Return the shard's entry, or None if it is not cached."""
-        shard = self.parse(url)
+        shard = url if isinstance(url, ShardURL) else self.parse(url)
         for store in self._here().stores():
             try:
                 opened = store.open(shard.key, shard.basename)
@@ -229,7 +239,7 @@ class Cache:
                 return opened.entry
         return None
 
-    def __contains__(self, url: str) -> bool:
+    def __contains__(self, url: str | ShardURL) -> bool:
         return self.path(url) is not None
 
     # -- pipelines and prewarming ----------------------------------------------
@@ -322,7 +332,8 @@ class Cache:
         """Return the shards that specifications stand for, each once.
 
         URLs and ``{braces}`` stand for shards that may be cached or not. Globs, a ``prefix/`` and
-        basenames stand for shards in the cache, or with ``pinned`` for those that are pinned.
+        basenames stand for shards in the cache, or with ``pinned`` for those that are pinned, also
+        for those that came from other endpoints than the configured one (`other_endpoint`).
 
         Raises:
             ConfigError: a specification is malformed.
@@ -334,18 +345,20 @@ class Cache:
         for selection in selections:
             shards = list(selection.named.values())
             if selection.patterns:
-                shards += [shard for url, shard in known.items() if url in selection]
+                shards += [shard for shard in known.values() if str(shard) in selection]
             if not shards:
                 raise self._nothing(selection)
             found |= {shard.key: shard for shard in shards}
         return list(found.values())
 
-    def _one(self, spec: str) -> ShardURL:
+    def _one(self, spec: str | ShardURL) -> ShardURL:
         """Return the only shard that a specification stands for; ConfigError if it is not one."""
+        if isinstance(spec, ShardURL):
+            return spec
         shards = list[ShardURL]()
         if not {"{", "*", "?"}.isdisjoint(spec) or spec.endswith("/"):
             with contextlib.suppress(ShardNotFoundError):  # it is the literal URL of a shard
-                shards = self.select(spec)
+                shards = [each for each in self.select(spec) if not self.other_endpoint(each)]
         if len(shards) > 1:
             raise ConfigError(
                 f"{redact(spec)} stands for {len(shards)} shards instead of one. "
@@ -361,15 +374,27 @@ class Cache:
         return [Selection(spec, self.parse) for spec in each]
 
     def _known(self, pinned: bool) -> dict[str, ShardURL]:
-        """Return the cached or pinned shards of this cache's endpoint, by URL."""
+        """Return the cached or pinned shards by key."""
         pairs = self.pins().items() if pinned else ((e.key, e.name()) for e in self.entries())
         found = dict[str, ShardURL]()
         for key, url in sorted(pairs, key=itemgetter(1)):
             with contextlib.suppress(ConfigError):  # a damaged record has no URL
+                shard = self.parse(url)
                 # A shard of another endpoint has another key.
-                if (shard := self.parse(url)).key == key:
-                    found[url] = shard
+                if shard.key == key or shard.scheme == "s3":
+                    found[key] = replace(shard, key=key)
         return found
+
+    def other_endpoint(self, shard: ShardURL) -> str | None:
+        """Return the S3 endpoint that a shard of `select` came from, None if it is this cache's."""
+        if shard.scheme != "s3" or shard.key == self.parse(str(shard)).key:
+            return None
+        for store in self._here().stores():
+            for entry in store.entries_of(shard.key):
+                with contextlib.suppress(DamagedError, OSError):
+                    if (endpoint := entry.metadata().endpoint) is not None:
+                        return endpoint or "AWS"
+        return "unknown"
 
     def _nothing(self, selection: Selection) -> ShardNotFoundError:
         text = f"{selection.text}: nothing in {self.dir} matches. See `shardcache ls`."
@@ -383,6 +408,7 @@ class Cache:
         max_age: float | str | None = None,
         orphans: bool = False,
         everything: bool = False,
+        remove_dir: bool = False,
         dry_run: bool = False,
         wait: bool = True,
     ) -> CleanReport:
@@ -396,6 +422,8 @@ class Cache:
             orphans: also remove the unfinished downloads of the last hour, which could be resumed.
                 Unless a limit is given, no entry is removed.
             everything: remove all entries that no process uses.
+            remove_dir: with ``everything``, remove the directories as well. They stay if shards or
+                files of other programs stay, or if a process uses the cache.
             dry_run: remove nothing; the report counts the entries that would be removed.
             wait: if another process cleans, wait for up to ``lock_timeout``.
 
@@ -404,8 +432,10 @@ class Cache:
             LockTimeoutError: another process is cleaning.
             OSError: the filesystem is read-only or failing.
         """
+        from shardcache.locks.sessions import live_sessions
         from shardcache.space import clean as cleaning
         from shardcache.space.eviction import Limits
+        from shardcache.store.root import remove_root
 
         require_cache(self.dir)
         sweep_only = orphans and max_size is min_free is max_age is None
@@ -424,6 +454,10 @@ class Cache:
                 if not (everything or sweep_only):
                     limits = space.limits()
                 reports.append(cleaning.clean(space, limits, orphans=orphans, dry_run=dry_run))
+            is_used = reports[-1].kept or live_sessions(tier.node)
+            if remove_dir and everything and not (dry_run or is_used):
+                process.counters.flush()  # which writes into the directory
+                remove_root(tier.node)
         return cleaning.joined(reports)
 
     def verify(

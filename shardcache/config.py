@@ -398,18 +398,19 @@ class Config:
         """Return a validated copy with ``changes``; None clears an option."""
         return dataclasses.replace(self, **changes)
 
-    def limits(self) -> dict[str, str]:
-        """Return the options that limit the cache, as text that parses back."""
-        return {name: _show(name, getattr(self, name)) for name in _LIMITS}
+    def limits(self) -> dict[str, Any]:
+        """Return the options that limit the cache, as values for JSON that parse back."""
+        tiers = [{name: str(getattr(tier, name)) for name in tier.__slots__} for tier in self.tiers]
+        return {**{name: _show(name, getattr(self, name)) for name in _LIMITS}, "tiers": tiers}
 
     def by_tier(self) -> tuple[Config, ...]:
-        """Return a configuration for each tier alone, the fastest first and ``dir`` last."""
+        """Return a configuration for each tier, the fastest first and ``dir`` last."""
         alone = self.replace(tiers=()) if self.tiers else self
         faster = [
             alone.replace(dir=t.dir, max_size=t.max_size, min_free=t.min_free, ephemeral_limit=None)
             for t in self.tiers
         ]
-        return (*faster, alone)
+        return (*faster, self)
 
 
 #: The options that decide how much is stored and what is evicted first.
@@ -470,7 +471,7 @@ class Loaded(NamedTuple):
     config: Config
     sources: dict[str, str]  #: ``argument``, ``environment NAME``, ``file PATH`` or ``default``
 
-    def completed(self, limits: Mapping[str, str], source: str) -> Loaded:
+    def completed(self, limits: Mapping[str, Any], source: str) -> Loaded:
         """Return a copy in which ``limits`` replace the limits that have their defaults.
 
         Raises:

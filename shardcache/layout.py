@@ -49,6 +49,11 @@ is_pin_name = re.compile(rf"{_KEY}\.pin").fullmatch
 is_evicted_name = re.compile(rf"evict\.{_KEY}\.{_RANDOM}").fullmatch  #: entry that was hidden
 #: A file (`replace_file`) or directory (`Modes.new_directory`) before it is renamed.
 is_temporary_name = re.compile(rf"\.[A-Za-z0-9.]+\.{_RANDOM}").fullmatch
+#: A file that says something about shards or processes, and holds no shard.
+is_record_name = re.compile(
+    rf"(?:{_KEY}|budget|clean|downloads|[a-z]+-\d+)\.lock|{_KEY}\.(?:lease|holder|pin|session)|"
+    rf"{_KEY}\.{_RANDOM}\.wait|[A-Za-z0-9._-]+\.streamed|stats\.db(?:-[a-z]+)?|limits|usage"
+).fullmatch
 #: The namespace of a rank or a job; made by `ranks.safe_name`.
 is_rank_name = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}").fullmatch
 

@@ -32,6 +32,7 @@ from shardcache.stats.counters import Counters
 from shardcache.stats.summary import stats_of
 from shardcache.store.directory import DamagedError
 from shardcache.store.entry import Entry, Opened, Store
+from shardcache.store.root import unusable
 from shardcache.units import format_duration
 from shardcache.urls import ShardURL
 
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
     from shardcache.space.clean import Housekeeper
     from shardcache.space.eviction import Removal
 
-__all__ = ["PausedError", "Process", "Processes"]
+__all__ = ["PausedError", "Process", "Processes", "UnusableError", "log_unusable"]
 
 logger = logging.getLogger(__name__)
 
@@ -50,8 +51,29 @@ logger = logging.getLogger(__name__)
 LAST_COPIES = 5.0
 
 
+#: The variable that names the node and a directory of which a process has logged that it cannot be
+#: used. Forked and spawned children inherit it.
+_LOGGED = "_SHARDCACHE_UNUSABLE"
+
+
 class PausedError(OSError):
     """The disk failed a moment ago and is not tried again yet."""
+
+
+class UnusableError(ConfigError):
+    """The directory must not be used. Shards are streamed."""
+
+
+def log_unusable(error: ConfigError, directory: Path, ranks: Ranks) -> None:
+    """Log that nothing will be cached: as an error once per job and node, else at INFO.
+
+    No file on the node can be the memory of the job, because the directory cannot be used.
+    """
+    stated = f"{os.uname().nodename}:{directory}"
+    is_first = ranks.local_rank in (None, 0) and os.environ.get(_LOGGED) != stated
+    os.environ[_LOGGED] = stated
+    text = "no shard will be cached, and every epoch streams all of them: %s"
+    logger.log(logging.ERROR if is_first else logging.INFO, text, error.message)
 
 
 class Process:
@@ -121,7 +143,13 @@ class Process:
 
     @property
     def present(self) -> list[Tier]:
-        """The tiers that are caches on disk, and the last one."""
+        """The tiers that are caches on disk, and the last one.
+
+        Raises:
+            ConfigError: a directory must not be used.
+        """
+        for tier in self.tiers:
+            tier.check()
         return [tier for tier in self.tiers if tier.present or tier is self.home]
 
     def stores(self) -> list[Store]:
@@ -138,7 +166,7 @@ class Process:
         """Return the site. The first call makes the directories.
 
         Raises:
-            ConfigError: the directory must not be used.
+            ConfigError: the directory must not be used; UnusableError without ``strict``.
             OSError: it cannot be made or written; with ``strict`` only.
         """
         if self.made_site is None:
@@ -198,22 +226,24 @@ class Process:
         try:
             tier.make()
         except (OSError, ConfigError) as exn:
-            # An error at the very start is a mistake that the user has to correct.
-            if self.config.strict or (is_first and isinstance(exn, ConfigError)):
+            if self.config.strict:
                 raise
             reason = exn.message if isinstance(exn, ConfigError) else exn.strerror or exn
             if tier is not self.home:
                 text = "the tier %s cannot be used (%s); shards go to the next one"
                 self.warn(f"tier {path}", text, path, reason)
             elif isinstance(exn, ConfigError):
-                # The directory is another user's: not even its entries may be read.
+                # Such as the directory of another user: not even its entries may be read.
                 self.reading.failed(at_once=True)
                 self.writing.failed(at_once=True)
-                raise OSError(errno.EPERM, exn.message, str(path)) from exn
+                log_unusable(exn, path, self._ranks)
+                raise UnusableError(exn.message, dir=path) from exn
             elif not is_first:
                 raise
             else:
-                self.disk_failed(self.writing, exn)
+                self.writing.failed(at_once=True)
+                self._warned.add(fault_kind(exn))  # later attempts fail in the same way
+                log_unusable(unusable(path, exn), path, self._ranks)
 
     # -- shards ------------------------------------------------------------------
 
@@ -229,10 +259,11 @@ class Process:
 
         Raises:
             PausedError: the disk failed a moment ago.
+            UnusableError: the directory must not be used.
             OSError: it fails now.
         """
-        site = self.site()
         self._gate(self.reading, insist)
+        site = self.site()
         try:
             if not self.reading.closed:
                 site = self.check_root()  # another user may own the directory now

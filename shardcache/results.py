@@ -88,6 +88,7 @@ class PrewarmPlan:
     #: With refresh: why it is unknown whether the origin has replaced a shard.
     unconfirmed: Mapping[str, Exception] = field(default_factory=dict)
     needed: int = 0  #: room that the shards of known size to download will take
+    resumable: int = 0  #: bytes of them that interrupted downloads left on disk
 
     def __repr__(self) -> str:
         """Return ``Need 2,048 shards, 1.0 TB: 1,310 cached, 738 to fetch (369.0 GB); ...``."""
@@ -101,6 +102,8 @@ class PrewarmPlan:
         if unknown:
             is_all = unknown == len(fetch)
             need = "sizes unknown" if is_all else f"{need} and {unknown:,} of unknown size"
+        if self.resumable:
+            need += f", {format_bytes(self.resumable)} of it on disk"
         if self.outdated:
             need += f", {len(self.outdated):,} replaced at the origin"
         text += f", {len(fetch):,} to fetch ({need}); free {format_bytes(self.free)}"
@@ -125,6 +128,7 @@ class PrewarmPlan:
             "free_bytes": self.free,
             "evict_bytes": self.evict,
             "needed_bytes": self.needed,
+            "resumable_bytes": self.resumable,
             "missing_bytes": self.missing,
             "left_out": len(self.left_out),
             "outdated": len(self.outdated),
@@ -220,7 +224,9 @@ class PrewarmReport:
         shards = f"{number:,} shard{'' if number == 1 else 's'}"
         if not to_warm:
             return f"All {shards} cached ({format_bytes(self.plan.cached_bytes)})."
-        text = f"Warmed {self.count(*_ADDED):,} of {shards} ({format_bytes(self.bytes)})"
+        size, received = format_bytes(self.bytes), format_bytes(self.received)
+        size += f", {received} received" if received != size else ""  # the rate is that of these
+        text = f"Warmed {self.count(*_ADDED):,} of {shards} ({size})"
         text += f" in {format_duration(self.seconds)}"
         if self.received and self.seconds > 0:
             text += f", {format_rate(self.received / self.seconds)}"

@@ -82,6 +82,7 @@ _AWS_REGION = rf"[.-]({PARTITIONS})-[a-z]+(-[a-z]+)*-[0-9]+\."
 
 # Patterns are compiled on first use, which keeps `import shardcache` fast.
 _SCHEME = r"([A-Za-z][A-Za-z0-9+.-]*):(//)?"
+_FSSPEC = r"^shardcache:(:|//(?=[A-Za-z][A-Za-z0-9+.-]*://))"  # both forms of our fsspec names
 _CHAIN = r"(^[A-Za-z0-9+.-]+::|::[A-Za-z0-9+.-]+:/)"
 _UNSAFE = r"[^A-Za-z0-9._-]+"
 _TARGET = r"[a-z][a-z0-9+.-]*://[^\s\"'|;<>()]+"
@@ -135,6 +136,8 @@ class ShardURL:
     version_id: str | None = None  #: the version of the object that the URL names
     #: The options of the client that a command sets, see `commands.read_command`.
     options: tuple[tuple[str, str], ...] = field(default=(), repr=False)
+    #: The host of the S3 endpoint, which is part of the key; "" for AWS, None for other schemes.
+    endpoint: str | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle with secrets while multiprocessing spawns a process, else without them."""
@@ -145,7 +148,7 @@ class ShardURL:
             raw = "" if self.scheme == "pipe" else self.canonical
             options = tuple((k, _HIDDEN if k == "authorization" else v) for k, v in options)
         names = (self.scheme, self.canonical, self.key, self.basename, self.version_id)
-        return ShardURL, (raw, *names, options)
+        return ShardURL, (raw, *names, options, self.endpoint)
 
     @property
     def is_masked(self) -> bool:
@@ -173,6 +176,14 @@ class ShardURL:
         return self.canonical
 
 
+def advise_scheme(shard: ShardURL, otherwise: str = "") -> str:
+    """Return advice for a relative path without a file, which may be an ``s3`` URL."""
+    raw = shard.raw
+    if not shard.is_local or re.match(r"[/.]|file:|[^/]*$", raw) or shard.local_path.exists():
+        return otherwise
+    return f"If it is an object, write s3://{redact(raw)}."
+
+
 def parse_url(
     url: str, *, endpoint: str | None = None, allow_schemes: Collection[str] = ()
 ) -> ShardURL:
@@ -189,7 +200,7 @@ def parse_url(
     """
     if not isinstance(url, str):
         raise ConfigError(f"a shard URL must be a string, not {type(url).__name__}")
-    url = url.removeprefix("shardcache::")
+    url = re.sub(_FSSPEC, "", url)
     if not url:
         raise ConfigError("a shard URL must not be empty")
     if re.search(_CONTROL, url):
@@ -210,7 +221,7 @@ def parse_url(
             f"allow_schemes=[{scheme!r}] if you trust the authors of all shard lists."
         )
     rest = url[match.end() if match else 0 :]
-    version_id = key = None
+    version_id = key = authority = None
     is_masked = False
     if scheme == "file":
         canonical = identity = name = _file(url, rest)
@@ -238,7 +249,8 @@ def parse_url(
     key = key or hashlib.blake2b(encoded, digest_size=16, usedforsecurity=False).hexdigest()
     if is_masked:
         canonical = f"{canonical}#{key}"
-    return ShardURL(url, scheme, canonical, key, _basename(name), version_id)
+    names = (scheme, canonical, key, _basename(name), version_id)
+    return ShardURL(url, *names, endpoint=authority)
 
 
 def _file(url: str, path: str) -> str:

@@ -10,12 +10,13 @@ import pytest
 
 from shardcache import telemetry
 from shardcache.cache import Cache
+from shardcache.errors import ConfigError
 from shardcache.origins.base import TransientError
 from shardcache.units import exact_bytes
-from tests.support.caches import held_elsewhere
+from tests.support.caches import held_elsewhere, read
 from tests.support.fakes import Fault
 from tests.support.shop import Shop
-from tests.support.storetools import PATIENCE, forked, room, together
+from tests.support.storetools import PATIENCE, forked, needs_root, room, together
 from tests.support.tars import make_tar
 
 HERE = Path(__file__).resolve().parent.parent
@@ -122,6 +123,71 @@ def test_a_job_warns_once_that_shards_find_no_room(tmp_path, log, ranks):
     assert "Raise max_size" in warning
     ended = [text for _, text in logged if "this process had" in text]
     assert len(ended) == 3 and all("4 opens, 25.00% hits, 3 streamed" in text for text in ended)
+
+
+def alarms_of(cache, urls):
+    """Read shards twice in a worker; returns what it logged at WARNING and above."""
+    logged, handler = [], logging.Handler(logging.WARNING)
+    handler.emit = lambda record: logged.append(record.getMessage())
+    logging.getLogger("shardcache").addHandler(handler)
+    assert [cache.open(url).name for url in urls * 2] == [f"file://{url}" for url in urls * 2]
+    return logged
+
+
+def occupied(root):
+    root.mkdir()
+    (root / "model.ckpt").touch()
+
+
+#: How to make a directory that cannot be used, and the advice.
+UNUSABLE = {
+    "another user's": (lambda root: (root.mkdir(), os.chown(root, 1, 1)), "of your own"),
+    "with other files": (occupied, "of its own, such as"),
+    "below a file": (lambda root: root.parent.touch(), "Point dir at a directory"),
+    "below /proc": (None, "Point dir"),  # only making it shows the error
+}
+
+
+@needs_root
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("kind", UNUSABLE)
+def test_a_directory_that_cannot_be_used_is_one_error_of_the_job(
+    tmp_path, log, monkeypatch, kind, method
+):
+    monkeypatch.setenv("_SHARDCACHE_UNUSABLE", "")
+    shop, root, (make, advice) = Shop(tmp_path, 3), tmp_path / "root", UNUSABLE[kind]
+    root = root / "file" / "cache" if kind == "below a file" else root
+    root = Path("/proc/cache") if make is None else root
+    root.parent.parent.mkdir(exist_ok=True)
+    (make or id)(root)
+    with Cache(root, cache_local=True, min_free=0) as cache:
+        assert read(cache, shop.urls[0])
+        with multiprocessing.get_context(method).Pool(2) as pool:
+            assert pool.starmap(alarms_of, [(cache, shop.urls)] * 4) == [[]] * 4
+        with pytest.raises((ConfigError, OSError)):
+            cache.fetch(shop.urls[0])
+    (error,) = [one for one in log.records if one.levelno >= logging.WARNING]
+    assert (error.levelname, advice in error.getMessage()) == ("ERROR", True)
+    monkeypatch.setenv("_SHARDCACHE_UNUSABLE", "")
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "2" if name == "WORLD_SIZE" else "1")
+    read(Cache(root, cache_local=True), shop.urls[0])  # the first rank of the node logs it
+    assert len([one for one in log.records if one.levelno >= logging.WARNING]) == 1
+    with pytest.raises((ConfigError, OSError)):
+        strict = Cache(root, strict=True, cache_local=True)
+        assert make is None
+        strict.open(shop.urls[0])
+
+
+def test_a_directory_is_used_once_it_can_be(tmp_path, log, clock):
+    shop, root = Shop(tmp_path, 1), tmp_path / "root"
+    occupied(root)
+    with Cache(root, cache_local=True, min_free=0) as cache:
+        read(cache, shop.urls[0])
+        (root / "model.ckpt").unlink()
+        clock.sleep(60)
+        read(cache, shop.urls[0])
+        assert shop.urls[0] in cache
 
 
 def test_a_killed_job_leaves_no_note(tmp_path):

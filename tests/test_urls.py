@@ -194,6 +194,7 @@ def test_other_parameters_are_shown(url):
         ("s3a://bucket/k", "s3://bucket/k"),
         ("gcs://bucket/k", "gs://bucket/k"),
         ("shardcache::s3://bucket/k", "s3://bucket/k"),
+        ("shardcache://s3://bucket/k", "s3://bucket/k"),
         ("HTTPS://H.Example:443/k", "https://h.example/k"),
         ("http://h:80/k", "http://h/k"),
         ("http://h", "http://h/"),

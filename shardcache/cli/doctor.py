@@ -27,12 +27,12 @@ import click
 from shardcache.cli.main import ExitCode, Invocation, command
 from shardcache.cli.output import counted, printable, reason
 from shardcache.config import Config
-from shardcache.errors import ShardCacheError
+from shardcache.errors import AccessDeniedError, ShardCacheError
 from shardcache.layout import Layout, read_manifest
 from shardcache.locks.mounts import lock_kind, mount_of
-from shardcache.origins.base import ObjectInfo
+from shardcache.origins.base import ObjectInfo, TransientError
 from shardcache.origins.connection import Transport
-from shardcache.origins.endpoints import endpoint_of, parser, s3_access
+from shardcache.origins.endpoints import endpoint_of, parser, s3_access, scheme_options
 from shardcache.origins.resolve import Origins
 from shardcache.origins.retry import RetryPolicy
 from shardcache.origins.s3 import S3Origin
@@ -40,7 +40,7 @@ from shardcache.ranks import detect
 from shardcache.space.eviction import total_bytes
 from shardcache.space.memory import Volume, allocation, cpu_quota, is_memory
 from shardcache.store.entry import Store
-from shardcache.store.root import check_foreign, check_root
+from shardcache.store.root import check_usable
 from shardcache.units import format_bytes, format_duration, format_rate
 from shardcache.urls import redact
 
@@ -57,6 +57,7 @@ _PATIENCE = 10.0
 #: Advice after the time limit.
 _DEAD_MOUNT = "Its mount may be dead: mount it again (umount -l), or point dir at another disk."
 _DEAD_SERVICE = "Check DNS, the network, and the program or service that provides credentials."
+_NO_ENDPOINT = "Check endpoint_url, DNS, the network and https_proxy."
 #: Time limits for a connection to an address, and for the response of a server, in seconds.
 _CONNECT, _RESPOND = 1.0, 2.0
 #: Clock skew in seconds that is a warning. S3 refuses requests above 15 minutes.
@@ -69,8 +70,9 @@ def doctor_command(invocation: Invocation, url: str | None) -> ExitCode:
     """Check that the machine fits the configuration.
 
     Checks directories, filesystems, memory, limits and CPUs, the credentials and their expiry,
-    the addresses and the clock of the endpoint, and with --url the origin. Each finding is ok,
-    warn or fail, with advice. Changes nothing. Exit code 4 if a check failed.
+    the addresses and the clock of the endpoint, and with --url the origin. One signed request
+    tries the credentials. Each finding is ok, warn or fail, with advice. Changes nothing. Exits
+    with 4 if a check failed.
 
     \b
     Examples:
@@ -152,16 +154,11 @@ def _existing(directory: Path) -> Path:
 
 
 def _owner(tier: Config) -> Findings:
+    check_usable(tier)
     path = _existing(tier.dir)
-    if path == tier.dir and path.is_dir():
-        check_root(tier)
-        check_foreign(tier.dir)
-    if not path.is_dir():
-        yield "fail", f"{path} is not a directory", "Point dir at a directory, or at a name in one."
-    elif not os.access(path, os.W_OK | os.X_OK):
-        fix = "Point dir at a directory that this user may write, or make this one writable"
-        fix += f" (mount -o remount,rw {shlex.quote(str(path))} if it is mounted read-only)."
-        yield "fail", f"{path} is not writable", fix
+    if not os.access(path, os.W_OK | os.X_OK):
+        fix = f"Make it writable (mount -o remount,rw {shlex.quote(str(path))})."
+        yield "fail", "its shards can be read, but none can be added", fix
     elif path != tier.dir:
         yield "ok", "writable, will be created", ""
     else:
@@ -239,13 +236,26 @@ def _credentials(config: Config) -> Findings:
     if len(missing) == 1:
         fix = f"Set {missing[0]} as well, or unset the other and use a profile or a role."
         yield "warn", f"{missing[0]} is not set, but the other key variable is", fix
-    access = s3_access(config, timed=True)
-    if access.credentials:
-        yield "ok", str(access), ""
-    else:
+    access, options = s3_access(config, timed=True), scheme_options(config, "s3")
+    if not access.credentials:
         fix = "Set AWS_PROFILE or AWS_ACCESS_KEY_ID, give the node a role, or set anon for public "
         fix += "buckets (storage_options)."
         yield "warn", str(access), fix
+        return
+    if options.get("anon"):
+        yield "ok", str(access), ""
+        return
+    origin = S3Origin(options, endpoint_url=config.endpoint_url, timeout=_RESPOND)
+    try:
+        if origin.accepts_credentials():
+            yield "ok", f"{access}; accepted", ""
+        else:
+            fix = "Pass --url s3://BUCKET/SHARD to try them."
+            yield "warn", f"{access}; not tried: it does not list buckets", fix
+    except AccessDeniedError as exn:
+        yield "fail", f"{access}; refused", reason(exn)
+    except TransientError as exn:
+        yield "warn", f"{access}; not tried: {exn}", _NO_ENDPOINT
 
 
 def _endpoint(config: Config, url: str | None) -> Findings:
@@ -268,8 +278,7 @@ def _endpoint(config: Config, url: str | None) -> Findings:
         proxied = getproxies().get(parts.scheme) and not proxy_bypass(host)
         rows = [] if proxied else socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (OSError, ValueError) as exn:
-        fix = "Check endpoint_url, DNS, the network and https_proxy."
-        yield "fail", f"{server} does not respond: {exn}", fix
+        yield "fail", f"{server} does not respond: {exn}", _NO_ENDPOINT
         return
     with ThreadPoolExecutor(len(rows) or 1) as pool:
         dead = ", ".join(filter(None, pool.map(_dead_address, rows)))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from datetime import datetime
 from typing import Any
 
@@ -16,7 +18,7 @@ from shardcache.cli import main as cli
 from shardcache.cli.main import ExitCode, Invocation, command, flag
 from shardcache.cli.output import Console, Row, counted, local_time
 from shardcache.clock import utc
-from shardcache.errors import ShardNotFoundError
+from shardcache.errors import ConfigError, ShardNotFoundError
 from shardcache.locks.flock import read_holder
 from shardcache.prewarm.plan import expand
 from shardcache.space.eviction import Policy, disk_bytes, linked
@@ -26,11 +28,12 @@ from shardcache.store.entry import Entry
 from shardcache.store.partial import in_flight, read_progress
 from shardcache.store.root import is_cache
 from shardcache.units import exact_duration, format_age, format_bytes
+from shardcache.urls import ShardURL, advise_scheme
 
 _SORTED_BY = ("url", "size", "used", "fetched", "state")
 _SHARD_FIELDS = (
     *("url", "size", "used_at", "fetched_at", "state", "key", "version", "path", "etag"),
-    *("digest", "checked"),
+    *("digest", "checked", "endpoint"),
 )
 #: Titles of columns: always, and with ``--long``.
 _SHARD_TITLES = ("SHARD", "SIZE", "USED", "FETCHED", "STATE"), ("VERSION", "PATH")
@@ -47,7 +50,7 @@ specs_argument = click.argument("specs", nargs=-1, required=True, metavar="SPEC.
 @command("ls")
 @flag("-l", "--long", help="Also show version and path.")
 @flag("--partial", help="List partial downloads instead of cached shards.")
-@cli.number_option("--limit", help="Show only the first N.", minimum=0)
+@cli.number_option("--limit", help="Show only the first N shards.", minimum=0)
 @click.option(
     "--sort",
     type=click.Choice([f"{field}{order}" for field in _SORTED_BY for order in ("", ":desc")]),
@@ -67,10 +70,12 @@ def ls_command(
     """List the shards in the cache.
 
     A SPEC is a URL with {braces}, * or ?, a prefix ending in /, or, without a slash, the
-    last part of a URL. The states are ok, in_use (a process reads it), pinned (see `pin`),
-    not_cached (pinned, but not downloaded yet) and damaged (its next reader downloads it
-    again). With --partial they are live (a process downloads it) and orphan (its process is
-    dead; the next reader resumes it, or `clean` removes it).
+    last part of a URL. A URL in full stands for the shard at the configured S3 endpoint; a
+    pattern also matches those of other endpoints, which `ls` shows. The states are ok, in_use
+    (a process reads it), pinned (see `pin`), not_cached (pinned, but not downloaded yet) and
+    damaged (its next reader downloads it again). With --partial they are live (a process
+    downloads it), resumable (its process is dead; the next reader continues it) and orphan
+    (no reader can continue it). `clean` removes the last two after an hour.
 
     \b
     Examples:
@@ -114,6 +119,8 @@ def _cell(row: Row, title: str) -> str:
     if title == "DONE":
         return f"{row['written_bytes'] / row['size']:.0%}" if row["size"] else "-"
     value = row[_FIELDS.get(title, title.lower())]
+    if title == "SHARD" and row.get("endpoint"):
+        return f"{value} (from {row['endpoint']})"
     if isinstance(value, datetime):
         age = format_age(time.time() - value.timestamp())
         return local_time(value) if title == "FETCHED" else age
@@ -136,6 +143,7 @@ def _list_shards(cache: Cache) -> tuple[list[Row], Row, str]:
             row["url"], row["fetched_at"] = metadata.url, utc(metadata.fetched_at)
             row["etag"], row["checked"] = metadata.info.etag, metadata.checked
             row["digest"] = metadata.digest
+            row["endpoint"] = _other_endpoint(cache, entry.key, metadata.url)
             recorded = metadata.key, metadata.info.version, metadata.size
             is_whole = entry.data.lstat().st_size == entry.size
             if is_whole and recorded == (entry.key, entry.version, entry.size):
@@ -147,7 +155,13 @@ def _list_shards(cache: Cache) -> tuple[list[Row], Row, str]:
         shards[entry] = row
     cached = {entry.key for entry in shards}
     not_cached: list[Row] = [
-        {**dict.fromkeys(_SHARD_FIELDS), "url": url or None, "state": "not_cached", "key": key}
+        {
+            **dict.fromkeys(_SHARD_FIELDS),
+            "url": url or None,
+            "state": "not_cached",
+            "key": key,
+            "endpoint": _other_endpoint(cache, key, url),
+        }
         for key, url in cache.pins().items()
         if key not in cached
     ]
@@ -165,6 +179,8 @@ def _list_shards(cache: Cache) -> tuple[list[Row], Row, str]:
         footer += f", {format_bytes(used)} of {format_bytes(limit)} on disk ({used / limit:.0%})"
     if shards:
         footer += f"; {format_bytes(evictable)} evictable"
+    if others := len({row["key"] for row in shards.values() if row["endpoint"]}):
+        footer += f"; {others:,} from another endpoint"
     if not_cached:
         footer += f"; {len(not_cached):,} pinned, not cached yet"
     summary = {"shards": len(files), "bytes": size, "disk_bytes": used, "max_size": limit}
@@ -172,14 +188,34 @@ def _list_shards(cache: Cache) -> tuple[list[Row], Row, str]:
     return [*shards.values(), *not_cached], summary, footer
 
 
+def _other_endpoint(cache: Cache, key: str, url: str) -> str | None:
+    with contextlib.suppress(ConfigError):  # a damaged record, or a command
+        return cache.other_endpoint(replace(cache.parse(url), key=key))
+    return None
+
+
+def _advice(cache: Cache, absent: Iterable[ShardURL]) -> dict[str, str]:
+    """Return advice about shards that are not cached, by URL."""
+    found = {str(shard): advise_scheme(shard) for shard in absent}
+    with contextlib.suppress(ShardNotFoundError):
+        for shard in cache.select("*"):
+            if str(shard) in found and (endpoint := cache.other_endpoint(shard)):
+                found[str(shard)] = (
+                    f"Its copy came from another endpoint ({endpoint}). Set that endpoint, or name "
+                    f"the copy by a pattern, such as '{shard}*'."
+                )
+    return found
+
+
 def _list_partials(cache: Cache) -> tuple[list[Row], Row, str]:
     """Return `partials`, and their totals as a row and as text."""
     rows = list(partials(cache))
-    live = sum(row["state"] == "live" for row in rows)
-    orphans, written = len(rows) - live, sum(row["written_bytes"] for row in rows)
+    states, written = Counter(row["state"] for row in rows), sum(r["written_bytes"] for r in rows)
+    live, resumable, orphans = (states[state] for state in ("live", "resumable", "orphan"))
     text = f"{counted(len(rows), 'partial')}, {format_bytes(written)}"
-    summary = {"partials": len(rows), "live": live, "orphans": orphans, "written_bytes": written}
-    return rows, summary, f"{text}: {live:,} live, {counted(orphans, 'orphan')}"
+    summary = {"partials": len(rows), "live": live, "resumable": resumable, "orphans": orphans}
+    text += f": {live:,} live, {resumable:,} resumable, {counted(orphans, 'orphan')}"
+    return rows, {**summary, "written_bytes": written}, text
 
 
 def partials(cache: Cache) -> Iterator[Row]:
@@ -191,11 +227,12 @@ def partials(cache: Cache) -> Iterator[Row]:
             progress = read_progress(partial.path)
             metadata = progress.metadata if progress else None
             holder = read_holder(store.layout.holder(partial.key)) if partial.live else None
+            state = "resumable" if metadata and metadata.resumable else "orphan"
             yield {
                 "url": metadata.url if metadata else None,
                 "size": partial.size,
                 "written_bytes": progress.written if progress else partial.occupied,
-                "state": "live" if partial.live else "orphan",
+                "state": "live" if partial.live else state,
                 "begun_at": utc(metadata.fetched_at) if metadata else None,
                 "holder": str(holder) if holder else None,
                 "pid": holder.pid if holder else None,
@@ -211,8 +248,9 @@ def partials(cache: Cache) -> Iterator[Row]:
 def path_command(invocation: Invocation, specs: tuple[str, ...], fetch: bool) -> None:
     """Print the local paths of cached shards, one per line, and nothing else.
 
-    A SPEC is as for `ls`, with --fetch as for `prewarm`. If a shard is not cached, prints
-    nothing and exits with 1. The shards are not pinned: another process may evict them later.
+    A SPEC has the form that `ls` accepts, or with --fetch, that of `prewarm`. If a shard is not
+    cached, the command prints nothing and exits with 1. The shards are not pinned:
+    another process may evict them later.
 
     \b
     Examples:
@@ -223,14 +261,17 @@ def path_command(invocation: Invocation, specs: tuple[str, ...], fetch: bool) ->
     with invocation.cache() as cache:
         shards = map(cache.parse, expand(specs, cache)) if fetch else cache.select(specs)
         for shard in shards:
-            path = cache.path(shard.raw)
+            path = cache.path(shard)
             if path is None and fetch:
                 cache.fetch(shard.raw)
-                path = cache.path(shard.raw)
+                path = cache.path(shard)
             if path is None:
                 advice = "It was evicted at once." if fetch else "Pass --fetch to download it."
+                advice = _advice(cache, [shard])[str(shard)] or advice
                 text = f"{shard} is not cached in {cache.dir}. {advice}"
                 raise ShardNotFoundError(text, url=str(shard))
+            if endpoint := cache.other_endpoint(shard):
+                invocation.console.hint(f"{shard} came from another endpoint ({endpoint}).")
             rows.append({"url": str(shard), "path": path})
     invocation.console.object("path", shards=rows)
     for row in rows:
@@ -268,8 +309,8 @@ def rm_command(
 ) -> ExitCode:
     """Remove shards, with all their cached versions.
 
-    A SPEC is as for `ls`. Exit code 6 if a shard stays because it is pinned or in use, 1 if
-    one was not cached or nothing matches.
+    A SPEC has the form that `ls` accepts. Exits with 6 if a shard stays because it is pinned or
+    in use, and with 1 if a shard was not cached or nothing matches.
 
     \b
     Examples:
@@ -287,6 +328,8 @@ def rm_command(
             freed, in_use = cache.remove(shard, dry_run=dry_run)
             state = "in_use" if in_use else "removed" if freed else "not_cached"
             rows.append({"url": str(shard), "size": freed, "state": state})
+        absent = {row["url"] for row in rows if row["state"] == "not_cached"}
+        advice = _advice(cache, [each for each in shards if str(each) in absent]) if absent else {}
     counts, freed = Counter(row["state"] for row in rows), sum(row["size"] for row in rows)
     removed = f"{counted(counts['removed'], 'shard')}, {format_bytes(freed)}"
     errors = {
@@ -296,7 +339,11 @@ def rm_command(
     summary = {name: counts[name] for name in ("removed", "in_use", "not_cached")}
     summary |= {"dry_run": dry_run, "removed_bytes": freed}
     text = f"{'would remove' if dry_run else 'removed'} {removed}"
-    return _print(invocation.console, "rm", rows, text, errors, **summary)
+    code = _print(invocation.console, "rm", rows, text, errors, **summary)
+    for url, text in advice.items():
+        if text:
+            invocation.console.error(f"{url}: {text}")
+    return code
 
 
 @command("pin")
@@ -308,11 +355,11 @@ def rm_command(
 )
 @specs_argument
 def pin_command(invocation: Invocation, specs: tuple[str, ...], seconds: float | None) -> ExitCode:
-    """Protect shards from limits, from `clean --all` and from `rm`.
+    """Protect shards from the limits, from `clean --all` and from `rm`.
 
-    A SPEC is as for `ls`. A glob or a prefix pins the matching shards that are in the cache
-    now. A URL, also with {braces}, need not be cached: this command does not download it, but
-    keeps it once it is cached. Pinning a shard again replaces its time.
+    A SPEC has the form that `ls` accepts. A glob or a prefix pins the matching shards
+    that are in the cache now. A URL, also with {braces}, need not be cached: this command does
+    not download it, but keeps it once it is cached. Pinning a shard again replaces its expiry.
 
     \b
     Examples:
@@ -321,7 +368,7 @@ def pin_command(invocation: Invocation, specs: tuple[str, ...], seconds: float |
     """
     with invocation.cache() as cache:
         rows = [
-            {"url": str(shard), "state": "cached" if shard.raw in cache else "not_cached"}
+            {"url": str(shard), "state": "cached" if shard in cache else "not_cached"}
             for shard in cache.pin(specs, seconds)
         ]
     absent = sum(row["state"] == "not_cached" for row in rows)
@@ -338,8 +385,8 @@ def pin_command(invocation: Invocation, specs: tuple[str, ...], seconds: float |
 def unpin_command(invocation: Invocation, specs: tuple[str, ...]) -> ExitCode:
     """Unpin shards, so that the limits apply to them again.
 
-    A SPEC is as for `ls`; a glob or a prefix matches pinned shards. Exit code 1 if one was
-    not pinned or nothing matches.
+    A SPEC has the form that `ls` accepts; a glob or a prefix matches pinned shards. Exits with 1
+    if a shard was not pinned or nothing matches.
 
     \b
     Examples:

@@ -11,6 +11,7 @@ stay on disk in both cases, and the next run resumes them.
 from __future__ import annotations
 
 import contextlib
+import difflib
 import enum
 import functools
 import gc
@@ -88,26 +89,40 @@ class Invocation:
         files = None if self.config is None else [Path(self.config)]
         return configuration.load({"dir": self.dir}, files=files)
 
-    def loaded_with_job_limits(self) -> Loaded:
-        """Load the configuration; limits that it does not set are those of the last job.
+    def loaded_with_job_limits(self, *names: str) -> Loaded:
+        """Load the configuration; limits and tiers that it does not set are those of the last job.
 
-        Commands that maintain a cache use it, because a job may set its limits in its code.
+        Commands use it, because a job may set them in its code. With ``names``, only these options
+        are completed.
         """
         from shardcache.layout import Layout
         from shardcache.locks.sessions import stated_limits
+        from shardcache.store.root import is_cache
 
         loaded = self.loaded()
+        root, shared = loaded.config.dir, loaded.config.shared_group is not None
+
+        def is_ours(tier: Path) -> bool:  # another user may have written the record
+            if not is_cache(tier):
+                return False
+            status, own = tier.stat(), root.stat()
+            return status.st_gid == own.st_gid if shared else status.st_uid == own.st_uid
+
         try:
-            return loaded.completed(stated_limits(Layout.of_root(loaded.config.dir)), "last job")
-        except ConfigError:  # the record is damaged
+            stated = stated_limits(Layout.of_root(root))
+            tiers = [tier for tier in stated.get("tiers") or () if is_ours(Path(tier["dir"]))]
+            limits = {**stated, "tiers": tiers}
+            chosen = {name: limits[name] for name in names or limits if name in limits}
+            return loaded.completed(chosen, "last job")
+        except (ConfigError, OSError, TypeError, KeyError):  # the record is damaged
             return loaded
 
     def show_job_limits(self, loaded: Loaded, *given: str) -> dict[str, str]:
         """Print and return the limits that come from a job, except ``given``."""
         limits = {
-            name: text
-            for name, text in loaded.config.limits().items()
-            if name not in given and loaded.sources[name] == "last job"
+            option.name: option.value
+            for option in configuration.describe(loaded)
+            if option.name not in given and option.source == "last job"
         }
         if limits:
             text = ", ".join(f"{name} {value}" for name, value in limits.items())
@@ -118,22 +133,23 @@ class Invocation:
         """Open the cache in strict mode: faults of the cache are errors of the command.
 
         Args:
-            loaded: the configuration; the default is `loaded`.
+            loaded: the configuration; the default is `loaded_with_job_limits`.
             options: override options of the configuration.
 
         Raises:
-            ConfigError: the directory has other files and is not a cache. If the user mistyped it,
-                it would look like an empty cache.
+            ConfigError: the directory is not a cache, and cannot be made one. If the user mistyped
+                it, it would look like an empty cache.
         """
         from shardcache.cache import Cache
-        from shardcache.store.root import check_foreign, is_cache
+        from shardcache.store.root import check_usable, is_cache
 
-        config, sources = loaded or self.loaded()
-        check_foreign(config.dir)
-        if sources["dir"] == "default" and not is_cache(config.dir):
-            self.console.hint(
-                f"Using {config.dir}; --dir or SHARDCACHE_DIR sets another directory."
-            )
+        config, sources = loaded or self.loaded_with_job_limits()
+        if not is_cache(config.dir):
+            check_usable(config)
+            if sources["dir"] == "default":
+                self.console.hint(
+                    f"Using {config.dir}; --dir or SHARDCACHE_DIR sets another directory."
+                )
         return Cache.from_config(config.replace(strict=True, **options))
 
     def confirm(self, question: str, yes: bool) -> None:
@@ -286,6 +302,14 @@ class _Commands(click.Group):
         module: Any = importlib.import_module(f"shardcache.cli.{_COMMANDS[cmd_name]}")
         return getattr(module, f"{cmd_name}_command")  # type: ignore[no-any-return]
 
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
+        try:
+            return super().resolve_command(ctx, args)
+        except click.UsageError as exn:
+            similar = difflib.get_close_matches(args[0], _COMMANDS, n=1)
+            more = f" Did you mean {similar[0]}?" if similar else ""
+            raise click.UsageError(f"{exn.message}{more}", ctx) from None
+
 
 @_with_global_options
 @click.group(
@@ -329,7 +353,8 @@ def _run(invocation: Invocation, arguments: Sequence[str] | None) -> int:
     except click.ClickException as exn:
         context = exn.ctx if isinstance(exn, click.UsageError) else None
         hint = f" Try '{context.command_path} --help'." if context is not None else ""
-        console.error(f"{exn.format_message()}{hint}")
+        text = " ".join(exn.format_message().split())  # click puts each choice on its own line
+        console.error(f"{text}{'' if text.endswith(('.', '?', ')')) else '.'}{hint}")
         return ExitCode.USAGE if isinstance(exn, click.UsageError) else ExitCode.FAILED
     except (KeyboardInterrupt, click.Abort):
         console.error("nothing was done" if invocation.received is None else "interrupted")

@@ -37,13 +37,13 @@ RATE = cli.Parsed("RATE", parse_rate)
 @click.option("--deadline", type=cli.DURATION, help="Stop after this time, such as 5m.")
 @click.option("--max-size", type=cli.SIZE, help="Maximum size of the cache: 800GB or 80%.")
 @flag("--check", help="Only check that all shards are cached (exit 4 if not).")
-@flag("--refresh", help="Also download cached shards again if the origin has replaced them.")
+@flag("--refresh", help="Download cached shards again if they have changed at the origin.")
 @number_option("--node-count", help="Number of nodes, if no launcher sets it.")
 @number_option(
     "--node-rank", help="Number of this node, from 0, if no launcher sets it.", minimum=0
 )
 @number_option("--ranks-per-node", help="Training processes per node.  [default: 1]")
-@flag("--shard-by-node", help="Only the shards that split_by_node gives to this node.")
+@flag("--shard-by-node", help="Prewarm only the shards that split_by_node gives to this node.")
 @flag("--ray", help="Prewarm all nodes of the Ray cluster (RAY_ADDRESS, else the local one).")
 @number_option(
     "-j", "--jobs", help=f"Shards to download at once.  [default: {JOBS} per process]", maximum=256
@@ -111,7 +111,7 @@ def prewarm_command(
     changes: dict[str, Any] = {} if max_size is None else {"max_size": max_size}
     console, progress = invocation.console, PrewarmProgress()
     only_plans = options["check"] or options["dry_run"]
-    loaded = invocation.loaded()
+    loaded = invocation.loaded_with_job_limits("tiers")
     connections = max(jobs or 0, loaded.config.connections)
     cache = invocation.cache(loaded, connections=connections, **changes)
     with cache, ExitStack() as stack:
@@ -140,7 +140,7 @@ def _print_failures(console: Console, report: PrewarmReport, max_failures: int |
     for line in _failures(report, everything=console.verbosity > 0):
         console.message("  failed  ", line, "red")
     if report.stopped is None:
-        if report.failed and max_failures is None:
+        if 0 < report.failed < len(report.results) and max_failures is None:
             console.hint(f"  To accept these failures, pass --max-failures {report.failed}.")
     elif report.stopped is Stopped.REQUESTED and report.not_started:
         console.hint("Run the same command again to resume.")

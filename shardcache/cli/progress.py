@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from shardcache.cli.output import Console, Shortened, printable
 from shardcache.results import Event, Finished, Outcome, Planned, PrewarmPlan, Started
-from shardcache.units import format_bytes
+from shardcache.units import format_bytes, format_rate
 
 #: Seconds between two lines without a terminal: the log of an hour has 360 of them.
 LINE_EVERY = 10.0
@@ -87,12 +87,20 @@ def _show(console: Console, positions: Callable[[], Positions], ended: threading
             return Text(task.description, no_wrap=True, overflow="ellipsis")
 
     every, terminal = _REDRAW_EVERY if console.live else LINE_EVERY, console.terminal(sys.stderr)
+
+    class Rate(progress.ProgressColumn):
+        """The rate of a row, in the units of all commands; rich would show kB/s."""
+
+        def render(self, task: progress.Task) -> Text:
+            rate = task.finished_speed or task.speed
+            return Text("?" if rate is None else format_rate(rate))
+
     bar = min(_BAR, (terminal.width - _TEXT) // 2)
     bars = progress.Progress(
         *([progress.BarColumn(bar)] if console.live and bar > 2 else []),
         Description(),
         progress.TaskProgressColumn("{task.percentage:.0f}%", table_column=Column(no_wrap=True)),
-        progress.TransferSpeedColumn(Column(no_wrap=True)),
+        Rate(Column(no_wrap=True)),
         "ETA",
         progress.TimeRemainingColumn(table_column=Column(no_wrap=True)),
         console=terminal,

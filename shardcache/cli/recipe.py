@@ -12,6 +12,7 @@ import os
 import shlex
 import string
 import sys
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -45,12 +46,12 @@ _NO_VARIABLE = frozenset({"dir", "storage_options", "upstreams", "validate"})
 def recipe_command(invocation: Invocation, kind: str, prewarm: tuple[str, ...]) -> None:
     """Print a file for cron, systemd, Slurm or Kubernetes.
 
-    The file cleans this cache every hour, or after every job. It contains the current
-    directory and options as variables, but not storage options, which may be secret. A limit
-    that is not configured is that of the last job. Slurm: an epilog,
-    and with --prewarm also a prolog and lines for a batch script. Kubernetes: a DaemonSet that
-    cleans the cache of each node, and with --prewarm also fills it. If there are several
-    files, each begins with its name.
+    The file cleans this cache every hour, or after every job. It sets the current directory
+    and options, but not storage options, which may be secret. A limit that you have not
+    configured is taken from the last job. Slurm gets an epilog, and with --prewarm also a prolog
+    and lines for a batch script. Kubernetes gets a DaemonSet that cleans the cache of each node,
+    and with --prewarm also fills it. If there are several files, each begins with its name and
+    says where it goes.
 
     \b
     Examples:
@@ -113,6 +114,7 @@ def render(
     environment = ["/usr/bin/env", *variables] if variables else []
     run = [*environment, *program, "--dir", directory]
     pod_run = [*environment, "python", "-m", "shardcache", "--dir", directory]
+    warm = [*pod_run, "prewarm", "--best-effort", "--", *prewarm]
     fields = {
         "plain_dir": directory,
         "user": getpass.getuser(),
@@ -124,13 +126,13 @@ def render(
         "sh_run": shlex.join(run),
         "sh_specs": shlex.join(prewarm),
         "pod_run": shlex.join(pod_run),
-        "pod_warms": "" if prewarm else ": ",
+        "pod_warm": f"run {shlex.join(warm)} || :\n  " if prewarm else "",
         "and_warm": " and warm" if prewarm else "",
         # JSON is a subset of YAML.
         "yaml_dir": json.dumps(directory, ensure_ascii=False),
     }
     script = filled("loop.sh").replace("$", "$$")  # Kubernetes would expand $(X)
-    fields["yaml_script"] = json.dumps(script, ensure_ascii=False)
+    fields["yaml_script"] = textwrap.indent(script, 14 * " ")
     return {name: filled(name) for name in _KINDS[kind] if prewarm or name not in _PREWARMS}
 
 

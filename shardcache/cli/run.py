@@ -23,8 +23,9 @@ from shardcache.cli.main import ExitCode, Invocation, command
 from shardcache.cli.output import counted
 from shardcache.config import absolute, load
 from shardcache.layout import Layout
-from shardcache.ranks import RUN_VARIABLE
-from shardcache.store.root import make_root
+from shardcache.process import log_unusable
+from shardcache.ranks import RUN_VARIABLE, detect
+from shardcache.store.root import make_root, unusable
 from shardcache.units import format_bytes
 
 #: Signals that batch systems and users send to jobs. Slurm's --signal may send USR1 or USR2.
@@ -71,9 +72,11 @@ def run_command(
         return ExitCode.DONE
     layouts = []
     for tier in config.by_tier():
-        # If this fails, the program warns on its first miss, and streams.
-        with contextlib.suppress(OSError):
+        try:
             layouts.append(make_root(tier))
+        except OSError as exn:  # the program streams, and inherits that this was logged
+            log_unusable(unusable(tier.dir, exn), tier.dir, detect())
+            environment = {**os.environ, **variables}
     with contextlib.ExitStack() as stack:
         notes = stack.enter_context(tempfile.NamedTemporaryFile(prefix="shardcache-run-"))
         environment[RUN_VARIABLE] = f"{time.time():.6f}:{notes.name}"
@@ -131,6 +134,8 @@ def _variables(invocation: Invocation, options: tuple[str, ...]) -> dict[str, st
         name, equals, value = option.partition("=")
         if not equals:
             raise click.UsageError(f"{option!r} is not of the form NAME=VALUE.")
+        # Parse it here, so that an error names the option instead of a variable.
+        load({"dir": invocation.dir, name.lower(): value})
         variables[f"SHARDCACHE_{name.upper()}"] = value
     folder, found = Path(shardcache.__file__).parent / "autoload", os.environ.get("PYTHONPATH")
     python_path = f"{folder}{os.pathsep}{found}" if found else str(folder)

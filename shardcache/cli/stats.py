@@ -6,6 +6,7 @@ readable without scripts and other files, on a phone, and in light and dark mode
 
 from __future__ import annotations
 
+import functools
 import html
 import io
 import math
@@ -38,11 +39,13 @@ from shardcache.units import format_bytes, format_rate
 
 #: Outcomes that `figures` shows even if their number is 0.
 _ALWAYS = ("hits", "coalesced", "misses")
-ROW_TITLES = ("OPENS", "HIT RATE", "BYPASSED", "STREAMED", "FETCHED", "SAVED", "WAIT P99")
+ROW_TITLES = ("OPENS", "HIT RATE", "STREAMED", "FETCHED", "SAVED", "WAIT P99")
 _WAITS = {"disk": "for the disk", "lock": "for downloads", "network": "for the network"}
 
 since_option = click.option(
-    "--since", type=cli.DURATION, help="Only this last period, such as 24h.  [default: 30 days]"
+    "--since",
+    type=cli.DURATION,
+    help="Count only this last period, such as 24h.  [default: 30 days]",
 )
 #: Lengths of the intervals of a chart in seconds, and their maximum number.
 _STEPS = (60, 300, 900, 3600, 4 * 3600, 24 * 3600, 7 * 24 * 3600)
@@ -80,7 +83,7 @@ _STYLE: dict[Any, Any] = {
 
 @command("stats")
 @since_option
-@click.option("--by", type=click.Choice(["rank", "hour"]), help="Print one row for each.")
+@click.option("--by", type=click.Choice(["rank", "hour"]), help="Print one row per rank or hour.")
 @click.option(
     "--format",
     "form",
@@ -107,7 +110,8 @@ def stats_command(
 
     A hit found the shard in the cache; a coalesced open waited for the download of another
     reader; a miss downloaded the shard; a bypass streamed it and stored nothing. Bytes count
-    when they are read. The counters have minutes for two hours, and hours for 30 days.
+    when they are read. Counters are kept by the minute for two hours, and by the hour for 30
+    days. The rank `none` stands for processes that no launcher has given a rank.
 
     \b
     Examples:
@@ -231,7 +235,6 @@ def cells(stats: Stats, seconds: float | None = None) -> list[str]:
     return [
         number(stats.opens),
         _percentage(stats.hit_rate),
-        number(stats.bypassed),
         size(stats.bytes_bypassed),
         size(stats.bytes_fetched),
         size(stats.bytes_saved),
@@ -276,6 +279,9 @@ def report_command(invocation: Invocation, since: float | None, output: Path) ->
             span=span,
             tiers="\n".join(gauges),
             figures=html.escape(figures(total)),
+            note="<p>Rank none: processes that no launcher has given a rank.</p>"
+            if any(rank == "none" for rank, *_ in rows)
+            else "",
             charts=_charts(samples) if samples else "",
             ranks="\n".join(
                 f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in line)}</tr>"
@@ -352,13 +358,14 @@ def _charts(samples: Sequence[Sample]) -> str:
             charts[title] = unit, series
     zone, drawings = datetime.now().astimezone().tzinfo, list[str]()
     x, width = [dates.date2num(utc(start)) for start in groups], step / 86400
+    size = 3 if len(x) > 1 else 9  # points; a single point has no line that would show it
     for title, (unit, series) in charts.items():
         with rc_context(_STYLE):
             figure = Figure(layout="constrained")
             axes, below = figure.subplots(), [0.0] * len(x)
             for (name, values), color in zip(series.items(), _COLORS, strict=False):
                 if unit == "%":
-                    axes.plot(x, values, marker=".", label=name, color=color)
+                    axes.plot(x, values, "o-", markersize=size, label=name, color=color)
                 elif any(values):  # each name keeps its colour
                     axes.bar(x, values, 0.8 * width, below, label=name, color=color)
                     below = [a + b for a, b in zip(below, values, strict=True)]
@@ -366,7 +373,7 @@ def _charts(samples: Sequence[Sample]) -> str:
             labels = range(0, 101, 20) if unit == "%" else steps.tick_values(0, max(below))
             axes.set_yticks(labels)
             axes.set_ylim(0, labels[-1] * 1.02)  # just above the last label, which no bar exceeds
-            axes.yaxis.set_major_formatter(ticker.EngFormatter(unit=unit))
+            axes.yaxis.set_major_formatter(functools.partial(_label, unit))
             axes.set_xlim(x[0] - width, x[-1] + width)
             locator = dates.AutoDateLocator(tz=zone, minticks=min(3, len(x)), maxticks=6)
             axes.xaxis.set_major_locator(locator)
@@ -378,3 +385,8 @@ def _charts(samples: Sequence[Sample]) -> str:
             figure.savefig(text, format="svg", metadata={"Date": None})
         drawings.append(text.getvalue()[text.getvalue().index("<svg") :])
     return "\n".join(drawings)
+
+
+def _label(unit: str, value: float, position: int | None) -> str:
+    """Return a label of an axis, with the units of the rest of the page."""
+    return format_bytes(value).replace(".0 ", " ") if unit == "B" else f"{value:,.0f}{unit}"

@@ -20,7 +20,7 @@ from shardcache import clock
 from shardcache.cache import Cache
 from shardcache.cli.entries import partials
 from shardcache.cli.main import Invocation, command, number_option
-from shardcache.cli.output import Row, counted, printable, short_duration, text_table
+from shardcache.cli.output import Row, Shortened, counted, printable, short_duration, text_table
 from shardcache.cli.stats import ROW_TITLES, cells, fill_text, tiers
 from shardcache.clock import utc
 from shardcache.config import Config
@@ -41,6 +41,7 @@ _SMOOTH = 3
 _NEARLY_FULL = 0.9
 #: Width of the bar of a tier, in columns.
 _GAUGE = 24
+_HINT = "  Ctrl-C to quit"
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,12 +129,12 @@ def _process(holder: Holder) -> Row:
     metavar="SECONDS",
     help="Time between two refreshes.  [default: 2]",
 )
-@number_option("--count", help="End after N refreshes.")
+@number_option("--count", help="Quit after N refreshes.")
 def top_command(invocation: Invocation, interval: float, count: int | None) -> None:
     """Watch rates, running downloads and disk usage.
 
-    Ends with Ctrl-C. Without a terminal, each refresh is printed below the last one. With
-    --json there is one refresh, or --count of them, one per line.
+    Press Ctrl-C to quit. Without a terminal, each refresh is printed below the last one. With
+    --json, it prints one refresh, or --count of them, one per line.
 
     \b
     Examples:
@@ -150,7 +151,7 @@ def top_command(invocation: Invocation, interval: float, count: int | None) -> N
             from rich.live import Live
 
             display = Live(
-                frame(snapshot), console=console.terminal(sys.stdout), auto_refresh=False
+                frame(snapshot, _HINT), console=console.terminal(sys.stdout), auto_refresh=False
             )
             stack.callback(display.stop)  # before start(), which a signal may interrupt
             display.start(refresh=True)
@@ -159,29 +160,37 @@ def top_command(invocation: Invocation, interval: float, count: int | None) -> N
             snapshot = watcher.snapshot(invocation.loaded_with_job_limits().config)
             console.object("top", snapshot, ranks=rank_records(snapshot.ranks))
             if display is not None:
-                display.update(frame(snapshot), refresh=True)
+                display.update(frame(snapshot, _HINT), refresh=True)
             elif not console.json:
                 console.render(frame(snapshot))
 
 
-def frame(snapshot: Snapshot) -> RenderableType:
-    """Draw a snapshot."""
+def frame(snapshot: Snapshot, hint: str = "") -> RenderableType:
+    """Draw a snapshot, with a hint in its heading."""
     from rich.console import Group
+    from rich.progress_bar import ProgressBar
+    from rich.table import Table
     from rich.text import Text
 
     using = counted(snapshot.processes, "process", "processes")
-    head = f"  {snapshot.at.astimezone():%H:%M:%S}  {using}\n"
+    head = f"  {snapshot.at.astimezone():%H:%M:%S}  {using}{hint}\n"
     parts: list[RenderableType] = [Text.assemble(("shardcache top", "bold"), head)]
     for tier in snapshot.tiers:
-        parts.append(text := Text(f"{printable(tier['dir'])}  "))
+        parts.append(Shortened(printable(tier["dir"])))
+        cells_of_tier: list[RenderableType] = [fill_text(tier)]
         if limit := tier["max_size"]:
             used = tier["disk_bytes"] / limit
-            filled = round(_GAUGE * min(1.0, used))
-            text.append("[").append("#" * filled, "yellow" if used > _NEARLY_FULL else "green")
-            text.append(f"{'-' * (_GAUGE - filled)}] {used:4.0%}  ")
-        text.append(fill_text(tier))
+            color = "yellow" if used > _NEARLY_FULL else "green"
+            bar = ProgressBar(1.0, used, _GAUGE, complete_style=color, finished_style=color)
+            cells_of_tier = [bar, f"{used:.0%}", *cells_of_tier]
+        parts.append(grid := Table.grid(padding=(0, 2, 0, 0)))
+        grid.add_row(*cells_of_tier)
     by_rank = {"all": snapshot.total, **(snapshot.ranks if len(snapshot.ranks) > 1 else {})}
-    rates = [[rank, *cells(stats, snapshot.seconds or 1.0)] for rank, stats in by_rank.items()]
+    seconds = snapshot.seconds  # the first snapshot has no rates yet
+    rates = [
+        [rank, *(cells(stats, seconds) if seconds else ["-"] * len(ROW_TITLES))]
+        for rank, stats in by_rank.items()
+    ]
     parts.append(text_table(["RANK", *ROW_TITLES], rates, ROW_TITLES))
     running = f"\n{counted(len(snapshot.fetches), 'download')} running"
     parts.append(Text(running, "green" if snapshot.fetches else ""))

@@ -16,8 +16,9 @@ from shardcache.cli.main import ExitCode, Invocation, command, flag
 from shardcache.cli.output import Row, counted, fields_of, printable
 from shardcache.cli.progress import Position, Positions, display
 from shardcache.errors import ConfigError
-from shardcache.space.eviction import CleanReport, Removal
+from shardcache.space.eviction import CleanReport, Reason, Removal
 from shardcache.store.partial import read_progress
+from shardcache.store.root import is_cache
 from shardcache.store.verify import Finding, State, VerifyStatus
 from shardcache.units import Limit, format_bytes, format_duration
 
@@ -26,56 +27,68 @@ from shardcache.units import Limit, format_bytes, format_duration
 @cli.dry_run_option
 @cli.yes_option
 @flag("--all", "everything", help="Remove all shards that are not in use or pinned.")
+@flag("--remove-dir", help="With --all, remove the directory, too.")
 @click.option(
     "--wait/--no-wait", default=True, help="Wait for another clean, or exit with 6 (default: wait)."
 )
 @flag("--orphans", help="Remove only partials of dead processes, also recent ones.")
 @click.option(
-    "--max-age", type=cli.DURATION, help="Evict shards that were unused for this long, such as 14d."
+    "--max-age", type=cli.DURATION, help="Evict shards not used for this long, such as 14d."
 )
 @click.option(
     "--min-free", type=cli.SIZE, help="Evict until this much space is free: 100GB or 10%."
 )
 @click.option(
-    "--max-size", type=cli.SIZE, help="Evict until the cache has this size: 800GB or 80%."
+    "--max-size", type=cli.SIZE, help="Evict until the cache is no larger than this: 800GB or 80%."
 )
 def clean_command(
     invocation: Invocation,
     orphans: bool,
     everything: bool,
+    remove_dir: bool,
     yes: bool,
     dry_run: bool,
     wait: bool,
     **limits: Limit | float | None,
-) -> None:
+) -> ExitCode:
     """Evict shards over the limits, and remove partials of dead processes.
 
-    Without options, the configured limits apply; a limit that is not configured is that of
-    the last job. Shards stay if a process reads them, or if they were
+    Without options, the configured limits apply; a limit that is not configured is taken
+    from the last job. Shards stay if a process reads them, or if they were
     used since the oldest running job started. Partials younger than an hour stay, too, so
-    that an interrupted prewarm can resume them; --orphans removes them.
+    that an interrupted prewarm can resume them; --orphans removes them. --all --remove-dir
+    leaves nothing of the cache, unless shards are pinned or a process uses it; exit code 1
+    if the directory stays.
 
     \b
     Examples:
       shardcache clean -n
       17 * * * *  /opt/venv/bin/shardcache --dir /local/nvme/shards clean -q
-      shardcache clean --all -y
+      shardcache clean --all --remove-dir -y
     """
     given: dict[str, Any] = {n: str(value) for n, value in limits.items() if value is not None}
     if everything and (given or orphans):
         raise click.UsageError("--all removes everything; omit limits and --orphans.")
+    if remove_dir and not everything:
+        raise click.UsageError("--remove-dir needs --all.")
     console, loaded = invocation.console, invocation.loaded_with_job_limits()
     with invocation.cache(loaded) as cache:
         if not cache.dir.exists():
             console.hint(f"{cache.dir} does not exist; there is nothing to clean.")
             console.object("clean", CleanReport((), 0, 0, 0, dry_run), freed=0, job_limits={})
-            return
+            return ExitCode.DONE
         if everything and not dry_run:
-            invocation.confirm(f"Remove every shard in {cache.dir}?", yes)
+            what = "Remove the directory and" if remove_dir else "Remove"
+            invocation.confirm(f"{what} every shard in {cache.dir}?", yes)
         is_limited = not (everything or (orphans and not given))
         job_limits = invocation.show_job_limits(loaded, *given) if is_limited else {}
         report = cache.clean(
-            **given, orphans=orphans, everything=everything, dry_run=dry_run, wait=wait
+            **given,
+            orphans=orphans,
+            everything=everything,
+            remove_dir=remove_dir,
+            dry_run=dry_run,
+            wait=wait,
         )
         console.object("clean", report, freed=report.freed, job_limits=job_limits)
         if dry_run:
@@ -87,6 +100,16 @@ def clean_command(
                 f"the cache is still {format_bytes(report.missing)} too large: the other shards "
                 "are in use, or were used since the running jobs started"
             )
+        if not remove_dir or dry_run:
+            return ExitCode.DONE
+        for each in cache.config.by_tier():
+            if is_cache(each.dir):
+                why = "a process uses it, or it has files of other programs"
+                why = "shards are pinned or in use (see `shardcache ls`)" if report.kept else why
+                console.error(f"{each.dir} stays: {why}.")
+                return ExitCode.FAILED
+        console.info(f"removed {cache.dir}")
+    return ExitCode.DONE
 
 
 def _url_of(removal: Removal) -> str:
@@ -100,12 +123,13 @@ def _url_of(removal: Removal) -> str:
 def _summary(report: CleanReport) -> str:
     removed, kept = ("would remove", "would keep") if report.dry_run else ("removed", "kept")
     rest = f"{kept} {counted(report.kept, 'shard')}, {format_bytes(report.kept_bytes)}"
+    rest += f" ({report.pinned:,} pinned)" if report.pinned else ""
     if not report.removed:
         return f"nothing to remove; {rest}"
     reasons = Counter(each.reason for each in report.removed)
-    why = ", ".join(f"{number:,} {reason}" for reason, number in reasons.items())
+    why = ", ".join(f"{n:,} {reason}" for reason, n in reasons.items() if reason != Reason.ALL)
     shards, size = counted(len(report.removed), "shard"), format_bytes(report.freed)
-    return f"{removed} {shards}, {size}: {why}\n{rest}"
+    return f"{removed} {shards}, {size}{why and f': {why}'}\n{rest}"
 
 
 def _share(text: str) -> float:
@@ -138,13 +162,13 @@ def verify_command(
 ) -> int:
     """Find shards that are damaged, or that have changed at the origin.
 
-    Reads each shard and compares it with its recorded checksum. A SPEC is as for `ls`; without
-    one, all shards are verified. With --remote, the origin gets one request per shard. After
-    --repair, current readers of a damaged shard continue, the next reader downloads it again,
-    and `clean` removes the damaged file. Jobs may run at the same time.
+    Reads each shard and compares it with its recorded checksum. A SPEC has the form that `ls`
+    accepts; without one, all shards are verified. --remote sends the origin one request per
+    shard. After --repair, current readers of a damaged shard continue, the next reader
+    downloads it again, and `clean` removes the damaged file. Jobs may run at the same time.
 
-    Exit code 4 if a shard is damaged, or with --remote has changed or is gone; else 3 if a
-    shard could not be checked; 1 if nothing matches a SPEC.
+    Exits with 4 if a shard is damaged, or with --remote has changed or is gone; otherwise with
+    3 if a shard could not be checked, and with 1 if nothing matches a SPEC.
 
     \b
     Examples:

@@ -388,7 +388,7 @@ def _resume(site: Site, download: Download, name: str | None) -> Partial | None:
 
 def _begin(download: Download, info: ObjectInfo, places: list[_Place]) -> Partial:
     """Begin a partial in the fastest tier that has room."""
-    shard, made = download.shard, (clock.time(), boot_id(), __version__)
+    shard, made = download.shard, (clock.time(), boot_id(), __version__, download.shard.endpoint)
     metadata = Metadata(str(shard), shard.key, info, info.size or 0, "", None, *made)
     if info.size is None:  # it may fit only where most room is
         places = places[-1:]

@@ -6,6 +6,8 @@ default cache, or through a cache that the storage options describe::
     fsspec.open("shardcache::s3://bucket/a.tar", shardcache={"dir": "/local/nvme/shards"})
 
 Files are seekable. Listings come from the target: the filesystem of the URL after ``shardcache::``.
+They return names such as ``shardcache://s3://bucket/a.tar``, which also open through the cache.
+With ``detail=True``, they return the target's own names, as Arrow and Hugging Face datasets expect.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import fsspec
@@ -41,6 +44,7 @@ class ShardCacheFileSystem(ChainedFileSystem):  # type: ignore[misc]
     Args:
         target_protocol: the protocol of the other filesystem, such as ``s3``.
         target_options: storage options of that filesystem, which the cache uses as well.
+        target: protocol and options from a URL such as ``shardcache://s3://...``.
         **options: options of a `Cache`. Without any options, the default cache is used.
 
     Raises:
@@ -53,9 +57,14 @@ class ShardCacheFileSystem(ChainedFileSystem):  # type: ignore[misc]
         self,
         target_protocol: str | None = None,
         target_options: dict[str, Any] | None = None,
+        target: tuple[str, dict[str, Any]] | None = None,
         **options: Any,
     ) -> None:
         super().__init__(**options)
+        if target_protocol is None and target is not None:
+            target_protocol, in_url = target
+            # As in a chain of URLs, options for the target are passed under the target's protocol.
+            target_options = {**in_url, **options.pop(target_protocol, {})}
         if target_protocol is None:
             raise ConfigError("Write the URL of the origin after shardcache::, as in s3://...")
         self._target_protocol = target_protocol
@@ -82,6 +91,15 @@ class ShardCacheFileSystem(ChainedFileSystem):  # type: ignore[misc]
             return [cls._strip_protocol(one) for one in path]
         return str(path).removeprefix("shardcache::").removeprefix("shardcache://")
 
+    @staticmethod
+    def _get_kwargs_from_urls(path: str) -> dict[str, Any]:
+        url = path.removeprefix("shardcache://")
+        protocol, separator, _ = url.partition("://")
+        if not (protocol and separator) or "/" in protocol:
+            return {}  # the target is the next part of the chain
+        options = fsspec.get_filesystem_class(protocol)._get_kwargs_from_urls(url)
+        return {"target": (protocol, options)}
+
     def _path(self, path: str) -> str:
         return str(self.fs._strip_protocol(self._strip_protocol(path)))
 
@@ -89,8 +107,11 @@ class ShardCacheFileSystem(ChainedFileSystem):  # type: ignore[misc]
         return str(self.fs.unstrip_protocol(self._strip_protocol(path)))
 
     def unstrip_protocol(self, name: str) -> str:
-        """Return the full URL of a file: ``shardcache::s3://...``."""
-        return f"shardcache::{self._url(name)}"
+        """Return the full URL of a file: ``shardcache://s3://...``."""
+        return f"shardcache://{self._url(name)}"
+
+    def _names(self, found: Any, detail: bool) -> Any:
+        return found if detail else [self.unstrip_protocol(name) for name in found]
 
     def _open(self, path: str, mode: str = "rb", **_options: Any) -> io.BufferedIOBase:
         if mode != "rb":
@@ -117,11 +138,37 @@ class ShardCacheFileSystem(ChainedFileSystem):  # type: ignore[misc]
 
     def ls(self, path: str, detail: bool = True, **options: Any) -> Any:
         """Return the listing of a directory of the target filesystem."""
-        return self.fs.ls(self._path(path), detail=detail, **options)
+        return self._names(self.fs.ls(self._path(path), detail=detail, **options), detail)
 
-    def find(self, path: str, *args: Any, **options: Any) -> Any:
+    def find(
+        self,
+        path: str,
+        maxdepth: int | None = None,
+        withdirs: bool = False,
+        detail: bool = False,
+        **options: Any,
+    ) -> Any:
         """Return the files below a path. The target may need fewer listings than a generic walk."""
-        return self.fs.find(self._path(path), *args, **options)
+        options |= {"maxdepth": maxdepth, "withdirs": withdirs, "detail": detail}
+        return self._names(self.fs.find(self._path(path), **options), detail)
+
+    def glob(self, path: str, maxdepth: int | None = None, **options: Any) -> Any:
+        """Return the files that match a pattern."""
+        found = super().glob(self._path(path), maxdepth, **options)
+        return self._names(found, options.get("detail", False))
+
+    def walk(self, path: str, *args: Any, **options: Any) -> Iterator[Any]:
+        """Yield each directory below a path, with the names of its directories and files."""
+        for root, directories, files in super().walk(self._path(path), *args, **options):
+            yield self.unstrip_protocol(root), directories, files
+
+    def expand_path(self, path: Any, *args: Any, **options: Any) -> list[str]:
+        """Return the matching paths in the target's form, because fsspec compares the paths."""
+        return sorted({self._path(found) for found in super().expand_path(path, *args, **options)})
+
+    def modified(self, path: str) -> Any:
+        """Return the file's modification time, which DuckDB's Parquet reader needs."""
+        return self.fs.modified(self._path(path))
 
     def invalidate_cache(self, path: str | None = None) -> None:
         """Forget the target filesystem's cached listings. Cached shards stay."""

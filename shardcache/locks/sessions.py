@@ -32,8 +32,8 @@ logger = logging.getLogger(__name__)
 _NAME = re.compile(r"[0-9a-f]{32}\.(session|[0-9a-f]{32}\.wait)")
 #: Attempts to lock a new file, which a sweep may remove between open and flock.
 _ATTEMPTS = 100
-#: Most bytes to read of the limits, of which six have some hundred.
-_MAX_LIMITS = 4096
+#: Most bytes to read of the limits, which have some hundred and the paths of the tiers.
+_MAX_LIMITS = 65_536
 #: Suffix of the notes of jobs; see `leave_note`.
 _NOTE = ".streamed"
 
@@ -143,13 +143,17 @@ def live_waits(layout: Layout) -> Iterator[tuple[str, Holder]]:
                 yield path.name.partition(".")[0], waiter
 
 
-def state_limits(layout: Layout, started: float, limits: Mapping[str, str]) -> None:
-    """Leave the limits of a job for commands, unless a job that began later has left its own."""
+def state_limits(layout: Layout, started: float, limits: Mapping[str, Any]) -> None:
+    """Leave the limits of a job for commands, unless a job that began later has left its own.
+
+    A job without tiers leaves those of the jobs before, which may still hold shards.
+    """
     with contextlib.suppress(OSError):  # full, read-only, or there is a directory of this name
         with contextlib.suppress(FileNotFoundError):
             if layout.limits.lstat().st_mtime > started:
                 return
-        data, mode = json.dumps(limits).encode(), layout.modes.file
+        tiers = limits["tiers"] or stated_limits(layout).get("tiers")
+        data, mode = json.dumps({**limits, "tiers": tiers}).encode(), layout.modes.file
         replace_file(layout.limits, data, mode, via=layout.partial)
         os.utime(layout.limits, (started, started))
 

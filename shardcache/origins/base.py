@@ -73,6 +73,11 @@ def refusal(
         return TransientError(reason, retry_after=seconds, patient=throttled)
     if status in (404, 410):
         text = f"{shard}: not found ({reason}). Check the pattern and the endpoint."
+        if shard.scheme == "s3" and "NoSuchBucket" in reason:
+            name, _ = shard.bucket_and_key()
+            text = (
+                f"{shard}: there is no bucket {name} ({reason}). Check the name and the endpoint."
+            )
         return ShardNotFoundError(text, url=str(shard))
     if status in (401, 403, 407):
         return AccessDeniedError(f"{shard}: access denied ({reason}): {hint}.", url=str(shard))

@@ -21,7 +21,7 @@ from shardcache.origins.endpoints import needs_s3fs, scheme_options
 from shardcache.origins.filesystem import FsspecOrigin, s3fs_origin
 from shardcache.origins.retry import RetryPolicy
 from shardcache.origins.s3 import S3Origin
-from shardcache.urls import ShardURL, parse_url, redact, split_bucket
+from shardcache.urls import ShardURL, advise_scheme, parse_url, redact, split_bucket
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -141,9 +141,10 @@ def _test(pattern: str, parse: Callable[[str], ShardURL]) -> Callable[[str], boo
 def refuse_local(shard: ShardURL, config: Config) -> None:
     """Raise ConfigError for a local path, unless the option ``cache_local`` is set."""
     if shard.is_local and not config.cache_local:
+        advice = "Set cache_local = true (SHARDCACHE_CACHE_LOCAL=1) to cache slow mounts."
         raise ConfigError(
             f"{shard.local_path} is a local path, and local files are read in place. "
-            "Set cache_local = true (SHARDCACHE_CACHE_LOCAL=1) to cache slow mounts.",
+            f"{advise_scheme(shard, advice)}",
             url=str(shard),
         )
 

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 from urllib.parse import parse_qsl, quote, unquote_plus, urlsplit
 from xml.etree import ElementTree
 
-from shardcache.errors import ConfigError, ShardCacheError
+from shardcache.errors import AccessDeniedError, ConfigError, ShardCacheError
 from shardcache.origins.base import ObjectInfo, read_all, refusal
 from shardcache.origins.connection import Response, Transport
 from shardcache.origins.credentials import (
@@ -51,10 +51,12 @@ _ELSEWHERE = frozenset({"AuthorizationHeaderMalformed", "IllegalLocationConstrai
 _SKEWED = "RequestTimeTooSkewed"
 #: Error codes, with status 400, for an unknown header. In January 2025, R2 sent status 501.
 _UNKNOWN_HEADER = frozenset({"", "InvalidArgument", "InvalidRequest", "NotImplemented"})
+#: Error codes for credentials that the store accepts for no bucket.
+_INVALID = (*_EXPIRED, "InvalidToken", "InvalidAccessKeyId", "SignatureDoesNotMatch")
 #: Advice for errors that deny access, by S3's error code.
 _HINTS = {
     **dict.fromkeys(
-        (*_EXPIRED, "InvalidToken", "InvalidAccessKeyId", "SignatureDoesNotMatch"),
+        _INVALID,
         "log in again, or check the profile, AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and "
         "AWS_SESSION_TOKEN against this endpoint",
     ),
@@ -93,7 +95,8 @@ class _Store:
     """The knowledge of this process, or of its parent before the fork, about a store."""
 
     name: str  # for errors and logs: the endpoint, or "AWS"
-    address: Callable[[str, str], _Bucket]  # takes a bucket's name and its region
+    #: Returns the address of a bucket, from its name and region; for "", that of the store itself.
+    address: Callable[[str, str], _Bucket]
     region: str  # the region to try first
     proxies: Mapping[str, str] | None
     trusted: str | bool | None  # the argument of `Transport`
@@ -183,6 +186,23 @@ class S3Origin:
     def server(self, shard: ShardURL) -> str:
         """Return the scheme, host and port of the server that stores a shard."""
         return self._bucket(shard.bucket_and_key()[0], None).server
+
+    def accepts_credentials(self) -> bool:
+        """Return whether the response to a signed request proves that the credentials are valid.
+
+        The request is for the names of all buckets. Valid credentials that may not list the names
+        are accepted as well.
+
+        Raises:
+            AccessDeniedError: the store refuses the credentials, or there are none.
+            ConfigError, TransientError: the store cannot be reached.
+        """
+        *_, response = self._send("GET", ShardURL("", "s3", "s3://", "", ""), None, {}, {})
+        code, reason, _ = _read_refusal(response)
+        if code in _INVALID:
+            name = self.prepare().name
+            raise AccessDeniedError(f"{name} answered {response.status} {reason}: {_HINTS[code]}.")
+        return response.status == 200 or code == "AccessDenied"
 
     def open(
         self, shard: ShardURL, start: int, stop: int | None, expected: ObjectInfo | None = None
@@ -415,14 +435,16 @@ def _look_up(options: Mapping[str, Any], endpoint: str) -> _Store:
         service = "" if options.get("anon") else "s3"
         if is_plain and (found := _usual_address(endpoint, name, region)):
             return _Bucket(*found, region, service)
-        presign = client(region).generate_presigned_url
-        parts = urlsplit(presign("get_object", Params={"Bucket": name, "Key": "k"}))
+        s3, parameters = client(region), {"Bucket": name, "Key": "k"}
+        url = s3.generate_presigned_url("get_object", parameters) if name else s3.meta.endpoint_url
+        parts = urlsplit(url)
         port = {"http": ":80", "https": ":443"}[parts.scheme]
         server = f"{parts.scheme}://{parts.netloc.removesuffix(port)}"
         if parts.query:
             scope = dict(parse_qsl(parts.query))["X-Amz-Credential"]
             *_, region, service, _ = scope.split("/")
-        return _Bucket(server, parts.path.removesuffix("/k"), region, service)
+        path = parts.path.removesuffix("/k" if name else "/")
+        return _Bucket(server, path, region, service)
 
     try:
         session = _session(options)

@@ -10,7 +10,7 @@ the downloads notice it.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -26,6 +26,7 @@ from shardcache.space.memory import Volume
 from shardcache.space.tiers import Tier
 from shardcache.store.directory import DamagedError
 from shardcache.store.entry import Entry
+from shardcache.store.partial import in_flight, read_progress
 from shardcache.store.verify import differs
 from shardcache.urls import ShardURL
 
@@ -133,6 +134,10 @@ def wanted_shards(
     by_key: dict[str, ShardURL] = {}
     for shard in shards if share is None else share.of(shards):
         refuse_local(shard, cache.config)
+        if not shard.options and (endpoint := cache.other_endpoint(shard)):
+            raise ConfigError(
+                f"{shard} came from another endpoint ({endpoint}). Set that endpoint."
+            )
         by_key.setdefault(shard.key, shard)
     return tuple(by_key.values())
 
@@ -177,9 +182,10 @@ def make_plan(
     allocated = process.home.space().allocated
     on_disk = {key: allocated(size) for key, size in sizes.items()}
     needed = lacking = sum(on_disk.values())
-    free = evict = 0
+    free = evict = resumable = 0
     for tier in process.tiers:  # a tier takes the shards for which earlier tiers lack room
         tier_free, tier_evict, tier_lacks = _room(tier, entries, wanted, lacking)
+        resumable += _resumable(tier, sizes)
         # A tier that exceeds its limits lacks more than these shards need, hence the `min`.
         lacking = min(lacking, tier_lacks)
         free, evict = free + tier_free, evict + tier_evict
@@ -191,7 +197,7 @@ def make_plan(
         else:
             left_out.add(shard.key)
     room = free, evict, lacking, frozenset(left_out)
-    return PrewarmPlan(shards, cached, sizes, *room, outdated, unconfirmed, needed)
+    return PrewarmPlan(shards, cached, sizes, *room, outdated, unconfirmed, needed, resumable)
 
 
 def _outdated_versions(cache: Cache, shard: ShardURL) -> frozenset[str] | Exception:
@@ -216,6 +222,13 @@ def _outdated_versions(cache: Cache, shard: ShardURL) -> frozenset[str] | Except
         # the entry is damaged, which its next open will discover.
         is_current = True
     return frozenset() if is_current else frozenset(entry.version for entry in entries)
+
+
+def _resumable(tier: Tier, wanted: Collection[str]) -> int:
+    """Return the bytes of the wanted shards that a tier holds from interrupted downloads."""
+    parts = (each for store in tier.stores() for each in in_flight(store.layout))
+    found = (read_progress(each.path) for each in parts if each.key in wanted and not each.live)
+    return sum(each.written for each in found if each and each.metadata.resumable)
 
 
 def _room(tier: Tier, entries: list[Entry], wanted: set[str], need: int) -> tuple[int, int, int]:

@@ -22,7 +22,7 @@ from shardcache.origins.listing import Listing
 from shardcache.prewarm.plan import Share, make_plan, wanted_shards
 from shardcache.prewarm.pool import Helper, Pool
 from shardcache.results import Event, Outcome, Planned, PrewarmReport, Stopped, is_full
-from shardcache.store.root import make_root
+from shardcache.store.root import make_root, unusable
 from shardcache.units import format_bytes
 from shardcache.urls import ShardURL
 
@@ -157,8 +157,4 @@ def _make_directory(cache: Cache) -> None:
     except OSError as exn:
         if is_full(exn) or isinstance(exn, ShardCacheError):
             raise
-        raise ConfigError(
-            f"{cache.dir} cannot be used for the cache: {exn.strerror or exn}. "
-            "Give a directory that this user may write to.",
-            dir=cache.dir,
-        ) from exn
+        raise unusable(cache.dir, exn) from exn

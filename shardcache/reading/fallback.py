@@ -30,7 +30,7 @@ from shardcache.errors import (
 )
 from shardcache.files import fault_kind, is_disk_fault
 from shardcache.locks.flock import is_file
-from shardcache.process import PausedError, Process
+from shardcache.process import PausedError, Process, UnusableError
 from shardcache.reading.readers import DownloadReader, Expected, OriginReader
 from shardcache.store.directory import DamagedError
 from shardcache.store.entry import Opened, open_data, set_aside
@@ -54,6 +54,7 @@ _COUNTERS = {
     FetchCancelledError: None,
     ShardCacheError: "errors_origin",
     PausedError: None,
+    UnusableError: "errors_disk",
     OSError: "errors_disk",
 }
 
@@ -177,7 +178,7 @@ def read_past(
 
 def _warn(process: Process, shard: ShardURL, fault: Exception) -> None:
     """Log why a shard is streamed. Raises ``fault`` if it must not be."""
-    if isinstance(fault, (CacheFullError, LockTimeoutError, UnprovenError)):
+    if isinstance(fault, (CacheFullError, LockTimeoutError, UnprovenError, UnusableError)):
         kind, reason = type(fault).__name__, fault.message
     elif is_local_error(fault):
         kind, reason = fault_kind(fault), str(fault.strerror or fault)
@@ -190,7 +191,7 @@ def _warn(process: Process, shard: ShardURL, fault: Exception) -> None:
         raise fault
     text = "%s is streamed, not cached: %s"
     facts = {"event": "streamed", "shard": str(shard), "reason": kind}
-    if isinstance(fault, PausedError):
+    if isinstance(fault, (PausedError, UnusableError)):  # logged before
         logger.info(text, shard, reason, extra=facts)
     elif isinstance(fault, CacheFullError):
         process.warn_streamed(shard, reason, facts)

@@ -28,7 +28,7 @@ from shardcache.reading.readers import DownloadReader
 from shardcache.reading.stream import ShardStream
 from shardcache.store.directory import DamagedError
 from shardcache.store.entry import Opened
-from shardcache.urls import ShardURL
+from shardcache.urls import ShardURL, advise_scheme
 
 if TYPE_CHECKING:
     from shardcache.reading.readers import Reader
@@ -167,8 +167,8 @@ class Opener:
         """Raise ConfigError for a shard that is read where it lies."""
         if self.is_in_place(shard):
             raise ConfigError(
-                f"{shard.local_path} is opened where it is and not cached; set cache_local if it "
-                "lies on a slow mount.",
+                f"{shard.local_path} is opened where it is and not cached. "
+                f"{advise_scheme(shard, 'Set cache_local if it lies on a slow mount.')}",
                 url=str(shard),
             )
 
@@ -179,5 +179,5 @@ def _open_in_place(shard: ShardURL) -> BinaryIO:
         return open(path, "rb")
     except FileNotFoundError as exn:
         raise ShardNotFoundError(
-            f"{path} does not exist. Check the pattern.", url=str(shard)
+            f"{path} does not exist. {advise_scheme(shard, 'Check the pattern.')}", url=str(shard)
         ) from exn

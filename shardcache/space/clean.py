@@ -83,6 +83,7 @@ def joined(reports: Sequence[CleanReport]) -> CleanReport:
         sum(report.kept_bytes for report in reports),
         sum(report.missing for report in reports),
         all(report.dry_run for report in reports),
+        sum(report.pinned for report in reports),
     )
 
 

@@ -82,6 +82,7 @@ class CleanReport:
     kept_bytes: int  #: bytes on disk of the shards that stay
     missing: int  #: bytes that the limits lack because the remaining shards must stay
     dry_run: bool  #: whether nothing was removed
+    pinned: int = 0  #: number of shards that stay because a user pinned them
 
     def __repr__(self) -> str:
         removed, kept = ("would remove", "would keep") if self.dry_run else ("removed", "kept")
@@ -216,7 +217,8 @@ def plan(
         short -= size
     kept_bytes = total - sum(removal.size for removal in removed)
     missing = int(max(0, over, short))
-    return CleanReport(tuple(removed), len(files) - len(removed), kept_bytes, missing, dry_run=True)
+    pinned, stay = sum(each[0].key in policy.pinned for each in files), len(files) - len(removed)
+    return CleanReport(tuple(removed), stay, kept_bytes, missing, dry_run=True, pinned=pinned)
 
 
 def sweep(

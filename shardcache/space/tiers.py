@@ -43,9 +43,6 @@ class Tier:
         started: when the job began to use the cache; None for a command.
         warn: logs a warning once per kind (`process.Process.warn`).
         evicted: called with every shard that is evicted here.
-
-    Raises:
-        ConfigError: the root is shared by another group, is locked in another way, or has links.
     """
 
     def __init__(
@@ -68,7 +65,6 @@ class Tier:
     def _locate(self) -> None:
         """Set the namespaces from the configuration and the manifest."""
         config = self.config
-        check_manifest(config)
         #: The node's namespace.
         self.node = node_namespace(config)
         own = self.node
@@ -77,7 +73,6 @@ class Tier:
             if config.isolation == "rank":
                 name += f"-{self._ranks.rank}"
             own = self.node.rank(safe_name(name))
-            check_links(own)
         #: The namespace that this process stores into.
         self.store = self._store(own)
 
@@ -91,6 +86,11 @@ class Tier:
         every = [self.node, *(rank for rank in ranks if rank.linked() is None)]
         own = self.store.layout.base
         return [self.store, *(self._store(each) for each in every if each.base != own)]
+
+    def check(self) -> None:
+        """Raise ConfigError if the directory must not be used."""
+        check_manifest(self.config)
+        check_links(self.store.layout)
 
     @property
     def made(self) -> bool:
@@ -113,6 +113,7 @@ class Tier:
         self._identity = None
         node = make_root(self.config)
         self._locate()  # again, because the manifest names the directory of this node
+        check_links(self.store.layout)
         if self.store.layout != node:
             self.store.layout.make()
         self._session = Session(self.node, self._started or clock.time())

@@ -146,15 +146,15 @@ def stats_of(
 
 
 def by_rank(samples: Iterable[Sample]) -> dict[str, Stats]:
-    """Add up samples for each rank. The key is its number, or ``-`` outside any job."""
+    """Add up samples for each rank. The key is its number, or ``none`` without one."""
     ranks = _grouped(samples, lambda sample: sample.rank)
-    return {"-" if rank == NO_RANK else str(rank): stats for rank, stats in ranks.items()}
+    return {"none" if rank == NO_RANK else str(rank): stats for rank, stats in ranks.items()}
 
 
 def rank_records(ranks: Mapping[str, Stats]) -> list[dict[str, Any]]:
     """Return the result of `by_rank` for JSON, where a rank is a number or None."""
     return [
-        {"rank": None if rank == "-" else int(rank), **stats.as_dict()}
+        {"rank": None if rank == "none" else int(rank), **stats.as_dict()}
         for rank, stats in ranks.items()
     ]
 

@@ -134,8 +134,14 @@ def check_archive(fd: int, basename: str, url: str) -> None:
     import tarfile  # here: `import shardcache` stays light
 
     head = os.pread(fd, tarfile.BLOCKSIZE, 0)
-    if head.startswith(_COMPRESSED) or head in (b"", bytes(tarfile.BLOCKSIZE)):
-        return  # the last two are archives without members
+    if head.startswith(_COMPRESSED) or head == bytes(tarfile.BLOCKSIZE):
+        return  # zeros are an archive without members
+    if not head:
+        raise IntegrityError(
+            f"{url} is empty (0 bytes), so it is not a tar archive. Upload it again, or remove it "
+            "from the list of shards.",
+            url=url,
+        )
     try:
         tarfile.TarInfo.frombuf(head, "utf-8", "surrogateescape")
     except tarfile.HeaderError as exn:

@@ -82,6 +82,12 @@ class Metadata:
     fetched_at: float  #: seconds since the epoch
     boot: str  #: boot id under which the bytes on disk were last known to be good
     library: str  #: version of shardcache that wrote the sidecar
+    endpoint: str | None = None  #: of an ``s3`` URL, see `ShardURL`; None if it is not known
+
+    @property
+    def resumable(self) -> bool:
+        """Whether another process can continue the download: size and version are known."""
+        return self.info.size is not None and self.info.identifiable
 
     @property
     def basename(self) -> str:
@@ -111,6 +117,7 @@ class Metadata:
             metadata = cls(**{**record, "fetched_at": max(0.0, date)})
             texts = metadata.url, metadata.key, metadata.digest, metadata.boot, metadata.library
             typed = type(metadata.size) is int and isinstance(metadata.checked, str | None)
+            typed = typed and isinstance(metadata.endpoint, str | None)
             if not typed or not all(isinstance(text, str) for text in texts):
                 raise TypeError("a field has another type")
         except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as exn:

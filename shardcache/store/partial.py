@@ -271,7 +271,7 @@ class Partial:
                 data = read_file(claimed / PROGRESS, _MAX_PROGRESS)
                 metadata, records_at, _ = _parse(claimed, data)
                 progress = stack.enter_context(open_exclusive(claimed / PROGRESS, os.O_RDWR))
-                if metadata.info.size is None or not metadata.info.identifiable:
+                if metadata.info.size is None or not metadata.resumable:
                     raise DamagedError("its size or version is unknown")
                 (claimed / META).unlink(missing_ok=True)  # if its writer was killed in `seal`
                 if status.st_size > metadata.info.size:

@@ -7,7 +7,10 @@ processes may make the same root at once.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
+import os
+import shlex
 import stat
 from pathlib import Path
 
@@ -17,6 +20,7 @@ from shardcache.files import Modes, random_token
 from shardcache.layout import (
     MANIFEST,
     Layout,
+    is_record_name,
     is_temporary_name,
     list_names,
     read_manifest,
@@ -50,7 +54,7 @@ v1/locks     lock files; harmless to keep, harmless to delete when nothing runs
 
 List          shardcache --dir THIS ls
 Make room     shardcache --dir THIS clean --max-size 500GB
-Remove all    shardcache --dir THIS clean --all -y
+Remove all    shardcache --dir THIS clean --all --remove-dir -y
 You may delete any entry by hand: the next reader downloads it again.
 """
 
@@ -93,6 +97,42 @@ def make_root(config: Config) -> Layout:
     return layout
 
 
+def check_usable(config: Config) -> None:
+    """Raise ConfigError if a directory cannot be made a cache, or not be used as one.
+
+    Changes nothing. A cache on a read-only filesystem can be used: its shards can be read.
+    """
+    root = config.dir
+    try:
+        path = next(each for each in (root, *root.parents) if each.exists())
+        if not path.is_dir():
+            raise ConfigError(
+                f"{path} is not a directory. Point dir at a directory, or at a name in one.",
+                dir=root,
+            )
+        check_manifest(config)
+        if path == root:
+            check_root(config)
+            check_foreign(root)
+    except OSError as exn:
+        raise unusable(root, exn) from exn
+    if not (is_cache(root) or os.access(path, os.W_OK | os.X_OK)):
+        is_frozen = os.statvfs(path).f_flag & os.ST_RDONLY
+        number = errno.EROFS if is_frozen else errno.EACCES
+        raise unusable(root, OSError(number, os.strerror(number), str(path)))
+
+
+def unusable(root: Path, exn: OSError) -> ConfigError:
+    """Return the error for a directory that cannot be made or written."""
+    path = exn.filename or root
+    how = f" (mount -o remount,rw {shlex.quote(str(path))})" if exn.errno == errno.EROFS else ""
+    return ConfigError(
+        f"{path} cannot be written ({exn.strerror or exn}). Point dir (--dir, SHARDCACHE_DIR) at a "
+        f"directory that this user may write, or make this one writable{how}.",
+        dir=root,
+    )
+
+
 def check_foreign(root: Path) -> None:
     """Raise ConfigError for a file, a link, or a directory that is not a cache and not empty."""
     check_links(Layout.of_root(root))
@@ -130,6 +170,27 @@ def require_cache(root: Path) -> None:
             "Check dir (--dir, SHARDCACHE_DIR).",
             dir=root,
         )
+
+
+def remove_root(layout: Layout) -> None:
+    """Remove the records and the empty directories of a cache, then its root if nothing is left.
+
+    Shards, and files of other programs, stay; then the root is still a cache.
+    """
+    root, local = layout.base.parent, [layout.local] if layout.local else []
+    for base in (layout.base, *local):
+        for where, _, names in os.walk(base, topdown=False):
+            for path in (Path(where, name) for name in names if is_record_name(name)):
+                path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # not empty
+                Path(where).rmdir()
+    if set(list_names(root)) <= _ROOT_NAMES - {layout.base.name}:
+        for name in (_TAG_NAME, _README_NAME, MANIFEST):  # the manifest last, as it is made
+            (root / name).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # a mount point
+            root.rmdir()
+    else:
+        layout.make()  # cleaning needs all directories
 
 
 def check_root(config: Config) -> None:

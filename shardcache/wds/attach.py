@@ -63,7 +63,7 @@ def url_opener(
                 continue
             break
         opened += 1
-        sample |= {"stream": stream, "local_path": stream.name}
+        sample |= {"stream": stream, "local_path": stream.name.removeprefix("file://")}
         yield sample
         # Without this, the references would keep the shard in use while the next one is downloaded.
         del stream, sample, item

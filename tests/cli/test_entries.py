@@ -65,7 +65,7 @@ def test_a_cache_without_a_manifest_is_empty(run, tmp_path):
     assert (code, out) == (0, "0 shards, 0 B\n") and "Nothing was cached" in err
     assert run("clean")[:2] == run("clean", "-q")[:2] == (0, "")
     Layout.of_root(tmp_path / "cache").make()  # a process creates the manifest last
-    assert run("ls", "--partial")[:2] == (0, "0 partials, 0 B: 0 live, 0 orphans\n")
+    assert run("ls", "--partial")[:2] == (0, "0 partials, 0 B: 0 live, 0 resumable, 0 orphans\n")
     (tmp_path / "cache" / "precious").touch()
     assert run("ls")[0] == 2
 
@@ -133,6 +133,9 @@ def test_rm_removes_cached_shards_and_names_the_others(run, warm, bucket):
     assert code == 0 and out.startswith("removed 2 shards, ")
     code, _, err = run("rm", "-y", warm[0], warm[2])
     assert code == 1 and f"error: {warm[0]} is not cached" in err
+    for command in ("path", "rm -y"):
+        code, _, err = run(*command.split(), "lab/train.tar")
+        assert code == 1 and "If it is an object, write s3://lab/train.tar." in err
     assert len(states(run)) == 1
 
 
@@ -147,7 +150,9 @@ def test_rm_keeps_shards_in_use_and_exits_6(run, warm, bucket, tmp_path):
     assert states(run) == ["pinned", "pinned", "ok", "ok"]
     code, _, err = run("rm", "-y", warm[0])
     assert code == 6 and "shardcache unpin" in err
-    assert "kept 2 shards" in run("clean", "--all", "-y")[1]
+    removed, kept = run("clean", "--all", "-y")[1].splitlines()
+    assert re.fullmatch(r"removed 2 shards, [\d.]+ KB", removed)
+    assert re.fullmatch(r"kept 2 shards, [\d.]+ KB \(2 pinned\)", kept)
     error = f"error: {warm[2]} was not pinned in {tmp_path / 'cache'}\n"
     assert run("unpin", *warm[:3]) == (1, "unpinned 2 shards\n", error)
     assert run("rm", "-y", warm[0])[0] == 0
@@ -180,6 +185,30 @@ def test_every_command_takes_patterns(run, warm, bucket, pattern):
         code, out, err = run(*command.split(), nothing)
         assert (code, out) == (1, "") and f"error: {nothing}: nothing in" in err
     assert run("rm", "-y", spec)[1].startswith("removed 4 shards, ")
+
+
+def test_shards_of_another_endpoint_are_named_by_patterns(run, warm, proxy, monkeypatch, tmp_path):
+    theirs = proxy.endpoint_url.removeprefix("http://")
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", f"http://{theirs.replace('127.0.0.1', 'localhost')}")
+    assert run("prewarm", warm[0])[0] == 0
+    lines = run("ls", "--sort", "fetched:desc")[1].splitlines()
+    assert [f"(from {theirs})" in line for line in lines] == [False, *[True] * 4, False, False]
+    assert lines[-1].endswith("4 from another endpoint")
+    for command in ("path", "rm -y"):
+        code, out, err = run(*command.split(), warm[1])
+        assert code == 1 and f"came from another endpoint ({theirs})" in err
+        assert f"'{warm[1]}*'" in err
+    code, out, err = run("path", f"{warm[1]}*")
+    assert (code, err) == (0, f"{warm[1]} came from another endpoint ({theirs}).\n")
+    assert out.strip() in run("ls", "-l")[1]
+    assert run("pin", "train-0001.tar")[1] == "pinned 1 shard until unpinned\n"
+    assert states(run).count("pinned") == 1
+    assert run("unpin", "train*")[1] == "unpinned 1 shard\n"
+    with Cache(tmp_path / "cache") as cache:
+        assert cache.path("train-0001.tar") is None
+        with pytest.raises(ConfigError, match="came from another endpoint"):
+            cache.prewarm(cache.select("train*"))
+    assert run("rm", "-y", "train*")[1].startswith("removed 5 shards, ")
 
 
 def test_methods_take_patterns(run, warm, bucket, tmp_path):

@@ -14,6 +14,7 @@ import pytest
 import shardcache
 from shardcache.cache import Cache
 from shardcache.cli.main import _COMMANDS, ExitCode, command_line
+from shardcache.units import format_bytes
 from tests.support.clitools import Command
 from tests.support.disktools import disk, needs_mounts
 from tests.support.proxy import Answer, Fault, Rule
@@ -53,7 +54,9 @@ def test_every_command_has_help_with_examples_that_parse(run, command, tmp_path,
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("lss", "lss"),
+        ("lss", "Did you mean ls?"),
+        ("prewarm b/a.tar", "If it is an object, write s3://b/a.tar"),
+        ("pin b/a.tar", "If it is an object, write s3://b/a.tar"),
         ("stats --format tsv", "tsv"),
         ("clean --max-size x", "--max-size"),
         ("prewarm --max-size 0 s3://b/a", "'0' is not above 0"),
@@ -63,7 +66,7 @@ def test_every_command_has_help_with_examples_that_parse(run, command, tmp_path,
         ("top --interval \x1b[2J", "--interval"),
         ("--config folder ls", "folder"),
         ("--dir folder ls", "is not a shardcache directory"),
-        ("--dir folder/file ls", "is not a shardcache directory"),
+        ("--dir folder/file ls", "is not a directory. Point dir"),
         ("--dir folder prewarm s3://b/a -n", "such as PWD/folder/shards"),
         ("clean --all --max-size 1B", "--all"),
         ("verify -n", "--repair"),
@@ -217,7 +220,10 @@ def test_the_first_signal_leaves_partials_that_are_resumed(slow, proxy, run, tmp
     assert "3 not done because the run was interrupted" in out
     assert "Run the same command" in err
     kept = json.loads(run("ls", "--partial", "--json")[1])
-    assert {partial["state"] for partial in kept["partials"]} == {"orphan"}
+    assert {partial["state"] for partial in kept["partials"]} == {"resumable"}
+    assert "Warmed 0 of 3 shards (0 B, " in out and " received) in " in out
+    on_disk = format_bytes(kept["summary"]["written_bytes"])
+    assert f", {on_disk} of it on disk); free " in run("prewarm", "-n", slow)[1]
     proxy.resume()
     code, out, _ = run("prewarm", slow, "--json")
     found = json.loads(out)

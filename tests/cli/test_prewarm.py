@@ -39,6 +39,8 @@ def test_prewarm_prints_its_plan_and_result(run, spec, bucket):
     assert code == 3 and "Warmed 0 of 1 shard" in out and "1 failed" in out
     assert f"failed  {absent}: not found" in err and "--max-failures 1" in err
     assert run("prewarm", spec, absent, "--max-failures", "1")[0] == 0
+    code, _, err = run("prewarm", "s3://nowhere/{0..3}.tar")  # no number of failures would help
+    assert code == 3 and "there is no bucket nowhere" in err and "--max-failures" not in err
 
 
 def test_a_plan_that_does_not_fit_is_exit_5(run, spec, data, proxy, tmp_path):
@@ -158,7 +160,7 @@ def test_a_report_in_words():
     results[1] = ShardResult("s3://b/x-1.tar", Outcome.FETCHED, 1000, received=1000, retries=1)
     plan = PrewarmPlan(SHARDS[: len(kinds)], {}, {}, 10**9, 0, 0)
     assert str(PrewarmReport(plan, tuple(results), 2.0, Stopped.DEADLINE)) == (
-        "Warmed 3 of 6 shards (3.0 KB) in 2.0 s, 500 B/s; 1 failed, 1 retried, "
+        "Warmed 3 of 6 shards (3.0 KB, 1.0 KB received) in 2.0 s, 500 B/s; 1 failed, 1 retried, "
         "1 fetched by other processes, 1 linked, 1 left out because they do not fit, "
         "1 not done because the deadline has passed."
     )

@@ -89,6 +89,8 @@ def test_the_systemd_unit_runs_clean():
     service = render("systemd", *PLAIN)["shardcache-clean.service"]
     program, directory, _ = PLAIN
     assert f"\nExecStart={shlex.join([*program, '--dir', directory, *CLEAN])}\n" in service
+    for name, text in render("systemd", *PLAIN).items():
+        assert text.startswith(f"# Save as /etc/systemd/system/{name}\n")
     strange = render("systemd", *odd("/usr/bin/python3"))["shardcache-clean.service"]
     assert 'ExecStart=/usr/bin/env "SHARDCACHE_MAX_SIZE=80%%" ' in strange
     assert '--dir "/mnt/50%%/it\'s \\"a\\" $$HOME $$(X) disk; #1" clean' in strange
@@ -131,6 +133,8 @@ def kubelet(text):
 @pytest.mark.parametrize("specs", [[], [SPEC]])
 def test_kubernetes_accepts_the_daemon_set(spy, tmp_path, specs):
     files = render("k8s", [], ODD, VARIABLES, specs)
+    assert ("prewarm" in files["shardcache.yaml"]) is bool(specs)
+    assert "\\n" not in files["shardcache.yaml"]  # a line of the script is a line of the file
     found = yaml.safe_load(files["shardcache.yaml"])
     kubernetes_validate.validate(found, "1.31", strict=True)
     pod = found["spec"]["template"]["spec"]
@@ -142,6 +146,11 @@ def test_kubernetes_accepts_the_daemon_set(spy, tmp_path, specs):
     subprocess.run(command, check=True, env=environment, timeout=60)
     start, warm = ["-m", "shardcache", "--dir", ODD], ["prewarm", "--best-effort", "--", *specs]
     assert called(tmp_path) == [[*start, *warm]] * len(specs) + [[*start, *CLEAN]]
+
+
+def test_a_missing_kind_is_one_line(run):
+    code, _, err = run("recipe")
+    assert code == 2 and "Choose from: cron, systemd, slurm, k8s. Try 'shardcache recipe" in err
 
 
 def test_a_recipe_has_the_options_and_no_secret(run, tmp_path):

@@ -34,6 +34,7 @@ def test_the_report_is_one_file_with_the_right_figures(run, shop, tmp_path):
     facts = (
         *("Opens 12 ", f"{shop.path}: 3 shards", "(100%)", "0 5 10 15 Opens", "1 asked"),
         *("Where bytes came from", "Bytes streamed past the cache"),
+        *("400 KB", "Rank none: processes that no launcher has given a rank."),
         f"Streamed {format_bytes(3 * shop.size)} (3 shards)",
     )
     assert [fact for fact in facts if fact not in text] == []

@@ -61,7 +61,7 @@ def test_workers_read_through_the_cache(method, program, spec, proxy, tmp_path):
     ("arguments", "text"),
     [
         (["-o", "max_siz=1GB", "--", "touch"], "Did you mean max_size?"),
-        (["-o", "max_size=many", "--", "touch"], "max_size"),
+        (["-o", "max_size=many", "--", "touch"], "max_size (argument): 'many'"),
         (["-o", "max_size", "--", "touch"], "NAME=VALUE"),
         (["--dir", "/proc/self/status", "--", "touch"], "not a directory"),
         ([], "Give a program"),
@@ -70,6 +70,12 @@ def test_workers_read_through_the_cache(method, program, spec, proxy, tmp_path):
 def test_errors_are_reported_before_the_program_starts(arguments, text, tmp_path, run):
     code, _, err = run("run", *arguments, *([tmp_path / "started"] if arguments else []))
     assert code == 2 and text in err and not (tmp_path / "started").exists()
+
+
+def test_a_directory_that_cannot_be_made_is_logged_once(program, spec):
+    code, out, err = run_process("run", *program(TRAINING), spec, "fork", directory="/proc/cache")
+    assert (code, out) == (7, "80 80\n" * 2)
+    assert err.count("no shard will be cached") == 1 and "streamed, not cached" not in err
 
 
 def test_skipped_errors_are_logged_once(program, s3_environment, tmp_path):

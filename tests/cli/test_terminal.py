@@ -35,6 +35,11 @@ def test_a_terminal_shows_progress_and_gets_its_cursor_back(slow, tmp_path):
     assert "Run the same command again" in text
 
 
+def test_progress_has_the_units_of_all_commands(spec, tmp_path):
+    with Screen("prewarm", spec, "--limit-rate", "64KB", directory=tmp_path / "cache") as screen:
+        screen.read(until=r"[0-9] KB/s.*ETA")
+
+
 def test_progress_distinguishes_shards_of_one_name(s3, bucket, s3_environment, proxy, tmp_path):
     folders = ("imagenet-21k/training", "laion-aesthetics/training")
     for folder in folders:

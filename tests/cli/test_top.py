@@ -3,6 +3,10 @@
 import os
 import signal
 import threading
+from dataclasses import replace
+from io import StringIO
+
+from rich.console import Console as Terminal
 
 from shardcache.cli.output import Console
 from shardcache.cli.top import Watcher, frame
@@ -16,13 +20,15 @@ URL = "s3://lab/train/0.tar"
 DATA = make_tar(0, members=40, size=100_000)
 
 
-def test_rates_cover_the_time_between_two_snapshots(make_cache, origin, clock):
+def test_rates_cover_the_time_between_two_snapshots(make_cache, origin, clock, capsys):
     origin.objects[URL] = DATA
     cache = make_cache(max_size=2 * len(DATA))
     cache.open(URL).read()
     watcher = Watcher(cache)
     first = watcher.snapshot()
     assert (first.seconds, first.total.opens) == (None, 0)
+    Console().render(frame(first))
+    assert "0.0/s" not in capsys.readouterr().out  # nothing is measured yet
     for _ in range(10):
         cache.open(URL).close()
     cache._here().counters.flush()
@@ -75,7 +81,20 @@ def test_on_a_terminal_it_redraws_and_keeps_the_last_refresh(make_cache):
         text, code = screen.end()
     assert code == 0
     assert text.count("0 downloads running") >= 2 and "\x1b[1A" in text  # the cursor moves up
-    assert "\x1b[1mshardcache top" in text
+    assert "\x1b[1mshardcache top" in text and "Ctrl-C to quit" in text
+
+
+def test_large_figures_fit_80_columns(make_cache):
+    snapshot = Watcher(make_cache(max_size="800GB")).snapshot()
+    figures = {"hits": 123_456, "bytes_opened": 246_912_000, "bytes_origin": 246_912_000}
+    total = replace(snapshot.total, **figures, bytes_bypassed=123_456_000)
+    tier = {**snapshot.tiers[0], "dir": f"/{70 * 'x'}", "shards": 1_848, "disk_bytes": 4e11}
+    terminal = Terminal(width=80, file=StringIO(), color_system=None)
+    terminal.print(frame(replace(snapshot, seconds=1.0, total=total, tiers=[tier])))
+    _, _, directory, gauge, titles, rates, *_ = terminal.file.getvalue().splitlines()
+    assert directory.rstrip() == tier["dir"] and titles.endswith("WAIT P99")
+    assert gauge.rstrip().endswith("50%  1,848 shards, 400.0 GB of 800.0 GB on disk")
+    assert "━" in gauge and rates.startswith("all   123,456.0/s   100.00%  123.5 MB/s")
 
 
 def test_an_interrupt_ends_it_quietly_and_shows_the_cursor(make_cache):

@@ -11,11 +11,12 @@ from tests.support.storetools import forked
 from tests.support.tars import make_tar
 
 SHARD = make_tar(6)
+NAMES = ("a.tar", "b.tar", "part/c.tar")
 
 
 @pytest.fixture
 def url(s3, bucket, s3_environment, proxy):
-    for name in ("a.tar", "b.tar", "part/c.tar"):
+    for name in NAMES:
         s3.put(bucket, name, SHARD)
     proxy.reset()
     for protocol in ("s3", "shardcache"):  # fsspec keeps instances for another test's server
@@ -30,6 +31,10 @@ def default(tmp_path, monkeypatch):
     monkeypatch.setenv("SHARDCACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv("SHARDCACHE_MIN_FREE", "0")
     return tmp_path / "cache"
+
+
+def named(bucket, *names):
+    return [f"shardcache://s3://{bucket}/{name}" for name in names]
 
 
 def gets(proxy) -> int:
@@ -69,10 +74,44 @@ def test_a_listing_costs_one_request(url, default, proxy):
     for method, argument in (fs.find, whole), (fs.glob, f"{bucket}/**/*.tar"):
         fs.invalidate_cache()
         proxy.reset()
-        assert method(argument) == [f"{bucket}/{name}" for name in ("a.tar", "b.tar", "part/c.tar")]
+        assert method(argument) == named(bucket, *NAMES)
         assert len(proxy.requests()) == 1  # a walk would send one for each directory
     assert fs.isfile(path) and fs.isdir(bucket) and not fs.exists(f"{bucket}/none.tar")
-    assert fs.ls(f"{bucket}/part", detail=False) == [f"{bucket}/part/c.tar"]
+    assert fs.ls(f"{bucket}/part", detail=False) == named(bucket, "part/c.tar")
+
+
+@pytest.mark.parametrize("form", ["shardcache::s3://{}", "shardcache://s3://{}"])
+def test_listed_names_open_again_through_the_cache(form, url, default, proxy, tmp_path):
+    bucket = url.split("/")[2]
+    fs, path = fsspec.url_to_fs(form.format(bucket))
+    for start in path, form.format(bucket), fs.unstrip_protocol(bucket):
+        expected = named(bucket, *NAMES)
+        assert fs.ls(start, detail=False) == named(bucket, "a.tar", "b.tar", "part")
+        assert fs.find(start) == fs.glob(f"{start}/*.tar") + fs.glob(f"{start}/*/c*") == expected
+        walked = [f"{root}/{name}" for root, _, names in fs.walk(start) for name in names]
+        assert sorted(walked) == expected
+        # Arrow requires names below the directory that it lists.
+        assert list(fs.find(bucket, detail=True)) == [f"{bucket}/{n}" for n in NAMES]
+    for name in expected:
+        with fsspec.open(name) as stream:
+            assert stream.read() == fs.cat_file(name) == SHARD
+        assert default_cache().path(name).read_bytes() == SHARD
+    assert gets(proxy) == 3
+    fs.get(bucket, f"{tmp_path}/copy", recursive=True)
+    assert (tmp_path / "copy" / "part" / "c.tar").read_bytes() == SHARD
+
+
+def test_a_name_with_its_target_takes_options_as_a_chain_does(url, tmp_path, s3, monkeypatch):
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    options = {
+        "s3": {"key": s3.access_key, "secret": s3.secret_key},
+        "shardcache": {"dir": str(tmp_path / "own"), "min_free": 0},
+    }
+    fs, path = fsspec.url_to_fs(url, **options)
+    for name in url, *fs.glob(path):
+        with fsspec.open(name, **options) as stream:
+            assert stream.read() == SHARD
 
 
 def test_writing_and_a_chain_without_an_origin_are_refused(url, default):
@@ -92,7 +131,9 @@ def test_the_path_can_be_in_the_first_link_of_a_chain(url, default):
     assert fs.open(found, "rb", block_size=0).read() == SHARD
     assert list(default.rglob("a.tar"))  # in the default cache: the options are not the cache's
     fs, pattern = fsspec.url_to_fs(f"shardcache://{bucket}/*.tar::s3://")
-    assert fs.glob(pattern) == [f"{bucket}/a.tar", f"{bucket}/b.tar"]
+    assert fs.glob(pattern) == named(bucket, "a.tar", "b.tar")
+    with fsspec.open(f"{fs.glob(pattern)[0]}::s3://") as stream:  # they may add the target again
+        assert stream.read() == SHARD
 
 
 def test_a_pickle_keeps_the_cache_and_a_fork_makes_its_own_target(url, tmp_path, proxy):
@@ -111,5 +152,5 @@ def test_a_pickle_keeps_the_cache_and_a_fork_makes_its_own_target(url, tmp_path,
         parent.say([fs.fs is parents, fs.size(path), listed, fs.cat_file(path, 0, 3)])
 
     with forked(look) as child:
-        assert child.hear() == [False, len(SHARD), [f"{bucket}/b.tar"], SHARD[:3]]
+        assert child.hear() == [False, len(SHARD), named(bucket, "b.tar"), SHARD[:3]]
     assert fs.fs is parents and gets(proxy) == 1

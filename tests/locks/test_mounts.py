@@ -168,7 +168,7 @@ def test_another_kind_of_lock_is_refused(root, run, monkeypatch, made, locks, ki
     on(kind, monkeypatch)
     monkeypatch.setenv("SHARDCACHE_LOCKS", locks)
     with pytest.raises(ConfigError, match=f"locked by {made}, and .*{fix}"):
-        Cache(root).open(URL)
+        Cache(root).fetch(URL)
     for command in f"rm -y {URL}", "clean":
         code, _, err = run("--dir", root, *command.split())
         assert code == 2 and f"is locked by {made}" in err

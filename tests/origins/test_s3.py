@@ -119,7 +119,13 @@ def test_a_request_for_a_replaced_version_fails(origin, s3, bucket):
     ("options", "url", "kind", "message", "requests"),
     [
         ({}, "@/none.tar", ShardNotFoundError, r"@/none.tar: not found", 1),
-        ({}, "s3://no-such-bucket/a.tar", ShardNotFoundError, "not found .*NoSuchBucket", 1),
+        (
+            {},
+            "s3://no-such-bucket/a.tar",
+            ShardNotFoundError,
+            "there is no bucket no-such-bucket .*NoSuchBucket",
+            1,
+        ),
         ({"key": "WRONG", "secret": "x"}, "@/a.tar", AccessDeniedError, "AWS_ACCESS_KEY_ID", 1),
         ({"anon": True}, "@/a.tar", AccessDeniedError, "access denied", 1),
         (None, "@/a.tar", AccessDeniedError, "Unable to locate credentials", 0),

@@ -128,3 +128,36 @@ def test_one_process_of_a_node_cleans_in_the_background(layout, tmp_path, monkey
     os.utime(Layout.of_root(shop.path).named_lock("clean"), (1000.0, 1000.0))
     read()
     assert rounds == ["shardcache-clean"] * 2
+
+
+@pytest.mark.locks_work
+@pytest.mark.parametrize(
+    ("stays", "why"),
+    [
+        ("", ""),
+        ("pin", "pinned"),
+        ("process", "a process uses it"),
+        ("v1/locks/mine.lock", "files of other"),
+        ("mine", "files of other"),
+    ],
+)
+def test_remove_dir_leaves_nothing_unless_something_must_stay(run, tmp_path, stays, why):
+    shop = Shop(tmp_path, 2)
+    root = shop.path
+    with Cache(root, cache_local=True, min_free=0) as cache:
+        for url in shop.urls:
+            cache.fetch(url)
+        if stays == "pin":
+            cache.pin(shop.urls[0])
+        if stays != "process":
+            cache.close()
+        if "mine" in stays:
+            (root / stays).touch()
+        code, _, err = run("clean", "--all", "--remove-dir", "-y")
+        assert (code, root.exists()) == (int(bool(stays)), bool(stays)) and why in err
+        assert len(list(cache.pins())) == (stays == "pin")
+        if "mine" in stays:
+            (root / stays).unlink()
+            assert run("clean", "--all", "--remove-dir", "-y")[0] == 0 and not root.exists()
+        if stays:
+            assert cache.fetch(shop.urls[1]).data.exists()

@@ -17,6 +17,7 @@ from shardcache.errors import CacheFullError
 from shardcache.layout import Layout
 from shardcache.store.partial import Partial
 from tests.support.caches import read, warnings
+from tests.support.clitools import command
 from tests.support.disktools import disk, limited_group, needs_mounts
 from tests.support.shop import Shop
 from tests.support.storetools import no_descriptor_left
@@ -122,6 +123,27 @@ def test_prewarm_and_clean_apply_the_limits_of_all_tiers(shop, ram):
         assert cache.clean(everything=True).removed == ()
         assert all(cache.unpin(url) for url in shop.urls)
         assert cache.clean(everything=True).kept == 0
+
+
+def test_commands_find_the_tiers_of_a_job(shop, ram):
+    with opened(shop, ram, shop.room(2)) as cache:
+        for url in shop.urls:
+            cache.fetch(url)
+    with Cache(shop.path, cache_local=True, min_free=0) as later:
+        assert later.path(shop.urls[0]) is None and read(later, shop.urls[5])
+
+    def run(*words: str) -> str:
+        code, text = command("--dir", shop.path, *words, SHARDCACHE_CACHE_LOCAL="1")
+        assert code == 0
+        return text
+
+    assert "6 shards, " in run("ls") and str(ram) in run("path", "0.tar")
+    assert "6 cached" in run("prewarm", "--check", *shop.urls)
+    assert f"tiers {ram}=" in run("clean", "-n")
+    assert "removed 6 shards" in run("clean", "--all", "-y")
+    shutil.rmtree(ram)
+    run("prewarm", *shop.urls)  # not into a tier that is gone, and that no option names
+    assert not ram.exists()
 
 
 _JOB = """

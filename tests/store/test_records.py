@@ -88,9 +88,9 @@ def test_compressed_archives_and_files_of_other_names_pass(tmp_path: Path, compr
 
 
 @pytest.mark.parametrize(
-    "data", [PAGE, b'{"error": "expired"}', bytes(100), make_tar(1)[512:], bytes(511) + b"x"]
+    "data", [PAGE, b'{"error": "expired"}', b"", bytes(100), make_tar(1)[512:], bytes(511) + b"x"]
 )
-def test_the_error_shows_data_that_is_no_archive(tmp_path: Path, data: bytes) -> None:
+def test_data_that_is_no_archive_is_refused(tmp_path: Path, data: bytes) -> None:
     with opened(tmp_path, data) as fd, pytest.raises(IntegrityError, match="not a tar") as caught:
         check_archive(fd, "a.tar.gz", URL)
     assert URL in str(caught.value) and len(str(caught.value)) < 400

@@ -93,7 +93,7 @@ def test_many_processes_make_one_root_at_once(tmp_path: Path) -> None:
 def test_a_directory_with_other_files_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model.ckpt").touch()
     with pytest.raises(ConfigError, match=rf"\(model\.ckpt\)\. .* as {tmp_path}/shards\.$"):
-        Cache(tmp_path).open(URL)
+        Cache(tmp_path, strict=True)
     assert [path.name for path in tmp_path.iterdir()] == ["model.ckpt"]
 
 
@@ -103,8 +103,9 @@ def test_a_root_with_a_symbolic_link_is_refused_and_not_cleaned(tmp_path, name):
     moved.rename(tmp_path / "elsewhere")
     moved.symlink_to(tmp_path / "elsewhere")
     assert not is_cache(tmp_path / "cache")
-    cache = Cache(tmp_path / "cache", strict=True)
-    for call in (lambda: cache.clean(everything=True), lambda: cache.fetch(URL)):
+    cache = Cache(tmp_path / "cache")
+    calls = [lambda: cache.clean(everything=True), lambda: cache.fetch(URL)]
+    for call in (*calls, lambda: Cache(cache.dir, strict=True)):
         with pytest.raises(ConfigError, match="symbolic link"):
             call()
 

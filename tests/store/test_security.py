@@ -40,6 +40,7 @@ TOKEN = "0" * 32
 REFUSED = {
     "pipe:touch {marker}; cat {marker}": "allow_schemes=['pipe']",
     "shardcache::pipe:touch {marker}": "allow_schemes=['pipe']",
+    "shardcache://pipe://touch {marker}": "allow_schemes=['pipe']",
     "filecache::pipe:touch {marker}": "chain",
     "gs://AK:SECRET@lab/a.tar": "storage_options",
     "s3://lab/\x1b[2J.tar": "control character",

@@ -101,6 +101,7 @@ NEEDS: Mapping[str, tuple[str, ...]] = {
     "wids": ("wids",),
     "Lightning": ("lightning",),
     "pandas": ("pandas", "pyarrow"),
+    "DuckDB, Polars and torchdata": ("duckdb", "polars", "torchdata"),
     "Arrow": ("pyarrow",),
     "Ray Data": ("ray.data", "pyarrow"),
     "Hugging Face datasets": ("datasets",),

@@ -3,7 +3,6 @@ child=
 trap 'test -z "$$child" || kill "$$child" 2>/dev/null; wait; exit 0' TERM INT
 run() { "$$@" & child=$$!; wait "$$child"; code=$$?; child=; return "$$code"; }
 while :; do
-  ${pod_warms}run $pod_run prewarm --best-effort -- $sh_specs || :
-  run $pod_run clean --quiet --no-wait || [ $$? -eq 6 ] || echo 'not cleaned' >&2
+  ${pod_warm}run $pod_run clean --quiet --no-wait || [ $$? -eq 6 ] || echo 'not cleaned' >&2
   run sleep 3600
 done

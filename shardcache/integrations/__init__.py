@@ -1,6 +1,6 @@
-"""Connections to other packages: fsspec, wids, Lightning and OpenTelemetry, one module each.
+"""Integrations with fsspec, wids, Lightning and OpenTelemetry, one module each.
 
-Users reach the modules as ``shardcache.wids``, ``shardcache.lightning`` and
-``shardcache.telemetry``; fsspec finds its own by an entry point. No package is imported before it
-is used.
+Users import the modules as ``shardcache.wids``, ``shardcache.lightning`` and
+``shardcache.telemetry``. fsspec finds the module ``fsspec`` by an entry point. None of the four
+packages is imported before it is used.
 """

@@ -1,13 +1,13 @@
-"""The fsspec protocol ``shardcache``, for URLs such as ``shardcache::s3://bucket/shard.tar``.
+"""Provide the fsspec protocol ``shardcache``, for URLs such as ``shardcache::s3://bucket/a.tar``.
 
-pandas, Arrow, Hugging Face datasets and other users of fsspec read through the default cache, or
-through the one that storage options describe::
+With these URLs, pandas, Arrow, Hugging Face datasets and other users of fsspec read through the
+default cache, or through a cache that the storage options describe::
 
     fsspec.open("shardcache::s3://bucket/a.tar", shardcache={"dir": "/local/nvme/shards"})
 
-Opened files are seekable. Listings come from the target filesystem. Lists of names have the form
-``shardcache://s3://bucket/a.tar``, which opens through the cache again. If a listing is called with
-``detail=True``, its names are those of the target, as Arrow and Hugging Face datasets expect.
+Files are seekable. Listings come from the target: the filesystem of the URL after ``shardcache::``.
+They return names such as ``shardcache://s3://bucket/a.tar``, which also open through the cache.
+With ``detail=True``, they return the target's own names, as Arrow and Hugging Face datasets expect.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from shardcache.urls import redact
 if TYPE_CHECKING:
     from shardcache.cache import Cache
 
-#: Options that fsspec and its users pass to every filesystem. They are not options of a cache.
+#: Options that fsspec and its users pass to every filesystem, so they are not options of the cache.
 _FSSPEC_OPTIONS = frozenset(
     [
         *("fo", "target_protocol", "skip_instance_cache", "asynchronous", "loop", "batch_size"),
@@ -43,12 +43,12 @@ class ShardCacheFileSystem(ChainedFileSystem):  # type: ignore[misc]
 
     Args:
         target_protocol: the protocol of the other filesystem, such as ``s3``.
-        target_options: storage options of that filesystem; the cache uses them, too.
-        target: protocol and options in a URL such as ``shardcache://s3://...``.
-        **options: options of the `Cache`. Without any, this is the default cache.
+        target_options: storage options of that filesystem, which the cache uses as well.
+        target: protocol and options from a URL such as ``shardcache://s3://...``.
+        **options: options of a `Cache`. Without any options, the default cache is used.
 
     Raises:
-        ConfigError: an option is not valid.
+        ConfigError: the URL after ``shardcache::`` is missing.
     """
 
     protocol = "shardcache"
@@ -63,7 +63,7 @@ class ShardCacheFileSystem(ChainedFileSystem):  # type: ignore[misc]
         super().__init__(**options)
         if target_protocol is None and target is not None:
             target_protocol, in_url = target
-            # As in a chain, the user passes options of the target under its protocol.
+            # As in a chain of URLs, options for the target are passed under the target's protocol.
             target_options = {**in_url, **options.pop(target_protocol, {})}
         if target_protocol is None:
             raise ConfigError("Write the URL of the origin after shardcache::, as in s3://...")
@@ -75,12 +75,12 @@ class ShardCacheFileSystem(ChainedFileSystem):  # type: ignore[misc]
 
     @property
     def fs(self) -> Any:
-        """The target filesystem. fsspec makes a new one after a fork."""
+        """The target filesystem. After a fork, fsspec creates a new one."""
         return fsspec.filesystem(self._target_protocol, **self._target_options)
 
     @functools.cached_property
     def cache(self) -> Cache:
-        """The cache behind this filesystem."""
+        """The cache that this filesystem reads through. Raises ConfigError for invalid options."""
         from shardcache.cache import Cache, default_cache
 
         return Cache(**self._options) if self._options else default_cache()
@@ -96,7 +96,7 @@ class ShardCacheFileSystem(ChainedFileSystem):  # type: ignore[misc]
         url = path.removeprefix("shardcache://")
         protocol, separator, _ = url.partition("://")
         if not (protocol and separator) or "/" in protocol:
-            return {}  # the target is the next link of the chain
+            return {}  # the target is the next part of the chain
         options = fsspec.get_filesystem_class(protocol)._get_kwargs_from_urls(url)
         return {"target": (protocol, options)}
 
@@ -122,22 +122,22 @@ class ShardCacheFileSystem(ChainedFileSystem):  # type: ignore[misc]
         return stream
 
     def info(self, path: str, **options: Any) -> Any:
-        """Return the info of the cached version; if there is none, that of the target."""
-        cache, entry = self.cache, None  # outside `suppress`: invalid options are an error
-        with contextlib.suppress(ConfigError):  # a bucket or a chain, which the target may know
+        """Return the info of the cached shard, or the target's info if the shard is not cached."""
+        cache, entry = self.cache, None  # outside `suppress`, so that invalid options raise
+        with contextlib.suppress(ConfigError):  # not a shard's URL; the target may accept it
             entry = cache.entry(self._url(path))
         if entry is None:
             return self.fs.info(self._path(path), **options)
         found = {"name": self._path(path), "size": entry.size, "type": "file"}
-        # Hugging Face datasets identify versions by the ETag, so it must be the same with and
-        # without an entry.
+        # Hugging Face datasets identify versions by the ETag, so the ETag must be the same whether
+        # or not the shard is cached.
         with contextlib.suppress(OSError, DamagedError):  # the entry was evicted
             if etag := entry.metadata().info.etag:
                 found["ETag"] = etag
         return found
 
     def ls(self, path: str, detail: bool = True, **options: Any) -> Any:
-        """List a directory of the target filesystem."""
+        """Return the listing of a directory of the target filesystem."""
         return self._names(self.fs.ls(self._path(path), detail=detail, **options), detail)
 
     def find(
@@ -148,36 +148,36 @@ class ShardCacheFileSystem(ChainedFileSystem):  # type: ignore[misc]
         detail: bool = False,
         **options: Any,
     ) -> Any:
-        """Find files with the target's own method, which may need fewer listings than a walk."""
+        """Return the files below a path. The target may need fewer listings than a generic walk."""
         options |= {"maxdepth": maxdepth, "withdirs": withdirs, "detail": detail}
         return self._names(self.fs.find(self._path(path), **options), detail)
 
     def glob(self, path: str, maxdepth: int | None = None, **options: Any) -> Any:
-        """Find files by a pattern."""
+        """Return the files that match a pattern."""
         found = super().glob(self._path(path), maxdepth, **options)
         return self._names(found, options.get("detail", False))
 
     def walk(self, path: str, *args: Any, **options: Any) -> Iterator[Any]:
-        """Walk through the directories of the target filesystem."""
+        """Yield each directory below a path, with the names of its directories and files."""
         for root, directories, files in super().walk(self._path(path), *args, **options):
             yield self.unstrip_protocol(root), directories, files
 
     def expand_path(self, path: Any, *args: Any, **options: Any) -> list[str]:
-        """Return the paths that match, all in the form of the target: fsspec compares them."""
+        """Return the matching paths in the target's form, because fsspec compares the paths."""
         return sorted({self._path(found) for found in super().expand_path(path, *args, **options)})
 
     def modified(self, path: str) -> Any:
-        """Return when the file was modified, for DuckDB's reader of Parquet."""
+        """Return the file's modification time, which DuckDB's Parquet reader needs."""
         return self.fs.modified(self._path(path))
 
     def invalidate_cache(self, path: str | None = None) -> None:
-        """Drop the listings of the target filesystem. Cached shards stay."""
+        """Forget the target filesystem's cached listings. Cached shards stay."""
         self.fs.invalidate_cache(None if path is None else self._path(path))
 
     def cat_file(
         self, path: str, start: int | None = None, end: int | None = None, **_options: Any
     ) -> bytes:
-        """Return a range of bytes of a shard; negative offsets count from the end."""
+        """Return bytes ``start`` to ``end`` of a shard; negative offsets count from the end."""
         with self._open(path) as stream:
             first, last, _ = slice(start, end).indices(stream.seek(0, io.SEEK_END))
             stream.seek(first)

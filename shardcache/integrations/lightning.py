@@ -1,10 +1,10 @@
-"""Hooks for Lightning: make directories, prewarm the first shards, log what the cache did.
+"""Lightning hooks that create directories, prewarm the first shards and log cache metrics.
 
     hooks = shardcache.lightning.ShardCacheCallback(cache, "s3://bucket/train-{0000..2047}.tar")
     trainer = Trainer(callbacks=[hooks])
 
-The hooks run in every rank, but only the first rank of a node prewarms, and only rank 0 logs. A
-fault of the cache is a warning and does not stop the run.
+The hooks run in every rank, but only the first rank of each node prewarms, and only rank 0 logs the
+metrics. A fault of the cache is logged as a warning, and does not stop the run.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ class ShardCacheHooks:
     """The hooks of ``ShardCacheCallback``, for training loops without Lightning.
 
     Args:
-        cache: the cache of the data loaders.
+        cache: the cache that the data loaders read through.
         shards: one or several WebDataset specifications, in reading order.
-        prewarm: the number of shards to download before training starts; None is all of them.
-        makedirs: directories to make before training starts.
+        prewarm: the number of shards to download before training starts; None means all shards.
+        makedirs: directories to create before training starts.
 
     Raises:
-        ConfigError: ``prewarm`` is not a number of shards.
+        ConfigError: ``prewarm`` is neither None nor a number of shards.
     """
 
     def __init__(
@@ -57,13 +57,13 @@ class ShardCacheHooks:
         self.shards = (shards,) if isinstance(shards, str) else tuple(shards)
         self.prewarm = prewarm
         self.makedirs = tuple(map(Path, makedirs))
-        self._counters: Counter[str] | None = None  # at the last call of `metrics`
+        self._counters: Counter[str] | None = None  # of the last call of `metrics`
 
     def setup(self, trainer: Any = None, pl_module: Any = None, stage: str | None = None) -> None:
-        """Make the directories; in the first rank of each node, prewarm the first shards.
+        """Create the directories; in the first rank of each node, prewarm the first shards.
 
         Raises:
-            OSError: a directory cannot be made; see `sync.makedirs`.
+            OSError: `sync.makedirs` cannot create a directory.
         """
         for path in self.makedirs:
             sync.makedirs(path)
@@ -79,14 +79,15 @@ class ShardCacheHooks:
         self.metrics()
 
     def on_train_epoch_end(self, trainer: Any = None, pl_module: Any = None) -> None:
-        """Log the `metrics` of the epoch."""
+        """Log the `metrics` of the epoch that ends."""
         if pl_module is not None and (metrics := self.metrics()):
             pl_module.log_dict(metrics, rank_zero_only=True)
 
     def metrics(self) -> dict[str, float]:
-        """Return what the processes of this node have read since the last call, or since `setup`.
+        """Return this node's metrics by name, counted since the last call or since `setup`.
 
-        Processes write their counters once a second, so the last ones may appear in the next epoch.
+        The first call returns none, nor does a call that cannot read the counters. Processes write
+        their counters once a second, so the last reads of an epoch may be counted in the next one.
         """
         before, self._counters = self._counters, None
         try:
@@ -108,7 +109,8 @@ class ShardCacheHooks:
 def __getattr__(name: str) -> Any:
     """Define ``ShardCacheCallback`` on first use, because Lightning is slow to import.
 
-    It is a ``Callback`` of ``lightning`` or ``pytorch_lightning`` with these hooks.
+    The class combines `ShardCacheHooks` with ``Callback`` of ``lightning`` or
+    ``pytorch_lightning``; of the two packages, one that is already imported comes first.
     """
     if name != "ShardCacheCallback":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,11 +1,11 @@
-"""Export metrics to OpenTelemetry; needs ``pip install 'shardcache[otel]'``, the API package alone.
+"""Export metrics to OpenTelemetry. ``pip install 'shardcache[otel]'`` installs the API package.
 
     cache = shardcache.Cache(...)
     shardcache.telemetry.observe(cache)
 
-The SDK of the program reads the counters in its own threads, so a hit costs nothing more. Without
-an SDK, nothing happens. A forked child exports nothing: for DataLoader workers use ``node=True``,
-or call `observe` in each of them.
+The program's OpenTelemetry SDK reads the counters in its own threads, so hits do not become slower.
+Without an SDK, nothing is exported. A forked child exports nothing, so for DataLoader workers use
+``node=True``, or call `observe` in each worker.
 """
 
 from __future__ import annotations
@@ -38,8 +38,9 @@ _METRICS = (
     Metric("fetches.active", "{shard}", "Shards that the process fetches or waits for.", "",
            {"": "active"}),
 )  # fmt: skip
-#: Provider of metrics (None is the global one) -> its caches, and whether each stands for its node.
-#: All caches share one set of instruments, because OpenTelemetry drops a second one of a name.
+#: For each meter provider (None is the global one), its caches, and for each cache whether it
+#: exports the whole node. All caches of a provider share one set of instruments, because
+#: OpenTelemetry ignores a second instrument with the same name.
 _observed: dict[MeterProvider | None, weakref.WeakKeyDictionary[Cache, bool]] = {}
 
 
@@ -48,15 +49,15 @@ def observe(
 ) -> None:
     """Export the counters of a cache as observable metrics named ``shardcache.*``.
 
-    Each value has the directory of the cache as its attribute ``dir``; caches of one directory are
-    added up. The metrics do not keep the cache alive.
+    Each value has an attribute ``dir``, the directory of the cache. The values of caches with the
+    same directory are added up. The metrics do not keep the cache alive.
 
     Args:
-        cache: the cache.
-        node: export the counters of all processes of this node instead of this process. A
-            collection reads the directory's database, which takes some milliseconds. Use it in one
-            process per node, and with one cache per directory.
-        meter_provider: the default is the global one.
+        cache: the cache to observe.
+        node: export the counters of all processes of this node, not only of this process. Each
+            collection then reads the directory's database, which takes a few milliseconds. Use
+            this in one process per node, and with one cache per directory.
+        meter_provider: the provider of the metrics; None uses the global one.
 
     Raises:
         ConfigError: the package ``opentelemetry-api`` is missing, or the option ``stats`` is off.
@@ -82,7 +83,7 @@ def observe(
 
 
 def _counted(cache: Cache, node: bool) -> dict[str, float]:
-    """Return counters by name: ``waits_*`` and ``wait_s_*`` per kind of wait, and ``active``."""
+    """Return counters by name, including those of waits (``waits_*``, ``wait_s_*``)."""
     counts: dict[str, float] = {}
     if node:
         found = summed(cache.samples(ever=True))
@@ -98,7 +99,7 @@ def _counted(cache: Cache, node: bool) -> dict[str, float]:
 def _read(
     caches: Mapping[Cache, bool], metric: Metric, options: CallbackOptions
 ) -> list[Observation]:
-    """Return the values of a metric, without directories whose database cannot be read."""
+    """Return the values of a metric; skip caches whose database cannot be read."""
     from opentelemetry.metrics import Observation
 
     found: Counter[tuple[str, str]] = Counter()

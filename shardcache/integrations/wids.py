@@ -1,12 +1,12 @@
-"""Read shards through a cache with wids, WebDataset's random access.
+"""Read shards through a cache with wids, WebDataset's package for random access.
 
     names = shardcache.wids.LocalNames(cache, "/local/nvme/wids")
     dataset = wids.ShardListDataset(shards, localname=names)
 
-wids locks a file next to the path that it gets, then opens, maps and closes the shard. Lock files
-do not belong in the cache, so `LocalNames` returns symbolic links in a directory of the user. It
-pins the last shard of each thread, so that no process evicts it before wids opens it. A mapped file
-stays readable after its eviction.
+wids locks a file next to the path that it gets, then opens, maps and closes the shard. The lock
+files must not be in the cache, so `LocalNames` returns symbolic links in a directory that the user
+chooses. It pins the last shard of each thread, so that no process evicts the shard before wids has
+opened it. A mapped file stays readable after its eviction.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
 
 class LocalNames:
-    """Returns the paths of cached shards; for the argument ``localname`` of wids.
+    """Returns paths of cached shards, as wids expects from its argument ``localname``.
 
     Args:
-        cache: the cache of the shards.
-        directory: directory for the links and the lock files of wids; made if it does not exist.
-            It may be removed when no process uses it.
+        cache: the cache to read through.
+        directory: the directory for the links, and for the lock files of wids. It is created if
+            necessary, and may be removed when no process uses it.
     """
 
     def __init__(self, cache: Cache, directory: str | os.PathLike[str]) -> None:
@@ -40,11 +40,11 @@ class LocalNames:
         return type(self), (self.cache, self.directory)
 
     def __call__(self, url: str) -> str:
-        """Return a path of the shard, and pin the shard until this thread's next call.
+        """Return a link to the cached shard, and pin the shard until this thread's next call.
 
         Raises:
-            OSError: the directory cannot be written.
-            ShardCacheError: see `Cache.pinned`.
+            OSError: the directory of the links cannot be written.
+            ShardCacheError: the shard cannot be cached, for one of the reasons of `Cache.pinned`.
         """
         with contextlib.ExitStack() as pin:
             path = pin.enter_context(self.cache.pinned(url))
@@ -54,14 +54,14 @@ class LocalNames:
         return link
 
     def close(self) -> None:
-        """Unpin the last shard of the calling thread."""
+        """Unpin the last shard that the calling thread has pinned."""
         if (pin := getattr(self._pinned, "pin", None)) is not None:
             del self._pinned.pin
             pin.close()
 
     def _link(self, name: str, target: Path) -> str:
         link = self.directory / name
-        with contextlib.suppress(OSError):  # the path is no link, or it does not exist
+        with contextlib.suppress(OSError):  # there is no file yet, or it is not a link
             if link.readlink() == target:
                 return str(link)
         self.directory.mkdir(parents=True, exist_ok=True)

@@ -1,16 +1,18 @@
-"""The origins of shards: each request returns one version, or raises one of two kinds of error.
+"""The origins of shards: S3, web servers, fsspec filesystems and commands.
 
-    base        the protocol of all origins; what a refusal means
-    s3          ``s3://``; endpoints finds the server, for keys and clients
-    http        ``http(s)://``, and the responses to range requests, S3's too
-    connection  keep-alive connections, proxies, TLS
-    addresses   connecting to a host that has several addresses
-    filesystem  every fsspec filesystem, with a time-out
-    command     ``pipe:``
-    resolve     `Origins` chooses the origin of a shard, and upstreams with nearer copies
-    retry       the only layer that repeats a request
-    pace        fewer requests to a server that throttles
-    listing     shards behind prefixes and patterns, and their sizes
+    base         the interface of all origins; the errors for refused requests
+    s3           ``s3://``
+    endpoints    the S3 endpoint and region in force, for cache keys and for requests
+    credentials  tells AWS credentials that are temporarily unavailable from missing ones
+    http         ``http(s)://``, and the responses to range requests, including S3's
+    connection   keep-alive connections, proxies, TLS
+    addresses    connects to a host that has several addresses
+    filesystem   every fsspec filesystem, with a timeout
+    command      ``pipe:``
+    resolve      `Origins` chooses the origin of a shard, or an upstream with a nearer copy
+    retry        repeats failed requests
+    pace         sends fewer requests to a server that throttles
+    listing      finds the shards behind prefixes and patterns, and their sizes
 
-An origin does not retry.
+Only `retry` and `pace` repeat requests. The origins themselves never do after a TransientError.
 """

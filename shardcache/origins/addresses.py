@@ -1,8 +1,8 @@
-"""Connecting to a host that has several addresses.
+"""Connect to a host that has several addresses.
 
-DNS gives up to eight addresses for S3, and both IPv6 and IPv4 addresses for many hosts. Some may be
-dead. As in RFC 8305 ("happy eyeballs"), the next address is tried when one fails or is slow, and
-the first connection wins.
+DNS returns up to eight addresses for S3, and both IPv6 and IPv4 addresses for many hosts. Some of
+them may be unreachable. So, as in RFC 8305 ("happy eyeballs"), the next address is tried when one
+fails or is slow, and the first connection that succeeds is used.
 """
 
 from __future__ import annotations
@@ -17,40 +17,40 @@ from typing import Any
 
 from shardcache import clock
 
-#: Seconds before the next address is tried as well. RFC 8305 recommends this value.
+#: Seconds after which the next address is tried in parallel. RFC 8305 recommends this value.
 _STAGGER = 0.25
-#: Seconds during which an address that failed is tried after all others.
+#: Seconds after a failure during which an address is tried last.
 _AVOIDED = 60.0
 
-#: The numbers of `random.shuffle` belong to the user's program, which may have seeded it.
+#: A generator of its own: the user's program may have seeded the shared one of `random`.
 _random = random.SystemRandom()
 
-_Address = tuple[int, Any]  # the family, and the argument of `socket.connect`
+_Address = tuple[int, Any]  # the address family, and the argument of `socket.connect`
 
 
 class Dialer:
     """Connects to hosts and remembers which addresses failed.
 
-    Threads may share it: each access to its dict is atomic.
+    Threads may share a `Dialer`, because each access to its dict is atomic.
     """
 
     def __init__(self) -> None:
         self._failed: dict[_Address, float] = {}  # time of the last failure
 
     def connect(self, host: str, port: int, timeout: float) -> socket.socket:
-        """Connect a non-blocking socket to one of a host's addresses.
+        """Return a non-blocking socket that is connected to one of a host's addresses.
 
         Args:
-            host: the host.
-            port: its port.
-            timeout: seconds for all addresses together; the DNS lookup is extra.
+            host: a name or an address.
+            port: the port to connect to.
+            timeout: seconds for all addresses together, not counting the DNS lookup.
 
         Raises:
-            OSError: no address can be reached. Its type is that of the last failure.
+            OSError: no address can be reached. The type is that of the last failure.
         """
         untried = self._addresses(host, port)
         count, end = len(untried), time.monotonic() + timeout
-        pending: dict[_Address, socket.socket] = {}  # the oldest first
+        pending: dict[_Address, socket.socket] = {}  # the oldest attempt first
         failed: dict[_Address, str] = {}
         kind = OSError
         try:
@@ -63,11 +63,11 @@ class Dialer:
                         if address not in pending:
                             pending[address] = socket.socket(family, socket.SOCK_STREAM)
                             pending[address].setblocking(False)
-                        pending[address].connect(place)  # called again, reports the outcome
+                        pending[address].connect(place)  # a repeated call reports the outcome
                     except BlockingIOError:
                         slower.append(address)
                     except OSError as exn:
-                        if exn.errno in (errno.EMFILE, errno.ENFILE):  # no fault of the address
+                        if exn.errno in (errno.EMFILE, errno.ENFILE):  # not the address's fault
                             raise
                         kind, failed[address] = type(exn), exn.strerror or str(exn)
                         if sock := pending.pop(address, None):
@@ -92,12 +92,12 @@ class Dialer:
         raise kind(f"no connection to {host}; tried {len(failed)} of {count} addresses: {reasons}")
 
     def _addresses(self, host: str, port: int) -> list[_Address]:
-        """Look up a host's addresses and order them for `connect`.
+        """Look up a host's addresses and return them in the order in which to try them.
 
-        They are shuffled to spread connections, IPv6 and IPv4 alternate, and addresses that failed
-        recently come last.
+        They are shuffled to spread the connections over them. IPv6 and IPv4 addresses alternate,
+        and addresses that failed recently come last.
         """
-        families: dict[int, list[_Address]] = {}  # the one that the system prefers first
+        families: dict[int, list[_Address]] = {}  # the family that the system prefers is first
         for family, _, _, _, place in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
             families.setdefault(family, []).append((family, place))
         for addresses in families.values():

@@ -1,8 +1,8 @@
-"""The protocol between downloads and origins, and the meaning of refusals.
+"""The interface between downloads and origins, and the errors for refused requests.
 
-Errors of lower libraries contain whole URLs, with signatures. So an origin makes its own error
-inside ``except`` and raises it after the block. Raised inside, it would refer to the other error,
-which tools that collect errors (Sentry, rich) would print.
+Exceptions of lower libraries contain whole URLs, including signatures. So an origin creates its own
+exception inside ``except`` and raises it after the block. If it were raised inside the block, its
+``__context__`` would be the library's exception, which error reporters (Sentry, rich) print.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from typing import Any, NamedTuple, Protocol
 from shardcache.errors import AccessDeniedError, ConfigError, ShardNotFoundError
 from shardcache.urls import ShardURL
 
-#: Statuses of HTTP after which another attempt may succeed: time-outs, throttling, trouble inside.
+#: HTTP statuses after which another attempt may succeed: timeouts, throttling, server faults.
 _TRANSIENT = frozenset({408, 425, 429, 500, 502, 503, 504})
 
 
 class TransientError(Exception):
-    """This attempt failed and the next may succeed."""
+    """This attempt failed, but the next one may succeed."""
 
     def __init__(
         self,
@@ -33,13 +33,13 @@ class TransientError(Exception):
         patient: bool = False,
     ) -> None:
         super().__init__(reason)
-        self.patient = patient  # it ends without action: throttling, a busy credential service
-        self.retry_after = retry_after  # seconds; the origin's Retry-After
-        self.timed_out = timed_out  # by silence rather than a refusal
+        self.patient = patient  # waited out, not counted as an attempt: throttling, credentials
+        self.retry_after = retry_after  # seconds, from the origin's Retry-After header
+        self.timed_out = timed_out  # the origin was silent; it did not refuse
 
 
 class VersionChangedError(Exception):
-    """The object is no longer the requested version (412), or became shorter (416)."""
+    """The object no longer has the requested version (status 412), or became shorter (416)."""
 
 
 def refusal(
@@ -51,14 +51,14 @@ def refusal(
     headers: Mapping[str, str] | None = None,
     throttled: bool = False,
 ) -> Exception:
-    """Return the error for a refusal, of any protocol.
+    """Return the exception for a refused request of any protocol.
 
     Args:
         shard: the shard.
         status: the HTTP status, or its nearest equivalent.
-        reason: the name of the server and its reason, without secrets.
-        hint: advice if access is denied.
-        headers: of the response.
+        reason: the name of the server and its reason for the refusal, without secrets.
+        hint: advice for the error message if access is denied.
+        headers: the response headers, which may contain Retry-After.
         throttled: whether the origin's error code means throttling.
     """
     if status == 412:
@@ -67,7 +67,7 @@ def refusal(
         return VersionChangedError(f"{shard} became shorter")
     if throttled or status in _TRANSIENT:
         text = (headers or {}).get("retry-after", "")
-        # Not a date, which is rare: full jitter will do.
+        # A date in Retry-After is rare and ignored: the jitter of `retry` is pause enough.
         seconds = float(text) if text.isdecimal() and len(text) < 20 else None
         throttled |= status == 429 or (status == 503 and seconds is not None)
         return TransientError(reason, retry_after=seconds, patient=throttled)
@@ -88,7 +88,7 @@ def refusal(
 
 
 class Checksum(NamedTuple):
-    """A digest of the whole object that the origin states."""
+    """A checksum of the whole object, as the origin states it."""
 
     algorithm: str  # crc32, crc32c, crc64nvme, sha1 or sha256
     value: str  # base64, as S3 sends it
@@ -98,15 +98,15 @@ class Checksum(NamedTuple):
 class ObjectInfo:
     """One version of an object, as its origin describes it."""
 
-    size: int | None  # bytes; None if the origin does not state it beforehand
-    etag: str | None = None  # with its quotes
-    version_id: str | None = None  # if the origin keeps several versions
-    modified: str | None = None  # the origin's modification time
-    checksum: Checksum | None = None  # of all bytes, if the origin states one
+    size: int | None  # bytes; None if the origin does not state it in advance
+    etag: str | None = None  # including its quotes
+    version_id: str | None = None  # set if the origin keeps several versions
+    modified: str | None = None  # modification time, in the origin's own format
+    checksum: Checksum | None = None  # of the whole object, if stated
 
     @property
     def version(self) -> str:
-        """Return 24 hexadecimal digits: a hash of VersionId, or of the size and ETag or time."""
+        """Return a hash (24 hex digits) of the version id, or of the size and ETag or timestamp."""
         if self.version_id and self.version_id != "null":
             parts: list[Any] = ["version-id", self.version_id]
         elif self.etag:
@@ -118,17 +118,17 @@ class ObjectInfo:
 
     @property
     def identifiable(self) -> bool:
-        """Whether responses can be compared; if not, one response must have the whole shard."""
+        """Whether two responses can be compared. If not, one response must have the whole shard."""
         return bool(self.version_id or self.etag or self.modified)
 
     def as_record(self) -> dict[str, Any]:
-        """Return the fields as values for JSON. `dataclasses.asdict` takes ten times as long."""
+        """Return the fields as JSON values. `dataclasses.asdict` would take ten times as long."""
         record = {name: getattr(self, name) for name in self.__slots__}
         return {**record, "checksum": self.checksum and self.checksum._asdict()}
 
     @classmethod
     def from_record(cls, record: dict[str, Any]) -> ObjectInfo:
-        """Read the result of `as_record`; raise KeyError, TypeError or ValueError if it is none."""
+        """Return the object of a record; raise KeyError, TypeError or ValueError if malformed."""
         stated = record["checksum"]
         size, texts = record["size"], [record["etag"], record["version_id"], record["modified"]]
         if size is not None and (type(size) is not int or size < 0):
@@ -139,37 +139,41 @@ class ObjectInfo:
 
 
 class Body(Protocol):
-    """The body of one response while it is received."""
+    """The body of one response, while it is received."""
 
-    #: The version these bytes belong to.
+    #: The version that the bytes belong to.
     info: ObjectInfo
-    #: Offset of the first byte; 0 if the origin ignores ranges.
+    #: Offset of the first byte in the object; 0 if the origin ignored the requested range.
     start: int
-    #: Offset behind the last byte; None if the response ends with the object.
+    #: Offset after the last byte; None if unknown: the body then extends to the object's end.
     stop: int | None
     #: Seconds from the request to the first byte of the response; 0 if unknown.
     waited: float = 0.0
-    #: Whether its end proves that nothing is missing: a length, a last chunk, an exit status.
+    #: Whether a length, a last chunk or an exit status proves that no bytes are missing.
     proven: bool = True
 
     def readinto(self, buffer: memoryview) -> int:
-        """Read up to ``len(buffer)`` bytes; 0 at the end. TransientError: the connection failed."""
+        """Read into ``buffer`` and return the number of bytes, or 0 at the end.
+
+        Raises:
+            TransientError: the connection failed.
+        """
         ...
 
     def abort(self) -> None:
-        """Make a blocked `readinto` of another thread return or raise, soon."""
+        """Make a `readinto` that blocks in another thread return or raise soon."""
         ...
 
     def close(self) -> None:
-        """Give the connection back, or drop it when bytes are left."""
+        """Release the connection for reuse, or close it if bytes are left unread."""
         ...
 
 
 class Origin(Protocol):
-    """A source of shards. Several threads of the process that made it may use it at once."""
+    """A source of shards. All threads of the process that made it may use it at once."""
 
-    #: Whether a request can insist on a version. If not, a download describes the object again
-    #: after its last byte.
+    #: Whether a request can insist on a version. If not, a download calls `stat` again after its
+    #: last byte, to find out whether the object has changed.
     conditional: bool
     #: Whether `stat` may return a checksum.
     states_checksums: bool
@@ -182,23 +186,23 @@ class Origin(Protocol):
         Args:
             shard: the shard.
             start: offset of the first byte.
-            stop: offset behind the last byte, which may exceed the size; None reads to the end.
-            expected: the version that the response must have.
+            stop: offset after the last byte, which may exceed the size; None reads to the end.
+            expected: the version that the response must have; None accepts any version.
 
         Raises:
-            ShardNotFoundError, AccessDeniedError, ConfigError: another attempt would fail, too.
+            ShardNotFoundError, AccessDeniedError, ConfigError: another attempt would also fail.
             VersionChangedError: the object is no longer ``expected``.
             TransientError: another attempt may succeed.
         """
         ...
 
     def stat(self, shard: ShardURL) -> ObjectInfo:
-        """Describe the current version of the object, with its checksum. Raises as `open` does."""
+        """Return the current version, with its checksum if stated. Raises the errors of `open`."""
         ...
 
 
 def skip(body: Body, position: int) -> int:
-    """Read up to ``position`` if the origin ignored the range. Returns the bytes passed over."""
+    """Discard the bytes before ``position`` if the range was ignored. Return their number."""
     if body.start not in (0, position):
         raise TransientError(f"asked for byte {position}, the origin began at {body.start}")
     left = position - body.start
@@ -212,7 +216,7 @@ def skip(body: Body, position: int) -> int:
 
 
 def read_all(body: Body, most: int) -> bytes:
-    """Read up to ``most`` bytes of a body, and close it."""
+    """Return up to ``most`` bytes of a body, and close it."""
     found, buffer = b"", memoryview(bytearray(min(most, 64 * 1024)))
     with contextlib.closing(body):
         while len(found) < most and (count := body.readinto(buffer[: most - len(found)])):

@@ -1,9 +1,10 @@
-"""Shards that a shell command writes: WebDataset's ``pipe:`` URLs.
+"""Read shards from the output of shell commands: WebDataset's ``pipe:`` URLs.
 
-They need ``allow_schemes=["pipe"]``, because a command from a shard list runs with the rights of
-this process. Its output has no version and no known size. So a shard is cached under the text of
-the command, read in one go, and started over after a failure. A command that only reads a URL, such
-as ``aws s3 cp s3://bucket/key -``, is not run: see `commands.read_command`.
+These URLs need ``allow_schemes=["pipe"]``, because a command from a shard list runs with the rights
+of this process. The output of a command has no version and no known size. So the text of the
+command is the shard's identity, and a failed download begins again with the first byte. A command
+that only reads a URL, such as ``aws s3 cp s3://bucket/key -``, is not run: shardcache reads the URL
+itself (`commands.read_command`).
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from shardcache.urls import ShardURL
 
 
 class PipeOrigin:
-    """Runs ``pipe:`` commands; see `base.Origin`. A silence of ``timeout`` seconds is a failure."""
+    """Runs ``pipe:`` commands. A command fails if it writes nothing for ``timeout`` seconds."""
 
-    conditional = True  # a second `stat` would prove nothing
+    conditional = True  # there is no version that a second `stat` could compare
     states_checksums = False
 
     def __init__(self, timeout: float) -> None:
@@ -31,7 +32,7 @@ class PipeOrigin:
     def open(
         self, shard: ShardURL, start: int, stop: int | None, expected: ObjectInfo | None = None
     ) -> PipeBody:
-        """See `base.Origin.open`."""
+        """Start the command. The range and the version are ignored: all output will be returned."""
         if not shard.raw:
             raise ConfigError(
                 f"{shard}: pickling removed the command, which may hold secrets. Pass the URL as "
@@ -40,37 +41,37 @@ class PipeOrigin:
             )
         try:
             return PipeBody(shard.raw.partition(":")[2], self._timeout)
-        except OSError as exn:  # not a fault of the disk; streaming would fail, too
+        except OSError as exn:  # not a disk fault: bypassing the cache would not help
             raise TransientError(f"the command cannot be started: {exn.strerror}") from None
 
     def stat(self, shard: ShardURL) -> ObjectInfo:
-        """See `base.Origin.stat`. Nothing is known of a command's output."""
+        """Return an `ObjectInfo` without content: nothing is known of a command's output."""
         return ObjectInfo(size=None)
 
 
 class PipeBody:
-    """One run of a command; see `base.Body`."""
+    """The output of one run of a command; implements `base.Body`."""
 
     info = ObjectInfo(size=None)
     start = 0
     stop: int | None = None
     waited = 0.0
-    proven = True  # by the exit status
+    proven = True  # the exit status proves that the output is complete
 
     def __init__(self, command: str, timeout: float) -> None:
         self._timeout = timeout
-        self._process = subprocess.Popen(  # noqa: S602 - what `pipe:` is, where it is allowed
+        self._process = subprocess.Popen(  # noqa: S602 - the user allowed `pipe:`
             command,
             shell=True,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
-            start_new_session=True,  # so that `abort` ends a whole pipeline
+            start_new_session=True,  # so that `abort` kills all commands of a pipeline
         )
         assert self._process.stdout is not None
         self._output = self._process.stdout
 
     def readinto(self, buffer: memoryview) -> int:
-        """See `base.Body.readinto`. A failed command raises at the end of its output."""
+        """Return the number of bytes read, 0 at the end. A failed command raises TransientError."""
         try:
             poller = select.poll()
             poller.register(self._output, select.POLLIN)
@@ -81,21 +82,21 @@ class PipeBody:
             raise TransientError(f"reading the command's output failed: {exn}") from exn
         if count == 0:
             status = None
-            with contextlib.suppress(subprocess.TimeoutExpired):  # which quotes the command
+            with contextlib.suppress(subprocess.TimeoutExpired):  # it quotes the command
                 status = self._process.wait(self._timeout)
             if status != 0:
                 raise TransientError(f"the command ended with status {status}")
         return count
 
     def abort(self) -> None:
-        """See `base.Body.abort`."""
+        """Kill the command, so that a blocked `readinto` returns or raises."""
         if self._process.returncode is not None:
-            return  # the system may have given its number to another process
+            return  # the command has ended, and another process may have its process id
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
 
     def close(self) -> None:
-        """See `base.Body.close`. It ends a command that still runs."""
+        """Release the pipe, and kill the command if it is still running."""
         if self._process.poll() is None:
             self.abort()
         self._output.close()

@@ -1,12 +1,12 @@
-"""Requests over keep-alive connections, to S3 and to web servers.
+"""Send HTTP requests to S3 and to web servers, over keep-alive connections.
 
-llhttp (`httptools`) parses the heads and the chunks of responses. A body of a stated length does
-not pass through it, and is received with as few system calls as possible, because each one ends
-with a wait for the interpreter's lock: a plain socket blocks until the buffer is full
-(MSG_WAITALL), TLS returns a record per call.
+llhttp (`httptools`) parses the headers and the chunks of responses. A body of a stated length
+bypasses the parser. It is received with as few system calls as possible, because after each call
+the thread has to wait for the interpreter lock: a plain socket blocks until the buffer is full
+(MSG_WAITALL), and a TLS socket returns one record per call.
 
 A `Transport` may be used by all threads of the process that made it. A `Response` belongs to one
-thread, apart from `Response.abort`.
+thread; only `Response.abort` may be called by others.
 """
 
 from __future__ import annotations
@@ -35,27 +35,28 @@ from shardcache.threads import lazy, undivided
 if TYPE_CHECKING:
     import ssl
 
-#: Bytes per second under which a connection counts as stalled: less than any link that could feed
-#: training, more than a peer sends to keep the connection alive.
+#: Bytes per second below which a connection counts as stalled: less than any link that could feed
+#: training, and more than a peer sends to keep a connection alive.
 _MIN_RATE = 8 * 1024
-#: Seconds after which a read returns the bytes that it has received.
+#: Seconds after which a read returns, even if its buffer is not full.
 _SLICE = 1.0
-#: Seconds to connect to any of a host's addresses, and for the handshake of TLS.
+#: Seconds to connect to one of a host's addresses; also the limit for the TLS handshake.
 _CONNECT_TIMEOUT = 10.0
-_LONGEST_HEAD = 64 * 1024  # bytes
-_HEAD_AT_ONCE = 8 * 1024  # bytes received at once
+#: Limit of a head (status line and headers) in bytes, and bytes requested by one call.
+_LONGEST_HEAD = 64 * 1024
+_HEAD_AT_ONCE = 8 * 1024
 _END_OF_HEAD = b"\r\n\r\n"
-#: Most interim responses (1xx) before the final one.
+#: Limit of interim responses (1xx) before the final one.
 _INTERIM = 16
-_CHUNKS_AT_ONCE = 256 * 1024  # bytes received at once
+_CHUNKS_AT_ONCE = 256 * 1024  # bytes of a chunked body requested by one call
 
-#: Scheme, authority and path. `urlsplit` would change some paths.
+#: Matches scheme, authority and path. `urlsplit` would change some paths.
 _URL = re.compile(r"(https?)://([^/?#]+)([^#]*)")
 _CONTROL = re.compile(r"[\r\n\0]")
 
 
 def split_url(url: str) -> tuple[str, str, str]:
-    """Return scheme, authority and path of a URL; raise ValueError if it is not http(s)."""
+    """Return the scheme, authority and path of a URL; raise ValueError if it is not http(s)."""
     found = _URL.match(url)
     if found is None:
         raise ValueError("it is not the URL of a web server")
@@ -64,14 +65,14 @@ def split_url(url: str) -> tuple[str, str, str]:
 
 
 def basic_login(user: str) -> str:
-    """Return the Authorization header for the part of a URL before its ``@``."""
+    """Return an Authorization header for ``user``, the part of a URL before the ``@``."""
     return f"Basic {b64encode(unquote(user).encode()).decode()}"
 
 
 class _Connection:
-    """One socket, used by one exchange at a time."""
+    """A socket that serves one request and its response at a time."""
 
-    #: For a proxy: the text before the path, and more lines of the head.
+    #: For requests through a proxy: the text before the path, and additional header lines.
     prefix: str = ""
     login: Sequence[str] = ()
 
@@ -79,13 +80,14 @@ class _Connection:
         self.socket = sock
         self.server = server  # scheme and authority
         self._pid = os.getpid()
-        self.held = b""  # bytes received behind the head
+        self.held = b""  # bytes received after the last head
         self._timeout = timeout
         self._slice = wait = min(_SLICE, timeout)
         self._spent, self._came = 0.0, 0  # seconds and bytes since the rate was last checked
         secure = server.startswith("https:")
         self._flags = 0 if secure else socket.MSG_WAITALL
-        # Python implements a time-out as a non-blocking socket and a poll per call.
+        # A plain socket blocks, with a timeout of the kernel (SO_RCVTIMEO): Python's own timeouts
+        # would add a `poll` to each call.
         sock.settimeout(wait if secure else None)
         pair = struct.pack("@ll", int(wait), max(1, int(wait % 1 * 1e6)))
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, pair)
@@ -93,16 +95,16 @@ class _Connection:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def abort(self) -> None:
-        """Make a blocked call of another thread return."""
+        """Make a call that blocks in another thread return."""
         if self._pid != os.getpid():
-            return  # a forked child must not end its parent's connection
+            return  # a forked child must not shut down its parent's connection
         with contextlib.suppress(OSError):
-            # Not the method of TLS sockets, which would hand over ciphertext from then on.
+            # Not the method of the TLS socket, which would return ciphertext from then on.
             socket.socket.shutdown(self.socket, socket.SHUT_RDWR)
 
     def is_quiet(self) -> bool:
-        """Whether the server has sent nothing, not even an end, since the last response."""
-        # A TLS socket may hold bytes that it has decrypted already.
+        """Return whether the server has neither sent data nor closed the idle connection."""
+        # A TLS socket may hold bytes that it has already decrypted; `poll` does not see them.
         if self.held or getattr(self.socket, "pending", int)():
             return False
         poller = select.poll()
@@ -110,13 +112,14 @@ class _Connection:
         return not poller.poll(0)
 
     def exchange(self, request: bytes) -> _Message:
-        """Send a request and receive the head of the final response."""
+        """Send a request, receive the head of the final response and return it."""
         self.socket.sendall(request)
         self._spent, self._came = 0.0, 0
         for _ in range(_INTERIM):
             message = _Message()
             self.parser = HttpResponseParser(message)
-            # RFC 9112 6.3: a Transfer-Encoding overrides a Content-Length.
+            # llhttp rejects responses with both headers. RFC 9112, 6.3 permits them: the
+            # Transfer-Encoding overrides the Content-Length.
             self.parser.set_dangerous_leniencies(lenient_chunked_length=True)
             self.parse(message, self._receive_head())
             message.status = self.parser.get_status_code()
@@ -129,7 +132,7 @@ class _Connection:
         raise ConnectionError("the server sends nothing but interim responses")
 
     def parse(self, message: _Message, data: bytes) -> None:
-        """Feed llhttp, which reports to ``message``."""
+        """Pass received bytes to llhttp, which calls the methods of ``message``."""
         try:
             self.parser.feed_data(data)
         except HttpParserError as exn:
@@ -138,7 +141,7 @@ class _Connection:
             message.keeps_alive = False
 
     def _receive_head(self) -> bytes:
-        """Receive the next head, with the empty line that ends it."""
+        """Receive and return the next head, including the empty line that ends it."""
         while (end := self.held.find(_END_OF_HEAD)) < 0:
             if len(self.held) > _LONGEST_HEAD:
                 raise ConnectionError("the server sent a head without an end")
@@ -149,7 +152,7 @@ class _Connection:
         return head
 
     def receive_some(self, most: int) -> bytes:
-        """Receive what the server sends next; b"" if it was silent for a second."""
+        """Return the next bytes, or b"" if the server sent nothing for `_slice` seconds."""
         if self.held:
             data, self.held = self.held, b""
             return data
@@ -160,7 +163,7 @@ class _Connection:
         return bytes(view[: max(0, count)])
 
     def fill(self, view: memoryview) -> int:
-        """Receive until ``view`` is full, or for a second; 0 at the connection's end."""
+        """Fill ``view``, or part of it after `_slice` seconds; return the count, 0 if closed."""
         got = min(len(view), len(self.held))
         view[:got], self.held = self.held[:got], self.held[got:]
         started = time.monotonic()
@@ -172,10 +175,10 @@ class _Connection:
         return got
 
     def _receive(self, view: memoryview, flags: int) -> int:
-        """Return the number of bytes received; 0 at the end, -1 after `_slice` seconds without any.
+        """Return the number of bytes received: 0 if closed, -1 after `_slice` seconds of silence.
 
         Raises:
-            TimeoutError: less than `_MIN_RATE` in the last ``timeout`` seconds spent here.
+            TimeoutError: in ``timeout`` seconds of receiving, the rate was below `_MIN_RATE`.
         """
         started = time.monotonic()
         try:
@@ -192,15 +195,15 @@ class _Connection:
 
 
 class _Message:
-    """A response as llhttp reports it. A reference to the parser would be a cycle."""
+    """A response as llhttp reports it. To avoid a reference cycle, it does not know its parser."""
 
     status = 0
     complete = False
     keeps_alive = False
 
     def __init__(self) -> None:
-        self.headers: dict[str, str] = {}  # by names in lower case
-        self.unframed = bytearray()  # the bytes of chunks
+        self.headers: dict[str, str] = {}  # keyed by lower-case names
+        self.unframed = bytearray()  # the contents of the chunks received
 
     def on_message_begin(self) -> None:
         if self.complete:
@@ -218,14 +221,14 @@ class _Message:
 
 
 class Response:
-    """A response and its body while it is received; see `base.Body`."""
+    """A response whose body is being received; implements `base.Body`."""
 
     info: ObjectInfo
     start: int
     stop: int | None
-    #: `urls.secret_forms` of the request.
+    #: The secrets of the request, in all spellings; errors must not quote them.
     secrets: Sequence[str] = ()
-    _left: int | None = None  # until the head is received
+    _left: int | None = None  # `close` may run before `__init__` has received the head
 
     def __init__(
         self, transport: Transport, connection: _Connection, request: bytes, *, bodiless: bool
@@ -239,24 +242,24 @@ class Response:
         coding = self.headers.get("transfer-encoding", "").lower()
         length = "" if coding else self.headers.get("content-length", "")
         #: Content-Length in bytes; None if it is missing or malformed.
-        # 64 bits need 19 digits, and Python refuses to read numbers of thousands.
+        # 64 bits need 19 digits, and `int` raises for texts with thousands of digits.
         self.length = int(length) if length.isdecimal() and len(length) < 20 else None
-        #: Bytes to come; None in chunks, or where the connection's end is the body's.
+        #: Bytes not yet read; None for chunks, and for a body that ends with the connection.
         self._left = self.length
         if bodiless or self.status in (204, 304):
             self._left, coding = 0, ""
         elif coding not in ("", "chunked"):
             raise ConnectionError(f"the server uses the transfer coding {coding[:40]!r}")
         self._chunked = bool(coding)
-        #: Whether the end of the body proves that nothing is missing.
+        #: Whether the end of the body proves that no bytes are missing.
         self.proven = self._chunked or self._left is not None
 
     def describe(self, info: ObjectInfo, start: int, stop: int | None) -> None:
-        """Set the version and the range of the body, which `http.checked` reads from the head."""
+        """Set the version and the range of the body, as `http.checked` read them from the head."""
         self.info, self.start, self.stop = info, start, stop
 
     def readinto(self, buffer: memoryview) -> int:
-        """See `base.Body.readinto`; returns what comes within a second."""
+        """Read the bytes of the next second into ``buffer``; return their number, 0 at the end."""
         connection = self._connection
         if connection is None or not buffer or self._left == 0:
             return 0
@@ -282,15 +285,15 @@ class Response:
         return count
 
     def abort(self) -> None:
-        """See `base.Body.abort`."""
+        """Make a `readinto` that blocks in another thread raise soon."""
         self._aborted = True
         if (connection := self._connection) is not None:
             connection.abort()
 
     def close(self) -> None:
-        """Give the connection back, or end it if bytes are left.
+        """Release the connection for reuse, or close it if bytes are left unread.
 
-        Takes no lock, because the garbage collector may call it in any thread at any moment.
+        Takes no lock, because the garbage collector may call this in any thread at any moment.
         """
         connection, self._connection = self._connection, None
         if connection is not None:
@@ -301,12 +304,13 @@ class Response:
 
 
 class Transport:
-    """The connections of one client.
+    """The connections of one origin, and the settings to make more.
 
     Args:
-        timeout: seconds without enough bytes before a connection counts as dead.
-        proxies: URLs by scheme; None takes those of the environment.
-        trusted: file of certificates; None takes the system's (SSL_CERT_FILE), False trusts all.
+        timeout: seconds below `_MIN_RATE` after which a connection counts as dead.
+        proxies: the URL of the proxy for each scheme; None takes the proxies of the environment.
+        trusted: path of a certificate file; None or True uses the system's certificates, or those
+            in SSL_CERT_FILE; False trusts every server.
     """
 
     def __init__(
@@ -319,25 +323,25 @@ class Transport:
         self._timeout, self._proxies, self._trusted = timeout, proxies, trusted
         self._dialer = Dialer()
         self._idle: dict[str, deque[_Connection]] = {}  # by server
-        # Strong references to all open connections: the garbage collector, when it finalises a
-        # response in a cycle, must not finalise the connection that the response gives back.
+        # Strong references to all open connections. Otherwise the garbage collector, when it
+        # finalises a response in a cycle, could finalise the connection that `close` releases.
         self._open: set[_Connection] = set()
         weakref.finalize(self, _close, self._open)
 
     def request(self, method: str, server: str, path: str, headers: Mapping[str, str]) -> Response:
-        """Send a request.
+        """Send a request, and return the response after its head has been received.
 
         Args:
-            method: of HTTP.
+            method: the HTTP method.
             server: scheme and authority without a user, in ASCII.
             path: path and query in ASCII, sent unchanged.
-            headers: of the request, without Host.
+            headers: the request headers without Host.
 
         Raises:
-            PermissionError: a proxy demands a login.
+            PermissionError: the proxy refuses to connect to the server, or demands a login.
             OSError: the connection failed, or no response came in time.
-            ValueError: the server, a header or the proxy is malformed; nothing was sent.
-            ConfigError: there are no certificates to trust.
+            ValueError: the server, a header or the proxy's URL is malformed; nothing was sent.
+            ConfigError: the certificate file cannot be read.
         """
         connection = self._take(server) or self._connect(server)
         try:
@@ -350,7 +354,7 @@ class Transport:
             raise
 
     def _take(self, server: str) -> _Connection | None:
-        """Return an idle connection that seems to be alive, or None."""
+        """Return an idle connection that seems to be alive, or None if there is none."""
         idle = self._idle.get(server, ())
         while idle:
             with contextlib.suppress(IndexError):  # another thread took the last one
@@ -369,17 +373,17 @@ class Transport:
             connection.socket.close()
 
     def _proxy(self, scheme: str, host: str) -> tuple[tuple[str, int] | None, list[str]]:
-        """Return the proxy for a host or None, and the header lines that log in to it."""
+        """Return the address of the proxy for a host, or None, and the proxy's login header."""
         proxy = None
         if self._proxies is not None:
             proxy = self._proxies.get(scheme)
         elif any(name.lower().endswith("_proxy") for name in os.environ):
-            from urllib.request import getproxies, proxy_bypass  # here: it brings half of `email`
+            from urllib.request import getproxies, proxy_bypass  # here: imports much of `email`
 
             proxy = None if proxy_bypass(host) else getproxies().get(scheme)
         if not proxy:
             return None, []
-        # Like curl, take "host:port", too.
+        # Like curl, also accept "host:port" without a scheme.
         hop, authority, _ = split_url(proxy if "://" in proxy else f"http://{proxy}")
         if hop != "http":
             raise ValueError("a proxy must be an http:// URL")
@@ -398,7 +402,7 @@ class Transport:
                 if proxy:
                     self._tunnel(sock, host, port, login)
                 sock.settimeout(timeout)
-                with undivided():  # a handshake takes locks that OpenSSL shares
+                with undivided():  # a fork must not copy OpenSSL's locks
                     sock = self._tls.wrap_socket(sock, server_hostname=host)
             connection = _Connection(sock, server, self._timeout)
         except BaseException:
@@ -410,7 +414,7 @@ class Transport:
         return connection
 
     def _tunnel(self, sock: socket.socket, host: str, port: int, login: list[str]) -> None:
-        """Ask a proxy to connect a socket to a host."""
+        """Make the proxy at the other end of a socket connect to a host."""
         target = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         request = _head("CONNECT", target, [f"Host: {target}", *login])
         message = _Connection(sock, f"http://{target}", self._timeout).exchange(request)
@@ -420,8 +424,8 @@ class Transport:
 
     @lazy
     def _tls(self) -> ssl.SSLContext:
-        with undivided():  # a fork waits
-            import ssl  # here: plain HTTP does without it
+        with undivided():  # a fork must not copy OpenSSL's locks
+            import ssl  # here: plain HTTP does not need it
 
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
             if self._trusted is False:

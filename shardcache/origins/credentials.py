@@ -1,9 +1,10 @@
-"""Tell AWS credentials that are not available yet from missing ones.
+"""Tell AWS credentials that are temporarily unavailable from missing ones.
 
-The services that provide credentials throttle: the metadata service of an EC2 instance, those of
-containers, STS. Botocore's chain then ends as if there were no credentials. This module tells the
-two cases apart. Errors that end by themselves are patient (`TransientError.patient`), and no
-failure is remembered. After one, the processes of a user take turns (`one_at_a_time`).
+The services that provide credentials (the metadata services of EC2 instances and of containers, and
+STS) throttle their clients. Botocore's chain of credential providers then ends as if there were no
+credentials. This module tells the two cases apart. A temporary error becomes a `TransientError`
+with ``patient``, which is waited out, and the next request runs the chain again. After a failure,
+the processes of a user run the chain one at a time (`one_at_a_time`).
 """
 
 from __future__ import annotations
@@ -23,26 +24,26 @@ from shardcache.origins.base import TransientError, read_all
 from shardcache.origins.connection import Transport
 from shardcache.urls import ShardURL, quoted
 
-#: Errors of botocore that a login ends: an SSO token is missing or has expired.
+#: Errors of botocore that a new login resolves: an SSO token is missing or has expired.
 _LOGIN = frozenset({"LoginError", "SSOError", "TokenRetrievalError"})
-#: Errors of botocore if a service does not respond, or refuses temporarily.
+#: Errors of botocore for a service that does not respond, or temporarily refuses.
 _SERVICE = frozenset(
     {"ConnectionError", "CredentialRetrievalError", "HTTPClientError", "MetadataRetrievalError"}
 )
-#: The code of STS, with status 400, if the provider of a web identity does not respond.
+#: Error code of STS, with status 400, if the provider of a web identity does not respond.
 _NO_PROVIDER = "IDPCommunicationError"
 _METADATA = "http://169.254.169.254"
-#: Seconds for a response of the metadata service, which is on the same machine.
+#: Timeout for the metadata service in seconds. Short, because the service is on the same machine.
 _TIMEOUT = 2.0
-#: Seconds that a process waits for its turn: longer than a chain of several services takes.
+#: Seconds that a process waits for its turn: more than a chain of several services needs.
 _TURN = 30.0
-#: Seconds that a turn lasts after a failure, during which a throttling service gets no request.
+#: Seconds that a process keeps its turn after a failure, so that the service gets a pause.
 _REST = 1.0
 
 
 @functools.cache
 def throttling_codes() -> tuple[frozenset[str], frozenset[str]]:
-    """Return AWS's codes for throttling and for transient faults, from botocore's tables."""
+    """Return AWS's error codes for throttling and for transient faults, from botocore's tables."""
     from botocore.retries.standard import ThrottledRetryableChecker, TransientRetryableChecker
 
     throttled = frozenset(ThrottledRetryableChecker._THROTTLED_ERROR_CODES)
@@ -50,7 +51,7 @@ def throttling_codes() -> tuple[frozenset[str], frozenset[str]]:
 
 
 def login_ended(profile: str | None) -> TransientError:
-    """Return the error for credentials that ended while a process was using them."""
+    """Return the error for credentials that expired while a process was using them."""
     return TransientError(f"the login has ended. Log in: {_command(profile)}", patient=True)
 
 
@@ -59,13 +60,14 @@ def _command(profile: str | None) -> str:
 
 
 def chain_error(exn: Exception, shard: ShardURL, profile: str | None, *, worked: bool) -> Exception:
-    """Return our error for an error of botocore's chain.
+    """Return the exception that an origin raises for an exception of botocore's credential chain.
 
     Args:
-        exn: the error.
+        exn: the exception of botocore.
         shard: the requested shard.
-        profile: the profile in force, for the advice.
-        worked: whether the store has accepted credentials of this process before.
+        profile: the AWS profile in use, for the advice in the message.
+        worked: whether the store has accepted credentials of this process before. Only then is an
+            ended login waited for.
     """
     reason = quoted(str(exn))
     kinds = {kind.__name__ for kind in type(exn).__mro__}
@@ -93,9 +95,10 @@ def chain_error(exn: Exception, shard: ShardURL, profile: str | None, *, worked:
 
 
 def _metadata_service_is_busy() -> bool:
-    """Return whether this is an EC2 instance whose role has credentials that it cannot get now.
+    """Return whether this EC2 instance has a role, but cannot get its credentials at the moment.
 
-    Botocore reports the same error on a machine without a metadata service.
+    Botocore raises the same NoCredentialsError on a machine without a metadata service, so this
+    function sends requests of its own.
     """
     if os.environ.get("AWS_EC2_METADATA_DISABLED", "").lower() == "true":
         return False
@@ -115,24 +118,24 @@ def _metadata_service_is_busy() -> bool:
             path = f"{latest}/meta-data/iam/security-credentials/"
             response = transport.request("GET", server, path, {"X-aws-ec2-metadata-token": token})
             response.close()
-            return response.status != 404  # no role
-    except (OSError, TransientError):  # the service exists, and is too busy
+            return response.status != 404  # 404: the instance has no role
+    except (OSError, TransientError):  # it accepted a connection above, so it is too busy
         return True
     return response.status == 429 or response.status >= 500
 
 
 @contextlib.contextmanager
 def one_at_a_time() -> Iterator[None]:
-    """Let one process of this user at a time run the chain, or go on after half a minute.
+    """Let one process of this user at a time run the chain; after half a minute, run it anyway.
 
     Otherwise the workers of a node, which start together, would all send their requests at once to
-    a service that allows a few per second, and again after each refusal.
+    a service that allows a few per second, and would repeat them together after each refusal.
     """
     from filelock import FileLock
 
     path = Path(tempfile.gettempdir(), f"shardcache-credentials-{os.getuid()}.lock")
     lock = FileLock(path, timeout=_TURN, mode=0o600)
-    with contextlib.suppress(OSError):  # TimeoutError, or the file of another user
+    with contextlib.suppress(OSError):  # a timeout, or a lock file of another user
         lock.acquire()
     try:
         yield

@@ -1,10 +1,11 @@
-"""The S3 endpoint in force, the region at AWS, and the choice of the client for a bucket.
+"""Determine the S3 endpoint, the AWS region, and which client can read a bucket.
 
-The endpoint and AWS's partition are part of a shard's identity, because the same bucket name at two
-endpoints or in two partitions means two buckets. Keys and clients both take them from this module.
+The endpoint and the AWS partition are part of a shard's key, because the same bucket name at two
+endpoints or in two partitions means two buckets. Both the keys and the clients take them from this
+module.
 
 Importing botocore would add a tenth of a second to a hit. So it is imported only if a configuration
-file sets an endpoint, or names a region outside AWS's standard partition.
+file of AWS sets an endpoint, or names a region outside AWS's standard partition.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: Suffixes of S3 Express buckets and of their access points.
+#: Suffixes in the names of S3 Express buckets and of their access points.
 EXPRESS = ("--x-s3", "--xa-s3")
-#: Options that only s3fs understands. Those of `s3_additional_kwargs` that only affect uploads are
-#: left out.
+#: Options that only s3fs understands. Options in `s3_additional_kwargs` that only affect uploads
+#: are not listed, because shards are only read.
 _ONLY_S3FS = (
     *("session", "username"),
     *("ExpectedBucketOwner", "RequestPayer", "SSECustomerKey"),  # of s3_additional_kwargs
@@ -42,7 +43,10 @@ _ONLY_S3FS = (
 
 
 def scheme_options(config: Config, scheme: str) -> Mapping[str, Any]:
-    """Return the storage options of one scheme: the table of its name. Without it, all are S3's."""
+    """Return the storage options of one scheme.
+
+    They are the table with the scheme's name. Without a table ``s3``, all options belong to S3.
+    """
     own = config.storage_options.get(scheme)
     if isinstance(own, Mapping):
         return own
@@ -50,12 +54,12 @@ def scheme_options(config: Config, scheme: str) -> Mapping[str, Any]:
 
 
 def endpoint_of(config: Config) -> str | None:
-    """Return the S3 endpoint of a configuration; None for AWS."""
+    """Return the S3 endpoint of a configuration, or None for AWS."""
     return s3_endpoint(scheme_options(config, "s3"), config.endpoint_url)
 
 
 def authority_of(config: Config) -> str | None:
-    """Return the endpoint for keys. At AWS it names the region, and thereby the partition."""
+    """Return the endpoint for keys, at AWS the region's host; None means the standard partition."""
     if endpoint := endpoint_of(config):
         return endpoint
     region = s3_region(scheme_options(config, "s3"))
@@ -63,7 +67,7 @@ def authority_of(config: Config) -> str | None:
 
 
 def for_command(config: Config, options: Collection[tuple[str, str]]) -> Config:
-    """Return the configuration with the client options of a ``pipe:`` command."""
+    """Return a configuration with the client options of a ``pipe:`` command, such as a profile."""
     given = dict(options)
     merged = {**scheme_options(config, "s3")}
     profile, anon = given.get("profile"), "anon" in given
@@ -80,10 +84,10 @@ def for_command(config: Config, options: Collection[tuple[str, str]]) -> Config:
 
 
 def parser(config: Config) -> Callable[[str], ShardURL]:
-    """Return the function that parses the URLs of a configuration.
+    """Return a function that parses URLs with the endpoint and the schemes of a configuration.
 
-    It turns a ``pipe:`` command that only reads an object (`commands.read_command`) into the URL
-    of the object.
+    The function turns a ``pipe:`` command that only reads an object (`commands.read_command`) into
+    the URL of the object.
     """
     endpoint, schemes = authority_of(config), config.allow_schemes
 
@@ -109,9 +113,9 @@ def parser(config: Config) -> Callable[[str], ShardURL]:
 
 
 def s3_endpoint(options: Mapping[str, Any], endpoint_url: str | None = None) -> str | None:
-    """Return the endpoint of a client with these options; None for AWS.
+    """Return the endpoint of a client with these options, or None for AWS.
 
-    The order is botocore's: the arguments (``endpoint_url`` first), AWS_ENDPOINT_URL_S3,
+    The precedence is botocore's: the arguments (``endpoint_url`` first), AWS_ENDPOINT_URL_S3,
     AWS_ENDPOINT_URL, the profile's ``services`` section, the profile's ``endpoint_url``.
     """
     passed = endpoint_url or options.get("endpoint_url")
@@ -120,7 +124,7 @@ def s3_endpoint(options: Mapping[str, Any], endpoint_url: str | None = None) -> 
         return str(passed)
     named = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or None
     ignored = os.environ.get("AWS_IGNORE_CONFIGURED_ENDPOINT_URLS")
-    # This word is also in `ignore_configured_endpoint_urls`.
+    # A file with `ignore_configured_endpoint_urls` also contains this word, and is parsed as well.
     if not ignored and b"endpoint_url" not in aws_files().lower():
         return named
 
@@ -136,7 +140,7 @@ def s3_endpoint(options: Mapping[str, Any], endpoint_url: str | None = None) -> 
 
 
 def needs_s3fs(bucket: str, options: Mapping[str, Any]) -> str:
-    """Return the reason why only s3fs can read a bucket; "" if our own client can."""
+    """Return the reason why only s3fs can read a bucket, or "" if shardcache's own client can."""
     if bucket.endswith(EXPRESS):
         return "S3 Express buckets"
     if bucket.startswith("arn:") and bucket.endswith(".mrap"):
@@ -149,9 +153,9 @@ def needs_s3fs(bucket: str, options: Mapping[str, Any]) -> str:
 
 
 def s3fs_options(options: Mapping[str, Any], endpoint_url: str | None = None) -> dict[str, Any]:
-    """Return options that give s3fs the endpoint and the region of our own client.
+    """Return options with which s3fs uses the endpoint and region of shardcache's own client.
 
-    Profile, credentials and anon have the same names in both.
+    The options for the profile, the credentials and anonymous access have the same names in both.
     """
     endpoint = s3_endpoint(options, endpoint_url)
     client = {**(options.get("client_kwargs") or {})}
@@ -164,11 +168,11 @@ def s3fs_options(options: Mapping[str, Any], endpoint_url: str | None = None) ->
 
 
 def s3_region(options: Mapping[str, Any]) -> str | None:
-    """Return the region that a client with these options tries first at AWS.
+    """Return the region that a client with these options tries first at AWS, or None.
 
-    The order is botocore's, which ends with the profile's ``region``; AWS_REGION comes last. None,
-    without parsing the configuration files, if neither they nor AWS_REGION name a region outside
-    AWS's standard partition.
+    The precedence is botocore's, which ends with the profile's ``region``, and then AWS_REGION.
+    Without an argument or AWS_DEFAULT_REGION, the files are parsed only if they or AWS_REGION name
+    a region outside AWS's standard partition; otherwise, the result is None.
     """
     passed = (options.get("client_kwargs") or {}).get("region_name")
     if first := passed or os.environ.get("AWS_DEFAULT_REGION"):
@@ -180,20 +184,20 @@ def s3_region(options: Mapping[str, Any]) -> str | None:
 
 
 def _from_files(options: Mapping[str, Any], read: Callable[[Session], str | None]) -> str | None:
-    """Return the result of ``read``; None if AWS's configuration files cannot be read."""
+    """Return the result of ``read``, or None if AWS's configuration files cannot be read."""
     import botocore.session
     from botocore.exceptions import BotoCoreError
 
     try:
         return read(botocore.session.Session(profile=options.get("profile")))
     except (BotoCoreError, OSError, ValueError, AttributeError) as exn:
-        # Making the client fails for the same reason, and its error reaches the user.
+        # The client cannot be set up for the same reason, and that error reaches the user.
         logger.debug("the configuration of AWS cannot be read: %s", type(exn).__name__)
         return None
 
 
 def aws_files() -> bytes:
-    """Return the contents of AWS's configuration files; empty if there are none."""
+    """Return the contents of AWS's two configuration files, joined; empty if there are none."""
     found = b""
     for variable, default in (
         ("AWS_CONFIG_FILE", "~/.aws/config"),
@@ -201,17 +205,17 @@ def aws_files() -> bytes:
     ):
         path = os.path.expandvars(os.environ.get(variable, default))
         with contextlib.suppress(OSError):
-            # Not pathlib, which raises without a home directory (any uid in a container).
+            # `Path.expanduser` raises if no home directory is known, as for any uid in a container.
             found += Path(os.path.expanduser(path)).read_bytes()  # noqa: PTH111
     return found
 
 
 class S3Access(NamedTuple):
-    """The endpoint and the source of the credentials in force, without any secret."""
+    """The endpoint in use, and where the credentials come from, without any secret."""
 
     endpoint: str
-    credentials: str | None  # their source, such as ``env``, and their end; None without any
-    problem: str = ""  # the error that botocore raised in search of them
+    credentials: str | None  # their source, such as ``env``, and their expiry; None if not found
+    problem: str = ""  # the error that botocore raised during the search
 
     def __str__(self) -> str:
         source = f"credentials from {self.credentials}" if self.credentials else "no credentials"
@@ -219,7 +223,7 @@ class S3Access(NamedTuple):
 
 
 def s3_access(config: Config, *, timed: bool = False) -> S3Access:
-    """Return the endpoint and the credentials for S3 shards; ``timed`` adds when they expire."""
+    """Return the access to S3 shards; with ``timed``, also say when the credentials expire."""
     options, endpoint = scheme_options(config, "s3"), redact(endpoint_of(config) or "AWS")
     if options.get("anon"):
         return S3Access(endpoint, "nowhere: requests are anonymous (anon)")
@@ -231,14 +235,14 @@ def s3_access(config: Config, *, timed: bool = False) -> S3Access:
     try:
         found = botocore.session.Session(profile=options.get("profile")).get_credentials()
         lifetime = _lifetime(found) if timed and found is not None else ""
-    except (BotoCoreError, ClientError, ValueError) as exn:  # ValueError: by a credential_process
+    except (BotoCoreError, ClientError, ValueError) as exn:  # ValueError: of a credential_process
         return S3Access(endpoint, None, redact(str(exn)))
     return S3Access(endpoint, None if found is None else f"{found.method}{lifetime}")
 
 
 def _lifetime(credentials: Any) -> str:
-    """Describe when botocore's credentials expire, and how they are renewed."""
-    token = credentials.get_frozen_credentials().token  # requests those of a role
+    """Return a phrase that says when botocore's credentials expire, and how they are renewed."""
+    token = credentials.get_frozen_credentials().token  # also fetches the credentials of a role
     end = getattr(credentials, "_expiry_time", None)
     if end is None:
         return ", which expire with their session" if token else ""

@@ -1,11 +1,12 @@
-"""Shards behind any fsspec filesystem: gs, az, hf, memory, slow mounts.
+"""Read shards through any fsspec filesystem: gs, az, hf, memory, slow mounts.
 
-S3 comes this way if our own client cannot sign the requests (`endpoints.needs_s3fs`).
+S3 buckets are read in this way if shardcache's own client cannot sign or send the requests
+(`endpoints.needs_s3fs`).
 
-fsspec cannot insist on a version, so `FsspecOrigin.conditional` is false: a download describes the
-object again after the last byte, and starts over if it changed. Filesystems have no common
-time-out, and a call to a hung mount cannot be interrupted. So each call runs in a thread of its
-own, and its caller gives up after ``timeout``.
+fsspec cannot insist on a version, so `FsspecOrigin.conditional` is false: a download calls `stat`
+again after the last byte, and starts over if the object has changed. Filesystems have no common
+timeout, and a call to a hung mount cannot be interrupted. So each call runs in a thread of its own,
+and the caller gives up after ``timeout`` seconds.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ from shardcache.urls import ShardURL, quoted, redact
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-#: Options of `open`, for filesystems that send one request per read (gs, az, hf). Blocks of 4 MiB
-#: bound the memory, and take longer than a round trip.
+#: Options of fsspec's `open`, for filesystems that send one request per read (gs, az, hf). A block
+#: of 4 MiB fits into memory, and its transfer takes longer than the round trip of its request.
 _READING: dict[str, Any] = {"block_size": 4 << 20, "cache_type": "readahead"}
 _VALIDATORS = ("ETag", "etag", "generation", "md5Hash", "content_md5", "Content-MD5", "Digest")
 _TIMES = (
@@ -45,16 +46,16 @@ _TIMES = (
     "modified",
     "created",
 )
-#: Errors of botocore without a response of S3; another attempt may succeed.
+#: Errors of botocore for requests without a response. Another attempt may succeed.
 _NO_RESPONSE = frozenset({"ConnectionError", "HTTPClientError", "IncompleteReadError"})
 _STATUS = {FileNotFoundError: 404, IsADirectoryError: 404, PermissionError: 403}
-#: Open files. They keep a forked child from finalising those of its parent: some (SFTP's, for one)
-#: would send a message over the parent's connection.
+#: All open files. The references keep a forked child from finalising its parent's files: some, such
+#: as SFTP's, would send a message over the parent's connection.
 _files: dict[int, Any] = {}
 
 
 class FsspecOrigin:
-    """Reads the shards of one fsspec protocol; a call fails after ``timeout`` seconds."""
+    """Reads shards of one fsspec protocol. Each of its calls fails after ``timeout`` seconds."""
 
     conditional = False
     states_checksums = False
@@ -71,20 +72,20 @@ class FsspecOrigin:
     def open(
         self, shard: ShardURL, start: int, stop: int | None, expected: ObjectInfo | None = None
     ) -> FsspecBody:
-        """See `base.Origin.open`."""
+        """Open the object at ``start``. Assumes that its current version is ``expected``."""
         info = expected if expected is not None else self.stat(shard)
         file = self.call(shard, lambda: self._filesystem.open(self._path(shard), "rb", **_READING))
-        if self._protocol == "memory":  # all opens of a file share one object and its position
+        if self._protocol == "memory":  # one object, with one position, for all opens
             file = io.BytesIO(file.getvalue())
         if file.seekable():
-            file.seek(start)  # no request yet
+            file.seek(start)  # sends no request yet
         else:
             start, stop = 0, None
         stop = info.size if info.size is None or stop is None else min(stop, info.size)
         return FsspecBody(self, shard, file, info, start, stop)
 
     def stat(self, shard: ShardURL) -> ObjectInfo:
-        """See `base.Origin.stat`."""
+        """Return the current version of the object, without a checksum."""
 
         def info() -> Mapping[str, Any]:
             self._filesystem.invalidate_cache()
@@ -99,9 +100,9 @@ class FsspecOrigin:
         return ObjectInfo(size, _first(found, _VALIDATORS), modified=_first(found, _TIMES))
 
     def names_below(self, directory: ShardURL, *, deep: bool) -> list[str]:
-        """List the files of a directory, or also of those below it, by relative names.
+        """Return the relative names of the files in a directory; with ``deep``, also below it.
 
-        There is no time-out.
+        The call has no timeout.
         """
 
         def names() -> list[str]:
@@ -142,13 +143,13 @@ class FsspecOrigin:
                 if self._protocol == "gs":
                     _skip_google_metadata()
                 try:
-                    # fsspec's shared instance may belong to the parent process, and other parts of
-                    # the program use its cache of listings.
+                    # Not fsspec's shared instance: it may belong to the parent process, and other
+                    # parts of the program use its cache of listings.
                     self._made = fsspec.filesystem(
                         self._protocol, skip_instance_cache=True, **self._options
                     )
                     if self._protocol == "s3":
-                        self._made.retries = 1  # attempts of s3fs: `origins.retry` retries
+                        self._made.retries = 1  # s3fs makes one attempt: `retry` makes the others
                 except (ImportError, OSError, ValueError, TypeError) as exn:
                     reason = redact(str(exn))
             if self._made is None:
@@ -165,14 +166,13 @@ class FsspecOrigin:
     ) -> T:
         """Call ``function`` in a thread of its own; return its result, or raise as `Origin.open`.
 
-        A function that never returns leaves its thread behind. As a daemon, it does not keep the
-        process from ending.
+        A function that never returns leaves a daemon thread behind, so the process can still end.
 
         Args:
             shard: the shard, for errors.
             function: uses the filesystem.
             outcome: receives the result. Another thread may set an exception, to end the wait.
-            timed: whether the call fails after the time-out.
+            timed: whether the call fails after the timeout.
         """
         outcome = Future() if outcome is None else outcome
 
@@ -195,7 +195,7 @@ class FsspecOrigin:
 
 
 def _skip_google_metadata() -> None:
-    """Let google.auth not look for a metadata server that does not exist, which takes 15 s."""
+    """Keep google.auth from searching 15 s for a metadata server that does not exist."""
     try:
         socket.create_connection(("169.254.169.254", 80), timeout=1).close()
     except OSError:
@@ -205,12 +205,12 @@ def _skip_google_metadata() -> None:
 def s3fs_origin(
     reason: str, options: Mapping[str, Any], endpoint_url: str | None, timeout: float
 ) -> FsspecOrigin:
-    """Return the origin of an S3 bucket that only s3fs can read, for this reason.
+    """Return the origin of an S3 bucket that only s3fs can read; ``reason`` says why.
 
     Raises:
-        ConfigError: the installed aiobotocore, which s3fs uses, cannot read it either.
+        ConfigError: the installed aiobotocore, which s3fs uses, cannot read the bucket either.
     """
-    with undivided():  # it imports
+    with undivided():  # a fork must not copy the locks of an import
         import aiobotocore.utils
         from botocore.compat import HAS_CRT
 
@@ -223,13 +223,13 @@ def s3fs_origin(
     if "multi-region" in reason and not HAS_CRT:
         raise ConfigError(f"{reason} take signatures of awscrt; install awscrt.")
     logger.info("%s: reading through s3fs, which is slower", reason)
-    # Attempts of the SDK below s3fs, as in `FsspecOrigin._filesystem`.
+    # The SDK below s3fs also makes one attempt, because `retry` makes the others.
     settings = {"retries": {"total_max_attempts": 1}, **(options.get("config_kwargs") or {})}
     return FsspecOrigin("s3", {**options, "config_kwargs": settings}, timeout=timeout)
 
 
 def _error_for(exn: Exception, shard: ShardURL, profile: str | None) -> Exception:
-    """Return our error for an exception of a filesystem; ``profile`` is that of S3."""
+    """Return the exception to raise for one of a filesystem; ``profile`` is the AWS profile."""
     if isinstance(exn, (ShardCacheError, TransientError)):
         return exn
     source = exn if hasattr(exn, "response") else exn.__cause__  # s3fs wraps botocore's errors
@@ -253,7 +253,7 @@ def _error_for(exn: Exception, shard: ShardURL, profile: str | None) -> Exceptio
 
 @dataclass(eq=False)
 class FsspecBody:
-    """One open file of an fsspec filesystem; see `base.Body`."""
+    """An open file of an fsspec filesystem; implements `base.Body`."""
 
     _origin: FsspecOrigin
     _shard: ShardURL
@@ -270,12 +270,12 @@ class FsspecBody:
         _files[id(self._file)] = self._file
 
     def readinto(self, buffer: memoryview) -> int:
-        """See `base.Body.readinto`."""
+        """Read bytes; return their number, or 0 at the end. Raises the errors of `Origin.open`."""
         size = len(buffer) if self.stop is None else min(len(buffer), self.stop - self._at)
         if not size:
             return 0
         self._reading = Future()
-        # Not into the buffer: after a time-out, the thread may still read.
+        # The thread does not read into `buffer`, because it may go on after a timeout.
         data = self._origin.call(self._shard, lambda: self._file.read(size), self._reading)
         if not data and self.stop is not None:
             if self._origin.stat(self._shard).version != self.info.version:
@@ -287,20 +287,20 @@ class FsspecBody:
         return len(data)
 
     def abort(self) -> None:
-        """See `base.Body.abort`."""
+        """Make a blocked `readinto` raise TransientError."""
         with contextlib.suppress(InvalidStateError):
             self._reading.set_exception(TransientError("the read was cancelled"))
 
     def close(self) -> None:
-        """See `base.Body.close`. It closes in a thread, because a mount may hang."""
+        """Close the file in a thread, because a mount may hang."""
         _files.pop(id(self._file), None)
         _start(self._file.close)
 
 
 def _start(function: Callable[[], object]) -> None:
-    """Call ``function`` in a thread, or in this one if the process can start none.
+    """Call ``function`` in a new thread, or in this one if no thread can be started.
 
-    It cannot at a limit of threads, nor, from Python 3.12 on, while the interpreter ends.
+    That happens at the limit of threads and, since Python 3.12, while the interpreter shuts down.
     """
     try:
         threads.start(function, "shardcache-filesystem")

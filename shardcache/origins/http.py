@@ -1,11 +1,11 @@
-"""Shards on web servers, and the responses of all HTTP servers, S3's too.
+"""Read shards from web servers, and check the responses of all HTTP servers, including S3's.
 
-``http://`` and ``https://`` do not go through fsspec: its ``info`` reports every failure, a
-refused connection too, as "file not found", and its reads cannot insist on a version. Here
-requests carry ``If-Match`` where the server has a strong validator, as S3's do.
+``http://`` and ``https://`` URLs do not go through fsspec: its ``info`` reports every failure, even
+a refused connection, as "file not found", and its reads cannot insist on a version. The requests of
+this module carry ``If-Match`` if the server has stated a strong ETag, like the requests to S3.
 
-Proxies come from the environment (``https_proxy``, ``no_proxy``), certificates from the system or
-``SSL_CERT_FILE``.
+Proxies come from the environment (``https_proxy``, ``no_proxy``), and certificates from the system
+or ``SSL_CERT_FILE``.
 """
 
 from __future__ import annotations
@@ -30,19 +30,20 @@ from shardcache.urls import ShardURL, quoted, secret_forms
 
 #: The headers of every request.
 HEADERS = {"Accept-Encoding": "identity", "User-Agent": f"shardcache/{__version__}"}
-#: Bytes of a refusal that are read.
+#: Limit for reading the body of a refused request, in bytes.
 _PAGE = 64 * 1024
+#: Most redirects to follow for one request.
 _REDIRECTS = 5
-#: Types of error pages and portals, which may have status 200. A response of such a type is a shard
-#: only if it has a version.
+#: Content types of error pages and login portals, which may arrive with status 200. So a response
+#: of such a type is taken for a shard only if it has a version.
 _PAGES = ("text/html", "text/xml", "application/xml")
-#: Seconds by which Last-Modified must precede Date to identify a version: within one second two
-#: versions have one time, and the clocks of two servers differ (RFC 9110, 8.8.2.2).
+#: Seconds by which Last-Modified must precede Date to identify a version: two versions of the same
+#: second have the same timestamp, and the clocks of two servers differ (RFC 9110, 8.8.2.2).
 _SETTLED = 60
-# 64 bits need 19 digits, and Python refuses to read numbers of thousands.
+# At most 19 digits, which 64 bits need: `int` raises for texts with thousands of digits.
 _CONTENT_RANGE = re.compile(r"bytes ([0-9]{1,19})-([0-9]{1,19})/([0-9]{1,19})\Z")
 _SAFE = "/?%:@!$&'()*+,;=~"
-#: Checksums, the cheapest first.
+#: Algorithms of checksums, in order of preference: the cheapest first.
 _CHECKSUMS = ("crc32", "crc32c", "crc64nvme", "sha256", "sha1")
 _CERTIFICATES = (
     "Set SSL_CERT_FILE, or for s3:// AWS_CA_BUNDLE or "
@@ -51,7 +52,7 @@ _CERTIFICATES = (
 
 
 def refused(response: Response) -> bytes:
-    """The body of a refusal, read to its end, so that the connection can be used again."""
+    """Read and return the body of a refused request, so that the connection can be used again."""
     try:
         return read_all(response, _PAGE)
     except TransientError:
@@ -59,14 +60,14 @@ def refused(response: Response) -> bytes:
 
 
 def unanswered(exn: Exception, shard: ShardURL, server: str, secrets: Collection[str]) -> Exception:
-    """Return our error for an error of `Transport.request`."""
-    import ssl  # here: as in `connection`
+    """Return the exception that an origin raises for an exception of `Transport.request`."""
+    import ssl  # here: plain HTTP does not need it
 
     reason = quoted(str(exn), secrets)
     if isinstance(exn, ssl.SSLCertVerificationError):
         text = f"{shard}: the certificate of {server} is not trusted here. {_CERTIFICATES}"
         return ConfigError(text, url=str(shard))
-    if isinstance(exn, PermissionError):  # of a proxy, or a firewall of this machine
+    if isinstance(exn, PermissionError):  # from a proxy, or a firewall of this machine
         text = f"{shard}: {server} cannot be reached: {reason}. Check https_proxy and its login."
         return AccessDeniedError(text, url=str(shard))
     if isinstance(exn, OSError):
@@ -79,11 +80,11 @@ def unanswered(exn: Exception, shard: ShardURL, server: str, secrets: Collection
 
 
 def object_info(response: Response, size: int | None) -> ObjectInfo:
-    """Return the version that a response states.
+    """Return the version that the headers of a response state.
 
-    Only what identifies a version is taken: a strong ETag, or a Last-Modified that is old enough
-    (RFC 9110, 8.8). The sidecar of the entry stores it, so a header that repeats a secret of the
-    request is not taken.
+    A weak ETag and a recent Last-Modified are ignored, because they do not identify a version
+    (RFC 9110, 8.8). Headers that repeat a secret of the request are ignored as well, because the
+    entry's sidecar stores the version.
     """
     headers = {
         name: value
@@ -106,11 +107,11 @@ def object_info(response: Response, size: int | None) -> ObjectInfo:
 
 
 def _is_settled(modified: str, date: str) -> bool:
-    from email.utils import parsedate_to_datetime  # here: few servers state no ETag
+    from email.utils import parsedate_to_datetime  # here: rarely needed, most servers state an ETag
 
     try:
         age = parsedate_to_datetime(date) - parsedate_to_datetime(modified)
-    except (TypeError, ValueError):  # no dates, or one without a time zone
+    except (TypeError, ValueError):  # not two dates, or only one with a time zone
         return False
     return age.total_seconds() >= _SETTLED
 
@@ -121,9 +122,9 @@ def open_range(
     stop: int | None,
     expected: ObjectInfo | None,
 ) -> Response:
-    """Request bytes ``start`` to ``stop`` of one version; see `base.Origin.open`.
+    """Request bytes ``start`` to ``stop`` of one version, with the arguments of `base.Origin.open`.
 
-    ``request`` sends a request with these headers and returns a response of status 200 or 206.
+    ``request`` sends a request with the given headers, and returns a response of status 200 or 206.
     """
     headers = {"Range": f"bytes={start}-" if stop is None else f"bytes={start}-{stop - 1}"}
     if expected is not None and expected.etag:
@@ -133,17 +134,17 @@ def open_range(
     except VersionChangedError:
         if start or expected is not None:
             raise
-        del headers["Range"]  # an empty object has no range at all
+        del headers["Range"]  # the object may be empty: no range of it is valid
         response = request(headers)
     return checked(response, start, stop)
 
 
 def checked(response: Response, start: int, stop: int | None) -> Response:
-    """Return a response of 200 or 206; raise TransientError if its range is another one."""
+    """Return ``response``, with its version and range set; TransientError if the range differs."""
     headers, length = response.headers, response.length
     text = headers.get("content-range")
     wrong = f"asked for bytes {start} to {stop}, the origin sent {text!r} with {length} bytes"
-    if response.status != 206:  # the range was ignored: all bytes will come, from the first
+    if response.status != 206:  # the range was ignored: the whole object follows
         response.describe(object_info(response, length), 0, length)
         page = headers.get("content-type", "")
         if response.info.identifiable or not page.startswith(_PAGES):
@@ -160,9 +161,9 @@ def checked(response: Response, start: int, stop: int | None) -> Response:
 
 
 class WebOrigin:
-    """Reads shards over HTTP."""
+    """Reads shards over HTTP; implements `base.Origin`."""
 
-    conditional = True  # each response states its version, which is compared
+    conditional = True  # each response states its version, which the download compares
     states_checksums = False
 
     def __init__(self, *, timeout: float) -> None:
@@ -171,11 +172,11 @@ class WebOrigin:
     def open(
         self, shard: ShardURL, start: int, stop: int | None, expected: ObjectInfo | None = None
     ) -> Response:
-        """See `base.Origin.open`."""
+        """Request a range of bytes, with the arguments and errors of `base.Origin.open`."""
         return open_range(partial(self._request, "GET", shard), start, stop, expected)
 
     def stat(self, shard: ShardURL) -> ObjectInfo:
-        """See `base.Origin.stat`."""
+        """Return the current version of the object, without a checksum."""
         response = self._request("HEAD", shard, {})
         response.close()
         return object_info(response, response.length)
@@ -183,7 +184,7 @@ class WebOrigin:
     def _request(self, method: str, shard: ShardURL, headers: dict[str, str]) -> Response:
         """Send a request, follow redirects, and return a response of status 200 or 206."""
         target, server, authority = shard.raw, "", ""
-        given = dict(shard.options).get("authorization")  # of a command
+        given = dict(shard.options).get("authorization")  # from a `pipe:` command such as curl
         login = {"Authorization": given} if given else {}
         secrets = [*secret_forms(given, *(given or "").split())]
         for _ in range(_REDIRECTS + 1):
@@ -195,7 +196,7 @@ class WebOrigin:
                 server = f"{scheme}://{authority}"
                 if at:
                     login = {"Authorization": basic_login(user)}
-                elif before not in ("", server):  # a login must not reach another server
+                elif before not in ("", server):  # another server must not receive the login
                     login = {}
                 query = path.partition("?")[2]
                 secrets += secret_forms(*user.split(":"), *login.values(), query)

@@ -1,7 +1,8 @@
-"""Resolve shard specifications, and learn the sizes of many shards with few requests.
+"""Resolve shard specifications, and find out the sizes of many shards with few requests.
 
-Our own client lists the S3 buckets that it reads, a thousand keys per request. Other origins are
-listed through their fsspec filesystem. The sizes only serve planning: each download learns its own.
+A specification is text with URLs, ``{braces}``, wildcards and prefixes. shardcache's own S3 client
+lists buckets, a thousand keys per request; fsspec filesystems list other origins. The sizes serve
+only for planning: each download determines the size of its shard again.
 """
 
 from __future__ import annotations
@@ -25,31 +26,31 @@ from shardcache.urls import ShardURL, advise_scheme, parse_url, redact, split_bu
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-#: Names of shards below a prefix. Sidecars (.tar.idx, .json, .md5) do not match.
+#: Matches the names of shards below a prefix, but not their sidecars (.tar.idx, .json, .md5).
 SHARD = re.compile(r"\.(tar|tgz|tar\.(gz|bz2|xz|zst|lz4))\Z", re.IGNORECASE)
 #: A question mark before ``name=`` begins a query (``?versionId=``) and is not a wildcard.
 _WILDCARD = re.compile(r"\*|\?(?![A-Za-z][A-Za-z0-9_.-]*=)")
 _QUERY = re.compile(r"\?(?=[A-Za-z][A-Za-z0-9_.-]*=)")
 _VERSION = re.compile(r"\?versionId=[^&?]+\Z")
 _GLOB = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
-#: Separates the parts of a specification. The ARN of a multi-region access point has ``::``, too.
+#: Separates the parts of a specification. The ARN of a multi-region access point also has ``::``.
 _SEPARATOR = r"::(?![0-9]{12}:accesspoint)"
 _VARIABLE = re.compile(r"\$\{(\w+)\}")
 #: ListObjectsV2 returns at most this many keys per request.
 _PAGE = 1000
-#: Requests for sizes beyond one per `_PAGE` shards. They pass over other objects in the folders of
-#: the shards, and are few enough that `Listing.sizes` gives up within seconds.
+#: `Listing.sizes` may send one request per `_PAGE` shards, and these more, because the folders of
+#: the shards may also hold other objects. They are so few that it gives up within seconds.
 _SPARE_PAGES = 64
-#: Seconds without a byte before a listing fails: sizes only improve a plan.
+#: Seconds without a byte before a listing fails. Short, because sizes only improve a plan.
 _TIMEOUT = 10.0
 
 
 def is_pattern(url: str) -> bool:
-    """Return whether ``url`` ends with ``/`` or has the wildcard ``*`` or ``?``."""
+    """Return whether ``url`` is a prefix (ends with ``/``) or has a wildcard (``*`` or ``?``)."""
     scheme = url.partition(":")[0].lower()
     if scheme == "pipe":
         return False
-    if scheme in ("http", "https"):  # "?" begins a query, and a URL with "/" may be a document
+    if scheme in ("http", "https"):  # "?" begins a query; a final "/" does not make a prefix
         return "*" in url.partition("?")[0]
     return url.endswith("/") or _WILDCARD.search(url) is not None
 
@@ -57,11 +58,11 @@ def is_pattern(url: str) -> bool:
 def expand_braces(spec: str) -> Iterator[str]:
     """Yield the URLs, patterns and prefixes of a specification, in order.
 
-    Like WebDataset, whose import brings torch: split at ``::``, replace ``${X}`` by the environment
-    variable ``WDS_X``, and expand braces.
+    The rules are WebDataset's: split at ``::``, replace ``${X}`` by the environment variable
+    ``WDS_X``, and expand braces. Importing WebDataset's own function would import torch.
 
     Raises:
-        ConfigError: a malformed specification, or a variable that is not set.
+        ConfigError: the specification is malformed, or a variable is not set.
     """
     import braceexpand
 
@@ -85,21 +86,21 @@ def _variable(found: re.Match[str]) -> str:
 
 
 class Selection:
-    """The shards that a specification stands for, among known names.
+    """The shards that a specification selects from a set of known URLs, such as cached ones.
 
-    A part without a slash is compared with the last component of names. One shard in place of a
-    specification is not expanded.
+    A part of the specification without a slash is compared with the last component of each URL. A
+    `ShardURL` in place of the specification selects only itself.
     """
 
     text: str  # the specification without secrets
-    named: dict[str, ShardURL]  # the shards that it names in full, by canonical URL
+    named: dict[str, ShardURL]  # the shards that the specification names in full, by canonical URL
     patterns: Sequence[Callable[[str], bool]] = ()  # tests of canonical URLs
 
     def __init__(self, spec: str | ShardURL, parse: Callable[[str], ShardURL]) -> None:
         if isinstance(spec, ShardURL):
             self.text, self.named = str(spec), {str(spec): spec}
             return
-        # Any part of a command may be secret.
+        # Any part of a command may be secret, so none is shown.
         self.text = "pipe:" if spec.startswith("pipe:") else redact(spec)
         parts = list(expand_braces(spec))
         self.patterns = [_test(part, parse) for part in parts if _is_choice(part)]
@@ -109,26 +110,26 @@ class Selection:
         return url in self.named or any(matches(url) for matches in self.patterns)
 
     def of(self, urls: Iterable[str]) -> list[str]:
-        """Return the matching URLs."""
+        """Return the selected ones of ``urls``."""
         return [url for url in urls if url in self]
 
 
 def _is_choice(part: str) -> bool:
-    """Return whether a part of a specification can only be resolved among known names."""
+    """Return whether a part of a specification is a pattern, a prefix or a bare file name."""
     scheme, colon, _ = part.partition(":")
     is_basename = bool(part) and not colon and "/" not in part
     return scheme != "pipe" and (is_basename or part.endswith("/") or is_pattern(part))
 
 
 def _test(pattern: str, parse: Callable[[str], ShardURL]) -> Callable[[str], bool]:
-    """Return a function that compares canonical URLs, without their queries, with a pattern."""
+    """Return a function that says whether a canonical URL, without its query, matches a pattern."""
     root, wanted, _ = _split(pattern)
     whole = "/" in pattern
-    if whole:  # names in the cache have the canonical spelling
+    if whole:  # spell the prefix in the canonical way, like the URLs
         root = str(parse(f"{root}x"))[:-1]
 
     def matches(url: str) -> bool:
-        # In a bucket of S3, any other question mark belongs to the object's name.
+        # In S3 URLs, a question mark not followed by versionId= belongs to the object's name.
         query = _VERSION if url.startswith("s3://") else _QUERY
         name = query.split(url, maxsplit=1)[0]
         name = name if whole else name.rpartition("/")[2]
@@ -138,7 +139,7 @@ def _test(pattern: str, parse: Callable[[str], ShardURL]) -> Callable[[str], boo
 
 
 def refuse_local(shard: ShardURL, config: Config) -> None:
-    """Raise ConfigError for a local path, unless local paths are cached."""
+    """Raise ConfigError for a local path, unless the option ``cache_local`` is set."""
     if shard.is_local and not config.cache_local:
         advice = "Set cache_local = true (SHARDCACHE_CACHE_LOCAL=1) to cache slow mounts."
         raise ConfigError(
@@ -149,7 +150,7 @@ def refuse_local(shard: ShardURL, config: Config) -> None:
 
 
 class Listing:
-    """Lists the origins of one configuration. Only one thread of one process may use it."""
+    """Lists the origins of one configuration. Not thread-safe, and not to be used after a fork."""
 
     def __init__(self, config: Config) -> None:
         self._config = config
@@ -162,10 +163,10 @@ class Listing:
         self._sizes: dict[tuple[str, str], int] = {}  # by bucket and key
 
     def matches(self, pattern: str) -> list[str]:
-        """Return the URLs of the shards that match a pattern, in lexical order.
+        """Return the URLs of the shards that match a pattern or prefix, in lexical order.
 
-        ``*`` and ``?`` match within one component of the path, ``**`` across components. A ``/`` at
-        the end stands for all tar files below it.
+        ``*`` and ``?`` match within one component of the path, and ``**`` across components. A
+        pattern that ends with ``/`` matches all tar files below it.
 
         Raises:
             ShardNotFoundError: no shard matches.
@@ -185,7 +186,7 @@ class Listing:
             inside, rest = f"s3://{bucket}/{rest}", root[root.rfind("/") + 1 :]
             directory = (inside if is_s3 else root).removesuffix(rest) or "./"
             names = self._files(directory, reason, deep)
-        # The user's spelling of the prefix stays, because it is part of the identity.
+        # Keep the prefix exactly as the user wrote it, because it is part of the shards' identity.
         base = root.removesuffix(rest)
         urls = [
             f"{base}{name}"
@@ -203,7 +204,7 @@ class Listing:
     def _pages(
         self, bucket: str, prefix: str, query: dict[str, str], attempts: int
     ) -> Iterator[list[str]]:
-        """Yield the keys in a bucket, page by page, and keep their sizes."""
+        """Yield the object keys below ``prefix``, page by page, and remember their sizes."""
         location = f"s3://{bucket}/{prefix}"
         shard = ShardURL(location, "s3", location, "", "")
         query = {**query, "max-keys": str(_PAGE)}
@@ -225,7 +226,10 @@ class Listing:
             query["continuation-token"] = token
 
     def _files(self, directory: str, reason: str, deep: bool) -> list[str]:
-        """List a directory through fsspec; ``reason`` is that of `needs_s3fs` for one in S3."""
+        """Return the names of the files in a directory, through fsspec.
+
+        ``reason`` is why s3fs has to list an S3 directory (`needs_s3fs`), or "" for other ones.
+        """
         config = self._config
         if reason:
             shard = ShardURL(directory, "s3", directory, "", "")
@@ -241,10 +245,10 @@ class Listing:
         )
 
     def sizes(self, shards: Sequence[ShardURL]) -> dict[str, int]:
-        """Return the sizes of shards on disk and in S3 by key, if they are cheap to learn.
+        """Return the sizes of shards by key, as far as S3 listings and local files reveal them.
 
-        S3 costs about one request per thousand objects in the folders of the shards, up to a bound.
-        If a listing fails or is forbidden, the sizes stay unknown.
+        S3 takes about one request per thousand objects in the folders of the shards, up to a limit.
+        If a listing fails or is forbidden, the remaining sizes are missing from the result.
         """
         names = {
             found: shard.key
@@ -258,7 +262,7 @@ class Listing:
         left = _SPARE_PAGES + len(names) // _PAGE
         try:
             for (bucket, _), keys in folders.items():
-                # S3 compares characters, not components of a path.
+                # A prefix in S3 consists of characters, not of path components.
                 prefix = os.path.commonprefix([keys[0], keys[-1]])  # noqa: RUF071
                 for page in self._pages(bucket, prefix, {}, attempts=1):
                     left -= 1
@@ -266,7 +270,7 @@ class Listing:
                         break
                 if left <= 0:
                     break
-        except ShardCacheError as exn:  # the next folder would fail likewise
+        except ShardCacheError as exn:  # the next folder would fail as well
             logger.info("planning without the sizes of shards: %s", exn)
         sizes = {key: self._sizes[name] for name, key in names.items() if name in self._sizes}
         for shard in shards:
@@ -281,7 +285,7 @@ class Listing:
 
 
 def _split(pattern: str) -> tuple[str, Callable[[str], bool], bool]:
-    """Return the common prefix of all matches, a test of the rest, and whether `/` may be in it."""
+    """Return a pattern's literal prefix, a test of the rest, and whether `/` may be in the rest."""
     found = _WILDCARD.search(pattern)
     if found is None:
         is_prefix = pattern.endswith("/")

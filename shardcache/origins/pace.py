@@ -4,8 +4,8 @@
     served ------> twice as many per round up to half of the old number, then one more per round
 
 This is TCP's congestion control (RFC 5681) with requests in place of segments. All shards that a
-process reads from one bucket or web server share a `Pace`: one request probes an overloaded store,
-and the others wait for it.
+process reads from one bucket or web server share a `Pace`, so a single request probes an overloaded
+store while the others wait.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from shardcache.units import format_duration
 
 logger = logging.getLogger(__name__)
 
-#: Seconds of the first and the longest pause. After a store has recovered, a process loses at most
-#: one longest pause.
+#: Length of the first and of the longest pause, in seconds. A process notices at most one longest
+#: pause late that a store has recovered.
 _FIRST, _LONGEST = 0.25, 8.0
-#: Longest pause in seconds that a server may request with Retry-After.
+#: Longest pause, in seconds, that a server can request with a Retry-After header.
 RETRY_AFTER_CAP = 60.0
 #: Seconds after which a waiting request checks again whether it may be sent.
 _POLL = 0.25
@@ -34,35 +34,35 @@ _ANNOUNCE_EVERY = 60.0
 
 
 class Pace:
-    """The requests of one process to one bucket or web server. Threads may share it.
+    """Limits the requests of one process to one bucket or web server. Threads may share it.
 
     Args:
-        server: its name in logs, such as ``s3://bucket``.
-        patience: seconds to wait for a server that throttles; 0 turns the limit off.
+        server: the name of the bucket or server in logs, such as ``s3://bucket``.
+        patience: seconds to wait for a server that throttles; 0 never limits the requests.
     """
 
     def __init__(self, server: str, patience: float) -> None:
         self._server = server
         self._patience = patience
         self._guard = threading.Lock()
-        self._busy = 0  # requests under way
-        self._limit = math.inf  # requests at once
-        self._goal = math.inf  # below it the limit doubles per round
-        self._full = 0  # requests under way when the throttling began; then the limit ends
-        self._pauses = 0  # in a row
-        self._next = 0.0  # no request before this time of the monotonic clock
-        self._since: float | None = None  # when the throttling began
+        self._busy = 0  # requests in flight
+        self._limit = math.inf  # most requests in flight at once
+        self._goal = math.inf  # the limit doubles per round until it reaches this number
+        self._full = 0  # requests in flight when throttling began; a limit this high is lifted
+        self._pauses = 0  # pauses in a row, without a served request in between
+        self._next = 0.0  # no request is sent before this time (monotonic clock)
+        self._since: float | None = None  # when the throttling began; None if not throttled
         self._served = 0.0  # when the server last served a request, or the throttling began
         self._announced = 0.0
 
     @property
     def is_over(self) -> bool:
-        """Whether the server has only throttled for ``patience`` seconds."""
+        """Whether the server has throttled for ``patience`` seconds and served no request."""
         return self._since is not None and clock.monotonic() - self._served >= self._patience
 
     @contextmanager
     def turn(self, sleep: Callable[[float], None]) -> Iterator[None]:
-        """Wait for a turn and send a request within; ``sleep`` waits, and may raise to cancel."""
+        """Wait until the caller may send a request; ``sleep`` waits, and may raise to cancel."""
         while True:
             with self._guard:
                 seconds = 0.0 if self._since is None else self._wait()
@@ -89,7 +89,7 @@ class Pace:
                 logger.log(level, "%s %s", self._server, message, extra=extra)
 
     def _wait(self) -> float:
-        """Return the seconds until a request may be sent, while the server throttles."""
+        """Return the seconds until a throttling server may get a request; 0 or less means now."""
         if self.is_over:
             return 0.0
         if self._busy >= self._limit:
@@ -97,7 +97,7 @@ class Pace:
         return self._next - clock.monotonic()
 
     def _slow_down(self, exn: TransientError) -> str:
-        """Halve the limit and set the next pause; return the text to log, or ""."""
+        """Halve the limit and set the next pause. Return the text to log, or "" if none is due."""
         now = clock.monotonic()
         if self._since is None:
             self._since, self._full = now, self._busy
@@ -117,7 +117,7 @@ class Pace:
         return f"is not ready: {exn}; requests wait for up to {patience}{passed}"
 
     def _speed_up(self) -> str:
-        """Raise the limit; return the text to log, or ""."""
+        """Raise or lift the limit. Return the text to log if it was lifted, or ""."""
         if self._since is None or math.isinf(self._limit):
             return ""
         self._pauses, self._served = 0, clock.monotonic()

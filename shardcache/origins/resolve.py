@@ -1,19 +1,20 @@
 """Choose where to read a shard: from an upstream with a nearer copy, or from its origin.
 
-    upstream 1 has it? ---- no, or no response ----> upstream 2 ... ----> the origin
+    upstream 1 has the shard? ---- no, or no response ----> upstream 2 ... ----> the origin
 
-An upstream is a NAS or a store of the cluster. It keeps ``s3://bucket/key`` as
-``<upstream>/bucket/key``, and other URLs likewise by the part behind ``://``. So a copy that
-another program made (``aws s3 sync``) can be used, too; its version is the one that the upstream
-states. A copy that shardcache made (``write_back``) has the entry's sidecar beside it,
-``<name>.shardcache.json``. The sidecar holds the version at the origin, and a digest with which the
-copy is compared. A download that began with such a copy can continue at the origin.
+An upstream is a NAS or an object store in the cluster. It holds ``s3://bucket/key`` as
+``<upstream>/bucket/key``, and any other URL by its part after ``://``. So copies that another
+program made (``aws s3 sync``) are found as well; their version is the one that the upstream states.
+A copy that shardcache made (``write_back``) comes with a sidecar, ``<name>.shardcache.json``. It
+states the version at the origin, and a digest with which the downloaded bytes are compared.
+A download that began with such a copy can continue at the origin.
 
-A fault of an upstream is never an error. After two failures in a row, it is not used for a minute.
-Upstreams are not searched for shards with a query, a version or a client of their own.
+A fault of an upstream never fails a download. After two failures in a row, the upstream is not used
+for a minute. Upstreams are not searched for URLs with a query or a version id, nor for ``pipe:``
+commands, unless the command only reads a URL and has no client options.
 
 Origins belong to the process that made them. A forked child makes its own `Origins`, because it
-must not share sockets, event loops and locks with its parent.
+must not share sockets, event loops or locks with its parent.
 """
 
 from __future__ import annotations
@@ -46,20 +47,20 @@ from shardcache.urls import ShardURL, parse_url, redact
 logger = logging.getLogger(__name__)
 
 _SIDECAR = ".shardcache.json"
-#: Longest sidecar in bytes; most have about 700.
+#: Limit for reading a sidecar, in bytes; most sidecars have about 700.
 _MOST = 64 * 1024
 #: Errors of an upstream after which the next one is tried.
 _FAULTS = (AccessDeniedError, ConfigError, TransientError, VersionChangedError)
-#: Longest component of a name in bytes; filesystems allow 255, and temporary names add to it.
+#: Longest component of a copy's path, in bytes. Filesystems allow 255; temporary names are longer.
 _MAX_NAME = 200
-#: Seconds for the response of an upstream, which should be near.
+#: Longest timeout for an upstream, in seconds. Short, because an upstream should be near.
 _TIMEOUT = 10.0
-#: Failures in a row after which an upstream is not used for a while.
+#: Failures in a row after which an upstream is not used for a minute.
 _FAILURES = 2
 
 
 class Origins:
-    """The origins of one configuration, one per client, and its upstreams; safe between threads."""
+    """The origins and the upstreams of one configuration. Threads may share it."""
 
     def __init__(self, config: Config) -> None:
         self._config = config
@@ -67,7 +68,7 @@ class Origins:
         self._made: dict[tuple[str, tuple[tuple[str, str], ...], str], Origin] = {}
 
     def of(self, shard: ShardURL) -> Origin:
-        """Return the origin of a shard; raise ConfigError if parts of the URL are hidden."""
+        """Return the origin of a shard; raise ConfigError if its URL is masked (``***``)."""
         if shard.is_masked:
             raise ConfigError(
                 f"{shard} cannot be read: parameters that may hold secrets are hidden (***), as in "
@@ -75,7 +76,7 @@ class Origins:
                 url=str(shard),
             )
         config, scheme = self._config, shard.scheme
-        # Two kinds of buckets take a client of their own.
+        # S3 Express buckets and multi-region access points need another client than other buckets.
         kind = needs_s3fs(shard.bucket_and_key()[0], {}) if scheme == "s3" else ""
         key = scheme, shard.options, kind
         with self._guard:
@@ -87,18 +88,22 @@ class Origins:
             return self._made[key]
 
     def add(self, scheme: str, origin: Origin) -> None:
-        """Read ``scheme`` from ``origin`` in this process."""
+        """Use ``origin`` for all URLs with this scheme."""
         with self._guard:
             self._made[scheme, (), ""] = origin
 
     def prepare(self, shard: ShardURL) -> None:
-        """Make the client that reads a shard; raise ConfigError if it cannot be set up."""
+        """Set up the client that reads a shard, so that a later request need not.
+
+        Raises:
+            ConfigError: the client cannot be set up.
+        """
         prepare = getattr(self.of(shard), "prepare", None)
-        if prepare is not None:  # only S3's takes time
+        if prepare is not None:  # only S3's client takes time to set up
             prepare()
 
     def upstreams(self, shard: ShardURL) -> Iterator[UpstreamOrigin]:
-        """Yield the upstreams that have a shard. Each is queried only when its turn comes."""
+        """Yield each upstream that has the shard; query an upstream only when it is reached."""
         for upstream in self._upstreams:
             if (found := upstream.find(shard)) is not None:
                 yield found
@@ -109,7 +114,7 @@ class Origins:
         return any(upstream.write_back for upstream in self._config.upstreams)
 
     def write_back(self, shard: ShardURL, data: Path, sidecar: bytes) -> None:
-        """Copy an entry to the upstreams with ``write_back``. Faults are logged, not raised."""
+        """Copy an entry to all upstreams with ``write_back``. Faults are logged, not raised."""
         for upstream in self._upstreams:
             if upstream.config.write_back:
                 upstream.write(shard, data, sidecar)
@@ -122,8 +127,8 @@ class Origins:
 def _make(
     shard: ShardURL, options: Mapping[str, Any], endpoint_url: str | None, timeout: float
 ) -> Origin:
-    """Make the origin that reads ``shard`` and others of its kind (see `Origins.of`)."""
-    # Imported on first use: no program needs all of them.
+    """Return a new origin for ``shard``, and for other shards that need the same client."""
+    # Each module is imported only when it is needed, because no program needs all of them.
     scheme = shard.scheme
     if scheme == "s3":
         if reason := needs_s3fs(shard.bucket_and_key()[0], options):
@@ -148,35 +153,35 @@ def _make(
 
 @dataclass(slots=True)
 class UpstreamOrigin:
-    """One shard in an upstream; a `base.Origin` of that shard alone."""
+    """The copy of one shard in an upstream, as a `base.Origin` that reads only this shard."""
 
-    name: str  # of the upstream, for messages
+    name: str  # the name of the upstream, for messages
     _origin: Origin
     _copy: ShardURL
     _found: ObjectInfo  # the version in the upstream
-    _info: ObjectInfo  # the version at the origin if a sidecar states it, else `_found`
-    digest: str | None  # tree digest of the bytes if a sidecar states it
+    _info: ObjectInfo  # the version at the origin if a sidecar states it, otherwise `_found`
+    digest: str | None  # tree digest of the bytes, if a sidecar states it
     conditional: bool
 
-    states_checksums = False  # the digest proves more
+    states_checksums = False  # the digest proves more than a checksum
 
     def open(
         self, shard: ShardURL, start: int, stop: int | None, expected: ObjectInfo | None = None
     ) -> Body:
-        """See `base.Origin.open`. The caller compares the version of the response."""
+        """Open the version that was found. The caller compares that version with ``expected``."""
         body = self._origin.open(self._copy, start, stop, self._found)
         body.info = self._info
         return body
 
     def stat(self, shard: ShardURL) -> ObjectInfo:
-        """See `base.Origin.stat`."""
+        """Return the version of the copy; raise VersionChangedError if the copy was replaced."""
         if self._origin.stat(self._copy).version != self._found.version:
             raise VersionChangedError(str(shard))
         return self._info
 
 
 class _Upstream:
-    """One upstream."""
+    """An upstream of the configuration, with its origin and its breaker."""
 
     def __init__(self, config: Upstream, timeout: float) -> None:
         self.config = config
@@ -188,7 +193,7 @@ class _Upstream:
         self._origin = _make(inside, options, config.endpoint_url, timeout)
 
     def _copy_of(self, shard: ShardURL) -> ShardURL | None:
-        """Return the URL of a shard's copy; None for shards that upstreams are not searched for."""
+        """Return the URL of the shard's copy, or None if upstreams are not searched for it."""
         name = shard.canonical.partition("://")[2].lstrip("/")
         if shard.scheme == "pipe" or shard.version_id is not None or shard.options or "?" in name:
             return None
@@ -202,7 +207,7 @@ class _Upstream:
         return parse_url(url, endpoint=endpoint, allow_schemes={self._scheme})
 
     def find(self, shard: ShardURL) -> UpstreamOrigin | None:
-        """Return the shard if the upstream has a usable copy, or None."""
+        """Return the upstream's copy of the shard, or None if it has no usable one."""
         origin, copy = self._origin, self._copy_of(shard)
         if copy is None or self._breaker.left:
             return None
@@ -212,7 +217,7 @@ class _Upstream:
             beside = self._parse(f"{copy.raw}{_SIDECAR}")
             sidecar = read_all(origin.open(beside, 0, _MOST), _MOST)
         except ShardNotFoundError:
-            pass  # no copy, or one without a sidecar
+            pass  # there is no copy, or the copy has no sidecar
         except _FAULTS as exn:
             self._failed(exn)
             return None
@@ -237,7 +242,10 @@ class _Upstream:
         logger.log(logging.WARNING if opened else logging.INFO, text, self._name, exn)
 
     def write(self, shard: ShardURL, data: Path, sidecar: bytes) -> None:
-        """Copy an entry unless the upstream has it, its sidecar last. Faults are logged."""
+        """Copy an entry unless the upstream has it. Faults are logged.
+
+        The sidecar is written last, so that it always describes a complete copy.
+        """
         copy = self._copy_of(shard)
         if copy is None or self._breaker.left:
             return
@@ -264,7 +272,7 @@ class _Upstream:
 
 
 def _copy_file(data: Path, path: Path, sidecar: bytes) -> None:
-    """Copy a file and write its sidecar. Both appear only when they are complete."""
+    """Copy a file and write its sidecar. Each appears under its name only when it is complete."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{random_token()}")
     try:

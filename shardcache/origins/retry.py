@@ -1,8 +1,8 @@
-"""The only layer that retries.
+"""Retry failed requests. No other layer does.
 
-Neither the layers below it (botocore, connections) nor those above repeat a request, so attempts do
-not multiply. It retries a `TransientError`, and no other error. An error that ends by itself, such
-as throttling, costs no attempt: `pace` waits for up to ``patience``.
+Neither the layers below (botocore, connections) nor those above repeat a request, so attempts do
+not multiply. Only a `TransientError` is retried. If it is patient, as after throttling, it does not
+count as an attempt: the request is repeated for up to ``patience`` seconds, at the rate of `pace`.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-#: Full jitter between 0 and BASE * 2^attempt seconds, at most CAP: "Exponential
-#: Backoff And Jitter", AWS Architecture Blog, which found full jitter to need
-#: the fewest calls of all variants.
+#: A pause before a retry is random: between 0 and BASE * 2^attempt seconds, at most CAP. This is
+#: the full jitter of "Exponential Backoff And Jitter" (AWS Architecture Blog), which found that it
+#: needs the fewest calls of all variants.
 BASE = 0.25
 CAP = 20.0
 
@@ -35,7 +35,7 @@ class RetryPolicy:
     """How often and for how long a process retries.
 
     Args:
-        attempts: failures in a row, without progress in between, that end a download.
+        attempts: number of failures in a row, without progress in between, that ends a download.
         deadline: seconds for the whole download of one shard; None sets no limit.
         patience: seconds to wait for an origin that throttles, or for credentials.
     """
@@ -47,7 +47,7 @@ class RetryPolicy:
         self._paces: dict[str, Pace] = {}  # by bucket or web server
 
     def started(self, url: str) -> Attempts:
-        """Start the clock of one shard's download; ``url`` is its name in errors."""
+        """Return the `Attempts` of a download that starts now; errors quote its ``url``."""
         server = "/".join(url.split("/")[:3])
         pace = self._paces.get(server) or self._paces.setdefault(
             server, Pace(server, self.patience)
@@ -60,8 +60,8 @@ class Attempts:
     """The retries of one shard's download, which all its connections share.
 
     Attributes:
-        end: time of the deadline, on the monotonic clock; None without a deadline.
-        retries: requests that failed and were repeated so far.
+        end: when the deadline passes, on the monotonic clock; None without a deadline.
+        retries: number of requests that failed and were repeated so far.
     """
 
     def __init__(self, policy: RetryPolicy, url: str, pace: Pace, end: float | None) -> None:
@@ -72,7 +72,7 @@ class Attempts:
         self._pace = pace
 
     def check(self) -> None:
-        """Raise TransferTimeoutError if the deadline of the whole download is over."""
+        """Raise TransferTimeoutError if the deadline of the whole download has passed."""
         if self._is_late(0):
             raise TransferTimeoutError(
                 f"{self.url} was not fetched within the deadline of {self.policy.deadline:g} s. "
@@ -85,23 +85,25 @@ class Attempts:
         self.retries += 1
 
     def extend(self, seconds: float) -> None:
-        """Move the deadline by the time in which the download wanted no data."""
+        """Extend the deadline by ``seconds`` that the download did not spend on its origin."""
         if self.end is not None:
             self.end += seconds
 
     def call(self, function: Callable[[], T], *, sleep: Callable[[float], None]) -> T:
-        """Call ``function`` until it succeeds; ``sleep`` waits in between, and may raise to cancel.
+        """Call ``function`` until it succeeds, and return its result.
+
+        ``sleep`` is called with the seconds to wait between attempts, and may raise to cancel.
 
         Raises:
-            TransferError, TransferTimeoutError: the last attempt failed, too.
-            Other errors of ``function`` and ``sleep``, at once.
+            TransferError, TransferTimeoutError: the last attempt also failed.
+            Exceptions of ``function`` other than TransientError, and of ``sleep``, at once.
         """
         try:
             return self._attempt(function, sleep)
         except TransientError as exn:
             failed = [exn]
 
-        # Only now: the import takes 40 ms, and most functions succeed at once.
+        # Imported after a failure only: the import takes 40 ms, and most first attempts succeed.
         import tenacity
 
         def repeat() -> T:
@@ -113,7 +115,7 @@ class Attempts:
         retrying = tenacity.Retrying(
             retry=tenacity.retry_if_exception(self._is_repeated),
             stop=self._is_over,
-            # The jitter is added, because a server gives many clients the same number.
+            # The jitter is added to Retry-After, because many clients get the same number.
             wait=lambda state: _retry_after(_error_of(state)) + jitter(state),
             sleep=sleep,
             before_sleep=self._report,
@@ -124,11 +126,11 @@ class Attempts:
         except TransientError as exn:
             raise self._final(exn, retrying.statistics["attempt_number"]) from exn
         finally:
-            # `iter_state` refers to `retrying`: the cycle would keep the download's frames.
+            # `iter_state` refers to `retrying`. This cycle would keep the download's frames alive.
             retrying.iter_state.reset()
 
     def _attempt(self, function: Callable[[], T], sleep: Callable[[float], None]) -> T:
-        """Call ``function`` once, or while it fails in ways that are waited out."""
+        """Call ``function`` once, or repeatedly as long as its errors are patient ones."""
 
         def wait(seconds: float) -> None:
             self.check()
@@ -148,7 +150,7 @@ class Attempts:
         return self.end is not None and clock.monotonic() + pause > self.end
 
     def _is_repeated(self, exn: BaseException) -> bool:
-        """Whether an error costs an attempt. `Pace` waits out the patient ones."""
+        """Return whether an error counts as a failed attempt. Patient errors are waited out."""
         return isinstance(exn, TransientError) and not (exn.patient and self.policy.patience > 0)
 
     def _is_over(self, state: RetryCallState) -> bool:

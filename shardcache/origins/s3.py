@@ -1,11 +1,12 @@
-"""Shards in S3 and in stores that speak its protocol.
+"""Read shards from S3, and from stores with the same protocol.
 
-Botocore, which s3fs brings along, finds the credentials, the region and the address of a bucket.
-This module signs the requests (Signature Version 4) and sends them over `connection`. A client of
-botocore takes 60 ms to make, so `_usual_address` composes the usual addresses without one.
+Botocore, a dependency of s3fs, finds the credentials, the region and the address of a bucket. This
+module signs the requests (Signature Version 4) and sends them with `connection`. Making a client of
+botocore takes 60 ms, so `_usual_address` composes the usual addresses without one.
 
-`_stores` keeps what a process has learned about a store, and a forked child inherits it. So the
-workers of a DataLoader search for no credentials as long as their parent's are fresh.
+`_stores` holds the credentials, addresses and other knowledge of a process about each store. A
+forked child inherits it, so the workers of a DataLoader do not search for credentials as long as
+those of their parent are fresh.
 """
 
 from __future__ import annotations
@@ -42,17 +43,17 @@ from shardcache.urls import ShardURL, quoted, redact, secret_forms
 
 logger = logging.getLogger(__name__)
 
-#: Codes for credentials that expired. S3 sends them with 400, and they mean 403.
+#: Error codes for expired credentials. S3 sends them with status 400, but they mean 403.
 _EXPIRED = frozenset({"ExpiredToken", "RequestExpired", "TokenRefreshRequired"})
 _STATUS = dict.fromkeys((*_EXPIRED, "InvalidToken"), 403)
-#: Codes for a bucket in another region.
+#: Error codes for a bucket in another region.
 _ELSEWHERE = frozenset({"AuthorizationHeaderMalformed", "IllegalLocationConstraintException"})
 _SKEWED = "RequestTimeTooSkewed"
-#: Codes with which stores refuse an unknown header, with status 400. R2 sent 501 in January 2025.
+#: Error codes, with status 400, for an unknown header. In January 2025, R2 sent status 501.
 _UNKNOWN_HEADER = frozenset({"", "InvalidArgument", "InvalidRequest", "NotImplemented"})
-#: Codes for credentials that the store does not accept for any bucket.
+#: Error codes for credentials that the store accepts for no bucket.
 _INVALID = (*_EXPIRED, "InvalidToken", "InvalidAccessKeyId", "SignatureDoesNotMatch")
-#: Advice if access is denied, by S3's code.
+#: Advice for errors that deny access, by S3's error code.
 _HINTS = {
     **dict.fromkeys(
         _INVALID,
@@ -66,59 +67,59 @@ _MAY_NOT = (
     "these credentials may not read it (a missing object looks the same to "
     "credentials without s3:ListBucket); check the policy, or pass another profile"
 )
-#: Requests the checksum of the object.
+#: The header that requests the checksum of an object.
 _CHECKSUM = {"x-amz-checksum-mode": "ENABLED"}
-#: Bytes of a page of a listing that are read; a thousand keys take a megabyte at most.
+#: Limit for reading a page of a listing, in bytes; a page of a thousand keys has at most 1 MB.
 _LISTING_BYTES = 16 * 1024 * 1024
 _UNSIGNED = "UNSIGNED-PAYLOAD"
 _USUAL_ENDPOINT = r"https?://(?!s3-accelerate)[A-Za-z0-9.-]+(:(?!80/?$|443/?$)\d+)?/?"
 _REGION = re.compile(r"[A-Za-z0-9-]{1,64}")
-#: Credentials are renewed so many seconds before they expire, as botocore does.
+#: Seconds before their expiry at which credentials are renewed, as in botocore.
 _RENEWED_BEFORE = 15 * 60
 _ALGORITHM = "AWS4-HMAC-SHA256"
-#: Names of credentials in `client_kwargs`.
+#: Names of the credentials in `client_kwargs`.
 _KEY_NAMES = ("aws_access_key_id", "aws_secret_access_key", "aws_session_token")
 
 
 class _Bucket(NamedTuple):
-    """How a bucket is reached."""
+    """The address of a bucket, and the scope of the signatures of its requests."""
 
     server: str  # scheme, host and port
     path: str  # prefix of the objects' paths; "" if the host name includes the bucket
     region: str
-    service: str  # in signatures; "" for unsigned requests
+    service: str  # name of the service in signatures; "" if requests are not signed
 
 
 @dataclass(slots=True)
 class _Store:
-    """What this process, or its parent, has learned about a store."""
+    """The knowledge of this process, or of its parent before the fork, about a store."""
 
-    name: str  # for errors and logs: the endpoint, or AWS
-    #: Takes a bucket's name and its region; without a name, it returns the address of the store.
+    name: str  # for errors and logs: the endpoint, or "AWS"
+    #: Returns the address of a bucket, from its name and region; for "", that of the store itself.
     address: Callable[[str, str], _Bucket]
-    region: str  # to try first
+    region: str  # the region to try first
     proxies: Mapping[str, str] | None
-    trusted: str | bool | None  # see `Transport`
+    trusted: str | bool | None  # the argument of `Transport`
     buckets: dict[str, _Bucket] = field(default_factory=dict)
     without_checksums: set[str] = field(default_factory=set)  # buckets that refuse `_CHECKSUM`
     keys: Any = None  # botocore's frozen credentials
-    fresh_until: float = 0.0  # end of `keys`, on the clock of `time.time`
+    fresh_until: float = 0.0  # when `keys` must be renewed, on the clock of `time.time`
     worked: bool = False  # whether the store has accepted a signed request
     ahead: float = 0.0  # seconds by which the store's clock is ahead of this machine's
 
 
-#: Keyed by the options, the endpoint, and AWS's environment variables and files.
+#: The stores, keyed by the options, the endpoint, and AWS's environment variables and files.
 _stores: dict[str, _Store] = {}
 
 
 class S3Origin:
-    """Reads ``s3://`` shards.
+    """Reads ``s3://`` shards; implements `base.Origin`.
 
     Args:
-        storage_options: as s3fs takes them: key, secret, token, profile, anon,
+        storage_options: options with the names of s3fs: key, secret, token, profile, anon,
             requester_pays, endpoint_url, client_kwargs, config_kwargs.
-        endpoint_url: overrides the endpoint of storage_options.
-        timeout: seconds without enough bytes before a connection counts as dead.
+        endpoint_url: takes precedence over the endpoint in ``storage_options``.
+        timeout: seconds after which a connection with too low a rate counts as dead.
     """
 
     conditional = True
@@ -133,18 +134,18 @@ class S3Origin:
         self._guard = threading.Lock()
         self._chain = threading.Lock()  # held while botocore searches for credentials
         self._chain_failed = False
-        self._credentials: Any = None  # botocore's, once it has found them
-        self._store: _Store | None = None  # until `prepare`
+        self._credentials: Any = None  # botocore's object, once it has found them
+        self._store: _Store | None = None  # None until `prepare`
 
     def prepare(self) -> _Store:
-        """Return the store; the first call finds out how to reach it.
+        """Return the store; the first call determines its address, region and settings.
 
         Raises:
-            ConfigError: the options, the profile or the endpoint cannot work.
+            ConfigError: the options, the profile or the endpoint are not valid.
         """
         with self._guard:
             if self._store is None:
-                with undivided():  # it imports
+                with undivided():  # a fork must not copy the locks of an import
                     endpoint = s3_endpoint(self._options, self._endpoint_url) or ""
                     settings = sorted(item for item in os.environ.items() if "AWS_" in item[0])
                     key = repr((self._options, endpoint, settings, aws_files()))
@@ -157,16 +158,17 @@ class S3Origin:
             return self._store
 
     def _keys(self) -> Any:
-        """Return the credentials for a request. Raises the errors of botocore's chain."""
+        """Return the credentials for a request; raise what botocore's credential chain raises."""
         store = self.prepare()
         if time.time() < store.fresh_until:
             return store.keys
         with self._chain:
             if self._credentials is None:
-                # Only after a failure: the workers of a node start at once if the chain works.
+                # Processes take turns only after a failure, so that the workers of a node need not
+                # wait for each other if the chain works.
                 with one_at_a_time() if self._chain_failed else contextlib.nullcontext():
                     self._chain_failed = True
-                    with undivided():  # it may do TLS handshakes
+                    with undivided():  # a fork must not copy the locks of a TLS handshake
                         self._credentials = _session(self._options).get_credentials()
                     if self._credentials is None:
                         from botocore.exceptions import NoCredentialsError
@@ -174,7 +176,7 @@ class S3Origin:
                         raise NoCredentialsError
                 self._chain_failed = False
             credentials = self._credentials
-        with undivided():  # it may renew them
+        with undivided():  # as above: this call may renew the credentials
             keys = credentials.get_frozen_credentials()
         end = getattr(credentials, "_expiry_time", None)
         store.keys = keys
@@ -182,15 +184,14 @@ class S3Origin:
         return keys
 
     def server(self, shard: ShardURL) -> str:
-        """Return the scheme, host and port of the server that has a shard."""
+        """Return the scheme, host and port of the server that stores a shard."""
         return self._bucket(shard.bucket_and_key()[0], None).server
 
     def accepts_credentials(self) -> bool:
-        """Send one signed request, for the names of all buckets.
+        """Return whether the response to a signed request proves that the credentials are valid.
 
-        Returns:
-            Whether the response proves that the store knows the credentials. Those that may not
-            list buckets are known, too.
+        The request is for the names of all buckets. Valid credentials that may not list the names
+        are accepted as well.
 
         Raises:
             AccessDeniedError: the store refuses the credentials, or there are none.
@@ -206,11 +207,11 @@ class S3Origin:
     def open(
         self, shard: ShardURL, start: int, stop: int | None, expected: ObjectInfo | None = None
     ) -> Response:
-        """See `base.Origin.open`. The response to a request for a whole object has its checksum."""
+        """Request a range of bytes. The response to a request for the whole has a checksum."""
         query = _version(shard, expected)
         if start == 0 and stop is None and expected is None:
             response = self._request("GET", shard, _CHECKSUM, query)
-            # A gateway may compress a whole object, but not a range of it.
+            # A gateway may compress whole objects, but not ranges. So a range is requested instead.
             if "content-encoding" not in response.headers:
                 return checked(response, 0, None)
             response.close()
@@ -219,22 +220,22 @@ class S3Origin:
         )
 
     def stat(self, shard: ShardURL) -> ObjectInfo:
-        """See `base.Origin.stat`."""
+        """Return the current version of the object, with its checksum if S3 has one."""
         response = self._request("HEAD", shard, _CHECKSUM, _version(shard))
         response.close()
-        if response.length is None:  # then it cannot be compared with any version
+        if response.length is None:  # without a size, versions cannot be compared
             raise ConfigError(f"{shard}: the origin describes it without a size.", url=str(shard))
         return object_info(response, response.length)
 
     def list_page(self, shard: ShardURL, query: Mapping[str, str]) -> tuple[dict[str, int], str]:
-        """List one page of the keys that begin with the key of ``shard``.
+        """List one page of the objects whose keys begin with the key of ``shard``.
 
         Args:
-            shard: the bucket and the prefix.
+            shard: names the bucket and the prefix.
             query: further parameters of ListObjectsV2.
 
         Returns:
-            The sizes by key, and the token for the next page; it is empty on the last one.
+            The sizes by object key, and the token for the next page, or "" on the last page.
         """
         response = self._request(
             "GET", shard, {}, {"list-type": "2", "encoding-type": "url", **query}
@@ -257,8 +258,8 @@ class S3Origin:
     ) -> Response:
         """Send a request and return a response of status 200 or 206.
 
-        A refusal is followed by another request if one of these may help, each of them once: the
-        bucket's own region, new credentials, the store's time, and leaving out `_CHECKSUM`.
+        A refused request is sent again, at most once with each remedy that its error suggests: the
+        bucket's region, new credentials, the store's time, no `_CHECKSUM`.
         """
         if self._options.get("requester_pays"):
             headers = {**headers, "x-amz-request-payer": "requester"}
@@ -302,7 +303,7 @@ class S3Origin:
                 )
 
     def _set_clock(self, response: Response) -> bool:
-        """Sign with the store's time from now on. Returns False if its response has no Date."""
+        """Sign with the store's time from now on. Return False if the response has no Date."""
         from email.utils import parsedate_to_datetime
 
         store = self.prepare()
@@ -316,14 +317,14 @@ class S3Origin:
         return True
 
     def _renew(self, refused: Any, shard: ShardURL) -> bool:
-        """Run the chain again, unless another thread has. Returns whether the keys are new."""
+        """Get new credentials, unless another thread did. Return whether they are different."""
         store = self.prepare()
         with self._chain:
             if store.keys == refused:
                 store.fresh_until, self._credentials = 0.0, None
         try:
             return bool(self._keys() != refused)
-        except Exception as exn:  # noqa: BLE001 - as in `_send`
+        except Exception as exn:  # noqa: BLE001 - botocore has its own exceptions
             error = self._error_for(exn, shard)
         raise error
 
@@ -335,7 +336,7 @@ class S3Origin:
         headers: Mapping[str, str],
         query: Mapping[str, str],
     ) -> tuple[str, Any, Response]:
-        """Sign and send one request. Returns its region, its credentials and its response."""
+        """Sign and send one request. Return its region, its credentials and the response."""
         name, key = shard.bucket_and_key()
         secrets: list[str] = []
         try:
@@ -365,9 +366,9 @@ class S3Origin:
     def _error_for(
         self, exn: Exception, shard: ShardURL, secrets: Collection[str] = ()
     ) -> Exception:
-        """Return our error for a request that could not be signed, or had no response."""
+        """Return the exception to raise for a request that was not signed or not answered."""
         store = self.prepare()
-        if type(exn).__module__.startswith("botocore"):  # which may not be imported
+        if type(exn).__module__.startswith("botocore"):  # its types may not be imported
             return chain_error(exn, shard, self._profile, worked=store.worked)
         if isinstance(exn, (OSError, ValueError, TypeError, AttributeError)):
             return unanswered(exn, shard, store.name, secrets)
@@ -391,19 +392,19 @@ class S3Origin:
 
 
 def _session(options: Mapping[str, Any]) -> Any:
-    """Make a session of botocore, with the credentials of the options if they have some."""
+    """Return a botocore session, with the credentials in the options if there are any."""
     import botocore.session
 
     session = botocore.session.Session(profile=options.get("profile"))
     client = options.get("client_kwargs") or {}
     for given, names in ((options, ("key", "secret", "token")), (client, _KEY_NAMES)):
-        if given.get(names[0]):  # the last ones win
+        if given.get(names[0]):  # `client_kwargs` take precedence
             session.set_credentials(*(given.get(name) for name in names))
     return session
 
 
 def _look_up(options: Mapping[str, Any], endpoint: str) -> _Store:
-    """Find out with botocore how a store is reached."""
+    """Determine the addresses, the region and the settings of a store, with botocore."""
     import botocore.exceptions
     from botocore.config import Config
     from botocore.httpsession import get_cert_path
@@ -412,14 +413,14 @@ def _look_up(options: Mapping[str, Any], endpoint: str) -> _Store:
     settings: dict[str, Any] = {
         **(options.get("config_kwargs") or {}),
         "signature_version": botocore.UNSIGNED if options.get("anon") else "s3v4",
-        "ignore_configured_endpoint_urls": True,  # `s3_endpoint` has read them
+        "ignore_configured_endpoint_urls": True,  # `s3_endpoint` has already read them
     }
     for name in _KEY_NAMES:
         client_kwargs.pop(name, None)
 
     @functools.cache
     def client(region: str) -> Any:
-        # It only composes addresses. With credentials of its own it does not run the chain.
+        # This client only composes addresses. Its dummy credentials keep it from running the chain.
         return session.create_client(
             "s3",
             region,
@@ -447,9 +448,9 @@ def _look_up(options: Mapping[str, Any], endpoint: str) -> _Store:
 
     try:
         session = _session(options)
-        # Any region of the right partition will do: S3 answers with the bucket's.
+        # Any region of the right partition will do, because S3 answers with the bucket's region.
         region = client_kwargs.pop("region_name", None) or session.get_config_variable("region")
-        if not endpoint:  # as in `s3_region`
+        if not endpoint:  # at AWS, AWS_REGION comes last
             region = region or os.environ.get("AWS_REGION")
         region = region or "us-east-1"
         verify = client_kwargs.get("verify")
@@ -479,11 +480,11 @@ def _look_up(options: Mapping[str, Any], endpoint: str) -> _Store:
 
 
 def _usual_address(endpoint: str, name: str, region: str) -> tuple[str, str] | None:
-    """Return the server and the path of a bucket, as botocore's clients compose them.
+    """Return the server and the path of a bucket, as a botocore client would compose them.
 
-    At a custom endpoint, a bucket is part of the path. At AWS, it is part of the host name; see
-    https://docs.aws.amazon.com/AmazonS3/latest/userguide/VirtualHosting.html. None stands for
-    unusual addresses: ARNs, dots in names, S3 Accelerate, other partitions of AWS.
+    At a custom endpoint, the bucket is part of the path; at AWS, it is part of the host name
+    (https://docs.aws.amazon.com/AmazonS3/latest/userguide/VirtualHosting.html). Return None for
+    unusual addresses: ARNs, names with dots, S3 Accelerate, and other partitions of AWS.
     """
     if re.fullmatch(r"[a-z0-9][a-z0-9-]{1,61}[a-z0-9]", name):
         if re.fullmatch(_USUAL_ENDPOINT, endpoint):
@@ -520,7 +521,7 @@ def _signature(
 
 @functools.lru_cache(maxsize=16)
 def _signing_key(secret: str, scope: str) -> bytes:
-    """Derive the key that signs the requests of one day to one region and service."""
+    """Return the key that signs the requests of one day to one region and service."""
     key = f"AWS4{secret}".encode()
     for part in scope.split("/"):
         key = hmac.digest(key, part.encode(), "sha256")
@@ -533,7 +534,7 @@ def _version(shard: ShardURL, expected: ObjectInfo | None = None) -> dict[str, s
 
 
 def _read_refusal(response: Response) -> tuple[str, str, str | None]:
-    """Return S3's code, its code and message, and the bucket's region if that is another one."""
+    """Return the error code, a text with code and message, and the region to try next, or None."""
     try:
         found = ElementTree.fromstring(refused(response))  # noqa: S314 - by expat
     except ElementTree.ParseError:
@@ -541,7 +542,7 @@ def _read_refusal(response: Response) -> tuple[str, str, str | None]:
     code = quoted(found.findtext(".//{*}Code") or "", response.secrets)
     message = quoted(found.findtext(".//{*}Message") or "", response.secrets)
     elsewhere = response.status in (301, 302, 307) or code in _ELSEWHERE
-    elsewhere |= response.status == 400 and not code  # the response to a HEAD
+    elsewhere |= response.status == 400 and not code  # the response to a HEAD has no body
     region = response.headers.get("x-amz-bucket-region") or found.findtext(".//{*}Region") or ""
     reason = ": ".join(filter(None, (code, message)))
     return code, reason, region if elsewhere and _REGION.fullmatch(region) else None

@@ -2,9 +2,9 @@
 
     from shardcache.prewarm import expand, prewarm
 
-`plan` expands shard specifications and compares them with the cache. `run` has `prewarm`, which
-makes a plan and carries it out with the threads and helper processes of a `pool`. `ray` runs a
-prewarm on every node of a cluster. The results are classes of `shardcache.results`.
+`plan` expands shard specifications and compares the shards with the cache. `run` contains
+`prewarm`, which makes a plan and carries it out with the threads and helper processes of a `pool`.
+`ray` runs a prewarm on every node of a cluster. `shardcache.results` has the classes of results.
 """
 
 from shardcache.prewarm.plan import expand

@@ -2,8 +2,9 @@
 
     expand: specifications -> URLs      wanted_shards: URLs -> shards      make_plan: shards -> plan
 
-Planning reads names and sizes, and opens no shard. If other processes add or evict entries in the
-meantime, the downloads notice it.
+An entry is a complete shard in the cache, and a tier is one of the cache's directories. Planning
+reads names and sizes, and opens no shard. If other processes add or evict entries in the meantime,
+the downloads notice it.
 """
 
 from __future__ import annotations
@@ -32,10 +33,10 @@ from shardcache.urls import ShardURL
 if TYPE_CHECKING:
     from shardcache.cache import Cache
 
-#: HEAD requests in flight during a refresh. Each is one round trip without a body.
+#: HEAD requests in flight at once during a refresh. Each takes one round trip and has no body.
 _REQUESTS = 16
-#: Variables with the node's number and the number of nodes: those of a Slurm step, of a Slurm
-#: allocation, and of torchrun, which has one group of workers per node.
+#: Environment variables with the number of this node and the number of nodes: in a Slurm step, in a
+#: Slurm allocation, and under torchrun, which starts one group of workers per node.
 _LAUNCHERS = (
     ("SLURM_NODEID", "SLURM_STEP_NUM_NODES"),
     ("SLURM_NODEID", "SLURM_NNODES"),
@@ -45,7 +46,7 @@ _LAUNCHERS = (
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The part of a list of shards that one node's ranks read.
+    """The part of a list of shards that the ranks (training processes) of one node read.
 
     WebDataset's ``split_by_node`` gives rank r of w the shards r, r + w, r + 2w, ... of the
     expanded list. Ranks are numbered node by node, as torchrun and Slurm
@@ -54,7 +55,7 @@ class Share:
 
     node: int  #: number of this node, from 0
     count: int  #: number of nodes
-    ranks: int = 1  #: training processes on each node
+    ranks: int = 1  #: number of ranks on each node
 
     def __post_init__(self) -> None:
         if self.ranks < 1 or not 0 <= self.node < self.count:
@@ -73,7 +74,7 @@ def own_share(node: int | None, count: int | None, ranks: int) -> Share:
     """Return this node's share. Without ``node`` and ``count``, read the launcher's variables.
 
     Raises:
-        ConfigError: neither the caller nor a launcher states the node, or a number is not valid.
+        ConfigError: neither the caller nor a launcher states the node, or a number is invalid.
     """
     if (node is None) != (count is None):
         raise ConfigError("--node-rank and --node-count go together: give both, or neither.")
@@ -93,8 +94,8 @@ def expand(specs: str | Iterable[str], cache: Cache | None = None) -> list[str]:
 
     Args:
         specs: one shard specification, or several.
-        cache: its options are used to list prefixes (``s3://bucket/prefix/`` is every tar file
-            below it) and names with ``*`` or ``?``. Without a cache, these are not expanded.
+        cache: the cache whose options are used to list prefixes (``s3://bucket/prefix/`` stands for
+            every tar file below it) and names with ``*`` or ``?``. None returns them unexpanded.
 
     Raises:
         ConfigError: a specification is malformed, or names a variable that is not set.
@@ -117,14 +118,15 @@ def wanted_shards(
     listing: Listing,
     share: Share | None = None,
 ) -> tuple[ShardURL, ...]:
-    """Expand and parse shard specifications; keep the first of two names of one object.
+    """Expand and parse shard specifications, and return each shard once, in order.
 
-    With ``share``, keep only the shards that this node reads. As in WebDataset, a shard that is
-    named twice counts twice in the split. Parsed URLs are not expanded.
+    With ``share``, return only the shards that this node reads. As in WebDataset, a shard that is
+    named twice counts twice in the split. Items of ``wanted`` that are parsed are not expanded.
 
     Raises:
-        ConfigError: not a URL, or a URL that this cache does not store.
-        ShardNotFoundError, AccessDeniedError, TransferError: as for `expand`.
+        ConfigError: a specification is malformed, or the cache does not store such URLs.
+        ShardNotFoundError: nothing matches a prefix or a pattern.
+        AccessDeniedError, TransferError: a prefix or a pattern cannot be listed.
     """
     shards: list[ShardURL] = []
     for each in wanted:
@@ -149,15 +151,15 @@ def make_plan(
     list_sizes: bool = True,
     refresh: bool = False,
 ) -> PrewarmPlan:
-    """Compare the wanted shards with the cache.
+    """Compare the wanted shards with the cache, and return what to download.
 
     Args:
         cache: the cache to fill.
         shards: the wanted shards, each once.
-        listing: gives the sizes of missing shards.
+        listing: returns the sizes of missing shards.
         best_effort: leave out the shards that do not fit. Earlier shards take precedence.
-        list_sizes: request the sizes of the missing shards from their origins.
-        refresh: ask the origins which of the cached shards they have replaced.
+        list_sizes: query the origins for the sizes of the missing shards.
+        refresh: query the origins for newer versions of the cached shards.
     """
     wanted = {shard.key for shard in shards}
     entries = list(cache.entries())
@@ -181,10 +183,10 @@ def make_plan(
     on_disk = {key: allocated(size) for key, size in sizes.items()}
     needed = lacking = sum(on_disk.values())
     free = evict = resumable = 0
-    for tier in process.tiers:  # a tier takes what the one before it has no room for
+    for tier in process.tiers:  # a tier takes the shards for which earlier tiers lack room
         tier_free, tier_evict, tier_lacks = _room(tier, entries, wanted, lacking)
         resumable += _resumable(tier, sizes)
-        # A tier that is over its limits lacks more than these shards need.
+        # A tier that exceeds its limits lacks more than these shards need, hence the `min`.
         lacking = min(lacking, tier_lacks)
         free, evict = free + tier_free, evict + tier_evict
     left_out = set()
@@ -199,14 +201,14 @@ def make_plan(
 
 
 def _outdated_versions(cache: Cache, shard: ShardURL) -> frozenset[str] | Exception:
-    """Return the cached versions of a shard if its origin has replaced them all.
+    """Return the cached versions of a shard if none of them is the origin's current version.
 
-    Returns an exception if the origin does not answer.
+    Otherwise return an empty set, or an exception if the origin does not answer.
     """
     process = cache.processes.here()
     process.site()
     entries = [entry for store in process.stores() for entry in store.entries_of(shard.key)]
-    if not entries or shard.scheme == "pipe" or shard.version_id:  # it cannot be outdated
+    if not entries or shard.scheme == "pipe" or shard.version_id:  # cannot be outdated
         return frozenset()
     try:
         origin, attempts = process.origins.of(shard), process.engine.policy.started(str(shard))
@@ -216,25 +218,25 @@ def _outdated_versions(cache: Cache, shard: ShardURL) -> frozenset[str] | Except
     try:
         is_current = any(differs(entry.metadata().info, latest) is None for entry in entries)
     except (ValueError, DamagedError, FileNotFoundError):
-        # The origin states nothing that identifies a version, or the next open of the entry will
-        # find the damage.
+        # Either the origin states nothing that identifies a version, so nothing can be compared, or
+        # the entry is damaged, which its next open will discover.
         is_current = True
     return frozenset() if is_current else frozenset(entry.version for entry in entries)
 
 
 def _resumable(tier: Tier, wanted: Collection[str]) -> int:
-    """Return how many bytes of the wanted shards interrupted downloads left in a tier."""
+    """Return the bytes of the wanted shards that a tier holds from interrupted downloads."""
     parts = (each for store in tier.stores() for each in in_flight(store.layout))
     found = (read_progress(each.path) for each in parts if each.key in wanted and not each.live)
     return sum(each.written for each in found if each and each.metadata.resumable)
 
 
 def _room(tier: Tier, entries: list[Entry], wanted: set[str], need: int) -> tuple[int, int, int]:
-    """Return how many bytes on disk a tier has free, would evict, and lacks for ``need`` more."""
+    """Return the bytes that a tier has free, would evict, and lacks to store ``need`` bytes."""
     config, space = tier.config, tier.space()
     here = [entry for entry in entries if tier.owns(entry.directory)]
     flights = space.flights()
-    # `need` includes these bytes, which are already on the disk.
+    # These bytes of unfinished downloads are already on the disk, but `need` includes them.
     resumable = sum(flight.occupied for flight in flights if flight.key in wanted)
     others = sum(flight.reserved for flight in flights if flight.key not in wanted)
     candidates = (config.dir, *config.dir.parents)

@@ -1,18 +1,19 @@
-"""The threads that download the shards of a plan, in this process and in helper processes.
+"""Download the shards of a plan with threads, in this process and in helper processes.
 
-* Every shard that was tried has one result in the end; the others have none.
+* In the end, each shard that was tried has one result, and the other shards have none.
 * The failure of one shard does not stop the others, unless they would all fail alike: after some
   refusals (credentials, endpoint, configuration, local disk) without a success, the pool skips the
-  rest of that bucket.
-* A pool that is stopped waits, but not forever, until its downloads have released their partials,
-  so that the next run can resume them.
+  remaining shards of that bucket.
+* A pool that is stopped waits, up to a limit, until its downloads have released their partials (the
+  unfinished files), so that the next run can resume them.
 
-One interpreter is the bottleneck for small shards. On loopback, with two cores shared with the
+For small shards, one interpreter is the bottleneck. On loopback, with two cores shared with the
 server, 2,000 shards of 100 KiB took 2.8 s with one process and 1.4 s with two, 256 of 4 MiB 1.05
-and 0.67 s, 48 of 64 MiB 1.39 and 1.18 s (medians of 3, November 2026). So the owner forks helpers
-before it starts threads. A helper runs a pool of its own for its share of the shards, and ends
-when that is done or the owner has died. At each tick it sends its owner one message: its events,
-log records and progress, and why it stopped. If it dies, its owner downloads the rest of the share.
+and 0.67 s, 48 of 64 MiB 1.39 and 1.18 s (medians of 3, November 2026). So the main process, the
+owner, forks helpers before it starts threads. A helper runs its own pool for its share of the
+shards, and ends when the share is done or the owner has died. At each tick, it sends the owner its
+events, log records and progress, and the reason if it stopped. If a helper dies, the owner
+downloads the rest of its share.
 """
 
 from __future__ import annotations
@@ -61,32 +62,32 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-#: A bucket is given up after this many refusals without a success, or after as many as there are
-#: threads. One would be too few: without s3:ListBucket, a missing object is a 403.
+#: Refusals without a success after which the pool gives up a bucket; or the number of threads, if
+#: that is higher. One would be too few: without s3:ListBucket, a missing object is also a 403.
 _REFUSALS = 3
-#: Under best effort, the pool stops after this many shards of unknown size in a row found no room.
-#: Each of them costs the start of a response.
+#: With ``best_effort``, the pool stops when this many shards of unknown size in a row found no
+#: room, because each of them costs a request and the beginning of its response.
 _MISFITS = 32
-#: Seconds between checks for events, stop requests and the deadline. To wake up for each event
-#: would cost more than everything else that is done for it. The first tick is short, because the
-#: first response decides how many connections, and so threads, there are.
+#: Seconds between checks for events, stop requests and the deadline. Waking up for each event would
+#: cost more than handling it. Ticks are short until the first response, because its delay decides
+#: how many connections, and therefore threads, are used.
 _TICK, _FIRST_TICK = 0.1, 0.01
 #: Seconds to wait for cancelled downloads. Most end within milliseconds.
 _CANCEL_TIMEOUT = 5.0
-#: Stands for the name of a bucket if this machine is at fault, such as its disk.
+#: Takes the place of a bucket's name for faults of this machine, such as of its disk.
 _THIS_MACHINE = ""
 
 
 @dataclass(eq=False)
 class Pool:
-    """The threads of one prewarm; see the module. Used once.
+    """Downloads the shards of one plan, once.
 
     Attributes:
         cache, plan, stop, jobs, best_effort, max_failures: as for `prewarm`.
-        rate: bytes per second for all connections together; None for no limit.
+        rate: bytes per second for all connections together; None sets no limit.
         deadline: when to stop, on the monotonic clock.
         results: the result of each shard that was tried, by key.
-        stopped: why no further shard is started, or None.
+        stopped: the reason why no further shard is started, or None.
     """
 
     cache: Cache
@@ -108,7 +109,7 @@ class Pool:
         self._events: SimpleQueue[Started | Finished] = SimpleQueue()
         self._cancelled_at: float | None = None
         self._running: dict[str, Download] = {}
-        self._helped = defaultdict[str, Progress](Progress)  # of the shards of helpers
+        self._helped = defaultdict[str, Progress](Progress)  # by key, of the helpers' shards
         self._helpers: list[Helper] = []
         self._threads = self._failures = 0
         self._misfits = 0  # shards in a row that found no room
@@ -119,12 +120,12 @@ class Pool:
     def run(self, report: Callable[[list[Started | Finished]], None]) -> None:
         """Download the shards until all are done or the pool is stopped.
 
-        ``report`` is called in the calling thread with the events since its last call. Its errors,
-        and KeyboardInterrupt, are raised after the downloads have ended.
+        ``report`` is called in the calling thread with the events since its last call. Its
+        exceptions, and KeyboardInterrupt, are raised after the downloads have ended.
         """
         process, now = self.cache.processes.here(), clock.time()
         process.site()
-        for entry in self.plan.cached.values():  # so that none is evicted to make room for others
+        for entry in self.plan.cached.values():  # so that the downloads do not evict them
             process.tier_of(entry.directory).store.touch(entry.directory, now)
         try:
             self._supervise(report)
@@ -137,7 +138,7 @@ class Pool:
     # -- the calling thread ----------------------------------------------------
 
     def _supervise(self, report: Callable[[list[Started | Finished]], None]) -> None:
-        """Start threads, report events and watch for reasons to stop, until all is done."""
+        """Start threads, report events and watch for reasons to stop, until all work is done."""
         connections = self.cache.processes.here().engine.connections
         while self._start_threads(connections.limit):
             with self._changed:
@@ -158,9 +159,9 @@ class Pool:
         report(_drain(self._events))
 
     def _start_threads(self, connections: int) -> bool:
-        """Start a thread for each connection; more would only wait for each other.
+        """Start a thread for each connection; more threads would only wait for each other.
 
-        If no thread can start, downloads a shard in this one. Returns False if all work is done.
+        If no thread can be started, download a shard in this one. Return False if all work is done.
         """
         while self._todo and self._threads < min(self.jobs, connections):
             with self._changed:
@@ -178,7 +179,7 @@ class Pool:
     # -- helpers ---------------------------------------------------------------
 
     def share(self, helpers: Sequence[Helper]) -> None:
-        """Give each helper an equal share, and follow it in a thread. Call this before `run`."""
+        """Give each helper an equal share, and follow it in a thread. To be called before `run`."""
         count = min(1 + len(helpers), self.jobs)
         if count < 2:
             return
@@ -200,14 +201,14 @@ class Pool:
             sizes, outdated = self.plan.sizes, self.plan.outdated
             known = {shard.key: sizes[shard.key] for shard in share if shard.key in sizes}
             plan = PrewarmPlan(tuple(share), {}, known, 0, 0, 0, outdated=outdated)
-            # A pickled shard lacks the secrets of its URL, which the helper needs.
+            # Pickling a shard removes the secrets of its URL. The helper needs them to download.
             helper.send((plan, [shard.raw for shard in share], options))
 
     def _follow(self, helper: Helper, share: list[ShardURL]) -> None:
-        """Take over the events, log records and progress of a helper until it ends."""
+        """Receive the events, log records and progress of a helper until it ends."""
         left = {shard.key: shard for shard in share}
         stopped: Stopped | None = None
-        with suppress(EOFError, OSError, pickle.UnpicklingError):  # it has ended
+        with suppress(EOFError, OSError, pickle.UnpicklingError):  # the helper has ended
             while True:
                 events, records, progress, stopped = helper.channel.recv()
                 for record in records:
@@ -241,13 +242,13 @@ class Pool:
                 self._changed.notify()
 
     def _download_next(self) -> bool:
-        """Download the next shard. Returns False if there is none."""
+        """Download the next shard. Return False if there is none."""
         if (download := self._next()) is not None:
             self._finish(Finished(download.shard, self._run(download)))
         return download is not None
 
     def _next(self) -> Download | None:
-        """Take the next shard, skipping those of buckets that were given up."""
+        """Return a download of the next shard, skipping given-up buckets, or None at the end."""
         with self._changed:
             while self._todo:
                 shard = self._todo.popleft()
@@ -285,7 +286,7 @@ class Pool:
         )
 
     def _finish(self, event: Finished) -> None:
-        """Record a result, and decide whether further shards are worth a try."""
+        """Record a result, and stop the pool if further shards are not worth a try."""
         shard, result = event
         error = result.error
         with self._changed:
@@ -316,9 +317,9 @@ class Pool:
         return self._refused[scope] >= limit and scope not in self._succeeded
 
     def _halt(self, reason: Stopped) -> None:
-        """Start no further shard, and cancel running downloads unless the cache is full.
+        """Start no further shard, and cancel the running downloads unless the cache is full.
 
-        In a full cache, running downloads may already have reserved their room.
+        When it is full, running downloads may already have reserved room, so they can complete.
         """
         self.stopped = self.stopped or reason
         self._todo.clear()
@@ -327,12 +328,12 @@ class Pool:
 
 
 def _drain(queue: SimpleQueue[T]) -> list[T]:
-    """Return the items of a queue which other threads may fill further. Never blocks."""
+    """Return the items that a queue holds now. Never blocks, even if other threads add items."""
     return [queue.get() for _ in range(queue.qsize())]
 
 
 def _bucket(shard: ShardURL) -> str:
-    """Return scheme and bucket or host: the scope of credentials and endpoints."""
+    """Return the scheme and the bucket or host, for which credentials and endpoints are valid."""
     return "/".join(shard.canonical.split("/")[:3])
 
 
@@ -340,7 +341,7 @@ def _bucket(shard: ShardURL) -> str:
 
 
 class Helper:
-    """A forked process that waits for a share of the shards and downloads it."""
+    """A forked process that waits for its share of the shards and downloads it."""
 
     def __init__(self, cache: Cache) -> None:
         self.channel, owner = multiprocessing.Pipe()
@@ -356,7 +357,7 @@ class Helper:
             self.channel.send(message)
 
     def close(self) -> None:
-        """Wait until the helper has ended. A helper without a task ends at once."""
+        """Tell the helper to stop, and wait until it has ended."""
         self.send(None)
         self._process.join()
         self.channel.close()
@@ -368,7 +369,7 @@ def _run_helper(
     owners_end.close()  # otherwise the helper would not notice that its owner has died
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the owner sends a message to stop the helper
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    # After an error the owner downloads the rest of the share, and meets the error itself.
+    # After an error, the owner downloads the rest of the share, and reports the error if it recurs.
     with suppress(Exception):
         if (task := owner.recv()) is not None:
             _download_share(cache, owner, *task)
@@ -381,9 +382,9 @@ def _download_share(
     raws: list[str],
     options: dict[str, Any],
 ) -> None:
-    """Download shards in a helper until the owner sends another message.
+    """Download a helper's share, until it is done or the owner sends another message.
 
-    Log records go to the owner, so that one process alone writes to the terminal.
+    Log records go to the owner, so that only one process writes to the terminal.
     """
     shards = tuple(replace(each, raw=raw) for each, raw in zip(plan.shards, raws, strict=True))
     plan = replace(plan, shards=shards)

@@ -3,8 +3,9 @@
     prewarm_nodes -> one task pinned to each live node -> `prewarm` of that node's cache
                   <- a batch of news every second (a streaming generator) <-
 
-Each node uses its own cache, configuration and credentials: those of the environment in which
-``ray start`` ran there. If a node fails or dies, its report says so, and the others complete.
+A batch of news holds events of a node's prewarm, and the last batch also its report. Each node uses
+its own cache, configuration and credentials, from the environment in which ``ray start`` ran there.
+If a node fails or dies, its report says so, and the other nodes complete.
 """
 
 from __future__ import annotations
@@ -44,15 +45,15 @@ from shardcache.results import (
     portable,
 )
 
-#: Seconds between two batches of news from a node, and between two checks of the driver for news
-#: and for a request to stop.
+#: Seconds between two batches of news from a node; and between two checks, in the calling process,
+#: for news and for a request to stop.
 _NEWS_EVERY, _TICK = 1.0, 0.2
-#: Seconds to wait for nodes whose tasks were cancelled. A prewarm needs up to 5
-#: (`pool._CANCEL_TIMEOUT`); the rest is for the news on its way.
+#: Seconds to wait for nodes whose tasks were cancelled. A prewarm takes up to 5 to stop
+#: (`pool._CANCEL_TIMEOUT`); the rest is for news in transit.
 _CANCEL_TIMEOUT = 20.0
-#: Seconds to test an address with no listener; Ray itself would try for minutes.
+#: Seconds to test whether an address accepts connections; Ray itself would try for minutes.
 _CONNECT_SECONDS = 10.0
-#: What a node sends: events, and at the end its report, or the error that it has instead.
+#: A batch of news: events, and at the end a report, or an exception in place of the report.
 _News = list[Event | PrewarmReport | Exception]
 
 
@@ -62,19 +63,19 @@ class NodeLostError(ShardCacheError):
 
 @dataclass(slots=True)
 class NodeReport:
-    """The prewarm of one node, as far as it has sent news."""
+    """The state of one node's prewarm, according to the news received so far."""
 
-    name: str  #: if two nodes share a name, the start of its id follows
+    name: str  #: the node's name, and the start of its id if several nodes have this name
     number: int  #: from 0, in the order of addresses and then names
-    plan: PrewarmPlan | None = None  #: None before it has sent one
+    plan: PrewarmPlan | None = None  #: None until the node has sent its plan
     results: dict[str, ShardResult] = field(default_factory=dict)  #: of finished shards, by key
-    interrupted: bool = False  #: whether its task was cancelled
+    interrupted: bool = False  #: whether the node's task was cancelled
     error: Exception | None = None  #: an error that concerns more than single shards
     _report: PrewarmReport | None = None
 
     @property
     def ended(self) -> bool:
-        """Whether the node sends no more news."""
+        """Whether the node will send no more news."""
         return self.interrupted or not (self._report is None and self.error is None)
 
     @property
@@ -84,12 +85,12 @@ class NodeReport:
 
     @property
     def received(self) -> int:
-        """Bytes received over the network for the shards that are finished."""
+        """Bytes received over the network for the finished shards."""
         return sum(result.received for result in self.results.values())
 
     @property
     def report(self) -> PrewarmReport:
-        """The node's report; if it was lost or interrupted, one made from the results so far."""
+        """The node's report, or one made from the results so far if the node has not sent it."""
         if self._report is not None:
             return self._report
         plan = self.plan or PrewarmPlan((), {}, {}, 0, 0, 0)
@@ -122,22 +123,23 @@ def prewarm_nodes(
 ) -> tuple[NodeReport, ...]:
     """Prewarm the cache of every live node of a Ray cluster.
 
-    The cluster is the one that this process is connected to, else that of ``RAY_ADDRESS``, else
-    the one that this machine belongs to. A second call downloads the shards that are missing.
+    The cluster is the one that this process is connected to. Without a connection, it is the one at
+    ``RAY_ADDRESS`` if that is set, and otherwise the one that this machine belongs to. A second
+    call downloads only the shards that are still missing.
 
     Args:
         urls: one shard specification or several; each node lists prefixes and patterns itself.
-        settings: options of `Cache` that are the same on all nodes, such as ``dir``. Each node
-            takes the other options from its own configuration.
+        settings: options of `Cache` to use on all nodes, such as ``dir``. Each node takes all other
+            options from its own configuration.
         config_file: the configuration file to read on each node instead of the usual ones.
-        ranks_per_node: training processes on each node. Each node gets only the shards that
-            ``split_by_node`` gives its ranks; with None, every node gets all shards.
-        on_news: called in the calling thread with all nodes, several times a second.
-        stop: set this event, from any thread or signal handler, to stop early.
-        options: options of `prewarm` other than ``on_event`` and ``stop``.
+        ranks_per_node: number of training processes on each node. A node then downloads only the
+            shards that ``split_by_node`` gives its ranks; with None, it downloads all shards.
+        on_news: called in the calling thread with the reports of all nodes, several times a second.
+        stop: an event that any thread or signal handler may set, to stop early.
+        options: arguments of `prewarm` other than ``on_event`` and ``stop``.
 
     Returns:
-        One report per node, in the order of their numbers.
+        One report per node, ordered by number.
 
     Raises:
         ConfigError: Ray is not installed, no cluster can be reached, or a specification is
@@ -145,7 +147,7 @@ def prewarm_nodes(
         KeyboardInterrupt: raised after the tasks were cancelled.
     """
     specs = [urls] if isinstance(urls, str) else list(urls)
-    expanded = expand(specs)  # so that a mistake is reported once, not by every node
+    expanded = expand(specs)  # here, so that a mistake is reported once, not by every node
     if any("${" in spec for spec in specs):
         specs = expanded  # the nodes may lack these variables
     file = None if config_file is None else configuration.absolute(config_file)
@@ -154,7 +156,7 @@ def prewarm_nodes(
     with _connected() as ray:
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        # Without a claim to a processor, the task also runs on a busy cluster.
+        # The task claims no processor, so that it also runs on a busy cluster.
         task = ray.remote(num_cpus=0, max_retries=0, num_returns="streaming")(_prewarm_here)
         alive = sorted((node for node in ray.nodes() if node["Alive"]), key=_sort_key)
         names = [str(node.get("NodeName") or node["NodeManagerAddress"]) for node in alive]
@@ -166,7 +168,7 @@ def prewarm_nodes(
             pin = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
             stream = task.options(scheduling_strategy=pin).remote(*arguments, share)
             streams[stream] = nodes[number]
-        deadline = math.inf  # changes when the tasks are cancelled
+        deadline = math.inf  # finite once the tasks are cancelled
         try:
             while streams and clock.monotonic() < deadline:
                 if stop.is_set() and deadline == math.inf:
@@ -196,12 +198,12 @@ def prewarm_nodes(
 
 
 def _sort_key(node: Mapping[str, Any]) -> tuple[int, str, str]:
-    address = int(ipaddress.ip_address(node["NodeManagerAddress"]))  # .9 is before .10
+    address = int(ipaddress.ip_address(node["NodeManagerAddress"]))  # .9 precedes .10
     return address, str(node.get("NodeName", "")), str(node["NodeID"])
 
 
 def _lost(ray: Any, node_id: str, exn: Exception) -> NodeLostError:
-    """Return why a task ended without a report: the last line of Ray's long message."""
+    """Return the error of a task that ended without a report: the last line of Ray's message."""
     alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
     if node_id not in alive or isinstance(exn, ray.exceptions.NodeDiedError):
         return NodeLostError("the node died")
@@ -210,7 +212,7 @@ def _lost(ray: Any, node_id: str, exn: Exception) -> NodeLostError:
 
 @contextmanager
 def _connected() -> Iterator[Any]:
-    """Connect to a Ray cluster, if this process is not connected yet, and yield the module."""
+    """Yield the module `ray`, connected to a cluster; end the connection if it was made here."""
     try:
         import ray
     except ImportError as exn:
@@ -234,7 +236,7 @@ def _connected() -> Iterator[Any]:
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, handler)  # Ray has replaced it
     try:
-        # A thread of Ray prints to stdout that a node died, but a program may read JSON there.
+        # A thread of Ray prints the death of a node to stdout, where the command may write JSON.
         with redirect_stdout(io.StringIO()):
             yield ray
     finally:
@@ -251,9 +253,9 @@ def _prewarm_here(
     options: Mapping[str, Any],
     share: Share | None,
 ) -> Iterator[_News]:
-    """Run a prewarm in a thread of this node, and yield news of it. This is the Ray task.
+    """Run a prewarm in a thread of this node, and yield its news. This is the Ray task.
 
-    `ray.cancel` raises KeyboardInterrupt here. After that, Ray delivers no more news.
+    `ray.cancel` raises KeyboardInterrupt in this function. After that, Ray delivers no more news.
     """
     news, stop = queue.SimpleQueue[Event | PrewarmReport | Exception](), threading.Event()
 
@@ -273,7 +275,7 @@ def _prewarm_here(
                 report = prewarm(cache, specs, share=share, on_event=on_event, stop=stop, **options)
             results = tuple(result.portable() for result in report.results)
             news.put(replace(report, results=results))
-        except Exception as exn:  # noqa: BLE001 - the report of the node has it
+        except Exception as exn:  # noqa: BLE001 - it is sent to the caller
             news.put(portable(exn))
 
     with ThreadPoolExecutor(1) as pool:

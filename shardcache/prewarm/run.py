@@ -1,7 +1,7 @@
-"""`prewarm`: expand the specifications, make a plan, refuse it if it cannot fit, download.
+"""Prewarm a cache: expand shard specifications, make a plan, refuse what cannot fit, download.
 
 Several prewarms may run on one cache at the same time, in one process or in several. Like all
-readers, they share their downloads.
+readers, they share downloads: each shard is downloaded once.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ if TYPE_CHECKING:
 
 #: How many shards are downloaded at the same time by default.
 JOBS = 32
-#: Modules that `import shardcache` does not import. The owner imports them before it forks, so that
-#: its helpers need not.
+#: Modules that `import shardcache` does not import. They are imported before the helpers are
+#: forked, so that the helpers need not import them again.
 _ENGINE = ("download.acquire", "space.clean", "stats.database", "origins.s3")
-#: Four interpreters can download faster than the network links of today's nodes.
+#: Limit of processes: four interpreters can download faster than the network of today's nodes.
 _MOST_PROCESSES = 4
 
 
 def most_processes() -> int:
-    """Return how many processes a prewarm may use: one if this process has threads already.
+    """Return how many processes a prewarm may use: one if this process already has threads.
 
-    A fork does not copy threads, so locks that they hold would stay locked in the child.
+    A fork does not copy threads, so any lock that a thread holds would stay locked in the child.
     """
     cores = len(os.sched_getaffinity(0))
     return 1 if threading.active_count() > 1 else min(_MOST_PROCESSES, cores)
@@ -64,33 +64,33 @@ def prewarm(
     on_event: Callable[[Event], None] | None = None,
     stop: threading.Event | None = None,
 ) -> PrewarmReport:
-    """Bring shards into the cache before they are needed.
+    """Download shards into the cache before they are needed.
 
     Args:
         cache: the cache to fill.
         urls: one shard specification or several (URLs, ``{braces}``, globs and prefixes; see
             `expand`), or results of `Cache.parse`, which are not expanded.
-        share: download only the shards that the ranks of one node read.
+        share: the share of one node; shards that its ranks do not read are not downloaded.
         jobs: how many shards to download at the same time.
-        check: download nothing; report which shards are cached.
-        dry_run: download nothing; report the plan.
+        check: download nothing; only report which shards are cached.
+        dry_run: download nothing; only report the plan.
         deadline: seconds after which no shard is started and running downloads are cancelled.
-        max_failures: stop at the first failure beyond this number; None never stops.
+        max_failures: stop when more shards than this have failed; None never stops.
         best_effort: leave out shards that do not fit instead of refusing all of them.
         limit_rate: bytes per second for all connections together: a number, or text such as
             ``"50MB"``.
-        refresh: ask the origins of the cached shards, and download those that were replaced.
-            Open streams continue with the version that they read.
-        processes: how many processes share the work. The others are forked at once, so pass more
-            than 1 only in programs without threads.
+        refresh: query the origins for newer versions of the cached shards, and download these.
+            Streams that are open continue with the version that they read.
+        processes: how many processes share the work. The additional ones are forked at the start,
+            so pass more than 1 only in programs without threads.
         on_event: called in the calling thread with each event; must not block.
-        stop: set this event, from any thread or signal handler, to stop early.
+        stop: an event that any thread or signal handler may set, to stop early.
 
     Returns:
         The plan, and the result of each shard.
 
     Raises:
-        ConfigError: a URL or an option is not valid, or the directory cannot be used.
+        ConfigError: a URL or an option is invalid, or the directory cannot be used.
         CacheFullError: the shards do not fit; nothing was downloaded.
         ShardNotFoundError: nothing matches a prefix or a pattern.
         AccessDeniedError, TransferError: a prefix or a pattern cannot be listed.
@@ -149,7 +149,7 @@ def prewarm(
 
 
 def _make_directory(cache: Cache) -> None:
-    """Create the cache directory, so that an unusable one is reported once, not for each shard."""
+    """Create the cache directory; raise one error if it is unusable, instead of one per shard."""
     try:
         make_root(cache.config)
         if not os.access(Layout.of_root(cache.dir).partial, os.W_OK | os.X_OK):

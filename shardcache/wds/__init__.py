@@ -1,4 +1,4 @@
-"""WebDataset pipelines that read shards through a cache, and a faster reader of tar archives."""
+"""Make WebDataset pipelines read shards through a cache, and read tar archives in less time."""
 
 from shardcache.wds.attach import attach, url_opener
 from shardcache.wds.gopen import register

@@ -1,7 +1,7 @@
 """Connect WebDataset pipelines to a cache: `attach` and `url_opener`.
 
-A WebDataset pipeline is a list of stages. `attach` replaces stages and changes nothing global, so
-it works with fork, spawn and forkserver alike.
+A WebDataset pipeline is a list of stages. `attach` replaces stages in this list and changes no
+global state, so it works whether workers are started by fork, spawn or forkserver.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ _EXPANDER_OPTIONS = ("handler", "select_files", "rename_files")
 def url_opener(
     data: Iterable[Any], handler: Handler | None = None, *, cache: Cache, **_gopen_options: Any
 ) -> Iterator[dict[str, Any]]:
-    """Open the shards of a pipeline; replaces the WebDataset function of the same name.
+    """Open the shards of a pipeline. This stage replaces WebDataset's stage of the same name.
 
     Args:
         data: dicts with the key ``url``, or plain URLs.
-        handler: called with the exception if a shard cannot be opened; the URL is appended to its
-            ``args``. Returns True to continue with the next shard, False to stop. The default
-            raises the exception.
+        handler: called with the exception if a shard cannot be opened; the URL is appended to the
+            exception's ``args``. It returns True to continue with the next shard, or False to stop.
+            The default raises the exception.
         cache: the cache to read through.
         **_gopen_options: ignored; WebDataset's function takes options for its pipes.
 
     Yields:
-        the same dicts with ``stream``, which the consumer owns, and ``local_path``: the path of a
-        cached shard. While a shard has no path, this is its URL, because all samples of a batch
-        need the same fields.
+        The same dicts, with ``stream``, which the consumer may close, and ``local_path``: the path
+        of the cached shard, or its URL while it has no path. The field is never missing, because
+        all samples of a batch need the same fields.
     """
 
     def parsed(item: Any) -> ShardURL:
@@ -65,7 +65,7 @@ def url_opener(
         opened += 1
         sample |= {"stream": stream, "local_path": stream.name.removeprefix("file://")}
         yield sample
-        # A reference here would keep this shard in use during the download of the next one.
+        # Without this, the references would keep the shard in use while the next one is downloaded.
         del stream, sample, item
     if failed and not opened:
         logger.error("none of %d shards could be opened; the first error: %s", failed, first)
@@ -76,8 +76,8 @@ def attach(dataset: _Pipeline, cache: Cache, *, fast_tar: bool = True) -> _Pipel
 
     Replaces the stage that opens URLs, and keeps its handler. Also replaces WebDataset's
     ``tar_file_expander`` by `tar_files`, which yields the same files in less time. A second call
-    replaces the cache. Prepares the first miss in the background (`Cache.prepare`). Logs a warning,
-    once per process, if the order of the shards is the same in every epoch.
+    replaces the cache. Starts to prepare for the first miss in the background (`Cache.prepare`).
+    Logs a warning, once per process, if the shards have the same order in every epoch.
 
     Args:
         dataset: a ``WebDataset`` or any ``DataPipeline``.
@@ -111,17 +111,17 @@ def attach(dataset: _Pipeline, cache: Cache, *, fast_tar: bool = True) -> _Pipel
 
 
 def _replaced(stage: Any, cache: Cache, fast_tar: bool) -> list[Any]:
-    """Return the stages that replace one that opens URLs or, with ``fast_tar``, expands archives.
+    """Return the stages that replace ``stage``, or only ``stage`` if it need not be replaced.
 
-    Any other stage is returned unchanged.
+    Stages that open URLs are replaced and, with ``fast_tar``, those that expand archives.
     """
     from webdataset import cache as wds_cache
     from webdataset import filters, tariterators
 
-    # Classes of WebDataset 1.0; functions of earlier versions.
+    # WebDataset 1.0 has these classes, and earlier versions have the function.
     openers = getattr(wds_cache, "StreamingOpen", ()), getattr(wds_cache, "FileCache", ())
     caching = getattr(wds_cache, "cached_tarfile_samples", None)
-    combined = (tariterators.tarfile_samples, caching)  # they open, expand and group
+    combined = (tariterators.tarfile_samples, caching)  # each opens, expands and groups
     expander = tar_files if fast_tar else tariterators.tar_file_expander
     function, args, options = _call_of(stage)
     if isinstance(stage, openers):
@@ -143,7 +143,7 @@ def _replaced(stage: Any, cache: Cache, fast_tar: bool) -> list[Any]:
 
 
 def _repeats_order(stages: list[Any]) -> bool:
-    """Return whether the shards certainly have the same shuffled order in every epoch."""
+    """Return whether the shards are sure to have the same shuffled order in every epoch."""
     from webdataset import filters, shardlists
 
     splits = shardlists.split_by_node, shardlists.split_by_worker, shardlists.single_node_only
@@ -174,7 +174,7 @@ def _warn_of_repeated_order() -> None:
 
 
 def _call_of(stage: Any) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """Return the function of a stage, and its arguments after the data."""
+    """Return the function of a stage, and the arguments that follow its input data."""
     from webdataset.filters import FilterFunction
 
     if isinstance(stage, FilterFunction):

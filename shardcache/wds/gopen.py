@@ -1,11 +1,11 @@
 """Replace WebDataset's ``gopen``, for pipelines that cannot be changed.
 
-Only shards are read through the cache: what WebDataset's own readers of archives open, and files
-that are named like archives. Other calls, such as writes and local files, go to the original
-function. So do shards that the cache cannot read where WebDataset may have other means: commands
+Only shards are read through the cache: files that WebDataset's own readers of archives open, and
+files that are named like archives. Other calls, such as writes and reads of local files, go to the
+original function. So do shards that the cache cannot read but WebDataset may be able to: commands
 for a shell, and ``gs://`` URLs without gcsfs or without its credentials. WebDataset has no function
-for some schemes, such as ``s3``: other files with these schemes, such as timm's ``_info.json``, are
-read from their origin and not stored.
+for some schemes, such as ``s3``. Files with these schemes that are not shards, such as timm's
+``_info.json``, are read from their origin and not stored.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from shardcache.urls import DEFAULT_SCHEMES, name_command, redact
 logger = logging.getLogger(__name__)
 
 _Gopen = Callable[..., Any]
-#: The modules whose functions open archives, and only archives.
+#: The modules of WebDataset that call ``gopen`` for archives, and only for archives.
 _READERS = frozenset({"webdataset.cache", "webdataset.tariterators"})
-#: Schemes that WebDataset reads with programs of their own, which have other credentials.
+#: Schemes that WebDataset reads with programs that have credentials of their own.
 _WEBDATASETS = frozenset({"gs", "hf"})
-#: Kinds of messages that this process, or its parent before the fork, has logged. Many users pass
-#: handlers that silently skip errors.
+#: Kinds of messages that this process, or its parent before the fork, has logged. They are logged
+#: because many users pass handlers that silently skip errors.
 _logged: set[str] = set()
-#: The shards that this process has left to WebDataset, as logs may name them.
+#: The shards that this process has left to WebDataset, without the secrets in their URLs.
 _left: set[str] = set()
 
 
 def register(scheme: str, cache: Cache) -> None:
-    """Let WebDataset's ``gopen`` read the shards of one scheme, such as ``s3``, through ``cache``.
+    """Make WebDataset's ``gopen`` read the shards of one scheme, such as ``s3``, through ``cache``.
 
     Affects this process and its forked workers. Spawned workers must call this function in their
-    ``worker_init_fn``; ``shardcache run`` reaches all workers. Writes, and files that are not tar
-    archives, go to the function that the scheme had before.
+    ``worker_init_fn``; ``shardcache run`` affects all workers. Writes, and files that are not tar
+    archives, go to the function that was registered for the scheme before.
     """
     from webdataset import gopen_schemes
 
@@ -53,7 +53,7 @@ def register(scheme: str, cache: Cache) -> None:
 
 
 def read_through_cache(module: Any) -> None:
-    """Replace ``gopen`` in the module `webdataset.gopen`, to read through the default cache."""
+    """Replace ``gopen`` in ``module``, `webdataset.gopen`, by one that uses the default cache."""
     schemes, rewrite = module.gopen_schemes, module.rewrite_url
     schemes["__default__"] = _uncached(default_cache, schemes["__default__"])
     module.gopen = _cached(default_cache, module.gopen, rewrite)
@@ -105,16 +105,16 @@ def _is_archive_opened() -> bool:
     """Return whether the caller of ``gopen`` reads an archive."""
     frame = sys._getframe(2)
     while frame.f_back is not None and frame.f_globals.get("__name__") == "webdataset.gopen":
-        frame = frame.f_back  # a function of `gopen_schemes`, see `register`
+        frame = frame.f_back  # WebDataset's `gopen`, which calls what `register` has set
     return frame.f_globals.get("__name__") in _READERS
 
 
 def _is_shard(url: str, cache: Cache, is_archive: bool) -> bool:
-    """Return whether to read a URL through the cache; raise ConfigError if it cannot."""
+    """Return whether to read a URL through the cache; raise ConfigError if the cache cannot."""
     from webdataset import utils
 
     shard = cache.parse(url)
-    # WebDataset 1.0 refuses local files and commands if WDS_SECURE or the program says so.
+    # If WDS_SECURE or the program demands it, WebDataset 1.0 refuses local files and commands.
     is_forbidden = getattr(utils, "enforce_security", False)
     if is_forbidden and (shard.is_local or url.startswith("pipe:")):
         return False
@@ -123,7 +123,7 @@ def _is_shard(url: str, cache: Cache, is_archive: bool) -> bool:
 
 
 def _leave(url: str, reason: str, cache: Cache) -> None:
-    """Log why WebDataset reads a shard, and add it to the file of `shardcache run`."""
+    """Log why WebDataset reads a shard, and add both to the file of `shardcache run`."""
     shown = name_command(url[5:]) if url.startswith("pipe:") else redact(url)
     if shown in _left:
         return
@@ -133,14 +133,14 @@ def _leave(url: str, reason: str, cache: Cache) -> None:
         text = "%s is not cached, and WebDataset reads it: %s Further ones are not logged."
         logger.warning(text, shown, reason)
     if path := run_of_this_process()[1]:
-        with contextlib.suppress(OSError):  # on another node, or after the end of the command
+        with contextlib.suppress(OSError):  # no file: another node, or the command has ended
             descriptor = os.open(path, os.O_WRONLY | os.O_APPEND)
             with open(descriptor, "w", encoding="utf-8", errors="replace") as file:
                 file.write(f"{shown}\t{reason}\n")
 
 
 def log_once(exn: Exception, url: str, cache: Cache | None) -> None:
-    """Log an error that a handler may hide, once per type of error, job and node."""
+    """Log an error that a handler may hide; each type of error once per job and node."""
     if not _is_new(type(exn).__name__, cache):
         return
     text, shown = str(exn).rstrip("."), redact(url)

@@ -3,13 +3,14 @@
 `tar_files` yields the same names and bytes in the same order as WebDataset's expander, and calls
 handlers at the same points with the same exceptions.
 
-Nearly all headers of a shard are plain: a regular file with a name and a size. This module parses
-them with one regular expression and a checksum in C. At the first other header (sparse files,
-global headers, unusual numbers, damage, compression), it passes the same bytes and the rest of the
-archive to tarfile, which decides which members an archive has, and where and how reading it fails.
+Nearly all headers of a shard are plain: they describe a regular file with a name and a size. This
+module parses them with one regular expression and a checksum in C. At the first other header
+(sparse files, global headers, unusual numbers, damage, compression), it passes the same bytes and
+the rest of the archive to tarfile. So it is always tarfile that decides which members an archive
+has, and where and how reading it fails.
 
-Streams are never closed. Nothing is read beyond a member until the next one is requested, so that
-readers do not wait for bytes still being downloaded.
+Streams are never closed. Nothing after a member is read until the next one is requested, so that
+readers do not wait for bytes that are still being downloaded.
 """
 
 from __future__ import annotations
@@ -27,25 +28,26 @@ if TYPE_CHECKING:
 
 _BLOCK = 512
 _ZEROS = bytes(_BLOCK)
-#: Bytes per read while a member is skipped.
+#: Bytes per read while skipping a member.
 _PIECE = 20 * _BLOCK
-#: An extended header has a name and some times. Larger ones are left to tarfile.
+#: Limit of an extended header in bytes, ample for a name and a few timestamps. Larger ones are left
+#: to tarfile.
 _EXTENDED_MAX = 1 << 16
-#: The first bytes of compressed archives; no sample has such a name.
+#: The first bytes of compressed archives. No name of a sample begins with them.
 _COMPRESSED = (b"\x1f\x8b", b"BZh", b"]\0\0", b"\xfd7z", b"\x28\xb5\x2f")
-#: A header to precede the one that tarfile takes over at: for the first header of an archive,
-#: tarfile has other rules.
+#: The header of a directory. It is put before the header at which tarfile takes over, because
+#: tarfile applies other rules to the first header of an archive.
 _DIRECTORY = tarfile.TarInfo("x")
 _DIRECTORY.type = tarfile.DIRTYPE
 _NOT_FIRST = _DIRECTORY.tobuf(tarfile.USTAR_FORMAT)
 
 # The forms of a number that all tar programs read alike: octal digits with a final NUL or space, a
-# field of NULs, base 256 of GNU. Other forms are left to tarfile.
+# field of NULs, and GNU's base 256. Other forms are left to tarfile.
 _NUMBER = rb"(?:[0-7]{7}[\0 ]|[0-7]{6}[\0 ]{2}|\0{8}|[\x80\xff].{7})"
 _match = re.compile(
     rb"(?=([^\0]{0,100})).{100}"  # 1: name
     + _NUMBER * 3  # mode, user, group
-    + rb"(0[0-7]{10})[\0 ]"  # 2: size, below a GiB: a damaged one must not allocate all memory
+    + rb"(0[0-7]{10})[\0 ]"  # 2: size below a GiB, so a damaged one cannot take all memory
     + rb"(?:[0-7]{11}[\0 ]|\0{12}|[\x80\xff].{11})"  # time
     + rb"([0-7]{6})[\0 ]{2}"  # 3: checksum
     + rb"(.)"  # 4: type
@@ -54,22 +56,22 @@ _match = re.compile(
     + rb"(?=([^\0]{0,155})).{167}",  # 5: prefix
     re.DOTALL,
 ).fullmatch
-#: A record of an extended header with the name, or with a value that WebDataset does not use.
+#: Matches a record of an extended header that has the name, or a value that WebDataset ignores.
 _record = re.compile(rb"([1-9][0-9]{0,5}) (path|[acm]time|[ug]id|[ug]name)=([^\n]+)\n").match
 
 _REGULAR = (b"0", b"\0", b"7")
 _WITHOUT_DATA = (b"5", b"2", b"1", b"3", b"4", b"6")
 _EXTENDED = (b"x", b"L")
 
-#: The names of members that WebDataset reserves.
+#: Matches the names of members that WebDataset reserves for metadata, and skips.
 _is_meta = re.compile(r"__[^/]*__($|/)").match
 
-#: Name, size and type in a plain header.
+#: The name, size and type in a plain header.
 _Fields = tuple[str, int, bytes]
 
 
 def reraise(exn: Exception) -> bool:
-    """Raise the exception: the default handler."""
+    """Raise the exception. This is the default handler."""
     raise exn
 
 
@@ -80,14 +82,14 @@ def tar_files(
     rename_files: Callable[[str], str] | None = None,
     eof_value: Any = ...,
 ) -> Iterator[Any]:
-    """Expand opened shards into files; replaces WebDataset's ``tar_file_expander``.
+    """Expand opened shards into files. This stage replaces WebDataset's ``tar_file_expander``.
 
     Args:
         data: ``dict(url=..., stream=...)`` for each shard, optionally with ``local_path``.
-        handler: called with the exception if a member or an archive cannot be read. Returns True
-            to continue with the next one, False to stop. The default raises the exception.
-        select_files: returns whether to yield the file of this name.
-        rename_files: returns the new name of a file; called before ``select_files``.
+        handler: called with the exception if a member or an archive cannot be read. It returns True
+            to continue with the next one, or False to stop. The default raises the exception.
+        select_files: called with a file's name; returns whether to yield the file.
+        rename_files: called with a file's name before ``select_files``; returns the new name.
         eof_value: yielded after each shard, unless it is None. The default is that of the installed
             WebDataset: ``{}``, or None before version 1.0.
 
@@ -139,10 +141,10 @@ def tar_samples(
     select_files: Callable[[str], bool] | None = None,
     rename_files: Callable[[str], str] | None = None,
 ) -> Iterator[dict[str, Any]]:
-    """Expand opened shards into samples: `tar_files`, then WebDataset's ``group_by_keys``.
+    """Expand opened shards into samples, with `tar_files` and WebDataset's ``group_by_keys``.
 
     Args:
-        data, handler, select_files, rename_files: as for `tar_files`.
+        data, handler, select_files, rename_files: the arguments of `tar_files`.
 
     Yields:
         ``dict(__key__=..., __url__=..., field=bytes, ...)``.
@@ -155,20 +157,20 @@ def tar_samples(
 
 
 class TarWalk:
-    """Iterates over the names of the regular files of an archive; `read` returns their data.
+    """Iterates over the names of the regular files in an archive; `read` returns a file's data.
 
-    Both raise the exceptions of tarfile in mode ``r|*``.
+    Iteration and `read` raise the exceptions of tarfile in mode ``r|*``.
     """
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
-        self._size = 0  # of this member, in bytes
+        self._size = 0  # bytes of the current member
         self._left = 0  # bytes until the next header
-        self._archive: Any = None  # tarfile's reader, after it has taken over
-        self._member: tarfile.TarInfo | None = None  # this member, after tarfile has taken over
+        self._archive: Any = None  # tarfile's reader, once it has taken over
+        self._member: tarfile.TarInfo | None = None  # current member, once tarfile has taken over
 
     def read(self) -> bytes:
-        """Return the data of the member that was yielded last. May be called once per member."""
+        """Return the data of the current member. May be called at most once per member."""
         data: bytes
         if self._member is not None:
             data = self._archive.extractfile(self._member).read()
@@ -181,7 +183,7 @@ class TarWalk:
 
     def __iter__(self) -> Iterator[str]:
         stream, header, fields = self._stream, b"", None
-        # These types never return less than was requested before the end.
+        # Streams of these types return as many bytes as requested, except at the end.
         if type(stream) in (io.BufferedReader, io.BytesIO) and tarfile.ENCODING == "utf-8":
             header = stream.read(_BLOCK)
             fields = _fields(header)
@@ -206,7 +208,7 @@ class TarWalk:
             fields = _fields(header)
 
     def _next_header(self) -> bytes:
-        """Return the block after this member; shorter than 512 bytes at the end of the archive."""
+        """Return the block after the current member. It may be short at the end of the stream."""
         left, self._left = self._left, 0
         while left > _PIECE:  # skip a member that was not read
             if len(self._stream.read(_PIECE)) < _PIECE:
@@ -218,7 +220,10 @@ class TarWalk:
         return block[left:] if left else block
 
     def _extended(self, header: bytes, fields: _Fields) -> tuple[bytes, _Fields | None]:
-        """Return an extended header with its member's, and the fields of the member if plain."""
+        """Read what follows an extended header, up to the end of its member's own header.
+
+        Return all these bytes with ``header``, and the member's fields, or None if not plain.
+        """
         _, size, kind = fields
         if not 0 < size <= _EXTENDED_MAX:
             return header, None
@@ -244,13 +249,13 @@ class TarWalk:
             self._archive.members = []  # tarfile would keep all of them in memory
 
 
-#: Empty reads before an error. If the size of a member is damaged, tarfile keeps reading at the end
-#: of the archive, up to 2^500 bytes.
+#: Empty reads after which reading fails. If the size of a member is damaged, tarfile would keep
+#: reading at the end of the archive, for up to 2^500 bytes.
 _MAX_EMPTY_READS = 1000
 
 
 class _Rejoined:
-    """A stream with ``pending`` bytes before it."""
+    """A stream of the bytes in ``pending``, followed by those of ``stream``."""
 
     def __init__(self, pending: bytes, stream: Any) -> None:
         self._pending = pending
@@ -269,11 +274,11 @@ class _Rejoined:
 
 
 def _ended() -> tarfile.ReadError:
-    return tarfile.ReadError("unexpected end of data")  # the text of tarfile
+    return tarfile.ReadError("unexpected end of data")  # with tarfile's text
 
 
 def _fields(header: bytes) -> _Fields | None:
-    """Parse a header; returns None if it is not plain, incomplete or damaged."""
+    """Return the fields of a header, or None if it is not plain, is incomplete or is damaged."""
     if (found := _match(header)) is None:
         return None
     name, size, checksum, kind, prefix = found.groups()
@@ -283,19 +288,19 @@ def _fields(header: bytes) -> _Fields | None:
         total = (adler32(header[156:], adler32(header[:148])) & 0xFFFF) - 1
     else:
         total = sum(header) - sum(header[148:156])
-    if int(checksum, 8) != total + 256:  # the field of the checksum counts as 8 spaces
+    if int(checksum, 8) != total + 256:  # the checksum field itself counts as 8 spaces
         return None
     if kind == b"\0" and name.endswith(b"/"):
-        kind = b"5"  # a directory in old archives
+        kind = b"5"  # old archives mark directories in this way
     if prefix and kind not in _EXTENDED:
         name = prefix + b"/" + name
     return _text(name), int(size, 8), kind
 
 
 def _name(name: str, records: bytes, size: int) -> str | None:
-    """Return the name in the first ``size`` bytes of an extended header, or else ``name``.
+    """Return the member's name: the one in the extended header's records if any, or ``name``.
 
-    Returns None for a record that tarfile has to read.
+    The records are the first ``size`` bytes. Return None if tarfile has to read one of them.
     """
     if size & 511 and records[size]:
         return None

@@ -184,7 +184,7 @@ class Cache:
 
     @contextlib.contextmanager
     def pinned(self, url: str) -> Iterator[Path]:
-        """Download the shard unless it is cached, and yield its path, valid inside the context.
+        """Download the shard unless it is cached, and yield its path for use inside the context.
 
         Raises:
             The same errors as `open` with ``strict``, because only a shard on disk has a path.
@@ -352,7 +352,7 @@ class Cache:
         """Return the one shard that a specification stands for; ConfigError if there are more."""
         shards = list[ShardURL]()
         if not {"{", "*", "?"}.isdisjoint(spec) or spec.endswith("/"):
-            with contextlib.suppress(ShardNotFoundError):  # then it is the literal URL of a shard
+            with contextlib.suppress(ShardNotFoundError):  # the text is the literal URL of a shard
                 shards = self.select(spec)
         if len(shards) > 1:
             raise ConfigError(
@@ -400,13 +400,13 @@ class Cache:
 
         Args:
             max_size: the size limit of the cache, in bytes or as text such as "800GB".
-            min_free: the space to keep free on the filesystem, in the same form.
+            min_free: the space to keep free on the filesystem, in the same form as ``max_size``.
             max_age: the longest time without use, in seconds or as text such as "14d".
             orphans: also remove the unfinished downloads of the last hour, which could be resumed.
                 Unless a limit or ``everything`` is given, no entry is removed.
             everything: remove all entries that are neither pinned nor in use.
             dry_run: remove nothing; the report counts the entries that would be removed.
-            wait: wait up to ``lock_timeout`` for another process that is cleaning.
+            wait: if another process is cleaning, wait for it up to ``lock_timeout``.
 
         Raises:
             ConfigError: the directory is not a cache, or it uses another kind of lock.
@@ -448,7 +448,7 @@ class Cache:
     ) -> Generator[Finding, None, None]:
         """Compare cached shards with the digests recorded by their downloads; yield the results.
 
-        Jobs may run meanwhile: no process evicts an entry while it is being verified, and the
+        Jobs may run at the same time: no process evicts an entry while it is being verified, and the
         verification does not count as an access.
 
         Args:
@@ -490,7 +490,7 @@ class Cache:
             seconds: how long to pin the shards; None pins them until `unpin` is called.
 
         Raises:
-            ConfigError: the directory must not be used, or a URL's scheme is not cached.
+            ConfigError: the directory cannot be a cache, or shards of this scheme are not cached.
             ShardNotFoundError: nothing in the cache matches a specification.
             OSError: the disk is full, read-only or failing.
         """
@@ -603,7 +603,7 @@ class Cache:
 
 @cache
 def default_cache() -> Cache:
-    """Return the cache that the environment and configuration files describe, the same every time.
+    """Return the cache that environment and configuration files describe. All callers share it.
 
     Raises:
         ConfigError: an option is unknown or not valid, or a configuration file cannot be read.

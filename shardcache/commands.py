@@ -139,7 +139,7 @@ def read_command(
         ``region_name``, ``requester_pays``.
 
     Raises:
-        ConfigError: only a shell can run the command. The message is the reason.
+        ConfigError: the command must be left to a shell. The message is the reason.
     """
     command = re.sub(_PAYER, "--request-payer=requester", re.sub(_ENDINGS, "", command.strip()))
     name, *words = _words(command, environ) or [""]
@@ -171,7 +171,7 @@ def read_command(
 
 
 def _s3cmd_endpoint(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the endpoint option from s3cmd's configuration file; no option if it is AWS."""
+    """Return s3cmd's configured endpoint as an option, or no option if the endpoint is AWS's."""
     import configparser  # importing it takes 5 ms, and only s3cmd needs it
 
     parser = configparser.RawConfigParser()

@@ -118,7 +118,7 @@ def _directory(value: object) -> Path:
         # os.path.expandvars would keep the name of an unset variable as the name of a directory.
         if not os.environ.get(name := found[1] or found[2]):
             raise ValueError(f"contains ${name}, which is not set")
-    text = os.path.expanduser(os.path.expandvars(text))  # noqa: PTH111  pathlib's raises
+    text = os.path.expanduser(os.path.expandvars(text))  # noqa: PTH111  pathlib's version raises
     if text.startswith("~"):
         raise ValueError("begins with a home directory that is not known")
     return absolute(text)
@@ -154,7 +154,7 @@ def _schemes(value: object) -> tuple[str, ...]:
 
 
 def _tables(value: object, cls: Any, *names: str) -> tuple[Any, ...]:
-    """Parse a list whose items are ``cls`` objects, tables, or ``names`` separated by ``=``."""
+    """Parse a list of ``cls`` objects, tables, or texts: values of ``names`` separated by ``=``."""
     found = []
     for item in _items(value):
         if isinstance(item, str | Path):
@@ -232,7 +232,7 @@ class Kind(NamedTuple):
 
 
 def _opt(kind: Kind, default: Any, help: str) -> Any:
-    # A function is not in the repr: a functools.partial would show its arguments, maybe secrets.
+    # No functions in the repr: a functools.partial would show its arguments, which may be secret.
     return field(default=default, repr=kind is not FUNCTION, metadata={"kind": kind, "help": help})
 
 
@@ -271,7 +271,7 @@ STORE = Kind("path, or URL without credentials", _store)
 
 
 def _parse_fields(instance: Any) -> None:
-    """Replace all fields of a dataclass, which `_opt` declared, with their parsed values."""
+    """Replace the values of all fields, which `_opt` declared, with the parsed values."""
     for option in fields(instance):
         value = _parse(option, getattr(instance, option.name), "argument")
         object.__setattr__(instance, option.name, value)
@@ -558,7 +558,7 @@ def _from_environment(env: Mapping[str, str]) -> Iterator[tuple[str, object, str
 def _from_webdataset(env: Mapping[str, str]) -> Iterator[tuple[str, object, str]]:
     yield "dir", env.get("WDS_CACHE"), "environment WDS_CACHE"
     size = env.get("WDS_CACHE_SIZE", "").strip()
-    size += "B" if size[-1:].isdigit() else ""  # WebDataset takes the number as bytes
+    size += "B" if size[-1:].isdigit() else ""  # to WebDataset, a bare number means bytes
     yield "max_size", size or None, "environment WDS_CACHE_SIZE"
 
 

@@ -53,8 +53,8 @@ class AccessDeniedError(ShardCacheError, PermissionError):
 class TransferError(ShardCacheError):
     """The shard could not be read from its origin within the allowed number of attempts.
 
-    This is not an ``OSError``, because that means a fault of the local disk, after which the shard
-    is streamed from its origin.
+    It is not an ``OSError``, because an ``OSError`` means a fault of the local disk, after which
+    the shard is streamed from its origin.
     """
 
 
@@ -113,5 +113,5 @@ class BoardError(ShardCacheError, ConnectionError):
 
 
 def is_local_error(exn: BaseException) -> TypeGuard[OSError]:
-    """Return whether an error came from the local disk or this process, not from shardcache."""
+    """Return whether an error is an ``OSError`` of the disk or process, not one of shardcache's."""
     return isinstance(exn, OSError) and not isinstance(exn, ShardCacheError)

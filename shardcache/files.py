@@ -4,7 +4,7 @@
     shared     directories 2770   files 0660   published data 0440
 
 In a shared cache, the set-group-id bit gives new files and directories the group of their parent.
-The members of the group must trust each other, because each may remove or replace others' files.
+The members of the group must trust each other, because each may remove or replace all files.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from shardcache.config import group_name
 from shardcache.errors import ConfigError, ShardCacheError
 from shardcache.threads import undivided
 
-#: Seconds between attempts if mkdir reports that a directory exists (EEXIST) and stat that it does
-#: not: an NFS client remembers for a few seconds that a name was absent.
+#: Seconds between attempts if a directory exists according to mkdir (EEXIST) but not according to
+#: stat: an NFS client remembers for a few seconds that a name was absent.
 _RETRY = 0.1
 #: Attempts to create a directory, because other processes may remove its empty parent each time.
 #: With the pause above, they take up to 10 s.
@@ -38,7 +38,7 @@ def random_token() -> str:
 
 
 def set_mode(file: int | Path, mode: int) -> None:
-    """Set the mode of a new file (a descriptor) or directory if its group has any permission.
+    """Set the mode of a new file (a descriptor) or directory that a group shares.
 
     The umask may have removed permissions of the group. Private files and directories have their
     mode from the start, because no sensible umask restricts their owner.
@@ -114,7 +114,7 @@ class Modes:
             except FileNotFoundError:
                 if levels:
                     self.make_directory(path.parent, levels - 1)
-                elif not path.parent.exists():  # if it exists, it was absent only for a moment
+                elif not path.parent.exists():  # otherwise, it was missing only for a moment
                     raise
         raise FileNotFoundError(errno.ENOENT, "another process keeps removing it", str(path))
 
@@ -273,7 +273,7 @@ DISK_FAULTS = frozenset(
     | {errno.ESHUTDOWN, errno.EHOSTDOWN, errno.ENOLINK, errno.ETIMEDOUT, errno.EILSEQ}
     | {errno.ENODATA}
 )
-#: Seconds without any use of a failing disk: long enough to remount it, and short for a job.
+#: Seconds for which a failing disk is not used: long enough to remount it, but short for a job.
 _PAUSE = 60.0
 
 
@@ -314,7 +314,7 @@ class Breaker:
         return max(0.0, self._until - clock.monotonic())
 
     def failed(self, *, at_once: bool = False) -> bool:
-        """Count a fault, which opens the breaker if ``at_once``; return whether it was opened."""
+        """Count a fault; if ``at_once``, open the breaker. Return whether the fault opened it."""
         if self.left:
             return False  # the call began before the pause, so its fault does not prolong the pause
         was_closed = self.closed

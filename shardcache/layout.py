@@ -1,7 +1,7 @@
 """The names of files and directories in a cache. docs/design.md shows them as a tree.
 
 An entry is a published shard, and a partial is an unfinished download; both are directories. Only
-this module makes and parses their names. A file whose name does not match was not made by
+this module makes and parses the names. A file whose name does not match was not made by
 shardcache and is never touched. The names of entries and partials contain version and size, so that
 a hit, a scan and the budget need not read files.
 """
@@ -47,7 +47,7 @@ is_key = re.compile(_KEY).fullmatch
 is_lock_name = re.compile(rf"{_KEY}\.lock").fullmatch
 is_lease_name = re.compile(rf"{_KEY}\.(lease|holder)").fullmatch  #: a lease or its record
 is_pin_name = re.compile(rf"{_KEY}\.pin").fullmatch
-is_evicted_name = re.compile(rf"evict\.{_KEY}\.{_RANDOM}").fullmatch  #: being removed
+is_evicted_name = re.compile(rf"evict\.{_KEY}\.{_RANDOM}").fullmatch  #: an entry being removed
 #: A file (`replace_file`) or directory (`Modes.new_directory`) that does not have its name yet.
 is_temporary_name = re.compile(rf"\.[A-Za-z0-9.]+\.{_RANDOM}").fullmatch
 #: The namespace of a rank or a job, named by `ranks.safe_name`.
@@ -243,7 +243,7 @@ def replace_file(path: Path, data: bytes, mode: int, *, via: Path, once: bool = 
             try:
                 os.link(temporary, path)
                 return
-            except FileExistsError:  # by another process, or by this one if NFS repeated the call
+            except FileExistsError:  # created by another process, or by this one if NFS resent it
                 return
             except OSError:  # a filesystem without hard links: the last process wins
                 pass

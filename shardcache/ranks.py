@@ -43,7 +43,7 @@ _LAUNCHERS: dict[Source, tuple[str, ...]] = {
 #: The default of torchrun's --rdzv-id. All jobs share it, so it does not identify a job.
 _NO_RUN_ID = "none"
 #: SLURM_MAX_NORMAL_STEP_ID in slurm.h. Larger step ids denote pseudo-steps (batch script,
-#: interactive shell), which run a single process whatever SLURM_NTASKS is.
+#: interactive shell), which run a single process regardless of SLURM_NTASKS.
 _MAX_NORMAL_STEP = 0xFFFFFFF0
 
 _PLAIN = r"(?![.-])[A-Za-z0-9._-]{1,64}"
@@ -85,7 +85,7 @@ def detect(environ: Mapping[str, str] | None = None) -> Ranks:
 
 
 def run_of_this_process() -> tuple[float | None, str]:
-    """Return the start and the file of this `shardcache run`, or (None, "") outside of one."""
+    """Return the start and the file of the current `shardcache run`; (None, "") without one."""
     started, _, file = os.environ.get(RUN_VARIABLE, "").partition(":")
     with contextlib.suppress(ValueError):
         return float(started), file
@@ -107,7 +107,7 @@ def _from_slurm(env: Mapping[str, str]) -> Ranks | None:
 def _from_launcher(env: Mapping[str, str], source: Source) -> Ranks | None:
     """Return the `Ranks` that a launcher set, or None if it did not set rank and world size."""
     *numbers, job_name = _LAUNCHERS[source]
-    # Other programs may export RANK or WORLD_SIZE, so one of them alone is ignored, even malformed.
+    # Other programs may export RANK or WORLD_SIZE, so one alone is ignored, even if malformed.
     if not (_text(env, numbers[0]) and _text(env, numbers[1])):
         return None
     rank, world_size, local_rank, local_size = (whole_number(env, name) for name in numbers)

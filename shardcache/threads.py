@@ -2,11 +2,11 @@
 
 A forked child inherits the locks that other threads hold at that moment, but not the threads, so
 nothing in the child releases the locks. Imports hold such locks, and OpenSSL does while it creates
-a context, *during a handshake* and *while a thread that used it ends*. In November 2026, of a
-thousand forks beside four threads that did handshakes, one produced a child that waited for its
-first context forever (OpenSSL 3.0). A thread ends a few microseconds after its `is_alive` has
-become false. So a fork waits for imports in other threads, for code inside `undivided`, and for
-ended threads of shardcache until the kernel no longer lists them.
+a context, *during a handshake* and *while a thread that used it ends*. In November 2026, with four
+threads that did handshakes, one fork in a thousand produced a child that waited for its first
+context forever (OpenSSL 3.0). A thread ends a few microseconds after its `is_alive` has become
+false. So a fork waits for imports in other threads, for code inside `undivided`, and for ended
+threads of shardcache until the kernel no longer lists them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _ENDING = 5.0
 #: Seconds between two checks, about as long as a fork itself takes.
 _POLL = 0.0005
 
-#: Number of remembered threads from which on the ended ones are forgotten.
+#: When this many threads are remembered, those that have ended are forgotten.
 _MANY = 64
 
 #: Modules that register hooks which take the modules' locks before a fork.
@@ -68,7 +68,7 @@ class lazy(Generic[T]):  # noqa: N801 - used as a decorator
 def start(function: Callable[[], object], name: str) -> threading.Thread:
     """Call ``function`` in a new daemon thread, and return the thread.
 
-    A program can end although an origin does not respond, and its downloads can be resumed.
+    Daemon threads let a program end while an origin does not respond. Downloads can be resumed.
 
     Raises:
         RuntimeError: the limit of threads is reached.
@@ -109,7 +109,7 @@ def _ended() -> set[threading.Thread]:
 def _ending() -> set[threading.Thread]:
     """Return the threads that have ended as far as Python knows and that the kernel still lists."""
     ended = _ended()  # first, so that the kernel's list is not older than this set
-    tasks = set(os.listdir("/proc/self/task")) if ended else ()  # noqa: PTH208 - in a hook
+    tasks = set(os.listdir("/proc/self/task")) if ended else ()  # noqa: PTH208 - only names
     return {each for each in ended if str(each.native_id) in tasks}
 
 

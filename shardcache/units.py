@@ -60,7 +60,7 @@ def parse_bytes(value: str | int | float) -> int:
     """Convert a number, or text such as ``800GB``, ``1.5 TB``, ``1GiB`` or ``512k``, to bytes.
 
     Units are case-insensitive; K and KB are 1000, Ki and KiB are 1024. Text other than 0 needs a
-    unit, because a user who writes 800 hardly means bytes. Fractions of a byte in text are dropped.
+    unit, because a user who writes 800 rarely means bytes. Fractions of a byte in text are dropped.
     """
     number: float = -1
     if isinstance(value, int | float) and not isinstance(value, bool):
@@ -193,7 +193,7 @@ def parse_limit(value: str | int | float | Limit) -> Limit:
 
 
 def parse_choice(value: str, choices: Sequence[str]) -> str:
-    """Return the item of ``choices`` that equals ``value`` apart from upper and lower case."""
+    """Return the item of ``choices`` that ``value`` names, ignoring case."""
     text = value.strip().lower() if isinstance(value, str) else ""
     if text not in choices:
         raise _refuse(value, "a choice", ", ".join(choices))
@@ -201,7 +201,7 @@ def parse_choice(value: str, choices: Sequence[str]) -> str:
 
 
 def parse_bool(value: str | bool | int) -> bool:
-    """Convert 1/0, true/false, yes/no or on/off, in upper or lower case, to a bool."""
+    """Convert 1/0, true/false, yes/no or on/off to a bool, ignoring case."""
     return _TRUTHS[parse_choice(str(value), list(_TRUTHS))]
 
 

@@ -131,8 +131,8 @@ class ShardURL:
 
     #: The URL as the user wrote it, with secrets. Empty for a ``pipe:`` command that was unpickled.
     raw: str = field(repr=False)
-    scheme: str  #: in lower case; ``file`` for plain paths
-    canonical: str  #: for logs and sidecars; parses to the same key, except for commands
+    scheme: str  #: the scheme in lower case; ``file`` for plain paths
+    canonical: str  #: the URL for logs and metadata; parses to the same key, except for commands
     key: str  #: 32 hexadecimal digits, the blake2b-128 of the shard's identity and its endpoint
     basename: str  #: a safe file name with the suffix of the shard
     version_id: str | None = None  #: the object's version that the URL names, if any
@@ -230,7 +230,7 @@ def parse_url(
         canonical, identity, name = _generic(url, scheme, rest)
         is_masked = key is not None or canonical != identity
     try:
-        # Paths may contain arbitrary bytes, but other URLs are text.
+        # Paths may contain arbitrary bytes, but all other URLs must be text.
         encoded = identity.encode("utf-8", "surrogateescape" if scheme == "file" else "strict")
     except UnicodeEncodeError as exn:
         raise ConfigError(f"{redact(url)!r} cannot be encoded as UTF-8") from exn
@@ -336,7 +336,7 @@ def _masked(query: str) -> str:
 
     def masked(found: re.Match[str]) -> str:
         name, equals, value = found[0].partition("=")
-        # Only padding of base64 or punctuation after the URL: the text is a value without a name.
+        # If only base64 padding or punctuation follows the "=", the text is a value without a name.
         if not value.strip("=.,:)"):
             name, equals, value = "", "", found[0]
         return found[0] if name.lower() in _VERSIONS else f"{name}{equals}***"

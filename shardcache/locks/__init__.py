@@ -2,7 +2,7 @@
 
     flock        locks of keys and of the node, which the kernel frees when their holder dies
     lease        locks of keys for all nodes that share a network filesystem
-    mounts       the type of a path's filesystem, which decides on the kind of lock
+    mounts       the type of a path's filesystem, which determines the kind of lock
     downloaders  the number of caches on this node that are downloading
     sessions     live processes that use the cache, and those that wait for a download
 

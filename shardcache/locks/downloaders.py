@@ -19,7 +19,7 @@ from shardcache import clock
 from shardcache.files import open_exclusive, set_mode
 from shardcache.layout import Layout
 
-#: Number of bytes to choose from, so many that two downloaders never choose the same byte.
+#: Number of bytes to choose from, large enough that no two downloaders choose the same byte.
 _BYTES = 1 << 30
 #: `struct flock` of 64-bit Linux: type, whence, start, length, process.
 _FLOCK = struct.Struct("hhqqi4x")
@@ -28,7 +28,7 @@ _INTERVAL = 1.0
 
 
 class Downloaders:
-    """One downloader of a node, which can count all of them.
+    """Registers a cache as a downloader of its node, and counts the node's downloaders.
 
     Only one thread at a time may call `join` or `leave`; the caller has to ensure that.
 
@@ -70,7 +70,7 @@ class Downloaders:
         if file is not None and now >= self._due:
             with contextlib.suppress(OSError, ValueError):  # `leave` has closed the file
                 self._count = 1 + _count_others(file)
-            # Set this last: otherwise, another thread might return the previous count meanwhile.
+            # Set this last: otherwise, another thread would return the previous count.
             self._due = now + _INTERVAL
         return self._count
 

@@ -40,7 +40,7 @@ _UNSUPPORTED = frozenset({errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP})
 #: Seconds between attempts to take a lock that another process holds briefly: planning an eviction
 #: takes microseconds, and closing a partial after its publication takes a few milliseconds.
 _PAUSES = (0.001, 0.01, 0.02)
-#: Attempts to open and lock a file, because a sweep may remove the file or its directory meanwhile.
+#: Attempts to open and lock a file, because a sweep may remove the file or its directory.
 _ATTEMPTS = 100
 #: Length in bytes to which a record is padded, so that one write replaces the previous record, and
 #: the maximum number of bytes to read, because a record may contain a long URL.

@@ -66,7 +66,7 @@ class KeyLease:
         except Timeout:
             self._break_expired(lease)
             return False
-        except (OSError, ValueError) as exn:  # ValueError: its holder set another duration
+        except (OSError, ValueError) as exn:  # ValueError: the lease has another duration
             if isinstance(exn, OSError) and exn.errno in _REFUSALS:
                 raise
             logger.warning("%s: going on without a lease: %s", self.path, exn)

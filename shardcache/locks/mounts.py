@@ -2,7 +2,7 @@
 
 On a local filesystem, flock(2) works. On any other (NFS, Lustre, GPFS, FUSE, unknown), flock may be
 refused, be granted to several processes, or hang. There, a process that downloads holds a lease, an
-entry counts as used for a while after its last use (`Layout.grace`), and sessions and the budget
+entry counts as in use for a while after its last use (`Layout.grace`), and sessions and the budget
 lock are in a directory of this node (`Layout.local`). The manifest states the kind of lock of the
 process that created the cache, because locks of two kinds do not exclude each other.
 
@@ -89,7 +89,7 @@ def mount_of(path: Path | str) -> Mount | None:
     best: Mount | None = None
     for mount in read_mounts():
         inside = mount.point == "/" or real == mount.point or real.startswith(f"{mount.point}/")
-        # Of two mounts at the same point, the later one hides the earlier one.
+        # If two mounts have the same point, the later one hides the earlier one.
         if inside and (best is None or len(mount.point) >= len(best.point)):
             best = mount
     return best
@@ -114,7 +114,7 @@ def lock_kind(config: Config, manifest: Mapping[str, object]) -> str:
 
 
 def node_namespace(config: Config) -> Layout:
-    """Return the node's namespace for a cache's kind of lock. The cache need not exist."""
+    """Return the node's namespace of a cache, with its kind of lock. The cache need not exist."""
     modes, manifest = Modes.of(config.shared_group), read_manifest(config.dir)
     node = Layout.of_root(config.dir, modes)
     if lock_kind(config, manifest) == "flock":

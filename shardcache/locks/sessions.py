@@ -1,7 +1,7 @@
 """Live processes that use the cache, and those that wait for a download.
 
-Each process holds the flock of its file in ``sessions``, named ``<random>.session``, and, while it
-waits for the download of a key, of a file named ``<key>.<random>.wait``. The modification time of a
+Each process keeps a file in ``sessions`` locked by flock: ``<random>.session``. While it waits for
+the download of a key, it locks another file, ``<key>.<random>.wait``. The modification time of a
 session's file is the time when the job began to use the cache. A child (a DataLoader worker, forked
 or spawned) creates a session with its parent's start, because the workers of an epoch are no
 younger than their job. The next process that lists the sessions removes dead processes' files.
@@ -93,7 +93,7 @@ class Session:
 
 
 def live_sessions(layout: Layout) -> list[float]:
-    """Return the starts of the live sessions, in seconds since the epoch, and remove dead ones."""
+    """Return the start of each live session, in seconds since the epoch; remove dead sessions."""
     dates = map(_live_since, _files(layout, ".session"))
     return [date for date in dates if date is not None]
 
@@ -132,7 +132,7 @@ def leave_note(layout: Layout, job: str) -> bool:
 
 
 def live_waits(layout: Layout) -> Iterator[tuple[str, Holder]]:
-    """Yield the key and the waiting process of each wait for a download. Remove nothing.
+    """Yield the key and the `Holder` of each process that waits for a download. Remove nothing.
 
     Raises:
         OSError: the directory exists and cannot be read.
@@ -170,7 +170,7 @@ def _files(layout: Layout, suffix: str) -> list[Path]:
 
 
 def _live_since(path: Path) -> float | None:
-    """Return the modification time of a live process's file. Remove a dead one's, return None."""
+    """Return the file's mtime, or remove the file and return None if its process is dead."""
     try:
         with open_file(path) as file:
             free, status = try_flock(file.fileno()), os.fstat(file.fileno())

@@ -448,8 +448,8 @@ class Cache:
     ) -> Generator[Finding, None, None]:
         """Compare cached shards with the digests recorded by their downloads; yield the results.
 
-        Jobs may run at the same time: no process evicts an entry while it is being verified, and the
-        verification does not count as an access.
+        Jobs may run at the same time: no process evicts an entry while it is being verified, and
+        the verification does not count as an access.
 
         Args:
             specs: the shards, as in `select`; None stands for all.
@@ -490,7 +490,7 @@ class Cache:
             seconds: how long to pin the shards; None pins them until `unpin` is called.
 
         Raises:
-            ConfigError: the directory cannot be a cache, or shards of this scheme are not cached.
+            ConfigError: the directory cannot be a cache, or files of a URL's scheme are not cached.
             ShardNotFoundError: nothing in the cache matches a specification.
             OSError: the disk is full, read-only or failing.
         """

@@ -210,7 +210,7 @@ def is_idle(path: Path, grace: float = IDLE_GRACE) -> bool:
 
 def remove_old(path: Path, age: float = IDLE_GRACE) -> None:
     """Remove a file or an empty directory that was unused for ``age`` seconds."""
-    with contextlib.suppress(OSError):  # another process was faster, or it is not empty
+    with contextlib.suppress(OSError):  # another process was faster, or the directory is not empty
         if is_idle(path, age):
             path.rmdir() if is_directory(path) else path.unlink()
 

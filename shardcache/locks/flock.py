@@ -1,8 +1,8 @@
 """Locks by flock(2), which the kernel frees when their holder dies, and records of their holders.
 
 Locks only save bandwidth. Callers stay correct if a lock is refused, is granted to two processes,
-or loses its file, because each download is of one version and is published by a rename. The order
-of locking is the key, then the budget, then single entries, for which no process waits.
+or loses its file, because a download fetches one version and is published by a rename. Locks are
+taken in a fixed order: first the key, then the budget, then single entries without waiting.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def try_flock(fd: int, *, shared: bool = False) -> bool | None:
 
 
 def wait_flock(fd: int, *, shared: bool = False) -> bool | None:
-    """Call `try_flock` up to four times within 31 ms, until it does not return False."""
+    """Call `try_flock` up to four times within 31 ms, while it returns False; return the result."""
     for seconds in _PAUSES:
         if (taken := try_flock(fd, shared=shared)) is not False:
             return taken
@@ -179,7 +179,7 @@ class KeyLock:
                 self.release()
                 return False
             if os.fstat(file.fileno()).st_nlink:
-                with contextlib.suppress(OSError):  # a pipe can be locked, but not read like this
+                with contextlib.suppress(OSError):  # a pipe can be locked, but has no offsets
                     self.left = Holder.decode(os.pread(file.fileno(), _MAX_RECORD, 0))
                 self.update(holder)
                 return True
@@ -235,7 +235,7 @@ def remove_locks(layout: Layout) -> None:
 def _remove_free_lock(layout: Layout, path: Path) -> None:
     left = read_holder(path)
     if left is not None and left.partial and is_directory(layout.partial / left.partial):
-        return  # it names the partial of a killed download, which can be resumed
+        return  # the file names the partial of a killed download, which can be resumed
     with contextlib.suppress(OSError), open_file(path) as file:
         # Remove the file only under its own lock, and only if no other process has removed it.
         if try_flock(file.fileno()) is not False and os.fstat(file.fileno()).st_nlink:

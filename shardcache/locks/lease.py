@@ -2,7 +2,7 @@
 
 A lease is a marker file in the cache (`filelock.SoftFileLease`), whose timestamp its holder keeps
 updating. A node that sees no update for `LEASE_SECONDS` of its own monotonic clock may take the
-lease. A holder that was stopped for longer continues when it wakes, so a shard is fetched twice.
+lease. A holder that was stopped for longer continues when it wakes: the shard is fetched twice.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _REFUSALS = frozenset({errno.EROFS, errno.EACCES, errno.ENOSPC, errno.EDQUOT})
 
 
 class KeyLease:
-    """The lease of a key, which gives one process of all nodes the right to download the shard.
+    """The lease of a key, which gives one process among all nodes the right to download.
 
     It has the methods of `KeyLock`. A caller must use one object for all its attempts, because the
     object remembers when it last saw the marker change. After ``seconds`` without a change, the

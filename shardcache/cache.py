@@ -490,7 +490,7 @@ class Cache:
             seconds: how long to pin the shards; None pins them until `unpin` is called.
 
         Raises:
-            ConfigError: the directory cannot be a cache, or files of a URL's scheme are not cached.
+            ConfigError: the directory cannot be a cache, or a shard is a file that is not cached.
             ShardNotFoundError: nothing in the cache matches a specification.
             OSError: the disk is full, read-only or failing.
         """

@@ -1,4 +1,4 @@
-"""shardcache: each training shard crosses the network once per node.
+"""Cache training shards on the local disk, so that a node downloads each shard once.
 
 import shardcache
 
@@ -49,8 +49,8 @@ __all__ = [
     "wids",
 ]
 
-#: Public names that are imported on first use. This keeps `import shardcache` fast, and Lightning,
-#: OpenTelemetry and wids are needed only by programs that use them.
+#: Public names that are imported on first use. This keeps `import shardcache` fast, and only
+#: programs that use Lightning, OpenTelemetry or wids need to have them installed.
 _ON_FIRST_USE = {
     "Cache": "shardcache.cache",
     "__version__": "shardcache.config",
@@ -65,7 +65,7 @@ _ON_FIRST_USE = {
 }
 
 
-if not TYPE_CHECKING:  # with __getattr__, type checkers would accept misspelt names
+if not TYPE_CHECKING:  # type checkers would accept any misspelt name if they saw __getattr__
 
     def __getattr__(name: str) -> Any:
         if name not in _ON_FIRST_USE:

@@ -1,4 +1,4 @@
-"""``python -m shardcache``: the command line."""
+"""Run the command line as ``python -m shardcache``."""
 
 import sys
 

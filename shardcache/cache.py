@@ -1,7 +1,8 @@
-"""`Cache`: the one object that users hold.
+"""`Cache`, the main class of the library.
 
-Threads may share it, and it may be pickled and forked. Each process makes its own descriptors,
-clients, locks and session when it first needs them.
+Threads may share a `Cache`, and it may be pickled and used after a fork. Each process creates its
+own file descriptors, clients, locks and session when it first needs them. An entry is a shard that
+is complete in the cache.
 """
 
 from __future__ import annotations
@@ -46,19 +47,19 @@ __all__ = ["Cache", "attach", "default_cache", "url_opener"]
 logger = logging.getLogger(__name__)
 
 _Pipeline = TypeVar("_Pipeline")
-#: WebDataset's error handler: returns True to continue, False to stop.
+#: An error handler of WebDataset. It returns True to continue with the next shard, False to stop.
 Handler = Callable[[Exception], bool]
 
-#: One shard specification or several: URLs, ``{braces}``, globs, a ``prefix/``. A `ShardURL` is not
-#: expanded.
+#: One or more shard specifications: URLs, URLs with ``{braces}``, globs, or a ``prefix/``. A
+#: `ShardURL` stands for exactly one shard and is not expanded.
 Specs = str | ShardURL | Iterable[str | ShardURL]
 
-#: Parsed URLs to remember, about 700 bytes each.
+#: Number of parsed URLs to keep in memory. Each takes about 700 bytes.
 _REMEMBERED = 100_000
 
 
 class PrewarmOptions(TypedDict, total=False):
-    """Options of `Cache.prewarm`, for type checkers and editors; see `prewarm.prewarm`."""
+    """The options of `prewarm.prewarm` that `Cache.prewarm` passes on, for type checkers."""
 
     jobs: int
     check: bool
@@ -74,19 +75,21 @@ class PrewarmOptions(TypedDict, total=False):
 
 
 class Cache:
-    """A directory on a local disk that holds shards.
+    """A cache of shards in a directory on a local disk.
 
-    If the cache fails, it logs one warning and streams shards from their origin, unless ``strict``
-    is set. It makes the directory on first use.
+    If the cache fails, shardcache logs a warning and streams shards from their origin, unless
+    ``strict`` is set. The directory is created on first use.
 
     Args:
         dir: the directory. The default comes from ``SHARDCACHE_DIR``, a configuration file or
-            ``WDS_CACHE``, else it is ``shardcache`` in ``XDG_CACHE_HOME`` or ``~/.cache``.
-        **options: see docs/options.md. They have the same names in the environment
-            (``SHARDCACHE_MAX_SIZE``) and in ``shardcache.toml``.
+            ``WDS_CACHE``; if none of them is set, it is ``shardcache`` in ``XDG_CACHE_HOME`` or
+            ``~/.cache``.
+        **options: the options in docs/options.md. They can also be set in the environment
+            (``max_size`` is ``SHARDCACHE_MAX_SIZE``) and in ``shardcache.toml``.
 
     Raises:
-        ConfigError: an option cannot work; with ``strict`` also: the directory cannot be used.
+        ConfigError: an option is unknown or not valid, or a configuration file cannot be read; with
+            ``strict`` also: the directory cannot be used.
     """
 
     def __init__(
@@ -107,12 +110,12 @@ class Cache:
 
     @classmethod
     def from_config(cls, config: Config, *, started: float | None = None) -> Cache:
-        """Make a cache from a configuration alone, without the environment.
+        """Create a cache from a configuration alone, without reading the environment.
 
         Args:
             config: the options.
-            started: when the job began to use the cache, in seconds since the epoch; None for a
-                command, whose limits are not recorded as those of a job.
+            started: when the job began to use the cache, in seconds since the epoch. None for a
+                command, so that its limits are not recorded as the limits of a job.
         """
         made = cls.__new__(cls)
         made._setup(config, started)
@@ -124,7 +127,7 @@ class Cache:
         self.processes = Processes(config, detect(), started)
         self.opener = Opener(config, self.processes.here)
         self._here = self.processes.here
-        # Parsing costs more than opening a hit, and each epoch repeats the URLs.
+        # Each epoch repeats the URLs, and parsing one takes longer than opening a cached shard.
         self._parse = lru_cache(_REMEMBERED)(parser(config))
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -149,10 +152,10 @@ class Cache:
     # -- reading ---------------------------------------------------------------
 
     def prepare(self, url: str | None = None) -> None:
-        """Prepare the first download of this process, in the background.
+        """Prepare the first download of this process in a background thread.
 
-        This makes the directories and the client of the origin of ``url``, which takes some tenths
-        of a second. It downloads nothing and raises nothing: the first read raises the error.
+        This creates the directories and the client for the origin of ``url``, which takes a few
+        tenths of a second. It downloads nothing, and leaves all errors to the first read.
         """
 
         def run() -> None:
@@ -162,40 +165,40 @@ class Cache:
                     process.site()
                     if url is not None:
                         process.origins.prepare(self.parse(url))
-            except Exception as exn:  # noqa: BLE001 - see above
+            except Exception as exn:  # noqa: BLE001 - the first read raises it
                 logger.debug("not prepared: %s", exn)
 
-        with contextlib.suppress(RuntimeError):  # a limit of processes
+        with contextlib.suppress(RuntimeError):  # the limit of threads is reached
             threads.start(run, "shardcache-prepare")
 
     def open(self, url: str) -> BinaryIO:
         """Open a shard for reading, and download it if it is not cached.
 
-        With ``fill="follow"``, a stream can be read while the download runs. The download continues
-        to its end even if the stream is closed early. Nothing evicts the shard while the stream is
+        With ``fill="follow"``, the stream can be read while the download runs. The download
+        completes even if the stream is closed early. The shard is not evicted while the stream is
         open.
 
         Returns:
-            A stream. Its ``name`` is the local path, or the URL if the shard was not cached.
+            A binary stream. Its ``name`` is the local path, or the URL if the shard was not cached.
 
         Raises:
             ShardNotFoundError: the origin does not have the shard.
             AccessDeniedError: the origin refuses the credentials.
-            TransferError: the origin does not respond, or stopped in the middle.
+            TransferError: the origin does not respond, or stopped sending before the end.
             IntegrityError: the bytes do not match the origin's checksum.
-            ConfigError: the URL or the configuration cannot work.
-            CacheFullError: with ``strict`` only: the cache has no room.
-            LockTimeoutError: with ``strict`` only: another process took too long.
-            OSError: with ``strict`` only: the disk failed.
+            ConfigError: the URL is not valid, or an option cannot be used.
+            CacheFullError: the cache has no room (only with ``strict``).
+            LockTimeoutError: another process held the shard's lock too long (only with ``strict``).
+            OSError: the disk failed (only with ``strict``).
         """
         return self.opener.open(self._parse(url))
 
     @contextlib.contextmanager
     def pinned(self, url: str) -> Iterator[Path]:
-        """Download the shard if needed, and yield its path, which is valid within the context.
+        """Download the shard unless it is cached, and yield its path for use inside the context.
 
         Raises:
-            The errors of `open` with ``strict``, because a path needs a shard on the disk.
+            The same errors as `open` with ``strict``, because only a shard on disk has a path.
         """
         shard = self._one(url)
         if self.opener.is_in_place(shard):
@@ -208,17 +211,20 @@ class Cache:
             opened.close()
 
     def fetch(self, url: str) -> Entry:
-        """Download the shard unless it is cached. Raises the errors of `pinned`.
+        """Download the shard unless it is cached. Raises the same errors as `pinned`.
 
         Returns:
-            The entry. Its `data` is the path of the shard, and its `size` is in bytes.
+            The shard's entry. Its `data` is the path of the shard, and its `size` is in bytes.
         """
         opened = self.opener.obtain(Download(self._one(url))).opened
         opened.close()
         return opened.entry
 
     def path(self, url: str | ShardURL) -> Path | None:
-        """Return the local path of the shard, or None. Only within `pinned` is it sure to stay."""
+        """Return the shard's local path, or None if the shard is not cached.
+
+        The file may be evicted at any time, except inside `pinned`.
+        """
         shard = self._one(url)
         if self.opener.is_in_place(shard):
             return shard.local_path if shard.local_path.exists() else None
@@ -226,7 +232,7 @@ class Cache:
         return None if entry is None else entry.data
 
     def entry(self, url: str | ShardURL) -> Entry | None:
-        """Return the shard's entry, or None if it is not cached."""
+        """Return the shard's entry, or None if the shard is not cached."""
         shard = url if isinstance(url, ShardURL) else self.parse(url)
         for store in self._here().stores():
             try:
@@ -248,9 +254,9 @@ class Cache:
         """Make a WebDataset pipeline read its shards through this cache.
 
         Args:
-            dataset: a ``WebDataset`` or ``DataPipeline``, which is changed and returned.
-            fast_tar: read the archives with shardcache, which yields the same samples several times
-                faster than WebDataset.
+            dataset: a ``WebDataset`` or ``DataPipeline``. It is changed in place and returned.
+            fast_tar: parse the archives with shardcache's reader, which yields the same samples
+                several times faster than WebDataset's.
 
         Raises:
             ConfigError: the pipeline has no stage that opens shards.
@@ -262,12 +268,12 @@ class Cache:
     def url_opener(
         self, data: Iterable[Any], handler: Handler | None = None, **kw: Any
     ) -> Iterator[dict[str, Any]]:
-        """Open the shards of a pipeline, in place of ``webdataset.tariterators.url_opener``.
+        """Open the shards of a pipeline; replaces ``webdataset.tariterators.url_opener``.
 
         Args:
             data: URLs, or dicts with a ``url``.
-            handler: WebDataset's error handler; the default raises the error.
-            **kw: further arguments of WebDataset's own opener; they are ignored.
+            handler: an error handler of WebDataset; the default raises the error.
+            **kw: other arguments that WebDataset's function accepts; they are ignored.
         """
         from shardcache import wds
 
@@ -280,15 +286,16 @@ class Cache:
         progress: bool = False,
         **options: Unpack[PrewarmOptions],
     ) -> PrewarmReport:
-        """Download many shards at once; see `prewarm.prewarm` for more options and the errors.
+        """Download many shards at once, and return a report.
 
-        A shard that fails neither raises an error nor stops the others: it is in the ``failures``
-        of the report, and one warning counts them.
+        A shard that fails neither raises an error nor stops the others: it is listed in the
+        report's ``failures``, and one warning states how many shards failed. `prewarm.prewarm`
+        lists the errors that are raised.
 
         Args:
-            urls: one shard specification or several: URLs, ``{braces}``, globs and prefixes.
-            progress: show bars on stderr; without a terminal, a line every ten seconds.
-            **options: see `prewarm.prewarm`.
+            urls: one or more shard specifications: URLs, ``{braces}``, globs and prefixes.
+            progress: show progress bars on stderr; without a terminal, a line every ten seconds.
+            **options: the options of `prewarm.prewarm`.
         """
         from shardcache import prewarm
 
@@ -299,7 +306,8 @@ class Cache:
                 options["on_event"] = stack.enter_context(bars(options.get("on_event")))
             report = prewarm.prewarm(self, urls, **options)
         if failures := report.failures:
-            first = str(next(iter(failures.values())))  # a record must not keep the error's frames
+            # The error as text: a log record that holds the error would keep its frames alive.
+            first = str(next(iter(failures.values())))
             text = "%d of %d shards failed to download; the first error: %s"
             logger.warning(text, len(failures), len(report.results), first)
         return report
@@ -307,11 +315,11 @@ class Cache:
     # -- maintenance -----------------------------------------------------------
 
     def entries(self, specs: Specs | None = None) -> Iterator[Entry]:
-        """Return the entries of shards, in no order; of all if ``specs`` is None.
+        """Return an iterator over the entries that match ``specs`` (default: all), in any order.
 
         Raises:
             ConfigError: a specification is malformed.
-            ShardNotFoundError: nothing in the cache matches one.
+            ShardNotFoundError: nothing in the cache matches a specification.
         """
         return (entry for _, entry in self._chosen(specs))
 
@@ -329,15 +337,16 @@ class Cache:
         return ((store, entry) for name, store, entry in named if name in names)
 
     def select(self, specs: Specs, *, pinned: bool = False) -> list[ShardURL]:
-        """Return the shards that specifications stand for, each once.
+        """Return the shards that specifications stand for, without duplicates.
 
-        URLs and ``{braces}`` stand for shards that may be cached or not. Globs, a ``prefix/`` and
-        basenames stand for shards in the cache, or with ``pinned`` for those that are pinned, also
-        for those that came from other endpoints than the configured one (`other_endpoint`).
+        URLs and ``{braces}`` stand for shards whether they are cached or not. Globs, a ``prefix/``
+        and basenames stand only for matching shards in the cache, or for matching pinned shards if
+        ``pinned`` is set. These may have come from other endpoints than the configured one
+        (`other_endpoint`).
 
         Raises:
             ConfigError: a specification is malformed.
-            ShardNotFoundError: nothing in the cache matches one.
+            ShardNotFoundError: nothing in the cache matches a specification.
         """
         found = dict[str, ShardURL]()
         selections = self.selections(specs)
@@ -352,12 +361,12 @@ class Cache:
         return list(found.values())
 
     def _one(self, spec: str | ShardURL) -> ShardURL:
-        """Return the only shard that a specification stands for; ConfigError if it is not one."""
+        """Return the one shard that a specification stands for; ConfigError if there are more."""
         if isinstance(spec, ShardURL):
             return spec
         shards = list[ShardURL]()
         if not {"{", "*", "?"}.isdisjoint(spec) or spec.endswith("/"):
-            with contextlib.suppress(ShardNotFoundError):  # it is the literal URL of a shard
+            with contextlib.suppress(ShardNotFoundError):  # the text is the literal URL of a shard
                 shards = [each for each in self.select(spec) if not self.other_endpoint(each)]
         if len(shards) > 1:
             raise ConfigError(
@@ -367,7 +376,7 @@ class Cache:
         return shards[0] if shards else self.parse(spec)
 
     def selections(self, specs: Specs) -> list[Selection]:
-        """Parse specifications; raise ConfigError if one is malformed."""
+        """Parse specifications. Raise ConfigError if one is malformed."""
         from shardcache.origins.listing import Selection
 
         each = [specs] if isinstance(specs, str | ShardURL) else specs
@@ -378,7 +387,7 @@ class Cache:
         pairs = self.pins().items() if pinned else ((e.key, e.name()) for e in self.entries())
         found = dict[str, ShardURL]()
         for key, url in sorted(pairs, key=itemgetter(1)):
-            with contextlib.suppress(ConfigError):  # a damaged record has no URL
+            with contextlib.suppress(ConfigError):  # a damaged record has no valid URL
                 shard = self.parse(url)
                 # A shard of another endpoint has another key.
                 if shard.key == key or shard.scheme == "s3":
@@ -412,23 +421,24 @@ class Cache:
         dry_run: bool = False,
         wait: bool = True,
     ) -> CleanReport:
-        """Remove leftovers of dead processes, and entries until the limits hold.
+        """Remove leftovers of dead processes, and evict entries until all limits are met.
+
+        The default of each limit is the configured one.
 
         Args:
-            max_size: the size limit of the cache, in bytes or as text such as "800GB"; the default
-                is the configured limit.
-            min_free: the space to keep free on the filesystem, likewise.
-            max_age: the longest time without use, in seconds or as text such as "14d", likewise.
+            max_size: the size limit of the cache, in bytes or as text such as "800GB".
+            min_free: the space to keep free on the filesystem, in the same form as ``max_size``.
+            max_age: the longest time without use, in seconds or as text such as "14d".
             orphans: also remove the unfinished downloads of the last hour, which could be resumed.
-                Unless a limit is given, no entry is removed.
-            everything: remove all entries that no process uses.
+                Unless a limit or ``everything`` is given, no entry is removed.
+            everything: remove all entries that are neither pinned nor in use.
             remove_dir: with ``everything``, remove the directories as well. They stay if shards or
                 files of other programs stay, or if a process uses the cache.
             dry_run: remove nothing; the report counts the entries that would be removed.
-            wait: if another process cleans, wait for up to ``lock_timeout``.
+            wait: if another process is cleaning, wait for it up to ``lock_timeout``.
 
         Raises:
-            ConfigError: the directory is not a cache, or is locked in another way.
+            ConfigError: the directory is not a cache, or it uses another kind of lock.
             LockTimeoutError: another process is cleaning.
             OSError: the filesystem is read-only or failing.
         """
@@ -471,21 +481,22 @@ class Cache:
         status: VerifyStatus | None = None,
         stop: threading.Event | None = None,
     ) -> Generator[Finding, None, None]:
-        """Compare the cached shards with the digests of their downloads. Jobs may run meanwhile.
+        """Compare cached shards with the digests recorded by their downloads; yield the results.
 
-        No process evicts an entry while it is verified, and this does not count as an access.
+        Jobs may run at the same time: no process evicts an entry while it is being verified, and
+        the verification does not count as an access.
 
         Args:
-            specs: the shards, see `select`; None stands for all.
-            quick: compare sizes only, and read no data.
-            remote: compare the versions of entries with those at the origins, too.
-            repair: set damaged entries aside, so that the next reader downloads them again.
-            sample: the share of shards to check, above 0 and up to 1; at least one is checked.
-            status: the object that shows the progress.
-            stop: set it to end early.
+            specs: the shards, as in `select`; None stands for all.
+            quick: compare only sizes, without reading data.
+            remote: also compare the versions of the entries with the versions at the origins.
+            repair: set damaged entries aside, so that the next reader downloads the shards again.
+            sample: the fraction of shards to check, above 0 and up to 1; at least one is checked.
+            status: an object that is updated with the progress.
+            stop: an event that ends the verification early when it is set.
 
         Raises:
-            ConfigError: the directory is not a cache, or ``sample`` is not a share.
+            ConfigError: the directory is not a cache, or ``sample`` is out of range.
             ShardNotFoundError: nothing in the cache matches a specification.
             OSError: the directory cannot be read.
         """
@@ -507,14 +518,14 @@ class Cache:
         ).findings()
 
     def pin(self, specs: Specs, seconds: float | None = None) -> list[ShardURL]:
-        """Pin shards: no process evicts them, and neither does ``clean --all``.
+        """Pin shards, so that no process evicts them, not even ``clean --all``. Return the shards.
 
         Args:
-            specs: the shards, see `select`, which are also returned.
-            seconds: the duration; None pins them until `unpin`.
+            specs: the shards, as in `select`.
+            seconds: how long to pin the shards; None pins them until `unpin` is called.
 
         Raises:
-            ConfigError: the directory must not be used, or a URL's scheme is not cached.
+            ConfigError: the directory cannot be a cache, or a shard is a file that is not cached.
             ShardNotFoundError: nothing in the cache matches a specification.
             OSError: the disk is full, read-only or failing.
         """
@@ -531,17 +542,17 @@ class Cache:
         return shards
 
     def pins(self) -> dict[str, str]:
-        """Return the pinned shards: URLs by key, an empty one if the record of a pin is damaged."""
+        """Return the URLs of pinned shards by key; the URL is empty if a pin's file is damaged."""
         from shardcache.space.pins import pinned
 
         tiers, now = self._here().present, clock.time()
         return {key: url for tier in tiers for key, url in pinned(tier.node, now).items()}
 
     def unpin(self, specs: Specs) -> list[ShardURL]:
-        """Unpin shards, see `select` with ``pinned``. Return those that had been pinned.
+        """Unpin the shards that `select` finds with ``pinned``; return those that were pinned.
 
         Raises:
-            The errors of `pin`.
+            The same errors as `pin`.
         """
         from shardcache.space import pins
 
@@ -553,18 +564,18 @@ class Cache:
         return [shard for shard in shards if shard.key in keys]
 
     def remove(self, specs: Specs, *, dry_run: bool = False) -> tuple[int, int]:
-        """Remove all versions of shards that no process uses.
+        """Remove all versions of shards, except entries that are pinned or in use.
 
         Args:
-            specs: the shards, see `select`.
-            dry_run: remove nothing; the result counts the entries that would be removed.
+            specs: the shards, as in `select`.
+            dry_run: remove nothing; the result states what would be removed.
 
         Returns:
-            The size of the removed shards in bytes, and the number of entries that are pinned or in
-            use and stay.
+            The size of the removed entries in bytes, and the number of entries that remain because
+            they are pinned or in use.
 
         Raises:
-            ConfigError: the directory is not a cache, is locked in another way, or a URL is
+            ConfigError: the directory is not a cache, it uses another kind of lock, or a URL is
                 malformed.
             ShardNotFoundError: nothing in the cache matches a specification.
             OSError: the filesystem is read-only or failing.
@@ -589,8 +600,8 @@ class Cache:
         """Return the counters of all processes of this node: opens, bytes, waits, evictions.
 
         Args:
-            since: the length of the period up to now, in seconds or as text such as "24h"; the
-                default is the 30 days that are stored.
+            since: the length of the period that ends now, in seconds or as text such as "24h"; the
+                default is all 30 days that are stored.
 
         Raises:
             ConfigError: ``since`` is not a duration.
@@ -601,9 +612,9 @@ class Cache:
         return summed(self.samples(since))
 
     def samples(self, since: float | str | None = None, *, ever: bool = False) -> list[Sample]:
-        """Return the counters of `stats` per minute, and per hour if older than two hours.
+        """Return the counters of `stats`, one sample per minute, or per hour after two hours.
 
-        With ``ever``, the counters older than 30 days are one more sample, which starts at 0.
+        With ``ever``, one more sample sums all counters older than 30 days. Its start is 0.
         """
         from shardcache.stats.database import samples
 
@@ -627,16 +638,16 @@ class Cache:
 
 @cache
 def default_cache() -> Cache:
-    """Return the cache that the environment and configuration files describe; all callers share it.
+    """Return the cache that environment and configuration files describe. All callers share it.
 
     Raises:
-        ConfigError: an option cannot work.
+        ConfigError: an option is unknown or not valid, or a configuration file cannot be read.
     """
     return Cache()
 
 
 def attach(dataset: _Pipeline, *, fast_tar: bool = True) -> _Pipeline:
-    """Make a WebDataset pipeline read through the default cache; see `Cache.attach`."""
+    """Make a WebDataset pipeline read its shards through the default cache; see `Cache.attach`."""
     return default_cache().attach(dataset, fast_tar=fast_tar)
 
 

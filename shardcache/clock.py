@@ -1,7 +1,7 @@
-"""The clocks of the library, which tests replace here, and the boot id of the machine.
+"""The clocks of the library, which tests replace in this module, and the machine's boot id.
 
-Durations and timeouts use ``monotonic``. ``time``, the wall clock, dates what people read, and last
-uses. Whether a process is alive is decided by its locks, not by a clock.
+Durations and timeouts use ``monotonic``. The wall clock, ``time``, is used for dates that people
+read and for the last use of a shard. Locks, not clocks, decide whether a process is alive.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ _LAST_SECOND = datetime(9999, 12, 31, tzinfo=UTC).timestamp()
 
 
 def utc(seconds: float) -> datetime:
-    """Convert seconds since the epoch to a datetime, the nearest one if they are out of range."""
-    # A damaged filesystem may state any time. datetime ends with the year 9999.
+    """Convert seconds since the epoch to a datetime, clamped to the years 1970 to 9999."""
+    # A damaged filesystem may report any timestamp, and datetime supports no year after 9999.
     return datetime.fromtimestamp(min(max(seconds, 0.0), _LAST_SECOND), UTC)
 
 
 @functools.cache
 def boot_id() -> str:
-    """Return the kernel's id of this boot. If it is empty, all boots count as one."""
+    """Return the kernel's id of this boot, or "" if it is unknown; then all boots look alike."""
     try:
         return _BOOT_ID.read_text("ascii").strip()
     except OSError:

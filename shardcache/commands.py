@@ -1,8 +1,8 @@
-"""The objects that ``pipe:`` commands read, such as ``aws s3 cp s3://bucket/a.tar -``.
+"""Recognise ``pipe:`` commands that only read an object, such as ``aws s3 cp s3://bucket/a.tar -``.
 
-shardcache requests such an object itself. It takes over the options that change the access to the
-object, such as a profile, and drops those that change only the patience or the messages of the
-program. It leaves any other command to the shell, and does not cache its output.
+shardcache requests such an object itself. It adopts the options that affect the access to the
+object, such as a profile, and ignores those that affect only the program's speed, timeouts, retries
+or messages. Any other command is left to the shell, and its output is not cached.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ class Program(NamedTuple):
     """A program that can write an object to its standard output.
 
     Attributes:
-        words: its arguments without the options; {} is the object.
-        target: a pattern of the object.
-        short: its options of one letter, as `getopt` takes them.
-        long: its long options, as `getopt` takes them.
-        access: the options that are taken over, and the names of ours.
-        output: the options whose value must be ``-``, the standard output.
-        writes_files: whether it writes to the standard output only if such an option says so.
+        words: the arguments without options; ``{}`` stands for the object.
+        target: a regular expression that the URL or path of the object must match.
+        short: the accepted one-letter options, in the format of `getopt`.
+        long: the accepted long options, in the format of `getopt`.
+        access: the options that shardcache adopts, and its own names for them.
+        output: the options that name the output; their value must be ``-``, the standard output.
+        writes_files: whether the program writes to a file unless an output option is given.
     """
 
     words: tuple[str, ...]
@@ -52,7 +52,7 @@ _AWS = {
     "--request-payer": "requester_pays",
 }
 
-#: The programs by name. docs/integrations.md lists their options; a test compares the two.
+#: The programs by name. docs/integrations.md lists the same options; a test compares the two lists.
 PROGRAMS = {
     "aws": Program(
         ("s3", "cp", "{}", "-"),
@@ -107,12 +107,12 @@ PROGRAMS = {
     "cat": Program(("{}",), r".+"),
 }
 
-#: What may follow a command without a change of what it reads. With ``|| true``, too, a missing
-#: object is an error: the handler of the pipeline decides, as for every other shard.
+#: Endings that do not change what a command reads, so they are removed. Even after ``|| true``, a
+#: missing object raises an error, so that the pipeline's handler decides as for any other shard.
 _ENDINGS = r"(\s*(2>\s*/dev/null|\|\|\s*(true|:)))+\s*\Z"
-#: The AWS CLI takes this option with and without its only value.
+#: The AWS CLI accepts this option with its only value, ``requester``, or without a value.
 _PAYER = r"(?<=\s)--request-payer(?:[= ]requester)?(?=\s|\Z)"
-#: The parts of a command: blanks, text in quotes, text without them, and what only a shell reads.
+#: The parts of a command: blanks, quoted text, plain text, and characters special to a shell.
 _PART = r"""(?sx)
     (?P<blank> [ \t]+)
   | '(?P<single> [^']*)'
@@ -127,18 +127,19 @@ _AUTHORIZATION = r"(?i)authorization:\s*(\S.*)"
 def read_command(
     command: str, environ: Mapping[str, str] = os.environ
 ) -> tuple[str, tuple[tuple[str, str], ...]]:
-    """Return the URL or path that a command reads, and the options of its client.
+    """Return the URL or path that a command reads, and the options with which it reads it.
 
     Args:
         command: the text after ``pipe:``.
-        environ: the variables that the command may name.
+        environ: the environment variables that the command may refer to.
 
     Returns:
-        The URL, and the options sorted by name: ``anon``, ``authorization`` (the value of the
-        header), ``endpoint_url``, ``profile``, ``region_name``, ``requester_pays``.
+        The URL or path, and pairs of an option and its value, sorted by option: ``anon``,
+        ``authorization`` (the value of the header), ``endpoint_url``, ``profile``,
+        ``region_name``, ``requester_pays``.
 
     Raises:
-        ConfigError: the command can only be left to a shell. The message is the reason.
+        ConfigError: the command must be left to a shell. The message is the reason.
     """
     command = re.sub(_PAYER, "--request-payer=requester", re.sub(_ENDINGS, "", command.strip()))
     name, *words = _words(command, environ) or [""]
@@ -170,8 +171,8 @@ def read_command(
 
 
 def _s3cmd_endpoint(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the endpoint in the configuration file of s3cmd."""
-    import configparser  # takes five milliseconds
+    """Return s3cmd's configured endpoint as an option, or no option if the endpoint is AWS's."""
+    import configparser  # importing it takes 5 ms, and only s3cmd needs it
 
     parser = configparser.RawConfigParser()
     with contextlib.suppress(configparser.Error, OSError, UnicodeDecodeError):
@@ -184,7 +185,7 @@ def _s3cmd_endpoint(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _words(command: str, environ: Mapping[str, str]) -> list[str]:
-    """Return the words of a command, as a shell makes them."""
+    """Split a command into words as a shell does. Raise ConfigError if that takes a real shell."""
     words: list[str] = []
     is_new = True
     for part in re.finditer(_PART, command):
@@ -209,6 +210,6 @@ def _value(environ: Mapping[str, str], kind: str | None, found: re.Match[str]) -
     value = environ.get(name)
     if value is None:
         raise ConfigError(f"the variable {name} is not set")
-    if kind == "plain" and re.search(r"[\s*?\[\]]", value):  # a shell would make several words
+    if kind == "plain" and re.search(r"[\s*?\[\]]", value):  # a shell would split or expand it
         raise ConfigError(f"the value of the variable {name} needs quotes")
     return value

@@ -1,8 +1,8 @@
 """The options of the library: types, defaults, help texts, and the sources of their values.
 
-The fields of `Config` declare the options for all users: the keyword arguments of ``Cache``, the
-keys of TOML files, the ``SHARDCACHE_*`` variables, docs/options.md and ``shardcache config``. For
-each option, the first source that sets it wins::
+The fields of `Config` declare each option once: for the keyword arguments of ``Cache``, the keys of
+TOML files, the ``SHARDCACHE_*`` variables, docs/options.md and ``shardcache config``. For each
+option, the first source that sets it wins::
 
     argument > SHARDCACHE_* > TOML files > WDS_CACHE, WDS_CACHE_SIZE > default
 
@@ -34,34 +34,36 @@ __version__ = "0.1.0"
 
 logger = logging.getLogger(__name__)
 
-#: The text that clears an option.
+#: The text that clears an option in the environment and in TOML files.
 NONE = "none"
 # Patterns are compiled on first use, which keeps `import shardcache` fast.
-#: Names of options and HTTP headers with credentials, in s3fs, gcsfs, adlfs, botocore and aiohttp.
+#: Pattern of the options and HTTP headers of s3fs, gcsfs, adlfs, botocore and aiohttp that hold
+#: credentials.
 _CREDENTIALS = (
     r"(?i)(key$|key_?id$|secret|token|passw|passphrase|credential|sas|connection_string|cookie|"
     r"signature|(^|[_-])auth($|[_-]|oriz))"
 )
-# Greedy up to the last @, because a password may contain / and @.
+# The pattern matches up to the last @, because a password may contain / and @.
 _LOGIN = r"(?is)://.*@"
 _SCHEME = r"[a-z][a-z0-9+.-]*"
 _VARIABLE = r"(?a)\$(?:(\w+)|\{(\w+)\})"
 _ENDPOINT = r"(?i)https?://(\[[0-9a-f:.]+\]|[^/?#@:\s\[\]]+)(:[0-9]{1,5})?(/[^?#@\s]*)?"
-#: chown(2) takes the highest group number for "do not change the group".
+#: The highest number is not a group: chown(2) interprets it as "do not change the group".
 _NO_GROUP = (1 << 32) - 1
 
 
 class StorageOptions(dict[str, object]):
-    """Options for fsspec or S3 (key, secret, token, ...), whose repr hides all values."""
+    """Options for fsspec or S3 (key, secret, token, ...). The repr hides all values."""
 
-    def __hash__(self) -> int:  # type: ignore[override]  # for dataclasses: defaults need a hash
+    def __hash__(self) -> int:  # type: ignore[override]  # defaults of dataclasses must be hashable
         return hash(frozenset(self))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle with secrets while multiprocessing spawns a process, else without them.
+        """Pickle the options, with secrets only while multiprocessing is spawning a process.
 
-        A spawned worker must read the same bucket, and gets the pickle through a pipe. Any other
-        pickle may end up in a file. `multiprocessing.process.AuthenticationString` does the same.
+        A spawned worker must read the same bucket and receives the pickle through a pipe, but any
+        other pickle may be stored in a file. `multiprocessing.process.AuthenticationString` makes
+        the same distinction.
         """
         from multiprocessing.context import get_spawning_popen
 
@@ -75,7 +77,7 @@ class StorageOptions(dict[str, object]):
 
 
 def _public(value: object) -> object:
-    """Return a copy of a value without the credentials in its tables, lists and URLs."""
+    """Return a copy of a value that omits the credentials in mappings, sequences and URLs."""
     if isinstance(value, Mapping):
         kept = {n: _public(v) for n, v in value.items() if not re.search(_CREDENTIALS, str(n))}
         if gone := [str(name) for name in value if kept.get(name) != value[name]]:
@@ -93,7 +95,7 @@ def _public(value: object) -> object:
 
 
 def absolute(path: str | os.PathLike[str]) -> Path:
-    """Make a path absolute. ConfigError if it is relative to a directory that was removed."""
+    """Return the absolute path. Raise ConfigError if the working directory was removed."""
     try:
         return Path(path).absolute()
     except FileNotFoundError:
@@ -103,7 +105,7 @@ def absolute(path: str | os.PathLike[str]) -> Path:
         ) from None
 
 
-# -- parsers of values; the text of their ValueError completes "VALUE ..." ------------------------
+# -- parsers of values; the text of a ValueError completes a sentence that begins with the value ---
 
 
 def _directory(value: object) -> Path:
@@ -113,10 +115,10 @@ def _directory(value: object) -> Path:
     if "://" in text:
         raise ValueError("is a URL")
     for found in re.finditer(_VARIABLE, text):
-        # os.path.expandvars would keep the text, as the name of a directory.
+        # os.path.expandvars would keep the name of an unset variable as the name of a directory.
         if not os.environ.get(name := found[1] or found[2]):
             raise ValueError(f"contains ${name}, which is not set")
-    text = os.path.expanduser(os.path.expandvars(text))  # noqa: PTH111  pathlib's raises
+    text = os.path.expanduser(os.path.expandvars(text))  # noqa: PTH111  pathlib's version raises
     if text.startswith("~"):
         raise ValueError("begins with a home directory that is not known")
     return absolute(text)
@@ -136,7 +138,7 @@ def _function(value: object) -> object:
 
 
 def _items(value: object) -> list[Any]:
-    """Return the items of a list, or of text with commas between the items."""
+    """Return the items of a list, a set or comma-separated text."""
     if isinstance(value, str):
         return [] if value.strip().lower() == NONE else value.split(",")
     if not isinstance(value, list | tuple | set | frozenset):
@@ -152,7 +154,7 @@ def _schemes(value: object) -> tuple[str, ...]:
 
 
 def _tables(value: object, cls: Any, *names: str) -> tuple[Any, ...]:
-    """Parse a list of ``cls``: objects, tables, or text with ``=`` between the fields ``names``."""
+    """Parse a list of ``cls`` objects, tables, or texts: values of ``names`` separated by ``=``."""
     found = []
     for item in _items(value):
         if isinstance(item, str | Path):
@@ -160,13 +162,13 @@ def _tables(value: object, cls: Any, *names: str) -> tuple[Any, ...]:
             item = dict(zip(names, parts, strict=False))
         try:
             found.append(item if isinstance(item, cls) else cls(**item))
-        except TypeError:  # not a table, or unknown fields; the TypeError would show them
+        except TypeError:  # not a table, or unknown fields, which the TypeError would show
             raise ValueError("has an item that is not valid") from None
     return tuple(found)
 
 
 def _store(value: object) -> str:
-    """Parse a directory or the URL of a store. Azure and OCI have a name before the @, no login."""
+    """Parse a directory or the URL of a store. For Azure and OCI, a name before @ is no login."""
     text = str(value).strip() if isinstance(value, str | Path) else ""
     scheme, is_url, rest = text.partition("://")
     if not is_url:
@@ -196,7 +198,7 @@ def _group(value: object) -> int:
 
 
 def group_name(gid: int) -> str:
-    """Return the name of a group; its number if it has no name on this machine."""
+    """Return the name of a group, or its number if it has no name on this machine."""
     try:
         return grp.getgrgid(gid).gr_name
     except (KeyError, OverflowError):
@@ -213,12 +215,12 @@ def _endpoint(value: object) -> str:
 class Kind(NamedTuple):
     """The type of an option."""
 
-    text: str  #: the accepted values, for people
+    text: str  #: the accepted values, in words
     parse: Callable[[Any], Any]
-    show: Callable[[Any], str] = str  #: returns text that parses back
+    show: Callable[[Any], str] = str  #: converts a value to text that `parse` accepts
 
     def above_zero(self) -> Kind:
-        """Return this type without its zero."""
+        """Return a type that accepts the same values except zero."""
 
         def parse(value: Any) -> Any:
             found = self.parse(value)
@@ -230,11 +232,11 @@ class Kind(NamedTuple):
 
 
 def _opt(kind: Kind, default: Any, help: str) -> Any:
-    # The repr of a functools.partial would show its arguments, which may be secret.
+    # No functions in the repr: a functools.partial would show its arguments, which may be secret.
     return field(default=default, repr=kind is not FUNCTION, metadata={"kind": kind, "help": help})
 
 
-#: Orders of eviction; `space.eviction` implements them. The first is the default.
+#: The eviction policies, which `space.eviction` implements. The first is the default.
 PolicyName: TypeAlias = Literal["working-set", "lru", "fifo"]
 
 
@@ -269,7 +271,7 @@ STORE = Kind("path, or URL without credentials", _store)
 
 
 def _parse_fields(instance: Any) -> None:
-    """Parse all fields of a dataclass whose fields `_opt` declared."""
+    """Replace the values of all fields, which `_opt` declared, with the parsed values."""
     for option in fields(instance):
         value = _parse(option, getattr(instance, option.name), "argument")
         object.__setattr__(instance, option.name, value)
@@ -277,7 +279,7 @@ def _parse_fields(instance: Any) -> None:
 
 @dataclass(frozen=True, slots=True)
 class TierOption:
-    """One faster directory of the option ``tiers``, with its own limits."""
+    """A directory of the option ``tiers``, which is faster than ``dir`` and has its own limits."""
 
     dir: Path = _opt(PATH, MISSING, "Directory of the tier.")
     max_size: Limit | None = _opt(POSITIVE_LIMIT, None, "Maximum size of the tier.")
@@ -292,7 +294,7 @@ class TierOption:
 
 @dataclass(frozen=True, slots=True)
 class Upstream:
-    """One store of the option ``upstreams``, which holds copies of shards."""
+    """A store of the option ``upstreams``, which holds copies of shards."""
 
     url: str = _opt(STORE, MISSING, "A directory, or the URL of a store.")
     write_back: bool = _opt(BOOL, False, "Whether to copy downloaded shards to this store.")
@@ -314,7 +316,7 @@ UPSTREAMS = Kind("list of paths, URLs or tables", lambda x: _tables(x, Upstream,
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """The validated options of a cache. Text is parsed into the type of the option.
+    """The validated options of a cache. Text values are parsed into the type of the option.
 
     Raises:
         ConfigError: a value is not valid; the message names the option and the accepted values.
@@ -395,16 +397,16 @@ class Config:
                 )
 
     def replace(self, **changes: Any) -> Config:
-        """Return a validated copy with ``changes``; None clears an option."""
+        """Return a validated copy with some options changed; None clears an option."""
         return dataclasses.replace(self, **changes)
 
     def limits(self) -> dict[str, Any]:
-        """Return the options that limit the cache, as values for JSON that parse back."""
+        """Return the options that limit the cache, by name, as values for JSON that parse back."""
         tiers = [{name: str(getattr(tier, name)) for name in tier.__slots__} for tier in self.tiers]
         return {**{name: _show(name, getattr(self, name)) for name in _LIMITS}, "tiers": tiers}
 
     def by_tier(self) -> tuple[Config, ...]:
-        """Return a configuration for each tier, the fastest first and ``dir`` last."""
+        """Return one configuration for each tier, the fastest tier first and ``dir`` last."""
         alone = self.replace(tiers=()) if self.tiers else self
         faster = [
             alone.replace(dir=t.dir, max_size=t.max_size, min_free=t.min_free, ephemeral_limit=None)
@@ -459,7 +461,8 @@ class Options(TypedDict, total=False):
 # -- sources of values -----------------------------------------------------------------------------
 
 _PREFIX = "SHARDCACHE_"
-#: Not options: of `ranks` and `sync`, and of a Kubernetes Service "shardcache" or "shardcache-x".
+#: Variables that are not options: those of this module, `ranks` and `sync`, and those that
+#: Kubernetes sets for a Service named "shardcache" or "shardcache-x".
 _NO_OPTIONS = (
     rf"{_PREFIX}(CONFIG|RANK|JOB|RUN|SYNC_DIR|(\w+_)?(SERVICE_HOST|SERVICE_PORT|PORT)(_\w+)?)"
 )
@@ -472,7 +475,11 @@ class Loaded(NamedTuple):
     sources: dict[str, str]  #: ``argument``, ``environment NAME``, ``file PATH`` or ``default``
 
     def completed(self, limits: Mapping[str, Any], source: str) -> Loaded:
-        """Return a copy in which ``limits`` replace the limits that have their defaults.
+        """Return a copy in which ``limits`` replace the limits that no source has set.
+
+        Args:
+            limits: the values by name.
+            source: the source to record for the replaced limits.
 
         Raises:
             ConfigError: a value is not valid.
@@ -493,14 +500,15 @@ def load(
 ) -> Loaded:
     """Load the options from arguments, the environment and TOML files.
 
-    In the environment and in TOML, the text ``none`` clears an option that may be unset, and sizes
-    need a unit.
+    In the environment and in TOML files, the text ``none`` clears an option that may be unset, and
+    sizes need a unit.
 
     Args:
         explicit: options set in code; None means "not set".
         environ: the environment (default: ``os.environ``). Empty variables count as unset.
-        files: read exactly these files, which must exist. The default is those that exist of
-            ``$SHARDCACHE_CONFIG``, ``./shardcache.toml``, the user's file, the one in ``/etc``.
+        files: the files to read, which must exist. The default is ``$SHARDCACHE_CONFIG`` if it is
+            set, then those of ``./shardcache.toml``, the user's file in ``XDG_CONFIG_HOME`` and
+            ``/etc/shardcache.toml`` that exist.
 
     Raises:
         ConfigError: a name is unknown, a value is not valid, a file cannot be read, or no source
@@ -551,14 +559,14 @@ def _from_environment(env: Mapping[str, str]) -> Iterator[tuple[str, object, str
 def _from_webdataset(env: Mapping[str, str]) -> Iterator[tuple[str, object, str]]:
     yield "dir", env.get("WDS_CACHE"), "environment WDS_CACHE"
     size = env.get("WDS_CACHE_SIZE", "").strip()
-    size += "B" if size[-1:].isdigit() else ""  # WebDataset's value is a number of bytes
+    size += "B" if size[-1:].isdigit() else ""  # to WebDataset, a bare number means bytes
     yield "max_size", size or None, "environment WDS_CACHE_SIZE"
 
 
 def _usual_files(env: Mapping[str, str]) -> list[Path]:
     home = env.get("XDG_CONFIG_HOME") or f"{env.get('HOME', '')}/.config"
     usual = ["shardcache.toml", f"{home}/shardcache/config.toml", "/etc/shardcache.toml"]
-    # Path.exists would raise in a directory that this process may not enter.
+    # Path.exists would raise PermissionError in a directory that this process may not enter.
     found = [path for path in usual if os.path.exists(path)]  # noqa: PTH110
     stated = env.get("SHARDCACHE_CONFIG")
     return [Path(path) for path in ([stated, *found] if stated else found)]
@@ -567,7 +575,7 @@ def _usual_files(env: Mapping[str, str]) -> list[Path]:
 def _from_files(paths: Sequence[Path]) -> Iterator[tuple[str, object, str]]:
     advice = "Correct the file or name another with --config or SHARDCACHE_CONFIG"
     for path in map(absolute, paths):
-        import tomllib  # a third of the import time of this module; most users have no file
+        import tomllib  # takes a third of this module's import time; most users have no file
 
         try:
             table = tomllib.loads(path.read_bytes().decode())
@@ -576,7 +584,7 @@ def _from_files(paths: Sequence[Path]) -> Iterator[tuple[str, object, str]]:
         except ValueError as exn:
             raise ConfigError(f"{path} is not valid TOML: {exn}. {advice}.") from exn
         for name, value in table.items():
-            # A relative ``dir`` is relative to its file.
+            # A relative ``dir`` is relative to the directory of the file.
             if name == "dir" and isinstance(value, str) and not re.match(r"[~$]|\w+://|$", value):
                 value = path.parent / value
             yield name, _numbers_as_text(name, value), f"file {path}"
@@ -614,14 +622,14 @@ def _parse(option: dataclasses.Field[Any], value: object, source: str) -> object
 
 
 class Option(NamedTuple):
-    """An option as text, without secrets."""
+    """An option and its value as text, without secrets."""
 
     name: str
     type: str  #: the accepted values
     default: str
     help: str
     value: str
-    source: str  #: of the value, as in `Loaded`
+    source: str  #: the source of the value, as in `Loaded`
 
 
 def _show(name: str, value: object) -> str:
@@ -631,7 +639,7 @@ def _show(name: str, value: object) -> str:
 
 
 def describe(loaded: Loaded) -> tuple[Option, ...]:
-    """Return all options in their order of declaration."""
+    """Return all options, with their values, in the order of their declaration."""
     rows = []
     for name, option in _FIELDS.items():
         kind, help = option.metadata["kind"], option.metadata["help"]

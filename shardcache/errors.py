@@ -1,9 +1,9 @@
-"""Every error that shardcache raises on purpose.
+"""The exceptions that shardcache raises on purpose.
 
-The message says what happened, to which shard, and what to do next. It holds no credentials:
-callers pass redacted URLs. Most classes also derive from the builtin exception that other code
-would catch (``FileNotFoundError``, ...). An error can be pickled, also after WebDataset's handlers
-have appended the URL to its ``args``.
+A message says what happened, to which shard, and what to do next. It contains no credentials,
+because callers pass redacted URLs. Most classes also derive from the built-in exception that other
+code would catch (``FileNotFoundError``, ...). An error can be pickled, even after a handler of
+WebDataset has appended the URL to its ``args``.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import Any, TypeGuard
 
 
 class ShardCacheError(Exception):
-    """Base class of all errors raised by shardcache.
+    """The base class of all errors raised by shardcache.
 
     Args:
         message: what happened, to which shard, and what to do, in one or two sentences.
-        *appended: further ``args``, for unpickling.
-        **fields: facts for programs; each becomes an attribute.
+        *appended: further ``args``, which unpickling passes.
+        **fields: details for programs, such as ``url``; each becomes an attribute.
     """
 
     def __init__(self, message: str, *appended: object, **fields: Any) -> None:
@@ -27,11 +27,11 @@ class ShardCacheError(Exception):
 
     @property
     def message(self) -> str:
-        """The message this error was raised with."""
+        """The message with which the error was raised."""
         return str(self.args[0]) if self.args else ""
 
     def __str__(self) -> str:
-        return self.message  # without what handlers appended: it already names the shard
+        return self.message  # omit the URL that a handler appended: the message names the shard
 
 
 class ConfigError(ShardCacheError, ValueError):
@@ -53,7 +53,8 @@ class AccessDeniedError(ShardCacheError, PermissionError):
 class TransferError(ShardCacheError):
     """The shard could not be read from its origin within the allowed number of attempts.
 
-    It is no ``OSError``: that is a fault of the local disk, after which a shard is streamed.
+    It is not an ``OSError``, because an ``OSError`` means a fault of the local disk, after which
+    the shard is streamed from its origin.
     """
 
 
@@ -74,7 +75,7 @@ class IntegrityError(ShardCacheError):
 
 
 class CacheFullError(ShardCacheError, OSError):
-    """The cache has no room for the shard, and may evict nothing to make room."""
+    """The cache has no room for the shard, and cannot make room by evicting others."""
 
     errno = errno.ENOSPC
 
@@ -92,25 +93,25 @@ class WaitTimeoutError(ShardCacheError, TimeoutError):
 
 
 class BarrierTimeoutError(WaitTimeoutError):
-    """Not all ranks reached a barrier in time; ``missing`` lists the absent ones."""
+    """Not all ranks reached a barrier in time; ``missing`` lists the absent ranks."""
 
 
 class InTheWayError(ShardCacheError, FileExistsError):
-    """A directory cannot be made, because something else has its name."""
+    """A directory cannot be created, because its path names something else, such as a file."""
 
     errno = errno.EEXIST
 
 
 class OnceError(ShardCacheError, RuntimeError):
-    """Work that another rank did for all ranks failed there; ``traceback`` is the text."""
+    """The rank that did some work for all ranks failed; ``traceback`` is its traceback as text."""
 
 
 class BoardError(ShardCacheError, ConnectionError):
-    """Ranks cannot communicate, because the store of torch.distributed does not answer."""
+    """Ranks cannot communicate, because the store of torch.distributed does not respond."""
 
     errno = errno.ECONNRESET
 
 
 def is_local_error(exn: BaseException) -> TypeGuard[OSError]:
-    """Whether an error is one of the local disk or the process, and none of shardcache's own."""
+    """Return whether an error is an ``OSError`` of the disk or process, not one of shardcache's."""
     return isinstance(exn, OSError) and not isinstance(exn, ShardCacheError)

@@ -1,10 +1,10 @@
-"""Permissions of a cache, opening files safely, and failing disks.
+"""Permissions of the files of a cache, safe opening of files, and detection of failing disks.
 
     private    directories 0700   files 0600   published data 0400
     shared     directories 2770   files 0660   published data 0440
 
-The set-group-id bit gives new files and directories the group of the directory that they are in.
-Its members trust each other: each may remove or replace the files of the others.
+In a shared cache, the set-group-id bit gives new files and directories the group of their parent.
+The members of the group must trust each other, because each may remove or replace all files.
 """
 
 from __future__ import annotations
@@ -24,40 +24,41 @@ from shardcache.config import group_name
 from shardcache.errors import ConfigError, ShardCacheError
 from shardcache.threads import undivided
 
-#: Seconds until the next attempt to see a directory that exists by EEXIST, but not by stat: an NFS
-#: client remembers for some seconds that a name was absent.
+#: Seconds between attempts if a directory exists according to mkdir (EEXIST) but not according to
+#: stat: an NFS client remembers for a few seconds that a name was absent.
 _RETRY = 0.1
-#: Attempts to make a directory, whose empty parent other processes may remove each time. With the
-#: pause above: 10 s.
+#: Attempts to create a directory, because other processes may remove its empty parent each time.
+#: With the pause above, they take up to 10 s.
 _ATTEMPTS = 100
 
 
 def random_token() -> str:
-    """Return 128 random bits as hex, for a name that no other process on any node has."""
+    """Return 128 random bits in hexadecimal, for a name that no other process on any node uses."""
     return os.urandom(16).hex()
 
 
 def set_mode(file: int | Path, mode: int) -> None:
-    """Set the mode of a group's new file (a descriptor) or directory, which the umask restricted.
+    """Set the mode of a new file (a descriptor) or directory that a group shares.
 
-    A private one has its mode from the start, because no sensible umask restricts the user.
+    The umask may have removed permissions of the group. Private files and directories have their
+    mode from the start, because no sensible umask restricts their owner.
     """
     if mode & 0o070:
-        os.chmod(file, mode)  # noqa: PTH101 - files by their descriptor
+        os.chmod(file, mode)  # noqa: PTH101 - a file is given by its descriptor
 
 
 @dataclass(frozen=True, slots=True)
 class Modes:
-    """The permissions of one cache: `PRIVATE`, or those that `of` returns."""
+    """The permissions of one cache, either `PRIVATE` or from `Modes.of`."""
 
     group: int | None = None  #: number of the group that shares the cache
-    directory: int = 0o700  #: of every directory, the root included
-    file: int = 0o600
-    published: int = 0o400  #: of the data files of entries
+    directory: int = 0o700  #: mode of every directory, including the root
+    file: int = 0o600  #: mode of all files except those below
+    published: int = 0o400  #: mode of the data files of published shards
 
     @classmethod
     def of(cls, group: int | None) -> Modes:
-        """Return the permissions of a cache; raises ConfigError for a user outside the group."""
+        """Return the permissions of a cache. Raise ConfigError for a user outside the group."""
         if group is None:
             return PRIVATE
         if os.geteuid() != 0 and group not in (os.getegid(), *os.getgroups()):
@@ -70,15 +71,15 @@ class Modes:
         return cls(group, 0o2770, 0o660, 0o440)
 
     def new_directory(self, path: Path) -> None:
-        """Make one directory.
+        """Create one directory. Raise FileExistsError if its name exists.
 
-        A group's is renamed to its name when every member may use it. Otherwise members could not
-        enter it for a moment, or ever if this process is killed.
+        A directory of a group gets its name by a rename after it has its permissions. Otherwise the
+        other members could not enter it for a moment, or ever if this process is killed then.
         """
         if self.group is None:
             path.mkdir(mode=self.directory)
             return
-        # rename(2) would replace an empty directory.
+        # Check first, because rename(2) would replace an empty directory.
         if os.path.lexists(path):
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
         unnamed = path.with_name(f".new.{random_token()}")
@@ -95,9 +96,9 @@ class Modes:
             raise
 
     def make_directory(self, path: Path, levels: int = 1) -> None:
-        """Make a directory, unless it exists, and up to ``levels`` missing directories above it.
+        """Create a directory unless it exists, with up to ``levels`` missing directories above it.
 
-        Other processes may do the same at the same moment. The limit keeps shardcache from making
+        Other processes may do the same at the same moment. The limit keeps shardcache from creating
         a new tree below the mount point of a disk that was unmounted.
         """
         for _ in range(_ATTEMPTS):
@@ -113,12 +114,12 @@ class Modes:
             except FileNotFoundError:
                 if levels:
                     self.make_directory(path.parent, levels - 1)
-                elif not path.parent.exists():  # else another process removed it just now
+                elif not path.parent.exists():  # otherwise, it was missing only for a moment
                     raise
         raise FileNotFoundError(errno.ENOENT, "another process keeps removing it", str(path))
 
     def objection(self, path: Path, status: os.stat_result) -> str | None:
-        """Return why a directory cannot be a cache and how to fix that; None if it can."""
+        """Return why a directory cannot be a cache and how to fix that, or None if it can be."""
         mode = status.st_mode
         if not stat.S_ISDIR(mode):
             return f"{path} is not a directory. Set dir to a directory."
@@ -151,16 +152,16 @@ class Modes:
 
 PRIVATE = Modes()
 
-#: Flags of every open. O_NONBLOCK, because the path may name a pipe.
+#: Flags of every open. With O_NONBLOCK, an open does not block if the path names a pipe.
 SAFELY = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-#: Errors of opening a path that names a link, a directory or a socket instead of a file.
+#: Errors of `open_file` if the path names a symbolic link, a directory or a socket, not a file.
 NOT_DATA = frozenset({errno.ELOOP, errno.EISDIR, errno.ENXIO})
 
 
 def check_own(path: str | os.PathLike[str], status: os.stat_result) -> None:
-    """Raise ELOOP, as for a symbolic link, if a file to be written has a second name (a hard link).
+    """Raise OSError (ELOOP, as for a symbolic link) if a file should not be written to.
 
-    It is also raised for anything but a regular file.
+    This is a file that has a second name (a hard link), or anything but a regular file.
     """
     if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
         reason = "it is a link or no regular file, so another program may own it; remove it"
@@ -170,16 +171,16 @@ def check_own(path: str | os.PathLike[str], status: os.stat_result) -> None:
 def open_file(
     path: str | os.PathLike[str], access: int = os.O_RDONLY, mode: int = 0o600
 ) -> io.FileIO:
-    """Open a file without following a link and without blocking.
+    """Open a file without following a symbolic link and without blocking.
 
     Raises:
-        OSError: it cannot be opened, or it is opened for writing and `check_own` refuses it.
+        OSError: the file cannot be opened, or it was to be written and `check_own` refuses it.
     """
     file = io.FileIO(path, opener=lambda path, _: os.open(path, access | SAFELY, mode))
     if access & (os.O_WRONLY | os.O_RDWR) and not access & os.O_EXCL:
         status = os.fstat(file.fileno())
         try:
-            if not stat.S_ISFIFO(status.st_mode):  # writing at an offset to a pipe just fails
+            if not stat.S_ISFIFO(status.st_mode):  # a write to a pipe at an offset fails anyway
                 check_own(path, status)
         except OSError:
             file.close()
@@ -188,9 +189,9 @@ def open_file(
 
 
 def write_new(path: Path | str, data: bytes, mode: int, *, sync: bool = False) -> None:
-    """Create a file and write ``data``; if ``sync`` is set, to the disk (fsync).
+    """Create a file and write ``data`` to it. If ``sync`` is set, wait for the disk (fsync).
 
-    If that fails, a part of the file may be left.
+    After an error, an incomplete file may remain.
     """
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | SAFELY, mode)
     try:
@@ -200,14 +201,14 @@ def write_new(path: Path | str, data: bytes, mode: int, *, sync: bool = False) -
         if sync:
             os.fsync(fd)
     except OSError as exn:
-        exn.filename = exn.filename or str(Path(path).parent)  # calls with a descriptor set none
+        exn.filename = exn.filename or str(Path(path).parent)  # None after a call with a descriptor
         raise
     finally:
         os.close(fd)
 
 
 def sync_directory(path: Path) -> None:
-    """Write a directory to the disk (fsync), so that the names in it survive power loss."""
+    """Write a directory to the disk (fsync), so that the names in it survive a power loss."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
@@ -217,14 +218,14 @@ def sync_directory(path: Path) -> None:
 
 # -- files that a forked child closes ------------------------------------------------------
 
-#: The files that a forked child closes. A fork waits until an opened file is in this set.
+#: The files that a forked child closes. A fork waits until each newly opened file is in this set.
 _exclusive: weakref.WeakSet[io.FileIO] = weakref.WeakSet()
 
 
 def open_exclusive(path: str | os.PathLike[str], flags: int, modes: Modes = PRIVATE) -> io.FileIO:
-    """Open a file with `open_file`, so that a forked child closes it before any of its code runs.
+    """Open a file with `open_file`. A forked child closes it before the child's own code runs.
 
-    A new file (O_EXCL) gets the mode of ``modes``, regardless of the umask.
+    A new file (O_EXCL) gets the mode ``modes.file``, regardless of the umask.
     """
     with undivided():
         file = open_file(path, flags, modes.file)
@@ -235,13 +236,13 @@ def open_exclusive(path: str | os.PathLike[str], flags: int, modes: Modes = PRIV
 
 
 def unlock(fd: int) -> None:
-    """Release a flock before its file is closed: a forked child may have the descriptor, too."""
+    """Release a flock. Closing the file would not, while a forked child still has it open."""
     with contextlib.suppress(OSError):
         fcntl.flock(fd, fcntl.LOCK_UN)
 
 
 def dup_exclusive(file: io.FileIO) -> io.FileIO:
-    """Return another descriptor of an open file, which a forked child closes, too."""
+    """Duplicate the descriptor of an open file. A forked child closes the duplicate, too."""
     with undivided():
         if file.closed:
             raise OSError(errno.EBADF, "it is closed")
@@ -252,7 +253,7 @@ def dup_exclusive(file: io.FileIO) -> io.FileIO:
 
 def _close_in_child() -> None:
     for file in _exclusive:
-        with contextlib.suppress(OSError):  # of a failing disk; close the others, too
+        with contextlib.suppress(OSError):  # the disk fails; close the other files nevertheless
             file.close()
     _exclusive.clear()
 
@@ -262,17 +263,17 @@ os.register_at_fork(after_in_child=_close_in_child)
 
 # -- failing disks -------------------------------------------------------------------------
 
-#: Errors of a full disk, or of a user's full quota. That is no fault: disks fill up in time.
+#: Errors of a full disk or quota. They do not count as faults, because healthy disks fill up, too.
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
-#: Errors of a disk that is broken, read-only, gone, or another user's. The last three rows are of
-#: network filesystems, FUSE and the block layer (blk_errors in block/blk-core.c of the kernel).
+#: Errors of a disk that is broken, read-only, missing or another user's. The last three rows come
+#: from network filesystems, FUSE and the block layer (blk_errors in the kernel's block/blk-core.c).
 DISK_FAULTS = frozenset(
     {errno.EIO, errno.EROFS, errno.ENODEV, errno.ENXIO, errno.EUCLEAN, errno.EACCES, errno.EPERM}
     | {errno.ESTALE, errno.EBADMSG, errno.EREMOTEIO, errno.ENOTCONN, errno.ECONNABORTED}
     | {errno.ESHUTDOWN, errno.EHOSTDOWN, errno.ENOLINK, errno.ETIMEDOUT, errno.EILSEQ}
     | {errno.ENODATA}
 )
-#: Seconds for which a failing disk is not used: long enough to mount it again, and short for a job.
+#: Seconds for which a failing disk is not used: long enough to remount it, but short for a job.
 _PAUSE = 60.0
 
 
@@ -286,15 +287,15 @@ def is_disk_fault(exn: BaseException) -> bool:
 
 
 def fault_kind(exn: OSError) -> str:
-    """Return the name of an error, such as ``EIO``. Each kind is warned of once."""
+    """Return the name of an error, such as ``EIO``. shardcache warns once of each kind."""
     return errno.errorcode.get(exn.errno or 0, type(exn).__name__)
 
 
 class Breaker:
-    """Decides when a failing disk is not used: for a minute after some faults in a row.
+    """A circuit breaker: after ``threshold`` faults in a row, a disk is not used for a minute.
 
-    It has no lock, because the garbage collector may close a stream, which reports a success, at
-    any moment. One fault more or less makes no difference.
+    It has no lock, because the garbage collector may close a stream at any moment, and the stream
+    then reports a success. If a race counts one fault too many or too few, that does no harm.
     """
 
     def __init__(self, threshold: int = 3) -> None:
@@ -304,18 +305,18 @@ class Breaker:
 
     @property
     def closed(self) -> bool:
-        """Whether the disk may be used."""
+        """Whether there are fewer faults in a row than the threshold."""
         return self.faults < self._threshold
 
     @property
     def left(self) -> float:
-        """Seconds until the disk may be used again; 0 if it may be used now."""
+        """Seconds until the disk may be used again, or 0 if it may be used now."""
         return max(0.0, self._until - clock.monotonic())
 
     def failed(self, *, at_once: bool = False) -> bool:
-        """Count a fault; with ``at_once``, one is enough. Returns whether it opened the breaker."""
+        """Count a fault; if ``at_once``, open the breaker. Return whether the fault opened it."""
         if self.left:
-            return False  # of a call that began before the pause, and so does not prolong it
+            return False  # the call began before the pause, so its fault does not prolong the pause
         was_closed = self.closed
         self.faults += self._threshold if at_once else 1
         if not self.closed:
@@ -323,7 +324,7 @@ class Breaker:
         return was_closed and not self.closed
 
     def succeeded(self) -> bool:
-        """Reset the count after a success. Returns whether this closed the breaker."""
+        """Reset the count of faults after a success. Return whether this closed the breaker."""
         if not self.faults or self.left:
             return False
         was_open, self.faults = not self.closed, 0

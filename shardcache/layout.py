@@ -1,8 +1,9 @@
-"""Names on disk; docs/design.md shows them as a tree.
+"""The names of files and directories in a cache. docs/design.md shows them as a tree.
 
-Only this module makes and parses them. A name that does not match was not made by shardcache and is
-never touched. The names of entries and partials hold version and size, so that a hit, a scan and
-the budget need not read files.
+An entry is a published shard, and a partial is an unfinished download; both are directories. Only
+this module makes and parses the names. A file whose name does not match was not made by
+shardcache and is never touched. The names of entries and partials contain version and size, so that
+a hit, a scan and the budget need not read files.
 """
 
 from __future__ import annotations
@@ -30,49 +31,49 @@ _PARTIAL = re.compile(rf"({_KEY})\.({_VERSION})(?:-({_SIZE}))?\.{_RANDOM}")
 
 
 def parse_entry_name(name: str) -> tuple[str, int] | None:
-    """Return (version, size in bytes) from the name of an entry's directory, or None."""
+    """Return (version, size in bytes) from the name of an entry, or None for any other name."""
     match = _ENTRY.fullmatch(name)
     return (match[1], int(match[2], 16)) if match else None
 
 
 def parse_partial_name(name: str) -> tuple[str, str, int | None] | None:
-    """Return (key, version, size in bytes if known) from the name of a partial, or None."""
+    """Return (key, version, size in bytes or None) from the name of a partial; None for others."""
     match = _PARTIAL.fullmatch(name)
     return (match[1], match[2], int(match[3], 16) if match[3] else None) if match else None
 
 
-# Functions that match a name.
+# Functions that return a match if a name has the form in question, and None otherwise.
 is_key = re.compile(_KEY).fullmatch
 is_lock_name = re.compile(rf"{_KEY}\.lock").fullmatch
-is_lease_name = re.compile(rf"{_KEY}\.(lease|holder)").fullmatch  #: or its record
+is_lease_name = re.compile(rf"{_KEY}\.(lease|holder)").fullmatch  #: a lease or its record
 is_pin_name = re.compile(rf"{_KEY}\.pin").fullmatch
-is_evicted_name = re.compile(rf"evict\.{_KEY}\.{_RANDOM}").fullmatch  #: entry that was hidden
-#: A file (`replace_file`) or directory (`Modes.new_directory`) before it is renamed.
+is_evicted_name = re.compile(rf"evict\.{_KEY}\.{_RANDOM}").fullmatch  #: an entry being removed
+#: A file (`replace_file`) or directory (`Modes.new_directory`) that does not have its name yet.
 is_temporary_name = re.compile(rf"\.[A-Za-z0-9.]+\.{_RANDOM}").fullmatch
 #: A file that says something about shards or processes, and holds no shard.
 is_record_name = re.compile(
     rf"(?:{_KEY}|budget|clean|downloads|[a-z]+-\d+)\.lock|{_KEY}\.(?:lease|holder|pin|session)|"
     rf"{_KEY}\.{_RANDOM}\.wait|[A-Za-z0-9._-]+\.streamed|stats\.db(?:-[a-z]+)?|limits|usage"
 ).fullmatch
-#: The namespace of a rank or a job; made by `ranks.safe_name`.
+#: The namespace of a rank or a job, named by `ranks.safe_name`.
 is_rank_name = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}").fullmatch
 
 
 def is_side_file(name: str) -> bool:
-    """Return whether shardcache writes a file of this name beside a shard."""
+    """Return whether shardcache writes files of this name next to the data file of a shard."""
     return name in SIDE_FILES or is_temporary_name(name) is not None
 
 
 META = "meta.json"
 PROGRESS = "progress"
 MANIFEST = "manifest.json"
-#: Most bytes to read of a manifest, which has about 150.
+#: Maximum number of bytes to read from a manifest, which has about 150.
 _MAX_MANIFEST = 4096
 
-#: Without flock: seconds without a use after which an entry may be evicted, and without a write
-#: after which a download counts as dead. A live one writes its journal with every block and gives
-#: up a connection after ``timeout``, half a minute; an hour also covers nodes whose clocks differ.
-#: If the guess is wrong, a download starts over, or a reader continues from the origin.
+#: Without flock: seconds after its last use when an entry may be evicted, and after its last write
+#: when a download counts as dead. A live download writes its journal with every block and drops a
+#: silent connection after ``timeout``, by default 30 s. An hour also covers nodes whose clocks
+#: differ. If the guess is wrong, the download starts over, or the reader continues from the origin.
 IDLE_GRACE = 3600.0
 
 
@@ -86,30 +87,30 @@ def _on_node(name: str) -> lazy[Path]:
 
 @dataclass(frozen=True)
 class Layout:
-    """The paths of one namespace: the node's (``<root>/v1``) or a rank's below it."""
+    """The paths of one namespace: the node's (``<root>/v1``), or below it that of a rank or job."""
 
     base: Path
-    #: With leases: a directory on this node for sessions and the namespace's own locks (see
-    #: `shardcache.locks.mounts`).
+    #: With leases (see `shardcache.locks.mounts`): a directory on this node for the sessions,
+    #: counters and locks, except the leases of keys. None with flock, or if it cannot be created.
     local: Path | None = None
-    #: With leases: seconds without a use after which an entry or a partial counts as free. None
+    #: With leases: seconds after its last use when an entry or a partial counts as unused. None
     #: with flock.
     grace: float | None = None
     modes: Modes = PRIVATE
 
     objects = _inside("objects")  #: entries
-    partial = _inside("partial")  #: shards in flight, and hidden entries
-    pins = _inside("pins")  #: pins of users; made with the first one
+    partial = _inside("partial")  #: partials, and entries that are being removed
+    pins = _inside("pins")  #: pins of users; created with the first pin
     ranks = _inside("ranks")  #: namespaces of ranks and jobs
     limits = _inside("limits")  #: limits of the last job; see `locks.sessions`
     locks = _on_node("locks")
-    sessions = _on_node("sessions")  #: live processes
+    sessions = _on_node("sessions")  #: one file for each live process
     usage = _on_node("usage")  #: bytes that the cache holds; see `space.budget`
-    stats = _on_node("stats.db")  #: counters; made with the first row
+    stats = _on_node("stats.db")  #: counters; created with the first row
 
     @classmethod
     def of_root(cls, root: Path, modes: Modes = PRIVATE) -> Layout:
-        """Return the node's namespace, locked by flock."""
+        """Return the node's namespace of a cache that uses flock."""
         return cls(root / "v1", modes=modes)
 
     def rank(self, name: str) -> Layout:
@@ -126,7 +127,7 @@ class Layout:
         return Path(f"{self.base}/objects/{key[:2]}/{key}/{version}-{size:x}")
 
     def new_partial(self, key: str, version: str, size: int | None) -> Path:
-        """Return a new, unique directory for a shard in flight."""
+        """Return a new, unique directory for a partial."""
         length = "" if size is None else f"-{size:x}"
         return Path(f"{self.base}/partial/{key}.{version}{length}.{random_token()}")
 
@@ -135,23 +136,23 @@ class Layout:
         return self.partial / f"evict.{key}.{random_token()}"
 
     def pin(self, key: str) -> Path:
-        """Return the pin of one key."""
+        """Return the file that pins a key."""
         return self.pins / f"{key}.pin"
 
     def key_lock(self, key: str) -> Path:
-        """Return the lock file of one key."""
+        """Return the lock file of a key."""
         return Path(f"{self.local or self.base}/locks/{key[:2]}/{key}.lock")
 
     def lease(self, key: str) -> Path:
-        """Return the lease of a key. All nodes that share the directory see it."""
+        """Return the lease file of a key, which all nodes that share the directory see."""
         return self.base / "locks" / key[:2] / f"{key}.lease"
 
     def holder(self, key: str) -> Path:
-        """Return the file with the `Holder` of a key: its lock file, or one next to its lease."""
+        """Return the file with a key's `Holder`: the lock file, or a file next to the lease."""
         return self.key_lock(key) if self.grace is None else self.lease(key).with_suffix(".holder")
 
     def named_lock(self, name: str) -> Path:
-        """Return a lock file of the namespace itself: ``budget``, ``private-0``, ..."""
+        """Return a lock file of the namespace, not of a key: ``budget``, ``private-0``, ..."""
         return self.locks / f"{name}.lock"
 
     @lazy
@@ -161,12 +162,12 @@ class Layout:
         return *outer, self.objects, self.partial, self.locks, self.sessions
 
     def make(self) -> None:
-        """Make the directories of this namespace."""
+        """Create the directories of this namespace."""
         for path in self.directories:
             self.modes.make_directory(path, levels=9)
 
     def linked(self) -> Path | None:
-        """Return a directory of the namespace that is a symbolic link, or None."""
+        """Return the first directory of the namespace that is a symbolic link, or None."""
         return next((path for path in self.directories if os.path.islink(path)), None)  # noqa: PTH114
 
 
@@ -174,12 +175,12 @@ class Layout:
 
 
 def open_directory(path: Path | str) -> int:
-    """Open a directory, but not a link to one; return the descriptor."""
+    """Open a directory, but not through a symbolic link, and return the descriptor."""
     return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
 
 
 def list_names(directory: Path | str) -> list[str]:
-    """List the names in a directory; none if it is missing or a symbolic link."""
+    """Return the names in a directory, or no names if it is missing or a symbolic link."""
     try:
         fd = open_directory(directory)
     except OSError as exn:
@@ -187,13 +188,13 @@ def list_names(directory: Path | str) -> list[str]:
             return []
         raise
     try:
-        return os.listdir(fd)  # noqa: PTH208 - names are enough
+        return os.listdir(fd)  # noqa: PTH208 - only the names are needed
     finally:
         os.close(fd)
 
 
 def is_directory(path: Path | str) -> bool:
-    """Return whether ``path`` is a directory, and not a link to one."""
+    """Return whether ``path`` is a directory and not a symbolic link."""
     try:
         return stat.S_ISDIR(os.lstat(path).st_mode)
     except OSError:
@@ -201,31 +202,32 @@ def is_directory(path: Path | str) -> bool:
 
 
 def is_idle(path: Path, grace: float = IDLE_GRACE) -> bool:
-    """Return whether a file, or all files in a directory, were unused for ``grace`` seconds."""
+    """Return whether a file, or every file in a directory, was unused for ``grace`` seconds."""
     latest = 0.0
     for each in [path / name for name in list_names(path)] or [path]:
         with contextlib.suppress(FileNotFoundError):
             status = each.lstat()
-            # A process may set any modification time, but the kernel sets the change time.
+            # A process may set a modification time in the future. Only the kernel sets the change
+            # time, so the earlier of the two counts.
             latest = max(latest, min(status.st_mtime, status.st_ctime))
     return time.time() - latest > grace
 
 
 def remove_old(path: Path, age: float = IDLE_GRACE) -> None:
     """Remove a file or an empty directory that was unused for ``age`` seconds."""
-    with contextlib.suppress(OSError):  # it was renamed
+    with contextlib.suppress(OSError):  # another process was faster, or the directory is not empty
         if is_idle(path, age):
             path.rmdir() if is_directory(path) else path.unlink()
 
 
 def read_file(path: Path | str, limit: int) -> bytes:
-    """Read up to ``limit`` bytes of a file, without following a link and without blocking."""
+    """Read up to ``limit`` bytes of a file without following a symbolic link or blocking."""
     with open_file(path) as file:
         return os.read(file.fileno(), limit)
 
 
 def read_manifest(root: Path) -> dict[str, Any]:
-    """Read the manifest of a root; return an empty dict if it is missing or damaged."""
+    """Return the manifest of a root, or an empty dict if the manifest is missing or damaged."""
     try:
         manifest = json.loads(read_file(root / MANIFEST, _MAX_MANIFEST))
     except (OSError, ValueError, RecursionError):
@@ -234,10 +236,10 @@ def read_manifest(root: Path) -> dict[str, Any]:
 
 
 def replace_file(path: Path, data: bytes, mode: int, *, via: Path, once: bool = False) -> None:
-    """Write a file atomically: a reader sees the old content or all of the new one.
+    """Write a file atomically: a reader sees either the old content or all of the new content.
 
-    The temporary file is in ``via``: `Layout.partial`, which is swept, because this process may be
-    killed before the rename. With ``once``, a file that exists is left.
+    The temporary file is in the directory ``via``, usually `Layout.partial`, where a sweep removes
+    the file if this process is killed before the rename. With ``once``, an existing file is kept.
     """
     temporary = via / f".{path.name}.{random_token()}"
     try:
@@ -246,11 +248,11 @@ def replace_file(path: Path, data: bytes, mode: int, *, via: Path, once: bool = 
             try:
                 os.link(temporary, path)
                 return
-            except FileExistsError:  # another process made it; or this one, if NFS sent it twice
+            except FileExistsError:  # created by another process, or by this one if NFS resent it
                 return
             except OSError:  # a filesystem without hard links: the last process wins
                 pass
         temporary.replace(path)
     finally:
-        with contextlib.suppress(OSError):  # it was renamed
+        with contextlib.suppress(OSError):  # after the rename, there is no temporary file
             temporary.unlink()

@@ -1,7 +1,7 @@
 """The rank and the job of this process, read from the variables that its launcher set.
 
-A launcher counts only if it sets both a rank and a world size. An impossible number raises a
-`ConfigError`: two processes that both believe they are rank 0 would be worse.
+A launcher is recognised only if it sets both a rank and a world size. An impossible number raises a
+`ConfigError`, because two processes that both believe they are rank 0 would do more harm.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from shardcache.errors import ConfigError
 
 Source = Literal["torch", "openmpi", "pmi", "slurm", "explicit", "none"]
 
-#: Users may set these two. They win over every launcher.
+#: Users may set these two variables, which take precedence over every launcher.
 RANK_VARIABLE = "SHARDCACHE_RANK"
 JOB_VARIABLE = "SHARDCACHE_JOB"
-#: `shardcache run` sets this: when the run began, in seconds since the epoch, a colon, and the file
-#: to which processes of the program add lines.
+#: `shardcache run` sets this variable. It holds the start of the run in seconds since the epoch, a
+#: colon, and the path of a file to which the processes of the program add lines.
 RUN_VARIABLE = "SHARDCACHE_RUN"
 
 #: The variables of each launcher for rank, world size, local rank, local world size and job:
@@ -37,13 +37,13 @@ _LAUNCHERS: dict[Source, tuple[str, ...]] = {
     "pmi": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "PMI_JOBID"),
     "slurm": (
         *("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
-        *("SLURM_NTASKS_PER_NODE", "SLURM_JOB_ID"),  # the first only with --ntasks-per-node
+        *("SLURM_NTASKS_PER_NODE", "SLURM_JOB_ID"),  # the former is set by --ntasks-per-node only
     ),
 }
-#: The default of torchrun's --rdzv-id. All jobs share it, so it does not identify one.
+#: The default of torchrun's --rdzv-id. All jobs share it, so it does not identify a job.
 _NO_RUN_ID = "none"
-#: SLURM_MAX_NORMAL_STEP_ID in slurm.h. Larger numbers are pseudo-steps (batch script, interactive
-#: shell), which run one process whatever SLURM_NTASKS is.
+#: SLURM_MAX_NORMAL_STEP_ID in slurm.h. Larger step ids denote pseudo-steps (batch script,
+#: interactive shell), which run a single process regardless of SLURM_NTASKS.
 _MAX_NORMAL_STEP = 0xFFFFFFF0
 
 _PLAIN = r"(?![.-])[A-Za-z0-9._-]{1,64}"
@@ -58,16 +58,16 @@ class Ranks:
     world_size: int = 1  #: number of processes in the job
     local_rank: int | None = None  #: number of this process on its node, if known
     job: str | None = None  #: id of the job; None outside any job
-    source: Source = "none"  #: launcher that set the rank
+    source: Source = "none"  #: the launcher that set the rank
     local_size: int | None = None  #: number of processes of the job on this node, if known
 
 
 def detect(environ: Mapping[str, str] | None = None) -> Ranks:
     """Return the `Ranks` of this process, read from ``environ`` (default: ``os.environ``).
 
-    The order is ``SHARDCACHE_RANK`` and ``SHARDCACHE_JOB``, torchrun, MPI, Slurm. MPI comes before
-    Slurm because mpirun may start its daemons with srun; ranks then inherit the daemon's
-    ``SLURM_PROCID``. Empty variables count as unset.
+    The order of precedence is ``SHARDCACHE_RANK`` and ``SHARDCACHE_JOB``, torchrun, MPI, Slurm. MPI
+    comes before Slurm because mpirun may start its daemons with srun, and the ranks then inherit
+    the daemon's ``SLURM_PROCID``. Empty variables count as unset.
 
     Raises:
         ConfigError: a variable is not a whole number, or the rank is not below the world size.
@@ -76,8 +76,8 @@ def detect(environ: Mapping[str, str] | None = None) -> Ranks:
     launched = (_from_launcher(env, source) for source in _LAUNCHERS if source != "slurm")
     ranks = next(filter(None, launched), None) or _from_slurm(env) or Ranks()
     if (rank := whole_number(env, RANK_VARIABLE)) is not None:
-        # The launcher states the local rank of its own rank only. A rank beyond the launcher's
-        # world size means that the world is larger.
+        # The launcher's local rank is valid only for the rank that the launcher set. If the user's
+        # rank is not below the launcher's world size, the world must be larger.
         local = ranks.local_rank if rank == ranks.rank else None
         world = max(ranks.world_size, rank + 1)
         ranks = Ranks(rank, world, local, ranks.job, "explicit", ranks.local_size)
@@ -85,7 +85,7 @@ def detect(environ: Mapping[str, str] | None = None) -> Ranks:
 
 
 def run_of_this_process() -> tuple[float | None, str]:
-    """Return when the run of `shardcache run` began, and its file; (None, "") if there is none."""
+    """Return the start and the file of the current `shardcache run`; (None, "") without one."""
     started, _, file = os.environ.get(RUN_VARIABLE, "").partition(":")
     with contextlib.suppress(ValueError):
         return float(started), file
@@ -94,20 +94,20 @@ def run_of_this_process() -> tuple[float | None, str]:
 
 def _from_slurm(env: Mapping[str, str]) -> Ranks | None:
     if whole_number(env, "SLURM_PROCID") is None:
-        return None  # a shell from salloc, or ssh into an allocation: it has a job id, but no task
+        return None  # a shell of salloc, or ssh into an allocation: there is a job id, but no task
     step = whole_number(env, "SLURM_STEP_ID")
     if step is not None and step <= _MAX_NORMAL_STEP:
         return _from_launcher(env, "slurm")
-    # The batch script itself: SLURM_PROCID is 0, and SLURM_NTASKS is the number of tasks that srun
-    # would start. As a world size it would make rank 0 wait for ranks that do not exist.
+    # In the batch script, SLURM_PROCID is 0, and SLURM_NTASKS is the number of tasks that srun
+    # would start. As a world size, it would make rank 0 wait for ranks that do not exist.
     size = whole_number(env, "SLURM_NTASKS_PER_NODE") or None
     return Ranks(local_rank=0, source="slurm", local_size=size)
 
 
 def _from_launcher(env: Mapping[str, str], source: Source) -> Ranks | None:
-    """Return the `Ranks` that a launcher set; None unless it set both a rank and a world size."""
+    """Return the `Ranks` that a launcher set, or None if it did not set rank and world size."""
     *numbers, job_name = _LAUNCHERS[source]
-    # Other programs may export RANK or WORLD_SIZE. One of them alone is ignored, even if malformed.
+    # Other programs may export RANK or WORLD_SIZE, so one alone is ignored, even if malformed.
     if not (_text(env, numbers[0]) and _text(env, numbers[1])):
         return None
     rank, world_size, local_rank, local_size = (whole_number(env, name) for name in numbers)
@@ -127,9 +127,9 @@ def _text(env: Mapping[str, str], name: str) -> str | None:
 
 
 def whole_number(env: Mapping[str, str], name: str) -> int | None:
-    """Return the value of a variable as a number; None if it is empty. Raises `ConfigError`."""
+    """Return a variable as an int, or None if it is empty. Raise ConfigError for other text."""
     text = _text(env, name)
-    # int() would also accept "1_0", "+1" and digits of other scripts.
+    # int() would also accept "1_0", "+1" and digits of other scripts, so check first.
     if text is not None and not re.fullmatch("[0-9]{1,10}", text):
         raise ConfigError(
             f"{name}={text[:40]!r} is not a whole number. Set it to 0 or more, or unset it."
@@ -138,15 +138,15 @@ def whole_number(env: Mapping[str, str], name: str) -> int | None:
 
 
 def safe_name(job: str) -> str:
-    """Return ``job`` as a part of a directory name: ``[A-Za-z0-9._-]{1,64}``, not ``.`` or ``..``.
+    """Convert a job id to a name for a directory: ``[A-Za-z0-9._-]{1,64}``, not ``.`` or ``..``.
 
-    Any other id, or one that looks as if it had a hash, gets one of 48 bits, so that two ids never
-    share a name.
+    An id of this form is returned unchanged. Any other id, and one that ends as if it had a hash,
+    gets a hash of 48 bits at its end, so that two ids never share a name.
     """
     if re.fullmatch(_PLAIN, job) and not re.fullmatch(_HASHED, job):
         return job
     # A leading dot would hide the directory, a leading dash would look like an option.
     kept = re.sub(r"^[.-]|[^A-Za-z0-9._-]", "_", job)[:50] or "_"  # 50 + "--" + 12 digits = 64
-    # surrogatepass: variables may hold bytes that are not text.
+    # surrogatepass, because environment variables may contain bytes that are not text.
     digest = hashlib.blake2b(job.encode("utf-8", "surrogatepass"), digest_size=6)
     return f"{kept}--{digest.hexdigest()}"

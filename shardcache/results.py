@@ -1,4 +1,4 @@
-"""The results of `Cache.prewarm`: its plan, its events, a result per shard, and totals."""
+"""The results of `Cache.prewarm`: the plan, the events, one result per shard, and totals."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from shardcache.urls import ShardURL
 class Outcome(StrEnum):
     """How the prewarm of one shard ended."""
 
-    CACHED = "cached"  #: it was cached before
+    CACHED = "cached"  #: the shard was already cached
     FETCHED = "fetched"
-    COALESCED = "coalesced"  #: another process downloaded it
+    COALESCED = "coalesced"  #: another process downloaded the shard
     LINKED = "linked"  #: hard-linked to the entry of another rank or job
     FAILED = "failed"
-    NOT_STARTED = "not_started"  #: or interrupted
-    LEFT_OUT = "left_out"  #: best effort found no room for it
-    MISSING = "missing"  #: a check or a dry run found that it is not cached
+    NOT_STARTED = "not_started"  #: the download was not started, or was interrupted
+    LEFT_OUT = "left_out"  #: ``best_effort`` left the shard out because it did not fit
+    MISSING = "missing"  #: a check or a dry run found that the shard is not cached
 
 
 _ADDED = (Outcome.FETCHED, Outcome.COALESCED, Outcome.LINKED)
@@ -42,7 +42,7 @@ class Stopped(StrEnum):
 
     @property
     def why(self) -> str:
-        """The reason in words; completes "3 not done because ..."."""
+        """The reason, as text that completes the sentence "3 not done because ..."."""
         return {
             "requested": "the run was interrupted",
             "deadline": "the deadline has passed",
@@ -71,9 +71,9 @@ class ShardResult:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class PrewarmPlan:
-    """Which shards are cached, which ones to download, and how much room the cache has.
+    """Which shards are cached, which have to be downloaded, and how much room the cache has.
 
-    Room is in bytes on disk. Mappings and sets are by key.
+    Room is counted in bytes on disk. Mappings and sets identify a shard by its key.
     """
 
     shards: tuple[ShardURL, ...]  #: all requested shards in order, without duplicates
@@ -81,14 +81,14 @@ class PrewarmPlan:
     sizes: Mapping[str, int]  #: known sizes in bytes of the shards to download
     free: int  #: free room before evictions
     evict: int  #: room that evictions will make
-    missing: int  #: room that lacks for the shards of known size
-    left_out: frozenset[str] = frozenset()  #: best effort found no room for them
-    #: With refresh: cached versions that the origin has replaced. They do not count as cached.
+    missing: int  #: further room that the shards of known size would need
+    left_out: frozenset[str] = frozenset()  #: left out by ``best_effort`` because they do not fit
+    #: With ``refresh``: versions that the origin has replaced. They do not count as cached.
     outdated: Mapping[str, frozenset[str]] = field(default_factory=dict)
-    #: With refresh: why it is unknown whether the origin has replaced a shard.
+    #: With ``refresh``: the error that prevented asking the origin whether a shard was replaced.
     unconfirmed: Mapping[str, Exception] = field(default_factory=dict)
-    needed: int = 0  #: room that the shards of known size to download will take
-    resumable: int = 0  #: bytes of them that interrupted downloads left on disk
+    needed: int = 0  #: room that the downloads of known size will take
+    resumable: int = 0  #: bytes of these shards that interrupted downloads left on disk
 
     def __repr__(self) -> str:
         """Return ``Need 2,048 shards, 1.0 TB: 1,310 cached, 738 to fetch (369.0 GB); ...``."""
@@ -114,10 +114,11 @@ class PrewarmPlan:
             return f"{text}  does not fit: {format_bytes(self.missing)} too many"
         if self.evict:
             text += f", {format_bytes(self.evict)} of older shards will be evicted"
-        return text if unknown else f"{text}  ok"  # a shard of unknown size may not exist
+        # A shard of unknown size may not exist, so the plan is not called ok.
+        return text if unknown else f"{text}  ok"
 
     def as_dict(self) -> dict[str, int]:
-        """Return counts of shards, and bytes, for JSON."""
+        """Return the numbers of shards and bytes, for JSON."""
         return {
             "shards": len(self.shards),
             "cached": len(self.cached),
@@ -151,20 +152,20 @@ class PrewarmPlan:
 
     @property
     def unknown(self) -> int:
-        """Number of shards of unknown size."""
+        """Number of shards to download whose size is unknown."""
         return len(self.shards) - len(self.cached) - len(self.sizes)
 
     def size_of(self, shard: ShardURL) -> int | None:
-        """Return the size of a shard in bytes; None if unknown."""
+        """Return the size of a shard in bytes, or None if it is unknown."""
         entry = self.cached.get(shard.key)
         return entry.size if entry is not None else self.sizes.get(shard.key)
 
     def results(
         self, found: Mapping[str, ShardResult], otherwise: Outcome
     ) -> tuple[ShardResult, ...]:
-        """Return the results of all shards: from ``found`` by key, else from this plan.
+        """Return the results of all shards, from ``found`` (by key) or derived from this plan.
 
-        Shards that are in neither get the outcome ``otherwise``.
+        Shards whose outcome neither of them states get the outcome ``otherwise``.
         """
 
         def planned(shard: ShardURL) -> ShardResult:
@@ -182,7 +183,7 @@ class PrewarmPlan:
 
 
 class _Count:
-    """A read-only attribute of a report: the number of shards with an outcome."""
+    """A read-only attribute of a report: the number of its shards with one outcome."""
 
     def __init__(self, outcome: Outcome) -> None:
         self._outcome = outcome
@@ -199,9 +200,9 @@ class PrewarmReport:
     are the numbers of shards with that `Outcome`.
 
     Attributes:
-        results: one per shard, in the order of the plan.
+        results: one result per shard, in the order of the plan.
         seconds: duration of the prewarm.
-        stopped: why it ended early; None if it did not.
+        stopped: why the prewarm ended early, or None if it did not.
     """
 
     plan: PrewarmPlan
@@ -258,7 +259,7 @@ class PrewarmReport:
 
     @property
     def failures(self) -> dict[str, Exception]:
-        """The errors of the failed shards, by URL."""
+        """The errors of the failed shards, by canonical URL."""
         failed = (each for each in self.results if each.outcome is Outcome.FAILED)
         return {each.url: each.error for each in failed if each.error is not None}
 
@@ -294,20 +295,20 @@ class PrewarmReport:
 
 
 class Planned(NamedTuple):
-    """The plan is complete, and no download has started."""
+    """The event that the plan is complete and no download has started yet."""
 
     plan: PrewarmPlan
 
 
 class Started(NamedTuple):
-    """A thread started with a shard. ``progress()`` returns how far it is at that moment."""
+    """The event that work on a shard has started. ``progress()`` returns the current progress."""
 
     shard: ShardURL
     progress: Callable[[], Progress]
 
 
 class Finished(NamedTuple):
-    """A thread has finished with a shard."""
+    """The event that work on a shard has ended, with its result."""
 
     shard: ShardURL
     result: ShardResult
@@ -317,12 +318,12 @@ Event = Planned | Started | Finished
 
 
 def portable(error: Exception) -> Exception:
-    """Return an error that any process can unpickle: this one, or one with its text."""
+    """Return an error that any process can unpickle: ``error`` itself, or one with its text."""
     if isinstance(error, ShardCacheError | OSError):
         return error
     return ShardCacheError(f"{type(error).__name__}: {error}")
 
 
 def is_full(exn: BaseException | None) -> bool:
-    """Return whether an error means that the budget or the disk has no room."""
+    """Return whether an error means that the cache or the disk has no room."""
     return isinstance(exn, OSError) and exn.errno in FULL

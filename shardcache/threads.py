@@ -1,12 +1,12 @@
-"""Background threads, and forks of a process that has them.
+"""Background threads, and safe forks of a process that has background threads.
 
-A fork copies the locks that other threads hold at that moment, and no thread of the child releases
-them. This concerns the lock of an import, and those of OpenSSL, which it holds while a context is
-made, *during a handshake* and *while a thread that used it ends*. In November 2026, one fork in a
-thousand beside four threads that did handshakes made a child that waited for its first context
-forever (OpenSSL 3.0). A thread ends some microseconds after `is_alive` has become false. So a fork
-waits for imports in other threads, for work inside `undivided`, and for ended threads of shardcache
-until the kernel no longer lists them.
+A forked child inherits the locks that other threads hold at that moment, but not the threads, so
+nothing in the child releases the locks. Imports hold such locks, and OpenSSL does while it creates
+a context, *during a handshake* and *while a thread that used it ends*. In November 2026, with four
+threads that did handshakes, one fork in a thousand produced a child that waited for its first
+context forever (OpenSSL 3.0). A thread ends a few microseconds after its `is_alive` has become
+false. So a fork waits for imports in other threads, for code inside `undivided`, and for ended
+threads of shardcache until the kernel no longer lists them.
 """
 
 from __future__ import annotations
@@ -25,33 +25,33 @@ __all__ = ["lazy", "start", "undivided"]
 
 T = TypeVar("T")
 
-#: Seconds that a fork waits at most for other threads: an import from a slow disk may take as long.
-#: Then it goes on, and the child may hang.
+#: Maximum seconds that a fork waits for other threads: an import from a slow disk may take as long.
+#: Then the fork proceeds, and the child may hang.
 _BEFORE_FORK = 30.0
-#: Seconds that a fork waits for threads that are ending. It takes microseconds, or more on busy
-#: processors.
+#: Maximum seconds that a fork waits for threads that are ending. They usually need microseconds,
+#: but more on busy processors.
 _ENDING = 5.0
-#: Seconds between two checks: a fork itself takes about as long.
+#: Seconds between two checks, about as long as a fork itself takes.
 _POLL = 0.0005
 
-#: Threads to remember before the ended ones are forgotten.
+#: When this many threads are remembered, those that have ended are forgotten.
 _MANY = 64
 
-#: Modules that take locks of their own before a fork.
+#: Modules that register hooks which take the modules' locks before a fork.
 _HOOKS = ("concurrent.futures.thread", "filelock")
 
 _started: set[threading.Thread] = set()
-#: Id of each thread that is inside `undivided`, and how often it entered.
+#: The id of each thread that is inside `undivided`, and how many levels deep it is.
 _undivided: dict[int, int] = {}
-#: Held during a fork, so that no thread enters `undivided` just before it.
+#: Held during a fork, so that no thread enters `undivided` just before the fork.
 _gate = threading.RLock()
 
 
 class lazy(Generic[T]):  # noqa: N801 - used as a decorator
     """`functools.cached_property` without its lock.
 
-    Up to Python 3.11 all instances of a class share that lock, and a child that is forked while
-    another thread holds it waits forever.
+    Up to Python 3.11, all instances of a class share that lock, and a child that is forked while
+    another thread holds the lock waits for it forever.
     """
 
     def __init__(self, function: Callable[[Any], T]) -> None:
@@ -66,7 +66,9 @@ class lazy(Generic[T]):  # noqa: N801 - used as a decorator
 
 
 def start(function: Callable[[], object], name: str) -> threading.Thread:
-    """Call ``function`` in a new daemon thread: an origin may not respond, and downloads resume.
+    """Call ``function`` in a new daemon thread, and return the thread.
+
+    Daemon threads let a program end while an origin does not respond. Downloads can be resumed.
 
     Raises:
         RuntimeError: the limit of threads is reached.
@@ -86,7 +88,7 @@ def start(function: Callable[[], object], name: str) -> threading.Thread:
 
 @contextlib.contextmanager
 def undivided() -> Iterator[None]:
-    """Make forks by other threads wait until the body has ended."""
+    """Make forks in other threads wait until the body of the ``with`` statement has ended."""
     _register_hooks()
     me = threading.get_ident()
     with _gate:
@@ -94,35 +96,35 @@ def undivided() -> Iterator[None]:
     try:
         yield
     finally:
-        # In a child that was forked in the body, the table is empty.
+        # In a child that was forked in the body, the table is empty, hence the default.
         if (depth := _undivided.pop(me, 1)) > 1:
             _undivided[me] = depth - 1
 
 
 def _ended() -> set[threading.Thread]:
-    """Return the threads that have ended, as far as Python knows."""
+    """Return the remembered threads that have ended as far as Python knows."""
     return {each for each in list(_started) if each.native_id is not None and not each.is_alive()}
 
 
 def _ending() -> set[threading.Thread]:
-    """Return the threads that Python takes for ended, and that the kernel still lists."""
-    ended = _ended()  # before the listing, so that a thread that ends now is not missed
-    tasks = set(os.listdir("/proc/self/task")) if ended else ()  # noqa: PTH208 - in a hook
+    """Return the threads that have ended as far as Python knows and that the kernel still lists."""
+    ended = _ended()  # first, so that the kernel's list is not older than this set
+    tasks = set(os.listdir("/proc/self/task")) if ended else ()  # noqa: PTH208 - only names
     return {each for each in ended if str(each.native_id) in tasks}
 
 
 @functools.cache
 def _register_hooks() -> None:
-    """Make every fork call `_before_fork` first.
+    """Make every fork call `_before_fork` before the hooks of other modules.
 
-    Python calls the hook first that was registered last. Other modules, such as filelock, hold
-    their locks during a fork. If such a hook came first, the fork and a thread inside `undivided`
-    that needs such a lock would wait for each other.
+    Python first calls the hook that was registered last. Other modules, such as filelock, hold
+    their locks during a fork. If such a hook came first, the fork would wait for a thread inside
+    `undivided`, and that thread for the lock of the module.
     """
     for name in _HOOKS:
         importlib.import_module(name)
-    # The codec of host names. In a child that is forked during its import, Python would remember it
-    # as unknown.
+    # Load the codec of host names now: a child that is forked during the import of the codec would
+    # remember the codec as unknown.
     codecs.lookup("idna")
     os.register_at_fork(
         before=_before_fork, after_in_parent=_release_gate, after_in_child=_reset_in_child
@@ -144,14 +146,14 @@ def _before_fork() -> None:
 
 
 def _is_importing(me: int) -> bool:
-    """Return whether another thread imports a module, and so holds a lock."""
-    # There is no public function for this. Python removes a lock when its import has ended.
+    """Return whether another thread is importing a module, and so holds the module's lock."""
+    # There is no public function for this. Python removes a module's lock after the import.
     locks = [reference() for reference in list(importlib._bootstrap._module_locks.values())]  # type: ignore[attr-defined]
     return any(getattr(lock, "owner", None) not in (None, me) for lock in locks)
 
 
 def _release_gate() -> None:
-    # If `_before_fork` was interrupted, Python prints the exception and forks without the gate.
+    # If `_before_fork` was interrupted, Python printed the exception and forked without the gate.
     with contextlib.suppress(RuntimeError):
         _gate.release()
 

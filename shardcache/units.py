@@ -16,9 +16,9 @@ from shardcache.errors import ConfigError
 
 #: The largest file offset (a signed 64-bit off_t).
 MAX_BYTES = 2**63 - 1
-#: 100 years. Python's locks refuse timeouts from 292 years on (2^63 ns).
+#: 100 years. Python's locks refuse timeouts of 292 years (2^63 ns) or more.
 MAX_SECONDS = 36_500 * 86_400.0
-#: The longest text that is parsed, in characters. int() would refuse more than 4300 digits.
+#: Maximum length of parsed text, in characters. int() would refuse more than 4300 digits.
 _MAX_TEXT = 64
 
 _DECIMAL = ("KB", "MB", "GB", "TB", "PB", "EB")
@@ -28,14 +28,14 @@ for _power, _prefix in enumerate("kmgtpe", 1):
     _SIZE_UNITS |= dict.fromkeys((_prefix, f"{_prefix}b"), 1000**_power)
     _SIZE_UNITS |= dict.fromkeys((f"{_prefix}i", f"{_prefix}ib"), 1024**_power)
 # Patterns are compiled on first use, which keeps `import shardcache` fast.
-# An exponent needs a digit, so that 1E is one exabyte.
+# An exponent needs a digit, so that 1E means one exabyte.
 _SIZE = r"([0-9]*\.?[0-9]+(?:e\+?[0-9]{1,2})?)\s*([a-z]*)"
-#: Unit -> milliseconds. Whole milliseconds keep 350ms exact.
+#: A pattern for each unit, and the unit in milliseconds: integers keep values like 350ms exact.
 _DURATION_UNITS = {
     "w": 604_800_000, "d": 86_400_000, "h": 3_600_000, "m(?:in)?": 60_000, "s": 1000, "ms": 1,
 }  # fmt: skip
 _DURATION = r"\s*".join(rf"(?:([0-9]+(?:\.[0-9]+)?)\s*{unit})?" for unit in _DURATION_UNITS)
-#: The units of ages and exact durations, in seconds.
+#: The units of `format_age` and `exact_duration`, in seconds.
 _SECONDS = (("d", 86_400), ("h", 3_600), ("m", 60), ("s", 1))
 _TRUTHS = dict.fromkeys(("1", "true", "yes", "on"), True)
 _TRUTHS |= dict.fromkeys(("0", "false", "no", "off"), False)
@@ -57,10 +57,10 @@ def _refuse(value: object, noun: str, accepted: str) -> ConfigError:
 
 
 def parse_bytes(value: str | int | float) -> int:
-    """Return the bytes of a number, or of text such as ``800GB``, ``1.5 TB``, ``1GiB``, ``512k``.
+    """Convert a number, or text such as ``800GB``, ``1.5 TB``, ``1GiB`` or ``512k``, to bytes.
 
-    Case does not matter; K and KB are 1000, Ki and KiB are 1024. Text needs a unit, unless it is 0,
-    because a user who writes 800 hardly means bytes. Fractions of a byte are dropped.
+    Units are case-insensitive; K and KB are 1000, Ki and KiB are 1024. Text other than 0 needs a
+    unit, because a user who writes 800 rarely means bytes. Fractions of a byte in text are dropped.
     """
     number: float = -1
     if isinstance(value, int | float) and not isinstance(value, bool):
@@ -81,8 +81,8 @@ def parse_bytes(value: str | int | float) -> int:
 
 
 def format_bytes(n: float) -> str:
-    """Return ``n`` bytes as ``924.3 GB``, in decimal units; below 1 KB as whole bytes."""
-    # Switch units half a last digit early: 999,960 is 1.0 MB, not 1000.0 KB.
+    """Return ``n`` bytes as text such as ``924.3 GB``, in decimal units or whole bytes."""
+    # Use the next unit where rounding would reach 1000: 999,960 is 1.0 MB, not 1000.0 KB.
     if abs(n) < 999.5:
         return f"{n:.0f} B"
     for unit in _DECIMAL:
@@ -93,7 +93,7 @@ def format_bytes(n: float) -> str:
 
 
 def format_rate(bytes_per_second: float) -> str:
-    """Return a rate as ``2.9 GB/s``."""
+    """Return a rate as text such as ``2.9 GB/s``."""
     return f"{format_bytes(bytes_per_second)}/s"
 
 
@@ -105,13 +105,13 @@ def exact_bytes(n: int) -> str:
         for power, unit in enumerate(units, 1)
         if n and n % base**power == 0
     ]
-    return min([*texts, f"{n}B" if n else "0"], key=len)  # of equally short ones the first
+    return min([*texts, f"{n}B" if n else "0"], key=len)  # the first of the shortest
 
 
 def parse_duration(value: str | float) -> float:
-    """Return the seconds of a number, or of text such as ``90``, ``1h30m``, ``14d``, ``350ms``.
+    """Convert a number, or text such as ``90``, ``1h30m``, ``14d`` or ``350ms``, to seconds.
 
-    ``m`` is minutes. Units go from large to small, each at most once.
+    ``m`` means minutes. Units must be in descending order, each at most once.
     """
     number = -1.0
     if isinstance(value, str) and 0 < len(text := value.strip()) <= _MAX_TEXT:
@@ -129,7 +129,7 @@ def parse_duration(value: str | float) -> float:
 
 
 def exact_duration(seconds: float) -> str:
-    """Return text that parses to exactly ``seconds``: ``90m``, ``14d``, ``0.123456``."""
+    """Return text that parses to exactly ``seconds``, such as ``90m``, ``14d`` or ``0.123456``."""
     for unit, size in _SECONDS:
         if seconds % size == 0 and (seconds or size == 1):
             return f"{int(seconds // size)}{unit}"
@@ -137,7 +137,7 @@ def exact_duration(seconds: float) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """Return ``350 ms``, ``1.9 s``, ``2m 08s``, ``1h 30m`` or ``14d``: at most two units."""
+    """Return text such as ``350 ms``, ``1.9 s``, ``2m 08s`` or ``14d``, with at most two units."""
     if seconds == 0:
         return "0 s"
     if seconds < 0.9995:
@@ -156,14 +156,14 @@ def format_duration(seconds: float) -> str:
 
 
 def format_age(seconds: float) -> str:
-    """Return ``2m ago``; ``just now`` below a second, also if the clock was set back."""
+    """Return text such as ``2m ago``; ``just now`` below 1 s, also if the clock was set back."""
     ages = (f"{int(seconds // size)}{name} ago" for name, size in _SECONDS if seconds >= size)
     return next(ages, "just now")
 
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """Either a number of bytes or a percentage of a filesystem. ``str`` of it parses back."""
+    """Either a number of bytes or a percentage of a filesystem. `parse_limit` accepts its str."""
 
     bytes: int | None = None
     percent: float | None = None
@@ -181,7 +181,7 @@ class Limit:
 
 
 def parse_limit(value: str | int | float | Limit) -> Limit:
-    """Return the `Limit` for a size (see `parse_bytes`) or a percentage such as ``80%``."""
+    """Convert a size (see `parse_bytes`), or a percentage such as ``80%``, to a `Limit`."""
     if isinstance(value, Limit):
         return value
     if not (isinstance(value, str) and value.rstrip().endswith("%")):
@@ -193,7 +193,7 @@ def parse_limit(value: str | int | float | Limit) -> Limit:
 
 
 def parse_choice(value: str, choices: Sequence[str]) -> str:
-    """Return the one of ``choices`` that ``value`` names in any case."""
+    """Return the item of ``choices`` that ``value`` names, ignoring case."""
     text = value.strip().lower() if isinstance(value, str) else ""
     if text not in choices:
         raise _refuse(value, "a choice", ", ".join(choices))
@@ -201,12 +201,12 @@ def parse_choice(value: str, choices: Sequence[str]) -> str:
 
 
 def parse_bool(value: str | bool | int) -> bool:
-    """Return the truth value of 1/0, true/false, yes/no or on/off, in any case."""
+    """Convert 1/0, true/false, yes/no or on/off to a bool, ignoring case."""
     return _TRUTHS[parse_choice(str(value), list(_TRUTHS))]
 
 
 def parse_count(value: str | int, minimum: int, maximum: int) -> int:
-    """Return a whole number in a range, given as an int or as decimal digits."""
+    """Convert an int, or text of decimal digits, to an int from ``minimum`` to ``maximum``."""
     text = str(value).strip()
     if not re.fullmatch("[0-9]{1,9}", text) or not minimum <= int(text) <= maximum:
         raise _refuse(value, "a count", f"a whole number from {minimum} to {maximum}")

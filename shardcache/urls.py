@@ -1,12 +1,13 @@
-"""The names of a shard: its key, its file name, and the URL that logs may show.
+"""Parse a shard's URL into its names: the key, the file name, and the URL that logs may show.
 
-* Two URLs share a key only if they name the same object. Names of objects are exact bytes: no
-  percent-decoding, no folding of ``..``, ``//`` or Unicode.
+* Two URLs share a key only if they name the same object. Names of objects are exact bytes, without
+  percent-decoding and without normalising ``..``, ``//`` or Unicode.
 * A web URL that is signed again keeps its key, because neither the parameters of a complete
-  signature nor a login are part of its identity. All other parameters are. After the bucket of an
-  ``s3://`` URL, everything is the object's name, except a final ``?versionId=``.
-* Only ``ShardURL.raw`` contains secrets, and only origins read it. The canonical URL hides each
-  value that may be a secret. It then ends with the key, so that it still names exactly one shard.
+  signature nor a login are part of the URL's identity; all other parameters are. In an ``s3://``
+  URL, everything after the bucket is the object's name, except a final ``?versionId=``.
+* Only ``raw`` and ``options`` of a `ShardURL` contain secrets, and only origins use the secrets.
+  The canonical URL hides each value that may be a secret, and then ends with the key, so that it
+  still names exactly one shard.
 """
 
 from __future__ import annotations
@@ -22,58 +23,59 @@ from urllib.parse import quote, unquote, urlsplit
 
 from shardcache.errors import ConfigError
 
-#: The schemes that are always allowed. ``pipe`` runs a shell, so it is not one of them.
+#: The schemes that are always allowed. ``pipe`` is not one of them, because it runs a shell.
 DEFAULT_SCHEMES = frozenset(
     {"abfs", "abfss", "az", "file", "gs", "hf", "http", "https", "memory", "oci", "s3"}
 )
 _ALIASES = {"s3a": "s3", "s3n": "s3", "gcs": "gs"}
 
-#: Schemes with a login before the ``@``. In others, that is a name (``abfs://container@account``).
+#: Schemes in which the text before ``@`` is a login. In all other schemes, it is a name
+#: (``abfs://container@account``).
 _LOGINS = frozenset({"ftp", "http", "https", "sftp", "smb", "ssh", "webdav", "webdavs"})
-#: Longest canonical URL in bytes. S3 keys have at most 1 KiB; servers refuse URLs above 8 KiB.
+#: Maximum length of a URL in bytes. S3 keys have up to 1 KiB; servers refuse URLs above 8 KiB.
 _MAX_CANONICAL = 8192
 
-#: Signatures of web URLs: the parameters that a complete signature has, and a pattern of all its
-#: parameters. Alibaba's are listed one by one, because ``x-oss-process`` changes the bytes.
+#: Query parameters of signed URLs: those that a complete signature must have, and a pattern of all
+#: that belong to it. Alibaba's are listed one by one, because ``x-oss-process`` changes the bytes.
 _SIGNATURES = (
-    # AWS and Google, version 4.
+    # Signature version 4 of AWS and of Google.
     ("x-amz-algorithm x-amz-credential x-amz-signature", r"x-amz-.+"),
     ("x-goog-algorithm x-goog-credential x-goog-signature", r"x-goog-.+"),
-    # AWS and Google, version 2; Alibaba, version 1.
+    # Signature version 2 of AWS and of Google, and version 1 of Alibaba.
     (
         "awsaccesskeyid|googleaccessid|ossaccesskeyid expires signature",
         r"(aws|oss)accesskeyid|googleaccessid|expires|signature|(x-amz-)?security-token",
     ),
-    # CloudFront, with the parameters that Hugging Face adds for the client.
+    # CloudFront, and the parameters that Hugging Face adds to its signed URLs for the client.
     (
         "key-pair-id signature policy|expires",
         r"key-pair-id|signature|policy|expires|hash-algorithm",
     ),
     ("key-pair-id signature x-xet-cas-uid", r"x-xet-(cas-uid|session-id)|user_id|xip"),
-    # Shared access signatures of Azure.
+    # Azure's shared access signatures.
     (
         "sig sv se|si",
         r"scid|sdd|se|ses|si|sig|sip|skdutid|ske|skoid|sks|skt|sktid|skv"
         r"|saoid|sduoid|sp|spr|sr|srt|ss|st|suoid|sv",
     ),
-    # Alibaba, version 4; Tencent.
+    # Signature version 4 of Alibaba, and the signature of Tencent.
     (
         "x-oss-credential x-oss-signature",
         r"x-oss-(additional-headers|credential|date|expires|security-token|signature(-version)?)",
     ),
     ("q-ak q-sign-algorithm q-signature", r"q-.+|x-cos-security-token"),
 )
-#: Parameters that name a version. The canonical URL shows their values and hides all others.
+#: Query parameters that name a version. The canonical URL shows their values and hides all others.
 _VERSIONS = frozenset({"generation", "snapshot", "versionid"})
-#: A canonical URL with hidden values, and the key at its end.
+#: A canonical URL with hidden values, which ends with the key. The groups are the URL and the key.
 _MASKED = r"([^?]*\?.*\*\*\*.*)#([0-9a-f]{32})"
-#: Names of parameters whose values are hidden in any text.
+#: Names of query parameters whose values are hidden in any text.
 _SECRETS = frozenset(
     {"access_token", "api_key", "apikey", "auth_token", "authorization", "awsaccesskeyid"}
     | {"googleaccessid", "password", "secret", "security-token", "sig", "signature", "token"}
 )
-#: The partitions of AWS besides the standard one, by the prefix of their regions. Each has its own
-#: names of buckets.
+#: The partitions of AWS except the standard one, by the prefix of their regions. Buckets in two
+#: partitions may have the same name.
 PARTITIONS = r"cn|us-gov|us-iso[a-z]?|eu-isoe|eusc"
 _AWS_HOST = (
     r".+\.(amazonaws\.(com|com\.cn|eu)|(c2s|csp\.hci)\.ic\.gov|sc2s\.sgov\.gov|cloud\.adc-e\.uk)"
@@ -88,26 +90,27 @@ _UNSAFE = r"[^A-Za-z0-9._-]+"
 _TARGET = r"[a-z][a-z0-9+.-]*://[^\s\"'|;<>()]+"
 _CONTROL = r"[\x00-\x1f\x7f]"
 _DEFAULT_PORTS = {"http": ":80", "https": ":443"}
-#: Common filesystems allow 255 bytes; temporary names add to it.
+#: Maximum length of a file name. Common filesystems allow 255 bytes; temporary names are longer.
 _MAX_BASENAME = 120
 #: The ARN of an access point of S3, of S3 on Outposts or of S3 Object Lambda.
 _ARN = (
     r"arn:[a-z-]+:s3[a-z-]*:[a-z0-9-]*:[0-9]{12}:(?:outpost[/:][^/:@]+[/:])?accesspoint[/:][^/:@]+"
 )
-#: What a pickle has in place of a secret option.
+#: The text that replaces a secret option in a pickle.
 _HIDDEN = "***"
-#: Schemes whose canonical URLs hide no values.
+#: Schemes whose canonical URLs never hide values of query parameters.
 _NEVER_MASKED = frozenset({"file", "pipe", "s3"})
-#: The files that shardcache writes next to the file of a shard, which never has such a name.
+#: Files that shardcache writes next to the data file of a shard. A data file has no such name.
 SIDE_FILES = frozenset({"meta.json", "progress", "samples.idx"})
 
-# In these schemes, a name without a password before the @ is not a login.
+# In these schemes, a name before the @ is a login only if a password follows the name.
 _NAMED = "(?:abfss?|az|oci)://"
-#: A web URL in a text: the part before the query, the query, and a fragment that is not a key.
+#: A web URL in a text: the part before the query (group 1), the query (group 2), and a fragment
+#: unless it is a key.
 _WEB = r"(?i)\b(https?://[^\s\"'<>?#]*)(\?[^\s\"'<>#]*)?(?:#(?![0-9a-f]{32}\b)[^\s\"'<>]*)?"
-#: Patterns of secrets in a text, and their replacements.
+#: Patterns of secrets in a text, and the replacements.
 _REDACTED = {
-    # Logins. Secret keys of AWS may contain slashes.
+    # Logins. AWS's secret keys may contain slashes.
     r"(?i)\b(s3[an]?://)[^\s\"'/@]*:[^\s\"'@]*@": r"\1",
     rf"(?i)\b({_NAMED})[^/\s@\"':]*:[^/\s@\"']*@": r"\1",
     rf"(?i)\b(?!{_NAMED})([a-z][a-z0-9+.-]*://)[^/\s@\"']+@": r"\1",
@@ -117,30 +120,30 @@ _REDACTED = {
     + "|".join(map(re.escape, sorted(_SECRETS)))
     + r")=)[^&\s\"'<>]+": r"\1***",
 }
-#: Number of characters of a server's text that an error shows.
+#: Maximum number of characters of a server's text that an error shows.
 _SHOWN = 300
-#: Shortest secret that `secret_forms` returns, in characters: any text contains shorter ones.
+#: Minimum length of the texts that `secret_forms` returns: any text may contain shorter ones.
 _SECRET = 4
 
 
 @dataclass(frozen=True, slots=True)
 class ShardURL:
-    """A parsed URL of a shard."""
+    """The parsed URL of a shard."""
 
-    #: The URL as the user wrote it, with secrets. Empty for a ``pipe:`` command that was pickled.
+    #: The URL as the user wrote it, with secrets. Empty for a ``pipe:`` command that was unpickled.
     raw: str = field(repr=False)
-    scheme: str  #: in lower case; ``file`` for plain paths
-    canonical: str  #: for logs and sidecars; parses to the same key, except for commands
+    scheme: str  #: the scheme in lower case; ``file`` for plain paths
+    canonical: str  #: the URL for logs and metadata; parses to the same key, except for commands
     key: str  #: 32 hexadecimal digits, the blake2b-128 of the shard's identity and its endpoint
     basename: str  #: a safe file name with the suffix of the shard
-    version_id: str | None = None  #: the version of the object that the URL names
-    #: The options of the client that a command sets, see `commands.read_command`.
+    version_id: str | None = None  #: the object's version that the URL names, if any
+    #: The client options that a ``pipe:`` command sets; see `commands.read_command`.
     options: tuple[tuple[str, str], ...] = field(default=(), repr=False)
     #: The host of the S3 endpoint, which is part of the key; "" for AWS, None for other schemes.
     endpoint: str | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle with secrets while multiprocessing spawns a process, else without them."""
+        """Pickle the URL, with secrets only while multiprocessing is spawning a process."""
         from multiprocessing.context import get_spawning_popen
 
         raw, options = self.raw, self.options
@@ -152,7 +155,7 @@ class ShardURL:
 
     @property
     def is_masked(self) -> bool:
-        """Whether secrets are hidden that an origin needs to read the shard."""
+        """Whether secrets that an origin needs to read the shard are missing from this URL."""
         if ("authorization", _HIDDEN) in self.options:
             return True
         return self.scheme not in _NEVER_MASKED and re.fullmatch(_MASKED, self.raw) is not None
@@ -168,7 +171,7 @@ class ShardURL:
         return Path(self.canonical.removeprefix("file://"))
 
     def bucket_and_key(self) -> tuple[str, str]:
-        """Return bucket, or ARN of an access point, and object key of an ``s3`` URL."""
+        """Return the bucket (or ARN of an access point) and the object key of an ``s3`` URL."""
         bucket, name = split_bucket(self.canonical.removeprefix("s3://"))
         return bucket, name.removesuffix(f"?versionId={self.version_id}")
 
@@ -191,7 +194,7 @@ def parse_url(
 
     Args:
         url: the URL or path.
-        endpoint: the S3 endpoint in use, which becomes part of the key of ``s3`` URLs. None is
+        endpoint: the S3 endpoint in use, which becomes part of the key of ``s3`` URLs. None means
             AWS's standard partition.
         allow_schemes: schemes to allow in addition to `DEFAULT_SCHEMES`.
 
@@ -204,7 +207,7 @@ def parse_url(
     if not url:
         raise ConfigError("a shard URL must not be empty")
     if re.search(_CONTROL, url):
-        # Replace first: redact() would not hide the part of a signature after a line end.
+        # Replace the characters first: redact() would show what follows a newline in a signature.
         shown = redact(re.sub(_CONTROL, "\N{REPLACEMENT CHARACTER}", url))
         raise ConfigError(f"{shown!r} contains a control character. Strip line ends from URLs.")
     match = re.match(_SCHEME, url)
@@ -230,7 +233,7 @@ def parse_url(
         authority = _authority(endpoint)
         identity = f"{canonical}\0{authority}" if authority else canonical
     elif scheme == "pipe":
-        # The identity has the whole command: two commands may differ in a credential only.
+        # The identity is the whole command, because two commands may differ only in a credential.
         canonical, identity, name = name_command(rest.strip()), f"pipe:{rest.strip()}", "pipe"
     else:
         if masked := re.fullmatch(_MASKED, rest):
@@ -238,7 +241,7 @@ def parse_url(
         canonical, identity, name = _generic(url, scheme, rest)
         is_masked = key is not None or canonical != identity
     try:
-        # Paths are arbitrary bytes, all other URLs are text.
+        # Paths may contain arbitrary bytes, but all other URLs must be text.
         encoded = identity.encode("utf-8", "surrogateescape" if scheme == "file" else "strict")
     except UnicodeEncodeError as exn:
         raise ConfigError(f"{redact(url)!r} cannot be encoded as UTF-8") from exn
@@ -257,16 +260,17 @@ def _file(url: str, path: str) -> str:
     if not path:
         raise ConfigError(f"{url!r} names no file")
     try:
-        # Do not resolve links and "..": the parent of a link's target is another directory.
+        # Do not resolve "..", because the parent of a symbolic link's target is another directory.
         return f"file://{Path(path).absolute()}"
     except FileNotFoundError as exn:
         raise ConfigError(f"{url!r} is relative to a directory that was removed") from exn
 
 
 def name_command(command: str) -> str:
-    """Return a command for logs: its program, the URL it reads, and a digest of the whole.
+    """Return a name of a command for logs: the program, the URL that it reads, and a digest.
 
-    Any other part may be a credential (``-u me:secret``, ``X-Api-Key: ...``).
+    All other parts are left out, because they may be credentials (``-u me:secret``,
+    ``X-Api-Key: ...``).
     """
     words = (word.rpartition("/")[2] for word in command.split() if "=" not in word)
     program = re.sub(_UNSAFE, "_", next(words, "sh"))
@@ -277,7 +281,7 @@ def name_command(command: str) -> str:
 
 
 def split_bucket(rest: str) -> tuple[str, str]:
-    """Split an ``s3`` URL without its scheme into bucket or ARN, without a login, and object."""
+    """Split an ``s3`` URL without scheme into bucket (or ARN) and object. A login is dropped."""
     if arn := re.fullmatch(rf"(?s)(?:[^/@]*@)?({_ARN})(?:/(.*))?", rest):
         return arn[1], arn[2] or ""
     bucket, _, name = rest.partition("/")
@@ -303,10 +307,10 @@ def _s3(url: str, rest: str) -> tuple[str, str | None, str]:
 
 
 def _generic(url: str, scheme: str, rest: str) -> tuple[str, str, str]:
-    """Return the canonical URL (without a key), the identity, and the object's name."""
+    """Return the canonical URL (without the key), the identity, and the object's name."""
     web = scheme in _DEFAULT_PORTS
     if web:
-        rest = rest.partition("#")[0]  # clients do not send it; in other schemes, names may have it
+        rest = rest.partition("#")[0]  # a fragment is never sent; other schemes allow # in names
     place, mark, query = rest.partition("?")
     if web and (unsigned := _without_signatures(query)) != query:
         mark, query = "?" if unsigned else "", unsigned
@@ -340,11 +344,11 @@ def _without_signatures(query: str) -> str:
 
 
 def _masked(query: str) -> str:
-    """Return a query with ``***`` in place of each value, because any of them may be a secret."""
+    """Return a query with ``***`` in place of each value, because any value may be a secret."""
 
     def masked(found: re.Match[str]) -> str:
         name, equals, value = found[0].partition("=")
-        # A value without a name: base64 ends with "=", the sentence around a URL with punctuation.
+        # If only base64 padding or punctuation follows the "=", the text is a value without a name.
         if not value.strip("=.,:)"):
             name, equals, value = "", "", found[0]
         return found[0] if name.lower() in _VERSIONS else f"{name}{equals}***"
@@ -369,7 +373,7 @@ def _basename(name: str) -> str:
 
 
 def redact(text: str) -> str:
-    """Return ``text`` without the user names, signatures and tokens of the URLs in it."""
+    """Return ``text`` without the logins, signatures and tokens in its URLs and headers."""
     text = re.sub(_WEB, lambda found: found[1] + _masked(found[2] or ""), text)
     for pattern, left in _REDACTED.items():
         text = re.sub(pattern, left, text)
@@ -378,9 +382,9 @@ def redact(text: str) -> str:
 
 @functools.lru_cache(maxsize=64)
 def secret_forms(*secrets: str | None) -> tuple[str, ...]:
-    """Return the secrets of a request in the forms in which a server may repeat them.
+    """Return the forms in which a server may repeat the secrets of a request, the longest first.
 
-    These are each secret as it is, percent-encoded and decoded; the longest comes first.
+    The forms of a secret are the secret itself, percent-encoded and percent-decoded.
     """
     given = [text for text in secrets if text]
     forms = {form for text in given for form in (text, quote(text, safe=""), unquote(text))}
@@ -388,7 +392,7 @@ def secret_forms(*secrets: str | None) -> tuple[str, ...]:
 
 
 def quoted(text: str, secrets: Iterable[str] = ()) -> str:
-    """Return the text of a server on one line, shortened, and without secrets, for an error."""
+    """Return a server's text for an error message: on one line, shortened, and without secrets."""
     for form in secrets:
         text = text.replace(form, "***")
     text = " ".join(re.sub(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]", " ", redact(text)).split())
@@ -396,7 +400,7 @@ def quoted(text: str, secrets: Iterable[str] = ()) -> str:
 
 
 def _authority(endpoint: str | None) -> str:
-    """Return the part of an identity that names the endpoint; "" for AWS's standard partition."""
+    """Return the endpoint as a part of an identity, or "" for AWS's standard partition."""
     if not endpoint:
         return ""
     try:
@@ -410,5 +414,5 @@ def _authority(endpoint: str | None) -> str:
             return f"aws:{region[1]}"
         if name.endswith(".amazonaws.com"):
             return ""
-    # http and https at the same host and port are the same object store.
+    # The scheme is dropped: http and https at the same host and port are the same object store.
     return host + parts.path.rstrip("/")

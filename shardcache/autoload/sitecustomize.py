@@ -1,6 +1,6 @@
-"""Makes WebDataset read through the cache in every program that `shardcache run` starts.
+"""Make WebDataset read through the cache in every program that `shardcache run` starts.
 
-`shardcache run` puts this folder on PYTHONPATH, so Python imports this module at its start. When
+`shardcache run` puts this folder on PYTHONPATH, so Python imports this module when it starts. When
 the program imports WebDataset, an import hook replaces ``gopen``. Other programs lose almost no
 time, because this module imports only modules that every interpreter has already loaded.
 """
@@ -11,7 +11,7 @@ import os
 import sys
 from importlib.machinery import PathFinder
 
-TYPE_CHECKING = False  # importing `typing` would take longer than this whole module
+TYPE_CHECKING = False  # importing `typing` would take longer than importing this whole module
 if TYPE_CHECKING:
     from typing import Any
 
@@ -19,11 +19,11 @@ _FOLDER = __file__.rpartition("/")[0]
 
 
 class _WebDataset:
-    """An import hook for `webdataset.gopen`."""
+    """An import hook that replaces ``gopen`` when `webdataset.gopen` is imported."""
 
     @classmethod
     def find_spec(cls, name: str, path: Any = None, target: Any = None) -> Any:
-        """See `importlib.abc.MetaPathFinder`."""
+        """Return a spec for `webdataset.gopen` that replaces ``gopen``; None for other modules."""
         if name != "webdataset.gopen":
             return None
         sys.meta_path.remove(cls)
@@ -36,7 +36,7 @@ class _WebDataset:
                 execute(module)
                 try:
                     from shardcache.wds.gopen import read_through_cache
-                except ImportError as exn:  # `shardcache run` is in another environment
+                except ImportError as exn:  # `shardcache run` belongs to another environment
                     raise ImportError(
                         f"shardcache is not installed for {sys.executable} ({exn}). Install it "
                         "there, or start the program without `shardcache run`."
@@ -49,16 +49,16 @@ class _WebDataset:
 
 sys.meta_path.insert(0, _WebDataset)
 
-# An empty line shows `shardcache run` that this module was loaded.
+# An empty line in the file of the run shows `shardcache run` that this module was loaded.
 if _run := os.environ.get("SHARDCACHE_RUN", "").partition(":")[2]:
     try:
         _descriptor = os.open(_run, os.O_WRONLY | os.O_APPEND)
         os.write(_descriptor, b"\n")
         os.close(_descriptor)
-    except OSError:  # on another node, or after the end of the command
+    except OSError:  # the file is on another node, or the command has ended
         pass
 
-# Run the sitecustomize that Python would import without this one.
+# Run the sitecustomize that Python would import if this module did not exist.
 _rest = [each for each in sys.path if each != _FOLDER]
 if (_other := PathFinder.find_spec("sitecustomize", _rest)) and _other.loader:
     _other.loader.exec_module(sys.modules[__name__])

@@ -1,9 +1,10 @@
-"""Locks, and the processes that are alive.
+"""Locks between processes, and records of the processes that are alive.
 
-    flock      locks of keys and of the node, which the kernel frees when their holder dies
-    lease      one download of a key for all nodes that share a network filesystem
-    mounts     the type of the filesystem that a path is on, and so the kind of lock
-    sessions   live processes that use the cache, and those that wait for a download
+    flock        locks of keys and of the node, which the kernel frees when their holder dies
+    lease        locks of keys for all nodes that share a network filesystem
+    mounts       the type of a path's filesystem, which determines the kind of lock
+    downloaders  the number of caches on this node that are downloading
+    sessions     live processes that use the cache, and those that wait for a download
 
-Locks only save bandwidth: the bytes are right without them.
+Locks only save bandwidth: readers get the right bytes even if the locks do not work.
 """

@@ -1,9 +1,9 @@
-"""How many caches on this node download at this moment.
+"""Count the caches on this node that are downloading.
 
-Each holds a record lock on one random byte of ``downloads.lock`` while it downloads, and counts the
-locks of the others. The locks belong to the open file (F_OFD_SETLK), so two caches of one process
-count as two, and the kernel frees them when the process dies. Where such locks do not work, each
-cache counts itself alone.
+A cache holds a record lock on one random byte of ``downloads.lock`` while it downloads, and counts
+the locks of the other caches. The locks belong to the open file (F_OFD_SETLK), so two caches of one
+process count as two, and the kernel frees the locks when the process dies. Where such locks do not
+work, each cache counts only itself.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from shardcache import clock
 from shardcache.files import open_exclusive, set_mode
 from shardcache.layout import Layout
 
-#: Bytes to choose from: two downloaders never choose the same one.
+#: Number of bytes to choose from, large enough that no two downloaders choose the same byte.
 _BYTES = 1 << 30
 #: `struct flock` of 64-bit Linux: type, whence, start, length, process.
 _FLOCK = struct.Struct("hhqqi4x")
-#: Seconds between counts, which took 70 us with 32 downloaders, and 140 us with 64.
+#: Seconds between counts. A count took 70 us with 32 downloaders, and 140 us with 64.
 _INTERVAL = 1.0
 
 
 class Downloaders:
-    """The downloaders of a node, as one of them sees them.
+    """Registers a cache as a downloader of its node, and counts the node's downloaders.
 
-    The caller makes sure that one thread at a time calls `join` and `leave`.
+    Only one thread at a time may call `join` or `leave`; the caller has to ensure that.
 
     Args:
         node: returns the layout of the node's namespace.
@@ -43,34 +43,35 @@ class Downloaders:
         self._due = 0.0
 
     def join(self) -> None:
-        """Begin to count as a downloader."""
+        """Register this cache as a downloader."""
         self._count, self._due, layout = 1, 0.0, self._node()
         with contextlib.suppress(OSError):  # a read-only disk, or one without such locks
             path, flags = layout.named_lock("downloads"), os.O_RDWR | os.O_CREAT
             self._file = open_exclusive(path, flags, layout.modes)
-            with contextlib.suppress(PermissionError):  # another member of the group made it
+            with contextlib.suppress(PermissionError):  # another member of the group owns the file
                 set_mode(self._file.fileno(), layout.modes.file)
-            # Not from `random`, which forked workers seed alike.
+            # Not from `random`, because forked workers may seed it alike.
             byte = int.from_bytes(os.urandom(4), "big") % _BYTES
             _call(self._file, fcntl.F_OFD_SETLK, fcntl.F_WRLCK, byte, 1)
 
     def leave(self) -> None:
-        """Stop counting as a downloader."""
+        """Stop counting this cache as a downloader."""
         file, self._file = self._file, None
         if file is not None:
-            # In a forked child, the file is closed, and the lock is the parent's.
+            # A forked child has closed the file, and the lock belongs to the parent.
             with contextlib.suppress(OSError, ValueError):
                 _call(file, fcntl.F_OFD_SETLK, fcntl.F_UNLCK, 0, _BYTES)
             with contextlib.suppress(OSError):
                 file.close()
 
     def count(self) -> int:
-        """Return how many there are, this one included; up to a second old."""
+        """Return the number of downloaders, including this one. It may be a second old."""
         file, now = self._file, clock.monotonic()
         if file is not None and now >= self._due:
             with contextlib.suppress(OSError, ValueError):  # `leave` has closed the file
                 self._count = 1 + _count_others(file)
-            self._due = now + _INTERVAL  # not before: another thread would get the last count
+            # Set this last: otherwise, another thread would return the previous count.
+            self._due = now + _INTERVAL
         return self._count
 
 
@@ -79,7 +80,7 @@ def _count_others(file: io.FileIO) -> int:
     while ranges:
         start, stop = ranges.pop()
         if start < stop:
-            # The kernel describes one lock in the range, not always the first.
+            # The kernel describes one lock in the range, not always the first: search both sides.
             kind, _, at, _, _ = _call(file, fcntl.F_OFD_GETLK, fcntl.F_WRLCK, start, stop - start)
             if kind != fcntl.F_UNLCK:
                 count += 1

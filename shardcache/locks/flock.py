@@ -1,8 +1,8 @@
 """Locks by flock(2), which the kernel frees when their holder dies, and records of their holders.
 
-Locks only save bandwidth. Callers stay correct if flock is refused, is granted to two processes, or
-its file vanishes: each download is of one version, and is published by a rename. The order is key,
-then budget, then single entries without waiting.
+Locks only save bandwidth. Callers stay correct if a lock is refused, is granted to two processes,
+or loses its file, because a download fetches one version and is published by a rename. Locks are
+taken in a fixed order: first the key, then the budget, then single entries without waiting.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ from shardcache.layout import (
 
 logger = logging.getLogger(__name__)
 
-#: Errors of a filesystem without flock. Its locks count as granted: a second download costs
-#: bandwidth, a refusal would cost the run.
+#: Errors of a filesystem without flock. Locks there count as granted, because a second download
+#: only costs bandwidth, while a refusal would end the run.
 _UNSUPPORTED = frozenset({errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP})
-#: Seconds between attempts at a lock that another process has for a moment: to plan an eviction
-#: takes microseconds, to close a partial after publishing some milliseconds.
+#: Seconds between attempts to take a lock that another process holds briefly: planning an eviction
+#: takes microseconds, and closing a partial after its publication takes a few milliseconds.
 _PAUSES = (0.001, 0.01, 0.02)
-#: Attempts to lock a file that a sweep may remove, with its directory, between open and flock.
+#: Attempts to open and lock a file, because a sweep may remove the file or its directory.
 _ATTEMPTS = 100
-#: Bytes that a record is padded to, so that one write replaces the record before, and most bytes to
-#: read: a record may name a long URL.
+#: Length in bytes to which a record is padded, so that one write replaces the previous record, and
+#: the maximum number of bytes to read, because a record may contain a long URL.
 _RECORD, _MAX_RECORD = 2048, 16 << 10
 
 
 def try_flock(fd: int, *, shared: bool = False) -> bool | None:
-    """Take the exclusive (or a shared) lock of an open file without waiting.
+    """Try to take the exclusive (or a shared) lock of an open file, without waiting.
 
-    Returns False if another process has the lock; None if the filesystem has no flock.
+    Return True, or False if another process has the lock, or None if the filesystem has no flock.
     """
     try:
         fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
@@ -64,7 +64,7 @@ def try_flock(fd: int, *, shared: bool = False) -> bool | None:
 
 
 def wait_flock(fd: int, *, shared: bool = False) -> bool | None:
-    """Call `try_flock` up to four times within 31 ms, until the lock is free."""
+    """Call `try_flock` up to four times within 31 ms, while it returns False; return the result."""
     for seconds in _PAUSES:
         if (taken := try_flock(fd, shared=shared)) is not False:
             return taken
@@ -73,7 +73,7 @@ def wait_flock(fd: int, *, shared: bool = False) -> bool | None:
 
 
 def is_file(path: str | Path, fd: int) -> bool:
-    """Return whether an open file is the one that has the name ``path``."""
+    """Return whether ``path`` still names the file that is open as ``fd``."""
     try:
         return os.path.samestat(os.lstat(path), os.fstat(fd))
     except (FileNotFoundError, NotADirectoryError):
@@ -82,18 +82,19 @@ def is_file(path: str | Path, fd: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """The record of a process that downloads a key, or waits for it.
+    """The record of a process that downloads a key or waits for the download.
 
-    It is for people, and names the partial to resume. No decision depends on its truth.
+    The record informs people, and names the partial (the unfinished download) that the next holder
+    can resume. No decision depends on whether the record is true.
     """
 
-    pid: int  #: in the holder's own pid namespace
+    pid: int  #: process id in the pid namespace of the process
     host: str
-    rank: int | None  #: in its job, if it has one
+    rank: int | None  #: rank in the job, if the process has one
     job: str | None
     started: float  #: seconds since the epoch
-    partial: str | None = None  #: directory name of its partial, once there is one
-    url: str | None = None  #: of the shard that it waits for, without credentials
+    partial: str | None = None  #: directory name of the partial, once there is one
+    url: str | None = None  #: URL, without credentials, of the shard that the process waits for
 
     @classmethod
     def this_process(cls, *, rank: int | None, job: str | None, now: float) -> Holder:
@@ -107,10 +108,10 @@ class Holder:
 
     @classmethod
     def decode(cls, data: bytes) -> Holder | None:
-        """Parse the output of `encode`; return None for anything else."""
+        """Return the `Holder` that `encode` has encoded, or None for any other data."""
         try:
             holder = cls(**json.loads(data))
-            # Commands print it, and other users of the group may have written it.
+            # Check the record: commands print it, and other members of the group can write it.
             typed = isinstance(holder.pid, int) and holder.host.isprintable()
             typed = typed and 0 <= holder.started < 1e11 and isinstance(holder.rank, int | None)
             texts = holder.job, holder.partial, holder.url
@@ -124,7 +125,7 @@ class Holder:
 
 
 def read_holder(path: Path) -> Holder | None:
-    """Read the record in a file; return None if it is missing or damaged."""
+    """Return the record in a file, or None if the file or the record is missing or damaged."""
     try:
         return Holder.decode(read_file(path, _MAX_RECORD))
     except OSError:
@@ -132,11 +133,13 @@ def read_holder(path: Path) -> Holder | None:
 
 
 class KeyLock:
-    """The right of one process of this node to download a key. A forked child closes the file.
+    """The lock of a key, which gives one process of this node the right to download the shard.
+
+    A forked child closes the lock file, so that only the parent keeps the lock.
 
     Attributes:
         path: the lock file.
-        left: the record that the last holder left. It names the partial of a killed download.
+        left: the record of the previous holder, if any. It names the partial of a killed download.
     """
 
     def __init__(self, path: Path, modes: Modes = PRIVATE) -> None:
@@ -144,28 +147,28 @@ class KeyLock:
         self.left: Holder | None = None
         self._modes = modes
         self._file: io.FileIO | None = None
-        self._is_spent = False  # whether `release` removes the file
+        self._is_spent = False  # whether `release` should remove the file
 
     def try_acquire(self, holder: Holder) -> bool:
-        """Take the lock if it is free, and write ``holder`` into it; return whether that worked.
+        """Take the lock if it is free, and record ``holder``. Return whether the lock was taken.
 
         On a filesystem without flock, or without room for the file, every process gets the lock.
 
         Raises:
-            OSError: the lock file cannot be made (read-only, denied).
+            OSError: the lock file cannot be created (read-only, denied).
         """
         for _ in range(_ATTEMPTS):
             try:
                 file = open_exclusive(self.path, os.O_RDWR | os.O_CREAT, self._modes)
             except FileNotFoundError:
-                # <locks> or <locks>/<aa>, which is made on demand.
+                # The parent is <locks> or <locks>/<aa>, and the latter is created on demand.
                 parent = self.path.parent
                 self._modes.make_directory(parent, int(parent.name != "locks"))
                 continue
             except PermissionError:
                 if not os.path.lexists(self.path):
                     raise
-                time.sleep(_PAUSES[0])  # another member makes it, and has not set its mode yet
+                time.sleep(_PAUSES[0])  # another member of the group has not set its mode yet
                 continue
             except OSError as exn:
                 if exn.errno in FULL:
@@ -176,7 +179,7 @@ class KeyLock:
                 self.release()
                 return False
             if os.fstat(file.fileno()).st_nlink:
-                with contextlib.suppress(OSError):  # a pipe in its place can be locked, too
+                with contextlib.suppress(OSError):  # a pipe can be locked, but has no offsets
                     self.left = Holder.decode(os.pread(file.fileno(), _MAX_RECORD, 0))
                 self.update(holder)
                 return True
@@ -191,24 +194,23 @@ class KeyLock:
             return
         self._is_spent = is_lock_name(self.path.name) is not None and holder.partial is None
         try:
-            with contextlib.suppress(PermissionError):  # another member's file
+            with contextlib.suppress(PermissionError):  # another member of the group owns the file
                 set_mode(file.fileno(), self._modes.file)
             os.pwrite(file.fileno(), holder.encode(), 0)
-        except OSError as exn:  # it is for people
+        except OSError as exn:  # the lock works without a record
             logger.debug("%s: no record of its holder: %s", self.path, exn)
 
     def release(self) -> None:
         """Release the lock, if this process holds it.
 
-        Also removes the lock file of a key, which takes a block of the disk, unless its record
-        names a partial.
+        Also remove a key's lock file, which takes a disk block, unless its record names a partial.
         """
         file, self._file = self._file, None
-        if file is not None and not file.closed:  # closed in a forked child: it is the parent's
+        if file is not None and not file.closed:  # a forked child has closed it: the parent's lock
             with contextlib.suppress(OSError):
                 if self._is_spent and os.fstat(file.fileno()).st_nlink:
                     self.path.unlink()
-            with contextlib.suppress(OSError):  # it is closed nevertheless
+            with contextlib.suppress(OSError):  # the descriptor is closed nevertheless
                 unlock(file.fileno())
                 file.close()
 
@@ -226,15 +228,15 @@ def remove_locks(layout: Layout) -> None:
                         _remove_free_lock(layout, directory / name)
                     elif is_lease_name(name):
                         remove_old(directory / name, layout.grace or IDLE_GRACE)
-            with contextlib.suppress(OSError):  # not empty: in use
+            with contextlib.suppress(OSError):  # the directory is not empty
                 directory.rmdir()
 
 
 def _remove_free_lock(layout: Layout, path: Path) -> None:
     left = read_holder(path)
     if left is not None and left.partial and is_directory(layout.partial / left.partial):
-        return  # it names the partial of a killed download, which can be resumed
+        return  # the file names the partial of a killed download, which can be resumed
     with contextlib.suppress(OSError), open_file(path) as file:
-        # Only under its own lock, and unless the file was removed and made again.
+        # Remove the file only under its own lock, and only if no other process has removed it.
         if try_flock(file.fileno()) is not False and os.fstat(file.fileno()).st_nlink:
             path.unlink()

@@ -1,8 +1,8 @@
-"""One download of a key for all nodes that share a directory on a network filesystem.
+"""Leases: locks of keys for all nodes that share a directory on a network filesystem.
 
-A lease is a marker file in the cache (`filelock.SoftFileLease`), which its holder touches. If
-another node sees no touch for `LEASE_SECONDS` of its own monotonic clock, it may take the lease. A
-holder that was stopped for longer goes on when it wakes, and the shard is downloaded twice.
+A lease is a marker file in the cache (`filelock.SoftFileLease`), whose timestamp its holder keeps
+updating. A node that sees no update for `LEASE_SECONDS` of its own monotonic clock may take the
+lease. A holder that was stopped for longer continues when it wakes: the shard is fetched twice.
 """
 
 from __future__ import annotations
@@ -21,18 +21,20 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: Seconds that other nodes wait after a node died. The holder touches its marker every 30 s, and an
-#: NFS client may show a file's times up to 60 s late (acregmax, nfs(5)).
+#: Seconds that other nodes wait after a node died. The holder updates its marker every 30 s, and an
+#: NFS client may show a file's timestamps up to 60 s late (acregmax, nfs(5)).
 LEASE_SECONDS = 90.0
-#: Errors that also prevent storing a shard. With any other error, every process gets the lease.
+#: Errors that also prevent storing a shard, so they are raised. After any other error, every
+#: process gets the lease.
 _REFUSALS = frozenset({errno.EROFS, errno.EACCES, errno.ENOSPC, errno.EDQUOT})
 
 
 class KeyLease:
-    """The right of one process of all nodes to download a key; has the methods of `KeyLock`.
+    """The lease of a key, which gives one process among all nodes the right to download.
 
-    A caller must use one object for all its attempts, because the object remembers when it last saw
-    a touch of the holder. After ``seconds`` without one, the holder counts as dead.
+    It has the methods of `KeyLock`. A caller must use one object for all its attempts, because the
+    object remembers when it last saw the marker change. After ``seconds`` without a change, the
+    holder counts as dead.
     """
 
     def __init__(self, layout: Layout, key: str, seconds: float = LEASE_SECONDS) -> None:
@@ -42,14 +44,15 @@ class KeyLease:
         self._record = layout.holder(key)
         self._seconds = seconds
         self._lease: SoftFileLease | None = None
-        self._seen: tuple[int, int] | None = None  # the holder's marker: inode and time
-        self._since = 0.0  # when the marker was first seen so, of the monotonic clock
+        self._seen: tuple[int, int] | None = None  # inode and modification time of the marker
+        self._since = 0.0  # when the marker was first seen in this state, by the monotonic clock
 
     def try_acquire(self, holder: Holder) -> bool:
-        """Take the lease if it is free or expired, and record ``holder``; return whether it worked.
+        """Take the lease if it is free, and record ``holder``. Return whether the lease was taken.
 
-        On a filesystem that cannot make the marker, every process gets the lease. Raises OSError if
-        shards cannot be stored there either (read-only, denied, full).
+        A dead holder's lease is freed for the next attempt. Where the marker cannot be created,
+        every process gets the lease, but OSError is raised if shards cannot be stored there either
+        (read-only, denied, full).
         """
         from filelock import SoftFileLease, Timeout
 
@@ -63,7 +66,7 @@ class KeyLease:
         except Timeout:
             self._break_expired(lease)
             return False
-        except (OSError, ValueError) as exn:  # ValueError: another version of filelock has it
+        except (OSError, ValueError) as exn:  # ValueError: the lease has another duration
             if isinstance(exn, OSError) and exn.errno in _REFUSALS:
                 raise
             logger.warning("%s: going on without a lease: %s", self.path, exn)
@@ -75,7 +78,7 @@ class KeyLease:
     def _break_expired(self, lease: SoftFileLease) -> None:
         """Remove the marker of a dead holder, so that the next attempt finds the lease free.
 
-        filelock does this only where two names can be exchanged, which NFS refuses.
+        filelock does this only on filesystems that can exchange two names, which NFS cannot.
         """
         with contextlib.suppress(OSError):
             status, now = self.path.stat(), time.monotonic()
@@ -89,7 +92,7 @@ class KeyLease:
         """Replace the record of a lease that this process holds."""
         if self._lease is not None and self._lease.is_locked:
             mode, via = self._layout.modes.file, self._layout.partial
-            with contextlib.suppress(OSError):  # it is for people
+            with contextlib.suppress(OSError):  # the lease works without a record
                 replace_file(self._record, holder.encode(), mode, via=via)
 
     def release(self) -> None:
@@ -97,5 +100,5 @@ class KeyLease:
         lease, self._lease = self._lease, None
         if lease is not None and lease.is_locked:
             for remove in (self._record.unlink, lease.release):
-                with contextlib.suppress(OSError):  # the record is for people, the lease expires
+                with contextlib.suppress(OSError):  # the record is optional, and the lease expires
                     remove()

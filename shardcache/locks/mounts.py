@@ -1,13 +1,13 @@
-"""The filesystem that a path is on, and so the kind of lock.
+"""Find the filesystem of a path, and decide which kind of lock to use on it.
 
-On a local filesystem, flock(2) works. On any other (NFS, Lustre, GPFS, FUSE, unknown) it may be
-refused, be granted to several processes, or hang. There, a process that downloads has a lease, an
-entry is in use for a while after its last touch (`Layout.grace`), and sessions and the budget lock
-are in a directory of this node (`Layout.local`). The manifest states the kind of the process that
-made the cache, because locks of two kinds do not exclude each other.
+On a local filesystem, flock(2) works. On any other (NFS, Lustre, GPFS, FUSE, unknown), flock may be
+refused, be granted to several processes, or hang. There, a process that downloads holds a lease, an
+entry counts as in use for a while after its last use (`Layout.grace`), and sessions and the budget
+lock are in a directory of this node (`Layout.local`). The manifest states the kind of lock of the
+process that created the cache, because locks of two kinds do not exclude each other.
 
-`os.statvfs` and `os.stat` may hang on a dead server. So the type comes from
-``/proc/self/mountinfo`` (proc(5)) and the text of the path, in which symbolic links are resolved.
+`os.statvfs` and `os.stat` may hang on a dead server. So the type is looked up in
+``/proc/self/mountinfo`` (proc(5)) with the text of the path after symbolic links are resolved.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from shardcache.layout import IDLE_GRACE, Layout, read_manifest
 
 logger = logging.getLogger(__name__)
 
-#: Parents of the node's directory, in the order in which every process tries them. Not TMPDIR or
-#: XDG_RUNTIME_DIR: they differ between the jobs of one node.
+#: Parents of the node's directory, in the order in which every process tries them. TMPDIR and
+#: XDG_RUNTIME_DIR are not among them, because they differ between the jobs of one node.
 _NODE_DIRECTORIES = ("/dev/shm", "/run/lock", "/tmp", "/var/tmp")  # noqa: S108
 _MOUNTINFO = Path("/proc/self/mountinfo")
 _OCTAL = re.compile(r"\\([0-7]{3})")
 
-#: Types whose files and locks belong to this machine alone. Any other type counts as a network
-#: filesystem, which is safe: fuse.* may be anything, virtual machines share 9p and virtiofs, and
-#: fuseblk has flock but is rare.
+#: Types of filesystems whose files and locks belong to this machine alone. Any other type counts as
+#: a network filesystem, which is the safe choice: fuse.* may be anything, virtual machines share 9p
+#: and virtiofs, and fuseblk has flock but is rare.
 LOCAL_TYPES = frozenset(
     {
         "aufs", "bcachefs", "btrfs", "erofs", "ext2", "ext3", "ext4", "f2fs", "iso9660", "jfs",
@@ -42,35 +42,35 @@ LOCAL_TYPES = frozenset(
         "zfs",
     }
 )  # fmt: skip
-#: Types whose files are memory.
+#: Types of filesystems that keep files in memory.
 MEMORY_TYPES = frozenset({"ramfs", "tmpfs"})
 
 
 @dataclass(frozen=True, slots=True)
 class Mount:
-    """One line of mountinfo."""
+    """A mounted filesystem, as described by one line of mountinfo."""
 
-    point: str  #: where it is mounted
-    type: str  #: such as ``ext4``, ``nfs4``, ``fuse.juicefs``
-    options: frozenset[str] = frozenset()  #: of the mount and of the filesystem
-    root: str = "/"  #: the directory of the filesystem that is mounted there
+    point: str  #: the directory where the filesystem is mounted
+    type: str  #: the filesystem's type, such as ``ext4``, ``nfs4``, ``fuse.juicefs``
+    options: frozenset[str] = frozenset()  #: options of the mount and of the filesystem
+    root: str = "/"  #: the directory inside the filesystem that is mounted at ``point``
 
     @property
     def is_local(self) -> bool:
-        """Whether only this machine has the filesystem."""
+        """Whether only this machine can use the filesystem."""
         return self.type in LOCAL_TYPES
 
 
 def read_mounts() -> list[Mount]:
-    """List the mounts that this process sees; none without /proc."""
+    """Return the mounts that this process sees, or an empty list without /proc."""
     try:
-        # surrogateescape: a mount point may have any bytes in its name.
+        # surrogateescape, because the name of a mount point may contain any bytes.
         table = _MOUNTINFO.read_text("utf-8", "surrogateescape")
     except OSError:
         return []
     mounts = []
     for line in table.splitlines():
-        before, _, after = line.partition(" - ")  # spaces within a field are escaped
+        before, _, after = line.partition(" - ")  # unambiguous: spaces in a field are escaped
         _, _, _, root, point, options, *_ = before.split(" ")
         kind, _, more = after.split(" ", 2)
         both = frozenset(f"{options},{more}".split(","))
@@ -84,19 +84,19 @@ def _unescape(text: str) -> str:
 
 
 def mount_of(path: Path | str) -> Mount | None:
-    """Return the mount of a path, which need not exist; None without /proc."""
+    """Return the mount that contains a path, or None without /proc. The path need not exist."""
     real = os.path.realpath(path)
     best: Mount | None = None
     for mount in read_mounts():
         inside = mount.point == "/" or real == mount.point or real.startswith(f"{mount.point}/")
-        # If two mounts have one point, the later one hides the other.
+        # If two mounts have the same point, the later one hides the earlier one.
         if inside and (best is None or len(mount.point) >= len(best.point)):
             best = mount
     return best
 
 
 def is_local(path: Path | str) -> bool:
-    """Return whether only this machine has the filesystem of a path; False if that is unknown."""
+    """Return whether only this machine can use a path's filesystem; False if that is unknown."""
     mount = mount_of(path)
     return mount is not None and mount.is_local
 
@@ -104,7 +104,8 @@ def is_local(path: Path | str) -> bool:
 def lock_kind(config: Config, manifest: Mapping[str, object]) -> str:
     """Return the kind of lock for a cache, ``flock`` or ``lease``, given its manifest.
 
-    A machine that has the disk locks by leases if machines that mount it made the cache.
+    Even a machine with a local disk uses leases if another machine, which mounts the disk over the
+    network, created the cache.
     """
     if config.locks != "auto":
         return config.locks
@@ -113,12 +114,12 @@ def lock_kind(config: Config, manifest: Mapping[str, object]) -> str:
 
 
 def node_namespace(config: Config) -> Layout:
-    """Return the node's namespace of a cache, which need not exist, with its kind of lock."""
+    """Return the node's namespace of a cache, with its kind of lock. The cache need not exist."""
     modes, manifest = Modes.of(config.shared_group), read_manifest(config.dir)
     node = Layout.of_root(config.dir, modes)
     if lock_kind(config, manifest) == "flock":
         return node
-    # The id in the manifest names the node's directory. Without a manifest, nothing is locked yet.
+    # The id in the manifest names the node's directory. Without a manifest, there are no locks yet.
     local, cache = None, manifest.get("id")
     if cache is not None:
         name = blake2b(str(cache).encode(), digest_size=8).hexdigest()
@@ -127,10 +128,10 @@ def node_namespace(config: Config) -> Layout:
 
 
 def node_directory(identity: str, modes: Modes = PRIVATE) -> Path | None:
-    """Make a directory on this node, the same for all processes of this user that use ``identity``.
+    """Create a directory on this node that all processes of the user share for one ``identity``.
 
     Returns:
-        The directory; None if it can be made nowhere.
+        The directory, or None if none of the possible parents allows it.
     """
     owner = os.geteuid() if modes.group is None else f"g{modes.group}"
     for parent in _NODE_DIRECTORIES:
@@ -143,7 +144,7 @@ def node_directory(identity: str, modes: Modes = PRIVATE) -> Path | None:
             status = directory.lstat()
         except OSError:
             continue
-        # Every user may write to the parent, so another one may have made the directory.
+        # Every user may write to the parent, so another user may have created the directory.
         closed = not status.st_mode & 0o777 & ~modes.directory
         if closed and modes.objection(directory, status) is None:
             return directory

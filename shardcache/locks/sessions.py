@@ -1,10 +1,10 @@
 """Live processes that use the cache, and those that wait for a download.
 
-Each has a file in ``sessions`` and holds its flock: ``<random>.session``, and, while it waits for
-the download of a key, ``<key>.<random>.wait``. The modification time of a session is when its job
-began to use the cache. A child (a DataLoader worker, forked or spawned) makes a session with its
-parent's start, because the workers of an epoch are no younger than their job. The next process that
-lists the sessions removes the files of dead ones.
+Each process keeps a file in ``sessions`` locked by flock: ``<random>.session``. While it waits for
+the download of a key, it locks another file, ``<key>.<random>.wait``. The modification time of a
+session's file is the time when the job began to use the cache. A child (a DataLoader worker, forked
+or spawned) creates a session with its parent's start, because the workers of an epoch are no
+younger than their job. The next process that lists the sessions removes dead processes' files.
 """
 
 from __future__ import annotations
@@ -30,24 +30,25 @@ from shardcache.ranks import safe_name
 logger = logging.getLogger(__name__)
 
 _NAME = re.compile(r"[0-9a-f]{32}\.(session|[0-9a-f]{32}\.wait)")
-#: Attempts to lock a new file, which a sweep may remove between open and flock.
+#: Attempts to create and lock a file, because a sweep may remove the file between open and flock.
 _ATTEMPTS = 100
-#: Most bytes to read of the limits, which have some hundred and the paths of the tiers.
+#: Maximum number of bytes to read from the file of limits: a few hundred for the limits, and the
+#: paths of the tiers.
 _MAX_LIMITS = 65_536
-#: Suffix of the notes of jobs; see `leave_note`.
+#: Suffix of the files that `leave_note` creates.
 _NOTE = ".streamed"
 
 
 class Session:
-    """A file in ``sessions`` that this process holds locked until `close`, or its end.
+    """A file in ``sessions`` that this process keeps locked until `close` or its own end.
 
     Args:
         layout: the namespace.
         started: when the job began to use the cache, in seconds since the epoch.
-        waits: the key and the waiting process, to make a ``.wait`` file instead.
+        waits: a key and the record of this process, to create a ``.wait`` file instead.
     """
 
-    _file: io.FileIO | None = None  # until it is made
+    _file: io.FileIO | None = None  # None if no file could be created
 
     def __init__(
         self, layout: Layout, started: float, waits: tuple[str, Holder] | None = None
@@ -61,11 +62,11 @@ class Session:
                 if self._register(layout, started, data):
                     break
         except OSError as exn:
-            # Nothing is evicted from a cache that cannot be written, so no session is needed.
+            # Nothing can be evicted from a cache that is not writable, so no session is needed.
             logger.debug("%s was not made: %s", self.path, exn)
 
     def _register(self, layout: Layout, started: float, data: bytes) -> bool:
-        """Make the file and lock it; return False if another process removed it in between."""
+        """Create the file and lock it; return False if another process removed it in between."""
         with contextlib.ExitStack() as stack:
             stack.callback(self.path.unlink, missing_ok=True)
             file = open_exclusive(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, layout.modes)
@@ -79,44 +80,45 @@ class Session:
         return True
 
     def close(self) -> None:
-        """End the session. In a forked child, do nothing: it is the parent's."""
+        """End the session. Do nothing in a forked child, because the session is the parent's."""
         if self._file is not None and not self._file.closed:
-            with contextlib.suppress(OSError):  # without a lock, the file counts as dead anyway
+            with contextlib.suppress(OSError):  # a file without a lock counts as dead anyway
                 self.path.unlink()
-            with contextlib.suppress(OSError):  # it is closed nevertheless
+            with contextlib.suppress(OSError):  # the descriptor is closed nevertheless
                 unlock(self._file.fileno())
                 self._file.close()
 
     def __del__(self) -> None:
-        # Few programs close their caches.
+        # Few programs close their caches, so the session also ends with its object.
         self.close()
 
 
 def live_sessions(layout: Layout) -> list[float]:
-    """Return when each live session began, in seconds since the epoch; remove the dead ones."""
+    """Return the start of each live session, in seconds since the epoch; remove dead sessions."""
     dates = map(_live_since, _files(layout, ".session"))
     return [date for date in dates if date is not None]
 
 
 def remove_dead(layout: Layout) -> None:
-    """Remove the files of dead processes and the notes of jobs that ended from ``sessions``.
+    """Remove the files of dead processes, and the notes of jobs that have ended.
 
-    A note is older than every live session if its job has ended.
+    The job of a note has ended if the note is older than every live session.
     """
     for path in _files(layout, ""):
         _live_since(path)
     oldest = min(live_sessions(layout), default=math.inf)
     for name in list_names(layout.sessions):
         path = layout.sessions / name
-        with contextlib.suppress(OSError):  # gone, or a directory
+        with contextlib.suppress(OSError):  # the note is gone, or a directory has its name
             if name.endswith(_NOTE) and path.lstat().st_mtime < oldest:
                 path.unlink()
 
 
 def leave_note(layout: Layout, job: str) -> bool:
-    """Leave the note of a job on this node, and return whether there was none.
+    """Create the note of a job on this node, and return whether the note is new.
 
-    Returns True if the note cannot be written. `remove_dead` removes it after the job.
+    A note is an empty file, which keeps the job's other processes from repeating a warning. If the
+    note cannot be created, return True. `remove_dead` removes the note after the job.
     """
     note, now = layout.sessions / f"{safe_name(job)}{_NOTE}", clock.time()
     try:
@@ -131,24 +133,24 @@ def leave_note(layout: Layout, job: str) -> bool:
 
 
 def live_waits(layout: Layout) -> Iterator[tuple[str, Holder]]:
-    """Yield the key and the process of each wait for a download. Changes nothing.
+    """Yield the key and the `Holder` of each process that waits for a download. Remove nothing.
 
     Raises:
-        OSError: the directory cannot be read. A missing one is empty.
+        OSError: the directory exists and cannot be read.
     """
     for path in _files(layout, ".wait"):
-        with contextlib.suppress(OSError), open_file(path) as file:  # ended, or another user's
-            # A shared lock, so that two processes that list the waits do not disturb each other.
+        with contextlib.suppress(OSError), open_file(path) as file:  # gone, or another user's
+            # An exclusive lock would look like a wait to other processes that list the waits.
             if try_flock(file.fileno(), shared=True) is False and (waiter := read_holder(path)):
                 yield path.name.partition(".")[0], waiter
 
 
 def state_limits(layout: Layout, started: float, limits: Mapping[str, Any]) -> None:
-    """Leave the limits of a job for commands, unless a job that began later has left its own.
+    """Store the limits of a job for commands, unless a job that began later has stored its own.
 
-    A job without tiers leaves those of the jobs before, which may still hold shards.
+    A job without tiers keeps the stored tiers of earlier jobs, which may still hold shards.
     """
-    with contextlib.suppress(OSError):  # full, read-only, or there is a directory of this name
+    with contextlib.suppress(OSError):  # the disk is full or read-only, or a directory has the name
         with contextlib.suppress(FileNotFoundError):
             if layout.limits.lstat().st_mtime > started:
                 return
@@ -159,7 +161,7 @@ def state_limits(layout: Layout, started: float, limits: Mapping[str, Any]) -> N
 
 
 def stated_limits(layout: Layout) -> dict[str, Any]:
-    """Return the limits that `state_limits` left, which may be invalid; none if it left none."""
+    """Return the limits that `state_limits` stored, unchecked; an empty dict if there are none."""
     try:
         limits = json.loads(read_file(layout.limits, _MAX_LIMITS))
     except (OSError, ValueError, RecursionError):
@@ -173,20 +175,20 @@ def _files(layout: Layout, suffix: str) -> list[Path]:
 
 
 def _live_since(path: Path) -> float | None:
-    """Return the modification time of a live process's file; if it is dead, remove it."""
+    """Return the file's mtime, or remove the file and return None if its process is dead."""
     try:
         with open_file(path) as file:
             free, status = try_flock(file.fileno()), os.fstat(file.fileno())
             if free is False:
                 return status.st_mtime
-            # If flock fails, the process counts as dead, or dead ones would count forever. Its file
-            # stays for an hour, because flock may work again by then.
+            # If flock fails, the process counts as dead, because dead processes would otherwise
+            # count forever. The file stays for an hour, because flock may work again by then.
             if free or time.time() - status.st_ctime > IDLE_GRACE:
                 with contextlib.suppress(OSError):  # read-only, or another process was faster
                     path.unlink()
     except FileNotFoundError:
         pass
-    except PermissionError:  # another user's, which may be alive
+    except PermissionError:  # the file is another user's, whose process may be alive
         return path.lstat().st_mtime
     except OSError as exn:
         if exn.errno not in NOT_DATA:

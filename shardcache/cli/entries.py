@@ -1,4 +1,4 @@
-"""``shardcache ls``, ``path``, ``rm``, ``pin`` and ``unpin``: what to do with named shards."""
+"""``shardcache ls``, ``path``, ``rm``, ``pin`` and ``unpin``: commands for named shards."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ _SHARD_FIELDS = (
     *("url", "size", "used_at", "fetched_at", "state", "key", "version", "path", "etag"),
     *("digest", "checked"),
 )
-#: Titles of columns: always, and with ``--long``.
+#: Titles of the columns that are always shown, and of those that ``--long`` adds.
 _SHARD_TITLES = ("SHARD", "SIZE", "USED", "FETCHED", "STATE"), ("VERSION", "PATH")
 _PARTIAL_TITLES = ("SHARD", "SIZE", "WRITTEN", "DONE", "BEGUN", "STATE"), ("HOLDER", "DIR")
-#: The fields of columns that have another name.
+#: Title of a column -> its field, where the field is not the title in lower case.
 _FIELDS = {
     "SHARD": "url", "WRITTEN": "written_bytes", "USED": "used_at", "FETCHED": "fetched_at",
     "BEGUN": "begun_at",
@@ -101,7 +101,7 @@ def ls_command(
 
 
 def _sorted(rows: list[Row], sort: str) -> list[Row]:
-    """Sort rows by ``--sort``. The latest times come first, unknown values last."""
+    """Sort rows by the field in ``--sort``: latest timestamps first, unknown values last."""
     field, _, direction = sort.partition(":")
     name = _FIELDS.get(field.upper(), field)
     rows = sorted(rows, key=lambda row: str(row["url"]))
@@ -121,12 +121,12 @@ def _cell(row: Row, title: str) -> str:
 
 
 def _list_shards(cache: Cache) -> tuple[list[Row], Row, str]:
-    """Return rows of the shards, and their totals as a row and as text."""
+    """Return a row for each shard, and the totals as a row and as text."""
     home = cache.processes.here().home
     policy = Policy.of(cache.config, home.node, time.time())
     shards: dict[Entry, Row] = {}
     for entry in cache.entries():
-        # A damaged entry has a row with the values that can be read.
+        # The row of a damaged entry has the values that can be read.
         row: Row = {**dict.fromkeys(_SHARD_FIELDS), "state": "damaged"}
         row |= {"key": entry.key, "version": entry.version, "size": entry.size}
         row["used_at"] = utc(entry.used)
@@ -173,7 +173,7 @@ def _list_shards(cache: Cache) -> tuple[list[Row], Row, str]:
 
 
 def _list_partials(cache: Cache) -> tuple[list[Row], Row, str]:
-    """Return `partials`, and their totals as a row and as text."""
+    """Return the rows of `partials`, and the totals as a row and as text."""
     rows = list(partials(cache))
     live = sum(row["state"] == "live" for row in rows)
     orphans, written = len(rows) - live, sum(row["written_bytes"] for row in rows)
@@ -183,7 +183,7 @@ def _list_partials(cache: Cache) -> tuple[list[Row], Row, str]:
 
 
 def partials(cache: Cache) -> Iterator[Row]:
-    """Yield the partials of all processes, dead or alive."""
+    """Yield a row for each partial (a shard in flight) of live and dead processes."""
     for store in cache.processes.here().stores():
         for partial in in_flight(store.layout):
             if not partial.key:
@@ -211,8 +211,8 @@ def partials(cache: Cache) -> Iterator[Row]:
 def path_command(invocation: Invocation, specs: tuple[str, ...], fetch: bool) -> None:
     """Print the local paths of cached shards, one per line, and nothing else.
 
-    A SPEC is as for `ls`, with --fetch as for `prewarm`. If a shard is not cached, prints
-    nothing and exits with 1. The shards are not pinned: another process may evict them later.
+    A SPEC is as for `ls`, or with --fetch as for `prewarm`. If a shard is not cached, prints
+    no path and exits with 1. The shards are not pinned: another process may evict them later.
 
     \b
     Examples:
@@ -247,7 +247,7 @@ def _print(
 ) -> ExitCode:
     """Print the result of a command, and return its exit code.
 
-    ``errors`` has the states of rows that are errors, and the message that follows the URL.
+    ``errors`` maps each state that is an error to the message that follows the URL of the row.
     """
     console.object(name, shards=rows, summary=summary)
     console.info(text)
@@ -268,8 +268,8 @@ def rm_command(
 ) -> ExitCode:
     """Remove shards, with all their cached versions.
 
-    A SPEC is as for `ls`. Exit code 6 if a shard stays because it is pinned or in use, 1 if
-    one was not cached or nothing matches.
+    A SPEC is as for `ls`. The exit code is 6 if a shard stays because it is pinned or in use,
+    and 1 if a shard was not cached or nothing matches.
 
     \b
     Examples:
@@ -311,8 +311,9 @@ def pin_command(invocation: Invocation, specs: tuple[str, ...], seconds: float |
     """Protect shards from limits, from `clean --all` and from `rm`.
 
     A SPEC is as for `ls`. A glob or a prefix pins the matching shards that are in the cache
-    now. A URL, also with {braces}, need not be cached: this command does not download it, but
-    keeps it once it is cached. Pinning a shard again replaces its time.
+    now. The shards of a URL, also with {braces}, need not be cached: this command does not
+    download them, but they stay once they are cached. Pinning a shard again replaces the time
+    of its pin.
 
     \b
     Examples:
@@ -338,8 +339,8 @@ def pin_command(invocation: Invocation, specs: tuple[str, ...], seconds: float |
 def unpin_command(invocation: Invocation, specs: tuple[str, ...]) -> ExitCode:
     """Unpin shards, so that the limits apply to them again.
 
-    A SPEC is as for `ls`; a glob or a prefix matches pinned shards. Exit code 1 if one was
-    not pinned or nothing matches.
+    A SPEC is as for `ls`; a glob or a prefix matches pinned shards. The exit code is 1 if a
+    shard was not pinned or nothing matches.
 
     \b
     Examples:

@@ -1,11 +1,11 @@
-"""The frame of the command line: global options, exit codes, signals, errors.
+"""What all commands share: global options, exit codes, signals, errors.
 
-A command's module is imported when the command is called, because ``shardcache dir`` runs at the
-start of every job. Global options may precede or follow the name of the command; the later one
-wins.
+A command's module is imported only when the command is called, because ``shardcache dir`` runs at
+the start of every job and must start fast. Global options may precede or follow the name of the
+command; the later one wins.
 
-The first SIGINT or SIGTERM ends a command in order, the second ends the process at once. Partials
-stay on disk in both cases, and the next run resumes them.
+At the first SIGINT or SIGTERM, a command cleans up and ends; the second ends the process at once.
+In both cases, partial downloads stay on disk, and the next run resumes them.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 class ExitCode(enum.IntEnum):
-    """The exit codes of all commands. Scripts rely on them; docs/cli.md has this table."""
+    """The exit codes of all commands, which scripts rely on. docs/cli.md shows them as a table."""
 
     meaning: str
 
@@ -62,7 +62,7 @@ class ExitCode(enum.IntEnum):
     TERMINATED = 143, "SIGTERM; the next run resumes partial downloads"
 
 
-#: Command -> module, in the order of the help text.
+#: Command -> its module in this package, in the order of the help text.
 _COMMANDS = {
     "run": "run", "prewarm": "prewarm", "ls": "entries", "path": "entries", "rm": "entries",
     "pin": "entries", "unpin": "entries", "clean": "upkeep", "verify": "upkeep",
@@ -78,20 +78,20 @@ class Invocation:
         self.console = Console()
         self.dir: str | None = None
         self.config: str | None = None
-        self.received: int | None = None  #: the number of the first signal
+        self.received: int | None = None  #: the number of the first signal, once it was received
         self.stop = threading.Event()  #: set by the first signal
         #: Whether the command polls `stop`. If not, the first signal raises KeyboardInterrupt.
         self.polls_stop = False
 
     def loaded(self) -> Loaded:
-        """Load the configuration."""
+        """Return the configuration and the source of each option."""
         files = None if self.config is None else [Path(self.config)]
         return configuration.load({"dir": self.dir}, files=files)
 
     def loaded_with_job_limits(self) -> Loaded:
-        """Load the configuration; limits that it does not set are those of the last job.
+        """Return the configuration, with the last job's value for each limit that is not set.
 
-        Commands that maintain a cache use it, because a job may set its limits in its code.
+        It is for commands that maintain a cache, because a job may set its limits in its code.
         """
         from shardcache.layout import Layout
         from shardcache.locks.sessions import stated_limits
@@ -103,7 +103,7 @@ class Invocation:
             return loaded
 
     def show_job_limits(self, loaded: Loaded, *given: str) -> dict[str, str]:
-        """Print and return the limits that come from a job, except ``given``."""
+        """Print and return the limits that come from the last job, except those named ``given``."""
         limits = {
             name: text
             for name, text in loaded.config.limits().items()
@@ -115,15 +115,15 @@ class Invocation:
         return limits
 
     def cache(self, loaded: Loaded | None = None, **options: Any) -> Cache:
-        """Open the cache in strict mode: faults of the cache are errors of the command.
+        """Open the cache in strict mode, in which faults of the cache raise errors.
 
         Args:
-            loaded: the configuration; the default is `loaded`.
-            options: override options of the configuration.
+            loaded: the configuration; the default is the result of `loaded`.
+            options: options that override the configuration.
 
         Raises:
-            ConfigError: the directory has other files and is not a cache. If the user mistyped it,
-                it would look like an empty cache.
+            ConfigError: the directory is not a cache, but has files in it. The user may have
+                mistyped its name, and it would look like an empty cache.
         """
         from shardcache.cache import Cache
         from shardcache.store.root import check_foreign, is_cache
@@ -137,7 +137,7 @@ class Invocation:
         return Cache.from_config(config.replace(strict=True, **options))
 
     def confirm(self, question: str, yes: bool) -> None:
-        """Ask the user before data is destroyed, unless ``yes`` is set."""
+        """Ask the user to confirm that data will be destroyed, unless ``yes`` is set."""
         if yes:
             return
         if sys.stdin is None or not (sys.stdin.isatty() and sys.stderr.isatty()):
@@ -146,7 +146,7 @@ class Invocation:
 
     @contextlib.contextmanager
     def logging(self) -> Iterator[None]:
-        """Print the library's log on stderr while the context lasts, at the level of -q and -v."""
+        """Print the library's log on stderr during a ``with`` block, at the level of -q and -v."""
         quiet, verbosity = self.console.quiet, self.console.verbosity
         levels = (logging.ERROR if quiet else logging.WARNING, logging.INFO, logging.DEBUG)
         handler = _ConsoleHandler(self.console)
@@ -163,11 +163,11 @@ class Invocation:
 
     @contextlib.contextmanager
     def signals(self) -> Iterator[None]:
-        """Handle SIGINT and SIGTERM while the context lasts, if this is the main thread."""
+        """Handle SIGINT and SIGTERM during a ``with`` block, if this is the main thread."""
         before = {}
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):
-                # nohup, and `&` in a script, start commands with SIGINT ignored. Keep it so.
+                # nohup, and `&` in a script, start commands that ignore SIGINT. Keep ignoring it.
                 if signal.getsignal(number) is not signal.SIG_IGN:
                     before[number] = signal.signal(number, self._handle)
         try:
@@ -180,7 +180,7 @@ class Invocation:
         if self.received is not None:
             if os.isatty(2):
                 with contextlib.suppress(OSError):
-                    os.write(2, b"\x1b[?25h")  # DECTCEM: show the cursor that a display has hidden
+                    os.write(2, b"\x1b[?25h")  # DECTCEM: show the cursor that a display may hide
             os._exit(128 + number)
         self.received = number
         self.stop.set()
@@ -194,7 +194,7 @@ class _ConsoleHandler(logging.Handler):
         self._console = console
 
     def emit(self, record: logging.LogRecord) -> None:
-        # The progress and the summary show retries; only -v prints each of them.
+        # The progress and the summary show the number of retries, so only -v prints each retry.
         if self._console.verbosity or getattr(record, "event", None) != "retry":
             level = record.levelname.lower()
             color = {"warning": "yellow", "error": "red", "critical": "red"}.get(level, "")
@@ -202,14 +202,14 @@ class _ConsoleHandler(logging.Handler):
 
 
 class Parsed(click.ParamType):  # type: ignore[type-arg]
-    """The type of an option whose text ``parse`` reads. A ConfigError becomes a usage error."""
+    """An option type whose texts ``parse`` converts. A ConfigError becomes a usage error."""
 
     def __init__(self, name: str, parse: Callable[[str], Any]) -> None:
         self.name = name
         self._parse = parse
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Parse the text of the option."""
+        """Convert the text of the option."""
         try:
             return self._parse(value)
         except ConfigError as exn:
@@ -233,7 +233,7 @@ yes_option = flag("-y", "--yes", help="Do not ask for confirmation.")
 
 
 def _take(context: click.Context, parameter: click.Parameter, value: Any) -> None:
-    """Store the value of a global option, which may precede the command as well."""
+    """Store the value of a global option, whether it precedes or follows the command."""
     name, invocation = str(parameter.name), context.ensure_object(Invocation)
     if name == "verbosity":
         invocation.console.verbosity += value
@@ -242,7 +242,7 @@ def _take(context: click.Context, parameter: click.Parameter, value: Any) -> Non
 
 
 def _with_global_options(command: Any) -> Any:
-    """Add the global options to a command, after its own."""
+    """Add the global options to a command, after its own options."""
     option = functools.partial(click.option, expose_value=False, callback=_take)
     for decorate in (
         option("--dir", metavar="DIR", help="Directory of the cache."),
@@ -261,7 +261,7 @@ def _with_global_options(command: Any) -> Any:
 
 
 def command(name: str) -> Callable[[Callable[..., int | None]], Any]:
-    """Make a function a command with the global options; its docstring is the help text."""
+    """Turn a function into a command with the global options. Its docstring is the help text."""
 
     def decorate(function: Callable[..., int | None]) -> Any:
         @functools.wraps(function)
@@ -301,18 +301,19 @@ def command_line() -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line with the words after the name of the program; returns its exit code."""
+    """Run the command line with arguments (default: those of the process); return its exit code."""
     for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:  # the shell has closed it
+        if getattr(sys, name) is None:  # the shell has closed the stream
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - stays open
-        with contextlib.suppress(AttributeError, ValueError):  # a test may have replaced it
+        with contextlib.suppress(AttributeError, ValueError):  # a test may have replaced the stream
             getattr(sys, name).reconfigure(errors="backslashreplace")
-    # A command is short. A prewarm of 2,000 shards of 100 KiB took 18.2 CPU s/GB instead of 19.5.
+    # Commands end soon, so collect garbage less often: a prewarm of 2,000 shards of 100 KiB took
+    # 18.2 CPU s/GB instead of 19.5.
     gc.set_threshold(50_000)
     invocation = Invocation()
     with invocation.signals():
         code = _run(invocation, arguments)
-    # After a signal, errors are consequences of the signal.
+    # After a signal, errors are consequences of the signal, so the exit code states the signal.
     return code if invocation.received is None else 128 + invocation.received
 
 

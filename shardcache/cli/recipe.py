@@ -1,7 +1,7 @@
 """``shardcache recipe``: files for cron, systemd, Slurm and Kubernetes.
 
-Paths and values in the ``templates`` are quoted for the format of each file: crontab(5),
-systemd.service(5) "Command lines", bash(1), YAML.
+The files are made from ``templates``. Paths and values are quoted for the format of each file:
+crontab(5), systemd.service(5) "Command lines", bash(1), YAML.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from shardcache.config import describe
 from shardcache.errors import ConfigError
 from shardcache.urls import redact
 
-#: Kind -> its files. Those of `_PREWARMS` are only for shards to prewarm.
+#: Kind -> its files. The files in `_PREWARMS` are printed only with --prewarm.
 _KINDS = {
     "cron": ("crontab",),
     "systemd": ("shardcache-clean.service", "shardcache-clean.timer"),
@@ -30,7 +30,8 @@ _KINDS = {
     "k8s": ("shardcache.yaml",),
 }
 _PREWARMS = ("prolog.sh", "job.sh")
-#: Options that no variable sets: --dir sets the first, the others are not text or may be secret.
+#: Options that the files do not set as variables: ``dir``, because they use --dir; the others,
+#: because their values are not text or may be secret.
 _NO_VARIABLE = frozenset({"dir", "storage_options", "upstreams", "validate"})
 
 
@@ -46,9 +47,9 @@ def recipe_command(invocation: Invocation, kind: str, prewarm: tuple[str, ...]) 
     """Print a file for cron, systemd, Slurm or Kubernetes.
 
     The file cleans this cache every hour, or after every job. It contains the current
-    directory and options as variables, but not storage options, which may be secret. A limit
-    that is not configured is that of the last job. Slurm: an epilog,
-    and with --prewarm also a prolog and lines for a batch script. Kubernetes: a DaemonSet that
+    directory and options as variables, but not storage options, which may be secret. For a
+    limit that is not configured, it contains the limit of the last job. Slurm: an epilog, and
+    with --prewarm also a prolog and lines for a batch script. Kubernetes: a DaemonSet that
     cleans the cache of each node, and with --prewarm also fills it. If there are several
     files, each begins with its name.
 
@@ -89,13 +90,13 @@ def render(
     variables: Sequence[str] = (),
     prewarm: Sequence[str] = (),
 ) -> dict[str, str]:
-    """Fill in the templates of a kind, and return the texts by the names of the files.
+    """Fill in the templates of a kind, and return the text of each file by the file's name.
 
     Args:
         kind: cron, systemd, slurm or k8s.
-        program: the words that run the command line.
+        program: the words of the command that runs shardcache.
         directory: the directory of the cache.
-        variables: ``NAME=value`` for each option.
+        variables: options to set, as ``NAME=value``.
         prewarm: the SPECs to prewarm.
 
     Raises:
@@ -126,7 +127,7 @@ def render(
         "pod_run": shlex.join(pod_run),
         "pod_warms": "" if prewarm else ": ",
         "and_warm": " and warm" if prewarm else "",
-        # JSON is a subset of YAML.
+        # JSON is a subset of YAML, so a JSON string is quoted for YAML.
         "yaml_dir": json.dumps(directory, ensure_ascii=False),
     }
     script = filled("loop.sh").replace("$", "$$")  # Kubernetes would expand $(X)
@@ -135,6 +136,6 @@ def render(
 
 
 def _unit_word(text: str) -> str:
-    """Quote a word of a command line in a systemd unit, with its specifiers and variables."""
+    """Quote a word for a command line in a systemd unit, which expands % and $ even in quotes."""
     plain = text.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%").replace("$", "$$")
     return f'"{plain}"' if plain != text or not text or any(c in text for c in " \t';") else text

@@ -50,10 +50,10 @@ def clean_command(
 ) -> None:
     """Evict shards over the limits, and remove partials of dead processes.
 
-    Without options, the configured limits apply; a limit that is not configured is that of
-    the last job. Shards stay if a process reads them, or if they were
-    used since the oldest running job started. Partials younger than an hour stay, too, so
-    that an interrupted prewarm can resume them; --orphans removes them.
+    Without options, the configured limits apply; if a limit is not configured, the limit of
+    the last job applies. Shards stay if they are pinned, if a process reads them, or if they
+    were used since the oldest running job started. Partials younger than an hour stay, too,
+    so that an interrupted prewarm can resume them; --orphans removes them.
 
     \b
     Examples:
@@ -90,7 +90,7 @@ def clean_command(
 
 
 def _url_of(removal: Removal) -> str:
-    """Return the URL of a removed entry or partial; its directory if the URL is not known."""
+    """Return the URL of a removed entry or partial, or its directory if the URL is unknown."""
     if removal.entries:
         return removal.entries[0].name() or removal.name
     progress = read_progress(Path(removal.name))
@@ -109,7 +109,7 @@ def _summary(report: CleanReport) -> str:
 
 
 def _share(text: str) -> float:
-    """Parse a percentage, with or without its sign."""
+    """Convert a percentage, with or without the percent sign, to a share between 0 and 1."""
     with contextlib.suppress(ValueError):
         if 0 < (percent := float(text.strip().removesuffix("%"))) <= 100:
             return percent / 100
@@ -143,8 +143,8 @@ def verify_command(
     --repair, current readers of a damaged shard continue, the next reader downloads it again,
     and `clean` removes the damaged file. Jobs may run at the same time.
 
-    Exit code 4 if a shard is damaged, or with --remote has changed or is gone; else 3 if a
-    shard could not be checked; 1 if nothing matches a SPEC.
+    The exit code is 4 if a shard is damaged, or with --remote has changed or is gone;
+    otherwise 3 if a shard could not be checked; and 1 if nothing matches a SPEC.
 
     \b
     Examples:
@@ -165,7 +165,7 @@ def verify_command(
     invocation.polls_stop = True
     with invocation.cache() as cache:
         if not cache.dir.exists() or not any(cache.dir.iterdir()):
-            list(cache.entries(specs or None))  # raises if there is a SPEC: it matches nothing
+            list(cache.entries(specs or None))  # raises an error if a SPEC matches nothing
             console.hint(f"Nothing was cached in {cache.dir} yet.")
         else:
             findings = cache.verify(

@@ -173,7 +173,7 @@ class S3Server:
                 cwd=home,
                 env=environment,
                 start_new_session=True,  # so that Ctrl-C does not reach the server
-                preexec_fn=lambda: prctl(1, signal.SIGTERM),  # PR_SET_PDEATHSIG
+                preexec_fn=lambda: prctl(1, signal.SIGTERM),  # PR_SET_PDEATHSIG: end with us
             )
 
     def _wait_until_ready(self) -> None:
@@ -181,7 +181,7 @@ class S3Server:
 
         deadline = time.monotonic() + _READY_SECONDS
         while time.monotonic() < deadline and self._process.poll() is None:
-            with contextlib.suppress(BotoCoreError, ClientError):  # not ready, or a foreign server
+            with contextlib.suppress(BotoCoreError, ClientError):  # not ready, or not our server
                 self._admin.list_buckets()
                 return
             time.sleep(0.05)

@@ -59,7 +59,7 @@ _DEAD_MOUNT = "Its mount may be dead: mount it again (umount -l), or point dir a
 _DEAD_SERVICE = "Check DNS, the network, and the program or service that provides credentials."
 #: Time limits for a connection to an address, and for the response of a server, in seconds.
 _CONNECT, _RESPOND = 1.0, 2.0
-#: Clock skew in seconds from which on doctor warns. S3 refuses requests above 15 minutes.
+#: Clock skew in seconds that causes a warning. S3 refuses requests with more than 15 minutes.
 _SKEW = 300
 
 

@@ -91,7 +91,7 @@ class Invocation:
     def loaded_with_job_limits(self) -> Loaded:
         """Return the configuration, with the last job's value for each limit that is not set.
 
-        It is for commands that maintain a cache, because a job may set its limits in its code.
+        Commands that maintain a cache need them, because a job may set its limits in its code.
         """
         from shardcache.layout import Layout
         from shardcache.locks.sessions import stated_limits
@@ -99,7 +99,7 @@ class Invocation:
         loaded = self.loaded()
         try:
             return loaded.completed(stated_limits(Layout.of_root(loaded.config.dir)), "last job")
-        except ConfigError:  # the record is damaged
+        except ConfigError:  # the record of the last job is damaged, so ignore it
             return loaded
 
     def show_job_limits(self, loaded: Loaded, *given: str) -> dict[str, str]:
@@ -202,7 +202,7 @@ class _ConsoleHandler(logging.Handler):
 
 
 class Parsed(click.ParamType):  # type: ignore[type-arg]
-    """An option type whose texts ``parse`` converts. A ConfigError becomes a usage error."""
+    """An option type that converts text with ``parse``. A ConfigError becomes a usage error."""
 
     def __init__(self, name: str, parse: Callable[[str], Any]) -> None:
         self.name = name

@@ -238,7 +238,7 @@ def _prewarm_ray(
         console.message(f"  {word}  ", f"{', '.join(names)}: {text}", "red")
     if any(node.lost or node.interrupted for node in nodes):
         console.hint("Run the same command again to download the remaining shards.")
-    # If all failed nodes have the same exit code, the command has it, too.
+    # If all failed nodes have the same exit code, the command exits with this code.
     failed = set(codes) - {0}
     return 0 if not failed else failed.pop() if len(failed) == 1 else ExitCode.SOME_FAILED
 

@@ -16,7 +16,7 @@ from shardcache.units import format_bytes
 #: Seconds between two lines without a terminal: a log has at most 360 of them per hour.
 LINE_EVERY = 10.0
 _REDRAW_EVERY = 0.2
-#: Seconds over which rates are averaged. In a shorter time rates jump, a longer one hides a stall.
+#: Seconds over which rates are averaged. With fewer, rates jump; with more, a stall is hidden.
 _WINDOW = 8.0
 #: Maximum width of a bar, and the width of the text next to it, in columns.
 _BAR, _TEXT = 26, 60
@@ -163,7 +163,7 @@ class PrewarmProgress:
         for shard, read_progress in active[:_SHOWN]:
             progress = read_progress()
             text = printable(str(shard)[self._prefix :])
-            if progress.size is None:  # this process connects, or another one has the shard's lock
+            if progress.size is None:  # still connecting, or another process has the shard's lock
                 text += "  waiting"
             elif progress.retries:
                 text += f"  retry {progress.retries}"

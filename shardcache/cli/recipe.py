@@ -130,7 +130,7 @@ def render(
         # JSON is a subset of YAML, so a JSON string is quoted for YAML.
         "yaml_dir": json.dumps(directory, ensure_ascii=False),
     }
-    script = filled("loop.sh").replace("$", "$$")  # Kubernetes would expand $(X)
+    script = filled("loop.sh").replace("$", "$$")  # because Kubernetes expands $(X)
     fields["yaml_script"] = json.dumps(script, ensure_ascii=False)
     return {name: filled(name) for name in _KINDS[kind] if prewarm or name not in _PREWARMS}
 

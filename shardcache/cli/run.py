@@ -90,7 +90,8 @@ def run_command(
         stack.callback(signal.signal, signal.SIGINT, signal.getsignal(signal.SIGINT))
         if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
             signal.signal(signal.SIGINT, lambda number, frame: None)
-        # Import this and read the counters only now: the program takes longer to open a shard.
+        # Import this after the start: the program takes longer to open its first shard, so the
+        # counters are still those of before.
         from shardcache.stats.summary import stats_of
 
         before = _counters(layouts)

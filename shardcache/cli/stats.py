@@ -63,7 +63,7 @@ _SUMS: tuple[tuple[str, str, dict[str, str]], ...] = (
 )
 _STYLE: dict[Any, Any] = {
     "svg.hashsalt": "shardcache",  # a fixed salt, so that equal counters make equal pages
-    "svg.fonttype": "none",  # text stays text, in the fonts of the page
+    "svg.fonttype": "none",  # keep text as text, in the fonts of the page
     "figure.figsize": (4.8, 2.4),  # inches, legible on a phone
     "savefig.transparent": True,
     "axes.titlelocation": "left", "axes.titlesize": 11, "axes.titlecolor": _GREY,

@@ -59,7 +59,7 @@ class Snapshot:
 
 
 class Watcher:
-    """Takes snapshots of a cache."""
+    """Takes snapshots of a cache, and remembers the last ones to compute rates."""
 
     def __init__(self, cache: Cache) -> None:
         self._cache = cache

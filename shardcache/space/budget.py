@@ -142,7 +142,7 @@ class Space:
                 self.recount()
 
     def refuses(self, url: str, size: int) -> CacheFullError | None:
-        """Return the error for a shard that is too large or was refused recently, or None."""
+        """Return the error for a shard that is too large or was refused lately, otherwise None."""
         usage = self._read()
         missing = 0 if usage is None else usage.missing(self.allocated(size))
         return self._too_large(url, size) or (self._no_room(url, missing) if missing else None)
@@ -192,7 +192,7 @@ class Space:
             return sum(removal.size for removal in self.evict(planned))
 
     def _reserve(self, url: str, size: int | None) -> None:
-        """Add a shard to ``usage``, evicting first if necessary. The caller has the budget lock."""
+        """Add a shard to ``usage``, evicting first if necessary. Call it with the budget lock."""
         need = 0 if size is None else self.allocated(size)
         usage = None if size is None else self._read()
         entries: list[Entry] | None = None
@@ -219,7 +219,7 @@ class Space:
                 replace(limits, spare=spare), reserved=usage.held - held + need, entries=entries
             )
             if planned.missing:
-                # Under the other policies, entries stay because of readers, which may end at any
+                # Under the other policies, entries stay because of readers, which may finish at any
                 # moment, so only a refusal under working-set is remembered.
                 if self._config.policy == "working-set":
                     self._write(replace(usage, most=usage.held + need - planned.missing))
@@ -247,7 +247,7 @@ class Space:
         return [entry for store in self.stores() for entry in store.entries()]
 
     def _count(self) -> tuple[_Usage, list[Entry]]:
-        """Count entries and partials, and list the entries."""
+        """Return a new count of entries and partials, and the list of entries."""
         counted, flights = clock.monotonic(), self.flights()
         if any(flight.live and flight.key and flight.size is None for flight in flights):
             counted = -math.inf  # a final size is unknown, so the next admission must count again
@@ -263,7 +263,7 @@ class Space:
         return _Usage(total_bytes(entries, self.allocated) + reserved, counted), entries
 
     def _read(self) -> _Usage | None:
-        """Return the content of ``usage``, or None if it is missing, old, or not used (leases)."""
+        """Return the content of ``usage``. With leases, or if it is missing or old, return None."""
         if self.node.grace is not None:
             return None
         try:
@@ -376,7 +376,10 @@ class Space:
 
     @contextlib.contextmanager
     def _hold(self, name: str, seconds: float) -> Iterator[str | None]:
-        """Hold a lock of the node in the body; yield None, or the holder if it is not free."""
+        """Hold a lock of the node in the body.
+
+        Yields None, or the lock's holder as text if the lock was not free within ``seconds``.
+        """
         lock = KeyLock(self.node.named_lock(name), self.node.modes)
         holder = Holder.this_process(rank=None, job=None, now=clock.time())
         start = announced = clock.monotonic()

@@ -35,7 +35,8 @@ _FIRST = 60.0
 _MEMORY_INTERVAL = 2.0
 #: Seconds for which partials of dead processes stay, so that the next prewarm can resume them.
 _KEEP_PARTIALS = 3600.0
-#: Seconds that a process waits at its end for a running cleaning, which may be cut off anywhere.
+#: Seconds that a process waits at its end for a running cleaning. After that, the process ends in
+#: the middle of the cleaning, which does no harm.
 _CLOSE_TIMEOUT = 2.0
 
 

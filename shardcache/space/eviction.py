@@ -52,7 +52,7 @@ class Limits:
     free_needed: int = 0  #: bytes to remove so that the filesystem keeps min_free
     spare: int = 0  #: bytes to remove in addition, if `max_size` or `free_needed` requires removals
     max_age: float | None = None  #: seconds since the last use
-    everything: bool = False  #: remove all entries that may be removed
+    everything: bool = False  #: remove all entries that are not pinned or in use
 
 
 #: The entries that are hard links to one file: the same version of a shard in several namespaces.
@@ -132,12 +132,12 @@ def _past(date: float, now: float) -> float:
 
 
 def linked(entries: Iterable[Entry]) -> list[Links]:
-    """Group the entries that are links to one file. Read inodes only of versions with copies."""
+    """Group the entries that are links to one file. Inodes are read only of repeated versions."""
     entries = list(entries)
     copies = Counter((entry.key, entry.version, entry.size) for entry in entries)
     files: dict[object, list[Entry]] = {}
     for entry in entries:
-        file: object = entry.directory  # for an entry without copies, or one that is gone
+        file: object = entry.directory  # a group of its own, also if the entry is gone
         if copies[entry.key, entry.version, entry.size] > 1:
             with contextlib.suppress(OSError, DamagedError):
                 data = entry.data.lstat()

@@ -76,7 +76,7 @@ def allocation(root: Path) -> Callable[[int], int]:
     path = next(path for path in (root, *root.parents) if path.exists())
     block = os.statvfs(path).f_frsize
     block = block if 0 < block <= _LARGEST_BLOCK else _USUAL_BLOCK
-    directory = min(block, path.stat().st_blocks * 512)  # ext4: a block; tmpfs, xfs, btrfs: none
+    directory = min(block, path.stat().st_blocks * 512)  # 0 on tmpfs, xfs, btrfs; a block on ext4
 
     def allocated(size: int) -> int:
         blocks = -(-size // block) + -(-record_size(size) // block)
@@ -90,14 +90,14 @@ def is_memory(path: Path) -> bool:
     return _is_memory(str(path), path.stat().st_dev)
 
 
-@functools.cache  # another mount at the same path has another device number
+@functools.cache  # by device, too, because another mount may be at the same path later
 def _is_memory(path: str, device: int) -> bool:
     mount = mount_of(path)
     return mount is not None and mount.type in MEMORY_TYPES
 
 
 def _recent_headroom(disk: Path, free: int) -> Volume | None:
-    """Return a `memory_headroom` read within a second, less what was written to the disk since."""
+    """Return `memory_headroom`, read within the last second, less the bytes written since then."""
     now, device = clock.monotonic(), disk.stat().st_dev
     then, memory, free_then = _last_read.get(device, (-_BELIEVED, None, free))
     written = free_then - free
@@ -108,7 +108,7 @@ def _recent_headroom(disk: Path, free: int) -> Volume | None:
 
 
 def memory_headroom() -> Volume | None:
-    """Return limit and free memory of the cgroup with the least free; None if none has a limit."""
+    """Return the volume of the cgroup with the least free memory, or None if none has a limit."""
     headrooms = []
     with contextlib.suppress(OSError, ValueError):  # no cgroups, or unknown files
         for level, v1 in _levels("memory"):
@@ -139,7 +139,7 @@ def _read(level: Path, name: str) -> str:
     return (level / name).read_text("ascii").strip()
 
 
-@functools.cache  # a process stays in its cgroup
+@functools.cache  # because a process stays in its cgroup
 def _levels(controller: str) -> tuple[tuple[Path, bool], ...]:
     """Return the directories of this process's cgroup and its parents, and whether each is v1."""
     paths: dict[str, str] = {}

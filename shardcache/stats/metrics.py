@@ -49,7 +49,7 @@ SUMS = (
 def exposition(stats: Stats, directory: str) -> str:
     """Return all metrics as text for the textfile collector of Prometheus' node exporter.
 
-    All have the label ``dir``. Format: prometheus.io/docs/instrumenting/exposition_formats.
+    The label ``dir`` is ``directory``. See prometheus.io/docs/instrumenting/exposition_formats.
     """
     lines: list[str] = []
     escaped = directory.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")

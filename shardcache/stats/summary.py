@@ -94,7 +94,7 @@ class Stats(Counts):
 
     @property
     def bytes_saved(self) -> int:
-        """Bytes that readers got and that the origin did not have to send."""
+        """Bytes saved at the origin: those that readers got minus those that the origin sent."""
         return max(0, self.bytes_opened + self.bytes_bypassed - self.bytes_origin)
 
     @property

@@ -28,7 +28,7 @@ T = TypeVar("T")
 Scope = Literal["node", "job"]
 
 DIRECTORY_VARIABLE = "SHARDCACHE_SYNC_DIR"
-#: Notes are below this name in the user's directory, because that may hold other files.
+#: Notes are below this name in the user's directory, because the directory may hold other files.
 _NAME = ".shardcache-sync"
 #: Launchers increase these when they restart the ranks (torchrun, Slurm) or start a job step.
 _COUNTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT", "SLURM_STEP_ID")
@@ -76,7 +76,7 @@ def _call(method: Callable[..., T], *args: Any) -> T:
     """Call a method of torch's store, and raise `BoardError` if the store does not answer."""
     try:
         return method(*args)
-    except RuntimeError as exn:  # DistStoreError, DistNetworkError and older ones
+    except RuntimeError as exn:  # the base of DistStoreError, DistNetworkError and older errors
         raise BoardError(
             f"The store of torch.distributed does not answer ({str(exn).splitlines()[0]:.200}). "
             "Rank 0, which serves it, has probably ended. Check its output."
@@ -102,7 +102,7 @@ def describe_process() -> str:
 
 
 class FileBoard:
-    """Keeps notes as files below a directory that all ranks share. Safe for threads and nodes.
+    """Keeps notes as files below a directory, which several threads and nodes may use at once.
 
     `create` names a note by link(2), which fails if the name exists, even on NFS, Lustre or GPFS.
     """

@@ -11,7 +11,7 @@ runners post an outcome, the first outcome counts for both.
 
 **barrier.** Every rank posts a note and waits until the notes of all ranks exist. Each rank counts
 its own calls for each barrier name. A rank that has passed a barrier removes its note for the
-previous barrier of that name, because all ranks have passed that one.
+previous barrier of that name, because all ranks have passed the previous one.
 """
 
 from __future__ import annotations
@@ -145,10 +145,11 @@ def _claim(
         claim, outcome = f"{prefix}/claim.{number}", f"{prefix}/outcome"
         if board.get(outcome) is not None:
             return None
-        if last_beat is None:  # try once per number: a user may remove a live runner's claim later
+        if last_beat is None:  # try each number once: if a user removes a claim, it stays taken
             note = f"{describe_process()}\n{secrets.token_hex(8)}".encode()
             # If only the second name is taken, a user has removed the first, and another rank has
-            # the claim. Look for an outcome again: the last runner may have just posted it.
+            # the claim. With both names, look for an outcome again: the former runner may have
+            # posted one since the check above.
             if all(board.create(name, note) for name in (claim, f"{claim}.beat")):
                 return claim if board.get(outcome) is None else None
         beat = board.get(f"{claim}.beat") or b""

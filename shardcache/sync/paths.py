@@ -102,7 +102,7 @@ def _revalidate(path: str) -> None:
     try:
         os.close(os.open(parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
         os.link("/proc/.", path)
-    except OSError as exn:  # usually EEXIST, EXDEV or EPERM
+    except OSError as exn:  # expected; usually EEXIST, EXDEV or EPERM
         logger.debug("%s: looked up again: %s", path, exn)
 
 

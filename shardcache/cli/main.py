@@ -1,4 +1,4 @@
-"""What all commands share: global options, exit codes, signals, errors.
+"""The parts that all commands share: global options, exit codes, signals, errors.
 
 A command's module is imported only when the command is called, because ``shardcache dir`` runs at
 the start of every job and must start fast. Global options may precede or follow the name of the

@@ -142,7 +142,7 @@ class Space:
                 self.recount()
 
     def refuses(self, url: str, size: int) -> CacheFullError | None:
-        """Return the error for a shard that is too large or was refused lately, otherwise None."""
+        """Return the error if a shard is too large or was refused recently, otherwise None."""
         usage = self._read()
         missing = 0 if usage is None else usage.missing(self.allocated(size))
         return self._too_large(url, size) or (self._no_room(url, missing) if missing else None)
@@ -254,7 +254,7 @@ class Space:
         entries = self._entries()
         published = {(entry.key, entry.version) for entry in entries}
         # A partial that was published after it was listed counts only as an entry. A partial that
-        # still exists beside an entry of the same version may replace the entry, so both count.
+        # still exists next to an entry of the same version may replace the entry, so both count.
         reserved = sum(
             flight.reserved
             for flight in flights

@@ -75,7 +75,7 @@ class Removal:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class CleanReport:
-    """What a cleaning removed, or a dry run would remove. A file with several links counts once."""
+    """The result of a cleaning or of a dry run. A file with several links counts once."""
 
     removed: tuple[Removal, ...]  #: leftovers of dead processes, then entries, in order of removal
     kept: int  #: number of shards that stay

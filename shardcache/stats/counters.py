@@ -72,7 +72,7 @@ class Counts:
 
 
 COUNTERS = tuple(field.name for field in fields(Counts))
-#: What readers wait for: the disk (a hit), another reader's download, or their own download.
+#: A reader waits for the disk (a hit), for another reader's download, or for its own download.
 WAITS = ("disk", "lock", "network")
 #: Number of buckets in a histogram of waits. The bounds grow by a factor of the square root of two,
 #: up to 2 ** (72 / 2) microseconds, which are nineteen hours.

@@ -99,7 +99,7 @@ class Stats(Counts):
 
     @property
     def all_waits(self) -> Waits:
-        """All waits in one histogram, whatever readers waited for."""
+        """One histogram of all waits: for the disk, the lock and the network."""
         total: Counter[int] = Counter()
         for waits in self.waits.values():
             total.update(waits.buckets)

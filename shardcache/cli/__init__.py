@@ -1,4 +1,4 @@
-"""The command line. `main.main` runs it, and imports the module of a command when it is called.
+"""The command line. `main.main` runs it, and imports a command's module when the command is called.
 
-Only ``shardcache`` and ``python -m shardcache`` import this room, which may use all others.
+Only ``shardcache`` and ``python -m shardcache`` import this package, which may use all others.
 """

@@ -27,7 +27,7 @@ def config_command(invocation: Invocation) -> None:
     options, access = describe(loaded), s3_access(loaded.config)
     changed = sum(option.source != "default" for option in options)
     summary = {"options": len(options), "set": changed}
-    records = [*map(fields_of, options)]  # json writes a named tuple as a list
+    records = [*map(fields_of, options)]  # dicts, because json writes a named tuple as a list
     console.object("config", options=records, s3=fields_of(access), summary=summary)
     rows = [(option.name, option.value, option.source) for option in options]
     console.table(("OPTION", "VALUE", "SOURCE"), rows)

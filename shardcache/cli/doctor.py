@@ -45,22 +45,22 @@ from shardcache.units import format_bytes, format_duration, format_rate
 from shardcache.urls import redact
 
 T = TypeVar("T")
-#: Level, text and advice of each finding. warn: it works, but badly or not for long. The advice is
-#: one sentence, empty for ok.
+#: Level, text and advice of each finding. The level warn means that the cache works, but badly or
+#: not for long. The advice is one sentence, or empty for the level ok.
 Findings = Iterator[tuple[str, str, str]]
 
 _COLORS = {"ok": "green", "warn": "yellow", "fail": "red"}
 #: Maximum bytes of the timed read.
 _READ_BYTES = 8 << 20
-#: Time limit of a check in seconds. A slow filesystem takes milliseconds.
+#: Time limit of a check in seconds. Even a slow filesystem responds within milliseconds.
 _PATIENCE = 10.0
-#: Advice after the time limit.
+#: Advice if a check exceeds the time limit.
 _DEAD_MOUNT = "Its mount may be dead: mount it again (umount -l), or point dir at another disk."
 _DEAD_SERVICE = "Check DNS, the network, and the program or service that provides credentials."
 _NO_ENDPOINT = "Check endpoint_url, DNS, the network and https_proxy."
 #: Time limits for a connection to an address, and for the response of a server, in seconds.
 _CONNECT, _RESPOND = 1.0, 2.0
-#: Clock skew in seconds that is a warning. S3 refuses requests above 15 minutes.
+#: Clock skew in seconds that causes a warning. S3 refuses requests with more than 15 minutes.
 _SKEW = 300
 
 
@@ -81,7 +81,7 @@ def doctor_command(invocation: Invocation, url: str | None) -> ExitCode:
       shardcache --dir /local/nvme/shards doctor --json
     """
     console, findings = invocation.console, list[dict[str, str]]()
-    loaded = invocation.loaded()  # here, because errors in the thread below would be lost
+    loaded = invocation.loaded()  # load here first: errors in the thread below would be lost
     loaded = _in_time(invocation.loaded_with_job_limits) or loaded
     for each in _examine(loaded.config, url):
         findings.append(each)
@@ -108,14 +108,15 @@ def _examine(config: Config, url: str | None) -> Iterator[dict[str, str]]:
     yield from _run(_credentials, "S3", config, timeout=_DEAD_SERVICE)
     yield from _run(_endpoint, "endpoint", config, url, timeout=_DEAD_SERVICE)
     if url is not None:
-        # Any part of a command may be a secret.
+        # Any part of a command may be a secret, so show only the scheme.
         yield from _run(_read, "pipe:" if url.startswith("pipe:") else url, config, url)
 
 
 def _in_time(function: Callable[[], T]) -> T | None:
-    """Return the result of ``function``; None if it takes longer than the time limit.
+    """Return the result of ``function``, or None if it exceeds the time limit or fails.
 
-    A dead filesystem may never respond, and a call to it cannot be interrupted.
+    It runs in a thread, because a dead filesystem may never respond to a call, and the call cannot
+    be interrupted.
     """
     results = list[T]()
     thread = threading.Thread(target=lambda: results.append(function()), daemon=True)
@@ -127,10 +128,10 @@ def _in_time(function: Callable[[], T]) -> T | None:
 def _run(
     check: Callable[..., Findings], subject: str, *args: object, timeout: str = ""
 ) -> list[dict[str, str]]:
-    """Return the findings of a check; an exception is a finding, too.
+    """Run a check and return its findings; an exception is a finding, too.
 
-    With ``timeout``, the check has a time limit. If it exceeds the limit, this is its finding, with
-    ``timeout`` as advice.
+    If ``timeout`` is not empty, the check has a time limit. If the check exceeds the limit, the
+    result is one finding with ``timeout`` as the advice.
     """
 
     def run() -> list[tuple[str, str, str]]:
@@ -186,7 +187,7 @@ def _filesystem(tier: Config) -> Findings:
 
 
 def _space(tier: Config) -> Findings:
-    """Check max_size and min_free against the disk; on a RAM disk also against the memory."""
+    """Check max_size and min_free against the disk, and on a RAM disk against the memory."""
     disk = Volume.of(path := _existing(tier.dir))
     held = total_bytes(Store(Layout.of_root(tier.dir)).entries(), allocation(path))
     floor, limit = tier.min_free.of(disk.size), disk.budget(tier)
@@ -219,7 +220,7 @@ def _cpus() -> Findings:
     ranks, slurm = rank.local_size or 1, rank.source == "slurm"
     total, quota = os.cpu_count() or 1, cpu_quota()
     usable = min(len(os.sched_getaffinity(0)), quota or total)
-    # srun binds each task to its own CPUs.
+    # srun binds each task to its own CPUs, so the usable CPUs are those of one rank.
     each = usable if slurm and usable < total else usable / ranks
     text = f"{usable:g} of {total} usable, {each:.3g} for each of {counted(ranks, 'rank')}"
     if each >= 2 and usable >= total / 2:
@@ -261,7 +262,7 @@ def _credentials(config: Config) -> Findings:
 def _endpoint(config: Config, url: str | None) -> Findings:
     """Check that all addresses of the S3 endpoint accept connections, and that the clocks agree."""
     server = endpoint_of(config)
-    with contextlib.suppress(ShardCacheError):  # `_read` reports it
+    with contextlib.suppress(ShardCacheError):  # `_read` reports the error
         if url is not None:
             origin = Origins(config).of(shard := parser(config)(url))
             server = origin.server(shard) if isinstance(origin, S3Origin) else server
@@ -289,7 +290,7 @@ def _endpoint(config: Config, url: str | None) -> Findings:
         yield "warn", text, "Repair the route to them, or remove them from DNS."
     else:
         yield "ok", text, ""
-    with contextlib.suppress(ValueError):  # the server has not sent its time
+    with contextlib.suppress(ValueError):  # the server has sent no valid date
         date = parsedate_to_datetime(response.headers.get("date", ""))
         skew = abs(date.timestamp() - now)
         text = f"the clocks of this machine and of {host} differ by {format_duration(skew)}"
@@ -298,7 +299,7 @@ def _endpoint(config: Config, url: str | None) -> Findings:
 
 
 def _dead_address(row: tuple[Any, ...]) -> str:
-    """Return the address in a row of `getaddrinfo` if it accepts no connection in time."""
+    """Return the address in a row of `getaddrinfo`, or "" if it accepts a connection in time."""
     with contextlib.suppress(OSError), socket.socket(row[0], socket.SOCK_STREAM) as sock:
         sock.settimeout(_CONNECT)
         sock.connect(row[4])
@@ -320,7 +321,7 @@ def _read(config: Config, url: str) -> Findings:
 
     origins.prepare(shard)
     began = time.monotonic()
-    retry = RetryPolicy(2, config.deadline, 0).started(str(shard))  # one error may be chance
+    retry = RetryPolicy(2, config.deadline, 0).started(str(shard))  # a single error may be chance
     size, first, info = retry.call(read, sleep=time.sleep)
     seconds = max(time.monotonic() - began, 1e-9)
     text = f"{format_bytes(size)} in {format_duration(seconds)} ({format_rate(size / seconds)}), "

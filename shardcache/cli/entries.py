@@ -1,4 +1,4 @@
-"""``shardcache ls``, ``path``, ``rm``, ``pin`` and ``unpin``: what to do with named shards."""
+"""``shardcache ls``, ``path``, ``rm``, ``pin`` and ``unpin``: commands for named shards."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ _SHARD_FIELDS = (
     *("url", "size", "used_at", "fetched_at", "state", "key", "version", "path", "etag"),
     *("digest", "checked", "endpoint"),
 )
-#: Titles of columns: always, and with ``--long``.
+#: Titles of the columns that are always shown, and of those that ``--long`` adds.
 _SHARD_TITLES = ("SHARD", "SIZE", "USED", "FETCHED", "STATE"), ("VERSION", "PATH")
 _PARTIAL_TITLES = ("SHARD", "SIZE", "WRITTEN", "DONE", "BEGUN", "STATE"), ("HOLDER", "DIR")
-#: The fields of columns that have another name.
+#: Title of a column -> its field, where the field is not the title in lower case.
 _FIELDS = {
     "SHARD": "url", "WRITTEN": "written_bytes", "USED": "used_at", "FETCHED": "fetched_at",
     "BEGUN": "begun_at",
@@ -106,7 +106,7 @@ def ls_command(
 
 
 def _sorted(rows: list[Row], sort: str) -> list[Row]:
-    """Sort rows by ``--sort``. The latest times come first, unknown values last."""
+    """Sort rows by the field in ``--sort``: latest timestamps first, unknown values last."""
     field, _, direction = sort.partition(":")
     name = _FIELDS.get(field.upper(), field)
     rows = sorted(rows, key=lambda row: str(row["url"]))
@@ -128,12 +128,12 @@ def _cell(row: Row, title: str) -> str:
 
 
 def _list_shards(cache: Cache) -> tuple[list[Row], Row, str]:
-    """Return rows of the shards, and their totals as a row and as text."""
+    """Return a row for each shard, and the totals as a row and as text."""
     home = cache.processes.here().home
     policy = Policy.of(cache.config, home.node, time.time())
     shards: dict[Entry, Row] = {}
     for entry in cache.entries():
-        # A damaged entry has a row with the values that can be read.
+        # The row of a damaged entry has the values that can be read.
         row: Row = {**dict.fromkeys(_SHARD_FIELDS), "state": "damaged"}
         row |= {"key": entry.key, "version": entry.version, "size": entry.size}
         row["used_at"] = utc(entry.used)
@@ -208,7 +208,7 @@ def _advice(cache: Cache, absent: Iterable[ShardURL]) -> dict[str, str]:
 
 
 def _list_partials(cache: Cache) -> tuple[list[Row], Row, str]:
-    """Return `partials`, and their totals as a row and as text."""
+    """Return the rows of `partials`, and the totals as a row and as text."""
     rows = list(partials(cache))
     states, written = Counter(row["state"] for row in rows), sum(r["written_bytes"] for r in rows)
     live, resumable, orphans = (states[state] for state in ("live", "resumable", "orphan"))
@@ -219,7 +219,7 @@ def _list_partials(cache: Cache) -> tuple[list[Row], Row, str]:
 
 
 def partials(cache: Cache) -> Iterator[Row]:
-    """Yield the partials of all processes, dead or alive."""
+    """Yield a row for each partial (a shard in flight) of live and dead processes."""
     for store in cache.processes.here().stores():
         for partial in in_flight(store.layout):
             if not partial.key:
@@ -288,7 +288,7 @@ def _print(
 ) -> ExitCode:
     """Print the result of a command, and return its exit code.
 
-    ``errors`` has the states of rows that are errors, and the message that follows the URL.
+    ``errors`` maps each state that is an error to the message that follows the URL of the row.
     """
     console.object(name, shards=rows, summary=summary)
     console.info(text)

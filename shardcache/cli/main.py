@@ -1,11 +1,11 @@
-"""The frame of the command line: global options, exit codes, signals, errors.
+"""The parts that all commands share: global options, exit codes, signals, errors.
 
-A command's module is imported when the command is called, because ``shardcache dir`` runs at the
-start of every job. Global options may precede or follow the name of the command; the later one
-wins.
+A command's module is imported only when the command is called, because ``shardcache dir`` runs at
+the start of every job and must start fast. Global options may precede or follow the name of the
+command; the later one wins.
 
-The first SIGINT or SIGTERM ends a command in order, the second ends the process at once. Partials
-stay on disk in both cases, and the next run resumes them.
+At the first SIGINT or SIGTERM, a command cleans up and ends; the second ends the process at once.
+In both cases, partial downloads stay on disk, and the next run resumes them.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 class ExitCode(enum.IntEnum):
-    """The exit codes of all commands. Scripts rely on them; docs/cli.md has this table."""
+    """The exit codes of all commands, which scripts rely on. docs/cli.md shows them as a table."""
 
     meaning: str
 
@@ -63,7 +63,7 @@ class ExitCode(enum.IntEnum):
     TERMINATED = 143, "SIGTERM; the next run resumes partial downloads"
 
 
-#: Command -> module, in the order of the help text.
+#: Command -> its module in this package, in the order of the help text.
 _COMMANDS = {
     "run": "run", "prewarm": "prewarm", "ls": "entries", "path": "entries", "rm": "entries",
     "pin": "entries", "unpin": "entries", "clean": "upkeep", "verify": "upkeep",
@@ -79,21 +79,21 @@ class Invocation:
         self.console = Console()
         self.dir: str | None = None
         self.config: str | None = None
-        self.received: int | None = None  #: the number of the first signal
+        self.received: int | None = None  #: the number of the first signal, once it was received
         self.stop = threading.Event()  #: set by the first signal
         #: Whether the command polls `stop`. If not, the first signal raises KeyboardInterrupt.
         self.polls_stop = False
 
     def loaded(self) -> Loaded:
-        """Load the configuration."""
+        """Return the configuration and the source of each option."""
         files = None if self.config is None else [Path(self.config)]
         return configuration.load({"dir": self.dir}, files=files)
 
     def loaded_with_job_limits(self, *names: str) -> Loaded:
-        """Load the configuration; limits and tiers that it does not set are those of the last job.
+        """Return the configuration, with the last job's limits and tiers where it sets none.
 
-        Commands use it, because a job may set them in its code. With ``names``, only these options
-        are completed.
+        Commands need these values, because a job may set them in its code. With ``names``, only
+        these options are completed.
         """
         from shardcache.layout import Layout
         from shardcache.locks.sessions import stated_limits
@@ -118,7 +118,7 @@ class Invocation:
             return loaded
 
     def show_job_limits(self, loaded: Loaded, *given: str) -> dict[str, str]:
-        """Print and return the limits that come from a job, except ``given``."""
+        """Print and return the limits that come from the last job, except those named ``given``."""
         limits = {
             option.name: option.value
             for option in configuration.describe(loaded)
@@ -130,7 +130,7 @@ class Invocation:
         return limits
 
     def cache(self, loaded: Loaded | None = None, **options: Any) -> Cache:
-        """Open the cache in strict mode: faults of the cache are errors of the command.
+        """Open the cache in strict mode, in which faults of the cache raise errors.
 
         Args:
             loaded: the configuration; the default is `loaded_with_job_limits`.
@@ -153,7 +153,7 @@ class Invocation:
         return Cache.from_config(config.replace(strict=True, **options))
 
     def confirm(self, question: str, yes: bool) -> None:
-        """Ask the user before data is destroyed, unless ``yes`` is set."""
+        """Ask the user to confirm that data will be destroyed, unless ``yes`` is set."""
         if yes:
             return
         if sys.stdin is None or not (sys.stdin.isatty() and sys.stderr.isatty()):
@@ -162,7 +162,7 @@ class Invocation:
 
     @contextlib.contextmanager
     def logging(self) -> Iterator[None]:
-        """Print the library's log on stderr while the context lasts, at the level of -q and -v."""
+        """Print the library's log on stderr during a ``with`` block, at the level of -q and -v."""
         quiet, verbosity = self.console.quiet, self.console.verbosity
         levels = (logging.ERROR if quiet else logging.WARNING, logging.INFO, logging.DEBUG)
         handler = _ConsoleHandler(self.console)
@@ -179,11 +179,11 @@ class Invocation:
 
     @contextlib.contextmanager
     def signals(self) -> Iterator[None]:
-        """Handle SIGINT and SIGTERM while the context lasts, if this is the main thread."""
+        """Handle SIGINT and SIGTERM during a ``with`` block, if this is the main thread."""
         before = {}
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):
-                # nohup, and `&` in a script, start commands with SIGINT ignored. Keep it so.
+                # nohup, and `&` in a script, start commands that ignore SIGINT. Keep ignoring it.
                 if signal.getsignal(number) is not signal.SIG_IGN:
                     before[number] = signal.signal(number, self._handle)
         try:
@@ -196,7 +196,7 @@ class Invocation:
         if self.received is not None:
             if os.isatty(2):
                 with contextlib.suppress(OSError):
-                    os.write(2, b"\x1b[?25h")  # DECTCEM: show the cursor that a display has hidden
+                    os.write(2, b"\x1b[?25h")  # DECTCEM: show the cursor that a display may hide
             os._exit(128 + number)
         self.received = number
         self.stop.set()
@@ -210,7 +210,7 @@ class _ConsoleHandler(logging.Handler):
         self._console = console
 
     def emit(self, record: logging.LogRecord) -> None:
-        # The progress and the summary show retries; only -v prints each of them.
+        # The progress and the summary show the number of retries, so only -v prints each retry.
         if self._console.verbosity or getattr(record, "event", None) != "retry":
             level = record.levelname.lower()
             color = {"warning": "yellow", "error": "red", "critical": "red"}.get(level, "")
@@ -218,14 +218,14 @@ class _ConsoleHandler(logging.Handler):
 
 
 class Parsed(click.ParamType):  # type: ignore[type-arg]
-    """The type of an option whose text ``parse`` reads. A ConfigError becomes a usage error."""
+    """An option type that converts text with ``parse``. A ConfigError becomes a usage error."""
 
     def __init__(self, name: str, parse: Callable[[str], Any]) -> None:
         self.name = name
         self._parse = parse
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Parse the text of the option."""
+        """Convert the text of the option."""
         try:
             return self._parse(value)
         except ConfigError as exn:
@@ -249,7 +249,7 @@ yes_option = flag("-y", "--yes", help="Do not ask for confirmation.")
 
 
 def _take(context: click.Context, parameter: click.Parameter, value: Any) -> None:
-    """Store the value of a global option, which may precede the command as well."""
+    """Store the value of a global option, whether it precedes or follows the command."""
     name, invocation = str(parameter.name), context.ensure_object(Invocation)
     if name == "verbosity":
         invocation.console.verbosity += value
@@ -258,7 +258,7 @@ def _take(context: click.Context, parameter: click.Parameter, value: Any) -> Non
 
 
 def _with_global_options(command: Any) -> Any:
-    """Add the global options to a command, after its own."""
+    """Add the global options to a command, after its own options."""
     option = functools.partial(click.option, expose_value=False, callback=_take)
     for decorate in (
         option("--dir", metavar="DIR", help="Directory of the cache."),
@@ -277,7 +277,7 @@ def _with_global_options(command: Any) -> Any:
 
 
 def command(name: str) -> Callable[[Callable[..., int | None]], Any]:
-    """Make a function a command with the global options; its docstring is the help text."""
+    """Turn a function into a command with the global options. Its docstring is the help text."""
 
     def decorate(function: Callable[..., int | None]) -> Any:
         @functools.wraps(function)
@@ -325,18 +325,19 @@ def command_line() -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line with the words after the name of the program; returns its exit code."""
+    """Run the command line with arguments (default: those of the process); return its exit code."""
     for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:  # the shell has closed it
+        if getattr(sys, name) is None:  # the shell has closed the stream
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - stays open
-        with contextlib.suppress(AttributeError, ValueError):  # a test may have replaced it
+        with contextlib.suppress(AttributeError, ValueError):  # a test may have replaced the stream
             getattr(sys, name).reconfigure(errors="backslashreplace")
-    # A command is short. A prewarm of 2,000 shards of 100 KiB took 18.2 CPU s/GB instead of 19.5.
+    # Commands end soon, so collect garbage less often: a prewarm of 2,000 shards of 100 KiB took
+    # 18.2 CPU s/GB instead of 19.5.
     gc.set_threshold(50_000)
     invocation = Invocation()
     with invocation.signals():
         code = _run(invocation, arguments)
-    # After a signal, errors are consequences of the signal.
+    # After a signal, errors are consequences of the signal, so the exit code states the signal.
     return code if invocation.received is None else 128 + invocation.received
 
 

@@ -1,8 +1,8 @@
 """The output of all commands.
 
-Data goes to stdout, all other text to stderr. A command calls methods for JSON and for text:
-`Console.object` prints only with ``--json``, the other methods for stdout only without. rich is
-imported when a table or a display is drawn.
+Data goes to stdout, all other text to stderr. A command calls the methods for JSON as well as those
+for text: with ``--json`` only `Console.object` prints to stdout, without it only the others do.
+rich is imported only when a table or a display is drawn.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ if TYPE_CHECKING:
     from rich.measure import Measurement
     from rich.table import Table
 
-#: Width of text that does not go to a terminal, in columns: no line is folded.
+#: Width in columns of output that does not go to a terminal: wide enough that no line is folded.
 _UNLIMITED = 100_000
-#: rich would use red, which is for errors here.
+#: Colours of progress bars. By default, rich uses red, which is for errors here.
 _COLORS = {"bar.complete": "green", "bar.finished": "green", "progress.data.speed": "none"}
 
 
-#: Values by name, as JSON has them.
+#: The fields of one record by name, for JSON and for a row of a table.
 Row = dict[str, Any]
 
 
 @dataclass(slots=True)
 class Console:
-    """Prints according to the global options."""
+    """Prints the output of a command according to the global options."""
 
     json: bool = False  #: print JSON for programs
     color: str = "auto"  #: auto (on a terminal, unless NO_COLOR or TERM=dumb), always or never
@@ -70,7 +70,7 @@ class Console:
         return click.style(text, fg=color) if color and self.colored(stream) else text
 
     def terminal(self, stream: TextIO) -> Terminal:
-        """Return a console of rich for ``stream``."""
+        """Return a rich console for ``stream``."""
         from rich.console import Console as Terminal
         from rich.theme import Theme
 
@@ -87,13 +87,13 @@ class Console:
         )
 
     def object(self, command: str, record: Any = None, **more: Any) -> None:
-        """Print a JSON object with the fields of ``record``, and ``more``."""
+        """With ``--json``, print an object with the fields of ``record``, and ``more``."""
         if self.json:
             fields = {"schema": 1, "command": command, **fields_of(record), **more}
             _write(sys.stdout, f"{json.dumps(fields, default=_to_json, allow_nan=False)}\n")
 
     def data(self, text: str) -> None:
-        """Print the data that the user requested."""
+        """Print the data that the user requested, unless ``--json`` is set."""
         if not self.json:
             _write(sys.stdout, f"{text}\n")
 
@@ -103,7 +103,7 @@ class Console:
             self.data(text)
 
     def render(self, drawing: RenderableType) -> None:
-        """Print a drawing of rich as data."""
+        """Print a rich drawing as data."""
         terminal = self.terminal(sys.stdout)
         with terminal.capture() as captured:
             terminal.print(drawing)
@@ -126,20 +126,20 @@ class Console:
         self.message("warning: ", text, "yellow")
 
     def error(self, text: str, exn: BaseException | None = None) -> None:
-        """Print why the command failed; with ``-vv`` also the traceback."""
+        """Print why the command failed, and with ``-vv`` also the traceback of ``exn``."""
         if exn is not None and self.verbosity >= 2:
             _write(sys.stderr, "".join(traceback.format_exception(exn)))
         self.message("error: ", text, "red")
 
     def message(self, label: str, text: str, color: str = "") -> None:
-        """Print lines after a coloured label. Threads may call it at the same time."""
+        """Print text after a coloured label to stderr. Several threads may call this at once."""
         shown = "\n".join(map(printable, text.splitlines()))
         _write(sys.stderr, f"{self.styled(label, color, sys.stderr)}{shown}\n")
 
 
 @dataclass(frozen=True, slots=True)
 class Shortened:
-    """A URL, or the end of one, for rich. A narrow terminal shows it without its middle."""
+    """A URL, or the end of one, for rich. On a narrow terminal, its middle is left out."""
 
     text: str
 
@@ -153,7 +153,7 @@ class Shortened:
 
         text, room = self.text, max(3, options.max_width)
         if len(text) > room:
-            # Show the file name with its slash, in two thirds of the room at most.
+            # Keep the file name and its slash, but give them at most two thirds of the width.
             name = min(len(text) - text.rfind("/"), room * 2 // 3)
             text = f"{text[: room - 1 - name]}…{text[-name:]}"
         yield Text(text, no_wrap=True, overflow="ellipsis")
@@ -166,7 +166,7 @@ def text_table(
     *,
     shorten: bool = False,
 ) -> Table:
-    """Return a table without lines.
+    """Return a table without borders.
 
     Args:
         titles: the titles of the columns.
@@ -188,17 +188,17 @@ def text_table(
 
 
 def counted(number: int, noun: str, plural: str = "") -> str:
-    """Return ``1 shard``, ``1,848 shards``."""
+    """Return a number with its noun: ``1 shard``, ``1,848 shards``."""
     return f"{number:,} {noun if number == 1 else plural or f'{noun}s'}"
 
 
 def local_time(moment: datetime | None) -> str:
-    """Return ``2026-11-20 21:04`` in the local time zone; ``-`` if unknown."""
+    """Return ``2026-11-20 21:04`` in the local time zone, or ``-`` for None."""
     return "-" if moment is None else f"{moment.astimezone():%Y-%m-%d %H:%M}"
 
 
 def short_duration(seconds: float | None) -> str:
-    """Return ``120 us`` or ``1.2 s``; ``-`` if unknown."""
+    """Return text such as ``120 us`` or ``1.2 s``, or ``-`` for None."""
     if seconds is None:
         return "-"
     return f"{seconds * 1e6:.0f} us" if seconds < 0.001 else format_duration(seconds)
@@ -221,7 +221,7 @@ def reason(exn: Exception) -> str:
 
 
 def fields_of(record: Any) -> dict[str, Any]:
-    """Return a result as a dict: its ``as_dict``, or the fields of a dataclass or named tuple."""
+    """Return a dict: the ``as_dict`` of a result, or the fields of a dataclass or named tuple."""
     for method in ("as_dict", "_asdict"):
         if hasattr(record, method):
             return dict(getattr(record, method)())
@@ -242,7 +242,7 @@ def _is_dumb() -> bool:
 
 
 def _write(stream: TextIO, text: str) -> None:
-    """Write text at once. If the reader has ended, as with ``| head``, drop all further output."""
+    """Write and flush text. If a pipe's reader has ended (``| head``), drop all further output."""
     try:
         stream.write(text)
         stream.flush()

@@ -81,7 +81,7 @@ def prewarm_command(
     a bucket (credentials, endpoint), the command does not try the rest of the bucket.
 
     With --ray, each node prewarms its own cache, with its own configuration and credentials.
-    If a node fails or dies, the others complete.
+    If a node fails or dies, the others continue.
 
     \b
     Examples:
@@ -136,7 +136,7 @@ def prewarm_command(
 
 
 def _print_failures(console: Console, report: PrewarmReport, max_failures: int | None) -> None:
-    """Print why shards are not cached, to stderr and also when quiet."""
+    """Print to stderr why shards are not cached, even with --quiet."""
     for line in _failures(report, everything=console.verbosity > 0):
         console.message("  failed  ", line, "red")
     if report.stopped is None:
@@ -147,7 +147,7 @@ def _print_failures(console: Console, report: PrewarmReport, max_failures: int |
     elif report.not_started and (console.quiet or console.json):
         shards = counted(report.not_started, "shard")
         console.warning(f"{shards} not done because {report.stopped.why}")
-    # If an absent shard has no suffix of a tar file, it may be meant as a prefix.
+    # If a missing shard has no suffix of a tar archive, the user may have meant a prefix.
     for each in report.results:
         is_absent = isinstance(each.error, ShardNotFoundError) or (
             each.outcome is Outcome.MISSING and each.size is None  # in a dry run
@@ -238,7 +238,7 @@ def _prewarm_ray(
         console.message(f"  {word}  ", f"{', '.join(names)}: {text}", "red")
     if any(node.lost or node.interrupted for node in nodes):
         console.hint("Run the same command again to download the remaining shards.")
-    # If all failed nodes have the same exit code, it is that of the command.
+    # If all failed nodes have the same exit code, the command exits with this code.
     failed = set(codes) - {0}
     return 0 if not failed else failed.pop() if len(failed) == 1 else ExitCode.SOME_FAILED
 
@@ -266,7 +266,7 @@ def _positions(nodes: Sequence[NodeReport]) -> Positions:
 
 
 def _failures(report: PrewarmReport, *, everything: bool) -> Iterator[str]:
-    """Yield why shards failed, once for each reason unless ``everything`` is set."""
+    """Yield why shards failed: one line per reason, or per shard if ``everything`` is set."""
     by_reason = defaultdict[str, list[str]](list)
     for result in report.results:
         if result.outcome is Outcome.FAILED and result.error is not None:

@@ -1,4 +1,4 @@
-"""Show the progress of a long command: bars on a terminal, otherwise a line now and then."""
+"""Show the progress of a long command: bars on a terminal, otherwise a line every ten seconds."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from shardcache.cli.output import Console, Shortened, printable
 from shardcache.results import Event, Finished, Outcome, Planned, PrewarmPlan, Started
 from shardcache.units import format_bytes, format_rate
 
-#: Seconds between two lines without a terminal: the log of an hour has 360 of them.
+#: Seconds between two lines without a terminal: a log has at most 360 of them per hour.
 LINE_EVERY = 10.0
 _REDRAW_EVERY = 0.2
-#: Seconds over which rates are averaged. Shorter ones jump, longer ones hide a stall.
+#: Seconds over which rates are averaged. With fewer, rates jump; with more, a stall is hidden.
 _WINDOW = 8.0
 #: Maximum width of a bar, and the width of the text next to it, in columns.
 _BAR, _TEXT = 26, 60
-#: Maximum number of running shards below the bar.
+#: Maximum number of running downloads that are shown below the bar of the command.
 _SHOWN = 8
 
 
@@ -30,18 +30,18 @@ class Position:
 
     text: str
     done: int = 0  #: bytes
-    total: int | None = None  #: bytes; None if unknown
+    total: int | None = None  #: bytes to reach; None if unknown
 
 
-#: The progress of the command under the key "", and of shards under their keys.
+#: The progress of the command under the key "", and of each shard under the shard's key.
 Positions = Mapping[str, Position]
 
 
 @contextlib.contextmanager
 def display(console: Console, positions: Callable[[], Positions]) -> Iterator[None]:
-    """Show the progress of a command while the context lasts. Printed lines appear above the bars.
+    """Show the progress of a command on stderr during a ``with`` block, below any printed lines.
 
-    Another thread calls ``positions``, which returns the progress, and shows it on stderr.
+    A background thread calls ``positions`` to get the progress.
     """
     if not console.progress:
         yield
@@ -58,7 +58,7 @@ def display(console: Console, positions: Callable[[], Positions]) -> Iterator[No
 
 @contextlib.contextmanager
 def bars(on_event: Callable[[Event], None] | None) -> Iterator[Callable[[Event], None]]:
-    """Show progress of `Cache.prewarm`. Yields its handler of events, which calls ``on_event``."""
+    """Show the progress of a prewarm. Yields a handler for its events that calls ``on_event``."""
     progress = PrewarmProgress()
 
     def handle(event: Event) -> None:
@@ -72,14 +72,14 @@ def bars(on_event: Callable[[Event], None] | None) -> Iterator[Callable[[Event],
 
 def _show(console: Console, positions: Callable[[], Positions], ended: threading.Event) -> None:
     if not console.live and ended.wait(LINE_EVERY):
-        return  # importing rich takes longer than many commands
+        return  # the command was quicker than the import of rich
 
     from rich import progress
     from rich.table import Column
     from rich.text import Text
 
     class Description(progress.ProgressColumn):
-        """The description of a row. A narrow terminal shortens it and the bar, but no figures."""
+        """Description of a row. A narrow terminal shortens it and the bar, but not the figures."""
 
         def render(self, task: progress.Task) -> Text | Shortened:
             if task.fields["key"]:
@@ -128,17 +128,17 @@ def _show(console: Console, positions: Callable[[], Positions], ended: threading
 
 
 class PrewarmProgress:
-    """The progress of a prewarm. One thread passes events, another one reads `positions`."""
+    """The progress of a prewarm. One thread passes events, another thread calls `positions`."""
 
     def __init__(self) -> None:
         self._plan = PrewarmPlan((), {}, {}, 0, 0, 0)
-        self._prefix = 0  # length of the directory that all URLs share
+        self._prefix = 0  # length of the directory that the URLs of all shards to download share
         self._active: dict[str, Started] = {}
         self._sizes: dict[str, int] = {}  # known sizes of the shards to download
         self._done = self._bytes = self._failed = 0
 
     def __call__(self, event: Event) -> None:
-        """Update the progress by an event."""
+        """Update the progress with an event."""
         match event:
             case Planned(plan):
                 self._plan = plan
@@ -148,12 +148,12 @@ class PrewarmProgress:
             case Started(shard, _):
                 self._active[shard.key] = event
             case Finished(shard, result):
-                # Remove it first, so that the reading thread never counts its bytes twice.
+                # Remove the shard first, so that `positions` never counts its bytes twice.
                 self._active.pop(shard.key, None)
                 if shard.key not in self._plan.cached or result.outcome is not Outcome.CACHED:
                     self._done += 1
                     self._failed += result.outcome is Outcome.FAILED
-                    # Count failed shards as well: the estimate is for the remaining ones.
+                    # Count failed shards, too: the estimated time is for the remaining shards.
                     self._bytes += result.size or 0
                     self._sizes.setdefault(shard.key, result.size or 0)
 
@@ -171,7 +171,7 @@ class PrewarmProgress:
         for shard, read_progress in active[:_SHOWN]:
             progress = read_progress()
             text = printable(str(shard)[self._prefix :])
-            if progress.size is None:  # it is connecting, or another process has the shard's lock
+            if progress.size is None:  # still connecting, or another process has the shard's lock
                 text += "  waiting"
             elif progress.retries:
                 text += f"  retry {progress.retries}"

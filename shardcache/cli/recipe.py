@@ -1,7 +1,7 @@
 """``shardcache recipe``: files for cron, systemd, Slurm and Kubernetes.
 
-Paths and values in the ``templates`` are quoted for the format of each file: crontab(5),
-systemd.service(5) "Command lines", bash(1), YAML.
+The files are made from ``templates``. Paths and values are quoted for the format of each file:
+crontab(5), systemd.service(5) "Command lines", bash(1), YAML.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from shardcache.config import describe
 from shardcache.errors import ConfigError
 from shardcache.urls import redact
 
-#: Kind -> its files. Those of `_PREWARMS` are only for shards to prewarm.
+#: Kind -> its files. The files in `_PREWARMS` are printed only with --prewarm.
 _KINDS = {
     "cron": ("crontab",),
     "systemd": ("shardcache-clean.service", "shardcache-clean.timer"),
@@ -31,7 +31,8 @@ _KINDS = {
     "k8s": ("shardcache.yaml",),
 }
 _PREWARMS = ("prolog.sh", "job.sh")
-#: Options that no variable sets: --dir sets the first, the others are not text or may be secret.
+#: Options that the files do not set as variables: ``dir``, because they use --dir; the others,
+#: because their values are not text or may be secret.
 _NO_VARIABLE = frozenset({"dir", "storage_options", "upstreams", "validate"})
 
 
@@ -90,13 +91,13 @@ def render(
     variables: Sequence[str] = (),
     prewarm: Sequence[str] = (),
 ) -> dict[str, str]:
-    """Fill in the templates of a kind, and return the texts by the names of the files.
+    """Fill in the templates of a kind, and return the text of each file by the file's name.
 
     Args:
         kind: cron, systemd, slurm or k8s.
-        program: the words that run the command line.
+        program: the words of the command that runs shardcache.
         directory: the directory of the cache.
-        variables: ``NAME=value`` for each option.
+        variables: options to set, as ``NAME=value``.
         prewarm: the SPECs to prewarm.
 
     Raises:
@@ -128,7 +129,7 @@ def render(
         "pod_run": shlex.join(pod_run),
         "pod_warm": f"run {shlex.join(warm)} || :\n  " if prewarm else "",
         "and_warm": " and warm" if prewarm else "",
-        # JSON is a subset of YAML.
+        # JSON is a subset of YAML, so a JSON string is quoted for YAML.
         "yaml_dir": json.dumps(directory, ensure_ascii=False),
     }
     script = filled("loop.sh").replace("$", "$$")  # Kubernetes would expand $(X)
@@ -137,6 +138,6 @@ def render(
 
 
 def _unit_word(text: str) -> str:
-    """Quote a word of a command line in a systemd unit, with its specifiers and variables."""
+    """Quote a word for a command line in a systemd unit, which expands % and $ even in quotes."""
     plain = text.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%").replace("$", "$$")
     return f'"{plain}"' if plain != text or not text or any(c in text for c in " \t';") else text

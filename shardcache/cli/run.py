@@ -1,6 +1,7 @@
 """``shardcache run``: run an unchanged program whose WebDataset reads through the cache.
 
-Each Python interpreter that it starts imports ``autoload/sitecustomize.py``.
+Each Python interpreter that the program starts imports ``autoload/sitecustomize.py``, which makes
+WebDataset use the cache.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from shardcache.ranks import RUN_VARIABLE, detect
 from shardcache.store.root import make_root, unusable
 from shardcache.units import format_bytes
 
-#: Signals that batch systems and users send to jobs. Slurm's --signal may send USR1 or USR2.
+#: Signals to forward to the program: batch systems and users send them to jobs. Slurm's --signal
+#: may send USR1 or USR2.
 _FORWARDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -48,8 +50,8 @@ def run_command(
 ) -> int:
     """Run an unchanged training program that reads its shards through the cache.
 
-    All Python processes that it starts read through the cache, too, such as DataLoader
-    workers and the ranks of torchrun. Only tar archives are cached; writes and other files
+    All Python processes that the program starts, such as DataLoader workers and the ranks of
+    torchrun, read through the cache, too. Only tar archives are cached; writes and other files
     are not affected. Invalid options end this command with exit code 2. Otherwise its exit
     code is that of the program.
 
@@ -87,11 +89,12 @@ def run_command(
         for number in _FORWARDED:
             stack.callback(signal.signal, number, signal.getsignal(number))
             signal.signal(number, lambda number, frame: child.send_signal(number))
-        # The terminal sends Ctrl-C to the program as well. It decides whether to end.
+        # The terminal sends Ctrl-C to the program as well, and the program decides whether to end.
         stack.callback(signal.signal, signal.SIGINT, signal.getsignal(signal.SIGINT))
         if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
             signal.signal(signal.SIGINT, lambda number, frame: None)
-        # Import after the start of the program, which takes longer to reach its first shard.
+        # Import this after the start: the program takes longer to open its first shard, so the
+        # counters are still those of before.
         from shardcache.stats.summary import stats_of
 
         before = _counters(layouts)

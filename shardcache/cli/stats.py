@@ -1,7 +1,7 @@
 """``shardcache stats`` and ``report``: the counters of a node as text, metrics and charts.
 
-The report is the template ``report.html`` with charts by matplotlib (the extra ``report``). It is
-readable without scripts and other files, on a phone, and in light and dark mode.
+The report is the template ``report.html`` with charts by matplotlib (the extra ``report``). It
+needs no scripts or other files, and is readable on a phone, and in light and dark mode.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from shardcache.stats.summary import OUTCOMES, Stats, Waits, by_hour, by_rank, r
 from shardcache.sync import atomic_write
 from shardcache.units import format_bytes, format_rate
 
-#: Outcomes that `figures` shows even if their number is 0.
+#: Outcomes that `figures` shows even if their count is 0.
 _ALWAYS = ("hits", "coalesced", "misses")
 ROW_TITLES = ("OPENS", "HIT RATE", "STREAMED", "FETCHED", "SAVED", "WAIT P99")
 _WAITS = {"disk": "for the disk", "lock": "for downloads", "network": "for the network"}
@@ -47,13 +47,13 @@ since_option = click.option(
     type=cli.DURATION,
     help="Count only this last period, such as 24h.  [default: 30 days]",
 )
-#: Lengths of the intervals of a chart in seconds, and their maximum number.
+#: Possible lengths of the intervals of a chart in seconds, and the maximum number of intervals.
 _STEPS = (60, 300, 900, 3600, 4 * 3600, 24 * 3600, 7 * 24 * 3600)
 _INTERVALS = 100
-#: Readable on white and on black. Red is for errors only.
+#: Colours that are readable on white and on black. Red is only for errors.
 _COLORS = ("#3b82c4", "#d97706", "#8b5cf6", "#0d9488", "#64748b", "#dc2626")
 _GREY = "#80868e"
-#: Title, unit, and counters by label of the charts of sums.
+#: The charts of sums: title, unit, and label -> counter.
 _SUMS: tuple[tuple[str, str, dict[str, str]], ...] = (
     ("Opens", "", {name: name for name in OUTCOMES}),
     (
@@ -65,8 +65,8 @@ _SUMS: tuple[tuple[str, str, dict[str, str]], ...] = (
     ("Bytes evicted", "B", {"evicted": "bytes_evicted"}),
 )
 _STYLE: dict[Any, Any] = {
-    "svg.hashsalt": "shardcache",  # equal figures make equal pages
-    "svg.fonttype": "none",  # text stays text, in the fonts of the page
+    "svg.hashsalt": "shardcache",  # a fixed salt, so that equal counters make equal pages
+    "svg.fonttype": "none",  # keep text as text, in the fonts of the page
     "figure.figsize": (4.8, 2.4),  # inches, legible on a phone
     "savefig.transparent": True,
     "axes.titlelocation": "left", "axes.titlesize": 11, "axes.titlecolor": _GREY,
@@ -150,14 +150,14 @@ def stats_command(
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file atomically, so that no reader sees a part of it."""
+    """Write a file atomically, so that no reader sees only a part of it."""
     try:
-        if path.exists() and not path.is_file():  # /dev/stdout, a pipe
+        if path.exists() and not path.is_file():  # /dev/stdout or a pipe cannot be replaced
             path.write_text(text, "utf-8")
             return
         with atomic_write(path, "w", sync=False) as file:
             file.write(text)
-    except OSError as exn:  # it may name the temporary file
+    except OSError as exn:  # the error may name the temporary file, so name the file itself
         raise OSError(exn.errno, exn.strerror, str(path)) from exn
 
 
@@ -194,7 +194,7 @@ def figures(stats: Stats) -> str:
 
 
 def _each(stats: Stats, prefix: str, form: str) -> list[str]:
-    """Format the counters above 0 with a prefix: their names without it, and their values."""
+    """Format each counter above 0 that has a prefix: its name without the prefix, its value."""
     names = [name for name, n in stats.counters.items() if n and name.startswith(prefix)]
     return [form.format(name.removeprefix(prefix), stats.counters[name]) for name in names]
 
@@ -224,7 +224,7 @@ def _print_rows(console: Console, samples: Sequence[Sample], by: str) -> None:
 
 
 def cells(stats: Stats, seconds: float | None = None) -> list[str]:
-    """Return the cells for `ROW_TITLES`; with ``seconds``, as rates over that time."""
+    """Return the cells of the columns `ROW_TITLES`; with ``seconds``, as rates over that time."""
 
     def number(n: int) -> str:
         return f"{n:,}" if seconds is None else f"{n / seconds:,.1f}/s"
@@ -295,9 +295,9 @@ def report_command(invocation: Invocation, since: float | None, output: Path) ->
 
 
 def tiers(cache: Cache, config: Config) -> Iterator[Row]:
-    """Yield the shards, bytes and limit (in ``config``) of each tier.
+    """Yield a row with the shards, bytes and limit (in ``config``) of each tier.
 
-    The limit is None if only min_free applies.
+    The limit is None if only min_free applies, or if the tier has no directory yet.
     """
     entries = list(cache.entries())
     for number, tier in enumerate(config.by_tier(), 1):
@@ -314,14 +314,14 @@ def tiers(cache: Cache, config: Config) -> Iterator[Row]:
 
 
 def fill_text(tier: Row) -> str:
-    """Return ``4 shards, 1.2 GB of 2.0 GB on disk``; without a limit the bytes of the shards."""
+    """Return ``4 shards, 1.2 GB of 2.0 GB on disk``; without a limit, ``4 shards, 1.2 GB``."""
     used, limit = tier["disk_bytes"], tier["max_size"]
     size = f"{format_bytes(used)} of {format_bytes(limit)} on disk" if limit else None
     return f"{counted(tier['shards'], 'shard')}, {size or format_bytes(tier['bytes'])}"
 
 
 def _meter(tier: Row) -> str:
-    """Return how full a tier is, as HTML."""
+    """Return HTML that shows how full a tier is."""
     used, limit = tier["disk_bytes"], tier["max_size"]
     text = f"{tier['dir']}: {fill_text(tier)}"
     if not limit:
@@ -331,7 +331,7 @@ def _meter(tier: Row) -> str:
 
 
 def _charts(samples: Sequence[Sample]) -> str:
-    """Draw the counters over time as SVG: rates as lines, sums as bars."""
+    """Return SVG charts of the counters over time: rates as lines, sums as bars."""
     try:
         from matplotlib import dates, rc_context, ticker
         from matplotlib.figure import Figure
@@ -340,7 +340,7 @@ def _charts(samples: Sequence[Sample]) -> str:
             "The charts need matplotlib: pip install 'shardcache[report]'. `shardcache stats "
             "--json` prints the figures without it."
         ) from exn
-    # Choose the shortest intervals that fit the page.
+    # Choose the shortest intervals with which at most `_INTERVALS` cover the period.
     starts = [sample.start for sample in samples]
     finest, span = max(sample.seconds for sample in samples), max(starts) - min(starts)
     step = next((s for s in _STEPS if s >= finest and span / s <= _INTERVALS), _STEPS[-1])

@@ -34,10 +34,11 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.live import Live
 
-#: Number of intervals over which rates are averaged: processes write their counters only once a
-#: second.
+#: Number of intervals over which rates are averaged, because processes write their counters only
+#: once a second.
 _SMOOTH = 3
-#: The bar of a tier turns yellow above this share of its limit: it will evict or stream soon.
+#: The bar of a tier turns yellow above this share of the tier's limit. A full tier has to evict
+#: shards, or to stream new ones without storing them.
 _NEARLY_FULL = 0.9
 #: Width of the bar of a tier, in columns.
 _GAUGE = 24
@@ -49,34 +50,35 @@ class Snapshot:
     """The state of a cache at one moment, and its counters since an earlier one."""
 
     at: datetime
-    seconds: float | None  #: the time that the counters cover; None in the first snapshot
+    seconds: float | None  #: seconds that the counters cover; None in the first snapshot
     processes: int  #: number of processes that use the cache
-    total: Stats  #: the counters of all ranks
-    ranks: Mapping[str, Stats]  #: the counters of each rank
-    fetches: Sequence[Row]  #: live `partials` with ``bytes_per_second``, the largest first
-    tiers: Sequence[Row]
-    waits: Sequence[Row]  #: processes that wait for a download, the longest wait first
+    total: Stats  #: the counters of all ranks together
+    ranks: Mapping[str, Stats]  #: the counters of each rank that opened shards
+    fetches: Sequence[Row]  #: rows of running downloads (`partials`), most bytes written first
+    tiers: Sequence[Row]  #: rows of `shardcache.cli.stats.tiers`
+    waits: Sequence[Row]  #: processes that wait for another's download, the longest wait first
 
 
 class Watcher:
-    """Takes snapshots of a cache."""
+    """Takes snapshots of a cache, and remembers the last ones to compute rates."""
 
     def __init__(self, cache: Cache) -> None:
         self._cache = cache
-        #: For the last snapshots: the time, the counters, and the bytes written of each partial.
+        #: For each of the last snapshots: its time, the counters (samples by start and rank), and
+        #: the bytes written by partial.
         self._history: deque[tuple[float, dict[Any, Sample], dict[str, int]]] = deque(
             maxlen=_SMOOTH + 1
         )
 
     def snapshot(self, config: Config | None = None) -> Snapshot:
-        """Take a snapshot. Its rates cover the last intervals.
+        """Return a snapshot whose counters and rates cover the last `_SMOOTH` intervals.
 
         Args:
             config: the current configuration, whose limits change when a job starts. The default
-                is that of the cache.
+                is the configuration of the cache.
         """
         now, history = clock.monotonic(), self._history
-        # An hour is far more than the intervals of a rate.
+        # The samples of the last hour, which is longer than any rate is averaged over.
         after = {(each.start, each.rank): each for each in self._cache.samples(3600.0)}
         live = [row for row in partials(self._cache) if row["state"] == "live"]
         history.append((now, after, {row["dir"]: row["written_bytes"] for row in live}))
@@ -145,7 +147,7 @@ def top_command(invocation: Invocation, interval: float, count: int | None) -> N
     count = count or (1 if console.json else None)
     with invocation.cache() as cache, contextlib.suppress(KeyboardInterrupt), ExitStack() as stack:
         watcher = Watcher(cache)
-        snapshot = watcher.snapshot()  # rates count from here
+        snapshot = watcher.snapshot()  # the first rates are relative to this snapshot
         display: Live | None = None
         if console.live and sys.stdout.isatty() and not console.json:
             from rich.live import Live
@@ -153,7 +155,7 @@ def top_command(invocation: Invocation, interval: float, count: int | None) -> N
             display = Live(
                 frame(snapshot, _HINT), console=console.terminal(sys.stdout), auto_refresh=False
             )
-            stack.callback(display.stop)  # before start(), which a signal may interrupt
+            stack.callback(display.stop)  # registered before start(), which a signal may interrupt
             display.start(refresh=True)
         for _ in itertools.count() if count is None else range(count):
             time.sleep(interval)
@@ -219,7 +221,7 @@ def _share(row: Row) -> str:
 
 
 def _name(process: Row) -> str:
-    """Return ``rank 3, pid 4711``, with the name of its host if that is another one."""
+    """Return ``rank 3, pid 4711``, with the host if it is another one; ``?`` if unknown."""
     rank = "" if process.get("rank") is None else f"rank {process['rank']}, "
     host = process.get("host") or os.uname().nodename
     host = "" if host == os.uname().nodename else f" on {host}"

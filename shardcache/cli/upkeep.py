@@ -113,7 +113,7 @@ def clean_command(
 
 
 def _url_of(removal: Removal) -> str:
-    """Return the URL of a removed entry or partial; its directory if the URL is not known."""
+    """Return the URL of a removed entry or partial, or its directory if the URL is unknown."""
     if removal.entries:
         return removal.entries[0].name() or removal.name
     progress = read_progress(Path(removal.name))
@@ -133,7 +133,7 @@ def _summary(report: CleanReport) -> str:
 
 
 def _share(text: str) -> float:
-    """Parse a percentage, with or without its sign."""
+    """Convert a percentage, with or without the percent sign, to a share between 0 and 1."""
     with contextlib.suppress(ValueError):
         if 0 < (percent := float(text.strip().removesuffix("%"))) <= 100:
             return percent / 100
@@ -189,7 +189,7 @@ def verify_command(
     invocation.polls_stop = True
     with invocation.cache() as cache:
         if not cache.dir.exists() or not any(cache.dir.iterdir()):
-            list(cache.entries(specs or None))  # raises if there is a SPEC: it matches nothing
+            list(cache.entries(specs or None))  # raises an error if a SPEC matches nothing
             console.hint(f"Nothing was cached in {cache.dir} yet.")
         else:
             findings = cache.verify(

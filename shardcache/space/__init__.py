@@ -1,11 +1,13 @@
 """The budget: which shards may be stored, and which are evicted first.
 
+An entry is a shard stored on disk; a partial is a shard in flight, that is, being downloaded.
+
     budget     reserves room for new shards: one number under the budget lock
     eviction   plans which shards to evict
     pins       shards that users keep
-    memory     the room that a filesystem and the cgroups leave
+    memory     measures the space that filesystems and cgroups leave, and that a shard takes
     tiers      one directory of a cache: its namespaces, session and budget
     clean      makes room on request, and in the background of a job
 
-It uses `shardcache.stats` for the counters of a node.
+`clean` also uses `shardcache.stats`, to compact the counters of the node.
 """

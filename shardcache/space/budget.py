@@ -1,11 +1,11 @@
-"""Reserving room for a shard before its first byte is written.
+"""Reserve room for a shard before its first byte is written.
 
 The node keeps one number, ``usage``: the bytes on disk of all entries, and of all shards in flight
-with their final sizes. It is written under the budget lock only. Entries and partials are counted
-again after a minute, and before a shard is evicted or refused. A refusal is remembered for a
-minute, or until a process cleans the cache or a job ends. If locks fail, each process may exceed
-the budget by the shards that others admit at the same moment. Nodes that share a directory count
-each time.
+at their final sizes. It is only written under the budget lock. Entries and partials are counted
+again when the number is a minute old, and before a shard is evicted or refused. A refusal is
+remembered for a minute, or until a process cleans the cache or a job ends. If locks fail, each
+process may exceed the budget by the shards that others admit at the same moment. Nodes that share
+a directory do not share the number, so they count entries and partials for every new shard.
 """
 
 from __future__ import annotations
@@ -48,45 +48,47 @@ from shardcache.units import format_bytes
 
 logger = logging.getLogger(__name__)
 
-#: Seconds until a count is repeated. Failed downloads and removals by hand make it too high.
+#: Seconds until ``usage`` is counted again, because failed downloads and removals by hand leave it
+#: too high.
 _BELIEVED = 60.0
-#: Attempts to plan and evict: a process may begin to read a shard between plan and eviction.
+#: Attempts to plan an eviction and carry it out. An attempt fails if a process begins to read one
+#: of the shards in between.
 _PLANS = 6
-#: Shards that a node may admit at one moment, before one process sees the partials of the others:
-#: 8 ranks with 8 workers each.
+#: Shards that the processes of a node may admit at the same moment, before they see each other's
+#: partials: 8 ranks with 8 workers each.
 _AT_ONCE = 64
-#: At this many entries or more, an eviction removes another 1 % of the bytes in the cache, so that
-#: a full cache is listed once per hundred new shards.
+#: With this many entries or more, an eviction removes an extra 1 % of the bytes in the cache, so
+#: that a full cache is listed only once per hundred new shards.
 _EACH = 100
-#: Seconds to wait for the budget lock. Its holder counts and evicts; if that takes longer, it was
-#: probably stopped, and the shard is admitted without the lock.
+#: Seconds to wait for the budget lock. Its holder counts and evicts. A holder that takes longer was
+#: probably stopped, so the shard is then admitted without the lock.
 _BUDGET_SECONDS = 60.0
 _POLL = 0.01
 _ANNOUNCE_EVERY = 10.0
-_MAX_USAGE = 4096  #: most bytes to read of ``usage``, which has about 100
+_MAX_USAGE = 4096  #: maximum bytes to read of the file ``usage``, which has about 100
 
 
 @dataclass(frozen=True, slots=True)
 class _Usage:
-    """The content of ``usage``."""
+    """The content of the file ``usage``."""
 
     held: int  #: bytes on disk of entries and shards in flight
-    counted: float  #: when they were counted, of the monotonic clock, which all processes share
-    most: int | None = None  #: the largest possible `held` since a refusal; None without one
+    counted: float  #: when they were counted, on the monotonic clock that a node's processes share
+    most: int | None = None  #: the largest `held` that the last refusal allows; None without one
 
     def missing(self, need: int) -> int:
-        """Return how many of ``need`` bytes find no room since the last refusal."""
+        """Return how many of ``need`` bytes do not fit according to the last refusal, if any."""
         return 0 if self.most is None else max(0, self.held + need - self.most)
 
 
 class Space:
-    """The budget of one root.
+    """The budget of one root directory.
 
     Args:
-        node: the node's namespace, which has the budget lock, the usage and the sessions.
+        node: the node's namespace, which has the budget lock, ``usage`` and the sessions.
         stores: returns all namespaces of the root.
         config: the limits.
-        evicted: called with every shard that was evicted.
+        evicted: called with the `Removal` of every evicted shard.
     """
 
     def __init__(
@@ -100,12 +102,12 @@ class Space:
         self.stores = stores
         self._evicted = evicted
         self._config = config
-        # So that one thread of this process at a time polls the budget lock.
+        # Lets only one thread of this process at a time poll the budget lock.
         self._threads = threading.Lock()
 
     @lazy
     def max_size(self) -> int | None:
-        """Most bytes that the cache may hold; None if only free space limits it."""
+        """The maximum bytes that the cache may hold, or None if only free space limits it."""
         return Volume.of(self.node.base).budget(self._config)
 
     @lazy
@@ -115,19 +117,19 @@ class Space:
 
     @contextlib.contextmanager
     def reserved(self, url: str, size: int | None) -> Iterator[None]:
-        """Reserve room for a shard, by eviction if necessary. The body must make the partial.
+        """Reserve room for a shard, evicting others if necessary. The body must create the partial.
 
         Args:
             url: the URL of the shard.
-            size: bytes; None if they are unknown, or if the partial exists.
+            size: size of the shard in bytes; None if it is unknown, or if the partial exists.
 
         Raises:
-            CacheFullError: there is no room, and the other shards may not be evicted.
+            CacheFullError: there is too little room, and too few shards may be evicted.
         """
         if size is not None and (too_large := self._too_large(url, size)):
             raise too_large
         if size is not None and self.max_size is None:
-            # If all shards of a moment fit, the budget lock is not needed.
+            # If all shards that may be admitted at this moment fit, no budget lock is needed.
             volume = Volume.of(self.node.base)
             spare = volume.free - self._config.min_free.of(volume.size) - self._announced()
             if spare >= _AT_ONCE * self.allocated(size):
@@ -140,7 +142,7 @@ class Space:
                 self.recount()
 
     def refuses(self, url: str, size: int) -> CacheFullError | None:
-        """Return the error for a shard that is too large, or was refused within the last minute."""
+        """Return the error if a shard is too large or was refused recently, otherwise None."""
         usage = self._read()
         missing = 0 if usage is None else usage.missing(self.allocated(size))
         return self._too_large(url, size) or (self._no_room(url, missing) if missing else None)
@@ -164,10 +166,10 @@ class Space:
         )
 
     def make_room(self, url: str, size: int) -> None:
-        """Evict for a shard of ``size`` bytes after the disk was full. Raises `CacheFullError`.
+        """Evict entries for a shard of ``size`` bytes after the disk was full.
 
-        Three more entries go, because the disk may lack inodes, of which a download takes more than
-        an entry has.
+        Three additional entries are evicted, because the disk may lack inodes, and a download needs
+        more inodes than one entry frees. Raises `CacheFullError` if too few entries may be evicted.
         """
         with self._budget_lock():
             self.recount()
@@ -180,9 +182,9 @@ class Space:
             self.evict(planned)
 
     def relieve(self) -> int:
-        """Evict from a RAM disk until the job has the memory that it needs; return the bytes.
+        """Evict from a RAM disk until ``min_free`` is free for the job; return the bytes freed.
 
-        Shards of running jobs are evicted, too, because the kernel kills a job without memory.
+        Shards of running jobs are evicted, too: the kernel kills a job that runs out of memory.
         """
         with self._budget_lock():
             planned = self.plan(Limits(free_needed=self.limits().free_needed), jobs=False)
@@ -190,14 +192,14 @@ class Space:
             return sum(removal.size for removal in self.evict(planned))
 
     def _reserve(self, url: str, size: int | None) -> None:
-        """Add a shard to the usage, once there is room for it. Call with the budget lock."""
+        """Add a shard to ``usage``, evicting first if necessary. Call it with the budget lock."""
         need = 0 if size is None else self.allocated(size)
         usage = None if size is None else self._read()
         entries: list[Entry] | None = None
         for attempt in range(_PLANS):
             limits = self.limits(need)
             if limits == Limits():
-                return  # no limit applies, so the usage is not needed
+                return  # no limit applies, so ``usage`` is not needed
             if usage is None:
                 usage, entries = self._count()
             elif missing := usage.missing(need):
@@ -206,10 +208,10 @@ class Space:
             if max(over, limits.free_needed) <= 0:
                 self._write(replace(usage, held=usage.held + need))
                 return
-            if attempt == 0 and self._sweep():  # partials of dead processes go before entries
+            if attempt == 0 and self._sweep():  # remove partials of dead processes before entries
                 entries = None
             if entries is None:
-                usage = None  # count before shards are evicted or refused
+                usage = None  # count again before evicting or refusing
                 continue
             held = total_bytes(entries, self.allocated)
             spare = held // _EACH if len(entries) >= _EACH else 0
@@ -217,23 +219,24 @@ class Space:
                 replace(limits, spare=spare), reserved=usage.held - held + need, entries=entries
             )
             if planned.missing:
-                # Under other policies, only readers keep entries, and may end at any moment.
+                # Under the other policies, entries stay because of readers, which may finish at any
+                # moment, so only a refusal under working-set is remembered.
                 if self._config.policy == "working-set":
                     self._write(replace(usage, most=usage.held + need - planned.missing))
                 raise self._no_room(url, planned.missing)
             if len(self.evict(planned)) == len(planned.removed) and len(self.stores()) == 1:
                 self._write(replace(usage, held=usage.held - planned.freed + need))
                 return
-            usage = None  # a process reads one of them now, or another rank has linked it
+            usage = None  # count again: a process now reads a planned shard, or a rank linked it
         raise self._no_room(url)
 
     def recount(self) -> None:
-        """Remove ``usage``, so that the next admission counts entries and partials."""
+        """Remove the file ``usage``, so that the next admission counts entries and partials."""
         with contextlib.suppress(OSError):
             self.node.usage.unlink()
 
     def flights(self) -> list[InFlight]:
-        """List the shards in flight of all namespaces; their sizes are bytes on disk."""
+        """Return the shards in flight in all namespaces, with their sizes as bytes on disk."""
         found = []
         for flight in (each for store in self.stores() for each in in_flight(store.layout)):
             size = None if flight.size is None else self.allocated(flight.size)
@@ -244,14 +247,14 @@ class Space:
         return [entry for store in self.stores() for entry in store.entries()]
 
     def _count(self) -> tuple[_Usage, list[Entry]]:
-        """Count entries and partials, and list the entries."""
+        """Return a new count of entries and partials, and the list of entries."""
         counted, flights = clock.monotonic(), self.flights()
         if any(flight.live and flight.key and flight.size is None for flight in flights):
-            counted = -math.inf  # the final size of one is unknown: the next admission counts again
+            counted = -math.inf  # a final size is unknown, so the next admission must count again
         entries = self._entries()
         published = {(entry.key, entry.version) for entry in entries}
-        # A partial that was published after it was listed counts as an entry only. One that still
-        # exists beside an entry of its version may take that one's place.
+        # A partial that was published after it was listed counts only as an entry. A partial that
+        # still exists next to an entry of the same version may replace the entry, so both count.
         reserved = sum(
             flight.reserved
             for flight in flights
@@ -260,7 +263,7 @@ class Space:
         return _Usage(total_bytes(entries, self.allocated) + reserved, counted), entries
 
     def _read(self) -> _Usage | None:
-        """Read ``usage``; return None if it is missing, too old, or not shared by all nodes."""
+        """Return the content of ``usage``. With leases, or if it is missing or old, return None."""
         if self.node.grace is not None:
             return None
         try:
@@ -278,16 +281,16 @@ class Space:
         record = json.dumps([boot_id(), usage.held, usage.counted, usage.most]).encode()
         try:
             replace_file(layout.usage, record, layout.modes.file, via=layout.partial)
-        except OSError as exn:  # full, read-only
+        except OSError as exn:  # the disk is full or read-only
             logger.debug("%s: %s", layout.usage, exn)
             self.recount()
 
     def limits(self, newcomer: int | None = None) -> Limits:
-        """Return the configured limits in bytes, for the present state of the filesystem.
+        """Return the configured limits in bytes, for the current state of the filesystem.
 
         Args:
-            newcomer: bytes on disk of a shard to admit; None is for cleaning, which also removes
-                entries that are too old.
+            newcomer: bytes on disk of the shard to admit; None for a cleaning, to which ``max_age``
+                applies as well.
         """
         volume = Volume.of(self.node.base)
         free = self._config.min_free.of(volume.size)
@@ -302,7 +305,7 @@ class Space:
         )
 
     def _announced(self) -> float:
-        """Return the final bytes on disk of the shards in flight, from their names alone."""
+        """Return the final bytes on disk that the names of partials state; infinity if unknown."""
         names = (name for store in self.stores() for name in list_names(store.layout.partial))
         sizes = [parsed[2] for name in names if (parsed := parse_partial_name(name))]
         return sum(math.inf if size is None else self.allocated(size) for size in sizes)
@@ -317,8 +320,8 @@ class Space:
     ) -> CleanReport:
         """Plan an eviction with `eviction.plan`.
 
-        Without ``jobs``, shards that running jobs use may be evicted. ``entries`` are all entries,
-        if the caller has listed them.
+        Without ``jobs``, shards that running jobs used may be evicted. ``entries`` are all entries,
+        if the caller has already listed them.
         """
         return plan(
             self._entries() if entries is None else entries,
@@ -330,14 +333,14 @@ class Space:
         )
 
     def _sweep(self) -> int:
-        """Remove partials of dead processes and hidden entries; return the bytes freed."""
+        """Remove partials of dead processes and half-removed entries; return the bytes freed."""
         removals = [one for store in self.stores() for one in sweep(store, self.allocated)]
         for removal in removals:
             logger.info("removed %s, %d bytes", removal.name, removal.size)
         return sum(removal.size for removal in removals)
 
     def evict(self, planned: CleanReport) -> list[Removal]:
-        """Evict the shards of a plan, except those that a process reads now. Return those gone."""
+        """Evict the shards of a plan that no process reads now; return those that were evicted."""
         store, gone = self.stores()[0], []
         for removal in planned.removed:
             if all(store.evict(entry) for entry in removal.entries):
@@ -350,7 +353,7 @@ class Space:
 
     @contextlib.contextmanager
     def _budget_lock(self) -> Iterator[None]:
-        """Hold the node's budget lock in the body; after a minute, warn and go on without it."""
+        """Hold the node's budget lock in the body; after a minute, warn and continue without it."""
         with self._hold("budget", _BUDGET_SECONDS) as other:
             if other is not None:
                 text = "%s has had the budget lock for a minute; going on without it"
@@ -359,10 +362,10 @@ class Space:
 
     @contextlib.contextmanager
     def sole_cleaner(self, *, wait: bool) -> Iterator[None]:
-        """Hold the cleaning lock of the root in the body; ``wait`` for up to ``lock_timeout``.
+        """Hold the cleaning lock in the body. With ``wait``, wait up to ``lock_timeout`` for it.
 
         Raises:
-            LockTimeoutError: another process cleans.
+            LockTimeoutError: another process is cleaning.
         """
         with self._hold("clean", self._config.lock_timeout if wait else 0.0) as other:
             if other is not None:
@@ -373,7 +376,10 @@ class Space:
 
     @contextlib.contextmanager
     def _hold(self, name: str, seconds: float) -> Iterator[str | None]:
-        """Hold a lock of the node in the body; yield its holder if it was not free in time."""
+        """Hold a lock of the node in the body.
+
+        Yields None, or the lock's holder as text if the lock was not free within ``seconds``.
+        """
         lock = KeyLock(self.node.named_lock(name), self.node.modes)
         holder = Holder.this_process(rank=None, job=None, now=clock.time())
         start = announced = clock.monotonic()

@@ -1,7 +1,7 @@
 """Cleaning: `Cache.clean`, ``shardcache clean``, and cleaning in the background of a job.
 
-Shards that are pinned, read or in flight stay, and so do those that running jobs used, unless the
-limits have ``everything``.
+Shards that are pinned, being read or in flight always stay. Shards that the policy keeps for
+running jobs stay, too, unless `Limits.everything` is set.
 """
 
 from __future__ import annotations
@@ -27,14 +27,16 @@ __all__ = ["CleanReport", "Housekeeper", "clean", "joined", "remove"]
 
 logger = logging.getLogger(__name__)
 
-#: Seconds between two cleanings of a node, and until a process's first one. Many end before.
+#: Seconds between two cleanings of a node, and seconds that a process waits before its first
+#: cleaning, because many processes end earlier.
 INTERVAL = 300.0
 _FIRST = 60.0
-#: Seconds between two checks of the memory that is left.
+#: Seconds between two checks of the memory that a RAM disk leaves to the job.
 _MEMORY_INTERVAL = 2.0
-#: Seconds for which partials of dead processes stay, so that an interrupted prewarm resumes them.
+#: Seconds for which partials of dead processes stay, so that the next prewarm can resume them.
 _KEEP_PARTIALS = 3600.0
-#: Seconds that the end of a process waits for a cleaning, which may be stopped at any point.
+#: Seconds that a process waits at its end for a running cleaning. After that, the process ends in
+#: the middle of the cleaning, which does no harm.
 _CLOSE_TIMEOUT = 2.0
 
 
@@ -43,8 +45,8 @@ def clean(
 ) -> CleanReport:
     """Evict until the limits hold, and remove the partials and sessions of dead processes.
 
-    With ``orphans``, this includes partials that are younger than an hour. With ``dry_run``, remove
-    nothing; the report has what would be removed.
+    With ``orphans``, also remove partials that are younger than an hour. With ``dry_run``, remove
+    nothing; the report then lists what would be removed.
     """
     keep = 0.0 if orphans or limits.everything else _KEEP_PARTIALS
     leftovers = [
@@ -53,7 +55,7 @@ def clean(
         for removal in sweep(store, space.allocated, keep=keep, dry_run=dry_run)
     ]
     swept = sum(one.size for one in leftovers)
-    # Leftovers that a dry run does not remove are still in `flights`.
+    # A dry run has not removed the leftovers, so `flights` still counts them.
     reserved = sum(flight.reserved for flight in space.flights()) - (swept if dry_run else 0)
     limits = replace(limits, free_needed=max(0, limits.free_needed - swept))
     planned = space.plan(limits, reserved=reserved, jobs=not limits.everything)
@@ -76,7 +78,7 @@ def clean(
 
 
 def joined(reports: Sequence[CleanReport]) -> CleanReport:
-    """Return the reports of several tiers as one."""
+    """Merge the reports of several tiers into one."""
     return CleanReport(
         tuple(removal for report in reports for removal in report.removed),
         sum(report.kept for report in reports),
@@ -90,11 +92,11 @@ def joined(reports: Sequence[CleanReport]) -> CleanReport:
 def remove(
     stores: Sequence[Store], key: str, *, pinned: bool = False, dry_run: bool = False
 ) -> tuple[int, int, int]:
-    """Remove every version of a shard that no process reads; none if a user pinned it.
+    """Remove the cached versions of a shard that no process reads; none if it is ``pinned``.
 
     Returns:
-        The number of versions that were removed, or would be, their bytes, and the number of
-        versions that stay. A file with several links counts once.
+        The number of versions that were removed (or would be, with ``dry_run``), their bytes, and
+        the number of versions that stay. A file with several links counts once.
     """
     removed = freed = stay = 0
     in_use, evict = stores[0].in_use, stores[0].evict
@@ -112,22 +114,22 @@ class Housekeeper:
     """Cleans in the background of a job, so that a node without cron stays within its limits.
 
     Every five minutes, one of the processes that use a cache does the same as ``shardcache clean``,
-    in a thread and under the same lock. A RAM disk is checked every two seconds: the cgroup leaves
-    less for it as the memory of the job grows, and the kernel would kill the job. Disk errors are
-    only logged here.
+    in a thread and under the same lock. A RAM disk is checked every two seconds: the more memory
+    the job uses, the less its cgroup leaves for the RAM disk, and the kernel kills a job that
+    exceeds the cgroup's limit. Disk errors are only logged.
     """
 
     def __init__(self, tier: Tier) -> None:
-        self.due = 0.0  #: when `check` does something again, of the monotonic clock
+        self.due = 0.0  #: when `check` must act again, on the monotonic clock
         self._tier = tier
         self._next = clock.monotonic() + _FIRST
         self._thread: threading.Thread | None = None
 
     def check(self) -> None:
-        """Start a cleaning if one is due. Otherwise, only reads the clock."""
+        """Start a cleaning in a thread if one is due. Otherwise, this only reads the clock."""
         if (now := clock.monotonic()) < self.due:
             return
-        self.due = now + _MEMORY_INTERVAL  # first, so that other threads return above
+        self.due = now + _MEMORY_INTERVAL  # set first, so that other threads return above
         try:
             space = self._tier.space()
             is_due, in_memory = now >= self._next, is_memory(space.node.base)
@@ -137,7 +139,7 @@ class Housekeeper:
                 self.due = self._next
             if is_due or (in_memory and space.limits().free_needed):
                 self._thread = threads.start(lambda: self._work(space, is_due), "shardcache-clean")
-        except (OSError, RuntimeError) as exn:  # gone, or too many threads
+        except (OSError, RuntimeError) as exn:  # the directory is gone, or too many threads run
             logger.debug("no cleaning: %s", exn)
 
     def _work(self, space: Space, is_due: bool) -> None:
@@ -153,8 +155,8 @@ class Housekeeper:
             logger.info("cleaning beside the job failed: %s", exn)
 
     def _clean(self, space: Space) -> None:
-        with contextlib.suppress(FileNotFoundError):  # it was never cleaned
-            last = os.lstat(space.node.named_lock("clean")).st_mtime  # written by cleaners
+        with contextlib.suppress(FileNotFoundError):  # the cache was never cleaned
+            last = os.lstat(space.node.named_lock("clean")).st_mtime  # each cleaning writes to it
             if 0 <= clock.time() - last < INTERVAL:
                 return
         with space.sole_cleaner(wait=False):
@@ -163,6 +165,6 @@ class Housekeeper:
             logger.info("cleaned: %d removed, %d bytes", len(report.removed), report.freed)
 
     def close(self) -> None:
-        """Wait two seconds at most for a running cleaning."""
+        """Wait up to two seconds for a running cleaning to end."""
         if self._thread is not None:
             self._thread.join(_CLOSE_TIMEOUT)

@@ -1,13 +1,13 @@
 """The policies: which shards are evicted first, and which stay.
 
-    working-set   the least recently used first, but none that running jobs use
+    working-set   the least recently used first, but none that was used since running jobs began
     lru           the least recently used first
     fifo          the oldest download first
 
-`plan` changes nothing, so a dry run shows what a run would do. A file that several ranks link
-counts once, is as young as its latest use, and is removed with all its links or not at all. Dates
-come from wall clocks. One in the future counts as long ago. A wrong clock may evict a shard too
-early, but never one that is read or pinned.
+`plan` changes nothing, so a dry run shows what a run would do. A file to which several ranks have
+hard links counts once. Its last use is the latest use of any link, and it is removed with all its
+links or not at all. Timestamps come from wall clocks, and a timestamp in the future counts as long
+ago. So a wrong clock may evict a shard too early, but never a shard that is being read or pinned.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from shardcache.store.entry import Entry, Store
 from shardcache.store.partial import in_flight, remove_leftover, remove_unnamed
 from shardcache.units import format_bytes
 
-#: Seconds by which clocks may differ: four times as much as S3 accepts.
+#: Seconds by which clocks may differ: four times the clock skew that S3 accepts.
 SKEW = 3600.0
 
 
@@ -49,39 +49,39 @@ class Limits:
     """Limits that must hold after an eviction; None means no such limit."""
 
     max_size: int | None = None  #: bytes on disk of entries and shards in flight together
-    free_needed: int = 0  #: bytes to remove so that the filesystem keeps its free space
-    spare: int = 0  #: bytes to remove in addition, if one of the two limits does not hold
+    free_needed: int = 0  #: bytes to remove so that the filesystem keeps min_free
+    spare: int = 0  #: bytes to remove in addition, if `max_size` or `free_needed` requires removals
     max_age: float | None = None  #: seconds since the last use
-    everything: bool = False  #: remove all entries that may be removed
+    everything: bool = False  #: remove all entries that are not pinned or in use
 
 
-#: The entries that are links of one file: the same version of a shard in several namespaces.
+#: The entries that are hard links to one file: the same version of a shard in several namespaces.
 Links = tuple[Entry, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Removal:
-    """An entry or a partial that was removed, or would be."""
+    """An entry or a partial that was removed, or that a dry run would remove."""
 
-    name: str  #: its directory
+    name: str  #: directory of the entry or partial
     size: int  #: bytes on disk
     reason: Reason
-    entries: Links = field(default=(), repr=False)  #: all links of the file; none for a partial
+    entries: Links = field(default=(), repr=False)  #: all links to the file; empty for a partial
 
     def as_dict(self) -> dict[str, Any]:
-        """Return fields for JSON."""
+        """Return the fields for JSON."""
         return {"name": self.name, "size": self.size, "reason": self.reason}
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class CleanReport:
-    """The shards that were removed, or would be. A file with several links counts once."""
+    """The result of a cleaning or of a dry run. A file with several links counts once."""
 
-    removed: tuple[Removal, ...]  #: entries and leftovers, in order
+    removed: tuple[Removal, ...]  #: leftovers of dead processes, then entries, in order of removal
     kept: int  #: number of shards that stay
     kept_bytes: int  #: bytes on disk of the shards that stay
-    missing: int  #: bytes that the limits lack because the remaining shards must stay
-    dry_run: bool  #: whether nothing was removed
+    missing: int  #: bytes still above the limits, because the remaining shards must stay
+    dry_run: bool  #: True if this is only a plan, and nothing was removed
     pinned: int = 0  #: number of shards that stay because a user pinned them
 
     def __repr__(self) -> str:
@@ -99,16 +99,16 @@ class CleanReport:
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """A policy, and the jobs and pins at one moment."""
+    """A policy, with the running jobs and the pins at one moment."""
 
-    now: float  #: seconds since the epoch
+    now: float  #: the moment, in seconds since the epoch
     name: PolicyName = "working-set"
-    since: float | None = None  #: shards used since then stay; None to protect none
+    since: float | None = None  #: shards used since this timestamp stay; None to protect none
     pinned: frozenset[str] = frozenset()  #: keys that a user pinned
 
     @classmethod
     def of(cls, config: Config, node: Layout, now: float, *, jobs: bool = True) -> Policy:
-        """Return the configured policy; without ``jobs``, it protects no running job."""
+        """Return the configured policy; without ``jobs``, no shards stay for running jobs."""
         since = None
         if jobs and config.policy == "working-set" and (started := live_sessions(node)):
             oldest = min(_past(date, now) for date in started)
@@ -116,15 +116,15 @@ class Policy:
         return cls(now, config.policy, since, frozenset(pinned(node, now)))
 
     def last_used(self, entry: Entry) -> float:
-        """Return when an entry was last used; 0 if that is in the future."""
+        """Return when an entry was last used, or 0 if its timestamp is in the future."""
         return _past(entry.used, self.now)
 
     def protects(self, entry: Entry) -> bool:
-        """Return whether an entry stays because a running job uses it."""
+        """Return whether an entry stays because it was used since the running jobs began."""
         return self.since is not None and self.last_used(entry) >= self.since
 
     def keeps(self, entry: Entry) -> bool:
-        """Return whether an entry stays even if the limits do not hold then."""
+        """Return whether an entry stays even if the cache then exceeds its limits."""
         return entry.key in self.pinned or self.protects(entry)
 
 
@@ -133,12 +133,12 @@ def _past(date: float, now: float) -> float:
 
 
 def linked(entries: Iterable[Entry]) -> list[Links]:
-    """Group entries that are links of one file. Read inodes only if a version has several."""
+    """Group the entries that are links to one file. Inodes are read only of repeated versions."""
     entries = list(entries)
     copies = Counter((entry.key, entry.version, entry.size) for entry in entries)
     files: dict[object, list[Entry]] = {}
     for entry in entries:
-        file: object = entry.directory  # also if the entry is gone
+        file: object = entry.directory  # a group of its own, also if the entry is gone
         if copies[entry.key, entry.version, entry.size] > 1:
             with contextlib.suppress(OSError, DamagedError):
                 data = entry.data.lstat()
@@ -166,14 +166,14 @@ def plan(
     in_use: Callable[[Entry], bool] = lambda entry: False,
     allocated: Callable[[int], int] = lambda size: size,
 ) -> CleanReport:
-    """Choose the shards to evict: replaced versions first, then the others in the policy's order.
+    """Choose the shards to evict, replaced versions first; return the report of a dry run.
 
     Args:
         entries: all entries of the root.
         limits: limits that must hold afterwards.
-        policy: the order, and the shards that stay.
-        reserved: bytes on disk of shards in flight and of the one that needs room.
-        in_use: returns whether a process reads an entry; called only for those to evict.
+        policy: the order of the other shards, and which shards stay.
+        reserved: bytes on disk of the shards in flight and of the shard that needs room.
+        in_use: returns whether a process reads an entry; called only for candidates for eviction.
         allocated: computes the bytes on disk of a shard from its size.
     """
     files = linked(entries)
@@ -181,7 +181,8 @@ def plan(
     over = -math.inf if limits.max_size is None else total + reserved - limits.max_size
     short = limits.free_needed or -math.inf
     spare = limits.spare if max(over, short) > 0 else 0
-    # An older version is evicted before a newer one; otherwise readers would get it again.
+    # Evict older versions of a shard before its newest one. If the newest one were evicted first,
+    # readers would get an older version again.
     versions = Counter(links[0].key for links in files)
     several = [links[0] for links in files if versions[links[0].key] > 1]
     newest = {each.key: each.version for each in sorted(several, key=lambda each: each.published)}
@@ -226,11 +227,13 @@ def sweep(
 ) -> Iterator[Removal]:
     """Remove the partials, sessions and locks of dead processes, and damaged entries.
 
+    Yields the partials and entries. Sessions and locks are removed last, so exhaust the iterator.
+
     Args:
         store: the namespace.
         allocated: computes the bytes on disk of a shard from its size.
-        keep: seconds for which partials stay after their last write, to be resumed.
-        dry_run: remove nothing; only yield partials and damaged entries that would be removed.
+        keep: seconds for which partials stay after their last write, so that they can be resumed.
+        dry_run: remove nothing; only yield the partials and damaged entries to remove.
     """
     layout = store.layout
     for each in in_flight(layout):

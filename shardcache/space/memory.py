@@ -1,8 +1,9 @@
-"""The room that a filesystem and the cgroups of this process leave, and the room of a shard.
+"""Measure the space that a filesystem and this process's cgroups leave, and that a shard takes.
 
-The files of a tmpfs are memory of their writer's cgroup. At the cgroup's limit there is no ENOSPC:
-the kernel kills a process, and with it the container. The limits of all levels up to the root
-apply. The page cache of files on disks counts as free, because the kernel takes that back first.
+Files on a tmpfs are memory of the cgroup of the process that wrote them. At a cgroup's limit,
+writes do not fail with ENOSPC: the kernel kills a process, and with it the container. The limits of
+all parent cgroups apply as well. The page cache of files on disks counts as free memory, because
+the kernel reclaims it first.
 
 Sources: the kernel's admin-guide/cgroup-v2.rst (memory.max, memory.current, memory.stat, cpu.max)
 and cgroup-v1/memory.rst (the ``total_`` rows include the levels below), scheduler/sched-bwc.rst.
@@ -23,17 +24,18 @@ from shardcache.locks.mounts import MEMORY_TYPES, mount_of, read_mounts
 from shardcache.store.partial import record_size
 
 _MEMBERSHIP = Path("/proc/self/cgroup")
-#: v1 states "no limit" as the largest multiple of a page in a signed 64-bit number.
+#: Limits of this size or more mean "no limit": cgroup v1 states that as the largest multiple of a
+#: page in a signed 64-bit number.
 _UNLIMITED = 1 << 60
-#: Seconds for which the headroom of the cgroups is believed (reading it for each small shard took
-#: 13 % of the time of a prewarm), and the share of it that may be written in that time (without
-#: this bound, a job that grew while it wrote was killed within the first second).
+#: The headroom (free memory) of the cgroups is read again after this many seconds, because reading
+#: it for each small shard took 13 % of the time of a prewarm; or after this share of it is written,
+#: because otherwise a job that grew while it wrote was killed within the first second.
 _BELIEVED = 1.0
 _WRITTEN = 1 / 16
-#: Bytes of the largest block of a local filesystem, and of the usual one. NFS and Ceph state how
-#: much they transfer at once instead, 1 MiB and more.
+#: Bytes of the largest block of local filesystems, and of the usual one. NFS and Ceph state their
+#: transfer size instead, 1 MiB and more, so the usual size replaces anything above the largest.
 _LARGEST_BLOCK, _USUAL_BLOCK = 64 << 10, 4096
-#: device -> when the headroom was read, the headroom, and the free bytes of the disk at that time.
+#: device -> when the headroom was read, the headroom, and the RAM disk's free bytes at that time.
 _last_read: dict[int, tuple[float, Volume | None, int]] = {}
 
 
@@ -46,21 +48,21 @@ class Volume:
 
     @classmethod
     def of(cls, path: Path) -> Volume:
-        """Return the state of the filesystem of ``path``; a RAM disk has the room of the cgroup."""
+        """Return the volume of ``path``. The limits of the cgroups apply to a RAM disk."""
         stated = os.statvfs(path)
         size, free = stated.f_frsize * stated.f_blocks, stated.f_frsize * stated.f_bavail
         if is_memory(path) and (memory := _recent_headroom(path, free)) is not None:
-            # A ramfs states a size of 0.
+            # A ramfs states a size of 0, so only the cgroups limit it.
             free = min(free, memory.free) if size else memory.free
             size = min(size or memory.size, memory.size)
         return cls(size, free)
 
     def budget(self, config: Config) -> int | None:
-        """Return the most bytes that a cache on it may hold; None if only free space limits it."""
+        """Return the bytes that a cache on this volume may hold; None if only free space counts."""
         limit = None if config.max_size is None else config.max_size.of(self.size)
         if config.ephemeral_limit is None:
             return limit
-        # The kubelet also counts the logs of the pod and other files of its containers.
+        # Leave a tenth: the kubelet also counts the pod's logs and its containers' other files.
         pod = config.ephemeral_limit * 9 // 10
         return pod if limit is None else min(limit, pod)
 
@@ -68,13 +70,13 @@ class Volume:
 def allocation(root: Path) -> Callable[[int], int]:
     """Return a function that computes the bytes on disk of a shard from its size.
 
-    It counts whole blocks for the data and for the sidecar or journal, and the two directories of
-    an entry. Only this call queries the filesystem. ``root`` need not exist yet.
+    The function counts whole blocks for the data and for the sidecar or journal, and an entry's two
+    directories. Only this call queries the filesystem. ``root`` need not exist yet.
     """
     path = next(path for path in (root, *root.parents) if path.exists())
     block = os.statvfs(path).f_frsize
     block = block if 0 < block <= _LARGEST_BLOCK else _USUAL_BLOCK
-    directory = min(block, path.stat().st_blocks * 512)  # ext4: a block; tmpfs, xfs, btrfs: none
+    directory = min(block, path.stat().st_blocks * 512)  # 0 on tmpfs, xfs, btrfs; a block on ext4
 
     def allocated(size: int) -> int:
         blocks = -(-size // block) + -(-record_size(size) // block)
@@ -88,14 +90,14 @@ def is_memory(path: Path) -> bool:
     return _is_memory(str(path), path.stat().st_dev)
 
 
-@functools.cache  # another mount at the same path has another device number
+@functools.cache  # by device, too, because another mount may be at the same path later
 def _is_memory(path: str, device: int) -> bool:
     mount = mount_of(path)
     return mount is not None and mount.type in MEMORY_TYPES
 
 
 def _recent_headroom(disk: Path, free: int) -> Volume | None:
-    """Return `memory_headroom` of the last second, less what filled the RAM disk since then."""
+    """Return `memory_headroom`, read within the last second, less the bytes written since then."""
     now, device = clock.monotonic(), disk.stat().st_dev
     then, memory, free_then = _last_read.get(device, (-_BELIEVED, None, free))
     written = free_then - free
@@ -106,7 +108,7 @@ def _recent_headroom(disk: Path, free: int) -> Volume | None:
 
 
 def memory_headroom() -> Volume | None:
-    """Return the memory that the tightest cgroup leaves; None without a limit or cgroups."""
+    """Return the volume of the cgroup with the least free memory, or None if none has a limit."""
     headrooms = []
     with contextlib.suppress(OSError, ValueError):  # no cgroups, or unknown files
         for level, v1 in _levels("memory"):
@@ -122,7 +124,7 @@ def memory_headroom() -> Volume | None:
 
 
 def cpu_quota() -> float | None:
-    """Return the CPUs that the tightest cgroup allows; None without a limit or cgroups."""
+    """Return the lowest CPU quota of the cgroups, as a number of CPUs; None if none has a quota."""
     quotas = []
     with contextlib.suppress(OSError, ValueError):
         for level, v1 in _levels("cpu"):
@@ -137,22 +139,23 @@ def _read(level: Path, name: str) -> str:
     return (level / name).read_text("ascii").strip()
 
 
-@functools.cache  # a process stays in its cgroup
+@functools.cache  # because a process stays in its cgroup
 def _levels(controller: str) -> tuple[tuple[Path, bool], ...]:
-    """List the directories of this process's cgroup and its parents, and whether each is of v1."""
+    """Return the directories of this process's cgroup and its parents, and whether each is v1."""
     paths: dict[str, str] = {}
     for line in _MEMBERSHIP.read_text("utf-8", "surrogateescape").splitlines():
         _, controllers, path = line.split(":", 2)
         paths |= dict.fromkeys(controllers.split(","), path)
-    v1 = controller in paths  # then a v2 hierarchy does not control it
+    v1 = controller in paths  # a controller is either in a v1 hierarchy or in the v2 hierarchy
     path = paths.get(controller if v1 else "", "/")
     for mount in read_mounts():
         if mount.type == ("cgroup" if v1 else "cgroup2") and (
             not v1 or controller in mount.options
         ):
-            # A container may see the path on the host, but only its own part of the tree.
+            # A container may see its path on the host, but only its own part of the tree. The top
+            # of that part is then its cgroup.
             relative = os.path.relpath(path, mount.root)
-            is_outside = ".." in f"{path}/{relative}".split("/")  # of this cgroup namespace
+            is_outside = ".." in f"{path}/{relative}".split("/")  # outside this cgroup namespace
             top = Path(mount.point)
             inside = top if is_outside else top / relative
             return tuple((x, v1) for x in (inside, *inside.parents) if x.is_relative_to(top))

@@ -1,7 +1,8 @@
 """Pins: shards that a user keeps with ``shardcache pin``.
 
-A pin is a small file, named by the shard's key. It may be made before the download, and stays when
-the version changes. No policy, no ``clean --all`` and no ``rm`` removes a pinned shard.
+A pin is a small file, named after the shard's key. It may be created before the shard is
+downloaded, and stays when the shard's version changes. No policy, no ``clean --all`` and no ``rm``
+removes a pinned shard.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from shardcache.urls import ShardURL
 
 logger = logging.getLogger(__name__)
 
-_MAX_RECORD = 16_384  #: most bytes to read of a pin, which holds one URL
+_MAX_RECORD = 16_384  #: maximum bytes to read of a pin, which holds one URL
 
 
 def pin(layout: Layout, shard: ShardURL, until: float | None) -> None:
@@ -35,17 +36,17 @@ def unpin(layout: Layout, key: str) -> bool:
 
 
 def pinned(layout: Layout, now: float) -> dict[str, str]:
-    """Return the URLs of all pinned shards by key; an empty one if the pin is damaged."""
+    """Return the URL of each pinned shard by key. If the pin is damaged, the URL is empty."""
     return {key: url for key, (until, url) in _pins(layout).items() if now < until}
 
 
 def remove_expired(layout: Layout, now: float) -> int:
-    """Remove expired pins; return how many."""
+    """Remove expired pins, and return their number."""
     return sum(unpin(layout, key) for key, (until, _) in _pins(layout).items() if now >= until)
 
 
 def _pins(layout: Layout) -> dict[str, tuple[float, str]]:
-    """Return expiry and URL by key. A damaged pin does not expire and has no URL."""
+    """Return (expiry, URL) by key. A damaged pin does not expire and has an empty URL."""
     pins = {}
     for name in filter(is_pin_name, list_names(layout.pins)):
         key = name.removesuffix(".pin")

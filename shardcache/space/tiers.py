@@ -1,7 +1,9 @@
 """One directory of a cache in one process: its namespaces, session and budget.
 
-A cache has one directory, or several with ``tiers``: a RAM disk in front of an SSD. Each is a cache
-of its own, with a manifest, sessions, pins and limits, so that another job may use it alone.
+A cache has one directory, or several with ``tiers``, such as a RAM disk in front of an SSD. Each
+directory is a cache of its own, with a manifest, sessions, pins and limits, so another job may use
+it alone. A namespace is a tree of entries, partials and locks: the node's, or with ``isolation`` a
+rank's or job's. A session is a file that shows that a process uses the cache.
 """
 
 from __future__ import annotations
@@ -38,9 +40,9 @@ class Tier:
     """One directory of a cache in one process.
 
     Args:
-        config: options; ``dir`` and the limits are this tier's.
+        config: options, with the ``dir`` and the limits of this tier.
         ranks: the job and the rank of this process.
-        started: when the job began to use the cache; None for a command.
+        started: when the job began to use the cache (seconds since the epoch); None for a command.
         warn: logs a warning once per kind (`process.Process.warn`).
         evicted: called with every shard that is evicted here.
     """
@@ -63,7 +65,7 @@ class Tier:
         self._locate()
 
     def _locate(self) -> None:
-        """Set the namespaces from the configuration and the manifest."""
+        """Determine the namespaces from the configuration and the manifest."""
         config = self.config
         #: The node's namespace.
         self.node = node_namespace(config)
@@ -80,8 +82,8 @@ class Tier:
         return Store(layout, verify_after_boot=self.config.fsync == "verify-after-boot")
 
     def stores(self) -> list[Store]:
-        """Return all namespaces on the disk, that of this process first."""
-        # Directories with other names and links belong to other programs.
+        """Return all namespaces on the disk, this process's namespace first."""
+        # Symbolic links, and directories with other names, belong to other programs.
         ranks = map(self.node.rank, filter(is_rank_name, list_names(self.node.ranks)))
         every = [self.node, *(rank for rank in ranks if rank.linked() is None)]
         own = self.store.layout.base
@@ -103,11 +105,11 @@ class Tier:
         return self.made or is_cache(self.config.dir)
 
     def make(self) -> None:
-        """Make the directories, if they are missing, and a session of this process.
+        """Create the directories that are missing, and a session for this process.
 
         Raises:
-            ConfigError: the directory must not be used.
-            OSError: it cannot be made or written.
+            ConfigError: the directory must not be used as this cache.
+            OSError: the directory cannot be created or written.
         """
         self.end_session()
         self._identity = None
@@ -131,13 +133,13 @@ class Tier:
             )
 
     def changed(self) -> bool:
-        """Return whether the directory is gone, is another one, or was never made."""
+        """Return whether the directory is gone, was replaced, or was never set up by `make`."""
         current = identity(self.config.dir, self.store.layout)
         return current is None or current != self._identity
 
     def space(self, config: Config | None = None) -> Space:
-        """Return the budget, with the limits of ``config`` instead of the tier's."""
-        from shardcache.space.budget import Space  # `import shardcache` stays light
+        """Return the budget of this tier, with the limits of ``config`` if it is given."""
+        from shardcache.space.budget import Space  # not at the top: `import shardcache` stays fast
 
         return Space(self.node, self.stores, config or self.config, self._evicted)
 
@@ -146,7 +148,7 @@ class Tier:
         return directory.startswith(f"{self.node.base}/")
 
     def end_session(self) -> None:
-        """Close the session. The shards that this job used may be evicted now."""
+        """Close the session, so that the shards that this job used may be evicted."""
         session, self._session = self._session, None
         if session is not None:
             session.close()

@@ -1,13 +1,14 @@
-"""Count what one process does, in memory, and add it to the node's database now and then.
+"""Count the events of one process in memory, and add the counts to the node's database.
 
-Counts are written (`database`) under the minute of the write. There are three occasions: a thread
-writes a second after bytes were read, any other count writes if the last write was a second ago,
-and the process writes when it ends. So a process that is killed, as DataLoader workers are, loses
-at most the counts of its last second. If the database cannot be written, nothing else fails.
+The counts are written on three occasions: a thread writes them one second after bytes were read,
+any other event writes them if the last write was at least a second ago, and the process writes them
+when it ends. So a process that is killed, as DataLoader workers are, loses at most one second of
+counts. If the database (`database`) cannot be written, nothing else fails. Counts belong to the
+minute in which they are written.
 
-Counting is safe between threads, and within one: the garbage collector may close a stream while a
-process counts, and that is counted as well. A forked child makes its own `Counters`; in the child,
-those of its parent count nothing.
+Counting is thread-safe and reentrant: the garbage collector may close a stream while the same
+thread is counting, and the closed stream is counted as well. A forked child makes its own
+`Counters`; the `Counters` of its parent count nothing in the child.
 """
 
 from __future__ import annotations
@@ -33,34 +34,34 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Counts:
-    """Everything that is counted. The database uses the same names."""
+    """All counters. The names of the fields are also their names in the database."""
 
     hits: int = 0  #: opens that found the shard in the cache
-    coalesced: int = 0  #: opens that waited for a download of another reader
-    linked: int = 0  #: opens that made a hard link to the entry of another rank or job
+    coalesced: int = 0  #: opens that waited for a download that another reader had started
+    linked: int = 0  #: opens that made a hard link to another rank's or job's copy of the shard
     misses: int = 0  #: opens that downloaded the shard
     bypassed: int = 0  #: opens that streamed the shard without storing it
     failed: int = 0  #: opens that raised an error
-    left: int = 0  #: those of them after which WebDataset read the shard
-    bytes_opened: int = 0  #: bytes read from the cache, also while a shard was downloaded
-    bytes_bypassed: int = 0  #: bytes read from shards that were streamed and not stored
+    left: int = 0  #: failed opens after which WebDataset read the shard without the cache
+    bytes_opened: int = 0  #: bytes read from cached shards and from running downloads
+    bytes_bypassed: int = 0  #: bytes read from shards that were streamed without being stored
     fetches: int = 0  #: shards downloaded, from the origin or an upstream
     fetches_upstream: int = 0  #: shards downloaded from an upstream
     fetches_failed: int = 0  #: downloads that failed
     bytes_origin: int = 0  #: bytes received from the origin
     bytes_upstream: int = 0  #: bytes received from upstreams
     retries: int = 0  #: requests that were repeated
-    evicted_max_size: int = 0  #: entries evicted for max_size
-    evicted_min_free: int = 0  #: entries evicted for min_free
-    evicted_max_age: int = 0  #: entries evicted for max_age
+    evicted_max_size: int = 0  #: entries (stored shards) evicted because of max_size
+    evicted_min_free: int = 0  #: entries evicted because of min_free
+    evicted_max_age: int = 0  #: entries evicted because of max_age
     evicted_all: int = 0  #: entries removed by `clean --all`
-    evicted_asked: int = 0  #: entries removed by name
+    evicted_asked: int = 0  #: entries that a user removed by name
     bytes_evicted: int = 0  #: bytes of the entries that were evicted or removed
     errors_origin: int = 0  #: errors of the origin
     errors_integrity: int = 0  #: damaged shards
     errors_disk: int = 0  #: errors of the local disk
     bypassed_full: int = 0  #: opens that were bypassed because the cache was full
-    errors_lock: int = 0  #: errors of locks, and waits for other processes that timed out
+    errors_lock: int = 0  #: lock errors, and timeouts of waits for other processes
     hits_tier_1: int = 0  #: hits in the first tier
     hits_tier_2: int = 0  #: hits in the second tier
     hits_tier_3: int = 0  #: hits in the third tier
@@ -71,15 +72,15 @@ class Counts:
 
 
 COUNTERS = tuple(field.name for field in fields(Counts))
-#: Reasons to wait: the disk (a hit), the download of another reader, their own download.
+#: A reader waits for the disk (a hit), for another reader's download, or for its own download.
 WAITS = ("disk", "lock", "network")
-#: Buckets of a histogram of waits. Each bound is the square root of two times the one before it:
-#: 2 ** (72 / 2) microseconds are nineteen hours.
+#: Number of buckets in a histogram of waits. The bounds grow by a factor of the square root of two,
+#: up to 2 ** (72 / 2) microseconds, which are nineteen hours.
 BUCKETS = 72
 
-#: Seconds between two writes.
+#: Seconds between two writes to the database.
 _INTERVAL = 1.0
-#: Seconds to wait for other writers of the database: of a reader, and at the end of a process.
+#: Seconds to wait while other processes write: when a reader counts, and when a process ends.
 _BUSY = 0.1
 _LAST_BUSY = 2.0
 
@@ -95,17 +96,17 @@ _OUTCOMES = {
 
 
 def bucket_range(bucket: int) -> tuple[float, float]:
-    """Return the bounds of a bucket in seconds: the least wait in it, the least that exceeds it."""
+    """Return the lower bound (inclusive) and upper bound (exclusive) of a bucket in seconds."""
     return 2 ** (bucket / 2) / 1e6 if bucket else 0.0, 2 ** ((bucket + 1) / 2) / 1e6
 
 
 class Counters:
-    """The counts of one process; see the module.
+    """The counters of one process.
 
     Args:
-        where: returns the node's namespace of the root. With None, nothing is counted.
+        where: returns the node's namespace, which has the database. If None, nothing is counted.
         ranks: the rank of this process; None outside any job.
-        allowed: returns whether the disk may be written. After errors it may not, for a while.
+        allowed: returns whether the disk may be written, which is False for a while after errors.
     """
 
     def __init__(
@@ -120,14 +121,14 @@ class Counters:
         self._guard = threading.RLock()
         self._writing = threading.Lock()
         self._counted: defaultdict[str, int] = defaultdict(int)
-        self._written: Counter[str] = Counter()  # the part that is in the database
-        self._due = 0.0  # when to write, on the monotonic clock
+        self._written: Counter[str] = Counter()  # the counts that are already in the database
+        self._due = 0.0  # time of the next write, on the monotonic clock
         self._soon = False  # whether a thread is about to write
-        self._flushed = threading.Event()  # ends that thread
+        self._flushed = threading.Event()  # set to wake that thread, which then ends
         _all.add(self)
 
     def add(self, counts: Mapping[str, int]) -> None:
-        """Add to counters, by the names of `COUNTERS`."""
+        """Add numbers to the counters of the same names (`COUNTERS`)."""
         if self._where is None:
             return
         with self._guard:
@@ -137,9 +138,9 @@ class Counters:
             self._write(wait=0.0)
 
     def read(self, count: int, name: str = "bytes_opened") -> None:
-        """Add bytes to a counter as they are read.
+        """Add bytes that a reader has just read to a counter.
 
-        May start a thread, so code that the garbage collector may run must not call it.
+        May start a thread, so code that the garbage collector may run must not call this method.
         """
         if self._where is None:
             return
@@ -150,16 +151,16 @@ class Counters:
             self._flushed.clear()
             try:
                 threads.start(self._write_soon, "shardcache-stats")
-            except RuntimeError:  # at the limit of threads; count as `add` does
+            except RuntimeError:  # no more threads are possible, so write in this one, like `add`
                 self._soon = False
                 self.add({})
 
     def opened(self, outcome: str, seconds: float, tier: int | None = None) -> None:
-        """Count an open with this outcome, whose reader waited for some seconds.
+        """Count an open with its outcome, and the seconds that its reader waited.
 
-        ``tier`` is the number of the tier that had the shard, from 0; None if there are no tiers.
+        ``tier`` is the number, from 0, of the tier that had the shard; None if there are no tiers.
         """
-        # Does not call `add`, because a hit must not cost much more than an open().
+        # Repeats `add` instead of calling it: a hit must not cost much more than an open().
         if self._where is None:
             return
         name, wait = _OUTCOMES[outcome]
@@ -185,9 +186,9 @@ class Counters:
         upstream: bool,
         done: bool,
     ) -> None:
-        """Count and log a download of this process, whose bytes were counted as they came.
+        """Count and log a finished or failed download, whose bytes were counted as they arrived.
 
-        ``upstream`` means that an upstream served it, and ``done`` that it is in the cache now.
+        ``upstream`` means that an upstream served the shard, ``done`` that it is now in the cache.
         """
         source = "upstream" if upstream else "origin"
         counts = {"fetches" if done else "fetches_failed": 1, "retries": retries}
@@ -206,7 +207,7 @@ class Counters:
         self._flushed.set()
 
     def snapshot(self) -> Counter[str]:
-        """Return all counts of this process so far, written or not."""
+        """Return all counts of this process so far, whether written to the database or not."""
         with self._guard:
             return Counter(self._counted)
 
@@ -216,11 +217,12 @@ class Counters:
         self._write(wait=0.0)
 
     def _write(self, wait: float) -> None:
-        """Add the new counts to the database, unless the disk fails or another thread writes.
+        """Add the counts since the last write to the database.
 
-        Waits up to ``wait`` seconds for other threads and processes that write.
+        If the disk has failed recently, or other threads and processes write for longer than
+        ``wait`` seconds, the counts stay in memory until the next write.
         """
-        self._due = clock.monotonic() + _INTERVAL  # set first, so that other threads need not write
+        self._due = clock.monotonic() + _INTERVAL  # set first, so that other threads do not write
         if not self._allowed() or not self._writing.acquire(wait > 0, wait or -1):
             return
         try:
@@ -240,7 +242,7 @@ _all: weakref.WeakSet[Counters] = weakref.WeakSet()
 
 
 def _disown() -> None:
-    """Stop counting in a forked child: its parent writes these counts."""
+    """Stop these counters in a forked child, because the parent writes their counts."""
     for counters in _all:
         counters._where = None
 

@@ -1,14 +1,15 @@
 """Store the counts of all processes of a node in ``stats.db``, an SQLite database.
 
-There is one row per minute, rank and name. After two hours minutes become hours, and after thirty
-days all rows of a name become one, so that sums for Prometheus never fall.
+A row holds what one rank counted under one name in one minute. After two hours, the rows of an hour
+are merged; after thirty days, all rows of a name are merged into one, so that the totals for
+Prometheus never fall.
 
-Each function opens the database and closes it before it returns, and a fork waits for that
-(`threads.undivided`), so no child inherits a connection. The database is never synced: a power
-failure may damage it, and then counting starts again from zero.
+Each function opens the database and closes it before it returns. A fork waits for that
+(`threads.undivided`), so no child inherits a connection. The database is never synced to disk: a
+power failure may damage it, and then counting starts again from zero.
 
-In all functions, ``layout`` is the node's namespace. Errors (the database is locked, read-only,
-full or failing) are OSError, never ``sqlite3.Error``. A missing database is empty.
+In all functions, ``layout`` is the node's namespace. If the database is locked, read-only, full or
+failing, they raise OSError, never ``sqlite3.Error``. A missing database counts as empty.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ CREATE TABLE IF NOT EXISTS counted (
 ) WITHOUT ROWID
 """
 _ADD = "INSERT INTO counted VALUES (?, ?, ?, ?, ?) ON CONFLICT DO UPDATE SET n = n + excluded.n"
-#: Turn minutes into hours, and hours into one row. Times are in seconds since the epoch.
+#: Merge minutes into hours, and old hours into one row. ``:hour`` and ``:old`` are Unix timestamps.
 _COMPACT = (
     """
     INSERT INTO counted SELECT start / 3600 * 3600, 3600, rank, name, sum(n) FROM counted
@@ -56,10 +57,10 @@ _COMPACT = (
 #: The rank of a process outside any job.
 NO_RANK = -1
 
-#: Seconds after which minutes become hours, and hours one row.
+#: Age in seconds at which minutes are merged into hours, and hours into one row.
 _MINUTES_KEPT = 2 * 3600
 _KEPT = 30 * 86_400
-#: Seconds that a command waits for a database in use.
+#: Seconds that a command waits while another process uses the database.
 _PATIENCE = 5.0
 
 
@@ -68,17 +69,18 @@ class Sample:
     """The counts of one rank in a minute or an hour."""
 
     start: int  #: seconds since the epoch; 0 for everything older than 30 days
-    seconds: int  #: 60 or 3600
+    seconds: int  #: length of the period: 60 or 3600
     rank: int  #: rank in the job, or `NO_RANK`
-    #: Counts by name (`counters.COUNTERS`). The number of waits in a bucket has a name such as
-    #: ``disk:12``: one of `counters.WAITS` and the bucket (`counters.bucket_range`).
+    #: Counts by name: those of `counters.COUNTERS`, and names such as ``disk:12`` for the number
+    #: of waits (one of `counters.WAITS`) in a bucket (see `counters.bucket_range`).
     counters: Counter[str] = field(default_factory=Counter)
 
 
 def add(layout: Layout, rank: int, minute: int, row: Mapping[str, int], busy: float) -> None:
-    """Add the counts of a process (``row``, by name) to a minute, all of them or none.
+    """Add the counts of a process (``row``, by name) to a minute, in one transaction.
 
-    ``minute`` is its start in seconds since the epoch. Waits ``busy`` seconds for other writers.
+    ``minute`` is the start of the minute in seconds since the epoch. Waits up to ``busy`` seconds
+    for other writers.
     """
     _make(layout)
     with _opened(layout, busy, repair=True) as db:
@@ -86,9 +88,9 @@ def add(layout: Layout, rank: int, minute: int, row: Mapping[str, int], busy: fl
 
 
 def samples(layout: Layout, since: float = 0.0, *, ever: bool = False) -> list[Sample]:
-    """Return the samples that ended after ``since`` (seconds since the epoch), in no order.
+    """Return the samples that end after ``since`` (seconds since the epoch), in no special order.
 
-    With ``ever``, the sample of everything older than 30 days is among them.
+    With ``ever``, also return the sample that sums up everything older than 30 days.
     """
     found: dict[tuple[int, int, int], Sample] = {}
     with _opened(layout, _PATIENCE) as db:
@@ -99,7 +101,7 @@ def samples(layout: Layout, since: float = 0.0, *, ever: bool = False) -> list[S
 
 
 def compact(layout: Layout, now: float) -> None:
-    """Turn old minutes into hours, and old hours into one row; ``now`` is a time of the epoch."""
+    """Merge old minutes into hours, and old hours into one row. ``now`` is a Unix timestamp."""
     ages = {"hour": now - _MINUTES_KEPT, "old": now - _KEPT}
     times = {name: int(time) // 3600 * 3600 for name, time in ages.items()}
     with _opened(layout, _PATIENCE) as db:
@@ -115,23 +117,23 @@ def zero(layout: Layout) -> None:
 
 @contextlib.contextmanager
 def _opened(layout: Layout, busy: float, *, repair: bool = False) -> Iterator[sqlite3.Connection]:
-    """Open the database for one transaction.
+    """Open the database for one transaction, which is committed when the body ends.
 
-    Waits ``busy`` seconds for other processes. With ``repair``, removes a damaged database. Without
-    it, opens an empty one in memory if none was written yet.
+    Waits up to ``busy`` seconds for other processes. With ``repair``, a damaged database is
+    removed. Without ``repair``, a missing one is replaced by an empty database in memory.
 
     Raises:
         OSError: the database cannot be used, or a file of another program has its name.
     """
-    import sqlite3  # not at the top: a process that counts nothing does not need it
+    import sqlite3  # not at the top, because a process that counts nothing does not need it
 
     path = layout.stats
-    for suffix in ("", "-journal", "-wal"):  # SQLite follows links, and waits for pipes
+    for suffix in ("", "-journal", "-wal"):  # SQLite would follow links and wait for pipes
         name = path.with_name(path.name + suffix)
         with contextlib.suppress(FileNotFoundError):
             check_own(name, name.lstat())
     try:
-        # If the file is read-only, SQLite opens it for reading all the same.
+        # mode=rw does not fail for a read-only file: SQLite then opens it for reading.
         is_empty = not path.exists() or path.stat().st_size == 0
         uri = ":memory:" if is_empty and not repair else f"{path.absolute().as_uri()}?mode=rw"
         with (
@@ -145,7 +147,7 @@ def _opened(layout: Layout, busy: float, *, repair: bool = False) -> Iterator[sq
             yield db
             db.commit()
     except sqlite3.DatabaseError as exn:
-        # An OperationalError means locked, read-only or full.
+        # An OperationalError means locked, read-only or full; any other error means damage.
         if repair and not isinstance(exn, sqlite3.OperationalError):
             logger.info("%s is damaged (%s); counting starts again from zero", path, exn)
             path.unlink(missing_ok=True)
@@ -153,7 +155,11 @@ def _opened(layout: Layout, busy: float, *, repair: bool = False) -> Iterator[sq
 
 
 def _make(layout: Layout) -> None:
-    """Create the file with the cache's mode if it is missing, and if this user may own it."""
+    """Create the database file, with the cache's file mode, if it is missing.
+
+    Raises:
+        OSError: other nodes would share the file, or the cache belongs to another user.
+    """
     path = layout.stats
     if layout.grace is not None and layout.local is None:
         raise OSError(errno.ENOTSUP, "other nodes would share it", str(path))

@@ -1,6 +1,6 @@
-"""Names of the metrics in Prometheus and OpenTelemetry, and the text that Prometheus reads.
+"""The metrics for Prometheus and OpenTelemetry, and the text that Prometheus reads.
 
-Sums never fall, except after ``stats --zero``, which Prometheus takes for a restart.
+The sums never fall, except after ``stats --zero``, which Prometheus treats as a restart.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from typing import NamedTuple
 from shardcache.stats.counters import BUCKETS, COUNTERS, bucket_range
 from shardcache.stats.summary import OUTCOMES, Stats
 
-#: Export every fourth bound of the histogram. A bound is then four times the one before it.
+#: Export every fourth bound of the histogram, so that each one is four times the previous one.
 _STEP = 4
 
 
 class Metric(NamedTuple):
-    """A sum that is exported, with one value per counter."""
+    """An exported sum, with one value for each of its counters."""
 
     name: str
     unit: str
     about: str
-    label: str  #: name of the label, or "" if there is one value
+    label: str  #: name of the label, or "" if there is only one value
     counters: Mapping[str, str]  #: value of the label -> name of the counter
 
 
@@ -29,7 +29,7 @@ def _by_suffix(prefix: str) -> dict[str, str]:
     return {name.removeprefix(prefix): name for name in COUNTERS if name.startswith(prefix)}
 
 
-#: Dashboards depend on these names, so they never change.
+#: These names never change, because dashboards depend on them.
 SUMS = (
     Metric("opens", "{shard}", "Shards opened.", "outcome", {name: name for name in OUTCOMES}),
     Metric("opened", "By", "Bytes read from the cache.", "", {"": "bytes_opened"}),
@@ -47,9 +47,9 @@ SUMS = (
 
 
 def exposition(stats: Stats, directory: str) -> str:
-    """Return all metrics in the text format of Prometheus' textfile collector.
+    """Return all metrics as text for the textfile collector of Prometheus' node exporter.
 
-    See prometheus.io/docs/instrumenting/exposition_formats.
+    The label ``dir`` is ``directory``. See prometheus.io/docs/instrumenting/exposition_formats.
     """
     lines: list[str] = []
     escaped = directory.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")

@@ -2,7 +2,7 @@
 
     opens = hits + coalesced + linked + misses + bypassed + failed
 
-`counters.Counts` says what each of them means.
+`counters.Counts` defines these and all other counters.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from shardcache.stats.counters import BUCKETS, COUNTERS, WAITS, Counts, bucket_r
 from shardcache.stats.database import NO_RANK, Sample
 from shardcache.units import format_bytes, format_duration
 
-#: The possible outcomes of an open, in the order of tables.
+#: The possible outcomes of an open, in the order in which tables show them.
 OUTCOMES = ("hits", "coalesced", "linked", "misses", "bypassed", "failed")
 
 
@@ -35,7 +35,10 @@ class Waits:
         return sum(self.buckets.values())
 
     def percentile(self, share: float) -> float | None:
-        """Return the bound of the bucket within which this share (0 to 1) of the waits ended."""
+        """Return the seconds within which this share (0 to 1) of the waits ended.
+
+        The result is the upper bound of a bucket, or None if there were no waits.
+        """
         left = share * self.count
         for bucket, count in sorted(self.buckets.items()):
             left -= count
@@ -44,7 +47,7 @@ class Waits:
         return None
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the object that ``--json`` prints."""
+        """Return the JSON object that ``--json`` prints."""
         shares = {f"p{share * 100:g}": self.percentile(share) for share in (0.5, 0.9, 0.99)}
         return {"count": self.count, "seconds": self.seconds, **shares}
 
@@ -55,7 +58,9 @@ class Stats(Counts):
 
     since: float | None  #: start in seconds since the epoch; None if nothing was counted
     until: float | None  #: end in seconds since the epoch; None if nothing was counted
-    waits: Mapping[str, Waits]  #: how long readers waited for the disk, the lock and the network
+    #: How long readers waited for the ``disk``, for the download of another reader (``lock``), and
+    #: for their own download (``network``).
+    waits: Mapping[str, Waits]
 
     @property
     def counters(self) -> dict[str, int]:
@@ -74,34 +79,34 @@ class Stats(Counts):
 
     @property
     def evicted(self) -> int:
-        """Entries that were evicted or removed, for any reason."""
+        """Number of entries that were evicted or removed, for any reason."""
         return sum(n for name, n in self.counters.items() if name.startswith("evicted_"))
 
     @property
     def errors(self) -> int:
-        """Errors of the origin, the disk and the locks."""
+        """Number of errors of any kind: origin, integrity, disk and locks."""
         return sum(n for name, n in self.counters.items() if name.startswith("errors_"))
 
     @property
     def bytes_fetched(self) -> int:
-        """Bytes received for shards that were stored, not streamed."""
+        """Bytes received for shards that were downloaded into the cache."""
         return max(0, self.bytes_origin + self.bytes_upstream - self.bytes_bypassed)
 
     @property
     def bytes_saved(self) -> int:
-        """Bytes that the cache spared the origin."""
+        """Bytes saved at the origin: those that readers got minus those that the origin sent."""
         return max(0, self.bytes_opened + self.bytes_bypassed - self.bytes_origin)
 
     @property
     def all_waits(self) -> Waits:
-        """The waits for disk, lock and network together."""
+        """One histogram of all waits: for the disk, the lock and the network."""
         total: Counter[int] = Counter()
         for waits in self.waits.values():
             total.update(waits.buckets)
         return Waits(total, sum(waits.seconds for waits in self.waits.values()))
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the object that ``--json`` prints: times, counts, bytes and seconds."""
+        """Return the JSON object that ``--json`` prints: timestamps, counts, bytes and seconds."""
         names = ("opens", "hit_rate", "bytes_saved", "evicted", "errors")
         waits = {**self.waits, "all": self.all_waits}
         return {
@@ -124,7 +129,7 @@ class Stats(Counts):
 
 
 def summed(samples: Iterable[Sample]) -> Stats:
-    """Add up samples."""
+    """Return the sum of the samples, for the period from the first start to the last end."""
     samples = list(samples)
     counters: Counter[str] = Counter()
     for sample in samples:
@@ -137,7 +142,7 @@ def summed(samples: Iterable[Sample]) -> Stats:
 def stats_of(
     counters: Mapping[str, int], since: float | None = None, until: float | None = None
 ) -> Stats:
-    """Return counts by name, as in a `Sample`, as `Stats`."""
+    """Convert counts by name (see `Sample.counters`) to `Stats`."""
     counters, waits = Counter(counters), {}
     for wait in WAITS:
         buckets = {bucket: counters[f"{wait}:{bucket}"] for bucket in range(BUCKETS)}
@@ -152,7 +157,7 @@ def by_rank(samples: Iterable[Sample]) -> dict[str, Stats]:
 
 
 def rank_records(ranks: Mapping[str, Stats]) -> list[dict[str, Any]]:
-    """Return the result of `by_rank` for JSON, where a rank is a number or None."""
+    """Convert the result of `by_rank` to JSON objects, in which a rank is a number or None."""
     return [
         {"rank": None if rank == "none" else int(rank), **stats.as_dict()}
         for rank, stats in ranks.items()
@@ -160,7 +165,7 @@ def rank_records(ranks: Mapping[str, Stats]) -> list[dict[str, Any]]:
 
 
 def by_hour(samples: Iterable[Sample]) -> dict[int, Stats]:
-    """Add up samples for each hour. The key is its start in seconds since the epoch."""
+    """Add up the samples of each hour. The keys are their starts in seconds since the epoch."""
     return _grouped(samples, lambda sample: sample.start // 3600 * 3600)
 
 

@@ -1,7 +1,7 @@
-"""Find the rank and job of this process, and the board where the ranks leave each other notes.
+"""Find the rank and job of this process, and the board where ranks leave notes for each other.
 
-Ranks come from torch.distributed if the program has initialised it, else from the launcher. A note
-is a few bytes under a name, in a directory or in torch's store.
+Ranks come from torch.distributed if the program has initialised it, otherwise from the launcher. A
+board is a directory or torch's store, and a note is a few bytes under a name.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ T = TypeVar("T")
 Scope = Literal["node", "job"]
 
 DIRECTORY_VARIABLE = "SHARDCACHE_SYNC_DIR"
-#: Notes go below this name in a directory of the user, which may hold other files.
+#: Notes are below this name in the user's directory, because the directory may hold other files.
 _NAME = ".shardcache-sync"
-#: Launchers increase these when they restart the ranks (torchrun, Slurm), and for each job step.
+#: Launchers increase these when they restart the ranks (torchrun, Slurm) or start a job step.
 _COUNTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT", "SLURM_STEP_ID")
 
 
@@ -45,30 +45,30 @@ def rank() -> int:
 
 
 def world_size() -> int:
-    """Return how many ranks the job has, or 1 without a launcher."""
+    """Return the number of ranks in this job, or 1 without a launcher."""
     torch = _distributed()
     return int(torch.get_world_size()) if torch else ranks.detect().world_size
 
 
 def _distributed() -> Any:
-    """Return torch.distributed if it is initialised, else None."""
+    """Return the module torch.distributed if it is initialised, otherwise None."""
     module = sys.modules.get("torch.distributed")
-    # The function is missing while another thread imports torch.
+    # `is_initialized` is missing while another thread imports torch.
     return module if getattr(module, "is_initialized", lambda: False)() else None
 
 
 def torch_store() -> Any:
-    """Return the store that connects the ranks of torch.distributed, or None."""
+    """Return the store that connects the ranks of torch.distributed; None if it cannot be used."""
     worker = getattr(sys.modules.get("torch.utils.data"), "get_worker_info", lambda: None)
     # A DataLoader worker must not use its parent's connection.
     if _distributed() is None or worker() is not None:
         return None
-    # The store has no public name. This one exists since torch 1.8.
+    # torch has no public function for the store. This private one exists since torch 1.8.
     from torch.distributed import distributed_c10d
 
     try:
         return distributed_c10d._get_default_store()
-    except (AttributeError, ValueError, RuntimeError):  # a backend without one: mpi
+    except (AttributeError, ValueError, RuntimeError):  # a backend without a store, such as mpi
         return None
 
 
@@ -76,7 +76,7 @@ def _call(method: Callable[..., T], *args: Any) -> T:
     """Call a method of torch's store, and raise `BoardError` if the store does not answer."""
     try:
         return method(*args)
-    except RuntimeError as exn:  # DistStoreError, DistNetworkError and older ones
+    except RuntimeError as exn:  # the base of DistStoreError, DistNetworkError and older errors
         raise BoardError(
             f"The store of torch.distributed does not answer ({str(exn).splitlines()[0]:.200}). "
             "Rank 0, which serves it, has probably ended. Check its output."
@@ -85,14 +85,14 @@ def _call(method: Callable[..., T], *args: Any) -> T:
 
 def process_name(pid: int) -> str:
     """Return a name that no other process on any machine has: boot, pid, start time (proc(5))."""
-    with contextlib.suppress(OSError):  # a parent outside our pid namespace has no stat
+    with contextlib.suppress(OSError):  # /proc does not show a parent outside our pid namespace
         # The second field may contain any character, so split after its last parenthesis.
         stat = Path(f"/proc/{pid}/stat").read_text("utf-8", "replace")
         return f"{boot_id()}-{pid}-{stat.rpartition(')')[2].split()[19]}"
     return f"{socket.gethostname()}-{pid}"
 
 
-#: Job name of a process without a launcher. Its forked children inherit the value.
+#: Job name of a process without a launcher. Its forked children inherit the name.
 _OWN_JOB = process_name(os.getpid())
 
 
@@ -102,9 +102,9 @@ def describe_process() -> str:
 
 
 class FileBoard:
-    """Keeps notes as files below a directory that all ranks share. Safe between threads and nodes.
+    """Keeps notes as files below a directory, which several threads and nodes may use at once.
 
-    A note gets its name by link(2), which fails if the name is taken, also on NFS, Lustre and GPFS.
+    `create` names a note by link(2), which fails if the name exists, even on NFS, Lustre or GPFS.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -114,22 +114,22 @@ class FileBoard:
         return str(self._directory)
 
     def get(self, name: str) -> bytes | None:
-        """Return the note of this name, or None."""
+        """Return the note with this name, or None if there is none."""
         path = self._directory / name
         try:
             return path.read_bytes() if find(path) else None
         except OSError as exn:
-            if exn.errno in ABSENT:  # another node replaced it between the two calls
+            if exn.errno in ABSENT:  # another node replaced the file between the two calls
                 return None
             raise
 
     def put(self, name: str, data: bytes) -> None:
-        """Post a note, and replace one of the same name."""
+        """Post a note, replacing an existing note with the same name."""
         with atomic_write(self._directory / name, sync=False) as file:
             file.write(data)
 
     def create(self, name: str, data: bytes) -> bool:
-        """Post a note and return True, unless one of that name exists."""
+        """Post a note and return True, or return False if a note with that name exists."""
         path = self._directory / name
         temporary = makedirs(path.parent) / f".{secrets.token_hex(12)}"
         try:
@@ -137,7 +137,7 @@ class FileBoard:
                 file.write(data)
             path.hardlink_to(temporary)
         except FileExistsError:
-            # If the first reply was lost and NFS repeated the request, the name is ours.
+            # If NFS lost the first reply and repeated the request, the existing name is our own.
             found = find(path)
             return found is not None and os.path.samestat(found, temporary.stat())
         finally:
@@ -145,7 +145,7 @@ class FileBoard:
         return True
 
     def has_all(self, names: Sequence[str]) -> bool:
-        """Return whether all notes of these names, in one directory, exist."""
+        """Return whether notes with all these names, which are in one directory, exist."""
         try:
             posted = os.listdir((self._directory / names[0]).parent)  # noqa: PTH208 - names alone
         except FileNotFoundError:
@@ -155,13 +155,13 @@ class FileBoard:
     def remove(self, name: str) -> None:
         """Remove a note, and its directory if it is empty."""
         path = self._directory / name
-        with contextlib.suppress(OSError):  # a note that stays does no harm
+        with contextlib.suppress(OSError):  # a note that remains does no harm
             path.unlink()
             path.parent.rmdir()
 
 
 class _StoreBoard:
-    """Keeps notes in the store of torch.distributed; see `FileBoard` for the methods."""
+    """Keeps notes in the store of torch.distributed. Its methods do the same as `FileBoard`'s."""
 
     def __init__(self, store: Any) -> None:
         self._store = store
@@ -170,14 +170,15 @@ class _StoreBoard:
         return "the store of torch.distributed"
 
     def get(self, name: str) -> bytes | None:
-        # For an absent name, `get` of the store would block all threads of the process.
+        # Check the name first: for an absent one, the store's `get` would block all threads.
         return bytes(_call(self._store.get, name)) if self.has_all([name]) else None
 
     def put(self, name: str, data: bytes) -> None:
         _call(self._store.set, name, data)
 
     def create(self, name: str, data: bytes) -> bool:
-        # Equal notes of two ranks would both succeed, but each note names its process.
+        # Two ranks that post equal notes would both succeed, but no notes are equal: each names
+        # its process.
         return bytes(_call(self._store.compare_set, name, "", data.decode())) == data
 
     def has_all(self, names: Sequence[str]) -> bool:
@@ -192,10 +193,11 @@ Board = FileBoard | _StoreBoard
 
 
 def board_for(per: Scope, directory: str | os.PathLike[str] | None, job: str | None) -> Board:
-    """Return the board for all ranks of a job, or for those of them on this node.
+    """Return the board for all ranks of a job, or with ``per="node"`` for its ranks on this node.
 
-    It is in ``directory``, else in torch's store, else in the directory ``SHARDCACHE_SYNC_DIR``,
-    else, if all these ranks are on one node, in a directory of that node.
+    The board is in the first of these that is available: ``directory``; torch's store (only for all
+    ranks of a job); the directory in ``SHARDCACHE_SYNC_DIR``; a directory of the node (only if all
+    these ranks are on one node).
 
     Raises:
         ConfigError: the ranks share none of these.
@@ -225,11 +227,11 @@ def board_for(per: Scope, directory: str | os.PathLike[str] | None, job: str | N
 def job_name(job: str | None = None) -> str:
     """Return a name that all ranks of this job have in common, and no other job has.
 
-    This is ``job``, else the launcher's id and its restart counts, so that a restarted job does not
-    find the notes of its former run.
+    The name is ``job`` if it is given. Otherwise it consists of the launcher's id and restart
+    counts, so that a restarted job does not find the notes of its former run.
 
     Raises:
-        ConfigError: the launcher states no id, or ``job`` is empty.
+        ConfigError: the ranks have no id in common, or ``job`` is empty.
     """
     if job is not None:
         if not job.strip():
@@ -237,13 +239,14 @@ def job_name(job: str | None = None) -> str:
         return safe_name(job)
     found = ranks.detect()
     name = found.job
-    if name is None and (store := torch_store()) is not None:  # the first rank chooses
+    if name is None and (store := torch_store()) is not None:  # the first rank chooses a name
         chosen = _call(store.compare_set, "shardcache/job", "", secrets.token_hex(16))
         name = bytes(chosen).decode()
     if name is None and found.world_size == 1:
         name = _OWN_JOB
     if name is None and found.world_size == found.local_size:
-        # torchrun without --rdzv-id: one process on this node has started all ranks.
+        # torchrun without --rdzv-id: one process on this node has started all ranks, so its name
+        # identifies the job.
         parent = multiprocessing.parent_process()
         name = process_name((parent and parent.pid) or os.getppid())
     if name is None:

@@ -1,14 +1,17 @@
-"""`once` and `barrier`: what the ranks of a job do together.
+"""`once` and `barrier`: functions that all ranks of a job call together.
 
-**once.** The first rank that claims the work runs it and posts the outcome, which stays on the
-board. Each claim has a number, and a second name for its heartbeat; only the rank that creates both
-names has the claim. So if a user removes one of them, as people do with lock files, no second rank
-gets it. If a runner gives up, or sends no heartbeat for `lease` seconds, another rank may claim the
-next number. If two runners post an outcome, the first one counts for both.
+Ranks communicate by notes on a board, which is a directory or torch's store.
 
-**barrier.** Every rank posts a note and waits until the notes of all ranks exist. Each rank numbers
-the barriers of one name for itself. A rank that has passed a barrier removes its note for the one
-before, which all ranks have left.
+**once.** The first rank that claims the work, the runner, runs it and posts the outcome, which
+stays on the board. A claim has a number and consists of two notes: the claim itself and its
+heartbeat. Only the rank that creates both notes has the claim. So if a user removes one of the
+notes, as people do with lock files, no second rank gets the claim. If a runner gives up, or sends
+no heartbeat for `lease` seconds, another rank may make the claim with the next number. If two
+runners post an outcome, the first outcome counts for both.
+
+**barrier.** Every rank posts a note and waits until the notes of all ranks exist. Each rank counts
+its own calls for each barrier name. A rank that has passed a barrier removes its note for the
+previous barrier of that name, because all ranks have passed the previous one.
 """
 
 from __future__ import annotations
@@ -43,18 +46,18 @@ logger = logging.getLogger(__name__)
 
 R = TypeVar("R")
 
-#: Seconds without a heartbeat after which a runner counts as dead, and heartbeats in that time.
-#: With five of them, one may be lost and another one late.
+#: Seconds without a heartbeat after which a runner counts as dead, and the number of heartbeats in
+#: that time: with five, one heartbeat may be lost and another one late.
 _LEASE = 90.0
 _BEATS = 5
 #: An interrupted runner posts this instead of a heartbeat.
 _GAVE_UP = b"gave up"
 
-#: How many runs with ``again`` have an outcome, by board and key.
+#: Number of runs with ``again`` that have an outcome, by board and key.
 _reruns: Counter[tuple[str, str]] = Counter()
-#: How many barriers this process has passed, by board and name.
+#: Number of barriers that this process has passed, by board and name.
 _passed: Counter[tuple[str, str]] = Counter()
-#: Distinguishes this process from one of an earlier run with the same pid.
+#: Distinguishes this process from a process of an earlier run with the same pid.
 _RUN = secrets.token_hex(8)
 
 
@@ -74,28 +77,28 @@ def once(
 
         path = once("unpack", unpack, archive, per="node")
 
-    The result is what JSON makes of it (a tuple becomes a list). If the function raises, its own
-    rank gets the exception, and the others get an `OnceError` that quotes it. The function runs
-    once per job: a later call returns the same result, or raises an `OnceError`.
+    The result is passed on as JSON (a tuple becomes a list). If the function raises an exception,
+    the rank that ran it gets the exception, and the others get an `OnceError` that quotes it. The
+    function runs once per job: a later call returns the same result, or raises an `OnceError`.
 
     Args:
         key: the name of the work, the same on all ranks.
         function: the function, which is called with ``args``.
-        per: ``job`` (default), or ``node`` for one rank on each node.
-        again: run the work once more. The n-th such call of all ranks is one run. A call that
-            timed out does not count.
+        per: ``job`` (default), or ``node`` to call the function on one rank of each node.
+        again: run the work once more. The n-th calls with ``again`` on all ranks are one run. A
+            call that timed out does not count.
         timeout: seconds to wait for another rank (30 min), or text such as ``10m``; None waits
             forever.
-        lease: seconds (90) without a heartbeat after which a runner counts as dead.
-        dir: a directory in which the ranks meet; else they use torch's store,
+        lease: seconds (90) without a heartbeat after which the running rank counts as dead.
+        dir: a directory that all ranks share, for their notes. By default, they use torch's store,
             ``SHARDCACHE_SYNC_DIR``, or a directory of the node.
-        job: a name in place of the launcher's job id. All jobs with this name share results, for
-            good.
+        job: a name in place of the launcher's job id. All jobs with this name share their results
+            permanently.
 
     Raises:
         OnceError: the function failed on another rank.
-        WaitTimeoutError: no outcome came in time.
-        ConfigError: an argument is not valid, or the ranks have no place to meet.
+        WaitTimeoutError: the other rank did not finish in time.
+        ConfigError: an argument is not valid, or the ranks have no shared place for notes.
         Exception: the exception of the function, on the rank that ran it.
     """
     lease_seconds = parse_duration(lease)
@@ -130,7 +133,7 @@ def once(
 def _claim(
     key: str, board: Board, prefix: str, timeout: float | str | None, lease: float
 ) -> str | None:
-    """Claim the work, and return the name of the claim; or return None when it has an outcome."""
+    """Wait for a claim on the work and return its name, or None once the work has an outcome."""
     number, waited, since = 0, 0.0, 0.0
     runner, last_beat = "an unknown rank", None
 
@@ -142,10 +145,11 @@ def _claim(
         claim, outcome = f"{prefix}/claim.{number}", f"{prefix}/outcome"
         if board.get(outcome) is not None:
             return None
-        if last_beat is None:  # once only: a user may later remove the claim of a live runner
+        if last_beat is None:  # try each number once: if a user removes a claim, it stays taken
             note = f"{describe_process()}\n{secrets.token_hex(8)}".encode()
-            # If only the second name is taken, a user has removed the first. The former runner may
-            # have posted its outcome since the check above.
+            # If only the second name is taken, a user has removed the first, and another rank has
+            # the claim. With both names, look for an outcome again: the former runner may have
+            # posted one since the check above.
             if all(board.create(name, note) for name in (claim, f"{claim}.beat")):
                 return claim if board.get(outcome) is None else None
         beat = board.get(f"{claim}.beat") or b""
@@ -161,13 +165,13 @@ def _claim(
 
 @contextlib.contextmanager
 def _heartbeat(board: Board, name: str, pause: float) -> Iterator[None]:
-    """Post heartbeats while the block runs; after an interrupt, let another rank take over."""
+    """Post heartbeats while the body runs. If the body is interrupted, another rank takes over."""
     ended = threading.Event()
 
     def post(data: bytes) -> None:
         try:
             board.put(name, data)
-        except (OSError, ShardCacheError) as exn:  # the next one may succeed
+        except (OSError, ShardCacheError) as exn:  # the next heartbeat may succeed
             logger.warning("%s: the heartbeat could not be posted: %s", name, exn)
 
     def beat() -> None:
@@ -178,7 +182,7 @@ def _heartbeat(board: Board, name: str, pause: float) -> Iterator[None]:
 
     try:
         threads.start(beat, "shardcache-once")
-    except RuntimeError as exn:  # the limit of threads; another rank may work, too
+    except RuntimeError as exn:  # no more threads are possible; another rank may run the work, too
         logger.warning("%s: there will be no heartbeats: %s", name, exn)
     try:
         yield
@@ -191,7 +195,7 @@ def _heartbeat(board: Board, name: str, pause: float) -> Iterator[None]:
 
 
 def _failure(exn: Exception) -> str:
-    """Return an outcome that quotes an exception without its secrets."""
+    """Return the outcome that quotes an exception, as JSON without secrets."""
     quoted = {
         "by": describe_process(),
         "type": type(exn).__qualname__,
@@ -211,16 +215,16 @@ def barrier(
     """Wait until all ranks of the job have called this function as often as this rank.
 
     Args:
-        name: the name of the barrier, the same on all ranks.
-        timeout: seconds, or text such as ``10m``; None waits forever.
-        dir: a directory in which the ranks meet; see `once`.
+        name: the name of the barrier, the same on all ranks. Each name is counted separately.
+        timeout: seconds to wait (30 min), or text such as ``10m``; None waits forever.
+        dir: a directory that all ranks share, for their notes; the default is that of `once`.
         job: a name of this run, in place of the launcher's job id. No earlier run may have used
-            it in that directory, because its notes would count.
+            the name in that directory, because the notes of that run would count.
 
     Raises:
-        BarrierTimeoutError: some ranks did not come; ``missing`` lists them.
-        ConfigError: an argument is not valid, the ranks have no place to meet, or another process
-            has used the number of this rank.
+        BarrierTimeoutError: some ranks did not arrive in time; ``missing`` lists them.
+        ConfigError: an argument is not valid, the ranks have no shared place for notes, or another
+            process has arrived with the number of this rank.
     """
     number, size = rank(), world_size()
 
@@ -244,7 +248,7 @@ def barrier(
     note = f"{describe_process()} {_RUN}"
     if not board.create(notes[number], note.encode()):
         other = (board.get(notes[number]) or b"").decode()
-        if other != note:  # otherwise, this process tries again after a timeout
+        if other != note:  # an equal note is from a call of this process that timed out
             raise ConfigError(
                 f"Rank {number} has already come to barrier({name!r}), as {other} (notes in "
                 f"{board}). If that process belongs to this run, two processes have one rank. If "

@@ -1,8 +1,9 @@
-"""Create visible directories, wait for paths, write whole files.
+"""Create directories that are visible at once, wait for paths, and write files atomically.
 
 A client of a network filesystem remembers for a while that a name was absent (3 to 60 s on NFS:
-acdirmin and acdirmax of nfs(5)). For so long, `os.path.exists` returns False although another node
-has made the path, and ``mkdir`` fails with EEXIST. `find` makes the client ask its server again.
+acdirmin and acdirmax of nfs(5)). During that time, `os.path.exists` returns False although another
+node has created the path, and ``mkdir`` fails with EEXIST. `find` makes the client ask its server
+again.
 """
 
 from __future__ import annotations
@@ -28,20 +29,20 @@ logger = logging.getLogger(__name__)
 
 PathLike = str | os.PathLike[str]
 
-#: Default timeout in seconds: that of the collectives of torch.distributed.
+#: Default timeout in seconds, the same as for the collectives of torch.distributed.
 DEFAULT_TIMEOUT = 1800.0
 #: Seconds for which a filesystem may contradict itself: twice the default of acdirmax.
 _MKDIR_TIMEOUT = 120.0
-#: Error codes of an absent name. NFS reports ESTALE for a directory that was removed.
+#: Error codes that mean that a name is absent. NFS reports ESTALE for a directory that was removed.
 ABSENT = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ESTALE})
 
 
 def waiting(timeout: float | str | None, what: Callable[[], str]) -> Iterator[float]:
-    """Yield the seconds waited so far after each of a series of pauses, until a timeout.
+    """Sleep repeatedly, and after each pause yield the seconds waited so far, until a timeout.
 
     The pauses grow from 10 ms to a second, because a thousand ranks that poll every 10 ms would
-    overload a file server. The text of ``what``, such as ``for /nfs/run/ckpt``, is logged in a
-    warning every ten seconds.
+    overload a file server. Every ten seconds, a warning states what is waited for: the text that
+    ``what`` returns, such as ``for /nfs/run/ckpt``.
 
     Raises:
         WaitTimeoutError: ``timeout`` has passed.
@@ -54,7 +55,7 @@ def waiting(timeout: float | str | None, what: Callable[[], str]) -> Iterator[fl
             if waited - warned >= 10.0:
                 warned = waited
                 logger.warning("after %s: waiting %s", format_duration(waited), what())
-            # Ranks that start together would poll together without this jitter.
+            # Without this jitter, ranks that start together would poll together.
             clock.sleep(min(pause * random.uniform(0.5, 1.0), limit - waited))  # noqa: S311
             pause = min(pause * 1.5, 1.0)
             yield clock.monotonic() - start
@@ -67,7 +68,7 @@ def waiting(timeout: float | str | None, what: Callable[[], str]) -> Iterator[fl
 
 
 def find(path: PathLike) -> os.stat_result | None:
-    """Return the status of a path as its server has it now, following links; None if absent.
+    """Return the current status of a path at its server, following links; None if it is absent.
 
     Raises:
         OSError: no permission, or a failing disk.
@@ -90,10 +91,10 @@ def _stat(path: PathLike) -> os.stat_result | None:
 def _revalidate(path: str) -> None:
     """Make the kernel ask the server for ``path`` again, without writing anything.
 
-    An NFS client checks the absent names that it remembers when the directory is opened
-    (close-to-open consistency). For a name that is about to be created, no kernel trusts a
-    remembered absence (FUSE: ``fuse_dentry_revalidate``). So this links to /proc, which always
-    fails, because /proc is a directory.
+    When a directory is opened, an NFS client checks the absent names that it remembers there
+    (close-to-open consistency). When a name is about to be created, no kernel trusts a remembered
+    absence (FUSE: ``fuse_dentry_revalidate``). So this function opens the parent directory, and
+    tries to make ``path`` a link to /proc, which always fails because /proc is a directory.
     """
     parent = os.path.dirname(path) or "."  # noqa: PTH120
     if parent == path or find(parent) is None:
@@ -101,7 +102,7 @@ def _revalidate(path: str) -> None:
     try:
         os.close(os.open(parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
         os.link("/proc/.", path)
-    except OSError as exn:  # usually EEXIST, EXDEV or EPERM
+    except OSError as exn:  # expected; usually EEXIST, EXDEV or EPERM
         logger.debug("%s: looked up again: %s", path, exn)
 
 
@@ -116,13 +117,14 @@ def makedirs(
         path: the directory.
         mode: mode of the last directory if this call creates it; the umask applies, as for
             `os.makedirs`.
-        timeout: seconds, or text such as ``10m``, for which the filesystem may contradict itself.
+        timeout: seconds (120), or text such as ``10m``, to wait while the filesystem contradicts
+            itself; None waits forever.
 
     Returns:
         The absolute path.
 
     Raises:
-        InTheWayError: a file or a dangling link has the name. It is not removed.
+        InTheWayError: a file or a dangling link, which is not removed, has the name.
         WaitTimeoutError: the directory was created but is not visible.
         OSError: no permission, no space, or a read-only filesystem.
     """
@@ -143,7 +145,7 @@ def _make(path: Path, mode: int) -> bool:
         try:
             os.mkdir(path, mode)  # noqa: PTH102 - the mode is the caller's
         except OSError as exn:
-            if exn.errno not in (errno.EEXIST, *ABSENT):  # errors while another node creates it
+            if exn.errno not in (errno.EEXIST, *ABSENT):  # raised while another node creates it
                 raise
         if (found := find(path)) is None:
             return False
@@ -173,21 +175,21 @@ def wait_for(
     timeout: float | str | None = DEFAULT_TIMEOUT,
     by: str | None = None,
 ) -> Path | list[Path]:
-    """Wait until a path exists, or all of several.
+    """Wait until a path exists, or until all of several paths exist.
 
     A file that exists may be incomplete, unless `atomic_write` wrote it.
 
     Args:
-        what: a path, or several.
-        timeout: seconds, or text such as ``10m``; None waits forever.
-        by: the rank that should make the path, such as ``rank 0``. The error names it.
+        what: a path, or a sequence of paths.
+        timeout: seconds to wait (30 min), or text such as ``10m``; None waits forever.
+        by: the rank that should create the path, such as ``rank 0``, for the error message.
 
     Returns:
         The absolute path or paths.
 
     Raises:
         WaitTimeoutError: a path did not appear in time.
-        OSError: a path cannot be read.
+        OSError: a path cannot be checked: no permission, or a failing disk.
     """
     wanted = [what] if isinstance(what, str | os.PathLike) else what
     paths = [Path(path).absolute() for path in wanted]
@@ -211,23 +213,23 @@ def atomic_write(
 ) -> Iterator[IO[Any]]:
     """Open a file that appears, or replaces another one, when the block ends without an error.
 
-    The bytes go into ``.<name>.<random>`` in the same directory, which stays there if the process
-    is killed. The new file gets the permissions of the file that it replaces. If ``path`` is a
-    symbolic link, its target is replaced.
+    The bytes go into a temporary file ``.<name>.<random>`` in the same directory. If the process is
+    killed, the temporary file remains. The new file gets the permissions of the file that it
+    replaces. If ``path`` is a symbolic link, its target is replaced.
 
     Args:
         path: the file; its directory must exist.
         mode: ``wb``, or ``w`` for text in UTF-8.
-        sync: flush the bytes to the disk before the rename, and the name afterwards. Without it, a
-            power failure may leave an empty file.
+        sync: flush the bytes to the disk before the rename, and the new name afterwards. Without
+            ``sync``, a power failure may leave an empty file.
 
     Raises:
         ConfigError: ``mode`` has another value.
-        OSError: the file cannot be written. No temporary file stays.
+        OSError: the file cannot be written. The temporary file is removed.
     """
     is_text = parse_choice(mode, ("wb", "w")) == "w"
     target = Path(os.path.realpath(path))
-    # A name has 255 bytes at most: two dots, 50 characters of up to four bytes, 16 of the token.
+    # A name is limited to 255 bytes: two dots, 50 characters of up to 4 bytes, a token of 16 bytes.
     temporary = target.with_name(f".{target.name[:50]}.{secrets.token_hex(8)}")
     try:
         with open(

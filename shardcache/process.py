@@ -306,7 +306,7 @@ class Process:
             result = self.run(download)
         except BaseException as exn:  # noqa: BLE001 - its readers raise it
             if not download.end(None, exn):
-                logger.info("%s: not fetched in the background: %s", download.shard, exn)
+                logger.info("%s: not downloaded in the background: %s", download.shard, exn)
         else:
             download.end(result)
 

@@ -139,7 +139,7 @@ class Site:
             if isinstance(exn.__cause__, OSError):
                 self.on_read_error(exn.__cause__)
             if condemn and set_aside(Path(exn.directory), f"{shard}: {exn}"):
-                self.warn("damaged", "%s was damaged and is fetched again: %s", shard, exn)
+                self.warn("damaged", "%s was damaged and is downloaded again: %s", shard, exn)
             return None
 
     @contextlib.contextmanager
@@ -224,7 +224,7 @@ def _acquire(site: Site, download: Download, places: list[_Place]) -> Result | N
                 with site.slot("private", _PRIVATE) as is_free:
                     if is_free:
                         waiter.close()
-                        logger.warning("%s: %s; fetching it here too", shard, waiter.describe())
+                        logger.warning("%s: %s; downloading it here, too", shard, waiter.describe())
                         return _make_entry(site, download, None, places)
             waiter.pause()
             if (opened := site.find(shard, download.outdated)) is not None:
@@ -257,12 +257,12 @@ def _make_entry(site: Site, download: Download, lock: _Lock | None, places: list
         if (opened := site.find(shard)) is not None:
             return Result(opened, "fetched")
         if is_directory(entry):  # the disk cannot read it, and another download would not help
-            raise OSError(errno.EIO, "what was just stored cannot be read", str(entry))
+            raise OSError(errno.EIO, "the stored shard cannot be read", str(entry))
     # An OSError is a fault of the cache and not of the origin, so the shard can still be streamed.
     raise OSError(
         errno.EBUSY,
-        f"what was fetched vanished, {_TRIES} times in a row. Locks do not work there, or "
-        "something else empties it; stop that, or use another directory",
+        f"the downloaded shard vanished, {_TRIES} times in a row. Either locks do not work in this "
+        "directory, or another program empties it; stop that program, or use another directory",
         str(site.layout.base),
     )
 
@@ -355,7 +355,7 @@ def _transfer(
         if upstream is None or upstream.digest in (None, transferred.digest):
             return transferred
         transferred.partial.discard()
-        logger.warning("%s: its copy in %s is damaged", shard, upstream.name)
+        logger.warning("%s: the copy in %s is damaged and is not used", shard, upstream.name)
     raise AssertionError("the origin is the last")
 
 

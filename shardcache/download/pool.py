@@ -230,7 +230,7 @@ def parse_rate(value: str | int | float) -> int:
     text = value.strip().removesuffix("/s") if isinstance(value, str) else value
     rate = parse_bytes(text)
     if rate < LEAST:
-        raise ConfigError(f"{value!r} is too slow: the least rate is {format_rate(LEAST)}")
+        raise ConfigError(f"{value!r} is too slow: the lowest rate is {format_rate(LEAST)}")
     return rate
 
 

@@ -80,7 +80,7 @@ class Waiter:
         waited = now - self._started
         if waited >= self._config.lock_timeout:
             raise LockTimeoutError(
-                f"{self._shard} was not there after {format_duration(waited)}: "
+                f"{self._shard} was not in the cache after {format_duration(waited)}: "
                 f"{self.describe()}. Look at that process, or raise lock_timeout.",
                 url=str(self._shard),
                 holder=self._holder,
@@ -131,11 +131,11 @@ class Waiter:
         if holder is None:
             return "its lock is held by a process that left no record"
         age = format_duration(max(0.0, clock.time() - holder.started))
-        text = f"{holder} has been fetching it for {age}"
+        text = f"{holder} has been downloading it for {age}"
         if progress is not None and progress.total:
             share = min(1.0, progress.written / progress.total)
             text += f", {share:.0%} of {format_bytes(progress.total)} done"
         still = clock.monotonic() - self._grew
         if still >= _ANNOUNCE_EVERY:
-            text += f", nothing new for {format_duration(still)}"
+            text += f", no progress for {format_duration(still)}"
         return text

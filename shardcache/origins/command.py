@@ -76,7 +76,7 @@ class PipeBody:
             poller = select.poll()
             poller.register(self._output, select.POLLIN)
             if not poller.poll(self._timeout * 1000):
-                raise TransientError(f"nothing came for {self._timeout:g} s", timed_out=True)
+                raise TransientError(f"no data for {self._timeout:g} s", timed_out=True)
             count = os.readv(self._output.fileno(), [buffer])
         except (OSError, ValueError) as exn:  # ValueError: after `close`
             raise TransientError(f"reading the command's output failed: {exn}") from exn

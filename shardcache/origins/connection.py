@@ -137,14 +137,14 @@ class _Connection:
             self.parser.feed_data(data)
         except HttpParserError as exn:
             if not message.complete:
-                raise ConnectionError(f"what the server sends is not HTTP: {exn}") from None
+                raise ConnectionError(f"the response is not HTTP: {exn}") from None
             message.keeps_alive = False
 
     def _receive_head(self) -> bytes:
         """Receive and return the next head, including the empty line that ends it."""
         while (end := self.held.find(_END_OF_HEAD)) < 0:
             if len(self.held) > _LONGEST_HEAD:
-                raise ConnectionError("the server sent a head without an end")
+                raise ConnectionError("the headers of the response do not end")
             before, self.held = self.held, b""
             self.held = before + self.receive_some(_HEAD_AT_ONCE)
         end += len(_END_OF_HEAD)

@@ -188,7 +188,7 @@ class FsspecOrigin:
         _start(run)
         wait([outcome], self._timeout if timed else None)
         if not outcome.done():
-            raise TransientError(f"nothing came for {self._timeout:g} s", timed_out=True)
+            raise TransientError(f"no data for {self._timeout:g} s", timed_out=True)
         if isinstance(failed := outcome.exception(), Exception):
             raise _error_for(failed, shard, self._options.get("profile"))
         return outcome.result()
@@ -217,11 +217,11 @@ def s3fs_origin(
         options = s3fs_options(options, endpoint_url)
     if "Express" in reason and not hasattr(aiobotocore.utils, "AioS3ExpressIdentityCache"):
         raise ConfigError(
-            f"{reason} take sessions, which aiobotocore {aiobotocore.__version__} cannot open; "
+            f"{reason} need sessions, which aiobotocore {aiobotocore.__version__} does not know; "
             "install a newer aiobotocore."
         )
     if "multi-region" in reason and not HAS_CRT:
-        raise ConfigError(f"{reason} take signatures of awscrt; install awscrt.")
+        raise ConfigError(f"{reason} need signatures of awscrt; install awscrt.")
     logger.info("%s: reading through s3fs, which is slower", reason)
     # The SDK below s3fs also makes one attempt, because `retry` makes the others.
     settings = {"retries": {"total_max_attempts": 1}, **(options.get("config_kwargs") or {})}

@@ -149,7 +149,7 @@ def checked(response: Response, start: int, stop: int | None) -> Response:
         page = headers.get("content-type", "")
         if response.info.identifiable or not page.startswith(_PAGES):
             return response
-        wrong = f"a page of {page} came in place of the object"
+        wrong = f"a page of {page} arrived instead of the object"
     elif match := _CONTENT_RANGE.match(text or ""):
         first, last, total = (int(group) for group in match.groups())
         wanted = total if stop is None else min(total, stop)

@@ -75,7 +75,7 @@ class Attempts:
         """Raise TransferTimeoutError if the deadline of the whole download has passed."""
         if self._is_late(0):
             raise TransferTimeoutError(
-                f"{self.url} was not fetched within the deadline of {self.policy.deadline:g} s. "
+                f"{self.url} was not downloaded within the deadline of {self.policy.deadline:g} s. "
                 "Raise deadline, or run again to continue.",
                 url=self.url,
             )
@@ -179,7 +179,7 @@ class Attempts:
             late, ended = True, f"the deadline of {self.policy.deadline:g} s is over"
         kind = TransferTimeoutError if late or exn.timed_out else TransferError
         return kind(
-            f"{self.url} could not be fetched: {redact(str(exn))} ({ended}). {advice}.",
+            f"{self.url} could not be downloaded: {redact(str(exn))} ({ended}). {advice}.",
             url=self.url,
             attempts=failures,
         )

@@ -92,8 +92,8 @@ def test_a_stuck_holder_is_announced_and_passed_by(make_cache, origin, clock, ca
     lock.release()
     waits = [r.getMessage() for r in caplog.records if getattr(r, "event", "") == "waiting"]
     assert len(waits) == 5  # at 10, 20, ... 50 seconds
-    assert "process 4711 on node-7 (rank 3) has been fetching it for 10" in waits[0]
-    assert "fetching it here too" in caplog.text
+    assert "process 4711 on node-7 (rank 3) has been downloading it for 10" in waits[0]
+    assert "downloading it here, too" in caplog.text
 
 
 @pytest.mark.locks_work
@@ -181,7 +181,7 @@ def test_a_damaged_entry_is_downloaded_not_linked(make_cache, origin, monkeypatc
     monkeypatch.setenv("SHARDCACHE_JOB", "one")
     cache = make_cache(isolation="job")
     assert read(cache) == DATA  # by a link
-    assert "was damaged and is fetched again" in caplog.text
+    assert "was damaged and is downloaded again" in caplog.text
     [aside] = os.listdir(cache._here().home.store.layout.partial)
     assert aside.startswith("evict.") and origin.fetches == 2
 

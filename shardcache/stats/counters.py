@@ -86,12 +86,12 @@ _LAST_BUSY = 2.0
 
 _TIERS = tuple(name for name in COUNTERS if name.startswith("hits_tier_"))
 _BUCKETS = {wait: [f"{wait}:{bucket}" for bucket in range(BUCKETS)] for wait in WAITS}
-#: Outcome of an open -> its counter, and what its reader waited for.
+#: Outcome of an open -> its counter, the counter of the time waited, and those of its histogram.
 _OUTCOMES = {
-    "hit": ("hits", "disk"),
-    "linked": ("linked", "disk"),
-    "coalesced": ("coalesced", "lock"),
-    "fetched": ("misses", "network"),
+    "hit": ("hits", "wait_us_disk", _BUCKETS["disk"]),
+    "linked": ("linked", "wait_us_disk", _BUCKETS["disk"]),
+    "coalesced": ("coalesced", "wait_us_lock", _BUCKETS["lock"]),
+    "fetched": ("misses", "wait_us_network", _BUCKETS["network"]),
 }
 
 
@@ -163,14 +163,14 @@ class Counters:
         # Repeats `add` instead of calling it: a hit must not cost much more than an open().
         if self._where is None:
             return
-        name, wait = _OUTCOMES[outcome]
+        name, wait, buckets = _OUTCOMES[outcome]
         waited = int(seconds * 1e6)
         bucket = int(2 * math.log2(waited)) if waited > 1 else 0
         with self._guard:
             counted = self._counted
             counted[name] += 1
-            counted[f"wait_us_{wait}"] += waited
-            counted[_BUCKETS[wait][bucket if bucket < BUCKETS else -1]] += 1
+            counted[wait] += waited
+            counted[buckets[bucket if bucket < BUCKETS else -1]] += 1
             if tier is not None and tier < len(_TIERS):
                 counted[_TIERS[tier]] += 1
         if not self._soon and clock.monotonic() >= self._due:

@@ -389,7 +389,8 @@ class Cache:
         for key, url in sorted(pairs, key=itemgetter(1)):
             with contextlib.suppress(ConfigError):  # a damaged record has no valid URL
                 shard = self.parse(url)
-                # A shard of another endpoint has another key.
+                # The key of an S3 shard depends on its endpoint, so a shard that came from another
+                # endpoint is listed although its key differs.
                 if shard.key == key or shard.scheme == "s3":
                     found[key] = replace(shard, key=key)
         return found

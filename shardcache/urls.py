@@ -32,11 +32,12 @@ _ALIASES = {"s3a": "s3", "s3n": "s3", "gcs": "gs"}
 #: Schemes in which the text before ``@`` is a login. In all other schemes, it is a name
 #: (``abfs://container@account``).
 _LOGINS = frozenset({"ftp", "http", "https", "sftp", "smb", "ssh", "webdav", "webdavs"})
-#: Maximum length of a URL in bytes. S3 keys have up to 1 KiB; servers refuse URLs above 8 KiB.
+#: Maximum length of a URL in bytes. S3 keys have up to 1 KiB; servers refuse more than 8 KiB.
 _MAX_CANONICAL = 8192
 
-#: Query parameters of signed URLs: those that a complete signature must have, and a pattern of all
-#: that belong to it. Alibaba's are listed one by one, because ``x-oss-process`` changes the bytes.
+#: Query parameters of signed URLs: those that a complete signature must have, and a pattern that
+#: matches every parameter of the signature. Alibaba's are listed one by one, because a pattern
+#: would also match ``x-oss-process``, which changes the bytes.
 _SIGNATURES = (
     # Signature version 4 of AWS and of Google.
     ("x-amz-algorithm x-amz-credential x-amz-signature", r"x-amz-.+"),

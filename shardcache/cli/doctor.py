@@ -270,7 +270,7 @@ def _endpoint(config: Config, url: str | None) -> Findings:
         yield "ok", "not contacted: no endpoint is set, and --url names no S3 shard", ""
         return
     try:
-        # Only the header Date is used, so the certificate does not matter.
+        # Only the Date header is used, so the certificate need not be verified.
         response = Transport(timeout=_RESPOND, trusted=False).request("HEAD", server, "/", {})
         now = time.time()
         response.close()

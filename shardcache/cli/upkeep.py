@@ -1,4 +1,4 @@
-"""``shardcache clean`` and ``shardcache verify``: keep a cache small and sound."""
+"""``shardcache clean`` and ``shardcache verify``: keep a cache small and intact."""
 
 from __future__ import annotations
 

@@ -40,12 +40,13 @@ _NOTE = ".streamed"
 
 
 class Session:
-    """A file in ``sessions`` that this process keeps locked until `close` or its own end.
+    """A file in ``sessions`` that this process keeps locked until `close`, or until it exits.
 
     Args:
         layout: the namespace.
         started: when the job began to use the cache, in seconds since the epoch.
-        waits: a key and the record of this process, to create a ``.wait`` file instead.
+        waits: if given, a key and the record of this process; a ``.wait`` file is then created
+            instead of a session.
     """
 
     _file: io.FileIO | None = None  # None if no file could be created

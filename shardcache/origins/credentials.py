@@ -24,9 +24,9 @@ from shardcache.origins.base import TransientError, read_all
 from shardcache.origins.connection import Transport
 from shardcache.urls import ShardURL, quoted
 
-#: Errors of botocore that a new login resolves: an SSO token is missing or has expired.
+#: botocore errors that a new login resolves: an SSO token is missing or has expired.
 _LOGIN = frozenset({"LoginError", "SSOError", "TokenRetrievalError"})
-#: Errors of botocore for a service that does not respond, or temporarily refuses.
+#: botocore errors for a service that does not respond, or temporarily refuses.
 _SERVICE = frozenset(
     {"ConnectionError", "CredentialRetrievalError", "HTTPClientError", "MetadataRetrievalError"}
 )

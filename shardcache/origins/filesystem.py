@@ -46,7 +46,7 @@ _TIMES = (
     "modified",
     "created",
 )
-#: Errors of botocore for requests without a response. Another attempt may succeed.
+#: botocore errors for requests that got no complete response. Another attempt may succeed.
 _NO_RESPONSE = frozenset({"ConnectionError", "HTTPClientError", "IncompleteReadError"})
 _STATUS = {FileNotFoundError: 404, IsADirectoryError: 404, PermissionError: 403}
 #: All open files. The references keep a forked child from finalising its parent's files: some, such

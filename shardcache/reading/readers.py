@@ -57,9 +57,9 @@ _OWN_POLL = 0.25
 class DownloadReader:
     """Reads a shard while this process or another one downloads it.
 
-    The last block is withheld until the entry is published, after digest and checksum were
-    compared, so a damaged shard ends in an error. If another process downloads the shard and dies,
-    the worker of this process's download gets the key's lock and continues.
+    The last block is withheld until the entry is published. That happens only after its digest and
+    checksum were verified, so reading a damaged shard ends in an error. If another process is
+    downloading the shard and dies, the worker of this process takes the lock and continues.
 
     Args:
         here: returns the `Process` of the calling process.
@@ -158,8 +158,8 @@ class DownloadReader:
             The error that ended the download.
         """
         download = self._joined()
-        # Read before the checks below, so that no change is missed: a later change ends the wait,
-        # and a later end is seen by the next call.
+        # Read these before the checks below, so that nothing is missed: a later change ends the
+        # wait, and if the download ends later, the next call notices it.
         changes, has_ended = download.changes, download.ended
         opened = download.open()
         if opened is None and has_ended:  # it was ahead and gave way, so join a new download

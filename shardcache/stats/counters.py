@@ -80,7 +80,8 @@ BUCKETS = 72
 
 #: Seconds between two writes to the database.
 _INTERVAL = 1.0
-#: Seconds to wait while other processes write: when a reader counts, and when a process ends.
+#: Seconds to wait while other processes write to the database: during reads, and at the exit of
+#: the process.
 _BUSY = 0.1
 _LAST_BUSY = 2.0
 

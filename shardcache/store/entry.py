@@ -342,7 +342,7 @@ class Store:
     def publish(self, partial: Partial, metadata: Metadata, *, sync: bool = False) -> Path:
         """Turn a finished partial into an entry. It stays locked until the caller closes it.
 
-        The partial is dropped if a sound entry of the same version exists. It is also dropped if
+        The partial is dropped if an intact entry of the same version exists. It is also dropped if
         another version was published after the partial was created: either version may be the newer
         one, and a process that has read the published version must not read an older one next.
 
@@ -380,7 +380,7 @@ class Store:
         return entry
 
     def _rename(self, partial: Partial, entry: Path, size: int) -> bool:
-        """Rename a sealed partial to its entry; return False if a sound entry has the name."""
+        """Rename a sealed partial to its entry; return False if an intact entry has the name."""
         for _ in range(_ATTEMPTS):
             try:
                 self.layout.modes.make_directory(entry.parent)
@@ -480,7 +480,7 @@ def set_aside(directory: Path, reason: str) -> bool:
     """Move a damaged entry to where no reader looks; return whether this call moved it.
 
     Processes that have the entry open can still read it. The caller must hold the key's lock;
-    otherwise, this could move a sound entry that has replaced the damaged one.
+    otherwise, this could move an intact entry that has replaced the damaged one.
     """
     hidden = hide(directory, _namespace(directory), directory.parent.name)
     if hidden is not None:
@@ -496,9 +496,9 @@ def _namespace(directory: Path, grace: float | None = None) -> Layout:
 def open_first(
     stores: Sequence[Store], key: str, basename: str, outdated: Collection[str] = ()
 ) -> Opened | None:
-    """Open the newest entry of a shard in the first tier that has a sound one; None for a miss.
+    """Open the newest entry of a shard in the first tier that has an intact one; None for a miss.
 
-    Raises DamagedError if a tier has a damaged entry and no tier has a sound one.
+    Raises DamagedError if a tier has a damaged entry and no tier has an intact one.
     """
     damaged: DamagedError | None = None
     # Begin with tiers known to have the shard: a lookup in another tier costs as much as a hit.

@@ -344,7 +344,10 @@ class Partial:
                 os.ftruncate(self.fd, 0)
 
     def confirm(self) -> None:
-        """Let readers read the resumed blocks, because the origin still has this version."""
+        """Show the resumed blocks to readers.
+
+        Call this once the origin is known to have this version.
+        """
         with self._guard:
             self.confirmed = True
             if not self._file.closed:

@@ -60,7 +60,7 @@ You may delete any entry by hand: the next reader downloads it again.
 
 
 def make_root(config: Config) -> Layout:
-    """Make a missing or empty directory a root, or check a root; return the node's namespace.
+    """Turn an empty or missing directory into a root, or check one; return the node's namespace.
 
     Raises:
         ConfigError: the directory must not be used as a cache.

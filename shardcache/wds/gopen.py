@@ -150,7 +150,7 @@ def log_once(exn: Exception, url: str, cache: Cache | None) -> None:
 
 
 def _is_new(kind: str, cache: Cache | None) -> bool:
-    """Return whether no process of the job on this node has logged a message of this kind."""
+    """Return True once per kind of message, for the first process of the job on this node."""
     if kind in _logged:
         return False
     _logged.add(kind)

@@ -284,7 +284,7 @@ def _fields(header: bytes) -> _Fields | None:
     name, size, checksum, kind, prefix = found.groups()
     if header.isascii():
         # The lower half of Adler-32 is 1 + the sum of the bytes, modulo 65521, which 504 bytes of
-        # ASCII do not reach.
+        # ASCII cannot reach.
         total = (adler32(header[156:], adler32(header[:148])) & 0xFFFF) - 1
     else:
         total = sum(header) - sum(header[148:156])

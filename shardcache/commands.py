@@ -165,6 +165,8 @@ def read_command(
             value = header[1]
         if ours is not None:
             options[ours] = value or "true"
+    if program is PROGRAMS["s5cmd"] and (endpoint := environ.get("S3_ENDPOINT_URL")):
+        options.setdefault("endpoint_url", endpoint)
     if program is PROGRAMS["s3cmd"]:
         options |= _s3cmd_endpoint(environ)
     return targets[0], tuple(sorted(options.items()))

@@ -132,6 +132,13 @@ def test_the_endpoint_of_s3cmd_is_that_of_its_configuration(tmp_path, host, endp
     assert dict(options).get("endpoint_url") == endpoint
 
 
+def test_the_endpoint_of_s5cmd_may_come_from_its_variable():
+    environ = {"S3_ENDPOINT_URL": "http://minio:9000"}
+    for option, host in (("", "minio"), ("--endpoint-url http://own:9000 ", "own")):
+        _, options = read_command(f"s5cmd {option}cat s3://b/k", environ)
+        assert options == (("endpoint_url", f"http://{host}:9000"),)
+
+
 def test_only_spawned_children_get_the_token_of_a_command(make_cache, monkeypatch):
     shard = make_cache().parse("pipe:curl -H 'Authorization: Bearer s3cret' https://h/k")
     assert shard.key == parse_url("https://h/k").key

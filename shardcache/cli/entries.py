@@ -132,20 +132,22 @@ def _list_shards(cache: Cache) -> tuple[list[Row], Row, str]:
     home = cache.processes.here().home
     policy = Policy.of(cache.config, home.node, time.time())
     shards: dict[Entry, Row] = {}
+    endpoint = cache.parse("s3://bucket/key").endpoint
     for entry in cache.entries():
         # The row of a damaged entry has the values that can be read.
         row: Row = {**dict.fromkeys(_SHARD_FIELDS), "state": "damaged"}
         row |= {"key": entry.key, "version": entry.version, "size": entry.size}
         row["used_at"] = utc(entry.used)
         try:
-            row["path"] = str(entry.data)
-            metadata = entry.metadata()
+            data, metadata = entry.data, entry.metadata()
+            row["path"] = str(data)
             row["url"], row["fetched_at"] = metadata.url, utc(metadata.fetched_at)
             row["etag"], row["checked"] = metadata.info.etag, metadata.checked
             row["digest"] = metadata.digest
-            row["endpoint"] = _other_endpoint(cache, entry.key, metadata.url)
+            if metadata.url.startswith("s3://") and metadata.endpoint != endpoint:
+                row["endpoint"] = _other_endpoint(cache, entry.key, metadata.url)
             recorded = metadata.key, metadata.info.version, metadata.size
-            is_whole = entry.data.lstat().st_size == entry.size
+            is_whole = data.lstat().st_size == entry.size
             if is_whole and recorded == (entry.key, entry.version, entry.size):
                 row["state"] = "in_use" if home.store.in_use(entry) else "ok"
                 row["state"] = "pinned" if entry.key in policy.pinned else row["state"]

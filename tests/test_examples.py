@@ -45,6 +45,7 @@ def test_a_script_prewarms_and_trains(name, s3, bucket, s3_environment, proxy, t
     stubs, variables, ranks, workers, hits, expected = RUNS[name]
     listed, path = tmp_path / "listed", programs(tmp_path / "bin", **stubs)
     variables = {"RANKS": str(ranks), "SHARDCACHE_DIR": str(tmp_path / "cache"), **variables}
+    variables["SHARDCACHE_MIN_FREE"] = "0"
     options = ["--workers", str(workers), "--list", str(listed)]
     done = run(["bash", str(EXAMPLES / name), data.spec, *options], PATH=path, **variables)
     seen = done.stderr.splitlines()

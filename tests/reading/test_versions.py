@@ -60,7 +60,8 @@ def test_all_caches_read_the_new_version_after_a_refresh(make_cache, origin, tmp
 def test_a_refresh_counts_across_tiers(make_cache, origin, tmp_path):
     """The new version is served though it lies on the slower tier."""
     ram = tmp_path / "ram"
-    cache = make_cache(tiers=f"{ram}={3 * room(tmp_path, len(OLD)) // 2}B")
+    tier = {"dir": ram, "max_size": 3 * room(tmp_path, len(OLD)) // 2, "min_free": 0}
+    cache = make_cache(tiers=[tier])
     assert read(cache) == OLD and "ram" in str(cache.path(URL))
     origin.objects[URL] = larger = make_tar(2, 20)
     refresh(cache)

@@ -393,6 +393,8 @@ class Process:
         if kind in self._warned:
             return False
         self._warned.add(kind)
+        with contextlib.suppress(ConfigError, OSError):
+            self.site()  # a note stays only as long as there are sessions that began before it
         return leave_note(self.home.node, f"{self._job}-{kind}")
 
     def touch(self, opened: Opened) -> None:

@@ -80,8 +80,10 @@ def run_command(
             log_unusable(unusable(tier.dir, exn), tier.dir, detect())
             environment = {**os.environ, **variables}
     with contextlib.ExitStack() as stack:
-        notes = stack.enter_context(tempfile.NamedTemporaryFile(prefix="shardcache-run-"))
-        environment[RUN_VARIABLE] = f"{time.time():.6f}:{notes.name}"
+        notes = None
+        with contextlib.suppress(OSError):  # no directory for temporary files can be written
+            notes = stack.enter_context(tempfile.NamedTemporaryFile(prefix="shardcache-run-"))
+        environment[RUN_VARIABLE] = f"{time.time():.6f}:{notes.name if notes else ''}"
         try:
             child = subprocess.Popen(program, env=environment)
         except OSError as exn:
@@ -99,10 +101,10 @@ def run_command(
 
         before = _counters(layouts)
         code = child.wait()
-        lines = notes.read().decode(errors="replace").splitlines()
+        lines = notes.read().decode(errors="replace").splitlines() if notes else [""]
     counters = _counters(layouts) - before
     stats, failed = stats_of(counters), counters["failed"] - counters["left"]
-    left = dict(line.split("\t", 1) for line in lines if line)
+    left = {name: reason for name, tab, reason in (x.partition("\t") for x in lines) if tab}
     text = f"no shard was opened through the cache in {config.dir}"
     if opened := stats.opens - stats.failed:
         text = f"{counted(opened, 'shard')} opened, {stats.hits:,} of them from the cache in "

@@ -136,7 +136,7 @@ def _leave(url: str, reason: str, cache: Cache) -> None:
         with contextlib.suppress(OSError):  # no file: another node, or the command has ended
             descriptor = os.open(path, os.O_WRONLY | os.O_APPEND)
             with open(descriptor, "w", encoding="utf-8", errors="replace") as file:
-                file.write(f"{shown}\t{reason}\n")
+                file.write("\t".join(" ".join(text.split()) for text in (shown, reason)) + "\n")
 
 
 def log_once(exn: Exception, url: str, cache: Cache | None) -> None:

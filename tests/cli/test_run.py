@@ -78,13 +78,19 @@ def test_a_directory_that_cannot_be_made_is_logged_once(program, spec):
     assert err.count("no shard will be cached") == 1 and "streamed, not cached" not in err
 
 
-def test_skipped_errors_are_logged_once(program, s3_environment, tmp_path):
-    absent = "s3://nowhere/train-{0000..0009}.tar", "fork"
-    code, out, err = run_process("run", "--", *program(TRAINING), *absent, directory=tmp_path / "c")
+@pytest.mark.parametrize(
+    ("absent", "line", "last"),
+    [
+        ("s3://nowhere/train-{0000..0009}.tar", "s3://nowhere/train-", "20 could not be opened"),
+        ("pipe:true {0000..0009} | cat", "and WebDataset reads it", "10 shards not cached"),
+    ],
+)
+def test_a_skipped_shard_is_logged_once(absent, line, last, program, s3_environment, tmp_path):
+    arguments = "run", "--", *program(TRAINING), absent, "fork"
+    code, out, err = run_process(*arguments, directory=tmp_path / "c")
     assert (code, out) == (7, "0 0\n" * 2)
-    assert err.count("s3://nowhere/train-") == 1, err  # two epochs of two workers
-    summary = f"no shard was opened through the cache in {tmp_path}/c; 20 could not be opened"
-    assert summary in err
+    assert err.count(line) == 1, err  # two epochs of two workers
+    assert f"no shard was opened through the cache in {tmp_path}/c; {last}" in err
 
 
 def test_only_reads_of_shards_use_the_cache(program, s3, bucket, spec, tmp_path):
@@ -159,6 +165,21 @@ def test_the_last_line_tells_what_webdataset_read(
     assert (reason is None) == ("not cached" not in last) and (reason or "") in last
     assert err.count("and WebDataset reads it") == (reason is not None)
     assert "could not be opened" not in last
+
+
+@pytest.mark.parametrize(
+    ("command", "temporary"), [("echo x > ${SHARDCACHE_RUN#*:}", "/tmp"), ("true", "/proc")]
+)
+def test_the_file_of_a_run_may_be_damaged_or_missing(command, temporary, tmp_path):
+    patch = f"import tempfile; tempfile.tempdir = {temporary!r}"
+    start = [
+        sys.executable,
+        "-c",
+        f"{patch}; from shardcache.cli.main import main; raise SystemExit(main())",
+    ]
+    options = {"directory": tmp_path / "cache", "python": start}
+    code, _, err = run_process("run", "--", "sh", "-c", command, **options)
+    assert code == 0 and "no shard was opened" in err and "Traceback" not in err
 
 
 @pytest.mark.parametrize("isolated", [True, False])

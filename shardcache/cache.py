@@ -561,7 +561,7 @@ class Cache:
         shards, keys = self.select(specs, pinned=True), set[str]()
         for tier in self._here().present:
             keys |= {shard.key for shard in shards if pins.unpin(tier.node, shard.key)}
-            tier.space().recount()
+            tier.space().forget_refusal()
         return [shard for shard in shards if shard.key in keys]
 
     def remove(self, specs: Specs, *, dry_run: bool = False) -> tuple[int, int]:
@@ -591,7 +591,7 @@ class Cache:
             stores, pinned = tier.stores(), key in pins
             removed, size, in_use = cleaning.remove(stores, key, pinned=pinned, dry_run=dry_run)
             if removed and not dry_run:
-                tier.space().recount()
+                tier.space().forget_refusal()
                 process.counters.add({"evicted_asked": removed, "bytes_evicted": size})
             freed += size
             stay += in_use

@@ -53,7 +53,7 @@ is_temporary_name = re.compile(rf"\.[A-Za-z0-9.]+\.{_RANDOM}").fullmatch
 #: A file that says something about shards or processes, and holds no shard.
 is_record_name = re.compile(
     rf"(?:{_KEY}|budget|clean|downloads|[a-z]+-\d+)\.lock|{_KEY}\.(?:lease|holder|pin|session)|"
-    rf"{_KEY}\.{_RANDOM}\.wait|[A-Za-z0-9._-]+\.streamed|stats\.db(?:-[a-z]+)?|limits|usage"
+    rf"{_KEY}\.{_RANDOM}\.wait|[A-Za-z0-9._-]+\.streamed|stats\.db(?:-[a-z]+)?|limits|usage|refusal"
 ).fullmatch
 #: The namespace of a rank or a job, named by `ranks.safe_name`.
 is_rank_name = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}").fullmatch
@@ -106,6 +106,7 @@ class Layout:
     locks = _on_node("locks")
     sessions = _on_node("sessions")  #: one file for each live process
     usage = _on_node("usage")  #: bytes that the cache holds; see `space.budget`
+    refusal = _on_node("refusal")  #: why a shard found no room; see `space.budget`
     stats = _on_node("stats.db")  #: counters; created with the first row
 
     @classmethod

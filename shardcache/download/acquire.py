@@ -274,7 +274,7 @@ def _evict_outdated(site: Site, download: Download) -> None:
             if entry.version not in download.outdated:
                 continue
             if store.evict(entry):
-                space.recount()
+                space.forget_refusal()
             else:
                 store.mark_replaced(entry)
 
@@ -289,7 +289,7 @@ def _link(site: Site, download: Download) -> Opened | None:
             other = sibling.open(shard.key, shard.basename, outdated)
             if other is None:
                 continue
-            with space.reserved(str(shard), 0):
+            with space.reserved(shard, 0):
                 is_linked = store.link(other, other.entry.metadata(), shard.basename)
             if is_linked:
                 opened = site.find(shard, outdated)
@@ -385,7 +385,7 @@ def _resume(site: Site, download: Download, name: str | None) -> Partial | None:
         # The reservation ended with the dead process, and other shards may have taken its room, so
         # the limits are checked again. The claimed partial already counts with its final size.
         try:
-            with space.reserved(str(shard), None):
+            with space.reserved(shard, None):
                 return partial
         except Exception:
             partial.close()
@@ -401,7 +401,7 @@ def _begin(download: Download, info: ObjectInfo, places: list[_Place]) -> Partia
         places = places[-1:]
     for store, space in places:
         try:
-            with space.reserved(str(shard), info.size):
+            with space.reserved(shard, info.size):
                 return Partial.create(store.layout, metadata, shard.basename)
         except OSError as exn:  # CacheFullError is a subclass
             if store is places[-1].store or isinstance(exn, LockTimeoutError):

@@ -56,6 +56,7 @@ class Session:
     ) -> None:
         name = f"{random_token()}.session" if waits is None else f"{waits[0]}.{random_token()}.wait"
         self.path = layout.sessions / name
+        self.started = started
         data = b"" if waits is None else waits[1].encode()
         try:
             layout.modes.make_directory(layout.sessions, levels=0)

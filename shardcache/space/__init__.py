@@ -2,7 +2,7 @@
 
 An entry is a shard stored on disk; a partial is a shard in flight, that is, being downloaded.
 
-    budget     reserves room for new shards: one number under the budget lock
+    budget     reserves room for new shards: one file under the budget lock
     eviction   plans which shards to evict
     pins       shards that users keep
     memory     measures the space that filesystems and cgroups leave, and that a shard takes

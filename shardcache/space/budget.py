@@ -1,11 +1,15 @@
 """Reserve room for a shard before its first byte is written.
 
-The node keeps one number, ``usage``: the bytes on disk of all entries, and of all shards in flight
-at their final sizes. It is only written under the budget lock. Entries and partials are counted
-again when the number is a minute old, and before a shard is evicted or refused. A refusal is
-remembered for a minute, or until a process cleans the cache or a job ends. If locks fail, each
-process may exceed the budget by the shards that others admit at the same moment. Nodes that share
-a directory do not share the number, so they count entries and partials for every new shard.
+The node keeps one file, ``usage``: the bytes on disk of all entries, and of all shards in flight at
+their final sizes. It has a number for each part of the cache. A part is the shards whose keys begin
+with the same two digits. Keys are hashes, so any few parts are a random sample of the cache.
+
+The file is only written under the budget lock. To evict, an admission lists the next parts in turn,
+corrects their numbers, and evicts the least recently used of a thousand entries or more. It lists
+all parts only before it refuses a shard. A refusal is remembered for a minute, or until a process
+cleans the cache or a job ends. If locks fail, each process may exceed the budget by the shards that
+others admit at the same moment. Nodes that share a directory do not share the numbers, so they
+count entries and partials for every new shard.
 """
 
 from __future__ import annotations
@@ -15,8 +19,10 @@ import json
 import logging
 import math
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from shardcache import clock
 from shardcache.clock import boot_id
@@ -45,40 +51,73 @@ from shardcache.store.entry import Entry, Store
 from shardcache.store.partial import InFlight, in_flight
 from shardcache.threads import lazy
 from shardcache.units import format_bytes
+from shardcache.urls import ShardURL
 
 logger = logging.getLogger(__name__)
 
-#: Seconds until ``usage`` is counted again, because failed downloads and removals by hand leave it
-#: too high.
-_BELIEVED = 60.0
+#: Number of parts: the directories of `Layout.objects`.
+_PARTS = 256
+#: Entries to list at least for an eviction, fewer if the cache has fewer. Listing and planning
+#: takes 30 us per entry on a RAM disk, while other admissions wait.
+_SAMPLE = 1000
+#: An eviction lists this many times the bytes that it must free, or everything, so that it evicts
+#: only the least recently used 2 % of a sample.
+_SHARE = 50
+#: With this many entries or more, an eviction removes an extra 2 % of the sample, but at most 1 %
+#: of the cache, so that one admission in twenty lists a sample, or one in a hundred a small cache.
+_MANY = 100
+#: Seconds after which an admission lists a sample although nothing must be evicted. It corrects the
+#: numbers of 10,000 entries per minute: processes without a ``max_size`` do not add to ``usage``.
+_CORRECTED = 6.0
+#: Seconds for which a refusal is remembered.
+_REFUSED = 60.0
 #: Attempts to plan an eviction and carry it out. An attempt fails if a process begins to read one
 #: of the shards in between.
 _PLANS = 6
 #: Shards that the processes of a node may admit at the same moment, before they see each other's
 #: partials: 8 ranks with 8 workers each.
 _AT_ONCE = 64
-#: With this many entries or more, an eviction removes an extra 1 % of the bytes in the cache, so
-#: that a full cache is listed only once per hundred new shards.
-_EACH = 100
 #: Seconds to wait for the budget lock. Its holder counts and evicts. A holder that takes longer was
 #: probably stopped, so the shard is then admitted without the lock.
 _BUDGET_SECONDS = 60.0
 _POLL = 0.01
 _ANNOUNCE_EVERY = 10.0
-_MAX_USAGE = 4096  #: maximum bytes to read of the file ``usage``, which has about 100
+#: Errors of reading a record that is missing or damaged.
+_NOT_A_RECORD = (OSError, ValueError, TypeError, OverflowError, RecursionError)
+_MAX_USAGE = 16 << 10  #: maximum bytes to read of the file ``usage``, which has about 2,500
 
 
-@dataclass(frozen=True, slots=True)
+def _part(key: str) -> int:
+    """Return the part of the cache to which a key belongs."""
+    return int(key[:2], 16)
+
+
+def _part_of(path: str | Path) -> int:
+    """Return the part of a directory in `Layout.partial`."""
+    return _part(Path(path).name.removeprefix("evict."))
+
+
+@dataclass(slots=True)
 class _Usage:
     """The content of the file ``usage``."""
 
-    held: int  #: bytes on disk of entries and shards in flight
-    counted: float  #: when they were counted, on the monotonic clock that a node's processes share
-    most: int | None = None  #: the largest `held` that the last refusal allows; None without one
+    #: Bytes on disk of entries and shards in flight, by part; None if they must be counted.
+    held: list[int | None] = field(default_factory=lambda: [None] * _PARTS)
+    next: int = 0  #: the part to list next
+    listed: float = -math.inf  #: when a sample was listed, on the monotonic clock of the node
+    #: Parts to count again in the next admission, because a final size is unknown. Not stored as
+    #: such.
+    growing: set[int] = field(default_factory=set)
 
-    def missing(self, need: int) -> int:
-        """Return how many of ``need`` bytes do not fit according to the last refusal, if any."""
-        return 0 if self.most is None else max(0, self.held + need - self.most)
+    @property
+    def total(self) -> int:
+        """The bytes of all parts."""
+        return sum(filter(None, self.held))
+
+    def add(self, part: int, size: int) -> None:
+        """Add bytes to a part that was counted."""
+        held = self.held[part]
+        self.held[part] = None if held is None else max(0, held + size)
 
 
 class Space:
@@ -116,17 +155,17 @@ class Space:
         return allocation(self.node.base)
 
     @contextlib.contextmanager
-    def reserved(self, url: str, size: int | None) -> Iterator[None]:
+    def reserved(self, shard: ShardURL, size: int | None) -> Iterator[None]:
         """Reserve room for a shard, evicting others if necessary. The body must create the partial.
 
         Args:
-            url: the URL of the shard.
+            shard: the shard.
             size: size of the shard in bytes; None if it is unknown, or if the partial exists.
 
         Raises:
             CacheFullError: there is too little room, and too few shards may be evicted.
         """
-        if size is not None and (too_large := self._too_large(url, size)):
+        if size is not None and (too_large := self._too_large(str(shard), size)):
             raise too_large
         if size is not None and self.max_size is None:
             # If all shards that may be admitted at this moment fit, no budget lock is needed.
@@ -136,16 +175,14 @@ class Space:
                 yield
                 return
         with self._threads, self._budget_lock():
-            self._reserve(url, size)
+            self._reserve(shard, size)
             yield
-            if size is None:
-                self.recount()
 
     def refuses(self, url: str, size: int) -> CacheFullError | None:
         """Return the error if a shard is too large or was refused recently, otherwise None."""
-        usage = self._read()
-        missing = 0 if usage is None else usage.missing(self.allocated(size))
-        return self._too_large(url, size) or (self._no_room(url, missing) if missing else None)
+        missing, is_recent = self._refusal(self.allocated(size))
+        refused = self._no_room(url, missing) if missing and is_recent else None
+        return self._too_large(url, size) or refused
 
     def _no_room(self, url: str, missing: int = 0) -> CacheFullError:
         more = f"{format_bytes(missing)} more" if missing else "more"
@@ -171,69 +208,114 @@ class Space:
         Three additional entries are evicted, because the disk may lack inodes, and a download needs
         more inodes than one entry frees. Raises `CacheFullError` if too few entries may be evicted.
         """
-        with self._budget_lock():
-            self.recount()
-            needed = self.allocated(size) - self._sweep()
-            entries = self._entries()
-            spare = 3 * total_bytes(entries, self.allocated) // max(1, len(entries))
-            planned = self.plan(Limits(free_needed=max(0, needed), spare=spare), entries=entries)
+        with self._budget_lock(), self._usage() as usage:
+            needed = Limits(free_needed=max(0, self.allocated(size) - self._sweep(usage)))
+            planned = self._choose(usage, needed, extra=3)
             if planned.missing:
                 raise self._no_room(url, planned.missing)
-            self.evict(planned)
+            self._evict(usage, planned)
 
     def relieve(self) -> int:
         """Evict from a RAM disk until ``min_free`` is free for the job; return the bytes freed.
 
         Shards of running jobs are evicted, too: the kernel kills a job that runs out of memory.
         """
-        with self._budget_lock():
-            planned = self.plan(Limits(free_needed=self.limits().free_needed), jobs=False)
-            self.recount()
-            return sum(removal.size for removal in self.evict(planned))
+        with self._budget_lock(), self._usage() as usage:
+            needed = Limits(free_needed=self.limits().free_needed)
+            return self._evict(usage, self._choose(usage, needed, jobs=False))
 
-    def _reserve(self, url: str, size: int | None) -> None:
+    def _reserve(self, shard: ShardURL, size: int | None) -> None:
         """Add a shard to ``usage``, evicting first if necessary. Call it with the budget lock."""
-        need = 0 if size is None else self.allocated(size)
-        usage = None if size is None else self._read()
-        entries: list[Entry] | None = None
-        for attempt in range(_PLANS):
-            limits = self.limits(need)
-            if limits == Limits():
-                return  # no limit applies, so ``usage`` is not needed
-            if usage is None:
-                usage, entries = self._count()
-            elif missing := usage.missing(need):
-                raise self._no_room(url, missing)
-            over = 0 if limits.max_size is None else usage.held + need - limits.max_size
-            if max(over, limits.free_needed) <= 0:
-                self._write(replace(usage, held=usage.held + need))
-                return
-            if attempt == 0 and self._sweep():  # remove partials of dead processes before entries
-                entries = None
-            if entries is None:
-                usage = None  # count again before evicting or refusing
-                continue
-            held = total_bytes(entries, self.allocated)
-            spare = held // _EACH if len(entries) >= _EACH else 0
-            planned = self.plan(
-                replace(limits, spare=spare), reserved=usage.held - held + need, entries=entries
-            )
-            if planned.missing:
-                # Under the other policies, entries stay because of readers, which may finish at any
-                # moment, so only a refusal under working-set is remembered.
-                if self._config.policy == "working-set":
-                    self._write(replace(usage, most=usage.held + need - planned.missing))
-                raise self._no_room(url, planned.missing)
-            if len(self.evict(planned)) == len(planned.removed) and len(self.stores()) == 1:
-                self._write(replace(usage, held=usage.held - planned.freed + need))
-                return
-            usage = None  # count again: a process now reads a planned shard, or a rank linked it
-        raise self._no_room(url)
+        need, part = 0 if size is None else self.allocated(size), _part(shard.key)
+        if self.limits(need) == Limits():
+            return  # no limit applies, so ``usage`` is not needed
+        with self._usage() as usage:
+            if size is None:
+                usage.held[part] = None
+                usage.growing.add(part)
+            self._count(usage)
+            swept = False
+            for _ in range(_PLANS):
+                limits = self.limits(need)
+                if self._over(usage, limits, need) <= 0:
+                    if 0 <= clock.monotonic() - usage.listed < _CORRECTED:
+                        usage.add(part, need)
+                        return
+                    self._choose(usage, Limits(), few=True)  # corrects the numbers of a sample
+                    continue
+                missing, is_recent = self._refusal(need, usage)
+                if missing and is_recent:
+                    raise self._no_room(str(shard), missing)
+                if not swept:  # leftovers of dead processes go before entries
+                    swept = True
+                    if self._sweep(usage):
+                        self._count(usage)
+                        continue
+                # After a minute, a sample decides whether a refusal still holds.
+                planned = self._choose(usage, limits, need, few=bool(missing))
+                if planned.missing:
+                    # Under the other policies, entries stay because of readers, which may finish at
+                    # any moment, so only a refusal under working-set is remembered.
+                    if self._config.policy == "working-set":
+                        self._refuse(usage.total + need - planned.missing)
+                    raise self._no_room(str(shard), planned.missing)
+                self._evict(usage, planned)  # not all of them, if a process now reads one
+            raise self._no_room(str(shard))
 
-    def recount(self) -> None:
-        """Remove the file ``usage``, so that the next admission counts entries and partials."""
-        with contextlib.suppress(OSError):
-            self.node.usage.unlink()
+    def _over(self, usage: _Usage, limits: Limits, need: int) -> int:
+        """Return the bytes to evict for a shard of ``need`` bytes; 0 or less if there is room."""
+        over = 0 if limits.max_size is None else usage.total + need - limits.max_size
+        return max(over, limits.free_needed)
+
+    def _choose(
+        self,
+        usage: _Usage,
+        limits: Limits,
+        need: int = 0,
+        *,
+        jobs: bool = True,
+        few: bool = False,
+        extra: int = 0,
+    ) -> CleanReport:
+        """Plan an eviction from a sample of the cache or, if that is too little, from all of it.
+
+        Args:
+            usage: is corrected where entries are listed.
+            limits: the limits that must hold afterwards.
+            need: bytes on disk of the shard that needs room.
+            jobs: whether shards stay for running jobs.
+            few: whether a sample must do.
+            extra: entries to evict in addition, if nothing else is evicted in advance.
+        """
+        over = self._over(usage, limits, need)
+        order = [(usage.next + n) % _PARTS for n in range(_PARTS)]
+        listing = zip(order, self._list(usage, order), strict=True)
+        entries, held = list[Entry](), 0
+        for least in (_SAMPLE,) if few else (_SAMPLE, math.inf):
+            for part, (found, size) in listing:
+                entries += found
+                held += size
+                usage.next = (part + 1) % _PARTS
+                if len(entries) >= least and held >= _SHARE * over:
+                    break
+            usage.listed = clock.monotonic()
+            spare = min(held // _SHARE, usage.total // 100) if len(entries) >= _MANY else 0
+            planned = self.plan(
+                replace(limits, spare=max(spare, extra * held // max(1, len(entries)))),
+                reserved=usage.total - held + need,
+                jobs=jobs,
+                entries=entries,
+            )
+            if not planned.missing:
+                break
+        return planned
+
+    def _evict(self, usage: _Usage, planned: CleanReport) -> int:
+        """Carry out a plan; return the bytes freed. Call it with the budget lock."""
+        gone = self.evict(planned)
+        for removal in gone:
+            usage.add(_part(removal.entries[0].key), -removal.size)
+        return sum(removal.size for removal in gone)
 
     def flights(self) -> list[InFlight]:
         """Return the shards in flight in all namespaces, with their sizes as bytes on disk."""
@@ -243,47 +325,97 @@ class Space:
             found.append(replace(flight, occupied=self.allocated(flight.occupied), size=size))
         return found
 
-    def _entries(self) -> list[Entry]:
-        return [entry for store in self.stores() for entry in store.entries()]
+    def _list(self, usage: _Usage, parts: Iterable[int]) -> Iterator[tuple[list[Entry], int]]:
+        """Yield the entries of each part, and their bytes on disk; correct ``usage``."""
+        flights: dict[int, list[InFlight]] = {}
+        for flight in self.flights():
+            flights.setdefault(_part_of(flight.path), []).append(flight)
+        stores = self.stores()
+        for part in parts:
+            entries = [entry for store in stores for entry in store.entries(f"{part:02x}")]
+            published = {(entry.key, entry.version) for entry in entries}
+            # A partial that was published after it was listed counts only as an entry. A partial
+            # that still exists next to an entry of its version may replace the entry: both count.
+            reserved = sum(
+                flight.reserved
+                for flight in flights.get(part, ())
+                if (flight.key, flight.version) not in published or is_directory(flight.path)
+            )
+            if any(each.live and each.key and each.size is None for each in flights.get(part, ())):
+                usage.growing.add(part)
+            held = total_bytes(entries, self.allocated)
+            usage.held[part] = held + reserved
+            yield entries, held
 
-    def _count(self) -> tuple[_Usage, list[Entry]]:
-        """Return a new count of entries and partials, and the list of entries."""
-        counted, flights = clock.monotonic(), self.flights()
-        if any(flight.live and flight.key and flight.size is None for flight in flights):
-            counted = -math.inf  # a final size is unknown, so the next admission must count again
-        entries = self._entries()
-        published = {(entry.key, entry.version) for entry in entries}
-        # A partial that was published after it was listed counts only as an entry. A partial that
-        # still exists next to an entry of the same version may replace the entry, so both count.
-        reserved = sum(
-            flight.reserved
-            for flight in flights
-            if (flight.key, flight.version) not in published or is_directory(flight.path)
-        )
-        return _Usage(total_bytes(entries, self.allocated) + reserved, counted), entries
+    def _count(self, usage: _Usage) -> None:
+        """Count the parts whose bytes are unknown."""
+        unknown = [part for part, held in enumerate(usage.held) if held is None]
+        if unknown:
+            deque(self._list(usage, unknown), maxlen=0)
+        if len(unknown) == _PARTS:
+            usage.listed = clock.monotonic()
 
-    def _read(self) -> _Usage | None:
-        """Return the content of ``usage``. With leases, or if it is missing or old, return None."""
-        if self.node.grace is not None:
-            return None
+    @contextlib.contextmanager
+    def _usage(self) -> Iterator[_Usage]:
+        """Read the file ``usage``, and write it after the body. Call it with the budget lock."""
+        usage = self._read()
         try:
-            boot, held, counted, most = json.loads(read_file(self.node.usage, _MAX_USAGE))
-            if boot == boot_id() and 0 <= clock.monotonic() - counted < _BELIEVED:
-                return _Usage(int(held), counted, None if most is None else int(most))
-        except (OSError, ValueError, TypeError, OverflowError, RecursionError) as exn:
+            yield usage
+        finally:
+            self._write(usage)
+
+    def _read(self) -> _Usage:
+        """Return the content of ``usage``. With leases, or if it is damaged, no part is counted."""
+        usage = _Usage()
+        if self.node.grace is not None:
+            return usage
+        try:
+            boot, held, part, listed = json.loads(read_file(self.node.usage, _MAX_USAGE))
+            if boot == boot_id() and len(held) == _PARTS:
+                known = [each if isinstance(each, int) and each >= 0 else None for each in held]
+                usage = _Usage(known, int(part) % _PARTS, float(listed))
+        except _NOT_A_RECORD as exn:
             logger.debug("%s: %s", self.node.usage, exn)
-        return None
+        return usage
 
     def _write(self, usage: _Usage) -> None:
+        held = [None if part in usage.growing else size for part, size in enumerate(usage.held)]
+        self._record(self.node.usage, [held, usage.next, usage.listed])
+
+    def _refuse(self, most: int) -> None:
+        """Remember that the cache holds shards that must stay and has room for ``most`` bytes."""
+        self._record(self.node.refusal, [clock.monotonic(), most])
+
+    def _refusal(self, need: int, usage: _Usage | None = None) -> tuple[int, bool]:
+        """Return how many of ``need`` bytes do not fit according to the last refusal, if any.
+
+        Also return whether the refusal is less than a minute old.
+        """
+        if self.node.grace is None:
+            with contextlib.suppress(*_NOT_A_RECORD):
+                boot, when, most = json.loads(read_file(self.node.refusal, _MAX_USAGE))
+                age = clock.monotonic() - float(when)
+                if boot == boot_id() and age >= 0:
+                    held = (usage or self._read()).total
+                    return max(0, held + need - int(most)), age < _REFUSED
+        return 0, False
+
+    def forget_refusal(self) -> None:
+        """Forget the last refusal, because shards were removed or may be evicted now."""
+        with contextlib.suppress(OSError):
+            self.node.refusal.unlink()
+
+    def _record(self, path: Path, values: list[object]) -> None:
         layout = self.node
         if layout.grace is not None:
             return
-        record = json.dumps([boot_id(), usage.held, usage.counted, usage.most]).encode()
         try:
-            replace_file(layout.usage, record, layout.modes.file, via=layout.partial)
+            data = json.dumps([boot_id(), *values]).encode()
+            replace_file(path, data, layout.modes.file, via=layout.partial)
         except OSError as exn:  # the disk is full or read-only
-            logger.debug("%s: %s", layout.usage, exn)
-            self.recount()
+            logger.debug("%s: %s", path, exn)
+            with contextlib.suppress(OSError):
+                path.unlink()
 
     def limits(self, newcomer: int | None = None) -> Limits:
         """Return the configured limits in bytes, for the current state of the filesystem.
@@ -316,27 +448,30 @@ class Space:
         *,
         reserved: int = 0,
         jobs: bool = True,
-        entries: Iterable[Entry] | None = None,
+        entries: Sequence[Entry] | None = None,
     ) -> CleanReport:
-        """Plan an eviction with `eviction.plan`.
+        """Plan an eviction of ``entries``, or of all entries, with `eviction.plan`.
 
-        Without ``jobs``, shards that running jobs used may be evicted. ``entries`` are all entries,
-        if the caller has already listed them.
+        Without ``jobs``, shards that running jobs used may be evicted.
         """
+        if entries is None:
+            entries = [entry for store in self.stores() for entry in store.entries()]
+        keys = {entry.key for entry in entries}
         return plan(
-            self._entries() if entries is None else entries,
+            entries,
             limits,
-            Policy.of(self._config, self.node, clock.time(), jobs=jobs),
+            Policy.of(self._config, self.node, clock.time(), jobs=jobs, keys=keys),
             reserved=reserved,
             in_use=self.stores()[0].in_use,
             allocated=self.allocated,
         )
 
-    def _sweep(self) -> int:
+    def _sweep(self, usage: _Usage) -> int:
         """Remove partials of dead processes and half-removed entries; return the bytes freed."""
         removals = [one for store in self.stores() for one in sweep(store, self.allocated)]
         for removal in removals:
             logger.info("removed %s, %d bytes", removal.name, removal.size)
+            usage.held[_part_of(removal.name)] = None
         return sum(removal.size for removal in removals)
 
     def evict(self, planned: CleanReport) -> list[Removal]:

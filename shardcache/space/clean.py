@@ -62,7 +62,7 @@ def clean(
     if dry_run:
         return replace(planned, removed=(*leftovers, *planned.removed))
     gone, now = space.evict(planned), clock.time()
-    space.recount()
+    space.forget_refusal()
     remove_expired(space.node, now)
     try:
         database.compact(space.node, now)

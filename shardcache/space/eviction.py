@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -107,13 +107,24 @@ class Policy:
     pinned: frozenset[str] = frozenset()  #: keys that a user pinned
 
     @classmethod
-    def of(cls, config: Config, node: Layout, now: float, *, jobs: bool = True) -> Policy:
-        """Return the configured policy; without ``jobs``, no shards stay for running jobs."""
+    def of(
+        cls,
+        config: Config,
+        node: Layout,
+        now: float,
+        *,
+        jobs: bool = True,
+        keys: Container[str] | None = None,
+    ) -> Policy:
+        """Return the configured policy for the shards with these keys, by default for all shards.
+
+        Without ``jobs``, no shards stay for running jobs.
+        """
         since = None
         if jobs and config.policy == "working-set" and (started := live_sessions(node)):
             oldest = min(_past(date, now) for date in started)
             since = max(oldest, now - config.protect_for)
-        return cls(now, config.policy, since, frozenset(pinned(node, now)))
+        return cls(now, config.policy, since, frozenset(pinned(node, now, keys)))
 
     def last_used(self, entry: Entry) -> float:
         """Return when an entry was last used, or 0 if its timestamp is in the future."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+from collections.abc import Container
 
 from shardcache.layout import Layout, is_pin_name, list_names, read_file, replace_file
 from shardcache.urls import ShardURL
@@ -35,9 +36,12 @@ def unpin(layout: Layout, key: str) -> bool:
     return True
 
 
-def pinned(layout: Layout, now: float) -> dict[str, str]:
-    """Return the URL of each pinned shard by key. If the pin is damaged, the URL is empty."""
-    return {key: url for key, (until, url) in _pins(layout).items() if now < until}
+def pinned(layout: Layout, now: float, keys: Container[str] | None = None) -> dict[str, str]:
+    """Return the URL of each pinned shard by key, or only of those among ``keys``.
+
+    If the pin is damaged, the URL is empty.
+    """
+    return {key: url for key, (until, url) in _pins(layout, keys).items() if now < until}
 
 
 def remove_expired(layout: Layout, now: float) -> int:
@@ -45,11 +49,13 @@ def remove_expired(layout: Layout, now: float) -> int:
     return sum(unpin(layout, key) for key, (until, _) in _pins(layout).items() if now >= until)
 
 
-def _pins(layout: Layout) -> dict[str, tuple[float, str]]:
+def _pins(layout: Layout, keys: Container[str] | None = None) -> dict[str, tuple[float, str]]:
     """Return (expiry, URL) by key. A damaged pin does not expire and has an empty URL."""
     pins = {}
     for name in filter(is_pin_name, list_names(layout.pins)):
         key = name.removesuffix(".pin")
+        if keys is not None and key not in keys:
+            continue
         try:
             record = json.loads(read_file(layout.pin(key), _MAX_RECORD))
             until = math.inf if record["until"] is None else float(record["until"])

@@ -8,6 +8,8 @@ rank's or job's. A session is a file that shows that a process uses the cache.
 
 from __future__ import annotations
 
+import contextlib
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -15,7 +17,7 @@ from shardcache import clock
 from shardcache.config import Config
 from shardcache.layout import Layout, is_rank_name, list_names
 from shardcache.locks.mounts import node_namespace
-from shardcache.locks.sessions import Session, state_limits
+from shardcache.locks.sessions import Session, live_sessions, state_limits
 from shardcache.ranks import Ranks, safe_name
 from shardcache.store.entry import Store
 from shardcache.store.root import (
@@ -148,8 +150,15 @@ class Tier:
         return directory.startswith(f"{self.node.base}/")
 
     def end_session(self) -> None:
-        """Close the session, so that the shards that this job used may be evicted."""
+        """Close the session, so that the shards that this job used may be evicted.
+
+        They may be evicted unless another process has a session that began as early, such as the
+        owner of a DataLoader's worker.
+        """
         session, self._session = self._session, None
         if session is not None:
             session.close()
-            self.space().recount()
+            with contextlib.suppress(OSError):
+                others = live_sessions(self.node)
+                if session.started < min(others, default=math.inf):
+                    self.space().forget_refusal()

@@ -423,11 +423,20 @@ class Store:
         except (DamagedError, OSError) as exn:  # another user owns the file, or it is read-only
             logger.info("processes that know %s still read it: %s", entry.path.name, exn)
 
-    def entries(self) -> Iterator[Entry]:
-        """Yield every entry in no particular order. Directories with other names are ignored."""
-        for prefix in _directories(str(self.layout.objects)):
-            for key in _directories(prefix.path):
-                if is_key(key.name) and key.name[:2] == prefix.name:
+    def entries(self, prefix: str | None = None) -> Iterator[Entry]:
+        """Yield the entries, in no particular order. Directories with other names are ignored.
+
+        Args:
+            prefix: the first two digits of the keys; None for all keys.
+        """
+        objects = str(self.layout.objects)
+        if prefix is None:
+            prefixes = [each.name for each in _directories(objects)]
+        else:
+            prefixes = [prefix] if is_directory(f"{objects}/{prefix}") else []
+        for prefix in prefixes:
+            for key in _directories(f"{objects}/{prefix}"):
+                if is_key(key.name) and key.name[:2] == prefix:
                     for child in _directories(key.path):
                         if (parsed := parse_entry_name(child.name)) is not None:
                             yield Entry(child.path, key.name, *parsed, _last_use(child.path))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,11 +17,13 @@ from shardcache.config import Config
 from shardcache.errors import CacheFullError
 from shardcache.locks.flock import Holder, KeyLock
 from shardcache.locks.sessions import Session
+from shardcache.space import budget
 from shardcache.space.budget import Space
 from shardcache.space.eviction import total_bytes
 from shardcache.store.entry import Entry, Store
 from shardcache.store.partial import Partial
 from shardcache.store.root import make_root
+from shardcache.urls import parse_url
 from tests.support.caches import read
 from tests.support.disktools import disk, needs_mounts
 from tests.support.fakes import FakeClock
@@ -51,16 +54,16 @@ class Bench:
             options["max_size"] = room(path, *holds)
         config = Config(path / "cache", **{"min_free": 0, **options})
         self.space = Space(self.layout, lambda: [self.store], config)
-        self.counts = 0
-        listed = self.store.entries
-        monkeypatch.setattr(self.store, "entries", lambda: self._list(listed()))
+        self.counts = 0  # how often the first part of the cache was listed
+        self.real_entries = self.store.entries
+        monkeypatch.setattr(self.store, "entries", self._list)
 
     def _statvfs(self) -> object:
         return SimpleNamespace(f_frsize=1, f_blocks=1000 * GB, f_bavail=self.free)
 
-    def _list(self, entries: Iterator[Entry]) -> Iterator[Entry]:
-        self.counts += 1
-        return entries
+    def _list(self, prefix: str | None = None) -> Iterator[Entry]:
+        self.counts += prefix == "00"
+        return self.real_entries(prefix)
 
     def shelve(self, count: int, size: int) -> list[Entry]:
         """Publish entries, each used later than the one before."""
@@ -68,7 +71,7 @@ class Bench:
         return [publish(self.store, url, bytes(size), used=n) for n, url in enumerate(urls, 1)]
 
     def admit(self, url: str = NEW, size: int | None = 0) -> Partial:
-        with self.space.reserved(url, size):
+        with self.space.reserved(parse_url(url), size):
             return begin(self.layout, metadata_for(url, b"", size=size))
 
     def fetch(self, number: int, size: int = 1000) -> None:
@@ -178,7 +181,7 @@ def test_a_shard_that_is_published_during_a_count_counts_once(make, monkeypatch)
     partial = begun(bench.layout, "s3://lab/0.tar", bytes(MIB))
     flights = bench.space.flights()
     bench.store.publish(partial, partial.metadata)
-    bench.space.recount()
+    bench.layout.usage.unlink(missing_ok=True)
     monkeypatch.setattr(bench.space, "flights", lambda: flights)  # from before
     bench.admit("s3://lab/1.tar", MIB).discard()  # not refused for want of room
     partial.close()
@@ -190,9 +193,9 @@ def test_a_second_download_of_a_published_shard_counts_too(make) -> None:
     # Its process was stopped, so another process published the shard.
     second = begun(bench.layout, "s3://lab/0.tar", bytes(MIB))
     publish(bench.store, "s3://lab/0.tar", bytes(MIB), used=1.0)
-    bench.space.recount()
+    bench.layout.usage.unlink(missing_ok=True)
     bench.admit("s3://lab/1.tar", MIB).discard()
-    bench.space.recount()
+    bench.layout.usage.unlink(missing_ok=True)
     bench.admit("s3://lab/2.tar", 2 * MIB).discard()  # evicts the published shard
     assert list(bench.store.entries()) == []
     second.close()
@@ -205,16 +208,68 @@ def test_a_refusal_is_remembered_for_a_minute(library: Bench) -> None:
     for _ in range(3):
         with pytest.raises(CacheFullError, match="it needs 1.0 KB more"):
             library.admit(size=fits + 1000)
-    assert library.counts == 1
+    assert library.counts == 2  # to count, and to plan
     assert library.space.refuses(NEW, fits + 3000) and not library.space.refuses(NEW, fits)
     library.fetch(401, fits)  # smaller than the refused shard
     with pytest.raises(CacheFullError):
         library.fetch(402)
-    assert library.counts == 1
+    assert library.counts == 2
     session.close()
     library.clock.sleep(60)
     library.fetch(400, fits + 1000)
     assert library.used() <= library.space.max_size
+
+
+@pytest.fixture
+def large(make: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch) -> Bench:
+    """A full cache that is six times as large as a sample."""
+    monkeypatch.setattr(budget, "_SAMPLE", 100)
+    bench = make(*600 * [1000])
+    bench.shelve(600, 1000)
+    bench.fetch(600)
+    return bench
+
+
+@pytest.mark.locks_work("flock", "answers")
+def test_a_large_full_cache_is_listed_in_samples(large: Bench) -> None:
+    for number in range(601, 700):
+        large.fetch(number)
+        assert number % 10 or large.used() <= large.space.max_size
+    urls = [f"s3://lab/{number:04d}.tar" for number in range(600)]
+    gone = [
+        n for n, url in enumerate(urls) if not large.layout.key_dir(parse_url(url).key).exists()
+    ]
+    assert 100 <= len(gone) < 110 and max(gone) < 200 and large.counts < 10
+    for path in large.layout.objects.glob("[0-7]?"):  # by hand
+        shutil.rmtree(path)
+    left, held = large.used(), len(list(large.real_entries()))
+    for number in range(700, 800):
+        large.fetch(number)
+    assert large.used() - left == large.room(1000) * 100  # nothing was evicted
+    assert len(list(large.real_entries())) == held + 100
+
+
+@pytest.mark.locks_work("flock", "answers")
+def test_a_large_full_cache_refuses_a_shard_when_all_entries_must_stay(large: Bench) -> None:
+    session = Session(large.layout, 0.5)
+    older = [entry for number, entry in enumerate(large.real_entries()) if number in (5, 500)]
+    for entry in older:
+        os.utime(entry.path / "meta.json", (0.1, 0.1))
+    large.clock.sleep(60)  # until the room that was made in advance is used up
+    for number in range(601, 620):
+        with contextlib.suppress(CacheFullError):
+            large.fetch(number)
+    assert not any(entry.path.exists() for entry in older)
+    assert large.used() == large.space.max_size
+    counts = large.counts
+    for _ in range(10):
+        large.clock.sleep(60)
+        with pytest.raises(CacheFullError):
+            large.fetch(700)
+    assert large.counts <= counts + 3  # a sample each
+    session.close()
+    large.layout.refusal.unlink()
+    large.fetch(700)
 
 
 @pytest.mark.locks_work("flock", "answers")

@@ -43,6 +43,6 @@ class Shop:
         return found
 
     def use(self, url: str, when: float) -> None:
-        """Set the last use of an entry, and drop the recorded disk usage."""
+        """Set the last use of an entry, and forget the last refusal."""
         os.utime(self.entries()[url].path / "meta.json", (when, when))
-        Layout.of_root(self.path).usage.unlink(missing_ok=True)
+        Layout.of_root(self.path).refusal.unlink(missing_ok=True)

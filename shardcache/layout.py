@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from shardcache.files import PRIVATE, Modes, open_file, random_token, write_new
+from shardcache.files import PRIVATE, SAFELY, Modes, random_token, write_new
 from shardcache.threads import lazy
 from shardcache.urls import SIDE_FILES
 
@@ -223,8 +223,11 @@ def remove_old(path: Path, age: float = IDLE_GRACE) -> None:
 
 def read_file(path: Path | str, limit: int) -> bytes:
     """Read up to ``limit`` bytes of a file without following a symbolic link or blocking."""
-    with open_file(path) as file:
-        return os.read(file.fileno(), limit)
+    fd = os.open(path, os.O_RDONLY | SAFELY)
+    try:
+        return os.read(fd, limit)
+    finally:
+        os.close(fd)
 
 
 def read_manifest(root: Path) -> dict[str, Any]:

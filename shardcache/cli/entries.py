@@ -139,18 +139,17 @@ def _list_shards(cache: Cache) -> tuple[list[Row], Row, str]:
         row |= {"key": entry.key, "version": entry.version, "size": entry.size}
         row["used_at"] = utc(entry.used)
         try:
-            data, metadata = entry.data, entry.metadata()
-            row["path"] = str(data)
+            data, metadata = str(entry.data), entry.metadata()
+            row["path"] = data
             row["url"], row["fetched_at"] = metadata.url, utc(metadata.fetched_at)
             row["etag"], row["checked"] = metadata.info.etag, metadata.checked
             row["digest"] = metadata.digest
             if metadata.url.startswith("s3://") and metadata.endpoint != endpoint:
                 row["endpoint"] = _other_endpoint(cache, entry.key, metadata.url)
-            recorded = metadata.key, metadata.info.version, metadata.size
-            is_whole = data.lstat().st_size == entry.size
-            if is_whole and recorded == (entry.key, entry.version, entry.size):
-                row["state"] = "in_use" if home.store.in_use(entry) else "ok"
-                row["state"] = "pinned" if entry.key in policy.pinned else row["state"]
+            if os.lstat(data).st_size == entry.size:
+                is_pinned = entry.key in policy.pinned
+                in_use = not is_pinned and home.store.in_use(entry, data)
+                row["state"] = "pinned" if is_pinned else "in_use" if in_use else "ok"
         except (DamagedError, OSError):
             if not entry.path.exists():
                 continue  # another process has evicted it

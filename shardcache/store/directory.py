@@ -20,7 +20,7 @@ from typing import Any
 
 from shardcache.clock import utc
 from shardcache.errors import ConfigError
-from shardcache.files import NOT_DATA, open_file, unlock
+from shardcache.files import NOT_DATA, SAFELY, unlock
 from shardcache.layout import (
     META,
     PROGRESS,
@@ -127,7 +127,7 @@ class Metadata:
         return metadata
 
 
-def data_file(directory: Path) -> Path | None:
+def data_file(directory: Path | str) -> Path | None:
     """Return the data file of an entry or a partial, or None if there is none.
 
     The sidecar is read only if files of other programs make the choice ambiguous.
@@ -135,48 +135,54 @@ def data_file(directory: Path) -> Path | None:
     names = _data_names(list_names(directory))
     if len(names) > 1 and (stated := _stated_name(directory)) is not None:
         names = [stated] if stated in names else []
-    return directory / names[0] if names else None
+    return Path(f"{directory}/{names[0]}") if names else None
 
 
 def _data_names(names: Iterable[str]) -> list[str]:
     return [name for name in names if not name.startswith(".") and not is_side_file(name)]
 
 
-def _stated_name(directory: Path) -> str | None:
+def _stated_name(directory: Path | str) -> str | None:
     """Return the data file's name according to the sidecar or journal; None if neither has it."""
     for name in (META, PROGRESS):
         with contextlib.suppress(OSError, ValueError, DamagedError):
-            data = read_file(directory / name, MAX_SIDECAR)
+            data = read_file(f"{directory}/{name}", MAX_SIDECAR)
             # In a journal, a header precedes the sidecar.
             return Metadata.decode(data[data.index(b'{"schema"') :].partition(b"\n")[0]).basename
     return None
 
 
 @contextlib.contextmanager
-def hold(directory: Path, grace: float | None, *, shared: bool = False) -> Iterator[bool]:
+def hold(
+    directory: Path | str, grace: float | None, *, shared: bool = False, data: str | None = None
+) -> Iterator[bool]:
     """Hold the flock of a directory's data file in the body; yield whether the shard is free.
 
+    ``data`` is the data file, if the caller knows it.
     Yields False if another process holds the flock, or may hold it. With leases, nothing is locked,
     and a shard is free after ``grace`` seconds without a write or a touch.
     """
     if grace is not None:
-        yield is_idle(directory, grace)
+        yield is_idle(Path(directory), grace)
         return
-    data = data_file(directory) or directory
-    with contextlib.ExitStack() as stack:
+    path, fd = str(data or data_file(directory) or directory), -1
+    try:
         try:
-            fd = stack.enter_context(open_file(data)).fileno()
-            stack.callback(unlock, fd)
+            fd = os.open(path, os.O_RDONLY | SAFELY)
             free = try_flock(fd, shared=shared)
             if free and not shared:  # the file may have been replaced since it was opened
-                free = is_file(data, fd)
+                free = is_file(path, fd)
         except OSError as exn:
             # EACCES: a process of another user in the group may have been killed before it gave
             # the group access. Other errors, such as EMFILE, say nothing about the lock.
             if exn.errno not in NOT_DATA | GONE | {errno.EACCES}:
                 raise
             free = None if exn.errno == errno.EACCES else True  # the file is gone, or is a link
-        yield is_idle(directory) if free is None else free
+        yield is_idle(Path(directory)) if free is None else free
+    finally:
+        if fd >= 0:
+            unlock(fd)
+            os.close(fd)
 
 
 def hide(directory: Path, layout: Layout, key: str) -> Path | None:

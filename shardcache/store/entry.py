@@ -138,7 +138,7 @@ class Entry(NamedTuple):
             DamagedError: the entry has no data file.
             OSError: the entry is gone.
         """
-        if (path := data_file(self.path)) is not None:
+        if (path := data_file(self.directory)) is not None:
             return path
         if is_directory(self.directory):
             raise DamagedError("it has no data file")
@@ -445,9 +445,12 @@ class Store:
         """Yield every version of one shard, newest first."""
         return (Entry.at(directory) for _, directory, _ in versions(self.layout, key))
 
-    def in_use(self, entry: Entry) -> bool:
-        """Return whether a process is reading an entry of any namespace of this root."""
-        with hold(entry.path, self._grace) as free:
+    def in_use(self, entry: Entry, data: str | None = None) -> bool:
+        """Return whether a process is reading an entry of any namespace of this root.
+
+        ``data`` is the data file of the entry, if the caller knows it.
+        """
+        with hold(entry.directory, self._grace, data=data) as free:
             return not free
 
     def evict(self, entry: Entry) -> bool:

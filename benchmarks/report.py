@@ -14,7 +14,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from benchmarks import cleaning, epochs, hits, transfers
+from benchmarks import epochs, growth, hits, transfers
 from benchmarks.results import ROOT, Row, arguments_of, picked, say, table
 
 #: name of the module -> heading, text, and the function that makes the tables, in the order of the
@@ -41,11 +41,11 @@ PAGES = {
         "Open a cached shard, read 512 bytes, close it.",
         hits.report,
     ),
-    "cleaning": (
-        "Cleaning",
-        "Entries of 512 bytes on a disk, because the cost depends on their number. The kernel has "
-        "their names in memory.",
-        cleaning.report,
+    "growth": (
+        "What grows with the cache",
+        "Entries of 10 KB, because costs depend on their number. The kernel has their names in "
+        "memory. The last column shows how many times as much the largest cache costs.",
+        growth.report,
     ),
 }
 _ABOUT = """\

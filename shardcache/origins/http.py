@@ -83,8 +83,8 @@ def object_info(response: Response, size: int | None) -> ObjectInfo:
     """Return the version that the headers of a response state.
 
     A weak or empty ETag and a recent Last-Modified are ignored, because they do not identify a
-    version (RFC 9110, 8.8). Headers that repeat a secret of the request are ignored as well, because
-    the entry's sidecar stores the version.
+    version (RFC 9110, 8.8). Headers that repeat a secret of the request are ignored as well,
+    because the entry's sidecar stores the version.
     """
     headers = {
         name: value

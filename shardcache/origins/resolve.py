@@ -58,10 +58,16 @@ _FAILURES = 2
 
 
 class Origins:
-    """The origins and the upstreams of one configuration. Threads may share it."""
+    """The origins and the upstreams of one configuration. Threads may share it.
 
-    def __init__(self, config: Config) -> None:
+    Args:
+        config: the options of the cache.
+        is_new: returns whether a kind of warning is the first of its job on this node.
+    """
+
+    def __init__(self, config: Config, is_new: Callable[[str], bool] = lambda kind: True) -> None:
         self._config = config
+        self._is_new = is_new
         self._guard = threading.Lock()
         self._made: dict[tuple[str, tuple[tuple[str, str], ...], str], Origin] = {}
 
@@ -119,7 +125,9 @@ class Origins:
 
     @lazy
     def _upstreams(self) -> list[_Upstream]:
-        return [_Upstream(each, self._config.timeout) for each in self._config.upstreams]
+        return [
+            _Upstream(each, self._config.timeout, self._is_new) for each in self._config.upstreams
+        ]
 
 
 def _make(
@@ -182,8 +190,9 @@ class UpstreamOrigin:
 class _Upstream:
     """An upstream of the configuration, with its origin and its breaker."""
 
-    def __init__(self, config: Upstream, timeout: float) -> None:
+    def __init__(self, config: Upstream, timeout: float, is_new: Callable[[str], bool]) -> None:
         self.config = config
+        self._is_new = is_new
         self._name = redact(config.url)
         self._scheme = config.url.partition("://")[0].lower() if "://" in config.url else "file"
         self._breaker = Breaker(threshold=_FAILURES)
@@ -240,13 +249,14 @@ class _Upstream:
         )
 
     def _failed(self, exn: Exception) -> None:
-        """Count a fault. One warning says that the upstream is left alone."""
+        """Count a fault. The first time that a job leaves the upstream alone is a warning."""
         reason = exn.__cause__ if isinstance(exn, TransferError) else exn
         opened = self._breaker.failed()
-        text = "not using the upstream %s for a while: %s" if opened else "the upstream %s: %s"
-        logger.log(
-            logging.WARNING if opened else logging.INFO, text, self._name, redact(str(reason))
+        level = (
+            logging.WARNING if opened and self._is_new(f"upstream-{self._name}") else logging.INFO
         )
+        text = "not using the upstream %s for a while: %s" if opened else "the upstream %s: %s"
+        logger.log(level, text, self._name, redact(str(reason)))
 
     def write(self, shard: ShardURL, data: Path, sidecar: bytes) -> None:
         """Copy an entry unless the upstream has it. Faults are logged.

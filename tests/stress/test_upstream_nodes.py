@@ -1,8 +1,9 @@
-"""Four nodes want the same shards at once; a cache or a NAS near them asks the origin once.
+"""Four nodes want the same shards at once, and their origin sends each shard once.
 
-    node-1 ... node-4 (a cache each) --- engine (nginx) --- origin (SeaweedFS behind a log)
+    node-1 ... node-4, a cache each --- nginx as in docs/clusters.md, or a NAS --- origin
 
-Each is a network namespace of its own. The configuration of nginx is the one in docs/clusters.md.
+Each of the nodes, nginx and the origin (SeaweedFS, and a log of what it sends) has a network
+namespace of its own.
 """
 
 import contextlib
@@ -15,7 +16,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -27,45 +27,28 @@ from tests.support.trainingtools import ROOT
 
 pytestmark = pytest.mark.timeout(600)
 
-NODES = [f"node-{number}" for number in range(1, 5)]
-ADDRESSES = {
-    name: f"10.88.0.{number}" for number, name in enumerate(["origin", "engine", *NODES], 1)
+NODES = [f"node-{number}" for number in range(4)]
+ADDRESSES = {name: f"10.88.0.{n}" for n, name in enumerate(["origin", "engine", *NODES], 1)}
+ORIGIN = f"http://{ADDRESSES['origin']}:9000"
+SHARDS = {f"train-{n}.tar": make_tar(n, members=24, size=250_000) for n in range(8)}
+SPEC = f"s3://lab/train-{{0..{len(SHARDS) - 1}}}.tar"
+ANYONE = {"Effect": "Allow", "Principal": "*", "Action": "s3:GetObject"}
+NGINX = """
+daemon off; error_log HOME/errors; pid HOME/pid; events { worker_connections 4096; }
+http {
+    access_log off; proxy_temp_path HOME/1; client_body_temp_path HOME/2;
+    %s
 }
-#: Number of shards, and MiB of each. SHARDS=32x64 RATE=0 measures the figures of docs/clusters.md.
-COUNT, MIB = map(int, os.environ.get("SHARDS", "8x12").split("x"))
-#: Bytes per second of a connection to the origin, as in nginx; 0 for no limit.
-RATE = os.environ.get("RATE", "2m")
-SPEC = f"s3://lab/train-{{0..{COUNT - 1}}}.tar"
-WARNING = "warning: not using the upstream"
-POLICY = {
-    "Version": "2012-10-17",
-    "Statement": [
-        {
-            "Effect": "Allow",
-            "Principal": "*",
-            "Action": "s3:GetObject",
-            "Resource": "arn:aws:s3:::lab/*",
-        }
-    ],
-}
-LOG = """
-daemon off; error_log {home}/errors; pid {home}/pid; events {{ worker_connections 4096; }}
-http {{
-    access_log off; client_max_body_size 0;
-    proxy_temp_path {home}/1; client_body_temp_path {home}/2; fastcgi_temp_path {home}/3;
-    uwsgi_temp_path {home}/4; scgi_temp_path {home}/5;
-    {http}
-}}
 """
+#: A slow origin, so that the engine can die in the middle.
 COUNTING = """
-log_format sent '$request_method $uri $status $body_bytes_sent';
-server {{
-    listen 9000; access_log {home}/requests sent;
-    location / {{
-        proxy_pass {origin}; proxy_set_header Host $http_host; proxy_buffering off;
-        limit_rate {rate};
-    }}
-}}
+log_format sent '$request_method $uri $body_bytes_sent';
+server {
+    listen 9000; access_log HOME/sent sent;
+    location / {
+        proxy_pass %s; proxy_set_header Host $http_host; proxy_buffering off; limit_rate 2m;
+    }
+}
 """
 
 
@@ -77,172 +60,147 @@ def ip(*arguments):
 
 @pytest.fixture(scope="module")
 def prefix():
-    """Make a namespace for each address, and a switch between them."""
-    if os.geteuid() or not shutil.which("ip"):
-        pytest.skip("needs root and the program ip, for network namespaces")
-    prefix = f"shardcache-{os.getpid()}-"
+    """Make the namespaces, and a switch between them; yields the first part of their names."""
+    for program in ("ip", "nginx"):
+        if os.geteuid() or not shutil.which(program):
+            pytest.skip(f"needs root and the program {program}")
+    prefix, names = f"shardcache-{os.getpid()}-", ["switch", *ADDRESSES]
     switch = f"{prefix}switch"
     try:
-        ip("netns", "add", switch)
-        ip("-n", switch, "link", "add", "bridge", "type", "bridge")
-        ip("-n", switch, "link", "set", "bridge", "up")
+        for name in names:
+            ip("netns", "add", prefix + name)
+        ip("-n", switch, "link", "add", "bridge", "up", "type", "bridge")
         for name, address in ADDRESSES.items():
-            there = prefix + name
-            ip("netns", "add", there)
-            peer = ["type", "veth", "peer", "name", "eth0", "netns", there]
-            ip("-n", switch, "link", "add", name, *peer)
-            ip("-n", switch, "link", "set", name, "master", "bridge", "up")
-            ip("-n", there, "address", "add", f"{address}/24", "dev", "eth0")
-            ip("-n", there, "link", "set", "eth0", "up")
-            ip("-n", there, "link", "set", "lo", "up")
+            peer = ["type", "veth", "peer", "name", "eth0", "netns", prefix + name]
+            ip("-n", switch, "link", "add", name, "up", "master", "bridge", *peer)
+            ip("-n", prefix + name, "address", "add", f"{address}/24", "dev", "eth0")
+            for device in ("eth0", "lo"):
+                ip("-n", prefix + name, "link", "set", device, "up")
         yield prefix
     finally:
-        for name in ["switch", *ADDRESSES]:
+        for name in names:
             subprocess.run(["ip", "netns", "delete", prefix + name], capture_output=True)
 
 
 def serve(parent, namespace, home):
-    """Run S3 in a namespace. Says the environment of its clients, and digests of the shards."""
+    """Run an S3 server with the shards in a namespace; says the environment of its clients."""
     with open(f"/run/netns/{namespace}") as file:
         assert ctypes.CDLL(None).setns(file.fileno(), 0) == 0
     with S3Server(directory=home) as server:
         server.create_bucket("lab")
-        server.client().put_bucket_policy(Bucket="lab", Policy=json.dumps(POLICY))
-        digests = {}
-        for number in range(COUNT):
-            data = make_tar(number, members=24, size=MIB * 21_000)
-            server.put("lab", f"train-{number}.tar", data)
-            digests[f"train-{number}.tar"] = hashlib.sha256(data).hexdigest()
-        parent.say((server.environment(), digests, number * len(data) + len(data)))
+        statement = ANYONE | {"Resource": "arn:aws:s3:::lab/*"}
+        policy = {"Version": "2012-10-17", "Statement": [statement]}
+        server.client().put_bucket_policy(Bucket="lab", Policy=json.dumps(policy))
+        for name, data in SHARDS.items():
+            server.put("lab", name, data)
+        parent.say(server.environment())
         parent.hear()
 
 
 class Cluster:
-    """The namespaces, and the processes in them."""
+    """The processes in the namespaces."""
 
-    def __init__(self, prefix, home, environment, digests, size):
-        self._prefix, self._home = prefix, home
-        self._environment, self._digests, self._size = environment, digests, size
+    def __init__(self, prefix, home, environment):
+        self._prefix, self._home, self._environment = prefix, home, environment
+
+    def _start(self, name, *command, **options):
+        return subprocess.Popen(["ip", "netns", "exec", self._prefix + name, *command], **options)
 
     @contextlib.contextmanager
     def nginx(self, name, http):
-        """Run nginx with this part of its configuration; yields its process."""
-        home = self._home / name
-        home.mkdir()
-        (home / "nginx.conf").write_text(
-            LOG.format(home=home, http=http.replace("HOME", str(home)))
-        )
+        """Run nginx; yields a function that kills it."""
+        (home := self._home / name).mkdir()
+        (home / "nginx.conf").write_text((NGINX % http).replace("HOME", str(home)))
         command = ["nginx", "-c", home / "nginx.conf", "-g", "user root;"]
-        with self.start(name, command, start_new_session=True) as process:
-            wait_until(lambda: (home / "pid").exists())
-            yield process
-            kill(process)
 
-    def start(self, name, command, **options):
-        return subprocess.Popen(["ip", "netns", "exec", self._prefix + name, *command], **options)
+        def kill():
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
-    def prewarm(self, upstream, *arguments):
-        """Start a prewarm on every node; a number in the arguments is the node's."""
+        process = self._start(name, *command, start_new_session=True)
+        try:
+            wait_until((home / "pid").exists)
+            yield kill
+        finally:
+            kill()
+
+    def prewarm(self, upstream, *arguments, midway=None):
+        """Prewarm all nodes at once; returns the warnings of each node.
+
+        ``midway`` is called when every node is downloading.
+        """
         started = []
         for number, name in enumerate(NODES):
-            environment = {key: v for key, v in os.environ.items() if not key.startswith("AWS_")}
-            environment |= self._environment | {
-                "AWS_ENDPOINT_URL_S3": f"http://{ADDRESSES['origin']}:9000",
-                "SHARDCACHE_DIR": str(self._home / "caches" / name),
-                "SHARDCACHE_MIN_FREE": "0",
-                "SHARDCACHE_CONFIG": str(self._home / "shardcache.toml"),
-                "SLURM_NODEID": str(number),
-                "SLURM_NNODES": str(len(NODES)),
-            }
-            (self._home / "shardcache.toml").write_text(f"[[upstreams]]\n{upstream}\n")
+            (self._home / name).mkdir(exist_ok=True)
+            config = self._home / name / "shardcache.toml"
+            config.write_text(f'dir = "{config.parent}/cache"\nmin_free = "0"\n{upstream}')
+            environment = os.environ | self._environment
+            environment |= {"AWS_ENDPOINT_URL_S3": ORIGIN, "SHARDCACHE_CONFIG": str(config)}
+            environment |= {"SLURM_NODEID": str(number), "SLURM_NNODES": str(len(NODES))}
             command = [sys.executable, "-m", "shardcache", "prewarm", "-v", SPEC, *arguments]
             pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
-            started.append(self.start(name, command, env=environment, **pipes))
-        return started
-
-    def end(self, started):
-        """Return the warnings of each node."""
+            started.append(self._start(name, *command, env=environment, **pipes))
+        if midway is not None:
+            wait_until(lambda: all(any(self._files(name, "partial/*")) for name in NODES))
+            midway()
         ends = [process.communicate(timeout=3 * PATIENCE)[1] for process in started]
-        assert [process.returncode for process in started] == [0] * len(NODES), ends
+        assert not any(process.returncode for process in started), ends
         return [[line for line in end.splitlines() if "warning:" in line] for end in ends]
 
-    def all_right(self):
-        """Return whether every node has every shard with the right bytes."""
-        found = list((self._home / "caches").glob("*/v1/objects/*/*/*/*.tar"))
-        right = [hashlib.sha256(p.read_bytes()).hexdigest() == self._digests[p.name] for p in found]
-        return all(right) and len(right) == len(NODES) * len(self._digests)
+    def _files(self, name, where):
+        return (self._home / name).glob(f"cache/v1/{where}/*.tar")
 
-    def under_way(self, name):
-        return any((self._home / "caches" / name).glob("v1/partial/*/*.tar"))
-
-    def sent(self):
-        """Return the bytes that the origin has sent, divided by those of all shards."""
-        lines = (self._home / "origin" / "requests").read_text().splitlines()
-        rows = [line.split() for line in lines]
-        return sum(int(row[3]) for row in rows if row[0] == "GET" and ".tar" in row[1]) / self._size
-
-
-def kill(process):
-    """Kill nginx and its workers."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    def fetches(self):
+        """Check the bytes of every node. Return how often the origin sent the data set."""
+        digests = {hashlib.md5(data).digest() for data in SHARDS.values()}
+        for name in NODES:
+            files = self._files(name, "objects/*/*/*")
+            assert {hashlib.md5(path.read_bytes()).digest() for path in files} == digests
+        rows = map(str.split, (self._home / "origin" / "sent").read_text().splitlines())
+        sent = sum(int(size) for method, path, size in rows if method == "GET" and ".tar" in path)
+        return sent / sum(map(len, SHARDS.values()))
 
 
 @pytest.fixture
 def cluster(prefix, tmp_path):
-    if not shutil.which("nginx"):
-        pytest.skip("needs nginx")
-    (tmp_path / "s3").mkdir()
-    with forked(serve, f"{prefix}origin", tmp_path / "s3") as s3:
-        environment, *shards = s3.hear(2 * PATIENCE)
-        cluster = Cluster(prefix, tmp_path, environment, *shards)
-        origin = environment["AWS_ENDPOINT_URL_S3"]
-        with cluster.nginx("origin", COUNTING.format(home="HOME", origin=origin, rate=RATE)):
+    with forked(serve, f"{prefix}origin", tmp_path) as s3:
+        cluster = Cluster(prefix, tmp_path, environment := s3.hear())
+        with cluster.nginx("origin", COUNTING % environment["AWS_ENDPOINT_URL_S3"]):
             yield cluster
         s3.tell()
         s3.wait()
 
 
-def documented():
-    """Return the configuration of nginx in docs/clusters.md, for this origin."""
-    text = (ROOT / "docs" / "clusters.md").read_text("utf-8")
-    [conf] = re.findall(r"```text\n(proxy_cache_path.*?)```", text, re.DOTALL)
-    conf = conf.replace("/var/cache/nginx", "HOME")
-    return conf.replace("https://s3.us-east-1.amazonaws.com", f"http://{ADDRESSES['origin']}:9000")
+def one_each(warnings, upstream):
+    """Return whether every node has logged one warning, that it does not use the upstream."""
+    start = f"warning: not using the upstream {upstream} for a while: "
+    return all(len(lines) == 1 and lines[0].startswith(start) for lines in warnings)
 
 
 @pytest.mark.parametrize("dies", [False, True])
-def test_nginx_fetches_each_shard_once_for_all_nodes(cluster, dies):
-    with cluster.nginx("engine", documented()) as engine:
-        began = time.monotonic()
-        started = cluster.prewarm(f'url = "http://{ADDRESSES["engine"]}:8080"')
-        if dies:
-            wait_until(lambda: all(map(cluster.under_way, NODES)))
-            kill(engine)
-        warnings = cluster.end(started)
-        print(*map(str, warnings), sep="\n")
-    print(f"{cluster.sent():.3f} of the data set in {time.monotonic() - began:.1f} s")
-    assert cluster.all_right()
+def test_nginx_fetches_each_shard_once(cluster, dies):
+    text = (ROOT / "docs" / "clusters.md").read_text("utf-8")
+    [http] = re.findall(r"```text\n(proxy_cache_path .*?)```", text, re.DOTALL)
+    http = http.replace("https://s3.us-east-1.amazonaws.com", ORIGIN)
+    upstream = f"http://{ADDRESSES['engine']}:8080"
+    with cluster.nginx("engine", http.replace("/var/cache/nginx", "HOME")) as kill:
+        warnings = cluster.prewarm(f'upstreams = ["{upstream}"]', midway=kill if dies else None)
     if dies:
-        assert [len(w) for w in warnings] == [1] * len(NODES) and cluster.sent() < len(NODES) + 1
-        assert all(WARNING in warning for [warning] in warnings)
+        assert 1 < cluster.fetches() < len(NODES) + 1 and one_each(warnings, upstream)
     else:
-        assert not any(warnings) and cluster.sent() == 1
+        assert cluster.fetches() == 1 and not any(warnings)
 
 
 @pytest.mark.parametrize("dies", [False, True])
 def test_two_steps_over_a_nas_fetch_each_shard_once(cluster, dies, tmp_path):
     with mounted(tmp_path, "nas") as nas:
-        upstream, began = f'url = "{nas.root}"\nwrite_back = true', time.monotonic()
-        assert not any(cluster.end(cluster.prewarm(upstream, "--shard-by-node")))
+        upstream = f'[[upstreams]]\nurl = "{nas.root}"\nwrite_back = true'
+        assert not any(any(lines) for lines in cluster.prewarm(upstream, "--shard-by-node"))
         if dies:
             nas.crash()
-        warnings = cluster.end(cluster.prewarm(upstream))
-    print(f"{cluster.sent():.3f} of the data set in {time.monotonic() - began:.1f} s")
-    assert cluster.all_right()
+        warnings = cluster.prewarm(upstream)
     if dies:
-        assert [len(w) for w in warnings] == [1] * len(NODES) and cluster.sent() == len(NODES)
-        assert all(WARNING in warning for [warning] in warnings)
+        assert cluster.fetches() == len(NODES) and one_each(warnings, nas.root)
     else:
-        assert not any(warnings) and cluster.sent() == 1
+        assert cluster.fetches() == 1 and not any(warnings)

@@ -112,7 +112,7 @@ class Process:
         self.writing = Breaker()
         database = (lambda: self.home.node) if config.stats else None
         self.counters = Counters(database, ranks, lambda: self._is_well)
-        self.origins = Origins(config)
+        self.origins = Origins(config, self.is_new)
         downloaders = Downloaders(lambda: self.home.node)
         self.engine = Engine(
             RetryPolicy(config.attempts, config.deadline, config.patience),

@@ -350,7 +350,7 @@ def _transfer(
         except ShardCacheError as exn:
             if upstream is None or isinstance(exn, (FetchCancelledError, CacheFullError)):
                 raise
-            logger.info("%s: not from %s: %s", shard, upstream.name, exn)
+            upstream.failed(exn)
             continue
         if upstream is None or upstream.digest in (None, transferred.digest):
             return transferred

@@ -164,7 +164,8 @@ def transfer(
         The errors of ``begin``.
     """
     shard = download.shard
-    attempts = engine.policy.started(str(shard))
+    # An upstream has one attempt: the next upstream, or the origin, continues at the same byte.
+    attempts = engine.policy.started(str(shard), 1 if source.upstream else None)
     mismatches = 0
     for _ in range(_VERSIONS):
         running = None

@@ -82,9 +82,9 @@ def unanswered(exn: Exception, shard: ShardURL, server: str, secrets: Collection
 def object_info(response: Response, size: int | None) -> ObjectInfo:
     """Return the version that the headers of a response state.
 
-    A weak ETag and a recent Last-Modified are ignored, because they do not identify a version
-    (RFC 9110, 8.8). Headers that repeat a secret of the request are ignored as well, because the
-    entry's sidecar stores the version.
+    A weak or empty ETag and a recent Last-Modified are ignored, because they do not identify a
+    version (RFC 9110, 8.8). Headers that repeat a secret of the request are ignored as well,
+    because the entry's sidecar stores the version.
     """
     headers = {
         name: value
@@ -98,7 +98,7 @@ def object_info(response: Response, size: int | None) -> ObjectInfo:
                 checksum = Checksum(algorithm, value)
                 break
     etag, version = headers.get("etag"), headers.get("x-amz-version-id")
-    if not etag or etag.startswith("W/"):
+    if not etag or etag.startswith("W/") or etag == '""':
         etag = None
     modified = headers.get("last-modified")
     if modified and not (etag or version or _is_settled(modified, headers.get("date", ""))):

@@ -24,13 +24,13 @@ import logging
 import os
 import shutil
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from shardcache.config import Config, Upstream
-from shardcache.errors import AccessDeniedError, ConfigError, ShardNotFoundError
+from shardcache.errors import AccessDeniedError, ConfigError, ShardNotFoundError, TransferError
 from shardcache.files import Breaker, random_token
 from shardcache.origins.base import (
     Body,
@@ -53,17 +53,21 @@ _MOST = 64 * 1024
 _FAULTS = (AccessDeniedError, ConfigError, TransientError, VersionChangedError)
 #: Longest component of a copy's path, in bytes. Filesystems allow 255; temporary names are longer.
 _MAX_NAME = 200
-#: Longest timeout for an upstream, in seconds. Short, because an upstream should be near.
-_TIMEOUT = 10.0
 #: Failures in a row after which an upstream is not used for a minute.
 _FAILURES = 2
 
 
 class Origins:
-    """The origins and the upstreams of one configuration. Threads may share it."""
+    """The origins and the upstreams of one configuration. Threads may share it.
 
-    def __init__(self, config: Config) -> None:
+    Args:
+        config: the options of the cache.
+        is_new: returns whether a kind of warning is the first of its job on this node.
+    """
+
+    def __init__(self, config: Config, is_new: Callable[[str], bool] = lambda kind: True) -> None:
         self._config = config
+        self._is_new = is_new
         self._guard = threading.Lock()
         self._made: dict[tuple[str, tuple[tuple[str, str], ...], str], Origin] = {}
 
@@ -121,7 +125,9 @@ class Origins:
 
     @lazy
     def _upstreams(self) -> list[_Upstream]:
-        return [_Upstream(each, self._config.timeout) for each in self._config.upstreams]
+        return [
+            _Upstream(each, self._config.timeout, self._is_new) for each in self._config.upstreams
+        ]
 
 
 def _make(
@@ -156,6 +162,7 @@ class UpstreamOrigin:
     """The copy of one shard in an upstream, as a `base.Origin` that reads only this shard."""
 
     name: str  # the name of the upstream, for messages
+    failed: Callable[[Exception], None]  # counts a fault; after some, the upstream is left alone
     _origin: Origin
     _copy: ShardURL
     _found: ObjectInfo  # the version in the upstream
@@ -183,12 +190,13 @@ class UpstreamOrigin:
 class _Upstream:
     """An upstream of the configuration, with its origin and its breaker."""
 
-    def __init__(self, config: Upstream, timeout: float) -> None:
+    def __init__(self, config: Upstream, timeout: float, is_new: Callable[[str], bool]) -> None:
         self.config = config
+        self._is_new = is_new
         self._name = redact(config.url)
         self._scheme = config.url.partition("://")[0].lower() if "://" in config.url else "file"
         self._breaker = Breaker(threshold=_FAILURES)
-        options, timeout = config.storage_options, min(timeout, _TIMEOUT)
+        options = config.storage_options
         inside = self._parse(f"{config.url.rstrip('/')}/x")
         self._origin = _make(inside, options, config.endpoint_url, timeout)
 
@@ -225,7 +233,9 @@ class _Upstream:
         if found is None or found.size is None:
             return None
         if not sidecar:
-            return UpstreamOrigin(self._name, origin, copy, found, found, None, origin.conditional)
+            return UpstreamOrigin(
+                self._name, self._failed, origin, copy, found, found, None, origin.conditional
+            )
         try:
             record = json.loads(sidecar)
             if (record["key"], record["size"]) != (shard.key, found.size):
@@ -234,12 +244,19 @@ class _Upstream:
         except (KeyError, TypeError, ValueError, RecursionError) as exn:
             logger.info("%s: ignoring the copy in %s: %r", shard, self._name, exn)
             return None
-        return UpstreamOrigin(self._name, origin, copy, found, info, digest, origin.conditional)
+        return UpstreamOrigin(
+            self._name, self._failed, origin, copy, found, info, digest, origin.conditional
+        )
 
     def _failed(self, exn: Exception) -> None:
+        """Count a fault. The first time that a job leaves the upstream alone is a warning."""
+        reason = exn.__cause__ if isinstance(exn, TransferError) else exn
         opened = self._breaker.failed()
+        level = (
+            logging.WARNING if opened and self._is_new(f"upstream-{self._name}") else logging.INFO
+        )
         text = "not using the upstream %s for a while: %s" if opened else "the upstream %s: %s"
-        logger.log(logging.WARNING if opened else logging.INFO, text, self._name, exn)
+        logger.log(level, text, self._name, redact(str(reason)))
 
     def write(self, shard: ShardURL, data: Path, sidecar: bytes) -> None:
         """Copy an entry unless the upstream has it. Faults are logged.

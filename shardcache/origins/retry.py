@@ -46,14 +46,19 @@ class RetryPolicy:
         self.patience = patience
         self._paces: dict[str, Pace] = {}  # by bucket or web server
 
-    def started(self, url: str) -> Attempts:
-        """Return the `Attempts` of a download that starts now; errors quote its ``url``."""
+    def started(self, url: str, attempts: int | None = None) -> Attempts:
+        """Return the `Attempts` of a download that starts now.
+
+        Args:
+            url: the shard's URL, which errors quote.
+            attempts: replaces the ``attempts`` of this policy.
+        """
         server = "/".join(url.split("/")[:3])
         pace = self._paces.get(server) or self._paces.setdefault(
             server, Pace(server, self.patience)
         )
         end = None if self.deadline is None else clock.monotonic() + self.deadline
-        return Attempts(self, url, pace, end)
+        return Attempts(self, url, pace, end, attempts or self.attempts)
 
 
 class Attempts:
@@ -61,13 +66,17 @@ class Attempts:
 
     Attributes:
         end: when the deadline passes, on the monotonic clock; None without a deadline.
+        most: number of failures in a row that ends the download.
         retries: number of requests that failed and were repeated so far.
     """
 
-    def __init__(self, policy: RetryPolicy, url: str, pace: Pace, end: float | None) -> None:
+    def __init__(
+        self, policy: RetryPolicy, url: str, pace: Pace, end: float | None, most: int
+    ) -> None:
         self.policy = policy
         self.url = url
         self.end = end
+        self.most = most
         self.retries = 0
         self._pace = pace
 
@@ -154,7 +163,7 @@ class Attempts:
         return isinstance(exn, TransientError) and not (exn.patient and self.policy.patience > 0)
 
     def _is_over(self, state: RetryCallState) -> bool:
-        return state.attempt_number >= self.policy.attempts or self._is_late(state.upcoming_sleep)
+        return state.attempt_number >= self.most or self._is_late(state.upcoming_sleep)
 
     def _report(self, state: RetryCallState) -> None:
         self.repeated()
@@ -163,7 +172,7 @@ class Attempts:
             self.url,
             redact(str(_error_of(state))),
             state.attempt_number,
-            self.policy.attempts,
+            self.most,
             state.upcoming_sleep,
             extra={"event": "retry", "shard": self.url, "attempt": state.attempt_number},
         )
@@ -175,7 +184,7 @@ class Attempts:
         if not late and not self._is_repeated(exn):
             ended = f"for {format_duration(self.policy.patience)}, the patience"
             advice = "Try again later, or raise patience"
-        elif failures < self.policy.attempts:
+        elif failures < self.most:
             late, ended = True, f"the deadline of {self.policy.deadline:g} s is over"
         kind = TransferTimeoutError if late or exn.timed_out else TransferError
         return kind(

@@ -213,5 +213,5 @@ def read_nearest(
             try:
                 return OriginReader(here, shard, nearer=upstream)
             except (ShardCacheError, OSError) as exn:
-                logger.info("%s: not from %s: %s", shard, upstream.name, exn)
+                upstream.failed(exn)
     return OriginReader(here, shard, position, answer=answer)

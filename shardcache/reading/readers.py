@@ -322,12 +322,14 @@ class OriginReader:
         """Use the clients, counters and retry policy of the calling process."""
         self._pid = os.getpid()
         self._process = self._here()
-        self._attempts = self._process.engine.policy.started(str(self._shard))
 
     def _read_from(self, nearer: UpstreamOrigin | None) -> None:
         self.nearer = nearer
         self._origin: Origin = nearer or self._process.origins.of(self._shard)
         self._counter = "bytes_origin" if nearer is None else "bytes_upstream"
+        # After one failed attempt at an upstream, the origin continues the stream.
+        attempts = None if nearer is None else 1
+        self._attempts = self._process.engine.policy.started(str(self._shard), attempts)
 
     def _leave_parent(self) -> None:
         """Continue in a forked child.

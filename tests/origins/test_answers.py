@@ -435,6 +435,7 @@ def validator_rows() -> Iterator[Row]:
         ("strong ETag changes", {"ETag": '"1"'}, {"ETag": '"2"'}),
         ("ETag without quotes changes", {"ETag": "abc"}, {"ETag": "abd"}),
         ("ETag goes", {"ETag": '"1"'}, NO_TAG),
+        ("empty ETag stays", {"ETag": '""'}, {"ETag": '""'}),
         ("ETag without a value stays", {"ETag": ""}, {"ETag": ""}),
         ("Last-Modified of this second stays", SAME_SECOND, SAME_SECOND),
         ("Last-Modified changes", OLD, {**OLD, "Last_Modified": "Sat, 05 Nov 1994 08:49:38 GMT"}),

@@ -1,0 +1,179 @@
+"""The offsets of samples, beside the shards and in index files."""
+
+import io
+import json
+import random
+import tarfile
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardcache import Cache, ConfigError, ShardCacheError, TarDataset
+from shardcache.layout import INDEX
+from shardcache.wds import tar_samples
+from tests.support.tars import make_tar, tar_of
+from tests.wds.test_tar_files import FORMATS, archive, damaged
+
+URL = "s3://lab/a.tar"
+
+
+def in_sequence(path) -> list[dict]:
+    with open(path, "rb") as stream:
+        source = {"url": str(path), "stream": stream, "local_path": str(path)}
+        return list(tar_samples(iter([source])))
+
+
+def at_random(path, cache) -> list[dict]:
+    """Return the samples, read from the last to the first, without the fields of the data set."""
+    data = TarDataset(str(path), cache=cache)
+    samples = [data[n] for n in reversed(range(len(data)))][::-1]
+    assert [each.pop("__index__") for each in samples] == list(range(len(data)))
+    return [each for each in samples if each.pop("__epoch__") == 0]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A cache that reads local files in place, and a path for one."""
+    directory = tmp_path_factory.mktemp("place")
+    with Cache(directory / "cache", min_free=0) as cache:
+        yield cache, directory / "a.tar"
+
+
+@given(seed=st.integers(0, 2**32))
+@settings(max_examples=300, deadline=None)
+def test_samples_are_those_of_a_pipeline_or_an_error(place, seed):
+    cache, path = place
+    rng = random.Random(seed)
+    data = archive(rng)
+    path.write_bytes(damaged(rng, data) if rng.random() < 0.5 else data)
+    try:
+        expected = in_sequence(path)
+    except Exception:
+        with pytest.raises(ShardCacheError, match=r"a\.tar"):
+            at_random(path, cache)
+        return
+    try:
+        assert at_random(path, cache) == expected
+    except ShardCacheError as exn:
+        assert "global header" in str(exn) or "compressed" in str(exn)
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_samples_are_grouped_as_in_a_pipeline(place, form):
+    cache, path = place
+    names = (
+        "__meta__/x.txt", "dir/", "a/b.1.jpg", "a/b.1.CLS", "a/__b__.txt", "a/b.2.jpg", "noext",
+        "n" * 90 + "/" + "m" * 90 + ".jpg", "n" * 90 + "/" + "m" * 90 + ".cls", "__x__", "a/b.jpg",
+        "BZh91AY&SY.txt", "\u65e5" * 30 + ".x", "last.jpg",
+    )  # fmt: skip
+    path.write_bytes(tar_of([(name, name.encode() * n) for n, name in enumerate(names)], form))
+    expected = in_sequence(path)
+    assert len(expected) == 8
+    assert at_random(path, cache) == expected
+
+
+@pytest.fixture
+def cache(make_cache, origin):
+    origin.objects[URL] = make_tar(1, members=100)
+    return make_cache()
+
+
+def index_of(cache):
+    return cache.path(URL).with_name(INDEX)
+
+
+def test_the_offsets_are_written_once_and_leave_with_the_shard(cache):
+    published = cache.fetch(URL).published
+    data = TarDataset(URL, cache=cache)
+    written = index_of(cache).stat()
+    assert (len(data), cache.entry(URL).published) == (100, published)
+    TarDataset(URL, cache=cache)
+    assert index_of(cache).stat() == written
+    assert [found.state for found in cache.verify()] == ["ok"]
+    directory = index_of(cache).parent
+    assert cache.remove(URL) == (len(make_tar(1, members=100)), 0)
+    assert not directory.exists()
+    assert not [*(cache.dir / "v1" / "partial").iterdir()]
+
+
+def _swap(data):
+    return data[:40] + data[48:56] + data[40:48] + data[56:]
+
+
+@pytest.mark.parametrize(
+    "change", [lambda d: b"", lambda d: d[:-9], lambda d: d + d, lambda d: b"x" + d[1:], _swap]
+)
+def test_offsets_that_do_not_fit_are_made_anew(cache, change):
+    TarDataset(URL, cache=cache)
+    sound = index_of(cache).read_bytes()
+    index_of(cache).write_bytes(change(sound))
+    data = TarDataset(URL, cache=cache)
+    assert [sample["__key__"] for sample in data] == [f"0001-{n:05d}" for n in range(100)]
+    assert index_of(cache).read_bytes() == sound
+
+
+def test_offsets_of_other_bytes_never_give_a_wrong_sample(cache, origin):
+    other = "s3://lab/b.tar"
+    origin.objects[other] = tar_of([(f"{n}.txt", bytes(1512 - n % 2)) for n in range(133)], False)
+    origin.objects[other] = origin.objects[other].ljust(len(origin.objects[URL]), b"\0")
+    TarDataset([URL, other], cache=cache)
+    wrong = cache.path(other).with_name(INDEX).read_bytes()
+    index_of(cache).write_bytes(wrong)
+    with pytest.raises(ShardCacheError, match=r"a\.tar has 100|a\.tar has 133|cannot be read"):
+        list(TarDataset(write(cache, {URL: 133}), cache=cache))
+    assert [s["__key__"] for s in TarDataset(URL, cache=cache)][::99] == [
+        "0001-00000",
+        "0001-00099",
+    ]
+
+
+def write(cache, record) -> str:
+    path = cache.dir.parent / "sizes.json"
+    path.write_text(json.dumps(record))
+    return str(path)
+
+
+def test_an_index_file_spares_the_shards(make_cache, origin, tmp_path, monkeypatch):
+    cache = make_cache()
+    for record in (
+        {"shardlist": [{"url": URL, "nsamples": 3}, {"url": "s3://lab/b.tar", "nsamples": 0}]},
+        {URL: 3, "s3://lab/b.tar": 0},
+    ):
+        data = TarDataset(write(cache, record), cache=cache)
+        assert (len(data), list(data.counts)) == (3, [3, 0])
+        assert list(map(str, data.shards)) == [URL, "s3://lab/b.tar"]
+    data = TarDataset(write(cache, {"x/a.tar": 3}), cache=cache)
+    assert str(data.shards[0]) == f"file://{tmp_path}/x/a.tar"
+    origin.objects["s3://lab/sizes.json"] = b'{"a.tar": 3}'
+    data = TarDataset("s3://lab/sizes.json", cache=cache)
+    assert (str(data.shards[0]), list(cache.entries())) == (URL, [])
+    assert not origin.fetches or origin.requests == [("s3://lab/sizes.json", 0, None)]
+
+
+@pytest.mark.parametrize("record", [[], {}, {"a.tar": "3"}, {"a.tar": -1}, {"shardlist": [1]}])
+def test_another_json_file_is_refused(make_cache, record):
+    cache = make_cache()
+    with pytest.raises(
+        ConfigError, match=r"sizes\.json is not an index of shards.*shardcache index"
+    ):
+        TarDataset(write(cache, record), cache=cache)
+
+
+@pytest.mark.parametrize("name", ["a.tar.gz", "a.tgz", "a.tar"])
+def test_a_compressed_archive_is_refused(make_cache, origin, name):
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w:gz") as tar:
+        tar.addfile(tarfile.TarInfo("a.txt"))
+    origin.objects[f"s3://lab/{name}"] = packed.getvalue()
+    with pytest.raises(ConfigError, match=f"lab/{name} is compressed"):
+        TarDataset(f"s3://lab/{name}", cache=make_cache())
+
+
+def test_several_nodes_need_an_index_file(make_cache, monkeypatch):
+    for name, value in {"RANK": 0, "WORLD_SIZE": 16, "LOCAL_WORLD_SIZE": 8}.items():
+        monkeypatch.setenv(name, str(value))
+    cache = make_cache()
+    with pytest.raises(ConfigError, match="shardcache index 's3://lab/{0..9}.tar' -o train.json"):
+        TarDataset("s3://lab/{0..9}.tar", cache=cache)
+    assert len(TarDataset(write(cache, {URL: 3}), cache=cache)) == 3

@@ -196,7 +196,7 @@ class TarDataset:
                     raise
                 error = error or exn
                 continue
-            sample["__index__"] = operator.index(index)
+            sample["__index__"] = operator.index(index) % len(self)
             sample["__epoch__"] = getattr(index, "epoch", 0)
             samples.append(sample)
         if error is not None and not samples:

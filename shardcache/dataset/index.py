@@ -21,7 +21,7 @@ import sys
 import tarfile
 import threading
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed, wait
 from functools import cache as cached
 from functools import partial
@@ -107,6 +107,7 @@ class OpenShard:
         shard: the shard to open.
 
     Attributes:
+        size: bytes of the shard, or 0 if it is streamed past the cache.
         offsets: the offset of each sample, and of the end of the last one.
         repeats: how many keys occur again after other keys.
         is_lost: whether the disk has failed since the shard was opened; open it again.
@@ -132,9 +133,9 @@ class OpenShard:
         self._path = str(self._stream.name).removeprefix("file://")
         try:
             self._fd = self._stream.fileno()
-            self._size = os.fstat(self._fd).st_size
+            self.size = os.fstat(self._fd).st_size
         except io.UnsupportedOperation:  # the shard bypasses the cache
-            self._fd, self._size = -1, sys.maxsize
+            self._fd, self.size = -1, 0
         self._has_entry = self._fd >= 0 and not cache.opener.is_in_place(shard)
         self._directory = self._path.rpartition("/")[0]
         if not (self._has_entry and self._load()):
@@ -201,7 +202,7 @@ class OpenShard:
     def _lose(self, exn: OSError) -> None:
         """Read through the stream from now on, which sets an entry aside that cannot be read."""
         logger.info("%s cannot be read at random: %s", self._path, exn)
-        self._fd, self._size, self.is_lost = -1, sys.maxsize, True
+        self._fd, self.size, self.is_lost = -1, 0, True
 
     def _load(self) -> bool:
         """Read the offsets from the entry; return whether they fit the shard."""
@@ -213,7 +214,7 @@ class OpenShard:
         except (OSError, struct.error) as exn:
             logger.debug("%s has no %s: %s", self._directory, INDEX, exn)
             return False
-        fits = (form, size, 8 * (samples + 1)) == (_FORMAT, self._size, len(content) - _HEADER.size)
+        fits = (form, size, 8 * (samples + 1)) == (_FORMAT, self.size, len(content) - _HEADER.size)
         if not fits or data[len(content) :] != _CHECKSUM.pack(crc32(content)):
             return False
         self.offsets, self.repeats = content[_HEADER.size :].cast("q"), repeats
@@ -240,12 +241,12 @@ class OpenShard:
     def _find(self) -> tuple[array[int], list[str]]:
         if self._fd >= 0:
             try:
-                return find_samples(partial(os.pread, self._fd), self._size)
+                return find_samples(partial(os.pread, self._fd), self.size)
             except OSError as exn:
                 self._lose(exn)
         with self._lock:
             self._stream.seek(0)
-            return find_samples(self._read_on, self._size)
+            return find_samples(self._read_on, sys.maxsize)
 
     def _read_on(self, size: int, offset: int) -> bytes:
         """Read at an offset without a seek, which would be another request to the origin."""
@@ -256,7 +257,7 @@ class OpenShard:
 
     def _store(self) -> None:
         """Write the offsets into the entry, unless another process is about to do the same."""
-        header = _HEADER.pack(_FORMAT, self._size, len(self), self.repeats)
+        header = _HEADER.pack(_FORMAT, self.size, len(self), self.repeats)
         data = header + array("q", self.offsets).tobytes()
         data += _CHECKSUM.pack(crc32(data))
         process = self._cache.processes.here()
@@ -286,6 +287,7 @@ class Counted(NamedTuple):
     """What `count_samples` finds in a shard."""
 
     samples: int
+    size: int  #: bytes of the shard; 0 if it was streamed
     repeated: list[str]  #: keys that occur again after other keys
 
 
@@ -302,7 +304,7 @@ def count_samples(
     def count(shard: ShardURL) -> Counted | Exception:
         try:
             opened = OpenShard(cache, shard)
-            return Counted(len(opened), opened.repeated_keys())
+            return Counted(len(opened), opened.size, opened.repeated_keys())
         except (ShardCacheError, OSError) as exn:
             return exn
 
@@ -353,9 +355,8 @@ def read_index_file(cache: Cache, path: str) -> tuple[list[ShardURL], list[int]]
     return [cache.parse(u if is_absolute(u) else base + u) for u in urls], counts
 
 
-def write_index_file(path: Path, shards: Iterable[tuple[str, int]]) -> None:
-    """Write an index file in the form of wids, from the URL and the count of each shard."""
-    rows = [{"url": url, "nsamples": count} for url, count in shards]
-    lines = ",\n".join(f"    {json.dumps(row)}" for row in rows)
+def write_index_file(path: Path, counts: Mapping[str, int]) -> None:
+    """Write an index file in the form of wids, from the number of samples by URL."""
+    rows = [json.dumps({"url": url, "nsamples": count}) for url, count in counts.items()]
     with atomic_write(path, "w") as file:
-        file.write(f'{{\n  "wids_version": 1,\n  "shardlist": [\n{lines}\n  ]\n}}\n')
+        file.write('{"wids_version": 1, "shardlist": [\n' + ",\n".join(rows) + "\n]}\n")

@@ -185,11 +185,12 @@ class TarDataset:
             ConfigError: the stages left nothing of the batch.
             The errors of `Cache.open`, if a shard cannot be read.
         """
-        samples, error = [], None
+        samples, error, size = [], None, 0
         for index in indices:
             position, number = self._locate(index)
             try:
-                sample = self._shard(position).sample(number, self.handler)
+                opened = self._shard(position)
+                sample = opened.sample(number, self.handler)
             except Exception as exn:
                 exn.add_note(f"while reading sample {number} of {self.shards[position]}")
                 if not self.handler(exn):
@@ -199,6 +200,9 @@ class TarDataset:
             sample["__index__"] = operator.index(index) % len(self)
             sample["__epoch__"] = getattr(index, "epoch", 0)
             samples.append(sample)
+            if opened.size:  # otherwise, its stream counts
+                size += opened.offsets[number + 1] - opened.offsets[number]
+        self.cache.processes.here().counters.read(size)
         if error is not None and not samples:
             raise error  # the handler left out all samples of the batch, and it cannot be empty
         results: Iterable[Any] = samples

@@ -126,7 +126,6 @@ class OpenShard:
         self.used = clock.monotonic()
         self._cache = cache
         self._shard = shard
-        self._counters = cache.processes.here().counters
         self._stream = cache.opener.open(shard, whole=True)
         self._lock = threading.Lock()  # held while the position of the stream matters
         self._url = shard.raw or str(shard)
@@ -151,6 +150,8 @@ class OpenShard:
     def sample(self, number: int, handler: Handler) -> dict[str, Any]:
         """Read one sample: the same that a pipeline yields after `Cache.attach`.
 
+        The caller counts the bytes, once per batch.
+
         Args:
             number: number of the sample in the shard, from 0.
             handler: called with the exception if a file cannot be added to the sample, as by
@@ -162,10 +163,10 @@ class OpenShard:
         """
         self.used = clock.monotonic()
         while True:
-            samples = len(self)
-            start, stop = self.offsets[number], self.offsets[number + 1]
+            offsets = self.offsets
+            start = offsets[number]
             try:
-                data = self._read(stop - start, start)
+                data = self._read(offsets[number + 1] - start, start)
                 files = files_of(data, start, self._url, self._path)
                 found = list(_group_by_keys()(files, handler=handler))
                 if len(found) == 1:
@@ -173,7 +174,8 @@ class OpenShard:
                 problem = f"its bytes hold {len(found)} samples"
             except (tarfile.TarError, ValueError) as exn:
                 problem = str(exn.args[0] if exn.args else exn)
-            if not self._make() or len(self) != samples:
+            self._make()
+            if len(offsets) != len(self.offsets) or list(offsets) == list(self.offsets):
                 self.is_lost = True
                 raise IntegrityError(
                     f"{self._shard}: sample {number} cannot be read ({problem}). Run `shardcache "
@@ -189,12 +191,9 @@ class OpenShard:
         """Read bytes, from the origin if the disk fails. Returns fewer bytes only at the end."""
         if self._fd >= 0:
             try:
-                data = os.pread(self._fd, size, offset)
+                return os.pread(self._fd, size, offset)
             except OSError as exn:
                 self._lose(exn)
-            else:
-                self._counters.read(size)
-                return data
         with self._lock:
             self._stream.seek(offset)
             return self._stream.read(size)
@@ -220,9 +219,8 @@ class OpenShard:
         self.offsets, self.repeats = content[_HEADER.size :].cast("q"), repeats
         return True
 
-    def _make(self) -> bool:
-        """Find the samples in the archive, store the offsets, and return whether they are new."""
-        before = list(self.offsets)
+    def _make(self) -> None:
+        """Find the samples in the archive, and write the offsets into its entry."""
         try:
             self.offsets, repeated = self._find()
         except tarfile.CompressionError as exn:
@@ -236,7 +234,6 @@ class OpenShard:
         self.repeats = len(repeated)
         if self._has_entry and not self.is_lost:
             self._store()
-        return before != list(self.offsets)
 
     def _find(self) -> tuple[array[int], list[str]]:
         if self._fd >= 0:

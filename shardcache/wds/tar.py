@@ -155,7 +155,9 @@ def files_of(
         tarfile.TarError: the bytes do not begin or end with a member, or are damaged.
     """
     found: list[dict[str, Any]] = []
-    end = offset + len(data)
+    shard, end = {"__url__": url}, offset + len(data)
+    if local_path is not None:
+        shard["__local_path__"] = local_path
     for _, _, name, at, size in members(
         lambda size, at: data[at - offset : at - offset + size], end, offset
     ):
@@ -164,10 +166,8 @@ def files_of(
             source |= {} if local_path is None else {"local_path": local_path}
             return list(tar_files([source], eof_value=None))
         if not is_meta(name):
-            content = data[at - offset : at - offset + size]
-            found.append({"fname": name, "data": content, "__url__": url})
-            if local_path is not None:
-                found[-1]["__local_path__"] = local_path
+            at -= offset
+            found.append({"fname": name, "data": data[at : at + size], **shard})
     return found
 
 
@@ -284,9 +284,10 @@ def members(
         tarfile.CompressionError: the archive is compressed.
         tarfile.TarError: the archive cannot be read in this way, or not at all.
     """
+    is_utf8 = tarfile.ENCODING == "utf-8"
     while at < end or not at:
         start, header = at, read(_BLOCK, at)
-        fields = _fields(header) if tarfile.ENCODING == "utf-8" else None
+        fields = _fields(header) if is_utf8 else None
         if not start and header.startswith(_COMPRESSED):
             raise tarfile.CompressionError("it is compressed")
         if fields is not None and fields[2] in _EXTENDED:

@@ -164,9 +164,11 @@ class OpenShard:
         self.used = clock.monotonic()
         while True:
             offsets = self.offsets
-            start = offsets[number]
+            start, stop = offsets[number], offsets[number + 1]
+            data = self._read(stop - start, start)
             try:
-                data = self._read(offsets[number + 1] - start, start)
+                if len(data) != stop - start:
+                    raise tarfile.ReadError("unexpected end of data")
                 files = files_of(data, start, self._url, self._path)
                 found = list(_group_by_keys()(files, handler=handler))
                 if len(found) == 1:
@@ -225,7 +227,7 @@ class OpenShard:
             self.offsets, repeated = self._find()
         except tarfile.CompressionError as exn:
             raise compressed(self._shard) from exn
-        except tarfile.TarError as exn:
+        except (tarfile.TarError, ValueError) as exn:  # ValueError: a damaged extended header
             raise IntegrityError(
                 f"{self._shard} is not a complete tar archive, so its samples cannot be read at "
                 f"random ({exn}). Pack and upload it again.",

@@ -316,8 +316,9 @@ def _members_by_tarfile(
     walk, first = TarWalk(_From(read, at)), at - len(before)
     for name in walk._by_tarfile(before):
         archive, member = walk._archive, walk._member
-        if archive.pax_headers.keys() - {"comment"}:
-            raise tarfile.HeaderError("a global header changes how later members are to be read")
+        # A comment before the first member, as of `git archive`, changes nothing.
+        if archive.pax_headers and (at or archive.pax_headers.keys() != {"comment"}):
+            raise tarfile.HeaderError("it has a global header, which concerns all later members")
         assert member is not None
         yield first + member.offset, first + archive.offset, name, -1, member.size
 

@@ -58,12 +58,11 @@ def index_command(
         else:
             shards = [cache.parse(url) for url in expand(specs, cache)]
             names = set(map(str, shards))
-            with contextlib.suppress(
-                FileNotFoundError, ValueError
-            ):  # the last line may be incomplete
-                for url, samples in map(json.loads, journal.read_text("utf-8").splitlines()):
-                    if url in names:
-                        counts[url] = samples
+            if journal.exists():
+                for line in journal.read_text("utf-8").splitlines():
+                    with contextlib.suppress(ValueError):  # a killed run left half a line
+                        url, samples = json.loads(line)
+                        counts |= {url: samples} if url in names else {}
             writer = stack.enter_context(open(journal, "a", buffering=1, encoding="utf-8"))
         missing = [shard for shard in shards if str(shard) not in counts]
         stack.enter_context(display(console, positions))
@@ -82,7 +81,7 @@ def index_command(
                     "makes two samples, as in WebDataset. Pack the files of a sample together."
                 )
             if not check:
-                writer.write(f"{json.dumps([url, found.samples])}\n")
+                writer.write(f"\n{json.dumps([url, found.samples])}")
             elif stated[url] != found.samples:
                 wrong += 1
                 console.data(f"{url} has {found.samples} samples; {file} states {stated[url]}")
@@ -94,7 +93,7 @@ def index_command(
     console.info(f"{done}, counted in {format_duration(seconds)}")
     if failed:
         console.error(f"{counted(failed, 'shard')} could not be counted. Run the command again.")
-        return ExitCode.SOME_FAILED
+        return ExitCode.DAMAGED if wrong else ExitCode.SOME_FAILED
     if not check:
         write_index_file(Path(file), {str(shard): counts[str(shard)] for shard in shards})
         journal.unlink(missing_ok=True)

@@ -21,7 +21,6 @@ from shardcache.cache import Cache, default_cache
 from shardcache.dataset.index import (
     Counted,
     OpenShard,
-    compressed,
     count_samples,
     read_index_file,
 )
@@ -41,8 +40,6 @@ _OPEN = 1024
 #: Seconds after its last sample when a shard is closed, so that it may be evicted. A worker that
 #: needs a shard less often can afford to open it again, which takes 50 us.
 _IDLE = 0.5
-#: Suffixes of compressed archives.
-_COMPRESSED = (".tgz", ".gz", ".bz2", ".xz", ".zst", ".lz4")
 #: Filters of WebDataset that need a stream of samples, and what to use in their place.
 _REFUSED = {
     "batched": "The DataLoader makes the batches: pass batch_size or a batch_sampler to it",
@@ -76,8 +73,8 @@ class TarDataset:
         cache: the cache.
 
     Raises:
-        ConfigError: a shard is compressed; a stage cannot work on single batches; the index file is
-            malformed; or there is no index file, and the job has several nodes.
+        ConfigError: a stage cannot work on single batches; the index file is malformed; or there is
+            no index file, and a shard is compressed or the job has several nodes.
         ShardNotFoundError: nothing matches a specification.
         The errors of `Cache.open`, while samples are counted.
     """
@@ -102,9 +99,6 @@ class TarDataset:
         else:
             specs = [shards] if isinstance(shards, str) else list(shards)
             found = [self.cache.parse(url) for url in expand(specs, self.cache)]
-        for shard in found:
-            if shard.basename.lower().endswith(_COMPRESSED):
-                raise compressed(shard)
         self.shards = tuple(found)
         self.counts = np.array(self._count(specs) if counts is None else counts, np.int64)
         self._ends = list(accumulate(self.counts.tolist()))
@@ -125,7 +119,7 @@ class TarDataset:
         """Count the samples of all shards, which downloads those that are not cached."""
         ranks = detect()
         shown = [*map(redact, specs[:3]), *(["..."] if specs[3:] else [])]
-        command = f"{shlex.join(['shardcache', 'index', *shown, '-o', 'train.json'])}"
+        command = shlex.join(["shardcache", "index", *shown, "-o", "train.json"])
         if ranks.world_size > (ranks.local_size or ranks.world_size):
             raise ConfigError(
                 "without an index file, each node would download all shards to count their "
@@ -238,7 +232,7 @@ class TarDataset:
         return opened
 
     def _forget_idle(self) -> None:
-        """Forget the shards that were not used lately, and the oldest one if there are too many."""
+        """Forget shards that were idle, and the one that was idle longest if there are too many."""
         idle = clock.monotonic() - _IDLE
         with contextlib.suppress(KeyError, RuntimeError, StopIteration):  # another thread's change
             while len(self._open) >= self._most or next(iter(self._open.values())).used < idle:

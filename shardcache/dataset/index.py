@@ -1,8 +1,8 @@
 """The offsets of the samples of a shard, and the index file that states the samples per shard.
 
-The offsets are beside the data in the shard's entry, in ``samples.idx``, so they are evicted with
-it. They are a hint: a file that does not fit the shard is made anew from the headers of the
-archive, and a range of bytes that is not exactly one sample is never passed on.
+The offsets of a cached shard are in its entry, in the file ``samples.idx``, which is evicted with
+the shard. They are a hint: `OpenShard` replaces a file that does not fit the shard, and never
+returns a range of bytes that is not exactly one sample.
 
     header     format, bytes of the shard, samples, keys that come back later
     offsets    64 bits for each sample, and one more for the end of the last sample
@@ -42,13 +42,15 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: Format, bytes of the shard, number of samples, number of keys that come back later. Native byte
-#: order: a machine with another one sees another format, and writes the file anew.
+#: Format, bytes of the shard, number of samples, number of keys that come back later. In native
+#: byte order: a machine with another one finds another checksum, and replaces the file.
 _HEADER = struct.Struct("=8sqqq")
 _CHECKSUM = struct.Struct("=I")
 _FORMAT = b"samples1"
-#: WebDataset's pattern in `base_plus_ext`: the key of a sample, then the rest of a file's name.
-_key = re.compile(r"^((?:.*/|)[^.]+)[.]([^/]*)$").match
+#: The pattern of WebDataset's `base_plus_ext`: the key of a sample, and the rest of a file's name.
+_split = re.compile(r"^((?:.*/|)[^.]+)[.]([^/]*)$").match
+#: Suffixes of compressed archives.
+_COMPRESSED = (".tgz", ".gz", ".bz2", ".xz", ".zst", ".lz4")
 #: Shards to count at once: as many as `prewarm` downloads at once.
 _JOBS = 32
 #: Bytes per read while a stream skips the data of members.
@@ -68,6 +70,12 @@ def _group_by_keys() -> Any:
     return group_by_keys
 
 
+def _key_and_field(name: str) -> Any:
+    """Do what WebDataset's ``base_plus_ext`` does, in half the time."""
+    found = _split(name)
+    return (None, None) if found is None else found.groups()
+
+
 def find_samples(read: _Read, end: int) -> tuple[array[int], list[str]]:
     """Find the samples of an archive by its headers, grouped as WebDataset groups files.
 
@@ -85,7 +93,7 @@ def find_samples(read: _Read, end: int) -> tuple[array[int], list[str]]:
     offsets, keys, repeated = array("q"), set[str](), list[str]()
     current, stop = None, 0
     for start, following, name, _, _ in members(read, end):
-        if (found := _key(name)) is not None and not is_meta(name):
+        if (found := _split(name)) is not None and not is_meta(name):
             stop = following
             if (key := found[1]) != current:
                 current = key
@@ -120,6 +128,8 @@ class OpenShard:
     """
 
     def __init__(self, cache: Cache, shard: ShardURL) -> None:
+        if shard.basename.lower().endswith(_COMPRESSED):
+            raise _compressed(shard)
         self.offsets: Sequence[int] = ()
         self.repeats = 0
         self.is_lost = False
@@ -170,7 +180,7 @@ class OpenShard:
                 if len(data) != stop - start:
                     raise tarfile.ReadError("unexpected end of data")
                 files = files_of(data, start, self._url, self._path)
-                found = list(_group_by_keys()(files, handler=handler))
+                found = list(_group_by_keys()(files, _key_and_field, handler=handler))
                 if len(found) == 1:
                     return found[0]  # type: ignore[no-any-return]
                 problem = f"its bytes hold {len(found)} samples"
@@ -226,7 +236,7 @@ class OpenShard:
         try:
             self.offsets, repeated = self._find()
         except tarfile.CompressionError as exn:
-            raise compressed(self._shard) from exn
+            raise _compressed(self._shard) from exn
         except (tarfile.TarError, ValueError) as exn:  # ValueError: a damaged extended header
             raise IntegrityError(
                 f"{self._shard} is not a complete tar archive, so its samples cannot be read at "
@@ -266,12 +276,11 @@ class OpenShard:
             with process.site().locked(store, self._shard.key) as is_locked:
                 if is_locked:
                     store.put(self._directory, INDEX, data)
-        except OSError as exn:  # the disk is full or read-only, or the entry was set aside
+        except (OSError, ConfigError) as exn:  # the disk is full, read-only or unmounted
             logger.debug("%s gets no %s: %s", self._directory, INDEX, exn)
 
 
-def compressed(shard: ShardURL) -> ConfigError:
-    """Return the error for a compressed archive."""
+def _compressed(shard: ShardURL) -> ConfigError:
     return ConfigError(
         f"{shard} is compressed, so its samples cannot be read at random. Unpack it to a plain "
         ".tar, or read it in sequence with cache.attach(wds.WebDataset(...)).",
@@ -283,7 +292,7 @@ def compressed(shard: ShardURL) -> ConfigError:
 
 
 class Counted(NamedTuple):
-    """What `count_samples` finds in a shard."""
+    """The samples of one shard."""
 
     samples: int
     size: int  #: bytes of the shard; 0 if it was streamed

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardcache import Cache, ConfigError, ShardCacheError, TarDataset
+from shardcache import Cache, ConfigError, IntegrityError, ShardCacheError, TarDataset
 from shardcache.layout import INDEX
 from shardcache.wds import tar_samples
 from tests.support.tars import make_tar, tar_of
@@ -178,6 +178,13 @@ def test_a_compressed_archive_is_refused(make_cache, origin, name):
     origin.objects[f"s3://lab/{name}"] = packed.getvalue()
     with pytest.raises(ConfigError, match=f"lab/{name} is compressed"):
         TarDataset(f"s3://lab/{name}", cache=make_cache())
+    assert origin.fetches == (name == "a.tar")  # others are refused by their names
+
+
+def test_an_incomplete_archive_is_refused(cache, origin):
+    origin.objects[URL] = origin.objects[URL][:9000]
+    with pytest.raises(IntegrityError, match=r"a\.tar is not a complete tar archive"):
+        TarDataset(URL, cache=cache)
 
 
 def test_several_nodes_need_an_index_file(make_cache, monkeypatch):

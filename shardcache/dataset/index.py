@@ -22,9 +22,10 @@ import tarfile
 import threading
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed, wait
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from functools import cache as cached
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 from zlib import crc32
@@ -55,7 +56,7 @@ _COMPRESSED = (".tgz", ".gz", ".bz2", ".xz", ".zst", ".lz4")
 _JOBS = 32
 #: Bytes per read while a stream skips the data of members.
 _PIECE = 1 << 20
-#: Seconds between attempts to cancel downloads: a thread may just have begun one.
+#: Longest wait in seconds, after which signals are handled and downloads are cancelled again.
 _POLL = 0.1
 
 #: ``read(size, offset)`` returns up to ``size`` bytes.
@@ -317,16 +318,23 @@ def count_samples(
             return exn
 
     pool, keys = ThreadPoolExecutor(_JOBS, "shardcache-index"), {shard.key for shard in shards}
-    running = {pool.submit(count, shard): number for number, shard in enumerate(shards)}
+    waiting, running = iter(enumerate(shards)), dict[Future[Counted | Exception], int]()
     try:
-        for future in as_completed(list(running)):
-            yield running.pop(future), future.result()
+        while True:
+            for number, shard in islice(waiting, 2 * _JOBS - len(running)):
+                running[pool.submit(count, shard)] = number
+            if not running:
+                return
+            # With a timeout, because a signal that another thread receives ends no wait.
+            for future in wait(running, _POLL, FIRST_COMPLETED).done:
+                yield running.pop(future), future.result()
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
-        while wait(running, _POLL).not_done:
+        while not all(future.done() for future in running):
             for download in cache.processes.here().downloads.unfinished():
                 if download.shard.key in keys:
                     download.cancel()
+            clock.sleep(_POLL)
 
 
 def read_index_file(cache: Cache, path: str) -> tuple[list[ShardURL], list[int]]:

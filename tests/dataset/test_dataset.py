@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, Subset
 
 from shardcache import Cache, ConfigError, IntegrityError, ShardNotFoundError, TarDataset
 from shardcache.dataset import dataset as module
+from shardcache.layout import INDEX
 from tests.support.caches import warnings
 from tests.support.storetools import no_descriptor_left
 from tests.support.tars import sample_tar, tar_of
@@ -71,8 +72,8 @@ def test_workers_read_each_sample_once(method, s3, bucket, proxy, s3_environment
         assert shards.complete(key for key, _, _ in rows) and shards.once()
         assert sorted((index, key) for key, _, index in rows) == [*enumerate(KEYS)]
         assert {type(cls) for _, cls, _ in rows} == {int}
-        again = pickle.loads(pickle.dumps(data))
-        assert again[7] == data[7]
+        sample = data[7]
+        assert pickle.loads(pickle.dumps(data))[7] == sample
 
 
 def test_stages_run_on_a_batch(make_cache):
@@ -107,10 +108,13 @@ def test_a_shard_without_room_is_read_all_the_same(make_cache, origin, caplog):
     assert ["streamed" in text for text in others] == [True]
 
 
-def test_a_failing_disk_costs_no_sample(make_cache, monkeypatch, origin):
+@pytest.mark.parametrize("is_indexed", [True, False])
+def test_a_failing_disk_costs_no_sample(make_cache, monkeypatch, origin, is_indexed):
     cache, pread = make_cache(), os.pread
     data = TarDataset(SPEC, cache=cache)
     broken = cache.path(URL)
+    if not is_indexed:
+        broken.with_name(INDEX).unlink()
 
     def failing(fd, size, offset):
         if os.path.samestat(os.fstat(fd), status):

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from shardcache import sync, wds
     from shardcache.cache import Cache, attach, default_cache, url_opener
     from shardcache.config import __version__
+    from shardcache.dataset import TarDataset
     from shardcache.integrations import lightning, telemetry, wids
 
 __all__ = [
@@ -36,6 +37,7 @@ __all__ = [
     "LockTimeoutError",
     "ShardCacheError",
     "ShardNotFoundError",
+    "TarDataset",
     "TransferError",
     "TransferTimeoutError",
     "__version__",
@@ -53,6 +55,7 @@ __all__ = [
 #: programs that use Lightning, OpenTelemetry or wids need to have them installed.
 _ON_FIRST_USE = {
     "Cache": "shardcache.cache",
+    "TarDataset": "shardcache.dataset",
     "__version__": "shardcache.config",
     "attach": "shardcache.cache",
     "default_cache": "shardcache.cache",

@@ -66,6 +66,7 @@ def is_side_file(name: str) -> bool:
 
 META = "meta.json"
 PROGRESS = "progress"
+INDEX = "samples.idx"
 MANIFEST = "manifest.json"
 #: Maximum number of bytes to read from a manifest, which has about 150.
 _MAX_MANIFEST = 4096

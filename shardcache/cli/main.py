@@ -65,10 +65,10 @@ class ExitCode(enum.IntEnum):
 
 #: Command -> its module in this package, in the order of the help text.
 _COMMANDS = {
-    "run": "run", "prewarm": "prewarm", "ls": "entries", "path": "entries", "rm": "entries",
-    "pin": "entries", "unpin": "entries", "clean": "upkeep", "verify": "upkeep",
-    "stats": "stats", "top": "top", "report": "stats", "recipe": "recipe", "config": "config",
-    "dir": "config", "doctor": "doctor", "demo": "demo",
+    "run": "run", "prewarm": "prewarm", "index": "index", "ls": "entries", "path": "entries",
+    "rm": "entries", "pin": "entries", "unpin": "entries", "clean": "upkeep",
+    "verify": "upkeep", "stats": "stats", "top": "top", "report": "stats", "recipe": "recipe",
+    "config": "config", "dir": "config", "doctor": "doctor", "demo": "demo",
 }  # fmt: skip
 
 

@@ -57,13 +57,20 @@ class Opener:
     # -- streams -----------------------------------------------------------------
 
     def open(
-        self, shard: ShardURL, *, finish: bool = True, ahead: Opened | DownloadReader | None = None
+        self,
+        shard: ShardURL,
+        *,
+        finish: bool = True,
+        whole: bool = False,
+        ahead: Opened | DownloadReader | None = None,
     ) -> BinaryIO:
         """Return a stream of the shard.
 
         Args:
             shard: the shard to open.
             finish: whether to complete a download even if the stream is closed earlier.
+            whole: whether to wait until the shard is complete, even with ``fill="follow"``. Then
+                the stream has a descriptor (``fileno``), unless it bypasses the cache.
             ahead: an entry or a download that a look-ahead began; the stream takes it over.
 
         Raises:
@@ -90,7 +97,7 @@ class Opener:
         except (ShardCacheError, OSError) as exn:
             return self._buffered(shard, read_past(self.here, shard, exn))
         if opened is None:
-            return self._buffered(shard, reader)
+            return self._buffered(shard, reader, whole=whole)
         stream = ShardStream(self.here, shard, reader, process.counters)
         process.touch(opened)
         tiers = process.tiers
@@ -101,9 +108,9 @@ class Opener:
             logger.debug("%s: hit", shard, extra=facts)
         return io.BufferedReader(stream, _BUFFER)
 
-    def _buffered(self, shard: ShardURL, reader: Reader) -> BinaryIO:
+    def _buffered(self, shard: ShardURL, reader: Reader, *, whole: bool = False) -> BinaryIO:
         stream = ShardStream(self.here, shard, reader, self.here().counters)
-        stream.wait(whole=self.config.fill == "complete")
+        stream.wait(whole=whole or self.config.fill == "complete")
         return io.BufferedReader(stream, _BUFFER)
 
     def stream(self, shard: ShardURL) -> BinaryIO:

@@ -4,7 +4,8 @@ There is no index: `Store.open` opens the data file and takes a shared flock on 
 can be read to its end, even if the entry is removed meanwhile. Publishing is one rename. Evicting
 takes the exclusive flock, which no process gets while a reader has the file open, renames the
 directory out of sight, and deletes it. The data of an entry never changes. Its sidecar
-(``meta.json``) may be replaced, to record under which boot the data was last verified.
+(``meta.json``) may be replaced, to record under which boot the data was last verified, and
+``samples.idx`` is added by the first process that reads single samples (`shardcache.dataset`).
 """
 
 from __future__ import annotations
@@ -327,12 +328,15 @@ class Store:
         if file_digest(fd) != metadata.digest:
             raise DamagedError("its bytes changed since they were downloaded")
         with contextlib.suppress(OSError):  # if the disk is full or read-only, verify again later
-            trusted = replace(metadata, boot=self._boot).encode()
-            mode, via = self.layout.modes.file, self.layout.partial
-            before = os.lstat(directory)
-            replace_file(Path(directory, META), trusted, mode, via=via)
-            # Restore the directory's timestamp, which `versions` uses as the publication time.
-            os.utime(directory, ns=(before.st_atime_ns, before.st_mtime_ns))
+            self.put(directory, META, replace(metadata, boot=self._boot).encode())
+
+    def put(self, directory: str, name: str, data: bytes) -> None:
+        """Write a side file of an entry, in place of an earlier one. Raises OSError."""
+        before = os.lstat(directory)
+        path, modes = Path(directory, name), self.layout.modes
+        replace_file(path, data, modes.file, via=self.layout.partial)
+        # Restore the directory's timestamp, which `versions` uses as the publication time.
+        os.utime(directory, ns=(before.st_atime_ns, before.st_mtime_ns))
 
     def _remember(self, key: str, directory: str, basename: str, size: int) -> None:
         if len(self._known) >= _REMEMBERED:

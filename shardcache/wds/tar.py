@@ -1,7 +1,8 @@
 """Read the files and samples of tar archives as WebDataset does, in less time.
 
 `tar_files` yields the same names and bytes in the same order as WebDataset's expander, and calls
-handlers at the same points with the same exceptions.
+handlers at the same points with the same exceptions. `members` finds the same files by their
+headers alone, for random access.
 
 Nearly all headers of a shard are plain: they describe a regular file with a name and a size. This
 module parses them with one regular expression and a checksum in C. At the first other header
@@ -63,7 +64,7 @@ _REGULAR = (b"0", b"\0", b"7")
 _WITHOUT_DATA = (b"5", b"2", b"1", b"3", b"4", b"6")
 _EXTENDED = (b"x", b"L")
 
-#: Matches the names of members that WebDataset reserves for metadata, and skips.
+#: Matches a first component of a name that WebDataset reserves for metadata.
 _is_meta = re.compile(r"__[^/]*__($|/)").match
 
 #: The name, size and type in a plain header.
@@ -73,6 +74,13 @@ _Fields = tuple[str, int, bytes]
 def reraise(exn: Exception) -> bool:
     """Raise the exception. This is the default handler."""
     raise exn
+
+
+def is_meta(name: str) -> bool:
+    """Return whether a member is WebDataset's metadata, which is no part of a sample."""
+    return name.startswith("__") and bool(
+        ("/" not in name and name.endswith("__")) or _is_meta(name)
+    )
 
 
 def tar_files(
@@ -109,9 +117,7 @@ def tar_files(
             walk = TarWalk(stream)
             for name in walk:
                 try:
-                    if name.startswith("__") and (
-                        ("/" not in name and name.endswith("__")) or _is_meta(name)
-                    ):
+                    if is_meta(name):
                         continue
                     if rename_files:
                         name = rename_files(name)
@@ -133,6 +139,36 @@ def tar_files(
             exn.args = (*exn.args, source.get("stream"), source.get("url"))
             if not handler(exn):
                 return
+
+
+def files_of(
+    data: bytes, offset: int, url: str, local_path: str | None = None
+) -> list[dict[str, Any]]:
+    """Return the files in a part of an archive, as `tar_files` yields them.
+
+    Args:
+        data: the bytes from the first header of one member to that of another, or to the end.
+        offset: where these bytes are in the archive.
+        url, local_path: the shard, as in the input of `tar_files`.
+
+    Raises:
+        tarfile.TarError: the bytes do not begin or end with a member, or are damaged.
+    """
+    found: list[dict[str, Any]] = []
+    shard, end = {"__url__": url}, offset + len(data)
+    if local_path is not None:
+        shard["__local_path__"] = local_path
+    for _, _, name, at, size in members(
+        lambda size, at: data[at - offset : at - offset + size], end, offset
+    ):
+        if at < 0:  # only tarfile can read it
+            source = {"url": url, "stream": io.BytesIO(_NOT_FIRST + data)}
+            source |= {} if local_path is None else {"local_path": local_path}
+            return list(tar_files([source], eof_value=None))
+        if not is_meta(name):
+            at -= offset
+            found.append({"fname": name, "data": data[at : at + size], **shard})
+    return found
 
 
 def tar_samples(
@@ -193,7 +229,7 @@ class TarWalk:
         before = b""
         while True:
             if fields is not None and fields[2] in _EXTENDED:
-                header, fields = self._extended(header, fields)
+                header, fields = _extended(self._stream.read, header, fields)
             if fields is not None and fields[2] in _REGULAR:
                 name, size, _ = fields
                 self._size = size
@@ -219,25 +255,6 @@ class TarWalk:
             raise _ended()
         return block[left:] if left else block
 
-    def _extended(self, header: bytes, fields: _Fields) -> tuple[bytes, _Fields | None]:
-        """Read what follows an extended header, up to the end of its member's own header.
-
-        Return all these bytes with ``header``, and the member's fields, or None if not plain.
-        """
-        _, size, kind = fields
-        if not 0 < size <= _EXTENDED_MAX:
-            return header, None
-        padded = size + (-size & 511)
-        rest = self._stream.read(padded + _BLOCK)
-        inner = _fields(rest[padded:])
-        if inner is None or inner[2] not in _REGULAR:
-            return header + rest, None
-        if kind == b"L":
-            name: str | None = _text(rest[:padded].partition(b"\0")[0])
-        else:
-            name = _name(inner[0], rest, size)
-        return header + rest, None if name is None else (name, *inner[1:])
-
     def _by_tarfile(self, pending: bytes) -> Iterator[str]:
         """Yield the names that tarfile finds in ``pending`` and in the rest of the stream."""
         rest: Any = _Rejoined(pending, self._stream)
@@ -247,6 +264,76 @@ class TarWalk:
                 self._member = info
                 yield info.name
             self._archive.members = []  # tarfile would keep all of them in memory
+
+
+def members(
+    read: Callable[[int, int], bytes], end: int, at: int = 0
+) -> Iterator[tuple[int, int, str, int, int]]:
+    """Find the regular files of an archive without reading their data.
+
+    Args:
+        read: returns up to ``size`` bytes at an offset: ``read(size, offset)``.
+        end: offset of the end of the archive, or of the part to search.
+        at: offset of the header to begin with.
+
+    Yields:
+        For each file: the offset of its first header, the offset of the next member, its name, and
+        the offset and size of its data. The offset of the data is -1 if only `TarWalk` can read it.
+
+    Raises:
+        tarfile.CompressionError: the archive is compressed.
+        tarfile.TarError: the archive cannot be read in this way, or not at all.
+    """
+    is_utf8 = tarfile.ENCODING == "utf-8"
+    while at < end or not at:
+        start, header = at, read(_BLOCK, at)
+        fields = _fields(header) if is_utf8 else None
+        if not start and header.startswith(_COMPRESSED):
+            raise tarfile.CompressionError("it is compressed")
+        if fields is not None and fields[2] in _EXTENDED:
+            behind = _From(read, at + _BLOCK)
+            header, fields = _extended(behind.read, header, fields)
+        if fields is not None and (fields[2] in _REGULAR or fields[2] in _WITHOUT_DATA):
+            name, size, kind = fields
+            at += len(header)
+            if kind in _REGULAR:
+                data, at = at, at + size + (-size & 511)
+                if at > end:
+                    raise _ended()
+                yield start, at, name, data, size
+        elif header == _ZEROS:
+            return
+        else:
+            yield from _members_by_tarfile(read, start)
+            return
+
+
+def _members_by_tarfile(
+    read: Callable[[int, int], bytes], at: int
+) -> Iterator[tuple[int, int, str, int, int]]:
+    """Yield what `members` yields, from the offset ``at`` on, where tarfile takes over."""
+    before = _NOT_FIRST if at else b""
+    walk, first = TarWalk(_From(read, at)), at - len(before)
+    for name in walk._by_tarfile(before):
+        archive, member = walk._archive, walk._member
+        # A comment before the first member, as of `git archive`, changes nothing.
+        if archive.pax_headers and (at or archive.pax_headers.keys() != {"comment"}):
+            raise tarfile.HeaderError("it has a global header, which concerns all later members")
+        assert member is not None
+        yield first + member.offset, first + archive.offset, name, -1, member.size
+
+
+class _From:
+    """A stream of the bytes from the offset ``at`` on."""
+
+    def __init__(self, read: Callable[[int, int], bytes], at: int) -> None:
+        self._read = read
+        self._at = at
+
+    def read(self, size: int) -> bytes:
+        data = self._read(size, self._at)
+        self._at += len(data)
+        return data
 
 
 #: Empty reads after which reading fails. If the size of a member is damaged, tarfile would keep
@@ -295,6 +382,28 @@ def _fields(header: bytes) -> _Fields | None:
     if prefix and kind not in _EXTENDED:
         name = prefix + b"/" + name
     return _text(name), int(size, 8), kind
+
+
+def _extended(
+    read: Callable[[int], bytes], header: bytes, fields: _Fields
+) -> tuple[bytes, _Fields | None]:
+    """Read what follows an extended header, up to the end of its member's own header.
+
+    Return all these bytes with ``header``, and the member's fields, or None if not plain.
+    """
+    _, size, kind = fields
+    if not 0 < size <= _EXTENDED_MAX:
+        return header, None
+    padded = size + (-size & 511)
+    rest = read(padded + _BLOCK)
+    inner = _fields(rest[padded:])
+    if inner is None or inner[2] not in _REGULAR:
+        return header + rest, None
+    if kind == b"L":
+        name: str | None = _text(rest[:padded].partition(b"\0")[0])
+    else:
+        name = _name(inner[0], rest, size)
+    return header + rest, None if name is None else (name, *inner[1:])
 
 
 def _name(name: str, records: bytes, size: int) -> str | None:

@@ -20,6 +20,11 @@ SHAPES: dict[str, tuple[int, str]] = {
         "summary.plan.to_fetch summary.plan.free_bytes summary.plan.needed_bytes "
         "summary.plan.missing_bytes",
     ),
+    "index {0} -o {dir}/train.json": (
+        0,
+        "shards.url shards.nsamples summary.shards summary.samples summary.failed summary.wrong "
+        "summary.seconds",
+    ),
     "ls": (
         0,
         "shards.url shards.state shards.size shards.used_at shards.fetched_at shards.key "

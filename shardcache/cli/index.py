@@ -1,0 +1,100 @@
+"""``shardcache index``: write or check the index file of a data set, for `TarDataset`."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from pathlib import Path
+
+import click
+
+from shardcache.cache import Cache
+from shardcache.cli.main import ExitCode, Invocation, command, flag
+from shardcache.cli.output import counted, reason
+from shardcache.cli.progress import Position, Positions, display
+from shardcache.dataset.index import Counted, count_samples, read_index_file, write_index_file
+from shardcache.prewarm.plan import expand
+from shardcache.units import format_bytes, format_duration
+
+#: Failures to print, unless -v is given: thousands of shards may fail for one reason.
+_SHOWN = 3
+
+
+@command("index")
+@flag("--check", help="Write nothing; check that FILE states the right numbers (exit 4 if not).")
+@click.option("-o", "--output", "file", required=True, metavar="FILE", help="The index file.")
+@click.argument("specs", nargs=-1, metavar="[SPEC]...")
+def index_command(
+    invocation: Invocation, specs: tuple[str, ...], file: str, check: bool
+) -> ExitCode:
+    """Count the samples of shards, for random access with TarDataset.
+
+    Reads the shards through the cache, which downloads those that are not cached. FILE is
+    written when all shards are counted; it has the form of wids. If the command is interrupted
+    or shards fail, run it again: it does not read again what it has counted.
+
+    \b
+    Examples:
+      shardcache index 's3://lab/train-{0000..2047}.tar' -o train.json
+      shardcache index -o train.json --check
+    """
+    if check == bool(specs):
+        text = "--check reads the shards in FILE: omit SPEC."
+        raise click.UsageError(text if check else "No shards given. Pass a SPEC.")
+    console, began, journal = invocation.console, time.monotonic(), Path(f"{file}.partial")
+    counts, stated, failed, wrong, size = dict[str, int](), dict[str, int](), 0, 0, 0
+
+    def positions() -> Positions:
+        text = f"{len(counts):,}/{len(shards):,} shards, {format_bytes(size)}"
+        return {"": Position(f"{failed:,} failed, {text}" if failed else text, size)}
+
+    # Not strict, so that a shard without room is streamed.
+    config = invocation.cache().config.replace(strict=False)
+    with contextlib.ExitStack() as stack, Cache.from_config(config) as cache:
+        if check:
+            shards, numbers = read_index_file(cache, file)
+            stated = dict(zip(map(str, shards), numbers, strict=True))
+        else:
+            shards = [cache.parse(url) for url in expand(specs, cache)]
+            names = set(map(str, shards))
+            if journal.exists():
+                for line in journal.read_text("utf-8").splitlines():
+                    with contextlib.suppress(ValueError):  # a killed run left half a line
+                        url, samples = json.loads(line)
+                        counts |= {url: samples} if url in names else {}
+            writer = stack.enter_context(open(journal, "a", buffering=1, encoding="utf-8"))
+        missing = [shard for shard in shards if str(shard) not in counts]
+        stack.enter_context(display(console, positions))
+        for number, found in count_samples(cache, missing):
+            url = str(missing[number])
+            if not isinstance(found, Counted):
+                failed += 1
+                if failed <= _SHOWN or console.verbosity:
+                    text = reason(found)
+                    console.message("  failed  ", text if url in text else f"{url}: {text}", "red")
+                continue
+            counts[url], size = found.samples, size + found.size
+            if found.repeated:
+                console.warning(
+                    f"{url}: the key {found.repeated[0]} occurs again after other keys, which "
+                    "makes two samples, as in WebDataset. Pack the files of a sample together."
+                )
+            if not check:
+                writer.write(f"\n{json.dumps([url, found.samples])}")
+            elif stated[url] != found.samples:
+                wrong += 1
+                console.data(f"{url} has {found.samples} samples; {file} states {stated[url]}")
+    seconds, total = round(time.monotonic() - began, 3), sum(counts.values())
+    summary = {"shards": len(shards), "samples": total, "failed": failed, "wrong": wrong}
+    rows = [{"url": url, "nsamples": counts.get(url)} for url in map(str, shards)]
+    console.object("index", shards=rows, summary={**summary, "seconds": seconds})
+    done = f"{counted(total, 'sample')} in {counted(len(counts), 'shard')}"
+    console.info(f"{done}, counted in {format_duration(seconds)}")
+    if failed:
+        console.error(f"{counted(failed, 'shard')} could not be counted. Run the command again.")
+        return ExitCode.DAMAGED if wrong else ExitCode.SOME_FAILED
+    if not check:
+        write_index_file(Path(file), {str(shard): counts[str(shard)] for shard in shards})
+        journal.unlink(missing_ok=True)
+    return ExitCode.DAMAGED if wrong else ExitCode.DONE

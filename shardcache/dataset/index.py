@@ -1,0 +1,378 @@
+"""The offsets of the samples of a shard, and the index file that states the samples per shard.
+
+The offsets of a cached shard are in its entry, in the file ``samples.idx``, which is evicted with
+the shard. They are a hint: `OpenShard` replaces a file that does not fit the shard, and never
+returns a range of bytes that is not exactly one sample.
+
+    header     format, bytes of the shard, samples, keys that come back later
+    offsets    64 bits for each sample, and one more for the end of the last sample
+    checksum   CRC-32 of the above
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import os
+import re
+import struct
+import sys
+import tarfile
+import threading
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from functools import cache as cached
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+from zlib import crc32
+
+from shardcache import clock
+from shardcache.errors import ConfigError, IntegrityError, ShardCacheError
+from shardcache.files import open_file
+from shardcache.layout import INDEX
+from shardcache.sync.paths import atomic_write
+from shardcache.urls import ShardURL
+from shardcache.wds.tar import files_of, is_meta, members
+
+if TYPE_CHECKING:
+    from shardcache.cache import Cache, Handler
+
+logger = logging.getLogger(__name__)
+
+#: Format, bytes of the shard, number of samples, number of keys that come back later. In native
+#: byte order: a machine with another one finds another checksum, and replaces the file.
+_HEADER = struct.Struct("=8sqqq")
+_CHECKSUM = struct.Struct("=I")
+_FORMAT = b"samples1"
+#: The pattern of WebDataset's `base_plus_ext`: the key of a sample, and the rest of a file's name.
+_split = re.compile(r"^((?:.*/|)[^.]+)[.]([^/]*)$").match
+#: Suffixes of compressed archives.
+_COMPRESSED = (".tgz", ".gz", ".bz2", ".xz", ".zst", ".lz4")
+#: Shards to count at once: as many as `prewarm` downloads at once.
+_JOBS = 32
+#: Bytes per read while a stream skips the data of members.
+_PIECE = 1 << 20
+#: Longest wait in seconds, after which signals are handled and downloads are cancelled again.
+_POLL = 0.1
+
+#: ``read(size, offset)`` returns up to ``size`` bytes.
+_Read = Callable[[int, int], bytes]
+
+
+@cached
+def _group_by_keys() -> Any:
+    """Return WebDataset's function. Its import takes a second or more, because it imports torch."""
+    from webdataset.tariterators import group_by_keys
+
+    return group_by_keys
+
+
+def _key_and_field(name: str) -> Any:
+    """Do what WebDataset's ``base_plus_ext`` does, in half the time."""
+    found = _split(name)
+    return (None, None) if found is None else found.groups()
+
+
+def find_samples(read: _Read, end: int) -> tuple[array[int], list[str]]:
+    """Find the samples of an archive by its headers, grouped as WebDataset groups files.
+
+    Args:
+        read: returns bytes of the archive, as for `members`.
+        end: size of the archive in bytes.
+
+    Returns:
+        The offset of each sample and of the end of the last one, and the keys that occur again
+        after other keys, each of which makes another sample.
+
+    Raises:
+        tarfile.TarError: the archive is compressed, damaged or incomplete.
+    """
+    offsets, keys, repeated = array("q"), set[str](), list[str]()
+    current, stop = None, 0
+    for start, following, name, _, _ in members(read, end):
+        if (found := _split(name)) is not None and not is_meta(name):
+            stop = following
+            if (key := found[1]) != current:
+                current = key
+                offsets.append(start)
+                if key in keys:
+                    repeated.append(key)
+                keys.add(key)
+    offsets.append(stop)
+    return offsets, repeated
+
+
+class OpenShard:
+    """A shard that is open for random access, and not evicted as long as this object exists.
+
+    Threads may share it, and a forked child may use its parent's.
+
+    Args:
+        cache: the cache to read through; the shard is downloaded if it is not cached.
+        shard: the shard to open.
+
+    Attributes:
+        size: bytes of the shard, or 0 if it is streamed past the cache.
+        offsets: the offset of each sample, and of the end of the last one.
+        repeats: how many keys occur again after other keys.
+        is_lost: whether the disk has failed since the shard was opened; open it again.
+        used: when a sample was last read, on the monotonic clock.
+
+    Raises:
+        ConfigError: the shard is compressed.
+        IntegrityError: the shard is not a complete tar archive.
+        The errors of `Cache.open`.
+    """
+
+    def __init__(self, cache: Cache, shard: ShardURL) -> None:
+        if shard.basename.lower().endswith(_COMPRESSED):
+            raise _compressed(shard)
+        self.offsets: Sequence[int] = ()
+        self.repeats = 0
+        self.is_lost = False
+        self.used = clock.monotonic()
+        self._cache = cache
+        self._shard = shard
+        self._stream = cache.opener.open(shard, whole=True)
+        self._lock = threading.Lock()  # held while the position of the stream matters
+        self._url = shard.raw or str(shard)
+        self._path = str(self._stream.name).removeprefix("file://")
+        try:
+            self._fd = self._stream.fileno()
+            self.size = os.fstat(self._fd).st_size
+        except io.UnsupportedOperation:  # the shard bypasses the cache
+            self._fd, self.size = -1, 0
+        self._has_entry = self._fd >= 0 and not cache.opener.is_in_place(shard)
+        self._directory = self._path.rpartition("/")[0]
+        if not (self._has_entry and self._load()):
+            self._make()
+
+    def __del__(self) -> None:
+        if (stream := getattr(self, "_stream", None)) is not None:
+            stream.close()
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def sample(self, number: int, handler: Handler) -> dict[str, Any]:
+        """Read one sample: the same that a pipeline yields after `Cache.attach`.
+
+        The caller counts the bytes, once per batch.
+
+        Args:
+            number: number of the sample in the shard, from 0.
+            handler: called with the exception if a file cannot be added to the sample, as by
+                WebDataset's ``group_by_keys``.
+
+        Raises:
+            IntegrityError: the sample is damaged.
+            The errors of `Cache.open`, if the disk fails.
+        """
+        self.used = clock.monotonic()
+        while True:
+            offsets = self.offsets
+            start, stop = offsets[number], offsets[number + 1]
+            data = self._read(stop - start, start)
+            try:
+                if len(data) != stop - start:
+                    raise tarfile.ReadError("unexpected end of data")
+                files = files_of(data, start, self._url, self._path)
+                found = list(_group_by_keys()(files, _key_and_field, handler=handler))
+                if len(found) == 1:
+                    return found[0]  # type: ignore[no-any-return]
+                problem = f"its bytes hold {len(found)} samples"
+            except (tarfile.TarError, ValueError) as exn:
+                problem = str(exn.args[0] if exn.args else exn)
+            self._make()
+            if len(offsets) != len(self.offsets) or list(offsets) == list(self.offsets):
+                self.is_lost = True
+                raise IntegrityError(
+                    f"{self._shard}: sample {number} cannot be read ({problem}). Run `shardcache "
+                    "verify --repair` with this URL; if the shard is intact, pack it again.",
+                    url=str(self._shard),
+                )
+
+    def repeated_keys(self) -> list[str]:
+        """Return the keys that occur again after other keys."""
+        return self._find()[1] if self.repeats else []
+
+    def _read(self, size: int, offset: int) -> bytes:
+        """Read bytes, from the origin if the disk fails. Returns fewer bytes only at the end."""
+        if self._fd >= 0:
+            try:
+                return os.pread(self._fd, size, offset)
+            except OSError as exn:
+                self._lose(exn)
+        with self._lock:
+            self._stream.seek(offset)
+            return self._stream.read(size)
+
+    def _lose(self, exn: OSError) -> None:
+        """Read through the stream from now on, which sets an entry aside that cannot be read."""
+        logger.info("%s cannot be read at random: %s", self._path, exn)
+        self._fd, self.size, self.is_lost = -1, 0, True
+
+    def _load(self) -> bool:
+        """Read the offsets from the entry; return whether they fit the shard."""
+        try:
+            with open_file(f"{self._directory}/{INDEX}") as file:
+                data = file.readall()
+            content = memoryview(data)[: -_CHECKSUM.size]
+            form, size, samples, repeats = _HEADER.unpack_from(content)
+        except (OSError, struct.error) as exn:
+            logger.debug("%s has no %s: %s", self._directory, INDEX, exn)
+            return False
+        fits = (form, size, 8 * (samples + 1)) == (_FORMAT, self.size, len(content) - _HEADER.size)
+        if not fits or data[len(content) :] != _CHECKSUM.pack(crc32(content)):
+            return False
+        self.offsets, self.repeats = content[_HEADER.size :].cast("q"), repeats
+        return True
+
+    def _make(self) -> None:
+        """Find the samples in the archive, and write the offsets into its entry."""
+        try:
+            self.offsets, repeated = self._find()
+        except tarfile.CompressionError as exn:
+            raise _compressed(self._shard) from exn
+        except (tarfile.TarError, ValueError) as exn:  # ValueError: a damaged extended header
+            raise IntegrityError(
+                f"{self._shard} is not a complete tar archive, so its samples cannot be read at "
+                f"random ({exn}). Pack and upload it again.",
+                url=str(self._shard),
+            ) from exn
+        self.repeats = len(repeated)
+        if self._has_entry and not self.is_lost:
+            self._store()
+
+    def _find(self) -> tuple[array[int], list[str]]:
+        if self._fd >= 0:
+            try:
+                return find_samples(partial(os.pread, self._fd), self.size)
+            except OSError as exn:
+                self._lose(exn)
+        with self._lock:
+            self._stream.seek(0)
+            return find_samples(self._read_on, sys.maxsize)
+
+    def _read_on(self, size: int, offset: int) -> bytes:
+        """Read at an offset without a seek, which would be another request to the origin."""
+        while (left := offset - self._stream.tell()) > 0:
+            if not self._stream.read(min(left, _PIECE)):
+                raise tarfile.ReadError("unexpected end of data")
+        return self._stream.read(size)
+
+    def _store(self) -> None:
+        """Write the offsets into the entry, unless another process is about to do the same."""
+        header = _HEADER.pack(_FORMAT, self.size, len(self), self.repeats)
+        data = header + array("q", self.offsets).tobytes()
+        data += _CHECKSUM.pack(crc32(data))
+        process = self._cache.processes.here()
+        store = process.tier_of(self._path).store
+        try:
+            # Two writers at once would not restore the timestamp of the entry.
+            with process.site().locked(store, self._shard.key) as is_locked:
+                if is_locked:
+                    store.put(self._directory, INDEX, data)
+        except (OSError, ConfigError) as exn:  # the disk is full, read-only or unmounted
+            logger.debug("%s gets no %s: %s", self._directory, INDEX, exn)
+
+
+def _compressed(shard: ShardURL) -> ConfigError:
+    return ConfigError(
+        f"{shard} is compressed, so its samples cannot be read at random. Unpack it to a plain "
+        ".tar, or read it in sequence with cache.attach(wds.WebDataset(...)).",
+        url=str(shard),
+    )
+
+
+# -- data sets -------------------------------------------------------------------------------
+
+
+class Counted(NamedTuple):
+    """The samples of one shard."""
+
+    samples: int
+    size: int  #: bytes of the shard; 0 if it was streamed
+    repeated: list[str]  #: keys that occur again after other keys
+
+
+def count_samples(
+    cache: Cache, shards: Sequence[ShardURL]
+) -> Iterator[tuple[int, Counted | Exception]]:
+    """Count the samples of shards, many at once; downloads those that are not cached.
+
+    Yields:
+        The position of each shard in ``shards``, and its count or its error, as they are ready. If
+        the caller stops early, the running downloads are cancelled.
+    """
+
+    def count(shard: ShardURL) -> Counted | Exception:
+        try:
+            opened = OpenShard(cache, shard)
+            return Counted(len(opened), opened.size, opened.repeated_keys())
+        except (ShardCacheError, OSError) as exn:
+            return exn
+
+    pool, keys = ThreadPoolExecutor(_JOBS, "shardcache-index"), {shard.key for shard in shards}
+    waiting, running = iter(enumerate(shards)), dict[Future[Counted | Exception], int]()
+    try:
+        while True:
+            for number, shard in islice(waiting, 2 * _JOBS - len(running)):
+                running[pool.submit(count, shard)] = number
+            if not running:
+                return
+            # With a timeout, because a signal that another thread receives ends no wait.
+            for future in wait(running, _POLL, FIRST_COMPLETED).done:
+                yield running.pop(future), future.result()
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+        while not all(future.done() for future in running):
+            for download in cache.processes.here().downloads.unfinished():
+                if download.shard.key in keys:
+                    download.cancel()
+            clock.sleep(_POLL)
+
+
+def read_index_file(cache: Cache, path: str) -> tuple[list[ShardURL], list[int]]:
+    """Read the shards of a data set, and how many samples each has.
+
+    Args:
+        cache: parses the URLs, and reads the file if it is not local.
+        path: path or URL of a JSON file: that of wids, with a ``shardlist`` of ``url`` and
+            ``nsamples``, or a ``sizes.json`` with the number of samples by name. Relative names are
+            next to the file.
+
+    Raises:
+        ConfigError: the file has another form.
+        OSError: the file cannot be read.
+        The errors of `Cache.open`, if the file is not local.
+    """
+    file = cache.parse(path)
+    with open(file.local_path, "rb") if file.is_local else cache.opener.stream(file) as stream:
+        text = stream.read()
+    try:
+        record = json.loads(text)
+        listed = record.get("shardlist")
+        pairs = record.items() if listed is None else [(s["url"], s["nsamples"]) for s in listed]
+        urls, counts = [str(url) for url, _ in pairs], [count for _, count in pairs]
+        if not urls or not all(type(count) is int and count >= 0 for count in counts):
+            raise ValueError("it must state a number of samples for each shard")
+    except (ValueError, TypeError, KeyError, AttributeError) as exn:
+        raise ConfigError(
+            f"{file} is not an index of shards ({type(exn).__name__}: {exn}). Write it with "
+            f"`shardcache index SPEC -o {file.basename}`."
+        ) from exn
+    base = path[: path.rfind("/") + 1]
+    is_absolute = re.compile("/|[a-z][a-z0-9+.-]*:", re.IGNORECASE).match
+    return [cache.parse(u if is_absolute(u) else base + u) for u in urls], counts
+
+
+def write_index_file(path: Path, counts: Mapping[str, int]) -> None:
+    """Write an index file in the form of wids, from the number of samples by URL."""
+    rows = [json.dumps({"url": url, "nsamples": count}) for url, count in counts.items()]
+    with atomic_write(path, "w") as file:
+        file.write('{"wids_version": 1, "shardlist": [\n' + ",\n".join(rows) + "\n]}\n")

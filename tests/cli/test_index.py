@@ -1,0 +1,88 @@
+"""`shardcache index`: writes the index file of a data set, resumes, and checks it."""
+
+import json
+
+import pytest
+
+from shardcache import Cache, TarDataset
+from shardcache.layout import INDEX
+from tests.support.clitools import SHARDS, Command
+from tests.support.storetools import wait_until
+from tests.support.tars import tar_of
+
+
+@pytest.fixture
+def file(tmp_path):
+    return tmp_path / "train.json"
+
+
+def test_the_file_serves_a_data_set_and_wids(run, spec, file, proxy, tmp_path):
+    code, out, _ = run("index", spec, "-o", file)
+    assert (code, out.splitlines()[0][:33]) == (0, "80 samples in 4 shards, counted i")
+    record = json.loads(file.read_text())
+    assert [row["nsamples"] for row in record["shardlist"]] == [20] * SHARDS
+    assert record["wids_version"] == 1
+    with Cache(tmp_path / "cache", min_free=0) as cache:
+        data = TarDataset(file, cache=cache)
+        assert (len(data), data[79]["__key__"]) == (80, "0003-00019")
+    assert [path.name for path in tmp_path.glob("train*")] == ["train.json"]
+    proxy.reset()
+    assert run("index", spec, "-o", file, "-q")[:2] == (0, "")
+    assert proxy.summary() == {}  # the offsets are beside the shards
+    code, out, _ = run("index", "-o", file, "--check", "--json")
+    assert (code, json.loads(out)["summary"]["samples"]) == (0, 80)
+
+
+def test_check_says_which_shard_has_another_number(run, spec, file, bucket):
+    assert run("index", spec, "-o", file)[0] == 0
+    file.write_text(file.read_text().replace("20}", "21}", 1))
+    code, out, _ = run("index", "-o", file, "--check")
+    assert code == 4
+    assert out.splitlines()[0] == f"s3://{bucket}/train-0000.tar has 20 samples; {file} states 21"
+
+
+def test_a_failed_run_is_resumed_even_without_the_cache(run, spec, file, s3, bucket, data, proxy):
+    s3.client().delete_object(Bucket=bucket, Key="train-0001.tar")
+    code, _, err = run("index", spec, "-o", file)
+    assert code == 3
+    assert f"  failed  s3://{bucket}/train-0001.tar: not found" in err
+    assert "1 shard could not be counted. Run the command again." in err
+    assert not file.exists()
+    assert run("rm", "-y", "*.tar")[0] == 0
+    s3.put(bucket, "train-0001.tar", data["train-0001.tar"])
+    proxy.reset()
+    assert run("index", spec, "-o", file)[0] == 0
+    assert list(proxy.summary()) == [f"{bucket}/train-0001.tar"]
+    assert [row["nsamples"] for row in json.loads(file.read_text())["shardlist"]] == [20] * SHARDS
+
+
+def test_a_key_that_comes_back_is_named(run, s3, bucket, s3_environment, file, tmp_path):
+    s3.put(bucket, "a.tar", tar_of([(name, b"") for name in ("a.x", "b.x", "a.y", "b.y")]))
+    for _ in range(2):  # the second time, the offsets are known
+        code, out, err = run("index", f"s3://{bucket}/a.tar", "-o", file)
+        assert (code, out[:21]) == (0, "4 samples in 1 shard,")
+        assert f"warning: s3://{bucket}/a.tar: the key a occurs again after other keys" in err
+    assert len([*tmp_path.rglob(INDEX)]) == 1
+
+
+def test_a_shard_without_room_is_counted(run, spec, file, monkeypatch, tmp_path):
+    monkeypatch.setenv("SHARDCACHE_MAX_SIZE", "30kB")
+    assert run("index", spec, "-o", file)[0] == 0
+    assert len(json.loads(file.read_text())["shardlist"]) == SHARDS
+
+
+def test_an_interrupt_ends_the_downloads(slow, file, tmp_path):
+    with Command("index", slow, "-o", file, directory=tmp_path / "cache") as command:
+        partials = tmp_path / "cache" / "v1" / "partial"
+        wait_until(lambda: partials.is_dir() and len([*partials.glob("*/*.tar")]) == 3)
+        command.process.send_signal(2)
+        code, _, err = command.end()
+    assert (code, file.exists()) == (130, False)
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    "arguments", [["-o", "x.json"], ["s3://a/b.tar"], ["s3://a/b.tar", "-o", "x", "--check"]]
+)
+def test_wrong_arguments(run, arguments):
+    assert run("index", *arguments)[0] == 2

@@ -1,0 +1,243 @@
+"""`TarDataset`: the samples of a pipeline by their numbers, whatever happens to a shard."""
+
+import contextlib
+import errno
+import os
+import pickle
+import threading
+
+import numpy as np
+import pytest
+import webdataset as wds
+from torch.utils.data import DataLoader, Subset
+
+from shardcache import Cache, ConfigError, IntegrityError, ShardNotFoundError, TarDataset
+from shardcache.dataset import dataset as module
+from shardcache.layout import INDEX
+from tests.support.caches import warnings
+from tests.support.storetools import no_descriptor_left
+from tests.support.tars import sample_tar, tar_of
+from tests.support.trainingtools import DataSet
+
+SPEC = "s3://lab/{0..3}.tar"
+SAMPLES = 6
+URL = "s3://lab/1.tar"
+
+
+@pytest.fixture(autouse=True)
+def _objects(origin):
+    origin.objects |= {f"s3://lab/{n}.tar": sample_tar(n, SAMPLES) for n in range(4)}
+
+
+def keys(samples) -> list[str]:
+    return [sample["__key__"] for sample in samples]
+
+
+KEYS = [f"{shard:04d}-{n:05d}" for shard in range(4) for n in range(SAMPLES)]
+
+
+class Index(int):
+    epoch = 7
+
+
+def test_samples_equal_those_of_a_pipeline(make_cache):
+    cache = make_cache()
+    data = TarDataset(SPEC, cache=cache)
+    expected = list(cache.attach(wds.WebDataset(SPEC, shardshuffle=False)))
+    for number, sample in enumerate(expected):
+        assert data[number] == {**sample, "__index__": number, "__epoch__": 0}
+    assert data[Index(9)] == {**expected[9], "__index__": 9, "__epoch__": 7}
+    assert type(data[Index(9)]["__index__"]) is int
+    assert data[-1] == data[np.int64(23)] == data.__getitems__([3, 23])[1]
+    assert (len(data), data.counts.tolist()) == (24, [SAMPLES] * 4)
+    assert [data.locate(n) for n in (0, 11)] == [("s3://lab/0.tar", 0), (URL, 5)]
+    assert keys(data) == KEYS  # ends with an IndexError
+    for wrong in (24, -25):
+        with pytest.raises(IndexError, match="has 24 samples"):
+            data[wrong]
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_workers_read_each_sample_once(method, s3, bucket, proxy, s3_environment, tmp_path):
+    shards = DataSet(s3, bucket, proxy)
+    stages = [wds.decode(), wds.to_tuple("__key__", "cls", "__index__")]
+    with Cache(tmp_path / "cache", min_free=0) as cache:
+        data = TarDataset(shards.spec, cache=cache, stages=stages)
+        part = Subset(data, range(len(data)))
+        loader = DataLoader(
+            part, 5, shuffle=True, num_workers=2, multiprocessing_context=method,
+            collate_fn=list,
+        )  # fmt: skip
+        rows = [row for batch in loader for row in batch]
+        assert shards.complete(key for key, _, _ in rows) and shards.once()
+        assert sorted((index, key) for key, _, index in rows) == [*enumerate(KEYS)]
+        assert {type(cls) for _, cls, _ in rows} == {int}
+        sample = data[7]
+        assert pickle.loads(pickle.dumps(data))[7] == sample
+
+
+def test_stages_run_on_a_batch(make_cache):
+    def data(*stages):
+        return TarDataset(SPEC, cache=cache, stages=stages)
+
+    cache = make_cache()
+    odd = data(wds.select(lambda sample: sample["__index__"] % 2))
+    assert keys(odd.__getitems__(range(6))) == KEYS[1:6:2]
+    with pytest.raises(
+        ConfigError, match=r"left none of 2 samples of s3://lab/0\.tar, s3://lab/3\."
+    ):
+        odd.__getitems__([0, 20])
+    with pytest.raises(ConfigError, match=r"left none of 1 samples of s3://lab/1\.tar"):
+        odd[8]
+    assert odd.__getitems__([]) == []
+    with pytest.raises(ConfigError, match=r"batched cannot be a stage.*DataLoader"):
+        data(wds.batched(3))
+    with pytest.raises(ConfigError, match=r"shuffle cannot be a stage.*sampler"):
+        data(wds.shuffle(3))
+
+
+def test_a_shard_without_room_is_read_all_the_same(make_cache, origin, caplog):
+    cache = make_cache(max_size=20_000)
+    data = TarDataset(SPEC, cache=cache)
+    requests = len(origin.requests)
+    assert keys(reversed(data)) == KEYS[::-1]
+    assert list(cache.entries()) == []
+    assert len(origin.requests) <= requests + 24 + 8  # one per sample, and one to open each shard
+    first, *others = warnings(caplog)
+    assert "counting the samples of 4 shards" in first and SPEC in first
+    assert ["streamed" in text for text in others] == [True]
+
+
+@pytest.mark.parametrize("is_indexed", [True, False])
+def test_a_failing_disk_costs_no_sample(make_cache, monkeypatch, origin, is_indexed):
+    cache, pread = make_cache(), os.pread
+    data = TarDataset(SPEC, cache=cache)
+    broken = cache.path(URL)
+    if not is_indexed:
+        broken.with_name(INDEX).unlink()
+
+    def failing(fd, size, offset):
+        if os.path.samestat(os.fstat(fd), status):
+            raise OSError(errno.EIO, "broken")
+        return pread(fd, size, offset)
+
+    def failing_v(fd, buffers, offset):
+        failing(fd, 0, offset)
+        return os_preadv(fd, buffers, offset)
+
+    os_preadv, status = os.preadv, broken.stat()
+    monkeypatch.setattr(os, "pread", failing)
+    monkeypatch.setattr(os, "preadv", failing_v)
+    assert keys(data) == KEYS
+    assert not os.path.samestat(cache.path(URL).stat(), status)  # downloaded again
+    assert keys(data) == KEYS
+
+
+def test_a_replaced_shard_gives_its_samples_or_an_error(make_cache, origin):
+    cache = make_cache()
+    data = TarDataset(SPEC, cache=cache)
+    data._open.clear()
+    origin.objects[URL] = sample_tar(9, SAMPLES)
+    cache.remove(URL)
+    assert keys(data.__getitems__([8, 9])) == ["0009-00002", "0009-00003"]
+    data._open.clear()
+    origin.objects[URL] = sample_tar(9, SAMPLES + 1)
+    cache.remove(URL)
+    with pytest.raises(IntegrityError, match=r"1\.tar has 7 samples, but .* states 6"):
+        data[8]
+    assert keys([data[12]]) == ["0002-00000"]
+
+
+def _cut(data):
+    return data[:9000]
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        (None, ShardNotFoundError),
+        (_cut, IntegrityError),
+        (lambda data: b"<html>" + data, IntegrityError),
+        (lambda data: sample_tar(1, 2), IntegrityError),
+    ],
+)
+def test_an_error_names_shard_and_sample_and_the_handler_decides(
+    make_cache, origin, tmp_path, change, error
+):
+    (tmp_path / "sizes.json").write_text(f'{{"{URL}": 6, "s3://lab/2.tar": 6}}')
+    data = TarDataset(tmp_path / "sizes.json", cache=make_cache())
+    sound = origin.objects.pop(URL)
+    if change:
+        origin.objects[URL] = change(sound)
+    with pytest.raises(error, match=r"lab/1\.tar") as caught:
+        data[4]
+    assert caught.value.__notes__ == ["while reading sample 4 of s3://lab/1.tar"]
+    seen = []
+    data.handler = lambda exn: not seen.append(exn)
+    assert keys(data.__getitems__([4, 5, 7])) == ["0002-00001"]
+    assert [type(exn) for exn in seen] == [error] * 2
+    with pytest.raises(error):  # nothing is left of the batch
+        data[3]
+
+
+def test_a_shard_that_cannot_be_counted_is_left_out_if_the_handler_says_so(make_cache, origin):
+    del origin.objects[URL]
+    with pytest.raises(ShardNotFoundError, match=r"1\.tar"):
+        TarDataset(SPEC, cache=make_cache())
+    data = TarDataset(SPEC, cache=make_cache(), handler=wds.ignore_and_continue)
+    assert data.counts.tolist() == [6, 0, 6, 6]
+    assert keys([data[6]]) == ["0002-00000"]
+
+
+def test_a_file_that_occurs_twice_is_an_error_of_its_sample(make_cache, origin):
+    files = [(name, name.encode()) for name in ("a.txt", "b.txt", "b.txt", "c.txt")]
+    origin.objects[URL] = tar_of(files)
+    data = TarDataset([URL], cache=make_cache())
+    assert (len(data), data[2]["txt"]) == (3, b"c.txt")
+    with pytest.raises(IntegrityError, match=r"1\.tar: sample 1 .*duplicate file name"):
+        data[1]
+    data.handler = lambda exn: True
+    assert data[1]["txt"] == b"b.txt"  # as in a pipeline
+
+
+def test_shards_of_no_sample_and_of_one(make_cache, origin):
+    origin.objects |= {"s3://lab/0.tar": tar_of([]), URL: sample_tar(1, 1)}
+    data = TarDataset(SPEC, cache=make_cache())
+    assert data.counts.tolist() == [0, 1, 6, 6]
+    assert keys(data) == ["0001-00000", *KEYS[12:]]
+
+
+def test_few_shards_are_open_and_idle_ones_may_be_evicted(make_cache, monkeypatch, clock):
+    cache = make_cache()
+    data = TarDataset(SPEC, cache=cache)
+    data._most = 2
+    with no_descriptor_left():
+        assert keys(data) == KEYS
+        assert list(data._open) == [2, 3]
+        data[0], data[20]
+        assert list(data._open) == [0, 3]
+        assert cache.remove(SPEC)[1] == 2  # in use
+        clock.elapsed += module._IDLE + 0.1
+        data[12]
+        assert list(data._open) == [2]
+        assert cache.remove(SPEC)[1] == 1
+        data._open.clear()
+
+
+def test_threads_share_a_data_set(make_cache):
+    data = TarDataset(SPEC, cache=make_cache())
+    data._most, wrong = 1, []
+
+    def read(seed):
+        order = np.random.default_rng(seed).permutation(np.tile(np.arange(24), 20))
+        with contextlib.suppress(BaseException):
+            wrong.extend(n for n in order if data[n]["__key__"] != KEYS[n])
+            return
+        wrong.append(seed)
+
+    threads = [threading.Thread(target=read, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong

@@ -1,0 +1,193 @@
+"""The offsets of samples, beside the shards and in index files."""
+
+import io
+import json
+import random
+import re
+import tarfile
+from array import array
+from zlib import crc32
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardcache import Cache, ConfigError, IntegrityError, ShardCacheError, TarDataset
+from shardcache.layout import INDEX
+from shardcache.wds import tar_samples
+from tests.support.tars import make_tar, tar_of
+from tests.wds.test_tar_files import FORMATS, archive, damaged
+
+URL = "s3://lab/a.tar"
+
+
+def in_sequence(path) -> list[dict]:
+    with open(path, "rb") as stream:
+        source = {"url": str(path), "stream": stream, "local_path": str(path)}
+        return list(tar_samples(iter([source])))
+
+
+def at_random(path, cache) -> list[dict]:
+    """Return the samples, read from the last to the first, without the fields of the data set."""
+    data = TarDataset(str(path), cache=cache)
+    samples = [data[n] for n in reversed(range(len(data)))][::-1]
+    assert [each.pop("__index__") for each in samples] == list(range(len(data)))
+    return [each for each in samples if each.pop("__epoch__") == 0]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A cache that reads local files in place, and a path for one."""
+    directory = tmp_path_factory.mktemp("place")
+    with Cache(directory / "cache", min_free=0) as cache:
+        yield cache, directory / "a.tar"
+
+
+@given(seed=st.integers(0, 2**32))
+@settings(max_examples=300, deadline=None)
+def test_samples_are_those_of_a_pipeline_or_an_error(place, seed):
+    cache, path = place
+    rng = random.Random(seed)
+    data = archive(rng)
+    path.write_bytes(damaged(rng, data) if rng.random() < 0.5 else data)
+    try:
+        expected = in_sequence(path)
+    except Exception:
+        with pytest.raises(ShardCacheError, match=r"a\.tar"):
+            at_random(path, cache)
+        return
+    try:
+        assert at_random(path, cache) == expected
+    except ShardCacheError as exn:
+        assert re.search("global header|empty header|compressed", str(exn))
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_samples_are_grouped_as_in_a_pipeline(place, form):
+    cache, path = place
+    names = (
+        "__meta__/x.txt", "dir/", "a/b.1.jpg", "a/b.1.CLS", "a/__b__.txt", "a/b.2.jpg", "noext",
+        "n" * 90 + "/" + "m" * 90 + ".jpg", "n" * 90 + "/" + "m" * 90 + ".cls", "__x__", "a/b.jpg",
+        "BZh91AY&SY.txt", "\u65e5" * 30 + ".x", "last.jpg",
+    )  # fmt: skip
+    path.write_bytes(tar_of([(name, name.encode() * n) for n, name in enumerate(names)], form))
+    expected = in_sequence(path)
+    assert len(expected) == 8
+    assert at_random(path, cache) == expected
+
+
+@pytest.fixture
+def cache(make_cache, origin):
+    origin.objects[URL] = make_tar(1, members=100)
+    return make_cache()
+
+
+def index_of(cache):
+    return cache.path(URL).with_name(INDEX)
+
+
+def test_the_offsets_are_written_once_and_leave_with_the_shard(cache):
+    published = cache.fetch(URL).published
+    data = TarDataset(URL, cache=cache)
+    written = index_of(cache).stat()
+    assert (len(data), cache.entry(URL).published) == (100, published)
+    TarDataset(URL, cache=cache)
+    assert index_of(cache).stat() == written
+    assert [found.state for found in cache.verify()] == ["ok"]
+    directory = index_of(cache).parent
+    assert cache.remove(URL) == (len(make_tar(1, members=100)), 0)
+    assert not directory.exists()
+    assert not [*(cache.dir / "v1" / "partial").iterdir()]
+
+
+def _shifted(data):
+    """Give each sample the offset of the next one."""
+    return data[:32] + data[40:-4] + data[-12:]
+
+
+def _of_another_shard(data):
+    size = (int.from_bytes(data[8:16], "little") + 1).to_bytes(8, "little")
+    data = data[:8] + size + _shifted(data)[16:-4]
+    return data + crc32(data).to_bytes(4, "little")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [lambda data: b"", lambda data: data[:-9], _shifted, _of_another_shard],
+)
+def test_offsets_that_do_not_fit_are_made_anew(cache, change):
+    TarDataset(URL, cache=cache)
+    sound = index_of(cache).read_bytes()
+    index_of(cache).write_bytes(change(sound))
+    data = TarDataset(URL, cache=cache)
+    assert [sample["__key__"] for sample in data] == [f"0001-{n:05d}" for n in range(100)]
+    assert index_of(cache).read_bytes() == sound
+
+
+def test_a_range_of_several_samples_is_an_error(cache):
+    TarDataset(URL, cache=cache)
+    sound = index_of(cache).read_bytes()
+    every_second = array("q", sound[32:-4])[::2].tobytes()
+    data = sound[:16] + (50).to_bytes(8, "little") + sound[24:32] + every_second
+    index_of(cache).write_bytes(data + crc32(data).to_bytes(4, "little"))
+    with pytest.raises(IntegrityError, match=r"a\.tar: sample 0 .*its bytes hold 2 samples"):
+        TarDataset(write(cache, {URL: 50}), cache=cache)[0]
+    assert index_of(cache).read_bytes() == sound
+
+
+def write(cache, record) -> str:
+    path = cache.dir.parent / "sizes.json"
+    path.write_text(json.dumps(record))
+    return str(path)
+
+
+def test_an_index_file_spares_the_shards(make_cache, origin, tmp_path, monkeypatch):
+    cache = make_cache()
+    for record in (
+        {"shardlist": [{"url": URL, "nsamples": 3}, {"url": "s3://lab/b.tar", "nsamples": 0}]},
+        {URL: 3, "s3://lab/b.tar": 0},
+    ):
+        data = TarDataset(write(cache, record), cache=cache)
+        assert (len(data), list(data.counts)) == (3, [3, 0])
+        assert list(map(str, data.shards)) == [URL, "s3://lab/b.tar"]
+    data = TarDataset(write(cache, {"x/a.tar": 3}), cache=cache)
+    assert str(data.shards[0]) == f"file://{tmp_path}/x/a.tar"
+    origin.objects["s3://lab/sizes.json"] = b'{"a.tar": 3}'
+    data = TarDataset("s3://lab/sizes.json", cache=cache)
+    assert (str(data.shards[0]), list(cache.entries())) == (URL, [])
+    assert not origin.fetches or origin.requests == [("s3://lab/sizes.json", 0, None)]
+
+
+@pytest.mark.parametrize("record", [[], {}, {"a.tar": "3"}, {"a.tar": -1}, {"shardlist": [1]}])
+def test_another_json_file_is_refused(make_cache, record):
+    cache = make_cache()
+    with pytest.raises(
+        ConfigError, match=r"sizes\.json is not an index of shards.*shardcache index"
+    ):
+        TarDataset(write(cache, record), cache=cache)
+
+
+@pytest.mark.parametrize("name", ["a.tar.gz", "a.tgz", "a.tar"])
+def test_a_compressed_archive_is_refused(make_cache, origin, name):
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w:gz") as tar:
+        tar.addfile(tarfile.TarInfo("a.txt"))
+    origin.objects[f"s3://lab/{name}"] = packed.getvalue()
+    with pytest.raises(ConfigError, match=f"lab/{name} is compressed"):
+        TarDataset(f"s3://lab/{name}", cache=make_cache())
+    assert origin.fetches == (name == "a.tar")  # others are refused by their names
+
+
+def test_an_incomplete_archive_is_refused(cache, origin):
+    origin.objects[URL] = origin.objects[URL][:9000]
+    with pytest.raises(IntegrityError, match=r"a\.tar is not a complete tar archive"):
+        TarDataset(URL, cache=cache)
+
+
+def test_several_nodes_need_an_index_file(make_cache, monkeypatch):
+    for name, value in {"RANK": 0, "WORLD_SIZE": 16, "LOCAL_WORLD_SIZE": 8}.items():
+        monkeypatch.setenv(name, str(value))
+    cache = make_cache()
+    with pytest.raises(ConfigError, match="shardcache index 's3://lab/{0..9}.tar' -o train.json"):
+        TarDataset("s3://lab/{0..9}.tar", cache=cache)
+    assert len(TarDataset(write(cache, {URL: 3}), cache=cache)) == 3

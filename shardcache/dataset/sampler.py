@@ -29,7 +29,6 @@ from shardcache.units import format_bytes
 if TYPE_CHECKING:
     from shardcache.cache import Cache
     from shardcache.dataset.dataset import TarDataset  # type: ignore[import-not-found]
-    from shardcache.urls import ShardURL
 
 __all__ = ["SampleIndex", "ShardBatchSampler"]
 
@@ -111,11 +110,10 @@ class ShardBatchSampler:
             raise ConfigError(f"rank={self.rank} is not from 0 to {self.world_size - 1}.")
         # Ranks that the user passes may be a part of those of the launcher.
         local = detect().local_size if is_launched else None
+        self._nodes = self.world_size // local if local and self.world_size % local == 0 else 1
         if lanes is None and shuffle != 0 and self.world_size > 1 and not local and self.rank == 0:
             text = "the launcher does not state the number of nodes, so each node may download all "
             logger.warning(text + "shards. If there are several, pass lanes=NODES.")
-        is_even = local is not None and self.world_size % local == 0
-        self._nodes = self.world_size // local if local and is_even else 1
         if lanes is None:
             lanes = self._nodes if shuffle != 0 else 1
         self._arrange(lanes, shuffle)
@@ -123,7 +121,6 @@ class ShardBatchSampler:
         # last one is. An iteration ends when workers still read its batches, so these may differ.
         self._start = self._taken = 0, 0
         self._ahead = Prefetcher(data.cache.opener)
-        self._first: ShardURL | None = None  # the first shard that this rank needs
         self._has_checked_room = False
         self._number = next(_numbers) if is_launched else None  # None: ranks need no comparison
 
@@ -187,14 +184,12 @@ class ShardBatchSampler:
 
     def _restore(self, state: Mapping[str, Any]) -> tuple[int, int]:
         """Adopt the lanes and the window of a state, and return its position."""
-        if not self._state(0, 0).keys() <= state.keys():
-            raise ConfigError("this is not a state of a ShardBatchSampler.")
         for name, own in {"version": VERSION, "data": self._fingerprint, **self._given}.items():
-            if own is not None and state[name] != own:
+            if own is not None and (saved := state.get(name)) != own:
                 what = "shards or counts of samples" if name == "data" else name
                 raise ConfigError(
-                    f"the state was saved with other {what}: {name} was {state[name]} and is {own}."
-                    " Resume with the same, or start without the state."
+                    f"the state was saved with other {what}: {name} was {saved} and is {own}. "
+                    "Resume with the same, or start without the state."
                 )
         self._arrange(state["lanes"], state["shuffle"])
         return state["epoch"], state["taken"]
@@ -213,12 +208,11 @@ class ShardBatchSampler:
             return
         own = {**self._state(*self._start), "world_size": self.world_size}
         with contextlib.suppress(RuntimeError):  # the rank that serves the store has ended
-            note = store.compare_set(f"shardcache/order/{self._number}", "", json.dumps(own))
-            other = json.loads(note)
-            if names := [
-                f"{name} {own[name]} and {other[name]}" for name in own if own[name] != other[name]
-            ]:
-                raise ConfigError(f"the ranks differ: {', '.join(names)}. Pass all the same.")
+            name = f"shardcache/order/{self._number}"
+            other = json.loads(store.compare_set(name, "", json.dumps(own)))
+            differ = [f"{n} {own[n]} and {other[n]}" for n in own if own[n] != other[n]]
+            if differ:
+                raise ConfigError(f"the ranks differ: {', '.join(differ)}. Pass all the same.")
         self._number = None
 
     # -- the order -----------------------------------------------------------------
@@ -257,26 +251,20 @@ class ShardBatchSampler:
 
     def _prefetch(self, epoch: Epoch) -> None:
         """Download the shards that this rank's lanes need in their windows and right after them."""
-        cache: Cache = self.data.cache
+        ahead = self.data.cache.config.prefetch
         for number in range(self.part[0] // self.share, (self.part[1] - 1) // self.share + 1):
             if (lane := epoch.lanes.get(number)) is not None:
-                reached = [
-                    self.data.shards[n] for n in lane.reached(cache.config.prefetch).tolist()
-                ]
-                self._ahead.add(reached)
-                self._first = self._first or next(iter(reached), None)
-        if self._first is None or self._has_checked_room:
-            return
-        with contextlib.suppress(ConfigError, OSError):  # the cache cannot be used
-            if (entry := cache.entry(self._first)) is not None:
-                self._has_checked_room = True
-                self._check_room(entry.size)
+                self._ahead.add(self.data.shards[n] for n in lane.reached(ahead).tolist())
+        if (size := self._ahead.size) and not self._has_checked_room:
+            self._has_checked_room = True
+            with contextlib.suppress(OSError):  # a directory of the cache is gone
+                self._check_room(size)
 
     def _check_room(self, size: int) -> None:
         """Log a warning if the cache has no room for the shards in use, each of ``size`` bytes."""
         cache: Cache = self.data.cache
         config, order = cache.config, self.order
-        count = sum(n > 0 for n in self.data.counts)
+        count = int(np.count_nonzero(self.data.counts))
         lanes = -(-order.lanes // self._nodes)
         stored = -(-count * lanes // order.lanes)
         # A shard is in use until the workers have read what this sampler has yielded.

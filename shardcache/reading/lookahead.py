@@ -107,9 +107,13 @@ class Prefetcher:
 
     A shard that another process downloads is left to that process, and errors to the readers. When
     the prefetcher is garbage, no further download begins.
+
+    Attributes:
+        size: the size of a shard in bytes, or None until one is known.
     """
 
     def __init__(self, opener: Opener) -> None:
+        self.size: int | None = None
         self._opener = opener
         self._lock = threading.Lock()
         self._coming: deque[ShardURL] = deque()
@@ -134,7 +138,7 @@ class Prefetcher:
     def _run(reference: weakref.ref[Prefetcher]) -> None:
         while (prefetcher := reference()) is not None and prefetcher._begin():
             running, most = prefetcher._running, prefetcher._opener.config.prefetch
-            del prefetcher
+            del prefetcher  # while this thread waits
             if len(running) >= most:
                 oldest = running.popleft()
                 oldest.wait(lambda oldest=oldest: oldest.ended)  # type: ignore[misc]
@@ -148,7 +152,10 @@ class Prefetcher:
             shard = self._coming.popleft()
         process = self._opener.here()
         try:
+            for download in self._running:
+                self.size = download.progress().size or self.size
             if (opened := process.find(shard)) is not None:
+                self.size = opened.size
                 opened.close()
             else:
                 download, _ = process.join(shard, finish=True, ahead=True)

@@ -63,7 +63,7 @@ def chained(key: Key, *parts: int) -> Key:
 def permutation(count: int, key: Key) -> Samples:
     """Return the numbers below ``count`` in the order of their hashes, which are all different.
 
-    numpy's generators may change their stream between versions, and hashes cannot.
+    The streams of numpy's generators may change between its versions.
     """
     if key is None:
         return np.arange(count)
@@ -173,15 +173,7 @@ class Epoch:
 
 
 class Lane:
-    """The samples of one lane in one epoch.
-
-    Args:
-        shards: the shard of each segment.
-        firsts: the first sample of each segment.
-        sizes: the number of samples of each segment, at least 1.
-        window: number of segments to mix.
-        key: the key of this lane and epoch.
-    """
+    """The samples of one lane in one epoch, made of segments: their shards, firsts and sizes."""
 
     def __init__(
         self, shards: Samples, firsts: Samples, sizes: Samples, window: int, key: Key
@@ -192,11 +184,9 @@ class Lane:
         self._before = np.concatenate([[0], np.cumsum(self._sizes)])  # samples before a segment
         self._window = min(window, len(sizes))
         self._last = len(sizes) - self._window  # the last turn
-        largest = int(max(sizes, default=0))
-        # Steps per turn. A turn is as large as a segment on average, and more in short lanes.
-        self._divisor = max(
-            1, -(-max(largest, int(self._before[-1]) // (self._last + 1)) // _STEP_MAX)
-        )
+        # Steps per turn. A turn is as large as a segment on average, and larger in short lanes.
+        largest = max(int(sizes.max(initial=0)), int(self._before[-1]) // (self._last + 1))
+        self._divisor = max(1, -(-largest // _STEP_MAX))
         self._start, self._step = 0, np.empty(0, np.int64)  # the current step
         self._permuted: dict[int, NDArray[np.int32]] = {}  # the window's segments
         self._turn = self._announced = 0
@@ -213,10 +203,7 @@ class Lane:
         return np.concatenate(found)
 
     def reached(self, ahead: int) -> Samples:
-        """Return the shards that the window and the ``ahead`` next turns need for the first time.
-
-        A shard is returned once, so the shards of a lane are returned in the order of their use.
-        """
+        """Return the shards of the window and the ``ahead`` next turns, each of them only once."""
         end = self._turn + self._window + ahead
         found = self._shards[max(self._turn, self._announced) : end]
         self._announced = max(end, self._announced)

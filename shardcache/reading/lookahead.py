@@ -109,7 +109,7 @@ class Prefetcher:
     the prefetcher is garbage, no further download begins.
 
     Attributes:
-        size: the size of a shard in bytes, or None until one is known.
+        size: the size of one of the shards in bytes, or None until one is known.
     """
 
     def __init__(self, opener: Opener) -> None:
@@ -140,8 +140,7 @@ class Prefetcher:
             running, most = prefetcher._running, prefetcher._opener.config.prefetch
             del prefetcher  # while this thread waits
             if len(running) >= most:
-                oldest = running.popleft()
-                oldest.wait(lambda oldest=oldest: oldest.ended)  # type: ignore[misc]
+                running[0].wait(lambda: running[0].ended)  # noqa: B023
 
     def _begin(self) -> bool:
         """Begin the next download. Return False if there is none, so that the thread ends."""
@@ -150,10 +149,10 @@ class Prefetcher:
             if not self._has_thread:
                 return False
             shard = self._coming.popleft()
+        while self._running and self._running[0].ended:
+            self.size = self._running.popleft().progress().size or self.size
         process = self._opener.here()
         try:
-            for download in self._running:
-                self.size = download.progress().size or self.size
             if (opened := process.find(shard)) is not None:
                 self.size = opened.size
                 opened.close()

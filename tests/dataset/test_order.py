@@ -49,8 +49,7 @@ def test_an_epoch_has_every_sample_once_for_random_data_sets(monkeypatch):
             assert set(seen) <= set(range(total))
         else:
             assert sorted(seen[:total]) == list(range(total))
-            first = seen[: min(size, total)]
-            fill = seen[total:]
+            first, fill = seen[: min(size, total)], seen[total:]
             assert len(fill) < size
             assert fill == [first[n % len(first)] for n in range(len(fill))]
 

@@ -91,8 +91,7 @@ def test_the_batch_size_may_change_when_a_job_resumes(make):
         second.load_state_dict(first.state_dict())
         batches = read([second], most)
         assert {len(each) for each in batches} == {size}
-        if most:
-            assert second.state_dict(second.batch + most) == second.state_dict()
+        assert not most or second.state_dict(second.batch + most) == second.state_dict()
         found += [n for batch in batches for n in batch]
         first = second
     assert len(set(found)) == len(found) > len(Data(first.data.cache, COUNTS)) - 64
@@ -206,8 +205,7 @@ def test_a_data_loader_resumes_with_workers(make, workers):
             sampler.load_state_dict(state)
         loader = torch_data.DataLoader(sampler.data, batch_sampler=sampler, num_workers=workers)
         assert len(loader) == 19
-        epoch = sampler.epoch
-        sampler.set_epoch(epoch)
+        sampler.set_epoch(epoch := sampler.epoch)
         for step, (numbers, epochs) in enumerate(loader, sampler.batch):
             assert set(epochs.tolist()) == {epoch}
             found.append(numbers.tolist())

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from shardcache import sync, wds
     from shardcache.cache import Cache, attach, default_cache, url_opener
     from shardcache.config import __version__
-    from shardcache.dataset import TarDataset
+    from shardcache.dataset import ShardBatchSampler, TarDataset
     from shardcache.integrations import lightning, telemetry, wids
 
 __all__ = [
@@ -35,6 +35,7 @@ __all__ = [
     "ConfigError",
     "IntegrityError",
     "LockTimeoutError",
+    "ShardBatchSampler",
     "ShardCacheError",
     "ShardNotFoundError",
     "TarDataset",
@@ -55,6 +56,7 @@ __all__ = [
 #: programs that use Lightning, OpenTelemetry or wids need to have them installed.
 _ON_FIRST_USE = {
     "Cache": "shardcache.cache",
+    "ShardBatchSampler": "shardcache.dataset",
     "TarDataset": "shardcache.dataset",
     "__version__": "shardcache.config",
     "attach": "shardcache.cache",

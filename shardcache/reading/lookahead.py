@@ -1,21 +1,29 @@
-"""Download the next shards of a pipeline before the pipeline opens them."""
+"""Download the next shards of a pipeline or a sampler before they are read."""
 
 from __future__ import annotations
 
 import contextlib
+import logging
+import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any, BinaryIO
 
+from shardcache import threads
 from shardcache.errors import AccessDeniedError, ShardCacheError, ShardNotFoundError
 from shardcache.reading.readers import DownloadReader
 
 if TYPE_CHECKING:
+    from shardcache.download.download import Download
     from shardcache.reading.opener import Opener
     from shardcache.store.entry import Opened
     from shardcache.urls import ShardURL
 
-__all__ = ["Lookahead"]
+__all__ = ["Lookahead", "Prefetcher"]
+
+logger = logging.getLogger(__name__)
 
 
 class Lookahead:
@@ -91,4 +99,67 @@ class Lookahead:
                     here = self._opener.here
                     reader = here().find(shard) or DownloadReader(here, shard, ahead=True)
         self._coming.append((item, reader))
+        return True
+
+
+class Prefetcher:
+    """Downloads shards in the background, ``prefetch`` at a time, for readers in other processes.
+
+    A shard that another process downloads is left to that process, and errors to the readers. When
+    the prefetcher is garbage, no further download begins.
+
+    Attributes:
+        size: the size of one of the shards in bytes, or None until one is known.
+    """
+
+    def __init__(self, opener: Opener) -> None:
+        self.size: int | None = None
+        self._opener = opener
+        self._lock = threading.Lock()
+        self._coming: deque[ShardURL] = deque()
+        self._running: deque[Download] = deque()
+        self._has_thread = False
+
+    def clear(self) -> None:
+        """Forget the shards whose downloads have not begun."""
+        with self._lock:
+            self._coming.clear()
+
+    def add(self, shards: Iterable[ShardURL]) -> None:
+        """Download these shards after those that were added before."""
+        wanted = [shard for shard in shards if not self._opener.is_in_place(shard)]
+        with self._lock, contextlib.suppress(RuntimeError):  # the limit of threads is reached
+            self._coming.extend(wanted if self._opener.config.prefetch else ())
+            if self._coming and not self._has_thread:
+                threads.start(partial(self._run, weakref.ref(self)), "shardcache-prefetch")
+                self._has_thread = True
+
+    @staticmethod
+    def _run(reference: weakref.ref[Prefetcher]) -> None:
+        while (prefetcher := reference()) is not None and prefetcher._begin():
+            running, most = prefetcher._running, prefetcher._opener.config.prefetch
+            del prefetcher  # while this thread waits
+            if len(running) >= most:
+                running[0].wait(lambda: running[0].ended)  # noqa: B023
+
+    def _begin(self) -> bool:
+        """Begin the next download. Return False if there is none, so that the thread ends."""
+        with self._lock:
+            self._has_thread = bool(self._coming)
+            if not self._has_thread:
+                return False
+            shard = self._coming.popleft()
+        while self._running and self._running[0].ended:
+            self.size = self._running.popleft().progress().size or self.size
+        process = self._opener.here()
+        try:
+            if (opened := process.find(shard)) is not None:
+                self.size = opened.size
+                opened.close()
+            else:
+                download, _ = process.join(shard, finish=True, ahead=True)
+                download.leave()
+                self._running.append(download)
+        except Exception as exn:  # noqa: BLE001 - the reader raises it
+            logger.debug("%s: not downloaded ahead: %s", shard, exn)
         return True

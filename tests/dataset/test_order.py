@@ -1,0 +1,159 @@
+"""The order is a permutation, the same for every world size, and mixes the shards of its window."""
+
+import random
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from shardcache.dataset import order as module
+from shardcache.dataset.order import Epoch, Order, chained, permutation
+
+
+def lanes_of(order, epoch):
+    """Return all samples of each lane."""
+    lanes = [order.lane(n, epoch) for n in range(order.lanes)]
+    bounds = [order.bounds(n) for n in range(order.lanes)]
+    return [lane.take(0, end - begin) for lane, (begin, end) in zip(lanes, bounds, strict=True)]
+
+
+def batches(order, epoch, size, world, *, drop_last):
+    """Return the global batches of an epoch, each as its ranks read it: the parts of all ranks."""
+    share, part = size // order.lanes, size // world
+    ranks = [Epoch(order, epoch) for _ in range(world)]
+    return [
+        [each.batch(n * share, share, r * part, (r + 1) * part) for r, each in enumerate(ranks)]
+        for n in range(order.batches(share, drop_last=drop_last))
+    ]
+
+
+def test_an_epoch_has_every_sample_once_for_random_data_sets(monkeypatch):
+    draw = random.Random(1)
+    for _ in range(1000):
+        # Segments of more than a few samples are large here, and so are steps.
+        monkeypatch.setattr(module, "_STEP_MAX", draw.choice([7, 40, 1 << 20]))
+        monkeypatch.setattr(module, "_WINDOW_MAX", draw.choice([50, 1 << 23]))
+        counts = [draw.choice([0, 1, 3, 10, 40]) for _ in range(draw.randint(1, 12))]
+        counts[0] += draw.choice([1, 100])
+        lanes, world = draw.randint(1, 5), draw.randint(1, 4)
+        size = lanes * world * draw.randint(1, 4)
+        order = Order(counts, seed=draw.getrandbits(80), lanes=lanes, shuffle=draw.randint(0, 15))
+        drop_last, epoch = draw.random() < 0.5, draw.randint(0, 9)
+        found = batches(order, epoch, size, world, drop_last=drop_last)
+        assert all(len(part) == size // world for batch in found for part in batch)
+        seen = [int(n) for batch in found for part in batch for n in part]
+        total = sum(counts)
+        if drop_last:
+            # Less than a share is left out of the shortest lane, and one sample more of others.
+            assert len(set(seen)) == len(seen) > total - size - lanes
+            assert set(seen) <= set(range(total))
+        else:
+            assert sorted(seen[:total]) == list(range(total))
+            first, fill = seen[: min(size, total)], seen[total:]
+            assert len(fill) < size
+            assert fill == [first[n % len(first)] for n in range(len(fill))]
+
+
+def test_a_position_gives_the_same_samples_as_reading_from_the_start(monkeypatch):
+    monkeypatch.setattr(module, "_STEP_MAX", 100)
+    order = Order([50, 0, 700, *[30] * 40, 1], seed=3, lanes=3, shuffle=5)
+    for number, samples in enumerate(lanes_of(order, 2)):
+        for position in range(0, len(samples) - 9, 61):
+            fresh = order.lane(number, 2).take(position, 9)
+            assert fresh.tolist() == samples[position : position + 9].tolist()
+
+
+def test_world_sizes_have_the_same_global_batches():
+    order = Order([37] * 20, seed=0, lanes=4, shuffle=3)
+    for drop_last in (True, False):
+        found = [
+            [np.concatenate(parts).tolist() for parts in each]
+            for each in (batches(order, 5, 32, world, drop_last=drop_last) for world in (1, 2, 8))
+        ]
+        assert found[0] == found[1] == found[2]
+
+
+def test_without_shuffle_the_samples_keep_their_order():
+    order = Order([5, 0, 3, 9], seed=7, lanes=1, shuffle=0)
+    assert lanes_of(order, 4)[0].tolist() == list(range(17))
+
+
+def test_seeds_and_epochs_are_not_added_up():
+    counts = [8] * 8
+    found = {
+        tuple(lanes_of(Order(counts, seed=seed, lanes=1, shuffle=4), epoch)[0].tolist())
+        for seed in range(5)
+        for epoch in range(5)
+    }
+    assert len(found) == 25
+    assert chained(0, 1, 2) != chained(0, 2, 1)
+
+
+def test_lanes_keep_their_shards_in_every_epoch():
+    order = Order([10, 0, 25, 40, 7, 18], seed=0, lanes=4, shuffle=2)
+    one, other = lanes_of(order, 0), lanes_of(order, 1)
+    assert [set(each) for each in one] == [set(each) for each in other]
+    assert [each.tolist() for each in one] != [each.tolist() for each in other]
+    assert [len(each) for each in one] == [25] * 4
+
+
+def test_no_more_shards_are_in_use_than_the_window_has():
+    shards, count, window = 60, 30, 7
+    lane = Order([count] * shards, seed=2, lanes=1, shuffle=window).lane(0, 0)
+    announced, used = [], []
+    for position in range(shards * count):
+        used.append(int(lane.take(position, 1)[0]) // count)
+        announced += lane.reached(2).tolist()
+        assert used[-1] in announced
+        assert len(announced) <= len(set(used)) + window + 2
+        assert len(announced) == window + 2 or position
+    assert sorted(announced) == list(range(shards))
+    first = {shard: used.index(shard) for shard in range(shards)}
+    last = {shard: len(used) - 1 - used[::-1].index(shard) for shard in range(shards)}
+    in_use = [sum(first[s] <= at <= last[s] for s in range(shards)) for at in range(len(used))]
+    assert max(in_use) == window
+
+
+def test_batches_mix_the_shards_of_the_window_from_start_to_end():
+    found = batches(Order([64] * 200, seed=0, lanes=1, shuffle=10), 0, 64, 1, drop_last=True)
+    distinct = [len(set((parts[0] // 64).tolist())) for parts in found]
+    assert len(distinct) == 200
+    assert np.mean(distinct) >= 9.5
+    assert min(distinct[0], distinct[-1]) >= 9
+
+
+def chi_square(places, bins=10):
+    """Return Pearson's statistic of places from 0 to 1, which should be uniform."""
+    counts = Counter(min(int(place * bins), bins - 1) for place in places)
+    expected = len(places) / bins
+    return sum((counts[each] - expected) ** 2 / expected for each in range(bins))
+
+
+@pytest.mark.parametrize("most", [1 << 23, 50], ids=["permuted", "spread"])
+def test_the_place_of_a_sample_is_uniform_over_epochs(monkeypatch, most):
+    monkeypatch.setattr(module, "_WINDOW_MAX", most)
+    order = Order([40] * 30, seed=1, lanes=1, shuffle=8)
+    epochs = [lanes_of(order, epoch)[0] for epoch in range(200)]
+    for sample in (0, 31, 39, 599, 1199):
+        places = [int(np.flatnonzero(samples == sample)[0]) for samples in epochs]
+        shard = [np.flatnonzero(samples // 40 == sample // 40) for samples in epochs]
+        in_window = [np.searchsorted(w, p) / 40 for w, p in zip(shard, places, strict=True)]
+        # p = 0.001 with 9 degrees of freedom
+        assert chi_square([place / 1200 for place in places]) < 27.9
+        assert chi_square(in_window) < 27.9
+
+
+def test_the_order_never_changes():
+    """If it has to, increase VERSION: jobs resume at positions in it."""
+    assert module.VERSION == 1
+    assert chained(0, 0) == 0xE220A8397B1DCDAF  # as published for splitmix64
+    assert chained(0, 1, 2, 3) == 15020427595393229491
+    assert permutation(12, 42).tolist() == [4, 1, 10, 6, 2, 8, 3, 11, 9, 0, 7, 5]
+    order = Order([5, 0, 9, 2, 7, 4], seed=11, lanes=2, shuffle=2)
+    assert [each.tolist() for each in lanes_of(order, 3)] == [
+        [25, 6, 10, 5, 7, 11, 13, 8, 26, 12, 23, 9, 24],
+        [17, 14, 19, 15, 22, 18, 1, 0, 4, 16, 2, 3, 21, 20],
+    ]
+    large = Order([2_000_000, 900_000, 5], seed=2**70, lanes=1, shuffle=6)
+    found = Epoch(large, 1).batch(1_500_000, 6, 0, 6).tolist()
+    assert found == [1720141, 2605154, 1111802, 682358, 1619581, 2080987]

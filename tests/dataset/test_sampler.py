@@ -1,0 +1,293 @@
+"""A sampler gives all ranks equal parts of the same batches, and resumes where a state says."""
+
+import json
+import threading
+
+import pytest
+
+from shardcache.dataset import sampler as module
+from shardcache.dataset.sampler import ShardBatchSampler
+from shardcache.errors import ConfigError
+from tests.support.caches import warnings
+from tests.support.storetools import wait_until
+from tests.support.tars import make_tar
+
+torch_data = pytest.importorskip("torch.utils.data")
+
+
+class Data(torch_data.Dataset):
+    """A data set whose samples are their own indices; has what a sampler needs of a TarDataset."""
+
+    def __init__(self, cache, counts, name="s3://lab/train-{:04d}.tar"):
+        self.shards = tuple(cache.parse(name.format(n)) for n in range(len(counts)))
+        self.counts, self.cache = counts, cache
+
+    def __len__(self):
+        return sum(self.counts)
+
+    def __getitem__(self, index):
+        return int(index), index.epoch
+
+    def __getstate__(self):  # for workers that are spawned
+        return {**self.__dict__, "cache": None}
+
+
+COUNTS = [30, 0, 50, *[20] * 40]  # 880 samples
+
+
+@pytest.fixture
+def make(make_cache):
+    """Make samplers of one data set, all without downloads."""
+    cache = make_cache(prefetch=0)
+
+    def make(size=48, world=1, rank=0, counts=COUNTS, **options):
+        place = {} if world is None else {"rank": rank, "world_size": world}
+        return ShardBatchSampler(Data(cache, counts), size, **{"shuffle": 4, **options, **place})
+
+    return make
+
+
+def read(samplers, most=None):
+    """Read batches of all ranks at once, and return the global batches."""
+    found = []
+    iterators = [iter(each) for each in samplers]
+    while most is None or len(found) < most:
+        parts = [next(each, None) for each in iterators]
+        if None in parts:
+            assert parts == [None] * len(parts)  # no rank has one batch more
+            break
+        assert len({len(part) for part in parts}) == 1
+        found.append([int(n) for part in parts for n in part])
+    return found
+
+
+@pytest.mark.parametrize("drop_last", [True, False])
+def test_the_world_may_change_in_the_middle_of_epochs(make, drop_last):
+    options = {"lanes": 4, "drop_last": drop_last, "seed": 5}
+    whole = make(**options)
+    expected = [read([whole]) for _ in range(3)]
+    assert [len(each) for each in expected] == [len(whole)] * 3 == [18 + (not drop_last)] * 3
+    found, state = [], None
+    for world, most in ((8, 11), (2, 20), (4, 2), (1, None), (8, None)):
+        samplers = [make(world=world, rank=rank, **options) for rank in range(world)]
+        for each in samplers if state else ():
+            each.load_state_dict(json.loads(json.dumps(state)))
+        part = []
+        while most is None or len(part) < most:  # `most` may go beyond the end of an epoch
+            part += read(samplers, None if most is None else most - len(part))
+            if most is None:
+                break
+        found += part
+        (state,) = {json.dumps(each.state_dict()): each.state_dict() for each in samplers}.values()
+    assert found == [batch for epoch in expected for batch in epoch]
+    assert (state["epoch"], state["taken"]) == (3, 0)
+
+
+def test_the_batch_size_may_change_when_a_job_resumes(make):
+    first = make(48, lanes=2)
+    found = [n for batch in read([first], 5) for n in batch]
+    for size, most in ((28, 3), (64, None)):
+        second = make(size)
+        second.load_state_dict(first.state_dict())
+        batches = read([second], most)
+        assert {len(each) for each in batches} == {size}
+        assert not most or second.state_dict(second.batch + most) == second.state_dict()
+        found += [n for batch in batches for n in batch]
+        first = second
+    assert len(set(found)) == len(found) > len(Data(first.data.cache, COUNTS)) - 64
+    assert (first.epoch, first.batch) == (1, 0)
+    assert len(read([first])) == len(first) == 13
+
+
+def test_a_state_of_the_seventh_epoch_needs_no_earlier_one(make):
+    expected = make()
+    expected.set_epoch(7)
+    whole = read([expected])
+    sampler = make()
+    sampler.load_state_dict({**expected.state_dict(), "epoch": 7, "taken": 5 * 48})
+    assert (sampler.epoch, sampler.batch) == (7, 5)
+    sampler.set_epoch(7)  # as the loops of frameworks do
+    assert read([sampler]) == whole[5:]
+    assert sampler.epoch == 8 and len(read([sampler])) == 18
+
+
+def test_an_iteration_that_ends_early_is_repeated(make):
+    sampler = make()
+    first = read([sampler], 3)
+    assert sampler.state_dict()["taken"] == 3 * 48
+    assert read([sampler], 3) == first  # `iter` itself changes nothing
+    sampler.set_epoch(1)
+    assert (sampler.epoch, sampler.state_dict()["taken"]) == (1, 0)
+    assert read([sampler], 3) != first
+
+
+def test_a_state_counts_trained_batches_after_the_sampler_has_ended(make):
+    sampler = make()
+    read([sampler])  # by workers; the training is behind
+    state = sampler.state_dict(batch=16)
+    assert (state["epoch"], state["taken"]) == (0, 16 * 48)
+    assert sampler.state_dict(batch=18)["epoch"] == sampler.state_dict()["epoch"] == 1
+
+
+def test_states_of_other_orders_are_refused_by_name(make):
+    state = make(lanes=2).state_dict()
+    for options, name in (
+        ({"seed": 1}, "seed was 0 and is 1"),
+        ({"lanes": 4}, "lanes was 2 and is 4"),
+        ({"shuffle": 5}, "shuffle was 4 and is 5"),
+        ({"counts": [*COUNTS[:-2], 19, 21]}, "other shards or counts of samples"),
+        ({"size": 45}, "global_batch=45 cannot be divided among 2 lanes.* Use 44 or 46"),
+    ):
+        with pytest.raises(ConfigError, match=name):
+            make(**options).load_state_dict(state)
+    with pytest.raises(ConfigError, match="version was 0 and is 1"):
+        make().load_state_dict({**state, "version": 0})
+    with pytest.raises(ConfigError, match="version was None"):
+        make().load_state_dict({"epoch": 3})
+    default = make(shuffle=None)
+    default.load_state_dict(state)
+    assert (default.order.lanes, default.shuffle) == (2, 4)
+
+
+def test_numbers_that_do_not_fit_name_those_that_do(make):
+    for options, text in (
+        ({"size": 50, "world": 4, "lanes": 2}, "Use 48 or 52, or a world size of 1, 2"),
+        ({"size": 2, "lanes": 4}, "4 lanes and 1 ranks. Use 4"),
+        ({"size": 1000}, "880 samples fill no batch of 1000. Use global_batch=880"),
+        ({"counts": [0, 0]}, "0 samples fill no batch"),
+        ({"size": 0}, "at least 1"),
+        ({"rank": 4, "world": 4}, "rank=4 is not from 0 to 3"),
+    ):
+        with pytest.raises(ConfigError, match=text):
+            make(**options)
+    with pytest.raises(ConfigError, match="not Subset"):
+        ShardBatchSampler(torch_data.Subset(make().data, [1]), 4)
+
+
+def test_defaults_come_from_the_launcher(make, monkeypatch, caplog):
+    for name, value in (("RANK", 5), ("WORLD_SIZE", 8), ("LOCAL_RANK", 1), ("LOCAL_WORLD_SIZE", 4)):
+        monkeypatch.setenv(name, str(value))
+    sampler = make(world=None, shuffle=None)
+    assert (sampler.rank, sampler.world_size) == (5, 8)
+    assert (sampler.order.lanes, sampler.shuffle) == (2, 32)
+    assert make(world=None, shuffle=0).order.lanes == 1
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    monkeypatch.setenv("RANK", "0")
+    assert make(world=None).order.lanes == 1 and "pass lanes=NODES" in warnings(caplog)[0]
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    make(world=None).load_state_dict(make(lanes=2).state_dict())
+    assert warnings(caplog)[1:] == [
+        "4 nodes read 2 lanes, so several nodes download the same shards"
+    ]
+
+
+def test_ranks_that_differ_are_refused(make, monkeypatch):
+    dist = pytest.importorskip("torch.distributed")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        monkeypatch.setattr(module, "_numbers", iter([0, 1, 0, 1, 0]))  # as on three ranks
+        for options in ({}, {"lanes": 2}, {}, {"lanes": 2}):
+            iter(make(world=None, **options))
+        other = make(world=None, seed=3)
+        with pytest.raises(ConfigError, match="the ranks differ: seed 3 and 0"):
+            iter(other)
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_data_loader_resumes_with_workers(make, workers):
+    expected = read([make(drop_last=False)])
+    found, state = [], None
+    for stop in (7, None, None):
+        sampler = make(drop_last=False)
+        if state:
+            sampler.load_state_dict(state)
+        loader = torch_data.DataLoader(sampler.data, batch_sampler=sampler, num_workers=workers)
+        assert len(loader) == 19
+        sampler.set_epoch(epoch := sampler.epoch)
+        for step, (numbers, epochs) in enumerate(loader, sampler.batch):
+            assert set(epochs.tolist()) == {epoch}
+            found.append(numbers.tolist())
+            state = sampler.state_dict(batch=step + 1)
+            if step + 1 == stop:
+                break
+    assert found[:19] == expected
+    assert len(found) == 38 and state["epoch"] == 2
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("stop", [5, 18])
+def test_a_stateful_data_loader_resumes(make, workers, stop):
+    stateful = pytest.importorskip("torchdata.stateful_dataloader")
+
+    def load(state=None):
+        sampler = make()
+        loader = stateful.StatefulDataLoader(
+            sampler.data, batch_sampler=sampler, num_workers=workers
+        )
+        if state:
+            loader.load_state_dict(state)
+        return loader
+
+    whole = load()
+    expected = [[numbers.tolist() for numbers, _ in whole] for _ in range(2)]
+    assert [len(each) for each in expected] == [18, 18]
+    loader = load()
+    iterator = iter(loader)
+    found = [next(iterator)[0].tolist() for _ in range(stop)]
+    loader = load(loader.state_dict())
+    found += [numbers.tolist() for numbers, _ in loader]
+    assert [found, [numbers.tolist() for numbers, _ in loader]] == expected
+
+
+@pytest.fixture
+def data_of(make_cache, origin):
+    """Make a data set of twelve shards of four samples in a cache."""
+
+    def make(**options):
+        data = Data(make_cache(**options), [4] * 12)
+        origin.objects.update({str(each): make_tar(n) for n, each in enumerate(data.shards)})
+        return data
+
+    return make
+
+
+def test_the_shards_of_the_windows_are_downloaded_ahead(data_of, origin):
+    data = data_of(prefetch=2)
+    ranks = [
+        ShardBatchSampler(data, 4, shuffle=3, lanes=2, rank=rank, world_size=2) for rank in (0, 1)
+    ]
+    own = {n // 4 for batch in ranks[1] for n in batch}
+    wait_until(lambda: {n for n, each in enumerate(data.shards) if each in data.cache} == own)
+    assert len(own) == 6
+    requests = len(origin.requests)
+    assert {n // 4 for batch in ranks[1] for n in batch} == own
+    next(iter(ranks[0]))
+    wait_until(lambda: sum(each in data.cache for each in data.shards) == 6 + 3 + 2)
+    assert len(origin.requests) == requests + 5
+
+
+def test_an_iteration_that_is_dropped_downloads_no_further_shards(data_of, origin):
+    data, event = data_of(prefetch=1), origin.hold(0)
+    sampler = ShardBatchSampler(data, 4, shuffle=9)
+    next(iter(sampler))
+    del sampler
+    event.set()
+    wait_until(lambda: not [t for t in threading.enumerate() if t.name == "shardcache-prefetch"])
+    assert len(origin.requests) == 1
+
+
+def test_too_little_room_is_logged_once(data_of, caplog, tmp_path):
+    size = len(make_tar(0))
+    for policy, shards in (("lru", 6), ("working-set", 12)):
+        data = data_of(prefetch=2, policy=policy, max_size=size * 4, dir=tmp_path / policy)
+        for _ in range(2):
+            sampler = ShardBatchSampler(data, 4, shuffle=3, read_ahead=1)
+            batches = iter(sampler)
+            next(batches)
+            wait_until(lambda: sampler._ahead.size)  # noqa: B023
+            list(batches)
+        (text,) = [each for each in warnings(caplog) if "at a time" in each]
+        assert f"this node uses {shards} shards at a time" in text
+        caplog.clear()

@@ -31,8 +31,6 @@ from shardcache.origins.addresses import Dialer
 from shardcache.origins.base import ObjectInfo, TransientError
 
 if TYPE_CHECKING:
-    import ssl
-
     from shardcache.origins.tls import TLSStream
 
 #: Bytes per second below which a connection counts as stalled: less than any link that could feed
@@ -320,7 +318,6 @@ class Transport:
         self._timeout, self._proxies, self._trusted = timeout, proxies, trusted
         self._dialer = Dialer()
         self._idle: dict[str, deque[_Connection]] = {}  # by server
-        self._sessions: dict[str, ssl.SSLSession | None] = {}  # of TLS, by server
         # Strong references to all open connections. Otherwise the garbage collector, when it
         # finalises a response in a cycle, could finalise the connection that `close` releases.
         self._open: set[_Connection] = set()
@@ -365,8 +362,6 @@ class Transport:
     def take_back(self, connection: _Connection, *, reusable: bool) -> None:
         """Keep a connection for the next request, or close it."""
         if reusable:
-            if (tls := connection.tls) and connection.server not in self._sessions:
-                self._sessions[connection.server] = tls.session
             self._idle.setdefault(connection.server, deque()).append(connection)
         else:
             self._open.discard(connection)
@@ -404,7 +399,7 @@ class Transport:
             if scheme == "https":
                 from shardcache.origins.tls import TLSStream  # here: plain HTTP needs no `ssl`
 
-                connection.tls = TLSStream(sock, host, self._trusted, self._sessions.get(server))
+                connection.tls = TLSStream(sock, host, self._trusted)
                 connection.tls.handshake(timeout)
         except BaseException:
             sock.close()

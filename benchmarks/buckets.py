@@ -56,7 +56,7 @@ class Workload:
 #: name -> (workload, its replacement with ``--quick``).
 WORKLOADS = {
     "large": (Workload("large", 1, GIB), Workload("large", 1, 24 * MIB)),
-    "shards": (Workload("shards", 16, 64 * MIB), Workload("shards", 3, 4 * MIB)),
+    "shards": (Workload("shards", 48, 64 * MIB), Workload("shards", 3, 4 * MIB)),
     "medium": (Workload("medium", 256, 4 * MIB), Workload("medium", 4, MIB)),
     "small": (Workload("small", 2000, 100 * KIB), Workload("small", 20, 100 * KIB)),
 }

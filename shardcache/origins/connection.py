@@ -2,8 +2,8 @@
 
 llhttp (`httptools`) parses the headers and the chunks of responses. A body of a stated length
 bypasses the parser. It is received with as few system calls as possible, because after each call
-the thread has to wait for the interpreter lock: a plain socket blocks until the buffer is full
-(MSG_WAITALL), and a TLS socket returns one record per call.
+the thread has to wait for the interpreter lock: the socket blocks until the buffer is full
+(MSG_WAITALL), also below TLS.
 
 A `Transport` may be used by all threads of the process that made it. A `Response` belongs to one
 thread; only `Response.abort` may be called by others.
@@ -27,13 +27,11 @@ from urllib.parse import unquote, urlsplit
 
 from httptools import HttpParserError, HttpResponseParser
 
-from shardcache.errors import ConfigError
 from shardcache.origins.addresses import Dialer
 from shardcache.origins.base import ObjectInfo, TransientError
-from shardcache.threads import lazy, undivided
 
 if TYPE_CHECKING:
-    import ssl
+    from shardcache.origins.tls import TLSStream
 
 #: Bytes per second below which a connection counts as stalled: less than any link that could feed
 #: training, and more than a peer sends to keep a connection alive.
@@ -78,17 +76,16 @@ class _Connection:
 
     def __init__(self, sock: socket.socket, server: str, timeout: float) -> None:
         self.socket = sock
+        self.tls: TLSStream | None = None  # encrypts what `socket` sends
         self.server = server  # scheme and authority
         self._pid = os.getpid()
         self.held = b""  # bytes received after the last head
         self._timeout = timeout
         self._slice = wait = min(_SLICE, timeout)
         self._spent, self._came = 0.0, 0  # seconds and bytes since the rate was last checked
-        secure = server.startswith("https:")
-        self._flags = 0 if secure else socket.MSG_WAITALL
-        # A plain socket blocks, with a timeout of the kernel (SO_RCVTIMEO): Python's own timeouts
-        # would add a `poll` to each call.
-        sock.settimeout(wait if secure else None)
+        # The socket blocks, with a timeout of the kernel (SO_RCVTIMEO): Python's own timeouts would
+        # add a `poll` to each call.
+        sock.settimeout(None)
         pair = struct.pack("@ll", int(wait), max(1, int(wait % 1 * 1e6)))
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, pair)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -99,13 +96,11 @@ class _Connection:
         if self._pid != os.getpid():
             return  # a forked child must not shut down its parent's connection
         with contextlib.suppress(OSError):
-            # Not the method of the TLS socket, which would return ciphertext from then on.
-            socket.socket.shutdown(self.socket, socket.SHUT_RDWR)
+            self.socket.shutdown(socket.SHUT_RDWR)
 
     def is_quiet(self) -> bool:
         """Return whether the server has neither sent data nor closed the idle connection."""
-        # A TLS socket may hold bytes that it has already decrypted; `poll` does not see them.
-        if self.held or getattr(self.socket, "pending", int)():
+        if self.held or (self.tls is not None and self.tls.pending()):
             return False
         poller = select.poll()
         poller.register(self.socket, select.POLLIN)
@@ -113,7 +108,7 @@ class _Connection:
 
     def exchange(self, request: bytes) -> _Message:
         """Send a request, receive the head of the final response and return it."""
-        self.socket.sendall(request)
+        (self.tls or self.socket).sendall(request)
         self._spent, self._came = 0.0, 0
         for _ in range(_INTERIM):
             message = _Message()
@@ -168,7 +163,7 @@ class _Connection:
         view[:got], self.held = self.held[:got], self.held[got:]
         started = time.monotonic()
         while got < len(view):
-            count = self._receive(view[got:], self._flags)
+            count = self._receive(view[got:], socket.MSG_WAITALL)
             got += max(0, count)
             if count == 0 or (got and time.monotonic() - started >= self._slice):
                 break
@@ -182,8 +177,8 @@ class _Connection:
         """
         started = time.monotonic()
         try:
-            count = self.socket.recv_into(view, 0, flags)
-        except (BlockingIOError, TimeoutError):
+            count = (self.tls or self.socket).recv_into(view, 0, flags)
+        except BlockingIOError:
             count = -1
         self._spent += time.monotonic() - started
         self._came += max(0, count)
@@ -398,13 +393,14 @@ class Transport:
         timeout = min(self._timeout, _CONNECT_TIMEOUT)
         sock = self._dialer.connect(*(proxy or (host, port)), timeout)
         try:
-            if scheme == "https":
-                if proxy:
-                    self._tunnel(sock, host, port, login)
-                sock.settimeout(timeout)
-                with undivided():  # a fork must not copy OpenSSL's locks
-                    sock = self._tls.wrap_socket(sock, server_hostname=host)
+            if scheme == "https" and proxy:
+                self._tunnel(sock, host, port, login)
             connection = _Connection(sock, server, self._timeout)
+            if scheme == "https":
+                from shardcache.origins.tls import TLSStream  # here: plain HTTP needs no `ssl`
+
+                connection.tls = TLSStream(sock, host, self._trusted)
+                connection.tls.handshake(timeout)
         except BaseException:
             sock.close()
             raise
@@ -421,27 +417,6 @@ class Transport:
         if not 200 <= message.status < 300:
             kind = PermissionError if message.status in (403, 407) else ConnectionError
             raise kind(f"the proxy answered {message.status}")
-
-    @lazy
-    def _tls(self) -> ssl.SSLContext:
-        with undivided():  # a fork must not copy OpenSSL's locks
-            import ssl  # here: plain HTTP does not need it
-
-            context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-            if self._trusted is False:
-                context.check_hostname = False
-                context.verify_mode = ssl.CERT_NONE
-            elif isinstance(self._trusted, str):
-                try:
-                    context.load_verify_locations(cafile=self._trusted)
-                except OSError as exn:
-                    raise ConfigError(
-                        "the certificates that AWS_CA_BUNDLE or verify names cannot be read "
-                        f"({exn.strerror or type(exn).__name__}). Correct the path."
-                    ) from None
-            else:
-                context.load_default_certs()
-            return context
 
 
 def _close(connections: set[_Connection]) -> None:

@@ -32,8 +32,11 @@ if TYPE_CHECKING:
 #: How many shards are downloaded at the same time by default.
 JOBS = 32
 #: Modules that `import shardcache` does not import. They are imported before the helpers are
-#: forked, so that the helpers need not import them again.
-_ENGINE = ("download.acquire", "space.clean", "stats.database", "origins.s3")
+#: forked, like the certificates to trust, so that the helpers need not load them again.
+_ENGINE = (
+    *("shardcache.download.acquire", "shardcache.space.clean", "shardcache.stats.database"),
+    *("shardcache.origins.s3", "botocore.session", "botocore.client", "botocore.httpsession"),
+)
 #: Limit of processes: four interpreters can download faster than the network of today's nodes.
 _MOST_PROCESSES = 4
 
@@ -105,7 +108,10 @@ def prewarm(
     count = 0 if plan_only else min(processes, jobs) - 1
     if count:
         for name in _ENGINE:
-            importlib.import_module(f"shardcache.{name}")
+            importlib.import_module(name)
+        from shardcache.origins import tls  # here: `import shardcache` does not need it
+
+        tls.context(None)
     helpers = [Helper(cache) for _ in range(count)]
 
     def report(events: Iterable[Event]) -> None:

@@ -9,7 +9,6 @@ namespace of its own.
 import contextlib
 import ctypes
 import hashlib
-import json
 import os
 import re
 import shutil
@@ -32,7 +31,8 @@ ADDRESSES = {name: f"10.88.0.{n}" for n, name in enumerate(["origin", "engine", 
 ORIGIN = f"http://{ADDRESSES['origin']}:9000"
 SHARDS = {f"train-{n}.tar": make_tar(n, members=24, size=250_000) for n in range(8)}
 SPEC = f"s3://lab/train-{{0..{len(SHARDS) - 1}}}.tar"
-ANYONE = {"Effect": "Allow", "Principal": "*", "Action": "s3:GetObject"}
+ANYONE = """{"Version": "2012-10-17", "Statement": [{"Effect": "Allow", "Principal": "*",
+    "Action": "s3:GetObject", "Resource": "arn:aws:s3:::lab/*"}]}"""
 NGINX = """
 daemon off; error_log HOME/errors; pid HOME/pid; events { worker_connections 4096; }
 http {
@@ -88,13 +88,12 @@ def serve(parent, namespace, home):
         assert ctypes.CDLL(None).setns(file.fileno(), 0) == 0
     with S3Server(directory=home) as server:
         server.create_bucket("lab")
-        statement = ANYONE | {"Resource": "arn:aws:s3:::lab/*"}
-        policy = {"Version": "2012-10-17", "Statement": [statement]}
-        server.client().put_bucket_policy(Bucket="lab", Policy=json.dumps(policy))
+        server.client().put_bucket_policy(Bucket="lab", Policy=ANYONE)
         for name, data in SHARDS.items():
             server.put("lab", name, data)
         parent.say(server.environment())
         parent.hear()
+    parent.say()
 
 
 class Cluster:
@@ -126,10 +125,7 @@ class Cluster:
             kill()
 
     def prewarm(self, upstream, *arguments, midway=None):
-        """Prewarm all nodes at once; returns the warnings of each node.
-
-        ``midway`` is called when every node is downloading.
-        """
+        """Prewarm all nodes, and call ``midway`` in the middle; returns each node's warnings."""
         started = []
         for number, name in enumerate(NODES):
             (self._home / name).mkdir(exist_ok=True)
@@ -168,8 +164,7 @@ def cluster(prefix, tmp_path):
         cluster = Cluster(prefix, tmp_path, environment := s3.hear())
         with cluster.nginx("origin", COUNTING % environment["AWS_ENDPOINT_URL_S3"]):
             yield cluster
-        s3.tell()
-        s3.wait()
+        s3.ask()
 
 
 def one_each(warnings, upstream):

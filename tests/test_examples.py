@@ -1,7 +1,9 @@
 """The examples run unchanged: alone, under torchrun, and as a batch file of Slurm."""
 
 import re
+import socket
 import sys
+from collections import defaultdict
 from itertools import product
 from pathlib import Path
 
@@ -60,3 +62,40 @@ def test_a_script_prewarms_and_trains(name, s3, bucket, s3_environment, proxy, t
     with Cache(tmp_path / "cache") as cache:
         assert cache.stats().hits == hits
         assert ranks == 1 or {0, 1} <= {each.rank for each in cache.samples() if each.counters}
+
+
+def _free_port():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+#: Starts ranks without torchrun, whose ranks would survive it.
+RANKS = """
+for rank in $(seq 0 $((WORLD_SIZE - 1))); do RANK=$rank LOCAL_RANK=$rank python "$@" & done
+wait -n && wait
+"""
+
+
+def test_training_resumes_an_epoch_exactly(s3, bucket, s3_environment, proxy, tmp_path):
+    batch = 16
+    data = DataSet(s3, bucket, proxy, 16, 12)
+    listed, saved, path = tmp_path / "listed", tmp_path / "run.pt", programs(tmp_path / "bin")
+    command = ["bash", "-c", RANKS, "-", str(EXAMPLES / "resume.py"), data.spec]
+    command += ["--list", str(listed), "--batch", f"{batch}", "--every", "3"]
+    command += ["--checkpoint", str(saved), "--dir", str(tmp_path / "cache")]
+
+    def train(ranks, **options):
+        variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{_free_port()}"}
+        variables |= {"WORLD_SIZE": f"{ranks}", "LOCAL_WORLD_SIZE": f"{ranks}"}
+        return run(command, PATH=path, SHARDCACHE_MIN_FREE="0", **variables, **options).stdout
+
+    train(2, kill_when=saved.exists)
+    assert "epoch 1 is complete" in train(1)
+    batches = defaultdict(set)
+    for epoch, number, key in map(str.split, listed.read_text().splitlines()):
+        batches[epoch, number].add(key)
+    # Both runs trained some of the batches, which are the same ones with one rank and with two.
+    assert {len(keys) for keys in batches.values()} == {batch}
+    for each in "01":
+        assert data.complete(key for at, keys in batches.items() if at[0] == each for key in keys)
+    assert data.once()

@@ -88,7 +88,9 @@ class Order:
         shuffle: number of segments of the window; 0 keeps the order of the data set.
     """
 
-    def __init__(self, counts: Sequence[int] | Samples, *, seed: int, lanes: int, shuffle: int) -> None:
+    def __init__(
+        self, counts: Sequence[int] | Samples, *, seed: int, lanes: int, shuffle: int
+    ) -> None:
         sizes = np.asarray(counts, dtype=np.int64)
         self.lanes = lanes
         self.window = max(1, shuffle)

@@ -521,8 +521,8 @@ class Transfer:
         """Hash, write and record a block, which may be empty at the end of the object."""
         if block:
             digest = block_digest(block)
-            # After an abort, the buffer may hold other bytes than the object's (with TLS,
-            # ciphertext). If they were recorded, a process that resumes would trust them.
+            # After an abort, the buffer may hold other bytes than the object's. If they were
+            # recorded, a process that resumes would trust them.
             if self._error is not None:
                 raise _FailedError
             self._partial.write(part.next, block, fd)

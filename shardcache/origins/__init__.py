@@ -5,7 +5,8 @@
     endpoints    the S3 endpoint and region in force, for cache keys and for requests
     credentials  tells AWS credentials that are temporarily unavailable from missing ones
     http         ``http(s)://``, and the responses to range requests, including S3's
-    connection   keep-alive connections, proxies, TLS
+    connection   keep-alive connections and proxies
+    tls          encrypts the bytes of a connection
     addresses    connects to a host that has several addresses
     filesystem   every fsspec filesystem, with a timeout
     command      ``pipe:``

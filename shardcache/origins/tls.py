@@ -45,9 +45,10 @@ class TLSStream:
         self._socket = sock
         self._received, self._to_send = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._buffer = memoryview(bytearray(_CIPHERTEXT))
-        self._object = context(trusted).wrap_bio(
-            self._received, self._to_send, server_hostname=host
-        )
+        with undivided():  # a fork must not copy OpenSSL's locks
+            self._object = context(trusted).wrap_bio(
+                self._received, self._to_send, server_hostname=host
+            )
 
     def handshake(self, timeout: float) -> None:
         """Negotiate keys and verify the certificate of the server, in at most ``timeout`` seconds.
@@ -59,7 +60,7 @@ class TLSStream:
         end = time.monotonic() + timeout
         while True:
             try:
-                with undivided():  # a fork must not copy OpenSSL's locks
+                with undivided():
                     self._object.do_handshake()
                 return
             except ssl.SSLWantReadError:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 import shutil
+import socket
 import ssl
 import threading
 from contextlib import closing
@@ -12,7 +14,9 @@ import pytest
 from shardcache import Cache, ConfigError
 from shardcache.origins.base import TransientError, read_all
 from shardcache.origins.http import WebOrigin
+from shardcache.origins.tls import TLSStream
 from shardcache.urls import parse_url
+from tests.support.storetools import PATIENCE
 from tests.support.tars import make_tar
 from tests.support.webservers import Connection, Files, Scripted, answer, certificate, running
 
@@ -94,3 +98,29 @@ def test_a_blocked_read_of_tls_can_be_aborted(context, authority, monkeypatch):
         threading.Timer(0.2, body.abort).start()
         with pytest.raises(TransientError, match="cancelled"):
             body.readinto(memoryview(bytearray(96)))
+
+
+@pytest.mark.parametrize("size", [1, 16_384, 16_500, 300_000, 1_048_576 + 40_000])
+def test_a_read_waits_for_no_more_bytes_than_come(context, authority, size):
+    data, (ours, theirs) = random.Random(size).randbytes(size), socket.socketpair()
+
+    def serve() -> None:
+        with context.wrap_socket(theirs, server_side=True) as secure:
+            for wanted in iter(lambda: int.from_bytes(secure.recv(8)), 0):
+                secure.sendall(data[:wanted])  # and then nothing, on a socket without a timeout
+
+    server = threading.Thread(target=serve, daemon=True)
+    server.start()
+    with ours:
+        stream = TLSStream(ours, "127.0.0.1", authority[0])
+        stream.handshake(PATIENCE)
+        for step in (size, 7_000, 262_144):
+            stream.sendall(size.to_bytes(8))
+            view = memoryview(bytearray(size))
+            for at in range(0, size, step):
+                part = view[at : at + step]
+                assert stream.recv_into(part, 0, socket.MSG_WAITALL) == len(part)
+            assert view == data and not stream.pending()
+        stream.sendall(bytes(8))
+        assert stream.recv_into(memoryview(bytearray(9)), 0, socket.MSG_WAITALL) == 0
+    server.join(PATIENCE)

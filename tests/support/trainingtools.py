@@ -6,12 +6,13 @@ import signal
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from shardcache.cli.demo import S3Server
 from tests.support.proxy import Proxy
+from tests.support.storetools import wait_until
 from tests.support.tars import sample_tar
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -68,9 +69,13 @@ def programs(directory: Path, **scripts: str) -> str:
 
 
 def run(
-    command: list[str], patience: float = 300, cwd: Path = ROOT, **environment: str
+    command: list[str],
+    patience: float = 300,
+    cwd: Path = ROOT,
+    kill_when: Callable[[], bool] | None = None,
+    **environment: str,
 ) -> subprocess.CompletedProcess[str]:
-    """Run a program to its end, and check that it succeeds."""
+    """Run a program to its end, and check that it succeeds; or kill it and its children earlier."""
     process = subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
@@ -83,12 +88,16 @@ def run(
         start_new_session=True,
     )
     try:
+        if kill_when is not None:
+            wait_until(lambda: kill_when() or process.poll() is not None)
+            os.killpg(process.pid, signal.SIGKILL)
         out, err = process.communicate(timeout=patience)
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
             process.communicate()
-    assert process.returncode == 0, f"{command} ended with {process.returncode}:\n{out}{err}"
+    expected = 0 if kill_when is None else -signal.SIGKILL
+    assert process.returncode == expected, f"{command} ended with {process.returncode}:\n{out}{err}"
     return subprocess.CompletedProcess(command, 0, out, err)
 
 

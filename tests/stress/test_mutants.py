@@ -134,13 +134,13 @@ Secrecy: the user of a URL is part of its name
 
 In use: shards in use are evicted
     store/directory.py
-    -yield is_idle(directory) if free is None else free
+    -yield is_idle(Path(directory)) if free is None else free
     +yield True
     tests/test_cache.py -k survives
 
 In use: the same, in a storm
     store/directory.py
-    -yield is_idle(directory) if free is None else free
+    -yield is_idle(Path(directory)) if free is None else free
     +yield True
     -m tests.stress.storm --minutes 4 --seed 1
 """

@@ -87,7 +87,7 @@ class TLSStream:
         few in the time of SO_RCVTIMEO, or without MSG_WAITALL. Returns 0 if it was closed before.
 
         Raises:
-            BlockingIOError: no complete record came in the time of SO_RCVTIMEO.
+            BlockingIOError: no complete record has come yet.
         """
         got, length, more = 0, len(view), True
         read: Callable[[int, memoryview], int] = self._object.read  # type: ignore[assignment]

@@ -48,7 +48,8 @@ TARGETS = {
 _PROFILE = "benchmark"
 _NGINX = """
 daemon off;
-master_process off;
+{user}
+worker_processes {workers};
 pid {home}/nginx.pid;
 error_log {home}/error.log warn;
 events {{ worker_connections 4096; }}
@@ -197,7 +198,14 @@ def _nginx(root: Path, home: Path, name: str) -> Iterator[Target]:
         probe.bind(("127.0.0.1", 0))
         port = int(probe.getsockname()[1])
     configuration, log = home / "nginx.conf", home / "error.log"
-    text = _NGINX.format(home=home, root=root, port=port, tls="ssl" if tls else "")
+    text = _NGINX.format(
+        home=home,
+        root=root,
+        port=port,
+        tls="ssl" if tls else "",
+        workers=2 if tls else 1,  # one core encrypts less than the clients can receive
+        user="user root;" if os.geteuid() == 0 else "",  # as which its workers run
+    )
     configuration.write_text(text, "utf-8")
     process = subprocess.Popen(
         [program, "-p", str(home), "-e", str(log), "-c", str(configuration)],

@@ -34,7 +34,7 @@ class TLSStream:
     The methods behave like those of a socket.
 
     Args:
-        sock: a connected socket. It stays the caller's, who also closes it.
+        sock: a connected socket, which the caller closes.
         host: the name or address that the certificate must be valid for.
         trusted: as for `connection.Transport`.
 
@@ -109,7 +109,7 @@ class TLSStream:
         return got
 
     def _receive(self, wanted: int, flags: int) -> bool:
-        """Receive ciphertext. Return whether as much came as was asked for, so that more may come.
+        """Receive ciphertext. Return whether all requested bytes came, so more may be on the way.
 
         Args:
             wanted: decrypted bytes that the caller waits for.

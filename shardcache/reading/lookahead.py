@@ -121,7 +121,7 @@ class Prefetcher:
         self._has_thread = False
 
     def clear(self) -> None:
-        """Forget the shards whose downloads have not begun."""
+        """Forget the shards whose downloads have not started."""
         with self._lock:
             self._coming.clear()
 

@@ -196,17 +196,24 @@ def _from_files(options: Mapping[str, Any], read: Callable[[Session], str | None
         return None
 
 
+def aws_paths() -> tuple[str, str]:
+    """Return the paths of AWS's configuration file and credentials file."""
+    config = os.environ.get("AWS_CONFIG_FILE", "~/.aws/config")
+    credentials = os.environ.get("AWS_SHARED_CREDENTIALS_FILE", "~/.aws/credentials")
+    # `Path.expanduser` raises if no home directory is known, as for any uid in a container.
+    config, credentials = (
+        os.path.expanduser(os.path.expandvars(path))  # noqa: PTH111
+        for path in (config, credentials)
+    )
+    return config, credentials
+
+
 def aws_files() -> bytes:
     """Return the contents of AWS's two configuration files, joined; empty if there are none."""
     found = b""
-    for variable, default in (
-        ("AWS_CONFIG_FILE", "~/.aws/config"),
-        ("AWS_SHARED_CREDENTIALS_FILE", "~/.aws/credentials"),
-    ):
-        path = os.path.expandvars(os.environ.get(variable, default))
+    for path in aws_paths():
         with contextlib.suppress(OSError):
-            # `Path.expanduser` raises if no home directory is known, as for any uid in a container.
-            found += Path(os.path.expanduser(path)).read_bytes()  # noqa: PTH111
+            found += Path(path).read_bytes()
     return found
 
 

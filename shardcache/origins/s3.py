@@ -2,7 +2,8 @@
 
 Botocore, a dependency of s3fs, finds the credentials, the region and the address of a bucket. This
 module signs the requests (Signature Version 4) and sends them with `connection`. Making a client of
-botocore takes 60 ms, so `_usual_address` composes the usual addresses without one.
+botocore takes 60 ms, so `_usual_address` composes the usual addresses without one. Where the keys
+are written down, `written_settings` finds them, and botocore is not imported at all.
 
 `_stores` holds the credentials, addresses and other knowledge of a process about each store. A
 forked child inherits it, so the workers of a DataLoader do not search for credentials as long as
@@ -22,6 +23,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import parse_qsl, quote, unquote_plus, urlsplit
 from xml.etree import ElementTree
@@ -30,10 +32,13 @@ from shardcache.errors import AccessDeniedError, ConfigError, ShardCacheError
 from shardcache.origins.base import ObjectInfo, read_all, refusal
 from shardcache.origins.connection import Response, Transport
 from shardcache.origins.credentials import (
+    KEY_NAMES,
+    Keys,
     chain_error,
     login_ended,
     one_at_a_time,
     throttling_codes,
+    written_settings,
 )
 from shardcache.origins.endpoints import aws_files, s3_endpoint
 from shardcache.origins.http import HEADERS, checked, object_info, open_range, refused, unanswered
@@ -77,8 +82,6 @@ _REGION = re.compile(r"[A-Za-z0-9-]{1,64}")
 #: Seconds before their expiry at which credentials are renewed, as in botocore.
 _RENEWED_BEFORE = 15 * 60
 _ALGORITHM = "AWS4-HMAC-SHA256"
-#: Names of the credentials in `client_kwargs`.
-_KEY_NAMES = ("aws_access_key_id", "aws_secret_access_key", "aws_session_token")
 
 
 class _Bucket(NamedTuple):
@@ -141,7 +144,7 @@ class S3Origin:
         """Return the store; the first call determines its address, region and settings.
 
         Raises:
-            ConfigError: the options, the profile or the endpoint are not valid.
+            ConfigError: the options, the profile, the endpoint or the certificates are not valid.
         """
         with self._guard:
             if self._store is None:
@@ -151,6 +154,10 @@ class S3Origin:
                     key = repr((self._options, endpoint, settings, aws_files()))
                     found = _stores.get(key) or _look_up(self._options, endpoint)
                     store = _stores.setdefault(key, found)
+                    if not endpoint.startswith("http:"):
+                        from shardcache.origins.tls import context  # here: HTTP needs no `ssl`
+
+                        context(store.trusted)  # loads the certificates, before a fork if possible
                 self._transport = Transport(
                     timeout=self._timeout, proxies=store.proxies, trusted=store.trusted
                 )
@@ -292,7 +299,7 @@ class S3Origin:
             elif code in _EXPIRED and store.worked:
                 raise login_ended(self._profile)
             else:
-                throttled, transient = throttling_codes()
+                throttled, transient = throttling_codes() if code else ((), ())
                 raise refusal(
                     shard,
                     500 if code in transient else _STATUS.get(code, response.status),
@@ -391,23 +398,31 @@ class S3Origin:
         return bucket
 
 
-def _session(options: Mapping[str, Any]) -> Any:
-    """Return a botocore session, with the credentials in the options if there are any."""
+def _session(options: Mapping[str, Any], *, botocore_only: bool = False) -> Any:
+    """Return a session of botocore, or the same settings without the import of botocore.
+
+    Credentials in the options take precedence over those of the environment and the files.
+    """
+    profile, keys = options.get("profile"), None
+    client = options.get("client_kwargs") or {}
+    for given, names in ((options, ("key", "secret", "token")), (client, KEY_NAMES)):
+        if given.get(names[0]):  # `client_kwargs` take precedence
+            keys = Keys(*map(given.get, names))
+    if not botocore_only:
+        unsigned = Keys("", "") if options.get("anon") else None
+        if (settings := written_settings(profile, keys or unsigned)) is not None:
+            return settings
     import botocore.session
 
-    session = botocore.session.Session(profile=options.get("profile"))
-    client = options.get("client_kwargs") or {}
-    for given, names in ((options, ("key", "secret", "token")), (client, _KEY_NAMES)):
-        if given.get(names[0]):  # `client_kwargs` take precedence
-            session.set_credentials(*(given.get(name) for name in names))
+    session = botocore.session.Session(profile=profile)
+    if keys is not None:
+        session.set_credentials(*keys)
     return session
 
 
 def _look_up(options: Mapping[str, Any], endpoint: str) -> _Store:
     """Determine the addresses, the region and the settings of a store, with botocore."""
     import botocore.exceptions
-    from botocore.config import Config
-    from botocore.httpsession import get_cert_path
 
     client_kwargs = dict(options.get("client_kwargs") or {})
     settings: dict[str, Any] = {
@@ -415,13 +430,15 @@ def _look_up(options: Mapping[str, Any], endpoint: str) -> _Store:
         "signature_version": botocore.UNSIGNED if options.get("anon") else "s3v4",
         "ignore_configured_endpoint_urls": True,  # `s3_endpoint` has already read them
     }
-    for name in _KEY_NAMES:
+    for name in KEY_NAMES:
         client_kwargs.pop(name, None)
 
     @functools.cache
     def client(region: str) -> Any:
+        from botocore.config import Config
+
         # This client only composes addresses. Its dummy credentials keep it from running the chain.
-        return session.create_client(
+        return _session(options, botocore_only=True).create_client(
             "s3",
             region,
             aws_access_key_id="none",
@@ -472,11 +489,24 @@ def _look_up(options: Mapping[str, Any], endpoint: str) -> _Store:
         reason = redact(str(exn))
     else:
         name, proxies = redact(endpoint) or "AWS", settings.get("proxies")
-        return _Store(name, address, region, proxies, get_cert_path(verify))
+        return _Store(name, address, region, proxies, _certificates(verify))
     raise ConfigError(
         f"the S3 client cannot be set up: {reason}. "
         "Check endpoint_url, the profile and storage_options.",
     )
+
+
+def _certificates(verify: str | bool) -> str | bool:
+    """Return the certificates that botocore trusts: those of certifi, or its own."""
+    if verify is not True:
+        return verify
+    try:
+        from certifi import where
+    except ImportError:
+        import botocore
+
+        return str(Path(botocore.__file__).with_name("cacert.pem"))
+    return where()
 
 
 def _usual_address(endpoint: str, name: str, region: str) -> tuple[str, str] | None:

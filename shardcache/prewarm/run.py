@@ -6,6 +6,7 @@ readers, they share downloads: each shard is downloaded once.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import importlib
 import math
@@ -18,7 +19,7 @@ from shardcache import clock
 from shardcache.download.pool import parse_rate
 from shardcache.errors import CacheFullError, ConfigError, ShardCacheError
 from shardcache.layout import Layout
-from shardcache.origins.listing import Listing
+from shardcache.origins.listing import Listing, expand_braces
 from shardcache.prewarm.plan import Share, make_plan, wanted_shards
 from shardcache.prewarm.pool import Helper, Pool
 from shardcache.results import Event, Outcome, Planned, PrewarmReport, Stopped, is_full
@@ -32,11 +33,8 @@ if TYPE_CHECKING:
 #: How many shards are downloaded at the same time by default.
 JOBS = 32
 #: Modules that `import shardcache` does not import. They are imported before the helpers are
-#: forked, like the certificates to trust, so that the helpers need not load them again.
-_ENGINE = (
-    *("shardcache.download.acquire", "shardcache.space.clean", "shardcache.stats.database"),
-    *("shardcache.origins.s3", "botocore.session", "botocore.client", "botocore.httpsession"),
-)
+#: forked, so that the helpers need not load them again.
+_ENGINE = ("shardcache.download.acquire", "shardcache.space.clean", "shardcache.stats.database")
 #: Limit of processes. The 64 connections of a node carry 5 GB/s from S3, at 80 MB/s each, and one
 #: process on a core of its own received 0.75 GB/s over TLS (loopback, November 2026).
 _MOST_PROCESSES = 8
@@ -107,12 +105,9 @@ def prewarm(
     start = clock.monotonic()
     plan_only = check or dry_run
     count = 0 if plan_only else min(processes, jobs) - 1
-    if count:
-        for name in _ENGINE:
-            importlib.import_module(name)
-        from shardcache.origins import tls  # here: `import shardcache` does not need it
-
-        tls.context(None)
+    specs = [urls] if isinstance(urls, str | ShardURL) else list(urls)
+    if count and specs:
+        _load(cache, specs[0])
     helpers = [Helper(cache) for _ in range(count)]
 
     def report(events: Iterable[Event]) -> None:
@@ -122,9 +117,7 @@ def prewarm(
 
     try:
         listing = Listing(cache.config)
-        shards = wanted_shards(
-            cache, [urls] if isinstance(urls, str | ShardURL) else urls, listing, share
-        )
+        shards = wanted_shards(cache, specs, listing, share)
         if not plan_only:
             _make_directory(cache)
         plan = make_plan(
@@ -153,6 +146,15 @@ def prewarm(
     full = best_effort and pool.stopped is Stopped.FULL
     results = plan.results(pool.results, Outcome.LEFT_OUT if full else Outcome.NOT_STARTED)
     return PrewarmReport(plan, results, clock.monotonic() - start, pool.stopped)
+
+
+def _load(cache: Cache, spec: str | ShardURL) -> None:
+    """Load what all processes of a prewarm need: modules, the origin's client, certificates."""
+    for name in _ENGINE:
+        importlib.import_module(name)
+    with contextlib.suppress(ConfigError, StopIteration):  # the listing or the downloads raise it
+        shard = cache.parse(next(expand_braces(spec))) if isinstance(spec, str) else spec
+        cache.processes.here().origins.prepare(shard)
 
 
 def _make_directory(cache: Cache) -> None:

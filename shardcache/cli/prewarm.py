@@ -102,8 +102,7 @@ def prewarm_command(
     if not all_specs:
         empty = "The list contains no shards. Write one SPEC per line."
         raise click.UsageError(empty if lists else "No shards given. Pass a SPEC, or -f LIST.")
-    processes = 1 if ray else most_processes()
-    options["jobs"] = jobs or JOBS * processes
+    options["jobs"] = jobs or JOBS
     ranks = (ranks_per_node or 1) if shard_by_node else None
     if ray:
         return _prewarm_ray(invocation, all_specs, options, max_size, ranks)
@@ -125,7 +124,8 @@ def prewarm_command(
                     if event.plan.to_fetch or options["refresh"]:
                         stack.enter_context(display(console, progress.positions))
 
-        options |= {"on_event": on_event, "stop": invocation.stop}
+        processes = most_processes(cache)
+        options |= {"jobs": jobs or JOBS * processes, "on_event": on_event, "stop": invocation.stop}
         report = prewarm(cache, all_specs, share=share, processes=processes, **options)
         stack.close()
         console.object("prewarm", shards=report.results, summary=report)

@@ -25,7 +25,7 @@ from shardcache.errors import ConfigError
 from shardcache.locks.downloaders import Downloaders
 from shardcache.units import format_rate, parse_bytes
 
-__all__ = ["LEAST", "Connections", "Throttle", "Work", "parse_rate"]
+__all__ = ["LEAST", "NODE", "Connections", "Throttle", "Work", "parse_rate"]
 
 #: Bytes that one request asks for. Over an S3-like link, 32 connections reached 1,488 MB/s with
 #: parts of 8 MiB, 1,647 MB/s with 16 MiB, and 1,633 MB/s with 64 MiB.
@@ -34,9 +34,9 @@ PART = 16 << 20
 #: 32 were a tenth slower with TLS.
 _FEW = 8
 _NEAR = 0.005
-#: Connections of all processes of a node together. Over an S3-like link, 64 reached 1,671 MB/s, and
-#: 32 reached 1,647 MB/s.
-_NODE = 64
+#: Connections of all processes of a node together, unless one process may have more. Over an
+#: S3-like link, 64 reached 1,671 MB/s, and 32 reached 1,647 MB/s.
+NODE = 64
 #: Seconds between two checks, by a waiting worker, whether its process may use more connections.
 _PATIENCE = 1.0
 
@@ -112,7 +112,7 @@ class Connections:
     @property
     def _share(self) -> int:
         """This process's equal share of the node's connections, at least one."""
-        return max(1, max(_NODE, self._most) // self._downloaders.count())
+        return max(1, max(NODE, self._most) // self._downloaders.count())
 
     @property
     def crowded(self) -> bool:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from shardcache import clock
-from shardcache.download.pool import parse_rate
+from shardcache.download.pool import NODE, parse_rate
 from shardcache.errors import CacheFullError, ConfigError, ShardCacheError
 from shardcache.layout import Layout
 from shardcache.origins.listing import Listing, expand_braces
@@ -35,18 +35,21 @@ JOBS = 32
 #: Modules that `import shardcache` does not import. They are imported before the helpers are
 #: forked, so that the helpers need not load them again.
 _ENGINE = ("shardcache.download.acquire", "shardcache.space.clean", "shardcache.stats.database")
-#: Limit of processes. The 64 connections of a node carry 5 GB/s from S3, at 80 MB/s each, and one
-#: process on a core of its own received 0.75 GB/s over TLS (loopback, November 2026).
-_MOST_PROCESSES = 8
+#: Connections that keep one process busy. At S3's 80 MB/s each, they bring 0.64 GB/s, and a process
+#: on a core of its own received 0.75 GB/s over TLS (loopback, November 2026).
+_CONNECTIONS = 8
 
 
-def most_processes() -> int:
-    """Return how many processes a prewarm may use: one if this process already has threads.
+def most_processes(cache: Cache) -> int:
+    """Return how many processes a prewarm may use: as many as the node's connections can keep busy.
 
-    A fork does not copy threads, so any lock that a thread holds would stay locked in the child.
+    It is one if this process already has threads. A fork does not copy threads, so any lock that a
+    thread holds would stay locked in the child.
     """
-    cores = len(os.sched_getaffinity(0))
-    return 1 if threading.active_count() > 1 else min(_MOST_PROCESSES, cores)
+    if threading.active_count() > 1:
+        return 1
+    connections = max(NODE, cache.config.connections)
+    return min(connections // _CONNECTIONS, len(os.sched_getaffinity(0)))
 
 
 def prewarm(

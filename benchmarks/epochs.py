@@ -2,8 +2,10 @@
 
 ``python -m benchmarks.epochs`` compares a cold and a warm epoch, and the time to the first sample,
 with streaming and with other caches. It also measures how long eight processes take to read the
-same cold shard. It counts downloads in the log of the server. Each run uses fresh processes and an
-empty cache. The shards are in memory, the caches on ``--disk``.
+same cold shard. It counts downloads in the log of the server. Over TLS, it measures fresh processes
+up to their first sample, and how fast shards come while the main thread runs Python code without a
+pause. Each run uses fresh processes and an empty cache. The shards are in memory, the caches on
+``--disk``.
 """
 
 from __future__ import annotations
@@ -11,11 +13,15 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import json
 import multiprocessing
 import random
 import shutil
+import subprocess
+import sys
 import tarfile
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -24,14 +30,26 @@ from statistics import median
 from benchmarks.buckets import BUCKET, PREFIX
 from benchmarks.epochwork import WAYS, Plan, work
 from benchmarks.peers import clean_environment, versions
-from benchmarks.results import Row, arguments_of, machine, picked, save, say, table, touched_pages
+from benchmarks.results import (
+    ROOT,
+    Row,
+    arguments_of,
+    machine,
+    picked,
+    save,
+    say,
+    table,
+    touched_pages,
+)
 from benchmarks.servers.links import LINKS, Target, link
 
 #: Bytes of a sample: those of an average JPEG of ImageNet.
 SAMPLE_BYTES = 100_000
 #: The ways that are measured with several processes.
 _SHARING = ("shardcache", "wds-filecache", "pipe-curl")
-_PARTS = ("epochs", "sharing")
+_PARTS = ("epochs", "sharing", "tls")
+#: The link that is measured with TLS, and the ways of its fresh processes.
+_TLS, _STARTS = "s3-like", ("pipe-curl", "shardcache")
 #: Seconds after which a worker process is killed.
 _TIMEOUT = 900.0
 #: Shards of an epoch, samples of a shard (640 of 100 KB are 64 MB), and processes that read the
@@ -75,10 +93,24 @@ class _Bench:
         Returns:
             The figures of each process in each step, and the downloads of the first step.
         """
+        plan = self._plan(task, way, keys)
+        before = self._target.object_fetches() if self._target.log else 0
+        with contextlib.ExitStack() as stack:
+            with touched_pages(self._disk, self._needed):
+                workers = [stack.enter_context(_worker(plan)) for _ in range(processes)]
+                for worker in workers:
+                    worker.recv()
+            figures = [_step(workers)]
+            fetches = self._target.object_fetches() - before if self._target.log else 0
+            figures += [_step(workers) for _ in range(steps - 1)]
+        return figures, fetches
+
+    def _plan(self, task: str, way: str, keys: Sequence[str]) -> Row:
+        """Return the plan of a run, with an empty cache."""
         cache = self._disk / "cache"
         shutil.rmtree(cache, ignore_errors=True)
         cache.mkdir()
-        plan = {
+        return {
             "task": task,
             "way": way,
             "cache": str(cache),
@@ -87,17 +119,16 @@ class _Bench:
             "keys": list(keys),
             "urls": [self._target.http_url(key) for key in keys],
         }
-        before = self._target.object_fetches()
-        with contextlib.ExitStack() as stack:
-            with touched_pages(self._disk, self._needed):
-                workers = [stack.enter_context(_worker(plan)) for _ in range(processes)]
-                for worker in workers:
-                    worker.recv()
-            figures = [_step(workers)]
-            fetches = self._target.object_fetches() - before
-            figures += [_step(workers) for _ in range(steps - 1)]
-        shutil.rmtree(cache)
-        return figures, fetches
+
+    def start(self, way: str, key: str) -> float:
+        """Return the seconds of a fresh process that reads the first sample of a shard."""
+        plan = self._plan("", way, [key])
+        file = self._disk / "plan.json"
+        file.write_text(json.dumps(plan), "utf-8")
+        command = [sys.executable, "-m", "benchmarks.epochwork", str(file)]
+        start = time.perf_counter()
+        subprocess.run(command, env=plan["environment"], cwd=ROOT, check=True)
+        return time.perf_counter() - start
 
 
 @contextlib.contextmanager
@@ -158,9 +189,35 @@ def _sharing(bench: _Bench, keys: Sequence[str], most: int, repeats: int) -> lis
     return rows
 
 
+def _tls(bench: _Bench, keys: Sequence[str], repeats: int) -> Row:
+    starts: dict[str, list[float]] = {way: [] for way in _STARTS}
+    busy = []
+    for _ in range(repeats):
+        for way, seconds in starts.items():
+            seconds.append(bench.start(way, keys[0]))
+        ((figures,),), _ = bench.run("busy", "shardcache", keys)
+        busy.append(figures)
+    return {"starts": starts, "busy": busy}
+
+
 def report(facts: Row) -> str:
     """Return the tables of a result in Markdown."""
-    return "\n\n".join(_link_report(group) for group in facts["groups"])
+    parts = [_link_report(group) for group in facts["groups"]]
+    if "tls" in facts:
+        starts, busy = facts["tls"]["starts"], facts["tls"]["busy"]
+        first = median(starts[_STARTS[0]])
+        middles = {WAYS[way][0]: median(seconds) for way, seconds in starts.items()}
+        rows = [[title, f"{each:.2f}", f"{each / first:.2f}"] for title, each in middles.items()]
+        heads = ["", "whole process s", f"x {WAYS[_STARTS[0]][0]}"]
+        rate, kept = (median(run[name] for run in busy) for name in ("rate", "kept"))
+        parts.append(
+            f"#### The first sample of a fresh process, {LINKS[_TLS][0]}, TLS\n\n"
+            f"{table(heads, rows)}\n\n"
+            "While the main thread ran Python code without a pause, 8 connections of one process "
+            f"received {rate / 1e6:.0f} MB/s over the same link. The thread kept {kept:.0%} of its "
+            "speed."
+        )
+    return "\n\n".join(parts)
 
 
 def _link_report(group: Row) -> str:
@@ -220,7 +277,7 @@ def main() -> None:
         }
         memory = Path(ram)
         keys = _write_shards(memory, shards, samples)
-        for name in names:
+        for name in names if {"epochs", "sharing"} & set(parts) else []:
             say(title := LINKS[name][0])
             group: Row = {"link": name, "title": title, "shards": shards}
             group["shard_bytes"] = (memory / BUCKET / keys[0]).stat().st_size
@@ -232,6 +289,11 @@ def main() -> None:
                 if "sharing" in parts:
                     group["sharing"] = _sharing(bench, keys, processes, arguments.repeats)
             facts["groups"].append(group)
+            save(arguments.json, facts)
+        if "tls" in parts:
+            with link(memory, memory, _TLS, processes=2, tls=True) as target:
+                bench = _Bench(target, Path(disk), shards * samples * SAMPLE_BYTES)
+                facts["tls"] = _tls(bench, keys, arguments.repeats)
             save(arguments.json, facts)
     print(report(facts))
 

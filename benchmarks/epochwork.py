@@ -1,15 +1,22 @@
 """The tasks of the worker processes of `benchmarks.epochs`.
 
-A task prepares imports and clients, and then works in steps. The processes of a benchmark begin
-each step together, after all of them have prepared, so no figure includes an import.
+``python -m benchmarks.epochwork PLAN`` reads the first sample and ends: a whole fresh process.
+
+The other tasks run in processes of `multiprocessing`. A task prepares imports and clients, and then
+works in steps. The processes of a benchmark begin each step together, after all of them have
+prepared, so no figure includes an import.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, BinaryIO
 
 from benchmarks.buckets import BUCKET, MIB
@@ -17,6 +24,8 @@ from benchmarks.buckets import BUCKET, MIB
 #: Seconds between making a pipeline and its first sample. A real program makes its model in that
 #: time, and background work of the pipeline ends.
 _BEFORE_THE_FIRST = 1.0
+#: Connections beside a busy main thread, and seconds that it runs alone.
+_BUSY, _ALONE = 8, 3.0
 
 #: ``task``, ``way``, ``cache``, ``endpoint``, ``environment``, and the ``keys`` and ``urls`` of the
 #: shards.
@@ -39,8 +48,6 @@ def _dataset(urls: list[str], **options: Any) -> Any:
 
 
 def _cache(plan: Plan) -> Any:
-    import botocore.session  # noqa: F401 - the first miss would import it; s3fs has it already
-
     from shardcache import Cache
 
     return Cache(plan["cache"])
@@ -97,6 +104,38 @@ def _read(plan: Plan) -> Iterator[Figures]:
         yield {"start": start, "end": time.perf_counter()}
 
 
+def _busy(plan: Plan) -> Iterator[Figures]:
+    """Run Python code without a pause in the main thread, alone and beside downloads."""
+    from shardcache import Cache
+
+    cache, urls = Cache(plan["cache"], connections=_BUSY), _s3(plan)
+    yield {}
+    ended = threading.Event()
+
+    def spin() -> float:
+        count, start = 0, time.perf_counter()
+        while not ended.is_set():
+            for _ in range(1000):
+                count += 1
+        return count / (time.perf_counter() - start)
+
+    threading.Timer(_ALONE, ended.set).start()
+    alone = spin()
+    ended.clear()
+    sizes: list[int] = []
+    start = time.perf_counter()
+
+    def download() -> None:
+        try:
+            sizes.extend(result.size or 0 for result in cache.prewarm(urls).results)
+        finally:
+            ended.set()
+
+    threading.Thread(target=download).start()
+    beside = spin()
+    yield {"kept": beside / alone, "rate": sum(sizes) / (time.perf_counter() - start)}
+
+
 def _opener(plan: Plan) -> Callable[[], BinaryIO]:
     """Return a function that opens the first shard in the way of the plan."""
     if plan["way"] == "shardcache":
@@ -120,10 +159,16 @@ def work(plan: Plan, benchmark: Connection) -> None:
     """
     os.environ.clear()
     os.environ.update(plan["environment"])
-    steps = {"epochs": _epochs, "read": _read}[plan["task"]](plan)
+    steps = {"epochs": _epochs, "read": _read, "busy": _busy}[plan["task"]](plan)
     while True:
         benchmark.send(next(steps))
         try:
             benchmark.recv()
         except EOFError:
             return
+
+
+if __name__ == "__main__":
+    given = json.loads(Path(sys.argv[1]).read_text("utf-8"))
+    next(iter(WAYS[given["way"]][1](given)))
+    os._exit(0)  # without waiting for curl or for the rest of the shard

@@ -117,15 +117,6 @@ def _obstore(plan: Plan) -> Download:
     return _each(plan, one)
 
 
-def _boto3(plan: Plan) -> Download:
-    import boto3
-    from botocore.config import Config
-
-    # Each download uses up to ten threads by default, and all of them share this pool.
-    client = boto3.client("s3", config=Config(max_pool_connections=10 * _THREADS))
-    return _each(plan, lambda key, path: client.download_file(BUCKET, key, path))
-
-
 def _boto3_crt(plan: Plan) -> Download:
     # This is the transfer manager that boto3 uses with ``preferred_transfer_client="crt"``. boto3
     # cannot tell it that an endpoint has no TLS, and then hangs.
@@ -155,47 +146,6 @@ def _boto3_crt(plan: Plan) -> Download:
     return download
 
 
-def _awscrt(plan: Plan) -> Download:
-    from awscrt import auth, http, io, s3
-
-    bootstrap = io.ClientBootstrap(group := io.EventLoopGroup(), io.DefaultHostResolver(group))
-    secure = plan["endpoint"].startswith("https:")
-    trust = None
-    if secure:
-        options = io.TlsContextOptions()
-        options.override_default_trust_store_from_path(ca_filepath=plan["authority"])
-        trust = io.ClientTlsContext(options).new_connection_options()
-    client = s3.S3Client(
-        bootstrap=bootstrap,
-        region="us-east-1",
-        signing_config=s3.create_default_s3_signing_config(
-            region="us-east-1",
-            credential_provider=auth.AwsCredentialsProvider.new_default_chain(bootstrap),
-        ),
-        tls_mode=s3.S3RequestTlsMode.ENABLED if secure else s3.S3RequestTlsMode.DISABLED,
-        tls_connection_options=trust,
-    )
-    host = plan["endpoint"].partition("://")[2]
-
-    def download(keys: list[str]) -> dict[str, str]:
-        files = _files(plan, keys)
-        requests = [
-            client.make_request(
-                type=s3.S3RequestType.GET_OBJECT,
-                request=http.HttpRequest(
-                    "GET", f"/{BUCKET}/{key}", http.HttpHeaders([("host", host)])
-                ),
-                recv_filepath=path,
-            )
-            for key, path in files.items()
-        ]
-        for request in requests:
-            request.finished_future.result()
-        return files
-
-    return download
-
-
 def _s3fs(plan: Plan) -> Download:
     import s3fs
 
@@ -209,28 +159,22 @@ def _s3fs(plan: Plan) -> Download:
     return download
 
 
-def _msc(**options: Any) -> Callable[[Plan], Download]:
-    def adapter(plan: Plan) -> Download:
-        from multistorageclient import StorageClient, StorageClientConfig
+def _msc(plan: Plan) -> Download:
+    from multistorageclient import StorageClient, StorageClientConfig
 
-        place = {"base_path": BUCKET, "endpoint_url": plan["endpoint"], "region_name": "us-east-1"}
-        profile = {"storage_provider": {"type": "s3", "options": {**place, **options}}}
-        config = StorageClientConfig.from_dict({"profiles": {"bench": profile}}, profile="bench")
-        return _each(plan, StorageClient(config).download_file)
-
-    return adapter
+    place = {"base_path": BUCKET, "endpoint_url": plan["endpoint"], "region_name": "us-east-1"}
+    profile = {"storage_provider": {"type": "s3", "options": place}}
+    config = StorageClientConfig.from_dict({"profiles": {"bench": profile}}, profile="bench")
+    return _each(plan, StorageClient(config).download_file)
 
 
 ADAPTERS: dict[str, Callable[[Plan], Download]] = {
     "shardcache": _shardcache,
     "shardcache-fetch": _shardcache_fetch,
     "obstore": _obstore,
-    "boto3": _boto3,
     "boto3-crt": _boto3_crt,
-    "awscrt": _awscrt,
     "s3fs": _s3fs,
-    "msc": _msc(),
-    "msc-rust": _msc(rust_client={"allow_http": True}),
+    "msc": _msc,
 }
 
 

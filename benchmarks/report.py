@@ -1,7 +1,7 @@
 """Run all benchmarks and write ``docs/benchmarks.md``: `make bench`.
 
 ``python -m benchmarks.report`` runs each benchmark in a process of its own, which leaves figures in
-``--results``, and makes the page from all figures that are there. All of it takes hours:
+``--results``, and makes the page from all figures that are there. All of it takes an hour:
 ``--missing`` runs what has no figures yet, ``--only`` takes names of benchmarks, and ``--render``
 writes the page without measuring.
 """
@@ -14,7 +14,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from benchmarks import epochs, growth, hits, transfers
+from benchmarks import epochs, growth, hits, processes, transfers
 from benchmarks.results import ROOT, Row, arguments_of, picked, say, table
 
 #: name of the module -> heading, text, and the function that makes the tables, in the order of the
@@ -24,10 +24,16 @@ PAGES = {
         "Objects to files",
         "Each client downloads the same objects in a fresh process, in rotated order. A library is "
         "timed inside its process, after its imports and one small object (both are shown). The "
-        "time of a command is that of the whole command. Processor time is that of the client and "
-        "its children; memory is the peak of its largest process. `x shardcache` is the speed "
+        "time of a command is that of the whole command. A client that takes three times as long "
+        "as the fastest runs only once. Processor time is that of the client and its children; "
+        "memory is the peak of its largest process. `x shardcache` is the speed "
         "relative to the first row.",
         transfers.report,
+    ),
+    "processes": (
+        "Processes of a prewarm",
+        "All processes share one core, and nginx with TLS has the other.",
+        processes.report,
     ),
     "epochs": (
         "Epochs",
@@ -72,8 +78,9 @@ def _machine(results: dict[str, Row]) -> str:
     if measured is not None:
         filesystems = measured["machine"]["filesystems"]
         rows.append(["filesystems", ", ".join(f"{k}: {v}" for k, v in filesystems.items())])
-        rows.append(["rounds", str(measured["repeats"])])
         rows += [[name, version] for name, version in measured["versions"].items()]
+    rounds = {name: facts["repeats"] for name, facts in results.items() if "repeats" in facts}
+    rows.append(["rounds", ", ".join(f"{name} {count}" for name, count in rounds.items())])
     loads = ", ".join(f"{name} {facts['machine']['load']:.1f}" for name, facts in results.items())
     rows.append(["load of the machine before", loads])
     return table(["", ""], rows)
@@ -120,8 +127,7 @@ def main() -> int:
         # The file gets its name at the end, because a run may be ended at any time.
         part = files[page].with_suffix(".part").absolute()
         command = [sys.executable, "-m", f"benchmarks.{page}", "--json", str(part)]
-        command += ["--repeats", str(arguments.repeats), "--disk", str(arguments.disk)]
-        command += ["--quick"] if arguments.quick else []
+        command += ["--disk", str(arguments.disk)] + ["--quick"] * arguments.quick
         # Not `run`, which would kill the benchmark: SIGTERM lets it end its servers.
         with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL) as process:
             try:

@@ -2,8 +2,8 @@
 
 ``python -m benchmarks.transfers`` measures every workload on every target with every peer. A round
 runs each peer once, in a fresh process. The next round begins with another peer, so that a drift of
-the machine or a place in the order affects all of them alike. The bytes of a peer's first run are
-compared with the objects.
+the machine or a place in the order affects all of them alike. A peer that took three times as long
+as the fastest runs only once. The bytes of a peer's first run are compared with the objects.
 
 The objects are in memory, and so is the RAM disk that peers write to. Its pages are touched before
 each run, because the first touch of memory costs more than all copies after it.
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -29,6 +29,8 @@ from benchmarks.servers.links import TARGETS, Target, UnavailableError, target
 #: Limit of objects on the target whose responses have a delay. It is enough to see how many
 #: requests a client has in flight.
 _FAR, _MOST_FAR = "s3-like", 400
+#: Times the fastest peer's seconds, after which a peer's median is of no interest.
+_SLOW = 3
 _FIGURES = ("seconds", "cpu_seconds", "peak_rss_bytes", "startup_seconds", "first_object_seconds")
 
 
@@ -51,7 +53,7 @@ def _measure(
         turn = number % len(peers)
         for peer in [*peers[turn:], *peers[:turn]]:
             row = rows[peer.name]
-            if "failure" in row:
+            if "failure" in row or _is_slow(row, rows.values()):
                 continue
             with touched_pages(directory, workload.total):
                 pass
@@ -65,6 +67,12 @@ def _measure(
                 rate = workload.total / row["runs"][-1]["seconds"] / 1e6
                 say(f"  {peer.title}: {rate:.0f} MB/s")
     return list(rows.values())
+
+
+def _is_slow(row: Row, rows: Iterable[Row]) -> bool:
+    """Return whether a peer's first run took much longer than the fastest one."""
+    fastest = min((each["runs"][0]["seconds"] for each in rows if each["runs"]), default=0.0)
+    return bool(row["runs"]) and row["runs"][0]["seconds"] > _SLOW * fastest
 
 
 def _groups(
@@ -139,7 +147,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--ram", type=Path, default=Path("/dev/shm"), help="a RAM disk")
-    arguments = arguments_of(parser)
+    arguments = arguments_of(parser, repeats=5)
     names, targets, peers = picked(arguments.only, WORKLOADS, TARGETS, PEERS)
     workloads = [WORKLOADS[name][arguments.quick] for name in names]
     with tempfile.TemporaryDirectory(prefix=PREFIX, dir=arguments.ram) as ram:

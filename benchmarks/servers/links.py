@@ -6,6 +6,8 @@
 | s3-like | `linkserver` with 30 ms to the first byte and 80 MB/s per connection, as S3 has |
 | fast | `linkserver` without limits |
 
+A link can have an nginx before it that adds TLS.
+
 nginx serves a path as a path. This is enough for GET, HEAD, Range and If-Match; it checks no
 signatures and has no listings.
 
@@ -71,7 +73,7 @@ http {{
         ssl_certificate {home}/server.pem;
         ssl_certificate_key {home}/server.key;
         ssl_buffer_size 16k;
-        root {root};
+        {source}
     }}
 }}
 """
@@ -147,14 +149,23 @@ def target(name: str, root: Path, parent: Path) -> Iterator[Target]:
     """
     with tempfile.TemporaryDirectory(prefix="shardcache-link-", dir=parent) as directory:
         home = Path(directory)
-        opened = link(root, home, name) if name in LINKS else _nginx(root, home, name)
+        if name in LINKS:
+            opened = link(root, home, name)
+        else:
+            opened = _nginx(f"root {root};", home, tls=name == "nginx-tls")
         with opened as running:
             yield running
 
 
 @contextlib.contextmanager
 def link(
-    root: Path, home: Path, name: str, *, processes: int = 1, log: bool = False
+    root: Path,
+    home: Path,
+    name: str,
+    *,
+    processes: int = 1,
+    log: bool = False,
+    tls: bool = False,
 ) -> Iterator[Target]:
     """Run `benchmarks.servers.linkserver` over the buckets in ``root``.
 
@@ -164,6 +175,7 @@ def link(
         name: a key of `LINKS`.
         processes: number of server processes.
         log: write a log, for `Target.object_fetches`.
+        tls: yield the nginx before it, which has no log.
     """
     _, delay, rate = LINKS[name]
     written = home / f"{name}.log"
@@ -180,27 +192,33 @@ def link(
             raise RuntimeError(f"the link server did not start: exit code {process.wait()}")
         endpoint = f"http://127.0.0.1:{int(port)}"
         try:
-            yield Target(endpoint, _environment(home, endpoint), log=written if log else None)
+            if tls:
+                # A new request on a kept connection would wait for the rate of the last one.
+                source = f"location / {{ proxy_pass {endpoint}; proxy_buffering off; }}"
+                with _nginx(source, home, tls=True) as front:
+                    yield front
+            else:
+                yield Target(endpoint, _environment(home, endpoint), log=written if log else None)
         finally:
             process.stdin.close()  # which ends the server
 
 
 @contextlib.contextmanager
-def _nginx(root: Path, home: Path, name: str) -> Iterator[Target]:
+def _nginx(source: str, home: Path, *, tls: bool) -> Iterator[Target]:
+    """Run nginx, with a directive that says where it finds the objects."""
     program = shutil.which("nginx", path=f"{os.environ.get('PATH', '')}:/usr/sbin")
     if program is None:
         raise UnavailableError("nginx is not installed (Debian: apt-get install nginx-light)")
     if shutil.which("openssl") is None:
         raise UnavailableError("the openssl command, which makes a certificate, is not installed")
     authority = _certificate(home)
-    tls = name == "nginx-tls"
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = int(probe.getsockname()[1])
     configuration, log = home / "nginx.conf", home / "error.log"
     text = _NGINX.format(
         home=home,
-        root=root,
+        source=source,
         port=port,
         tls="ssl" if tls else "",
         workers=2 if tls else 1,  # one core encrypts less than the clients can receive

@@ -1,0 +1,101 @@
+"""Measure what the processes of a prewarm cost: ``python -m benchmarks.processes``.
+
+A prewarm with one to four processes, all on one core, downloads shards from nginx with TLS on the
+other core. If the processor time per GB stays the same, processes on cores of their own add up. So
+the report reckons what a machine with many cores would reach.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+
+from benchmarks.buckets import BUCKET, PREFIX, WORKLOADS, Workload, write_bucket
+from benchmarks.peers import clean_environment
+from benchmarks.results import ROOT, Row, arguments_of, machine, save, say, table, touched_pages
+from benchmarks.servers.links import Target, target
+
+#: Numbers of processes that are measured, and cores of the machine that is reckoned.
+_MEASURED, _CORES = (1, 2, 3, 4), 64
+#: Bytes per second of a connection to S3, and connections that keep one process busy.
+_CONNECTION, _CONNECTIONS = 80e6, 8
+
+
+def _run(source: Target, workload: Workload, count: int, directory: Path) -> Row:
+    """Run one prewarm with ``count`` processes on the first core, and return its figures."""
+    core = min(os.sched_getaffinity(0))
+    code = (
+        f"import os, sys; os.sched_setaffinity(0, [{core}]); from shardcache import Cache; "
+        "from shardcache.prewarm.run import prewarm; "
+        f"report = prewarm(Cache(sys.argv[1]), sys.argv[2:], jobs={32 * count}, processes={count});"
+        "sys.exit(report.fetched != len(report.results))"
+    )
+    urls = [f"s3://{BUCKET}/{key}" for key in workload.keys]
+    with touched_pages(directory, workload.total):
+        pass
+    with tempfile.TemporaryDirectory(dir=directory) as cache:
+        command = [sys.executable, "-c", code, cache, *urls]
+        before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
+        subprocess.run(command, env=clean_environment(source), cwd=ROOT, check=True)
+        seconds = time.perf_counter() - start
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return {"seconds": seconds, "cpu_seconds": cpu}
+
+
+def report(facts: Row) -> str:
+    """Return the table of a result in Markdown, and the reckoning."""
+    total, rows, costs = facts["bytes"], [], []
+    for count, runs in facts["runs"].items():
+        seconds, cpu = (median(run[name] for run in runs) for name in ("seconds", "cpu_seconds"))
+        costs.append(cpu / total * 1e9)
+        rows.append([count, f"{total / seconds / 1e6:.0f}", f"{costs[-1]:.2f}"])
+    one = 1e9 / max(costs)  # bytes per second of one core
+    reckoned = []
+    for connections in (64, 256, 512):
+        processes = min(_CORES, connections // _CONNECTIONS)
+        cells = [processes * one, connections * _CONNECTION]
+        reckoned.append([str(connections), str(processes), *(f"{c / 1e9:.1f}" for c in cells)])
+    heads = ["`connections`", "processes", "the processes receive GB/s", "S3 sends GB/s"]
+    return (
+        f"{table(['processes', 'MB/s', 'CPU s per GB'], rows)}\n\n"
+        f"Reckoned from the largest cost, not measured: a node with {_CORES} cores, at S3's "
+        f"{_CONNECTION / 1e6:.0f} MB/s per connection. The lower of the two figures is what a "
+        f"prewarm reaches, if the node's link carries it.\n\n{table(heads, reckoned)}"
+    )
+
+
+def _measure(source: Target, workload: Workload, repeats: int, directory: Path) -> Row:
+    runs: dict[str, list[Row]] = {str(count): [] for count in _MEASURED}
+    for _ in range(repeats):
+        for count, each in runs.items():
+            each.append(_run(source, workload, int(count), directory))
+            say(f"  {count} processes: {workload.total / each[-1]['seconds'] / 1e6:.0f} MB/s")
+    return {"bytes": workload.total, "runs": runs}
+
+
+def main() -> None:
+    """Run the benchmark."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ram", type=Path, default=Path("/dev/shm"), help="a RAM disk")
+    options = arguments_of(parser, repeats=5)
+    workload = WORKLOADS["shards"][options.quick]
+    with tempfile.TemporaryDirectory(prefix=PREFIX, dir=options.ram) as ram:
+        directory = Path(ram)
+        facts = {"machine": machine(), "repeats": options.repeats, "quick": options.quick}
+        write_bucket(directory / "objects", [workload])
+        with target("nginx-tls", directory / "objects", directory) as source:
+            facts |= _measure(source, workload, options.repeats, directory)
+        save(options.json, facts)
+    print(report(facts))
+
+
+if __name__ == "__main__":
+    main()

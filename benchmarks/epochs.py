@@ -50,6 +50,13 @@ _SHARING = ("shardcache", "wds-filecache", "pipe-curl")
 _PARTS = ("epochs", "sharing", "tls")
 #: The link that is measured with TLS, and the ways of its fresh processes.
 _TLS, _STARTS = "s3-like", ("pipe-curl", "shardcache")
+#: Ways in the chart of the README, and the cells of its longest bar.
+_CHARTED = {
+    "pipe-curl": "streaming (pipe:curl)",
+    "wds-filecache": "WebDataset cache_dir + curl",
+    "shardcache": "shardcache",
+}
+_WIDTH = 45
 #: Seconds after which a worker process is killed.
 _TIMEOUT = 900.0
 #: Shards of an epoch, samples of a shard (640 of 100 KB are 64 MB), and processes that read the
@@ -220,30 +227,54 @@ def report(facts: Row) -> str:
     return "\n\n".join(parts)
 
 
-def _link_report(group: Row) -> str:
-    def middle(row: Row, *path: str) -> float:
-        values = []
-        for run in row["runs"]:
-            for name in path:
-                run = run[name]
-            values.append(float(run))
-        return median(values)
+def chart(facts: Row) -> str:
+    """Return the chart of the README: the seconds of the epochs over the S3-like link."""
+    group = next(each for each in facts["groups"] if each["link"] == "s3-like")
+    bars: list[tuple[str, str, float]] = []
+    for way, title in _CHARTED.items():
+        row = next(each for each in group["epochs"] if each["way"] == way)
+        if way == "pipe-curl":
+            bars.append((title, "every epoch", _middle(row, "cold", "seconds")))
+        else:
+            bars.append((title, "first epoch", _middle(row, "cold", "seconds")))
+            bars.append(("", "later", _middle(row, "warm", "seconds")))
+    longest = max(seconds for _, _, seconds in bars)
+    lines = [
+        f"{title:33}{epoch:13}{'█' * max(1, round(_WIDTH * seconds / longest))}  {seconds:.1f} s"
+        for title, epoch, seconds in bars
+    ]
+    shards = f"{group['shards']} shards of {group['shard_bytes'] / 1e6:.0f} MB"
+    cores = f"{facts['machine']['cores']} cores"
+    link = "S3-like link (30 ms to the first byte, 80 MB/s per connection)"
+    return "\n".join([f"Time per epoch, {shards}, {cores}, {link}", "", *lines])
 
-    streaming = middle(group["epochs"][0], "cold", "seconds") if group["epochs"] else 1.0
+
+def _middle(row: Row, *path: str) -> float:
+    """Return the median of a figure of a row's runs."""
+    values = []
+    for run in row["runs"]:
+        for name in path:
+            run = run[name]
+        values.append(float(run))
+    return median(values)
+
+
+def _link_report(group: Row) -> str:
+    streaming = _middle(group["epochs"][0], "cold", "seconds") if group["epochs"] else 1.0
     epochs = []
     for row in group["epochs"]:
         cells = [row["title"]]
         for name in ("cold", "warm"):
-            seconds, first = middle(row, name, "seconds"), middle(row, name, "first")
+            seconds, first = _middle(row, name, "seconds"), _middle(row, name, "first")
             cells += [f"{seconds:.2f}", f"{seconds / streaming:.2f}", f"{first * 1000:.0f}"]
-        epochs.append([*cells, f"{middle(row, 'object_fetches'):.0f}"])
+        epochs.append([*cells, f"{_middle(row, 'object_fetches'):.0f}"])
     sharing = [
         [
             row["title"],
             str(row["processes"]),
-            f"{middle(row, 'seconds'):.2f}",
-            f"{middle(row, 'again'):.2f}",
-            f"{middle(row, 'object_fetches'):.0f}",
+            f"{_middle(row, 'seconds'):.2f}",
+            f"{_middle(row, 'again'):.2f}",
+            f"{_middle(row, 'object_fetches'):.0f}",
         ]
         for row in group["sharing"]
     ]

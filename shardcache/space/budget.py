@@ -70,7 +70,8 @@ _SHARE = 50
 #: of the cache, so that one admission in twenty lists a sample, or one in a hundred a small cache.
 _MANY = 100
 #: `Space.holdings` counts at least this many shards, or all if there are fewer, which takes 0.2 s.
-#: Estimates for 100,000 shards were off by 1.1 % (root mean square), and by 2.7 % at most.
+#: In 60 simulated caches of 100,000 shards, the estimates were off by 1.1 % (root mean square) and
+#: at most 2.7 %; those of the bytes, with sizes that vary exponentially, by 1.4 % and 3.4 %.
 _COUNTED = 10_000
 #: Multiples of this number, modulo 256, spread a sample over the parts. Evictions take the parts in
 #: turn, so several in a row may hold more than the average.

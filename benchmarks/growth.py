@@ -53,6 +53,7 @@ FIGURES = {
     "prewarm-rss": ("prewarm of what is cached, peak memory", "MB"),
     "ls": ("ls", "s"),
     "ls-rss": ("ls, peak memory", "MB"),
+    "report": ("report", "s"),
     "dry-run": ("clean -n", "s"),
     "clean": ("clean, a tenth removed", "s"),
     "webdataset": ("WebDataset LRUCleanup, a tenth removed", "s"),
@@ -166,6 +167,7 @@ def _measure(root: Path, count: int, fetches: int) -> Row:
         names.flush()
         row["prewarm"], row["prewarm-rss"] = _command(root, "prewarm", "-f", names.name)
     row["ls"], row["ls-rss"] = _command(root, "ls")
+    row["report"], _ = _command(root, "report", "-o", os.devnull)
     return {"entries": count, **row}
 
 

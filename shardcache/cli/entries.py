@@ -139,20 +139,20 @@ def _list_shards(cache: Cache) -> tuple[list[Row], Row, str]:
         row |= {"key": entry.key, "version": entry.version, "size": entry.size}
         row["used_at"] = utc(entry.used)
         try:
-            data, metadata = str(entry.data), entry.metadata()
-            row["path"] = data
+            metadata = entry.metadata()
             row["url"], row["fetched_at"] = metadata.url, utc(metadata.fetched_at)
             row["etag"], row["checked"] = metadata.info.etag, metadata.checked
             row["digest"] = metadata.digest
             if metadata.url.startswith("s3://") and metadata.endpoint != endpoint:
                 row["endpoint"] = _other_endpoint(cache, entry.key, metadata.url)
-            if os.lstat(data).st_size == entry.size:
-                is_pinned = entry.key in policy.pinned
-                in_use = not is_pinned and home.store.in_use(entry, data)
-                row["state"] = "pinned" if is_pinned else "in_use" if in_use else "ok"
+            row["path"], in_use = home.store.examine(entry, metadata.url)
+            is_pinned = entry.key in policy.pinned
+            row["state"] = "pinned" if is_pinned else "in_use" if in_use else "ok"
         except (DamagedError, OSError):
             if not entry.path.exists():
                 continue  # another process has evicted it
+            with contextlib.suppress(DamagedError, OSError):
+                row["path"] = str(entry.data)
         shards[entry] = row
     cached = {entry.key for entry in shards}
     not_cached: list[Row] = [

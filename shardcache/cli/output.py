@@ -209,7 +209,7 @@ def counted(number: int, noun: str, plural: str = "") -> str:
 
 def local_time(moment: datetime | None) -> str:
     """Return ``2026-11-20 21:04`` in the local time zone, or ``-`` for None."""
-    return "-" if moment is None else f"{moment.astimezone():%Y-%m-%d %H:%M}"
+    return "-" if moment is None else moment.astimezone().isoformat(" ", "minutes")[:16]
 
 
 def short_duration(seconds: float | None) -> str:

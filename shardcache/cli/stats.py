@@ -24,12 +24,12 @@ import click
 from shardcache.cache import Cache
 from shardcache.cli import main as cli
 from shardcache.cli.main import Invocation, command, flag
-from shardcache.cli.output import Console, Row, counted, local_time, short_duration
+from shardcache.cli.output import Console, Row, counted, fields_of, local_time, short_duration
 from shardcache.clock import utc
 from shardcache.config import Config, __version__
 from shardcache.errors import ConfigError
-from shardcache.space.eviction import disk_bytes, linked
-from shardcache.space.memory import Volume, allocation
+from shardcache.space.budget import Holdings
+from shardcache.space.memory import Volume
 from shardcache.stats import database
 from shardcache.stats.database import Sample
 from shardcache.stats.metrics import exposition
@@ -295,29 +295,32 @@ def report_command(invocation: Invocation, since: float | None, output: Path) ->
 
 
 def tiers(cache: Cache, config: Config) -> Iterator[Row]:
-    """Yield a row with the shards, bytes and limit (in ``config``) of each tier.
+    """Yield a row with the `Holdings` and the limit (in ``config``) of each tier.
 
     The limit is None if only min_free applies, or if the tier has no directory yet.
     """
-    entries = list(cache.entries())
+    present = {tier.config.dir: tier for tier in cache.processes.here().present}
     for number, tier in enumerate(config.by_tier(), 1):
-        root, allocated = os.fspath(tier.dir), allocation(tier.dir)
-        files = linked(entry for entry in entries if entry.directory.startswith(f"{root}/"))
+        known = present.get(tier.dir)
         yield {
             "tier": number,
-            "dir": root,
-            "shards": len(files),
-            "bytes": sum(links[0].size for links in files),
-            "disk_bytes": sum(disk_bytes(links, allocated) for links in files),
+            "dir": os.fspath(tier.dir),
+            **fields_of(known.space().holdings() if known else Holdings()),
             "max_size": Volume.of(tier.dir).budget(tier) if tier.dir.is_dir() else None,
         }
 
 
 def fill_text(tier: Row) -> str:
-    """Return ``4 shards, 1.2 GB of 2.0 GB on disk``; without a limit, ``4 shards, 1.2 GB``."""
-    used, limit = tier["disk_bytes"], tier["max_size"]
+    """Return ``4 shards, 1.2 GB of 2.0 GB on disk``; without a limit, ``4 shards, 1.2 GB``.
+
+    An estimate begins with ``about``.
+    """
+    used, limit, shards = tier["disk_bytes"], tier["max_size"], tier["shards"]
+    text = counted(shards, "shard")
+    if tier["estimated"]:
+        text = f"about {float(f'{shards:.2g}'):,.0f} shards"
     size = f"{format_bytes(used)} of {format_bytes(limit)} on disk" if limit else None
-    return f"{counted(tier['shards'], 'shard')}, {size or format_bytes(tier['bytes'])}"
+    return f"{text}, {size or format_bytes(tier['bytes'])}"
 
 
 def _meter(tier: Row) -> str:

@@ -153,19 +153,16 @@ def _stated_name(directory: Path | str) -> str | None:
 
 
 @contextlib.contextmanager
-def hold(
-    directory: Path | str, grace: float | None, *, shared: bool = False, data: str | None = None
-) -> Iterator[bool]:
+def hold(directory: Path | str, grace: float | None, *, shared: bool = False) -> Iterator[bool]:
     """Hold the flock of a directory's data file in the body; yield whether the shard is free.
 
-    ``data`` is the data file, if the caller knows it.
     Yields False if another process holds the flock, or may hold it. With leases, nothing is locked,
     and a shard is free after ``grace`` seconds without a write or a touch.
     """
     if grace is not None:
         yield is_idle(Path(directory), grace)
         return
-    path, fd = str(data or data_file(directory) or directory), -1
+    path, fd = str(data_file(directory) or directory), -1
     try:
         try:
             fd = os.open(path, os.O_RDONLY | SAFELY)

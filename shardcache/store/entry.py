@@ -22,12 +22,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardcache.clock import boot_id
-from shardcache.files import SAFELY, sync_directory, write_new
+from shardcache.files import SAFELY, sync_directory, unlock, write_new
 from shardcache.layout import (
     META,
     Layout,
     is_directory,
     is_key,
+    is_side_file,
     list_names,
     parse_entry_name,
     read_file,
@@ -102,7 +103,6 @@ class Entry(NamedTuple):
         except OSError:
             return 0.0
 
-    @readable()
     def metadata(self) -> Metadata:
         """Read the sidecar.
 
@@ -111,11 +111,13 @@ class Entry(NamedTuple):
             OSError: the entry is gone, or the disk fails.
         """
         try:
-            metadata = Metadata.decode(read_file(f"{self.directory}/{META}", MAX_SIDECAR))
-        except FileNotFoundError as exn:
-            if is_directory(self.directory):
+            data = read_file(f"{self.directory}/{META}", MAX_SIDECAR)
+        except OSError as exn:
+            if isinstance(exn, FileNotFoundError) and is_directory(self.directory):
                 raise DamagedError("it has no sidecar") from exn
-            raise
+            with readable():  # only after an error, because it takes about 3 us
+                raise
+        metadata = Metadata.decode(data)
         if (metadata.key, metadata.info.version, metadata.size) != self[1:4]:
             raise DamagedError("its sidecar describes another shard")
         return metadata
@@ -449,13 +451,41 @@ class Store:
         """Yield every version of one shard, newest first."""
         return (Entry.at(directory) for _, directory, _ in versions(self.layout, key))
 
-    def in_use(self, entry: Entry, data: str | None = None) -> bool:
-        """Return whether a process is reading an entry of any namespace of this root.
-
-        ``data`` is the data file of the entry, if the caller knows it.
-        """
-        with hold(entry.directory, self._grace, data=data) as free:
+    def in_use(self, entry: Entry) -> bool:
+        """Return whether a process is reading an entry of any namespace of this root."""
+        with hold(entry.directory, self._grace) as free:
             return not free
+
+    def examine(self, entry: Entry, url: str) -> tuple[str, bool]:
+        """Return the path of an entry's data file, and whether a process is reading the entry.
+
+        Args:
+            entry: an entry of any namespace of this root.
+            url: the URL of its shard, whose last part is the usual name of the data file.
+
+        Raises:
+            DamagedError: the data file is missing or does not have the entry's size.
+            OSError: the entry is gone.
+        """
+        name, fd = url.rpartition("/")[2], -1
+        path = f"{entry.directory}/{name}"
+        if self._grace is None and not is_side_file(name):
+            try:
+                fd = os.open(path, os.O_RDONLY | SAFELY)
+                status = os.fstat(fd)
+                is_intact = status.st_size == entry.size and stat.S_ISREG(status.st_mode)
+                if is_intact and (free := try_flock(fd)) is not None:
+                    return path, not free
+            except OSError as exn:  # the file has another name, or may not be read
+                logger.debug("%s: %s", path, exn)
+            finally:
+                if fd >= 0:
+                    unlock(fd)
+                    os.close(fd)
+        data = entry.data
+        if data.lstat().st_size != entry.size:
+            raise DamagedError("its data file has another size")
+        return str(data), self.in_use(entry)
 
     def evict(self, entry: Entry) -> bool:
         """Remove an entry of any namespace of this root, unless a process is reading the entry.

@@ -60,7 +60,7 @@ SHAPES: dict[str, tuple[int, str]] = {
     "top --interval 0.2": (
         0,
         "at seconds processes total.opens ranks fetches waits tiers.dir tiers.bytes "
-        "tiers.disk_bytes tiers.max_size",
+        "tiers.disk_bytes tiers.estimated tiers.max_size",
     ),
     "report -o {dir}/report.html": (0, "path size"),
     "config": (0, "options.name options.value options.source options.default summary.set"),

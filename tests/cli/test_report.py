@@ -1,13 +1,19 @@
 """``shardcache report``: one file without external parts, and the right figures."""
 
+import json
 import re
 import sys
 
 import pytest
 
 from shardcache.cache import Cache
+from shardcache.config import Config
+from shardcache.space import budget
+from shardcache.store.entry import Store
+from shardcache.store.root import make_root
 from shardcache.units import format_bytes
 from tests.support.shop import Shop
+from tests.support.storetools import publish, room
 
 
 @pytest.fixture
@@ -46,6 +52,21 @@ def test_the_report_of_an_empty_cache_escapes_names(run, tmp_path):
     page = tmp_path / "report.html"
     assert run("--dir", root, "report", "-o", page)[0] == 0
     assert "Nothing was counted" in page.read_text() and "<b>cache" not in page.read_text()
+
+
+def test_report_and_top_estimate_a_large_cache(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(budget, "_COUNTED", 50)  # instead of 10,000
+    root = tmp_path / "cache"
+    store = Store(make_root(Config(root)))
+    for n in range(200):
+        publish(store, f"s3://lab/{n}.tar", bytes(1000))
+    (tier,) = json.loads(run("top", "--json", "--interval", "0.2")[1])["tiers"]
+    assert tier["estimated"] and 150 < tier["shards"] < 250
+    assert tier["bytes"] == pytest.approx(1000 * tier["shards"], rel=0.01)
+    assert tier["disk_bytes"] == pytest.approx(room(root, 1000) * tier["shards"], rel=0.01)
+    page, shown = tmp_path / "report.html", float(f"{tier['shards']:.2g}")
+    assert run("report", "-o", page)[0] == 0
+    assert f"{root}: about {shown:.0f} shards, " in page.read_text()
 
 
 def test_a_chart_of_one_source_names_it(run, shop, tmp_path):

@@ -179,39 +179,34 @@ def _first(home: Path, quick: bool, repeats: int) -> Row:
 
 
 def _epoch(home: Path, index: Path, quick: bool, repeats: int) -> Row:
-    """Read epochs through a DataLoader with four workers, in samples per second."""
+    """Read epochs through a DataLoader with four workers."""
     import webdataset as wds
     from torch.utils.data import DataLoader
 
-    with Cache(home / "cache", min_free=0) as cache:
-        data = TarDataset(index, cache=cache)
-        pipeline = cache.attach(wds.WebDataset(list(map(str, data.shards)), shardshuffle=False))
-        options: Row = {"num_workers": 4, "collate_fn": stacked}
+    cache = Cache(home / "cache", min_free=0)
+    data = TarDataset(index, cache=cache)
+    pipeline = cache.attach(wds.WebDataset(list(map(str, data.shards)), shardshuffle=False))
+    costs = Figures()  # microseconds of all processes per sample
 
-        def read(loader: Any) -> float:
-            start = time.perf_counter()
-            count = sum(len(numbers) for _, numbers in loader)
-            if count != len(data):
-                raise RuntimeError(f"{count} of {len(data)} samples")
-            return count / (time.perf_counter() - start)
+    def read(name: str, loader: Callable[..., Any]) -> float:
+        """Return samples per second, of processes that are started and ended, too."""
+        before, start = sum(os.times()[:4]), time.perf_counter()
+        count = sum(len(numbers) for _, numbers in loader(num_workers=4, collate_fn=stacked))
+        if count != len(data):
+            raise RuntimeError(f"{name}: {count} of {len(data)} samples")
+        costs.setdefault(name, []).append((sum(os.times()[:4]) - before) / count * 1e6)
+        return count / (time.perf_counter() - start)
 
-        sampler = ShardBatchSampler(data, BATCH)
-        ordered = ShardBatchSampler(data, BATCH, shuffle=0)
-        figures = _rounds(
-            {
-                "WebDataset in sequence, `cache.attach`": lambda: read(
-                    DataLoader(pipeline, BATCH, **options)
-                ),
-                "TarDataset, ShardBatchSampler": lambda: read(
-                    DataLoader(data, batch_sampler=sampler, **options)
-                ),
-                "TarDataset, ShardBatchSampler(shuffle=0)": lambda: read(
-                    DataLoader(data, batch_sampler=ordered, **options)
-                ),
-            },
-            repeats,
-        )
-    return {"samples": len(data), "per_second": figures}
+    sampler, ordered = ShardBatchSampler(data, BATCH), ShardBatchSampler(data, BATCH, shuffle=0)
+    loaders = {
+        "WebDataset in sequence, `cache.attach`": partial(DataLoader, pipeline, BATCH),
+        "TarDataset, ShardBatchSampler": partial(DataLoader, data, batch_sampler=sampler),
+        "the same with `shuffle=0`": partial(DataLoader, data, batch_sampler=ordered),
+    }
+    figures = _rounds({n: partial(read, n, loader) for n, loader in loaders.items()}, repeats)
+    cache.close()
+    costs = {name: values[1:] for name, values in costs.items()}
+    return {"samples": len(data), "per_second": figures, "microseconds": costs}
 
 
 def _alone(function: Callable[..., Any], *arguments: Any) -> Any:
@@ -328,9 +323,12 @@ def _first_report(facts: Row) -> str:
 
 def _epoch_report(facts: Row) -> str:
     figures: Figures = facts["per_second"]
-    first = next(iter(figures.values()))
-    rows = [[name, *_middle(v, ",.0f"), _ratio(v, first)] for name, v in figures.items()]
+    first, rows = next(iter(figures.values())), []
+    for name, values in figures.items():
+        cost = median(facts["microseconds"][name])
+        rows.append([name, *_middle(values, ",.0f"), _ratio(values, first), f"{cost:.0f}"])
     heads = ["", "samples per second, median", "min - max", "x WebDataset"]
+    heads += ["processor time per sample, us"]
     return (
         f"#### An epoch of {facts['samples']:,} samples of 100 KB, DataLoader with 4 workers\n\n"
         f"{table(heads, rows)}"

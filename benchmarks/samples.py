@@ -22,7 +22,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -217,24 +217,23 @@ def _alone(function: Callable[..., Any], *arguments: Any) -> Any:
 
 def _resume(home: Path, index: Path, quick: bool, repeats: int) -> Row:
     """Resume in fresh processes, in seconds from the state to the first batch."""
-    rows: Row = {}
-    for way, (title, module, _) in WAYS.items():
-        if not _has(module):
-            rows[title] = None
-            continue
-        order, states = _alone(full_epoch, way, index, _FRACTIONS)
-        rows[title] = {str(fraction): [] for fraction in _FRACTIONS}
-        for _ in range(repeats):
-            for fraction, (taken, state) in zip(_FRACTIONS, states, strict=True):
-                seconds, rest = _alone(rest_of_epoch, way, index, state)
-                seen = set(order[:taken])
-                wrong = {
-                    "repeated": len(seen.intersection(rest)) + len(rest) - len(set(rest)),
-                    "missing": len(set(order) - seen - set(rest)),
-                    "same": rest == order[taken:],
-                }
-                say(f"  {title}, {fraction:.0%}: {seconds:.3f} s, {wrong}")
-                rows[title][str(fraction)].append({"seconds": seconds, **wrong})
+    ways = [way for way, (_, module, _) in WAYS.items() if _has(module)]
+    rows: Row = {title: None for title, _, _ in WAYS.values()}
+    rows |= {WAYS[way][0]: {str(fraction): [] for fraction in _FRACTIONS} for way in ways}
+    saved = {way: _alone(full_epoch, way, index, _FRACTIONS) for way in ways}
+    for _, way in product(range(repeats), ways):
+        title, (order, states) = WAYS[way][0], saved[way]
+        for fraction, (taken, state) in zip(_FRACTIONS, states, strict=True):
+            seconds, rest = _alone(rest_of_epoch, way, index, state)
+            seen = set(order[:taken])
+            run = {
+                "seconds": seconds,
+                "repeated": len(seen.intersection(rest)) + len(rest) - len(set(rest)),
+                "missing": len(set(order) - seen - set(rest)),
+                "same": rest == order[taken:],
+            }
+            say(f"  {title}, {fraction:.0%}: {run}")
+            rows[title][str(fraction)].append(run)
     return rows
 
 

@@ -15,7 +15,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from benchmarks import epochs, growth, hits, processes, transfers
+from benchmarks import epochs, growth, hits, processes, samples, transfers
 from benchmarks.results import ROOT, Row, arguments_of, picked, say, table
 
 #: name of the module -> heading, text, and the function that makes the tables, in the order of the
@@ -47,6 +47,14 @@ PAGES = {
         "A hit",
         "Open a cached shard, read 512 bytes, close it.",
         hits.report,
+    ),
+    "samples": (
+        "Random access and resume",
+        "All shards are cached on a RAM disk. Single samples are in processor time. To resume, a "
+        "fresh process has imported everything and made its data set; the time runs from loading "
+        "the state to the first batch. `make bench` does not install wids, Hugging Face datasets "
+        "and MosaicML streaming; what is installed beside it is measured.",
+        samples.report,
     ),
     "growth": (
         "What grows with the cache",

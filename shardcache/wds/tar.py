@@ -21,6 +21,7 @@ import io
 import re
 import tarfile
 from collections.abc import Callable, Iterable, Iterator
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 from zlib import adler32
 
@@ -50,7 +51,7 @@ _match = re.compile(
     + _NUMBER * 3  # mode, user, group
     + rb"(0[0-7]{10})[\0 ]"  # 2: size below a GiB, so a damaged one cannot take all memory
     + rb"(?:[0-7]{11}[\0 ]|\0{12}|[\x80\xff].{11})"  # time
-    + rb"([0-7]{6})[\0 ]{2}"  # 3: checksum
+    + rb"([0-7]{6}[\0 ]{2})"  # 3: checksum
     + rb"(.)"  # 4: type
     + rb".{172}"  # link, magic, user, group
     + _NUMBER * 2  # device
@@ -63,6 +64,8 @@ _record = re.compile(rb"([1-9][0-9]{0,5}) (path|[acm]time|[ug]id|[ug]name)=([^\n
 _REGULAR = (b"0", b"\0", b"7")
 _WITHOUT_DATA = (b"5", b"2", b"1", b"3", b"4", b"6")
 _EXTENDED = (b"x", b"L")
+#: The first bytes of an extended header that Python's tarfile writes, and of GNU's long names.
+_EXTENDED_NAME = b"././@"
 
 #: Matches a first component of a name that WebDataset reserves for metadata.
 _is_meta = re.compile(r"__[^/]*__($|/)").match
@@ -366,22 +369,34 @@ def _ended() -> tarfile.ReadError:
 
 def _fields(header: bytes) -> _Fields | None:
     """Return the fields of a header, or None if it is not plain, is incomplete or is damaged."""
+    return _repeated(header) if header.startswith(_EXTENDED_NAME) else _parsed(header)
+
+
+def _parsed(header: bytes) -> _Fields | None:
     if (found := _match(header)) is None:
         return None
     name, size, checksum, kind, prefix = found.groups()
-    if header.isascii():
-        # The lower half of Adler-32 is 1 + the sum of the bytes, modulo 65521, which 504 bytes of
-        # ASCII cannot reach.
-        total = (adler32(header[156:], adler32(header[:148])) & 0xFFFF) - 1
-    else:
-        total = sum(header) - sum(header[148:156])
-    if int(checksum, 8) != total + 256:  # the checksum field itself counts as 8 spaces
+    # The lower half of Adler-32 is 1 + the sum of the bytes, modulo 65521, which 512 bytes of ASCII
+    # cannot reach.
+    total = adler32(header) & 0xFFFF if header.isascii() else 1 + sum(header)
+    if total != _total(checksum):
         return None
     if kind == b"\0" and name.endswith(b"/"):
         kind = b"5"  # old archives mark directories in this way
     if prefix and kind not in _EXTENDED:
         name = prefix + b"/" + name
     return _text(name), int(size, 8), kind
+
+
+#: Python's tarfile gives all extended headers of an archive the same few forms, so each is parsed
+#: once. This takes 2 us off each file of WebDataset's ShardWriter.
+_repeated = lru_cache(64)(_parsed)
+
+
+@lru_cache(1024)
+def _total(checksum: bytes) -> int:
+    """Return 1 + the sum of the bytes of a header, according to its checksum field."""
+    return 1 + int(checksum[:6], 8) - 8 * 32 + sum(checksum)  # the field itself counts as 8 spaces
 
 
 def _extended(

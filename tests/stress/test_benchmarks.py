@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 
-@pytest.mark.parametrize("module", ["hits", "growth", "transfers"])
+@pytest.mark.parametrize("module", ["hits", "growth", "samples", "transfers"])
 def test_a_quick_run_ends_in_order(module):
     command = [sys.executable, "-m", f"benchmarks.{module}", "--quick"]
     if module == "transfers":

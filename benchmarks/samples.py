@@ -1,0 +1,421 @@
+"""Measure random access to samples, and resuming an epoch: ``python -m benchmarks.samples``.
+
+All shards are cached on a RAM disk, so the figures are those of the code. Peers read the same
+files: wids, WebDataset in sequence, and for resuming also Hugging Face datasets and MosaicML
+streaming (`benchmarks.resumes`). A peer that is not installed has a row that says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import io
+import multiprocessing
+import os
+import random
+import resource
+import tarfile
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from itertools import pairwise, product
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+import fsspec
+
+from benchmarks.buckets import PREFIX
+from benchmarks.results import Row, arguments_of, machine, picked, save, say, table
+from benchmarks.resumes import BATCH, WAYS, full_epoch, rest_of_epoch, stacked
+from shardcache import Cache, ShardBatchSampler, TarDataset
+from shardcache.dataset.index import OpenShard, write_index_file
+from shardcache.layout import INDEX
+
+_FRACTIONS = (0.1, 0.5, 0.9)
+#: Parts that use PyTorch's DataLoader.
+_WITH_TORCH = ("epoch", "resume")
+_NOT_INSTALLED = "not installed"
+Figures = dict[str, list[float]]
+
+
+def _archive(first: int, samples: int, size: int, *, files: int = 2, pax: bool = False) -> bytes:
+    """Return a shard whose ``.cls`` files hold numbers from ``first`` on, after a ``.bin`` of
+    ``size`` bytes. With ``pax``, it has the extended headers that ShardWriter writes.
+    """
+    noise, made = random.Random(first).randbytes(size + samples), io.BytesIO()
+    with tarfile.open(fileobj=made, mode="w", format=tarfile.PAX_FORMAT) as out:
+        for number in range(samples):
+            contents = {"bin": noise[number : number + size], "cls": b"%d" % (first + number)}
+            for suffix, content in list(contents.items())[:files]:
+                info = tarfile.TarInfo(f"{first + number:08d}.{suffix}")
+                info.size, info.mtime = len(content), 1_700_000_000.5 if pax else 1_700_000_000
+                out.addfile(info, io.BytesIO(content))
+    return made.getvalue()
+
+
+def _cached(home: Path, name: str, shards: int, samples: int, size: int, **form: Any) -> Path:
+    """Fetch new shards into the cache of ``home``, and return their index file.
+
+    The shards also have names in the folder ``name``, because wids writes locks beside them.
+    """
+    memory, counts = fsspec.filesystem("memory"), {}
+    (home / name).mkdir()
+    with Cache(home / "cache", min_free=0) as cache:
+        for number in range(shards):
+            url = f"memory://bench/{name}-{number:05d}.tar"
+            memory.pipe(url, _archive(number * samples, samples, size, **form))
+            (home / name / f"{number:05d}.tar").symlink_to(cache.fetch(url).data)
+            memory.rm(url)
+            counts[url] = samples
+    write_index_file(home / f"{name}.json", counts)
+    return home / f"{name}.json"
+
+
+def _wids(folder: Path, samples: int, lru_size: int) -> Any:
+    import wids
+
+    shards = [{"url": str(path), "nsamples": samples} for path in sorted(folder.iterdir())]
+    with contextlib.redirect_stderr(io.StringIO()), warnings.catch_warnings(action="ignore"):
+        return wids.ShardListDataset(
+            shards, lru_size=lru_size, localname=lambda url: url, transformations=[]
+        )
+
+
+def _has(module: str) -> bool:
+    return importlib.util.find_spec(module) is not None
+
+
+def _rounds(contestants: dict[str, Callable[[], float]], repeats: int) -> Figures:
+    """Measure all contestants in turn, each time in another order, after a round of warming up."""
+    names, figures = list(contestants), Figures()
+    for number in range(repeats + 1):
+        for name in names[number % len(names) :] + names[: number % len(names)]:
+            figure = contestants[name]()
+            say(f"  {name}: {figure:.4g}")
+            if number:
+                figures.setdefault(name, []).append(figure)
+    return {name: figures[name] for name in names}
+
+
+def _seconds(act: Callable[[], Any]) -> float:
+    """Return the processor time of a call. It waits for nothing, and other programs may run."""
+    start = time.process_time()
+    act()
+    return time.process_time() - start
+
+
+def _read(home: Path, quick: bool, repeats: int) -> Row:
+    """Read samples at random, in microseconds per sample."""
+    shards, samples, reads = (20, 10, 500) if quick else (1000, 45, 20_000)
+    forms = {}
+    with Cache(home / "cache", min_free=0) as cache:
+        for title, pax in (("plain headers", False), ("headers of ShardWriter", True)):
+            index = _cached(home, f"read{pax:d}", shards, samples, 10_000, pax=pax)
+            data = TarDataset(index, cache=cache)
+            forms[title] = _read_form(data, index.with_suffix(""), samples, reads, repeats)
+    return {"shards": shards, "samples": samples, "microseconds": forms}
+
+
+def _read_form(
+    data: TarDataset, folder: Path, samples: int, reads: int, repeats: int
+) -> dict[str, list[float]]:
+    places = []
+    for shard in data.shards:
+        fd = os.open(data.cache.path(str(shard)), os.O_RDONLY)
+        opened = OpenShard(data.cache, shard)
+        places += [(fd, stop - at, at) for at, stop in pairwise(opened.offsets)]
+    picks = random.Random(0).choices(range(len(data)), k=reads)
+    batches = [picks[n : n + BATCH] for n in range(0, reads, BATCH)]
+
+    def each(read: Callable[[Any], Any], items: Sequence[Any], count: int) -> float:
+        return _seconds(lambda: [None for item in items if not read(item)]) / count * 1e6
+
+    contestants: Row = {
+        "`os.pread` of the same bytes": lambda: each(lambda n: os.pread(*places[n]), picks, reads),
+        "TarDataset, `data[i]`": lambda: each(data.__getitem__, picks, reads),
+        f"TarDataset, batches of {BATCH}": lambda: each(data.__getitems__, batches, reads),
+    }
+    if _has("wids"):
+        few = picks[: max(100, reads // 20)]  # because most of these reads open a shard anew
+        for title, size, some in (("10, its default", 10, few), ("all", len(data.shards), picks)):
+            peer = _wids(folder, samples, size)
+            assert peer[picks[0]][".bin"].read() == data[picks[0]]["bin"]
+            contestants[f"wids, LRU of {title}"] = partial(each, peer.__getitem__, some, len(some))
+    figures = _rounds(contestants, repeats)
+    for fd in {place[0] for place in places}:
+        os.close(fd)
+    return figures
+
+
+def _first(home: Path, quick: bool, repeats: int) -> Row:
+    """Read the first sample of a cached shard that is not open, in milliseconds."""
+    samples, cache = 200 if quick else 10_000, Cache(home / "cache", min_free=0)
+
+    def ours(index: Path, has_offsets: bool) -> float:
+        data = TarDataset(index, cache=cache)
+        if not has_offsets:
+            cache.path(str(data.shards[0])).with_name(INDEX).unlink(missing_ok=True)
+        return _seconds(lambda: data[0]) * 1e3
+
+    def peer(index: Path) -> float:
+        data = _wids(index.with_suffix(""), samples, 10)
+        return _seconds(lambda: data[0]) * 1e3
+
+    found: dict[str, Figures] = {}
+    forms: Row = {"one": {"files": 1}, "two": {}, "two, by ShardWriter": {"pax": True}}
+    for number, (title, form) in enumerate(forms.items()):
+        index = _cached(home, f"first{number}", 1, samples, 10_000, **form)
+        contestants: Row = {f"without {INDEX}": partial(ours, index, False)}
+        contestants[f"with {INDEX}"] = partial(ours, index, True)
+        contestants |= {"wids": partial(peer, index)} if _has("wids") else {}
+        found[title] = _rounds(contestants, repeats)
+    cache.close()
+    return {"samples": samples, "milliseconds": found}
+
+
+def _epoch(home: Path, index: Path, quick: bool, repeats: int) -> Row:
+    """Read epochs through a DataLoader with four workers."""
+    import webdataset as wds
+    from torch.utils.data import DataLoader
+
+    cache = Cache(home / "cache", min_free=0)
+    data = TarDataset(index, cache=cache)
+    pipeline = cache.attach(wds.WebDataset(list(map(str, data.shards)), shardshuffle=False))
+    costs = Figures()  # microseconds of all processes per sample
+
+    def read(name: str, loader: Callable[..., Any]) -> float:
+        """Return samples per second, of processes that are started and ended, too."""
+        before, start = sum(os.times()[:4]), time.perf_counter()
+        count = sum(len(numbers) for _, numbers in loader(num_workers=4, collate_fn=stacked))
+        if count != len(data):
+            raise RuntimeError(f"{name}: {count} of {len(data)} samples")
+        costs.setdefault(name, []).append((sum(os.times()[:4]) - before) / count * 1e6)
+        return count / (time.perf_counter() - start)
+
+    sampler, ordered = ShardBatchSampler(data, BATCH), ShardBatchSampler(data, BATCH, shuffle=0)
+    loaders = {
+        "WebDataset in sequence, `cache.attach`": partial(DataLoader, pipeline, BATCH),
+        "TarDataset, ShardBatchSampler": partial(DataLoader, data, batch_sampler=sampler),
+        "the same with `shuffle=0`": partial(DataLoader, data, batch_sampler=ordered),
+    }
+    figures = _rounds({n: partial(read, n, loader) for n, loader in loaders.items()}, repeats)
+    cache.close()
+    costs = {name: values[1:] for name, values in costs.items()}
+    return {"samples": len(data), "per_second": figures, "microseconds": costs}
+
+
+def _alone(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a function in a fresh process."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(function, *arguments).result()
+
+
+def _resume(home: Path, index: Path, quick: bool, repeats: int) -> Row:
+    """Resume in fresh processes, in seconds from the state to the first batch."""
+    ways = [way for way, (_, module, _) in WAYS.items() if _has(module)]
+    rows: Row = {title: None for title, _, _ in WAYS.values()}
+    rows |= {WAYS[way][0]: {str(fraction): [] for fraction in _FRACTIONS} for way in ways}
+    saved = {way: _alone(full_epoch, way, index, _FRACTIONS) for way in ways}
+    for _, way in product(range(repeats), ways):
+        title, (order, states) = WAYS[way][0], saved[way]
+        for fraction, (taken, state) in zip(_FRACTIONS, states, strict=True):
+            seconds, rest = _alone(rest_of_epoch, way, index, state)
+            seen = set(order[:taken])
+            run = {
+                "seconds": seconds,
+                "repeated": len(seen.intersection(rest)) + len(rest) - len(set(rest)),
+                "missing": len(set(order) - seen - set(rest)),
+                "same": rest == order[taken:],
+            }
+            say(f"  {title}, {fraction:.0%}: {run}")
+            rows[title][str(fraction)].append(run)
+    return rows
+
+
+def _position(home: Path, shards: int, state: Any = None) -> Any:
+    """Return a state in the middle of an epoch of 10,000 samples per shard; or, with a state, the
+    seconds and the bytes of memory that it takes to load it and to get the first batch.
+    """
+    index, lanes = home / f"{shards}.json", 64
+    write_index_file(index, {f"s3://lab/train-{n:06d}.tar": 10_000 for n in range(shards)})
+    with Cache(home / "scale", min_free=0, prefetch=0) as cache:
+        data = TarDataset(index, cache=cache)
+        sampler = ShardBatchSampler(data, 64 * lanes, lanes=lanes, rank=31, world_size=64)
+        if state is None:
+            return sampler.state_dict(batch=len(sampler) // 2)
+        before, start = _memory("VmRSS"), time.perf_counter()
+        sampler.load_state_dict(state)
+        assert len(next(iter(sampler))) == 64
+        seconds = time.perf_counter() - start
+        return {"seconds": seconds, "bytes": _memory("VmHWM") - before}
+
+
+def _memory(field: str) -> int:
+    """Return the resident memory of this process in bytes, now (VmRSS) or at most (VmHWM)."""
+    status = Path("/proc/self/status").read_text("ascii")
+    return int(status.partition(f"{field}:")[2].split()[0]) * 1024
+
+
+def _scale(home: Path, quick: bool, repeats: int) -> Row:
+    """Find a position among very many samples, with nothing but their counts."""
+    shards = 1000 if quick else 100_000
+    state = _alone(_position, home, shards)
+    runs = [_alone(_position, home, shards, state) for _ in range(repeats)]
+    return {"shards": shards, "samples": shards * 10_000, "runs": runs}
+
+
+def _mixing(home: Path, quick: bool) -> Row:
+    """Count the shards of each batch: 200 shards of 1,000 samples in one lane."""
+    index, found = home / "mixing.json", {}
+    write_index_file(index, {f"s3://lab/train-{n:06d}.tar": 1000 for n in range(200)})
+    with Cache(home / "mixing", min_free=0, prefetch=0) as cache:
+        data = TarDataset(index, cache=cache)
+        for shuffle in (10, 64):
+            sampler = ShardBatchSampler(data, BATCH, shuffle=shuffle, rank=0, world_size=1)
+            counts = [len({number // 1000 for number in batch}) for batch in sampler]
+            found[str(shuffle)] = {"min": min(counts), "mean": mean(counts)}
+    return found
+
+
+# -- tables ------------------------------------------------------------------------------------
+
+
+def _middle(values: Sequence[float], form: str = ".1f") -> list[str]:
+    return [f"{median(values):{form}}", f"{min(values):{form}} - {max(values):{form}}"]
+
+
+def _ratio(values: Sequence[float], others: Sequence[float]) -> str:
+    return f"{median(a / b for a, b in zip(values, others, strict=True)):.2f}"
+
+
+def _read_report(facts: Row) -> str:
+    tables = []
+    for title, figures in facts["microseconds"].items():
+        plain, ours, *_ = figures.values()
+        rows = []
+        for name, values in figures.items():
+            more = median(a - b for a, b in zip(values, plain, strict=True))
+            rows.append([name, *_middle(values), f"{more:.1f}", _ratio(values, ours)])
+        if not any("wids" in name for name in figures):
+            rows.append(["wids", _NOT_INSTALLED, "", "", ""])
+        heads = ["", "us per sample, median", "min - max", "more than pread, us", "x `data[i]`"]
+        kind = f"{facts['shards']:,} shards of {facts['samples']} samples, 10 KB in two files"
+        tables.append(f"#### One sample of {kind}, {title}\n\n{table(heads, rows)}")
+    return "\n\n".join(tables)
+
+
+def _first_report(facts: Row) -> str:
+    forms: dict[str, Figures] = facts["milliseconds"]
+    names = dict.fromkeys(name for figures in forms.values() for name in figures)
+    rows = [[kind, *(_middle(figures[n])[0] for n in names)] for kind, figures in forms.items()]
+    heads = ["files per sample", *(f"{name}, ms" for name in names)]
+    return (
+        f"#### The first sample of a cached shard of {facts['samples']:,} samples\n\n"
+        f"{table(heads, rows)}"
+    )
+
+
+def _epoch_report(facts: Row) -> str:
+    figures: Figures = facts["per_second"]
+    first, rows = next(iter(figures.values())), []
+    for name, values in figures.items():
+        cost = median(facts["microseconds"][name])
+        rows.append([name, *_middle(values, ",.0f"), _ratio(values, first), f"{cost:.0f}"])
+    heads = ["", "samples per second, median", "min - max", "x WebDataset"]
+    heads += ["processor time per sample, us"]
+    return (
+        f"#### An epoch of {facts['samples']:,} samples of 100 KB, DataLoader with 4 workers\n\n"
+        f"{table(heads, rows)}"
+    )
+
+
+def _resume_report(rows: Row) -> str:
+    lines = []
+    for title, row in rows.items():
+        if row is None:
+            lines.append([title, *[_NOT_INSTALLED] * len(_FRACTIONS), ""])
+            continue
+        runs = [run for some in row.values() for run in some]
+        worst = max(runs, key=lambda run: run["missing"] + run["repeated"])
+        rest = f"no: {worst['missing']:,} missing, {worst['repeated']:,} repeated"
+        if not worst["missing"] + worst["repeated"]:
+            rest = "yes" if all(run["same"] for run in runs) else "yes, in another order"
+        cells = [_middle([run["seconds"] for run in some], ".3f")[0] for some in row.values()]
+        lines.append([title, *cells, rest])
+    heads = ["", *(f"at {fraction:.0%}, s" for fraction in _FRACTIONS)]
+    heads += ["are the other samples exactly the rest?"]
+    return f"#### From the saved state to the first batch, in one process\n\n{table(heads, lines)}"
+
+
+def _scale_report(facts: Row) -> str:
+    cells = _middle([run["seconds"] for run in facts["runs"]], ".2f")
+    cells += [f"{median(run['bytes'] for run in facts['runs']) / 1e6:.0f}"]
+    title = f"{facts['samples']:,} samples in {facts['shards']:,} shards, 64 lanes and ranks"
+    heads = ["seconds, median", "min - max", "MB of memory"]
+    return f"#### From the saved state to the first indices: {title}\n\n{table(heads, [cells])}"
+
+
+def _mixing_report(facts: Row) -> str:
+    rows = [[k, f"{row['mean']:.1f}", str(row["min"])] for k, row in facts.items()]
+    heads = ["`shuffle`", "shards per batch, mean", "min"]
+    return f"#### Batches of {BATCH} from 200 shards in one lane\n\n{table(heads, rows)}"
+
+
+_REPORTS = {
+    "read": _read_report,
+    "first": _first_report,
+    "epoch": _epoch_report,
+    "resume": _resume_report,
+    "scale": _scale_report,
+    "mixing": _mixing_report,
+}
+
+
+def report(facts: Row) -> str:
+    """Return the tables of a result in Markdown."""
+    tables = [make(facts[name]) for name, make in _REPORTS.items() if name in facts]
+    if facts["without_torch"]:
+        tables.append(
+            f"torch is not installed, so there are no figures of {' and '.join(_WITH_TORCH)}."
+        )
+    return "\n\n".join(tables)
+
+
+def main() -> None:
+    """Run the benchmark."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ram", type=Path, default=Path("/dev/shm"), help="a RAM disk")
+    arguments = arguments_of(parser, repeats=5)
+    (parts,) = picked(arguments.only, _REPORTS)
+    quick, repeats = arguments.quick, arguments.repeats
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
+    with tempfile.TemporaryDirectory(prefix=PREFIX, dir=arguments.ram) as ram:
+        facts: Row = {"machine": machine(ram=Path(ram)), "quick": quick}
+        facts["without_torch"] = not _has("torch")
+        for part in parts:
+            if part in _WITH_TORCH and facts["without_torch"]:
+                continue
+            say(part)
+            with tempfile.TemporaryDirectory(dir=ram) as name:
+                home = Path(name)
+                if part in _WITH_TORCH:
+                    index = _cached(home, "epoch", *((4, 160) if quick else (20, 512)), 100_000)
+                    act = _epoch if part == "epoch" else _resume
+                    facts[part] = act(home, index, quick, repeats)
+                elif part == "mixing":
+                    facts[part] = _mixing(home, quick)
+                else:
+                    act = {"read": _read, "first": _first, "scale": _scale}[part]
+                    facts[part] = act(home, quick, repeats)
+            save(arguments.json, facts)
+    print(report(facts))
+
+
+if __name__ == "__main__":
+    main()

@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 _OPEN = 1024
 #: Seconds after its last sample when a shard is closed, so that it may be evicted. A worker that
 #: needs a shard less often can afford to open it again, which takes 50 us.
-_IDLE = 0.5
+_IDLE = 0.05
 #: Filters of WebDataset that need a stream of samples, and what to use in their place.
 _REFUSED = {
     "batched": "The DataLoader makes the batches: pass batch_size or a batch_sampler to it",
@@ -183,6 +183,7 @@ class TarDataset:
             The errors of `Cache.open`, if a shard cannot be read.
         """
         samples, error, size = [], None, 0
+        self._forget_idle()
         for index in indices:
             position, number = self._locate(index)
             try:

@@ -283,7 +283,7 @@ def test_too_little_room_is_logged_once(data_of, caplog, tmp_path):
     for policy, shards in (("lru", 6), ("working-set", 12)):
         data = data_of(prefetch=2, policy=policy, max_size=size * 4, dir=tmp_path / policy)
         for _ in range(2):
-            sampler = ShardBatchSampler(data, 4, shuffle=3, read_ahead=1)
+            sampler = ShardBatchSampler(data, 4, shuffle=3)
             batches = iter(sampler)
             next(batches)
             wait_until(lambda: sampler._ahead.size)  # noqa: B023

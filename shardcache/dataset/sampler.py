@@ -263,16 +263,13 @@ class ShardBatchSampler:
         stored = -(-count * lanes // order.lanes)
         # One more than the sampler wants, because workers still read the one that left the window.
         needed = min(stored, lanes * (order.window + config.prefetch + 1))
-        advice = "Raise max_size, or pass a smaller shuffle."
-        if config.policy == "working-set" and needed < stored:
-            needed, advice = stored, f"Raise max_size, or set policy='lru' with room for {needed}."
         volumes = [(tier, Volume.of(tier.dir)) for tier in config.by_tier()]
         limit = sum(volume.budget(tier) or volume.size for tier, volume in volumes)
         if needed * size > limit and cache.opener.here().is_new("room"):
             text = "%s may hold %s, but this node uses %d shards at a time, about %s. Some will be "
-            text += "downloaded or streamed repeatedly. %s"
+            text += "downloaded or streamed repeatedly. Raise max_size, or pass a smaller shuffle."
             sizes = format_bytes(limit), needed, format_bytes(needed * size)
-            logger.warning(text, config.dir, *sizes, advice)
+            logger.warning(text, config.dir, *sizes)
 
 
 class _Iteration:

@@ -165,7 +165,7 @@ class Prefetcher:
                 store.touch(opened.directory, clock.time())
                 opened.close()
             else:
-                download, _ = process.join(shard, finish=True, ahead=True)
+                download, _ = process.join(shard, finish=True, ahead=True, at_random=True)
                 download.leave()
                 self._running.append(download)
         except Exception as exn:  # noqa: BLE001 - the reader raises it

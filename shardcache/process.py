@@ -280,15 +280,13 @@ class Process:
                 self.reading.succeeded()
         return opened
 
-    def join(
-        self, shard: ShardURL, *, finish: bool = False, ahead: bool = False
-    ) -> tuple[Download, bool]:
+    def join(self, shard: ShardURL, **options: bool) -> tuple[Download, bool]:
         """Call `Downloads.join`, and start the worker if the download is new.
 
         Raises:
             OSError: the process cannot start a thread.
         """
-        download, is_new = self.downloads.join(shard, finish=finish, ahead=ahead)
+        download, is_new = self.downloads.join(shard, **options)
         if is_new:
             # Not under the lock of the downloads: `start` waits for the thread, which may take it.
             try:

@@ -97,7 +97,11 @@ def _from_slurm(env: Mapping[str, str]) -> Ranks | None:
         return None  # a shell of salloc, or ssh into an allocation: there is a job id, but no task
     step = whole_number(env, "SLURM_STEP_ID")
     if step is not None and step <= _MAX_NORMAL_STEP:
-        return _from_launcher(env, "slurm")
+        ranks, nodes = _from_launcher(env, "slurm"), whole_number(env, "SLURM_STEP_NUM_NODES")
+        if ranks and not ranks.local_size and nodes and ranks.world_size % nodes == 0:
+            # Slurm deals tasks to the nodes in turn, so all have equally many (dist_tasks.c).
+            ranks = replace(ranks, local_size=ranks.world_size // nodes)
+        return ranks
     # In the batch script, SLURM_PROCID is 0, and SLURM_NTASKS is the number of tasks that srun
     # would start. As a world size, it would make rank 0 wait for ranks that do not exist.
     size = whole_number(env, "SLURM_NTASKS_PER_NODE") or None

@@ -29,6 +29,8 @@ MIXED = {
     "no launcher": ("", Ranks(0, 1, None, None, "none")),
     "torchrun": (f"{TORCH} LOCAL_WORLD_SIZE=8", Ranks(11, 16, 3, "run-7", "torch", 8)),
     "Slurm": (f"{SLURM} SLURM_NTASKS_PER_NODE=4", Ranks(5, 8, 1, "9", "slurm", 4)),
+    "Slurm on two nodes": (f"{SLURM} SLURM_STEP_NUM_NODES=2", Ranks(5, 8, 1, "9", "slurm", 4)),
+    "Slurm on uneven nodes": (f"{SLURM} SLURM_STEP_NUM_NODES=3", Ranks(5, 8, 1, "9", "slurm")),
     "torchrun under srun": (f"{SLURM} {TORCH}", Ranks(11, 16, 3, "run-7", "torch")),
     "mpirun in Slurm, by a daemon": (f"{SLURM} {MPIRUN}", Ranks(6, 8, 2, "ns-1", "openmpi", 4)),
     "Hydra in Slurm": (f"{SLURM} {HYDRA}", Ranks(6, 8, 2, "9", "pmi", 4)),

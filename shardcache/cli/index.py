@@ -75,11 +75,6 @@ def index_command(
                     console.message("  failed  ", text if url in text else f"{url}: {text}", "red")
                 continue
             counts[url], size = found.samples, size + found.size
-            if found.repeated:
-                console.warning(
-                    f"{url}: the key {found.repeated[0]} occurs again after other keys, which "
-                    "makes two samples, as in WebDataset. Pack the files of a sample together."
-                )
             if not check:
                 writer.write(f"\n{json.dumps([url, found.samples])}")
             elif stated[url] != found.samples:

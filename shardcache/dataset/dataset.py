@@ -23,6 +23,7 @@ from shardcache.dataset.index import (
     OpenShard,
     count_samples,
     read_index_file,
+    refuse_compressed,
 )
 from shardcache.errors import ConfigError, IntegrityError
 from shardcache.prewarm.plan import expand
@@ -39,7 +40,7 @@ logger = logging.getLogger(__name__)
 _OPEN = 1024
 #: Seconds after its last sample when a shard is closed, so that it may be evicted. A worker that
 #: needs a shard less often can afford to open it again, which takes 50 us.
-_IDLE = 0.5
+_IDLE = 0.05
 #: Filters of WebDataset that need a stream of samples, and what to use in their place.
 _REFUSED = {
     "batched": "The DataLoader makes the batches: pass batch_size or a batch_sampler to it",
@@ -73,8 +74,8 @@ class TarDataset:
         cache: the cache.
 
     Raises:
-        ConfigError: a stage cannot work on single batches; the index file is malformed; or there is
-            no index file, and a shard is compressed or the job has several nodes.
+        ConfigError: a stage cannot work on single batches, a shard is compressed, the index file is
+            malformed, or there is none and the job has several nodes.
         ShardNotFoundError: nothing matches a specification.
         The errors of `Cache.open`, while samples are counted.
     """
@@ -100,6 +101,8 @@ class TarDataset:
             specs = [shards] if isinstance(shards, str) else list(shards)
             found = [self.cache.parse(url) for url in expand(specs, self.cache)]
         self.shards = tuple(found)
+        for shard in self.shards:
+            refuse_compressed(shard)
         self.counts = np.array(self._count(specs) if counts is None else counts, np.int64)
         self._ends = list(accumulate(self.counts.tolist()))
         self._open = OrderedDict[int, OpenShard]()  # the last one is the most recently used
@@ -180,12 +183,14 @@ class TarDataset:
             The errors of `Cache.open`, if a shard cannot be read.
         """
         samples, error, size = [], None, 0
+        self._forget_idle()
         for index in indices:
             position, number = self._locate(index)
             try:
                 opened = self._shard(position)
                 sample = opened.sample(number, self.handler)
             except Exception as exn:
+                self._open.pop(position, None)  # it is opened again the next time
                 exn.add_note(f"while reading sample {number} of {self.shards[position]}")
                 if not self.handler(exn):
                     raise

@@ -4,19 +4,17 @@ The offsets of a cached shard are in its entry, in the file ``samples.idx``, whi
 the shard. They are a hint: `OpenShard` replaces a file that does not fit the shard, and never
 returns a range of bytes that is not exactly one sample.
 
-    header     format, bytes of the shard, samples, keys that come back later
     offsets    64 bits for each sample, and one more for the end of the last sample
-    checksum   CRC-32 of the above
+    checksum   CRC-32 of the format, the entry's name and the offsets
 """
 
 from __future__ import annotations
 
-import io
+import contextlib
 import json
 import logging
 import os
 import re
-import struct
 import sys
 import tarfile
 import threading
@@ -35,19 +33,18 @@ from shardcache.errors import ConfigError, IntegrityError, ShardCacheError
 from shardcache.files import open_file
 from shardcache.layout import INDEX
 from shardcache.sync.paths import atomic_write
+from shardcache.threads import undivided
 from shardcache.urls import ShardURL
 from shardcache.wds.tar import files_of, is_meta, members
 
 if TYPE_CHECKING:
     from shardcache.cache import Cache, Handler
+    from shardcache.process import Process
 
 logger = logging.getLogger(__name__)
 
-#: Format, bytes of the shard, number of samples, number of keys that come back later. In native
-#: byte order: a machine with another one finds another checksum, and replaces the file.
-_HEADER = struct.Struct("=8sqqq")
-_CHECKSUM = struct.Struct("=I")
-_FORMAT = b"samples1"
+#: Offsets are in native byte order: a machine with another one finds another checksum.
+_FORMAT = "samples1"
 #: The pattern of WebDataset's `base_plus_ext`: the key of a sample, and the rest of a file's name.
 _split = re.compile(r"^((?:.*/|)[^.]+)[.]([^/]*)$").match
 #: Suffixes of compressed archives.
@@ -114,11 +111,11 @@ class OpenShard:
     Args:
         cache: the cache to read through; the shard is downloaded if it is not cached.
         shard: the shard to open.
+        at_random: whether to store it even if shards of running jobs must be evicted.
 
     Attributes:
         size: bytes of the shard, or 0 if it is streamed past the cache.
         offsets: the offset of each sample, and of the end of the last one.
-        repeats: how many keys occur again after other keys.
         is_lost: whether the disk has failed since the shard was opened; open it again.
         used: when a sample was last read, on the monotonic clock.
 
@@ -128,24 +125,23 @@ class OpenShard:
         The errors of `Cache.open`.
     """
 
-    def __init__(self, cache: Cache, shard: ShardURL) -> None:
-        if shard.basename.lower().endswith(_COMPRESSED):
-            raise _compressed(shard)
+    def __init__(self, cache: Cache, shard: ShardURL, *, at_random: bool = True) -> None:
+        refuse_compressed(shard)
         self.offsets: Sequence[int] = ()
-        self.repeats = 0
         self.is_lost = False
         self.used = clock.monotonic()
         self._cache = cache
         self._shard = shard
-        self._stream = cache.opener.open(shard, whole=True)
+        self._stream = cache.opener.open(shard, whole=True, at_random=at_random)
         self._lock = threading.Lock()  # held while the position of the stream matters
         self._url = shard.raw or str(shard)
         self._path = str(self._stream.name).removeprefix("file://")
-        try:
-            self._fd = self._stream.fileno()
+        self._fd, self.size = -1, 0
+        with contextlib.suppress(OSError):  # UnsupportedOperation: the shard bypasses the cache
+            # When the disk fails, the stream closes its own descriptor. Another file may then get
+            # the same number while another thread is about to read.
+            self._fd = os.dup(self._stream.fileno())
             self.size = os.fstat(self._fd).st_size
-        except io.UnsupportedOperation:  # the shard bypasses the cache
-            self._fd, self.size = -1, 0
         self._has_entry = self._fd >= 0 and not cache.opener.is_in_place(shard)
         self._directory = self._path.rpartition("/")[0]
         if not (self._has_entry and self._load()):
@@ -154,6 +150,8 @@ class OpenShard:
     def __del__(self) -> None:
         if (stream := getattr(self, "_stream", None)) is not None:
             stream.close()
+        if getattr(self, "_fd", -1) >= 0:
+            os.close(self._fd)
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -189,53 +187,58 @@ class OpenShard:
                 problem = str(exn.args[0] if exn.args else exn)
             self._make()
             if len(offsets) != len(self.offsets) or list(offsets) == list(self.offsets):
-                self.is_lost = True
                 raise IntegrityError(
                     f"{self._shard}: sample {number} cannot be read ({problem}). Run `shardcache "
                     "verify --repair` with this URL; if the shard is intact, pack it again.",
                     url=str(self._shard),
                 )
 
-    def repeated_keys(self) -> list[str]:
-        """Return the keys that occur again after other keys."""
-        return self._find()[1] if self.repeats else []
-
     def _read(self, size: int, offset: int) -> bytes:
         """Read bytes, from the origin if the disk fails. Returns fewer bytes only at the end."""
-        if self._fd >= 0:
+        if self._is_local():
             try:
-                return os.pread(self._fd, size, offset)
+                data = os.pread(self._fd, size, offset)
+                if len(data) >= min(size, self.size - offset):
+                    return data
+                self._lose(f"the file ends at byte {offset + len(data)} of {self.size}")
             except OSError as exn:
                 self._lose(exn)
-        with self._lock:
+        # No child is forked meanwhile, because it would wait for the lock forever.
+        with undivided(), self._lock:
             self._stream.seek(offset)
             return self._stream.read(size)
 
-    def _lose(self, exn: OSError) -> None:
+    def _is_local(self) -> bool:
+        return self._fd >= 0 and not self.is_lost
+
+    def _lose(self, problem: object) -> None:
         """Read through the stream from now on, which sets an entry aside that cannot be read."""
-        logger.info("%s cannot be read at random: %s", self._path, exn)
-        self._fd, self.size, self.is_lost = -1, 0, True
+        logger.info("%s cannot be read at random: %s", self._path, problem)
+        self.is_lost = True
 
     def _load(self) -> bool:
         """Read the offsets from the entry; return whether they fit the shard."""
         try:
             with open_file(f"{self._directory}/{INDEX}") as file:
                 data = file.readall()
-            content = memoryview(data)[: -_CHECKSUM.size]
-            form, size, samples, repeats = _HEADER.unpack_from(content)
-        except (OSError, struct.error) as exn:
+        except OSError as exn:
             logger.debug("%s has no %s: %s", self._directory, INDEX, exn)
             return False
-        fits = (form, size, 8 * (samples + 1)) == (_FORMAT, self.size, len(content) - _HEADER.size)
-        if not fits or data[len(content) :] != _CHECKSUM.pack(crc32(content)):
+        offsets = memoryview(data)[:-4]
+        if not offsets or len(offsets) % 8 or data[-4:] != self._checksum(offsets):
             return False
-        self.offsets, self.repeats = content[_HEADER.size :].cast("q"), repeats
+        self.offsets = offsets.cast("q")
         return True
+
+    def _checksum(self, offsets: bytes | memoryview) -> bytes:
+        """Return a checksum that also tells apart shards of the same size and layout."""
+        key, name = self._directory.split("/")[-2:]
+        return crc32(offsets, crc32(f"{_FORMAT} {key} {name}".encode())).to_bytes(4, "little")
 
     def _make(self) -> None:
         """Find the samples in the archive, and write the offsets into its entry."""
         try:
-            self.offsets, repeated = self._find()
+            offsets, repeated = self._find()
         except tarfile.CompressionError as exn:
             raise _compressed(self._shard) from exn
         except (tarfile.TarError, ValueError) as exn:  # ValueError: a damaged extended header
@@ -244,17 +247,25 @@ class OpenShard:
                 f"random ({exn}). Pack and upload it again.",
                 url=str(self._shard),
             ) from exn
-        self.repeats = len(repeated)
-        if self._has_entry and not self.is_lost:
-            self._store()
+        self.offsets = offsets
+        process = self._cache.processes.here()
+        if repeated:
+            process.warn(
+                f"repeated {self._shard.key}",
+                "%s: the key %s occurs again after other keys, which makes two samples, as in "
+                "WebDataset. Pack the files of a sample together.",
+                *(self._shard, repeated[0]),
+            )
+        if self._has_entry and self._is_local():
+            self._store(process, offsets.tobytes())
 
     def _find(self) -> tuple[array[int], list[str]]:
-        if self._fd >= 0:
+        if self._is_local():
             try:
                 return find_samples(partial(os.pread, self._fd), self.size)
             except OSError as exn:
                 self._lose(exn)
-        with self._lock:
+        with undivided(), self._lock:
             self._stream.seek(0)
             return find_samples(self._read_on, sys.maxsize)
 
@@ -265,20 +276,22 @@ class OpenShard:
                 raise tarfile.ReadError("unexpected end of data")
         return self._stream.read(size)
 
-    def _store(self) -> None:
+    def _store(self, process: Process, offsets: bytes) -> None:
         """Write the offsets into the entry, unless another process is about to do the same."""
-        header = _HEADER.pack(_FORMAT, self.size, len(self), self.repeats)
-        data = header + array("q", self.offsets).tobytes()
-        data += _CHECKSUM.pack(crc32(data))
-        process = self._cache.processes.here()
         store = process.tier_of(self._path).store
         try:
             # Two writers at once would not restore the timestamp of the entry.
             with process.site().locked(store, self._shard.key) as is_locked:
                 if is_locked:
-                    store.put(self._directory, INDEX, data)
+                    store.put(self._directory, INDEX, offsets + self._checksum(offsets))
         except (OSError, ConfigError) as exn:  # the disk is full, read-only or unmounted
             logger.debug("%s gets no %s: %s", self._directory, INDEX, exn)
+
+
+def refuse_compressed(shard: ShardURL) -> None:
+    """Raise ConfigError if a shard is compressed according to its name."""
+    if shard.basename.lower().endswith(_COMPRESSED):
+        raise _compressed(shard)
 
 
 def _compressed(shard: ShardURL) -> ConfigError:
@@ -297,7 +310,6 @@ class Counted(NamedTuple):
 
     samples: int
     size: int  #: bytes of the shard; 0 if it was streamed
-    repeated: list[str]  #: keys that occur again after other keys
 
 
 def count_samples(
@@ -312,8 +324,8 @@ def count_samples(
 
     def count(shard: ShardURL) -> Counted | Exception:
         try:
-            opened = OpenShard(cache, shard)
-            return Counted(len(opened), opened.size, opened.repeated_keys())
+            opened = OpenShard(cache, shard, at_random=False)
+            return Counted(len(opened), opened.size)
         except (ShardCacheError, OSError) as exn:
             return exn
 

@@ -142,6 +142,7 @@ class Epoch:
         self._order = order
         self._number = number
         self.lanes: dict[int, Lane] = {}  # the lanes made so far, by number
+        self._turns: list[int] = []
 
     def batch(self, start: int, share: int, low: int, high: int) -> Samples:
         """Return a part of a global batch, as numbers of samples.
@@ -173,6 +174,15 @@ class Epoch:
                 break
         return np.concatenate(found)
 
+    def windows(self, ahead: int) -> list[int]:
+        """Return the shards of the windows, and those that enter in the ``ahead`` next turns.
+
+        Empty if no window has moved on since the last call.
+        """
+        turns, self._turns = self._turns, [lane.turn for lane in self.lanes.values()]
+        lanes = self.lanes.values() if turns != self._turns else ()
+        return [shard for lane in lanes for shard in lane.shards(ahead)]
+
 
 class Lane:
     """The samples of one lane in one epoch, made of segments: their shards, firsts and sizes."""
@@ -191,7 +201,7 @@ class Lane:
         self._divisor = max(1, -(-largest // _STEP_MAX))
         self._start, self._step = 0, np.empty(0, np.int64)  # the current step
         self._permuted: dict[int, NDArray[np.int32]] = {}  # the window's segments
-        self._turn = self._announced = 0
+        self.turn = 0  # the last one that samples were taken of
 
     def take(self, position: int, count: int) -> Samples:
         """Return ``count`` samples from a position on."""
@@ -204,11 +214,9 @@ class Lane:
             count -= len(found[-1])
         return np.concatenate(found)
 
-    def reached(self, ahead: int) -> Samples:
-        """Return the shards of the window and the ``ahead`` next turns, each of them only once."""
-        end = self._turn + self._window + ahead
-        found = self._shards[max(self._turn, self._announced) : end]
-        self._announced = max(end, self._announced)
+    def shards(self, ahead: int) -> list[int]:
+        """Return the shards of the window and of the ``ahead`` next turns."""
+        found: list[int] = self._shards[self.turn : self.turn + self._window + ahead].tolist()
         return found
 
     def _enter(self, position: int) -> None:
@@ -216,7 +224,7 @@ class Lane:
         steps = range((self._last + 1) * self._divisor)
         step = bisect_right(steps, position, key=lambda each: self._cut(each)[0]) - 1
         self._start, segments, begins, ends = self._cut(step)
-        self._turn = step // self._divisor
+        self.turn = max(self.turn, step // self._divisor)
         kept = self._permuted
         self._permuted = {}
         parts = []

@@ -74,8 +74,6 @@ class ShardBatchSampler:
             with the first samples of the epoch.
         rank, world_size: this process and the number of processes, by default those of
             torch.distributed or the launcher. Pass the data-parallel ones if ranks share batches.
-        read_ahead: number of batches between this sampler and the reads of the workers, from which
-            the room that the cache needs is computed.
 
     Raises:
         ConfigError: the numbers do not fit each other, or ``data`` is not a `TarDataset`.
@@ -92,7 +90,6 @@ class ShardBatchSampler:
         drop_last: bool = True,
         rank: int | None = None,
         world_size: int | None = None,
-        read_ahead: int = 64,
     ) -> None:
         if not all(hasattr(data, name) for name in ("shards", "counts", "cache")):
             raise ConfigError(
@@ -102,7 +99,6 @@ class ShardBatchSampler:
         self.data, self.global_batch, self.drop_last = data, global_batch, drop_last
         self._seed = seed
         self._given: dict[str, Any] = {"seed": seed, "lanes": lanes, "shuffle": shuffle}
-        self._read_ahead = read_ahead
         is_launched = rank is None and world_size is None
         self.rank = board.rank() if rank is None else rank
         self.world_size = board.world_size() if world_size is None else world_size
@@ -251,10 +247,8 @@ class ShardBatchSampler:
 
     def _prefetch(self, epoch: Epoch) -> None:
         """Download the shards that this rank's lanes need in their windows and right after them."""
-        ahead = self.data.cache.config.prefetch
-        for number in range(self.part[0] // self.share, (self.part[1] - 1) // self.share + 1):
-            if (lane := epoch.lanes.get(number)) is not None:
-                self._ahead.add(self.data.shards[n] for n in lane.reached(ahead).tolist())
+        if shards := epoch.windows(self.data.cache.config.prefetch):
+            self._ahead.want([self.data.shards[n] for n in shards])
         if (size := self._ahead.size) and not self._has_checked_room:
             self._has_checked_room = True
             with contextlib.suppress(OSError):  # a directory of the cache is gone
@@ -267,19 +261,15 @@ class ShardBatchSampler:
         count = int(np.count_nonzero(self.data.counts))
         lanes = -(-order.lanes // self._nodes)
         stored = -(-count * lanes // order.lanes)
-        # A shard is in use until the workers have read what this sampler has yielded.
-        late = -(-self._read_ahead * self.share * count // order.total)
-        needed = min(stored, lanes * (order.window + 2 + late))
-        advice = "Raise max_size, or pass a smaller shuffle or read_ahead."
-        if config.policy == "working-set" and needed < stored:
-            needed, advice = stored, f"Raise max_size, or set policy='lru' with room for {needed}."
+        # One more than the sampler wants, because workers still read the one that left the window.
+        needed = min(stored, lanes * (order.window + config.prefetch + 1))
         volumes = [(tier, Volume.of(tier.dir)) for tier in config.by_tier()]
         limit = sum(volume.budget(tier) or volume.size for tier, volume in volumes)
         if needed * size > limit and cache.opener.here().is_new("room"):
             text = "%s may hold %s, but this node uses %d shards at a time, about %s. Some will be "
-            text += "downloaded or streamed repeatedly. %s"
+            text += "downloaded or streamed repeatedly. Raise max_size, or pass a smaller shuffle."
             sizes = format_bytes(limit), needed, format_bytes(needed * size)
-            logger.warning(text, config.dir, *sizes, advice)
+            logger.warning(text, config.dir, *sizes)
 
 
 class _Iteration:

@@ -206,7 +206,9 @@ def acquire(site: Site, download: Download) -> Result | None:
                 answer.close()
             if len(site.places) == 1:  # otherwise the next tier may have room
                 size = download.progress().size or 0
-                site.places[0].space.make_room(str(download.shard), size)
+                site.places[0].space.make_room(
+                    str(download.shard), size, jobs=not download.at_random
+                )
             return _acquire(site, download, site.places[-1:])
 
 
@@ -361,6 +363,8 @@ def _transfer(
 
 def _may_not_fit(site: Site, download: Download) -> bool:
     """Return whether the shard may find no room. Raise CacheFullError if it certainly has none."""
+    if download.at_random:
+        return False
     size = site.engine.sizes.likely(download) or _USUAL_SIZE
     refusals = [space.refuses(str(download.shard), size) for _, space in site.places]
     if None in refusals:
@@ -401,7 +405,7 @@ def _begin(download: Download, info: ObjectInfo, places: list[_Place]) -> Partia
         places = places[-1:]
     for store, space in places:
         try:
-            with space.reserved(shard, info.size):
+            with space.reserved(shard, info.size, jobs=not download.at_random):
                 return Partial.create(store.layout, metadata, shard.basename)
         except OSError as exn:  # CacheFullError is a subclass
             if store is places[-1].store or isinstance(exn, LockTimeoutError):

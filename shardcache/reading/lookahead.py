@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from shardcache import threads
+from shardcache import clock, threads
 from shardcache.errors import AccessDeniedError, ShardCacheError, ShardNotFoundError
 from shardcache.reading.readers import DownloadReader
 
@@ -125,11 +125,17 @@ class Prefetcher:
         with self._lock:
             self._coming.clear()
 
-    def add(self, shards: Iterable[ShardURL]) -> None:
-        """Download these shards after those that were added before."""
-        wanted = [shard for shard in shards if not self._opener.is_in_place(shard)]
+    def want(self, shards: Iterable[ShardURL]) -> None:
+        """Download these shards after those that were wanted before.
+
+        The least recently used shards are evicted first. So those that are cached count as used
+        now, in this order, even if a reader opened them long ago or will do so only later.
+        """
+        wanted = dict.fromkeys(each for each in shards if not self._opener.is_in_place(each))
         with self._lock, contextlib.suppress(RuntimeError):  # the limit of threads is reached
-            self._coming.extend(wanted if self._opener.config.prefetch else ())
+            if self._opener.config.prefetch:
+                before = [shard for shard in self._coming if shard not in wanted]
+                self._coming = deque([*before, *wanted])
             if self._coming and not self._has_thread:
                 threads.start(partial(self._run, weakref.ref(self)), "shardcache-prefetch")
                 self._has_thread = True
@@ -155,9 +161,11 @@ class Prefetcher:
         try:
             if (opened := process.find(shard)) is not None:
                 self.size = opened.size
+                store = process.tier_of(opened.directory).store
+                store.touch(opened.directory, clock.time())
                 opened.close()
             else:
-                download, _ = process.join(shard, finish=True, ahead=True)
+                download, _ = process.join(shard, finish=True, ahead=True, at_random=True)
                 download.leave()
                 self._running.append(download)
         except Exception as exn:  # noqa: BLE001 - the reader raises it

@@ -175,12 +175,13 @@ class Space:
         return allocation(self.node.base)
 
     @contextlib.contextmanager
-    def reserved(self, shard: ShardURL, size: int | None) -> Iterator[None]:
+    def reserved(self, shard: ShardURL, size: int | None, *, jobs: bool = True) -> Iterator[None]:
         """Reserve room for a shard, evicting others if necessary. The body must create the partial.
 
         Args:
             shard: the shard.
             size: size of the shard in bytes; None if it is unknown, or if the partial exists.
+            jobs: whether shards stay for running jobs.
 
         Raises:
             CacheFullError: there is too little room, and too few shards may be evicted.
@@ -195,7 +196,7 @@ class Space:
                 yield
                 return
         with self._threads, self._budget_lock():
-            self._reserve(shard, size)
+            self._reserve(shard, size, jobs)
             yield
 
     def refuses(self, url: str, size: int) -> CacheFullError | None:
@@ -222,7 +223,7 @@ class Space:
             url=url,
         )
 
-    def make_room(self, url: str, size: int) -> None:
+    def make_room(self, url: str, size: int, *, jobs: bool = True) -> None:
         """Evict entries for a shard of ``size`` bytes after the disk was full.
 
         Three additional entries are evicted, because the disk may lack inodes, and a download needs
@@ -230,7 +231,7 @@ class Space:
         """
         with self._budget_lock(), self._usage() as usage:
             needed = Limits(free_needed=max(0, self.allocated(size) - self._sweep(usage)))
-            planned = self._choose(usage, needed, extra=3)
+            planned = self._choose(usage, needed, jobs=jobs, extra=3)
             if planned.missing:
                 raise self._no_room(url, planned.missing)
             self._evict(usage, planned)
@@ -244,7 +245,7 @@ class Space:
             needed = Limits(free_needed=self.limits().free_needed)
             return self._evict(usage, self._choose(usage, needed, jobs=False))
 
-    def _reserve(self, shard: ShardURL, size: int | None) -> None:
+    def _reserve(self, shard: ShardURL, size: int | None, jobs: bool) -> None:
         """Add a shard to ``usage``, evicting first if necessary. Call it with the budget lock."""
         need, part = 0 if size is None else self.allocated(size), _part(shard.key)
         if self.limits(need) == Limits():
@@ -264,7 +265,7 @@ class Space:
                     self._choose(usage, Limits(), few=True)  # corrects the numbers of a sample
                     continue
                 missing, is_recent = self._refusal(need, usage)
-                if missing and is_recent:
+                if missing and is_recent and jobs:
                     raise self._no_room(str(shard), missing)
                 if not swept:  # leftovers of dead processes go before entries
                     swept = True
@@ -272,11 +273,11 @@ class Space:
                         self._count(usage)
                         continue
                 # After a minute, a sample decides whether a refusal still holds.
-                planned = self._choose(usage, limits, need, few=bool(missing))
+                planned = self._choose(usage, limits, need, jobs=jobs, few=bool(missing) and jobs)
                 if planned.missing:
                     # Under the other policies, entries stay because of readers, which may finish at
                     # any moment, so only a refusal under working-set is remembered.
-                    if self._config.policy == "working-set":
+                    if self._config.policy == "working-set" and jobs:
                         self._refuse(usage.total + need - planned.missing)
                     raise self._no_room(str(shard), planned.missing)
                 self._evict(usage, planned)  # not all of them, if a process now reads one

@@ -58,10 +58,9 @@ def test_a_failed_run_is_resumed_even_without_the_cache(run, spec, file, s3, buc
 
 def test_a_key_that_comes_back_is_named(run, s3, bucket, s3_environment, file, tmp_path):
     s3.put(bucket, "a.tar", tar_of([(name, b"") for name in ("a.x", "b.x", "a.y", "b.y")]))
-    for _ in range(2):  # the second time, the offsets are known
-        code, out, err = run("index", f"s3://{bucket}/a.tar", "-o", file)
-        assert (code, out[:21]) == (0, "4 samples in 1 shard,")
-        assert f"warning: s3://{bucket}/a.tar: the key a occurs again after other keys" in err
+    code, out, err = run("index", f"s3://{bucket}/a.tar", "-o", file)
+    assert (code, out[:21]) == (0, "4 samples in 1 shard,")
+    assert f"warning: s3://{bucket}/a.tar: the key a occurs again after other keys" in err
     assert len([*tmp_path.rglob(INDEX)]) == 1
 
 

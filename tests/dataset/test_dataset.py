@@ -4,18 +4,30 @@ import contextlib
 import errno
 import os
 import pickle
+import shutil
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 import webdataset as wds
 from torch.utils.data import DataLoader, Subset
 
-from shardcache import Cache, ConfigError, IntegrityError, ShardNotFoundError, TarDataset
+from shardcache import (
+    Cache,
+    ConfigError,
+    IntegrityError,
+    ShardBatchSampler,
+    ShardNotFoundError,
+    TarDataset,
+    TransferError,
+)
 from shardcache.dataset import dataset as module
 from shardcache.layout import INDEX
 from tests.support.caches import warnings
-from tests.support.storetools import no_descriptor_left
+from tests.support.disktools import disk, needs_mounts
+from tests.support.storetools import forked, no_descriptor_left, wait_until
 from tests.support.tars import sample_tar, tar_of
 from tests.support.trainingtools import DataSet
 
@@ -148,6 +160,59 @@ def test_a_replaced_shard_gives_its_samples_or_an_error(make_cache, origin):
     assert keys([data[12]]) == ["0002-00000"]
 
 
+def test_a_shard_that_is_replaced_while_it_is_streamed_is_opened_again(make_cache, origin):
+    origin.objects[URL] = sample_tar(1, 400)  # more than a stream's buffer
+    data = TarDataset(URL, cache=make_cache(max_size=20_000))
+    assert keys([data[8]]) == ["0001-00008"]
+    for number, result in (
+        (400, contextlib.nullcontext()),
+        (401, pytest.raises(IntegrityError, match=r"1\.tar has 401 samples, but .* states 400")),
+    ):
+        origin.objects[URL] = sample_tar(9, number)
+        with pytest.raises(TransferError, match=r"1\.tar was replaced") as caught:
+            data[300]
+        assert caught.value.__notes__ == [f"while reading sample 300 of {URL}"]
+        with result:
+            assert keys(data.__getitems__([200, 8])) == ["0009-00200", "0009-00008"]
+
+
+def _delete(cache):
+    for entry in cache.entries():
+        shutil.rmtree(entry.path)
+
+
+def _truncate(cache):
+    for entry in cache.entries():
+        os.truncate(entry.data, 5000)
+
+
+def _fill(cache):
+    _delete(cache)
+    with contextlib.suppress(OSError), open(cache.dir.parent / "large", "wb", 0) as file:
+        while file.write(bytes(1 << 12)):
+            pass
+
+
+@needs_mounts
+@pytest.mark.parametrize("fault", [_delete, _truncate, _fill])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_fault_in_the_middle_of_an_epoch_costs_no_sample(
+    s3, bucket, proxy, s3_environment, tmp_path, fault, workers
+):
+    shards = DataSet(s3, bucket, proxy, shards=12)
+    with disk(tmp_path / "disk", "size=2m") as path, Cache(path / "cache", min_free=0) as cache:
+        data = TarDataset(shards.spec, cache=cache)
+        sampler = ShardBatchSampler(data, 4, shuffle=3)
+        loader = DataLoader(data, batch_sampler=sampler, num_workers=workers, collate_fn=keys)
+        seen = []
+        for batch, found in enumerate(loader):
+            seen += found
+            if batch == 5:
+                fault(cache)
+        assert shards.complete(seen)
+        del data, loader, sampler
+
+
 def _cut(data):
     return data[:9000]
 
@@ -241,3 +306,20 @@ def test_threads_share_a_data_set(make_cache):
     for thread in threads:
         thread.join()
     assert not wrong
+
+
+def test_a_fork_waits_for_a_thread_that_reads_a_streamed_shard(
+    s3, bucket, proxy, s3_environment, tmp_path
+):
+    shards = DataSet(s3, bucket, proxy, shards=1, members=400)
+    with Cache(tmp_path / "cache", min_free=0, max_size=20_000) as cache:
+        data = TarDataset(shards.spec, cache=cache)
+        assert data[0]
+        proxy.pause()
+        with ThreadPoolExecutor(2) as pool:
+            found = pool.submit(lambda: data[300]["__key__"])
+            wait_until(lambda: data._open[0]._lock.locked())
+            pool.submit(lambda: (time.sleep(0.3), proxy.resume()))
+            with forked(lambda parent: parent.say(data[350]["__key__"])) as child:
+                assert child.hear() == shards.keys[350]
+            assert found.result() == shards.keys[300]

@@ -1,0 +1,86 @@
+"""Two nodes train on one S3 server: each shard crosses the network once, or once per epoch."""
+
+import multiprocessing
+import time
+from collections import Counter
+
+import pytest
+from torch.utils.data import DataLoader
+
+from shardcache import Cache, ShardBatchSampler, TarDataset
+from shardcache.cli.demo import S3Server
+from shardcache.dataset.index import write_index_file
+from tests.support.caches import warnings
+from tests.support.storetools import room, together
+from tests.support.tars import sample_tar
+
+COUNTS = [20, 20, 0, 20, 1, *[20] * 19]  # 441 samples: the last one fills no batch
+WINDOW, EPOCHS = 4, 3
+
+
+@pytest.fixture
+def urls(s3: S3Server, bucket, s3_environment, tmp_path) -> list[str]:
+    for number, count in enumerate(COUNTS):
+        s3.put(bucket, f"{number}.tar", sample_tar(number, count))
+    urls = [f"s3://{bucket}/{number}.tar" for number in range(len(COUNTS))]
+    write_index_file(tmp_path / "train.json", dict(zip(urls, COUNTS, strict=True)))
+    return urls
+
+
+def train(cache, tmp_path, step) -> list[list[str]]:
+    """Return the keys of this rank's samples of each epoch. Calls ``step`` after each batch."""
+    data = TarDataset(tmp_path / "train.json", cache=cache)
+    sampler = ShardBatchSampler(data, 8, shuffle=WINDOW)
+    loader = DataLoader(
+        data,
+        batch_sampler=sampler,
+        num_workers=1,
+        collate_fn=lambda batch: [sample["__key__"] for sample in batch],
+    )
+    found = []
+    for _ in range(EPOCHS):
+        found.append([])
+        for keys in loader:
+            found[-1] += keys
+            step()
+    return found
+
+
+@pytest.mark.parametrize("spare", [len(COUNTS), 4, 0])
+def test_two_nodes_download_each_shard_once(
+    urls, bucket, proxy, tmp_path, monkeypatch, caplog, spare
+):
+    size = (WINDOW + spare) * room(tmp_path, len(sample_tar(0, 20)))
+    barrier = multiprocessing.get_context("fork").Barrier(4)
+
+    def step():
+        time.sleep(0.01)
+        barrier.wait()  # as if the gradients were exchanged
+
+    def rank(number):
+        variables = {"RANK": number, "WORLD_SIZE": 4, "LOCAL_RANK": number % 2}
+        for name, value in {**variables, "LOCAL_WORLD_SIZE": 2}.items():
+            monkeypatch.setenv(name, str(value))
+        root = tmp_path / f"node-{number // 2}"
+        with Cache(root, max_size=size, min_free=0) as cache:
+            found = train(cache, tmp_path, step)
+        return found, [text for text in warnings(caplog) if "at a time" in text]
+
+    proxy.reset()
+    results = together(4, rank)
+    for epoch in range(EPOCHS):
+        seen = Counter(key for found, _ in results for key in found[epoch])
+        assert len(seen) == seen.total() == 440
+    with Cache(tmp_path / "node-0") as cache:
+        data = TarDataset(tmp_path / "train.json", cache=cache)
+        order = ShardBatchSampler(data, 8, lanes=2).order
+    lanes = [set(order.lane(number, 0).shards(len(COUNTS))) for number in (0, 1)]
+    assert len(lanes[0] & lanes[1]) <= 1
+    once = Counter(f"{bucket}/{shard}.tar" for lane in lanes for shard in lane)
+    fetches = Counter({path: proxy.fetches(path) for path in once})
+    if spare > 4:
+        assert fetches == once
+    elif spare == 4:
+        assert all(fetches[path] <= EPOCHS * once[path] for path in once), fetches
+    logged = [text for _, texts in results for text in texts]
+    assert len(logged) == (2 if spare < 4 else 0), logged

@@ -294,6 +294,8 @@ class _Iteration:
         sampler._prefetch(self._epoch)
         self._taken = start + sampler.share
         sampler._taken = self._number, self._taken
+        if not sampler._batches(self._taken):  # Trainer does not request another one
+            sampler._start = self._number + 1, 0
         return [SampleIndex(number, self._number) for number in found.tolist()]
 
     def state_dict(self) -> dict[str, int | str]:

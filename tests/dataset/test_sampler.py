@@ -122,6 +122,13 @@ def test_an_iteration_that_ends_early_is_repeated(make):
     assert read([sampler], 3) != first
 
 
+def test_an_iteration_is_complete_with_its_last_batch(make):
+    sampler = make()
+    whole = read([make()])
+    assert read([sampler], len(sampler)) == whole  # requests no further batch
+    assert sampler.epoch == 1 and read([sampler], 1) != whole[:1]
+
+
 def test_a_state_counts_trained_batches_after_the_sampler_has_ended(make):
     sampler = make()
     read([sampler])  # by workers; the training is behind

@@ -30,11 +30,15 @@ class Bench:
     def __init__(self, data, directory):
         self.data, self.directory, self.cache = data, directory, directory / "shards"
 
-    def run(self, code, *arguments):
-        """Run a program from a file, which spawned workers import; returns its output."""
+    def run(self, code, *arguments, ranks=0):
+        """Run a program from a file, which spawned workers import; returns its output.
+
+        With ``ranks``, torchrun starts that many.
+        """
         program = self.directory / "program.py"
         program.write_text(code)
-        command = [sys.executable, str(program), *arguments]
+        launcher = "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"
+        command = [sys.executable, *(launcher if ranks else ()), str(program), *arguments]
         return run(command, 170, self.directory).stdout
 
     def fetched(self):

@@ -8,8 +8,10 @@ import pytest
 
 from tests.support.trainingtools import EXAMPLES, NEEDS, blocks, run
 
+PLAIN = [block for block in blocks() if NEEDS[block.section] and not block.resumes]
 
-@pytest.mark.parametrize("block", [b for b in blocks() if NEEDS[b.section]], ids=str)
+
+@pytest.mark.parametrize("block", PLAIN, ids=str)
 def test_a_block_prints_its_output_and_downloads_each_object_once(block, bench):
     for name in NEEDS[block.section]:
         importlib.import_module(name.partition(".")[0])  # fail early if it is not installed

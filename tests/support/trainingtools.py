@@ -108,9 +108,13 @@ NEEDS: Mapping[str, tuple[str, ...]] = {
     "DataLoader": (),
     "WebLoader and RandomMix": (),
     "wids": ("wids",),
+    "torchdata": ("torchdata",),
+    "Lightning and its data module": ("lightning",),
+    "accelerate": ("accelerate",),
+    "Hugging Face Trainer": ("transformers", "accelerate"),
     "Lightning": ("lightning",),
     "pandas": ("pandas", "pyarrow"),
-    "DuckDB, Polars and torchdata": ("duckdb", "polars", "torchdata"),
+    "DuckDB and Polars": ("duckdb", "polars"),
     "Arrow": ("pyarrow",),
     "Ray Data": ("ray.data", "pyarrow"),
     "Hugging Face datasets": ("datasets",),
@@ -130,6 +134,11 @@ class Block:
     def __str__(self) -> str:
         return f"{self.section.split()[0]}-{self.number}"
 
+    @property
+    def resumes(self) -> bool:
+        """Whether it is a program for several ranks that resumes an epoch."""
+        return "ShardBatchSampler" in self.code
+
     def here(self, directory: Path) -> str:
         """Return the code with all its paths below ``directory``."""
         assert "/local/nvme/" in self.code or "shardcache" in self.code
@@ -144,7 +153,7 @@ class Block:
 def blocks() -> list[Block]:
     """Return every Python block with the text block that follows it."""
     found = []
-    for part in re.split(r"^## ", PAGE.read_text("utf-8"), flags=re.MULTILINE)[1:]:
+    for part in re.split(r"^###? ", PAGE.read_text("utf-8"), flags=re.MULTILINE)[1:]:
         section = part.partition("\n")[0]
         pairs = re.findall(r"```python\n(.*?)```\n\n```text\n(.*?)```", part, re.DOTALL)
         assert len(pairs) == part.count("```python"), f"{section}: a block prints nothing"

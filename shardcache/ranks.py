@@ -99,7 +99,7 @@ def _from_slurm(env: Mapping[str, str]) -> Ranks | None:
     if step is not None and step <= _MAX_NORMAL_STEP:
         ranks, nodes = _from_launcher(env, "slurm"), whole_number(env, "SLURM_STEP_NUM_NODES")
         if ranks and not ranks.local_size and nodes and ranks.world_size % nodes == 0:
-            # Slurm deals tasks to the nodes in turn, so all have equally many (dist_tasks.c).
+            # By default, Slurm spreads the tasks evenly over the nodes.
             ranks = replace(ranks, local_size=ranks.world_size // nodes)
         return ranks
     # In the batch script, SLURM_PROCID is 0, and SLURM_NTASKS is the number of tasks that srun

@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 _OPEN = 1024
 #: Seconds after its last sample when a shard is closed, so that it may be evicted. A worker that
 #: needs a shard less often can afford to open it again, which takes 50 us.
-_IDLE = 0.05
+_IDLE = 0.5
 #: Filters of WebDataset that need a stream of samples, and what to use in their place.
 _REFUSED = {
     "batched": "The DataLoader makes the batches: pass batch_size or a batch_sampler to it",
@@ -183,7 +183,6 @@ class TarDataset:
             The errors of `Cache.open`, if a shard cannot be read.
         """
         samples, error, size = [], None, 0
-        self._forget_idle()
         for index in indices:
             position, number = self._locate(index)
             try:
@@ -201,6 +200,9 @@ class TarDataset:
             samples.append(sample)
             if opened.size:  # otherwise, its stream counts
                 size += opened.offsets[number + 1] - opened.offsets[number]
+        if in_use := getattr(indices, "shards", None):  # a batch of a ShardBatchSampler
+            for position in self._open.keys() - in_use:
+                self._open.pop(position, None)
         self.cache.processes.here().counters.read(size)
         if error is not None and not samples:
             raise error  # the handler left out all samples of the batch, and it cannot be empty

@@ -203,7 +203,7 @@ class OpenShard:
                 self._lose(f"the file ends at byte {offset + len(data)} of {self.size}")
             except OSError as exn:
                 self._lose(exn)
-        # No child is forked meanwhile, because it would wait for the lock forever.
+        # `undivided`, because a child that is forked in the block would wait for the lock forever.
         with undivided(), self._lock:
             self._stream.seek(offset)
             return self._stream.read(size)

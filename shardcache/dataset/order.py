@@ -142,7 +142,6 @@ class Epoch:
         self._order = order
         self._number = number
         self.lanes: dict[int, Lane] = {}  # the lanes made so far, by number
-        self._turns: list[int] = []
 
     def batch(self, start: int, share: int, low: int, high: int) -> Samples:
         """Return a part of a global batch, as numbers of samples.
@@ -174,14 +173,9 @@ class Epoch:
                 break
         return np.concatenate(found)
 
-    def windows(self, ahead: int) -> list[int]:
-        """Return the shards of the windows, and those that enter in the ``ahead`` next turns.
-
-        Empty if no window has moved on since the last call.
-        """
-        turns, self._turns = self._turns, [lane.turn for lane in self.lanes.values()]
-        lanes = self.lanes.values() if turns != self._turns else ()
-        return [shard for lane in lanes for shard in lane.shards(ahead)]
+    def shards(self, ahead: int) -> list[int]:
+        """Return the shards of the windows, and those that enter in the ``ahead`` next turns."""
+        return [shard for lane in self.lanes.values() for shard in lane.shards(ahead)]
 
 
 class Lane:

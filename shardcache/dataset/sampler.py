@@ -55,6 +55,12 @@ class SampleIndex(int):
         return SampleIndex, (int(self), self.epoch)
 
 
+class Batch(list[int]):
+    """The numbers of a batch, and the positions of the shards that its lanes mix now."""
+
+    shards: frozenset[int] = frozenset()
+
+
 class ShardBatchSampler:
     """Yields the indices of this rank's part of each global batch, for ``batch_sampler``.
 
@@ -245,10 +251,9 @@ class ShardBatchSampler:
 
     # -- the cache -----------------------------------------------------------------
 
-    def _prefetch(self, epoch: Epoch) -> None:
+    def _prefetch(self, shards: list[int]) -> None:
         """Download the shards that this rank's lanes need in their windows and right after them."""
-        if shards := epoch.windows(self.data.cache.config.prefetch):
-            self._ahead.want([self.data.shards[n] for n in shards])
+        self._ahead.want(self.data.shards[n] for n in shards)
         if (size := self._ahead.size) and not self._has_checked_room:
             self._has_checked_room = True
             with contextlib.suppress(OSError):  # a directory of the cache is gone
@@ -278,6 +283,7 @@ class _Iteration:
     def __init__(self, sampler: ShardBatchSampler, number: int, taken: int) -> None:
         self._sampler, self._number, self._taken = sampler, number, taken
         self._epoch: Epoch | None = None
+        self._wanted: list[int] = []
 
     def __iter__(self) -> Iterator[list[int]]:
         return self
@@ -289,14 +295,24 @@ class _Iteration:
             raise StopIteration
         if self._epoch is None:
             self._epoch = Epoch(sampler.order, self._number)
+            self._wanted = []
             sampler._ahead.clear()  # what remains of an iteration that ended early
         found = self._epoch.batch(start, sampler.share, *sampler.part)
-        sampler._prefetch(self._epoch)
+        wanted = self._epoch.shards(sampler.data.cache.config.prefetch)
+        if wanted != self._wanted:
+            self._wanted = wanted
+            sampler._prefetch(wanted)
         self._taken = start + sampler.share
         sampler._taken = self._number, self._taken
+<<<<<<< HEAD
         if not sampler._batches(self._taken):  # Trainer does not request another one
             sampler._start = self._number + 1, 0
         return [SampleIndex(number, self._number) for number in found.tolist()]
+=======
+        batch = Batch(SampleIndex(number, self._number) for number in found.tolist())
+        batch.shards = frozenset(self._epoch.shards(0))
+        return batch
+>>>>>>> faults
 
     def state_dict(self) -> dict[str, int | str]:
         return self._sampler._state(self._number, self._taken)

@@ -1,4 +1,4 @@
-"""`TarDataset`: the samples of a pipeline by their numbers, whatever happens to a shard."""
+"""`TarDataset` returns the samples of a pipeline by their numbers, also after faults."""
 
 import contextlib
 import errno

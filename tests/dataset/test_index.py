@@ -1,4 +1,4 @@
-"""The offsets of samples, beside the shards and in index files."""
+"""Finding the offsets of samples, storing them with the shards, and reading index files."""
 
 import io
 import json

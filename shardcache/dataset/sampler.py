@@ -304,15 +304,11 @@ class _Iteration:
             sampler._prefetch(wanted)
         self._taken = start + sampler.share
         sampler._taken = self._number, self._taken
-<<<<<<< HEAD
         if not sampler._batches(self._taken):  # Trainer does not request another one
             sampler._start = self._number + 1, 0
-        return [SampleIndex(number, self._number) for number in found.tolist()]
-=======
         batch = Batch(SampleIndex(number, self._number) for number in found.tolist())
         batch.shards = frozenset(self._epoch.shards(0))
         return batch
->>>>>>> faults
 
     def state_dict(self) -> dict[str, int | str]:
         return self._sampler._state(self._number, self._taken)

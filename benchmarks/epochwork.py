@@ -24,7 +24,7 @@ from benchmarks.buckets import BUCKET, MIB
 #: Seconds between making a pipeline and its first sample. A real program makes its model in that
 #: time, and background work of the pipeline ends.
 _BEFORE_THE_FIRST = 1.0
-#: Connections beside a busy main thread, and seconds that it runs alone.
+#: Number of connections beside the busy main thread; seconds that the thread runs alone first.
 _BUSY, _ALONE = 8, 3.0
 
 #: ``task``, ``way``, ``cache``, ``endpoint``, ``environment``, and the ``keys`` and ``urls`` of the

@@ -22,8 +22,8 @@ _BUFFER = 1000
 class Reader(NamedTuple):
     """A way of reading, ready to begin."""
 
-    batches: Callable[[], Iterable[Sequence[Any]]]  #: begins, and returns the numbers of samples
-    save: Callable[[int], Any]  #: the state after so many batches, while they are read
+    batches: Callable[[], Iterable[Sequence[Any]]]  #: begins, and returns the samples' numbers
+    save: Callable[[int], Any]  #: returns the state after a number of batches
     load: Callable[[Any], Any]
 
 

@@ -1,9 +1,9 @@
 """Entries: published shards, which any number of processes and threads may read at the same time.
 
 There is no index: `Store.open` opens the data file and takes a shared flock on it. The open file
-can be read to its end, even if the entry is removed meanwhile. Publishing is one rename. Evicting
-takes the exclusive flock, which no process gets while a reader has the file open, renames the
-directory out of sight, and deletes it. The data of an entry never changes. Its sidecar
+can be read to its end, even if another process removes the entry. Publishing is one rename.
+Evicting takes the exclusive flock, which no process gets while a reader has the file open, renames
+the directory out of sight, and deletes it. The data of an entry never changes. Its sidecar
 (``meta.json``) may be replaced, to record under which boot the data was last verified, and
 ``samples.idx`` is added by the first process that reads single samples (`shardcache.dataset`).
 """
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: Attempts to rename into a key's directory, which other processes may remove or fill meanwhile.
+#: Attempts to rename into a key's directory, which other processes may remove or fill.
 _ATTEMPTS = 100
 #: Errors of `os.link` if the filesystem cannot link, or if the other entry is gone.
 _CANNOT_LINK = frozenset({errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOENT})
@@ -324,7 +324,7 @@ class Store:
         try:
             metadata = Entry.at(directory).metadata()
         except FileNotFoundError:
-            return  # evicted meanwhile, but the open file can be read
+            return  # another process evicted it, but the open file can still be read
         if not self._boot or metadata.boot == self._boot:
             return
         if file_digest(fd) != metadata.digest:
@@ -367,7 +367,7 @@ class Store:
         partial.seal(metadata, self.layout.modes, sync=sync)
         entry = self.layout.entry(key, metadata.info.version, metadata.size)
         # List after sealing, which sets the directory's timestamp. If this process is stopped
-        # before the rename, a version published meanwhile is newer, and `open` takes the newest.
+        # before the rename, a version that another process publishes is newer, and `open` takes it.
         others = [Path(row[1]) for row in versions(self.layout, key) if row[1] != str(entry)]
         newcomer = next((other for other in others if other.name not in partial.earlier), None)
         if newcomer is not None:

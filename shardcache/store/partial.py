@@ -444,7 +444,7 @@ class InFlight:
 def in_flight(layout: Layout) -> Iterator[InFlight]:
     """Yield the partials and hidden entries of a namespace, without changing them."""
     seen = set[str]()
-    # List until no name is new, because a process may claim, and rename, a partial meanwhile.
+    # List until no name is new, because another process may claim a partial, which renames it.
     while new := [name for name in list_names(layout.partial) if name not in seen]:
         seen.update(new)
         for name in new:

@@ -24,7 +24,7 @@ from benchmarks.buckets import BUCKET, MIB
 #: Seconds between making a pipeline and its first sample. A real program makes its model in that
 #: time, and background work of the pipeline ends.
 _BEFORE_THE_FIRST = 1.0
-#: Number of connections beside the busy main thread; seconds that the thread runs alone first.
+#: Number of connections during the run; seconds that the main thread runs before it.
 _BUSY, _ALONE = 8, 3.0
 
 #: ``task``, ``way``, ``cache``, ``endpoint``, ``environment``, and the ``keys`` and ``urls`` of the
@@ -105,7 +105,7 @@ def _read(plan: Plan) -> Iterator[Figures]:
 
 
 def _busy(plan: Plan) -> Iterator[Figures]:
-    """Run Python code without a pause in the main thread, alone and beside downloads."""
+    """Run Python code in the main thread without pause: first alone, then during downloads."""
     from shardcache import Cache
 
     cache, urls = Cache(plan["cache"], connections=_BUSY), _s3(plan)

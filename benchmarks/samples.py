@@ -61,7 +61,7 @@ def _archive(first: int, samples: int, size: int, *, files: int = 2, pax: bool =
 def _cached(home: Path, name: str, shards: int, samples: int, size: int, **form: Any) -> Path:
     """Fetch new shards into the cache of ``home``, and return their index file.
 
-    The shards also have names in the folder ``name``, because wids writes locks beside them.
+    The shards also have names in the folder ``name``, because wids writes lock files there.
     """
     memory, counts = fsspec.filesystem("memory"), {}
     (home / name).mkdir()
@@ -143,7 +143,7 @@ def _read_form(
         f"TarDataset, batches of {BATCH}": lambda: each(data.__getitems__, batches, reads),
     }
     if _has("wids"):
-        few = picks[: max(100, reads // 20)]  # because most of these reads open a shard anew
+        few = picks[: max(100, reads // 20)]  # most of these reads open a shard again
         for title, size, some in (("10, its default", 10, few), ("all", len(data.shards), picks)):
             peer = _wids(folder, samples, size)
             assert peer[picks[0]][".bin"].read() == data[picks[0]]["bin"]

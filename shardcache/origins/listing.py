@@ -35,6 +35,8 @@ _VERSION = re.compile(r"\?versionId=[^&?]+\Z")
 _GLOB = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
 #: Separates the parts of a specification. The ARN of a multi-region access point also has ``::``.
 _SEPARATOR = r"::(?![0-9]{12}:accesspoint)"
+#: What a specification that stands for itself does not have.
+_SPECIAL = re.compile(r"::|[{}$\\]")
 _VARIABLE = re.compile(r"\$\{(\w+)\}")
 #: ListObjectsV2 returns at most this many keys per request.
 _PAGE = 1000
@@ -64,6 +66,9 @@ def expand_braces(spec: str) -> Iterator[str]:
     Raises:
         ConfigError: the specification is malformed, or a variable is not set.
     """
+    if _SPECIAL.search(spec) is None:  # otherwise each URL of a list would take 9 us
+        yield spec
+        return
     import braceexpand
 
     for part in re.split(_SEPARATOR, spec):

@@ -4,12 +4,13 @@
 
 An entry is a complete shard in the cache, and a tier is one of the cache's directories. Planning
 reads names and sizes, and opens no shard. If other processes add or evict entries in the meantime,
-the downloads notice it.
+`confirm` and the downloads notice it.
 """
 
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from shardcache import clock
 from shardcache.errors import ConfigError, ShardCacheError
 from shardcache.origins.listing import Listing, expand_braces, is_pattern, refuse_local
 from shardcache.ranks import whole_number
-from shardcache.results import PrewarmPlan
+from shardcache.results import Finished, Outcome, PrewarmPlan, ShardResult
 from shardcache.space.eviction import Limits, total_bytes
 from shardcache.space.memory import Volume
 from shardcache.space.tiers import Tier
@@ -198,6 +199,30 @@ def make_plan(
             left_out.add(shard.key)
     room = free, evict, lacking, frozenset(left_out)
     return PrewarmPlan(shards, cached, sizes, *room, outdated, unconfirmed, needed, resumable)
+
+
+def confirm(cache: Cache, plan: PrewarmPlan, stop: threading.Event) -> list[Finished]:
+    """Record a use of the cached shards of a plan, so that its downloads do not evict them.
+
+    Ends early once ``stop`` is set.
+
+    Returns:
+        The results of those that need no download. The others are damaged, are stored for another
+        rank, or must be hashed, because they were stored under another boot.
+    """
+    process, now, found = cache.processes.here(), clock.time(), list[Finished]()
+    process.site()
+    for shard in plan.shards:
+        entry = plan.cached.get(shard.key)
+        if stop.is_set():
+            break
+        if entry is not None:
+            store = process.tier_of(entry.directory).store
+            store.touch(entry.directory, now)
+            if store.is_intact(entry, shard.basename):
+                result = ShardResult(str(shard), Outcome.CACHED, entry.size)
+                found.append(Finished(shard, result))
+    return found
 
 
 def _outdated_versions(cache: Cache, shard: ShardURL) -> frozenset[str] | Exception:

@@ -86,7 +86,8 @@ class Pool:
         cache, plan, stop, jobs, best_effort, max_failures: as for `prewarm`.
         rate: bytes per second for all connections together; None sets no limit.
         deadline: when to stop, on the monotonic clock.
-        results: the result of each shard that was tried, by key.
+        results: the result of each shard that was tried, by key. Shards that have one when the pool
+            is made are not tried.
         stopped: the reason why no further shard is started, or None.
     """
 
@@ -102,7 +103,7 @@ class Pool:
     stopped: Stopped | None = None
 
     def __post_init__(self) -> None:
-        done = self.plan.left_out | self.plan.unconfirmed.keys()
+        done = self.plan.left_out | self.plan.unconfirmed.keys() | self.results.keys()
         self._todo = deque(shard for shard in self.plan.shards if shard.key not in done)
         self.jobs = min(self.jobs, len(self._todo))
         self._throttle = None if self.rate is None else Throttle(self.rate)
@@ -123,10 +124,6 @@ class Pool:
         ``report`` is called in the calling thread with the events since its last call. Its
         exceptions, and KeyboardInterrupt, are raised after the downloads have ended.
         """
-        process, now = self.cache.processes.here(), clock.time()
-        process.site()
-        for entry in self.plan.cached.values():  # so that the downloads do not evict them
-            process.tier_of(entry.directory).store.touch(entry.directory, now)
         try:
             self._supervise(report)
         except BaseException:

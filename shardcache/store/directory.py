@@ -127,6 +127,15 @@ class Metadata:
         return metadata
 
 
+def describes(sidecar: bytes, key: str, size: int, boot: str) -> bool:
+    """Return whether a complete output of `Metadata.encode` has these values; "" is any boot.
+
+    Does not parse the JSON. A text in it cannot look like a field, because its quotes are escaped.
+    """
+    fields = f'"key": "{key}", "size": {size}, ', f'"boot": "{boot}'
+    return sidecar.endswith(b"}\n") and all(field.encode() in sidecar for field in fields)
+
+
 def data_file(directory: Path | str) -> Path | None:
     """Return the data file of an entry or a partial, or None if there is none.
 

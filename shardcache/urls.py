@@ -204,17 +204,19 @@ def parse_url(
     """
     if not isinstance(url, str):
         raise ConfigError(f"a shard URL must be a string, not {type(url).__name__}")
-    url = re.sub(_FSSPEC, "", url)
+    # Lists have 100,000 URLs, and a search takes 1 us, so tests of the text come first.
+    if url.startswith("shardcache:"):
+        url = re.sub(_FSSPEC, "", url)
     if not url:
         raise ConfigError("a shard URL must not be empty")
-    if re.search(_CONTROL, url):
+    if not url.isprintable() and re.search(_CONTROL, url):
         # Replace the characters first: redact() would show what follows a newline in a signature.
         shown = redact(re.sub(_CONTROL, "\N{REPLACEMENT CHARACTER}", url))
         raise ConfigError(f"{shown!r} contains a control character. Strip line ends from URLs.")
     match = re.match(_SCHEME, url)
     scheme = match.group(1).lower() if match else "file"
     scheme = _ALIASES.get(scheme, scheme)
-    if scheme != "pipe" and re.search(_CHAIN, url):
+    if "::" in url and scheme != "pipe" and re.search(_CHAIN, url):
         raise ConfigError(f"{redact(url)} is a chain of URLs. Pass the URL of the origin alone.")
     if scheme not in DEFAULT_SCHEMES and scheme not in allow_schemes:
         # Show nothing of a command, because any part of it may be a secret.

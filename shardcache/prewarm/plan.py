@@ -22,7 +22,7 @@ from shardcache.errors import ConfigError, ShardCacheError
 from shardcache.origins.listing import Listing, expand_braces, is_pattern, refuse_local
 from shardcache.ranks import whole_number
 from shardcache.results import Finished, Outcome, PrewarmPlan, ShardResult
-from shardcache.space.eviction import Limits, total_bytes
+from shardcache.space.eviction import Limits, disk_bytes, linked
 from shardcache.space.memory import Volume
 from shardcache.space.tiers import Tier
 from shardcache.store.directory import DamagedError
@@ -268,12 +268,12 @@ def _room(tier: Tier, entries: list[Entry], wanted: set[str], need: int) -> tupl
     volume = Volume.of(next(path for path in candidates if path.exists()))
     limit = volume.budget(config)
     free = spare = volume.free - config.min_free.of(volume.size) + resumable
-    kept = total_bytes([entry for entry in here if entry.key in wanted], space.allocated)
+    sizes = [(links[0].key in wanted, disk_bytes(links, space.allocated)) for links in linked(here)]
     eviction = space.plan(
         Limits(max_size=limit, free_needed=max(0, need - spare)),
-        reserved=others + need + kept,
+        reserved=others + need + sum(size for is_wanted, size in sizes if is_wanted),
         entries=[entry for entry in here if entry.key not in wanted],
     )
     if limit is not None:
-        free = min(free, limit - others - total_bytes(here, space.allocated))
+        free = min(free, limit - others - sum(size for _, size in sizes))
     return max(0, free), eviction.freed, eviction.missing

@@ -132,8 +132,8 @@ def describes(sidecar: bytes, key: str, size: int, boot: str) -> bool:
 
     Does not parse the JSON. A text in it cannot look like a field, because its quotes are escaped.
     """
-    fields = f'"key": "{key}", "size": {size}, ', f'"boot": "{boot}'
-    return sidecar.endswith(b"}\n") and all(field.encode() in sidecar for field in fields)
+    shard, last = f'"key": "{key}", "size": {size}, '.encode(), f'"boot": "{boot}'.encode()
+    return shard in sidecar and last in sidecar and sidecar.endswith(b"}\n")
 
 
 def data_file(directory: Path | str) -> Path | None:

@@ -409,9 +409,10 @@ class Space:
             return usage
         try:
             boot, held, part, listed = json.loads(read_file(self.node.usage, _MAX_USAGE))
-            if boot == boot_id() and len(held) == _PARTS:
+            if len(held) == _PARTS:
                 known = [each if isinstance(each, int) and each >= 0 else None for each in held]
-                usage = _Usage(known, int(part) % _PARTS, float(listed))
+                listed = float(listed) if boot == boot_id() else -math.inf
+                usage = _Usage(known, int(part) % _PARTS, listed)
         except _NOT_A_RECORD as exn:
             logger.debug("%s: %s", self.node.usage, exn)
         return usage

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from shardcache.cache import Cache
+from shardcache.clock import boot_id
 from shardcache.config import Config
 from shardcache.errors import CacheFullError
 from shardcache.locks.flock import Holder, KeyLock
@@ -298,6 +299,20 @@ def test_an_invalid_or_unshared_count_is_counted_again(library):
     for number in (202, 203):
         library.fetch(number)
     assert library.counts == counts + 2 and not usage.exists()
+
+
+@pytest.mark.locks_work("flock", "answers")
+def test_the_count_survives_a_boot_and_samples_correct_it(large: Bench) -> None:
+    usage = large.layout.usage
+    usage.write_bytes(usage.read_bytes().replace(boot_id().encode(), b"the last boot"))
+    for number in range(800, 830):  # a crash has lost the numbers of the last shards
+        publish(large.store, f"s3://lab/{number:04d}.tar", bytes(1000), used=1.0)
+    counts = large.counts
+    large.fetch(601)
+    assert large.counts == counts  # only a sample was listed
+    for number in range(602, 702):
+        large.fetch(number)
+    assert large.used() <= large.space.max_size
 
 
 @pytest.mark.parametrize("kind", ["local", pytest.param("tmpfs", marks=needs_mounts), "network"])

@@ -23,7 +23,7 @@ from shardcache.locks.flock import read_holder
 from shardcache.prewarm.plan import expand
 from shardcache.space.eviction import Policy, disk_bytes, linked
 from shardcache.space.memory import Volume
-from shardcache.store.directory import DamagedError
+from shardcache.store.directory import DamagedError, Metadata
 from shardcache.store.entry import Entry
 from shardcache.store.partial import in_flight, read_progress
 from shardcache.store.root import is_cache
@@ -87,7 +87,8 @@ def ls_command(
     with invocation.cache(invocation.loaded_with_job_limits()) as cache:
         if not is_cache(cache.dir):
             console.hint(f"Nothing was cached in {cache.dir} yet.")
-        rows, summary, footer = (_list_partials if partial else _list_shards)(cache)
+        lists = _list_partials(cache) if partial else _list_shards(cache, whole=console.json)
+        rows, summary, footer = lists
         selections = cache.selections(specs)
     found = [row for row in rows if not specs or any((row["url"] or "") in s for s in selections)]
     shown = _sorted(found, sort)[:limit]
@@ -122,13 +123,16 @@ def _cell(row: Row, title: str) -> str:
     if title == "SHARD" and row.get("endpoint"):
         return f"{value} (from {row['endpoint']})"
     if isinstance(value, datetime):
-        age = format_age(time.time() - value.timestamp())
-        return local_time(value) if title == "FETCHED" else age
+        is_date = title == "FETCHED"
+        return local_time(value) if is_date else format_age(time.time() - value.timestamp())
     return format_bytes(value) if isinstance(value, int) else value or "-"
 
 
-def _list_shards(cache: Cache) -> tuple[list[Row], Row, str]:
-    """Return a row for each shard, and the totals as a row and as text."""
+def _list_shards(cache: Cache, *, whole: bool) -> tuple[list[Row], Row, str]:
+    """Return a row for each shard, and the totals as a row and as text.
+
+    Unless ``whole``, rows may lack fields that no table shows, because reading them takes longer.
+    """
     home = cache.processes.here().home
     policy = Policy.of(cache.config, home.node, time.time())
     shards: dict[Entry, Row] = {}
@@ -139,10 +143,10 @@ def _list_shards(cache: Cache) -> tuple[list[Row], Row, str]:
         row |= {"key": entry.key, "version": entry.version, "size": entry.size}
         row["used_at"] = utc(entry.used)
         try:
-            metadata = entry.metadata()
+            metadata = (not whole and entry.heading()) or entry.metadata()
             row["url"], row["fetched_at"] = metadata.url, utc(metadata.fetched_at)
-            row["etag"], row["checked"] = metadata.info.etag, metadata.checked
-            row["digest"] = metadata.digest
+            row["digest"], row["checked"] = metadata.digest, metadata.checked
+            row["etag"] = metadata.info.etag if isinstance(metadata, Metadata) else None
             if metadata.url.startswith("s3://") and metadata.endpoint != endpoint:
                 row["endpoint"] = _other_endpoint(cache, entry.key, metadata.url)
             row["path"], in_use = home.store.examine(entry, metadata.url)

@@ -18,10 +18,11 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from shardcache import clock
+from shardcache.download.download import Progress
 from shardcache.errors import ConfigError, ShardCacheError
 from shardcache.origins.listing import Listing, expand_braces, is_pattern, refuse_local
 from shardcache.ranks import whole_number
-from shardcache.results import Finished, Outcome, PrewarmPlan, ShardResult
+from shardcache.results import Finished, Outcome, PrewarmPlan, ShardResult, Started
 from shardcache.space.eviction import Limits, disk_bytes, linked
 from shardcache.space.memory import Volume
 from shardcache.space.tiers import Tier
@@ -201,28 +202,25 @@ def make_plan(
     return PrewarmPlan(shards, cached, sizes, *room, outdated, unconfirmed, needed, resumable)
 
 
-def confirm(cache: Cache, plan: PrewarmPlan, stop: threading.Event) -> list[Finished]:
+def confirm(cache: Cache, plan: PrewarmPlan, stop: threading.Event) -> Iterator[Started | Finished]:
     """Record a use of the cached shards of a plan, so that its downloads do not evict them.
 
     Ends early once ``stop`` is set.
 
-    Returns:
-        The results of those that need no download. The others are damaged, are stored for another
-        rank, or must be hashed, because they were stored under another boot.
+    Yields the events of the shards that need no download. The others are damaged, belong to another
+    rank, or must be hashed, because they were stored under another boot.
     """
-    process, now, found = cache.processes.here(), clock.time(), list[Finished]()
+    process, now = cache.processes.here(), clock.time()
     process.site()
     for shard in plan.shards:
-        entry = plan.cached.get(shard.key)
         if stop.is_set():
-            break
-        if entry is not None:
+            return
+        if (entry := plan.cached.get(shard.key)) is not None:
             store = process.tier_of(entry.directory).store
             store.touch(entry.directory, now)
             if store.is_intact(entry, shard.basename):
-                result = ShardResult(str(shard), Outcome.CACHED, entry.size)
-                found.append(Finished(shard, result))
-    return found
+                yield Started(shard, Progress)
+                yield Finished(shard, ShardResult(str(shard), Outcome.CACHED, entry.size))
 
 
 def _outdated_versions(cache: Cache, shard: ShardURL) -> frozenset[str] | Exception:

@@ -16,22 +16,13 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from shardcache import clock
-from shardcache.download.download import Progress
 from shardcache.download.pool import NODE, parse_rate
 from shardcache.errors import CacheFullError, ConfigError, ShardCacheError
 from shardcache.layout import Layout
 from shardcache.origins.listing import Listing, expand_braces
 from shardcache.prewarm.plan import Share, confirm, make_plan, wanted_shards
 from shardcache.prewarm.pool import Helper, Pool
-from shardcache.results import (
-    Event,
-    Outcome,
-    Planned,
-    PrewarmReport,
-    Started,
-    Stopped,
-    is_full,
-)
+from shardcache.results import Event, Finished, Outcome, Planned, PrewarmReport, Stopped, is_full
 from shardcache.store.root import make_root, unusable
 from shardcache.units import format_bytes
 from shardcache.urls import ShardURL
@@ -149,9 +140,9 @@ def prewarm(
                 missing=plan.missing,
             )
         stop = stop or threading.Event()
-        intact = confirm(cache, plan, stop)
-        report(event for each in intact for event in (Started(each.shard, Progress), each))
-        known = {shard.key: result for shard, result in intact}
+        events = list(confirm(cache, plan, stop))
+        report(events)
+        known = {each.shard.key: each.result for each in events if isinstance(each, Finished)}
         pool = Pool(cache, plan, stop, jobs, best_effort, max_failures, rate, results=known)
         pool.deadline = math.inf if deadline is None else start + deadline
         pool.share(helpers)

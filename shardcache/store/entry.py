@@ -40,9 +40,9 @@ from shardcache.store.directory import (
     GONE,
     MAX_SIDECAR,
     DamagedError,
+    Heading,
     Metadata,
     data_file,
-    describes,
     hide,
     hold,
     readable,
@@ -122,6 +122,12 @@ class Entry(NamedTuple):
         if (metadata.key, metadata.info.version, metadata.size) != self[1:4]:
             raise DamagedError("its sidecar describes another shard")
         return metadata
+
+    def heading(self) -> Heading | None:
+        """Read the main fields of the sidecar; return None in case of doubt. Raises OSError."""
+        heading = Heading.of(read_file(f"{self.directory}/{META}", MAX_SIDECAR))
+        is_own = heading is not None and (heading.key, heading.size) == (self.key, self.size)
+        return heading if is_own else None
 
     def name(self) -> str:
         """Return the URL of the shard or, if the sidecar is damaged, the name of the data file.
@@ -342,14 +348,14 @@ class Store:
         if not entry.directory.startswith(f"{self.layout.base}/objects/"):
             return False
         try:
-            status = os.lstat(f"{entry.directory}/{basename}")
-            sidecar = read_file(f"{entry.directory}/{META}", MAX_SIDECAR)
+            status, heading = os.lstat(f"{entry.directory}/{basename}"), entry.heading()
         except OSError:
             return False
         return (
             (status.st_size == entry.size and stat.S_ISREG(status.st_mode))
             and status.st_mtime != 0.0  # `mark_replaced`
-            and describes(sidecar, entry.key, entry.size, self._boot)
+            and heading is not None
+            and (not self._boot or heading.boot == self._boot)
         )
 
     def put(self, directory: str, name: str, data: bytes) -> None:

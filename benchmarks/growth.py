@@ -63,6 +63,11 @@ FIGURES = {
 }
 
 
+#: The figures of the chart, and the seconds of their units.
+_CHARTED = ("clean", "prewarm", "ls", "first", "full-mean", "cold", "hit")
+_UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
+
+
 def _url(number: int, kind: str = "old") -> str:
     return f"memory://bench/{kind}-{number:07d}.bin"
 
@@ -245,6 +250,29 @@ def report(facts: Row) -> str:
         lines.append([*who, f"{row['seconds']:.2f}", f"{row['longest']:.2f}"])
     heads = ["cache", "processes", "shards", "seconds until all have read all", "longest wait, s"]
     return f"{one}\n\n### Processes on the same cold shards\n\n{table(heads, lines)}"
+
+
+def draw(facts: Row, path: Path) -> None:
+    """Draw what the costs of `_CHARTED` grow with, as an SVG file."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    rows = facts["rows"]
+    counts = sorted({row["entries"] for row in rows})
+    # Text stays text. Grey and the default colours are legible on a light and on a dark page.
+    style = {"svg.hashsalt": path.name, "svg.fonttype": "none", "savefig.transparent": True}
+    grey = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")
+    with rc_context({**style, **dict.fromkeys(grey, "#80868e")}):
+        figure = Figure((7.5, 4), layout="constrained")
+        axes = figure.subplots()
+        for name in _CHARTED:
+            title, unit = FIGURES[name]
+            values = [median(row[name] for row in rows if row["entries"] == n) for n in counts]
+            axes.loglog(counts, [value * _UNITS[unit] for value in values], "o-", label=title)
+        axes.set_xticks(counts, [f"{count:,}" for count in counts])
+        axes.set(xlabel="entries in the cache", ylabel="seconds")
+        figure.legend(loc="outside right upper", frameon=False)
+        figure.savefig(path, metadata={"Date": None})
 
 
 def main() -> None:

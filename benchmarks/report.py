@@ -58,7 +58,8 @@ PAGES = {
     "growth": (
         "What grows with the cache",
         "Entries of 10 KB, because costs depend on their number. The kernel has their names in "
-        "memory. The last column shows how many times as much the largest cache costs.",
+        "memory. The last column shows how many times as much the largest cache costs.\n\n"
+        "![The costs over the number of entries, both axes logarithmic](growth.svg)",
         growth.report,
     ),
 }
@@ -112,6 +113,8 @@ def render(results: dict[str, Row], folder: Path) -> Path:
         else:
             text = f"Not run. {command} runs it."
         parts.append(f"## {heading}\n\n{text}\n")
+    if "growth" in results:
+        growth.draw(results["growth"], folder / "growth.svg")
     page = folder / "benchmarks.md"
     page.write_text("\n".join(parts), "utf-8")
     readme = folder.parent / "README.md"

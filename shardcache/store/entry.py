@@ -342,7 +342,7 @@ class Store:
     def is_intact(self, entry: Entry, basename: str) -> bool:
         """Return whether `open` would open an entry of this namespace without hashing it.
 
-        Takes 12 us instead of 80, because it neither parses the sidecar nor opens the data file.
+        Takes 18 us instead of 80, because it reads less of the sidecar and opens no data file.
         Returns False in case of doubt.
         """
         if not entry.directory.startswith(f"{self.layout.base}/objects/"):

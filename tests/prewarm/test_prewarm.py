@@ -4,6 +4,7 @@ import errno
 import os
 import pickle
 import threading
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -179,6 +180,32 @@ def test_each_shard_is_fetched_once_and_reported_in_order(make_cache, origin, li
         assert [type(e) for e in events[1:] if str(e.shard) == url] == [Started, Finished]
     again = cache.prewarm(urls)
     assert (again.cached, again.received) == (6, 0)
+
+
+@pytest.mark.locks_work("answers")
+def test_cached_shards_are_opened_only_in_doubt(make_cache, origin, listed, fill, monkeypatch):
+    urls = fill(names(6))
+    monkeypatch.setenv("SHARDCACHE_RANK", "1")
+    make_cache(isolation="rank").fetch(urls[0])  # in the namespace of another rank
+    monkeypatch.setenv("SHARDCACHE_RANK", "0")
+    cache, opened = make_cache(isolation="rank"), []
+    scribbled, replaced, changed, booted, _ = (cache.fetch(url) for url in urls[1:])
+    (scribbled.path / "meta.json").write_text("{")
+    cache.opener.here().home.store.mark_replaced(replaced)
+    changed.data.chmod(0o600)
+    changed.data.write_bytes(bytes(changed.size))
+    for entry in (changed, booted):
+        sidecar = replace(entry.metadata(), boot="the last boot")
+        (entry.path / "meta.json").write_bytes(sidecar.encode())
+    real = Opener.obtain
+    monkeypatch.setattr(
+        Opener, "obtain", lambda self, it: opened.append(str(it.shard)) or real(self, it)
+    )
+    report = make_cache(isolation="rank").prewarm(urls)  # remembers no entries
+    assert [each.outcome for each in report.results] == [
+        *("linked", "fetched", "cached", "fetched", "cached", "cached")
+    ]
+    assert sorted(opened) == urls[:5]
 
 
 DENIED, MISTAKEN, GONE = AccessDeniedError("no"), ConfigError("no"), ShardNotFoundError("no")

@@ -23,7 +23,7 @@ from shardcache.locks.flock import read_holder
 from shardcache.prewarm.plan import expand
 from shardcache.space.eviction import Policy, disk_bytes, linked
 from shardcache.space.memory import Volume
-from shardcache.store.directory import DamagedError, Metadata
+from shardcache.store.directory import DamagedError
 from shardcache.store.entry import Entry
 from shardcache.store.partial import in_flight, read_progress
 from shardcache.store.root import is_cache
@@ -87,8 +87,8 @@ def ls_command(
     with invocation.cache(invocation.loaded_with_job_limits()) as cache:
         if not is_cache(cache.dir):
             console.hint(f"Nothing was cached in {cache.dir} yet.")
-        lists = _list_partials(cache) if partial else _list_shards(cache, whole=console.json)
-        rows, summary, footer = lists
+        listed = _list_partials(cache) if partial else _list_shards(cache, whole=console.json)
+        rows, summary, footer = listed
         selections = cache.selections(specs)
     found = [row for row in rows if not specs or any((row["url"] or "") in s for s in selections)]
     shown = _sorted(found, sort)[:limit]
@@ -143,16 +143,22 @@ def _list_shards(cache: Cache, *, whole: bool) -> tuple[list[Row], Row, str]:
         row |= {"key": entry.key, "version": entry.version, "size": entry.size}
         row["used_at"] = utc(entry.used)
         try:
-            metadata = (not whole and entry.heading()) or entry.metadata()
-            row["url"], row["fetched_at"] = metadata.url, utc(metadata.fetched_at)
-            row["digest"], row["checked"] = metadata.digest, metadata.checked
-            row["etag"] = metadata.info.etag if isinstance(metadata, Metadata) else None
-            if metadata.url.startswith("s3://") and metadata.endpoint != endpoint:
-                row["endpoint"] = _other_endpoint(cache, entry.key, metadata.url)
-            row["path"], in_use = home.store.examine(entry, metadata.url)
+            heading = None if whole else entry.heading()
+            if heading is not None:
+                url, origin = heading["url"], heading["endpoint"]
+                row["fetched_at"] = datetime.fromisoformat(heading["fetched_at"])
+            else:
+                metadata = entry.metadata()
+                url, origin, row["digest"] = metadata.url, metadata.endpoint, metadata.digest
+                row["etag"], row["checked"] = metadata.info.etag, metadata.checked
+                row["fetched_at"] = utc(metadata.fetched_at)
+            row["url"] = url
+            if url.startswith("s3://") and origin != endpoint:
+                row["endpoint"] = _other_endpoint(cache, entry.key, url)
+            row["path"], in_use = home.store.examine(entry, url)
             is_pinned = entry.key in policy.pinned
             row["state"] = "pinned" if is_pinned else "in_use" if in_use else "ok"
-        except (DamagedError, OSError):
+        except (DamagedError, OSError, ValueError):  # ValueError: the sidecar has no valid date
             if not entry.path.exists():
                 continue  # another process has evicted it
             with contextlib.suppress(DamagedError, OSError):

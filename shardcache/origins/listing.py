@@ -35,7 +35,7 @@ _VERSION = re.compile(r"\?versionId=[^&?]+\Z")
 _GLOB = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
 #: Separates the parts of a specification. The ARN of a multi-region access point also has ``::``.
 _SEPARATOR = r"::(?![0-9]{12}:accesspoint)"
-#: What a specification that stands for itself does not have.
+#: A specification without any of these is one URL.
 _SPECIAL = re.compile(r"::|[{}$\\]")
 _VARIABLE = re.compile(r"\$\{(\w+)\}")
 #: ListObjectsV2 returns at most this many keys per request.

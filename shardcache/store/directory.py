@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from shardcache.clock import utc
 from shardcache.errors import ConfigError
@@ -71,37 +71,15 @@ def readable() -> Iterator[None]:
         raise DamagedError(f"it cannot be read ({exn.strerror})") from exn
 
 
-_TEXT = r'"([^"\\]*)"'
-#: The output of `Metadata.encode`, if no text before the ``object`` has escapes.
-_HEADING = re.compile(
-    rf'{{"schema": {SCHEMA}, "url": {_TEXT}, "key": {_TEXT}, "size": ([0-9]+), "digest": {_TEXT}, '
-    rf'"checked": (?:null|{_TEXT}), "fetched_at": {_TEXT}, "boot": {_TEXT}, "library": {_TEXT}, '
-    rf'"endpoint": (?:null|{_TEXT}), "object": {{.*}}}}\n'
+_TEXT = r"[ !#-\[\]-~]*"  # without quotes, escapes and control characters
+#: Matches the output of `Metadata.encode` if no text before the ``object`` has escapes. This takes
+#: 3 us, and `Metadata.decode` 14.
+HEADING = re.compile(
+    rf'{{"schema": {SCHEMA}, "url": "(?P<url>{_TEXT})", "key": "(?P<key>{_TEXT})", '
+    rf'"size": (?P<size>[0-9]+), "digest": "{_TEXT}", "checked": (?:null|"{_TEXT}"), '
+    rf'"fetched_at": "(?P<fetched_at>[0-9T:.-]+\+00:00)", "boot": "(?P<boot>{_TEXT})", '
+    rf'"library": "{_TEXT}", "endpoint": (?:null|"(?P<endpoint>{_TEXT})"), "object": {{.*}}}}\n'
 )
-
-
-class Heading(NamedTuple):
-    """The fields of `Metadata` except ``info``. Reading them takes 5 us instead of 17."""
-
-    url: str
-    key: str
-    size: int
-    digest: str
-    checked: str | None
-    fetched_at: float
-    boot: str
-    library: str
-    endpoint: str | None
-
-    @classmethod
-    def of(cls, sidecar: bytes) -> Heading | None:
-        """Return the heading of a sidecar; None if `Metadata.decode` must judge it."""
-        with contextlib.suppress(ValueError):
-            if (found := _HEADING.fullmatch(sidecar.decode("ascii"))) is not None:
-                url, key, size, digest, checked, date, *others = found.groups()
-                fetched_at = max(0.0, datetime.fromisoformat(date).timestamp())
-                return cls(url, key, int(size), digest, checked, fetched_at, *others)
-        return None
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ import errno
 import io
 import logging
 import os
+import re
 import stat
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -38,9 +39,9 @@ from shardcache.locks.flock import is_file, try_flock, wait_flock
 from shardcache.store.digest import file_digest
 from shardcache.store.directory import (
     GONE,
+    HEADING,
     MAX_SIDECAR,
     DamagedError,
-    Heading,
     Metadata,
     data_file,
     hide,
@@ -123,11 +124,12 @@ class Entry(NamedTuple):
             raise DamagedError("its sidecar describes another shard")
         return metadata
 
-    def heading(self) -> Heading | None:
-        """Read the main fields of the sidecar; return None in case of doubt. Raises OSError."""
-        heading = Heading.of(read_file(f"{self.directory}/{META}", MAX_SIDECAR))
-        is_own = heading is not None and (heading.key, heading.size) == (self.key, self.size)
-        return heading if is_own else None
+    def heading(self) -> re.Match[str] | None:
+        """Match the sidecar with `HEADING`; return None in case of doubt. Raises OSError."""
+        data = read_file(f"{self.directory}/{META}", MAX_SIDECAR)
+        found = HEADING.fullmatch(data.decode("ascii", "replace"))
+        is_own = found and (found["key"], found["size"]) == (self.key, str(self.size))
+        return found if is_own else None
 
     def name(self) -> str:
         """Return the URL of the shard or, if the sidecar is damaged, the name of the data file.
@@ -351,12 +353,10 @@ class Store:
             status, heading = os.lstat(f"{entry.directory}/{basename}"), entry.heading()
         except OSError:
             return False
-        return (
-            (status.st_size == entry.size and stat.S_ISREG(status.st_mode))
-            and status.st_mtime != 0.0  # `mark_replaced`
-            and heading is not None
-            and (not self._boot or heading.boot == self._boot)
-        )
+        is_data = stat.S_ISREG(status.st_mode) and status.st_size == entry.size
+        if not is_data or status.st_mtime == 0.0 or heading is None:  # 0.0: see `mark_replaced`
+            return False
+        return not self._boot or heading["boot"] == self._boot
 
     def put(self, directory: str, name: str, data: bytes) -> None:
         """Write a side file of an entry, in place of an earlier one. Raises OSError."""

@@ -52,12 +52,13 @@ def test_ls_selects_sorts_and_limits(run, warm, bucket, tmp_path):
 
 def test_ls_shows_damaged_entries(run, warm, tmp_path):
     with Cache(tmp_path / "cache") as cache:
-        truncated, scribbled, gone = (cache.entry(url) for url in warm[:3])
+        truncated, scribbled, gone, mistaken = (cache.entry(url) for url in warm)
+    (mistaken.path / "meta.json").write_bytes((truncated.path / "meta.json").read_bytes())
     os.chmod(truncated.data, 0o600)
     os.truncate(truncated.data, 3)
     (scribbled.path / "meta.json").write_text("{")
     (gone.path / "meta.json").unlink()
-    assert states(run).count("damaged") == 3
+    assert states(run).count("damaged") == 4
     paths = [row["path"] for row in json.loads(run("ls", "--json")[1])["shards"] if row["path"]]
     assert {str(truncated.data), str(scribbled.data), str(gone.data)}.issubset(paths)
 

@@ -65,8 +65,7 @@ class Modes:
             raise ConfigError(
                 f"this process is not in the group {group_name(group)}, which shared_group names; "
                 f"have its user added to it (and log in again), or run it with "
-                f"'sg {group_name(group)} -c ...'.",
-                option="shared_group",
+                f"'sg {group_name(group)} -c ...'."
             )
         return cls(group, 0o2770, 0o660, 0o440)
 

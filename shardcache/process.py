@@ -240,7 +240,7 @@ class Process:
                 self.reading.failed(at_once=True)
                 self.writing.failed(at_once=True)
                 log_unusable(exn, path, self._ranks)
-                raise UnusableError(exn.message, dir=path) from exn
+                raise UnusableError(exn.message) from exn
             elif not is_first:
                 raise
             else:

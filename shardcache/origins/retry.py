@@ -190,7 +190,6 @@ class Attempts:
         return kind(
             f"{self.url} could not be downloaded: {redact(str(exn))} ({ended}). {advice}.",
             url=self.url,
-            attempts=failures,
         )
 
 

@@ -360,7 +360,6 @@ class OriginReader:
                 f"{self._shard} was replaced while it was streamed; the bytes read so far are of "
                 f"the old version ({self._version}). Read the shard again.",
                 url=str(self._shard),
-                version=self._version,
             ) from exn
 
     def readinto(self, buffer: WriteableBuffer, position: int) -> int:

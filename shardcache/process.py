@@ -43,8 +43,6 @@ if TYPE_CHECKING:
     from shardcache.space.clean import Housekeeper
     from shardcache.space.eviction import Removal
 
-__all__ = ["PausedError", "Process", "Processes", "UnusableError", "log_unusable"]
-
 logger = logging.getLogger(__name__)
 
 #: Seconds that closing waits for copies to upstreams, enough for a shard or two to a NAS. An

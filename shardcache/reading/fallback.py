@@ -42,8 +42,6 @@ if TYPE_CHECKING:
     from shardcache.reading.readers import Reader
     from shardcache.urls import ShardURL
 
-__all__ = ["next_reader", "read_nearest", "read_past"]
-
 logger = logging.getLogger(__name__)
 
 _TOO_MANY_FILES = frozenset({errno.EMFILE, errno.ENFILE})

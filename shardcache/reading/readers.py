@@ -43,8 +43,6 @@ if TYPE_CHECKING:
 
     Reader: TypeAlias = "Opened | DownloadReader | OriginReader"
 
-__all__ = ["DownloadReader", "Expected", "OriginReader"]
-
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 

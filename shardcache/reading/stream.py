@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from shardcache.stats.counters import Counters
     from shardcache.urls import ShardURL
 
-__all__ = ["ShardStream"]
-
 
 class ShardStream(io.RawIOBase):
     """A stream of one version of a shard. For one thread at a time, as `io.BufferedReader` ensures.

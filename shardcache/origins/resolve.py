@@ -60,9 +60,7 @@ _FAILURES = 2
 class Origins:
     """The origins and the upstreams of one configuration. Threads may share it.
 
-    Args:
-        config: the options of the cache.
-        is_new: returns whether a kind of warning is the first of its job on this node.
+    ``is_new`` returns whether a kind of warning is the first of its job on this node.
     """
 
     def __init__(self, config: Config, is_new: Callable[[str], bool] = lambda kind: True) -> None:

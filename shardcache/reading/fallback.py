@@ -69,8 +69,6 @@ def next_reader(
     """Return the reader that replaces a failed reader.
 
     Args:
-        here: returns the `Process` of the calling process.
-        shard: the shard that is read.
         failed: the failed reader, which the caller closes.
         fault: the error of the failed reader.
         position: offset of the next byte to read.

@@ -47,7 +47,6 @@ class Finding:
     """The result of `Cache.verify` for one entry.
 
     Attributes:
-        entry: the entry.
         url: the URL of the entry's shard; None if the sidecar is damaged.
         state: the result.
         reason: why the state is not ``ok``.

@@ -415,7 +415,7 @@ class Process:
 
         Without ``wait``, a thread makes the copies, so that no reader waits for them.
         """
-        if not self.origins.writes_back:
+        if not any(upstream.write_back for upstream in self.config.upstreams):
             return
         data = Path(path)
 

@@ -110,11 +110,6 @@ class Origins:
             if (found := upstream.find(shard)) is not None:
                 yield found
 
-    @property
-    def writes_back(self) -> bool:
-        """Whether downloaded shards are copied to an upstream."""
-        return any(upstream.write_back for upstream in self._config.upstreams)
-
     def write_back(self, shard: ShardURL, data: Path, sidecar: bytes) -> None:
         """Copy an entry to all upstreams with ``write_back``. Faults are logged, not raised."""
         for upstream in self._upstreams:

@@ -69,13 +69,6 @@ class VerifyStatus:
     done: int = 0  #: entries that were checked
     passed: int = 0  #: bytes of the entries that were checked
 
-    def advance(self, *, shards: int = 0, bytes: int = 0, done: int = 0, passed: int = 0) -> None:
-        """Add to the counts."""
-        self.shards += shards
-        self.bytes += bytes
-        self.done += done
-        self.passed += passed
-
 
 def differs(then: ObjectInfo, now: ObjectInfo) -> str | None:
     """Describe how version ``now`` differs from version ``then``, or return None if it does not.
@@ -135,7 +128,7 @@ class Verifier:
         if not 0 < self.sample <= 1:
             raise ConfigError(f"sample={self.sample!r} is no share: give one above 0 and up to 1")
         self._ended = False
-        self._guard = threading.Lock()  # guards `status`
+        self._guard = threading.Lock()  # guards `status.passed`
         self._digests: dict[tuple[str, int, int], str] = {}  # by key, device and inode
         self._remote: dict[tuple[str, str], tuple[State, str]] = {}  # by key and version
         self._unreachable = Counter[str]()  # consecutive shards without a response, by bucket/host
@@ -149,11 +142,11 @@ class Verifier:
         if self.sample < 1:
             shards = random.SystemRandom().sample(shards, math.ceil(len(shards) * self.sample))
         entries = [entry for copies in shards for _, entry in copies]
-        self.status.advance(shards=len(entries), bytes=sum(entry.size for entry in entries))
+        self.status.shards, self.status.bytes = len(entries), sum(e.size for e in entries)
         pool = ThreadPoolExecutor(_THREADS, "shardcache-verify")
         try:
             for copies, results in zip(shards, pool.map(self._shard, shards), strict=True):
-                self.status.advance(done=len(copies))
+                self.status.done += len(copies)
                 yield from results
         finally:
             self._ended = True
@@ -194,7 +187,7 @@ class Verifier:
             return finding if self.sole is None else self._set_aside(store, finding, before)
         finally:
             with self._guard:
-                self.status.advance(passed=entry.size)
+                self.status.passed += entry.size
         # Readers get the newest of several versions, so only that one may be outdated.
         newest = next(store.entries_of(entry.key), entry)
         if not self.remote or newest.directory != entry.directory:

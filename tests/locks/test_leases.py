@@ -1,7 +1,5 @@
 """Leases: nodes that share a directory download a shard once, and dead nodes lose their leases."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import socket

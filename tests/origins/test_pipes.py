@@ -1,7 +1,5 @@
 """``pipe:`` URLs."""
 
-from __future__ import annotations
-
 import pickle
 from pathlib import Path
 

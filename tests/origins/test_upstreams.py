@@ -1,7 +1,5 @@
 """Upstreams: reading copies from them, writing copies to them, and damaged copies."""
 
-from __future__ import annotations
-
 import logging
 import pickle
 import socket

@@ -1,7 +1,5 @@
 """Cleaning by command and in the background."""
 
-from __future__ import annotations
-
 import os
 import threading
 from collections.abc import Callable

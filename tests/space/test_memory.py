@@ -1,7 +1,5 @@
 """Free space of a filesystem, and memory that the cgroups of the process allow."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path

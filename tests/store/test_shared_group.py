@@ -1,7 +1,5 @@
 """One cache for all users of a group, with real users and several umasks."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

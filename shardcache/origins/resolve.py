@@ -89,11 +89,6 @@ class Origins:
                 self._made[key] = _make(shard, options, config.endpoint_url, config.timeout)
             return self._made[key]
 
-    def add(self, scheme: str, origin: Origin) -> None:
-        """Use ``origin`` for all URLs with this scheme."""
-        with self._guard:
-            self._made[scheme, (), ""] = origin
-
     def prepare(self, shard: ShardURL) -> None:
         """Set up the client that reads a shard, so that a later request need not.
 

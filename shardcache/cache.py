@@ -37,12 +37,10 @@ from shardcache.urls import ShardURL, redact
 if TYPE_CHECKING:
     from shardcache.origins.listing import Selection
     from shardcache.results import Event, PrewarmReport
-    from shardcache.space.clean import CleanReport
+    from shardcache.space.eviction import CleanReport
     from shardcache.stats.database import Sample
     from shardcache.stats.summary import Stats
     from shardcache.store.verify import Finding, VerifyStatus
-
-__all__ = ["Cache", "attach", "default_cache", "url_opener"]
 
 logger = logging.getLogger(__name__)
 

@@ -18,8 +18,6 @@ from typing import NamedTuple
 
 from shardcache.errors import ConfigError
 
-__all__ = ["PROGRAMS", "Program", "read_command"]
-
 
 class Program(NamedTuple):
     """A program that can write an object to its standard output.

@@ -477,12 +477,7 @@ class Loaded(NamedTuple):
     def completed(self, limits: Mapping[str, Any], source: str) -> Loaded:
         """Return a copy in which ``limits`` replace the limits that no source has set.
 
-        Args:
-            limits: the values by name.
-            source: the source to record for the replaced limits.
-
-        Raises:
-            ConfigError: a value is not valid.
+        ``source`` is recorded as theirs. Raises ConfigError if a value is not valid.
         """
         changes = {
             name: limits[name]

@@ -65,8 +65,7 @@ class Modes:
             raise ConfigError(
                 f"this process is not in the group {group_name(group)}, which shared_group names; "
                 f"have its user added to it (and log in again), or run it with "
-                f"'sg {group_name(group)} -c ...'.",
-                option="shared_group",
+                f"'sg {group_name(group)} -c ...'."
             )
         return cls(group, 0o2770, 0o660, 0o440)
 
@@ -323,9 +322,7 @@ class Breaker:
             self._until = clock.monotonic() + _PAUSE
         return was_closed and not self.closed
 
-    def succeeded(self) -> bool:
-        """Reset the count of faults after a success. Return whether this closed the breaker."""
-        if not self.faults or self.left:
-            return False
-        was_open, self.faults = not self.closed, 0
-        return was_open
+    def succeeded(self) -> None:
+        """Reset the count of faults after a success, unless it is of a call before the pause."""
+        if not self.left:
+            self.faults = 0

@@ -43,8 +43,6 @@ if TYPE_CHECKING:
     from shardcache.space.clean import Housekeeper
     from shardcache.space.eviction import Removal
 
-__all__ = ["PausedError", "Process", "Processes", "UnusableError", "log_unusable"]
-
 logger = logging.getLogger(__name__)
 
 #: Seconds that closing waits for copies to upstreams, enough for a shard or two to a NAS. An
@@ -240,7 +238,7 @@ class Process:
                 self.reading.failed(at_once=True)
                 self.writing.failed(at_once=True)
                 log_unusable(exn, path, self._ranks)
-                raise UnusableError(exn.message, dir=path) from exn
+                raise UnusableError(exn.message) from exn
             elif not is_first:
                 raise
             else:
@@ -417,7 +415,7 @@ class Process:
 
         Without ``wait``, a thread makes the copies, so that no reader waits for them.
         """
-        if not self.origins.writes_back:
+        if not any(upstream.write_back for upstream in self.config.upstreams):
             return
         data = Path(path)
 

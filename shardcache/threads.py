@@ -21,8 +21,6 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, Generic, TypeVar
 
-__all__ = ["lazy", "start", "undivided"]
-
 T = TypeVar("T")
 
 #: Maximum seconds that a fork waits for other threads: an import from a slow disk may take as long.

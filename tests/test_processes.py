@@ -66,9 +66,8 @@ def test_eight_processes_and_four_cold_shards_cost_four_object_fetches(s3, bucke
             return [cache.open(f"s3://{path}").read() for path in shards] == [*shards.values()]
 
     assert all(together(8, read_all))
-    traffic = proxy.summary()
-    assert {path: t.object_fetches for path, t in traffic.items()} == dict.fromkeys(shards, 1)
-    received = sum(t.body_bytes for t in traffic.values())
+    assert proxy.fetches() == dict.fromkeys(shards, 1)
+    received = proxy.received()
     assert received == sum(map(len, shards.values()))
     found = Cache(root).stats()
     assert (found.opens, found.misses, found.fetches, found.failed) == (32, 4, 4, 0)
@@ -91,21 +90,18 @@ def test_others_resume_the_download_of_a_killed_process(url, proxy, root):
         victim.kill()
         proxy.resume()
         assert [other.hear() for other in others] == [STORED] * 3
-    assert sum(t.body_bytes for t in proxy.summary().values()) < 1.3 * len(SHARD)
+    assert proxy.received() < 1.3 * len(SHARD)
     assert partials(root) == []
 
 
 @pytest.mark.locks_work
 @pytest.mark.parametrize(("max_size", "requests"), [("10GB", 2), ("1MB", 1)])
 def test_a_hanging_process_counts_its_bytes(url, proxy, root, max_size, requests):
-    def sent():
-        return sum(traffic.body_bytes for traffic in proxy.summary().values())
-
     proxy.pause(2 * BLOCK)  # in each part, or in the stream
     other = functools.partial(reader, max_size=max_size)
     with forked(other, root, url) as child, Cache(root, min_free=0) as cache:
         child.tell()
-        wait_until(lambda: requests * 2 * BLOCK <= sent() == cache.stats().bytes_origin)
+        wait_until(lambda: requests * 2 * BLOCK <= proxy.received() == cache.stats().bytes_origin)
         if requests == 2:
             cache.open(url).close()
             assert (cache.stats().coalesced, cache.stats().misses) == (1, 0)
@@ -159,6 +155,6 @@ def test_containers_with_equal_pids_share_one_fetch(url, root, proxy):
             reader.stdin.flush()
         stored = f"{hashlib.sha256(SHARD).hexdigest()} True\n"
         assert [reader.stdout.readline() for reader in readers] == [stored] * 4
-        assert sum(t.object_fetches for t in proxy.summary().values()) == 1
+        assert proxy.fetches().total() == 1
         sessions = list((root / "v1/sessions").glob("*.session"))
         assert len(sessions) == 4

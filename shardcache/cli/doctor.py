@@ -36,9 +36,8 @@ from shardcache.origins.endpoints import endpoint_of, parser, s3_access, scheme_
 from shardcache.origins.resolve import Origins
 from shardcache.origins.retry import RetryPolicy
 from shardcache.origins.s3 import S3Origin
-from shardcache.ranks import detect
 from shardcache.space.eviction import total_bytes
-from shardcache.space.memory import Volume, allocation, cpu_quota, is_memory
+from shardcache.space.memory import Volume, allocation, is_memory
 from shardcache.store.entry import Store
 from shardcache.store.root import check_usable
 from shardcache.units import format_bytes, format_duration, format_rate
@@ -69,10 +68,10 @@ _SKEW = 300
 def doctor_command(invocation: Invocation, url: str | None) -> ExitCode:
     """Check that the machine fits the configuration.
 
-    Checks directories, filesystems, memory, limits and CPUs, the credentials and their expiry,
-    the addresses and the clock of the endpoint, and with --url the origin. One signed request
-    tries the credentials. Each finding is ok, warn or fail, with advice. Changes nothing. Exits
-    with 4 if a check failed.
+    Checks directories, filesystems, memory and limits, the credentials and their expiry, the
+    addresses and the clock of the endpoint, and with --url the origin. One signed request tries
+    the credentials. Each finding is ok, warn or fail, with advice. Changes nothing. Exits with 4
+    if a check failed.
 
     \b
     Examples:
@@ -104,7 +103,6 @@ def _examine(config: Config, url: str | None) -> Iterator[dict[str, str]]:
             yield from rows
             if check is _owner and rows[0]["level"] == "fail":
                 break  # the other checks would fail as well
-    yield from _run(_cpus, "CPUs")
     yield from _run(_credentials, "S3", config, timeout=_DEAD_SERVICE)
     yield from _run(_endpoint, "endpoint", config, url, timeout=_DEAD_SERVICE)
     if url is not None:
@@ -212,23 +210,6 @@ def _space(tier: Config) -> Findings:
     if inodes.f_files and inodes.f_favail < 5:  # the number that one shard needs
         fix = "Remove small files on that disk (df -i), or make the filesystem with more inodes."
         yield "fail", f"{inodes.f_favail:,} of {inodes.f_files:,} inodes free", fix
-
-
-def _cpus() -> Findings:
-    """Check that each rank has CPUs for some DataLoader workers."""
-    rank = detect()
-    ranks, slurm = rank.local_size or 1, rank.source == "slurm"
-    total, quota = os.cpu_count() or 1, cpu_quota()
-    usable = min(len(os.sched_getaffinity(0)), quota or total)
-    # srun binds each task to its own CPUs, so the usable CPUs are those of one rank.
-    each = usable if slurm and usable < total else usable / ranks
-    text = f"{usable:g} of {total} usable, {each:.3g} for each of {counted(ranks, 'rank')}"
-    if each >= 2 and usable >= total / 2:
-        yield "ok", text, ""
-    else:
-        fix = "Request more CPUs (Slurm: --cpus-per-task, Kubernetes: limits.cpu), "
-        fix += f"or start at most {max(1, int(each) - 1)} workers per rank (num_workers)."
-        yield "warn", text, fix
 
 
 def _credentials(config: Config) -> Findings:

@@ -132,9 +132,7 @@ class Invocation:
     def cache(self, loaded: Loaded | None = None, **options: Any) -> Cache:
         """Open the cache in strict mode, in which faults of the cache raise errors.
 
-        Args:
-            loaded: the configuration; the default is `loaded_with_job_limits`.
-            options: override options of the configuration.
+        ``loaded`` is the configuration (default: `loaded_with_job_limits`).
 
         Raises:
             ConfigError: the directory is not a cache, and cannot be made one. If the user mistyped

@@ -93,15 +93,8 @@ def render(
 ) -> dict[str, str]:
     """Fill in the templates of a kind, and return the text of each file by the file's name.
 
-    Args:
-        kind: cron, systemd, slurm or k8s.
-        program: the words of the command that runs shardcache.
-        directory: the directory of the cache.
-        variables: options to set, as ``NAME=value``.
-        prewarm: the SPECs to prewarm.
-
-    Raises:
-        ConfigError: a SPEC contains a credential.
+    ``program`` are the words of the command that runs shardcache, ``variables`` the options to set,
+    as ``NAME=value``. Raises ConfigError if a SPEC of ``prewarm`` contains a credential.
     """
     if secret := next((redact(spec) for spec in prewarm if redact(spec) != spec), None):
         raise ConfigError(

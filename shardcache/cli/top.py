@@ -73,9 +73,7 @@ class Watcher:
     def snapshot(self, config: Config | None = None) -> Snapshot:
         """Return a snapshot whose counters and rates cover the last `_SMOOTH` intervals.
 
-        Args:
-            config: the current configuration, whose limits change when a job starts. The default
-                is the configuration of the cache.
+        ``config`` has the current limits, which change when a job starts (default: the cache's).
         """
         now, history = clock.monotonic(), self._history
         # The samples of the last hour, which is longer than any rate is averaged over.

@@ -137,9 +137,7 @@ class KeyLock:
 
     A forked child closes the lock file, so that only the parent keeps the lock.
 
-    Attributes:
-        path: the lock file.
-        left: the record of the previous holder, if any. It names the partial of a killed download.
+    ``left`` is the record of the previous holder, which names the partial of a killed download.
     """
 
     def __init__(self, path: Path, modes: Modes = PRIVATE) -> None:

@@ -95,12 +95,6 @@ def mount_of(path: Path | str) -> Mount | None:
     return best
 
 
-def is_local(path: Path | str) -> bool:
-    """Return whether only this machine can use a path's filesystem; False if that is unknown."""
-    mount = mount_of(path)
-    return mount is not None and mount.is_local
-
-
 def lock_kind(config: Config, manifest: Mapping[str, object]) -> str:
     """Return the kind of lock for a cache, ``flock`` or ``lease``, given its manifest.
 
@@ -109,8 +103,9 @@ def lock_kind(config: Config, manifest: Mapping[str, object]) -> str:
     """
     if config.locks != "auto":
         return config.locks
-    stated = manifest.get("locks")
-    return "flock" if stated != "lease" and is_local(config.dir) else "lease"
+    if manifest.get("locks") == "lease" or (mount := mount_of(config.dir)) is None:
+        return "lease"
+    return "flock" if mount.is_local else "lease"
 
 
 def node_namespace(config: Config) -> Layout:

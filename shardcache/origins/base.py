@@ -54,7 +54,6 @@ def refusal(
     """Return the exception for a refused request of any protocol.
 
     Args:
-        shard: the shard.
         status: the HTTP status, or its nearest equivalent.
         reason: the name of the server and its reason for the refusal, without secrets.
         hint: advice for the error message if access is denied.
@@ -184,7 +183,6 @@ class Origin(Protocol):
         """Request a range of bytes.
 
         Args:
-            shard: the shard.
             start: offset of the first byte.
             stop: offset after the last byte, which may exceed the size; None reads to the end.
             expected: the version that the response must have; None accepts any version.

@@ -148,8 +148,6 @@ def chain_error(exn: Exception, shard: ShardURL, profile: str | None, *, worked:
     """Return the exception that an origin raises for an exception of botocore's credential chain.
 
     Args:
-        exn: the exception of botocore.
-        shard: the requested shard.
         profile: the AWS profile in use, for the advice in the message.
         worked: whether the store has accepted credentials of this process before. Only then is an
             ended login waited for.

@@ -169,8 +169,6 @@ class FsspecOrigin:
         A function that never returns leaves a daemon thread behind, so the process can still end.
 
         Args:
-            shard: the shard, for errors.
-            function: uses the filesystem.
             outcome: receives the result. Another thread may set an exception, to end the wait.
             timed: whether the call fails after the timeout.
         """

@@ -11,7 +11,7 @@ import contextlib
 import logging
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 from shardcache import clock
@@ -113,10 +113,6 @@ class Selection:
 
     def __contains__(self, url: str) -> bool:
         return url in self.named or any(matches(url) for matches in self.patterns)
-
-    def of(self, urls: Iterable[str]) -> list[str]:
-        """Return the selected ones of ``urls``."""
-        return [url for url in urls if url in self]
 
 
 def _is_choice(part: str) -> bool:

@@ -60,9 +60,7 @@ _FAILURES = 2
 class Origins:
     """The origins and the upstreams of one configuration. Threads may share it.
 
-    Args:
-        config: the options of the cache.
-        is_new: returns whether a kind of warning is the first of its job on this node.
+    ``is_new`` returns whether a kind of warning is the first of its job on this node.
     """
 
     def __init__(self, config: Config, is_new: Callable[[str], bool] = lambda kind: True) -> None:
@@ -91,11 +89,6 @@ class Origins:
                 self._made[key] = _make(shard, options, config.endpoint_url, config.timeout)
             return self._made[key]
 
-    def add(self, scheme: str, origin: Origin) -> None:
-        """Use ``origin`` for all URLs with this scheme."""
-        with self._guard:
-            self._made[scheme, (), ""] = origin
-
     def prepare(self, shard: ShardURL) -> None:
         """Set up the client that reads a shard, so that a later request need not.
 
@@ -111,11 +104,6 @@ class Origins:
         for upstream in self._upstreams:
             if (found := upstream.find(shard)) is not None:
                 yield found
-
-    @property
-    def writes_back(self) -> bool:
-        """Whether downloaded shards are copied to an upstream."""
-        return any(upstream.write_back for upstream in self._config.upstreams)
 
     def write_back(self, shard: ShardURL, data: Path, sidecar: bytes) -> None:
         """Copy an entry to all upstreams with ``write_back``. Faults are logged, not raised."""

@@ -125,7 +125,9 @@ class Attempts:
             retry=tenacity.retry_if_exception(self._is_repeated),
             stop=self._is_over,
             # The jitter is added to Retry-After, because many clients get the same number.
-            wait=lambda state: _retry_after(_error_of(state)) + jitter(state),
+            wait=lambda state: (
+                min(_error_of(state).retry_after or 0.0, RETRY_AFTER_CAP) + jitter(state)
+            ),
             sleep=sleep,
             before_sleep=self._report,
             reraise=True,
@@ -190,12 +192,7 @@ class Attempts:
         return kind(
             f"{self.url} could not be downloaded: {redact(str(exn))} ({ended}). {advice}.",
             url=self.url,
-            attempts=failures,
         )
-
-
-def _retry_after(exn: TransientError) -> float:
-    return min(exn.retry_after or 0.0, RETRY_AFTER_CAP)
 
 
 def _error_of(state: RetryCallState) -> TransientError:

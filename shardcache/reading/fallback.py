@@ -42,8 +42,6 @@ if TYPE_CHECKING:
     from shardcache.reading.readers import Reader
     from shardcache.urls import ShardURL
 
-__all__ = ["next_reader", "read_nearest", "read_past"]
-
 logger = logging.getLogger(__name__)
 
 _TOO_MANY_FILES = frozenset({errno.EMFILE, errno.ENFILE})
@@ -71,8 +69,6 @@ def next_reader(
     """Return the reader that replaces a failed reader.
 
     Args:
-        here: returns the `Process` of the calling process.
-        shard: the shard that is read.
         failed: the failed reader, which the caller closes.
         fault: the error of the failed reader.
         position: offset of the next byte to read.

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from shardcache.store.entry import Opened
     from shardcache.urls import ShardURL
 
-__all__ = ["Lookahead", "Prefetcher"]
-
 logger = logging.getLogger(__name__)
 
 

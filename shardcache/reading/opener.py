@@ -33,8 +33,6 @@ from shardcache.urls import ShardURL, advise_scheme
 if TYPE_CHECKING:
     from shardcache.reading.readers import Reader
 
-__all__ = ["Opener"]
-
 logger = logging.getLogger(__name__)
 
 #: Seconds between attempts to pin an entry while a stopped process is about to evict it.

@@ -43,8 +43,6 @@ if TYPE_CHECKING:
 
     Reader: TypeAlias = "Opened | DownloadReader | OriginReader"
 
-__all__ = ["DownloadReader", "Expected", "OriginReader"]
-
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
@@ -360,7 +358,6 @@ class OriginReader:
                 f"{self._shard} was replaced while it was streamed; the bytes read so far are of "
                 f"the old version ({self._version}). Read the shard again.",
                 url=str(self._shard),
-                version=self._version,
             ) from exn
 
     def readinto(self, buffer: WriteableBuffer, position: int) -> int:

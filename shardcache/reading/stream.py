@@ -33,15 +33,11 @@ if TYPE_CHECKING:
     from shardcache.stats.counters import Counters
     from shardcache.urls import ShardURL
 
-__all__ = ["ShardStream"]
-
 
 class ShardStream(io.RawIOBase):
     """A stream of one version of a shard. For one thread at a time, as `io.BufferedReader` ensures.
 
     Args:
-        here: returns the `Process` of the calling process.
-        shard: the shard to read.
         reader: the first reader, which the stream closes.
         counters: the counters of this process. A forked child adds to a copy, which nothing writes.
 

@@ -23,8 +23,6 @@ from shardcache.space.tiers import Tier
 from shardcache.stats import database
 from shardcache.store.entry import Store
 
-__all__ = ["CleanReport", "Housekeeper", "clean", "joined", "remove"]
-
 logger = logging.getLogger(__name__)
 
 #: Seconds between two cleanings of a node, and seconds that a process waits before its first

@@ -5,8 +5,8 @@ writes do not fail with ENOSPC: the kernel kills a process, and with it the cont
 all parent cgroups apply as well. The page cache of files on disks counts as free memory, because
 the kernel reclaims it first.
 
-Sources: the kernel's admin-guide/cgroup-v2.rst (memory.max, memory.current, memory.stat, cpu.max)
-and cgroup-v1/memory.rst (the ``total_`` rows include the levels below), scheduler/sched-bwc.rst.
+Sources: the kernel's admin-guide/cgroup-v2.rst (memory.max, memory.current, memory.stat) and
+cgroup-v1/memory.rst (the ``total_`` rows include the levels below).
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def memory_headroom() -> Volume | None:
     """Return the volume of the cgroup with the least free memory, or None if none has a limit."""
     headrooms = []
     with contextlib.suppress(OSError, ValueError):  # no cgroups, or unknown files
-        for level, v1 in _levels("memory"):
+        for level, v1 in _levels():
             stated = _read(level, "memory.limit_in_bytes" if v1 else "memory.max")
             if stated == "max" or int(stated) >= _UNLIMITED:
                 continue
@@ -123,35 +123,21 @@ def memory_headroom() -> Volume | None:
     return min(headrooms, key=lambda volume: volume.free, default=None)
 
 
-def cpu_quota() -> float | None:
-    """Return the lowest CPU quota of the cgroups, as a number of CPUs; None if none has a quota."""
-    quotas = []
-    with contextlib.suppress(OSError, ValueError):
-        for level, v1 in _levels("cpu"):
-            names = ("cpu.cfs_quota_us", "cpu.cfs_period_us") if v1 else ("cpu.max",)
-            quota, period = " ".join(_read(level, name) for name in names).split()
-            if quota not in ("max", "-1"):
-                quotas.append(int(quota) / int(period))
-    return min(quotas, default=None)
-
-
 def _read(level: Path, name: str) -> str:
     return (level / name).read_text("ascii").strip()
 
 
 @functools.cache  # because a process stays in its cgroup
-def _levels(controller: str) -> tuple[tuple[Path, bool], ...]:
+def _levels() -> tuple[tuple[Path, bool], ...]:
     """Return the directories of this process's cgroup and its parents, and whether each is v1."""
     paths: dict[str, str] = {}
     for line in _MEMBERSHIP.read_text("utf-8", "surrogateescape").splitlines():
         _, controllers, path = line.split(":", 2)
         paths |= dict.fromkeys(controllers.split(","), path)
-    v1 = controller in paths  # a controller is either in a v1 hierarchy or in the v2 hierarchy
-    path = paths.get(controller if v1 else "", "/")
+    v1 = "memory" in paths  # a controller is either in a v1 hierarchy or in the v2 hierarchy
+    path = paths.get("memory" if v1 else "", "/")
     for mount in read_mounts():
-        if mount.type == ("cgroup" if v1 else "cgroup2") and (
-            not v1 or controller in mount.options
-        ):
+        if mount.type == ("cgroup" if v1 else "cgroup2") and (not v1 or "memory" in mount.options):
             # A container may see its path on the host, but only its own part of the tree. The top
             # of that part is then its cgroup.
             relative = os.path.relpath(path, mount.root)

@@ -73,9 +73,7 @@ def make_root(config: Config) -> Layout:
     try:
         modes.make_directory(root, levels=99)
     except (FileExistsError, NotADirectoryError) as exn:
-        raise ConfigError(
-            f"{exn.filename} is not a directory. Set dir to a directory.", dir=root
-        ) from exn
+        raise ConfigError(f"{exn.filename} is not a directory. Set dir to a directory.") from exn
     check_manifest(config)
     check_root(config)
     check_foreign(root)
@@ -105,8 +103,7 @@ def check_usable(config: Config) -> None:
         path = next(each for each in (root, *root.parents) if each.exists())
         if not path.is_dir():
             raise ConfigError(
-                f"{path} is not a directory. Point dir at a directory, or at a name in one.",
-                dir=root,
+                f"{path} is not a directory. Point dir at a directory, or at a name in one."
             )
         check_manifest(config)
         if path == root:
@@ -126,8 +123,7 @@ def unusable(root: Path, exn: OSError) -> ConfigError:
     how = f" (mount -o remount,rw {shlex.quote(str(path))})" if exn.errno == errno.EROFS else ""
     return ConfigError(
         f"{path} cannot be written ({exn.strerror or exn}). Point dir (--dir, SHARDCACHE_DIR) at a "
-        f"directory that this user may write, or make this one writable{how}.",
-        dir=root,
+        f"directory that this user may write, or make this one writable{how}."
     )
 
 
@@ -136,16 +132,14 @@ def check_foreign(root: Path) -> None:
     check_links(Layout.of_root(root))
     if root.exists() and not root.is_dir():
         raise ConfigError(
-            f"{root} is not a shardcache directory: it is a file. Set dir to a directory.",
-            dir=root,
+            f"{root} is not a shardcache directory: it is a file. Set dir to a directory."
         )
     names = [] if is_cache(root) else sorted(list_names(root.resolve()))
     if strange := [n for n in names if n not in _ROOT_NAMES and not is_temporary_name(n)]:
         shown = ", ".join(strange[:3]) + (", ..." if strange[3:] else "")
         raise ConfigError(
             f"{root} is not a shardcache directory, and it has other files in it ({shown}). "
-            f"Give the cache a directory of its own, such as {root / 'shards'}.",
-            dir=root,
+            f"Give the cache a directory of its own, such as {root / 'shards'}."
         )
 
 
@@ -165,8 +159,7 @@ def require_cache(root: Path) -> None:
         why = "it has no manifest.json" if root.exists() else "it does not exist"
         raise ConfigError(
             f"{root} is not a shardcache directory ({why}), so nothing in it is touched. "
-            "Check dir (--dir, SHARDCACHE_DIR).",
-            dir=root,
+            "Check dir (--dir, SHARDCACHE_DIR)."
         )
 
 
@@ -196,7 +189,7 @@ def check_root(config: Config) -> None:
     root = config.dir
     reason = Modes.of(config.shared_group).objection(root, root.stat())
     if reason is not None:
-        raise ConfigError(reason, dir=root)
+        raise ConfigError(reason)
     check_links(Layout.of_root(root))
 
 
@@ -206,8 +199,7 @@ def check_links(layout: Layout) -> None:
     if linked is not None:
         raise ConfigError(
             f"{linked} is a symbolic link, and shardcache does not follow links in a cache. "
-            "Set dir to the directory that it points to.",
-            dir=layout.base,
+            "Set dir to the directory that it points to."
         )
 
 
@@ -243,7 +235,7 @@ def check_manifest(config: Config) -> None:
         )
     else:
         return
-    raise ConfigError(reason, dir=root)
+    raise ConfigError(reason)
 
 
 def identity(root: Path, namespace: Layout) -> Identity | None:

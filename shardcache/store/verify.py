@@ -47,7 +47,6 @@ class Finding:
     """The result of `Cache.verify` for one entry.
 
     Attributes:
-        entry: the entry.
         url: the URL of the entry's shard; None if the sidecar is damaged.
         state: the result.
         reason: why the state is not ``ok``.
@@ -69,13 +68,6 @@ class VerifyStatus:
     bytes: int = 0  #: bytes of the entries to check
     done: int = 0  #: entries that were checked
     passed: int = 0  #: bytes of the entries that were checked
-
-    def advance(self, *, shards: int = 0, bytes: int = 0, done: int = 0, passed: int = 0) -> None:
-        """Add to the counts."""
-        self.shards += shards
-        self.bytes += bytes
-        self.done += done
-        self.passed += passed
 
 
 def differs(then: ObjectInfo, now: ObjectInfo) -> str | None:
@@ -136,7 +128,7 @@ class Verifier:
         if not 0 < self.sample <= 1:
             raise ConfigError(f"sample={self.sample!r} is no share: give one above 0 and up to 1")
         self._ended = False
-        self._guard = threading.Lock()  # guards `status`
+        self._guard = threading.Lock()  # guards `status.passed`
         self._digests: dict[tuple[str, int, int], str] = {}  # by key, device and inode
         self._remote: dict[tuple[str, str], tuple[State, str]] = {}  # by key and version
         self._unreachable = Counter[str]()  # consecutive shards without a response, by bucket/host
@@ -150,11 +142,11 @@ class Verifier:
         if self.sample < 1:
             shards = random.SystemRandom().sample(shards, math.ceil(len(shards) * self.sample))
         entries = [entry for copies in shards for _, entry in copies]
-        self.status.advance(shards=len(entries), bytes=sum(entry.size for entry in entries))
+        self.status.shards, self.status.bytes = len(entries), sum(e.size for e in entries)
         pool = ThreadPoolExecutor(_THREADS, "shardcache-verify")
         try:
             for copies, results in zip(shards, pool.map(self._shard, shards), strict=True):
-                self.status.advance(done=len(copies))
+                self.status.done += len(copies)
                 yield from results
         finally:
             self._ended = True
@@ -195,7 +187,7 @@ class Verifier:
             return finding if self.sole is None else self._set_aside(store, finding, before)
         finally:
             with self._guard:
-                self.status.advance(passed=entry.size)
+                self.status.passed += entry.size
         # Readers get the newest of several versions, so only that one may be outdated.
         newest = next(store.entries_of(entry.key), entry)
         if not self.remote or newest.directory != entry.directory:

@@ -218,8 +218,7 @@ def board_for(per: Scope, directory: str | os.PathLike[str] | None, job: str | N
         raise ConfigError(
             f"The {world_size()} ranks of this job have no place to meet. Pass dir=, or set "
             f"{DIRECTORY_VARIABLE}, to a directory that all of them share, or call "
-            "torch.distributed.init_process_group() first.",
-            variable=DIRECTORY_VARIABLE,
+            "torch.distributed.init_process_group() first."
         )
     return FileBoard(place / where)
 
@@ -252,7 +251,6 @@ def job_name(job: str | None = None) -> str:
     if name is None:
         raise ConfigError(
             f"The {found.world_size} ranks of this job have no name in common. Pass job=, start "
-            f"torchrun with --rdzv-id, or set {ranks.JOB_VARIABLE} to the same text on all nodes.",
-            variable=ranks.JOB_VARIABLE,
+            f"torchrun with --rdzv-id, or set {ranks.JOB_VARIABLE} to the same text on all nodes."
         )
     return safe_name("-".join([name, *(os.environ.get(each) or "0" for each in _COUNTS)]))

@@ -154,8 +154,7 @@ def _make(path: Path, mode: int) -> bool:
     obstacle = "a file" if found is not None else "a symbolic link to a missing target"
     raise InTheWayError(
         f"No directory can be created at {path}: it is {obstacle}. "
-        "Remove or rename it, or choose another path.",
-        path=str(path),
+        "Remove or rename it, or choose another path."
     )
 
 

@@ -119,14 +119,6 @@ def test_impossible_limits_are_named(ask, tmp_path, monkeypatch):
         assert level("1MiB", "5MB", "other") == "fail"
 
 
-def test_too_few_cpus_per_rank_are_named(ask, monkeypatch):
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-        monkeypatch.setenv(name, "0" if name == "RANK" else "1000")
-    assert "for each of 1,000 ranks" in of(ask()[1], "cpus", "warn")["found"]
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "many")
-    assert of(ask()[1], "cpus", "fail")
-
-
 def test_credentials_and_endpoint_are_shown_without_secrets(run, ask, monkeypatch):
     assert of(ask()[1], "credentials", "warn")["found"] == "endpoint AWS, no credentials"
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "hush")

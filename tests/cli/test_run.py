@@ -51,7 +51,7 @@ def test_workers_read_through_the_cache(method, program, spec, proxy, tmp_path):
     command = "run", "-o", "min_free=0", "--", *program(TRAINING), spec, method
     code, out, err = run_process(*command, directory=tmp_path / "cache")
     assert (code, out) == (7, "80 80\n" * 2), err
-    assert [t.object_fetches for t in proxy.summary().values()] == [1] * SHARDS
+    assert [*proxy.fetches().values()] == [1] * SHARDS
     assert (
         f"{2 * SHARDS} shards opened, {SHARDS} of them from the cache in {tmp_path}/cache;" in err
     )

@@ -1,7 +1,5 @@
 """Leases: nodes that share a directory download a shard once, and dead nodes lose their leases."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import socket
@@ -98,6 +96,5 @@ def test_two_nodes_download_a_shard_once(s3, bucket, proxy, s3_environment, tmp_
         second.tell()
         # Each node has its own sessions, so the nodes share only the leases.
         assert [first.hear(), second.hear()] == [["shardcache"]] * 2
-    fetches = {name: seen.object_fetches for name, seen in proxy.summary().items()}
-    assert fetches == {f"{bucket}/{name}": 1 for name in shards}
+    assert proxy.fetches() == {f"{bucket}/{name}": 1 for name in shards}
     assert not [p for p in (tmp_path / "cache/v1/locks").rglob("*") if p.is_file()]

@@ -1,7 +1,5 @@
 """Locks: exclusive while held, and free when the holder dies."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os

@@ -1,7 +1,5 @@
 """The kind of lock depends on the filesystem of the cache."""
 
-from __future__ import annotations
-
 import fcntl
 import logging
 import os

@@ -1,7 +1,5 @@
 """Sessions of live processes, and the processes that wait for a shard."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

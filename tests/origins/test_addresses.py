@@ -1,7 +1,5 @@
 """Hosts with several addresses, some of them dead, on real sockets."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import re

@@ -4,8 +4,6 @@ No response may lead to a wrong entry, to wrong bytes without an error, or to a 
 the next request fails.
 """
 
-from __future__ import annotations
-
 import gzip
 import ssl
 from collections import defaultdict

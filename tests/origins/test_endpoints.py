@@ -1,7 +1,5 @@
 """The key of a shard on S3 contains its endpoint and partition, from any source of options."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

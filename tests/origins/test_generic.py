@@ -1,7 +1,5 @@
 """Shards behind web servers and fsspec filesystems: memory, plain files, a silent one."""
 
-from __future__ import annotations
-
 import os
 import threading
 from collections.abc import Callable

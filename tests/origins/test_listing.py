@@ -1,7 +1,5 @@
 """Expanding shard specifications to URLs, and sizes from listings."""
 
-from __future__ import annotations
-
 import fsspec
 import pytest
 

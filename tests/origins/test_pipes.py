@@ -1,7 +1,5 @@
 """``pipe:`` URLs."""
 
-from __future__ import annotations
-
 import pickle
 from pathlib import Path
 
@@ -167,5 +165,5 @@ def test_a_command_of_an_s3_client_is_replaced_by_a_request(
     for command in (f"aws {client} s3 cp {url} -", f"s5cmd {client} cat '{url}'"):
         with cache.open(f"pipe:{command}") as stream:
             assert stream.read() == make_tar(8)
-    assert proxy.summary()[f"{bucket}/a.tar"].object_fetches == 1
+    assert proxy.fetches() == {f"{bucket}/a.tar": 1}
     assert cache.path(url) is None  # the key for the endpoint of the environment

@@ -3,8 +3,6 @@
 `tests/origins/test_answers.py` has the malformed responses.
 """
 
-from __future__ import annotations
-
 import contextlib
 
 import pytest

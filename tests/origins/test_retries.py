@@ -1,7 +1,5 @@
 """Retries: their number, pauses and credentials, counted at a proxy before a real S3 server."""
 
-from __future__ import annotations
-
 import gc
 import json
 import random

@@ -1,7 +1,5 @@
 """Shards in a real S3 server: options, versions, errors and buckets that need s3fs."""
 
-from __future__ import annotations
-
 import gzip
 import pickle
 import socket

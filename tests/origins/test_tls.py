@@ -1,7 +1,5 @@
 """TLS: certificates, proxies and aborted reads."""
 
-from __future__ import annotations
-
 import random
 import shutil
 import socket

@@ -1,7 +1,5 @@
 """Stores and credential services that throttle, refuse a header or disagree about the time."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

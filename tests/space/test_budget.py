@@ -1,7 +1,5 @@
 """The budget of a cache: admission, counting and eviction."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

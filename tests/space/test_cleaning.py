@@ -1,7 +1,5 @@
 """Cleaning by command and in the background."""
 
-from __future__ import annotations
-
 import os
 import threading
 from collections.abc import Callable
@@ -19,8 +17,8 @@ from shardcache.layout import Layout
 from shardcache.locks.flock import Holder, KeyLock
 from shardcache.space import clean as module
 from shardcache.space.budget import Space
-from shardcache.space.clean import CleanReport, clean
-from shardcache.space.eviction import Limits, Reason, total_bytes
+from shardcache.space.clean import clean
+from shardcache.space.eviction import CleanReport, Limits, Reason, total_bytes
 from shardcache.store.entry import Store, set_aside
 from shardcache.urls import parse_url
 from tests.support.shop import Shop

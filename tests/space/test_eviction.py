@@ -1,7 +1,5 @@
 """Eviction: the plan, the policies and the pins."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """Jobs that share a cache without room for all their shards."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

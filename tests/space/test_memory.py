@@ -1,7 +1,5 @@
 """Free space of a filesystem, and memory that the cgroups of the process allow."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,7 +11,7 @@ from shardcache.config import Config
 from shardcache.locks import mounts
 from shardcache.locks.mounts import Mount
 from shardcache.space import memory as module
-from shardcache.space.memory import Volume, cpu_quota, memory_headroom
+from shardcache.space.memory import Volume, memory_headroom
 
 GIB = 1 << 30
 NONE = 9223372036854771712 / GIB  # the value of v1 without a limit
@@ -85,20 +83,6 @@ def memory(v1: bool, limit: float | str, used: int, cache: int = 0) -> dict[str,
 def test_the_headroom_is_that_of_the_tightest_cgroup(set_cgroup, membership, levels, free) -> None:
     set_cgroup(membership, {name: memory(name[:2] == "v1", *each) for name, each in levels.items()})
     assert memory_headroom() == (free and Volume(free[0] * GIB, free[1] * GIB))
-
-
-@pytest.mark.parametrize(
-    ("membership", "levels", "cpus"),
-    [
-        ("0::/job", {"v2/job": {"cpu.max": "max 100000"}}, None),
-        ("0::/job", {"v2": {"cpu.max": "250000 100000"}, "v2/job": {"cpu.max": "max 9"}}, 2.5),
-        ("5:cpu,cpuacct:/\n4:memory:/", {"v1": {"cpu.cfs_quota_us": 400_000}}, 4.0),
-    ],
-)
-def test_the_lowest_cpu_quota_counts(set_cgroup, membership, levels, cpus) -> None:
-    period = {"cpu.cfs_period_us": 100_000}
-    set_cgroup(membership, {name: {**period, **each} for name, each in levels.items()})
-    assert cpu_quota() == cpus
 
 
 def test_the_budget_is_the_lower_limit(tmp_path: Path) -> None:

@@ -1,7 +1,5 @@
 """Tiers: a cache in several directories, which are filled in order."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

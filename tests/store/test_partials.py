@@ -1,7 +1,5 @@
 """Partials: recorded blocks are complete, live ones are kept, dead ones are resumed or removed."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os

@@ -1,7 +1,5 @@
 """Checks of a shard: versions, checksums of origins, and the format of an archive."""
 
-from __future__ import annotations
-
 import bz2
 import gzip
 import lzma

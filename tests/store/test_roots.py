@@ -1,7 +1,5 @@
 """Making the root of a cache, and the namespaces in it."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -3,8 +3,6 @@
 The tests run as root, so no permission protects a file: the code itself must not touch it.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import re

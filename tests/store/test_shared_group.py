@@ -1,7 +1,5 @@
 """One cache for all users of a group, with real users and several umasks."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil
@@ -42,7 +40,7 @@ def open_cache(root: Path, origin: MemoryOrigin | None = None, **options: Any) -
     cache = Cache(root, **{"min_free": 0, "strict": True, **options})
     process = cache._here()
     process.site()
-    process.origins.add("s3", origin)
+    process.origins._made["s3", (), ""] = origin
     return cache
 
 

@@ -1,7 +1,5 @@
 """The store: publishing, opening, damaged entries, listing and eviction."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import json

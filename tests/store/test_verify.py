@@ -1,7 +1,5 @@
 """`verify`: finding damage and replaced objects, repairing, and running during jobs."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import threading

@@ -2,9 +2,8 @@
 
     client --> Proxy (the first `Rule` that matches fires its `Fault`) --> server
 
-The proxy forwards a request without a fault unchanged, so its signature stays valid. A fault that
-changes the request (another range, another object, no If-Match) signs it again with the server's
-keys. One thread serves each connection; a proxy may be used from any thread.
+The proxy forwards requests unchanged, so their signatures stay valid; faults change responses. One
+thread serves each connection; a proxy may be used from any thread.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ import select
 import socket
 import struct
 import threading
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler
@@ -25,11 +25,8 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 from shardcache.cli.demo import S3Server
 from tests.support.storetools import wait_until
 
-Headers = list[tuple[str, str]]
 #: Seconds between two pieces of a body whose rate is limited.
 _TICK = 0.02
-#: Headers that signing sets.
-_SIGNED = ("host", "authorization", "x-amz-date", "x-amz-content-sha256")
 #: A GET with other parameters than these does not read the object.
 _READ_PARAMETERS = (
     *("versionId", "x-id", "response-"),
@@ -41,7 +38,7 @@ class Answer(NamedTuple):
     """A response in place of the server's."""
 
     status: int
-    headers: Headers
+    headers: list[tuple[str, str]]
     body: bytes
     reason: str = ""
 
@@ -53,14 +50,9 @@ class Fault:
     name: str = "fault"  # in the record and in messages
     before: Callable[[], object] | None = None  # called first; may change objects on the server
     hang_up: Literal["", "close", "reset", "stall"] = ""  # instead of a response; reset is RST
-    strip: tuple[str, ...] = ()  # request headers to remove, in lower case
-    span: tuple[int, int] | None = None  # replaces the requested range: (start, stop)
-    path: str | None = None  # replaces the requested bucket/key
     answer: Answer | None = None  # replaces the server's response
     headers: Mapping[str, str | None] = field(default_factory=dict)  # set these; None removes one
     body: Callable[[bytes], bytes] | None = None  # changes the payload, and the stated length
-    lie: bool = False  # keep the stated length
-    chunked: bool = False  # send chunks, without Content-Length
     cut: int | None = None  # bytes of payload, after which `how` ends the connection
     how: Literal["close", "reset", "stall"] = "close"
     rate: float | None = None  # payload bytes per second
@@ -119,15 +111,6 @@ class Request:
         return self.status in (200, 206)
 
 
-@dataclass
-class Traffic:
-    """The requests for one object."""
-
-    gets: int = 0  # successful or not
-    object_fetches: int = 0  # responses that began with its first byte
-    body_bytes: int = 0  # in successful responses
-
-
 class _HungUpError(Exception):
     """Ends a connection."""
 
@@ -157,7 +140,6 @@ class Proxy:
     """A proxy, as a context manager; clients connect to ``endpoint_url``."""
 
     def __init__(self, server: S3Server) -> None:
-        self.keys = (server.access_key, server.secret_key)
         self.upstream = urlsplit(server.endpoint_url)
         self.clients: set[socket.socket] = set()
         self.limit: int | None = None  # bytes to pass of each body
@@ -186,20 +168,13 @@ class Proxy:
         """Return the requests for one object."""
         return [r for r in self.requests() if (r.path, r.method) == (path, method)]
 
-    def fetches(self, path: str) -> int:
-        """Return how many responses began with the object's first byte."""
-        return sum(r.is_object_fetch for r in self.of(path))
+    def fetches(self) -> Counter[str]:
+        """Return how many responses began with the first byte of each object, by bucket/key."""
+        return Counter(r.path for r in self.requests() if r.is_object_fetch)
 
-    def summary(self) -> dict[str, Traffic]:
-        """Return the traffic of each object, by ``bucket/key``, in order of first use."""
-        summed: dict[str, Traffic] = {}
-        for r in self.requests():
-            if r.method in ("GET", "HEAD") and r.reads_object:
-                found = summed.setdefault(r.path, Traffic())
-                found.gets += r.method == "GET"
-                found.object_fetches += r.is_object_fetch
-                found.body_bytes += r.body_bytes if r.ok else 0
-        return summed
+    def received(self) -> int:
+        """Return the bytes of objects in successful responses."""
+        return sum(r.body_bytes for r in self.requests() if r.reads_object and r.ok)
 
     def reset(self) -> None:
         """Forget all requests so far, also those in flight."""
@@ -272,13 +247,11 @@ class _Connection(BaseHTTPRequestHandler):
             fault.before()
         if fault.hang_up:
             self._finish(fault.hang_up)
-        answer = fault.answer or self._ask(payload, fault)
+        answer = fault.answer or self._ask(payload)
         body = answer.body if fault.body is None else fault.body(answer.body)
         headers: dict[str, str | None] = {name.title(): value for name, value in answer.headers}
         if self.command != "HEAD" or fault.answer:
-            headers["Content-Length"] = str(len(answer.body if fault.lie else body))
-        if fault.chunked:
-            headers |= {"Content-Length": None, "Transfer-Encoding": "chunked"}
+            headers["Content-Length"] = str(len(body))
         headers |= {name.title(): value for name, value in fault.headers.items()}
         span = headers.get("Content-Range") or "bytes 0-"
         request.first = int(span.split()[-1].partition("-")[0]) if span[6:7].isdigit() else None
@@ -290,43 +263,23 @@ class _Connection(BaseHTTPRequestHandler):
             self._send(request, body[: fault.cut], fault)
         if fault.cut is not None:
             self._finish(fault.how)
-        if fault.chunked and self.command != "HEAD":
-            self.connection.sendall(b"0\r\n\r\n")
 
     do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = _exchange
 
-    def _ask(self, payload: bytes, fault: Fault) -> Answer:
+    def _ask(self, payload: bytes) -> Answer:
         """Forward the request; returns the server's response."""
-        upstream, target = self.server.proxy.upstream, self.path
-        headers = [(name, v) for name, v in self.headers.items() if name.lower() != "expect"]
-        if fault.strip or fault.span or fault.path:
-            target, headers = self._sign(headers, fault)
+        upstream = self.server.proxy.upstream
         connection = http.client.HTTPConnection(str(upstream.hostname), upstream.port, 60)
         with contextlib.closing(connection) as server:
-            server.putrequest(self.command, target, skip_host=True, skip_accept_encoding=True)
-            for name, value in headers:
-                server.putheader(name, value)
+            server.putrequest(self.command, self.path, skip_host=True, skip_accept_encoding=True)
+            for name, value in self.headers.items():
+                if name.lower() != "expect":
+                    server.putheader(name, value)
             server.endheaders(payload)
             found = server.getresponse()
             hop = ("connection", "transfer-encoding")
             kept = [(n, v) for n, v in found.getheaders() if n.lower() not in hop]
             return Answer(found.status, kept, found.read(), found.reason)
-
-    def _sign(self, headers: Headers, fault: Fault) -> tuple[str, Headers]:
-        """Return path and headers of the request that the fault sends instead."""
-        from botocore.auth import S3SigV4Auth
-        from botocore.awsrequest import AWSRequest
-        from botocore.credentials import Credentials
-
-        proxy = self.server.proxy
-        dropped = {*_SIGNED, *fault.strip, "range" if fault.span else ""}
-        kept = {name: value for name, value in headers if name.lower() not in dropped}
-        if fault.span is not None:
-            kept["Range"] = f"bytes={fault.span[0]}-{fault.span[1] - 1}"
-        target = f"/{fault.path}" if fault.path else self.path
-        signed = AWSRequest(self.command, f"{proxy.upstream.geturl()}{target}", headers=kept)
-        S3SigV4Auth(Credentials(*proxy.keys), "s3", "us-east-1").add_auth(signed)
-        return target, [("Host", proxy.upstream.netloc), *signed.headers.items()]
 
     def _send(self, request: Request, data: bytes, fault: Fault) -> None:
         view = memoryview(data)
@@ -341,8 +294,7 @@ class _Connection(BaseHTTPRequestHandler):
                 continue
             piece, view = view[:room], view[room:]
             request.body_bytes += len(piece)
-            chunk = b"%x\r\n%b\r\n" % (len(piece), bytes(piece)) if fault.chunked else piece
-            self.connection.sendall(chunk)
+            self.connection.sendall(piece)
             if rate is not None and self._gone(len(piece) / rate):
                 raise _HungUpError
 

@@ -38,8 +38,7 @@ class DataSet:
     @property
     def fetches(self) -> Counter[str]:
         """The number of downloads of each object that was downloaded."""
-        traffic = self._proxy.summary()
-        return Counter({p: t.object_fetches for p, t in traffic.items() if t.object_fetches})
+        return self._proxy.fetches()
 
     def once(self) -> bool:
         """Check that each shard was downloaded exactly once, and no other object."""

@@ -226,6 +226,7 @@ class TarDataset:
         opened = self._open.pop(position, None)
         if opened is None or opened.is_lost:
             self._forget_idle()
+            self.cache.processes.here().evict_lru()
             opened = OpenShard(self.cache, self.shards[position])
             stated = int(self.counts[position])
             if len(opened) != stated:

@@ -111,7 +111,6 @@ class OpenShard:
     Args:
         cache: the cache to read through; the shard is downloaded if it is not cached.
         shard: the shard to open.
-        at_random: whether to store it even if shards of running jobs must be evicted.
 
     Attributes:
         size: bytes of the shard, or 0 if it is streamed past the cache.
@@ -125,14 +124,14 @@ class OpenShard:
         The errors of `Cache.open`.
     """
 
-    def __init__(self, cache: Cache, shard: ShardURL, *, at_random: bool = True) -> None:
+    def __init__(self, cache: Cache, shard: ShardURL) -> None:
         refuse_compressed(shard)
         self.offsets: Sequence[int] = ()
         self.is_lost = False
         self.used = clock.monotonic()
         self._cache = cache
         self._shard = shard
-        self._stream = cache.opener.open(shard, whole=True, at_random=at_random)
+        self._stream = cache.opener.open(shard, whole=True)
         self._lock = threading.Lock()  # held while the position of the stream matters
         self._url = shard.raw or str(shard)
         self._path = str(self._stream.name).removeprefix("file://")
@@ -324,7 +323,7 @@ def count_samples(
 
     def count(shard: ShardURL) -> Counted | Exception:
         try:
-            opened = OpenShard(cache, shard, at_random=False)
+            opened = OpenShard(cache, shard)
             return Counted(len(opened), opened.size)
         except (ShardCacheError, OSError) as exn:
             return exn

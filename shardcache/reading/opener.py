@@ -62,7 +62,6 @@ class Opener:
         *,
         finish: bool = True,
         whole: bool = False,
-        at_random: bool = False,
         ahead: Opened | DownloadReader | None = None,
     ) -> BinaryIO:
         """Return a stream of the shard.
@@ -72,7 +71,6 @@ class Opener:
             finish: whether to complete a download even if the stream is closed earlier.
             whole: whether to wait until the shard is complete, even with ``fill="follow"``. Then
                 the stream has a descriptor (``fileno``), unless it bypasses the cache.
-            at_random: as of a `Download`.
             ahead: an entry or a download that a look-ahead began; the stream takes it over.
 
         Raises:
@@ -95,11 +93,7 @@ class Opener:
                         opened = site.open(shard.key, shard.basename)
                     except (DamagedError, OSError):
                         opened = process.find(shard)
-            reader = (
-                opened
-                or ahead
-                or DownloadReader(self.here, shard, finish=finish, at_random=at_random)
-            )
+            reader = opened or ahead or DownloadReader(self.here, shard, finish=finish)
         except (ShardCacheError, OSError) as exn:
             return self._buffered(shard, read_past(self.here, shard, exn))
         if opened is None:

@@ -90,7 +90,7 @@ def find_samples(read: _Read, end: int) -> tuple[array[int], list[str]]:
     """
     offsets, keys, repeated = array("q"), set[str](), list[str]()
     current, stop = None, 0
-    for start, following, name, _, _ in members(read, end):
+    for start, following, name in members(read, end):
         if (found := _split(name)) is not None and not is_meta(name):
             stop = following
             if (key := found[1]) != current:
@@ -177,7 +177,7 @@ class OpenShard:
             try:
                 if len(data) != stop - start:
                     raise tarfile.ReadError("unexpected end of data")
-                files = files_of(data, start, self._url, self._path)
+                files = files_of(data, self._url, self._path)
                 found = list(_group_by_keys()(files, _key_and_field, handler=handler))
                 if len(found) == 1:
                     return found[0]  # type: ignore[no-any-return]
@@ -269,10 +269,11 @@ class OpenShard:
             return find_samples(self._read_on, sys.maxsize)
 
     def _read_on(self, size: int, offset: int) -> bytes:
-        """Read at an offset without a seek, which would be another request to the origin."""
+        """Read at an offset without a seek over many bytes, which would be another request."""
         while (left := offset - self._stream.tell()) > 0:
             if not self._stream.read(min(left, _PIECE)):
                 raise tarfile.ReadError("unexpected end of data")
+        self._stream.seek(offset)  # back by a few blocks at most, which the buffer has
         return self._stream.read(size)
 
     def _store(self, process: Process, offsets: bytes) -> None:

@@ -19,7 +19,6 @@ import numpy as np
 from shardcache import clock
 from shardcache.cache import Cache, default_cache
 from shardcache.dataset.index import (
-    Counted,
     OpenShard,
     count_samples,
     read_index_file,
@@ -138,8 +137,8 @@ class TarDataset:
         first = len(self.shards) * (ranks.local_rank or 0) // (ranks.local_size or 1)
         counts = [0] * len(self.shards)
         for number, counted in count_samples(self.cache, self.shards[first:] + self.shards[:first]):
-            if isinstance(counted, Counted):
-                counts[(first + number) % len(counts)] = counted.samples
+            if not isinstance(counted, Exception):
+                counts[(first + number) % len(counts)] = counted[0]
             elif not self.handler(counted):
                 raise counted
         return counts

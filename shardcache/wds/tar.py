@@ -144,9 +144,7 @@ def tar_files(
                 return
 
 
-def files_of(
-    data: bytes, url: str, local_path: str | None = None
-) -> list[dict[str, Any]]:
+def files_of(data: bytes, url: str, local_path: str | None = None) -> list[dict[str, Any]]:
     """Return the files in a part of an archive, as `tar_files` yields them.
 
     Args:
@@ -157,7 +155,7 @@ def files_of(
         tarfile.TarError: the bytes are incomplete or damaged.
     """
     found: list[dict[str, Any]] = []
-    shard = {"__url__": url} if local_path is None else {"__url__": url, "__local_path__": local_path}
+    shard = {"__url__": url} | ({} if local_path is None else {"__local_path__": local_path})
     at, is_utf8 = 0, tarfile.ENCODING == "utf-8"
     while at < len(data):
         fields = _fields(data[at : at + _BLOCK]) if is_utf8 else None
@@ -274,9 +272,7 @@ class TarWalk:
             self._archive.members = []  # tarfile would keep all of them in memory
 
 
-def members(
-    read: Callable[[int, int], bytes], end: int
-) -> Iterator[tuple[int, int, str]]:
+def members(read: Callable[[int, int], bytes], end: int) -> Iterator[tuple[int, int, str]]:
     """Find the regular files of an archive without reading their data.
 
     Args:

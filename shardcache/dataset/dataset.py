@@ -152,17 +152,18 @@ class TarDataset:
         Raises:
             IndexError: there is no such sample.
         """
-        position, number = self._locate(index)
+        _, position, number = self._locate(index)
         return str(self.shards[position]), number
 
-    def _locate(self, index: int) -> tuple[int, int]:
+    def _locate(self, index: int) -> tuple[int, int, int]:
+        """Return the index from 0, the position of the shard, and the number in the shard."""
         index = operator.index(index)
         if index < 0:
             index += len(self)
         position = bisect_right(self._ends, index)
         if index < 0 or position == len(self._ends):
             raise IndexError(f"the data set has {len(self)} samples")
-        return position, index - (self._ends[position - 1] if position else 0)
+        return index, position, index - (self._ends[position - 1] if position else 0)
 
     def __getitem__(self, index: int) -> Any:
         """Return one sample, after the stages.
@@ -183,7 +184,7 @@ class TarDataset:
         """
         samples, error, size = [], None, 0
         for index in indices:
-            position, number = self._locate(index)
+            place, position, number = self._locate(index)
             try:
                 opened = self._shard(position)
                 sample = opened.sample(number, self.handler)
@@ -194,7 +195,7 @@ class TarDataset:
                     raise
                 error = error or exn
                 continue
-            sample["__index__"] = operator.index(index) % len(self)
+            sample["__index__"] = place
             sample["__epoch__"] = getattr(index, "epoch", 0)
             samples.append(sample)
             if opened.size:  # otherwise, its stream counts

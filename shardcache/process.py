@@ -18,6 +18,7 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -175,6 +176,17 @@ class Process:
                 if self.made_site is None:
                     self.made_site = self._make_site(self.tiers)
         return self.made_site
+
+    def evict_lru(self) -> None:
+        """Follow the policy ``lru`` in place of ``working-set`` from now on.
+
+        Random access calls this: the shards that leave its window are the best to evict.
+        """
+        if self.config.policy == "working-set":
+            with self._lock:
+                self.config = self.config.replace(policy="lru")
+                if self.made_site is not None:
+                    self.made_site = replace(self.made_site, config=self.config)
 
     def check_root(self) -> Site:
         """Return the site, or a new one if the directory of a tier was replaced.

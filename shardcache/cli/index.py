@@ -13,7 +13,7 @@ from shardcache.cache import Cache
 from shardcache.cli.main import ExitCode, Invocation, command, flag
 from shardcache.cli.output import counted, reason
 from shardcache.cli.progress import Position, Positions, display
-from shardcache.dataset.index import Counted, count_samples, read_index_file, write_index_file
+from shardcache.dataset.index import count_samples, read_index_file, write_index_file
 from shardcache.prewarm.plan import expand
 from shardcache.units import format_bytes, format_duration
 
@@ -68,18 +68,18 @@ def index_command(
         stack.enter_context(display(console, positions))
         for number, found in count_samples(cache, missing):
             url = str(missing[number])
-            if not isinstance(found, Counted):
+            if isinstance(found, Exception):
                 failed += 1
                 if failed <= _SHOWN or console.verbosity:
                     text = reason(found)
                     console.message("  failed  ", text if url in text else f"{url}: {text}", "red")
                 continue
-            counts[url], size = found.samples, size + found.size
+            counts[url], size = found[0], size + found[1]
             if not check:
-                writer.write(f"\n{json.dumps([url, found.samples])}")
-            elif stated[url] != found.samples:
+                writer.write(f"\n{json.dumps([url, found[0]])}")
+            elif stated[url] != found[0]:
                 wrong += 1
-                console.data(f"{url} has {found.samples} samples; {file} states {stated[url]}")
+                console.data(f"{url} has {found[0]} samples; {file} states {stated[url]}")
     seconds, total = round(time.monotonic() - began, 3), sum(counts.values())
     summary = {"shards": len(shards), "samples": total, "failed": failed, "wrong": wrong}
     rows = [{"url": url, "nsamples": counts.get(url)} for url in map(str, shards)]

@@ -19,7 +19,6 @@ import numpy as np
 from shardcache import clock
 from shardcache.cache import Cache, default_cache
 from shardcache.dataset.index import (
-    Counted,
     OpenShard,
     count_samples,
     read_index_file,
@@ -138,8 +137,8 @@ class TarDataset:
         first = len(self.shards) * (ranks.local_rank or 0) // (ranks.local_size or 1)
         counts = [0] * len(self.shards)
         for number, counted in count_samples(self.cache, self.shards[first:] + self.shards[:first]):
-            if isinstance(counted, Counted):
-                counts[(first + number) % len(counts)] = counted.samples
+            if not isinstance(counted, Exception):
+                counts[(first + number) % len(counts)] = counted[0]
             elif not self.handler(counted):
                 raise counted
         return counts
@@ -153,17 +152,18 @@ class TarDataset:
         Raises:
             IndexError: there is no such sample.
         """
-        position, number = self._locate(index)
+        _, position, number = self._locate(index)
         return str(self.shards[position]), number
 
-    def _locate(self, index: int) -> tuple[int, int]:
+    def _locate(self, index: int) -> tuple[int, int, int]:
+        """Return the index from 0, the position of the shard, and the number in the shard."""
         index = operator.index(index)
         if index < 0:
             index += len(self)
         position = bisect_right(self._ends, index)
         if index < 0 or position == len(self._ends):
             raise IndexError(f"the data set has {len(self)} samples")
-        return position, index - (self._ends[position - 1] if position else 0)
+        return index, position, index - (self._ends[position - 1] if position else 0)
 
     def __getitem__(self, index: int) -> Any:
         """Return one sample, after the stages.
@@ -184,7 +184,7 @@ class TarDataset:
         """
         samples, error, size = [], None, 0
         for index in indices:
-            position, number = self._locate(index)
+            place, position, number = self._locate(index)
             try:
                 opened = self._shard(position)
                 sample = opened.sample(number, self.handler)
@@ -195,7 +195,7 @@ class TarDataset:
                     raise
                 error = error or exn
                 continue
-            sample["__index__"] = operator.index(index) % len(self)
+            sample["__index__"] = place
             sample["__epoch__"] = getattr(index, "epoch", 0)
             samples.append(sample)
             if opened.size:  # otherwise, its stream counts
@@ -226,6 +226,7 @@ class TarDataset:
         opened = self._open.pop(position, None)
         if opened is None or opened.is_lost:
             self._forget_idle()
+            self.cache.processes.here().evict_lru()
             opened = OpenShard(self.cache, self.shards[position])
             stated = int(self.counts[position])
             if len(opened) != stated:

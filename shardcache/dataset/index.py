@@ -11,6 +11,7 @@ returns a range of bytes that is not exactly one sample.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import logging
 import os
@@ -20,12 +21,10 @@ import tarfile
 import threading
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import cache as cached
-from functools import partial
-from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
 from shardcache import clock
@@ -53,11 +52,8 @@ _COMPRESSED = (".tgz", ".gz", ".bz2", ".xz", ".zst", ".lz4")
 _JOBS = 32
 #: Bytes per read while a stream skips the data of members.
 _PIECE = 1 << 20
-#: Longest wait in seconds, after which signals are handled and downloads are cancelled again.
+#: Seconds after which running downloads are cancelled again.
 _POLL = 0.1
-
-#: ``read(size, offset)`` returns up to ``size`` bytes.
-_Read = Callable[[int, int], bytes]
 
 
 @cached
@@ -74,7 +70,7 @@ def _key_and_field(name: str) -> Any:
     return (None, None) if found is None else found.groups()
 
 
-def find_samples(read: _Read, end: int) -> tuple[array[int], list[str]]:
+def find_samples(read: Callable[[int, int], bytes], end: int) -> tuple[array[int], list[str]]:
     """Find the samples of an archive by its headers, grouped as WebDataset groups files.
 
     Args:
@@ -90,7 +86,7 @@ def find_samples(read: _Read, end: int) -> tuple[array[int], list[str]]:
     """
     offsets, keys, repeated = array("q"), set[str](), list[str]()
     current, stop = None, 0
-    for start, following, name, _, _ in members(read, end):
+    for start, following, name in members(read, end):
         if (found := _split(name)) is not None and not is_meta(name):
             stop = following
             if (key := found[1]) != current:
@@ -111,12 +107,11 @@ class OpenShard:
     Args:
         cache: the cache to read through; the shard is downloaded if it is not cached.
         shard: the shard to open.
-        at_random: whether to store it even if shards of running jobs must be evicted.
 
     Attributes:
         size: bytes of the shard, or 0 if it is streamed past the cache.
         offsets: the offset of each sample, and of the end of the last one.
-        is_lost: whether the disk has failed since the shard was opened; open it again.
+        is_lost: whether the disk has failed, so that the shard should be opened again.
         used: when a sample was last read, on the monotonic clock.
 
     Raises:
@@ -125,14 +120,14 @@ class OpenShard:
         The errors of `Cache.open`.
     """
 
-    def __init__(self, cache: Cache, shard: ShardURL, *, at_random: bool = True) -> None:
+    def __init__(self, cache: Cache, shard: ShardURL) -> None:
         refuse_compressed(shard)
         self.offsets: Sequence[int] = ()
         self.is_lost = False
         self.used = clock.monotonic()
         self._cache = cache
         self._shard = shard
-        self._stream = cache.opener.open(shard, whole=True, at_random=at_random)
+        self._stream = cache.opener.open(shard, whole=True)
         self._lock = threading.Lock()  # held while the position of the stream matters
         self._url = shard.raw or str(shard)
         self._path = str(self._stream.name).removeprefix("file://")
@@ -141,7 +136,7 @@ class OpenShard:
             # When the disk fails, the stream closes its own descriptor. Another file may then get
             # the same number while another thread is about to read.
             self._fd = os.dup(self._stream.fileno())
-            self.size = os.fstat(self._fd).st_size
+            self.size = self._stream.seek(0, os.SEEK_END)  # the entry's; the file may be cut by now
         self._has_entry = self._fd >= 0 and not cache.opener.is_in_place(shard)
         self._directory = self._path.rpartition("/")[0]
         if not (self._has_entry and self._load()):
@@ -178,7 +173,7 @@ class OpenShard:
             try:
                 if len(data) != stop - start:
                     raise tarfile.ReadError("unexpected end of data")
-                files = files_of(data, start, self._url, self._path)
+                files = files_of(data, self._url, self._path)
                 found = list(_group_by_keys()(files, _key_and_field, handler=handler))
                 if len(found) == 1:
                     return found[0]  # type: ignore[no-any-return]
@@ -195,12 +190,9 @@ class OpenShard:
 
     def _read(self, size: int, offset: int) -> bytes:
         """Read bytes, from the origin if the disk fails. Returns fewer bytes only at the end."""
-        if self._is_local():
+        if self._is_local:
             try:
-                data = os.pread(self._fd, size, offset)
-                if len(data) >= min(size, self.size - offset):
-                    return data
-                self._lose(f"the file ends at byte {offset + len(data)} of {self.size}")
+                return self._pread(size, offset)
             except OSError as exn:
                 self._lose(exn)
         # `undivided`, because a child that is forked in the block would wait for the lock forever.
@@ -208,10 +200,17 @@ class OpenShard:
             self._stream.seek(offset)
             return self._stream.read(size)
 
+    def _pread(self, size: int, offset: int) -> bytes:
+        data = os.pread(self._fd, size, offset)
+        if len(data) < min(size, self.size - offset):
+            raise OSError(errno.EIO, f"the file ends at byte {offset + len(data)} of {self.size}")
+        return data
+
+    @property
     def _is_local(self) -> bool:
         return self._fd >= 0 and not self.is_lost
 
-    def _lose(self, problem: object) -> None:
+    def _lose(self, problem: OSError) -> None:
         """Read through the stream from now on, which sets an entry aside that cannot be read."""
         logger.info("%s cannot be read at random: %s", self._path, problem)
         self.is_lost = True
@@ -256,13 +255,13 @@ class OpenShard:
                 "WebDataset. Pack the files of a sample together.",
                 *(self._shard, repeated[0]),
             )
-        if self._has_entry and self._is_local():
+        if self._has_entry and self._is_local:
             self._store(process, offsets.tobytes())
 
     def _find(self) -> tuple[array[int], list[str]]:
-        if self._is_local():
+        if self._is_local:
             try:
-                return find_samples(partial(os.pread, self._fd), self.size)
+                return find_samples(self._pread, self.size)
             except OSError as exn:
                 self._lose(exn)
         with undivided(), self._lock:
@@ -270,10 +269,11 @@ class OpenShard:
             return find_samples(self._read_on, sys.maxsize)
 
     def _read_on(self, size: int, offset: int) -> bytes:
-        """Read at an offset without a seek, which would be another request to the origin."""
+        """Read at an offset without a seek over many bytes, which would be another request."""
         while (left := offset - self._stream.tell()) > 0:
             if not self._stream.read(min(left, _PIECE)):
                 raise tarfile.ReadError("unexpected end of data")
+        self._stream.seek(offset)  # back by a few blocks at most, which the buffer has
         return self._stream.read(size)
 
     def _store(self, process: Process, offsets: bytes) -> None:
@@ -305,41 +305,29 @@ def _compressed(shard: ShardURL) -> ConfigError:
 # -- data sets -------------------------------------------------------------------------------
 
 
-class Counted(NamedTuple):
-    """The samples of one shard."""
-
-    samples: int
-    size: int  #: bytes of the shard; 0 if it was streamed
-
-
 def count_samples(
     cache: Cache, shards: Sequence[ShardURL]
-) -> Iterator[tuple[int, Counted | Exception]]:
+) -> Iterator[tuple[int, tuple[int, int] | Exception]]:
     """Count the samples of shards, many at once; downloads those that are not cached.
 
     Yields:
-        The position of each shard in ``shards``, and its count or its error, as they are ready. If
-        the caller stops early, the running downloads are cancelled.
+        The position of each shard in ``shards``, and its samples and bytes (0 bytes if it was
+        streamed) or its error, as they are ready. If the caller stops early, the running downloads
+        are cancelled.
     """
 
-    def count(shard: ShardURL) -> Counted | Exception:
+    def count(shard: ShardURL) -> tuple[int, int] | Exception:
         try:
-            opened = OpenShard(cache, shard, at_random=False)
-            return Counted(len(opened), opened.size)
+            opened = OpenShard(cache, shard)
+            return len(opened), opened.size
         except (ShardCacheError, OSError) as exn:
             return exn
 
     pool, keys = ThreadPoolExecutor(_JOBS, "shardcache-index"), {shard.key for shard in shards}
-    waiting, running = iter(enumerate(shards)), dict[Future[Counted | Exception], int]()
+    running = {pool.submit(count, shard): number for number, shard in enumerate(shards)}
     try:
-        while True:
-            for number, shard in islice(waiting, 2 * _JOBS - len(running)):
-                running[pool.submit(count, shard)] = number
-            if not running:
-                return
-            # With a timeout, because a signal that another thread receives ends no wait.
-            for future in wait(running, _POLL, FIRST_COMPLETED).done:
-                yield running.pop(future), future.result()
+        for future in as_completed(running):
+            yield running.pop(future), future.result()
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
         while not all(future.done() for future in running):

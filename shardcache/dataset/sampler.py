@@ -27,7 +27,6 @@ from shardcache.threads import lazy
 from shardcache.units import format_bytes
 
 if TYPE_CHECKING:
-    from shardcache.cache import Cache
     from shardcache.dataset.dataset import TarDataset
 
 __all__ = ["SampleIndex", "ShardBatchSampler"]
@@ -123,7 +122,6 @@ class ShardBatchSampler:
         # last one is. An iteration ends when workers still read its batches, so these may differ.
         self._start = self._taken = 0, 0
         self._ahead = Prefetcher(data.cache.opener)
-        self._has_checked_room = False
         self._number = next(_numbers) if is_launched else None  # None: ranks need no comparison
 
     @property
@@ -252,25 +250,21 @@ class ShardBatchSampler:
     # -- the cache -----------------------------------------------------------------
 
     def _prefetch(self, shards: list[int]) -> None:
-        """Download the shards that this rank's lanes need in their windows and right after them."""
-        self._ahead.want(self.data.shards[n] for n in shards)
-        if (size := self._ahead.size) and not self._has_checked_room:
-            self._has_checked_room = True
-            with contextlib.suppress(OSError):  # a directory of the cache is gone
-                self._check_room(size)
+        """Download the shards of this rank's windows and the next ones, if the cache has room.
 
-    def _check_room(self, size: int) -> None:
-        """Log a warning if the cache has no room for the shards in use, each of ``size`` bytes."""
-        cache: Cache = self.data.cache
-        config, order = cache.config, self.order
-        count = int(np.count_nonzero(self.data.counts))
-        lanes = -(-order.lanes // self._nodes)
-        stored = -(-count * lanes // order.lanes)
+        If it has less room, log a warning.
+        """
+        self._ahead.want(self.data.shards[n] for n in shards)
+        cache, order, size = self.data.cache, self.order, self._ahead.size or 0
+        config, lanes = cache.config, -(-order.lanes // self._nodes)  # of this node
         # One more than the sampler wants, because workers still read the one that left the window.
+        stored = -(-len(self.data.shards) * lanes // order.lanes)
         needed = min(stored, lanes * (order.window + config.prefetch + 1))
-        volumes = [(tier, Volume.of(tier.dir)) for tier in config.by_tier()]
-        limit = sum(volume.budget(tier) or volume.size for tier, volume in volumes)
-        if needed * size > limit and cache.opener.here().is_new("room"):
+        with contextlib.suppress(OSError):  # a directory of the cache is gone
+            volumes = [(tier, Volume.of(tier.dir)) for tier in config.by_tier()]
+            limit = sum(volume.budget(tier) or volume.size for tier, volume in volumes)
+            if needed * size <= limit or not cache.opener.here().is_new("room"):
+                return
             text = "%s may hold %s, but this node uses %d shards at a time, about %s. Some will be "
             text += "downloaded or streamed repeatedly. Raise max_size, or pass a smaller shuffle."
             sizes = format_bytes(limit), needed, format_bytes(needed * size)

@@ -111,7 +111,8 @@ class Site:
     @lazy
     def places(self) -> list[_Place]:
         """The places where shards may be stored, in the order in which they are tried."""
-        return [_Place(tier.store, tier.space()) for tier in self.tiers]
+        policy = self.config.policy  # `Process.evict_lru` changes only this one
+        return [_Place(t.store, t.space(t.config.replace(policy=policy))) for t in self.tiers]
 
     @property
     def layout(self) -> Layout:
@@ -206,9 +207,7 @@ def acquire(site: Site, download: Download) -> Result | None:
                 answer.close()
             if len(site.places) == 1:  # otherwise the next tier may have room
                 size = download.progress().size or 0
-                site.places[0].space.make_room(
-                    str(download.shard), size, jobs=not download.at_random
-                )
+                site.places[0].space.make_room(str(download.shard), size)
             return _acquire(site, download, site.places[-1:])
 
 
@@ -363,8 +362,6 @@ def _transfer(
 
 def _may_not_fit(site: Site, download: Download) -> bool:
     """Return whether the shard may find no room. Raise CacheFullError if it certainly has none."""
-    if download.at_random:
-        return False
     size = site.engine.sizes.likely(download) or _USUAL_SIZE
     refusals = [space.refuses(str(download.shard), size) for _, space in site.places]
     if None in refusals:
@@ -405,7 +402,7 @@ def _begin(download: Download, info: ObjectInfo, places: list[_Place]) -> Partia
         places = places[-1:]
     for store, space in places:
         try:
-            with space.reserved(shard, info.size, jobs=not download.at_random):
+            with space.reserved(shard, info.size):
                 return Partial.create(store.layout, metadata, shard.basename)
         except OSError as exn:  # CacheFullError is a subclass
             if store is places[-1].store or isinstance(exn, LockTimeoutError):

@@ -76,8 +76,6 @@ class Download:
         throttle: limits the bytes per second of this and other downloads.
         ahead: whether no reader needs the shard yet, so that the worker gives way to other
             processes.
-        at_random: whether samples of the shard are read at random, so that it is stored even if
-            shards of running jobs must be evicted.
         table: the table that contains this download, if any.
 
     Attributes, which only the methods change:
@@ -98,14 +96,12 @@ class Download:
         outdated: frozenset[str] = frozenset(),
         throttle: Throttle | None = None,
         ahead: bool = False,
-        at_random: bool = False,
         table: Downloads | None = None,
     ) -> None:
         self.shard = shard
         self.listed = listed
         self.outdated = outdated
         self.throttle = throttle
-        self.at_random = at_random
         self.state = State.WAITING
         self.partial: Path | None = None
         self.changes = 0
@@ -342,12 +338,7 @@ class Downloads:
         self._running: dict[str, Download] = {}
 
     def join(
-        self,
-        shard: ShardURL,
-        *,
-        finish: bool = False,
-        ahead: bool = False,
-        at_random: bool = False,
+        self, shard: ShardURL, *, finish: bool = False, ahead: bool = False
     ) -> tuple[Download, bool]:
         """Add a reader to the download of a shard, which is created if there is none.
 
@@ -355,7 +346,6 @@ class Downloads:
             shard: the shard to download.
             finish: whether to complete the download even if all readers leave.
             ahead: whether the reader does not need the shard until it calls `Download.attend`.
-            at_random: as of a `Download`.
 
         Returns:
             The download, and whether it is new, so that the caller must start a worker.
@@ -365,7 +355,7 @@ class Downloads:
                 download = self._running.get(shard.key)
                 is_new = download is None
                 if download is None:
-                    download = Download(shard, ahead=ahead, at_random=at_random, table=self)
+                    download = Download(shard, ahead=ahead, table=self)
                     self._running[shard.key] = download
                 download.join(finish=finish, ahead=ahead)
                 if self._running.get(shard.key) is download:

@@ -156,6 +156,7 @@ class Prefetcher:
         while self._running and self._running[0].ended:
             self.size = self._running.popleft().progress().size or self.size
         process = self._opener.here()
+        process.evict_lru()
         try:
             if (opened := process.find(shard)) is not None:
                 self.size = opened.size
@@ -163,7 +164,7 @@ class Prefetcher:
                 store.touch(opened.directory, clock.time())
                 opened.close()
             else:
-                download, _ = process.join(shard, finish=True, ahead=True, at_random=True)
+                download, _ = process.join(shard, finish=True, ahead=True)
                 download.leave()
                 self._running.append(download)
         except Exception as exn:  # noqa: BLE001 - the reader raises it

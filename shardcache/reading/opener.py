@@ -60,7 +60,6 @@ class Opener:
         *,
         finish: bool = True,
         whole: bool = False,
-        at_random: bool = False,
         ahead: Opened | DownloadReader | None = None,
     ) -> BinaryIO:
         """Return a stream of the shard.
@@ -70,7 +69,6 @@ class Opener:
             finish: whether to complete a download even if the stream is closed earlier.
             whole: whether to wait until the shard is complete, even with ``fill="follow"``. Then
                 the stream has a descriptor (``fileno``), unless it bypasses the cache.
-            at_random: as of a `Download`.
             ahead: an entry or a download that a look-ahead began; the stream takes it over.
 
         Raises:
@@ -93,11 +91,7 @@ class Opener:
                         opened = site.open(shard.key, shard.basename)
                     except (DamagedError, OSError):
                         opened = process.find(shard)
-            reader = (
-                opened
-                or ahead
-                or DownloadReader(self.here, shard, finish=finish, at_random=at_random)
-            )
+            reader = opened or ahead or DownloadReader(self.here, shard, finish=finish)
         except (ShardCacheError, OSError) as exn:
             return self._buffered(shard, read_past(self.here, shard, exn))
         if opened is None:

@@ -64,7 +64,6 @@ class DownloadReader:
         shard: the shard to read.
         finish: whether to complete the download even if this reader is closed earlier.
         ahead: whether the shard is not needed until `attend` is called.
-        at_random: as of a `Download`.
 
     Attributes:
         waited: seconds that this reader has waited for bytes.
@@ -82,18 +81,17 @@ class DownloadReader:
         *,
         finish: bool = False,
         ahead: bool = False,
-        at_random: bool = False,
     ) -> None:
         self.waited = 0.0
         self._here = here
         self._shard = shard
-        self._options = {"finish": finish, "at_random": at_random}
+        self._finish = finish
         self._seen: Path | None = None  # the last partial that this reader tried to open
         self._partial: PartialSource | None = None
         self._read = 0  # offset after the last byte that was read
         self._limit = 0  # the watermark: offset after the last byte that may be read
         self._download: Download | None
-        self._download, self._has_started = here().join(shard, ahead=ahead, **self._options)
+        self._download, self._has_started = here().join(shard, finish=finish, ahead=ahead)
 
     def attend(self) -> bool:
         """Begin to read a shard downloaded ahead. Return False if the caller must open it again."""
@@ -178,7 +176,7 @@ class DownloadReader:
     def _joined(self) -> Download:
         """Return the download. In a forked child, or after it gave way, join a new one first."""
         if self._download is None or not self._download.mine:
-            self._download, has_started = self._here().join(self._shard, **self._options)
+            self._download, has_started = self._here().join(self._shard, finish=self._finish)
             self._has_started |= has_started
         return self._download
 

@@ -175,13 +175,12 @@ class Space:
         return allocation(self.node.base)
 
     @contextlib.contextmanager
-    def reserved(self, shard: ShardURL, size: int | None, *, jobs: bool = True) -> Iterator[None]:
+    def reserved(self, shard: ShardURL, size: int | None) -> Iterator[None]:
         """Reserve room for a shard, evicting others if necessary. The body must create the partial.
 
         Args:
             shard: the shard.
             size: size of the shard in bytes; None if it is unknown, or if the partial exists.
-            jobs: whether shards stay for running jobs.
 
         Raises:
             CacheFullError: there is too little room, and too few shards may be evicted.
@@ -196,7 +195,7 @@ class Space:
                 yield
                 return
         with self._threads, self._budget_lock():
-            self._reserve(shard, size, jobs)
+            self._reserve(shard, size)
             yield
 
     def refuses(self, url: str, size: int) -> CacheFullError | None:
@@ -223,7 +222,7 @@ class Space:
             url=url,
         )
 
-    def make_room(self, url: str, size: int, *, jobs: bool = True) -> None:
+    def make_room(self, url: str, size: int) -> None:
         """Evict entries for a shard of ``size`` bytes after the disk was full.
 
         Three additional entries are evicted, because the disk may lack inodes, and a download needs
@@ -231,7 +230,7 @@ class Space:
         """
         with self._budget_lock(), self._usage() as usage:
             needed = Limits(free_needed=max(0, self.allocated(size) - self._sweep(usage)))
-            planned = self._choose(usage, needed, jobs=jobs, extra=3)
+            planned = self._choose(usage, needed, extra=3)
             if planned.missing:
                 raise self._no_room(url, planned.missing)
             self._evict(usage, planned)
@@ -245,7 +244,7 @@ class Space:
             needed = Limits(free_needed=self.limits().free_needed)
             return self._evict(usage, self._choose(usage, needed, jobs=False))
 
-    def _reserve(self, shard: ShardURL, size: int | None, jobs: bool) -> None:
+    def _reserve(self, shard: ShardURL, size: int | None) -> None:
         """Add a shard to ``usage``, evicting first if necessary. Call it with the budget lock."""
         need, part = 0 if size is None else self.allocated(size), _part(shard.key)
         if self.limits(need) == Limits():
@@ -265,7 +264,7 @@ class Space:
                     self._choose(usage, Limits(), few=True)  # corrects the numbers of a sample
                     continue
                 missing, is_recent = self._refusal(need, usage)
-                if missing and is_recent and jobs:
+                if missing and is_recent:
                     raise self._no_room(str(shard), missing)
                 if not swept:  # leftovers of dead processes go before entries
                     swept = True
@@ -273,11 +272,11 @@ class Space:
                         self._count(usage)
                         continue
                 # After a minute, a sample decides whether a refusal still holds.
-                planned = self._choose(usage, limits, need, jobs=jobs, few=bool(missing) and jobs)
+                planned = self._choose(usage, limits, need, few=bool(missing))
                 if planned.missing:
                     # Under the other policies, entries stay because of readers, which may finish at
                     # any moment, so only a refusal under working-set is remembered.
-                    if self._config.policy == "working-set" and jobs:
+                    if self._config.policy == "working-set":
                         self._refuse(usage.total + need - planned.missing)
                     raise self._no_room(str(shard), planned.missing)
                 self._evict(usage, planned)  # not all of them, if a process now reads one
@@ -430,7 +429,7 @@ class Space:
 
         Also return whether the refusal is less than a minute old.
         """
-        if self.node.grace is None:
+        if self.node.grace is None and self._config.policy == "working-set":
             with contextlib.suppress(*_NOT_A_RECORD):
                 boot, when, most = json.loads(read_file(self.node.refusal, _MAX_USAGE))
                 age = clock.monotonic() - float(when)

@@ -144,33 +144,35 @@ def tar_files(
                 return
 
 
-def files_of(
-    data: bytes, offset: int, url: str, local_path: str | None = None
-) -> list[dict[str, Any]]:
+def files_of(data: bytes, url: str, local_path: str | None = None) -> list[dict[str, Any]]:
     """Return the files in a part of an archive, as `tar_files` yields them.
 
     Args:
         data: the bytes from the first header of one member to that of another, or to the end.
-        offset: where these bytes are in the archive.
         url, local_path: the shard, as in the input of `tar_files`.
 
     Raises:
-        tarfile.TarError: the bytes do not begin or end with a member, or are damaged.
+        tarfile.TarError: the bytes are incomplete or damaged.
     """
     found: list[dict[str, Any]] = []
-    shard, end = {"__url__": url}, offset + len(data)
-    if local_path is not None:
-        shard["__local_path__"] = local_path
-    for _, _, name, at, size in members(
-        lambda size, at: data[at - offset : at - offset + size], end, offset
-    ):
-        if at < 0:  # only tarfile can read it
-            source = {"url": url, "stream": io.BytesIO(_NOT_FIRST + data)}
-            source |= {} if local_path is None else {"local_path": local_path}
+    shard = {"__url__": url} | ({} if local_path is None else {"__local_path__": local_path})
+    at, is_utf8 = 0, tarfile.ENCODING == "utf-8"
+    while at < len(data):
+        fields = _fields(data[at : at + _BLOCK]) if is_utf8 else None
+        at += _BLOCK
+        if fields is not None and fields[2] in _EXTENDED:
+            size = _behind(fields)
+            fields = _extended(fields, data[at : at + size])
+            at += size
+        if fields is None or fields[2] not in _REGULAR:
+            source = {"url": url, "stream": io.BytesIO(_NOT_FIRST + data), "local_path": local_path}
             return list(tar_files([source], eof_value=None))
+        name, size, _ = fields
         if not is_meta(name):
-            at -= offset
             found.append({"fname": name, "data": data[at : at + size], **shard})
+        at += size + (-size & 511)
+    if at > len(data):
+        raise _ended()
     return found
 
 
@@ -232,7 +234,8 @@ class TarWalk:
         before = b""
         while True:
             if fields is not None and fields[2] in _EXTENDED:
-                header, fields = _extended(self._stream.read, header, fields)
+                rest = stream.read(_behind(fields))
+                header, fields = header + rest, _extended(fields, rest)
             if fields is not None and fields[2] in _REGULAR:
                 name, size, _ = fields
                 self._size = size
@@ -269,41 +272,38 @@ class TarWalk:
             self._archive.members = []  # tarfile would keep all of them in memory
 
 
-def members(
-    read: Callable[[int, int], bytes], end: int, at: int = 0
-) -> Iterator[tuple[int, int, str, int, int]]:
+def members(read: Callable[[int, int], bytes], end: int) -> Iterator[tuple[int, int, str]]:
     """Find the regular files of an archive without reading their data.
 
     Args:
         read: returns up to ``size`` bytes at an offset: ``read(size, offset)``.
-        end: offset of the end of the archive, or of the part to search.
-        at: offset of the header to begin with.
+        end: size of the archive in bytes.
 
     Yields:
-        For each file: the offset of its first header, the offset of the next member, its name, and
-        the offset and size of its data. The offset of the data is -1 if only `TarWalk` can read it.
+        For each file: the offset of its first header, the offset of the next member, and its name.
 
     Raises:
         tarfile.CompressionError: the archive is compressed.
         tarfile.TarError: the archive cannot be read in this way, or not at all.
     """
-    is_utf8 = tarfile.ENCODING == "utf-8"
+    at, is_utf8 = 0, tarfile.ENCODING == "utf-8"
     while at < end or not at:
         start, header = at, read(_BLOCK, at)
         fields = _fields(header) if is_utf8 else None
         if not start and header.startswith(_COMPRESSED):
             raise tarfile.CompressionError("it is compressed")
+        at += _BLOCK
         if fields is not None and fields[2] in _EXTENDED:
-            behind = _From(read, at + _BLOCK)
-            header, fields = _extended(behind.read, header, fields)
+            size = _behind(fields)
+            fields = _extended(fields, read(size, at))
+            at += size
         if fields is not None and (fields[2] in _REGULAR or fields[2] in _WITHOUT_DATA):
             name, size, kind = fields
-            at += len(header)
             if kind in _REGULAR:
-                data, at = at, at + size + (-size & 511)
+                at += size + (-size & 511)
                 if at > end:
                     raise _ended()
-                yield start, at, name, data, size
+                yield start, at, name
         elif header == _ZEROS:
             return
         else:
@@ -313,7 +313,7 @@ def members(
 
 def _members_by_tarfile(
     read: Callable[[int, int], bytes], at: int
-) -> Iterator[tuple[int, int, str, int, int]]:
+) -> Iterator[tuple[int, int, str]]:
     """Yield what `members` yields, from the offset ``at`` on, where tarfile takes over."""
     before = _NOT_FIRST if at else b""
     walk, first = TarWalk(_From(read, at)), at - len(before)
@@ -323,7 +323,7 @@ def _members_by_tarfile(
         if archive.pax_headers and (at or archive.pax_headers.keys() != {"comment"}):
             raise tarfile.HeaderError("it has a global header, which concerns all later members")
         assert member is not None
-        yield first + member.offset, first + archive.offset, name, -1, member.size
+        yield first + member.offset, first + archive.offset, name
 
 
 class _From:
@@ -399,26 +399,30 @@ def _total(checksum: bytes) -> int:
     return 1 + int(checksum[:6], 8) - 8 * 32 + sum(checksum)  # the field itself counts as 8 spaces
 
 
-def _extended(
-    read: Callable[[int], bytes], header: bytes, fields: _Fields
-) -> tuple[bytes, _Fields | None]:
-    """Read what follows an extended header, up to the end of its member's own header.
+def _behind(fields: _Fields) -> int:
+    """Return the bytes from the end of an extended header to the end of its member's own header.
 
-    Return all these bytes with ``header``, and the member's fields, or None if not plain.
+    Return 0 if the extended header is left to tarfile.
+    """
+    size = fields[1]
+    return size + (-size & 511) + _BLOCK if 0 < size <= _EXTENDED_MAX else 0
+
+
+def _extended(fields: _Fields, rest: bytes) -> _Fields | None:
+    """Return the fields of a member with an extended header, or None if not plain.
+
+    ``rest`` is what follows the extended header, `_behind` bytes.
     """
     _, size, kind = fields
-    if not 0 < size <= _EXTENDED_MAX:
-        return header, None
     padded = size + (-size & 511)
-    rest = read(padded + _BLOCK)
-    inner = _fields(rest[padded:])
+    inner = _parsed(rest[padded:])
     if inner is None or inner[2] not in _REGULAR:
-        return header + rest, None
+        return None
     if kind == b"L":
         name: str | None = _text(rest[:padded].partition(b"\0")[0])
     else:
         name = _name(inner[0], rest, size)
-    return header + rest, None if name is None else (name, *inner[1:])
+    return None if name is None else (name, *inner[1:])
 
 
 def _name(name: str, records: bytes, size: int) -> str | None:

@@ -8,6 +8,7 @@ import shutil
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 import pytest
@@ -120,29 +121,80 @@ def test_a_shard_without_room_is_read_all_the_same(make_cache, origin, caplog):
     assert ["streamed" in text for text in others] == [True]
 
 
+@pytest.fixture
+def break_file(monkeypatch):
+    """Make reads of a file fail."""
+
+    def break_file(path):
+        status = path.stat()
+        for name in ("pread", "preadv"):
+            monkeypatch.setattr(os, name, partial(failing, getattr(os, name), status))
+
+    def failing(read, status, fd, *arguments):
+        if os.path.samestat(os.fstat(fd), status):
+            raise OSError(errno.EIO, "broken")
+        return read(fd, *arguments)
+
+    return break_file
+
+
 @pytest.mark.parametrize("is_indexed", [True, False])
-def test_a_failing_disk_costs_no_sample(make_cache, monkeypatch, origin, is_indexed):
-    cache, pread = make_cache(), os.pread
+def test_a_failing_disk_costs_no_sample(make_cache, break_file, is_indexed):
+    cache = make_cache()
     data = TarDataset(SPEC, cache=cache)
     broken = cache.path(URL)
     if not is_indexed:
         broken.with_name(INDEX).unlink()
-
-    def failing(fd, size, offset):
-        if os.path.samestat(os.fstat(fd), status):
-            raise OSError(errno.EIO, "broken")
-        return pread(fd, size, offset)
-
-    def failing_v(fd, buffers, offset):
-        failing(fd, 0, offset)
-        return os_preadv(fd, buffers, offset)
-
-    os_preadv, status = os.preadv, broken.stat()
-    monkeypatch.setattr(os, "pread", failing)
-    monkeypatch.setattr(os, "preadv", failing_v)
+    status = broken.stat()
+    break_file(broken)
     assert keys(data) == KEYS
     assert not os.path.samestat(cache.path(URL).stat(), status)  # downloaded again
     assert keys(data) == KEYS
+
+
+def test_a_failing_disk_gives_no_thread_another_file(make_cache, monkeypatch, break_file):
+    cache, pread = make_cache(), os.pread
+    data = TarDataset(SPEC, cache=cache)
+    other = cache.path("s3://lab/2.tar")
+
+    def late(fd, size, offset):  # as if other threads ran just before the system call
+        monkeypatch.setattr(os, "pread", pread)
+        break_file(cache.path(URL))
+        assert keys([data[6]]) == KEYS[6:7]
+        for _ in range(9):  # one of them gets the number that was closed
+            stack.callback(os.close, os.open(other, os.O_RDONLY))
+        return pread(fd, size, offset)
+
+    data[6]
+    monkeypatch.setattr(os, "pread", late)
+    with contextlib.ExitStack() as stack:
+        assert keys([data[7]]) == KEYS[7:8]
+
+
+@pytest.mark.parametrize("is_indexed", [True, False])
+def test_a_file_that_is_cut_while_it_is_opened_costs_no_sample(make_cache, monkeypatch, is_indexed):
+    cache, dup = make_cache(), os.dup
+    data = TarDataset(SPEC, cache=cache)
+    cut = cache.path(URL)
+    if not is_indexed:
+        cut.with_name(INDEX).unlink()
+
+    def cutting(fd):
+        if os.path.samestat(os.fstat(fd), status):
+            os.truncate(cut, 5000)
+        return dup(fd)
+
+    status = cut.stat()
+    monkeypatch.setattr(os, "dup", cutting)
+    assert keys(data) == KEYS
+    assert not os.path.samestat(cache.path(URL).stat(), status)  # downloaded again
+
+
+def test_a_streamed_shard_with_unusual_headers_has_all_samples(make_cache, origin):
+    names = ["a", "b", "\udcff", "c", "d"]  # only tarfile reads the third one
+    origin.objects[URL] = tar_of([(f"{name}.txt", bytes(9000)) for name in names])
+    data = TarDataset(URL, cache=make_cache(max_size=20_000))
+    assert keys(data) == names
 
 
 def test_a_replaced_shard_gives_its_samples_or_an_error(make_cache, origin):

@@ -258,6 +258,8 @@ class S3Origin:
             text = f"{shard}: the response of {self.prepare().name} is not a listing of S3: "
             text += f"{quoted(str(exn))}. Check endpoint_url."
             raise ConfigError(text, url=str(shard)) from None
+        if page.findtext("{*}IsTruncated") == "false":
+            return keys, ""
         return keys, page.findtext("{*}NextContinuationToken") or ""
 
     def _request(

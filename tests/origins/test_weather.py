@@ -330,6 +330,43 @@ SSO = {
 }
 
 
+EXPIRED = {"Version": 1, "AccessKeyId": "A", "SecretAccessKey": "S"}
+EXPIRED["Expiration"] = "2001-01-01T00:00:00Z"
+
+
+@pytest.fixture
+def login(tmp_path, monkeypatch) -> Callable[[str], None]:
+    """Set the program that prints credentials."""
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    text = "[default]\ncredential_process = {}\n"
+    return lambda program: (tmp_path / "config").write_text(text.format(program))
+
+
+@pytest.mark.parametrize(
+    ("program", "message"),
+    [
+        ("/no/such/program", "No such file"),
+        ("echo not json", "Expecting value"),
+        (f"echo '{json.dumps(EXPIRED)}'", "still expired"),
+    ],
+)
+def test_a_program_without_valid_credentials_fails_at_once(
+    login, store, open_cache, program, message
+):
+    login(program)
+    with pytest.raises(AccessDeniedError, match=rf"{message}.*\. Log in"):
+        open_cache(storage_options={}).open("s3://lab/a.tar")
+    assert store.requests == 0
+
+
+def test_a_program_that_prints_no_credentials_is_not_waited_for(login, open_cache, monkeypatch):
+    monkeypatch.setattr("shardcache.origins.credentials.CHAIN_TIMEOUT", 0.2)
+    login("sleep 3")
+    cache = open_cache(storage_options={}, patience=1)
+    with pytest.raises(TransferError, match=r"has not answered for 0\.2 s \(for 1.0 s"):
+        cache.open("s3://lab/a.tar")
+
+
 @pytest.mark.parametrize("end", ["expires", "is revoked"])
 @pytest.mark.parametrize("kind", SSO)
 def test_a_read_waits_for_a_new_sso_login(

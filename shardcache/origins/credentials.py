@@ -33,6 +33,11 @@ T = TypeVar("T")
 
 #: botocore errors that a new login resolves: an SSO token is missing or has expired.
 _LOGIN = frozenset({"LoginError", "SSOError", "TokenRetrievalError"})
+#: botocore errors for files without credentials, or without valid ones. A program that renews them
+#: may be writing the file.
+_WRITTEN = frozenset(
+    {"ConfigParseError", "NoCredentialsError", "PartialCredentialsError", "ProfileNotFound"}
+)
 #: botocore errors for a service that does not respond, or temporarily refuses.
 _SERVICE = frozenset(
     {"ConnectionError", "CredentialRetrievalError", "HTTPClientError", "MetadataRetrievalError"}
@@ -177,7 +182,7 @@ def chain_error(exn: Exception, shard: ShardURL, profile: str | None, *, worked:
     if "NoCredentialsError" in kinds and _metadata_service_is_busy():
         text = "the metadata service of this machine gives no credentials now"
         return TransientError(text, patient=True)
-    if worked and kinds & {*_LOGIN, "NoCredentialsError", "RuntimeError"}:
+    if worked and (is_program or kinds & {*_LOGIN, *_WRITTEN, "RuntimeError"}):
         return login_ended(profile)
     return AccessDeniedError(
         f"{shard} cannot be read: {reason}. Log in ({_command(profile)}), set AWS_PROFILE or "

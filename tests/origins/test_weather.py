@@ -279,7 +279,11 @@ def test_a_child_uses_fresh_credentials_of_its_parent(open_cache, metadata, monk
     assert (metadata.requests == requests) == is_fresh
 
 
-def test_a_read_waits_for_a_new_login(store, open_cache, clock, tmp_path, monkeypatch, caplog):
+@pytest.mark.parametrize("written", [1000, 40, 2, 0])
+def test_a_read_waits_for_a_new_login(
+    store, open_cache, clock, tmp_path, monkeypatch, caplog, written
+):
+    """While it waits, the file has the old credentials, or the first bytes of new ones."""
     file = tmp_path / "credentials"
     text = "[lab]\naws_access_key_id = AK\naws_secret_access_key = SK\naws_session_token = {}\n"
     file.write_text(text.format("old"))
@@ -288,12 +292,13 @@ def test_a_read_waits_for_a_new_login(store, open_cache, clock, tmp_path, monkey
     assert cache.open("s3://lab/a.tar").read() == SHARD
 
     def expired(head: str) -> bytes | None:
-        if clock.elapsed > 100:
-            file.write_text(text.format("new"))
         old = "x-amz-security-token: old" in head
         return refusal("400 Bad Request", "ExpiredToken") if old else None
 
     store.refuse = expired
+    file.write_text(text.format("old")[:written])
+    new = text.format("new")
+    clock.on_sleep.append(lambda: file.write_text(new) if clock.elapsed > 100 else None)
     assert cache.open("s3://lab/b.tar").read() == SHARD
     assert 100 < clock.elapsed < 115
     found = warnings(caplog)

@@ -67,13 +67,13 @@ def main() -> None:
     for epoch in range(sampler.epoch, options.epochs):
         sampler.set_epoch(epoch)  # the first time, it continues where the state says
         for batch, (keys, features, classes) in enumerate(loader, sampler.batch):
+            if options.list:  # before the ranks exchange gradients, so before any checkpoint
+                with open(options.list, "a") as file:
+                    file.write("".join(f"{epoch} {batch} {key}\n" for key in keys))
             loss = torch.nn.functional.cross_entropy(model(features), classes)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-            if options.list:
-                with open(options.list, "a") as file:
-                    file.write("".join(f"{epoch} {batch} {key}\n" for key in keys))
             if (batch + 1) % options.every == 0 and dist.get_rank() == 0:
                 state = {"model": model.module.state_dict(), "optimizer": optimizer.state_dict()}
                 # The workers read ahead, so say which batch was trained last.

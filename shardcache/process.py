@@ -291,13 +291,14 @@ class Process:
         return opened
 
     def join(self, shard: ShardURL, **options: bool) -> tuple[Download, bool]:
-        """Call `Downloads.join`, and start the worker if the download is new.
+        """Call `Downloads.join`, and start the worker if the download has none.
 
         Raises:
             OSError: the process cannot start a thread.
         """
         download, is_new = self.downloads.join(shard, **options)
-        if is_new:
+        # An older download may still lack its worker, for ever if a signal handler raised here.
+        if not download.is_claimed:
             # Not under the lock of the downloads: `start` waits for the thread, which may take it.
             try:
                 threads.start(partial(self._work, download), f"shardcache-{shard.key[:8]}-fetch")
@@ -306,10 +307,15 @@ class Process:
                 download.end(None, error)
                 download.leave()
                 raise error from exn
+            except BaseException:  # a signal handler raised
+                download.leave()
+                raise
         return download, is_new
 
     def _work(self, download: Download) -> None:
         """Run a download in its worker's thread, and report its result or error to the readers."""
+        if not download.claim():
+            return
         try:
             result = self.run(download)
         except BaseException as exn:  # noqa: BLE001 - its readers raise it

@@ -1,7 +1,6 @@
 """The examples run unchanged: alone, under torchrun, and as a batch file of Slurm."""
 
 import re
-import socket
 import sys
 from collections import defaultdict
 from itertools import product
@@ -10,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from shardcache import Cache
-from tests.support.trainingtools import EXAMPLES, ROOT, DataSet, programs, run
+from tests.support.trainingtools import EXAMPLES, ROOT, DataSet, programs, run, run_ranks
 
 SHARDS, MEMBERS = 8, 6
 
@@ -64,30 +63,16 @@ def test_a_script_prewarms_and_trains(name, s3, bucket, s3_environment, proxy, t
         assert ranks == 1 or {0, 1} <= {each.rank for each in cache.samples() if each.counters}
 
 
-def _free_port():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
-
-
-#: Starts ranks without torchrun, whose ranks would survive it.
-RANKS = """
-for rank in $(seq 0 $((WORLD_SIZE - 1))); do RANK=$rank LOCAL_RANK=$rank python "$@" & done
-wait -n && wait
-"""
-
-
 def test_training_resumes_an_epoch_exactly(s3, bucket, s3_environment, proxy, tmp_path):
     batch = 16
     data = DataSet(s3, bucket, proxy, 16, 12)
-    listed, saved, path = tmp_path / "listed", tmp_path / "run.pt", programs(tmp_path / "bin")
-    command = ["bash", "-c", RANKS, "-", str(EXAMPLES / "resume.py"), data.spec]
+    listed, saved = tmp_path / "listed", tmp_path / "run.pt"
+    command = [str(EXAMPLES / "resume.py"), data.spec]
     command += ["--list", str(listed), "--batch", f"{batch}", "--every", "3"]
     command += ["--checkpoint", str(saved), "--dir", str(tmp_path / "cache")]
 
     def train(ranks, **options):
-        variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{_free_port()}"}
-        variables |= {"WORLD_SIZE": f"{ranks}", "LOCAL_WORLD_SIZE": f"{ranks}"}
-        return run(command, PATH=path, SHARDCACHE_MIN_FREE="0", **variables, **options).stdout
+        return run_ranks(ranks, command, SHARDCACHE_MIN_FREE="0", **options).stdout
 
     train(2, kill_when=saved.exists)
     assert "epoch 1 is complete" in train(1)

@@ -82,6 +82,7 @@ class Download:
         state: the state, as the module describes.
         partial: the partial, written by this or another process; None if unknown.
         changes: number of changes of the state or of the bytes that can be read.
+        is_claimed: whether a thread has become the worker.
         ended: whether the worker has released the lock, the partial and the connections.
         readers: number of readers that have joined and not left.
         is_ahead: whether no reader waits for the shard yet.
@@ -105,13 +106,17 @@ class Download:
         self.state = State.WAITING
         self.partial: Path | None = None
         self.changes = 0
+        self.is_claimed = False
         self.ended = False
         self.readers = 0
         self.is_ahead = ahead
         self.is_upstream = False
         self._pid = os.getpid()
         self._table = table
-        self._changed = threading.Condition(None if table is None else table.lock)
+        # Not `with self._changed`: if a signal handler raises as `Condition.__exit__` is called,
+        # which is a Python function, the lock would stay held.
+        self._lock = threading.RLock() if table is None else table.lock
+        self._changed = threading.Condition(self._lock)
         self._size: int | None = None
         self._written = self._received = self._retries = 0
         self._is_to_finish = False
@@ -141,7 +146,7 @@ class Download:
 
     def wait(self, is_over: Callable[[], bool], seconds: float | None = None) -> None:
         """Block until ``is_over()`` is true or time is up. Calls ``is_over`` with the lock held."""
-        with self._changed:
+        with self._lock:
             self._changed.wait_for(is_over, seconds)
 
     def open(self) -> Opened | None:
@@ -150,14 +155,14 @@ class Download:
         Raises:
             The error that ended the download.
         """
-        with self._changed:
+        with self._lock:
             if self._error is not None:
                 raise self._error
             return None if self._result is None else self._result.opened.duplicate()
 
     def take_answer(self) -> Body | None:
         """Return the open response that `keep` kept, or None. Only one caller gets the response."""
-        with self._changed:
+        with self._lock:
             answer, self._answer = self._answer, None
             return answer
 
@@ -169,7 +174,7 @@ class Download:
             result. An error of the origin or a kept response is a result, like an entry, because a
             new download would only repeat the request.
         """
-        with self._changed:
+        with self._lock:
             self.is_ahead = False
             if self.state in (State.WAITING, State.RUNNING):
                 return True
@@ -180,7 +185,7 @@ class Download:
 
     def join(self, *, finish: bool, ahead: bool) -> None:
         """Count one more reader; the arguments are those of `Downloads.join`."""
-        with self._changed:
+        with self._lock:
             self.readers += 1
             self._is_to_finish |= finish
             self.is_ahead &= ahead
@@ -191,7 +196,7 @@ class Download:
         The last reader cancels a running download, unless a reader asked to finish it or it is
         almost complete.
         """
-        with self._changed:
+        with self._lock:
             self.readers -= 1
             if self.readers:
                 return
@@ -209,7 +214,7 @@ class Download:
         Readers see the new state at once. Blocked connections are aborted, and the worker ends at
         its next check. The garbage collector and signal handlers may call this.
         """
-        with self._changed:
+        with self._lock:
             if self.state in (State.WAITING, State.RUNNING):
                 self._enter(State.CANCELLED)
             abort = self._abort
@@ -218,16 +223,23 @@ class Download:
 
     # -- the worker and its threads ------------------------------------------------
 
+    def claim(self) -> bool:
+        """Make the calling thread the worker. Returns False if there is one, or no more need."""
+        with self._lock:
+            is_free = not (self.is_claimed or self.ended)
+            self.is_claimed = True
+            return is_free
+
     def waiting(self, partial: Path) -> None:
         """Note that another process downloads the shard into ``partial``."""
-        with self._changed:
+        with self._lock:
             if partial != self.partial:
                 self.partial = partial
                 self._enter(State.WAITING)
 
     def running(self, partial: Path, size: int | None, written: int, *, upstream: bool) -> None:
         """Note that this process writes ``partial`` from now on."""
-        with self._changed:
+        with self._lock:
             self.partial, self._size, self._written = partial, size, written
             self.is_upstream, self._has_run = upstream, True
             self._enter(State.RUNNING)
@@ -236,7 +248,7 @@ class Download:
         self, *, received: int = 0, written: int | None = None, retries: int | None = None
     ) -> None:
         """Note the bytes ``received`` since the last call, and the new totals of the others."""
-        with self._changed:
+        with self._lock:
             self._received += received
             if retries is not None:
                 self._retries = retries
@@ -246,14 +258,14 @@ class Download:
 
     def give_way(self) -> bool:
         """Cancel the download if it is still ahead of all readers; return whether it was."""
-        with self._changed:
+        with self._lock:
             if self.is_ahead:
                 self.cancel()
             return self.is_ahead
 
     def keep(self, answer: Body) -> None:
         """Keep the origin's first response, so that a reader can stream a shard without room."""
-        with self._changed:
+        with self._lock:
             self._drop_answer()
             self._answer = answer
             if not self.readers:
@@ -288,7 +300,7 @@ class Download:
 
     def end(self, result: Result | None, error: BaseException | None = None) -> bool:
         """Note the result or the error. Returns False if no reader is left to receive it."""
-        with self._changed:
+        with self._lock:
             self._result, self._error = result, error
             self.ended = True
             if self.state is not State.CANCELLED:

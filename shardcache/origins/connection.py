@@ -40,6 +40,9 @@ _MIN_RATE = 8 * 1024
 _SLICE = 1.0
 #: Seconds to connect to one of a host's addresses; also the limit for the TLS handshake.
 _CONNECT_TIMEOUT = 10.0
+#: Seconds until the kernel probes an idle connection, by default two hours. AWS's NAT gateways
+#: forget connections that were idle for 350 s.
+_KEEPALIVE = 60
 #: Limit of a head (status line and headers) in bytes, and bytes requested by one call.
 _LONGEST_HEAD = 64 * 1024
 _HEAD_AT_ONCE = 8 * 1024
@@ -89,6 +92,7 @@ class _Connection:
         pair = struct.pack("@ll", int(wait), max(1, int(wait % 1 * 1e6)))
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, pair)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEPALIVE)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def abort(self) -> None:
@@ -353,6 +357,12 @@ class Transport:
                 return Response(self, connection, request, bodiless=method == "HEAD")
             except BaseException as exn:
                 self.take_back(connection, reusable=False)
+                if reused and isinstance(exn, TimeoutError):
+                    # If a NAT or a load balancer forgot this connection, it forgot the other idle
+                    # ones as well, and each of them would cost an attempt.
+                    with contextlib.suppress(IndexError):  # none is left
+                        while True:
+                            self.take_back(self._idle[server].pop(), reusable=False)
                 # A server may close an idle connection at any moment (RFC 9112, 9.3.1).
                 if not (reused and isinstance(exn, ConnectionError) and connection.is_unanswered):
                     raise

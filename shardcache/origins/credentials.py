@@ -16,12 +16,12 @@ import contextlib
 import functools
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
-from shardcache import clock
+from shardcache import clock, threads
 from shardcache.errors import AccessDeniedError, ConfigError
 from shardcache.origins.addresses import Dialer
 from shardcache.origins.base import TransientError, read_all
@@ -29,8 +29,15 @@ from shardcache.origins.connection import Transport
 from shardcache.origins.endpoints import aws_paths
 from shardcache.urls import ShardURL, quoted
 
+T = TypeVar("T")
+
 #: botocore errors that a new login resolves: an SSO token is missing or has expired.
 _LOGIN = frozenset({"LoginError", "SSOError", "TokenRetrievalError"})
+#: botocore errors for files without credentials, or without valid ones. A program that renews them
+#: may be writing the file.
+_WRITTEN = frozenset(
+    {"ConfigParseError", "NoCredentialsError", "PartialCredentialsError", "ProfileNotFound"}
+)
 #: botocore errors for a service that does not respond, or temporarily refuses.
 _SERVICE = frozenset(
     {"ConnectionError", "CredentialRetrievalError", "HTTPClientError", "MetadataRetrievalError"}
@@ -44,6 +51,9 @@ _TIMEOUT = 2.0
 _TURN = 30.0
 #: Seconds that a process keeps its turn after a failure, so that the service gets a pause.
 _REST = 1.0
+#: Seconds after which the chain is no longer waited for. Botocore limits its requests, but waits
+#: forever for a program that a profile names (`credential_process`).
+CHAIN_TIMEOUT = 60.0
 #: Names of the credentials in a profile, and in `client_kwargs`.
 KEY_NAMES = ("aws_access_key_id", "aws_secret_access_key", "aws_session_token")
 #: Environment variables and options of a profile whose effects `written_settings` knows.
@@ -148,17 +158,21 @@ def chain_error(exn: Exception, shard: ShardURL, profile: str | None, *, worked:
     """Return the exception that an origin raises for an exception of botocore's credential chain.
 
     Args:
+        exn: the exception of botocore or, for a program that prints no valid credentials, of
+            Python: FileNotFoundError, ValueError, or RuntimeError if they have expired.
         profile: the AWS profile in use, for the advice in the message.
         worked: whether the store has accepted credentials of this process before. Only then is an
             ended login waited for.
     """
-    reason = quoted(str(exn))
+    reason = quoted(str(exn)).rstrip(".")
     kinds = {kind.__name__ for kind in type(exn).__mro__}
     response = getattr(exn, "response", {})
     status = response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
     code = response.get("Error", {}).get("Code")
     is_throttled = code == _NO_PROVIDER or code in throttling_codes()[0]
     is_program = getattr(exn, "kwargs", {}).get("provider") == "custom-process"
+    if isinstance(exn, OSError) and not isinstance(exn, (FileNotFoundError, PermissionError)):
+        return TransientError(f"the credentials cannot be read: {reason}")
     if "ParamValidationError" in kinds:
         return ConfigError(f"{shard} cannot be read: {reason}. Check the URL.", url=str(shard))
     busy = is_throttled or status == 429 or status >= 500
@@ -167,7 +181,7 @@ def chain_error(exn: Exception, shard: ShardURL, profile: str | None, *, worked:
     if "NoCredentialsError" in kinds and _metadata_service_is_busy():
         text = "the metadata service of this machine gives no credentials now"
         return TransientError(text, patient=True)
-    if worked and kinds & {*_LOGIN, "NoCredentialsError"}:
+    if worked and (is_program or kinds & {*_LOGIN, *_WRITTEN, "RuntimeError"}):
         return login_ended(profile)
     return AccessDeniedError(
         f"{shard} cannot be read: {reason}. Log in ({_command(profile)}), set AWS_PROFILE or "
@@ -205,6 +219,35 @@ def _metadata_service_is_busy() -> bool:
     except (OSError, TransientError):  # it accepted a connection above, so it is too busy
         return True
     return response.status == 429 or response.status >= 500
+
+
+def within_timeout(chain: Callable[[], T]) -> T:
+    """Call ``chain`` in a thread, and return its result or raise its exception.
+
+    Raises:
+        TransientError: it has not ended after `CHAIN_TIMEOUT`. It goes on in its thread.
+    """
+    results: list[T] = []
+    errors: list[Exception] = []
+
+    def run() -> None:
+        try:
+            results.append(chain())
+        except Exception as exn:  # noqa: BLE001 - raised below
+            errors.append(exn)
+
+    try:
+        thread = threads.start(run, "shardcache-credentials")
+    except RuntimeError:  # no more threads are allowed
+        run()
+    else:
+        thread.join(CHAIN_TIMEOUT)
+    if errors:
+        raise errors.pop()
+    if not results:
+        text = f"the source of credentials has not answered for {CHAIN_TIMEOUT:g} s"
+        raise TransientError(text, patient=True)
+    return results.pop()
 
 
 @contextlib.contextmanager

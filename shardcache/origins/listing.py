@@ -224,6 +224,9 @@ class Listing:
             yield list(found)
             if not token:
                 return
+            if token == query.get("continuation-token"):
+                text = f"{location}: the store repeats a page of the listing. Check endpoint_url."
+                raise ConfigError(text, url=location)
             query["continuation-token"] = token
 
     def _files(self, directory: str, reason: str, deep: bool) -> list[str]:

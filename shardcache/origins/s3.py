@@ -29,7 +29,7 @@ from urllib.parse import parse_qsl, quote, unquote_plus, urlsplit
 from xml.etree import ElementTree
 
 from shardcache.errors import AccessDeniedError, ConfigError, ShardCacheError
-from shardcache.origins.base import ObjectInfo, read_all, refusal
+from shardcache.origins.base import ObjectInfo, TransientError, read_all, refusal
 from shardcache.origins.connection import Response, Transport
 from shardcache.origins.credentials import (
     KEY_NAMES,
@@ -38,6 +38,7 @@ from shardcache.origins.credentials import (
     login_ended,
     one_at_a_time,
     throttling_codes,
+    within_timeout,
     written_settings,
 )
 from shardcache.origins.endpoints import aws_files, s3_endpoint
@@ -164,11 +165,22 @@ class S3Origin:
                 self._store = store
             return self._store
 
-    def _keys(self) -> Any:
-        """Return the credentials for a request; raise what botocore's credential chain raises."""
+    def _keys(self, shard: ShardURL) -> Any:
+        """Return the credentials for a request, and renew them before they expire."""
         store = self.prepare()
         if time.time() < store.fresh_until:
             return store.keys
+        try:
+            return within_timeout(self._renewed_keys)
+        except TransientError:
+            raise
+        except Exception as exn:  # noqa: BLE001 - botocore has its own exceptions
+            error = chain_error(exn, shard, self._profile, worked=store.worked)
+        raise error
+
+    def _renewed_keys(self) -> Any:
+        """Run botocore's credential chain, and raise what it raises."""
+        store = self.prepare()
         with self._chain:
             if self._credentials is None:
                 # Processes take turns only after a failure, so that the workers of a node need not
@@ -258,6 +270,8 @@ class S3Origin:
             text = f"{shard}: the response of {self.prepare().name} is not a listing of S3: "
             text += f"{quoted(str(exn))}. Check endpoint_url."
             raise ConfigError(text, url=str(shard)) from None
+        if page.findtext("{*}IsTruncated") == "false":
+            return keys, ""
         return keys, page.findtext("{*}NextContinuationToken") or ""
 
     def _request(
@@ -329,11 +343,7 @@ class S3Origin:
         with self._chain:
             if store.keys == refused:
                 store.fresh_until, self._credentials = 0.0, None
-        try:
-            return bool(self._keys() != refused)
-        except Exception as exn:  # noqa: BLE001 - botocore has its own exceptions
-            error = self._error_for(exn, shard)
-        raise error
+        return bool(self._keys(shard) != refused)
 
     def _send(
         self,
@@ -356,7 +366,7 @@ class S3Origin:
                 path += "?" + "&".join(f"{name}={value}" for name, value in pairs)
             headers, keys = {**HEADERS, **headers}, None
             if bucket.service:
-                keys = self._keys()
+                keys = self._keys(shard)
                 now = time.time() + self.prepare().ahead
                 headers |= _signature(method, bucket, path, headers, keys, now)
                 signature = headers["Authorization"].rpartition("=")[2]

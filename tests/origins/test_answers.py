@@ -6,8 +6,10 @@ the next request fails.
 
 import gzip
 import ssl
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from itertools import count, islice, product
 from typing import NamedTuple, TypeAlias
@@ -672,3 +674,27 @@ def test_a_kept_connection_that_ends_costs_no_attempt(wire, servers, tmp_path, m
         for name in ("a.tar", "b.tar"):
             assert read(cache, f"{base}/{name}") == SMALL
     assert next(numbers) == 3
+
+
+def test_connections_that_a_network_forgot_cost_one_attempt(serve, tmp_path, monkeypatch):
+    """New connections work, while the server never receives what is sent on idle ones."""
+    met, old, over = threading.Barrier(3), threading.local(), threading.Event()
+
+    def answered(head: str) -> bytes:
+        if "/old" in head:
+            old.connection = True  # each connection has a thread
+            met.wait()
+        elif hasattr(old, "connection"):
+            over.wait()
+        return KEPT
+
+    server = serve(answered, most=9)
+    monkeypatch.setattr(retry, "BASE", 0)
+    with (
+        Cache(tmp_path, min_free=0, attempts=2, timeout=0.5) as cache,
+        ThreadPoolExecutor(3) as pool,
+    ):
+        for data in pool.map(lambda n: read(cache, f"{server.url}/old-{n}.tar"), range(3)):
+            assert data == SMALL
+        assert read(cache, f"{server.url}/new.tar") == SMALL
+    over.set()

@@ -80,7 +80,7 @@ def test_written_keys_need_no_import_of_botocore() -> None:
     code = (
         "import sys; from shardcache.origins.s3 import S3Origin; "
         "origin = S3Origin({}, timeout=1); assert origin.prepare().region == 'eu-west-1'; "
-        "assert origin._keys().access_key == 'A'; assert 'botocore.session' not in sys.modules"
+        "assert origin._keys(None).access_key == 'A'; assert 'botocore.session' not in sys.modules"
     )
     nowhere = {"AWS_CONFIG_FILE": os.devnull, "AWS_SHARED_CREDENTIALS_FILE": os.devnull}
     subprocess.run([sys.executable, "-c", code], env=env | keys | nowhere, check=True)

@@ -158,3 +158,18 @@ def test_a_failing_server_receives_one_request_for_all_sizes(make_cache, serve):
     assert len(server.heads) == 1
     with pytest.raises(TransferError, match="2 attempts failed"):
         expand(["s3://b/x*.tar"], cache)
+
+
+@pytest.mark.parametrize("truncated", ["false", "true"])
+def test_a_listing_with_the_same_token_on_each_page_ends(make_cache, serve, truncated):
+    contents = "<Contents><Key>p/a.tar</Key><Size>9</Size></Contents>"
+    page = f"<A><IsTruncated>{truncated}</IsTruncated>{contents}"
+    page += "<NextContinuationToken>same</NextContinuationToken></A>"
+    server = serve(answer("200 OK", page.encode(), Connection=None), most=9)
+    options = {"key": "AK", "secret": "SK"}
+    cache = make_cache(endpoint_url=server.url, storage_options=options)
+    if truncated == "false":
+        assert expand(["s3://b/p/"], cache) == ["s3://b/p/a.tar"]
+    else:
+        with pytest.raises(ConfigError, match="repeats a page"):
+            expand(["s3://b/p/"], cache)

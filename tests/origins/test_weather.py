@@ -277,7 +277,11 @@ def test_a_child_uses_fresh_credentials_of_its_parent(open_cache, metadata, monk
     assert (metadata.requests == requests) == is_fresh
 
 
-def test_a_read_waits_for_a_new_login(store, open_cache, clock, tmp_path, monkeypatch, caplog):
+@pytest.mark.parametrize("written", [1000, 40, 2, 0])
+def test_a_read_waits_for_a_new_login(
+    store, open_cache, clock, tmp_path, monkeypatch, caplog, written
+):
+    """While it waits, the file has the old credentials, or the first bytes of new ones."""
     file = tmp_path / "credentials"
     text = "[lab]\naws_access_key_id = AK\naws_secret_access_key = SK\naws_session_token = {}\n"
     file.write_text(text.format("old"))
@@ -286,12 +290,13 @@ def test_a_read_waits_for_a_new_login(store, open_cache, clock, tmp_path, monkey
     assert cache.open("s3://lab/a.tar").read() == SHARD
 
     def expired(head: str) -> bytes | None:
-        if clock.elapsed > 100:
-            file.write_text(text.format("new"))
         old = "x-amz-security-token: old" in head
         return refusal("400 Bad Request", "ExpiredToken") if old else None
 
     store.refuse = expired
+    file.write_text(text.format("old")[:written])
+    new = text.format("new")
+    clock.on_sleep.append(lambda: file.write_text(new) if clock.elapsed > 100 else None)
     assert cache.open("s3://lab/b.tar").read() == SHARD
     assert 100 < clock.elapsed < 115
     found = warnings(caplog)
@@ -326,6 +331,43 @@ SSO = {
     "session": "[sso-session on]\nsso_start_url = https://start\nsso_region = us-east-1\n"
     "[profile lab]\nsso_session = on\n",
 }
+
+
+EXPIRED = {"Version": 1, "AccessKeyId": "A", "SecretAccessKey": "S"}
+EXPIRED["Expiration"] = "2001-01-01T00:00:00Z"
+
+
+@pytest.fixture
+def login(tmp_path, monkeypatch) -> Callable[[str], None]:
+    """Set the program that prints credentials."""
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    text = "[default]\ncredential_process = {}\n"
+    return lambda program: (tmp_path / "config").write_text(text.format(program))
+
+
+@pytest.mark.parametrize(
+    ("program", "message"),
+    [
+        ("/no/such/program", "No such file"),
+        ("echo not json", "Expecting value"),
+        (f"echo '{json.dumps(EXPIRED)}'", "still expired"),
+    ],
+)
+def test_a_program_without_valid_credentials_fails_at_once(
+    login, store, open_cache, program, message
+):
+    login(program)
+    with pytest.raises(AccessDeniedError, match=rf"{message}.*\. Log in"):
+        open_cache(storage_options={}).open("s3://lab/a.tar")
+    assert store.requests == 0
+
+
+def test_a_program_that_prints_no_credentials_is_not_waited_for(login, open_cache, monkeypatch):
+    monkeypatch.setattr("shardcache.origins.credentials.CHAIN_TIMEOUT", 0.2)
+    login("sleep 3")
+    cache = open_cache(storage_options={}, patience=1)
+    with pytest.raises(TransferError, match=r"has not answered for 0\.2 s \(for 1.0 s"):
+        cache.open("s3://lab/a.tar")
 
 
 @pytest.mark.parametrize("end", ["expires", "is revoked"])

@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from collections import Counter
@@ -98,6 +99,28 @@ def run(
     expected = 0 if kill_when is None else -signal.SIGKILL
     assert process.returncode == expected, f"{command} ended with {process.returncode}:\n{out}{err}"
     return subprocess.CompletedProcess(command, 0, out, err)
+
+
+#: Starts ranks without torchrun, whose ranks would survive it.
+_RANKS = """
+for rank in $(seq 0 $((WORLD_SIZE - 1))); do RANK=$rank LOCAL_RANK=$rank "$@" & done
+wait -n && wait
+"""
+
+
+def run_ranks(
+    ranks: int,
+    command: list[str],
+    kill_when: Callable[[], bool] | None = None,
+    **environment: str,
+) -> subprocess.CompletedProcess[str]:
+    """Run a Python script as the ranks of one node; see `run`."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{port}"}
+    variables |= {"WORLD_SIZE": f"{ranks}", "LOCAL_WORLD_SIZE": f"{ranks}"}
+    command = ["bash", "-c", _RANKS, "-", sys.executable, *command]
+    return run(command, kill_when=kill_when, **variables, **environment)
 
 
 PAGE = ROOT / "docs" / "integrations.md"

@@ -207,8 +207,9 @@ def confirm(cache: Cache, plan: PrewarmPlan, stop: threading.Event) -> Iterator[
 
     Ends early once ``stop`` is set.
 
-    Yields the events of the shards that need no download. The others are damaged, belong to another
-    rank, or must be hashed, because they were stored under another boot.
+    Yields the events of the shards that need no download. The others could not be compared with
+    their origin, are damaged, belong to another rank, or must be hashed, because they were stored
+    under another boot.
     """
     process, now = cache.processes.here(), clock.time()
     process.site()
@@ -218,7 +219,7 @@ def confirm(cache: Cache, plan: PrewarmPlan, stop: threading.Event) -> Iterator[
         if (entry := plan.cached.get(shard.key)) is not None:
             store = process.tier_of(entry.directory).store
             store.touch(entry.directory, now)
-            if store.is_intact(entry, shard.basename):
+            if shard.key not in plan.unconfirmed and store.is_intact(entry, shard.basename):
                 yield Started(shard, Progress)
                 yield Finished(shard, ShardResult(str(shard), Outcome.CACHED, entry.size))
 

@@ -278,11 +278,7 @@ class Cache:
         yield from wds.url_opener(data, handler, cache=self, **kw)
 
     def prewarm(
-        self,
-        urls: Specs,
-        *,
-        progress: bool = False,
-        **options: Unpack[PrewarmOptions],
+        self, urls: Specs, *, progress: bool = False, **options: Unpack[PrewarmOptions]
     ) -> PrewarmReport:
         """Download many shards at once, and return a report.
 

@@ -47,6 +47,9 @@ since_option = click.option(
     type=cli.DURATION,
     help="Count only this last period, such as 24h.  [default: 30 days]",
 )
+output_option = functools.partial(
+    click.option, "-o", "--output", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE"
+)
 #: Possible lengths of the intervals of a chart in seconds, and the maximum number of intervals.
 _STEPS = (60, 300, 900, 3600, 4 * 3600, 24 * 3600, 7 * 24 * 3600)
 _INTERVALS = 100
@@ -90,13 +93,7 @@ _STYLE: dict[Any, Any] = {
     type=click.Choice(["prometheus"]),
     help="Print metrics for the textfile collector of Prometheus' node exporter.",
 )
-@click.option(
-    "-o",
-    "--output",
-    type=click.Path(dir_okay=False, path_type=Path),
-    metavar="FILE",
-    help="With --format: write to this file atomically.",
-)
+@output_option(help="With --format: write to this file atomically.")
 @flag("--zero", help="Reset all counters.")
 def stats_command(
     invocation: Invocation,
@@ -244,12 +241,8 @@ def cells(stats: Stats, seconds: float | None = None) -> list[str]:
 
 @command("report")
 @since_option
-@click.option(
-    "-o",
-    "--output",
-    type=click.Path(dir_okay=False, path_type=Path),
+@output_option(
     default=Path("shardcache-report.html"),
-    metavar="FILE",
     help="The file to write.  [default: shardcache-report.html]",
 )
 def report_command(invocation: Invocation, since: float | None, output: Path) -> None:

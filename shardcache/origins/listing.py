@@ -79,7 +79,7 @@ def expand_braces(spec: str) -> Iterator[str]:
         except braceexpand.UnbalancedBracesError as exn:  # type: ignore[attr-defined]
             raise ConfigError(
                 f"{redact(part)}: {redact(str(exn))}. Write ranges as {{0000..0127}}, lists as "
-                "{a,b}, and a brace of the name itself as \\{.",
+                "{a,b}, and a brace of the name itself as \\{."
             ) from exn
 
 

@@ -502,7 +502,7 @@ def _look_up(options: Mapping[str, Any], endpoint: str) -> _Store:
         return _Store(name, address, region, proxies, _certificates(verify))
     raise ConfigError(
         f"the S3 client cannot be set up: {reason}. "
-        "Check endpoint_url, the profile and storage_options.",
+        "Check endpoint_url, the profile and storage_options."
     )
 
 

@@ -176,7 +176,7 @@ def remove_root(layout: Layout) -> None:
             with contextlib.suppress(OSError):  # not empty
                 Path(where).rmdir()
     if set(list_names(root)) <= _ROOT_NAMES - {layout.base.name}:
-        for name in (_TAG_NAME, _README_NAME, MANIFEST):  # the manifest last, as it is made
+        for name in (_TAG_NAME, _README_NAME, MANIFEST):  # last the manifest, which marks a cache
             (root / name).unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # a mount point
             root.rmdir()

@@ -28,7 +28,7 @@ def test_the_file_serves_a_data_set_and_wids(run, spec, file, proxy, tmp_path):
     assert [path.name for path in tmp_path.glob("train*")] == ["train.json"]
     proxy.reset()
     assert run("index", spec, "-o", file, "-q")[:2] == (0, "")
-    assert proxy.received() == 0  # the offsets are beside the shards
+    assert proxy.received() == 0  # the entries have the offsets
     code, out, _ = run("index", "-o", file, "--check", "--json")
     assert (code, json.loads(out)["summary"]["samples"]) == (0, 80)
 

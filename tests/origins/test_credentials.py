@@ -3,8 +3,6 @@
 import itertools
 import os
 import random
-import subprocess
-import sys
 from pathlib import Path
 
 import botocore.session
@@ -72,15 +70,3 @@ def test_settings_equal_those_of_botocore(tmp_path: Path, monkeypatch: pytest.Mo
                 assert found.get_config_variable(name) == session.get_config_variable(name)
             assert "s3" not in session.get_scoped_config()
     assert known > 50
-
-
-def test_written_keys_need_no_import_of_botocore() -> None:
-    env = {name: value for name, value in os.environ.items() if not name.startswith("AWS_")}
-    keys = {"AWS_ACCESS_KEY_ID": "A", "AWS_SECRET_ACCESS_KEY": "S", "AWS_REGION": "eu-west-1"}
-    code = (
-        "import sys; from shardcache.origins.s3 import S3Origin; "
-        "origin = S3Origin({}, timeout=1); assert origin.prepare().region == 'eu-west-1'; "
-        "assert origin._keys(None).access_key == 'A'; assert 'botocore.session' not in sys.modules"
-    )
-    nowhere = {"AWS_CONFIG_FILE": os.devnull, "AWS_SHARED_CREDENTIALS_FILE": os.devnull}
-    subprocess.run([sys.executable, "-c", code], env=env | keys | nowhere, check=True)

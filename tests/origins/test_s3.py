@@ -25,16 +25,17 @@ POINT = "arn:aws:s3:us-west-2:123456789012:accesspoint/point"
 MRAP = "arn:aws:s3::123456789012:accesspoint/point.mrap"
 
 
-def test_reading_a_shard_does_not_import_botocore(tmp_path, s3, bucket):
+def test_a_key_needs_no_botocore_and_a_read_no_session_of_it(tmp_path, s3, bucket):
     s3.put(bucket, "a.tar", make_tar(1))
     code = (
         "import sys, shardcache\n"
         f"cache = shardcache.Cache({str(tmp_path / 'cache')!r}, min_free=0)\n"
         f"cache.parse(url := 's3://{bucket}/a.tar')\n"  # the endpoint is part of its key
-        "print('botocore' in sys.modules, len(cache.open(url).read()))"
+        "print('botocore' in sys.modules, len(cache.open(url).read()))\n"
+        "print('botocore.session' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.stdout.split() == ["False", str(len(make_tar(1)))], done.stderr
+    assert done.stdout.split() == ["False", str(len(make_tar(1))), "False"], done.stderr
 
 
 def test_every_stated_checksum_is_compared(tmp_path, s3, bucket):

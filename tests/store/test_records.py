@@ -36,7 +36,7 @@ def opened(path: Path, data: bytes) -> Iterator[int]:
         yield file.fileno()
 
 
-#: Of b"123456789": the check values of the catalogue of CRCs (reveng), and those of sha1sum.
+#: Checksums of b"123456789": from the catalogue of CRCs (reveng), and as sha1sum prints them.
 CHECKSUMS = {
     "crc32": "y/Q5Jg==",
     "crc32c": "4waSgw==",

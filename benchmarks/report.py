@@ -52,7 +52,7 @@ PAGES = {
         "Random access and resume",
         "All shards are cached on a RAM disk. Single samples are in processor time. To resume, a "
         "fresh process has imported everything and made its data set; the time runs from loading "
-        "the state to the first batch. `make bench` does not install MosaicML streaming.",
+        "the state to the first batch.",
         samples.report,
     ),
     "growth": (

@@ -90,29 +90,6 @@ def _datasets(index: Path, *, shuffle: bool) -> Reader:
     )
 
 
-def _streaming(index: Path) -> Reader:
-    from streaming import MDSWriter, StreamingDataLoader, StreamingDataset
-
-    home = index.with_name("mds")
-    if not home.exists():
-        from shardcache import Cache, TarDataset
-
-        columns = {"bin": "bytes", "cls": "int"}
-        with (
-            Cache(index.parent / "cache", min_free=0) as cache,
-            MDSWriter(out=str(home), columns=columns) as out,
-        ):
-            for sample in TarDataset(index, cache=cache):
-                out.write({"bin": sample["bin"], "cls": int(sample["cls"])})
-    data = StreamingDataset(local=str(home), shuffle=True, shuffle_seed=1, batch_size=BATCH)
-    loader = StreamingDataLoader(data, batch_size=BATCH, collate_fn=stacked)
-    return Reader(
-        lambda: (numbers for _, numbers in loader),
-        lambda count: loader.state_dict(),
-        loader.load_state_dict,
-    )
-
-
 #: way -> title, the module that it needs, and a function that makes a reader of an index file.
 WAYS: dict[str, tuple[str, str, Callable[[Path], Reader]]] = {
     "shardcache": ("TarDataset, ShardBatchSampler", "shardcache", _tar_dataset),
@@ -127,7 +104,6 @@ WAYS: dict[str, tuple[str, str, Callable[[Path], Reader]]] = {
         "datasets",
         lambda index: _datasets(index, shuffle=True),
     ),
-    "streaming": ("MosaicML streaming, from MDS", "streaming", _streaming),
 }
 
 

@@ -1,8 +1,8 @@
 """Measure random access to samples, and resuming an epoch: ``python -m benchmarks.samples``.
 
 All shards are cached on a RAM disk, so the figures are those of the code. Peers read the same
-files: wids, WebDataset in sequence, and for resuming also Hugging Face datasets and MosaicML
-streaming (`benchmarks.resumes`). A peer that is not installed has a row that says so.
+files: wids, WebDataset in sequence, and for resuming also Hugging Face datasets
+(`benchmarks.resumes`). A peer that is not installed has a row that says so.
 """
 
 from __future__ import annotations

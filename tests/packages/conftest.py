@@ -39,7 +39,7 @@ class Bench:
         program.write_text(code)
         launcher = "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"
         command = [sys.executable, *(launcher if ranks else ()), str(program), *arguments]
-        return run(command, 170, self.directory).stdout
+        return run(command, 500, self.directory).stdout
 
     def fetched(self):
         """Return the names of downloaded objects; each was downloaded once."""

@@ -21,7 +21,7 @@ def test_a_block_prints_its_output_and_downloads_each_object_once(block, bench):
 
 def test_the_ray_example_prewarms_and_reads_every_sample(bench):
     command = [sys.executable, str(EXAMPLES / "ray_train.py"), bench.data.spec]
-    lines = run([*command, "--dir", str(bench.cache)], 170).stdout.splitlines()
+    lines = run([*command, "--dir", str(bench.cache)], 500).stdout.splitlines()
     assert re.fullmatch(r"\S+: 4 shards cached, 0 not", lines[0])
     assert lines[1:] == [f"epoch {n}: 24 samples, 24 different" for n in (1, 2)]
     assert bench.data.once()

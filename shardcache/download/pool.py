@@ -106,8 +106,12 @@ class Connections:
     @property
     def limit(self) -> int:
         """How many connections this process may use at the moment."""
-        near = self._answer is None or self._answer <= _NEAR
-        return min(self._most, _FEW if near else self._most, self._share)
+        return min(self._most, _FEW if self.is_near else self._most, self._share)
+
+    @property
+    def is_near(self) -> bool:
+        """Whether an origin responds within `_NEAR` seconds, or none has responded yet."""
+        return self._answer is None or self._answer <= _NEAR
 
     @property
     def _share(self) -> int:

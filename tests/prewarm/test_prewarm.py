@@ -4,6 +4,7 @@ import errno
 import os
 import pickle
 import threading
+import time
 from dataclasses import replace
 from functools import partial
 
@@ -232,6 +233,18 @@ def test_failures_end_a_run_beyond_a_limit_or_if_a_bucket_refuses_all_shards(
     report = make_cache().prewarm(urls, jobs=1, max_failures=6)
     assert (outcomes(report), report.stopped) == (expected, stopped)
     assert len(requested(origin)) == len(expected.replace("-", ""))
+
+
+@pytest.mark.parametrize("work", [lambda: time.sleep(0.05), lambda: sum(range(2_000_000))])
+def test_threads_are_added_only_while_the_interpreter_is_idle(make_cache, listed, fill, work):
+    counts = set()
+
+    def hook(path):
+        counts.add(sum(each.name == "shardcache-prewarm" for each in threading.enumerate()))
+        work()
+
+    make_cache(validate=hook).prewarm(fill(names(40)))
+    assert (max(counts) > 2) == (work() is None)
 
 
 def test_a_process_that_cannot_start_threads_prewarms(make_cache, listed, fill, monkeypatch):

@@ -173,7 +173,7 @@ class Pool:
         now, needed = clock.monotonic(), _processor_seconds()
         (since, before), self._measured = self._measured, (now, needed)
         if self._threads and needed - before < _BUSY * (now - since):
-            self._few *= 2
+            self._few = min(2 * self._few, connections.limit)
         return min(self._few, connections.limit)
 
     def _start_threads(self, count: int) -> bool:

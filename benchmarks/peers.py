@@ -239,9 +239,7 @@ def versions() -> dict[str, str]:
         name: _version(name) or "not installed"
         for name in (*packages, "aiobotocore", "botocore", "webdataset")
     }
-    describe = ["git", "describe", "--always", "--dirty", "--exclude=*"]
-    commit = subprocess.run(describe, cwd=ROOT, capture_output=True, text=True, check=False)
-    found["shardcache"] = f"{__version__}, commit {commit.stdout.strip() or 'unknown'}"
+    found["shardcache"] = __version__
     path = f"{os.environ.get('PATH', '')}:/usr/sbin"
     for name, flag in (("curl", "--version"), ("nginx", "-v")):
         found[name] = "not installed"

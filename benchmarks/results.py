@@ -13,6 +13,7 @@ import os
 import platform
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
@@ -89,6 +90,8 @@ def machine(**directories: Path) -> Row:
         mount, usage = mount_of(directory), shutil.disk_usage(directory)
         kind = mount.type if mount else "unknown"
         filesystems[name] = f"{kind}, {usage.free / 1e9:.0f} GB free"
+    describe = ["git", "describe", "--always", "--dirty", "--exclude=*"]
+    commit = subprocess.run(describe, cwd=ROOT, capture_output=True, text=True, check=False)
     control = Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text("ascii").strip()
     return {
         "cores": os.cpu_count(),
@@ -100,6 +103,7 @@ def machine(**directories: Path) -> Row:
         "filesystems": filesystems,
         "date": datetime.now(UTC).date().isoformat(),
         "load": os.getloadavg()[0],
+        "commit": commit.stdout.strip() or "unknown",
     }
 
 

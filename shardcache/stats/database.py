@@ -23,8 +23,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from shardcache.files import check_own
-from shardcache.layout import Layout, replace_file
+from shardcache.files import check_own, write_new
+from shardcache.layout import Layout
 from shardcache.threads import undivided
 
 if TYPE_CHECKING:
@@ -166,5 +166,6 @@ def _make(layout: Layout) -> None:
     if layout.modes.group is None and os.lstat(layout.base).st_uid != os.geteuid():
         raise PermissionError(errno.EPERM, "the cache belongs to another user", str(layout.base))
     if not path.exists():
-        via = layout.partial if layout.local is None else path.parent
-        replace_file(path, b"", layout.modes.file, via=via, once=True)
+        # Not by a link, because the file must not have a second name at any moment: see `_opened`.
+        with contextlib.suppress(FileExistsError):  # another process created it
+            write_new(path, b"", layout.modes.file)

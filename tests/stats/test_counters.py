@@ -14,7 +14,7 @@ from shardcache.layout import Layout
 from shardcache.ranks import Ranks
 from shardcache.stats import counters as module
 from shardcache.stats.counters import BUCKETS, Counters, bucket_range
-from shardcache.stats.database import compact, samples
+from shardcache.stats.database import add, compact, samples
 from shardcache.stats.summary import Waits, by_hour, by_rank, summed
 from tests.support.fakes import FakeClock
 from tests.support.storetools import forked, needs_root, no_descriptor_left, refusing
@@ -91,7 +91,7 @@ def test_counts_survive_a_failing_disk(make, layout, tmp_path, monkeypatch, how)
     with no_descriptor_left(), monkeypatch.context() as fault:
         if how == "full":
             refuse = refusing(errno.ENOSPC, real=None)
-            fault.setattr("shardcache.stats.database.replace_file", refuse)
+            fault.setattr("shardcache.stats.database.write_new", refuse)
         else:
             layout.base.rename(tmp_path / "elsewhere")
         counters = make()
@@ -102,6 +102,17 @@ def test_counts_survive_a_failing_disk(make, layout, tmp_path, monkeypatch, how)
         (tmp_path / "elsewhere").rename(layout.base)
     counters.flush()
     assert total(layout).hits == 1
+
+
+def test_the_database_can_be_read_while_it_is_created(tmp_path):
+    with ThreadPoolExecutor(1) as pool:
+        for number in range(200):
+            layout = Layout.of_root(tmp_path / str(number))
+            layout.make()
+            adding = pool.submit(add, layout, -1, 60, {"hits": 1}, 5.0)
+            while not adding.done():
+                samples(layout)
+            adding.result()
 
 
 def test_a_damaged_database_is_replaced(make, layout, clock):

@@ -136,7 +136,8 @@ class OpenShard:
             # When the disk fails, the stream closes its own descriptor. Another file may then get
             # the same number while another thread is about to read.
             self._fd = os.dup(self._stream.fileno())
-            self.size = self._stream.seek(0, os.SEEK_END)  # the entry's; the file may be cut by now
+            # The stream knows the size of the entry, while the file may have been cut by now.
+            self.size = self._stream.seek(0, os.SEEK_END)
         self._has_entry = self._fd >= 0 and not cache.opener.is_in_place(shard)
         self._directory = self._path.rpartition("/")[0]
         if not (self._has_entry and self._load()):

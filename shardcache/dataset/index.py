@@ -136,7 +136,7 @@ class OpenShard:
             # When the disk fails, the stream closes its own descriptor. Another file may then get
             # the same number while another thread is about to read.
             self._fd = os.dup(self._stream.fileno())
-            # The stream knows the size of the entry, while the file may have been cut by now.
+            # The size of the entry. If the file has been truncated since, `fstat` states less.
             self.size = self._stream.seek(0, os.SEEK_END)
         self._has_entry = self._fd >= 0 and not cache.opener.is_in_place(shard)
         self._directory = self._path.rpartition("/")[0]

@@ -224,7 +224,7 @@ class Download:
     # -- the worker and its threads ------------------------------------------------
 
     def claim(self) -> bool:
-        """Make the calling thread the worker. Returns False if there is one, or no more need."""
+        """Make the calling thread the worker; return False if there is one, or if it has ended."""
         with self._lock:
             is_free = not (self.is_claimed or self.ended)
             self.is_claimed = True

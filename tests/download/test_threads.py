@@ -250,7 +250,7 @@ FILES = {"process.py", "download.py", "threads.py", "threading.py"}
 
 
 class Interrupt(BaseException):
-    """What a signal handler raises, such as a timeout."""
+    """Raised by a signal handler, as for a timeout."""
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")

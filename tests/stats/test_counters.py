@@ -113,6 +113,7 @@ def test_the_database_can_be_read_while_it_is_created(tmp_path):
             while not adding.done():
                 samples(layout)
             adding.result()
+            assert total(layout).hits == 1
 
 
 def test_a_damaged_database_is_replaced(make, layout, clock):

@@ -61,7 +61,7 @@ def test_an_epoch_with_many_kills_is_exact(s3, bucket, s3_environment, proxy, tm
         )
         assert min(trained, default=len(kept)) == len(kept)
         kept += [trained.pop(number) for number in range(len(kept), position())]
-        # What was trained after the checkpoint is not part of it.
+        # The last batches are not in the checkpoint, but no sample may be in them twice.
         seen = [*itertools.chain(*kept, *trained.values())]
         assert len(seen) == len(set(seen))
         assert all(len(keys) == BATCH for keys in kept)

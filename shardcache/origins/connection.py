@@ -3,7 +3,7 @@
 llhttp (`httptools`) parses the headers and the chunks of responses. A body of a stated length
 bypasses the parser. It is received with as few system calls as possible, because after each call
 the thread has to wait for the interpreter lock: the socket blocks until the buffer is full
-(MSG_WAITALL), also below TLS.
+(MSG_WAITALL), also below TLS. The kernel wakes the thread no more often than needed (SO_RCVLOWAT).
 
 A `Transport` may be used by all threads of the process that made it. A `Response` belongs to one
 thread; only `Response.abort` may be called by others.
@@ -50,6 +50,9 @@ _END_OF_HEAD = b"\r\n\r\n"
 #: Limit of interim responses (1xx) before the final one.
 _INTERIM = 16
 _CHUNKS_AT_ONCE = 256 * 1024  # bytes of a chunked body requested by one call
+#: Bytes that the kernel collects before it wakes a thread that receives a long body (SO_RCVLOWAT).
+#: Otherwise each packet, or each record of TLS, would wake it.
+_WAKE_AT = 512 * 1024
 
 #: Matches scheme, authority and path. `urlsplit` would change some paths.
 _URL = re.compile(r"(https?)://([^/?#]+)([^#]*)")
@@ -86,6 +89,7 @@ class _Connection:
         self._timeout = timeout
         self._slice = wait = min(_SLICE, timeout)
         self._spent, self._came = 0.0, 0  # seconds and bytes since the rate was last checked
+        self._wakes_at = 1  # the value of SO_RCVLOWAT
         # The socket blocks, with a timeout of the kernel (SO_RCVTIMEO): Python's own timeouts would
         # add a `poll` to each call.
         sock.settimeout(None)
@@ -166,10 +170,17 @@ class _Connection:
             raise ConnectionResetError("the server closed the connection")
         return bytes(view[: max(0, count)])
 
-    def fill(self, view: memoryview) -> int:
-        """Fill ``view``, or part of it after `_slice` seconds; return the count, 0 if closed."""
+    def fill(self, view: memoryview, rest: int) -> int:
+        """Fill ``view``, or part of it after `_slice` seconds; return the count, 0 if closed.
+
+        ``rest`` is how many bytes of the body will follow those for ``view``, as far as is known.
+        """
         got = min(len(view), len(self.held))
         view[:got], self.held = self.held[:got], self.held[got:]
+        # The thread may only wait for bytes that will come, and part of the rest may have come:
+        # `TLSStream` holds up to 256 KiB.
+        is_long = len(view) >= _WAKE_AT and rest >= 2 * _WAKE_AT
+        self._wake_at(_WAKE_AT if is_long else 1)
         started = time.monotonic()
         while got < len(view):
             count = self._receive(view[got:], socket.MSG_WAITALL)
@@ -177,6 +188,12 @@ class _Connection:
             if count == 0 or (got and time.monotonic() - started >= self._slice):
                 break
         return got
+
+    def _wake_at(self, count: int) -> None:
+        """Make the kernel wake a waiting thread only when ``count`` bytes have been received."""
+        if count != self._wakes_at:
+            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, count)
+            self._wakes_at = count
 
     def _receive(self, view: memoryview, flags: int) -> int:
         """Return the number of bytes received: 0 if closed, -1 after `_slice` seconds of silence.
@@ -276,7 +293,9 @@ class Response:
                 buffer[:count] = message.unframed[:count]
                 del message.unframed[:count]
             else:
-                count = connection.fill(buffer if self._left is None else buffer[: self._left])
+                view = buffer if self._left is None else buffer[: self._left]
+                rest = 0 if self._left is None else self._left - len(view)
+                count = connection.fill(view, rest)
             if count == 0 and self._left is not None:
                 raise ConnectionError(f"the origin stopped {self._left} bytes before the end")
         except OSError as exn:

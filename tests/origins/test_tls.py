@@ -5,11 +5,15 @@ import shutil
 import socket
 import ssl
 import threading
+import time
+from collections.abc import Iterator
 from contextlib import closing, suppress
+from resource import RUSAGE_THREAD, getrusage
 
 import pytest
 
 from shardcache import Cache, ConfigError
+from shardcache.origins import connection
 from shardcache.origins.base import TransientError, read_all
 from shardcache.origins.http import WebOrigin
 from shardcache.origins.tls import TLSStream
@@ -96,6 +100,33 @@ def test_a_blocked_read_of_tls_can_be_aborted(context, authority, monkeypatch):
         threading.Timer(0.2, body.abort).start()
         with pytest.raises(TransientError, match="cancelled"):
             body.readinto(memoryview(bytearray(96)))
+
+
+@pytest.mark.parametrize("tls", [False, True])
+def test_a_long_body_seldom_wakes_its_reader_and_comes_whole(context, authority, tls, monkeypatch):
+    monkeypatch.setattr(connection, "_SLICE", 4 * PATIENCE)
+    monkeypatch.setenv("SSL_CERT_FILE", authority[0])
+    data, whole = random.Random(3).randbytes((8 << 20) + 100), threading.Event()
+    pieces = [data[start : start + 16_384] for start in range(0, len(data), 16_384)]
+
+    def sent(head: str) -> Iterator[bytes]:
+        yield answer("200 OK", Content_Length=len(data))
+        for piece in pieces:
+            yield piece
+            time.sleep(0.0001)  # until the reader waits again
+        ended.append(whole.wait(PATIENCE))  # before the connection is closed
+
+    server, block = Scripted(sent), memoryview(bytearray(1 << 20))
+    got, ended = list[bytes](), list[bool]()
+    with running(server, context if tls else None):
+        body = WebOrigin(timeout=8 * PATIENCE).open(parse_url(f"{server.url}/a"), 0, None)
+        before = getrusage(RUSAGE_THREAD).ru_nvcsw
+        while count := body.readinto(block):
+            got.append(bytes(block[:count]))
+        waits = getrusage(RUSAGE_THREAD).ru_nvcsw - before
+        whole.set()
+    assert b"".join(got) == data and ended == [True]
+    assert waits < len(pieces) / 2
 
 
 @pytest.mark.parametrize("size", [1, 16_384, 16_500, 300_000, 1_048_576 + 40_000])

@@ -117,9 +117,9 @@ class TLSStream:
         """
         self._flush()  # what OpenSSL answers by itself, such as a new key
         # With MSG_WAITALL, wait for fewer bytes than must come: `wanted`, without those of a record
-        # that OpenSSL has received in part.
+        # that OpenSSL has received in part. For the last records, take what has come.
         size = min(_CIPHERTEXT, wanted - _RECORD)
-        if size <= 0 or not flags:
+        if size < _RECORD or not flags:
             size, flags = _CIPHERTEXT, 0
         try:
             count = self._socket.recv_into(self._buffer, size, flags)

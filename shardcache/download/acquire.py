@@ -203,8 +203,8 @@ def acquire(site: Site, download: Download) -> Result | None:
             # The failed attempt has removed its partial and released the lock, so it can be
             # repeated once there is room.
             logger.info("%s: the disk is full (%s); making room", download.shard, exn)
-            if (answer := download.take_answer()) is not None:
-                answer.close()
+            if (response := download.take_response()) is not None:
+                response.close()
             if len(site.places) == 1:  # otherwise the next tier may have room
                 size = download.progress().size or 0
                 site.places[0].space.make_room(str(download.shard), size)

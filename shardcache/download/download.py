@@ -123,7 +123,7 @@ class Download:
         self._has_run = False
         self._result: Result | None = None
         self._error: BaseException | None = None
-        self._answer: Body | None = None
+        self._response: Body | None = None
         self._abort: Callable[[], None] | None = None
 
     # -- any thread --------------------------------------------------------------
@@ -160,11 +160,11 @@ class Download:
                 raise self._error
             return None if self._result is None else self._result.opened.duplicate()
 
-    def take_answer(self) -> Body | None:
+    def take_response(self) -> Body | None:
         """Return the open response that `keep` kept, or None. Only one caller gets the response."""
         with self._lock:
-            answer, self._answer = self._answer, None
-            return answer
+            response, self._response = self._response, None
+            return response
 
     def attend(self) -> bool:
         """Turn a download ahead into one that a reader waits for.
@@ -181,7 +181,7 @@ class Download:
             passing = (CacheFullError, LockTimeoutError, FetchCancelledError)
             if isinstance(self._error, ShardCacheError) and not isinstance(self._error, passing):
                 return True
-            return self._result is not None or self._answer is not None
+            return self._result is not None or self._response is not None
 
     def join(self, *, finish: bool, ahead: bool) -> None:
         """Count one more reader; the arguments are those of `Downloads.join`."""
@@ -263,13 +263,13 @@ class Download:
                 self.cancel()
             return self.is_ahead
 
-    def keep(self, answer: Body) -> None:
+    def keep(self, response: Body) -> None:
         """Keep the origin's first response, so that a reader can stream a shard without room."""
         with self._lock:
-            self._drop_answer()
-            self._answer = answer
+            self._drop_response()
+            self._response = response
             if not self.readers:
-                self._drop_answer()
+                self._drop_response()
 
     @contextlib.contextmanager
     def transferring(self, abort: Callable[[], None]) -> Iterator[None]:
@@ -330,12 +330,12 @@ class Download:
         if result is not None:
             result.opened.close()
         self._error = None  # breaks a reference cycle through the traceback
-        self._drop_answer()
+        self._drop_response()
 
-    def _drop_answer(self) -> None:
-        answer, self._answer = self._answer, None
-        if answer is not None:
-            answer.close()
+    def _drop_response(self) -> None:
+        response, self._response = self._response, None
+        if response is not None:
+            response.close()
 
 
 class Downloads:

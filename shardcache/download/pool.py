@@ -97,7 +97,7 @@ class Connections:
         self.part = part or PART
         self._most = most
         self._downloaders = downloaders
-        self._answer: float | None = None  # seconds, the fastest response so far
+        self._fastest: float | None = None  # seconds, the fastest response so far
         self._busy = 0
         self._waiting = 0
         self._work: deque[Work] = deque()
@@ -111,7 +111,7 @@ class Connections:
     @property
     def is_near(self) -> bool:
         """Whether an origin responds within `_NEAR` seconds, or none has responded yet."""
-        return self._answer is None or self._answer <= _NEAR
+        return self._fastest is None or self._fastest <= _NEAR
 
     @property
     def _share(self) -> int:
@@ -126,12 +126,12 @@ class Connections:
     @property
     def known(self) -> bool:
         """Whether an origin has responded, so that `limit` is based on a measurement."""
-        return self._answer is not None
+        return self._fastest is not None
 
     def answered(self, seconds: float) -> None:
         """Note after how many seconds the first byte of a response arrived; 0 if unknown."""
-        if self._answer is None or seconds < self._answer:
-            self._answer = seconds
+        if self._fastest is None or seconds < self._fastest:
+            self._fastest = seconds
             self.hand_out()
 
     @contextmanager

@@ -171,12 +171,12 @@ def make_plan(
     if refresh:
         known = [shard for shard in shards if shard.key in cached]
         with ThreadPoolExecutor(_REQUESTS, "shardcache-refresh") as pool:
-            answers = list(pool.map(partial(_outdated_versions, cache), known))
-        for shard, answer in zip(known, answers, strict=True):
-            if isinstance(answer, Exception):
-                unconfirmed[shard.key] = answer
-            elif answer:
-                outdated[shard.key] = answer
+            lists = list(pool.map(partial(_outdated_versions, cache), known))
+        for shard, versions in zip(known, lists, strict=True):
+            if isinstance(versions, Exception):
+                unconfirmed[shard.key] = versions
+            elif versions:
+                outdated[shard.key] = versions
                 del cached[shard.key]
     missing = [shard for shard in shards if shard.key not in cached]
     sizes: Mapping[str, int] = listing.sizes(missing) if missing and list_sizes else {}

@@ -64,7 +64,7 @@ def next_reader(
     failed: Reader,
     fault: Exception,
     position: int,
-    begun: bool,
+    same_version: bool,
 ) -> Reader:
     """Return the reader that replaces a failed reader.
 
@@ -72,19 +72,19 @@ def next_reader(
         failed: the failed reader, which the caller closes.
         fault: the error of the failed reader.
         position: offset of the next byte to read.
-        begun: whether bytes were delivered, so that the rest must be of the same version.
+        same_version: whether the rest must be of the same version, as bytes were delivered.
 
     Raises:
         ``fault``, if no reader can replace ``failed``; the errors of the new reader.
     """
     if isinstance(failed, Opened) and is_disk_fault(fault):
         assert isinstance(fault, OSError)
-        return _replace_entry(here, shard, failed, fault, position, begun)
+        return _replace_entry(here, shard, failed, fault, position, same_version)
     if isinstance(failed, DownloadReader):
-        return read_past(here, shard, fault, failed, position, begun)
+        return read_past(here, shard, fault, failed, position, same_version)
     if isinstance(failed, OriginReader) and failed.nearer is not None:
         logger.info("%s: the rest does not come from an upstream: %s", shard, fault)
-        expected = Expected.of(failed.info) if begun else None
+        expected = Expected.of(failed.info) if same_version else None
         return OriginReader(here, shard, position, expected=expected)
     raise fault  # nothing can replace the origin
 
@@ -95,7 +95,7 @@ def _replace_entry(
     opened: Opened,
     fault: OSError,
     position: int,
-    begun: bool,
+    same_version: bool,
 ) -> Reader:
     """Reopen an entry whose handle is stale. Set any other aside, and bypass the cache."""
     process, entry = here(), opened.entry
@@ -127,7 +127,7 @@ def _replace_entry(
         opened.path,
         fault.strerror,
     )
-    if not begun:
+    if not same_version:
         return read_nearest(here, shard, position)
     expected = Expected(entry.version if info is None else info.version, info, entry.size)
     return OriginReader(here, shard, position, expected=expected)
@@ -139,7 +139,7 @@ def read_past(
     fault: Exception,
     failed: DownloadReader | None = None,
     position: int = 0,
-    begun: bool = False,
+    same_version: bool = False,
 ) -> OriginReader:
     """Return a reader that bypasses the cache after a fault, and count and log the fault.
 
@@ -153,7 +153,7 @@ def read_past(
     counts = {} if counter is None else {counter: 1}
     try:
         _warn(process, shard, fault)
-        if failed is not None and begun:
+        if failed is not None and same_version:
             reader = OriginReader(here, shard, position, expected=Expected.of(failed.info))
         else:
             reader = read_nearest(here, shard, position, failed)
@@ -203,11 +203,11 @@ def read_nearest(
     failed: DownloadReader | None = None,
 ) -> OriginReader:
     """Return a reader of the response that ``failed`` kept, or of an upstream, or of the origin."""
-    answer = failed.take_answer() if failed is not None and position == 0 else None
-    if position == 0 and answer is None:
+    response = failed.take_response() if failed is not None and position == 0 else None
+    if position == 0 and response is None:
         for upstream in here().origins.upstreams(shard):
             try:
                 return OriginReader(here, shard, nearer=upstream)
             except (ShardCacheError, OSError) as exn:
                 upstream.failed(exn)
-    return OriginReader(here, shard, position, answer=answer)
+    return OriginReader(here, shard, position, response=response)

@@ -115,13 +115,13 @@ class DownloadReader:
         """The size of the shard in bytes, or None until it is known."""
         return None if self._partial is None else self._partial.info.size
 
-    def take_answer(self) -> Body | None:
+    def take_response(self) -> Body | None:
         """Return the origin's open response for a shard without room, or None if there is none.
 
         A forked child gets None, because the response uses a connection of the parent.
         """
         download = self._download
-        return download.take_answer() if download is not None and download.mine else None
+        return download.take_response() if download is not None and download.mine else None
 
     def wait(self, *, whole: bool) -> bool:
         """Wait for a partial or, with ``whole``, for the end; return whether the download ended."""
@@ -277,7 +277,7 @@ class OriginReader:
         start: offset of the first byte.
         nearer: an upstream to read instead of the origin. Its bytes are trusted like an entry.
         expected: the version to insist on.
-        answer: an open response of the origin that begins with the first byte of the shard.
+        response: an open response of the origin that begins with the first byte of the shard.
 
     Attributes:
         info: the version, or None until it is known.
@@ -299,7 +299,7 @@ class OriginReader:
         *,
         nearer: UpstreamOrigin | None = None,
         expected: Expected | None = None,
-        answer: Body | None = None,
+        response: Body | None = None,
     ) -> None:
         self._here = here
         self._shard = shard
@@ -309,11 +309,11 @@ class OriginReader:
         self._version = None if expected is None else expected.version
         self.info = None if expected is None else expected.info
         self.size = None if expected is None else expected.size
-        self._body = answer
-        if answer is None:
+        self._body = response
+        if response is None:
             self._body = self._call(self._open)
         else:
-            self.info, self.size = answer.info, answer.info.size
+            self.info, self.size = response.info, response.info.size
         self._read_at = clock.monotonic()
 
     def _enter_process(self) -> None:

@@ -46,7 +46,7 @@ class ShardStream(io.RawIOBase):
     """
 
     # Class attributes, because streams are made by the million, and setting these takes time.
-    _has_begun = False  # whether bytes or the size were delivered, so the version is fixed
+    _version_fixed = False  # because bytes or the size were delivered
     _error: Exception | None = None
 
     def __init__(
@@ -115,7 +115,7 @@ class ShardStream(io.RawIOBase):
 
     def _delivered(self, count: int) -> None:
         self._position += count
-        self._has_begun = True
+        self._version_fixed = True
         is_past = isinstance(self._reader, OriginReader)
         self._counters.read(count, "bytes_bypassed" if is_past else "bytes_opened")
 
@@ -146,7 +146,7 @@ class ShardStream(io.RawIOBase):
             if not isinstance(self._reader, DownloadReader):
                 raise io.UnsupportedOperation("the origin does not say how long the shard is")
             self._advance(self._reader)
-        self._has_begun = True
+        self._version_fixed = True
         return size
 
     def fileno(self) -> int:
@@ -187,8 +187,8 @@ class ShardStream(io.RawIOBase):
     def _replace(self, fault: ShardCacheError | OSError) -> None:
         """Continue with the reader that replaces the failed one. Raises if there is none."""
         try:
-            reader, position, begun = self._reader, self._position, self._has_begun
-            self._use(next_reader(self._here, self._shard, reader, fault, position, begun))
+            reader, position, fixed = self._reader, self._position, self._version_fixed
+            self._use(next_reader(self._here, self._shard, reader, fault, position, fixed))
         except Exception as exn:
             self._error = exn
             self._reader.close()

@@ -56,8 +56,8 @@ Economy: every process downloads
 
 Economy: a streamed shard is requested twice
     reading/fallback.py
-    -answer = failed.take_answer() if failed is not None and position == 0 else None
-    +answer = None
+    -response = failed.take_response() if failed is not None and position == 0 else None
+    +response = None
     tests/reading/test_past.py
 
 Crash: no process resumes the partial of a dead one

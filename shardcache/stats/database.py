@@ -167,5 +167,5 @@ def _make(layout: Layout) -> None:
         raise PermissionError(errno.EPERM, "the cache belongs to another user", str(layout.base))
     if not path.exists():
         # Not by a link, because the file must not have a second name at any moment: see `_opened`.
-        with contextlib.suppress(FileExistsError):  # another process created it
+        with undivided(), contextlib.suppress(FileExistsError):  # another process created it
             write_new(path, b"", layout.modes.file)

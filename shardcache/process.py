@@ -93,7 +93,7 @@ class Process:
     """
 
     def __init__(self, config: Config, ranks: Ranks, started: float | None) -> None:
-        # Imported here, because these modules import filelock and would slow `import shardcache`.
+        # Imported here, because these modules would slow `import shardcache`.
         from shardcache.download.download import Downloads
         from shardcache.download.pool import Connections
         from shardcache.download.transfer import Engine

@@ -16,6 +16,7 @@ import contextlib
 import functools
 import importlib
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -35,8 +36,9 @@ _POLL = 0.0005
 #: When this many threads are remembered, those that have ended are forgotten.
 _MANY = 64
 
-#: Modules that register hooks which take the modules' locks before a fork.
-_HOOKS = ("concurrent.futures.thread", "filelock")
+#: Modules that register hooks which take the modules' locks before a fork. The second one takes
+#: long to import, and few processes need it.
+_HOOKS = "concurrent.futures.thread", "filelock"
 
 _started: set[threading.Thread] = set()
 #: The id of each thread that is inside `undivided`, and how many levels deep it is.
@@ -71,7 +73,7 @@ def start(function: Callable[[], object], name: str) -> threading.Thread:
     Raises:
         RuntimeError: the limit of threads is reached.
     """
-    _register_hooks()
+    _register_hooks(_HOOKS[1] in sys.modules)
     if len(_started) >= _MANY:
         _started.difference_update(_ended() - _ending())
     thread = threading.Thread(target=function, name=name, daemon=True)
@@ -87,7 +89,7 @@ def start(function: Callable[[], object], name: str) -> threading.Thread:
 @contextlib.contextmanager
 def undivided() -> Iterator[None]:
     """Make forks in other threads wait until the body of the ``with`` statement has ended."""
-    _register_hooks()
+    _register_hooks(_HOOKS[1] in sys.modules)
     me = threading.get_ident()
     with _gate:
         _undivided[me] = _undivided.get(me, 0) + 1
@@ -112,15 +114,15 @@ def _ending() -> set[threading.Thread]:
 
 
 @functools.cache
-def _register_hooks() -> None:
+def _register_hooks(again: bool) -> None:
     """Make every fork call `_before_fork` before the hooks of other modules.
 
-    Python first calls the hook that was registered last. Other modules, such as filelock, hold
-    their locks during a fork. If such a hook came first, the fork would wait for a thread inside
-    `undivided`, and that thread for the lock of the module.
+    Python first calls the hook that was registered last. The modules of `_HOOKS` hold their locks
+    during a fork. If such a hook came first, the fork would wait for a thread inside `undivided`,
+    and that thread for the lock of the module. So this registers the hook ``again`` when filelock
+    has been imported in the meantime. The gate can be taken twice.
     """
-    for name in _HOOKS:
-        importlib.import_module(name)
+    importlib.import_module(_HOOKS[0])
     # Load the codec of host names now: a child that is forked during the import of the codec would
     # remember the codec as unknown.
     codecs.lookup("idna")

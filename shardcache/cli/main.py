@@ -11,7 +11,6 @@ In both cases, partial downloads stay on disk, and the next run resumes them.
 from __future__ import annotations
 
 import contextlib
-import difflib
 import enum
 import functools
 import importlib
@@ -303,6 +302,8 @@ class _Commands(click.Group):
         try:
             return super().resolve_command(ctx, args)
         except click.UsageError as exn:
+            import difflib  # here, because it is rarely needed
+
             similar = difflib.get_close_matches(args[0], _COMMANDS, n=1)
             more = f" Did you mean {similar[0]}?" if similar else ""
             raise click.UsageError(f"{exn.message}{more}", ctx) from None

@@ -10,25 +10,26 @@
 For small shards, one interpreter is the bottleneck. On loopback, with two cores shared with the
 server, 2,000 shards of 100 KiB took 2.8 s with one process and 1.4 s with two, 256 of 4 MiB 1.05
 and 0.67 s, 48 of 64 MiB 1.39 and 1.18 s (medians of 3, November 2026). So the main process, the
-owner, forks helpers before it starts threads. A helper runs its own pool for its share of the
-shards, and ends when the share is done or the owner has died. At each tick, it sends the owner its
-events, log records and progress, and the reason if it stopped. If a helper dies, the owner
-downloads the rest of its share.
+owner, forks helpers before it starts threads. All of them take shards from one queue. A helper ends
+when the queue is empty or the owner has died. At each tick, it sends the owner its events, log
+records and progress, and the reason if it stopped. If a helper dies, the owner downloads the shards
+that the helper had taken.
 """
 
 from __future__ import annotations
 
+import importlib
 import logging
-import logging.handlers
 import math
 import multiprocessing
+import os
 import pickle
 import signal
 import threading
-from collections import Counter, defaultdict, deque
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
@@ -79,6 +80,8 @@ _TICK, _FIRST_TICK = 0.1, 0.01
 _BUSY = 0.5
 #: Seconds to wait for cancelled downloads. Most end within milliseconds.
 _CANCEL_TIMEOUT = 5.0
+#: Modules that are imported before the helpers are forked, so that they need not import them again.
+_ENGINE = ("shardcache.download.acquire", "shardcache.space.clean", "shardcache.stats.database")
 #: Takes the place of a bucket's name for faults of this machine, such as of its disk.
 _THIS_MACHINE = ""
 
@@ -108,15 +111,15 @@ class Pool:
     stopped: Stopped | None = None
 
     def __post_init__(self) -> None:
-        done = self.plan.left_out | self.plan.unconfirmed.keys() | self.results.keys()
-        self._todo = deque(shard for shard in self.plan.shards if shard.key not in done)
-        self.jobs = min(self.jobs, len(self._todo))
+        self._queue = _Queue(self._missing())
+        self.jobs = min(self.jobs, len(self._queue))
         self._throttle = None if self.rate is None else Throttle(self.rate)
         self._events: SimpleQueue[Started | Finished] = SimpleQueue()
         self._cancelled_at: float | None = None
         self._running: dict[str, Download] = {}
         self._helped = defaultdict[str, Progress](Progress)  # by key, of the helpers' shards
-        self._helpers: list[Helper] = []
+        self._helpers: list[Helper] = []  # that have not ended
+        self._forked: list[Helper] = []
         self._threads = self._failures = 0
         self._few = 1  # threads to use while the origin seems to be near
         self._measured = clock.monotonic(), 0.0  # and `_processor_seconds` at that time
@@ -131,8 +134,18 @@ class Pool:
         ``report`` is called in the calling thread with the events since its last call. Its
         exceptions, and KeyboardInterrupt, are raised after the downloads have ended.
         """
+        for helper in self._forked:
+            try:
+                threads.start(partial(self._follow, helper), "shardcache-prewarm-helper")
+            except RuntimeError:  # the limit of threads is reached
+                self._helpers.remove(helper)
         try:
             self._supervise(report)
+            if self._forked and not self.stopped and (lost := self._missing()):
+                text = "a helper process died; the main process downloads its %d shards"
+                logger.warning(text, len(lost))
+                self._queue.refill(lost)
+                self._supervise(report)
         except BaseException:
             with self._changed:
                 self._halt(Stopped.REQUESTED)
@@ -157,7 +170,7 @@ class Pool:
                 for download in list(self._running.values()):
                     download.cancel()
                 for helper in list(self._helpers):
-                    helper.send(None)
+                    helper.stop()
                 if clock.monotonic() - self._cancelled_at > _CANCEL_TIMEOUT:
                     break
         report(_drain(self._events))
@@ -182,7 +195,7 @@ class Pool:
 
         If no thread can be started, download a shard in this one. Return False if all work is done.
         """
-        while self._todo and self._threads < min(self.jobs, count):
+        while self._queue and self._threads < min(self.jobs, count):
             with self._changed:
                 self._threads += 1
             try:
@@ -193,39 +206,67 @@ class Pool:
                 if not self._threads:
                     self._download_next()
                 break
-        return bool(self._threads or self._helpers or self._todo)
+        return bool(self._threads or self._helpers or self._queue)
 
     # -- helpers ---------------------------------------------------------------
 
-    def share(self, helpers: Sequence[Helper]) -> None:
-        """Give each helper an equal share, and follow it in a thread. To be called before `run`."""
-        count = min(1 + len(helpers), self.jobs)
-        if count < 2:
+    def fork(self, count: int) -> None:
+        """Fork helpers, so that up to ``count`` processes download. To be called before `run`.
+
+        In a process with other threads, this does nothing: a lock that another thread holds would
+        stay locked in the helper.
+        """
+        count = min(count, self.jobs)
+        if count < 2 or threading.active_count() > 1:
             return
-        todo, self._todo = list(self._todo), deque(list(self._todo)[::count])
-        jobs, self.jobs = self.jobs // count, -(-self.jobs // count)
+        for name in _ENGINE:
+            importlib.import_module(name)
+        with suppress(ConfigError):  # the downloads raise it
+            self.cache.processes.here().origins.prepare(self._queue.first)
         if self.rate is not None:
             self.rate //= count
             self._throttle = Throttle(self.rate)
-        options = {"jobs": jobs, "best_effort": self.best_effort, "rate": self.rate}
-        for number, helper in enumerate(helpers[: count - 1], 1):
-            share = todo[number::count]
-            self._helpers.append(helper)
-            try:
-                threads.start(partial(self._follow, helper, share), "shardcache-prewarm-helper")
-            except RuntimeError:  # the limit of threads is reached
-                self._helpers.remove(helper)
-                self._todo.extend(share)
-                continue
-            sizes, outdated = self.plan.sizes, self.plan.outdated
-            known = {shard.key: sizes[shard.key] for shard in share if shard.key in sizes}
-            plan = PrewarmPlan(tuple(share), {}, known, 0, 0, 0, outdated=outdated)
-            # Pickling a shard removes the secrets of its URL. The helper needs them to download.
-            helper.send((plan, [shard.raw for shard in share], options))
+        jobs, self.jobs = self.jobs, self.jobs // count
+        with suppress(OSError):  # the limit of processes is reached, so fewer download
+            for _ in range(count - 1):
+                self._forked.append(Helper(self))
+        self._helpers = self._forked.copy()
+        self.jobs = jobs - self.jobs * len(self._forked)
 
-    def _follow(self, helper: Helper, share: list[ShardURL]) -> None:
+    def close(self) -> None:
+        """Stop the helpers, and wait until they have ended."""
+        for helper in self._forked:
+            helper.close()
+
+    def help(self, owner: Connection[Any, Any]) -> None:
+        """Download shards in a helper process, until the owner sends a message or none is left.
+
+        Log records go to the owner, so that only one process writes to the terminal.
+        """
+        from logging.handlers import QueueHandler  # here, because the owner does not need it
+
+        self._forked.clear()  # earlier helpers, which are children of the owner
+        self.stop, records = threading.Event(), SimpleQueue[logging.LogRecord]()
+        logging.getLogger("shardcache").handlers[:] = [QueueHandler(records)]
+
+        def report(events: list[Started | Finished]) -> None:
+            if owner.poll():
+                owner.recv()
+                self.stop.set()
+            portable = [
+                Started(event.shard, Progress)
+                if isinstance(event, Started)
+                else event._replace(result=event.result.portable())
+                for event in events
+            ]
+            progress = {key: each.progress() for key, each in list(self._running.items())}
+            owner.send((portable, _drain(records), progress, self.stopped))
+
+        with self.cache:
+            self.run(report)
+
+    def _follow(self, helper: Helper) -> None:
         """Receive the events, log records and progress of a helper until it ends."""
-        left = {shard.key: shard for shard in share}
         stopped: Stopped | None = None
         with suppress(EOFError, OSError, pickle.UnpicklingError):  # the helper has ended
             while True:
@@ -237,14 +278,9 @@ class Pool:
                         progress_of = partial(self._helped.__getitem__, event.shard.key)
                         self._events.put(Started(event.shard, progress_of))
                     else:
-                        del left[event.shard.key]
                         self._finish(event)
                 self._helped |= progress
         with self._changed:
-            if left and not (stopped or self.stopped):
-                text = "a helper process died; the main process downloads its %d remaining shards"
-                logger.warning(text, len(left))
-                self._todo.extend(left.values())
             self.stopped = self.stopped or stopped
             self._helpers.remove(helper)
             self._changed.notify()
@@ -269,8 +305,7 @@ class Pool:
     def _next(self) -> Download | None:
         """Return a download of the next shard, skipping given-up buckets, or None at the end."""
         with self._changed:
-            while self._todo:
-                shard = self._todo.popleft()
+            while (shard := self._queue.take()) is not None:
                 if self._is_hopeless(_THIS_MACHINE) or self._is_hopeless(_bucket(shard)):
                     self.stopped = self.stopped or Stopped.REFUSED
                     continue
@@ -331,6 +366,11 @@ class Pool:
                 self._succeeded |= {_THIS_MACHINE, _bucket(shard)}
         self._events.put(event)
 
+    def _missing(self) -> list[ShardURL]:
+        """Return the shards that are to be downloaded and have no result yet."""
+        done = self.plan.left_out | self.plan.unconfirmed.keys() | self.results.keys()
+        return [shard for shard in self.plan.shards if shard.key not in done]
+
     def _is_hopeless(self, scope: str) -> bool:
         limit = max(_REFUSALS, self._threads)
         return self._refused[scope] >= limit and scope not in self._succeeded
@@ -341,9 +381,44 @@ class Pool:
         When it is full, running downloads may already have reserved room, so they can complete.
         """
         self.stopped = self.stopped or reason
-        self._todo.clear()
+        self._queue.clear()
         if reason is not Stopped.FULL and self._cancelled_at is None:
             self._cancelled_at = clock.monotonic()
+
+
+class _Queue:
+    """A queue of shards, from which this process and the helpers that it forks take."""
+
+    def __init__(self, shards: Sequence[ShardURL]) -> None:
+        self._shards = shards
+        # The offset of this file is the position in the queue. Forked processes share it, and the
+        # kernel changes it in one step, so no lock is needed that a killed process could hold.
+        self._fd = os.memfd_create("shardcache-prewarm")
+
+    def __del__(self) -> None:
+        os.close(self._fd)
+
+    @property
+    def first(self) -> ShardURL:
+        """The shard that was first taken, or that will be."""
+        return self._shards[0]
+
+    def take(self) -> ShardURL | None:
+        """Return the next shard, or None if none is left."""
+        position = os.lseek(self._fd, 1, os.SEEK_CUR) - 1
+        return self._shards[position] if position < len(self._shards) else None
+
+    def clear(self) -> None:
+        """Drop the shards that are left, for all processes."""
+        os.lseek(self._fd, len(self._shards), os.SEEK_SET)
+
+    def refill(self, shards: Sequence[ShardURL]) -> None:
+        """Replace the shards. Not while other processes take from the queue."""
+        self._shards = shards
+        os.lseek(self._fd, 0, os.SEEK_SET)
+
+    def __len__(self) -> int:
+        return max(0, len(self._shards) - os.lseek(self._fd, 0, os.SEEK_CUR))
 
 
 def _processor_seconds() -> float:
@@ -370,69 +445,33 @@ def _bucket(shard: ShardURL) -> str:
 
 
 class Helper:
-    """A forked process that waits for its share of the shards and downloads it."""
+    """A forked process that takes shards from the queue of a pool and downloads them."""
 
-    def __init__(self, cache: Cache) -> None:
+    def __init__(self, pool: Pool) -> None:
         self.channel, owner = multiprocessing.Pipe()
         self._process = multiprocessing.get_context("fork").Process(
-            target=_run_helper, args=(cache, owner, self.channel), daemon=True
+            target=_run_helper, args=(pool, owner, self.channel), daemon=True
         )
         self._process.start()
         owner.close()
 
-    def send(self, message: Any) -> None:
-        """Send a task, or None to stop the helper. Does nothing if the helper has died."""
+    def stop(self) -> None:
+        """Tell the helper to stop. Does nothing if it has ended."""
         with suppress(OSError):
-            self.channel.send(message)
+            self.channel.send(None)
 
     def close(self) -> None:
         """Tell the helper to stop, and wait until it has ended."""
-        self.send(None)
+        self.stop()
         self._process.join()
         self.channel.close()
 
 
-def _run_helper(
-    cache: Cache, owner: Connection[Any, Any], owners_end: Connection[Any, Any]
-) -> None:
+def _run_helper(pool: Pool, owner: Connection[Any, Any], owners_end: Connection[Any, Any]) -> None:
     owners_end.close()  # otherwise the helper would not notice that its owner has died
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the owner sends a message to stop the helper
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    # After an error, the owner downloads the rest of the share, and reports the error if it recurs.
+    # After an error, the owner downloads the shards that have no result, and reports the error if
+    # it recurs.
     with suppress(Exception):
-        if (task := owner.recv()) is not None:
-            _download_share(cache, owner, *task)
-
-
-def _download_share(
-    cache: Cache,
-    owner: Connection[Any, Any],
-    plan: PrewarmPlan,
-    raws: list[str],
-    options: dict[str, Any],
-) -> None:
-    """Download a helper's share, until it is done or the owner sends another message.
-
-    Log records go to the owner, so that only one process writes to the terminal.
-    """
-    shards = tuple(replace(each, raw=raw) for each, raw in zip(plan.shards, raws, strict=True))
-    plan = replace(plan, shards=shards)
-    stop, records = threading.Event(), SimpleQueue[logging.LogRecord]()
-    logging.getLogger("shardcache").handlers[:] = [logging.handlers.QueueHandler(records)]
-    pool = Pool(cache, plan, stop, **options)
-
-    def report(events: list[Started | Finished]) -> None:
-        if owner.poll():
-            owner.recv()
-            stop.set()
-        portable = [
-            Started(event.shard, Progress)
-            if isinstance(event, Started)
-            else event._replace(result=event.result.portable())
-            for event in events
-        ]
-        progress = {key: each.progress() for key, each in list(pool._running.items())}
-        owner.send((portable, _drain(records), progress, pool.stopped))
-
-    with cache:
-        pool.run(report)
+        pool.help(owner)

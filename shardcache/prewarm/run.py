@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import importlib
 import math
 import os
 import threading
@@ -19,9 +18,9 @@ from shardcache import clock
 from shardcache.download.pool import NODE, parse_rate
 from shardcache.errors import CacheFullError, ConfigError, ShardCacheError
 from shardcache.layout import Layout
-from shardcache.origins.listing import Listing, expand_braces
+from shardcache.origins.listing import Listing
 from shardcache.prewarm.plan import Share, confirm, make_plan, wanted_shards
-from shardcache.prewarm.pool import Helper, Pool
+from shardcache.prewarm.pool import Pool
 from shardcache.results import Event, Finished, Outcome, Planned, PrewarmReport, Stopped, is_full
 from shardcache.store.root import make_root, unusable
 from shardcache.units import format_bytes
@@ -32,22 +31,13 @@ if TYPE_CHECKING:
 
 #: How many shards are downloaded at the same time by default.
 JOBS = 32
-#: Modules that `import shardcache` does not import. They are imported before the helpers are
-#: forked, so that the helpers need not load them again.
-_ENGINE = ("shardcache.download.acquire", "shardcache.space.clean", "shardcache.stats.database")
 #: Connections that keep one process busy. At S3's 80 MB/s each, they bring 0.64 GB/s, and a process
 #: on a core of its own received 0.75 GB/s over TLS (loopback, November 2026).
 _CONNECTIONS = 8
 
 
 def most_processes(cache: Cache) -> int:
-    """Return how many processes a prewarm may use: as many as the node's connections can keep busy.
-
-    It is one if this process already has threads. A fork does not copy threads, so any lock that a
-    thread holds would stay locked in the child.
-    """
-    if threading.active_count() > 1:
-        return 1
+    """Return how many processes a prewarm may use, so that the node's connections keep all busy."""
     connections = max(NODE, cache.config.connections)
     return min(connections // _CONNECTIONS, len(os.sched_getaffinity(0)))
 
@@ -86,8 +76,8 @@ def prewarm(
             ``"50MB"``.
         refresh: query the origins for newer versions of the cached shards, and download these.
             Streams that are open continue with the version that they read.
-        processes: how many processes share the work. The additional ones are forked at the start,
-            so pass more than 1 only in programs without threads.
+        processes: how many processes share the work. The additional ones are forked, so this is
+            ignored in a program that has other threads.
         on_event: called in the calling thread with each event; must not block.
         stop: an event that any thread or signal handler may set, to stop early.
 
@@ -107,61 +97,46 @@ def prewarm(
     rate = None if limit_rate is None else parse_rate(limit_rate)
     start = clock.monotonic()
     plan_only = check or dry_run
-    count = 0 if plan_only else min(processes, jobs) - 1
     specs = [urls] if isinstance(urls, str | ShardURL) else list(urls)
-    if count and specs:
-        _load(cache, specs[0])
-    helpers = [Helper(cache) for _ in range(count)]
 
     def report(events: Iterable[Event]) -> None:
         for event in events:
             if on_event is not None:
                 on_event(event)
 
-    try:
-        listing = Listing(cache.config)
-        shards = wanted_shards(cache, specs, listing, share)
-        if not plan_only:
-            _make_directory(cache)
-        plan = make_plan(
-            cache, shards, listing, best_effort=best_effort, list_sizes=not check, refresh=refresh
-        )
+    listing = Listing(cache.config)
+    shards = wanted_shards(cache, specs, listing, share)
+    if not plan_only:
+        _make_directory(cache)
+    plan = make_plan(
+        cache, shards, listing, best_effort=best_effort, list_sizes=not check, refresh=refresh
+    )
+    if plan_only:
         report([Planned(plan)])
-        if plan_only:
-            results = plan.results({}, Outcome.MISSING)
-            return PrewarmReport(plan, results, clock.monotonic() - start)
-        if plan.missing and not best_effort:
-            raise CacheFullError(
-                f"the shards to download need {format_bytes(plan.needed)} of disk, "
-                f"{format_bytes(plan.missing)} more than {cache.dir} has room for. "
-                "Raise max_size, free the disk, name fewer shards, or take those that fit "
-                "(best_effort, --best-effort).",
-                needed=plan.needed,
-                missing=plan.missing,
-            )
-        stop = stop or threading.Event()
-        events = list(confirm(cache, plan, stop))
-        report(events)
-        known = {each.shard.key: each.result for each in events if isinstance(each, Finished)}
-        pool = Pool(cache, plan, stop, jobs, best_effort, max_failures, rate, results=known)
-        pool.deadline = math.inf if deadline is None else start + deadline
-        pool.share(helpers)
+        results = plan.results({}, Outcome.MISSING)
+        return PrewarmReport(plan, results, clock.monotonic() - start)
+    if plan.missing and not best_effort:
+        report([Planned(plan)])
+        raise CacheFullError(
+            f"the shards to download need {format_bytes(plan.needed)} of disk, "
+            f"{format_bytes(plan.missing)} more than {cache.dir} has room for. "
+            "Raise max_size, free the disk, name fewer shards, or take those that fit "
+            "(best_effort, --best-effort).",
+            needed=plan.needed,
+            missing=plan.missing,
+        )
+    stop = stop or threading.Event()
+    events = list(confirm(cache, plan, stop))
+    known = {each.shard.key: each.result for each in events if isinstance(each, Finished)}
+    pool = Pool(cache, plan, stop, jobs, best_effort, max_failures, rate, results=known)
+    pool.deadline = math.inf if deadline is None else start + deadline
+    with contextlib.closing(pool):
+        pool.fork(processes)  # before `report`, which may start a thread
+        report([Planned(plan), *events])
         pool.run(report)
-    finally:
-        for helper in helpers:
-            helper.close()
     full = best_effort and pool.stopped is Stopped.FULL
     results = plan.results(pool.results, Outcome.LEFT_OUT if full else Outcome.NOT_STARTED)
     return PrewarmReport(plan, results, clock.monotonic() - start, pool.stopped)
-
-
-def _load(cache: Cache, spec: str | ShardURL) -> None:
-    """Load what all processes of a prewarm need: modules, the origin's client, certificates."""
-    for name in _ENGINE:
-        importlib.import_module(name)
-    with contextlib.suppress(ConfigError, StopIteration):  # the listing or the downloads raise it
-        shard = cache.parse(next(expand_braces(spec))) if isinstance(spec, str) else spec
-        cache.processes.here().origins.prepare(shard)
 
 
 def _make_directory(cache: Cache) -> None:

@@ -150,10 +150,12 @@ def test_a_fork_waits_for_openssl_in_a_tls_handshake_but_not_for_the_server(monk
 
 
 FORK = """
-import filelock, os, sys, threading, time
-started = threading.Event()
+import os, sys, threading, time
 from shardcache.threads import start, undivided
-done = []
+if "late" in sys.argv:
+    start(lambda: None, "first").join()
+import filelock
+started, done = threading.Event(), []
 @undivided()
 def prepare():
     with undivided():
@@ -172,9 +174,10 @@ sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 """
 
 
-def test_a_fork_waits_for_undivided_work_before_filelock_locks(tmp_path):
+@pytest.mark.parametrize("when", ["early", "late"])
+def test_a_fork_waits_for_undivided_work_before_filelock_locks(tmp_path, when):
     """filelock holds its own locks during a fork. The work needs them to finish."""
-    command = [sys.executable, "-c", FORK, str(tmp_path / "lock")]
+    command = [sys.executable, "-c", FORK, str(tmp_path / "lock"), when]
     assert subprocess.run(command, timeout=2 * PATIENCE, check=False).returncode == 0
 
 

@@ -3,10 +3,12 @@
 import json
 import subprocess
 import sys
+import threading
 from collections import Counter
 
 import pytest
 
+from tests.support.storetools import PATIENCE
 from tests.support.tars import make_tar
 from tests.support.webservers import answer, part_of
 
@@ -36,7 +38,8 @@ def note(shard):  # runs in the process that downloads the shard
 pids = Path(f"{directory}.pids")
 pids.touch()
 with Cache(directory, min_free=0, validate=note) as cache:
-    report = prewarm(cache, urls, jobs=4, processes=2, on_event=on_event, stop=stop)
+    jobs = 2 if what == "one each" else 4
+    report = prewarm(cache, urls, jobs=jobs, processes=2, on_event=on_event, stop=stop)
     print(json.dumps({
         "outcomes": [result.outcome for result in report.results],
         "stopped": report.stopped,
@@ -80,6 +83,25 @@ def test_both_download_with_the_secrets_of_their_urls(tmp_path, serve):
     server = serve(respond, most=100)
     found = run(tmp_path, "", [f"{server.url}/{number}.tar?{query}" for number in range(SHARDS)])
     assert found["outcomes"] == ["fetched"] * SHARDS and found["pids"] == 2
+
+
+def test_a_slow_shard_delays_no_other(tmp_path, serve):
+    """The second process takes all other shards, instead of a fixed share."""
+    others, finished, all_others = set(), [], threading.Event()
+
+    def respond(head):
+        path = head.split()[1]
+        if path == "/0.tar":
+            finished.append(all_others.wait(PATIENCE / 6))
+        else:
+            others.add(path)
+            if len(others) == SHARDS - 1:
+                all_others.set()
+        return b"".join(part_of(make_tar(0), head))
+
+    server = serve(respond, most=100)
+    found = run(tmp_path, "one each", [f"{server.url}/{number}.tar" for number in range(SHARDS)])
+    assert found["outcomes"] == ["fetched"] * SHARDS and finished == [True]
 
 
 def test_one_process_finishes_the_share_of_a_killed_one(tmp_path, urls):

@@ -30,9 +30,11 @@ __all__ = ["LEAST", "NODE", "Connections", "Throttle", "Work", "parse_rate"]
 #: Bytes that one request asks for. Over an S3-like link, 32 connections reached 1,488 MB/s with
 #: parts of 8 MiB, 1,647 MB/s with 16 MiB, and 1,633 MB/s with 64 MiB.
 PART = 16 << 20
-#: Connections to an origin that responds within `_NEAR` seconds. More than 8 bring nothing there;
-#: 32 were a tenth slower with TLS.
-_FEW = 8
+#: Connections to an origin that responds within `_NEAR` seconds. More bring nothing there: on two
+#: cores shared with the server, 2, 4 and 8 of them fetched a shard of 1 GiB from nginx with 2,011,
+#: 2,006 and 1,908 MB/s, over TLS with 867, 793 and 698 MB/s, and shards of 256 MiB from SeaweedFS
+#: with 592, 604 and 584 MB/s (medians of 3 to 5, November 2026).
+_FEW = 4
 _NEAR = 0.005
 #: Connections of all processes of a node together, unless one process may have more. Over an
 #: S3-like link, 64 reached 1,671 MB/s, and 32 reached 1,647 MB/s.

@@ -5,8 +5,8 @@ Helper threads fetch other parts of the shard, while there are parts left and co
 A worker that waits for its first connection takes precedence over helpers, so every shard gets its
 first bytes before any shard gets its last.
 
-The response time of the origin decides how many connections a process uses. S3 limits a connection
-to 50 to 100 MB/s on any link and responds after 30 ms, so many connections help. A server in the
+The response time of the origin decides how many connections a process uses. S3 sends 50
+to 100 MB/s over one connection and responds after 30 ms, so many connections help. A server in the
 same room fills the link over a few connections (figures: docs/design.md, "Connections"). Processes
 that download at the same time share the connections of the node equally.
 """
@@ -36,8 +36,9 @@ PART = 16 << 20
 #: with 592, 604 and 584 MB/s (medians of 3 to 5, November 2026).
 _FEW = 4
 _NEAR = 0.005
-#: Seconds within which even a near origin may send the first responses, if processors are busy, and
-#: how many responses prove that an origin is far. S3 takes 20 ms or more.
+#: Seconds within which even a near origin may send its first responses, if processors are busy, and
+#: the number of such responses that prove that an origin is far. Only the first response of a shard
+#: counts. S3 takes 20 ms or more.
 _FAR, _PROOF = 0.020, 3
 #: Connections of all processes of a node together, unless one process may have more. Over an
 #: S3-like link, 64 reached 1,671 MB/s, and 32 reached 1,647 MB/s.

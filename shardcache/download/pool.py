@@ -5,22 +5,25 @@ Helper threads fetch other parts of the shard, while there are parts left and co
 A worker that waits for its first connection takes precedence over helpers, so every shard gets its
 first bytes before any shard gets its last.
 
-The response time of the origin decides how many connections a process uses. S3 sends 50
-to 100 MB/s over one connection and responds after 30 ms, so many connections help. A server in the
-same room fills the link over a few connections (figures: docs/design.md, "Connections"). Processes
-that download at the same time share the connections of the node equally.
+S3 sends 50 to 100 MB/s over one connection and responds after 30 ms, so many connections help. A
+server in the same room fills the link over a few connections (figures: docs/design.md,
+"Connections"). So a process uses all its connections if the first response is slow. Otherwise it
+begins with a few, and doubles them while it waits for the origin more than it computes.
+Processes that download at the same time share the connections of the node equally.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
+from pathlib import Path
 
-from shardcache import threads
+from shardcache import clock, threads
 from shardcache.errors import ConfigError
 from shardcache.locks.downloaders import Downloaders
 from shardcache.units import format_rate, parse_bytes
@@ -30,16 +33,18 @@ __all__ = ["LEAST", "NODE", "Connections", "Throttle", "Work", "parse_rate"]
 #: Bytes that one request asks for. Over an S3-like link, 32 connections reached 1,488 MB/s with
 #: parts of 8 MiB, 1,647 MB/s with 16 MiB, and 1,633 MB/s with 64 MiB.
 PART = 16 << 20
-#: Connections to an origin that responds within `_NEAR` seconds. More bring nothing there: on two
-#: cores shared with the server, 2, 4 and 8 of them fetched a shard of 1 GiB from nginx with 2,011,
-#: 2,006 and 1,908 MB/s, over TLS with 867, 793 and 698 MB/s, and shards of 256 MiB from SeaweedFS
-#: with 592, 604 and 584 MB/s (medians of 3 to 5, November 2026).
-_FEW = 4
-_NEAR = 0.005
-#: Seconds within which even a near origin may send its first responses, if processors are busy, and
-#: the number of such responses that prove that an origin is far. Only the first response of a shard
-#: counts. S3 takes 20 ms or more.
-_FAR, _PROOF = 0.020, 3
+#: Connections to start with. More bring nothing if the server is near and fast: on two cores shared
+#: with it, 2, 4 and 8 of them fetched a shard of 1 GiB from nginx with 2,011, 2,006 and 1,908 MB/s,
+#: over TLS with 867, 793 and 698 MB/s, and shards of 256 MiB from SeaweedFS with 592, 604 and 584
+#: MB/s (medians of 3 to 5, November 2026).
+_FEW = 2
+#: Seconds. If the first response takes `_FAR` or more, as S3's does, all connections are used. They
+#: are few again at the first response within `_NEAR`: the first one was late for another reason.
+_FAR, _NEAR = 0.020, 0.005
+#: The few connections are doubled after this many seconds in which they were in use for at least a
+#: quarter of the time, while the process needed less than `_BUSY` of a processor. Where the origin
+#: is not the bottleneck, a process needs 0.7 or more.
+_INTERVAL, _BUSY = 0.1, 0.5
 #: Connections of all processes of a node together, unless one process may have more. Over an
 #: S3-like link, 64 reached 1,671 MB/s, and 32 reached 1,647 MB/s.
 NODE = 64
@@ -103,9 +108,12 @@ class Connections:
         self.part = part or PART
         self._most = most
         self._downloaders = downloaders
-        self._fastest: float | None = None  # seconds, the fastest response so far
-        self._responses = 0
+        self._fastest = math.inf  # seconds, the fastest response so far
+        self._useful = _FEW  # connections that bring more than they cost
         self._busy = 0
+        self._used = 0.0  # sum of the seconds that each connection was in use, until `_since`
+        self._since = clock.monotonic()
+        self._measured = self._since, 0.0, 0.0  # time, `_used` and `_processor_seconds`
         self._waiting = 0
         self._work: deque[Work] = deque()
         self._free = threading.Condition(self.lock)
@@ -113,14 +121,7 @@ class Connections:
     @property
     def limit(self) -> int:
         """How many connections this process may use at the moment."""
-        return min(self._most, _FEW if self.is_near else self._most, self._share)
-
-    @property
-    def is_near(self) -> bool:
-        """Whether an origin responds within `_NEAR` seconds, or may do so as far as is known."""
-        if self._fastest is None or self._fastest <= _NEAR:
-            return True
-        return self._fastest < _FAR and self._responses < _PROOF
+        return min(self._most, self._useful, self._share)
 
     @property
     def _share(self) -> int:
@@ -135,14 +136,32 @@ class Connections:
     @property
     def known(self) -> bool:
         """Whether an origin has responded, so that `limit` is based on a measurement."""
-        return self._fastest is not None
+        return self._fastest < math.inf
 
     def answered(self, seconds: float) -> None:
         """Note after how many seconds the first byte of a response arrived; 0 if unknown."""
-        self._responses += 1
-        if self._fastest is None or seconds < self._fastest or self._responses == _PROOF:
-            self._fastest = min(seconds, seconds if self._fastest is None else self._fastest)
-            self.hand_out()
+        with self.lock:
+            if seconds >= _FAR and not self.known:
+                self._useful = self._most
+            elif seconds <= _NEAR < self._fastest:
+                self._useful = _FEW
+            self._fastest = min(self._fastest, seconds)
+            self._measure()
+        self.hand_out()
+
+    def _measure(self) -> None:
+        """Double `_useful` if this process waits for its origins. Call with the lock held."""
+        self._change(0)
+        then, used_then, needed_then = self._measured
+        seconds = self._since - then
+        if seconds < _INTERVAL:
+            return
+        used, needed = self._used, _processor_seconds()
+        self._measured = self._since, used, needed
+        # If a thread has ended, the time that it waited for a processor is lost.
+        is_idle = 0 <= needed - needed_then < _BUSY * seconds
+        if is_idle and used - used_then >= self._useful * seconds / 4:
+            self._useful = min(2 * self._useful, self._most)
 
     @contextmanager
     def one(self) -> Iterator[None]:
@@ -154,6 +173,7 @@ class Connections:
                 # the downloaders.
                 while self._busy and self._busy >= self.limit:
                     self._free.wait(_PATIENCE)
+                    self._measure()  # all connections may be stuck
                 self._take()
             finally:
                 self._waiting -= 1
@@ -195,13 +215,20 @@ class Connections:
         """Count one more connection in use. Call with the lock held."""
         if not self._busy:
             self._downloaders.join()
-        self._busy += 1
+        self._change(1)
 
     def _release(self) -> None:
         """Count one connection less in use. Call with the lock held."""
-        self._busy -= 1
+        self._change(-1)
         if not self._busy:
             self._downloaders.leave()
+
+    def _change(self, count: int) -> None:
+        """Change the number of connections in use, and update `_used`. Call with the lock held."""
+        now = clock.monotonic()
+        self._used += self._busy * (now - self._since)
+        self._since = now
+        self._busy += count
 
     def _next(self) -> Work | None:
         """Return the parts of the first shard that has any left, or None if no shard has."""
@@ -226,6 +253,15 @@ class Connections:
                 work.end_helper()
             del work, fetch
         self.hand_out()
+
+
+def _processor_seconds() -> float:
+    """Return for how long this process has run on processors, or its threads waited for one."""
+    waited = 0
+    for path in Path("/proc/self/task").glob("*/schedstat"):
+        with suppress(OSError, IndexError):  # the thread has ended, or the kernel keeps no figures
+            waited += int(path.read_bytes().split()[1])
+    return time.process_time() + waited / 1e9
 
 
 #: Lowest accepted rate, in bytes per second. A slower download would look stuck to processes that

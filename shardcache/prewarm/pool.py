@@ -31,13 +31,12 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from shardcache import clock, threads
 from shardcache.download.download import Download, Progress
-from shardcache.download.pool import Connections, Throttle
+from shardcache.download.pool import Throttle
 from shardcache.errors import (
     AccessDeniedError,
     ConfigError,
@@ -74,10 +73,6 @@ _MISFITS = 32
 #: cost more than handling it. Ticks are short until the first response, because its delay decides
 #: how many connections, and therefore threads, are used.
 _TICK, _FIRST_TICK = 0.1, 0.01
-#: The part of a processor that a process needs at least if its interpreter is the bottleneck. One
-#: thread that fetches shards of 100 KiB over loopback needs 0.7 to 0.95. With 0.7 here, 2,000 of
-#: them took 3.4 s and 18 CPU s/GB; with 0.5, they took 2.8 s and 11.
-_BUSY = 0.5
 #: Seconds to wait for cancelled downloads. Most end within milliseconds.
 _CANCEL_TIMEOUT = 5.0
 #: Modules that are imported before the helpers are forked, so that they need not import them again.
@@ -121,8 +116,6 @@ class Pool:
         self._helpers: list[Helper] = []  # that have not ended
         self._forked: list[Helper] = []
         self._threads = self._failures = 0
-        self._few = 1  # threads to use while the origin seems to be near
-        self._measured = clock.monotonic(), 0.0  # and `_processor_seconds` at that time
         self._misfits = 0  # shards in a row that found no room
         self._refused: Counter[str] = Counter()  # by bucket, or _THIS_MACHINE
         self._succeeded: set[str] = set()
@@ -157,7 +150,7 @@ class Pool:
     def _supervise(self, report: Callable[[list[Started | Finished]], None]) -> None:
         """Start threads, report events and watch for reasons to stop, until all work is done."""
         connections = self.cache.processes.here().engine.connections
-        while self._start_threads(self._useful_threads(connections)):
+        while self._start_threads(connections.limit):
             with self._changed:
                 tick = _TICK if connections.known else _FIRST_TICK
                 self._changed.wait_for(lambda: not (self._threads or self._helpers), tick)
@@ -174,21 +167,6 @@ class Pool:
                 if clock.monotonic() - self._cancelled_at > _CANCEL_TIMEOUT:
                     break
         report(_drain(self._events))
-
-    def _useful_threads(self, connections: Connections) -> int:
-        """Return the number of threads to download with.
-
-        It is one for each connection. From a server in the same room, however, a few threads keep
-        the interpreter busy, and more would only wait for it. So their number doubles at each tick
-        in which this process needed less than `_BUSY` of a processor.
-        """
-        if not connections.is_near:
-            return connections.limit
-        now, needed = clock.monotonic(), _processor_seconds()
-        (since, before), self._measured = self._measured, (now, needed)
-        if self._threads and needed - before < _BUSY * (now - since):
-            self._few = min(2 * self._few, connections.limit)
-        return min(self._few, connections.limit)
 
     def _start_threads(self, count: int) -> bool:
         """Start threads until there are ``count``.
@@ -419,16 +397,6 @@ class _Queue:
 
     def __len__(self) -> int:
         return max(0, len(self._shards) - os.lseek(self._fd, 0, os.SEEK_CUR))
-
-
-def _processor_seconds() -> float:
-    """Return how long the threads of this process have run on a processor, or waited for one."""
-    nanoseconds = 0
-    with suppress(OSError, ValueError):  # a thread has ended, or the kernel has no such figures
-        for thread in Path("/proc/self/task").iterdir():
-            ran, waited, _ = (thread / "schedstat").read_text("ascii").split()
-            nanoseconds += int(ran) + int(waited)
-    return nanoseconds / 1e9
 
 
 def _drain(queue: SimpleQueue[T]) -> list[T]:

@@ -14,7 +14,8 @@ from tests.support.caches import read
 from tests.support.storetools import PATIENCE, crowd, payload, wait_until
 from tests.support.webservers import Scripted, part_of, running
 
-NODE, PROCESS = 64, 32  # limits of connections
+NODE, PROCESS, FEW = 64, 32, 2  # limits of connections
+FAR, SLOW, FAST = 0.03, 0.01, 0.001  # seconds until the first byte
 URLS = [f"s3://lab/{number}.bin" for number in range(5)]
 
 
@@ -123,7 +124,7 @@ def test_a_crowded_node_downloads_nothing_ahead_of_its_readers(cache, origin, co
 
 
 def test_a_download_adjusts_its_threads_to_its_share_of_connections(make_cache, origin, clock):
-    origin.objects[URLS[0]] = payload(12 * BLOCK)
+    origin.objects[URLS[0]], origin.waited = payload(12 * BLOCK), FAR
     cache = make_cache(part_size=BLOCK, connections=4)
     held = [origin.hold(0) for _ in range(12)]
 
@@ -147,3 +148,33 @@ def test_a_download_adjusts_its_threads_to_its_share_of_connections(make_cache, 
             for event in held:
                 event.set()
         assert download.result(PATIENCE) == origin.objects[URLS[0]]
+
+
+@pytest.mark.parametrize(
+    ("responses", "limit"),
+    [
+        ([FAST, FAR], FEW),  # one slow response of many
+        ([FAR, SLOW], PROCESS),
+        ([FAR, SLOW, FAST], FEW),  # the first response of a near origin was late
+        ([SLOW, FAR], FEW),
+    ],
+)
+def test_a_slow_first_response_allows_all_connections(cache, origin, responses, limit):
+    for url, origin.waited in zip(URLS, responses, strict=False):
+        origin.objects[url] = payload(1)
+        read(cache, url)
+    assert cache._here().engine.connections.limit == limit
+
+
+def test_shards_get_more_connections_if_all_are_stuck(cache, origin):
+    stuck = [origin.hold(0) for _ in range(FEW)]
+    with ThreadPoolExecutor(FEW + 1) as pool:
+        try:
+            reads = [pool.submit(read, cache, url) for url in URLS[:FEW]]
+            wait_until(lambda: len(origin.requests) == FEW)
+            last = pool.submit(read, cache, URLS[-1])
+            assert last.result(PATIENCE) == origin.objects[URLS[-1]]
+            assert not any(each.done() for each in reads)
+        finally:
+            for event in stuck:
+                event.set()

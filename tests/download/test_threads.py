@@ -282,18 +282,3 @@ def test_a_handler_of_a_signal_may_raise_while_a_download_starts(make_cache, ori
         if left:
             break
     assert number > 20
-
-
-def test_slow_first_responses_of_a_near_origin_start_few_connections(make_cache):
-    """Busy processors delay them, and 32 connections to a near origin cost time."""
-    near, far, farther = (make_cache()._here().engine.connections for _ in range(3))
-    for connections, seconds, limits in [
-        (near, [0.010, 0.001, 0.010], [4, 4, 4]),
-        (far, [0.010, 0.010, 0.010], [4, 4, 32]),
-        (farther, [0.030], [32]),
-    ]:
-        found = []
-        for each in seconds:
-            connections.answered(each)
-            found.append(connections.limit)
-        assert found == limits

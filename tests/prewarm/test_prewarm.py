@@ -236,14 +236,17 @@ def test_failures_end_a_run_beyond_a_limit_or_if_a_bucket_refuses_all_shards(
 
 
 @pytest.mark.parametrize("work", [lambda: time.sleep(0.05), lambda: sum(range(2_000_000))])
-def test_threads_are_added_only_while_the_interpreter_is_idle(make_cache, listed, fill, work):
+def test_threads_are_added_only_while_the_interpreter_is_idle(
+    make_cache, origin, listed, fill, work
+):
     counts = set()
 
-    def hook(path):
+    def respond():
         counts.add(sum(each.name == "shardcache-prewarm" for each in threading.enumerate()))
         work()
 
-    make_cache(validate=hook).prewarm(fill(names(40)))
+    origin.faults.extend([Fault(after=10**9, before=respond)] * 40)
+    make_cache().prewarm(fill(names(40)))
     assert (max(counts) > 2) == (work() is None)
 
 

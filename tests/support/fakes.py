@@ -70,6 +70,7 @@ class MemoryOrigin:
     etags: bool = True  # whether responses state an ETag
     checksums: dict[str, Checksum] = field(default_factory=dict)  # for `stat`, by URL
     chunk: int = 64 * 1024
+    waited: float = 0.0  # seconds that each response states as its response time
     delivered: int = 0  # bytes
     bodies: list[MemoryBody] = field(default_factory=list)  # every response so far
     guard: threading.Lock = field(default_factory=threading.Lock)
@@ -128,7 +129,7 @@ class MemoryBody:
 
     def __init__(self, origin, info, start, stop, data, fault) -> None:
         self.info, self.start, self.stop = info, start, stop if origin.sizes else None
-        self.waited, self.closed, self.aborted = 0.0, False, threading.Event()
+        self.waited, self.closed, self.aborted = origin.waited, False, threading.Event()
         self.proven = True
         self._origin, self._data, self._at, self._fault = origin, data, 0, fault
 

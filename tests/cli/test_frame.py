@@ -267,7 +267,7 @@ def test_dir_and_help_import_nothing_heavy():
     """Jobs run `dir` at their start."""
     code = (
         "import sys; from shardcache.cli.main import main; main(sys.argv[1:])\n"
-        "heavy = {'botocore', 's3fs', 'webdataset', 'torch', 'rich', 'fsspec'}\n"
+        "heavy = {'botocore', 's3fs', 'webdataset', 'torch', 'rich', 'fsspec', 'filelock'}\n"
         "print(sorted(heavy & set(sys.modules)), file=sys.stderr)"
     )
     for words in (["--dir", "/x", "dir"], ["--help"]):

@@ -22,7 +22,8 @@ from shardcache.prewarm.run import prewarm
 
 directory, what, *urls = sys.argv[1:]
 children = Path(f"/proc/self/task/{threading.get_native_id()}/children")
-stop, done = threading.Event(), []
+stop, done, forks = threading.Event(), [], []
+os.register_at_fork(after_in_parent=lambda: forks.append(1))
 
 def on_event(event):
     if type(event).__name__ == "Started" and what == "kill" and not done:
@@ -44,6 +45,7 @@ with Cache(directory, min_free=0, validate=note) as cache:
         "outcomes": [result.outcome for result in report.results],
         "stopped": report.stopped,
         "killed": len(done),
+        "forks": len(forks),
         "children": children.read_text().split(),
         "pids": len(set(pids.read_text().split())),
     }))
@@ -70,7 +72,8 @@ def test_two_processes_share_the_work(tmp_path, urls, proxy):
     absent = urls[0].replace("00.tar", "absent.tar")
     found = run(tmp_path, "", [*urls[:3], absent, *urls[3:]])
     assert found["outcomes"] == ["fetched"] * 3 + ["failed"] + ["fetched"] * (SHARDS - 3)
-    assert found["pids"] == 2
+    assert (found["pids"], found["forks"]) == (2, 1)
+    assert run(tmp_path, "", urls)["forks"] == 0  # all are cached
     assert proxy.fetches() == {url.removeprefix("s3://"): 1 for url in urls}
 
 

@@ -18,13 +18,13 @@ def partials(shim, root="cache"):
     return sorted((shim.backing / root).glob("v1/partial/*"))
 
 
-def swept(far, shim, root="cache"):
+def swept(far, shim, root="cache", **options):
     """Wait until a sweep of old partials leaves nothing: a download may still be ending."""
 
     def nothing_left():
         for partial in partials(shim, root):
             age(partial)
-        with far.cache(shim.root / root) as cache:
+        with far.cache(shim.root / root, **options) as cache:
             cache.clean(orphans=True)
         return partials(shim, root) == []
 
@@ -123,7 +123,7 @@ def test_every_read_is_right_whatever_operation_fails(far, shim, caplog, op, num
         assert far.read(cache, 1) and far.read(cache, 2) and far.read(cache, 3)
         shim.heal()
     assert len([text for text in warnings(caplog) if far.url(3) in text]) <= 1
-    assert swept(far, shim)
+    assert swept(far, shim, locks=locks)
 
 
 @pytest.mark.parametrize("cold", [True, False])

@@ -43,7 +43,7 @@ _FEW = 2
 _FAR, _NEAR = 0.020, 0.005
 #: The few connections are doubled after this many seconds in which they were in use for at least a
 #: quarter of the time, while the process needed less than `_BUSY` of a processor. Where the origin
-#: is not the bottleneck, a process needs 0.7 or more.
+#: is not the bottleneck, a process needs 0.6 or more.
 _INTERVAL, _BUSY = 0.1, 0.5
 #: Connections of all processes of a node together, unless one process may have more. Over an
 #: S3-like link, 64 reached 1,671 MB/s, and 32 reached 1,647 MB/s.

@@ -159,7 +159,7 @@ def test_a_download_adjusts_its_threads_to_its_share_of_connections(make_cache, 
         ([SLOW, FAR], FEW),
     ],
 )
-def test_a_slow_first_response_allows_all_connections(cache, origin, responses, limit):
+def test_a_slow_first_response_allows_all_connections(cache, origin, clock, responses, limit):
     for url, origin.waited in zip(URLS, responses, strict=False):
         origin.objects[url] = payload(1)
         read(cache, url)

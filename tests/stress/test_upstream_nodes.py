@@ -138,14 +138,13 @@ class Cluster:
             pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
             started.append(self._start(name, *command, env=environment, **pipes))
         if midway is not None:
-            wait_until(lambda: all(map(self._has_begun, NODES)))
+            begun = [self._home / name / "cache" / "v1" for name in NODES]
+            wait_until(lambda: all(path.exists() for path in begun))
+            wait_until(lambda: any(any(self._files(name, "partial/*")) for name in NODES))
             midway()
         ends = [process.communicate(timeout=3 * PATIENCE)[1] for process in started]
         assert not any(process.returncode for process in started), ends
         return [[line for line in end.splitlines() if "warning:" in line] for end in ends]
-
-    def _has_begun(self, name):
-        return any(any(self._files(name, where)) for where in ("partial/*", "objects/*/*/*"))
 
     def _files(self, name, where):
         return (self._home / name).glob(f"cache/v1/{where}/*.tar")

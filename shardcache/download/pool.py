@@ -258,9 +258,10 @@ class Connections:
 def _processor_seconds() -> float:
     """Return for how long this process has run on processors, or its threads waited for one."""
     waited = 0
-    for path in Path("/proc/self/task").glob("*/schedstat"):
-        with suppress(OSError, IndexError):  # the thread has ended, or the kernel keeps no figures
-            waited += int(path.read_bytes().split()[1])
+    with suppress(OSError):  # too many files are open
+        for path in Path("/proc/self/task").glob("*/schedstat"):
+            with suppress(OSError, IndexError):  # it has ended, or the kernel has no figures
+                waited += int(path.read_bytes().split()[1])
     return time.process_time() + waited / 1e9
 
 

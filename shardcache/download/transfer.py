@@ -456,8 +456,8 @@ class Transfer:
         # An object of unknown size is always sent from its start, so no version is insisted on.
         expected = self._info if self._info.size is not None else None
         response = self._origin.open(self._shard, part.position, part.stop, expected)
-        self._connections.answered(response.waited)
         try:
+            self._connections.answered(response.waited)
             if response.info.version != self._info.version:
                 raise VersionChangedError(str(self._shard))
             if not self._partial.confirmed:

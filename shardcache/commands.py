@@ -13,7 +13,6 @@ import os
 import re
 from collections.abc import Mapping
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
 from shardcache.errors import ConfigError
@@ -176,7 +175,7 @@ def _s3cmd_endpoint(environ: Mapping[str, str]) -> dict[str, str]:
 
     parser = configparser.RawConfigParser()
     with contextlib.suppress(configparser.Error, OSError, UnicodeDecodeError):
-        parser.read(environ.get("S3CMD_CONFIG") or Path("~/.s3cfg").expanduser())
+        parser.read(environ.get("S3CMD_CONFIG") or os.path.expanduser("~/.s3cfg"))  # noqa: PTH111  see `aws_paths`
     host = parser.get("default", "host_base", fallback="s3.amazonaws.com")
     if host.endswith(".amazonaws.com"):
         return {}

@@ -20,9 +20,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, Generic, TypeVar
+from queue import SimpleQueue
+from typing import Any, Generic, TypeAlias, TypeVar, cast
 
 T = TypeVar("T")
+#: Receives the outcome of a call: its result, or a list with its exception. A `SimpleQueue` has no
+#: lock that a garbage collection in the same thread could need.
+Results: TypeAlias = "SimpleQueue[tuple[T | None, list[Exception]]]"
 
 #: Maximum seconds that a fork waits for other threads: an import from a slow disk may take as long.
 #: Then the fork proceeds, and the child may hang.
@@ -84,6 +88,44 @@ def start(function: Callable[[], object], name: str) -> threading.Thread:
         _started.discard(thread)
         raise
     return thread
+
+
+def call(function: Callable[[], T], seconds: float | None, name: str) -> T:
+    """Call ``function`` in a thread of its own, and return its result or raise its exception.
+
+    If no thread can be started, ``function`` is called in this one. That happens at the limit of
+    threads and, since Python 3.12, while the interpreter shuts down.
+
+    Args:
+        function: may never return; then a daemon thread stays behind.
+        seconds: how long to wait for the result; None sets no limit.
+        name: the name of the thread.
+
+    Raises:
+        Empty: ``function`` has not returned within ``seconds``.
+    """
+    results: Results[T] = SimpleQueue()
+    try:
+        start(lambda: put_result(function, results), name)
+    except RuntimeError:
+        put_result(function, results)
+    return get_result(results, seconds)
+
+
+def put_result(function: Callable[[], T], results: Results[T]) -> None:
+    """Call ``function``, and put its result or its exception into a queue."""
+    try:
+        results.put((function(), []))
+    except Exception as exn:  # noqa: BLE001 - `get_result` raises it
+        results.put((None, [exn]))
+
+
+def get_result(results: Results[T], seconds: float | None) -> T:
+    """Wait for an item of `put_result`. Return the result, or raise the exception or `Empty`."""
+    found, errors = results.get(timeout=seconds)
+    if errors:
+        raise errors.pop()
+    return cast("T", found)
 
 
 @contextlib.contextmanager

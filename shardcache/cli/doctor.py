@@ -11,7 +11,6 @@ import shlex
 import socket
 import stat
 import sys
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -24,6 +23,7 @@ from urllib.request import getproxies, proxy_bypass
 
 import click
 
+from shardcache import threads
 from shardcache.cli.main import ExitCode, Invocation, command
 from shardcache.cli.output import counted, printable, reason
 from shardcache.config import Config
@@ -116,11 +116,9 @@ def _in_time(function: Callable[[], T]) -> T | None:
     It runs in a thread, because a dead filesystem may never respond to a call, and the call cannot
     be interrupted.
     """
-    results = list[T]()
-    thread = threading.Thread(target=lambda: results.append(function()), daemon=True)
-    thread.start()
-    thread.join(_PATIENCE)
-    return results[0] if results else None
+    with contextlib.suppress(Exception):
+        return threads.call(function, _PATIENCE, "shardcache-doctor")
+    return None
 
 
 def _run(

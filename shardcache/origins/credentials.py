@@ -18,6 +18,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from queue import Empty
 from typing import Any, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
@@ -227,27 +228,11 @@ def within_timeout(chain: Callable[[], T]) -> T:
     Raises:
         TransientError: it has not ended after `CHAIN_TIMEOUT`. It goes on in its thread.
     """
-    results: list[T] = []
-    errors: list[Exception] = []
-
-    def run() -> None:
-        try:
-            results.append(chain())
-        except Exception as exn:  # noqa: BLE001 - raised below
-            errors.append(exn)
-
     try:
-        thread = threads.start(run, "shardcache-credentials")
-    except RuntimeError:  # no more threads are allowed
-        run()
-    else:
-        thread.join(CHAIN_TIMEOUT)
-    if errors:
-        raise errors.pop()
-    if not results:
+        return threads.call(chain, CHAIN_TIMEOUT, "shardcache-credentials")
+    except Empty:
         text = f"the source of credentials has not answered for {CHAIN_TIMEOUT:g} s"
-        raise TransientError(text, patient=True)
-    return results.pop()
+        raise TransientError(text, patient=True) from None
 
 
 @contextlib.contextmanager

@@ -5,8 +5,8 @@ S3 buckets are read in this way if shardcache's own client cannot sign or send t
 
 fsspec cannot insist on a version, so `FsspecOrigin.conditional` is false: a download calls `stat`
 again after the last byte, and starts over if the object has changed. Filesystems have no common
-timeout, and a call to a hung mount cannot be interrupted. So each call runs in a thread of its own,
-and the caller gives up after ``timeout`` seconds.
+timeout, and a call to a hung mount cannot be interrupted. So each call runs in another thread, and
+the caller gives up after ``timeout`` seconds.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ import logging
 import os
 import socket
 import threading
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future, InvalidStateError, wait
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 from shardcache import threads
@@ -27,7 +28,7 @@ from shardcache.errors import ConfigError, ShardCacheError
 from shardcache.origins.base import ObjectInfo, TransientError, VersionChangedError, refusal
 from shardcache.origins.credentials import chain_error
 from shardcache.origins.endpoints import s3fs_options
-from shardcache.threads import undivided
+from shardcache.threads import Results, undivided
 from shardcache.urls import ShardURL, quoted, redact
 
 logger = logging.getLogger(__name__)
@@ -49,6 +50,7 @@ _TIMES = (
 #: botocore errors for requests that got no complete response. Another attempt may succeed.
 _NO_RESPONSE = frozenset({"ConnectionError", "HTTPClientError", "IncompleteReadError"})
 _STATUS = {FileNotFoundError: 404, IsADirectoryError: 404, PermissionError: 403}
+_THREAD = "shardcache-filesystem"
 #: All open files. The references keep a forked child from finalising its parent's files: some, such
 #: as SFTP's, would send a message over the parent's connection.
 _files: dict[int, Any] = {}
@@ -65,7 +67,7 @@ class FsspecOrigin:
     ) -> None:
         self._protocol = protocol
         self._options = dict(storage_options)
-        self._timeout = timeout
+        self.timeout = timeout
         self._made: Any = None
         self._guard = threading.Lock()
 
@@ -74,7 +76,7 @@ class FsspecOrigin:
     ) -> FsspecBody:
         """Open the object at ``start``. Assumes that its current version is ``expected``."""
         info = expected if expected is not None else self.stat(shard)
-        file = self.call(shard, lambda: self._filesystem.open(self._path(shard), "rb", **_READING))
+        file = self._call(shard, lambda: self._filesystem.open(self._path(shard), "rb", **_READING))
         if self._protocol == "memory":  # one object, with one position, for all opens
             file = io.BytesIO(file.getvalue())
         if file.seekable():
@@ -94,7 +96,7 @@ class FsspecOrigin:
                 raise IsADirectoryError
             return found
 
-        found = self.call(shard, info)
+        found = self._call(shard, info)
         size = found.get("size")
         size = None if size is None else int(size)
         return ObjectInfo(size, _first(found, _VALIDATORS), modified=_first(found, _TIMES))
@@ -117,7 +119,7 @@ class FsspecOrigin:
             start = len(root.rstrip("/")) + 1
             return [str(name)[start:] for name in found]
 
-        return self.call(directory, names, timed=False)
+        return self._call(directory, names, timed=False)
 
     def _path(self, shard: ShardURL) -> str:
         if shard.is_local:
@@ -156,40 +158,26 @@ class FsspecOrigin:
                 raise ConfigError(f"{self._protocol}:// cannot be read here: {reason}")
             return self._made
 
-    def call(
-        self,
-        shard: ShardURL,
-        function: Callable[[], T],
-        outcome: Future[T] | None = None,
-        *,
-        timed: bool = True,
-    ) -> T:
-        """Call ``function`` in a thread of its own; return its result, or raise as `Origin.open`.
+    def _call(self, shard: ShardURL, function: Callable[[], T], *, timed: bool = True) -> T:
+        """Call ``function`` in a thread; return its result, or raise as `Origin.open`.
 
-        A function that never returns leaves a daemon thread behind, so the process can still end.
-
-        Args:
-            outcome: receives the result. Another thread may set an exception, to end the wait.
-            timed: whether the call fails after the timeout.
+        ``timed`` says whether the call fails after the timeout.
         """
-        outcome = Future() if outcome is None else outcome
+        with self.errors(shard):
+            return threads.call(function, self.timeout if timed else None, _THREAD)
 
-        def run() -> None:
-            with contextlib.suppress(InvalidStateError):  # `abort` has ended the wait
-                try:
-                    found = function()
-                except Exception as exn:  # noqa: BLE001 - every filesystem has its own exceptions
-                    outcome.set_exception(exn)
-                else:
-                    outcome.set_result(found)
-
-        _start(run)
-        wait([outcome], self._timeout if timed else None)
-        if not outcome.done():
-            raise TransientError(f"no data for {self._timeout:g} s", timed_out=True)
-        if isinstance(failed := outcome.exception(), Exception):
-            raise _error_for(failed, shard, self._options.get("profile"))
-        return outcome.result()
+    @contextlib.contextmanager
+    def errors(self, shard: ShardURL) -> Iterator[None]:
+        """Turn an exception of the filesystem, or a timeout, into one of `Origin.open`."""
+        try:
+            yield
+        except Empty:
+            raise TransientError(f"no data for {self.timeout:g} s", timed_out=True) from None
+        except Exception as exn:  # noqa: BLE001 - every filesystem has its own exceptions
+            error = _error_for(exn, shard, self._options.get("profile"))
+        else:
+            return
+        raise error
 
 
 def _skip_google_metadata() -> None:
@@ -251,7 +239,10 @@ def _error_for(exn: Exception, shard: ShardURL, profile: str | None) -> Exceptio
 
 @dataclass(eq=False)
 class FsspecBody:
-    """An open file of an fsspec filesystem; implements `base.Body`."""
+    """An open file of an fsspec filesystem; implements `base.Body`.
+
+    One thread reads the file, and closes it, because a mount may hang.
+    """
 
     _origin: FsspecOrigin
     _shard: ShardURL
@@ -260,21 +251,30 @@ class FsspecBody:
     start: int
     stop: int | None
     waited: float = 0.0
-    _reading: Future[bytes] = field(default_factory=Future)
 
     def __post_init__(self) -> None:
         self._at = self.start
         self.proven = self.stop is not None
+        self._results: Results[bytes] = SimpleQueue()
+        self._sizes: SimpleQueue[int | None] | None = SimpleQueue()  # None without a thread
         _files[id(self._file)] = self._file
+        try:
+            threads.start(partial(_serve, self._file, self._sizes, self._results), _THREAD)
+        except RuntimeError:  # the limit of threads is reached
+            self._sizes = None
 
     def readinto(self, buffer: memoryview) -> int:
         """Read bytes; return their number, or 0 at the end. Raises the errors of `Origin.open`."""
         size = len(buffer) if self.stop is None else min(len(buffer), self.stop - self._at)
         if not size:
             return 0
-        self._reading = Future()
+        if self._sizes is None:
+            threads.put_result(partial(self._file.read, size), self._results)
+        else:
+            self._sizes.put(size)
         # The thread does not read into `buffer`, because it may go on after a timeout.
-        data = self._origin.call(self._shard, lambda: self._file.read(size), self._reading)
+        with self._origin.errors(self._shard):
+            data = threads.get_result(self._results, self._origin.timeout)
         if not data and self.stop is not None:
             if self._origin.stat(self._shard).version != self.info.version:
                 raise VersionChangedError(f"{self._shard} became shorter")
@@ -285,25 +285,24 @@ class FsspecBody:
         return len(data)
 
     def abort(self) -> None:
-        """Make a blocked `readinto` raise TransientError."""
-        with contextlib.suppress(InvalidStateError):
-            self._reading.set_exception(TransientError("the read was cancelled"))
+        """Make `readinto` raise TransientError, also if it is blocked."""
+        self._results.put((None, [TransientError("the read was cancelled")]))
 
     def close(self) -> None:
-        """Close the file in a thread, because a mount may hang."""
-        _files.pop(id(self._file), None)
-        _start(self._file.close)
+        """Close the file, without waiting for it."""
+        if self._sizes is not None:
+            self._sizes.put(None)
+        elif _files.pop(id(self._file), None) is not None:
+            self._file.close()
 
 
-def _start(function: Callable[[], object]) -> None:
-    """Call ``function`` in a new thread, or in this one if no thread can be started.
-
-    That happens at the limit of threads and, since Python 3.12, while the interpreter shuts down.
-    """
-    try:
-        threads.start(function, "shardcache-filesystem")
-    except RuntimeError:
-        function()
+def _serve(file: Any, sizes: SimpleQueue[int | None], results: Results[bytes]) -> None:
+    """Read as many bytes as requested, until None is requested; then close the file."""
+    while (size := sizes.get()) is not None:
+        threads.put_result(partial(file.read, size), results)
+    _files.pop(id(file), None)  # a filesystem in memory opens the same object again
+    with contextlib.suppress(Exception):  # every filesystem has its own exceptions
+        file.close()
 
 
 def _first(found: Mapping[str, Any], names: tuple[str, ...]) -> str | None:

@@ -125,5 +125,6 @@ class Pace:
         if self._limit < self._full:
             return ""
         passed = clock.monotonic() - self._since
-        self._since, self._limit, self._goal = None, math.inf, math.inf
+        # A pause that is left would keep the next refusal from setting a limit.
+        self._since, self._next, self._limit, self._goal = None, 0.0, math.inf, math.inf
         return f"answers again, after {format_duration(passed)}"

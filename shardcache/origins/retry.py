@@ -8,6 +8,7 @@ count as an attempt: the request is repeated for up to ``patience`` seconds, at 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
@@ -145,7 +146,8 @@ class Attempts:
 
         def wait(seconds: float) -> None:
             self.check()
-            sleep(seconds if self.end is None else min(seconds, self.end - clock.monotonic()))
+            left = math.inf if self.end is None else self.end - clock.monotonic()
+            sleep(max(0.0, min(seconds, left)))
             self.check()
 
         while True:

@@ -340,9 +340,10 @@ class S3Origin:
     def _renew(self, refused: Any, shard: ShardURL) -> bool:
         """Get new credentials, unless another thread did. Return whether they are different."""
         store = self.prepare()
-        with self._chain:
-            if store.keys == refused:
-                store.fresh_until, self._credentials = 0.0, None
+        # Without `_chain`, which a thread may hold for as long as its source of credentials hangs.
+        # If another thread has just renewed them, they are renewed once more.
+        if store.keys == refused:
+            store.fresh_until, self._credentials = 0.0, None
         return bool(self._keys(shard) != refused)
 
     def _send(

@@ -199,6 +199,7 @@ def test_a_file_that_became_shorter_is_another_version(set_hook):
     body = origin.open(url, len(SHARD) - 512, None, pin)
     with pytest.raises(VersionChangedError, match="became shorter"):
         body.readinto(memoryview(bytearray(512)))
+    body.close()
 
 
 def test_a_blocked_read_of_a_filesystem_can_be_aborted(set_hook):
@@ -211,6 +212,18 @@ def test_a_blocked_read_of_a_filesystem_can_be_aborted(set_hook):
         body.readinto(memoryview(bytearray(100)))
     released.set()
     body.close()
+
+
+def test_closing_a_file_waits_for_no_thread(set_hook, monkeypatch):
+    """A new thread may collect garbage first, which may need a lock of the closing thread."""
+    url = parse_url(URL, allow_schemes={"hooked"})
+    body = FsspecOrigin("hooked", {}, timeout=PATIENCE).open(url, 0, None)
+    assert body.readinto(memoryview(bytearray(100))) == 100
+    monkeypatch.setattr("threading.Thread.start", lambda thread: pytest.fail("a thread starts"))
+    closed = threading.Event()
+    body._file.close = closed.set
+    body.close()
+    assert closed.wait(PATIENCE)
 
 
 @pytest.mark.parametrize("has_server", [True, False])

@@ -130,6 +130,12 @@ def test_the_endpoint_of_s3cmd_is_that_of_its_configuration(tmp_path, host, endp
     assert dict(options).get("endpoint_url") == endpoint
 
 
+def test_s3cmd_needs_no_home_directory(monkeypatch):
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)
+    assert read_command("s3cmd get s3://b/k -", {}) == ("s3://b/k", ())
+
+
 def test_the_endpoint_of_s5cmd_may_come_from_its_variable():
     environ = {"S3_ENDPOINT_URL": "http://minio:9000"}
     for option, host in (("", "minio"), ("--endpoint-url http://own:9000 ", "own")):

@@ -5,6 +5,7 @@ import json
 import re
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
 from pathlib import Path
@@ -16,7 +17,7 @@ from shardcache.origins.base import TransientError
 from shardcache.origins.pace import Pace
 from tests.support.caches import warnings
 from tests.support.fakes import FakeClock
-from tests.support.storetools import Parent, forked
+from tests.support.storetools import PATIENCE, Parent, forked
 from tests.support.tars import make_tar
 from tests.support.webservers import Scripted, answer, part_of
 
@@ -370,6 +371,38 @@ def test_a_program_that_prints_no_credentials_is_not_waited_for(login, open_cach
         cache.open("s3://lab/a.tar")
 
 
+def test_a_source_of_credentials_that_hangs_holds_up_no_other_read(
+    login, store, open_cache, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("shardcache.origins.credentials.CHAIN_TIMEOUT", 0.5)
+    keys = json.dumps(EXPIRED | {"Expiration": "2099-01-01T00:00:00Z"})
+    program, hangs = tmp_path / "program", tmp_path / "hangs"
+    program.write_text(f"echo '{keys}'; while [ -e {hangs} ]; do sleep 0.05; done")
+    login(f"sh {program}")
+    cache = open_cache(storage_options={}, patience=1)
+    assert cache.open("s3://lab/first.tar").read() == SHARD
+    hangs.touch()
+    sent, answered = threading.Event(), threading.Event()
+
+    def refuse(head: str) -> bytes:
+        if "/slow.tar" in head:
+            sent.set()
+            answered.wait(PATIENCE)
+        return refusal("400 Bad Request", "ExpiredToken")
+
+    store.refuse = refuse
+    with ThreadPoolExecutor(1) as pool:
+        slow = pool.submit(cache.open, "s3://lab/slow.tar")
+        sent.wait(PATIENCE)
+        try:
+            with pytest.raises(TransferError, match="has not answered"):
+                cache.open("s3://lab/second.tar")
+            answered.set()
+            assert "has not answered" in str(slow.exception(PATIENCE))
+        finally:
+            hangs.unlink()
+
+
 @pytest.mark.parametrize("end", ["expires", "is revoked"])
 @pytest.mark.parametrize("kind", SSO)
 def test_a_read_waits_for_a_new_sso_login(
@@ -422,3 +455,20 @@ def test_patience_starts_again_with_each_successful_request(clock):
         with pace.turn(clock.sleep):
             pass
         assert not pace.is_over
+
+
+def test_throttling_that_ended_in_its_first_pause_does_not_last(clock):
+    pace = Pace("s3://lab", 60)
+    refused = TransientError("503 SlowDown", patient=True, retry_after=30)
+    two = [pace.turn(clock.sleep), pace.turn(clock.sleep)]
+    for turn in two:
+        turn.__enter__()
+    two[0].__exit__(TransientError, refused, None)
+    two[1].__exit__(None, None, None)
+    with pytest.raises(TransientError), pace.turn(clock.sleep):
+        raise refused
+    for _ in range(10):
+        clock.sleep(10)
+        with pace.turn(clock.sleep):
+            pass
+    assert not pace.is_over

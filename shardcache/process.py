@@ -396,8 +396,8 @@ class Process:
         most = "" if config.max_size is None else f"max_size {config.max_size}, "
         logger.warning(
             "%s is full (%smin_free %s): shards that find no room are streamed each time they are "
-            "read, the first is %s. Raise max_size or free the disk to cache them. This is logged "
-            "once per job; `shardcache stats` counts them.",
+            "read; the first is %s. Raise max_size, lower min_free, or free the disk. This is "
+            "logged once per job; `shardcache stats` counts them.",
             *(config.dir, most, config.min_free, shard),
             extra=extra,
         )

@@ -182,6 +182,8 @@ def _before_fork() -> None:
         busy = waited < _BEFORE_FORK and others
         ending = waited < _ENDING and _ending()
         if not (busy or ending):
+            if others:  # no later fork waits for them again
+                _undivided.clear()
             return
         _gate.release()
         time.sleep(_POLL)

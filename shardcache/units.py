@@ -59,8 +59,9 @@ def _refuse(value: object, noun: str, accepted: str) -> ConfigError:
 def parse_bytes(value: str | int | float) -> int:
     """Convert a number, or text such as ``800GB``, ``1.5 TB``, ``1GiB`` or ``512k``, to bytes.
 
-    Units are case-insensitive; K and KB are 1000, Ki and KiB are 1024. Text other than 0 needs a
-    unit, because a user who writes 800 rarely means bytes. Fractions of a byte in text are dropped.
+    Units are case-insensitive; K and KB are 1000, Ki and KiB are 1024. Text below 100,000 needs a
+    unit, because a user who writes 800 rarely means bytes. Programs, such as Kubernetes, state
+    larger numbers of bytes. Fractions of a byte in text are dropped.
     """
     number: float = -1
     if isinstance(value, int | float) and not isinstance(value, bool):
@@ -74,9 +75,8 @@ def parse_bytes(value: str | int | float) -> int:
     if not 0 <= number <= MAX_BYTES or number % 1:
         raise _refuse(value, "a size", _ACCEPT_SIZE)
     size = int(number)
-    if size and isinstance(value, str) and (text := value.strip())[-1].isdigit():
-        meant = f"{size}GB" if size < 100_000 else exact_bytes(size)
-        raise ConfigError(f"{text} has no unit. Write {meant}.")
+    if 0 < size < 100_000 and isinstance(value, str) and (text := value.strip())[-1].isdigit():
+        raise ConfigError(f"{text} has no unit. Write {size}GB.")
     return size
 
 

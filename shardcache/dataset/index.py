@@ -20,14 +20,15 @@ import sys
 import tarfile
 import threading
 from array import array
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import cache as cached
 from pathlib import Path
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
-from shardcache import clock
+from shardcache import clock, threads
 from shardcache.errors import ConfigError, IntegrityError, ShardCacheError
 from shardcache.files import open_file
 from shardcache.layout import INDEX
@@ -52,8 +53,8 @@ _COMPRESSED = (".tgz", ".gz", ".bz2", ".xz", ".zst", ".lz4")
 _JOBS = 32
 #: Bytes per read while a stream skips the data of members.
 _PIECE = 1 << 20
-#: Seconds after which running downloads are cancelled again.
-_POLL = 0.1
+#: Seconds after which running downloads are cancelled again, and until they are left behind.
+_POLL, _CANCEL_TIMEOUT = 0.1, 5.0
 
 
 @cached
@@ -143,7 +144,9 @@ class OpenShard:
         if not (self._has_entry and self._load()):
             self._make()
 
-    def __del__(self) -> None:
+    def __del__(self, is_exiting: Callable[[], bool] = sys.is_finalizing) -> None:
+        if is_exiting():  # the functions that `close` calls may be gone
+            return
         if (stream := getattr(self, "_stream", None)) is not None:
             stream.close()
         if getattr(self, "_fd", -1) >= 0:
@@ -324,14 +327,29 @@ def count_samples(
         except (ShardCacheError, OSError) as exn:
             return exn
 
-    pool, keys = ThreadPoolExecutor(_JOBS, "shardcache-index"), {shard.key for shard in shards}
-    running = {pool.submit(count, shard): number for number, shard in enumerate(shards)}
+    waiting, keys = deque(enumerate(shards)), {shard.key for shard in shards}
+    results: threads.Results[tuple[int, tuple[int, int] | Exception]] = SimpleQueue()
+    started = list[threading.Thread]()
+
+    def work() -> None:
+        with contextlib.suppress(IndexError):  # no shard is left
+            while True:
+                number, shard = waiting.popleft()
+                threads.put_result(lambda: (number, count(shard)), results)  # noqa: B023
+
+    with contextlib.suppress(RuntimeError):  # the limit of threads is reached
+        while len(started) < min(_JOBS, len(shards)):
+            started.append(threads.start(work, "shardcache-index"))
+    if not started:
+        work()
     try:
-        for future in as_completed(running):
-            yield running.pop(future), future.result()
+        for _ in shards:
+            yield threads.get_result(results, None)
     finally:
-        pool.shutdown(wait=False, cancel_futures=True)
-        while not all(future.done() for future in running):
+        waiting.clear()
+        end = clock.monotonic() + _CANCEL_TIMEOUT
+        # A thread may wait for a server that does not respond, which no cancellation ends.
+        while any(thread.is_alive() for thread in started) and clock.monotonic() < end:
             for download in cache.processes.here().downloads.unfinished():
                 if download.shard.key in keys:
                     download.cancel()
@@ -360,9 +378,9 @@ def read_index_file(cache: Cache, path: str) -> tuple[list[ShardURL], list[int]]
         listed = record.get("shardlist")
         pairs = record.items() if listed is None else [(s["url"], s["nsamples"]) for s in listed]
         urls, counts = [str(url) for url, _ in pairs], [count for _, count in pairs]
-        if not urls or not all(type(count) is int and count >= 0 for count in counts):
+        if not urls or not all(type(count) is int and 0 <= count < 1 << 40 for count in counts):
             raise ValueError("it must state a number of samples for each shard")
-    except (ValueError, TypeError, KeyError, AttributeError) as exn:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as exn:
         raise ConfigError(
             f"{file} is not an index of shards ({type(exn).__name__}: {exn}). Write it with "
             f"`shardcache index SPEC -o {file.basename}`."

@@ -122,6 +122,7 @@ class ShardBatchSampler:
         # last one is. An iteration ends when workers still read its batches, so these may differ.
         self._start = self._taken = 0, 0
         self._ahead = Prefetcher(data.cache.opener)
+        self._is_checked = False  # whether `_check_room` was called
         self._number = next(_numbers) if is_launched else None  # None: ranks need no comparison
 
     @property
@@ -212,7 +213,10 @@ class ShardBatchSampler:
             other = json.loads(store.compare_set(name, "", json.dumps(own)))
             differ = [f"{n} {own[n]} and {other[n]}" for n in own if own[n] != other[n]]
             if differ:
-                raise ConfigError(f"the ranks differ: {', '.join(differ)}. Pass all the same.")
+                text = (
+                    f"the ranks differ: {', '.join(differ)}. Pass the same arguments on all ranks."
+                )
+                raise ConfigError(text)
         self._number = None
 
     # -- the order -----------------------------------------------------------------
@@ -249,13 +253,9 @@ class ShardBatchSampler:
 
     # -- the cache -----------------------------------------------------------------
 
-    def _prefetch(self, shards: list[int]) -> None:
-        """Download the shards of this rank's windows and the next ones, if the cache has room.
-
-        If it has less room, log a warning.
-        """
-        self._ahead.want(self.data.shards[n] for n in shards)
-        cache, order, size = self.data.cache, self.order, self._ahead.size or 0
+    def _check_room(self, size: int) -> None:
+        """Log a warning if this node uses more shards of ``size`` bytes at a time than fit."""
+        self._is_checked, cache, order = True, self.data.cache, self.order
         config, lanes = cache.config, -(-order.lanes // self._nodes)  # of this node
         # One more than the sampler wants, because workers still read the one that left the window.
         stored = -(-len(self.data.shards) * lanes // order.lanes)
@@ -295,7 +295,9 @@ class _Iteration:
         wanted = self._epoch.shards(sampler.data.cache.config.prefetch)
         if wanted != self._wanted:
             self._wanted = wanted
-            sampler._prefetch(wanted)
+            sampler._ahead.want(sampler.data.shards[n] for n in wanted)
+        if not sampler._is_checked and (size := sampler._ahead.size):
+            sampler._check_room(size)
         self._taken = start + sampler.share
         sampler._taken = self._number, self._taken
         if not sampler._batches(self._taken):  # Trainer does not request another one

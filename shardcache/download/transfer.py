@@ -216,7 +216,8 @@ def transfer(
         resume = None
     raise TransferError(
         f"{shard} changed {_VERSIONS} times while it was downloaded. "
-        "Wait until the dataset is written, then try again.",
+        "Wait until the dataset is written, then try again. If nothing writes it, the servers "
+        "behind its address state different ETags.",
         url=str(shard),
     )
 

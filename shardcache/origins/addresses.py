@@ -13,9 +13,10 @@ import select
 import socket
 import time
 from itertools import zip_longest
+from queue import Empty
 from typing import Any
 
-from shardcache import clock
+from shardcache import clock, threads
 
 #: Seconds after which the next address is tried in parallel. RFC 8305 recommends this value.
 _STAGGER = 0.25
@@ -43,12 +44,15 @@ class Dialer:
         Args:
             host: a name or an address.
             port: the port to connect to.
-            timeout: seconds for all addresses together, not counting the DNS lookup.
+            timeout: seconds for the DNS lookup, and again for all addresses together.
 
         Raises:
             OSError: no address can be reached. The type is that of the last failure.
         """
-        untried = self._addresses(host, port)
+        try:
+            untried = threads.call(lambda: self._addresses(host, port), timeout, "shardcache-dns")
+        except Empty:
+            raise TimeoutError(f"no address of {host} from DNS after {timeout:g} s") from None
         count, end = len(untried), time.monotonic() + timeout
         pending: dict[_Address, socket.socket] = {}  # the oldest attempt first
         failed: dict[_Address, str] = {}
@@ -69,7 +73,11 @@ class Dialer:
                     except OSError as exn:
                         if exn.errno in (errno.EMFILE, errno.ENFILE):  # not the address's fault
                             raise
-                        kind, failed[address] = type(exn), exn.strerror or str(exn)
+                        # A firewall may forbid one address of many. That error is final, so it is
+                        # raised only if it concerns all of them.
+                        if not (failed and isinstance(exn, PermissionError)):
+                            kind = type(exn)
+                        failed[address] = exn.strerror or str(exn)
                         if sock := pending.pop(address, None):
                             sock.close()
                         pause = 0.0

@@ -17,8 +17,11 @@ from typing import Any, NamedTuple, Protocol
 from shardcache.errors import AccessDeniedError, ConfigError, ShardNotFoundError
 from shardcache.urls import ShardURL
 
-#: HTTP statuses after which another attempt may succeed: timeouts, throttling, server faults.
-_TRANSIENT = frozenset({408, 425, 429, 500, 502, 503, 504})
+#: HTTP statuses below 500 after which another attempt may succeed: timeouts and throttling.
+_TRANSIENT = frozenset({408, 425, 429})
+#: Server faults that last: not implemented, and an unknown HTTP version. All other statuses from
+#: 500 on are transient, also unknown ones (RFC 9110, 15), such as 520 to 527 of Cloudflare.
+_LASTING = frozenset({501, 505})
 
 
 class TransientError(Exception):
@@ -64,11 +67,11 @@ def refusal(
         return VersionChangedError(str(shard))
     if status == 416:
         return VersionChangedError(f"{shard} became shorter")
-    if throttled or status in _TRANSIENT:
+    if throttled or status in _TRANSIENT or (status >= 500 and status not in _LASTING):
         text = (headers or {}).get("retry-after", "")
-        # A date in Retry-After is rare and ignored: the jitter of `retry` is pause enough.
+        # The date in a Retry-After is rare and ignored: the jitter of `retry` is pause enough.
         seconds = float(text) if text.isdecimal() and len(text) < 20 else None
-        throttled |= status == 429 or (status == 503 and seconds is not None)
+        throttled |= status == 429 or (status == 503 and bool(text))
         return TransientError(reason, retry_after=seconds, patient=throttled)
     if status in (404, 410):
         text = f"{shard}: not found ({reason}). Check the pattern and the endpoint."
@@ -78,6 +81,8 @@ def refusal(
                 f"{shard}: there is no bucket {name} ({reason}). Check the name and the endpoint."
             )
         return ShardNotFoundError(text, url=str(shard))
+    if status == 407:
+        hint = "the proxy demands a login; check http_proxy and https_proxy"
     if status in (401, 403, 407):
         return AccessDeniedError(f"{shard}: access denied ({reason}): {hint}.", url=str(shard))
     text = (

@@ -50,6 +50,7 @@ _END_OF_HEAD = b"\r\n\r\n"
 #: Limit of interim responses (1xx) before the final one.
 _INTERIM = 16
 _CHUNKS_AT_ONCE = 256 * 1024  # bytes of a chunked body requested by one call
+_MAX_FRAMING = 1024 * 1024  # most bytes in a row of a chunked body that hold no data
 #: Bytes that the kernel collects before it wakes a thread that receives a long body (SO_RCVLOWAT).
 #: Otherwise each packet, or each record of TLS, would wake it.
 _WAKE_AT = 512 * 1024
@@ -286,9 +287,12 @@ class Response:
             return 0
         try:
             if self._chunked:
-                message = self._message
+                message, framing = self._message, 0
                 while not message.unframed and not message.complete:
-                    connection.parse(message, connection.receive_some(_CHUNKS_AT_ONCE))
+                    framing += len(data := connection.receive_some(_CHUNKS_AT_ONCE))
+                    connection.parse(message, data)
+                    if framing > _MAX_FRAMING and not message.unframed:
+                        raise ConnectionError("the server sends chunks without data")
                 count = min(len(buffer), len(message.unframed))
                 buffer[:count] = message.unframed[:count]
                 del message.unframed[:count]

@@ -174,8 +174,9 @@ def chain_error(exn: Exception, shard: ShardURL, profile: str | None, *, worked:
     is_program = getattr(exn, "kwargs", {}).get("provider") == "custom-process"
     if isinstance(exn, OSError) and not isinstance(exn, (FileNotFoundError, PermissionError)):
         return TransientError(f"the credentials cannot be read: {reason}")
-    if "ParamValidationError" in kinds:
-        return ConfigError(f"{shard} cannot be read: {reason}. Check the URL.", url=str(shard))
+    if kinds & {"ParamValidationError", "InvalidRegionError"}:
+        text = f"{shard} cannot be read: {reason}. Check the URL and the region."
+        return ConfigError(text, url=str(shard))
     busy = is_throttled or status == 429 or status >= 500
     if busy or (kinds & _SERVICE and not is_program):
         return TransientError(f"the source of credentials does not answer: {reason}", patient=True)
@@ -184,9 +185,10 @@ def chain_error(exn: Exception, shard: ShardURL, profile: str | None, *, worked:
         return TransientError(text, patient=True)
     if worked and (is_program or kinds & {*_LOGIN, *_WRITTEN, "RuntimeError"}):
         return login_ended(profile)
+    clock_too = "Check this machine's clock. " if "RuntimeError" in kinds else ""
     return AccessDeniedError(
-        f"{shard} cannot be read: {reason}. Log in ({_command(profile)}), set AWS_PROFILE or "
-        "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or pass "
+        f"{shard} cannot be read: {reason}. {clock_too}Log in ({_command(profile)}), set "
+        "AWS_PROFILE or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or pass "
         "storage_options={'anon': True} for a public bucket.",
         url=str(shard),
     )
@@ -244,9 +246,11 @@ def one_at_a_time() -> Iterator[None]:
     """
     from filelock import FileLock
 
-    path = Path(tempfile.gettempdir(), f"shardcache-credentials-{os.getuid()}.lock")
-    lock = FileLock(path, timeout=_TURN, mode=0o600)
-    with contextlib.suppress(OSError):  # a timeout, or a lock file of another user
+    lock = None
+    # A timeout, a lock file of another user, or no directory for temporary files.
+    with contextlib.suppress(OSError):
+        path = Path(tempfile.gettempdir(), f"shardcache-credentials-{os.getuid()}.lock")
+        lock = FileLock(path, timeout=_TURN, mode=0o600)
         lock.acquire()
     try:
         yield
@@ -254,4 +258,5 @@ def one_at_a_time() -> Iterator[None]:
         clock.sleep(_REST)
         raise
     finally:
-        lock.release()
+        if lock is not None:
+            lock.release()

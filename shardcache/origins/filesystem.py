@@ -17,7 +17,7 @@ import logging
 import os
 import socket
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from queue import Empty, SimpleQueue
@@ -163,20 +163,17 @@ class FsspecOrigin:
 
         ``timed`` says whether the call fails after the timeout.
         """
-        with self.errors(shard):
-            return threads.call(function, self.timeout if timed else None, _THREAD)
+        seconds = self.timeout if timed else None
+        return self.result(shard, lambda: threads.call(function, seconds, _THREAD))
 
-    @contextlib.contextmanager
-    def errors(self, shard: ShardURL) -> Iterator[None]:
-        """Turn an exception of the filesystem, or a timeout, into one of `Origin.open`."""
+    def result(self, shard: ShardURL, wait: Callable[[], T]) -> T:
+        """Return the result of ``wait``, or raise the errors of `Origin.open` for its exception."""
         try:
-            yield
+            return wait()
         except Empty:
-            raise TransientError(f"no data for {self.timeout:g} s", timed_out=True) from None
+            error: Exception = TransientError(f"no data for {self.timeout:g} s", timed_out=True)
         except Exception as exn:  # noqa: BLE001 - every filesystem has its own exceptions
             error = _error_for(exn, shard, self._options.get("profile"))
-        else:
-            return
         raise error
 
 
@@ -273,8 +270,8 @@ class FsspecBody:
         else:
             self._sizes.put(size)
         # The thread does not read into `buffer`, because it may go on after a timeout.
-        with self._origin.errors(self._shard):
-            data = threads.get_result(self._results, self._origin.timeout)
+        seconds = self._origin.timeout
+        data = self._origin.result(self._shard, lambda: threads.get_result(self._results, seconds))
         if not data and self.stop is not None:
             if self._origin.stat(self._shard).version != self.info.version:
                 raise VersionChangedError(f"{self._shard} became shorter")

@@ -36,7 +36,7 @@ _PAGE = 64 * 1024
 _REDIRECTS = 5
 #: Content types of error pages and login portals, which may arrive with status 200. So a response
 #: of such a type is taken for a shard only if it has a version.
-_PAGES = ("text/html", "text/xml", "application/xml")
+_PAGES = ("text/html", "text/xml", "application/xml", "application/xhtml+xml")
 #: Seconds by which Last-Modified must precede Date to identify a version: two versions of the same
 #: second have the same timestamp, and the clocks of two servers differ (RFC 9110, 8.8.2.2).
 _SETTLED = 60
@@ -68,7 +68,8 @@ def unanswered(exn: Exception, shard: ShardURL, server: str, secrets: Collection
         text = f"{shard}: the certificate of {server} is not trusted here. {_CERTIFICATES}"
         return ConfigError(text, url=str(shard))
     if isinstance(exn, PermissionError):  # from a proxy, or a firewall of this machine
-        text = f"{shard}: {server} cannot be reached: {reason}. Check https_proxy and its login."
+        text = f"{shard}: {server} cannot be reached: {reason}. Check https_proxy and its login, "
+        text += "and the firewall of this machine."
         return AccessDeniedError(text, url=str(shard))
     if isinstance(exn, OSError):
         timed_out = isinstance(exn, TimeoutError)
@@ -147,7 +148,7 @@ def checked(response: Response, start: int, stop: int | None) -> Response:
     if response.status != 206:  # the range was ignored: the whole object follows
         response.describe(object_info(response, length), 0, length)
         page = headers.get("content-type", "")
-        if response.info.identifiable or not page.startswith(_PAGES):
+        if response.info.identifiable or not page.lower().startswith(_PAGES):
             return response
         wrong = f"a page of {page} arrived instead of the object"
     elif match := _CONTENT_RANGE.match(text or ""):

@@ -208,7 +208,7 @@ class Listing:
         """Yield the object keys below ``prefix``, page by page, and remember their sizes."""
         location = f"s3://{bucket}/{prefix}"
         shard = ShardURL(location, "s3", location, "", "")
-        query = {**query, "max-keys": str(_PAGE)}
+        query, tokens = {**query, "max-keys": str(_PAGE)}, set[str]()
         while True:
             try:
                 found, token = self._retried(
@@ -224,10 +224,11 @@ class Listing:
             yield list(found)
             if not token:
                 return
-            if token == query.get("continuation-token"):
+            if token in tokens:
                 text = f"{location}: the store repeats a page of the listing. Check endpoint_url."
                 raise ConfigError(text, url=location)
             query["continuation-token"] = token
+            tokens.add(token)
 
     def _files(self, directory: str, reason: str, deep: bool) -> list[str]:
         """Return the names of the files in a directory, through fsspec.

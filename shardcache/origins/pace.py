@@ -52,13 +52,14 @@ class Pace:
         self._pauses = 0  # pauses in a row, without a served request in between
         self._next = 0.0  # no request is sent before this time (monotonic clock)
         self._since: float | None = None  # when the throttling began; None if not throttled
-        self._served = 0.0  # when the server last served a request, or the throttling began
+        self._refused_since: float | None = None  # first refusal since the last served request
         self._announced = 0.0
 
     @property
     def is_over(self) -> bool:
-        """Whether the server has throttled for ``patience`` seconds and served no request."""
-        return self._since is not None and clock.monotonic() - self._served >= self._patience
+        """Whether the server has refused all requests for ``patience`` seconds."""
+        since = self._refused_since
+        return since is not None and clock.monotonic() - since >= self._patience
 
     @contextmanager
     def turn(self, sleep: Callable[[float], None]) -> Iterator[None]:
@@ -101,8 +102,9 @@ class Pace:
         now = clock.monotonic()
         if self._since is None:
             self._since, self._full = now, self._busy
-            self._served = now
             self._goal = self._full / 2
+        if self._refused_since is None:
+            self._refused_since = now
         if now >= self._next:  # the refusals of one round count once
             self._limit = max(1, min(self._limit, self._busy) // 2)
             pause = min(_LONGEST, _FIRST * 2**self._pauses) * random.uniform(0.5, 1.0)  # noqa: S311
@@ -118,9 +120,9 @@ class Pace:
 
     def _speed_up(self) -> str:
         """Raise or lift the limit. Return the text to log if it was lifted, or ""."""
+        self._pauses, self._refused_since = 0, None
         if self._since is None or math.isinf(self._limit):
             return ""
-        self._pauses, self._served = 0, clock.monotonic()
         self._limit += 1 if self._limit < self._goal else 1 / self._limit
         if self._limit < self._full:
             return ""

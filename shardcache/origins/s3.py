@@ -17,6 +17,7 @@ import functools
 import hashlib
 import hmac
 import logging
+import math
 import os
 import re
 import threading
@@ -82,6 +83,8 @@ _USUAL_ENDPOINT = r"https?://(?!s3-accelerate)[A-Za-z0-9.-]+(:(?!80/?$|443/?$)\d
 _REGION = re.compile(r"[A-Za-z0-9-]{1,64}")
 #: Seconds before their expiry at which credentials are renewed, as in botocore.
 _RENEWED_BEFORE = 15 * 60
+#: Seconds to wait before another attempt to renew credentials that are still valid.
+_RENEWAL_PAUSE = 10.0
 _ALGORITHM = "AWS4-HMAC-SHA256"
 
 
@@ -107,7 +110,8 @@ class _Store:
     buckets: dict[str, _Bucket] = field(default_factory=dict)
     without_checksums: set[str] = field(default_factory=set)  # buckets that refuse `_CHECKSUM`
     keys: Any = None  # botocore's frozen credentials
-    fresh_until: float = 0.0  # when `keys` must be renewed, on the clock of `time.time`
+    fresh_until: float = 0.0  # when to renew `keys`, on the clock of `time.time`
+    expire_at: float = 0.0  # when `keys` expire; 0 if the store has refused them
     worked: bool = False  # whether the store has accepted a signed request
     ahead: float = 0.0  # seconds by which the store's clock is ahead of this machine's
 
@@ -172,10 +176,15 @@ class S3Origin:
             return store.keys
         try:
             return within_timeout(self._renewed_keys)
-        except TransientError:
-            raise
+        except TransientError as exn:
+            self._chain = threading.Lock()  # so that the next run does not wait for this one
+            error: Exception = exn
         except Exception as exn:  # noqa: BLE001 - botocore has its own exceptions
             error = chain_error(exn, shard, self._profile, worked=store.worked)
+        if time.time() < store.expire_at:
+            logger.info("the credentials for %s are not renewed: %s", store.name, error)
+            store.fresh_until = time.time() + _RENEWAL_PAUSE
+            return store.keys
         raise error
 
     def _renewed_keys(self) -> Any:
@@ -197,9 +206,12 @@ class S3Origin:
             credentials = self._credentials
         with undivided():  # as above: this call may renew the credentials
             keys = credentials.get_frozen_credentials()
-        end = getattr(credentials, "_expiry_time", None)
-        store.keys = keys
-        store.fresh_until = end.timestamp() - _RENEWED_BEFORE if end else float("inf")
+        expiry = getattr(credentials, "_expiry_time", None)
+        end = expiry.timestamp() if expiry else math.inf
+        store.fresh_until = end - _RENEWED_BEFORE
+        if keys == store.keys:  # the service has no new ones yet
+            store.fresh_until = min(end, max(store.fresh_until, time.time() + _RENEWAL_PAUSE))
+        store.keys, store.expire_at = keys, end
         return keys
 
     def server(self, shard: ShardURL) -> str:
@@ -227,7 +239,7 @@ class S3Origin:
         self, shard: ShardURL, start: int, stop: int | None, expected: ObjectInfo | None = None
     ) -> Response:
         """Request a range of bytes. The response to a request for the whole has a checksum."""
-        query = _version(shard, expected)
+        query = _version(shard)
         if start == 0 and stop is None and expected is None:
             response = self._request("GET", shard, _CHECKSUM, query)
             # A gateway may compress whole objects, but not ranges. So a range is requested instead.
@@ -261,18 +273,26 @@ class S3Origin:
         )
         try:
             page = ElementTree.fromstring(read_all(response, _LISTING_BYTES))  # noqa: S314 - by expat
+            kind = page.tag.rpartition("}")[2]
+            if kind not in ("ListBucketResult", "Error"):
+                raise ValueError(f"it begins with {kind}")
             decode = unquote_plus if page.findtext("{*}EncodingType") == "url" else str
             keys = {
                 decode(found.findtext("{*}Key") or ""): int(found.findtext("{*}Size") or 0)
                 for found in page.iterfind("{*}Contents")
             }
-        except (ElementTree.ParseError, ValueError) as exn:
+        except (ElementTree.ParseError, ValueError, LookupError) as exn:
             text = f"{shard}: the response of {self.prepare().name} is not a listing of S3: "
             text += f"{quoted(str(exn))}. Check endpoint_url."
             raise ConfigError(text, url=str(shard)) from None
-        if page.findtext("{*}IsTruncated") == "false":
-            return keys, ""
-        return keys, page.findtext("{*}NextContinuationToken") or ""
+        if kind == "Error":  # with status 200, so it occurred after the store had begun to answer
+            raise TransientError(f"{self.prepare().name} answered {_reason(page, response)[1]}")
+        is_last = page.findtext("{*}IsTruncated") == "false"
+        token = "" if is_last else page.findtext("{*}NextContinuationToken") or ""
+        if page.findtext("{*}IsTruncated") == "true" and not token:
+            text = f"{shard}: {self.prepare().name} lists only part of the shards, because it does "
+            raise ConfigError(f"{text}not know ListObjectsV2. Name them in braces.", url=str(shard))
+        return keys, token
 
     def _request(
         self, method: str, shard: ShardURL, headers: Mapping[str, str], query: Mapping[str, str]
@@ -297,11 +317,19 @@ class S3Origin:
                 store.worked |= keys is not None
                 return response
             code, reason, elsewhere = _read_refusal(response)
+            if method == "HEAD" and response.status in (400, 403) and elsewhere is None:
+                # The response to a HEAD has no body, so the code is that of a GET for one byte.
+                first = {**plain, "Range": "bytes=0-0"}
+                *_, probe = self._send("GET", shard, region, first, query)
+                if probe.status in (200, 206):
+                    probe.close()
+                else:
+                    response, (code, reason, elsewhere) = probe, _read_refusal(probe)
             if elsewhere not in (None, used) and region is None:
                 logger.info("%s is in %s", shard, elsewhere)
                 region = elsewhere
-            elif code in _EXPIRED and "keys" not in tried and self._renew(keys, shard):
-                logger.info("the credentials for %s expired and were renewed", store.name)
+            elif code in _INVALID and "keys" not in tried and self._renew(keys, shard):
+                logger.info("the credentials for %s are not valid and were renewed", store.name)
                 tried.add("keys")
             elif code == _SKEWED and "time" not in tried and self._set_clock(response):
                 tried.add("time")
@@ -334,7 +362,8 @@ class S3Origin:
             return False
         store.ahead = moment - time.time()
         text = "this machine's clock is %s off; requests to %s are signed with the store's time"
-        logger.warning(text, format_duration(abs(store.ahead)), store.name)
+        level = logging.WARNING if abs(store.ahead) >= 60 else logging.INFO  # it was corrected
+        logger.log(level, text, format_duration(abs(store.ahead)), store.name)
         return True
 
     def _renew(self, refused: Any, shard: ShardURL) -> bool:
@@ -343,7 +372,7 @@ class S3Origin:
         # Without `_chain`, which a thread may hold for as long as its source of credentials hangs.
         # If another thread has just renewed them, they are renewed once more.
         if store.keys == refused:
-            store.fresh_until, self._credentials = 0.0, None
+            store.fresh_until, store.expire_at, self._credentials = 0.0, 0.0, None
         return bool(self._keys(shard) != refused)
 
     def _send(
@@ -569,21 +598,27 @@ def _signing_key(secret: str, scope: str) -> bytes:
     return key
 
 
-def _version(shard: ShardURL, expected: ObjectInfo | None = None) -> dict[str, str]:
-    version = shard.version_id or (expected.version_id if expected else None)
+def _version(shard: ShardURL) -> dict[str, str]:
+    # Not the version that an earlier response stated: that would need s3:GetObjectVersion.
+    version = shard.version_id
     return {"versionId": version} if version and version != "null" else {}
+
+
+def _reason(page: ElementTree.Element, response: Response) -> tuple[str, str]:
+    """Return the error code of a page, and a text with code and message."""
+    code = quoted(page.findtext(".//{*}Code") or "", response.secrets)
+    message = quoted(page.findtext(".//{*}Message") or "", response.secrets)
+    return code, ": ".join(filter(None, (code, message)))
 
 
 def _read_refusal(response: Response) -> tuple[str, str, str | None]:
     """Return the error code, a text with code and message, and the region to try next, or None."""
     try:
         found = ElementTree.fromstring(refused(response))  # noqa: S314 - by expat
-    except ElementTree.ParseError:
+    except (ElementTree.ParseError, ValueError, LookupError):  # LookupError: unknown encoding
         found = ElementTree.Element("")  # the page of a proxy, or an empty body
-    code = quoted(found.findtext(".//{*}Code") or "", response.secrets)
-    message = quoted(found.findtext(".//{*}Message") or "", response.secrets)
+    code, reason = _reason(found, response)
     elsewhere = response.status in (301, 302, 307) or code in _ELSEWHERE
     elsewhere |= response.status == 400 and not code  # the response to a HEAD has no body
     region = response.headers.get("x-amz-bucket-region") or found.findtext(".//{*}Region") or ""
-    reason = ": ".join(filter(None, (code, message)))
     return code, reason, region if elsewhere and _REGION.fullmatch(region) else None

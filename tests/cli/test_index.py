@@ -1,13 +1,14 @@
 """`shardcache index`: writes the index file of a data set, resumes, and checks it."""
 
 import json
+import threading
 
 import pytest
 
 from shardcache import Cache, TarDataset
 from shardcache.layout import INDEX
 from tests.support.clitools import SHARDS, Command
-from tests.support.storetools import wait_until
+from tests.support.storetools import PATIENCE, wait_until
 from tests.support.tars import tar_of
 
 
@@ -78,6 +79,18 @@ def test_an_interrupt_ends_the_downloads(slow, file, tmp_path):
         code, _, err = command.end()
     assert (code, file.exists()) == (130, False)
     assert "Traceback" not in err
+
+
+def test_an_interrupt_does_not_wait_for_a_silent_server(serve, file, tmp_path):
+    ended, environment = threading.Event(), {"SHARDCACHE_TIMEOUT": "1h"}
+    server = serve(lambda head: ended.wait(4 * PATIENCE) and b"", most=9)
+    options = {"directory": tmp_path / "cache", "environment": environment}
+    with Command("index", f"{server.url}/a.tar", "-o", file, **options) as command:
+        wait_until(lambda: server.heads)
+        command.process.send_signal(2)
+        code, _, err = command.end()
+    ended.set()
+    assert (code, "Traceback" in err) == (130, False)
 
 
 @pytest.mark.parametrize(

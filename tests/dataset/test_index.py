@@ -157,7 +157,9 @@ def test_an_index_file_spares_the_shards(make_cache, origin, tmp_path, monkeypat
     assert not origin.fetches or origin.requests == [("s3://lab/sizes.json", 0, None)]
 
 
-@pytest.mark.parametrize("record", [[], {}, {"a.tar": "3"}, {"a.tar": -1}, {"shardlist": [1]}])
+@pytest.mark.parametrize(
+    "record", [[], {}, {"a.tar": "3"}, {"a.tar": -1}, {"a.tar": 10**30}, {"shardlist": [1]}]
+)
 def test_another_json_file_is_refused(make_cache, record):
     cache = make_cache()
     with pytest.raises(

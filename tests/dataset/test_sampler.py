@@ -289,14 +289,15 @@ def test_an_iteration_that_is_dropped_downloads_no_further_shards(data_of, origi
     assert len(origin.requests) == 1
 
 
-def test_too_little_room_is_logged_once(data_of, caplog):
+@pytest.mark.parametrize(("shuffle", "shards"), [(3, 6), (None, 12)])
+def test_too_little_room_is_logged_once(data_of, caplog, shuffle, shards):
     size = len(make_tar(0))
     data = data_of(prefetch=2, max_size=size * 4)
     for _ in range(2):
-        sampler = ShardBatchSampler(data, 4, shuffle=3)
+        sampler = ShardBatchSampler(data, 4, shuffle=shuffle)
         batches = iter(sampler)
         next(batches)
         wait_until(lambda: sampler._ahead.size)  # noqa: B023
         list(batches)
     (text,) = [each for each in warnings(caplog) if "at a time" in each]
-    assert "this node uses 6 shards at a time" in text
+    assert f"this node uses {shards} shards at a time" in text

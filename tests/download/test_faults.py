@@ -216,12 +216,12 @@ def test_faults_of_a_streamed_shard_are_healed(lab):
     assert not list(cache.entries())
 
 
-NO_ETAG = {"ETag": None}
+NO_ETAG, THEN = {"ETag": None}, "Mon, 02 Nov 2020 10:00:00 GMT"
 #: claim -> (fault of all responses to this method, expected ranges)
 IN_PARTS = [(at, min(at + MIB, SIZE)) for at in range(0, SIZE, MIB)]
 IN_ONE = [IN_PARTS[0], None]
 LACKING: dict[str, tuple[Fault, str | None, list[tuple[int, int] | None]]] = {
-    "HEAD is refused": (Fault(answer=page(403, "AccessDenied")), "HEAD", IN_PARTS),
+    "HEAD is refused": (Fault(answer=page(403, "AccessDenied")), "HEAD", [*IN_PARTS, (0, 1)]),
     "HEAD is unknown": (Fault(answer=page(501, "NotImplemented")), "HEAD", IN_PARTS),
     "HEAD is throttled": (Fault(answer=page(503, "SlowDown")), "HEAD", IN_PARTS),
     "HEAD is redirected": (Fault(answer=page(301, "PermanentRedirect")), "HEAD", IN_PARTS),
@@ -233,11 +233,15 @@ LACKING: dict[str, tuple[Fault, str | None, list[tuple[int, int] | None]]] = {
         IN_PARTS,
     ),
     "without ETags, times identify versions": (
-        Fault(headers={**NO_ETAG, "Last-Modified": "Mon, 02 Nov 2020 10:00:00 GMT"}),
+        Fault(headers={**NO_ETAG, "Last-Modified": THEN}),
         None,
         IN_PARTS,
     ),
-    "times within a minute of the response do not": (Fault(headers=NO_ETAG), None, IN_ONE),
+    "times within a minute of the response do not": (
+        Fault(headers={**NO_ETAG, "Last-Modified": THEN, "Date": THEN}),
+        None,
+        IN_ONE,
+    ),
     "without a version the shard is read in one response": (
         Fault(headers={**NO_ETAG, "Last-Modified": None}),
         None,

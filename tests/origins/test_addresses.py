@@ -4,6 +4,7 @@ import contextlib
 import errno
 import re
 import socket
+import threading
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -13,7 +14,7 @@ from shardcache.origins.addresses import Dialer
 from shardcache.origins.base import TransientError
 from shardcache.origins.http import WebOrigin
 from shardcache.urls import parse_url
-from tests.support.storetools import few_descriptors
+from tests.support.storetools import PATIENCE, few_descriptors
 from tests.support.webservers import Scripted, answer, running
 
 HOST = "shards.test"
@@ -146,3 +147,30 @@ def test_a_lack_of_descriptors_is_no_fault_of_an_address(monkeypatch):
     with few_descriptors(0), pytest.raises(OSError) as caught:
         Dialer().connect(LIVE, 80, 1.0)
     assert caught.value.errno == errno.EMFILE
+
+
+def test_a_forbidden_address_is_no_final_error_if_another_one_fails_otherwise(monkeypatch):
+    found = [
+        (socket.AF_INET, 0, 0, "", (REFUSING, 80)),
+        (socket.AF_INET, 0, 0, "", ("1.1.1.1", 80)),
+    ]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **options: found)
+    real = socket.socket.connect
+
+    def connect(sock, place):
+        if place[0] == "1.1.1.1":
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return real(sock, place)
+
+    monkeypatch.setattr(socket.socket, "connect", connect)
+    for _ in range(20):
+        with pytest.raises(ConnectionRefusedError):
+            Dialer().connect("host", 80, 1.0)
+
+
+def test_silent_dns_ends_an_attempt(monkeypatch):
+    ended = threading.Event()
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **options: ended.wait(PATIENCE))
+    with pytest.raises(TimeoutError, match=r"no address of host from DNS after 0\.2 s"):
+        Dialer().connect("host", 80, 0.2)
+    ended.set()

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from itertools import count, islice, product
+from itertools import chain, count, islice, product, repeat
 from typing import NamedTuple, TypeAlias
 
 import pytest
@@ -207,6 +207,7 @@ SAME_SECOND: dict[str, object] = {**NO_TAG, "Last_Modified": NOW}
 OLD: dict[str, object] = {**NO_TAG, "Last_Modified": YESTERDAY}
 WEAK: dict[str, object] = {"ETag": 'W/"1"'}
 BOTH = (LARGE, REPLACED)
+ENDLESS = repeat(b"X-Note: x\r\n" * 1000)
 
 
 def status_rows() -> Iterator[Row]:
@@ -216,12 +217,15 @@ def status_rows() -> Iterator[Row]:
         "401 Unauthorized": Refused(AccessDeniedError, "401"),
         "403 Forbidden": Refused(AccessDeniedError, "403"),
         "404 Not Found": GONE,
+        "407 Proxy Authentication Required": Refused(AccessDeniedError, "proxy demands a login"),
         "410 Gone": GONE,
         "412 Precondition Failed": BROKEN,
         "416 Range Not Satisfiable": BROKEN,
         "429 Too Many Requests": Refused(TransferError, "429"),
         "500 Internal Server Error": Refused(TransferError, "500"),
+        "501 Not Implemented": Refused(ConfigError, "501"),
         "503 Service Unavailable": Refused(TransferError, "503"),
+        "522 Connection Timed Out": Refused(TransferError, "522"),
     }.items():
         # The body of an error is not the object, even if it has the same bytes.
         yield Row(status, answer(status, SMALL), wanted)
@@ -324,6 +328,9 @@ def chunk_rows() -> Iterator[Row]:
     yield Row("chunks with long extensions", extended, RIGHT_OR_REFUSED)
     trailers = chunks(SMALL, end=f"0\r\n{long}\r\n\r\n".encode())
     yield Row("chunks with a long trailer", coded(body=trailers), RIGHT_OR_REFUSED)
+    bare = coded(body=b"")
+    yield Row("trailers without an end", lambda r: chain([bare + b"0\r\n"], ENDLESS), BROKEN)
+    yield Row("extension without an end", lambda r: chain([bare + b"9;"], ENDLESS), BROKEN)
     yield Row("chunks, coding in upper case", coded(body=chunks(SMALL), coding="Chunked"), RIGHT)
     ranged = raw("HTTP/1.1 206 Partial", 'ETag: "1"', SPAN, "Transfer-Encoding: chunked", body=b"")
     yield Row("chunks of a range", ranged + chunks(SMALL), RIGHT)
@@ -505,6 +512,9 @@ def head_rows() -> Iterator[Row]:
     yield Row("head without an end", KEPT[:40] + b"x" * 200_000, BROKEN)
     page = answer("200 OK", b"<html>" * 9, ETag=None, Content_Type="text/html")
     yield Row("page without an ETag", page, Refused(TransferError, "text/html"))
+    for kind in ("Text/HTML; charset=utf-8", "application/xhtml+xml"):
+        page = answer("200 OK", b"<html>" * 9, ETag=None, Content_Type=kind)
+        yield Row(f"page of {kind}", page, Refused(TransferError, kind))
     page = answer("200 OK", b"<html>" * 99, Content_Type="text/html")
     yield Row("page with an ETag", page, Refused(IntegrityError, "not a tar archive"))
     empty = Refused(IntegrityError, "is empty (0 bytes)")

@@ -163,8 +163,8 @@ def test_a_failing_server_receives_one_request_for_all_sizes(make_cache, serve):
 @pytest.mark.parametrize("truncated", ["false", "true"])
 def test_a_listing_with_the_same_token_on_each_page_ends(make_cache, serve, truncated):
     contents = "<Contents><Key>p/a.tar</Key><Size>9</Size></Contents>"
-    page = f"<A><IsTruncated>{truncated}</IsTruncated>{contents}"
-    page += "<NextContinuationToken>same</NextContinuationToken></A>"
+    page = f"<ListBucketResult><IsTruncated>{truncated}</IsTruncated>{contents}"
+    page += "<NextContinuationToken>same</NextContinuationToken></ListBucketResult>"
     server = serve(answer("200 OK", page.encode(), Connection=None), most=9)
     options = {"key": "AK", "secret": "SK"}
     cache = make_cache(endpoint_url=server.url, storage_options=options)
@@ -172,4 +172,36 @@ def test_a_listing_with_the_same_token_on_each_page_ends(make_cache, serve, trun
         assert expand(["s3://b/p/"], cache) == ["s3://b/p/a.tar"]
     else:
         with pytest.raises(ConfigError, match="repeats a page"):
+            expand(["s3://b/p/"], cache)
+
+
+def page(name, more=""):
+    found = f"<Contents><Key>p/{name}.tar</Key><Size>9</Size></Contents>"
+    return f"<ListBucketResult>{found}{more}</ListBucketResult>".encode()
+
+
+def more(token):
+    token = f"<NextContinuationToken>{token}</NextContinuationToken>" if token else ""
+    return f"<IsTruncated>true</IsTruncated>{token}"
+
+
+@pytest.mark.parametrize(
+    ("pages", "names"),
+    [
+        ([page("a", more("1")), b"<Error><Code>InternalError</Code></Error>", page("b")], "ab"),
+        ([page("a", more(""))], "does not know ListObjectsV2"),
+        ([page("a", more("1")), page("b", more("2"))] * 20, "repeats a page"),
+        ([b"<html>Log in</html>"], "not a listing of S3.*begins with html"),
+        ([b'<?xml version="1.0" encoding="gbk"?><a/>'], "not a listing of S3"),
+    ],
+)
+def test_a_listing_is_complete_or_an_error(make_cache, serve, pages, names):
+    answers = iter(pages)
+    server = serve(lambda head: answer("200 OK", next(answers), Connection=None), most=99)
+    options = {"key": "AK", "secret": "SK"}
+    cache = make_cache(endpoint_url=server.url, storage_options=options)
+    if names == "ab":
+        assert expand(["s3://b/p/"], cache) == ["s3://b/p/a.tar", "s3://b/p/b.tar"]
+    else:
+        with pytest.raises(ConfigError, match=names):
             expand(["s3://b/p/"], cache)

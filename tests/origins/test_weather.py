@@ -1,5 +1,6 @@
 """Stores and credential services that throttle, refuse a header or disagree about the time."""
 
+import errno
 import hashlib
 import json
 import re
@@ -8,11 +9,13 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
+from itertools import count
 from pathlib import Path
 
 import pytest
 
 from shardcache import AccessDeniedError, Cache, TransferError
+from shardcache.origins import s3
 from shardcache.origins.base import TransientError
 from shardcache.origins.pace import Pace
 from tests.support.caches import warnings
@@ -270,6 +273,7 @@ def read_in_child(parent: Parent, cache: Cache) -> None:
 def test_a_child_uses_fresh_credentials_of_its_parent(open_cache, metadata, monkeypatch, is_fresh):
     if not is_fresh:
         monkeypatch.setattr("shardcache.origins.s3._RENEWED_BEFORE", 200 * 365 * 86400)
+        monkeypatch.setattr("shardcache.origins.s3._RENEWAL_PAUSE", 0.0)
     cache = open_cache(storage_options={})
     assert cache.open("s3://lab/a.tar").read() == SHARD
     requests = metadata.requests
@@ -409,7 +413,7 @@ def test_a_read_waits_for_a_new_sso_login(
     open_cache, serve, clock, tmp_path, monkeypatch, caplog, kind, end
 ):
     name = hashlib.sha1({"legacy": b"https://start", "session": b"on"}[kind]).hexdigest()
-    revoked = set()
+    revoked, tokens = set(), map(str, count())
 
     def log_in(token: str, year: int = 2099) -> None:
         login = {"accessToken": token, "expiresAt": f"{year}-01-01T00:00:00Z"}
@@ -419,7 +423,7 @@ def test_a_read_waits_for_a_new_sso_login(
         if re.search("x-amz-sso_bearer_token: (.*)\r", head)[1] in revoked:
             return answer("401 Unauthorized", b"{}", x_amzn_ErrorType="UnauthorizedException")
         soon = (datetime.now(UTC).timestamp() + 60) * 1000  # each request needs new ones
-        keys = {"accessKeyId": "AK", "secretAccessKey": "SK", "sessionToken": "T"}
+        keys = {"accessKeyId": "AK", "secretAccessKey": "SK", "sessionToken": next(tokens)}
         text = json.dumps({"roleCredentials": {**keys, "expiration": soon}})
         return answer("200 OK", text.encode())
 
@@ -433,6 +437,8 @@ def test_a_read_waits_for_a_new_sso_login(
     log_in("old")
     cache = open_cache(storage_options={"profile": "lab"})
     assert cache.open("s3://lab/a.tar").read() == SHARD
+    for each in s3._stores.values():  # the credentials expire
+        each.expire_at = 0.0
     revoked.add("old")
     log_in("old", 2099 if end == "is revoked" else 2001)
     clock.on_sleep.append(lambda: log_in("new") if clock.elapsed > 100 else None)
@@ -472,3 +478,105 @@ def test_throttling_that_ended_in_its_first_pause_does_not_last(clock):
         with pace.turn(clock.sleep):
             pass
     assert not pace.is_over
+
+
+def test_one_refusal_after_a_long_time_without_requests_is_waited_for(clock):
+    pace = Pace("s3://lab", 60)
+    refused = TransientError("503 SlowDown", patient=True)
+    turns = [pace.turn(clock.sleep) for _ in range(8)]
+    for turn in turns:
+        turn.__enter__()
+    for turn in turns:
+        turn.__exit__(TransientError, refused, None)
+    with pace.turn(clock.sleep):
+        pass
+    clock.sleep(600)
+    with pytest.raises(TransientError), pace.turn(clock.sleep):
+        raise refused
+    assert not pace.is_over
+
+
+def test_a_versioned_bucket_needs_no_permission_for_its_versions(store, open_cache):
+    def respond(head: str) -> bytes:
+        if "versionId" in head:  # takes s3:GetObjectVersion
+            return refusal("403 Forbidden", "AccessDenied")
+        return b"".join(part_of(SHARD, head, ETag='"v1"', x_amz_version_id="1"))
+
+    store.refuse = respond
+    cache = open_cache(part_size="1MiB")
+    assert cache.open("s3://lab/a.tar").read() == SHARD
+    assert len(store.server.heads) > 3
+
+
+@pytest.mark.parametrize("coding", ["gbk", "no-such-coding", "idna"])
+def test_an_error_page_may_have_any_encoding(store, open_cache, coding):
+    pages = [answer("502 Bad Gateway", f'<?xml version="1.0" encoding="{coding}"?><a/>'.encode())]
+    store.refuse = lambda head: pages.pop() if pages else None
+    assert open_cache().open("s3://lab/a.tar").read() == SHARD
+
+
+def test_a_web_server_that_states_a_date_is_waited_for(store, open_cache, clock):
+    busy = answer("503 Busy", Retry_After="Wed, 21 Oct 2065 07:28:00 GMT")
+    store.refuse = until(clock, 60, busy)
+    assert open_cache().open(f"{store.server.url}/a.tar").read() == SHARD
+
+
+def written_keys(tmp_path, monkeypatch, key: str) -> None:
+    text = "[lab]\naws_access_key_id = {}\naws_secret_access_key = SK\n"
+    (tmp_path / "keys").write_text(text.format(key))
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "keys"))
+
+
+@pytest.mark.parametrize("code", ["InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidToken"])
+def test_rotated_keys_are_read_again(store, open_cache, tmp_path, monkeypatch, code):
+    written_keys(tmp_path, monkeypatch, "OLD")
+    cache = open_cache(storage_options={"profile": "lab"})
+    assert cache.open("s3://lab/a.tar").read() == SHARD
+    written_keys(tmp_path, monkeypatch, "NEW")
+    store.refuse = lambda h: refusal("403 Forbidden", code) if "=OLD/" in h else None
+    assert cache.open("s3://lab/b.tar").read() == SHARD
+
+
+def test_a_refused_head_is_remedied_as_a_get(store, open_cache, tmp_path, monkeypatch):
+    written_keys(tmp_path, monkeypatch, "OLD")
+    cache = open_cache(storage_options={"profile": "lab"})
+    assert cache.open("s3://lab/a.tar").read() == SHARD
+    written_keys(tmp_path, monkeypatch, "NEW")
+
+    def refuse(head: str) -> bytes | None:
+        if "=OLD/" not in head:
+            return None
+        is_head = head.startswith("HEAD")  # its response has no body
+        return (
+            refusal("400 Bad Request", "ExpiredToken").partition(b"<")[0]
+            if is_head
+            else (refusal("400 Bad Request", "ExpiredToken"))
+        )
+
+    store.refuse = refuse
+    report = cache.prewarm("s3://lab/a.tar", refresh=True)
+    assert (report.cached, report.failures) == (1, {})
+
+
+def test_valid_credentials_are_used_while_their_service_fails(
+    open_cache, container, clock, monkeypatch
+):
+    soon = datetime.now(UTC) + timedelta(minutes=5)
+    monkeypatch.setitem(CREDENTIALS, "Expiration", soon.strftime("%Y-%m-%dT%H:%M:%SZ"))
+    cache = open_cache(storage_options={})
+    assert cache.open("s3://lab/a.tar").read() == SHARD
+    container.refuse = lambda head: answer("500 Oh")
+    for name in "bcd":
+        assert cache.open(f"s3://lab/{name}.tar").read() == SHARD
+    assert clock.elapsed == 0
+
+
+def test_credentials_are_waited_for_without_a_temporary_directory(
+    open_cache, container, clock, monkeypatch
+):
+    def missing() -> str:
+        raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found")
+
+    monkeypatch.setattr("tempfile.gettempdir", missing)
+    container.refuse = until(clock, 60, answer("429 Slow"))
+    assert open_cache(storage_options={}).open("s3://lab/a.tar").read() == SHARD

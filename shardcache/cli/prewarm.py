@@ -88,7 +88,8 @@ def prewarm_command(
       shardcache prewarm 's3://lab/train-{0000..2047}.tar' -j 16
       shardcache prewarm s3://lab/val/ 's3://lab/test-*.tar' --check
       shardcache prewarm -f shards.txt --deadline 5m --best-effort
-      srun --ntasks-per-node=1 shardcache prewarm --shard-by-node 's3://lab/{0000..2047}.tar'
+      srun --ntasks=$SLURM_NNODES --ntasks-per-node=1 \\
+          shardcache prewarm --shard-by-node --ranks-per-node 8 's3://lab/{0000..2047}.tar'
       shardcache prewarm --ray 's3://lab/train-{0000..2047}.tar'
     """
     has_node = node_rank is not None or node_count is not None

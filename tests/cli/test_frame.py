@@ -38,7 +38,7 @@ def test_every_command_has_help_with_examples_that_parse(run, command, tmp_path,
     (tmp_path / "shards.txt").touch()
     code, out, _ = run(command, "-h")
     assert code == 0 and "Usage: shardcache" in out and "--dir DIR" in out
-    lines = out.split("Examples:\n")[1].partition("\n\n")[0].splitlines()
+    lines = out.split("Examples:\n")[1].partition("\n\n")[0].replace("\\\n", "").splitlines()
     assert any(command in line.split() for line in lines)
     for line in lines:
         line = line.replace("$(", " ").replace(')"', " ").replace('"', " ")

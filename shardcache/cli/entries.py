@@ -6,7 +6,7 @@ import contextlib
 import os
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import replace
 from datetime import datetime
 from typing import Any
@@ -208,14 +208,21 @@ def _other_endpoint(cache: Cache, key: str, url: str) -> str | None:
 def _advice(cache: Cache, absent: Iterable[ShardURL]) -> dict[str, str]:
     """Return advice about shards that are not cached, by URL."""
     found = {str(shard): advise_scheme(shard) for shard in absent}
-    with contextlib.suppress(ShardNotFoundError):
-        for shard in cache.select("*"):
-            if str(shard) in found and (endpoint := cache.other_endpoint(shard)):
-                found[str(shard)] = (
-                    f"Its copy came from another endpoint ({endpoint}). Set that endpoint, or name "
-                    f"the copy by a pattern, such as '{shard}*'."
-                )
+    for url, endpoint in other_copies(cache, found).items():
+        found[url] = (
+            f"Its copy came from another endpoint ({endpoint}). Set that endpoint, or name "
+            f"the copy by a pattern, such as '{url}*'."
+        )
     return found
+
+
+def other_copies(cache: Cache, urls: Container[str]) -> dict[str, str]:
+    """Return the endpoints that copies of ``urls`` came from, if not the configured one, by URL."""
+    shards = list[ShardURL]()
+    with contextlib.suppress(ShardNotFoundError):  # the cache is empty
+        shards = [shard for shard in cache.select("*") if str(shard) in urls]
+    found = {str(shard): cache.other_endpoint(shard) for shard in shards}
+    return {url: endpoint for url, endpoint in found.items() if endpoint}
 
 
 def _list_partials(cache: Cache) -> tuple[list[Row], Row, str]:

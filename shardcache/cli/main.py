@@ -284,7 +284,9 @@ def command(name: str, **settings: Any) -> Callable[[Callable[..., int | None]],
             with invocation.logging():
                 return function(invocation, *args, **kwargs)
 
-        return _with_global_options(click.command(name, context_settings=settings)(click.pass_obj(run)))
+        return _with_global_options(
+            click.command(name, context_settings=settings)(click.pass_obj(run))
+        )
 
     return decorate
 

@@ -13,7 +13,8 @@ import os
 import shutil
 import sys
 import traceback
-from collections.abc import Container, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, TextIO
@@ -235,6 +236,22 @@ def reason(exn: Exception) -> str:
         advice = ". Make room on that disk (see df -h and df -i), or use another one."
         return f"{where}{exn.strerror or exn}{advice if exn.errno in FULL else ''}"
     return f"{type(exn).__name__}: {exn}"
+
+
+def grouped(reasons: Mapping[str, str], *, everything: bool, shown: int = 1) -> Iterator[str]:
+    """Yield lines that say why shards failed, from the reasons by URL.
+
+    Thousands of shards may fail for one reason, so only the first ``shown`` of them are named,
+    unless ``everything`` is set.
+    """
+    by_reason = defaultdict[str, list[str]](list)
+    for url, text in reasons.items():
+        line = text if url in text else f"{url}: {text}"
+        by_reason[text.replace(url.partition("://")[2], "")].append(line)
+    for lines in by_reason.values():
+        yield from lines if everything else lines[:shown]
+        if len(lines) > shown and not everything:
+            yield f"{len(lines) - shown:,} more for the same reason; -v lists them"
 
 
 def fields_of(record: Any) -> dict[str, Any]:

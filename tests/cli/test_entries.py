@@ -212,6 +212,8 @@ def test_shards_of_another_endpoint_are_named_by_patterns(run, warm, proxy, monk
         code, out, err = run(*command.split(), warm[1])
         assert code == 1 and f"came from another endpoint ({theirs})" in err
         assert f"'{warm[1]}*'" in err
+    text = f"{warm[1]}: not cached; its copy came from another endpoint ({theirs})"
+    assert text in run("prewarm", "--check", warm[1])[2]
     code, out, err = run("path", f"{warm[1]}*")
     assert (code, err) == (0, f"{warm[1]} came from another endpoint ({theirs}).\n")
     assert out.strip() in run("ls", "-l")[1]

@@ -160,6 +160,7 @@ def test_progress_follows_events_and_running_fetches():
     for shard in SHARDS[1:11]:
         progress(Finished(shard, ShardResult("u", Outcome.FETCHED, 1000, received=1000)))
     progress(Finished(SHARDS[11], ShardResult("u", Outcome.FAILED, 1000)))
+    progress(Finished(SHARDS[12], ShardResult("u", Outcome.NOT_STARTED, 1000)))
     (whole,) = progress.positions().values()
     assert whole.text == "11/13 shards, 1 failed, 11.0 KB of 13.0 KB"
 

@@ -93,7 +93,10 @@ def ls_command(
     found = [row for row in rows if not specs or any((row["url"] or "") in s for s in selections)]
     shown = _sorted(found, sort)[:limit]
     if len(found) != len(rows):
-        footer = f"{sum(row['state'] != 'not_cached' for row in found):,} of {footer}"
+        number = sum(row["state"] != "not_cached" for row in found)
+        size = sum(row["written_bytes" if partial else "size"] or 0 for row in found)
+        matching = f"{counted(number, 'partial' if partial else 'shard')}, {format_bytes(size)}"
+        footer = f"matching: {matching}; in all: {footer}"
     for selection in selections:
         if not any((row["url"] or "") in selection for row in found):
             console.hint(f"{selection.text}: nothing in {cache.dir} matches.")
@@ -411,7 +414,13 @@ def unpin_command(invocation: Invocation, specs: tuple[str, ...]) -> ExitCode:
       shardcache unpin 's3://lab/val-{0000..0031}.tar'
     """
     with invocation.cache() as cache:
-        shards = cache.select(specs, pinned=True)
+        try:
+            shards = cache.select(specs, pinned=True)
+        except ShardNotFoundError as exn:
+            spec = getattr(exn, "url", "")
+            cache.select(spec)  # raises an error if nothing is cached, either
+            text = f"{spec}: nothing that matches is pinned in {cache.dir}. See `shardcache ls`."
+            raise ShardNotFoundError(text, url=spec) from None
         ended = cache.unpin(shards)
     counts = {"unpinned": len(ended), "not_pinned": len(shards) - len(ended)}
     rows = [

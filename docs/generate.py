@@ -77,8 +77,10 @@ files below it). `prewarm` searches the origin, other commands search the cache.
 without a slash matches the last part of URLs.
 
 Data goes to standard output; progress, hints and warnings go to standard error. With `--json`,
-every command prints one object (`top` prints one for each refresh): bytes and seconds as numbers,
-times in RFC 3339, and `"schema": 1`. An `error` is null, or has a `type` and a `message`.
+every command except `run` prints one object (`top` prints one for each refresh): bytes and seconds
+as numbers, times in RFC 3339, and `"schema": 1`. An `error` is null, or has a `type` and a
+`message`. A command that cannot do its work prints no object, but a message on standard error; its
+exit code says why.
 
 To complete commands in bash, zsh or fish: `eval "$(_SHARDCACHE_COMPLETE=bash_source shardcache)"`.
 

@@ -27,12 +27,13 @@ from shardcache import threads
 from shardcache.cli.main import ExitCode, Invocation, command
 from shardcache.cli.output import counted, printable, reason
 from shardcache.config import Config
-from shardcache.errors import AccessDeniedError, ShardCacheError
+from shardcache.errors import AccessDeniedError, ShardCacheError, ShardNotFoundError
 from shardcache.layout import Layout, read_manifest
 from shardcache.locks.mounts import lock_kind, mount_of
 from shardcache.origins.base import ObjectInfo, TransientError
 from shardcache.origins.connection import Transport
 from shardcache.origins.endpoints import endpoint_of, parser, s3_access, scheme_options
+from shardcache.origins.listing import expand_braces, is_pattern
 from shardcache.origins.resolve import Origins
 from shardcache.origins.retry import RetryPolicy
 from shardcache.origins.s3 import S3Origin
@@ -41,7 +42,7 @@ from shardcache.space.memory import Volume, allocation, is_memory
 from shardcache.store.entry import Store
 from shardcache.store.root import check_usable
 from shardcache.units import format_bytes, format_duration, format_rate
-from shardcache.urls import redact
+from shardcache.urls import advise_scheme, redact
 
 T = TypeVar("T")
 #: Level, text and advice of each finding. The level warn means that the cache works, but badly or
@@ -79,6 +80,9 @@ def doctor_command(invocation: Invocation, url: str | None) -> ExitCode:
       shardcache doctor --url s3://lab/train-0000.tar
       shardcache --dir /local/nvme/shards doctor --json
     """
+    one = url is None or url.startswith("pipe:") or len(list(expand_braces(url))) == 1
+    if not one or is_pattern(url or ""):
+        raise click.UsageError("--url takes the URL of one shard, not a pattern or a prefix.")
     console, findings = invocation.console, list[dict[str, str]]()
     loaded = invocation.loaded()  # load here first: errors in the thread below would be lost
     loaded = _in_time(invocation.loaded_with_job_limits) or loaded
@@ -289,6 +293,8 @@ def _dead_address(row: tuple[Any, ...]) -> str:
 def _read(config: Config, url: str) -> Findings:
     """Read the start of a shard as the cache would, and measure the time."""
     shard = parser(config)(url)
+    if advice := advise_scheme(shard):
+        raise ShardNotFoundError(f"{shard.local_path} does not exist. {advice}")
     origins = Origins(config)
 
     def read() -> tuple[int, float, ObjectInfo]:

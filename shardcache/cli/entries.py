@@ -6,7 +6,7 @@ import contextlib
 import os
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import replace
 from datetime import datetime
 from typing import Any
@@ -93,7 +93,10 @@ def ls_command(
     found = [row for row in rows if not specs or any((row["url"] or "") in s for s in selections)]
     shown = _sorted(found, sort)[:limit]
     if len(found) != len(rows):
-        footer = f"{sum(row['state'] != 'not_cached' for row in found):,} of {footer}"
+        number = sum(row["state"] != "not_cached" for row in found)
+        size = sum(row["written_bytes" if partial else "size"] or 0 for row in found)
+        matching = f"{counted(number, 'partial' if partial else 'shard')}, {format_bytes(size)}"
+        footer = f"matching: {matching}; in all: {footer}"
     for selection in selections:
         if not any((row["url"] or "") in selection for row in found):
             console.hint(f"{selection.text}: nothing in {cache.dir} matches.")
@@ -208,14 +211,21 @@ def _other_endpoint(cache: Cache, key: str, url: str) -> str | None:
 def _advice(cache: Cache, absent: Iterable[ShardURL]) -> dict[str, str]:
     """Return advice about shards that are not cached, by URL."""
     found = {str(shard): advise_scheme(shard) for shard in absent}
-    with contextlib.suppress(ShardNotFoundError):
-        for shard in cache.select("*"):
-            if str(shard) in found and (endpoint := cache.other_endpoint(shard)):
-                found[str(shard)] = (
-                    f"Its copy came from another endpoint ({endpoint}). Set that endpoint, or name "
-                    f"the copy by a pattern, such as '{shard}*'."
-                )
+    for url, endpoint in other_copies(cache, found).items():
+        found[url] = (
+            f"Its copy came from another endpoint ({endpoint}). Set that endpoint, or name "
+            f"the copy by a pattern, such as '{url}*'."
+        )
     return found
+
+
+def other_copies(cache: Cache, urls: Container[str]) -> dict[str, str]:
+    """Return the endpoints that copies of ``urls`` came from, if not the configured one, by URL."""
+    shards = list[ShardURL]()
+    with contextlib.suppress(ShardNotFoundError):  # the cache is empty
+        shards = [shard for shard in cache.select("*") if str(shard) in urls]
+    found = {str(shard): cache.other_endpoint(shard) for shard in shards}
+    return {url: endpoint for url, endpoint in found.items() if endpoint}
 
 
 def _list_partials(cache: Cache) -> tuple[list[Row], Row, str]:
@@ -404,7 +414,13 @@ def unpin_command(invocation: Invocation, specs: tuple[str, ...]) -> ExitCode:
       shardcache unpin 's3://lab/val-{0000..0031}.tar'
     """
     with invocation.cache() as cache:
-        shards = cache.select(specs, pinned=True)
+        try:
+            shards = cache.select(specs, pinned=True)
+        except ShardNotFoundError as exn:
+            spec = getattr(exn, "url", "")
+            cache.select(spec)  # raises an error if nothing is cached, either
+            text = f"{spec}: nothing that matches is pinned in {cache.dir}. See `shardcache ls`."
+            raise ShardNotFoundError(text, url=spec) from None
         ended = cache.unpin(shards)
     counts = {"unpinned": len(ended), "not_pinned": len(shards) - len(ended)}
     rows = [

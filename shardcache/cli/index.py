@@ -11,14 +11,12 @@ import click
 
 from shardcache.cache import Cache
 from shardcache.cli.main import ExitCode, Invocation, command, flag
-from shardcache.cli.output import counted, reason
+from shardcache.cli.output import counted, grouped, reason
 from shardcache.cli.progress import Position, Positions, display
 from shardcache.dataset.index import count_samples, read_index_file, write_index_file
+from shardcache.errors import ShardNotFoundError
 from shardcache.prewarm.plan import expand
 from shardcache.units import format_bytes, format_duration
-
-#: Failures to print, unless -v is given: thousands of shards may fail for one reason.
-_SHOWN = 3
 
 
 @command("index")
@@ -43,11 +41,20 @@ def index_command(
         text = "--check reads the shards in FILE: omit SPEC."
         raise click.UsageError(text if check else "No shards given. Pass a SPEC.")
     console, began, journal = invocation.console, time.monotonic(), Path(f"{file}.partial")
-    counts, stated, failed, wrong, size = dict[str, int](), dict[str, int](), 0, 0, 0
+    if file == "-":
+        raise click.UsageError(
+            "-o needs the name of a file: an interrupted run resumes from FILE.partial."
+        )
+    if not check and not journal.parent.is_dir():
+        raise click.ClickException(
+            f"there is no directory {journal.parent}. Make it, or write FILE to another one."
+        )
+    counts, stated, wrong, size = dict[str, int](), dict[str, int](), 0, 0
+    errors = dict[str, Exception]()
 
     def positions() -> Positions:
         text = f"{len(counts):,}/{len(shards):,} shards, {format_bytes(size)}"
-        return {"": Position(f"{failed:,} failed, {text}" if failed else text, size)}
+        return {"": Position(f"{len(errors):,} failed, {text}" if errors else text, size)}
 
     # Not strict, so that a shard without room is streamed.
     config = invocation.cache().config.replace(strict=False)
@@ -69,10 +76,7 @@ def index_command(
         for number, found in count_samples(cache, missing):
             url = str(missing[number])
             if isinstance(found, Exception):
-                failed += 1
-                if failed <= _SHOWN or console.verbosity:
-                    text = reason(found)
-                    console.message("  failed  ", text if url in text else f"{url}: {text}", "red")
+                errors[url] = found
                 continue
             counts[url], size = found[0], size + found[1]
             if not check:
@@ -81,13 +85,19 @@ def index_command(
                 wrong += 1
                 console.data(f"{url} has {found[0]} samples; {file} states {stated[url]}")
     seconds, total = round(time.monotonic() - began, 3), sum(counts.values())
-    summary = {"shards": len(shards), "samples": total, "failed": failed, "wrong": wrong}
+    summary = {"shards": len(shards), "samples": total, "failed": len(errors), "wrong": wrong}
     rows = [{"url": url, "nsamples": counts.get(url)} for url in map(str, shards)]
     console.object("index", shards=rows, summary={**summary, "seconds": seconds})
     done = f"{counted(total, 'sample')} in {counted(len(counts), 'shard')}"
     console.info(f"{done}, counted in {format_duration(seconds)}")
-    if failed:
-        console.error(f"{counted(failed, 'shard')} could not be counted. Run the command again.")
+    if errors:
+        reasons = {url: reason(errors[url]) for url in map(str, shards) if url in errors}
+        for line in grouped(reasons, everything=console.verbosity > 0):
+            console.message("  failed  ", line, "red")
+        absent = any(isinstance(exn, ShardNotFoundError) for exn in errors.values())
+        advice = "Upload the missing shards, or name others, and run" if absent else "Run"
+        text = f"{counted(len(errors), 'shard')} could not be counted."
+        console.error(f"{text} {advice} the command again.")
         return ExitCode.DAMAGED if wrong else ExitCode.SOME_FAILED
     if not check:
         write_index_file(Path(file), {str(shard): counts[str(shard)] for shard in shards})

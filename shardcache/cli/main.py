@@ -272,8 +272,11 @@ def _with_global_options(command: Any) -> Any:
     return command
 
 
-def command(name: str) -> Callable[[Callable[..., int | None]], Any]:
-    """Turn a function into a command with the global options. Its docstring is the help text."""
+def command(name: str, **settings: Any) -> Callable[[Callable[..., int | None]], Any]:
+    """Turn a function into a command with the global options. Its docstring is the help text.
+
+    ``settings`` are context settings of click.
+    """
 
     def decorate(function: Callable[..., int | None]) -> Any:
         @functools.wraps(function)
@@ -281,7 +284,9 @@ def command(name: str) -> Callable[[Callable[..., int | None]], Any]:
             with invocation.logging():
                 return function(invocation, *args, **kwargs)
 
-        return _with_global_options(click.command(name)(click.pass_obj(run)))
+        return _with_global_options(
+            click.command(name, context_settings=settings)(click.pass_obj(run))
+        )
 
     return decorate
 

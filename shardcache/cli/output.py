@@ -13,7 +13,8 @@ import os
 import shutil
 import sys
 import traceback
-from collections.abc import Container, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, TextIO
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 
 #: Width in columns of output that does not go to a terminal: wide enough that no line is folded.
 _UNLIMITED = 100_000
+#: Minimum width in columns of a shortened name.
+_NAME = 16
 #: Colours of progress bars. By default, rich uses red, which is for errors here.
 _COLORS = {"bar.complete": "green", "bar.finished": "green", "progress.data.speed": "none"}
 
@@ -115,14 +118,21 @@ class Console:
     ) -> None:
         """Print a table, unless there are no rows.
 
-        Rich draws only tables that do not fit on the terminal: it takes 2.5 s for 10,000 rows.
+        If the names of shards do not fit on the terminal, they are shortened. Rich draws only other
+        tables that do not fit: it takes 2.5 s for 10,000 rows.
         """
         if self.json or not (cells := [list(map(printable, row)) for row in rows]):
             return
         widths = [max(map(len, column)) for column in zip(titles, *cells, strict=True)]
         width = shutil.get_terminal_size().columns if sys.stdout.isatty() else _UNLIMITED
-        if sum(widths) + 2 * len(widths) - 2 > width or not "".join(map("".join, cells)).isascii():
-            self.render(text_table(titles, cells, right))
+        excess = sum(widths) + 2 * len(widths) - 2 - width
+        is_ascii = "".join(map("".join, cells)).isascii()
+        if excess > 0 and is_ascii and titles[0] == "SHARD":
+            if widths[0] - excess >= _NAME:  # otherwise, the terminal folds the lines
+                widths[0] -= excess
+                cells = [[shortened(name, widths[0]), *rest] for name, *rest in cells]
+        elif excess > 0 or not is_ascii:
+            self.render(text_table(titles, cells, right, shorten=titles[0] == "SHARD"))
             return
         signs = [">" if title in right else "<" for title in titles]
         pattern = "  ".join(f"{{:{s}{w}}}" for s, w in zip(signs, widths, strict=True))
@@ -166,12 +176,17 @@ class Shortened:
     def __rich_console__(self, terminal: Terminal, options: ConsoleOptions) -> RenderResult:
         from rich.text import Text
 
-        text, room = self.text, max(3, options.max_width)
-        if len(text) > room:
-            # Keep the file name and its slash, but give them at most two thirds of the width.
-            name = min(len(text) - text.rfind("/"), room * 2 // 3)
-            text = f"{text[: room - 1 - name]}…{text[-name:]}"
+        text = shortened(self.text, max(3, options.max_width))
         yield Text(text, no_wrap=True, overflow="ellipsis")
+
+
+def shortened(text: str, room: int) -> str:
+    """Return a URL, or the end of one, without its middle if it is longer than ``room``."""
+    if len(text) <= room:
+        return text
+    # Keep the file name and its slash, but give them at most two thirds of the room.
+    name = min(len(text) - text.rfind("/"), room * 2 // 3)
+    return f"{text[: room - 1 - name]}…{text[-name:]}"
 
 
 def text_table(
@@ -235,6 +250,22 @@ def reason(exn: Exception) -> str:
         advice = ". Make room on that disk (see df -h and df -i), or use another one."
         return f"{where}{exn.strerror or exn}{advice if exn.errno in FULL else ''}"
     return f"{type(exn).__name__}: {exn}"
+
+
+def grouped(reasons: Mapping[str, str], *, everything: bool, shown: int = 1) -> Iterator[str]:
+    """Yield lines that say why shards failed, from the reasons by URL.
+
+    Thousands of shards may fail for one reason, so only the first ``shown`` of them are named,
+    unless ``everything`` is set.
+    """
+    by_reason = defaultdict[str, list[str]](list)
+    for url, text in reasons.items():
+        line = text if url in text else f"{url}: {text}"
+        by_reason[text.replace(url.partition("://")[2], "")].append(line)
+    for lines in by_reason.values():
+        yield from lines if everything else lines[:shown]
+        if len(lines) > shown and not everything:
+            yield f"{len(lines) - shown:,} more for the same reason; -v lists them"
 
 
 def fields_of(record: Any) -> dict[str, Any]:

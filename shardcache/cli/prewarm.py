@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any, TextIO
 import click
 
 from shardcache.cli import main as cli
+from shardcache.cli.entries import other_copies
 from shardcache.cli.main import ExitCode, Invocation, command, flag, number_option
-from shardcache.cli.output import Console, counted, fields_of, reason
+from shardcache.cli.output import Console, counted, fields_of, grouped, reason
 from shardcache.cli.progress import Position, Positions, PrewarmProgress, display
 from shardcache.config import absolute
 from shardcache.download.pool import parse_rate
@@ -24,9 +25,12 @@ from shardcache.results import Event, Outcome, Planned, PrewarmReport, Stopped
 from shardcache.units import Limit, format_duration, format_rate
 
 if TYPE_CHECKING:
+    from shardcache.cache import Cache
     from shardcache.prewarm.ray import NodeReport
 
 RATE = cli.Parsed("RATE", parse_rate)
+#: Missing shards to name in a check, unless -v is given.
+_SHOWN = 3
 
 
 @command("prewarm")
@@ -88,7 +92,8 @@ def prewarm_command(
       shardcache prewarm 's3://lab/train-{0000..2047}.tar' -j 16
       shardcache prewarm s3://lab/val/ 's3://lab/test-*.tar' --check
       shardcache prewarm -f shards.txt --deadline 5m --best-effort
-      srun --ntasks-per-node=1 shardcache prewarm --shard-by-node 's3://lab/{0000..2047}.tar'
+      srun --ntasks=$SLURM_NNODES --ntasks-per-node=1 \\
+          shardcache prewarm --shard-by-node --ranks-per-node 8 's3://lab/{0000..2047}.tar'
       shardcache prewarm --ray 's3://lab/train-{0000..2047}.tar'
     """
     has_node = node_rank is not None or node_count is not None
@@ -131,14 +136,14 @@ def prewarm_command(
         console.object("prewarm", shards=report.results, summary=report)
         if not only_plans:
             console.info(str(report))
-        _print_failures(console, report, options["max_failures"])
+        for line in _failures(console, report, check=options["check"], cache=cache):
+            console.message("  failed  ", line, "red")
+        _print_hints(console, report, options["max_failures"])
     return _exit_code(report, options)
 
 
-def _print_failures(console: Console, report: PrewarmReport, max_failures: int | None) -> None:
-    """Print to stderr why shards are not cached, even with --quiet."""
-    for line in _failures(report, everything=console.verbosity > 0):
-        console.message("  failed  ", line, "red")
+def _print_hints(console: Console, report: PrewarmReport, max_failures: int | None) -> None:
+    """Print to stderr what the user can do about shards that are not cached."""
     if report.stopped is None:
         if 0 < report.failed < len(report.results) and max_failures is None:
             console.hint(f"  To accept these failures, pass --max-failures {report.failed}.")
@@ -218,7 +223,7 @@ def _prewarm_ray(
             console.info(f"{node.name}  {_node_text(node)}")
         if node.error is not None:
             failures["lost" if node.lost else "failed", reason(node.error)].append(node.name)
-        for line in _failures(node.report, everything=console.verbosity > 0):
+        for line in _failures(console, node.report, check=options["check"]):
             failures["failed", line].append(node.name)
         code = _exit_code(node.report, options)
         if node.error is not None:
@@ -265,15 +270,15 @@ def _positions(nodes: Sequence[NodeReport]) -> Positions:
     return {"": Position(text, sum(node.received for node in nodes), size)}
 
 
-def _failures(report: PrewarmReport, *, everything: bool) -> Iterator[str]:
-    """Yield why shards failed: one line per reason, or per shard if ``everything`` is set."""
-    by_reason = defaultdict[str, list[str]](list)
-    for result in report.results:
-        if result.outcome is Outcome.FAILED and result.error is not None:
-            text = reason(result.error)
-            line = text if result.url in text else f"{result.url}: {text}"
-            by_reason[text.replace(result.url.partition("://")[2], "")].append(line)
-    for lines in by_reason.values():
-        yield from lines if everything else lines[:1]
-        if len(lines) > 1 and not everything:
-            yield f"{len(lines) - 1:,} more for the same reason; -v lists them"
+def _failures(
+    console: Console, report: PrewarmReport, *, check: bool, cache: Cache | None = None
+) -> Iterator[str]:
+    """Yield why shards failed. In a check, missing shards have failed, too."""
+    reasons = {url: reason(error) for url, error in report.failures.items()}
+    if check:
+        missing = [each.url for each in report.results if each.outcome is Outcome.MISSING]
+        reasons |= dict.fromkeys(missing, "not cached")
+        copies = other_copies(cache, set(missing)) if cache and missing else {}
+        for url, endpoint in copies.items():
+            reasons[url] = f"not cached; its copy came from another endpoint ({endpoint})"
+    return grouped(reasons, everything=console.verbosity > 0, shown=_SHOWN if check else 1)

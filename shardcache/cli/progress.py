@@ -93,7 +93,13 @@ def _show(console: Console, positions: Callable[[], Positions], ended: threading
 
         def render(self, task: progress.Task) -> Text:
             rate = task.finished_speed or task.speed
-            return Text("?" if rate is None else format_rate(rate))
+            return Text("" if rate is None else format_rate(rate))
+
+    class Remaining(progress.TimeRemainingColumn):
+        """The remaining time of a row, if it is known."""
+
+        def render(self, task: progress.Task) -> Text:
+            return Text("" if task.time_remaining is None else f"ETA {super().render(task)}")
 
     bar = min(_BAR, (terminal.width - _TEXT) // 2)
     bars = progress.Progress(
@@ -101,8 +107,7 @@ def _show(console: Console, positions: Callable[[], Positions], ended: threading
         Description(),
         progress.TaskProgressColumn("{task.percentage:.0f}%", table_column=Column(no_wrap=True)),
         Rate(Column(no_wrap=True)),
-        "ETA",
-        progress.TimeRemainingColumn(table_column=Column(no_wrap=True)),
+        Remaining(table_column=Column(no_wrap=True)),
         console=terminal,
         auto_refresh=False,
         speed_estimate_period=max(_WINDOW, 3 * every),
@@ -150,7 +155,8 @@ class PrewarmProgress:
             case Finished(shard, result):
                 # Remove the shard first, so that `positions` never counts its bytes twice.
                 self._active.pop(shard.key, None)
-                if shard.key not in self._plan.cached or result.outcome is not Outcome.CACHED:
+                was_cached = shard.key in self._plan.cached and result.outcome is Outcome.CACHED
+                if not (was_cached or result.outcome is Outcome.NOT_STARTED):
                     self._done += 1
                     self._failed += result.outcome is Outcome.FAILED
                     # Count failed shards, too: the estimated time is for the remaining shards.

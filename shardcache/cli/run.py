@@ -34,7 +34,7 @@ from shardcache.units import format_bytes
 _FORWARDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
-@command("run")
+@command("run", allow_interspersed_args=False)
 @click.option(
     "-o",
     "--option",
@@ -50,6 +50,8 @@ def run_command(
 ) -> int:
     """Run an unchanged training program that reads its shards through the cache.
 
+    Write the options of this command before PROGRAM: all words after PROGRAM are its arguments.
+
     All Python processes that the program starts, such as DataLoader workers and the ranks of
     torchrun, read through the cache, too. Only tar archives are cached; writes and other files
     are not affected. Invalid options end this command with exit code 2. Otherwise its exit
@@ -59,12 +61,14 @@ def run_command(
 
     \b
     Examples:
-      shardcache run -- torchrun --nproc-per-node 8 train.py
-      shardcache --dir /local/nvme/shards run -o max_size=800GB -- python train.py
+      shardcache run torchrun --nproc-per-node 8 train.py
+      shardcache --dir /local/nvme/shards run -o max_size=800GB python train.py
       eval "$(shardcache run --env)"
     """
     if bool(program) == show:
         raise click.UsageError("Give a program to run, or --env.")
+    if invocation.console.json:
+        raise click.UsageError("This command prints no JSON: omit --json.")
     variables = _variables(invocation, options)
     environment = {**os.environ, **variables}
     config = load(environ=environment).config

@@ -127,9 +127,12 @@ def _summary(report: CleanReport) -> str:
     if not report.removed:
         return f"nothing to remove; {rest}"
     reasons = Counter(each.reason for each in report.removed)
+    partials = reasons.pop(Reason.ORPHAN, 0)
+    what = [counted(reasons.total(), "shard")] if reasons else []
+    what += [counted(partials, "partial download")] if partials else []
     why = ", ".join(f"{n:,} {reason}" for reason, n in reasons.items() if reason != Reason.ALL)
-    shards, size = counted(len(report.removed), "shard"), format_bytes(report.freed)
-    return f"{removed} {shards}, {size}{why and f': {why}'}\n{rest}"
+    size = format_bytes(report.freed)
+    return f"{removed} {' and '.join(what)}, {size}{why and f': {why}'}\n{rest}"
 
 
 def _share(text: str) -> float:

@@ -218,6 +218,7 @@ def test_reading_a_shard_is_timed_and_failures_are_explained(ask, s3, bucket, s3
     s3.put(bucket, "a.tar", bytes(3 * MIB))
     row = of(ask("--url", f"s3://{bucket}/a.tar")[1], "read", "ok")
     assert re.match(r"3\.1 MB in .*/s\), first byte after .*, ETag \S", row["found"])
-    for url, why in (f"s3://{bucket}/b.tar", "404"), ("s3://", "s3://"):
+    lab = "If it is an object, write s3://lab/b.tar"
+    for url, why in (f"s3://{bucket}/b.tar", "404"), ("s3://lab", "s3://"), ("lab/b.tar", lab):
         code, rows = ask("--url", url)
         assert code == 4 and why in of(rows, "read")["fix"]

@@ -40,7 +40,9 @@ def test_ls_is_a_table_with_a_summary(run, warm, monkeypatch, tmp_path):
 
 def test_ls_selects_sorts_and_limits(run, warm, bucket, tmp_path):
     _, out, _ = run("ls", "-l", "train-000{1,2}.tar")
-    assert str(tmp_path / "cache") in out and out.splitlines()[-1].startswith("2 of 4 shards, ")
+    rows = json.loads(run("ls", "--json", "train-000{1,2}.tar")[1])["shards"]
+    matching = f"matching: 2 shards, {format_bytes(sum(row['size'] for row in rows))}; in all: 4 "
+    assert str(tmp_path / "cache") in out and out.splitlines()[-1].startswith(matching)
     _, out, _ = run("ls", f"s3://{bucket}/*", "--sort", "url:desc", "--limit", "1")
     assert warm[3] in out and warm[0] not in out
     code, out, err = run("ls", "none*", "train*")
@@ -136,7 +138,7 @@ def test_clean_names_each_reason(run, warm, tmp_path, monkeypatch):
     _, out, _ = run("clean", "-n")
     assert "1 max_age" in out and "orphan" not in out  # the partial may still be resumed
     assert "2 max_age" in run("clean", "-n", "--max-age", "7d")[1]
-    assert "1 orphan" in run("clean", "--orphans")[1]
+    assert "removed 1 partial download, " in run("clean", "--orphans")[1]
     assert not orphan.exists()
     assert run("clean", "-q", "--max-age", "7d") == (0, "", "")
 
@@ -169,6 +171,7 @@ def test_rm_keeps_shards_in_use_and_exits_6(run, warm, bucket, tmp_path):
     assert re.fullmatch(r"kept 2 shards, [\d.]+ KB \(2 pinned\)", kept)
     error = f"error: {warm[2]} was not pinned in {tmp_path / 'cache'}\n"
     assert run("unpin", *warm[:3]) == (1, "unpinned 2 shards\n", error)
+    assert "nothing that matches is pinned in" in run("unpin", "train-0001.tar")[2]
     assert run("rm", "-y", warm[0])[0] == 0
 
 
@@ -212,6 +215,8 @@ def test_shards_of_another_endpoint_are_named_by_patterns(run, warm, proxy, monk
         code, out, err = run(*command.split(), warm[1])
         assert code == 1 and f"came from another endpoint ({theirs})" in err
         assert f"'{warm[1]}*'" in err
+    text = f"{warm[1]}: not cached; its copy came from another endpoint ({theirs})"
+    assert text in run("prewarm", "--check", warm[1])[2]
     code, out, err = run("path", f"{warm[1]}*")
     assert (code, err) == (0, f"{warm[1]} came from another endpoint ({theirs}).\n")
     assert out.strip() in run("ls", "-l")[1]

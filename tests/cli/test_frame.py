@@ -38,7 +38,7 @@ def test_every_command_has_help_with_examples_that_parse(run, command, tmp_path,
     (tmp_path / "shards.txt").touch()
     code, out, _ = run(command, "-h")
     assert code == 0 and "Usage: shardcache" in out and "--dir DIR" in out
-    lines = out.split("Examples:\n")[1].partition("\n\n")[0].splitlines()
+    lines = out.split("Examples:\n")[1].partition("\n\n")[0].replace("\\\n", "").splitlines()
     assert any(command in line.split() for line in lines)
     for line in lines:
         line = line.replace("$(", " ").replace(')"', " ").replace('"', " ")
@@ -69,6 +69,11 @@ def test_every_command_has_help_with_examples_that_parse(run, command, tmp_path,
         ("--dir folder/file ls", "is not a directory. Point dir"),
         ("--dir folder prewarm s3://b/a -n", "such as PWD/folder/shards"),
         ("clean --all --max-size 1B", "--all"),
+        ("run --json true", "omit --json"),
+        ("doctor --url s3://b/{0,1}.tar", "takes the URL of one shard"),
+        ("doctor --url s3://b/*.tar", "takes the URL of one shard"),
+        ("index s3://b/a.tar -o -", "-o needs the name of a file"),
+        ("run --env --json", "omit --json"),
         ("verify -n", "--repair"),
         ("verify --sample 5GB", "such as 5%"),
         ("stats --zero --by rank", "--zero"),

@@ -47,7 +47,7 @@ def test_a_failed_run_is_resumed_even_without_the_cache(run, spec, file, s3, buc
     code, _, err = run("index", spec, "-o", file)
     assert code == 3
     assert f"  failed  s3://{bucket}/train-0001.tar: not found" in err
-    assert "1 shard could not be counted. Run the command again." in err
+    assert "1 shard could not be counted. Upload the missing shards, or " in err
     assert not file.exists()
     assert run("rm", "-y", "*.tar")[0] == 0
     s3.put(bucket, "train-0001.tar", data["train-0001.tar"])
@@ -91,6 +91,21 @@ def test_an_interrupt_does_not_wait_for_a_silent_server(serve, file, tmp_path):
         code, _, err = command.end()
     ended.set()
     assert (code, "Traceback" in err) == (130, False)
+
+
+def test_missing_shards_are_named_in_order_once_per_reason(run, bucket, data, spec, file):
+    absent = f"s3://{bucket}/absent-{{0..4}}.tar"
+    _, _, err = run("index", absent, spec, "-o", file)
+    first, more, _ = err.splitlines()
+    assert f"  failed  s3://{bucket}/absent-0.tar: not found" in first
+    assert more == "  failed  4 more for the same reason; -v lists them"
+    assert run("index", absent, spec, "-o", file, "-v")[2].count("  failed  ") == 5
+
+
+def test_a_missing_directory_is_named_before_shards_are_read(run, tmp_path):
+    code, _, err = run("index", "s3://nowhere/a.tar", "-o", tmp_path / "none" / "x.json")
+    why = f"there is no directory {tmp_path}/none. Make it, or write FILE to another one."
+    assert (code, err) == (1, f"error: {why}\n")
 
 
 @pytest.mark.parametrize(

@@ -80,6 +80,16 @@ def test_check_sends_no_request_and_exits_4_if_shards_are_missing(run, spec, pro
     assert code == 0 and out.endswith("4 cached, nothing to fetch\n")
 
 
+def test_check_names_missing_shards(run, warm, bucket, spec):
+    run("rm", "-y", warm[3])
+    code, _, err = run("prewarm", "--check", spec)
+    assert (code, err) == (4, f"  failed  {warm[3]}: not cached\n")
+    code, _, err = run("prewarm", "--check", f"s3://{bucket}/none-{{0..9}}.tar")
+    *lines, more = err.splitlines()
+    assert lines == [f"  failed  s3://{bucket}/none-{n}.tar: not cached" for n in range(3)]
+    assert more == "  failed  7 more for the same reason; -v lists them"
+
+
 def test_bad_credentials_are_reported_once(run, spec, monkeypatch):
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
     code, _, err = run("prewarm", spec)
@@ -150,6 +160,7 @@ def test_progress_follows_events_and_running_fetches():
     for shard in SHARDS[1:11]:
         progress(Finished(shard, ShardResult("u", Outcome.FETCHED, 1000, received=1000)))
     progress(Finished(SHARDS[11], ShardResult("u", Outcome.FAILED, 1000)))
+    progress(Finished(SHARDS[12], ShardResult("u", Outcome.NOT_STARTED, 1000)))
     (whole,) = progress.positions().values()
     assert whole.text == "11/13 shards, 1 failed, 11.0 KB of 13.0 KB"
 

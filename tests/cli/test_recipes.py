@@ -102,10 +102,11 @@ def test_slurm_scripts_log_failures_and_succeed(spy, tmp_path, code):
     tmp_path.chmod(0o755)
     log, directory = tmp_path / "log", tmp_path / "ca $che"
     script(tmp_path / "logger", f'echo "$@" >> {shlex.quote(str(log))}')
-    script(tmp_path / "srun", '[ "$1" = --ntasks-per-node=1 ] && shift && "$@"')
+    script(tmp_path / "srun", '[ "$1 $2" = "--ntasks=2 --ntasks-per-node=1" ] && shift 2 && "$@"')
     files = render("slurm", [spy], str(directory), VARIABLES, [SPEC])
     environment = {"PATH": f"{tmp_path}:/usr/sbin:/usr/bin:/sbin:/bin", "CODE": str(code)}
     environment |= {"SLURM_JOB_USER": "root", "SLURM_JOB_ID": "4711"}
+    environment |= {"SLURM_NNODES": "2", "SLURM_NTASKS_PER_NODE": "8"}
     subprocess.run(["bash", "-c", files["epilog.sh"]], env=environment, check=True)
     assert not (tmp_path / "notes").exists()  # there is no cache yet
     directory.mkdir()
@@ -121,7 +122,7 @@ def test_slurm_scripts_log_failures_and_succeed(spy, tmp_path, code):
     assert called(tmp_path) == [
         [*start, *CLEAN],
         [*start, *prewarm, "--best-effort", "--deadline", "5m", "--", SPEC],
-        [*start, *prewarm, "--shard-by-node", "--", SPEC],  # each node its own shards
+        [*start, *prewarm, "--shard-by-node", "--ranks-per-node", "8", "--", SPEC],
     ]
 
 

@@ -72,6 +72,14 @@ def test_errors_are_reported_before_the_program_starts(arguments, text, tmp_path
     assert code == 2 and text in err and not (tmp_path / "started").exists()
 
 
+@pytest.mark.parametrize("separator", [[], ["--"]])
+def test_words_after_the_program_are_its_arguments(separator, program, tmp_path):
+    words = ["-v", "--config", "train.yaml", "--dir", "X", "--", "--json"]
+    command = *separator, *program("import sys; print(sys.argv[1:])"), *words
+    code, out, err = run_process("run", *command, directory=tmp_path / "cache")
+    assert (code, out) == (0, f"{words}\n"), err
+
+
 def test_a_directory_that_cannot_be_made_is_logged_once(program, spec):
     code, out, err = run_process("run", *program(TRAINING), spec, "fork", directory="/proc/cache")
     assert (code, out) == (7, "80 80\n" * 2)

@@ -127,7 +127,7 @@ def _directory(value: object) -> Path:
 def _part_size(value: Any) -> int:
     size, mib = units.parse_bytes(value), 1 << 20
     if size % mib or not mib <= size <= 1024 * mib:
-        raise ValueError("is not such a size")
+        raise ValueError("is not a valid part size")
     return size
 
 
@@ -176,7 +176,7 @@ def _store(value: object) -> str:
     user, at, _ = rest.rpartition("@")
     login = ":" in user or (at and not scheme.startswith(("abfs", "az", "oci")))
     if login or "?" in rest or not re.fullmatch(_SCHEME, scheme.lower()):
-        raise ValueError("is not a path or such a URL")
+        raise ValueError("is neither a path nor a URL without credentials")
     return text
 
 
@@ -350,7 +350,7 @@ class Config:
         "Read a shard during its download (follow) or after it (complete).", "follow", "complete"
     )
     prefetch: int = _opt(_count(64, 0), 3, "Number of shards to download ahead of the reader.")
-    connections: int = _opt(_count(256), 32, "Maximum connections per process, of 64 per node.")
+    connections: int = _opt(_count(256), 32, "Maximum connections per process; a node shares 64.")
     part_size: int | None = _opt(PART_SIZE, None, "Bytes per request; 16 MiB if unset.")
     attempts: int = _opt(_count(100), 5, "Attempts before a transient error becomes permanent.")
     patience: float = _opt(TIME, 300.0, "Longest wait for a throttling store or for credentials.")
@@ -358,7 +358,7 @@ class Config:
     timeout: float = _opt(POSITIVE_TIME, 30.0, "Fail an attempt after this long without data.")
     lock_timeout: float = _opt(TIME, 1800.0, "Longest wait for another process's download.")
     stale_after: float = _opt(
-        POSITIVE_TIME, 120.0, "Stop waiting for a download that did not grow for this long."
+        POSITIVE_TIME, 120.0, "Stop waiting for a download that has not grown for this long."
     )
     strict: bool = _opt(BOOL, False, "Raise faults of the cache instead of streaming.")
     validate: Callable[[Path], None] | None = _opt(

@@ -71,8 +71,8 @@ MANIFEST = "manifest.json"
 #: Maximum number of bytes to read from a manifest, which has about 150.
 _MAX_MANIFEST = 4096
 
-#: Without flock: seconds after its last use when an entry may be evicted, and after its last write
-#: when a download counts as dead. A live download writes its journal with every block and drops a
+#: Without flock: seconds without use after which an entry may be evicted, and without a write after
+#: which a download counts as dead. A live download writes its journal with every block and drops a
 #: silent connection after ``timeout``, by default 30 s. An hour also covers nodes whose clocks
 #: differ. If the guess is wrong, the download starts over, or the reader continues from the origin.
 IDLE_GRACE = 3600.0
@@ -94,7 +94,7 @@ class Layout:
     #: With leases (see `shardcache.locks.mounts`): a directory on this node for the sessions,
     #: counters and locks, except the leases of keys. None with flock, or if it cannot be created.
     local: Path | None = None
-    #: With leases: seconds after its last use when an entry or a partial counts as unused. None
+    #: With leases: seconds without use after which an entry or a partial counts as unused. None
     #: with flock.
     grace: float | None = None
     modes: Modes = PRIVATE

@@ -234,7 +234,7 @@ class Process:
     def _make(self, tier: Tier) -> None:
         path, is_first = tier.config.dir, self.made_site is None
         if tier.made and not is_first:
-            text = "%s is gone, or another directory than before (unmounted?); it is created again"
+            text = "%s is gone or was replaced (unmounted?); creating it again"
             self.warn(f"root of {path}", text, path)
         try:
             tier.make()
@@ -374,7 +374,7 @@ class Process:
     def _gate(self, breaker: Breaker, insist: bool) -> None:
         """Raise PausedError while the disk is paused, unless ``insist`` or ``strict`` is set."""
         if breaker.left and not (insist or self.config.strict):
-            raise PausedError(errno.EIO, f"the disk failed; tried again in {breaker.left:.0f} s")
+            raise PausedError(errno.EIO, f"the disk failed; next attempt in {breaker.left:.0f} s")
 
     # -- notes and warnings -------------------------------------------------------
 
@@ -470,7 +470,7 @@ class Process:
         if is_disk_fault(exn) and breaker.failed(at_once=exn.errno == errno.EROFS):
             self.warn(
                 fault_kind(exn),
-                "%s: %s. It is not %s for %s, then tried again; shards are streamed meanwhile.",
+                "%s: %s. It will not be %s for %s; until then, shards are streamed.",
                 self.config.dir,
                 exn.strerror or exn,
                 "written" if breaker is self.writing else "read",

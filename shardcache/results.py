@@ -111,7 +111,7 @@ class PrewarmPlan:
             return f"{text}  {len(self.left_out):,} do not fit and are left out"
         if self.missing:
             text += f", {format_bytes(self.needed)} needed on disk"
-            return f"{text}  does not fit: {format_bytes(self.missing)} too many"
+            return f"{text}  does not fit: {format_bytes(self.missing)} over the limit"
         if self.evict:
             text += f", {format_bytes(self.evict)} of older shards will be evicted"
         # A shard of unknown size may not exist, so the plan is not called ok.

@@ -84,7 +84,7 @@ def ls_command(
       shardcache ls --json | jq -r '.shards[] | select(.state == "pinned") | .url'
     """
     console = invocation.console
-    with invocation.cache(invocation.loaded_with_job_limits()) as cache:
+    with invocation.cache() as cache:
         if not is_cache(cache.dir):
             console.hint(f"Nothing was cached in {cache.dir} yet.")
         listed = _list_partials(cache) if partial else _list_shards(cache, whole=console.json)

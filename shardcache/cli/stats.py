@@ -257,7 +257,7 @@ def report_command(invocation: Invocation, since: float | None, output: Path) ->
       shardcache report
       shardcache report --since 24h -o /var/www/html/shardcache.html
     """
-    with invocation.cache(invocation.loaded_with_job_limits()) as cache:
+    with invocation.cache() as cache:
         samples, gauges = cache.samples(since), map(_meter, tiers(cache, cache.config))
         total = summed(samples)
         span = "Nothing was counted"

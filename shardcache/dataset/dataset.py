@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 #: Shards that a process keeps open, but never more than a quarter of the files that it may open.
 _OPEN = 1024
-#: Seconds after its last sample when a shard is closed, so that it may be evicted. A worker that
+#: Seconds without a read after which a shard is closed, so that it may be evicted. A worker that
 #: needs a shard less often can afford to open it again, which takes 50 us.
 _IDLE = 0.5
 #: Filters of WebDataset that need a stream of samples, and what to use in their place.

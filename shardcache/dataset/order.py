@@ -174,7 +174,7 @@ class Epoch:
         return np.concatenate(found)
 
     def shards(self, ahead: int) -> list[int]:
-        """Return the shards of the windows, and those that enter in the ``ahead`` next turns."""
+        """Return the shards of the windows, and those that enter in the next ``ahead`` turns."""
         return [shard for lane in self.lanes.values() for shard in lane.shards(ahead)]
 
 
@@ -209,7 +209,7 @@ class Lane:
         return np.concatenate(found)
 
     def shards(self, ahead: int) -> list[int]:
-        """Return the shards of the window and of the ``ahead`` next turns."""
+        """Return the shards of the window and of the next ``ahead`` turns."""
         found: list[int] = self._shards[self.turn : self.turn + self._window + ahead].tolist()
         return found
 

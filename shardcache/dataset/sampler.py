@@ -33,8 +33,8 @@ __all__ = ["SampleIndex", "ShardBatchSampler"]
 
 logger = logging.getLogger(__name__)
 
-#: Segments of a window, of all lanes together, and at least of each. In a batch of 256 out of
-#: shards that are sorted by class, there are 53 of 100 classes with 64 segments, and 10 with 10.
+#: Default number of segments in the windows of all lanes together, and the minimum per lane. If the
+#: shards are sorted by class, a batch of 256 has 51 of 100 classes with 64 segments, 10 with 10.
 _MIXED, _MIXED_PER_LANE = 64, 10
 #: Numbers the samplers of this process, so that the same sampler has the same number on all ranks.
 _numbers = itertools.count()
@@ -63,15 +63,15 @@ class Batch(list[int]):
 class ShardBatchSampler:
     """Yields the indices of this rank's part of each global batch, for ``batch_sampler``.
 
-    All ranks have equally many batches. After a complete iteration, the next one begins the next
-    epoch. After one that ended early, the next one begins at `epoch` and `batch` again.
+    All ranks have the same number of batches. After a complete iteration, the next one begins the
+    next epoch. After one that ended early, the next one begins at `epoch` and `batch` again.
 
     Args:
         data: the data set.
         global_batch: samples per batch, of all ranks together.
         shuffle: number of shards that each lane mixes; 0 keeps the order of the data set. The
             default is 64 divided among the lanes, but at least 10.
-        lanes: number of parts of the data set. Each batch has equally many samples of every part,
+        lanes: number of parts of the data set. Each batch has the same number of samples from each,
             so ranks that share a part should share a node. The default is the number of nodes; 1
             if the launcher does not state it, and with ``shuffle=0``.
         seed: the seed of the order, the same on all ranks.

@@ -3,8 +3,9 @@
 Each process keeps a file in ``sessions`` locked by flock: ``<random>.session``. While it waits for
 the download of a key, it locks another file, ``<key>.<random>.wait``. The modification time of a
 session's file is the time when the job began to use the cache. A child (a DataLoader worker, forked
-or spawned) creates a session with its parent's start, because the workers of an epoch are no
-younger than their job. The next process that lists the sessions removes dead processes' files.
+or spawned) creates a session with its parent's start, so that the workers of a later
+epoch do not look like a new job. The next process that lists the sessions removes the files of dead
+processes.
 """
 
 from __future__ import annotations

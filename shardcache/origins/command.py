@@ -85,7 +85,7 @@ class PipeBody:
             with contextlib.suppress(subprocess.TimeoutExpired):  # it quotes the command
                 status = self._process.wait(self._timeout)
             if status != 0:
-                raise TransientError(f"the command ended with status {status}")
+                raise TransientError(f"the command failed or did not end (status {status})")
         return count
 
     def abort(self) -> None:

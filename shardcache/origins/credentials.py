@@ -1,7 +1,7 @@
 """Read AWS credentials that are written down, and tell unavailable credentials from missing ones.
 
-Importing botocore takes 0.14 s. So `written_settings` reads the keys and the region of the most
-common configurations without it.
+Importing `botocore.session` takes 0.14 s. So `written_settings` reads the keys and the region of
+the most common configurations without it.
 
 The services that provide credentials (the metadata services of EC2 instances and of containers, and
 STS) throttle their clients. Botocore's chain of credential providers then ends as if there were no

@@ -86,7 +86,7 @@ class Pace:
             with self._guard:
                 self._busy -= 1
             if message:
-                extra = {"event": "throttled", "place": self._server}
+                extra = {"event": "throttled", "server": self._server}
                 logger.log(level, "%s %s", self._server, message, extra=extra)
 
     def _wait(self) -> float:
@@ -114,7 +114,7 @@ class Pace:
         if for_now and now - self._announced < _ANNOUNCE_EVERY:
             return ""
         self._announced = now
-        passed = f" (for {format_duration(for_now)} by now)" if for_now >= _ANNOUNCE_EVERY else ""
+        passed = f" ({format_duration(for_now)} so far)" if for_now >= _ANNOUNCE_EVERY else ""
         patience = format_duration(self._patience)
         return f"is not ready: {exn}; requests wait for up to {patience}{passed}"
 
@@ -129,4 +129,4 @@ class Pace:
         passed = clock.monotonic() - self._since
         # A pause that is left would keep the next refusal from setting a limit.
         self._since, self._next, self._limit, self._goal = None, 0.0, math.inf, math.inf
-        return f"answers again, after {format_duration(passed)}"
+        return f"responds again after {format_duration(passed)}"

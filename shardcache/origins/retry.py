@@ -186,10 +186,10 @@ class Attempts:
         failures = attempts if self._is_repeated(exn) else attempts - 1
         ended = f"{failures} attempt{'s' if failures != 1 else ''} failed"
         if not late and not self._is_repeated(exn):
-            ended = f"for {format_duration(self.policy.patience)}, the patience"
+            ended = f"for {format_duration(self.policy.patience)}, the limit set by patience"
             advice = "Try again later, or raise patience"
         elif failures < self.most:
-            late, ended = True, f"the deadline of {self.policy.deadline:g} s is over"
+            late, ended = True, f"the deadline of {self.policy.deadline:g} s has passed"
         kind = TransferTimeoutError if late or exn.timed_out else TransferError
         return kind(
             f"{self.url} could not be downloaded: {redact(str(exn))} ({ended}). {advice}.",

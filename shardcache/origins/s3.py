@@ -3,7 +3,7 @@
 Botocore, a dependency of s3fs, finds the credentials, the region and the address of a bucket. This
 module signs the requests (Signature Version 4) and sends them with `connection`. Making a client of
 botocore takes 60 ms, so `_usual_address` composes the usual addresses without one. Where the keys
-are written down, `written_settings` finds them, and botocore is not imported at all.
+are written down, `written_settings` reads them, without the slow import of `botocore.session`.
 
 `_stores` holds the credentials, addresses and other knowledge of a process about each store. A
 forked child inherits it, so the workers of a DataLoader do not search for credentials as long as
@@ -439,7 +439,7 @@ class S3Origin:
 
 
 def _session(options: Mapping[str, Any], *, botocore_only: bool = False) -> Any:
-    """Return a session of botocore, or the same settings without the import of botocore.
+    """Return a session of botocore, or the same settings without its slow import.
 
     Credentials in the options take precedence over those of the environment and the files.
     """

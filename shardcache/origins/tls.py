@@ -83,8 +83,8 @@ class TLSStream:
     def recv_into(self, view: memoryview, _count: int = 0, flags: int = 0) -> int:
         """Fill ``view`` with decrypted bytes as `socket.recv_into` does; return their number.
 
-        Returns fewer bytes, but at least one, if the server closed the connection, if it sent too
-        few in the time of SO_RCVTIMEO, or without MSG_WAITALL. Returns 0 if it was closed before.
+        May return fewer bytes, but at least one, without MSG_WAITALL, after SO_RCVTIMEO, or if the
+        server closes the connection. Returns 0 if the connection was already closed.
 
         Raises:
             BlockingIOError: no complete record has come yet.

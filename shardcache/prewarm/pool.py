@@ -200,7 +200,7 @@ class Pool:
         for name in _ENGINE:
             importlib.import_module(name)
         with suppress(ConfigError):  # the downloads raise it
-            self.cache.processes.here().origins.prepare(self._queue.first)
+            self.cache.processes.here().origins.prepare(self._missing()[0])
         if self.rate is not None:
             self.rate //= count
             self._throttle = Throttle(self.rate)
@@ -375,11 +375,6 @@ class _Queue:
 
     def __del__(self) -> None:
         os.close(self._fd)
-
-    @property
-    def first(self) -> ShardURL:
-        """The shard that was first taken, or that will be."""
-        return self._shards[0]
 
     def take(self) -> ShardURL | None:
         """Return the next shard, or None if none is left."""

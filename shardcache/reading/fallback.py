@@ -83,7 +83,7 @@ def next_reader(
     if isinstance(failed, DownloadReader):
         return read_past(here, shard, fault, failed, position, same_version)
     if isinstance(failed, OriginReader) and failed.nearer is not None:
-        logger.info("%s: the rest does not come from an upstream: %s", shard, fault)
+        logger.info("%s: the upstream failed, so the origin serves the rest: %s", shard, fault)
         expected = Expected.of(failed.info) if same_version else None
         return OriginReader(here, shard, position, expected=expected)
     raise fault  # nothing can replace the origin

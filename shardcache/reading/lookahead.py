@@ -103,8 +103,8 @@ class Lookahead:
 class Prefetcher:
     """Downloads shards in the background, ``prefetch`` at a time, for readers in other processes.
 
-    A shard that another process downloads is left to that process, and errors to the readers. When
-    the prefetcher is garbage, no further download begins.
+    A shard that another process downloads is left to that process, and errors are left to the
+    readers. Once the prefetcher has been garbage-collected, no further download starts.
 
     Attributes:
         size: the size of one of the shards in bytes, or None until one is known.

@@ -160,7 +160,7 @@ class ShardStream(io.RawIOBase):
         return self._reader.file.fileno()
 
     def close(self) -> None:
-        """Release the entry and its pin, leave the download, or close the connection."""
+        """Release the entry for eviction, leave the download, or close the connection."""
         if not self.closed:
             if isinstance(self._reader, DownloadReader) and self._error is None:
                 self._count_open(self._reader)

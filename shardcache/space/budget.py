@@ -2,7 +2,7 @@
 
 The node keeps one file, ``usage``: the bytes on disk of all entries, and of all shards in flight at
 their final sizes. It has a number for each part of the cache. A part is the shards whose keys begin
-with the same two digits. Keys are hashes, so any few parts are a random sample of the cache.
+with the same two digits. Keys are hashes, so any set of parts is a random sample of the cache.
 
 The file is only written under the budget lock. To evict, an admission lists the next parts in turn,
 corrects their numbers, and evicts the least recently used of a thousand entries or more. It lists

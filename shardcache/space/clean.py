@@ -150,7 +150,7 @@ class Housekeeper:
         except LockTimeoutError as exn:
             logger.debug("%s", exn)
         except OSError as exn:
-            logger.info("cleaning beside the job failed: %s", exn)
+            logger.info("background cleaning failed: %s", exn)
 
     def _clean(self, space: Space) -> None:
         with contextlib.suppress(FileNotFoundError):  # the cache was never cleaned

@@ -87,7 +87,7 @@ class CleanReport:
     def __repr__(self) -> str:
         removed, kept = ("would remove", "would keep") if self.dry_run else ("removed", "kept")
         return (
-            f"<CleanReport: {removed} {len(self.removed):,} things, {format_bytes(self.freed)}; "
+            f"<CleanReport: {removed} {len(self.removed):,} items, {format_bytes(self.freed)}; "
             f"{kept} {self.kept:,} shards, {format_bytes(self.kept_bytes)}>"
         )
 

@@ -126,7 +126,7 @@ class Verifier:
 
     def __post_init__(self) -> None:
         if not 0 < self.sample <= 1:
-            raise ConfigError(f"sample={self.sample!r} is no share: give one above 0 and up to 1")
+            raise ConfigError(f"sample={self.sample!r} is not above 0 and at most 1.")
         self._ended = False
         self._guard = threading.Lock()  # guards `status.passed`
         self._digests: dict[tuple[str, int, int], str] = {}  # by key, device and inode

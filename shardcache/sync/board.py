@@ -216,7 +216,7 @@ def board_for(per: Scope, directory: str | os.PathLike[str] | None, job: str | N
     is_local = per == "node" or world_size() in (1, ranks.detect().local_size)
     if not is_local or (place := node_directory("sync")) is None:
         raise ConfigError(
-            f"The {world_size()} ranks of this job have no place to meet. Pass dir=, or set "
+            f"The {world_size()} ranks of this job share no directory or store. Pass dir=, or set "
             f"{DIRECTORY_VARIABLE}, to a directory that all of them share, or call "
             "torch.distributed.init_process_group() first."
         )

@@ -250,7 +250,7 @@ def barrier(
         other = (board.get(notes[number]) or b"").decode()
         if other != note:  # an equal note is from a call of this process that timed out
             raise ConfigError(
-                f"Rank {number} has already come to barrier({name!r}), as {other} (notes in "
+                f"Rank {number} has already reached barrier({name!r}), as {other} (notes in "
                 f"{board}). If that process belongs to this run, two processes have one rank. If "
                 "it belongs to an earlier run, pass another job=, or remove that directory."
             )

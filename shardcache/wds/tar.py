@@ -411,7 +411,7 @@ def _behind(fields: _Fields) -> int:
 def _extended(fields: _Fields, rest: bytes) -> _Fields | None:
     """Return the fields of a member with an extended header, or None if not plain.
 
-    ``rest`` is what follows the extended header, `_behind` bytes.
+    ``rest`` holds the `_behind` bytes that follow the extended header.
     """
     _, size, kind = fields
     padded = size + (-size & 511)

@@ -149,7 +149,7 @@ def test_a_read_waits_until_the_throttling_ends(store, open_cache, clock, caplog
 
 def test_the_wait_for_a_store_ends_after_patience(store, open_cache, clock):
     store.refuse = lambda head: refusal("503 Slow Down", "SlowDown")
-    with pytest.raises(TransferError, match="SlowDown.*for 1m, the patience"):
+    with pytest.raises(TransferError, match="SlowDown.*for 1m, the limit set by patience"):
         open_cache(patience=60).open("s3://lab/a.tar")
     assert 60 <= clock.elapsed < 70
     requests = store.requests

@@ -50,7 +50,7 @@ def test_missing_and_duplicate_ranks_are_named(tmp_path, meet):
             child.hear()
         with pytest.raises(sync.BarrierTimeoutError) as caught:
             meet(1, 40, "ckpt", timeout=0)
-        message = f"already come to barrier.*, as rank 0 .process {children[0].pid} .* another job"
+        message = f"already reached barrier.*, as rank 0 .process {children[0].pid} .* another job"
         for _ in range(2):
             with pytest.raises(ConfigError, match=message):
                 meet(0, 40, "ckpt", timeout=0)

@@ -258,6 +258,7 @@ PATH = Kind("local directory", _directory)
 BOOL = Kind("bool", units.parse_bool, lambda value: str(value).lower())
 TIME = Kind("duration", units.parse_duration, units.exact_duration)
 POSITIVE_TIME = TIME.above_zero()
+AGE = Kind("duration", units.parse_age, units.exact_duration).above_zero()
 LIMIT = Kind("size or %", units.parse_limit)
 POSITIVE_LIMIT = LIMIT.above_zero()
 SIZE = Kind("size", units.parse_bytes, units.exact_bytes).above_zero()
@@ -331,9 +332,7 @@ class Config:
     ephemeral_limit: int | None = _opt(
         SIZE, None, "Kubernetes' ephemeral-storage limit; the cache uses up to 90% of it."
     )
-    max_age: float | None = _opt(
-        POSITIVE_TIME, None, "Evict shards that were unused for this long."
-    )
+    max_age: float | None = _opt(AGE, None, "Evict shards that were unused for this long.")
     tiers: tuple[TierOption, ...] = _opt(
         TIERS, (), "Faster directories to fill before dir, such as /dev/shm/shards=50GB."
     )

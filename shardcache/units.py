@@ -128,6 +128,13 @@ def parse_duration(value: str | float) -> float:
     return float(number)
 
 
+def parse_age(value: str | float) -> float:
+    """Convert like `parse_duration`, but text needs a unit: a user who writes 14 means 14 days."""
+    if isinstance(value, str) and (text := value.strip()).isdecimal() and int(text):
+        raise ConfigError(f"{text} has no unit. Write {text}d.")
+    return parse_duration(value)
+
+
 def exact_duration(seconds: float) -> str:
     """Return text that parses to exactly ``seconds``, such as ``90m``, ``14d`` or ``0.123456``."""
     for unit, size in _SECONDS:

@@ -31,7 +31,7 @@ from shardcache.cli.output import Console, reason
 from shardcache.config import Loaded, __version__
 from shardcache.errors import ConfigError, IntegrityError, LockTimeoutError, ShardCacheError
 from shardcache.files import FULL
-from shardcache.units import parse_duration, parse_limit
+from shardcache.units import parse_age, parse_duration, parse_limit
 
 if TYPE_CHECKING:
     from shardcache.cache import Cache
@@ -229,6 +229,7 @@ class Parsed(click.ParamType):  # type: ignore[type-arg]
 
 
 DURATION = Parsed("DURATION", parse_duration)
+AGE = Parsed("DURATION", parse_age)
 SIZE = Parsed("SIZE", parse_limit)
 
 

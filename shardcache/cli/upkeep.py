@@ -32,9 +32,7 @@ from shardcache.units import Limit, format_bytes, format_duration
     "--wait/--no-wait", default=True, help="Wait for another clean, or exit with 6 (default: wait)."
 )
 @flag("--orphans", help="Remove only partials of dead processes, also recent ones.")
-@click.option(
-    "--max-age", type=cli.DURATION, help="Evict shards not used for this long, such as 14d."
-)
+@click.option("--max-age", type=cli.AGE, help="Evict shards not used for this long, such as 14d.")
 @click.option(
     "--min-free", type=cli.SIZE, help="Evict until this much space is free: 100GB or 10%."
 )

@@ -140,7 +140,7 @@ def test_ranks_on_several_nodes_need_a_job_and_a_directory(monkeypatch, tmp_path
     with pytest.raises(ConfigError, match="no name in common.*set SHARDCACHE_JOB"):
         sync.once("k", ran)
     monkeypatch.setenv("SHARDCACHE_JOB", f"job-{os.getpid()}")
-    with pytest.raises(ConfigError, match="directory or store. Pass dir=, or set SHARDCACHE_SYNC_DIR"):
+    with pytest.raises(ConfigError, match="store. Pass dir=, or set SHARDCACHE_SYNC_DIR"):
         sync.once("k", ran)
     assert ran.count() == 0
     monkeypatch.setenv("SHARDCACHE_SYNC_DIR", str(tmp_path / "shared"))

@@ -122,7 +122,7 @@ Degrade: the reader gets a fault of the disk
 
 Errors: a missing object is requested again
     origins/base.py
-    -if throttled or status in _TRANSIENT:
+    -if throttled or status in _TRANSIENT or (status >= 500 and status not in _LASTING):
     +if throttled or status in _TRANSIENT or status == 404:
     tests/download/test_faults.py -k "permanent_refusal and 404"
 

@@ -285,7 +285,7 @@ class S3Origin:
             text = f"{shard}: the response of {self.prepare().name} is not a listing of S3: "
             text += f"{quoted(str(exn))}. Check endpoint_url."
             raise ConfigError(text, url=str(shard)) from None
-        if kind == "Error":  # with status 200, so it occurred after the store had begun to answer
+        if kind == "Error":  # the store sent status 200 before the error occurred
             raise TransientError(f"{self.prepare().name} answered {_reason(page, response)[1]}")
         is_last = page.findtext("{*}IsTruncated") == "false"
         token = "" if is_last else page.findtext("{*}NextContinuationToken") or ""

@@ -24,13 +24,15 @@ from shardcache.config import Config, Options, load
 from shardcache.download.download import Download
 from shardcache.errors import ConfigError, ShardNotFoundError
 from shardcache.files import Modes
+from shardcache.locks.notices import log_unusable
 from shardcache.origins.endpoints import parser
-from shardcache.process import Processes, log_unusable
+from shardcache.process import ProcessCache
 from shardcache.ranks import detect, run_of_this_process
-from shardcache.reading.opener import Opener
+from shardcache.reading.opening import open_shard, pin_shard
 from shardcache.store.directory import DamagedError
-from shardcache.store.entry import Entry, Store
+from shardcache.store.entry import Entry, Store, open_first
 from shardcache.store.root import check_root, check_usable, make_root, require_cache
+from shardcache.threads import lazy
 from shardcache.units import parse_duration
 from shardcache.urls import ShardURL, redact
 
@@ -122,11 +124,14 @@ class Cache:
     def _setup(self, config: Config, started: float | None) -> None:
         self.config = config
         self._started = started
-        self.processes = Processes(config, detect(), started)
-        self.opener = Opener(config, self.processes.here)
-        self._here = self.processes.here
+        self._ranks = detect()
         # Each epoch repeats the URLs, and parsing one takes longer than opening a cached shard.
         self._parse = lru_cache(_REMEMBERED)(parser(config))
+
+    @lazy
+    def process(self) -> ProcessCache:
+        """The cache as this process uses it, which is made on first use."""
+        return ProcessCache(self.config, self._ranks, self._started)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return partial(type(self).from_config, started=self._started), (self.config,)
@@ -159,8 +164,8 @@ class Cache:
         def run() -> None:
             try:
                 with threads.undivided():
-                    process = self._here()
-                    process.site()
+                    process = self.process
+                    process.prepare()
                     if url is not None:
                         process.origins.prepare(self.parse(url))
             except Exception as exn:  # noqa: BLE001 - the first read raises it
@@ -189,7 +194,7 @@ class Cache:
             LockTimeoutError: another process held the shard's lock too long (only with ``strict``).
             OSError: the disk failed (only with ``strict``).
         """
-        return self.opener.open(self._parse(url))
+        return open_shard(self.process, self._parse(url))
 
     @contextlib.contextmanager
     def pinned(self, url: str) -> Iterator[Path]:
@@ -199,10 +204,10 @@ class Cache:
             The same errors as `open` with ``strict``, because only a shard on disk has a path.
         """
         shard = self._one(url)
-        if self.opener.is_in_place(shard):
+        if self.process.is_in_place(shard):
             yield shard.local_path
             return
-        opened = self.opener.pin(shard)
+        opened = pin_shard(self.process, shard)
         try:
             yield Path(opened.path)
         finally:
@@ -214,7 +219,7 @@ class Cache:
         Returns:
             The shard's entry. Its `data` is the path of the shard, and its `size` is in bytes.
         """
-        opened = self.opener.obtain(Download(self._one(url))).opened
+        opened = self.process.obtain(Download(self._one(url))).opened
         opened.close()
         return opened.entry
 
@@ -224,7 +229,7 @@ class Cache:
         The file may be evicted at any time, except inside `pinned`.
         """
         shard = self._one(url)
-        if self.opener.is_in_place(shard):
+        if self.process.is_in_place(shard):
             return shard.local_path if shard.local_path.exists() else None
         entry = self.entry(shard)
         return None if entry is None else entry.data
@@ -232,16 +237,16 @@ class Cache:
     def entry(self, url: str | ShardURL) -> Entry | None:
         """Return the shard's entry, or None if the shard is not cached."""
         shard = url if isinstance(url, ShardURL) else self.parse(url)
-        for store in self._here().stores():
-            try:
-                opened = store.open(shard.key, shard.basename)
-            except DamagedError as exn:
-                logger.info("%s: not used: %s", shard, exn)
-                continue
-            if opened is not None:
-                opened.close()
-                return opened.entry
-        return None
+        stores = self.process.stores()
+        try:
+            opened = open_first(stores, shard.key, shard.basename)
+        except DamagedError as exn:
+            logger.info("%s: not used: %s", shard, exn)
+            return None
+        if opened is None:
+            return None
+        opened.close()
+        return opened.entry
 
     def __contains__(self, url: str | ShardURL) -> bool:
         return self.path(url) is not None
@@ -318,7 +323,7 @@ class Cache:
         return (entry for _, entry in self._chosen(specs))
 
     def _chosen(self, specs: Specs | None) -> Iterator[tuple[Store, Entry]]:
-        found = ((store, entry) for store in self._here().stores() for entry in store.entries())
+        found = ((store, entry) for store in self.process.stores() for entry in store.entries())
         if specs is None:
             return found
         named = [(entry.name(), store, entry) for store, entry in found]
@@ -393,7 +398,7 @@ class Cache:
         """Return the S3 endpoint that a shard of `select` came from, None if it is this cache's."""
         if shard.scheme != "s3" or shard.key == self.parse(str(shard)).key:
             return None
-        for store in self._here().stores():
+        for store in self.process.stores():
             for entry in store.entries_of(shard.key):
                 with contextlib.suppress(DamagedError, OSError):
                     if (endpoint := entry.metadata().endpoint) is not None:
@@ -444,7 +449,7 @@ class Cache:
 
         require_cache(self.dir)
         sweep_only = orphans and max_size is min_free is max_age is None
-        process = self._here()
+        process = self.process
         reports = []
         for tier in process.present:
             if not dry_run and os.geteuid() != 0:  # root may clean the caches of other users
@@ -453,7 +458,7 @@ class Cache:
             if tier is process.home:  # other tiers keep their own limits
                 given |= {"max_size": max_size, "min_free": min_free}
             changes = {name: value for name, value in given.items() if value is not None}
-            space = tier.space(tier.config.replace(**changes))
+            space = tier.limited(tier.config.replace(**changes))
             with contextlib.nullcontext() if dry_run else space.sole_cleaner(wait=wait):
                 limits = Limits(everything=everything)
                 if not (everything or sweep_only):
@@ -498,7 +503,7 @@ class Cache:
         from shardcache.store.verify import Verifier, VerifyStatus
 
         require_cache(self.dir)
-        process = self._here()
+        process = self.process
         return Verifier(
             entries=list(self._chosen(specs)),
             origins=process.origins,
@@ -507,7 +512,7 @@ class Cache:
             quick=quick,
             remote=remote,
             sample=sample,
-            sole=process.site().locked if repair else None,
+            sole=process.prepare().locked if repair else None,
             status=status or VerifyStatus(),
             stop=stop or threading.Event(),
         ).findings()
@@ -528,7 +533,7 @@ class Cache:
 
         shards = self.select(specs)
         for shard in shards:
-            self.opener.refuse_in_place(shard)
+            self.process.refuse_in_place(shard)
         until = None if seconds is None else clock.time() + seconds
         for config in self.config.by_tier():
             node = make_root(config)
@@ -540,7 +545,7 @@ class Cache:
         """Return the URLs of pinned shards by key; the URL is empty if a pin's file is damaged."""
         from shardcache.space.pins import pinned
 
-        tiers, now = self._here().present, clock.time()
+        tiers, now = self.process.present, clock.time()
         return {key: url for tier in tiers for key, url in pinned(tier.node, now).items()}
 
     def unpin(self, specs: Specs) -> list[ShardURL]:
@@ -553,9 +558,9 @@ class Cache:
 
         require_cache(self.dir)
         shards, keys = self.select(specs, pinned=True), set[str]()
-        for tier in self._here().present:
+        for tier in self.process.present:
             keys |= {shard.key for shard in shards if pins.unpin(tier.node, shard.key)}
-            tier.space().forget_refusal()
+            tier.space.forget_refusal()
         return [shard for shard in shards if shard.key in keys]
 
     def remove(self, specs: Specs, *, dry_run: bool = False) -> tuple[int, int]:
@@ -580,12 +585,12 @@ class Cache:
         require_cache(self.dir)
         keys, pins = [shard.key for shard in self.select(specs)], self.pins()
         freed = stay = 0
-        process = self._here()
+        process = self.process
         for tier, key in product(process.present, keys):
             stores, pinned = tier.stores(), key in pins
             removed, size, in_use = cleaning.remove(stores, key, pinned=pinned, dry_run=dry_run)
             if removed and not dry_run:
-                tier.space().forget_refusal()
+                tier.space.forget_refusal()
                 process.counters.add({"evicted_asked": removed, "bytes_evicted": size})
             freed += size
             stay += in_use
@@ -613,16 +618,16 @@ class Cache:
         """
         from shardcache.stats.database import samples
 
-        self._here().counters.flush()
+        self.process.counters.flush()
         begin = 0.0 if since is None else clock.time() - parse_duration(since)
-        return samples(self._here().home.node, begin, ever=ever)
+        return samples(self.process.home.node, begin, ever=ever)
 
     # -- ending ----------------------------------------------------------------
 
     def close(self) -> None:
         """End the session of this process. The cache can be used again afterwards."""
-        if (process := self.processes.made()) is not None:
-            process.close()
+        if "process" in vars(self):  # otherwise, this would make it
+            self.process.close()
 
     def __enter__(self) -> Cache:
         return self

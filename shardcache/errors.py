@@ -9,7 +9,7 @@ WebDataset has appended the URL to its ``args``.
 from __future__ import annotations
 
 import errno
-from typing import Any, TypeGuard
+from typing import Any
 
 
 class ShardCacheError(Exception):
@@ -110,8 +110,3 @@ class BoardError(ShardCacheError, ConnectionError):
     """Ranks cannot communicate, because the store of torch.distributed does not respond."""
 
     errno = errno.ECONNRESET
-
-
-def is_local_error(exn: BaseException) -> TypeGuard[OSError]:
-    """Return whether an error is an ``OSError`` of the disk or process, not one of shardcache's."""
-    return isinstance(exn, OSError) and not isinstance(exn, ShardCacheError)

@@ -1,4 +1,4 @@
-"""Permissions of the files of a cache, safe opening of files, and detection of failing disks.
+"""Permissions of the files of a cache, and safe opening of files.
 
     private    directories 0700   files 0600   published data 0400
     shared     directories 2770   files 0660   published data 0440
@@ -21,7 +21,7 @@ from pathlib import Path
 
 from shardcache import clock
 from shardcache.config import group_name
-from shardcache.errors import ConfigError, ShardCacheError
+from shardcache.errors import ConfigError
 from shardcache.threads import undivided
 
 #: Seconds between attempts if a directory exists according to mkdir (EEXIST) but not according to
@@ -258,71 +258,3 @@ def _close_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_close_in_child)
-
-
-# -- failing disks -------------------------------------------------------------------------
-
-#: Errors of a full disk or quota. They do not count as faults, because healthy disks fill up, too.
-FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
-#: Errors of a disk that is broken, read-only, missing or another user's. The last three rows come
-#: from network filesystems, FUSE and the block layer (blk_errors in the kernel's block/blk-core.c).
-DISK_FAULTS = frozenset(
-    {errno.EIO, errno.EROFS, errno.ENODEV, errno.ENXIO, errno.EUCLEAN, errno.EACCES, errno.EPERM}
-    | {errno.ESTALE, errno.EBADMSG, errno.EREMOTEIO, errno.ENOTCONN, errno.ECONNABORTED}
-    | {errno.ESHUTDOWN, errno.EHOSTDOWN, errno.ENOLINK, errno.ETIMEDOUT, errno.EILSEQ}
-    | {errno.ENODATA}
-)
-#: Seconds for which a failing disk is not used: long enough to remount it, but short for a job.
-_PAUSE = 60.0
-
-
-def is_disk_fault(exn: BaseException) -> bool:
-    """Return whether an error comes from a failing local disk, and not from an origin."""
-    return (
-        isinstance(exn, OSError)
-        and not isinstance(exn, ShardCacheError)
-        and exn.errno in DISK_FAULTS
-    )
-
-
-def fault_kind(exn: OSError) -> str:
-    """Return the name of an error, such as ``EIO``. shardcache warns once of each kind."""
-    return errno.errorcode.get(exn.errno or 0, type(exn).__name__)
-
-
-class Breaker:
-    """A circuit breaker: after ``threshold`` faults in a row, a disk is not used for a minute.
-
-    It has no lock, because the garbage collector may close a stream at any moment, and the stream
-    then reports a success. If a race counts one fault too many or too few, that does no harm.
-    """
-
-    def __init__(self, threshold: int = 3) -> None:
-        self._threshold = threshold
-        self.faults = 0
-        self._until = 0.0
-
-    @property
-    def closed(self) -> bool:
-        """Whether there are fewer faults in a row than the threshold."""
-        return self.faults < self._threshold
-
-    @property
-    def left(self) -> float:
-        """Seconds until the disk may be used again, or 0 if it may be used now."""
-        return max(0.0, self._until - clock.monotonic())
-
-    def failed(self, *, at_once: bool = False) -> bool:
-        """Count a fault; if ``at_once``, open the breaker. Return whether the fault opened it."""
-        if self.left:
-            return False  # the call began before the pause, so its fault does not prolong the pause
-        was_closed = self.closed
-        self.faults += self._threshold if at_once else 1
-        if not self.closed:
-            self._until = clock.monotonic() + _PAUSE
-        return was_closed and not self.closed
-
-    def succeeded(self) -> None:
-        """Reset the count of faults after a success, unless it is of a call before the pause."""
-        if not self.left:
-            self.faults = 0

@@ -1,9 +1,8 @@
-"""The parts of a cache that belong to one process: tiers, clients, connections, downloads.
+"""`ProcessCache`: a cache as one process uses it.
 
-A `Process` is made on first use and is complete from then on; a forked child makes its own. The
-directories, session and locks are a separate value, the `Site`. The first open makes the site, and
-if a directory is unmounted or emptied, a new site replaces it. Commands that only inspect a cache
-make no site. A tier is one directory of the cache, such as a RAM disk in front of an SSD.
+It opens entries that are cached (`lookup`), and downloads those that are not (`fetch`, or `join` in
+a background thread). `Cache` makes it on first use. A forked child begins anew, with clients,
+connections and locks of its own. Commands that only inspect a cache make no directories.
 """
 
 from __future__ import annotations
@@ -17,32 +16,29 @@ import sys
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardcache import clock, threads
 from shardcache.config import Config
-from shardcache.errors import ConfigError, is_local_error
-from shardcache.files import Breaker, fault_kind, is_disk_fault
-from shardcache.locks.sessions import leave_note
+from shardcache.errors import ConfigError
+from shardcache.faults import fault_kind
+from shardcache.layout import Layout
+from shardcache.locks.notices import Notices, log_unusable
 from shardcache.ranks import RUN_VARIABLE, Ranks
-from shardcache.space.tiers import Tier
 from shardcache.stats.counters import Counters
 from shardcache.stats.summary import stats_of
 from shardcache.store.directory import DamagedError
+from shardcache.store.disk import Disk
 from shardcache.store.entry import Entry, Opened, Store
-from shardcache.store.root import unusable
-from shardcache.units import format_duration
-from shardcache.urls import ShardURL
+from shardcache.store.root import UnusableError, unusable
+from shardcache.urls import ShardURL, advise_scheme
 
 if TYPE_CHECKING:
-    from shardcache.download.acquire import Site
     from shardcache.download.download import Download, Result
     from shardcache.space.clean import Housekeeper
-    from shardcache.space.eviction import Removal
+    from shardcache.space.tiers import Directories, Tier
 
 logger = logging.getLogger(__name__)
 
@@ -51,33 +47,8 @@ logger = logging.getLogger(__name__)
 LAST_COPIES = 5.0
 
 
-#: The variable that names the node and a directory of which a process has logged that it cannot be
-#: used. Forked and spawned children inherit it.
-_LOGGED = "_SHARDCACHE_UNUSABLE"
-
-
-class PausedError(OSError):
-    """The disk has failed, and is not used until a pause of a minute is over."""
-
-
-class UnusableError(ConfigError):
-    """The directory must not be used. Shards are streamed."""
-
-
-def log_unusable(error: ConfigError, directory: Path, ranks: Ranks) -> None:
-    """Log that nothing will be cached: as an error once per job and node, else at INFO.
-
-    No file on the node can be the memory of the job, because the directory cannot be used.
-    """
-    stated = f"{os.uname().nodename}:{directory}"
-    is_first = ranks.local_rank in (None, 0) and os.environ.get(_LOGGED) != stated
-    os.environ[_LOGGED] = stated
-    text = "no shard will be cached, and every epoch streams all of them: %s"
-    logger.log(logging.ERROR if is_first else logging.INFO, text, error.message)
-
-
-class Process:
-    """The parts of a cache that belong to one process. Safe to share between its threads.
+class ProcessCache:
+    """A cache as one process uses it. Safe to share between its threads, and across forks.
 
     Args:
         config: the options of the cache.
@@ -86,13 +57,28 @@ class Process:
 
     Attributes:
         tiers: the tiers, fastest first; the last one is ``dir``, which holds the locks.
-        reading, writing: breakers, which count faults of the disk and pause its use.
+        directories: the `Directories` that were found, or None until `prepare` has made them.
+        disk: counts faults of the disk, and pauses its use.
         engine: the connections, retries and counters that all transfers share.
-        made_site: the `Site`, or None until it is made.
+        origins, counters, notices: the origins, counters and warnings of this process.
+        downloads: the downloads of this process.
         clean_due: when to call `clean_if_due` again, on the monotonic clock.
     """
 
     def __init__(self, config: Config, ranks: Ranks, started: float | None) -> None:
+        self.config = config
+        self._ranks = ranks
+        self._started = started
+        # Without a launcher, the processes of a job have copies of one `Cache`, which began at the
+        # same time, so that time identifies the job.
+        was_launched = ranks.source != "none"
+        by_launcher = "local" if was_launched else f"{started or 0.0:.6f}"
+        self._job = ranks.job or os.environ.get(RUN_VARIABLE) or by_launcher
+        self._begin()
+        _all.add(self)
+
+    def _begin(self) -> None:
+        """Make the parts that belong to a process. A forked child calls this again."""
         # Imported here, because these modules would slow `import shardcache`.
         from shardcache.download.download import Downloads
         from shardcache.download.pool import Connections
@@ -100,46 +86,39 @@ class Process:
         from shardcache.locks.downloaders import Downloaders
         from shardcache.origins.resolve import Origins
         from shardcache.origins.retry import RetryPolicy
+        from shardcache.space.tiers import Tier
 
-        self.config = config
-        self._ranks = ranks
-        self._lock = threading.Lock()  # held while the site is made
-        self._warned: set[str] = set()
-        parts = ranks, started, self.warn, self._count_eviction
-        self.tiers = [Tier(each, *parts) for each in config.by_tier()]
-        self.reading = Breaker()
-        self.writing = Breaker()
+        config, ranks = self.config, self._ranks
+        self._lock = threading.Lock()  # held while the directories are made
+        self.notices = Notices(self._job, self._node_of_session)
+        self.disk = Disk(config, self.notices)
         database = (lambda: self.home.node) if config.stats else None
-        self.counters = Counters(database, ranks, lambda: self._is_well)
-        self.origins = Origins(config, self.is_new)
+        self.counters = Counters(database, ranks, lambda: self.disk.is_well)
+        parts = ranks, self._started, self.notices, self.counters
+        self.tiers = [Tier(each, *parts) for each in config.by_tier()]
+        self.origins = Origins(config, self.notices.is_new)
         downloaders = Downloaders(lambda: self.home.node)
         self.engine = Engine(
+            config,
             RetryPolicy(config.attempts, config.deadline, config.patience),
             self.counters,
             Connections(config.connections, config.part_size, downloaders),
+            self.origins,
+            self.notices,
         )
         self.downloads = Downloads()
-        self.made_site: Site | None = None
+        self.directories: Directories | None = None
         self._housekeepers: list[Housekeeper] = []
         self.clean_due = 0.0
         self._touched: dict[str, float] = {}
         self._copying: list[threading.Thread] = []
         self._logged: Counter[str] = Counter()  # the counts that `end` has already logged
-        # Without a launcher, the processes of a job have copies of one `Cache`, which began at the
-        # same time, so that time identifies the job.
-        was_launched = ranks.source != "none"
-        by_launcher = "local" if was_launched else f"{started or 0.0:.6f}"
-        self._job = ranks.job or os.environ.get(RUN_VARIABLE) or by_launcher
-        _all.add(self)
-        # Child processes of multiprocessing end without running atexit handlers.
-        if (util := sys.modules.get("multiprocessing.util")) is not None:
-            util.Finalize(None, _end_all, exitpriority=0)
 
-    # -- tiers -------------------------------------------------------------------
+    # -- directories -------------------------------------------------------------
 
     @property
     def home(self) -> Tier:
-        """The last tier, which every site includes."""
+        """The last tier, which all `Directories` include."""
         return self.tiers[-1]
 
     @property
@@ -161,35 +140,23 @@ class Process:
         """Return the tier that contains an entry's directory; the last tier if none does."""
         return next((tier for tier in self.tiers if tier.owns(directory)), self.home)
 
-    # -- directories -------------------------------------------------------------
-
-    def site(self) -> Site:
-        """Return the site; the first call makes it and the directories.
+    def prepare(self) -> Directories:
+        """Return the directories; the first call makes them.
 
         Raises:
             ConfigError: the directory must not be used as a cache; without ``strict``, this is an
                 UnusableError.
             OSError: the directory cannot be created or written; with ``strict`` only.
         """
-        if self.made_site is None:
-            with self._lock:
-                if self.made_site is None:
-                    self.made_site = self._make_site(self.tiers)
-        return self.made_site
+        if (found := self.directories) is not None:
+            return found
+        with self._lock:
+            if self.directories is None:
+                self.directories = self._make_directories(self.tiers)
+            return self.directories
 
-    def evict_lru(self) -> None:
-        """Follow the policy ``lru`` in place of ``working-set`` from now on.
-
-        Random access calls this: the shards that leave its window are the best to evict.
-        """
-        if self.config.policy == "working-set":
-            with self._lock:
-                self.config = self.config.replace(policy="lru")
-                if self.made_site is not None:
-                    self.made_site = replace(self.made_site, config=self.config)
-
-    def check_root(self) -> Site:
-        """Return the site, or a new one if the directory of a tier was replaced.
+    def check(self) -> Directories:
+        """Return the directories; make them anew if one of them was replaced.
 
         A disk may be unmounted, mounted again or emptied while a job runs. Only misses need this
         check, because a shard whose directory is gone is a miss.
@@ -197,22 +164,22 @@ class Process:
         Raises:
             OSError: the directory cannot be created again, or must not be used.
         """
-        site = self.site()
+        found = self.prepare()
         if self._changed_tiers():
             with self._lock:
-                if changed := self._changed_tiers():  # unless another thread made the site already
-                    self.made_site = self._make_site(changed)
-                site = self.made_site or site
-        return site
+                if changed := self._changed_tiers():  # unless another thread made them already
+                    self.directories = self._make_directories(changed)
+                found = self.directories or found
+        return found
 
     def _changed_tiers(self) -> list[Tier]:
         """Return the tiers whose directory was replaced; the last one also if it was never made."""
         return [t for t in self.tiers if (t.made or t is self.home) and t.changed()]
 
-    def _make_site(self, tiers: list[Tier]) -> Site:
-        """Create the directories of these tiers, and return a `Site` with all usable tiers."""
-        from shardcache.download.acquire import Site
+    def _make_directories(self, tiers: list[Tier]) -> Directories:
+        """Create the directories of these tiers, and return `Directories` of all usable tiers."""
         from shardcache.space.clean import Housekeeper
+        from shardcache.space.tiers import Directories
 
         for tier in tiers:
             self._make(tier)
@@ -221,21 +188,16 @@ class Process:
         self._housekeepers = [Housekeeper(tier) for tier in usable]
         self.clean_due = 0.0
         self._touched.clear()
-        return Site(
-            usable,
-            self.engine,
-            self.origins,
-            self.config,
-            self._ranks,
-            on_read_error=lambda exn: self.disk_failed(self.reading, exn),
-            warn=self.warn,
-        )
+        # Child processes of multiprocessing end without running atexit handlers.
+        if self.directories is None and (util := sys.modules.get("multiprocessing.util")):
+            util.Finalize(None, _end_all, exitpriority=0)
+        return Directories(usable, self._ranks, self.disk, self.notices)
 
     def _make(self, tier: Tier) -> None:
-        path, is_first = tier.config.dir, self.made_site is None
+        path, is_first = tier.config.dir, self.directories is None
         if tier.made and not is_first:
             text = "%s is gone or was replaced (unmounted?); creating it again"
-            self.warn(f"root of {path}", text, path)
+            self.notices.warn(f"root of {path}", text, path)
         try:
             tier.make()
         except (OSError, ConfigError) as exn:
@@ -244,23 +206,41 @@ class Process:
             reason = exn.message if isinstance(exn, ConfigError) else exn.strerror or exn
             if tier is not self.home:
                 text = "the tier %s cannot be used (%s); shards go to the next one"
-                self.warn(f"tier {path}", text, path, reason)
+                self.notices.warn(f"tier {path}", text, path, reason)
             elif isinstance(exn, ConfigError):
                 # The directory may belong to another user now, so its entries may not be read.
-                self.reading.failed(at_once=True)
-                self.writing.failed(at_once=True)
+                self.disk.reading.failed(at_once=True)
+                self.disk.writing.failed(at_once=True)
                 log_unusable(exn, path, self._ranks)
                 raise UnusableError(exn.message) from exn
             elif not is_first:
                 raise
             else:
-                self.writing.failed(at_once=True)
-                self._warned.add(fault_kind(exn))  # later attempts fail in the same way
+                self.disk.writing.failed(at_once=True)
+                self.notices.skip(fault_kind(exn))  # later attempts fail in the same way
                 log_unusable(unusable(path, exn), path, self._ranks)
+
+    def _node_of_session(self) -> Layout:
+        """Return the node's namespace, after this process has begun its session there.
+
+        A note stays only as long as there are sessions that began before it.
+        """
+        with contextlib.suppress(ConfigError, OSError):
+            self.prepare()
+        return self.home.node
+
+    def evict_lru(self) -> None:
+        """Follow the policy ``lru`` in place of ``working-set`` from now on.
+
+        Random access calls this: the shards that leave its window are the best to evict.
+        """
+        for tier in self.tiers:
+            if tier.config.policy == "working-set":
+                tier.evict_lru()
 
     # -- shards ------------------------------------------------------------------
 
-    def find(
+    def lookup(
         self, shard: ShardURL, outdated: frozenset[str] = frozenset(), *, insist: bool = False
     ) -> Opened | None:
         """Open the shard's entry, or return None if it is not cached.
@@ -275,20 +255,45 @@ class Process:
             UnusableError: the directory must not be used as a cache.
             OSError: reading the disk fails.
         """
-        self._gate(self.reading, insist)
-        site = self.site()
+        disk = self.disk
+        disk.check(disk.reading, insist=insist)
+        directories = self.prepare()
         try:
-            if not self.reading.closed:
-                site = self.check_root()  # another user may own the directory now
-            opened = site.find(shard, outdated)
+            if not disk.reading.closed:
+                directories = self.check()  # another user may own the directory now
+            opened = directories.lookup(shard, outdated)
         except OSError as exn:
-            self.disk_failed(self.reading, exn)
+            disk.failed(disk.reading, exn)
             raise
-        if opened is not None and self.reading.faults:  # opening does not prove that it is readable
+        if opened is not None and disk.reading.faults:  # opening does not prove that it is readable
             with contextlib.suppress(OSError):  # the stream gets the same error, and falls back
                 os.pread(opened.fd, 1, 0)
-                self.reading.succeeded()
+                disk.reading.succeeded()
         return opened
+
+    def obtain(self, download: Download) -> Result:
+        """Return the shard's entry, which the calling thread downloads if necessary.
+
+        The caller needs a local file, so the disk is used even while it is paused after faults. The
+        caller must close the entry. This does not count as an open.
+
+        Raises:
+            The errors of `Cache.open` with ``strict``.
+        """
+        from shardcache.download.download import Result
+
+        shard = download.shard
+        self.refuse_in_place(shard)
+        opened = self.lookup(shard, download.outdated, insist=True)
+        if opened is None:
+            result = self.fetch(download, insist=True)
+            assert result is not None  # only a download ahead gives way
+        else:
+            result = Result(opened, "hit")
+        self.touch(result.opened)
+        facts = {"event": result.outcome, "shard": str(shard)}
+        logger.debug("%s: %s", shard, result.outcome, extra=facts)
+        return result
 
     def join(self, shard: ShardURL, **options: bool) -> tuple[Download, bool]:
         """Call `Downloads.join`, and start the worker if the download has none.
@@ -317,41 +322,49 @@ class Process:
         if not download.claim():
             return
         try:
-            result = self.run(download)
+            result = self.fetch(download)
         except BaseException as exn:  # noqa: BLE001 - its readers raise it
             if not download.end(None, exn):
                 logger.info("%s: not downloaded in the background: %s", download.shard, exn)
         else:
             download.end(result)
 
-    def run(self, download: Download, *, insist: bool = False) -> Result | None:
-        """Run `acquire` in the calling thread, return its result, and count the downloaded bytes.
+    def fetch(self, download: Download, *, insist: bool = False) -> Result | None:
+        """Fetch a shard in the calling thread, return its entry, and count the downloaded bytes.
+
+        This is the only loop over attempts at a shard. `download.fetch.Recovery` ends it.
 
         Args:
             download: the worker's download, or one that no other thread shares.
             insist: use the disk even while it is paused, and wait for copies to upstreams.
 
+        Returns:
+            The open entry, or None if a download ahead gave way.
+
         Raises:
             PausedError: the disk is paused after faults.
-            The errors of `acquire`.
+            The errors of `download.fetch.fetch`.
         """
-        from shardcache.download.acquire import acquire
+        from shardcache.download.fetch import Recovery, fetch
 
-        started = clock.monotonic()
+        started, writing = clock.monotonic(), self.disk.writing
         if started >= self.clean_due:
             self.clean_if_due()
-        self._gate(self.writing, insist)
-        result = None
+        self.disk.check(writing, insist=insist)
+        result, has_ended = None, False
+        recovery = Recovery(self.engine, download)
         try:
-            site = self.check_root()
-            try:
-                result = acquire(site, download)
-            except OSError as exn:  # try once more if the disk was unmounted during the call
-                if not (is_local_error(exn) and self._changed_tiers()):
-                    raise
-                result = acquire(self.check_root(), download)
+            while not has_ended:
+                directories = self.check()
+                try:
+                    result = fetch(directories, self.engine, download, recovery)
+                    has_ended = True
+                except Exception as exn:
+                    unmounted = bool(self._changed_tiers())
+                    if not recovery.recover(exn, directories, unmounted=unmounted):
+                        raise
         except OSError as exn:
-            self.disk_failed(self.writing, exn)
+            self.disk.failed(writing, exn)
             raise
         finally:
             is_fetched = result is not None and result.outcome == "fetched"
@@ -366,50 +379,10 @@ class Process:
                     done=is_fetched,
                 )
         if result is not None and is_fetched:
-            if self.writing.faults:
-                self.writing.succeeded()
+            if writing.faults:
+                writing.succeeded()
             self._write_back(download.shard, result.opened.path, wait=insist)
         return result
-
-    def _gate(self, breaker: Breaker, insist: bool) -> None:
-        """Raise PausedError while the disk is paused, unless ``insist`` or ``strict`` is set."""
-        if breaker.left and not (insist or self.config.strict):
-            raise PausedError(errno.EIO, f"the disk failed; next attempt in {breaker.left:.0f} s")
-
-    # -- notes and warnings -------------------------------------------------------
-
-    def warn(
-        self, kind: str, text: str, *args: object, extra: Mapping[str, object] | None = None
-    ) -> None:
-        """Log at WARNING the first time that this process reports ``kind``, then at INFO."""
-        level = logging.INFO if kind in self._warned else logging.WARNING
-        self._warned.add(kind)
-        logger.log(level, text, *args, extra=extra)
-
-    def warn_streamed(self, shard: ShardURL, reason: str, extra: Mapping[str, object]) -> None:
-        """Log that a shard finds no room: at WARNING once per job and node, otherwise at INFO."""
-        text = "%s is streamed, not cached: %s"
-        if not self.is_new("full"):
-            logger.info(text, shard, reason, extra=extra)
-            return
-        config = self.config
-        most = "" if config.max_size is None else f"max_size {config.max_size}, "
-        logger.warning(
-            "%s is full (%smin_free %s): shards that find no room are streamed each time they are "
-            "read; the first is %s. Raise max_size, lower min_free, or free the disk. This is "
-            "logged once per job; `shardcache stats` counts them.",
-            *(config.dir, most, config.min_free, shard),
-            extra=extra,
-        )
-
-    def is_new(self, kind: str) -> bool:
-        """Return whether this is the first call with ``kind`` in this job and on this node."""
-        if kind in self._warned:
-            return False
-        self._warned.add(kind)
-        with contextlib.suppress(ConfigError, OSError):
-            self.site()  # a note stays only as long as there are sessions that began before it
-        return leave_note(self.home.node, f"{self._job}-{kind}")
 
     def touch(self, opened: Opened) -> None:
         """Record that an entry is used: on first use by this process, then per touch interval."""
@@ -423,7 +396,7 @@ class Process:
 
     def clean_if_due(self) -> None:
         """Start a cleaning of the cache in the background if one is due."""
-        if self._is_well:
+        if self.disk.is_well:
             for housekeeper in self._housekeepers:
                 housekeeper.check()
             self.clean_due = min((one.due for one in self._housekeepers), default=0.0)
@@ -453,37 +426,28 @@ class Process:
         except RuntimeError as exn:  # the process cannot start a thread
             logger.info("%s: not copied to an upstream: %s", shard, exn)
 
-    def _count_eviction(self, removal: Removal) -> None:
-        size = removal.entries[0].size
-        self.counters.add({f"evicted_{removal.reason}": 1, "bytes_evicted": size})
+    # -- files that are not cached -------------------------------------------------
 
-    # -- a failing disk ----------------------------------------------------------
+    def is_in_place(self, shard: ShardURL) -> bool:
+        """Return whether a shard is a local file that is read in place and not cached."""
+        return shard.is_local and not self.config.cache_local
 
-    @property
-    def _is_well(self) -> bool:
-        """Whether the disk is used for reading and writing, and not paused after faults."""
-        return self.reading.closed and self.writing.closed
-
-    def disk_failed(self, breaker: Breaker, exn: OSError) -> None:
-        """Count a fault of the disk. After three in a row, the disk is paused for a minute."""
-        # A read-only disk stays read-only, so a single EROFS is enough.
-        if is_disk_fault(exn) and breaker.failed(at_once=exn.errno == errno.EROFS):
-            self.warn(
-                fault_kind(exn),
-                "%s: %s. It will not be %s for %s; until then, shards are streamed.",
-                self.config.dir,
-                exn.strerror or exn,
-                "written" if breaker is self.writing else "read",
-                format_duration(breaker.left),
+    def refuse_in_place(self, shard: ShardURL) -> None:
+        """Raise ConfigError for a shard that is read in place."""
+        if self.is_in_place(shard):
+            raise ConfigError(
+                f"{shard.local_path} is opened where it is and not cached. "
+                f"{advise_scheme(shard, 'Set cache_local if it lies on a slow mount.')}",
+                url=str(shard),
             )
 
     # -- ending ------------------------------------------------------------------
 
     def close(self) -> None:
-        """End the session, and cancel downloads without readers. The next use makes a new site."""
+        """End the session, and cancel downloads without readers. The next use begins another."""
         self._end_housekeeping()
-        if self.made_site is not None:
-            self.made_site = None
+        if self.directories is not None:
+            self.directories = None
             self.downloads.close()
             end = clock.monotonic() + LAST_COPIES
             for thread in self._copying:
@@ -509,39 +473,20 @@ class Process:
         self._housekeepers = []
 
 
-#: All `Process` objects of this process, to end them when it exits.
-_all: weakref.WeakSet[Process] = weakref.WeakSet()
+#: All `ProcessCache` objects of this process: it ends them when it exits, and a forked child begins
+#: them anew.
+_all: weakref.WeakSet[ProcessCache] = weakref.WeakSet()
 
 
 def _end_all() -> None:
-    for process in list(_all):
-        process.end()
+    for cache in list(_all):
+        cache.end()
+
+
+def _begin_all() -> None:
+    for cache in list(_all):
+        cache._begin()
 
 
 atexit.register(_end_all)
-os.register_at_fork(after_in_child=_all.clear)
-
-
-class Processes:
-    """Gives all threads of a process the same `Process`, and a forked child one of its own.
-
-    Takes no lock, because a fork could copy the lock while it is held. Arguments as for `Process`.
-    """
-
-    def __init__(self, config: Config, ranks: Ranks, started: float | None) -> None:
-        self._parts = config, ranks, started
-        self._made: dict[int, Process] = {}
-
-    def here(self) -> Process:
-        """Return the `Process` of the calling process; the first call in a process makes it."""
-        pid = os.getpid()
-        process = self._made.get(pid)
-        if process is None:
-            process = self._made.setdefault(pid, Process(*self._parts))
-            for other in [p for p in list(self._made) if p != pid]:
-                self._made.pop(other, None)  # the parent's `Process`, and copies of its sockets
-        return process
-
-    def made(self) -> Process | None:
-        """Return the `Process` of the calling process, or None if it was never made."""
-        return self._made.get(os.getpid())
+os.register_at_fork(after_in_child=_begin_all)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from shardcache.download.download import Progress
 from shardcache.errors import ShardCacheError
-from shardcache.files import FULL
+from shardcache.faults import FULL
 from shardcache.store.entry import Entry
 from shardcache.units import format_bytes, format_duration, format_rate
 from shardcache.urls import ShardURL

@@ -55,7 +55,8 @@ class lazy(Generic[T]):  # noqa: N801 - used as a decorator
     """`functools.cached_property` without its lock.
 
     Up to Python 3.11, all instances of a class share that lock, and a child that is forked while
-    another thread holds the lock waits for it forever.
+    another thread holds the lock waits for it forever. If two threads compute the value at once,
+    both get the value of the first one.
     """
 
     def __init__(self, function: Callable[[Any], T]) -> None:
@@ -65,7 +66,7 @@ class lazy(Generic[T]):  # noqa: N801 - used as a decorator
         self._name = name
 
     def __get__(self, instance: Any, owner: type) -> T:
-        value = instance.__dict__[self._name] = self._function(instance)
+        value: T = instance.__dict__.setdefault(self._name, self._function(instance))
         return value
 
 

@@ -4,7 +4,7 @@ import errno
 import os
 
 from shardcache.errors import CacheFullError, TransferError
-from shardcache.files import FULL, Breaker, is_disk_fault
+from shardcache.faults import FULL, Breaker, is_disk_fault
 
 
 def test_faults_in_a_row_open_the_breaker(clock):

@@ -13,7 +13,7 @@ from shardcache import Cache, ConfigError, ShardNotFoundError
 from shardcache.cache import PrewarmOptions
 from shardcache.layout import Layout
 from shardcache.prewarm import prewarm
-from shardcache.reading.opener import Opener
+from shardcache.process import ProcessCache
 from shardcache.store.digest import BLOCK
 from tests.support.fakes import Fault
 from tests.support.storetools import forked, wait_until
@@ -89,7 +89,7 @@ def test_local_files_are_cached_only_on_request(make_cache, tmp_path):
 
 def test_a_pin_keeps_the_path(make_cache, monkeypatch):
     """A process that died during an eviction may have renamed the directory of an open file."""
-    cache, real, renamed = make_cache(), Opener.obtain, []
+    cache, real, renamed = make_cache(), ProcessCache.obtain, []
     cache.fetch(URL)
 
     def obtain(self, download):
@@ -99,7 +99,7 @@ def test_a_pin_keeps_the_path(make_cache, monkeypatch):
             Path(result.opened.directory).rename(renamed[0])
         return result
 
-    monkeypatch.setattr(Opener, "obtain", obtain)
+    monkeypatch.setattr(ProcessCache, "obtain", obtain)
     with cache.pinned(URL) as path:
         assert path.read_bytes() == DATA
 

@@ -136,7 +136,7 @@ def _list_shards(cache: Cache, *, whole: bool) -> tuple[list[Row], Row, str]:
 
     Unless ``whole``, rows may lack fields that no table shows, because reading them takes longer.
     """
-    home = cache.processes.here().home
+    home = cache.process.home
     policy = Policy.of(cache.config, home.node, time.time())
     shards: dict[Entry, Row] = {}
     endpoint = cache.parse("s3://bucket/key").endpoint
@@ -183,7 +183,7 @@ def _list_shards(cache: Cache, *, whole: bool) -> tuple[list[Row], Row, str]:
     def is_kept(entry: Entry) -> bool:
         return shards[entry]["state"] in ("pinned", "in_use") or policy.protects(entry)
 
-    files, allocated = linked(shards), home.space().allocated
+    files, allocated = linked(shards), home.space.allocated
     size = sum(links[0].size for links in files)
     used = sum(disk_bytes(links, allocated) for links in files)
     evictable = sum(links[0].size for links in files if not any(map(is_kept, links)))
@@ -241,7 +241,7 @@ def _list_partials(cache: Cache) -> tuple[list[Row], Row, str]:
 
 def partials(cache: Cache) -> Iterator[Row]:
     """Yield a row for each partial (a shard in flight) of live and dead processes."""
-    for store in cache.processes.here().stores():
+    for store in cache.process.stores():
         for partial in in_flight(store.layout):
             if not partial.key:
                 continue  # an entry that is being removed

@@ -30,7 +30,7 @@ from shardcache import config as configuration
 from shardcache.cli.output import Console, reason
 from shardcache.config import Loaded, __version__
 from shardcache.errors import ConfigError, IntegrityError, LockTimeoutError, ShardCacheError
-from shardcache.files import FULL
+from shardcache.faults import FULL
 from shardcache.units import parse_age, parse_duration, parse_limit
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 import click
 
 from shardcache.errors import ShardCacheError
-from shardcache.files import FULL
+from shardcache.faults import FULL
 from shardcache.units import format_duration
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from shardcache.cli.main import ExitCode, Invocation, command
 from shardcache.cli.output import counted
 from shardcache.config import absolute, load
 from shardcache.layout import Layout
-from shardcache.process import log_unusable
+from shardcache.locks.notices import log_unusable
 from shardcache.ranks import RUN_VARIABLE, detect
 from shardcache.store.root import make_root, unusable
 from shardcache.units import format_bytes

@@ -127,7 +127,7 @@ def stats_command(
         )
     with invocation.cache() as cache:
         if zero:
-            process = cache.processes.here()
+            process = cache.process
             process.counters.flush()
             database.zero(process.home.node)
             console.object("stats", zeroed=True)
@@ -292,13 +292,13 @@ def tiers(cache: Cache, config: Config) -> Iterator[Row]:
 
     The limit is None if only min_free applies, or if the tier has no directory yet.
     """
-    present = {tier.config.dir: tier for tier in cache.processes.here().present}
+    present = {tier.config.dir: tier for tier in cache.process.present}
     for number, tier in enumerate(config.by_tier(), 1):
         known = present.get(tier.dir)
         yield {
             "tier": number,
             "dir": os.fspath(tier.dir),
-            **fields_of(known.space().holdings() if known else Holdings()),
+            **fields_of(known.space.holdings() if known else Holdings()),
             "max_size": Volume.of(tier.dir).budget(tier) if tier.dir.is_dir() else None,
         }
 

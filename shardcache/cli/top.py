@@ -93,7 +93,7 @@ class Watcher:
         return Snapshot(
             at=utc(clock.time()),
             seconds=max(1e-3, now - began) if len(history) > 1 else None,
-            processes=len(live_sessions(self._cache.processes.here().home.node)),
+            processes=len(live_sessions(self._cache.process.home.node)),
             total=summed(changed),
             ranks={rank: each for rank, each in by_rank(changed).items() if each.opens},
             fetches=sorted(live, key=lambda row: (-row["written_bytes"], row["url"])),
@@ -103,7 +103,7 @@ class Watcher:
 
     def _waits(self) -> list[Row]:
         now, rows = clock.time(), list[Row]()
-        for store in self._cache.processes.here().stores():
+        for store in self._cache.process.stores():
             for key, waiter in live_waits(store.layout):
                 holder = read_holder(store.layout.holder(key))
                 row = {

@@ -127,7 +127,7 @@ class TarDataset:
                 "without an index file, each node would download all shards to count their "
                 f"samples. Run `{command}` once, and pass the file: TarDataset('train.json')."
             )
-        if self.cache.processes.here().is_new("counting"):
+        if self.cache.process.notices.is_new("counting"):
             logger.warning(
                 "counting the samples of %d shards, which downloads those that are not cached. To "
                 "do so only once, run `%s`, and pass the file: TarDataset('train.json').",
@@ -203,7 +203,7 @@ class TarDataset:
         if in_use := getattr(indices, "shards", None):  # a batch of a ShardBatchSampler
             for position in self._open.keys() - in_use:
                 self._open.pop(position, None)
-        self.cache.processes.here().counters.read(size)
+        self.cache.process.counters.read(size)
         if error is not None and not samples:
             raise error  # the handler left out all samples of the batch, and it cannot be empty
         results: Iterable[Any] = samples
@@ -226,7 +226,7 @@ class TarDataset:
         opened = self._open.pop(position, None)
         if opened is None or opened.is_lost:
             self._forget_idle()
-            self.cache.processes.here().evict_lru()
+            self.cache.process.evict_lru()
             opened = OpenShard(self.cache, self.shards[position])
             stated = int(self.counts[position])
             if len(opened) != stated:

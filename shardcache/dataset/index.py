@@ -32,6 +32,7 @@ from shardcache import clock, threads
 from shardcache.errors import ConfigError, IntegrityError, ShardCacheError
 from shardcache.files import open_file
 from shardcache.layout import INDEX
+from shardcache.reading.opening import open_shard, stream_file
 from shardcache.sync.paths import atomic_write
 from shardcache.threads import undivided
 from shardcache.urls import ShardURL
@@ -39,7 +40,7 @@ from shardcache.wds.tar import files_of, is_meta, members
 
 if TYPE_CHECKING:
     from shardcache.cache import Cache, Handler
-    from shardcache.process import Process
+    from shardcache.process import ProcessCache
 
 logger = logging.getLogger(__name__)
 
@@ -128,7 +129,7 @@ class OpenShard:
         self.used = clock.monotonic()
         self._cache = cache
         self._shard = shard
-        self._stream = cache.opener.open(shard, whole=True)
+        self._stream = open_shard(cache.process, shard, whole=True)
         self._lock = threading.Lock()  # held while the position of the stream matters
         self._url = shard.raw or str(shard)
         self._path = str(self._stream.name).removeprefix("file://")
@@ -139,7 +140,7 @@ class OpenShard:
             self._fd = os.dup(self._stream.fileno())
             # The size of the entry. If the file has been truncated since, `fstat` states less.
             self.size = self._stream.seek(0, os.SEEK_END)
-        self._has_entry = self._fd >= 0 and not cache.opener.is_in_place(shard)
+        self._has_entry = self._fd >= 0 and not cache.process.is_in_place(shard)
         self._directory = self._path.rpartition("/")[0]
         if not (self._has_entry and self._load()):
             self._make()
@@ -251,9 +252,9 @@ class OpenShard:
                 url=str(self._shard),
             ) from exn
         self.offsets = offsets
-        process = self._cache.processes.here()
+        process = self._cache.process
         if repeated:
-            process.warn(
+            process.notices.warn(
                 f"repeated {self._shard.key}",
                 "%s: the key %s occurs again after other keys, which makes two samples, as in "
                 "WebDataset. Pack the files of a sample together.",
@@ -280,12 +281,12 @@ class OpenShard:
         self._stream.seek(offset)  # back by a few blocks at most, which the buffer has
         return self._stream.read(size)
 
-    def _store(self, process: Process, offsets: bytes) -> None:
+    def _store(self, process: ProcessCache, offsets: bytes) -> None:
         """Write the offsets into the entry, unless another process is about to do the same."""
         store = process.tier_of(self._path).store
         try:
             # Two writers at once would not restore the timestamp of the entry.
-            with process.site().locked(store, self._shard.key) as is_locked:
+            with process.prepare().locked(self._shard.key) as is_locked:
                 if is_locked:
                     store.put(self._directory, INDEX, offsets + self._checksum(offsets))
         except (OSError, ConfigError) as exn:  # the disk is full, read-only or unmounted
@@ -350,7 +351,7 @@ def count_samples(
         end = clock.monotonic() + _CANCEL_TIMEOUT
         # A thread may wait for a server that does not respond, which no cancellation ends.
         while any(thread.is_alive() for thread in started) and clock.monotonic() < end:
-            for download in cache.processes.here().downloads.unfinished():
+            for download in cache.process.downloads.unfinished():
                 if download.shard.key in keys:
                     download.cancel()
             clock.sleep(_POLL)
@@ -371,7 +372,8 @@ def read_index_file(cache: Cache, path: str) -> tuple[list[ShardURL], list[int]]
         The errors of `Cache.open`, if the file is not local.
     """
     file = cache.parse(path)
-    with open(file.local_path, "rb") if file.is_local else cache.opener.stream(file) as stream:
+    local = open(file.local_path, "rb") if file.is_local else None  # noqa: SIM115
+    with local or stream_file(cache.process, file) as stream:
         text = stream.read()
     try:
         record = json.loads(text)

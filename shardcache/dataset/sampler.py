@@ -121,7 +121,7 @@ class ShardBatchSampler:
         # Epochs, and samples taken from each lane: where the next iteration begins, and where the
         # last one is. An iteration ends when workers still read its batches, so these may differ.
         self._start = self._taken = 0, 0
-        self._ahead = Prefetcher(data.cache.opener)
+        self._ahead = Prefetcher(data.cache.process)
         self._is_checked = False  # whether `_check_room` was called
         self._number = next(_numbers) if is_launched else None  # None: ranks need no comparison
 
@@ -263,7 +263,7 @@ class ShardBatchSampler:
         with contextlib.suppress(OSError):  # a directory of the cache is gone
             volumes = [(tier, Volume.of(tier.dir)) for tier in config.by_tier()]
             limit = sum(volume.budget(tier) or volume.size for tier, volume in volumes)
-            if needed * size <= limit or not cache.opener.here().is_new("room"):
+            if needed * size <= limit or not cache.process.notices.is_new("room"):
                 return
             text = "%s may hold %s, but this node uses %d shards at a time, about %s. Some will be "
             text += "downloaded or streamed repeatedly. Raise max_size, or pass a smaller shuffle."

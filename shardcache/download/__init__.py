@@ -1,12 +1,12 @@
 """Bringing a shard into the cache.
 
     download    the state of one download, and the table of the downloads of a process
-    acquire     the steps to an open entry: lock, wait, link, resume, transfer, publish
+    fetch       one attempt at an open entry: lock, wait, link, first part, room, receive, publish
     waiting     waiting while another process downloads the shard
     transfer    receiving one version of an object into a partial
     pool        the connections of a process, and its limit of bytes per second
 
-An entry is a complete shard on disk; a partial is a shard that is still being downloaded. `acquire`
+An entry is a complete shard on disk; a partial is a shard that is still being downloaded. `fetch`
 calls `waiting` and `transfer`, and `transfer` uses `pool`. Results come back as return values, and
 as events that the worker (the thread that runs a download) reports to its `Download`.
 """

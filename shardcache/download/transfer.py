@@ -19,39 +19,39 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from shardcache import clock, threads
+from shardcache.config import Config
 from shardcache.download.download import Download
 from shardcache.download.pool import Connections, Work
 from shardcache.errors import (
     FetchCancelledError,
     IntegrityError,
     ShardCacheError,
-    TransferError,
-    is_local_error,
 )
+from shardcache.faults import is_local_error
+from shardcache.locks.notices import Notices
 from shardcache.origins.base import (
     Body,
-    ObjectInfo,
     Origin,
     TransientError,
     VersionChangedError,
     skip,
 )
+from shardcache.origins.resolve import Origins
 from shardcache.origins.retry import Attempts, RetryPolicy
 from shardcache.stats.counters import Counters
 from shardcache.store.digest import BLOCK, MismatchError, block_digest, compare, tree_digest
 from shardcache.store.partial import Partial
 from shardcache.urls import ShardURL
 
-__all__ = ["Engine", "Source", "Transferred", "transfer"]
+__all__ = ["Engine", "Source", "Transfer", "Transferred", "first_response"]
 
 logger = logging.getLogger(__name__)
 
@@ -69,8 +69,6 @@ _FAREWELL = 5.0
 _NAP = 0.1
 #: Number of folders whose largest shard is remembered.
 _FOLDERS = 256
-#: Versions to try. If the object changes during every attempt, the transfer ends in an error.
-_VERSIONS = 4
 
 
 class _Sizes:
@@ -102,9 +100,12 @@ def _folder(shard: ShardURL) -> str:
 class Engine:
     """The parts of a process that all its transfers share."""
 
+    config: Config
     policy: RetryPolicy
     counters: Counters
     connections: Connections
+    origins: Origins
+    notices: Notices
     sizes: _Sizes = field(default_factory=_Sizes)
 
 
@@ -123,7 +124,7 @@ class Transferred:
     """A complete, checked shard that is not published yet.
 
     Attributes:
-        partial: the shard's partial; the caller of `transfer` publishes and closes it.
+        partial: the shard's partial; `fetch` publishes and closes it.
         size: the size of the shard in bytes.
         digest: the tree digest of the shard.
         checked: the algorithm of the origin's checksum that the bytes match; None if none matched.
@@ -137,92 +138,7 @@ class Transferred:
     proven: bool
 
 
-def transfer(
-    engine: Engine,
-    source: Source,
-    download: Download,
-    begin: Callable[[ObjectInfo], Partial],
-    resume: Partial | None = None,
-) -> Transferred:
-    """Download one object into a partial.
-
-    After an error, the partial is closed. It stays on disk to be resumed later, unless its bytes
-    are useless.
-
-    Args:
-        engine: the connections, retries and counters of the process.
-        source: the origin or upstream to read from.
-        download: receives the events, and may be cancelled.
-        begin: creates the partial once size and version are known; may raise to refuse the shard.
-        resume: the partial of an earlier transfer, to be continued.
-
-    Raises:
-        ShardNotFoundError, AccessDeniedError, ConfigError: the origin refuses the shard for good.
-        TransferError, TransferTimeoutError: all retries failed.
-        IntegrityError: the bytes do not match the origin's checksum.
-        OSError: the local disk failed (full, read-only, broken).
-        The errors of ``begin``.
-    """
-    shard = download.shard
-    # An upstream has one attempt: the next upstream, or the origin, continues at the same byte.
-    attempts = engine.policy.started(str(shard), 1 if source.upstream else None)
-    mismatches = 0
-    for _ in range(_VERSIONS):
-        running = None
-        if resume is not None:
-            running = Transfer(engine, source, download, resume, attempts)
-        response = None
-        try:
-            with engine.connections.one():
-                download.check()
-                if running is None:
-                    response, described = attempts.call(
-                        functools.partial(_first_response, engine, source, download),
-                        sleep=download.sleep,
-                    )
-                    engine.sizes.learn(shard, response.info.size)
-                    download.check()
-                    try:
-                        partial = begin(response.info)
-                    except OSError:  # no room, so a reader streams the shard from this response
-                        if not source.upstream:
-                            download.keep(response)
-                            response = None
-                        raise
-                    running = Transfer(
-                        engine, source, download, partial, attempts, described=described
-                    )
-                running.receive(response)
-            return running.finish()
-        except BaseException as exn:
-            if running is not None:
-                running.abandon(exn)
-            if response is not None:
-                response.close()
-            if isinstance(exn, VersionChangedError):
-                logger.warning("%s changed while it was downloaded; starting over", shard)
-            elif isinstance(exn, MismatchError) and mismatches == 0:
-                mismatches += 1
-                logger.warning("%s arrived damaged; downloading it again", shard)
-            elif isinstance(exn, MismatchError):
-                raise IntegrityError(
-                    f"{shard}: the origin states {exn.checksum.algorithm} "
-                    f"{exn.checksum.value}, but the bytes it sent twice have {exn.found}. "
-                    "The object or the path to it is damaged; upload it again.",
-                    url=str(shard),
-                ) from None
-            else:
-                raise
-        resume = None
-    raise TransferError(
-        f"{shard} changed {_VERSIONS} times while it was downloaded. "
-        "Wait until the dataset is written, then try again. If nothing writes it, the servers "
-        "behind its address state different ETags.",
-        url=str(shard),
-    )
-
-
-def _first_response(engine: Engine, source: Source, download: Download) -> tuple[Body, bool]:
+def first_response(engine: Engine, source: Source, download: Download) -> tuple[Body, bool]:
     """Return the first response, and whether it is for the whole object, so S3 adds a checksum."""
     origin, shard, part = source.origin, download.shard, engine.connections.part
     likely = engine.sizes.likely(download)

@@ -88,7 +88,7 @@ def _counted(cache: Cache, node: bool) -> dict[str, float]:
     if node:
         found = summed(cache.samples(ever=True))
     else:
-        process = cache.processes.made()
+        process = vars(cache).get("process")
         found = stats_of(process.counters.snapshot() if process else {})
         counts["active"] = len(process.downloads.unfinished()) if process else 0
     for wait, waits in found.waits.items():

@@ -19,7 +19,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardcache.files import FULL, PRIVATE, Modes, open_exclusive, open_file, set_mode, unlock
+from shardcache.faults import FULL
+from shardcache.files import PRIVATE, Modes, open_exclusive, open_file, set_mode, unlock
 from shardcache.layout import (
     IDLE_GRACE,
     Layout,

@@ -22,11 +22,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from shardcache import clock
-from shardcache.files import NOT_DATA, open_exclusive, open_file, random_token, unlock, write_new
+from shardcache.files import NOT_DATA, open_exclusive, open_file, random_token, unlock
 from shardcache.layout import IDLE_GRACE, Layout, list_names, read_file, replace_file
 from shardcache.locks.flock import Holder, is_file, read_holder, try_flock
-from shardcache.ranks import safe_name
 
 logger = logging.getLogger(__name__)
 
@@ -36,8 +34,8 @@ _ATTEMPTS = 100
 #: Maximum number of bytes to read from the file of limits: a few hundred for the limits, and the
 #: paths of the tiers.
 _MAX_LIMITS = 65_536
-#: Suffix of the files that `leave_note` creates.
-_NOTE = ".streamed"
+#: Suffix of the notes of `locks.notices`.
+NOTE = ".streamed"
 
 
 class Session:
@@ -113,26 +111,8 @@ def remove_dead(layout: Layout) -> None:
     for name in list_names(layout.sessions):
         path = layout.sessions / name
         with contextlib.suppress(OSError):  # the note is gone, or a directory has its name
-            if name.endswith(_NOTE) and path.lstat().st_mtime < oldest:
+            if name.endswith(NOTE) and path.lstat().st_mtime < oldest:
                 path.unlink()
-
-
-def leave_note(layout: Layout, job: str) -> bool:
-    """Create the note of a job on this node, and return whether the note is new.
-
-    A note is an empty file, which keeps the job's other processes from repeating a warning. If the
-    note cannot be created, return True. `remove_dead` removes the note after the job.
-    """
-    note, now = layout.sessions / f"{safe_name(job)}{_NOTE}", clock.time()
-    try:
-        remove_dead(layout)
-        write_new(note, b"", layout.modes.file)
-        os.utime(note, (now, now))
-    except FileExistsError:
-        return False
-    except OSError as exn:
-        logger.debug("%s was not made: %s", note, exn)
-    return True
 
 
 def live_waits(layout: Layout) -> Iterator[tuple[str, Holder]]:

@@ -31,7 +31,8 @@ from typing import Any
 
 from shardcache.config import Config, Upstream
 from shardcache.errors import AccessDeniedError, ConfigError, ShardNotFoundError, TransferError
-from shardcache.files import Breaker, random_token
+from shardcache.faults import Breaker
+from shardcache.files import random_token
 from shardcache.origins.base import (
     Body,
     ObjectInfo,
@@ -60,7 +61,9 @@ _FAILURES = 2
 class Origins:
     """The origins and the upstreams of one configuration. Threads may share it.
 
-    ``is_new`` returns whether a kind of warning is the first of its job on this node.
+    Args:
+        config: the options.
+        is_new: returns whether a kind of warning is the first of its job on this node.
     """
 
     def __init__(self, config: Config, is_new: Callable[[str], bool] = lambda kind: True) -> None:

@@ -180,8 +180,8 @@ def make_plan(
                 del cached[shard.key]
     missing = [shard for shard in shards if shard.key not in cached]
     sizes: Mapping[str, int] = listing.sizes(missing) if missing and list_sizes else {}
-    process = cache.processes.here()
-    allocated = process.home.space().allocated
+    process = cache.process
+    allocated = process.home.space.allocated
     on_disk = {key: allocated(size) for key, size in sizes.items()}
     needed = lacking = sum(on_disk.values())
     free = evict = resumable = 0
@@ -211,8 +211,8 @@ def confirm(cache: Cache, plan: PrewarmPlan, stop: threading.Event) -> Iterator[
     their origin, are damaged, belong to another rank, or must be hashed, because they were stored
     under another boot.
     """
-    process, now = cache.processes.here(), clock.time()
-    process.site()
+    process, now = cache.process, clock.time()
+    process.prepare()
     for shard in plan.shards:
         if stop.is_set():
             return
@@ -229,8 +229,8 @@ def _outdated_versions(cache: Cache, shard: ShardURL) -> frozenset[str] | Except
 
     Otherwise return an empty set, or an exception if the origin does not answer.
     """
-    process = cache.processes.here()
-    process.site()
+    process = cache.process
+    process.prepare()
     entries = [entry for store in process.stores() for entry in store.entries_of(shard.key)]
     if not entries or shard.scheme == "pipe" or shard.version_id:  # cannot be outdated
         return frozenset()
@@ -257,7 +257,7 @@ def _resumable(tier: Tier, wanted: Collection[str]) -> int:
 
 def _room(tier: Tier, entries: list[Entry], wanted: set[str], need: int) -> tuple[int, int, int]:
     """Return the bytes that a tier has free, would evict, and lacks to store ``need`` bytes."""
-    config, space = tier.config, tier.space()
+    config, space = tier.config, tier.space
     here = [entry for entry in entries if tier.owns(entry.directory)]
     flights = space.flights()
     # These bytes of unfinished downloads are already on the disk, but `need` includes them.

@@ -42,8 +42,8 @@ from shardcache.errors import (
     ConfigError,
     FetchCancelledError,
     TransferError,
-    is_local_error,
 )
+from shardcache.faults import is_local_error
 from shardcache.results import (
     Finished,
     Outcome,
@@ -76,7 +76,7 @@ _TICK, _FIRST_TICK = 0.1, 0.01
 #: Seconds to wait for cancelled downloads. Most end within milliseconds.
 _CANCEL_TIMEOUT = 5.0
 #: Modules that are imported before the helpers are forked, so that they need not import them again.
-_ENGINE = ("shardcache.download.acquire", "shardcache.space.clean", "shardcache.stats.database")
+_ENGINE = ("shardcache.download.fetch", "shardcache.space.clean", "shardcache.stats.database")
 #: Takes the place of a bucket's name for faults of this machine, such as of its disk.
 _THIS_MACHINE = ""
 
@@ -149,7 +149,7 @@ class Pool:
 
     def _supervise(self, report: Callable[[list[Started | Finished]], None]) -> None:
         """Start threads, report events and watch for reasons to stop, until all work is done."""
-        connections = self.cache.processes.here().engine.connections
+        connections = self.cache.process.engine.connections
         while self._start_threads(connections.limit):
             with self._changed:
                 tick = _TICK if connections.known else _FIRST_TICK
@@ -200,7 +200,7 @@ class Pool:
         for name in _ENGINE:
             importlib.import_module(name)
         with suppress(ConfigError):  # the downloads raise it
-            self.cache.processes.here().origins.prepare(self._missing()[0])
+            self.cache.process.origins.prepare(self._missing()[0])
         if self.rate is not None:
             self.rate //= count
             self._throttle = Throttle(self.rate)
@@ -300,7 +300,7 @@ class Pool:
         start, size = clock.monotonic(), download.listed
         error: Exception | None = None
         try:
-            opened, how = self.cache.opener.obtain(download)
+            opened, how = self.cache.process.obtain(download)
             opened.close()
             size = opened.size
             outcome = Outcome.CACHED if how == "hit" else Outcome(how)

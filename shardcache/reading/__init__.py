@@ -1,11 +1,11 @@
 """Reading a shard, as one stream over its entry, a download or the origin.
 
-    opener      opens the entry, joins a download, or bypasses the cache
+    opening     opens the entry, joins a download, or bypasses the cache
     stream      the stream that users read, over one reader at a time
     readers     the readers of a running download and of the origin
     fallback    chooses the reader that replaces a failed one, and warns about the failure
     lookahead   downloads the next shards of a pipeline
 
 An entry is a complete shard in the cache; its reader is `store.entry.Opened`. Readers know neither
-the opener nor each other.
+`opening` nor each other.
 """

@@ -27,17 +27,18 @@ from shardcache.errors import (
     ShardNotFoundError,
     TransferError,
     UnprovenError,
-    is_local_error,
 )
-from shardcache.files import fault_kind, is_disk_fault
+from shardcache.faults import fault_kind, is_disk_fault, is_local_error
 from shardcache.locks.flock import is_file
-from shardcache.process import PausedError, Process, UnusableError
+from shardcache.process import ProcessCache
 from shardcache.reading.readers import DownloadReader, Expected, OriginReader
 from shardcache.store.directory import DamagedError
+from shardcache.store.disk import PausedError
 from shardcache.store.entry import Opened, open_data, set_aside
+from shardcache.store.root import UnusableError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Mapping
 
     from shardcache.reading.readers import Reader
     from shardcache.urls import ShardURL
@@ -59,7 +60,7 @@ _COUNTERS = {
 
 
 def next_reader(
-    here: Callable[[], Process],
+    cache: ProcessCache,
     shard: ShardURL,
     failed: Reader,
     fault: Exception,
@@ -79,18 +80,18 @@ def next_reader(
     """
     if isinstance(failed, Opened) and is_disk_fault(fault):
         assert isinstance(fault, OSError)
-        return _replace_entry(here, shard, failed, fault, position, same_version)
+        return _replace_entry(cache, shard, failed, fault, position, same_version)
     if isinstance(failed, DownloadReader):
-        return read_past(here, shard, fault, failed, position, same_version)
+        return read_past(cache, shard, fault, failed, position, same_version)
     if isinstance(failed, OriginReader) and failed.nearer is not None:
         logger.info("%s: the upstream failed, so the origin serves the rest: %s", shard, fault)
         expected = Expected.of(failed.info) if same_version else None
-        return OriginReader(here, shard, position, expected=expected)
+        return OriginReader(cache, shard, position, expected=expected)
     raise fault  # nothing can replace the origin
 
 
 def _replace_entry(
-    here: Callable[[], Process],
+    cache: ProcessCache,
     shard: ShardURL,
     opened: Opened,
     fault: OSError,
@@ -98,28 +99,28 @@ def _replace_entry(
     same_version: bool,
 ) -> Reader:
     """Reopen an entry whose handle is stale. Set any other aside, and bypass the cache."""
-    process, entry = here(), opened.entry
-    store = process.tier_of(entry.directory).store
+    entry = opened.entry
     info = None
     with contextlib.suppress(DamagedError, OSError):
         if fault.errno == errno.ESTALE and not opened.reopened:
+            grace = cache.tier_of(entry.directory).store.layout.grace
             where = opened.directory, opened.path, opened.size
-            if (again := open_data(*where, store.layout.grace)) is not None:
+            if (again := open_data(*where, grace)) is not None:
                 again.reopened = True
                 return again
         info = entry.metadata().info
-    process.disk_failed(process.reading, fault)
+    cache.disk.failed(cache.disk.reading, fault)
     try:
-        with process.site().locked(store, shard.key) as is_locked:
+        with cache.prepare().locked(shard.key) as is_locked:
             # Publishing takes this lock, so the path names the same file until the lock is
             # released. If the path names another file now, our file was already replaced.
             if is_locked and is_file(opened.path, opened.fd):
                 set_aside(entry.path, f"{shard}: {fault.strerror}")
     except OSError as exn:
         logger.info("%s: %s cannot be set aside: %s", shard, opened.path, exn)
-    if process.config.strict:
+    if cache.config.strict:
         raise fault
-    process.warn(
+    cache.notices.warn(
         fault_kind(fault),
         "%s cannot be read at byte %d of %s (%s); the rest is streamed",
         shard,
@@ -128,13 +129,13 @@ def _replace_entry(
         fault.strerror,
     )
     if not same_version:
-        return read_nearest(here, shard, position)
+        return read_nearest(cache, shard, position)
     expected = Expected(entry.version if info is None else info.version, info, entry.size)
-    return OriginReader(here, shard, position, expected=expected)
+    return OriginReader(cache, shard, position, expected=expected)
 
 
 def read_past(
-    here: Callable[[], Process],
+    cache: ProcessCache,
     shard: ShardURL,
     fault: Exception,
     failed: DownloadReader | None = None,
@@ -148,17 +149,16 @@ def read_past(
     Raises:
         ``fault``, with ``strict`` or if it is an error of the origin; the errors of `OriginReader`.
     """
-    process = here()
     counter = next(_COUNTERS[kind] for kind in type(fault).__mro__ if kind in _COUNTERS)
     counts = {} if counter is None else {counter: 1}
     try:
-        _warn(process, shard, fault)
+        _warn(cache, shard, fault)
         if failed is not None and same_version:
-            reader = OriginReader(here, shard, position, expected=Expected.of(failed.info))
+            reader = OriginReader(cache, shard, position, expected=Expected.of(failed.info))
         else:
-            reader = read_nearest(here, shard, position, failed)
+            reader = read_nearest(cache, shard, position, failed)
     except Exception as exn:
-        process.counters.add({"failed": 1, **counts})
+        cache.counters.add({"failed": 1, **counts})
         number = getattr(fault, "errno", None)
         is_final = exn is fault or isinstance(exn, (ShardNotFoundError, AccessDeniedError))
         if is_final or number not in _TOO_MANY_FILES:
@@ -169,35 +169,53 @@ def read_past(
             url=str(shard),
             errno=number,
         ) from exn
-    process.counters.add({"bypassed": 1, **counts})
+    cache.counters.add({"bypassed": 1, **counts})
     return reader
 
 
-def _warn(process: Process, shard: ShardURL, fault: Exception) -> None:
+def _warn(cache: ProcessCache, shard: ShardURL, fault: Exception) -> None:
     """Log why a shard is streamed. Raises ``fault`` if the shard must not be streamed."""
     if isinstance(fault, (CacheFullError, LockTimeoutError, UnprovenError, UnusableError)):
         kind, reason = type(fault).__name__, fault.message
     elif is_local_error(fault):
         kind, reason = fault_kind(fault), str(fault.strerror or fault)
-        place = str(fault.filename or process.config.dir)
+        place = str(fault.filename or cache.config.dir)
         if place not in reason:
             reason = f"{place}: {reason}"
     else:  # an error of the origin, which streaming would only repeat
         raise fault
-    if process.config.strict:
+    if cache.config.strict:
         raise fault
     text = "%s is streamed, not cached: %s"
     facts = {"event": "streamed", "shard": str(shard), "reason": kind}
     if isinstance(fault, (PausedError, UnusableError)):  # logged before
         logger.info(text, shard, reason, extra=facts)
     elif isinstance(fault, CacheFullError):
-        process.warn_streamed(shard, reason, facts)
+        _warn_full(cache, shard, reason, facts)
     else:
-        process.warn(kind, text, shard, reason, extra=facts)
+        cache.notices.warn(kind, text, shard, reason, extra=facts)
+
+
+def _warn_full(
+    cache: ProcessCache, shard: ShardURL, reason: str, facts: Mapping[str, object]
+) -> None:
+    """Log that a shard finds no room: at WARNING once per job and node, otherwise at INFO."""
+    if not cache.notices.is_new("full"):
+        logger.info("%s is streamed, not cached: %s", shard, reason, extra=facts)
+        return
+    config = cache.config
+    most = "" if config.max_size is None else f"max_size {config.max_size}, "
+    logger.warning(
+        "%s is full (%smin_free %s): shards that find no room are streamed each time they are "
+        "read; the first is %s. Raise max_size, lower min_free, or free the disk. This is "
+        "logged once per job; `shardcache stats` counts them.",
+        *(config.dir, most, config.min_free, shard),
+        extra=facts,
+    )
 
 
 def read_nearest(
-    here: Callable[[], Process],
+    cache: ProcessCache,
     shard: ShardURL,
     position: int = 0,
     failed: DownloadReader | None = None,
@@ -205,9 +223,9 @@ def read_nearest(
     """Return a reader of the response that ``failed`` kept, or of an upstream, or of the origin."""
     response = failed.take_response() if failed is not None and position == 0 else None
     if position == 0 and response is None:
-        for upstream in here().origins.upstreams(shard):
+        for upstream in cache.origins.upstreams(shard):
             try:
-                return OriginReader(here, shard, nearer=upstream)
+                return OriginReader(cache, shard, nearer=upstream)
             except (ShardCacheError, OSError) as exn:
                 upstream.failed(exn)
-    return OriginReader(here, shard, position, response=response)
+    return OriginReader(cache, shard, position, response=response)

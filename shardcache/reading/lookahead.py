@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from shardcache import clock, threads
 from shardcache.errors import AccessDeniedError, ShardCacheError, ShardNotFoundError
+from shardcache.reading.opening import open_shard
 from shardcache.reading.readers import DownloadReader
 
 if TYPE_CHECKING:
     from shardcache.download.download import Download
-    from shardcache.reading.opener import Opener
+    from shardcache.process import ProcessCache
     from shardcache.store.entry import Opened
     from shardcache.urls import ShardURL
 
@@ -33,15 +34,15 @@ class Lookahead:
     thread.
 
     Args:
-        opener: opens shards.
+        cache: the cache to read through.
         data: the items, maybe without end. They are taken earlier than without a look-ahead.
         shard_of: returns the shard of an item.
     """
 
     def __init__(
-        self, opener: Opener, data: Iterable[Any], shard_of: Callable[[Any], ShardURL]
+        self, cache: ProcessCache, data: Iterable[Any], shard_of: Callable[[Any], ShardURL]
     ) -> None:
-        self._opener = opener
+        self._cache = cache
         self._data = iter(data)
         self._shard_of = shard_of
         self._coming: deque[tuple[Any, Opened | DownloadReader | None]] = deque()
@@ -72,11 +73,11 @@ class Lookahead:
         if (refused := self._refused.get(shard.key)) is not None and ahead is None:
             raise type(refused)(refused.message, url=str(shard))
         try:
-            stream = self._opener.open(shard, finish=False, ahead=ahead)
+            stream = open_shard(self._cache, shard, finish=False, ahead=ahead)
         except (ShardNotFoundError, AccessDeniedError) as exn:
             self._refused[shard.key] = type(exn)(exn.message)  # a copy without the traceback
             raise
-        while len(self._coming) < self._opener.config.prefetch and self._take(download=True):
+        while len(self._coming) < self._cache.config.prefetch and self._take(download=True):
             pass
         return stream
 
@@ -93,9 +94,9 @@ class Lookahead:
         if download:
             with contextlib.suppress(ShardCacheError, OSError):  # `open` will raise the same error
                 shard = self._shard_of(item)
-                if not (self._opener.is_in_place(shard) or shard.key in self._refused):
-                    here = self._opener.here
-                    reader = here().find(shard) or DownloadReader(here, shard, ahead=True)
+                if not (self._cache.is_in_place(shard) or shard.key in self._refused):
+                    cache = self._cache
+                    reader = cache.lookup(shard) or DownloadReader(cache, shard, ahead=True)
         self._coming.append((item, reader))
         return True
 
@@ -110,9 +111,9 @@ class Prefetcher:
         size: the size of one of the shards in bytes, or None until one is known.
     """
 
-    def __init__(self, opener: Opener) -> None:
+    def __init__(self, cache: ProcessCache) -> None:
         self.size: int | None = None
-        self._opener = opener
+        self._cache = cache
         self._lock = threading.Lock()
         self._coming: deque[ShardURL] = deque()
         self._running: deque[Download] = deque()
@@ -129,9 +130,9 @@ class Prefetcher:
         The least recently used shards are evicted first. So those that are cached count as used
         now, in this order, even if a reader opened them long ago or will do so only later.
         """
-        wanted = dict.fromkeys(each for each in shards if not self._opener.is_in_place(each))
+        wanted = dict.fromkeys(each for each in shards if not self._cache.is_in_place(each))
         with self._lock, contextlib.suppress(RuntimeError):  # the limit of threads is reached
-            if self._opener.config.prefetch:
+            if self._cache.config.prefetch:
                 before = [shard for shard in self._coming if shard not in wanted]
                 self._coming = deque([*before, *wanted])
             if self._coming and not self._has_thread:
@@ -141,7 +142,7 @@ class Prefetcher:
     @staticmethod
     def _run(reference: weakref.ref[Prefetcher]) -> None:
         while (prefetcher := reference()) is not None and prefetcher._begin():
-            running, most = prefetcher._running, prefetcher._opener.config.prefetch
+            running, most = prefetcher._running, prefetcher._cache.config.prefetch
             del prefetcher  # while this thread waits
             if len(running) >= most:
                 running[0].wait(lambda: running[0].ended)  # noqa: B023
@@ -155,16 +156,16 @@ class Prefetcher:
             shard = self._coming.popleft()
         while self._running and self._running[0].ended:
             self.size = self._running.popleft().progress().size or self.size
-        process = self._opener.here()
-        process.evict_lru()
+        cache = self._cache
+        cache.evict_lru()
         try:
-            if (opened := process.find(shard)) is not None:
+            if (opened := cache.lookup(shard)) is not None:
                 self.size = opened.size
-                store = process.tier_of(opened.directory).store
+                store = cache.tier_of(opened.directory).store
                 store.touch(opened.directory, clock.time())
                 opened.close()
             else:
-                download, _ = process.join(shard, finish=True, ahead=True)
+                download, _ = cache.join(shard, finish=True, ahead=True)
                 download.leave()
                 self._running.append(download)
         except Exception as exn:  # noqa: BLE001 - the reader raises it

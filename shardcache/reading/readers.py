@@ -5,7 +5,7 @@ at the end of the shard, or None while there are no bytes yet. A reader ends wit
 and `fallback` chooses the next reader.
 
 In a forked child, a reader drops the parent's download and sockets, and continues with the clients
-of the child. ``here`` returns the `Process` of the calling process.
+of the child.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
     from shardcache.origins.resolve import UpstreamOrigin
-    from shardcache.process import Process
+    from shardcache.process import ProcessCache
     from shardcache.urls import ShardURL
 
     Reader: TypeAlias = "Opened | DownloadReader | OriginReader"
@@ -60,7 +60,7 @@ class DownloadReader:
     downloading the shard and dies, the worker of this process takes the lock and continues.
 
     Args:
-        here: returns the `Process` of the calling process.
+        cache: the cache to read through.
         shard: the shard to read.
         finish: whether to complete the download even if this reader is closed earlier.
         ahead: whether the shard is not needed until `attend` is called.
@@ -76,14 +76,14 @@ class DownloadReader:
 
     def __init__(
         self,
-        here: Callable[[], Process],
+        cache: ProcessCache,
         shard: ShardURL,
         *,
         finish: bool = False,
         ahead: bool = False,
     ) -> None:
         self.waited = 0.0
-        self._here = here
+        self._cache = cache
         self._shard = shard
         self._finish = finish
         self._seen: Path | None = None  # the last partial that this reader tried to open
@@ -91,7 +91,7 @@ class DownloadReader:
         self._read = 0  # offset after the last byte that was read
         self._limit = 0  # the watermark: offset after the last byte that may be read
         self._download: Download | None
-        self._download, self._has_started = here().join(shard, finish=finish, ahead=ahead)
+        self._download, self._has_started = cache.join(shard, finish=finish, ahead=ahead)
 
     def attend(self) -> bool:
         """Begin to read a shard downloaded ahead. Return False if the caller must open it again."""
@@ -165,7 +165,7 @@ class DownloadReader:
             return None
         is_own = download.state is not State.WAITING
         if opened is None and self._partial is not None and self._partial.sealed and not is_own:
-            opened = self._here().find(self._shard)
+            opened = self._cache.lookup(self._shard)
         if opened is not None:
             self._check(opened)
         elif not self._has_grown(download.partial, position):
@@ -176,7 +176,7 @@ class DownloadReader:
     def _joined(self) -> Download:
         """Return the download. In a forked child, or after it gave way, join a new one first."""
         if self._download is None or not self._download.mine:
-            self._download, has_started = self._here().join(self._shard, finish=self._finish)
+            self._download, has_started = self._cache.join(self._shard, finish=self._finish)
             self._has_started |= has_started
         return self._download
 
@@ -272,7 +272,7 @@ class OriginReader:
     same byte, with the same version, over a connection of its own.
 
     Args:
-        here: returns the `Process` of the calling process.
+        cache: the cache to read through.
         shard: the shard to read.
         start: offset of the first byte.
         nearer: an upstream to read instead of the origin. Its bytes are trusted like an entry.
@@ -293,7 +293,7 @@ class OriginReader:
 
     def __init__(
         self,
-        here: Callable[[], Process],
+        cache: ProcessCache,
         shard: ShardURL,
         start: int = 0,
         *,
@@ -301,9 +301,9 @@ class OriginReader:
         expected: Expected | None = None,
         response: Body | None = None,
     ) -> None:
-        self._here = here
+        self._cache = cache
         self._shard = shard
-        self._enter_process()
+        self._pid = os.getpid()
         self._read_from(nearer)
         self._position = start
         self._version = None if expected is None else expected.version
@@ -316,18 +316,13 @@ class OriginReader:
             self.info, self.size = response.info, response.info.size
         self._read_at = clock.monotonic()
 
-    def _enter_process(self) -> None:
-        """Use the clients, counters and retry policy of the calling process."""
-        self._pid = os.getpid()
-        self._process = self._here()
-
     def _read_from(self, nearer: UpstreamOrigin | None) -> None:
         self.nearer = nearer
-        self._origin: Origin = nearer or self._process.origins.of(self._shard)
+        self._origin: Origin = nearer or self._cache.origins.of(self._shard)
         self._counter = "bytes_origin" if nearer is None else "bytes_upstream"
         # After one failed attempt at an upstream, the origin continues the stream.
         attempts = None if nearer is None else 1
-        self._attempts = self._process.engine.policy.started(str(self._shard), attempts)
+        self._attempts = self._cache.engine.policy.started(str(self._shard), attempts)
 
     def _leave_parent(self) -> None:
         """Continue in a forked child.
@@ -343,9 +338,9 @@ class OriginReader:
                 "origin names no version. Open it in the forked process.",
                 url=str(self._shard),
             )
-        self._enter_process()
+        self._pid = os.getpid()
         name = None if self.nearer is None else self.nearer.name
-        copies = () if name is None else self._process.origins.upstreams(self._shard)
+        copies = () if name is None else self._cache.origins.upstreams(self._shard)
         self._read_from(next((copy for copy in copies if copy.name == name), None))
 
     def _call(self, function: Callable[[], T]) -> T:
@@ -382,7 +377,7 @@ class OriginReader:
         if self._version is None:
             assert self.info is not None
             self._version = self.info.version
-        self._process.counters.read(count, self._counter)
+        self._cache.counters.read(count, self._counter)
         self._has_ended()
         self._read_at = clock.monotonic()
         return count
@@ -423,7 +418,7 @@ class OriginReader:
             if self._version is not None and not is_same:
                 raise VersionChangedError(str(self._shard))
             if passed := skip(body, self._position):
-                self._process.counters.read(passed, self._counter)
+                self._cache.counters.read(passed, self._counter)
         except Exception:
             body.close()
             raise

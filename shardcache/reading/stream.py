@@ -24,13 +24,10 @@ from shardcache.store.digest import BLOCK
 from shardcache.store.entry import Opened
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from _typeshed import WriteableBuffer
 
-    from shardcache.process import Process
+    from shardcache.process import ProcessCache
     from shardcache.reading.readers import Reader
-    from shardcache.stats.counters import Counters
     from shardcache.urls import ShardURL
 
 
@@ -38,8 +35,9 @@ class ShardStream(io.RawIOBase):
     """A stream of one version of a shard. For one thread at a time, as `io.BufferedReader` ensures.
 
     Args:
+        cache: the cache to read through.
+        shard: the shard to read.
         reader: the first reader, which the stream closes.
-        counters: the counters of this process. A forked child adds to a copy, which nothing writes.
 
     Attributes:
         name: the local path, or the canonical URL while there is no local file.
@@ -49,12 +47,10 @@ class ShardStream(io.RawIOBase):
     _version_fixed = False  # because bytes or the size were delivered
     _error: Exception | None = None
 
-    def __init__(
-        self, here: Callable[[], Process], shard: ShardURL, reader: Reader, counters: Counters
-    ) -> None:
+    def __init__(self, cache: ProcessCache, shard: ShardURL, reader: Reader) -> None:
         self.name = reader.path or str(shard)
-        self._here = here
-        self._counters = counters
+        self._cache = cache
+        self._counters = cache.counters  # a forked child adds to a copy, which nothing writes
         self._shard = shard
         self._reader = reader
         self._position = 0
@@ -188,7 +184,7 @@ class ShardStream(io.RawIOBase):
         """Continue with the reader that replaces the failed one. Raises if there is none."""
         try:
             reader, position, fixed = self._reader, self._position, self._version_fixed
-            self._use(next_reader(self._here, self._shard, reader, fault, position, fixed))
+            self._use(next_reader(self._cache, self._shard, reader, fault, position, fixed))
         except Exception as exn:
             self._error = exn
             self._reader.close()

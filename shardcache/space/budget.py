@@ -50,6 +50,7 @@ from shardcache.space.eviction import (
     total_bytes,
 )
 from shardcache.space.memory import Volume, allocation
+from shardcache.stats.counters import Counters
 from shardcache.store.entry import Entry, Store
 from shardcache.store.partial import InFlight, in_flight
 from shardcache.threads import lazy
@@ -147,7 +148,7 @@ class Space:
         node: the node's namespace, which has the budget lock, ``usage`` and the sessions.
         stores: returns all namespaces of the root.
         config: the limits.
-        evicted: called with the `Removal` of every evicted shard.
+        counters: count the evicted shards.
     """
 
     def __init__(
@@ -155,11 +156,11 @@ class Space:
         node: Layout,
         stores: Callable[[], Sequence[Store]],
         config: Config,
-        evicted: Callable[[Removal], None] = lambda removal: None,
+        counters: Counters | None = None,
     ) -> None:
         self.node = node
         self.stores = stores
-        self._evicted = evicted
+        self._counters = counters
         self._config = config
         # Lets only one thread of this process at a time poll the budget lock.
         self._threads = threading.Lock()
@@ -520,7 +521,8 @@ class Space:
                 key, size, reason = removal.entries[0].key, removal.entries[0].size, removal.reason
                 extra = {"event": "evicted", "key": key, "bytes": size, "reason": reason.value}
                 logger.info("evicted %s, %d bytes (%s)", key, size, reason, extra=extra)
-                self._evicted(removal)
+                if self._counters is not None:
+                    self._counters.add({f"evicted_{reason}": 1, "bytes_evicted": size})
                 gone.append(removal)
         return gone
 

@@ -129,7 +129,7 @@ class Housekeeper:
             return
         self.due = now + _MEMORY_INTERVAL  # set first, so that other threads return above
         try:
-            space = self._tier.space()
+            space = self._tier.space
             is_due, in_memory = now >= self._next, is_memory(space.node.base)
             if is_due:
                 self._next = now + INTERVAL

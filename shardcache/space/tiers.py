@@ -1,4 +1,4 @@
-"""One directory of a cache in one process: its namespaces, session and budget.
+"""The directories of a cache in one process: their namespaces, sessions and budgets.
 
 A cache has one directory, or several with ``tiers``, such as a RAM disk in front of an SSD. Each
 directory is a cache of its own, with a manifest, sessions, pins and limits, so another job may use
@@ -9,17 +9,27 @@ rank's or job's. A session is a file that shows that a process uses the cache.
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 
 from shardcache import clock
 from shardcache.config import Config
 from shardcache.layout import Layout, is_rank_name, list_names
+from shardcache.locks.flock import Holder, KeyLock
+from shardcache.locks.lease import KeyLease
 from shardcache.locks.mounts import node_namespace
+from shardcache.locks.notices import Notices
 from shardcache.locks.sessions import Session, live_sessions, state_limits
 from shardcache.ranks import Ranks, safe_name
-from shardcache.store.entry import Store
+from shardcache.space.budget import Space
+from shardcache.stats.counters import Counters
+from shardcache.store.directory import DamagedError
+from shardcache.store.disk import Disk
+from shardcache.store.entry import Opened, Store, open_first, set_aside
 from shardcache.store.root import (
     Identity,
     check_links,
@@ -28,11 +38,11 @@ from shardcache.store.root import (
     is_cache,
     make_root,
 )
+from shardcache.threads import lazy
 from shardcache.units import format_duration
+from shardcache.urls import ShardURL
 
-if TYPE_CHECKING:
-    from shardcache.space.budget import Space
-    from shardcache.space.eviction import Removal
+logger = logging.getLogger(__name__)
 
 #: The job of processes without a launcher. They share one namespace per rank.
 _NO_JOB = "local"
@@ -45,8 +55,8 @@ class Tier:
         config: options, with the ``dir`` and the limits of this tier.
         ranks: the job and the rank of this process.
         started: when the job began to use the cache (seconds since the epoch); None for a command.
-        warn: logs a warning once per kind (`process.Process.warn`).
-        evicted: called with every shard that is evicted here.
+        notices: the warnings of this process.
+        counters: count the shards that are evicted here.
     """
 
     def __init__(
@@ -54,14 +64,14 @@ class Tier:
         config: Config,
         ranks: Ranks,
         started: float | None,
-        warn: Callable[..., None],
-        evicted: Callable[[Removal], None],
+        notices: Notices,
+        counters: Counters,
     ) -> None:
         self.config = config
         self._ranks = ranks
         self._started = started
-        self._warn = warn
-        self._evicted = evicted
+        self._notices = notices
+        self._counters = counters
         self._session: Session | None = None
         self._identity: Identity | None = None
         self._locate()
@@ -77,8 +87,9 @@ class Tier:
             if config.isolation == "rank":
                 name += f"-{self._ranks.rank}"
             own = self.node.rank(safe_name(name))
-        #: The namespace that this process stores into.
+        #: The namespace that this process stores into, and the budget of the directory.
         self.store = self._store(own)
+        self.space = self.limited(config)
 
     def _store(self, layout: Layout) -> Store:
         return Store(layout, verify_after_boot=self.config.fsync == "verify-after-boot")
@@ -125,7 +136,7 @@ class Tier:
             state_limits(self.node, self._started, self.config.limits())
         self._identity = identity(self.config.dir, self.store.layout)
         if self.node.grace is not None and self.config.locks == "auto":
-            self._warn(
+            self._notices.warn(
                 "locking",
                 "%s is not on a local disk, or was made where it is not, so shardcache uses leases "
                 "instead of locks, and evicts entries only after %s without use. A local disk is "
@@ -139,11 +150,14 @@ class Tier:
         current = identity(self.config.dir, self.store.layout)
         return current is None or current != self._identity
 
-    def space(self, config: Config | None = None) -> Space:
-        """Return the budget of this tier, with the limits of ``config`` if it is given."""
-        from shardcache.space.budget import Space  # not at the top: `import shardcache` stays fast
+    def limited(self, config: Config) -> Space:
+        """Return the budget of this tier with the limits of ``config``."""
+        return Space(self.node, self.stores, config, self._counters)
 
-        return Space(self.node, self.stores, config or self.config, self._evicted)
+    def evict_lru(self) -> None:
+        """Follow the policy ``lru`` from now on."""
+        self.config = self.config.replace(policy="lru")
+        self.space = self.limited(self.config)
 
     def owns(self, directory: str) -> bool:
         """Return whether an entry's directory is in this tier."""
@@ -161,4 +175,94 @@ class Tier:
             with contextlib.suppress(OSError):
                 others = live_sessions(self.node)
                 if session.started < min(others, default=math.inf):
-                    self.space().forget_refusal()
+                    self.space.forget_refusal()
+
+
+@dataclass(frozen=True, eq=False)
+class Directories:
+    """The directories of a cache as a process found them: the tiers that can be used.
+
+    If a directory is unmounted or emptied, new `Directories` replace these. Safe between threads.
+
+    Attributes:
+        tiers: the usable tiers, fastest first; the last one holds the locks of all keys.
+        ranks: the job and rank of this process, for the records of the locks that it holds.
+        disk: counts faults of the disk.
+        notices: the warnings of this process.
+    """
+
+    tiers: Sequence[Tier]
+    ranks: Ranks
+    disk: Disk
+    notices: Notices
+
+    @lazy
+    def open(self) -> Callable[..., Opened | None]:
+        """The function that opens an entry in the first tier that has it, like `Store.open`."""
+        stores = [tier.store for tier in self.tiers]
+        return stores[0].open if len(stores) == 1 else partial(open_first, stores)
+
+    @property
+    def layout(self) -> Layout:
+        """The namespace that holds the locks."""
+        return self.tiers[-1].store.layout
+
+    def lookup(
+        self, shard: ShardURL, outdated: frozenset[str] = frozenset(), *, condemn: bool = False
+    ) -> Opened | None:
+        """Open the newest entry of a shard, or return None if there is no sound one.
+
+        Entries of ``outdated`` versions are ignored. With ``condemn``, a damaged entry is set
+        aside; the caller must then hold the key's lock.
+        """
+        try:
+            return self.open(shard.key, shard.basename, outdated)
+        except DamagedError as exn:
+            logger.info("%s: not used: %s", shard, exn)
+            if isinstance(exn.__cause__, OSError):
+                self.disk.failed(self.disk.reading, exn.__cause__)
+            if condemn and set_aside(Path(exn.directory), f"{shard}: {exn}"):
+                text = "%s was damaged and is downloaded again: %s"
+                self.notices.warn("damaged", text, shard, exn)
+            return None
+
+    def holder(self) -> Holder:
+        """Return the record that this process writes into a lock that it holds."""
+        ranks = self.ranks
+        rank = None if ranks.source == "none" else ranks.rank
+        return Holder.this_process(rank=rank, job=ranks.job, now=clock.time())
+
+    def key_lock(self, key: str) -> KeyLock | KeyLease:
+        """Return the lock of a key: its holder may download, set aside or amend the key's entries.
+
+        All tiers share it, because a shard may be in any of them.
+        """
+        layout = self.layout
+        if layout.grace is not None:
+            return KeyLease(layout, key)
+        return KeyLock(layout.key_lock(key), layout.modes)
+
+    @contextlib.contextmanager
+    def locked(self, key: str) -> Iterator[bool]:
+        """Hold the lock of a key in the body; yield False if another process has it.
+
+        Raises:
+            OSError: the disk fails.
+        """
+        lock = self.key_lock(key)
+        try:
+            yield lock.try_acquire(self.holder())
+        finally:
+            lock.release()
+
+    @contextlib.contextmanager
+    def slot(self, name: str, count: int) -> Iterator[bool]:
+        """Hold one of the node's ``count`` slots for ``name``; yield False if all are taken."""
+        layout, holder = self.layout, self.holder()
+        slots = (KeyLock(layout.named_lock(f"{name}-{n}"), layout.modes) for n in range(count))
+        lock = next((slot for slot in slots if slot.try_acquire(holder)), None)
+        try:
+            yield lock is not None
+        finally:
+            if lock is not None:
+                lock.release()

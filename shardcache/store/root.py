@@ -117,6 +117,10 @@ def check_usable(config: Config) -> None:
         raise unusable(root, OSError(number, os.strerror(number), str(path)))
 
 
+class UnusableError(ConfigError):
+    """The directory must not be used. Shards are streamed."""
+
+
 def unusable(root: Path, exn: OSError) -> ConfigError:
     """Return the error for a directory that cannot be made or written."""
     path = exn.filename or root

@@ -120,7 +120,7 @@ class Verifier:
     quick: bool
     remote: bool
     sample: float
-    sole: Callable[[Store, str], AbstractContextManager[bool]] | None
+    sole: Callable[[str], AbstractContextManager[bool]] | None
     status: VerifyStatus
     stop: threading.Event
 
@@ -222,7 +222,7 @@ class Verifier:
         entry = finding.entry
         assert self.sole is not None
         try:
-            with self.sole(store, entry.key) as alone:
+            with self.sole(entry.key) as alone:
                 # Publishing takes this lock, so no process can replace the entry now.
                 if alone and _is_same(entry, before):
                     set_aside(entry.path, f"found by verify: {finding.reason}")

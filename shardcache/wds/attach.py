@@ -49,7 +49,7 @@ def url_opener(
     def parsed(item: Any) -> ShardURL:
         return cache.parse(item["url"] if isinstance(item, dict) else item)
 
-    ahead, opened, failed, first = Lookahead(cache.opener, data, parsed), 0, 0, None
+    ahead, opened, failed, first = Lookahead(cache.process, data, parsed), 0, 0, None
     for item in ahead:
         sample: dict[str, Any] = item if isinstance(item, dict) else {"url": item}
         try:

@@ -21,6 +21,7 @@ from shardcache.cache import Cache, default_cache
 from shardcache.errors import AccessDeniedError, ConfigError
 from shardcache.origins.listing import SHARD
 from shardcache.ranks import run_of_this_process
+from shardcache.reading.opening import stream_file
 from shardcache.urls import DEFAULT_SCHEMES, name_command, redact
 
 logger = logging.getLogger(__name__)
@@ -80,7 +81,7 @@ def _cached(
                 log_once(exn, url, cache)
                 raise
             if is_tried:
-                cache.opener.here().counters.add({"left": 1})
+                cache.process.counters.add({"left": 1})
             if is_archive:
                 _leave(url, str(exn), cache)
         return original(url, mode, bufsize, **options)
@@ -95,7 +96,7 @@ def _uncached(cache_of: Callable[[], Cache], original: _Gopen) -> _Gopen:
     def gopen(url: str, mode: str = "rb", bufsize: int = 8192, **options: Any) -> Any:
         if mode == "rb" and url.partition(":")[0] in DEFAULT_SCHEMES:
             cache = cache_of()
-            return cache.opener.stream(cache.parse(url))
+            return stream_file(cache.process, cache.parse(url))
         return original(url, mode, bufsize, **options)
 
     return gopen
@@ -119,7 +120,7 @@ def _is_shard(url: str, cache: Cache, is_archive: bool) -> bool:
     if is_forbidden and (shard.is_local or url.startswith("pipe:")):
         return False
     is_archive = is_archive or SHARD.search(shard.basename) is not None
-    return is_archive and not cache.opener.is_in_place(shard)
+    return is_archive and not cache.process.is_in_place(shard)
 
 
 def _leave(url: str, reason: str, cache: Cache) -> None:
@@ -154,4 +155,4 @@ def _is_new(kind: str, cache: Cache | None) -> bool:
     if kind in _logged:
         return False
     _logged.add(kind)
-    return cache is None or cache.opener.here().is_new(kind)
+    return cache is None or cache.process.notices.is_new(kind)

@@ -147,7 +147,7 @@ def test_exit_codes_and_error_messages(run, warm, bucket, s3, proxy, tmp_path, m
         damage(cache, warm[3])
         s3.put(bucket, "large.tar", cache.entry(warm[0]).data.read_bytes())
         stack.enter_context(cache.open(warm[0]))
-        stack.enter_context(cache._here().home.space().sole_cleaner(wait=True))
+        stack.enter_context(cache.process.home.space.sole_cleaner(wait=True))
         for line, expected in ENDS.items():
             words = [word.format(*warm, bucket=bucket) for word in line.split()]
             with monkeypatch.context() as small:

@@ -31,7 +31,7 @@ def test_rates_cover_the_time_between_two_snapshots(make_cache, origin, clock, c
     assert "0.0/s" not in capsys.readouterr().out  # nothing is measured yet
     for _ in range(10):
         cache.open(URL).close()
-    cache._here().counters.flush()
+    cache.process.counters.flush()
     clock.sleep(2.0)
     second = watcher.snapshot()
     assert (second.seconds, second.total.hits) == (2.0, 10)

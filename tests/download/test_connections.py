@@ -87,7 +87,7 @@ def cache(make_cache, origin):
 def others(cache, count=NODE):
     """Register as many other downloaders on the node."""
     with contextlib.ExitStack() as stack:
-        for each in [Downloaders(lambda: cache._here().home.node) for _ in range(count)]:
+        for each in [Downloaders(lambda: cache.process.home.node) for _ in range(count)]:
             each.join()
             stack.callback(each.leave)
         yield
@@ -101,7 +101,7 @@ def test_a_waiting_download_starts_when_connections_are_free(cache, origin):
                 first = pool.submit(read, cache, URLS[0])
                 wait_until(lambda: origin.requests)
                 second = pool.submit(read, cache, URLS[1])
-                wait_until(lambda: cache._here().engine.connections._waiting)
+                wait_until(lambda: cache.process.engine.connections._waiting)
             assert second.result(PATIENCE) == origin.objects[URLS[1]]
             assert not first.done()
         finally:
@@ -115,7 +115,7 @@ def test_a_crowded_node_downloads_nothing_ahead_of_its_readers(cache, origin, co
     with others(cache, count):
         samples = cache.url_opener(URLS)
         stream = next(samples)["stream"]
-        downloads = cache._here().downloads
+        downloads = cache.process.downloads
         wait_until(lambda: origin.requests and len(downloads.unfinished()) == 1)
         assert len({url for url, *_ in origin.requests}) == 1 + ahead
         held.set()
@@ -163,7 +163,7 @@ def test_a_slow_first_response_allows_all_connections(cache, origin, clock, resp
     for url, origin.waited in zip(URLS, responses, strict=False):
         origin.objects[url] = payload(1)
         read(cache, url)
-    assert cache._here().engine.connections.limit == limit
+    assert cache.process.engine.connections.limit == limit
 
 
 def test_shards_get_more_connections_if_all_are_stuck(cache, origin):

@@ -96,9 +96,9 @@ def test_a_lack_of_descriptors_removes_no_entry(make_cache, origin, tmp_path, ca
             read(cache, url, origin)
     assert entry.path.stat().st_ino == before
     assert len(warnings(caplog)) <= 1
-    assert cache._here().reading.closed and cache._here().writing.closed
+    assert cache.process.disk.reading.closed and cache.process.disk.writing.closed
     # Downloads that started without descriptors may end without storing their shard.
-    wait_until(lambda: not cache._here().downloads.unfinished())
+    wait_until(lambda: not cache.process.downloads.unfinished())
     assert all(read(cache, url, origin) for url in urls)
 
 
@@ -107,7 +107,7 @@ def test_the_error_for_a_lack_of_descriptors_names_the_limit(s3, bucket, tmp_pat
     s3.put(bucket, "a.tar", make_tar(1))
     url = f"s3://{bucket}/a.tar"
     with Cache(tmp_path / "cache", min_free=0, attempts=2) as cache:
-        cache._here().site()
+        cache.process.prepare()
         with few_descriptors(0), pytest.raises(TransferError) as caught:
             cache.open(url)
         text = str(caught.value)
@@ -133,7 +133,7 @@ def test_a_read_only_mount_serves_reads_with_one_warning(
         origin.requests.clear()
         cache = make_cache(dir=path / "cache")
         assert not read(cache, urls[3], origin)
-        assert cache._here().writing.left > 0  # writes are suspended after the first fault
+        assert cache.process.disk.writing.left > 0  # writes are suspended after the first fault
         assert [read(cache, url, origin) for url in urls] == [True] * 3 + [False] * 3
         assert {url for url, _, _ in origin.requests} == set(urls[3:])
         assert len(warnings(caplog)) == 1 and "Read-only file system" in warnings(caplog)[0]

@@ -96,7 +96,7 @@ class Lab:
 
     def join(self):
         """Wait until no download runs."""
-        processes = [cache._here() for cache in self.caches]
+        processes = [cache.process for cache in self.caches]
         wait_until(lambda: not any(process.downloads.unfinished() for process in processes))
 
 
@@ -433,7 +433,7 @@ def random_rule(rng, lab):
 def test_after_random_faults_the_bytes_are_right_or_there_is_an_error(lab, fill, batch):
     cache, narrow = lab.cache(fill=fill), lab.cache(fill=fill, max_size="2MiB")
     for each in (cache, narrow):
-        each._here().site()
+        each.process.prepare()
     for seed in range(10 * batch, 10 * batch + 10):
         rng = random.Random(seed)
         reader = narrow if rng.random() < 0.2 else cache

@@ -200,7 +200,7 @@ def test_a_cache_prepares_its_directory_and_its_client(tmp_path):
     with Cache(tmp_path / "cache", min_free=0, endpoint_url="http://127.0.0.1:9") as cache:
         prepared(cache, "s3://lab/a.tar")
         assert (tmp_path / "cache" / "v1").is_dir()
-        assert cache._here().origins.of(cache.parse("s3://lab/a.tar"))._keys is not None
+        assert cache.process.origins.of(cache.parse("s3://lab/a.tar"))._keys is not None
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ def fetched(cache, url=URL):
 
 def run(cache, download):
     """Run this download as `Cache.fetch` runs its own."""
-    opened = cache.opener.obtain(download).opened
+    opened = cache.process.obtain(download).opened
     opened.close()
     return opened.entry
 
@@ -223,7 +223,7 @@ def test_closing_waits_a_limited_time_for_copies_to_an_upstream(make, tmp_path, 
     monkeypatch.setattr("shardcache.process.LAST_COPIES", 0.1)
     hangs = threading.Event()
     cache = make(upstreams=[{"url": str(tmp_path / "nas"), "write_back": True}])
-    monkeypatch.setattr(cache._here().origins, "write_back", lambda *_: hangs.wait(2 * PATIENCE))
+    monkeypatch.setattr(cache.process.origins, "write_back", lambda *_: hangs.wait(2 * PATIENCE))
     start = time.monotonic()
     assert read(cache, URL) == DATA
     cache.close()

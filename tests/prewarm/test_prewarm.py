@@ -19,7 +19,7 @@ from shardcache.errors import (
     TransferError,
 )
 from shardcache.origins.listing import Listing
-from shardcache.reading.opener import Opener
+from shardcache.process import ProcessCache
 from shardcache.results import Finished, Planned, Started, Stopped
 from shardcache.store.partial import Partial, in_flight
 from tests.support.clitools import SHARDS
@@ -192,15 +192,15 @@ def test_cached_shards_are_opened_only_in_doubt(make_cache, origin, listed, fill
     cache, opened = make_cache(isolation="rank"), []
     scribbled, replaced, changed, booted, _ = (cache.fetch(url) for url in urls[1:])
     (scribbled.path / "meta.json").write_text("{")
-    cache.opener.here().home.store.mark_replaced(replaced)
+    cache.process.home.store.mark_replaced(replaced)
     changed.data.chmod(0o600)
     changed.data.write_bytes(bytes(changed.size))
     for entry in (changed, booted):
         sidecar = replace(entry.metadata(), boot="the last boot")
         (entry.path / "meta.json").write_bytes(sidecar.encode())
-    real = Opener.obtain
+    real = ProcessCache.obtain
     monkeypatch.setattr(
-        Opener, "obtain", lambda self, it: opened.append(str(it.shard)) or real(self, it)
+        ProcessCache, "obtain", lambda self, it: opened.append(str(it.shard)) or real(self, it)
     )
     report = make_cache(isolation="rank").prewarm(urls)  # remembers no entries
     assert [each.outcome for each in report.results] == [
@@ -277,20 +277,20 @@ def test_an_interrupt_is_raised_after_all_downloads_ended(make_cache, origin, li
     with pytest.raises(KeyboardInterrupt):
         cache.prewarm(urls, jobs=2, on_event=on_event)
     assert not [t for t in threading.enumerate() if t.name.startswith("shardcache-prewarm")]
-    assert not any(f.live for f in in_flight(cache._here().home.store.layout))
+    assert not any(f.live for f in in_flight(cache.process.home.store.layout))
 
 
 def test_a_stop_does_not_wait_for_a_stuck_download(make_cache, listed, fill, monkeypatch):
     monkeypatch.setattr("shardcache.prewarm.pool._CANCEL_TIMEOUT", 0.2)
     release, stop = threading.Event(), threading.Event()
-    obtain = Opener.obtain
+    obtain = ProcessCache.obtain
 
     def stuck(self, download):
         stop.set()
         release.wait(60)
         return obtain(self, download)
 
-    monkeypatch.setattr(Opener, "obtain", stuck)
+    monkeypatch.setattr(ProcessCache, "obtain", stuck)
     report = make_cache().prewarm(fill(names(2)), jobs=1, stop=stop)
     release.set()
     assert outcomes(report) == "--" and report.stopped is Stopped.REQUESTED

@@ -9,7 +9,7 @@ from shardcache.errors import CacheFullError, ConfigError, ShardCacheError, Shar
 from shardcache.prewarm import ray as module
 from shardcache.prewarm.plan import Share
 from shardcache.prewarm.ray import NodeReport, _prewarm_here
-from shardcache.reading.opener import Opener
+from shardcache.process import ProcessCache
 from shardcache.results import Outcome, Stopped
 from tests.support.storetools import wait_until
 from tests.support.tars import make_tar
@@ -70,20 +70,20 @@ def test_errors_that_cannot_be_pickled_are_sent_as_text(order, monkeypatch):
     def fail(*args):
         raise Local("odd")
 
-    monkeypatch.setattr(Opener, "obtain", fail)
+    monkeypatch.setattr(ProcessCache, "obtain", fail)
     errors = {repr(result.error) for result in taken(order()).report.results}
     assert errors == {repr(ShardCacheError("Local: odd"))}
 
 
 def test_a_cancelled_task_ends_its_prewarm(order, monkeypatch):
     """`ray.cancel` raises an exception in the task."""
-    begun, obtain = threading.Event(), Opener.obtain
+    begun, obtain = threading.Event(), ProcessCache.obtain
 
     def slow(*args):
         begun.set()
         return obtain(*args)
 
-    monkeypatch.setattr(Opener, "obtain", slow)
+    monkeypatch.setattr(ProcessCache, "obtain", slow)
     before = threading.active_count()
     stream = _prewarm_here(*order(jobs=1, limit_rate="64kB"), None)
     node = NodeReport("node-a", 0)

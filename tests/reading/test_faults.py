@@ -130,7 +130,7 @@ def test_with_strict_a_read_error_is_raised_and_persists(warm, make_cache, break
 
 
 def test_a_successful_read_resets_the_count_of_faults(warm, break_reads):
-    reading = warm._here().reading
+    reading = warm.process.disk.reading
     with warm.open(URL) as stream, warm.open(SMALL_URL) as small:
         break_reads(errno.EIO, times=2)
         assert stream.read() == DATA

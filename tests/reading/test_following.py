@@ -91,7 +91,7 @@ def test_a_follower_continues_a_download_that_was_cancelled(make_cache, origin, 
         if removed:
             (partial,) = Layout.of_root(fetching.dir).partial.iterdir()
             shutil.rmtree(partial)
-        for download in fetching._here().downloads.unfinished():
+        for download in fetching.process.downloads.unfinished():
             download.cancel()
         with pytest.raises(FetchCancelledError):
             first.read()
@@ -151,7 +151,7 @@ def test_the_error_of_a_download_persists(make_cache, origin, how):
 @pytest.mark.parametrize("is_read", [True, False])
 def test_closing_the_cache_cancels_downloads_without_readers(make_cache, origin, more, is_read):
     cache = one(make_cache, part_size=BLOCK)
-    process, stream = cache._here(), cache.open(URL)
+    process, stream = cache.process, cache.open(URL)
     assert stream.read(10) == DATA[:10]
     if not is_read:
         stream.close()

@@ -170,10 +170,10 @@ def test_a_shard_that_another_process_downloads_is_left_to_it(make_cache, origin
 
 @pytest.mark.locks_work
 def test_the_processes_of_a_node_share_a_limit_of_downloads_ahead(make_cache, origin, monkeypatch):
-    monkeypatch.setattr("shardcache.download.acquire._AHEAD", 1)
+    monkeypatch.setattr("shardcache.download.fetch._AHEAD", 1)
     one, other = make_cache(), make_cache(prefetch=2)
     event = origin.hold(0)
-    ahead = DownloadReader(one._here, one.parse(URLS[1]), ahead=True)
+    ahead = DownloadReader(one.process, one.parse(URLS[1]), ahead=True)
     wait_until(lambda: URLS[1] in requested(origin))
     second = other.url_opener(URLS[2:5])
     assert next(second)["stream"].read() == DATA[2]

@@ -80,7 +80,7 @@ def test_a_reader_that_leaves_after_its_download_failed_has_missed(make_cache, o
         stream.read(10)
         has_read.set()
         wait_until(lambda: cache.stats().fetches_failed)
-        wait_until(lambda: not cache._here().downloads.unfinished())
+        wait_until(lambda: not cache.process.downloads.unfinished())
     assert (cache.stats().misses, cache.stats().coalesced) == (1, 0)
 
 

@@ -38,8 +38,8 @@ def open_cache(root: Path, origin: MemoryOrigin | None = None, **options: Any) -
     """A cache of `SHARDS` that needs no server."""
     origin = origin or MemoryOrigin(objects=dict(SHARDS))
     cache = Cache(root, **{"min_free": 0, "strict": True, **options})
-    process = cache._here()
-    process.site()
+    process = cache.process
+    process.prepare()
     process.origins._made["s3", (), ""] = origin
     return cache
 
@@ -51,7 +51,7 @@ def fetch(root: Path, *urls: str, **options: Any) -> list[tuple[str, bool, int]]
     with open_cache(root, origin, **options) as cache:
         for url in urls or (URL,):
             before = len(origin.requests)
-            result = cache.opener.obtain(Download(cache.parse(url)))
+            result = cache.process.obtain(Download(cache.parse(url)))
             result.opened.close()
             with cache.open(url) as stream:
                 right = stream.read() == SHARDS[url]

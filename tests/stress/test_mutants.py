@@ -49,7 +49,7 @@ Visibility: a published file can be written
     tests/store/test_store.py -k visible_to_all_processes
 
 Economy: every process downloads
-    download/acquire.py
+    download/fetch.py
     -while not lock.try_acquire(site.holder()):
     +while not lock.try_acquire(site.holder()) and False:
     tests/test_processes.py -k eight_processes
@@ -61,7 +61,7 @@ Economy: a streamed shard is requested twice
     tests/reading/test_past.py
 
 Crash: no process resumes the partial of a dead one
-    download/acquire.py
+    download/fetch.py
     -left = None if lock is None or lock.left is None else lock.left.partial
     +left = None
     tests/download/test_coordination.py -k resumed

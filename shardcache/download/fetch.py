@@ -1,0 +1,434 @@
+"""Fetch a shard that is not cached, and open its entry; one download per node.
+
+    take the key's lock --- busy --> wait, look again ----------> coalesced
+      | ours                           | the holder is stale
+    look again, set damage aside       | download without the lock
+    link a sibling namespace's entry ---------------------------> linked
+    1. request the first part, which tells size and version, or resume a partial
+    2. reserve room, and create the partial
+    3. receive all parts
+    4. publish -------------------------------------------------> fetched
+
+`fetch` is one attempt. After a failure, `Recovery` says what the next attempt does differently;
+`process.ProcessCache.fetch` has the loop. A sibling namespace stores the shards of another rank or
+job in the same cache (``isolation``). The holder of the lock is stale if its partial, the shard in
+flight, has not grown for ``stale_after`` seconds. Locks only save bandwidth: every step gives the
+right bytes without them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+import logging
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
+
+from shardcache import clock
+from shardcache.clock import boot_id
+from shardcache.config import __version__
+from shardcache.download.download import Download, Result
+from shardcache.download.transfer import (
+    Engine,
+    Source,
+    Transfer,
+    Transferred,
+    first_response,
+)
+from shardcache.download.waiting import Waiter
+from shardcache.errors import (
+    CacheFullError,
+    FetchCancelledError,
+    IntegrityError,
+    LockTimeoutError,
+    ShardCacheError,
+    TransferError,
+    UnprovenError,
+)
+from shardcache.faults import FULL, is_local_error
+from shardcache.layout import is_directory, parse_partial_name
+from shardcache.locks.flock import KeyLock
+from shardcache.locks.lease import KeyLease
+from shardcache.origins.base import Body, ObjectInfo, VersionChangedError
+from shardcache.space.tiers import Directories, Tier
+from shardcache.store.digest import BLOCK, MismatchError, check_archive
+from shardcache.store.directory import DamagedError, Metadata
+from shardcache.store.entry import Opened
+from shardcache.store.partial import LostError, Partial
+
+if TYPE_CHECKING:
+    from shardcache.origins.resolve import UpstreamOrigin
+
+__all__ = ["Recovery", "fetch"]
+
+logger = logging.getLogger(__name__)
+
+#: Downloads per node that ignore the lock of a stale holder: enough for readers to continue, too
+#: few for one stuck process to cause a download storm.
+_PRIVATE = 2
+#: Downloads ahead (of shards that no reader needs yet) per node: enough to keep a fast link busy
+#: with eight connections each, few compared with the shards that the node's workers wait for.
+_AHEAD = 16
+#: Assumed bytes of a shard of unknown size. If there is no room for that many, the shard may have
+#: to be streamed, so the first request asks for the whole shard.
+_USUAL_SIZE = 64 << 20
+#: How often a shard is fetched again after a failure of each kind. An object that changes more
+#: often is still being written. An entry may vanish between publish and open, and a process whose
+#: locks do not work may remove a partial, but hardly this often in a row.
+_CHANGED, _MISMATCHED, _LOST = 3, 1, 4
+
+_Lock: TypeAlias = KeyLock | KeyLease
+
+
+class _UpstreamError(Exception):
+    """An upstream failed, or its copy is damaged. The next source continues at the same byte."""
+
+
+class Recovery:
+    """What the next attempt to fetch a shard does differently after a failure.
+
+    failure                        the next attempt                            at most
+    the object changed             begins again                                3 times
+    the bytes do not match         begins again                                once
+    an upstream failed             uses the next upstream, or the origin       once each
+    the partial or entry vanished  begins again                                4 times
+    the disk is full               evicts first, or uses the last tier only    once
+    a disk was unmounted           uses the directories that are made anew     once
+
+    Attributes:
+        upstream: the upstream to read from; None for the origin.
+        is_narrow: whether only the last tier may take the shard.
+    """
+
+    def __init__(self, engine: Engine, download: Download) -> None:
+        self.is_narrow = False
+        self._engine = engine
+        self._download = download
+        self._counts = Counter[type[BaseException]]()
+        self._has_begun = False
+        self._upstreams: Iterator[UpstreamOrigin] = iter(())
+
+    def source(self) -> UpstreamOrigin | None:
+        """Return the upstream to read from, or None for the origin.
+
+        Upstreams are queried when they are reached. They may still hold versions that are outdated,
+        so then only the origin is used.
+        """
+        if not self._has_begun:
+            self._has_begun = True
+            if not self._download.outdated:
+                self._upstreams = self._engine.origins.upstreams(self._download.shard)
+            self._upstream = next(self._upstreams, None)
+        return self._upstream
+
+    def recover(self, exn: Exception, directories: Directories, *, unmounted: bool) -> bool:
+        """Prepare the next attempt. Return False if ``exn`` is final; raise what it means."""
+        shard = self._download.shard
+        self._counts[type(exn)] += 1
+        count = self._counts[type(exn)]
+        if isinstance(exn, _UpstreamError):
+            self._upstream = next(self._upstreams, None)
+        elif isinstance(exn, VersionChangedError):
+            if count > _CHANGED:
+                raise TransferError(
+                    f"{shard} changed {count} times while it was downloaded. Wait until the "
+                    "dataset is written, then try again. If nothing writes it, the servers behind "
+                    "its address state different ETags.",
+                    url=str(shard),
+                ) from None
+            logger.warning("%s changed while it was downloaded; starting over", shard)
+        elif isinstance(exn, MismatchError):
+            if count > _MISMATCHED:
+                raise IntegrityError(
+                    f"{shard}: the origin states {exn.checksum.algorithm} {exn.checksum.value}, "
+                    f"but the bytes it sent twice have {exn.found}. The object or the path to it "
+                    "is damaged; upload it again.",
+                    url=str(shard),
+                ) from None
+            logger.warning("%s arrived damaged; downloading it again", shard)
+        elif isinstance(exn, LostError):
+            if count > _LOST:
+                # A fault of the cache and not of the origin, so the shard can still be streamed.
+                raise OSError(
+                    errno.EBUSY,
+                    f"the downloaded shard vanished, {count} times in a row. Either locks do not "
+                    "work in this directory, or another program empties it; stop that program, or "
+                    "use another directory",
+                    str(directories.layout.base),
+                )
+            self._engine.notices.warn("lost", "%s: %s; starting over", shard, exn)
+        elif is_local_error(exn) and unmounted and count == 1:
+            logger.info("%s: the disk was unmounted or replaced (%s)", shard, exn)
+        elif is_local_error(exn) and exn.errno in FULL and not self.is_narrow:
+            # The failed attempt has removed its partial and released the lock.
+            logger.info("%s: the disk is full (%s); making room", shard, exn)
+            self.is_narrow = True
+            if (response := self._download.take_response()) is not None:
+                response.close()
+            if len(directories.tiers) == 1:  # otherwise the next tier may have room
+                size = self._download.progress().size or 0
+                directories.tiers[0].space.make_room(str(shard), size)
+        else:
+            return False
+        return True
+
+
+def fetch(
+    directories: Directories, engine: Engine, download: Download, recovery: Recovery
+) -> Result | None:
+    """Obtain the entry of a shard: wait for another process, link a sibling's entry, or download.
+
+    Returns:
+        The open entry, or None if a download ahead gave way to another process or to readers.
+
+    Raises:
+        ShardNotFoundError, AccessDeniedError, ConfigError, TransferError, IntegrityError: the
+            origin cannot deliver the shard.
+        CacheFullError: the shard cannot be stored.
+        LockTimeoutError: another process has been downloading it for too long.
+        FetchCancelledError: the download was cancelled.
+        OSError: the local disk failed.
+        VersionChangedError, MismatchError, LostError, _UpstreamError: see `Recovery`.
+    """
+    shard, waiter = download.shard, None
+    lock: _Lock | None
+    with contextlib.ExitStack() as stack:
+        is_crowded = download.is_ahead and (
+            engine.connections.crowded or not stack.enter_context(directories.slot("ahead", _AHEAD))
+        )
+        if is_crowded and download.give_way():
+            return None
+        lock = directories.key_lock(shard.key)
+        stack.callback(lock.release)
+        while not lock.try_acquire(directories.holder()):
+            if download.give_way():
+                return None
+            if waiter is None:
+                layouts = [tier.store.layout for tier in directories.tiers]
+                waiter = Waiter(download, layouts, engine.config, directories.holder())
+                stack.callback(waiter.close)
+            if waiter.is_stale and stack.enter_context(directories.slot("private", _PRIVATE)):
+                logger.warning("%s: %s; downloading it here, too", shard, waiter.describe())
+                lock = None
+                break
+            waiter.pause()
+            if (opened := directories.lookup(shard, download.outdated)) is not None:
+                return Result(opened, "coalesced")
+        if waiter is not None:
+            waiter.close()
+        opened = directories.lookup(shard, download.outdated, condemn=lock is not None)
+        if opened is not None:
+            return Result(opened, "coalesced")
+        if (opened := _link(directories, download)) is not None:
+            return Result(opened, "linked")
+        entry = _download(directories, engine, download, recovery, lock)
+        _evict_outdated(directories, download)
+        if (opened := directories.lookup(shard)) is not None:
+            return Result(opened, "fetched")
+        if is_directory(entry):  # the disk cannot read it, and another download would not help
+            raise OSError(errno.EIO, "the stored shard cannot be read", str(entry))
+        raise LostError(f"{entry.name} vanished after it was published")
+
+
+def _download(
+    directories: Directories,
+    engine: Engine,
+    download: Download,
+    recovery: Recovery,
+    lock: _Lock | None,
+) -> Path:
+    """Download the shard, and return its published entry. ``lock`` is None if it is not held."""
+    shard, tiers = download.shard, directories.tiers
+    upstream = recovery.source()
+    # An upstream has one attempt: the next upstream, or the origin, continues at the same byte.
+    attempts = engine.policy.started(str(shard), None if upstream is None else 1)
+    left = None if lock is None or lock.left is None else lock.left.partial
+    partial = _resume(tiers, download, left)
+    is_roomless = partial is None and _may_not_fit(tiers, engine, download)
+    source = Source(upstream or engine.origins.of(shard), upstream is not None, is_roomless)
+    response: Body | None = None
+    transfer = None
+    is_described = False
+    try:
+        with engine.connections.one():
+            download.check()
+            if partial is None:
+                response, is_described = attempts.call(
+                    functools.partial(first_response, engine, source, download),
+                    sleep=download.sleep,
+                )
+                engine.sizes.learn(shard, response.info.size)
+                download.check()
+                try:
+                    partial = _begin(tiers, download, response.info, narrow=recovery.is_narrow)
+                except OSError:  # no room, so a reader streams the shard from this response
+                    if upstream is None:
+                        download.keep(response)
+                        response = None
+                    raise
+            size = partial.metadata.info.size
+            # Waiting processes find the partial by its name in the lock. A partial of one block has
+            # no journal, so no process could follow it.
+            if lock is not None and (size is None or size > BLOCK):
+                lock.update(replace(directories.holder(), partial=partial.path.name))
+            transfer = Transfer(engine, source, download, partial, attempts, described=is_described)
+            transfer.receive(response)
+        transferred = transfer.finish()
+    except BaseException as exn:
+        if transfer is not None:
+            transfer.abandon(exn)
+        elif partial is not None:
+            partial.close()
+        if response is not None:
+            response.close()
+        is_upstreams = isinstance(exn, ShardCacheError) and upstream is not None
+        if is_upstreams and not isinstance(exn, (FetchCancelledError, CacheFullError)):
+            assert upstream is not None and isinstance(exn, ShardCacheError)
+            upstream.failed(exn)
+            raise _UpstreamError from exn
+        raise
+    if upstream is not None and upstream.digest not in (None, transferred.digest):
+        partial.discard()
+        logger.warning("%s: the copy in %s is damaged and is not used", shard, upstream.name)
+        raise _UpstreamError
+    return _publish(tiers, engine, download, transferred)
+
+
+def _evict_outdated(directories: Directories, download: Download) -> None:
+    """Evict outdated versions. Those still being read are marked, and later evicted first."""
+    for tier in directories.tiers if download.outdated else ():
+        for entry in tier.store.entries_of(download.shard.key):
+            if entry.version not in download.outdated:
+                continue
+            if tier.store.evict(entry):
+                tier.space.forget_refusal()
+            else:
+                tier.store.mark_replaced(entry)
+
+
+def _link(directories: Directories, download: Download) -> Opened | None:
+    """Hard-link a sibling namespace's entry, or open it where it is; return None if none has it."""
+    shard, outdated = download.shard, download.outdated
+    pairs = ((tier, sibling) for tier in directories.tiers for sibling in tier.stores()[1:])
+    for tier, sibling in pairs:
+        other = opened = None
+        try:
+            other = sibling.open(shard.key, shard.basename, outdated)
+            if other is None:
+                continue
+            with tier.space.reserved(shard, 0):
+                is_linked = tier.store.link(other, other.entry.metadata(), shard.basename)
+            if is_linked:
+                opened = directories.lookup(shard, outdated)
+        except (DamagedError, FileNotFoundError):  # the sibling's own processes set it aside
+            if other is not None:
+                other.close()
+            continue
+        except OSError as exn:  # full or read-only: the sibling's entry can be read instead
+            if other is None:
+                raise
+            logger.info("%s: not linked, but read where it is: %s", shard, exn)
+        if opened is None:
+            return other
+        other.close()
+        return opened
+    return None
+
+
+def _may_not_fit(tiers: Sequence[Tier], engine: Engine, download: Download) -> bool:
+    """Return whether the shard may find no room. Raise CacheFullError if it certainly has none."""
+    size = engine.sizes.likely(download) or _USUAL_SIZE
+    refusals = [tier.space.refuses(str(download.shard), size) for tier in tiers]
+    if None in refusals:
+        return False
+    if download.listed is not None and refusals[-1] is not None:
+        raise refusals[-1]
+    return True
+
+
+def _resume(tiers: Sequence[Tier], download: Download, name: str | None) -> Partial | None:
+    """Take over the partial of this name; return None if it is gone or its writer is alive."""
+    shard = download.shard
+    # The name was read from a file that another program may have damaged, so it is checked.
+    parsed = None if name is None else parse_partial_name(name)
+    if name is None or parsed is None or parsed[0] != shard.key:
+        return None
+    for tier in tiers:
+        layout = tier.store.layout
+        partial = Partial.claim(layout, layout.partial / name, shard.basename)
+        if partial is None:
+            continue
+        logger.info("%s: resuming at %d bytes", shard, partial.written)
+        # The reservation ended with the dead process, and other shards may have taken its room, so
+        # the limits are checked again. The claimed partial already counts with its final size.
+        try:
+            with tier.space.reserved(shard, None):
+                return partial
+        except Exception:
+            partial.close()
+            raise
+    return None
+
+
+def _begin(tiers: Sequence[Tier], download: Download, info: ObjectInfo, *, narrow: bool) -> Partial:
+    """Create a partial in the fastest tier that has room, or in the last one if ``narrow``."""
+    shard, made = download.shard, (clock.time(), boot_id(), __version__, download.shard.endpoint)
+    metadata = Metadata(str(shard), shard.key, info, info.size or 0, "", None, *made)
+    if narrow or info.size is None:  # the last tier usually has the most room
+        tiers = tiers[-1:]
+    for tier in tiers:
+        try:
+            with tier.space.reserved(shard, info.size):
+                return Partial.create(tier.store.layout, metadata, shard.basename)
+        except OSError as exn:  # CacheFullError is a subclass
+            if tier is tiers[-1] or isinstance(exn, LockTimeoutError):
+                raise
+            logger.debug("%s: not into %s: %s", shard, tier.store.layout.base, exn)
+    raise AssertionError("there is always a tier")
+
+
+def _publish(
+    tiers: Sequence[Tier], engine: Engine, download: Download, transferred: Transferred
+) -> Path:
+    """Publish a transferred shard and return its entry, or discard it if a check refuses it."""
+    partial, shard = transferred.partial, download.shard
+    try:
+        check_archive(partial.fd, shard.basename, str(shard))
+        if not (transferred.proven or transferred.checked):
+            raise UnprovenError(
+                f"{shard} is not stored: its response has no length and ends with the connection, "
+                "so it may be incomplete. Let the server send a Content-Length.",
+                url=str(shard),
+            )
+        if engine.config.validate is not None:
+            try:
+                engine.config.validate(partial.data)
+            except Exception as exn:  # the hook may raise any exception to refuse the shard
+                raise IntegrityError(
+                    f"{shard} was refused by the validate hook: {type(exn).__name__}: {exn}. "
+                    "Look at the object, or at the hook.",
+                    url=str(shard),
+                ) from exn
+        metadata = replace(
+            partial.metadata,
+            size=transferred.size,
+            digest=transferred.digest,
+            checked=transferred.checked,
+            fetched_at=clock.time(),
+            boot=boot_id(),
+        )
+        above = partial.path.parent
+        tier = next(each for each in tiers if each.store.layout.partial == above)
+        is_unknown = partial.metadata.info.size is None  # so the budget was not checked before
+        if is_unknown and (refusal := tier.space.refuses(str(shard), transferred.size)):
+            raise refusal
+        entry = tier.store.publish(partial, metadata, sync=engine.config.fsync == "fsync")
+    except Exception:
+        partial.discard()
+        raise
+    partial.close()
+    return entry

@@ -1,0 +1,85 @@
+"""Which errors are faults of the disk, and how many of them pause its use.
+
+full            the disk or its quota is full: room is made, or the shard is streamed
+disk fault      the disk is broken, read-only or missing: three in a row pause its use
+local error     any other error of the disk or of this process, such as too many open files
+all others      errors of an origin or of shardcache
+"""
+
+from __future__ import annotations
+
+import errno
+from typing import TypeGuard
+
+from shardcache import clock
+from shardcache.errors import ShardCacheError
+
+#: Errors of a full disk or quota. They do not count as faults, because healthy disks fill up, too.
+FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+#: Errors of a disk that is broken, read-only, missing or another user's. The last three rows come
+#: from network filesystems, FUSE and the block layer (blk_errors in the kernel's block/blk-core.c).
+DISK_FAULTS = frozenset(
+    {errno.EIO, errno.EROFS, errno.ENODEV, errno.ENXIO, errno.EUCLEAN, errno.EACCES, errno.EPERM}
+    | {errno.ESTALE, errno.EBADMSG, errno.EREMOTEIO, errno.ENOTCONN, errno.ECONNABORTED}
+    | {errno.ESHUTDOWN, errno.EHOSTDOWN, errno.ENOLINK, errno.ETIMEDOUT, errno.EILSEQ}
+    | {errno.ENODATA}
+)
+#: Seconds for which a failing disk is not used: long enough to remount it, but short for a job.
+_PAUSE = 60.0
+
+
+def is_local_error(exn: BaseException) -> TypeGuard[OSError]:
+    """Return whether an error is an ``OSError`` of the disk or process, not one of shardcache's."""
+    return isinstance(exn, OSError) and not isinstance(exn, ShardCacheError)
+
+
+def is_disk_fault(exn: BaseException) -> bool:
+    """Return whether an error comes from a failing local disk, and not from an origin."""
+    return (
+        isinstance(exn, OSError)
+        and not isinstance(exn, ShardCacheError)
+        and exn.errno in DISK_FAULTS
+    )
+
+
+def fault_kind(exn: OSError) -> str:
+    """Return the name of an error, such as ``EIO``. shardcache warns once of each kind."""
+    return errno.errorcode.get(exn.errno or 0, type(exn).__name__)
+
+
+class Breaker:
+    """A circuit breaker: after ``threshold`` faults in a row, a disk is not used for a minute.
+
+    It has no lock, because the garbage collector may close a stream at any moment, and the stream
+    then reports a success. If a race counts one fault too many or too few, that does no harm.
+    """
+
+    def __init__(self, threshold: int = 3) -> None:
+        self._threshold = threshold
+        self.faults = 0
+        self._until = 0.0
+
+    @property
+    def closed(self) -> bool:
+        """Whether there are fewer faults in a row than the threshold."""
+        return self.faults < self._threshold
+
+    @property
+    def left(self) -> float:
+        """Seconds until the disk may be used again, or 0 if it may be used now."""
+        return max(0.0, self._until - clock.monotonic())
+
+    def failed(self, *, at_once: bool = False) -> bool:
+        """Count a fault; if ``at_once``, open the breaker. Return whether the fault opened it."""
+        if self.left:
+            return False  # the call began before the pause, so its fault does not prolong the pause
+        was_closed = self.closed
+        self.faults += self._threshold if at_once else 1
+        if not self.closed:
+            self._until = clock.monotonic() + _PAUSE
+        return was_closed and not self.closed
+
+    def succeeded(self) -> None:
+        """Reset the count of faults after a success, unless it is of a call before the pause."""
+        if not self.left:
+            self.faults = 0

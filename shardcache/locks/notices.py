@@ -1,0 +1,83 @@
+"""Warnings that appear once in a process, or once per job and node.
+
+The processes of a job share one note per warning: an empty file among the sessions, which a sweep
+removes after the job (`sessions.remove_dead`).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from shardcache import clock
+from shardcache.errors import ConfigError
+from shardcache.files import write_new
+from shardcache.layout import Layout
+from shardcache.locks.sessions import NOTE, remove_dead
+from shardcache.ranks import Ranks, safe_name
+
+logger = logging.getLogger(__name__)
+
+#: The variable that names the node and a directory of which a process has logged that it cannot be
+#: used. Forked and spawned children inherit it.
+_LOGGED = "_SHARDCACHE_UNUSABLE"
+
+
+class Notices:
+    """The warnings of one process that are not repeated.
+
+    Args:
+        job: identifies the job among those of this node.
+        node: returns the node's namespace, which has the notes of the job.
+    """
+
+    def __init__(self, job: str, node: Callable[[], Layout]) -> None:
+        self._job = job
+        self._node = node
+        self._known: set[str] = set()
+
+    def warn(
+        self, kind: str, text: str, *args: object, extra: Mapping[str, object] | None = None
+    ) -> None:
+        """Log at WARNING the first time that this process reports ``kind``, then at INFO."""
+        level = logging.INFO if kind in self._known else logging.WARNING
+        self._known.add(kind)
+        logger.log(level, text, *args, extra=extra)
+
+    def skip(self, kind: str) -> None:
+        """Log later warnings of this kind at INFO, because the fault was logged in other words."""
+        self._known.add(kind)
+
+    def is_new(self, kind: str) -> bool:
+        """Return whether this is the first call with ``kind`` in this job and on this node.
+
+        If the note cannot be created, each process of the job gets True once.
+        """
+        if kind in self._known:
+            return False
+        self._known.add(kind)
+        layout = self._node()
+        note, now = layout.sessions / f"{safe_name(f'{self._job}-{kind}')}{NOTE}", clock.time()
+        try:
+            remove_dead(layout)
+            write_new(note, b"", layout.modes.file)
+            os.utime(note, (now, now))
+        except FileExistsError:
+            return False
+        except OSError as exn:
+            logger.debug("%s was not made: %s", note, exn)
+        return True
+
+
+def log_unusable(error: ConfigError, directory: Path, ranks: Ranks) -> None:
+    """Log that nothing will be cached: as an error once per job and node, else at INFO.
+
+    No file on the node can be the memory of the job, because the directory cannot be used.
+    """
+    stated = f"{os.uname().nodename}:{directory}"
+    is_first = ranks.local_rank in (None, 0) and os.environ.get(_LOGGED) != stated
+    os.environ[_LOGGED] = stated
+    text = "no shard will be cached, and every epoch streams all of them: %s"
+    logger.log(logging.ERROR if is_first else logging.INFO, text, error.message)

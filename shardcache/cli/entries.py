@@ -23,6 +23,7 @@ from shardcache.locks.flock import read_holder
 from shardcache.prewarm.plan import expand
 from shardcache.space.eviction import Policy, disk_bytes, linked
 from shardcache.space.memory import Volume
+from shardcache.space.tiers import lock_layout
 from shardcache.store.directory import DamagedError
 from shardcache.store.entry import Entry
 from shardcache.store.partial import in_flight, read_progress
@@ -242,12 +243,13 @@ def _list_partials(cache: Cache) -> tuple[list[Row], Row, str]:
 def partials(cache: Cache) -> Iterator[Row]:
     """Yield a row for each partial (a shard in flight) of live and dead processes."""
     for store in cache.process.stores():
+        locks = lock_layout(cache.process.home, store.layout.base)
         for partial in in_flight(store.layout):
             if not partial.key:
                 continue  # an entry that is being removed
             progress = read_progress(partial.path)
             metadata = progress.metadata if progress else None
-            holder = read_holder(store.layout.holder(partial.key)) if partial.live else None
+            holder = read_holder(locks.holder(partial.key)) if partial.live else None
             state = "resumable" if metadata and metadata.resumable else "orphan"
             yield {
                 "url": metadata.url if metadata else None,

@@ -26,6 +26,7 @@ from shardcache.clock import utc
 from shardcache.config import Config
 from shardcache.locks.flock import Holder, read_holder
 from shardcache.locks.sessions import live_sessions, live_waits
+from shardcache.space.tiers import lock_layout
 from shardcache.stats.database import Sample
 from shardcache.stats.summary import Stats, by_rank, rank_records, summed
 from shardcache.units import format_rate
@@ -102,10 +103,11 @@ class Watcher:
         )
 
     def _waits(self) -> list[Row]:
-        now, rows = clock.time(), list[Row]()
-        for store in self._cache.process.stores():
+        now, rows, process = clock.time(), list[Row](), self._cache.process
+        for store in process.stores():
             for key, waiter in live_waits(store.layout):
-                holder = read_holder(store.layout.holder(key))
+                locks = lock_layout(process.home, store.layout.base)
+                holder = read_holder(locks.holder(key))
                 row = {
                     "url": waiter.url or key,
                     **_process(waiter),

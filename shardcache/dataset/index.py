@@ -282,13 +282,10 @@ class OpenShard:
         return self._stream.read(size)
 
     def _store(self, process: ProcessCache, offsets: bytes) -> None:
-        """Write the offsets into the entry, unless another process is about to do the same."""
+        """Write the offsets into the entry."""
         store = process.tier_of(self._path).store
         try:
-            # Two writers at once would not restore the timestamp of the entry.
-            with process.prepare().locked(self._shard.key) as is_locked:
-                if is_locked:
-                    store.put(self._directory, INDEX, offsets + self._checksum(offsets))
+            store.put(self._directory, INDEX, offsets + self._checksum(offsets))
         except (OSError, ConfigError) as exn:  # the disk is full, read-only or unmounted
             logger.debug("%s gets no %s: %s", self._directory, INDEX, exn)
 

@@ -203,7 +203,7 @@ def fetch(
         if is_crowded and download.give_way():
             return None
         lock = directories.key_lock(shard.key)
-        stack.callback(lock.release)
+        stack.callback(directories.release, lock)
         while not lock.try_acquire(directories.holder()):
             if download.give_way():
                 return None

@@ -16,7 +16,7 @@ import logging
 import os
 import socket
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from shardcache.faults import FULL
@@ -25,6 +25,7 @@ from shardcache.layout import (
     IDLE_GRACE,
     Layout,
     is_directory,
+    is_idle,
     is_key,
     is_lease_name,
     is_lock_name,
@@ -138,7 +139,10 @@ class KeyLock:
 
     A forked child closes the lock file, so that only the parent keeps the lock.
 
-    ``left`` is the record of the previous holder, which names the partial of a killed download.
+    Attributes:
+        left: the record of the previous holder, which names the partial of a killed download.
+        partial: the name of the partial in the record of this holder. Until this holder has one,
+            it is that of the previous holder, so that a second kill does not lose it.
     """
 
     def __init__(self, path: Path, modes: Modes = PRIVATE) -> None:
@@ -146,7 +150,7 @@ class KeyLock:
         self.left: Holder | None = None
         self._modes = modes
         self._file: io.FileIO | None = None
-        self._is_spent = False  # whether `release` should remove the file
+        self.partial: str | None = None
 
     def try_acquire(self, holder: Holder) -> bool:
         """Take the lock if it is free, and record ``holder``. Return whether the lock was taken.
@@ -175,12 +179,13 @@ class KeyLock:
                 raise
             self._file = file
             if try_flock(file.fileno()) is False:
-                self.release()
+                self.release(keep=True)
                 return False
             if os.fstat(file.fileno()).st_nlink:
                 with contextlib.suppress(OSError):  # a pipe can be locked, but has no offsets
                     self.left = Holder.decode(os.pread(file.fileno(), _MAX_RECORD, 0))
-                self.update(holder)
+                self.partial = self.left.partial if self.left else None
+                self.update(replace(holder, partial=self.partial))
                 return True
             self.release()  # a sweep removed the file between open and flock
         logger.info("going on without %s", self.path)
@@ -191,7 +196,7 @@ class KeyLock:
         file = self._file
         if file is None or file.closed:
             return
-        self._is_spent = is_lock_name(self.path.name) is not None and holder.partial is None
+        self.partial = holder.partial
         try:
             with contextlib.suppress(PermissionError):  # another member of the group owns the file
                 set_mode(file.fileno(), self._modes.file)
@@ -199,15 +204,17 @@ class KeyLock:
         except OSError as exn:  # the lock works without a record
             logger.debug("%s: no record of its holder: %s", self.path, exn)
 
-    def release(self) -> None:
+    def release(self, *, keep: bool = False) -> None:
         """Release the lock, if this process holds it.
 
-        Also remove a key's lock file, which takes a disk block, unless its record names a partial.
+        Also remove a key's lock file, which takes a disk block, unless ``keep`` is set because the
+        record names a partial that can be resumed.
         """
         file, self._file = self._file, None
         if file is not None and not file.closed:  # a forked child has closed it: the parent's lock
             with contextlib.suppress(OSError):
-                if self._is_spent and os.fstat(file.fileno()).st_nlink:
+                is_key_lock = is_lock_name(self.path.name) is not None
+                if is_key_lock and not keep and os.fstat(file.fileno()).st_nlink:
                     self.path.unlink()
             with contextlib.suppress(OSError):  # the descriptor is closed nevertheless
                 unlock(file.fileno())
@@ -233,8 +240,11 @@ def remove_locks(layout: Layout) -> None:
 
 def _remove_free_lock(layout: Layout, path: Path) -> None:
     left = read_holder(path)
-    if left is not None and left.partial and is_directory(layout.partial / left.partial):
-        return  # the file names the partial of a killed download, which can be resumed
+    # The file names the partial of a killed download. The partial may be in another tier, but no
+    # partial that was not written for an hour is resumed.
+    names_partial = left is not None and left.partial
+    if names_partial and (is_directory(layout.partial / names_partial) or not is_idle(path)):
+        return
     with contextlib.suppress(OSError), open_file(path) as file:
         # Remove the file only under its own lock, and only if no other process has removed it.
         if try_flock(file.fileno()) is not False and os.fstat(file.fileno()).st_nlink:

@@ -11,6 +11,7 @@ import contextlib
 import errno
 import logging
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from shardcache.layout import Layout, replace_file
@@ -40,6 +41,7 @@ class KeyLease:
     def __init__(self, layout: Layout, key: str, seconds: float = LEASE_SECONDS) -> None:
         self.path = layout.lease(key)
         self.left: Holder | None = None
+        self.partial: str | None = None
         self._layout = layout
         self._record = layout.holder(key)
         self._seconds = seconds
@@ -72,7 +74,8 @@ class KeyLease:
             logger.warning("%s: going on without a lease: %s", self.path, exn)
             return True
         self.left = read_holder(self._record)
-        self.update(holder)
+        self.partial = self.left.partial if self.left else None
+        self.update(replace(holder, partial=self.partial))
         return True
 
     def _break_expired(self, lease: SoftFileLease) -> None:
@@ -91,14 +94,17 @@ class KeyLease:
     def update(self, holder: Holder) -> None:
         """Replace the record of a lease that this process holds."""
         if self._lease is not None and self._lease.is_locked:
+            self.partial = holder.partial
             mode, via = self._layout.modes.file, self._layout.partial
             with contextlib.suppress(OSError):  # the lease works without a record
                 replace_file(self._record, holder.encode(), mode, via=via)
 
-    def release(self) -> None:
-        """Release the lease, if this process holds it."""
+    def release(self, *, keep: bool = False) -> None:
+        """Release the lease, if this process holds it; ``keep`` as for `KeyLock.release`."""
         lease, self._lease = self._lease, None
         if lease is not None and lease.is_locked:
-            for remove in (self._record.unlink, lease.release):
-                with contextlib.suppress(OSError):  # the record is optional, and the lease expires
-                    remove()
+            with contextlib.suppress(OSError):  # the record is optional
+                if not keep:
+                    self._record.unlink()
+            with contextlib.suppress(OSError):  # the lease expires
+                lease.release()

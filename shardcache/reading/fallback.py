@@ -111,7 +111,7 @@ def _replace_entry(
         info = entry.metadata().info
     cache.disk.failed(cache.disk.reading, fault)
     try:
-        with cache.prepare().locked(shard.key) as is_locked:
+        with cache.prepare().locked(entry.path) as is_locked:
             # Publishing takes this lock, so the path names the same file until the lock is
             # released. If the path names another file now, our file was already replaced.
             if is_locked and is_file(opened.path, opened.fd):

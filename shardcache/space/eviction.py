@@ -196,7 +196,7 @@ def plan(
     # readers would get an older version again.
     versions = Counter(links[0].key for links in files)
     several = [links[0] for links in files if versions[links[0].key] > 1]
-    newest = {each.key: each.version for each in sorted(several, key=lambda each: each.published)}
+    newest = {each.key: each.version for each in sorted(several, key=lambda each: each.stored)}
 
     def is_replaced(links: Links) -> bool:
         key, version = links[0].key, links[0].version
@@ -207,7 +207,7 @@ def plan(
 
     def order(links: Links) -> tuple[object, ...]:
         is_fifo = policy.name == "fifo"
-        rank = min(entry.published for entry in links) if is_fifo else last_used(links)
+        rank = min(entry.stored for entry in links) if is_fifo else last_used(links)
         return not is_replaced(links), rank, *links[0]
 
     removed: list[Removal] = []

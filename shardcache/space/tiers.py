@@ -18,7 +18,7 @@ from pathlib import Path
 
 from shardcache import clock
 from shardcache.config import Config
-from shardcache.layout import Layout, is_rank_name, list_names
+from shardcache.layout import Layout, is_directory, is_rank_name, list_names
 from shardcache.locks.flock import Holder, KeyLock
 from shardcache.locks.lease import KeyLease
 from shardcache.locks.mounts import node_namespace
@@ -178,6 +178,15 @@ class Tier:
                     self.space.forget_refusal()
 
 
+def lock_layout(home: Tier, base: Path) -> Layout:
+    """Return the namespace that holds the locks of the keys of the namespace at ``base``.
+
+    A shard may be in any tier, so all tiers share the locks in the last one, ``home``. A rank's or
+    job's namespace has locks of its own.
+    """
+    return home.node.rank(base.name) if base.parent.name == "ranks" else home.node
+
+
 @dataclass(frozen=True, eq=False)
 class Directories:
     """The directories of a cache as a process found them: the tiers that can be used.
@@ -232,28 +241,39 @@ class Directories:
         rank = None if ranks.source == "none" else ranks.rank
         return Holder.this_process(rank=rank, job=ranks.job, now=clock.time())
 
-    def key_lock(self, key: str) -> KeyLock | KeyLease:
+    def key_lock(self, key: str, base: Path | None = None) -> KeyLock | KeyLease:
         """Return the lock of a key: its holder may download, set aside or amend the key's entries.
 
-        All tiers share it, because a shard may be in any of them.
+        Args:
+            key: the key.
+            base: the directory of the namespace, by default that of this process.
         """
-        layout = self.layout
+        layout = self.layout if base is None else lock_layout(self.tiers[-1], base)
         if layout.grace is not None:
             return KeyLease(layout, key)
         return KeyLock(layout.key_lock(key), layout.modes)
 
+    def release(self, lock: KeyLock | KeyLease) -> None:
+        """Release the lock of a key. Its record stays if it names a partial to be resumed."""
+        name = lock.partial
+        partials = (store.layout.partial for tier in self.tiers for store in tier.stores())
+        lock.release(keep=name is not None and any(is_directory(p / name) for p in partials))
+
     @contextlib.contextmanager
-    def locked(self, key: str) -> Iterator[bool]:
-        """Hold the lock of a key in the body; yield False if another process has it.
+    def locked(self, entry: Path) -> Iterator[bool]:
+        """Hold the lock of an entry's key in the body; yield False if another process has it.
+
+        Args:
+            entry: the directory of the entry, in any tier and namespace.
 
         Raises:
             OSError: the disk fails.
         """
-        lock = self.key_lock(key)
+        lock = self.key_lock(entry.parent.name, entry.parents[3])
         try:
             yield lock.try_acquire(self.holder())
         finally:
-            lock.release()
+            self.release(lock)
 
     @contextlib.contextmanager
     def slot(self, name: str, count: int) -> Iterator[bool]:

@@ -197,11 +197,18 @@ def hold(directory: Path | str, grace: float | None, *, shared: bool = False) ->
 def hide(directory: Path, layout: Layout, key: str) -> Path | None:
     """Rename an entry or a partial to a name that readers ignore and the next sweep removes.
 
-    Returns the new path, or None if the directory is gone or is a mount point.
+    A directory in a lower layer of an overlay, as in a container's image, cannot be renamed. Its
+    files are removed where they are, the data first, so that it never looks complete.
+
+    Returns the path of what is left to remove, or None if the directory is gone or is a mount
+    point.
     """
     try:
         return directory.rename(layout.new_evicted(key))
     except OSError as exn:
+        if exn.errno == errno.EXDEV:
+            remove_directory(directory)
+            return directory
         if exn.errno not in _IMMOVABLE:
             raise
         return None

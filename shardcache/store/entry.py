@@ -17,6 +17,7 @@ import logging
 import os
 import re
 import stat
+import sys
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -98,12 +99,12 @@ class Entry(NamedTuple):
         return Path(self.directory)
 
     @property
-    def published(self) -> float:
-        """When the entry was published, in seconds since the epoch; 0 if it is gone."""
-        try:
-            return os.lstat(self.directory).st_mtime
-        except OSError:
-            return 0.0
+    def stored(self) -> int:
+        """When its bytes were stored (ns since the epoch), which orders the versions of a shard.
+
+        It is 0 if the entry was replaced or is gone.
+        """
+        return _stored(self.directory)
 
     def metadata(self) -> Metadata:
         """Read the sidecar.
@@ -164,18 +165,28 @@ def _last_use(directory: Path | str) -> float:
         return 0.0  # so that an entry without a sidecar is evicted first
 
 
-def versions(layout: Layout, key: str) -> list[tuple[int, str, int]]:
-    """Return (publication time in ns, directory, size) of each version of a shard, newest first."""
+def _stored(directory: str) -> int:
+    try:
+        data = data_file(directory)
+        # Without its data, the entry is damaged, which `open` must notice before older versions.
+        return sys.maxsize if data is None else os.lstat(data).st_mtime_ns
+    except OSError:
+        return 0  # evicted since the listing
+
+
+def versions(layout: Layout, key: str) -> list[tuple[str, int]]:
+    """Return the directory and the size of each version of a shard, the newest first.
+
+    The time of the data file orders them. `Store.publish` makes it later than those of all other
+    versions, whatever the clock says, and `Store.mark_replaced` sets it to 0.
+    """
     key_dir = str(layout.key_dir(key))
-    listed = []
-    for name in list_names(key_dir):
-        parsed = parse_entry_name(name)
-        if parsed is not None:
-            with contextlib.suppress(FileNotFoundError):  # evicted since the listing
-                status = os.lstat(f"{key_dir}/{name}")
-                if stat.S_ISDIR(status.st_mode):
-                    listed.append((status.st_mtime_ns, f"{key_dir}/{name}", parsed[1]))
-    return sorted(listed, reverse=True)
+    named = ((name, parse_entry_name(name)) for name in list_names(key_dir))
+    listed = [(f"{key_dir}/{name}", parsed[1]) for name, parsed in named if parsed]
+    listed = [row for row in listed if is_directory(row[0])]
+    if len(listed) > 1:
+        listed.sort(key=lambda row: _stored(row[0]), reverse=True)
+    return listed
 
 
 def _directories(path: str) -> list[os.DirEntry[str]]:
@@ -302,7 +313,7 @@ class Store:
             except (DamagedError, OSError) as exn:  # raised again below, unless the error is gone
                 logger.debug("%s: %s", key, exn)
             self._known.pop(key, None)
-        for _, directory, size in versions(self.layout, key):
+        for directory, size in versions(self.layout, key):
             if not outdated or Entry.at(directory).version not in outdated:
                 opened = self._open_unknown(directory, basename, size)
                 if opened is not None:
@@ -360,11 +371,8 @@ class Store:
 
     def put(self, directory: str, name: str, data: bytes) -> None:
         """Write a side file of an entry, in place of an earlier one. Raises OSError."""
-        before = os.lstat(directory)
-        path, modes = Path(directory, name), self.layout.modes
-        replace_file(path, data, modes.file, via=self.layout.partial)
-        # Restore the directory's timestamp, which `versions` uses as the publication time.
-        os.utime(directory, ns=(before.st_atime_ns, before.st_mtime_ns))
+        modes, via = self.layout.modes, self.layout.partial
+        replace_file(Path(directory, name), data, modes.file, via=via)
 
     def _remember(self, key: str, directory: str, basename: str, size: int) -> None:
         if len(self._known) >= _REMEMBERED:
@@ -392,14 +400,18 @@ class Store:
         key, name = metadata.key, partial.data.name
         partial.seal(metadata, self.layout.modes, sync=sync)
         entry = self.layout.entry(key, metadata.info.version, metadata.size)
-        # List after sealing, which sets the directory's timestamp. If this process is stopped
-        # before the rename, a version that another process publishes is newer, and `open` takes it.
-        others = [Path(row[1]) for row in versions(self.layout, key) if row[1] != str(entry)]
+        # If this process is stopped before the rename, a version that another process publishes
+        # has a later time, and `open` takes it.
+        others = [Path(row[0]) for row in versions(self.layout, key) if row[0] != str(entry)]
         newcomer = next((other for other in others if other.name not in partial.earlier), None)
         if newcomer is not None:
             logger.info("%s was published before %s, which is dropped", newcomer.name, entry.name)
             remove_directory(partial.path, name)
             return newcomer
+        if others:  # they may be of the future, if the clock was ahead
+            latest = max(_stored(str(other)) for other in others)
+            if latest >= os.fstat(partial.fd).st_mtime_ns:
+                os.utime(partial.fd, ns=(latest + 1, latest + 1))
         self._known.pop(key, None)
         if not self._rename(partial, entry, metadata.size):
             remove_directory(partial.path, name)
@@ -475,7 +487,7 @@ class Store:
 
     def entries_of(self, key: str) -> Iterator[Entry]:
         """Yield every version of one shard, newest first."""
-        return (Entry.at(directory) for _, directory, _ in versions(self.layout, key))
+        return (Entry.at(directory) for directory, _ in versions(self.layout, key))
 
     def in_use(self, entry: Entry) -> bool:
         """Return whether a process is reading an entry of any namespace of this root."""
@@ -570,16 +582,23 @@ def open_first(
 ) -> Opened | None:
     """Open the newest entry of a shard in the first tier that has an intact one; None for a miss.
 
-    Raises DamagedError if a tier has a damaged entry and no tier has an intact one.
+    An entry that was replaced is opened only if no other tier has a newer one. Raises DamagedError
+    if a tier has a damaged entry and no tier has an intact one.
     """
+    replaced: Opened | None = None
     damaged: DamagedError | None = None
     # Begin with tiers known to have the shard: a lookup in another tier costs as much as a hit.
     for store in sorted(stores, key=lambda one: key not in one._known):
         try:
-            if (opened := store.open(key, basename, outdated)) is not None:
+            if (opened := store.open(key, basename, outdated)) is None:
+                continue
+            if replaced is not None:
+                replaced.close()
+            if not opened.replaced:
                 return opened
+            replaced = opened
         except DamagedError as exn:
             damaged = damaged or exn
-    if damaged is not None:
+    if damaged is not None and replaced is None:
         raise damaged
-    return None
+    return replaced

@@ -283,7 +283,8 @@ class Partial:
                 partial._records_at = records_at
                 partial._prove(_records(data[records_at:]), metadata.info.size)
             except (OSError, DamagedError) as exn:
-                expected = GONE | NOT_DATA | {errno.EBUSY, errno.EACCES, errno.EPERM}
+                # EXDEV: it is in a lower layer of an overlay.
+                expected = GONE | NOT_DATA | {errno.EBUSY, errno.EACCES, errno.EPERM, errno.EXDEV}
                 if isinstance(exn, OSError) and exn.errno not in expected:
                     raise
                 remove_directory(claimed, basename)

@@ -20,6 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from pathlib import Path
 
 from shardcache.errors import ConfigError, ShardCacheError, ShardNotFoundError, TransferError
 from shardcache.origins.base import ObjectInfo
@@ -120,7 +121,7 @@ class Verifier:
     quick: bool
     remote: bool
     sample: float
-    sole: Callable[[str], AbstractContextManager[bool]] | None
+    sole: Callable[[Path], AbstractContextManager[bool]] | None
     status: VerifyStatus
     stop: threading.Event
 
@@ -222,7 +223,7 @@ class Verifier:
         entry = finding.entry
         assert self.sole is not None
         try:
-            with self.sole(entry.key) as alone:
+            with self.sole(entry.path) as alone:
                 # Publishing takes this lock, so no process can replace the entry now.
                 if alone and _is_same(entry, before):
                     set_aside(entry.path, f"found by verify: {finding.reason}")

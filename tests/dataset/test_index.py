@@ -86,10 +86,10 @@ def index_of(cache):
 
 
 def test_the_offsets_are_written_once_and_leave_with_the_shard(cache):
-    published = cache.fetch(URL).published
+    published = cache.fetch(URL).stored
     data = TarDataset(URL, cache=cache)
     written = index_of(cache).stat()
-    assert (len(data), cache.entry(URL).published) == (100, published)
+    assert (len(data), cache.entry(URL).stored) == (100, published)
     TarDataset(URL, cache=cache)
     assert index_of(cache).stat() == written
     assert [found.state for found in cache.verify()] == ["ok"]

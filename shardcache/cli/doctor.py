@@ -38,7 +38,7 @@ from shardcache.origins.resolve import Origins
 from shardcache.origins.retry import RetryPolicy
 from shardcache.origins.s3 import S3Origin
 from shardcache.space.eviction import total_bytes
-from shardcache.space.memory import Volume, allocation, is_memory
+from shardcache.space.memory import Volume, allocation, is_memory, room_for_batches
 from shardcache.store.entry import Store
 from shardcache.store.root import check_usable
 from shardcache.units import format_bytes, format_duration, format_rate
@@ -194,6 +194,8 @@ def _space(tier: Config) -> Findings:
     room = max(0, disk.free - floor) + held
     text = f"{format_bytes(disk.free)} of {format_bytes(disk.size)} free, "
     text += f"min_free keeps {format_bytes(floor)}"
+    if batches := room_for_batches(path):
+        text += f", {format_bytes(batches)} stay free for the batches of PyTorch's workers"
     if limit:
         text += f", max_size is {format_bytes(limit)}"
     if room == 0:
@@ -206,6 +208,10 @@ def _space(tier: Config) -> Findings:
     elif limit and limit > room:
         fix = f"Remove other files from that disk, or set max_size to {format_bytes(room)}."
         yield "warn", f"{text}: there is room for only {format_bytes(room)}", fix
+    elif "KUBERNETES_SERVICE_HOST" in os.environ and limit is None and not is_memory(path):
+        fix = "Set max_size, or ephemeral_limit (SHARDCACHE_EPHEMERAL_LIMIT) to the pod's limit."
+        text = f"{text}, but the kubelet evicts pods before a node's disk is full"
+        yield "warn", f"{text}, and neither max_size nor ephemeral_limit is set", fix
     else:
         yield "ok", text, ""
     inodes = os.statvfs(path)

@@ -424,9 +424,12 @@ class Helper:
             self.channel.send(None)
 
     def close(self) -> None:
-        """Tell the helper to stop, and wait until it has ended."""
+        """Tell the helper to stop, and wait until it has ended; kill it if it takes too long."""
         self.stop()
-        self._process.join()
+        self._process.join(_CANCEL_TIMEOUT)
+        if self._process.is_alive():  # its partials can be resumed
+            self._process.kill()
+            self._process.join()
         self.channel.close()
 
 

@@ -35,6 +35,10 @@ _WRITTEN = 1 / 16
 #: Bytes of the largest block of local filesystems, and of the usual one. NFS and Ceph state their
 #: transfer size instead, 1 MiB and more, so the usual size replaces anything above the largest.
 _LARGEST_BLOCK, _USUAL_BLOCK = 64 << 10, 4096
+#: PyTorch's workers pass batches through this RAM disk. Docker's has 64 MB.
+_SHARED = "/dev/shm"  # noqa: S108
+#: Bytes that stay free there, but at most half of it. A batch of 256 images has 154 MB.
+_TENSORS = 1 << 30
 #: device -> when the headroom was read, the headroom, and the RAM disk's free bytes at that time.
 _last_read: dict[int, tuple[float, Volume | None, int]] = {}
 
@@ -51,11 +55,12 @@ class Volume:
         """Return the volume of ``path``. The limits of the cgroups apply to a RAM disk."""
         stated = os.statvfs(path)
         size, free = stated.f_frsize * stated.f_blocks, stated.f_frsize * stated.f_bavail
-        if is_memory(path) and (memory := _recent_headroom(path, free)) is not None:
+        ram_disk = _ram_disk(str(path), path.stat().st_dev)
+        if ram_disk and (memory := _recent_headroom(path, free)) is not None:
             # A ramfs states a size of 0, so only the cgroups limit it.
             free = min(free, memory.free) if size else memory.free
             size = min(size or memory.size, memory.size)
-        return cls(size, free)
+        return cls(size, max(0, free - _for_batches(ram_disk, size)))
 
     def budget(self, config: Config) -> int | None:
         """Return the bytes that a cache on this volume may hold; None if only free space counts."""
@@ -87,13 +92,25 @@ def allocation(root: Path) -> Callable[[int], int]:
 
 def is_memory(path: Path) -> bool:
     """Return whether ``path`` is on a RAM disk."""
-    return _is_memory(str(path), path.stat().st_dev)
+    return _ram_disk(str(path), path.stat().st_dev) is not None
 
 
 @functools.cache  # by device, too, because another mount may be at the same path later
-def _is_memory(path: str, device: int) -> bool:
+def _ram_disk(path: str, device: int) -> str | None:
+    """Return the mount point of the RAM disk that ``path`` is on, or None for another disk."""
     mount = mount_of(path)
-    return mount is not None and mount.type in MEMORY_TYPES
+    return mount.point if mount is not None and mount.type in MEMORY_TYPES else None
+
+
+def room_for_batches(path: Path) -> int:
+    """Return the bytes that stay free for PyTorch's workers on the disk of ``path``."""
+    stated = os.statvfs(path)
+    ram_disk = _ram_disk(str(path), path.stat().st_dev)
+    return _for_batches(ram_disk, stated.f_frsize * stated.f_blocks)
+
+
+def _for_batches(ram_disk: str | None, size: int) -> int:
+    return min(size // 2, _TENSORS) if ram_disk == _SHARED else 0
 
 
 def _recent_headroom(disk: Path, free: int) -> Volume | None:

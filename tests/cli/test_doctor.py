@@ -5,6 +5,8 @@ import json
 import os
 import re
 import socket
+import subprocess
+import sys
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
 
@@ -14,6 +16,7 @@ from shardcache.cache import Cache
 from tests.support.disktools import disk, needs_mounts, remount, unmount
 from tests.support.shop import Shop
 from tests.support.storetools import tree
+from tests.support.tars import make_tar
 from tests.support.webservers import answer
 
 MIB = 1 << 20
@@ -222,3 +225,36 @@ def test_reading_a_shard_is_timed_and_failures_are_explained(ask, s3, bucket, s3
     for url, why in (f"s3://{bucket}/b.tar", "404"), ("s3://lab", "s3://"), ("lab/b.tar", lab):
         code, rows = ask("--url", url)
         assert code == 4 and why in of(rows, "read")["fix"]
+
+
+def test_a_pod_without_a_limit_is_warned_of_the_kubelet(ask, monkeypatch):
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
+    assert "ephemeral_limit" in of(ask()[1], "space", "warn")["fix"]
+    monkeypatch.setenv("SHARDCACHE_EPHEMERAL_LIMIT", "1MB")
+    assert of(ask()[1], "space")["level"] == "ok"
+
+
+@needs_mounts
+def test_a_small_dev_shm_keeps_room_for_the_batches_of_workers(run, tmp_path):
+    """Docker's /dev/shm has 64 MB. The mount is made in a namespace of its own."""
+    for number in range(4):
+        (tmp_path / f"{number}.tar").write_bytes(make_tar(number, members=4, size=2 << 20))
+    program = f"""if True:
+        import os, sys, shardcache
+        tiers = [{{"dir": "/dev/shm/cache", "min_free": 0}}]
+        with shardcache.Cache({str(tmp_path / "home")!r}, cache_local=True, tiers=tiers) as cache:
+            for number in range(4):
+                cache.fetch({str(tmp_path)!r} + f"/{{number}}.tar")
+            stated = os.statvfs("/dev/shm")
+            print(sum(entry.directory.startswith("/dev/shm") for entry in cache.entries()))
+            print(stated.f_bavail * stated.f_frsize)
+    """
+    small = "mount -t tmpfs -o size=64m,mode=1777 none /dev/shm"
+    doctor = f"{sys.executable} -m shardcache doctor --dir /dev/shm/x"
+    inside = f'{small} && {sys.executable} -c "$0" && {doctor}'
+    command = ["unshare", "--mount", "--propagation", "private", "sh", "-c", inside, program]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    in_memory, free = map(int, done.stdout.splitlines()[:2])
+    assert in_memory == 1 and free > 32 * MIB
+    assert "33.6 MB stay free for the batches of PyTorch's workers" in done.stdout

@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -166,3 +167,21 @@ def test_a_refresh_ignores_an_outdated_upstream_copy(make_cache, origin, tmp_pat
     refresh(other)
     assert [read(other), read(other)] == [NEW, NEW]
     assert len(origin.requests) == 2
+
+
+@pytest.mark.locks_work("flock")
+@pytest.mark.parametrize("tiers", [False, True])
+def test_a_refresh_replaces_a_shard_that_was_stored_while_the_clock_was_ahead(
+    make_cache, origin, tmp_path, tiers
+):
+    ram = [{"dir": tmp_path / "ram", "min_free": 0}]
+    cache = make_cache(**({"tiers": ram} if tiers else {}))
+    assert read(cache) == OLD
+    old, later = cache.entry(URL), time.time() + 7200
+    for path in (old.directory, old.data):
+        os.utime(path, (later, later))
+    with cache.open(URL) as in_use:
+        origin.objects[URL] = NEW
+        refresh(make_cache())  # stores it in the last tier
+        assert [read(make_cache(**({"tiers": ram} if tiers else {}))), read(cache)] == [NEW, NEW]
+        assert in_use.read() == OLD

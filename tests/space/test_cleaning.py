@@ -4,6 +4,7 @@ import os
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ from shardcache.space.clean import clean
 from shardcache.space.eviction import CleanReport, Limits, Reason, total_bytes
 from shardcache.store.entry import Store, set_aside
 from shardcache.urls import parse_url
+from tests.support.caches import read
+from tests.support.disktools import needs_mounts, overlay
 from tests.support.shop import Shop
 from tests.support.storetools import age, begun, payload, publish, room, tree, wait_until
 
@@ -29,9 +32,9 @@ MIB = 1 << 20
 
 def leave(layout: Layout) -> Path:
     """Make the partial of a dead process."""
-    partial = begun(layout, "s3://lab/orphan.tar", payload(MIB))
-    partial.close()
-    return partial.path
+    left = begun(layout, "s3://lab/orphan.tar", payload(MIB))
+    left.close()
+    return left.path
 
 
 SIZES = *4 * [1000], 500
@@ -159,3 +162,39 @@ def test_remove_dir_leaves_nothing_unless_something_must_stay(run, tmp_path, sta
             assert run("clean", "--all", "--remove-dir", "-y")[0] == 0 and not root.exists()
         if stays:
             assert cache.fetch(shop.urls[1]).data.exists()
+
+
+@needs_mounts
+@pytest.mark.parametrize("command", ["remove", "clean"])
+def test_shards_in_the_image_of_a_container_can_be_removed(tmp_path, command):
+    """A directory in the lower layer of an overlay cannot be renamed."""
+    shop = Shop(tmp_path, count=1)
+    url, data = shop.urls[0], Path(shop.urls[0]).read_bytes()
+    with Cache(shop.path, cache_local=True, min_free=0) as cache:
+        baked = cache.fetch(url)
+    with (
+        overlay(shop.path, tmp_path / "layers") as merged,
+        Cache(merged, cache_local=True, min_free=0) as cache,
+    ):
+        remove = {"remove": partial(cache.remove, url), "clean": partial(cache.clean, max_size=1)}
+        with cache.open(url) as stream:
+            remove[command]()
+            assert cache.path(url) is not None and stream.read() == data  # it is in use
+        cache.close()  # ends the session, which protects what this job has used
+        remove[command]()
+        assert cache.path(url) is None
+        assert read(cache, url) == data and cache.path(url) is not None
+    assert baked.data.read_bytes() == data  # the image is unchanged
+
+
+@needs_mounts
+def test_a_damaged_shard_in_the_image_of_a_container_is_downloaded_again(tmp_path):
+    shop = Shop(tmp_path, count=1)
+    with Cache(shop.path, cache_local=True, min_free=0) as cache:
+        os.truncate(cache.fetch(shop.urls[0]).data, 100)
+    with (
+        overlay(shop.path, tmp_path / "layers") as merged,
+        Cache(merged, cache_local=True, min_free=0) as cache,
+    ):
+        assert read(cache, shop.urls[0]) == Path(shop.urls[0]).read_bytes()
+        assert cache.stats().misses == 1 and cache.entry(shop.urls[0]).size == shop.size

@@ -206,3 +206,30 @@ def test_a_shared_cache_is_refused_without_its_group_and_vice_versa(area, monkey
     assert tree(area) == before
     code, text = ask(BELA, lambda: command("--dir", shared, "ls"))  # uses the last group
     assert code == 0 and URL in text
+
+
+def index_as_a_member(parent: Parent, root: Path, old: str) -> None:
+    with open_cache(root, MemoryOrigin(objects=dict(SHARDS)), shared_group=GROUP) as cache:
+        cache.process.home.store.put(old, "samples.idx", b"")  # as a `TarDataset` that had it open
+        with cache.open(URL) as stream:
+            parent.say(stream.read())
+
+
+def test_a_member_who_indexes_a_replaced_version_does_not_make_it_the_newest(area):
+    def replace(parent: Parent) -> None:
+        origin = MemoryOrigin(objects={URL: BIG})
+        with (
+            open_cache(area / "cache", origin, shared_group=GROUP) as cache,
+            cache.open(URL) as used,
+        ):
+            old = cache.fetch(URL).directory
+            origin.objects[URL] = SHARDS[URL]
+            cache.prewarm([URL], refresh=True)
+            parent.say(old)
+            parent.hear()
+            assert used.read() == BIG
+
+    with running(ANNA, replace) as anna:
+        with running(BELA, index_as_a_member, area / "cache", anna.hear()) as bela:
+            assert bela.hear() == SHARDS[URL]
+        anna.tell()

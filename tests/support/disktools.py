@@ -27,6 +27,24 @@ def disk(path: Path, options: str) -> Iterator[Path]:
         unmount(path)
 
 
+@contextlib.contextmanager
+def overlay(lower: Path, scratch: Path) -> Iterator[Path]:
+    """Mount an overlay over ``lower``, as a container's runtime does with the layers of an image.
+
+    The upper layer is on a filesystem in memory at ``scratch``.
+    """
+    with disk(scratch, "size=64m") as base:
+        upper, work, merged = (base / name for name in ("upper", "work", "merged"))
+        for path in (upper, work, merged):
+            path.mkdir(mode=0o700)
+        layers = f"lowerdir={lower},upperdir={upper},workdir={work}"
+        subprocess.run(["mount", "-t", "overlay", "-o", layers, "overlay", merged], check=True)
+        try:
+            yield merged
+        finally:
+            unmount(merged)
+
+
 def is_mounted(path: Path) -> bool:
     """Unlike `os.path.ismount`, this recognises bind mounts."""
     return any(mount.point == str(path) for mount in read_mounts())

@@ -5,6 +5,7 @@
     mounts       the type of a path's filesystem, which determines the kind of lock
     downloaders  the number of caches on this node that are downloading
     sessions     live processes that use the cache, and those that wait for a download
+    notices      warnings that appear once in a process, or once per job and node
 
 Locks only save bandwidth: readers get the right bytes even if the locks do not work.
 """

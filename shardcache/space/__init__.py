@@ -6,7 +6,7 @@ An entry is a shard stored on disk; a partial is a shard in flight, that is, bei
     eviction   plans which shards to evict
     pins       shards that users keep
     memory     measures the space that filesystems and cgroups leave, and that a shard takes
-    tiers      one directory of a cache: its namespaces, session and budget
+    tiers      the directories of a cache: their namespaces, sessions, budgets and locks of keys
     clean      makes room on request, and in the background of a job
 
 `clean` also uses `shardcache.stats`, to compact the counters of the node.

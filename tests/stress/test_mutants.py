@@ -50,8 +50,8 @@ Visibility: a published file can be written
 
 Economy: every process downloads
     download/fetch.py
-    -while not lock.try_acquire(site.holder()):
-    +while not lock.try_acquire(site.holder()) and False:
+    -while not lock.try_acquire(directories.holder()):
+    +while not lock.try_acquire(directories.holder()) and False:
     tests/test_processes.py -k eight_processes
 
 Economy: a streamed shard is requested twice

@@ -7,6 +7,7 @@ or messages. Any other command is left to the shell, and its output is not cache
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import getopt
 import os
@@ -16,6 +17,7 @@ from functools import partial
 from typing import NamedTuple
 
 from shardcache.errors import ConfigError
+from shardcache.urls import VARIABLE
 
 
 class Program(NamedTuple):
@@ -79,14 +81,14 @@ PROGRAMS = {
     "curl": Program(
         ("{}",),
         _WEB,
-        short="H:LNSfgm:o:sy:Y:",
+        short="H:LNSfgm:o:su:y:Y:",
         long=(
             *("header=", "output=", "location", "no-buffer", "show-error", "fail", "globoff"),
-            *("max-time=", "silent", "speed-time=", "speed-limit=", "connect-timeout="),
+            *("max-time=", "silent", "speed-time=", "speed-limit=", "connect-timeout=", "user="),
             *("no-progress-meter", "retry=", "retry-all-errors", "retry-connrefused"),
             *("retry-delay=", "retry-max-time="),
         ),
-        access={"-H": "authorization", "--header": "authorization"},
+        access=dict.fromkeys(("-H", "--header", "-u", "--user"), "authorization"),
         output=("-o", "--output"),
     ),
     "wget": Program(
@@ -106,7 +108,7 @@ PROGRAMS = {
 
 #: Endings that do not change what a command reads, so they are removed. Even after ``|| true``, a
 #: missing object raises an error, so that the pipeline's handler decides as for any other shard.
-_ENDINGS = r"(\s*(2>\s*/dev/null|\|\|\s*(true|:)))+\s*\Z"
+_ENDINGS = r"(\s*(2>\s*/dev/null|\|\|\s*(true|:)|\|\s*cat(\s+-)?))+\s*\Z"
 #: The AWS CLI accepts this option with its only value, ``requester``, or without a value.
 _PAYER = r"(?<=\s)--request-payer(?:[= ]requester)?(?=\s|\Z)"
 #: The parts of a command: blanks, quoted text, plain text, and characters special to a shell.
@@ -117,7 +119,8 @@ _PART = r"""(?sx)
   | (?P<plain> (?: [^\s'"$`\\*\[\]{}~\#!|&;<>()] | \$\w+ | \$\{\w+\} )+)
   | (?P<other> .)
 """
-_VARIABLE = r"\$(?:(\w+)|\{(\w+)\})"
+#: A variable in a word of `_words`, because a dollar sign in single quotes is no variable.
+_MARKED = r"\0(\w+)\0"
 _AUTHORIZATION = r"(?i)authorization:\s*(\S.*)"
 
 
@@ -128,7 +131,7 @@ def read_command(
 
     Args:
         command: the text after ``pipe:``.
-        environ: the environment variables that the command may refer to.
+        environ: the environment variables. Only a credential of the command may refer to them.
 
     Returns:
         The URL or path, and pairs of an option and its value, sorted by option: ``anon``,
@@ -139,7 +142,7 @@ def read_command(
         ConfigError: the command must be left to a shell. The message is the reason.
     """
     command = re.sub(_PAYER, "--request-payer=requester", re.sub(_ENDINGS, "", command.strip()))
-    name, *words = _words(command, environ) or [""]
+    name, *words = _words(command) or [""]
     program = PROGRAMS.get(name.rpartition("/")[2])
     if program is None:
         raise ConfigError("shardcache does not know the program")
@@ -156,12 +159,17 @@ def read_command(
     options = {}
     for option, value in found:
         if (ours := program.access.get(option)) == "authorization":
+            value = re.sub(_MARKED, partial(_value, environ), value)
+            if option in ("-u", "--user"):
+                value = f"Authorization: Basic {base64.b64encode(value.encode()).decode()}"
             header = re.fullmatch(_AUTHORIZATION, value)
             if header is None:
                 raise ConfigError("it sends a header that is not Authorization")
             value = header[1]
         if ours is not None:
             options[ours] = value or "true"
+    if variable := re.search(_MARKED, " ".join((targets[0], *options.values()))):
+        raise ConfigError(f"only a shell expands its ${variable[1]}")
     if program is PROGRAMS["s5cmd"] and (endpoint := environ.get("S3_ENDPOINT_URL")):
         options.setdefault("endpoint_url", endpoint)
     if program is PROGRAMS["s3cmd"]:
@@ -183,7 +191,16 @@ def _s3cmd_endpoint(environ: Mapping[str, str]) -> dict[str, str]:
     return {"endpoint_url": f"http{'s' if is_secure else ''}://{host}"}
 
 
-def _words(command: str, environ: Mapping[str, str]) -> list[str]:
+def _value(environ: Mapping[str, str], found: re.Match[str]) -> str:
+    name = found[1]
+    if name.startswith("AWS_"):  # a secret that signs requests, which no server needs to see
+        raise ConfigError(f"shardcache sends the variable {name} to no server")
+    if name not in environ:
+        raise ConfigError(f"the variable {name} is not set")
+    return environ[name]
+
+
+def _words(command: str) -> list[str]:
     """Split a command into words as a shell does. Raise ConfigError if that takes a real shell."""
     words: list[str] = []
     is_new = True
@@ -196,19 +213,9 @@ def _words(command: str, environ: Mapping[str, str]) -> list[str]:
             raise ConfigError(f"only a shell understands its {part[0]!r}")
         text = part[kind or 0]
         if kind != "single":
-            text = re.sub(_VARIABLE, partial(_value, environ, kind), text)
+            text = re.sub(VARIABLE, "\0\\1\\2\0", text)
         if is_new:
             words.append("")
             is_new = False
         words[-1] += text
     return words
-
-
-def _value(environ: Mapping[str, str], kind: str | None, found: re.Match[str]) -> str:
-    name = found[1] or found[2]
-    value = environ.get(name)
-    if value is None:
-        raise ConfigError(f"the variable {name} is not set")
-    if kind == "plain" and re.search(r"[\s*?\[\]]", value):  # a shell would split or expand it
-        raise ConfigError(f"the value of the variable {name} needs quotes")
-    return value

@@ -143,7 +143,7 @@ except ValueError as exn:
         ("s3://{}/shard-00000", 2, None),
         ("pipe:aws s3 cp --no-progress s3://{}/a.tar - 2>/dev/null || true", 2, None),
         ("pipe:aws s3 cp s3://{}/a.tar - --sse-c AES256", 0, "shardcache does not know"),
-        ("pipe:cat shard | cat", 0, "only a shell understands its '|'"),
+        ("pipe:cat shard | tail -c +1", 0, "only a shell understands its '|'"),
         ("pipe:aws s3 cp s3://nowhere/b.tar - --no-sign-request", 0, "access denied"),
         ("gs://nowhere/b.tar", 0, "gs:// cannot be read here"),
         ("pipe:gsutil cat gs://nowhere/b.tar", 0, "gs:// cannot be read here"),

@@ -27,7 +27,7 @@ class Program(NamedTuple):
         words: the arguments without options; ``{}`` stands for the object.
         target: a regular expression that the URL or path of the object must match.
         short: the accepted one-letter options, in the format of `getopt`.
-        long: the accepted long options, in the format of `getopt`.
+        long: the accepted long options, in the format of `getopt`, separated by spaces.
         access: the options that shardcache adopts, and its own names for them.
         output: the options that name the output; their value must be ``-``, the standard output.
         writes_files: whether the program writes to a file unless an output option is given.
@@ -36,7 +36,7 @@ class Program(NamedTuple):
     words: tuple[str, ...]
     target: str
     short: str = ""
-    long: tuple[str, ...] = ()
+    long: str = ""
     access: Mapping[str, str] = {}
     output: tuple[str, ...] = ()
     writes_files: bool = False
@@ -56,38 +56,28 @@ PROGRAMS = {
     "aws": Program(
         ("s3", "cp", "{}", "-"),
         _S3,
-        long=(
-            *("endpoint-url=", "no-sign-request", "profile=", "region=", "request-payer="),
-            *("cli-connect-timeout=", "cli-read-timeout=", "no-cli-pager", "no-progress"),
-            *("only-show-errors", "quiet"),
-        ),
+        long="endpoint-url= no-sign-request profile= region= request-payer= cli-connect-timeout= "
+        "cli-read-timeout= no-cli-pager no-progress only-show-errors quiet",
         access=_AWS,
     ),
     "s5cmd": Program(
         ("cat", "{}"),
         _S3,
         short="r:",
-        long=(
-            *("endpoint-url=", "no-sign-request", "profile=", "request-payer="),
-            *("concurrency=", "log=", "numworkers=", "part-size=", "retry-count="),
-        ),
+        long="endpoint-url= no-sign-request profile= request-payer= concurrency= log= "
+        "numworkers= part-size= retry-count=",
         access=_AWS,
     ),
-    "s3cmd": Program(("get", "{}", "-"), _S3, short="q", long=("no-progress", "quiet")),
+    "s3cmd": Program(("get", "{}", "-"), _S3, short="q", long="no-progress quiet"),
     "gsutil": Program(("cat", "{}"), _GS, short="mq"),
-    "gcloud": Program(
-        ("storage", "cat", "{}"), _GS, short="q", long=("no-user-output-enabled", "quiet")
-    ),
+    "gcloud": Program(("storage", "cat", "{}"), _GS, "q", "no-user-output-enabled quiet"),
     "curl": Program(
         ("{}",),
         _WEB,
         short="H:LNSfgm:o:su:y:Y:",
-        long=(
-            *("header=", "output=", "location", "no-buffer", "show-error", "fail", "globoff"),
-            *("max-time=", "silent", "speed-time=", "speed-limit=", "connect-timeout=", "user="),
-            *("no-progress-meter", "retry=", "retry-all-errors", "retry-connrefused"),
-            *("retry-delay=", "retry-max-time="),
-        ),
+        long="header= output= location no-buffer show-error fail globoff max-time= silent "
+        "speed-time= speed-limit= connect-timeout= user= no-progress-meter retry= "
+        "retry-all-errors retry-connrefused retry-delay= retry-max-time=",
         access=dict.fromkeys(("-H", "--header", "-u", "--user"), "authorization"),
         output=("-o", "--output"),
     ),
@@ -95,10 +85,8 @@ PROGRAMS = {
         ("{}",),
         _WEB,
         short="O:T:n:qt:",
-        long=(
-            *("header=", "output-document=", "connect-timeout=", "no-verbose", "quiet"),
-            *("read-timeout=", "retry-connrefused", "timeout=", "tries=", "waitretry="),
-        ),
+        long="header= output-document= connect-timeout= no-verbose quiet read-timeout= "
+        "retry-connrefused timeout= tries= waitretry=",
         access={"--header": "authorization"},
         output=("-O", "--output-document"),
         writes_files=True,
@@ -147,7 +135,7 @@ def read_command(
     if program is None:
         raise ConfigError("shardcache does not know the program")
     try:
-        found, plain = getopt.gnu_getopt(words, program.short, program.long)
+        found, plain = getopt.gnu_getopt(words, program.short, program.long.split())
     except getopt.GetoptError as exn:
         raise ConfigError(f"shardcache does not know its {exn.msg.split(' not ')[0]}") from None
     targets = [word for word in plain if re.fullmatch(program.target, word)]

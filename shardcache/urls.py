@@ -90,7 +90,8 @@ CREDENTIAL = r"(?i)key|token|secret|pass|_pwd|cred|auth|cookie|signature|(^|_)(j
 # Patterns are compiled on first use, which keeps `import shardcache` fast.
 _SCHEME = r"([A-Za-z][A-Za-z0-9+.-]*):(//)?"
 _FSSPEC = r"^shardcache:(:|//(?=[A-Za-z][A-Za-z0-9+.-]*://))"  # both forms of our fsspec names
-_CHAIN = r"(^[A-Za-z0-9+.-]+::|::[A-Za-z0-9+.-]+:/)"
+#: Several URLs in one text. One space or comma may be a part of an object's name.
+_SEVERAL = r"(?i)^[a-z0-9+.-]+::|::[a-z0-9+.-]+:/|^[^?]*[\s,](\w+://|pipe:)|\.t(ar|gz)\s+/"
 _UNSAFE = r"[^A-Za-z0-9._-]+"
 _TARGET = r"[a-z][a-z0-9+.-]*://[^\s\"'|;<>()]+"
 #: The parts of a command that choose a server: URLs without their logins, and options.
@@ -186,6 +187,17 @@ class ShardURL:
         return self.canonical
 
 
+def unexpanded(shard: ShardURL) -> ConfigError | None:
+    """Return the error for a wildcard or a prefix that was opened as if it were one shard."""
+    if not shard.key or not re.match(r"[^?]*\*|s3.*/$", shard.raw):  # a listing has no key
+        return None
+    return ConfigError(
+        f"{shard}: not found, and `*` or a prefix is not expanded here. Pass expand(SPEC, cache), "
+        "which `from shardcache.prewarm import expand` imports, or write ranges as {0000..0127}.",
+        url=str(shard),
+    )
+
+
 def advise_scheme(shard: ShardURL, otherwise: str = "") -> str:
     """Return advice for a relative path without a file, which may be an ``s3`` URL."""
     raw = shard.raw
@@ -222,8 +234,9 @@ def parse_url(
     match = re.match(_SCHEME, url)
     scheme = match.group(1).lower() if match else "file"
     scheme = _ALIASES.get(scheme, scheme)
-    if "::" in url and scheme != "pipe" and re.search(_CHAIN, url):
-        raise ConfigError(f"{redact(url)} is a chain of URLs. Pass the URL of the origin alone.")
+    if scheme != "pipe" and ("::" in url or " " in url or "," in url) and re.search(_SEVERAL, url):
+        advice = "Separate shards by ::, or pass a list. Do not chain filesystems."
+        raise ConfigError(f"{redact(url)} has several URLs. {advice}")
     if scheme not in DEFAULT_SCHEMES and scheme not in allow_schemes:
         # Show nothing of a command, because any part of it may be a secret.
         shown = "'pipe:' URLs run a shell command" if scheme == "pipe" else redact(url)
@@ -289,11 +302,7 @@ def name_command(command: str) -> str:
 
 
 def _pipe(command: str) -> str:
-    """Return the identity of a command: its text and the values of variables, except credentials.
-
-    Raises:
-        ConfigError: a server would receive a credential as a part of its address.
-    """
+    """Return a command's identity: its text, and the values of variables without credentials."""
     for name in map("".join, re.findall(VARIABLE, " ".join(re.findall(_ADDRESS, command)))):
         if re.search(CREDENTIAL, name):
             raise ConfigError(

@@ -200,7 +200,8 @@ class Cache:
         """
         shard = self._one(url)
         if self.opener.is_in_place(shard):
-            yield shard.local_path
+            with self.opener.open(shard):  # raises an error if the file cannot be read
+                yield shard.local_path
             return
         opened = self.opener.pin(shard)
         try:

@@ -96,7 +96,7 @@ PROGRAMS = {
 
 #: Endings that do not change what a command reads, so they are removed. Even after ``|| true``, a
 #: missing object raises an error, so that the pipeline's handler decides as for any other shard.
-_ENDINGS = r"(\s*(2>\s*/dev/null|\|\|\s*(true|:)|\|\s*cat(\s+-)?))+\s*\Z"
+_ENDINGS = r"(\s*(2>\s*/dev/null|\|\|\s*(true|:)|\|\s*(\S*/)?cat(\s+-)?))+\s*\Z"
 #: The AWS CLI accepts this option with its only value, ``requester``, or without a value.
 _PAYER = r"(?<=\s)--request-payer(?:[= ]requester)?(?=\s|\Z)"
 #: The parts of a command: blanks, quoted text, plain text, and characters special to a shell.

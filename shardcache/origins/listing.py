@@ -175,7 +175,7 @@ class Listing:
             ShardNotFoundError: no shard matches.
             AccessDeniedError, ConfigError, TransferError: the origin cannot be listed.
         """
-        parse_url(pattern, allow_schemes=self._config.allow_schemes)  # refuses two patterns
+        parse_url(f"{pattern}x", allow_schemes=self._config.allow_schemes)  # refuses two patterns
         root, wanted, deep = _split(pattern)
         is_s3 = pattern.partition(":")[0].lower() in ("s3", "s3a", "s3n")
         bucket, rest = split_bucket(root.partition("://")[2]) if is_s3 else ("", "")

@@ -97,7 +97,7 @@ BASIC = ("authorization", "Basic bWU6czNjcmV0")
         ("curl -su me:$TOKEN https://h/k", "https://h/k", (BASIC,)),
         ("aws s3 cp s3://b/k - --quiet || true", "s3://b/k", ()),
         ("""aws s3 cp 's3://b/$'"a b/"'$TOKEN' - 2>/dev/null | cat -""", "s3://b/$a b/$TOKEN", ()),
-        ("aws s3 cp s3://b/k - --cli-read-timeout $SECONDS | cat || true", "s3://b/k", ()),
+        ("aws s3 cp s3://b/k - --cli-read-timeout $SECONDS |/bin/cat || true", "s3://b/k", ()),
         ("curl -s https://h/k 2> /dev/null || true", "https://h/k", ()),
     ],
 )  # fmt: skip
@@ -113,6 +113,8 @@ def test_commands_that_only_read_an_object_are_recognised(command, url, options)
         ("aws s3 ls s3://b/k", "form"),
         ("aws", "form"),
         ("aws s3 cp s3://b/k - | gunzip", "'|'"),
+        ("aws s3 cp s3://b/k - | zcat", "'|'"),
+        ("aws s3 cp s3://b/k - || cat", "'|'"),
         ("aws s3 cp s3://b/k - --sse-c AES256", "--sse-c"),
         ("aws s3 cp s3://b/$WORDS -", r"shell expands its \$WORDS"),
         ("aws s3 cp s3://b/k - --profile ${WORDS}", r"shell expands its \$WORDS"),

@@ -93,8 +93,7 @@ def attach(dataset: _Pipeline, cache: Cache, *, fast_tar: bool = True) -> _Pipel
     Raises:
         ConfigError: ``dataset`` has no stage that opens URLs, or a URL is a wildcard.
     """
-    from webdataset.filters import FilterFunction
-    from webdataset.shardlists import SimpleShardList, split_by_node, split_by_worker
+    from webdataset import filters, shardlists
 
     pipeline = getattr(dataset, "pipeline", None)
     if not isinstance(pipeline, list):
@@ -122,9 +121,9 @@ def attach(dataset: _Pipeline, cache: Cache, *, fast_tar: bool = True) -> _Pipel
         cache.open(url).close()  # raises an error, unless an object has this name
     if not cache.config.cache_local:
         _warn_of_mounts(urls, cache)
-    splits = [split in functions for split in (split_by_node, split_by_worker)]
-    if type(stages[0]) is SimpleShardList and any(splits):  # other lists may be endless
-        stages.insert(1, FilterFunction(_check_readers, len(urls), *splits, cache))
+    splits = [each in functions for each in (shardlists.split_by_node, shardlists.split_by_worker)]
+    if type(stages[0]) is shardlists.SimpleShardList and any(splits):  # others may be endless
+        stages.insert(1, filters.FilterFunction(_check_readers, len(urls), *splits, cache))
     pipeline[:] = stages
     cache.prepare(urls[0] if urls else None)
     return dataset

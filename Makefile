@@ -1,5 +1,5 @@
 # `make demo` and `make test` are complete on their own: a machine needs Python
-# (3.11 or newer) and make. Everything else goes into .venv, and with another Python, such as
+# (3.11 to 3.13) and make. Everything else goes into .venv, and with another Python, such as
 # `make test PYTHON=python3.13`, into .venv-3.13.
 
 PYTHON ?= python3

@@ -205,7 +205,8 @@ class Cache:
         """
         shard = self._one(url)
         if self.process.is_in_place(shard):
-            yield shard.local_path
+            with open_shard(self.process, shard):  # raises an error if the file cannot be read
+                yield shard.local_path
             return
         opened = pin_shard(self.process, shard)
         try:

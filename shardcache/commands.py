@@ -7,6 +7,7 @@ or messages. Any other command is left to the shell, and its output is not cache
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import getopt
 import os
@@ -16,6 +17,7 @@ from functools import partial
 from typing import NamedTuple
 
 from shardcache.errors import ConfigError
+from shardcache.urls import VARIABLE
 
 
 class Program(NamedTuple):
@@ -25,7 +27,7 @@ class Program(NamedTuple):
         words: the arguments without options; ``{}`` stands for the object.
         target: a regular expression that the URL or path of the object must match.
         short: the accepted one-letter options, in the format of `getopt`.
-        long: the accepted long options, in the format of `getopt`.
+        long: the accepted long options, in the format of `getopt`, separated by spaces.
         access: the options that shardcache adopts, and its own names for them.
         output: the options that name the output; their value must be ``-``, the standard output.
         writes_files: whether the program writes to a file unless an output option is given.
@@ -34,7 +36,7 @@ class Program(NamedTuple):
     words: tuple[str, ...]
     target: str
     short: str = ""
-    long: tuple[str, ...] = ()
+    long: str = ""
     access: Mapping[str, str] = {}
     output: tuple[str, ...] = ()
     writes_files: bool = False
@@ -54,49 +56,37 @@ PROGRAMS = {
     "aws": Program(
         ("s3", "cp", "{}", "-"),
         _S3,
-        long=(
-            *("endpoint-url=", "no-sign-request", "profile=", "region=", "request-payer="),
-            *("cli-connect-timeout=", "cli-read-timeout=", "no-cli-pager", "no-progress"),
-            *("only-show-errors", "quiet"),
-        ),
+        long="endpoint-url= no-sign-request profile= region= request-payer= cli-connect-timeout= "
+        "cli-read-timeout= no-cli-pager no-progress only-show-errors quiet",
         access=_AWS,
     ),
     "s5cmd": Program(
         ("cat", "{}"),
         _S3,
         short="r:",
-        long=(
-            *("endpoint-url=", "no-sign-request", "profile=", "request-payer="),
-            *("concurrency=", "log=", "numworkers=", "part-size=", "retry-count="),
-        ),
+        long="endpoint-url= no-sign-request profile= request-payer= concurrency= log= "
+        "numworkers= part-size= retry-count=",
         access=_AWS,
     ),
-    "s3cmd": Program(("get", "{}", "-"), _S3, short="q", long=("no-progress", "quiet")),
+    "s3cmd": Program(("get", "{}", "-"), _S3, short="q", long="no-progress quiet"),
     "gsutil": Program(("cat", "{}"), _GS, short="mq"),
-    "gcloud": Program(
-        ("storage", "cat", "{}"), _GS, short="q", long=("no-user-output-enabled", "quiet")
-    ),
+    "gcloud": Program(("storage", "cat", "{}"), _GS, "q", "no-user-output-enabled quiet"),
     "curl": Program(
         ("{}",),
         _WEB,
-        short="H:LNSfgm:o:sy:Y:",
-        long=(
-            *("header=", "output=", "location", "no-buffer", "show-error", "fail", "globoff"),
-            *("max-time=", "silent", "speed-time=", "speed-limit=", "connect-timeout="),
-            *("no-progress-meter", "retry=", "retry-all-errors", "retry-connrefused"),
-            *("retry-delay=", "retry-max-time="),
-        ),
-        access={"-H": "authorization", "--header": "authorization"},
+        short="H:LNSfgm:o:su:y:Y:",
+        long="header= output= location no-buffer show-error fail globoff max-time= silent "
+        "speed-time= speed-limit= connect-timeout= user= no-progress-meter retry= "
+        "retry-all-errors retry-connrefused retry-delay= retry-max-time=",
+        access=dict.fromkeys(("-H", "--header", "-u", "--user"), "authorization"),
         output=("-o", "--output"),
     ),
     "wget": Program(
         ("{}",),
         _WEB,
         short="O:T:n:qt:",
-        long=(
-            *("header=", "output-document=", "connect-timeout=", "no-verbose", "quiet"),
-            *("read-timeout=", "retry-connrefused", "timeout=", "tries=", "waitretry="),
-        ),
+        long="header= output-document= connect-timeout= no-verbose quiet read-timeout= "
+        "retry-connrefused timeout= tries= waitretry=",
         access={"--header": "authorization"},
         output=("-O", "--output-document"),
         writes_files=True,
@@ -106,7 +96,7 @@ PROGRAMS = {
 
 #: Endings that do not change what a command reads, so they are removed. Even after ``|| true``, a
 #: missing object raises an error, so that the pipeline's handler decides as for any other shard.
-_ENDINGS = r"(\s*(2>\s*/dev/null|\|\|\s*(true|:)))+\s*\Z"
+_ENDINGS = r"(\s*(2>\s*/dev/null|\|\|\s*(true|:)|\|\s*(\S*/)?cat(\s+-)?))+\s*\Z"
 #: The AWS CLI accepts this option with its only value, ``requester``, or without a value.
 _PAYER = r"(?<=\s)--request-payer(?:[= ]requester)?(?=\s|\Z)"
 #: The parts of a command: blanks, quoted text, plain text, and characters special to a shell.
@@ -117,7 +107,8 @@ _PART = r"""(?sx)
   | (?P<plain> (?: [^\s'"$`\\*\[\]{}~\#!|&;<>()] | \$\w+ | \$\{\w+\} )+)
   | (?P<other> .)
 """
-_VARIABLE = r"\$(?:(\w+)|\{(\w+)\})"
+#: A variable in a word of `_words`, because a dollar sign in single quotes is no variable.
+_MARKED = r"\0(\w+)\0"
 _AUTHORIZATION = r"(?i)authorization:\s*(\S.*)"
 
 
@@ -128,7 +119,7 @@ def read_command(
 
     Args:
         command: the text after ``pipe:``.
-        environ: the environment variables that the command may refer to.
+        environ: the environment variables. Only a credential of the command may refer to them.
 
     Returns:
         The URL or path, and pairs of an option and its value, sorted by option: ``anon``,
@@ -139,12 +130,12 @@ def read_command(
         ConfigError: the command must be left to a shell. The message is the reason.
     """
     command = re.sub(_PAYER, "--request-payer=requester", re.sub(_ENDINGS, "", command.strip()))
-    name, *words = _words(command, environ) or [""]
+    name, *words = _words(command) or [""]
     program = PROGRAMS.get(name.rpartition("/")[2])
     if program is None:
         raise ConfigError("shardcache does not know the program")
     try:
-        found, plain = getopt.gnu_getopt(words, program.short, program.long)
+        found, plain = getopt.gnu_getopt(words, program.short, program.long.split())
     except getopt.GetoptError as exn:
         raise ConfigError(f"shardcache does not know its {exn.msg.split(' not ')[0]}") from None
     targets = [word for word in plain if re.fullmatch(program.target, word)]
@@ -156,12 +147,17 @@ def read_command(
     options = {}
     for option, value in found:
         if (ours := program.access.get(option)) == "authorization":
+            value = re.sub(_MARKED, partial(_value, environ), value)
+            if option in ("-u", "--user"):
+                value = f"Authorization: Basic {base64.b64encode(value.encode()).decode()}"
             header = re.fullmatch(_AUTHORIZATION, value)
             if header is None:
                 raise ConfigError("it sends a header that is not Authorization")
             value = header[1]
         if ours is not None:
             options[ours] = value or "true"
+    if variable := re.search(_MARKED, " ".join((targets[0], *options.values()))):
+        raise ConfigError(f"only a shell expands its ${variable[1]}")
     if program is PROGRAMS["s5cmd"] and (endpoint := environ.get("S3_ENDPOINT_URL")):
         options.setdefault("endpoint_url", endpoint)
     if program is PROGRAMS["s3cmd"]:
@@ -183,7 +179,16 @@ def _s3cmd_endpoint(environ: Mapping[str, str]) -> dict[str, str]:
     return {"endpoint_url": f"http{'s' if is_secure else ''}://{host}"}
 
 
-def _words(command: str, environ: Mapping[str, str]) -> list[str]:
+def _value(environ: Mapping[str, str], found: re.Match[str]) -> str:
+    name = found[1]
+    if name.startswith("AWS_"):  # a secret that signs requests, which no server needs to see
+        raise ConfigError(f"shardcache sends the variable {name} to no server")
+    if name not in environ:
+        raise ConfigError(f"the variable {name} is not set")
+    return environ[name]
+
+
+def _words(command: str) -> list[str]:
     """Split a command into words as a shell does. Raise ConfigError if that takes a real shell."""
     words: list[str] = []
     is_new = True
@@ -196,19 +201,9 @@ def _words(command: str, environ: Mapping[str, str]) -> list[str]:
             raise ConfigError(f"only a shell understands its {part[0]!r}")
         text = part[kind or 0]
         if kind != "single":
-            text = re.sub(_VARIABLE, partial(_value, environ, kind), text)
+            text = re.sub(VARIABLE, "\0\\1\\2\0", text)
         if is_new:
             words.append("")
             is_new = False
         words[-1] += text
     return words
-
-
-def _value(environ: Mapping[str, str], kind: str | None, found: re.Match[str]) -> str:
-    name = found[1] or found[2]
-    value = environ.get(name)
-    if value is None:
-        raise ConfigError(f"the variable {name} is not set")
-    if kind == "plain" and re.search(r"[\s*?\[\]]", value):  # a shell would split or expand it
-        raise ConfigError(f"the value of the variable {name} needs quotes")
-    return value

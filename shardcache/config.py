@@ -28,6 +28,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias, TypedDict, get_args
 from shardcache import units
 from shardcache.errors import ConfigError
 from shardcache.units import Limit
+from shardcache.urls import VARIABLE
 
 #: The version of this library. A test compares it with pyproject.toml.
 __version__ = "0.1.0"
@@ -46,7 +47,6 @@ _CREDENTIALS = (
 # The pattern matches up to the last @, because a password may contain / and @.
 _LOGIN = r"(?is)://.*@"
 _SCHEME = r"[a-z][a-z0-9+.-]*"
-_VARIABLE = r"(?a)\$(?:(\w+)|\{(\w+)\})"
 _ENDPOINT = r"(?i)https?://(\[[0-9a-f:.]+\]|[^/?#@:\s\[\]]+)(:[0-9]{1,5})?(/[^?#@\s]*)?"
 #: The highest number is not a group: chown(2) interprets it as "do not change the group".
 _NO_GROUP = (1 << 32) - 1
@@ -114,7 +114,7 @@ def _directory(value: object) -> Path:
         raise ValueError("is not a path")
     if "://" in text:
         raise ValueError("is a URL")
-    for found in re.finditer(_VARIABLE, text):
+    for found in re.finditer(VARIABLE, text):
         # os.path.expandvars would keep the name of an unset variable as the name of a directory.
         if not os.environ.get(name := found[1] or found[2]):
             raise ValueError(f"contains ${name}, which is not set")

@@ -22,7 +22,7 @@ Source = Literal["torch", "openmpi", "pmi", "slurm", "explicit", "none"]
 RANK_VARIABLE = "SHARDCACHE_RANK"
 JOB_VARIABLE = "SHARDCACHE_JOB"
 #: `shardcache run` sets this variable. It holds the start of the run in seconds since the epoch, a
-#: colon, and the path of a file to which the processes of the program add lines.
+#: colon, and the path of a file to which its processes add lines, next to a database of its own.
 RUN_VARIABLE = "SHARDCACHE_RUN"
 
 #: The variables of each launcher for rank, world size, local rank, local world size and job:

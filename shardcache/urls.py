@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import os
 import re
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
@@ -83,12 +84,18 @@ _AWS_HOST = (
 )
 _AWS_REGION = rf"[.-]({PARTITIONS})-[a-z]+(-[a-z]+)*-[0-9]+\."
 
+#: A variable as a shell writes it, and the names of variables that may hold credentials.
+VARIABLE = r"(?a)\$(?:(\w+)|\{(\w+)\})"
+CREDENTIAL = r"(?i)key|token|secret|pass|_pwd|cred|auth|cookie|signature|(^|_)(jwt|pat|sas)(_|$)"
 # Patterns are compiled on first use, which keeps `import shardcache` fast.
 _SCHEME = r"([A-Za-z][A-Za-z0-9+.-]*):(//)?"
 _FSSPEC = r"^shardcache:(:|//(?=[A-Za-z][A-Za-z0-9+.-]*://))"  # both forms of our fsspec names
-_CHAIN = r"(^[A-Za-z0-9+.-]+::|::[A-Za-z0-9+.-]+:/)"
+#: Several URLs in one text. One space or comma may be a part of an object's name.
+_SEVERAL = r"(?i)^[a-z0-9+.-]+::|::[a-z0-9+.-]+:/|^[^?]*[\s,](\w+://|pipe:)|\.t(ar|gz)\s+/"
 _UNSAFE = r"[^A-Za-z0-9._-]+"
 _TARGET = r"[a-z][a-z0-9+.-]*://[^\s\"'|;<>()]+"
+#: The parts of a command that choose a server: URLs without their logins, and options.
+_ADDRESS = r"(?:://(?:[^/\s]*@)?|--(?:endpoint-url|region)[= ])([^\s|;<>]*)"
 _CONTROL = r"[\x00-\x1f\x7f]"
 _DEFAULT_PORTS = {"http": ":80", "https": ":443"}
 #: Maximum length of a file name. Common filesystems allow 255 bytes; temporary names are longer.
@@ -180,6 +187,17 @@ class ShardURL:
         return self.canonical
 
 
+def unexpanded(shard: ShardURL) -> ConfigError | None:
+    """Return the error for a wildcard or a prefix that was opened as if it were one shard."""
+    if not shard.key or not re.match(r"[^?]*\*|s3.*/$", shard.raw):  # a listing has no key
+        return None
+    return ConfigError(
+        f"{shard}: not found, and `*` or a prefix is not expanded here. Pass expand(SPEC, cache), "
+        "which `from shardcache.prewarm import expand` imports, or write ranges as {0000..0127}.",
+        url=str(shard),
+    )
+
+
 def advise_scheme(shard: ShardURL, otherwise: str = "") -> str:
     """Return advice for a relative path without a file, which may be an ``s3`` URL."""
     raw = shard.raw
@@ -216,8 +234,9 @@ def parse_url(
     match = re.match(_SCHEME, url)
     scheme = match.group(1).lower() if match else "file"
     scheme = _ALIASES.get(scheme, scheme)
-    if "::" in url and scheme != "pipe" and re.search(_CHAIN, url):
-        raise ConfigError(f"{redact(url)} is a chain of URLs. Pass the URL of the origin alone.")
+    if scheme != "pipe" and ("::" in url or " " in url or "," in url) and re.search(_SEVERAL, url):
+        advice = "Separate shards by ::, or pass a list. Do not chain filesystems."
+        raise ConfigError(f"{redact(url)} has several URLs. {advice}")
     if scheme not in DEFAULT_SCHEMES and scheme not in allow_schemes:
         # Show nothing of a command, because any part of it may be a secret.
         shown = "'pipe:' URLs run a shell command" if scheme == "pipe" else redact(url)
@@ -236,8 +255,7 @@ def parse_url(
         authority = _authority(endpoint)
         identity = f"{canonical}\0{authority}" if authority else canonical
     elif scheme == "pipe":
-        # The identity is the whole command, because two commands may differ only in a credential.
-        canonical, identity, name = name_command(rest.strip()), f"pipe:{rest.strip()}", "pipe"
+        canonical, identity, name = name_command(rest.strip()), _pipe(rest.strip()), "pipe"
     else:
         if masked := re.fullmatch(_MASKED, rest):
             rest, key = masked.groups()
@@ -281,6 +299,19 @@ def name_command(command: str) -> str:
     reads = f" {redact(target.group())}" if target else ""
     digest = hashlib.blake2b(command.encode("utf-8", "surrogateescape"), digest_size=4)
     return f"pipe:{program}{reads} #{digest.hexdigest()}"
+
+
+def _pipe(command: str) -> str:
+    """Return a command's identity: its text, and the values of variables without credentials."""
+    for name in map("".join, re.findall(VARIABLE, " ".join(re.findall(_ADDRESS, command)))):
+        if re.search(CREDENTIAL, name):
+            raise ConfigError(
+                f"{name_command(command)}: ${name} may hold a credential, which must not be part "
+                "of an address. Send it in a header, or rename the variable."
+            )
+    names = sorted(set(map("".join, re.findall(VARIABLE, command))))
+    public = [n for n in names if n in os.environ and not re.search(CREDENTIAL, n)]
+    return "\0".join((f"pipe:{command}", *(f"{name}={os.environ[name]}" for name in public)))
 
 
 def split_bucket(rest: str) -> tuple[str, str]:

@@ -79,8 +79,9 @@ def test_local_files_are_cached_only_on_request(make_cache, tmp_path):
             assert path == file
     with pytest.raises(ConfigError, match="cache_local"):
         cache.fetch(str(file))
-    with pytest.raises(ShardNotFoundError, match="does not exist"):
-        cache.open(str(tmp_path / "none.tar"))
+    for use in (cache.open, cache.pinned):
+        with pytest.raises(ShardNotFoundError, match="does not exist"), use(f"{tmp_path}/none.tar"):
+            pass
     assert list(cache.entries()) == []
     assert read(caching, str(file)) == DATA
     file.unlink()

@@ -9,6 +9,7 @@ import json
 import os
 import re
 import sys
+import tomllib
 import warnings
 
 import pytest
@@ -117,7 +118,7 @@ def test_integrations_lists_every_option_of_commands():
     for row in re.finditer(r"^\| `(\w+)[^|]+(.+)", PAGE.read_text("utf-8"), re.MULTILINE):
         named[row[1]] = set(re.findall(r"`(--?[a-zA-Z0-9-]+)", row[2]))
     for name, program in PROGRAMS.items():
-        known = {f"--{option.rstrip('=')}" for option in program.long}
+        known = {f"--{option.rstrip('=')}" for option in program.long.split()}
         assert named[name] == known | {f"-{letter}" for letter in program.short.replace(":", "")}
 
 
@@ -137,3 +138,13 @@ def test_links_of_a_page_lead_to_files(page):
     folders = "benchmarks|docs|examples|shardcache|tests"
     links |= {ROOT / name for name in re.findall(rf"`((?:{folders})/[\w./-]+)`", text)}
     assert [str(link) for link in links if not link.exists()] == []
+
+
+def test_the_package_and_the_pages_name_the_same_versions_of_python():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    first, end = map(int, re.findall(r"3\.(\d+)", project["requires-python"]))
+    versions = [f"3.{minor}" for minor in range(first, end)]
+    assert re.findall(r"3\.\d+", " ".join(project["classifiers"])) == versions
+    text = f"Python {', '.join(versions[:-1])} or {versions[-1]}"
+    for page in ("README.md", "CONTRIBUTING.md"):
+        assert text in (ROOT / page).read_text("utf-8")

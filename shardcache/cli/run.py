@@ -13,8 +13,6 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 
 import click
@@ -26,6 +24,8 @@ from shardcache.config import absolute, load
 from shardcache.layout import Layout
 from shardcache.locks.notices import log_unusable
 from shardcache.ranks import RUN_VARIABLE, detect
+from shardcache.stats.database import samples
+from shardcache.stats.summary import stats_of, summed
 from shardcache.store.root import make_root, unusable
 from shardcache.units import format_bytes
 
@@ -76,18 +76,19 @@ def run_command(
         for name, value in variables.items():
             invocation.console.data(f"export {name}={shlex.quote(value)}")
         return ExitCode.DONE
-    layouts = []
     for tier in config.by_tier():
         try:
-            layouts.append(make_root(tier))
+            make_root(tier)
         except OSError as exn:  # the program streams, and inherits that this was logged
             log_unusable(unusable(tier.dir, exn), tier.dir, detect())
             environment = {**os.environ, **variables}
     with contextlib.ExitStack() as stack:
-        notes = None
+        notes, stats, lines = None, stats_of({}), [""]
         with contextlib.suppress(OSError):  # no directory for temporary files can be written
-            notes = stack.enter_context(tempfile.NamedTemporaryFile(prefix="shardcache-run-"))
-        environment[RUN_VARIABLE] = f"{time.time():.6f}:{notes.name if notes else ''}"
+            here = tempfile.TemporaryDirectory("", "shardcache-run-", ignore_cleanup_errors=True)
+            notes = Path(stack.enter_context(here), "notes")
+            notes.touch()
+        environment[RUN_VARIABLE] = f"{time.time():.6f}:{notes or ''}"
         try:
             child = subprocess.Popen(program, env=environment)
         except OSError as exn:
@@ -99,21 +100,17 @@ def run_command(
         stack.callback(signal.signal, signal.SIGINT, signal.getsignal(signal.SIGINT))
         if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
             signal.signal(signal.SIGINT, lambda number, frame: None)
-        # Import this after the start: the program takes longer to open its first shard, so the
-        # counters are still those of before.
-        from shardcache.stats.summary import stats_of
-
-        before = _counters(layouts)
         code = child.wait()
-        lines = notes.read().decode(errors="replace").splitlines() if notes else [""]
-    counters = _counters(layouts) - before
-    stats, failed = stats_of(counters), counters["failed"] - counters["left"]
+        if notes is not None:
+            lines = notes.read_text("utf-8", "replace").splitlines()
+            with contextlib.suppress(OSError):
+                stats = summed(samples(Layout(notes.parent), ever=True))
     left = {name: reason for name, tab, reason in (x.partition("\t") for x in lines) if tab}
     text = f"no shard was opened through the cache in {config.dir}"
     if opened := stats.opens - stats.failed:
         text = f"{counted(opened, 'shard')} opened, {stats.hits:,} of them from the cache in "
         text += f"{config.dir}; {format_bytes(stats.bytes_origin)} came from the origin"
-    if failed:
+    if failed := stats.failed - stats.left:
         text += f"; {failed:,} could not be opened"
     if not lines:
         text += "; the hook was not loaded by any Python process (is PYTHONPATH replaced?)"
@@ -122,17 +119,6 @@ def run_command(
         text += f"; {counted(len(left), 'shard')} not cached, the first is {first}: {reason}"
     invocation.console.hint(f"shardcache: {text}")
     return code if code >= 0 else 128 - code
-
-
-def _counters(layouts: Sequence[Layout]) -> Counter[str]:
-    from shardcache.stats.database import samples
-
-    counters = Counter[str]()
-    for layout in layouts:
-        with contextlib.suppress(OSError):
-            for sample in samples(layout, ever=True):
-                counters.update(sample.counters)
-    return counters
 
 
 def _variables(invocation: Invocation, options: tuple[str, ...]) -> dict[str, str]:

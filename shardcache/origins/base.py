@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from shardcache.errors import AccessDeniedError, ConfigError, ShardNotFoundError
-from shardcache.urls import ShardURL
+from shardcache.urls import ShardURL, unexpanded
 
 #: HTTP statuses below 500 after which another attempt may succeed: timeouts and throttling.
 _TRANSIENT = frozenset({408, 425, 429})
@@ -73,6 +73,8 @@ def refusal(
         seconds = float(text) if text.isdecimal() and len(text) < 20 else None
         throttled |= status == 429 or (status == 503 and bool(text))
         return TransientError(reason, retry_after=seconds, patient=throttled)
+    if status in (403, 404, 410) and (error := unexpanded(shard)):
+        return error
     if status in (404, 410):
         text = f"{shard}: not found ({reason}). Check the pattern and the endpoint."
         if shard.scheme == "s3" and "NoSuchBucket" in reason:

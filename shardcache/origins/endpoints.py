@@ -98,8 +98,9 @@ def parser(config: Config) -> Callable[[str], ShardURL]:
         try:
             target, options = read_command(command)
         except ConfigError as exn:
+            shard = parse_url(url, allow_schemes=["pipe"])  # refuses a credential in an address
             if "pipe" in schemes:
-                return parse_url(url, allow_schemes=schemes)
+                return shard
             raise ConfigError(
                 f"{name_command(command)}: the command is left to a shell, because {exn.message}. "
                 "Pass allow_schemes=['pipe'] to cache its output, if you trust the authors of all "

@@ -21,7 +21,7 @@ from shardcache.origins.endpoints import needs_s3fs, scheme_options
 from shardcache.origins.filesystem import FsspecOrigin, s3fs_origin
 from shardcache.origins.retry import RetryPolicy
 from shardcache.origins.s3 import S3Origin
-from shardcache.urls import ShardURL, advise_scheme, parse_url, redact, split_bucket
+from shardcache.urls import CREDENTIAL, ShardURL, advise_scheme, parse_url, redact, split_bucket
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -85,6 +85,8 @@ def expand_braces(spec: str) -> Iterator[str]:
 
 def _variable(found: re.Match[str]) -> str:
     value = os.environ.get(name := f"WDS_{found[1]}")
+    if re.search(CREDENTIAL, name):
+        return f"${name}"  # only the header of a command (`read_command`) may contain the value
     if value is None:
         raise ConfigError(f"{found[0]} in a shard specification needs {name}: set it.")
     return value
@@ -173,6 +175,7 @@ class Listing:
             ShardNotFoundError: no shard matches.
             AccessDeniedError, ConfigError, TransferError: the origin cannot be listed.
         """
+        parse_url(f"{pattern}x", allow_schemes=self._config.allow_schemes)  # refuses two patterns
         root, wanted, deep = _split(pattern)
         is_s3 = pattern.partition(":")[0].lower() in ("s3", "s3a", "s3n")
         bucket, rest = split_bucket(root.partition("://")[2]) if is_s3 else ("", "")

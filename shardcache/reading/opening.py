@@ -26,7 +26,7 @@ from shardcache.reading.readers import DownloadReader
 from shardcache.reading.stream import ShardStream
 from shardcache.store.directory import DamagedError
 from shardcache.store.entry import Opened
-from shardcache.urls import ShardURL, advise_scheme
+from shardcache.urls import ShardURL, advise_scheme, unexpanded
 
 if TYPE_CHECKING:
     from shardcache.reading.readers import Reader
@@ -136,6 +136,6 @@ def _open_in_place(shard: ShardURL) -> BinaryIO:
     try:
         return open(path, "rb")
     except FileNotFoundError as exn:
-        raise ShardNotFoundError(
+        raise unexpanded(shard) or ShardNotFoundError(
             f"{path} does not exist. {advise_scheme(shard, 'Check the pattern.')}", url=str(shard)
         ) from exn

@@ -21,10 +21,11 @@ import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
+from pathlib import Path
 
 from shardcache import clock, threads
 from shardcache.layout import Layout
-from shardcache.ranks import Ranks
+from shardcache.ranks import Ranks, run_of_this_process
 from shardcache.stats import database
 from shardcache.units import format_bytes, format_duration
 from shardcache.urls import ShardURL
@@ -233,6 +234,8 @@ class Counters:
                 minute = int(clock.time() // 60) * 60
                 database.add(self._where(), self._rank, minute, row, max(_BUSY, wait))
                 self._written = counted
+                if run := run_of_this_process()[1]:  # whose summary must count no other jobs
+                    database.add(Layout(Path(run).parent), self._rank, 0, row, max(_BUSY, wait))
         except OSError as exn:
             logger.debug("the counts could not be written yet: %s", exn)
         finally:

@@ -6,15 +6,17 @@ global state, so it works whether workers are started by fork, spawn or forkserv
 
 from __future__ import annotations
 
-import functools
 import logging
+import os
+import re
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from shardcache.errors import ConfigError
+from shardcache.locks.mounts import mount_of
 from shardcache.reading.lookahead import Lookahead
 from shardcache.urls import ShardURL, redact
-from shardcache.wds.gopen import log_once
+from shardcache.wds.gopen import is_new, log_once
 from shardcache.wds.tar import reraise, tar_files
 
 if TYPE_CHECKING:
@@ -77,7 +79,8 @@ def attach(dataset: _Pipeline, cache: Cache, *, fast_tar: bool = True) -> _Pipel
     Replaces the stage that opens URLs, and keeps its handler. Also replaces WebDataset's
     ``tar_file_expander`` by `tar_files`, which yields the same files in less time. A second call
     replaces the cache. Starts to prepare for the first miss in the background (`Cache.prepare`).
-    Logs a warning, once per process, if the shards have the same order in every epoch.
+    Logs a warning, once per job, if the shards have the same order in every epoch, are fewer than
+    their readers, or lie on a network filesystem, where they are not cached.
 
     Args:
         dataset: a ``WebDataset`` or any ``DataPipeline``.
@@ -88,25 +91,41 @@ def attach(dataset: _Pipeline, cache: Cache, *, fast_tar: bool = True) -> _Pipel
         ``dataset`` itself.
 
     Raises:
-        ConfigError: ``dataset`` has no stage that opens URLs.
+        ConfigError: ``dataset`` has no stage that opens URLs, or a URL is a wildcard.
     """
+    from webdataset import filters, shardlists
+
     pipeline = getattr(dataset, "pipeline", None)
     if not isinstance(pipeline, list):
         raise ConfigError(
             f"attach() takes a WebDataset or a DataPipeline, not {type(dataset).__name__}."
         )
     stages = [each for stage in pipeline for each in _replaced(stage, cache, fast_tar)]
-    if not any(_call_of(stage)[0] is url_opener for stage in stages):
+    functions = [_call_of(stage)[0] for stage in stages]
+    if url_opener not in functions:
         names = ", ".join(getattr(stage, "__name__", type(stage).__name__) for stage in pipeline)
         raise ConfigError(
             f"no stage of this pipeline opens URLs ({names}). Call attach() with the WebDataset "
             "itself, or use cache.url_opener as the stage that opens the shards."
         )
-    if _repeats_order(stages):
-        _warn_of_repeated_order()
-    pipeline[:] = stages
+    if _repeats_order(stages) and is_new("order", cache):
+        logger.warning(
+            "every epoch will have the same order of shards, because this pipeline shuffles them "
+            "with a fixed seed. WebDataset(shardshuffle=...) does so since version 0.2.109. For a "
+            "new order in every epoch, write wds.DataPipeline(wds.SimpleShardList(urls), "
+            "wds.split_by_node, wds.split_by_worker, wds.shuffle(100), wds.tarfile_to_samples())."
+        )
     urls = getattr(stages[0], "urls", None)
-    cache.prepare(urls[0] if isinstance(urls, list) and urls else None)
+    urls = [url for url in urls if isinstance(url, str)] if isinstance(urls, list) else []
+    for url in [url for url in urls if "*" in url][:1]:
+        cache.open(url).close()  # raises an error, unless an object has this name
+    if not cache.config.cache_local:
+        _warn_of_mounts(urls, cache)
+    splits = [each in functions for each in (shardlists.split_by_node, shardlists.split_by_worker)]
+    if type(stages[0]) is shardlists.SimpleShardList and any(splits):  # others may be endless
+        stages.insert(1, filters.FilterFunction(_check_readers, len(urls), *splits, cache))
+    pipeline[:] = stages
+    cache.prepare(urls[0] if urls else None)
     return dataset
 
 
@@ -128,6 +147,8 @@ def _replaced(stage: Any, cache: Cache, fast_tar: bool) -> list[Any]:
         handler = stage.handler
     elif function is tariterators.tar_file_expander and fast_tar:
         return [filters.FilterFunction(tar_files, *args, **options)]
+    elif function is _check_readers:
+        return []
     elif function in (url_opener, tariterators.url_opener, *combined):
         handler = options.get("handler", next(iter(args), None))
     else:
@@ -162,21 +183,30 @@ def _repeats_order(stages: list[Any]) -> bool:
     return False
 
 
-@functools.cache
-def _warn_of_repeated_order() -> None:
-    """Log, once per process, that the order of the shards is the same in every epoch."""
-    logger.warning(
-        "every epoch will have the same order of shards, because this pipeline shuffles them with "
-        "a fixed seed. WebDataset(shardshuffle=...) does so since version 0.2.109. For a new order "
-        "in every epoch, write wds.DataPipeline(wds.SimpleShardList(urls), wds.split_by_node, "
-        "wds.split_by_worker, wds.shuffle(100), wds.tarfile_to_samples())."
-    )
+def _warn_of_mounts(urls: list[str], cache: Cache) -> None:
+    """Log, once per job, that the shards on a network filesystem are not cached."""
+    paths = (re.sub("^file:(//)?", "", url) for url in urls if re.match("file:|[^:]*$", url))
+    for mount in map(mount_of, {*map(os.path.dirname, paths)}):
+        if mount is not None and not mount.is_local and is_new("mount", cache):
+            text = "shards on %s (%s) are read in place, not cached: set cache_local to cache them"
+            logger.warning(text, mount.point, mount.type)
+
+
+def _check_readers(data: Any, shards: int, by_node: bool, by_worker: bool, cache: Cache) -> Any:
+    """Log, once per job, that a pipeline has fewer shards than ranks x workers. A stage."""
+    from webdataset.utils import pytorch_worker_info  # which splits the shards as well
+
+    _, ranks, _, workers = pytorch_worker_info()
+    readers = (ranks := ranks if by_node else 1) * (workers := workers if by_worker else 1)
+    if shards < readers and is_new("readers", cache):
+        logger.warning(
+            "%d shards are split among %d ranks x %d workers, so %d of %d readers get none. With "
+            "DDP, a rank without samples blocks all others. Use more shards or fewer workers.",
+            *(shards, ranks, workers, readers - shards, readers),
+        )
+    return data
 
 
 def _call_of(stage: Any) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     """Return the function of a stage, and the arguments that follow its input data."""
-    from webdataset.filters import FilterFunction
-
-    if isinstance(stage, FilterFunction):
-        return stage.f, stage.args, stage.kw
-    return stage, (), {}
+    return getattr(stage, "f", stage), getattr(stage, "args", ()), getattr(stage, "kw", {})

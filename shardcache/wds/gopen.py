@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import multiprocessing
 import os
 import sys
 from collections.abc import Callable
@@ -41,8 +42,7 @@ _left: set[str] = set()
 def register(scheme: str, cache: Cache) -> None:
     """Make WebDataset's ``gopen`` read the shards of one scheme, such as ``s3``, through ``cache``.
 
-    Affects this process and its forked workers. Spawned workers must call this function in their
-    ``worker_init_fn``; ``shardcache run`` affects all workers. Writes, and files that are not tar
+    Affects this process and the workers that it forks or spawns. Writes, and files that are not tar
     archives, go to the function that was registered for the scheme before.
     """
     from webdataset import gopen_schemes
@@ -51,6 +51,19 @@ def register(scheme: str, cache: Cache) -> None:
     original = getattr(original, "original", original)  # a second call replaces the cache
     original = original or _uncached(lambda: cache, gopen_schemes["__default__"])
     gopen_schemes[scheme] = _cached(lambda: cache, original)
+    inherited = vars(multiprocessing.current_process())["_config"]  # by spawned children, too
+    inherited[f"shardcache {scheme}"] = _Registered(scheme, cache)
+
+
+class _Registered:
+    """Registers a scheme again in the process that unpickles this object."""
+
+    def __init__(self, *arguments: Any) -> None:
+        self._arguments = arguments
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        register(*self._arguments)
 
 
 def read_through_cache(module: Any) -> None:
@@ -130,7 +143,7 @@ def _leave(url: str, reason: str, cache: Cache) -> None:
         return
     _left.add(shown)
     reason = reason.removeprefix(shown).lstrip(": ")
-    if _is_new("left", cache):
+    if is_new("left", cache):
         text = "%s is not cached, and WebDataset reads it: %s Further ones are not logged."
         logger.warning(text, shown, reason)
     if path := run_of_this_process()[1]:
@@ -142,7 +155,7 @@ def _leave(url: str, reason: str, cache: Cache) -> None:
 
 def log_once(exn: Exception, url: str, cache: Cache | None) -> None:
     """Log an error that a handler may hide; each type of error once per job and node."""
-    if not _is_new(type(exn).__name__, cache):
+    if not is_new(type(exn).__name__, cache):
         return
     text, shown = str(exn).rstrip("."), redact(url)
     where = "" if shown in text else f"{shown}: "
@@ -150,7 +163,7 @@ def log_once(exn: Exception, url: str, cache: Cache | None) -> None:
     logger.error("%s%s. %s", where, text, note)
 
 
-def _is_new(kind: str, cache: Cache | None) -> bool:
+def is_new(kind: str, cache: Cache | None) -> bool:
     """Return True once per kind of message, for the first process of the job on this node."""
     if kind in _logged:
         return False

@@ -33,11 +33,12 @@ def test_braces_expand_as_in_webdataset(spec, monkeypatch):
         ("${NOWHERE}/x.tar", "WDS_NOWHERE"),
         ("s3://b/{0..3.tar", "braces"),
         ("https://h/0..3}?X-Amz-Signature=abcdef12", "braces"),
+        ("s3://b/*.tar https://h/a.tar?sig=abcdef12", "Separate shards by ::"),
     ],
 )
-def test_an_invalid_specification_is_refused_without_its_secret(spec, message):
+def test_an_invalid_specification_is_refused_without_its_secret(spec, message, make_cache):
     with pytest.raises(ConfigError, match=message) as caught:
-        expand([spec])
+        expand([spec], make_cache())
     assert "abcdef12" not in str(caught.value)
 
 

@@ -23,10 +23,24 @@ def test_a_command_runs_once_and_its_output_is_cached(make_cache, tmp_path):
 
 def test_output_that_is_too_long_for_the_cache_is_streamed(make_cache, tmp_path):
     (tmp_path / "a.tar").write_bytes(make_tar(8, members=20, size=100_000))
-    url = f"pipe:cat {tmp_path}/a.tar | cat"
+    url = f"pipe:cat {tmp_path}/a.tar | tail -c +1"
     with make_cache(allow_schemes=["pipe"], max_size="1MB") as cache, cache.open(url) as stream:
         assert stream.read() == make_tar(8, members=20, size=100_000)
         assert url not in cache
+
+
+def test_the_values_of_variables_tell_outputs_apart_and_credentials_do_not(
+    make_cache, tmp_path, monkeypatch
+):
+    for seed in range(3):
+        (tmp_path / f"{seed}.tar").write_bytes(make_tar(seed))
+    url = f"pipe:true $MYTOKEN; cat {tmp_path}/$N.tar | tail -c +1"
+    for number, token, seed in (0, "a", 0), (1, "a", 1), (0, "b", 0):
+        monkeypatch.setenv("N", str(number))
+        monkeypatch.setenv("MYTOKEN", token)
+        with make_cache(allow_schemes=["pipe"]) as cache, cache.open(url) as stream:
+            assert stream.read() == make_tar(seed)
+    assert len(list(cache.entries())) == 2
 
 
 @pytest.mark.parametrize(
@@ -51,6 +65,7 @@ def test_a_pickled_command_is_not_run():
 OTHER = ("endpoint_url", "http://h:1"), ("profile", "p"), ("region_name", "r")
 PAYER = ("requester_pays", "requester")
 BEARER = ("authorization", "Bearer s3cret")
+BASIC = ("authorization", "Basic bWU6czNjcmV0")
 
 
 @pytest.mark.parametrize(
@@ -79,8 +94,10 @@ BEARER = ("authorization", "Bearer s3cret")
         ("wget -nv -O - -t 3 --header='Authorization: Bearer s3cret' https://h/k", "https://h/k",
          (BEARER,)),
         ("cat '/data/my shards/x.tar'", "/data/my shards/x.tar", ()),
-        ("aws s3 cp s3://b/$TOKEN/k - || true", "s3://b/s3cret/k", ()),
-        ("""aws s3 cp 's3://b/'"a b/${TOKEN}"'$' - 2>/dev/null""", "s3://b/a b/s3cret$", ()),
+        ("curl -su me:$TOKEN https://h/k", "https://h/k", (BASIC,)),
+        ("aws s3 cp s3://b/k - --quiet || true", "s3://b/k", ()),
+        ("""aws s3 cp 's3://b/$'"a b/"'$TOKEN' - 2>/dev/null | cat -""", "s3://b/$a b/$TOKEN", ()),
+        ("aws s3 cp s3://b/k - --cli-read-timeout $SECONDS |/bin/cat || true", "s3://b/k", ()),
         ("curl -s https://h/k 2> /dev/null || true", "https://h/k", ()),
     ],
 )  # fmt: skip
@@ -96,9 +113,13 @@ def test_commands_that_only_read_an_object_are_recognised(command, url, options)
         ("aws s3 ls s3://b/k", "form"),
         ("aws", "form"),
         ("aws s3 cp s3://b/k - | gunzip", "'|'"),
+        ("aws s3 cp s3://b/k - | zcat", "'|'"),
+        ("aws s3 cp s3://b/k - || cat", "'|'"),
         ("aws s3 cp s3://b/k - --sse-c AES256", "--sse-c"),
-        ("aws s3 cp s3://b/$KEY -", "variable KEY"),
-        ("aws s3 cp s3://b/$WORDS -", "quotes"),
+        ("aws s3 cp s3://b/$WORDS -", r"shell expands its \$WORDS"),
+        ("aws s3 cp s3://b/k - --profile ${WORDS}", r"shell expands its \$WORDS"),
+        ('curl -H "Authorization: $KEY" https://h/k', "variable KEY"),
+        ('curl -H "Authorization: $AWS_SESSION_TOKEN" https://h/k', "AWS_SESSION_TOKEN to no"),
         ("s5cmd cat s3://b/*", r"'\*'"),
         ("s5cmd cat s3://b/a s3://b/b", "form"),
         ("gsutil cat s3://b/k", "form"),
@@ -116,7 +137,7 @@ def test_commands_that_only_read_an_object_are_recognised(command, url, options)
 )
 def test_other_commands_are_left_to_a_shell(make_cache, command, reason):
     with pytest.raises(ConfigError, match=reason):
-        read_command(command, {"WORDS": "a b"})
+        read_command(command, {"WORDS": "a b", "AWS_SESSION_TOKEN": "s3cret"})
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ def reach(
             "https": f"{tls.url}/a.tar",
             "file": str(path),
             "upstream": f"{plain.url}/a.tar",
-            "pipe": f"pipe:cat {path} | cat",
+            "pipe": f"pipe:cat {path} | tail -c +1",
         }
 
         def make(kind):

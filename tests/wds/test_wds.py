@@ -1,5 +1,7 @@
 """WebDataset pipelines that read through the cache, with real DataLoader workers."""
 
+import logging
+import multiprocessing
 import pickle
 import re
 import sys
@@ -13,8 +15,8 @@ from webdataset.filters import FilterFunction, pipelinefilter
 
 import shardcache
 from shardcache import Cache, ConfigError, ShardNotFoundError
+from shardcache.prewarm import expand
 from shardcache.wds import attach, register, tar_files, tar_samples
-from shardcache.wds.attach import _warn_of_repeated_order
 from shardcache.wds.gopen import read_through_cache
 from tests.support.tars import make_tar
 from tests.support.trainingtools import ROOT, DataSet
@@ -26,7 +28,10 @@ KEYS = sorted(f"{seed:04d}-{n:05d}" for seed in range(4) for n in range(5))
 
 
 @pytest.fixture(autouse=True)
-def _objects(origin):
+def _objects(origin, monkeypatch):
+    monkeypatch.setattr("shardcache.wds.gopen._logged", set())
+    process = multiprocessing.current_process()
+    monkeypatch.setattr(process, "_config", {**process._config})  # `register` adds to it
     origin.objects |= {f"s3://lab/train-{seed:04d}.tar": data for seed, data in enumerate(SHARDS)}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -109,7 +114,6 @@ def test_the_cache_refuses_what_webdataset_forbids(url, make_cache, monkeypatch)
 
 @pytest.mark.parametrize("way", ["url_opener", "gopen"])
 def test_a_hidden_error_is_logged_once(way, make_cache, monkeypatch, caplog):
-    monkeypatch.setattr("shardcache.wds.gopen._logged", set())
     monkeypatch.setitem(wds.gopen_schemes, "s3", None)
     register("s3", cache := make_cache())
     samples = wds.tarfile_to_samples(handler=lambda exn: True)
@@ -270,7 +274,6 @@ if not BEFORE_1_0:
 
 @pytest.mark.parametrize("pipeline", PIPELINES)
 def test_attach_warns_once_of_a_repeated_order(pipeline, make_cache, origin, caplog):
-    _warn_of_repeated_order.cache_clear()
     origin.objects |= {f"s3://lab/{seed}.tar": make_tar(seed, 2) for seed in range(10)}
     cache, dataset = make_cache(), PIPELINES[pipeline]()
     for _ in range(2):
@@ -278,3 +281,76 @@ def test_attach_warns_once_of_a_repeated_order(pipeline, make_cache, origin, cap
     (first, *others) = three_epochs(dataset)
     repeats = others == [first, first] and first != tuple(sorted(first))
     assert sum("wds.shuffle(100)" in text for text in caplog.messages) == repeats
+
+
+@pytest.mark.parametrize(
+    ("shards", "ranks", "split", "idle"),
+    [
+        (4, 2, [wds.split_by_node, wds.split_by_worker], None),
+        (3, 2, [wds.split_by_node, wds.split_by_worker], "2 ranks x 2 workers, so 1 of 4"),
+        (1, 2, [wds.split_by_worker], "1 ranks x 2 workers, so 1 of 2"),
+        (1, 2, [], None),
+    ],
+)
+def test_attach_warns_once_of_readers_without_shards(
+    shards, ranks, split, idle, make_cache, tmp_path, monkeypatch
+):
+    logger = logging.getLogger("shardcache")
+    monkeypatch.setattr(logger, "handlers", [logging.FileHandler(tmp_path / "log")])
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", str(ranks))
+    paths = [tmp_path / f"{seed}.tar" for seed in range(shards)]
+    for path, shard in zip(paths, SHARDS, strict=False):
+        path.write_bytes(shard)
+    shards = wds.SimpleShardList([*map(str, paths)])
+    dataset = wds.DataPipeline(shards, *split, wds.tarfile_to_samples())
+    for _ in range(2):
+        make_cache().attach(dataset)
+    loader = torch.utils.data.DataLoader(dataset, batch_size=None, num_workers=2)
+    assert list(loader) and list(loader)
+    log = (tmp_path / "log").read_text()
+    assert log.count("readers get none") == bool(idle) and (idle or "") in log
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"), [("nfs4", {}), ("ext4", {}), ("lustre", {"cache_local": True})]
+)
+def test_attach_warns_once_of_shards_on_a_network_filesystem(
+    kind, options, make_cache, tmp_path, monkeypatch, caplog
+):
+    (tmp_path / "mounts").write_text(f"41 22 0:40 / {tmp_path}/nas rw - {kind} nas:/export rw\n")
+    monkeypatch.setattr("shardcache.locks.mounts._MOUNTINFO", tmp_path / "mounts")
+    cache = make_cache(locks="flock", **options)
+    for _ in range(2):
+        for form in ("{}", "file://{}"):
+            cache.attach(wds.WebDataset(form.format(f"{tmp_path}/nas/a.tar"), shardshuffle=False))
+    assert sum("read in place" in text for text in caplog.messages) == (kind == "nfs4")
+
+
+def test_a_wildcard_is_refused_with_the_way_to_expand_it(s3, bucket, s3_environment, tmp_path):
+    for name in ("a.tar", "odd *,.tar"):
+        s3.put(bucket, name, SHARDS[0])
+    cache = Cache(tmp_path / "cache", min_free=0)
+    odd = cache.attach(wds.WebDataset([f"s3://{bucket}/odd *,.tar"], shardshuffle=False))
+    assert len(keys(odd)) == 5
+    for url in (f"s3://{bucket}/a*.tar", f"{tmp_path}/*.tar"):
+        for use in (cache.open, lambda url: cache.attach(wds.WebDataset(url, shardshuffle=False))):
+            with pytest.raises(ConfigError, match="`from shardcache.prewarm import expand`"):
+                use(url)
+    with pytest.raises(ConfigError, match="`from shardcache.prewarm import expand`"):
+        cache.open(f"s3://{bucket}/a/")
+    assert expand(f"s3://{bucket}/a*.tar", cache) == [f"s3://{bucket}/a.tar"]
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_workers_inherit_a_registered_scheme(
+    method, s3, bucket, proxy, s3_environment, tmp_path, monkeypatch
+):
+    data = DataSet(s3, bucket, proxy)
+    monkeypatch.setitem(wds.gopen_schemes, "s3", None)
+    register("s3", Cache(tmp_path / "cache", min_free=0))
+    dataset = wds.WebDataset(data.spec, shardshuffle=False)
+    loader = torch.utils.data.DataLoader(
+        dataset, batch_size=None, num_workers=1, multiprocessing_context=method
+    )
+    assert data.complete(keys(loader)) and data.complete(keys(loader)) and data.once()

@@ -165,13 +165,15 @@ class TarDataset:
             raise IndexError(f"the data set has {len(self)} samples")
         return index, position, index - (self._ends[position - 1] if position else 0)
 
-    def __getitem__(self, index: int) -> Any:
-        """Return one sample, after the stages.
+    def __getitem__(self, index: Any) -> Any:
+        """Return one sample, after the stages; for a slice or several indices, a list of samples.
 
         Raises:
             The errors of `__getitems__`.
         """
-        return self.__getitems__([index])[0]
+        if isinstance(index, slice):
+            index = range(len(self))[index]
+        return self.__getitems__(index) if np.ndim(index) else self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
         """Return the samples of a batch, after the stages. PyTorch's DataLoader calls this.

@@ -327,7 +327,7 @@ def count_samples(
         except (ShardCacheError, OSError) as exn:
             return exn
 
-    waiting, keys = deque(enumerate(shards)), {shard.key for shard in shards}
+    waiting = deque(enumerate(shards))
     results: threads.Results[tuple[int, tuple[int, int] | Exception]] = SimpleQueue()
     started = list[threading.Thread]()
 
@@ -347,12 +347,15 @@ def count_samples(
             yield threads.get_result(results, None)
     finally:
         waiting.clear()
-        end = clock.monotonic() + _CANCEL_TIMEOUT
+        downloads, end = cache.processes.here().downloads, clock.monotonic() + _CANCEL_TIMEOUT
+        own = {thread.ident for thread in started}
         # A thread may wait for a server that does not respond, which no cancellation ends.
         while any(thread.is_alive() for thread in started) and clock.monotonic() < end:
-            for download in cache.processes.here().downloads.unfinished():
-                if download.shard.key in keys:
-                    download.cancel()
+            with downloads.lock:
+                for download in downloads.unfinished():
+                    # A reader of another thread may have joined it.
+                    if download.starter in own and download.readers <= 1:
+                        download.cancel()
             clock.sleep(_POLL)
 
 
@@ -377,8 +380,9 @@ def read_index_file(cache: Cache, path: str) -> tuple[list[ShardURL], list[int]]
         record = json.loads(text)
         listed = record.get("shardlist")
         pairs = record.items() if listed is None else [(s["url"], s["nsamples"]) for s in listed]
-        urls, counts = [str(url) for url, _ in pairs], [count for _, count in pairs]
-        if not urls or not all(type(count) is int and 0 <= count < 1 << 40 for count in counts):
+        urls, counts = [url for url, _ in pairs], [count for _, count in pairs]
+        sound = all(type(count) is int and 0 <= count < 1 << 40 for count in counts)
+        if not urls or not sound or not all(isinstance(url, str) for url in urls):
             raise ValueError("it must state a number of samples for each shard")
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as exn:
         raise ConfigError(

@@ -10,10 +10,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardcache import Cache, ConfigError, IntegrityError, ShardCacheError, TarDataset
+from shardcache import (
+    Cache,
+    ConfigError,
+    IntegrityError,
+    ShardCacheError,
+    ShardNotFoundError,
+    TarDataset,
+)
 from shardcache.dataset import index as module
 from shardcache.layout import INDEX
 from shardcache.wds import tar_samples
+from tests.support.storetools import wait_until
 from tests.support.tars import make_tar, tar_of
 from tests.wds.test_tar_files import FORMATS, archive, damaged
 
@@ -158,7 +166,18 @@ def test_an_index_file_spares_the_shards(make_cache, origin, tmp_path, monkeypat
 
 
 @pytest.mark.parametrize(
-    "record", [[], {}, {"a.tar": "3"}, {"a.tar": -1}, {"a.tar": 10**30}, {"shardlist": [1]}]
+    "record",
+    [
+        [],
+        {},
+        {"a.tar": "3"},
+        {"a.tar": -1},
+        {"a.tar": 10**30},
+        {"a.tar": True},
+        {"shardlist": [1]},
+        {"shardlist": [{"url": None, "nsamples": 3}]},
+        {"shardlist": [{"url": ["a.tar"], "nsamples": 3}]},
+    ],
 )
 def test_another_json_file_is_refused(make_cache, record):
     cache = make_cache()
@@ -166,6 +185,25 @@ def test_another_json_file_is_refused(make_cache, record):
         ConfigError, match=r"sizes\.json is not an index of shards.*shardcache index"
     ):
         TarDataset(write(cache, record), cache=cache)
+
+
+@pytest.mark.parametrize("reader", ["earlier", "later", None])
+def test_a_count_that_fails_cancels_only_its_own_downloads(cache, origin, monkeypatch, reader):
+    def handler(exn):
+        wait_until(lambda: any(url == URL for url, *_ in origin.requests))
+        if reader == "later":
+            streams.append(cache.open(URL))
+        return False
+
+    monkeypatch.setattr(module, "_CANCEL_TIMEOUT", 0.5)
+    responses = origin.hold(600), origin.hold(600)  # of both shards
+    streams = [cache.open(URL)] if reader == "earlier" else []
+    with pytest.raises(ShardNotFoundError):
+        TarDataset([URL, "s3://lab/missing.tar"], cache=cache, handler=handler)
+    assert len(cache.processes.here().downloads.unfinished()) == len(streams)
+    for response in responses:
+        response.set()
+    assert [stream.read() for stream in streams] == [origin.objects[URL]] * len(streams)
 
 
 @pytest.mark.parametrize("name", ["a.tar.gz", "a.tgz", "a.tar"])

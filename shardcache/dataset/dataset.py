@@ -90,7 +90,10 @@ class TarDataset:
         self.cache = cache or default_cache()
         self.stages = tuple(stages)
         self.handler = handler
-        self._check_stages()
+        for stage in self.stages:
+            name = getattr(getattr(stage, "f", None), "__name__", "").removeprefix("_")
+            if name in _REFUSED:
+                raise ConfigError(f"{name} cannot be a stage of a TarDataset. {_REFUSED[name]}.")
         self._index_file = ""
         counts = None
         if isinstance(shards, os.PathLike) or str(shards).lower().endswith(".json"):
@@ -110,12 +113,6 @@ class TarDataset:
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"_open": OrderedDict()}
-
-    def _check_stages(self) -> None:
-        for stage in self.stages:
-            name = getattr(getattr(stage, "f", None), "__name__", "").removeprefix("_")
-            if name in _REFUSED:
-                raise ConfigError(f"{name} cannot be a stage of a TarDataset. {_REFUSED[name]}.")
 
     def _count(self, specs: Sequence[str]) -> list[int]:
         """Count the samples of all shards, which downloads those that are not cached."""

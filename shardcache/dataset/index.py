@@ -380,9 +380,8 @@ def read_index_file(cache: Cache, path: str) -> tuple[list[ShardURL], list[int]]
         record = json.loads(text)
         listed = record.get("shardlist")
         pairs = record.items() if listed is None else [(s["url"], s["nsamples"]) for s in listed]
-        urls, counts = [url for url, _ in pairs], [count for _, count in pairs]
-        sound = all(type(count) is int and 0 <= count < 1 << 40 for count in counts)
-        if not urls or not sound or not all(isinstance(url, str) for url in urls):
+        sound = (type(u) is str and type(n) is int and 0 <= n < 1 << 40 for u, n in pairs)
+        if not pairs or not all(sound):
             raise ValueError("it must state a number of samples for each shard")
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as exn:
         raise ConfigError(
@@ -391,7 +390,8 @@ def read_index_file(cache: Cache, path: str) -> tuple[list[ShardURL], list[int]]
         ) from exn
     base = path[: path.rfind("/") + 1]
     is_absolute = re.compile("/|[a-z][a-z0-9+.-]*:", re.IGNORECASE).match
-    return [cache.parse(u if is_absolute(u) else base + u) for u in urls], counts
+    urls = [cache.parse(url if is_absolute(url) else base + url) for url, _ in pairs]
+    return urls, [count for _, count in pairs]
 
 
 def write_index_file(path: Path, counts: Mapping[str, int]) -> None:

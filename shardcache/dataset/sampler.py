@@ -62,14 +62,6 @@ class SampleIndex(int):
 
     epoch: int
 
-    def __new__(cls, number: int, epoch: int) -> SampleIndex:  # noqa: D102 - as the class says
-        self = super().__new__(cls, number)
-        self.epoch = epoch
-        return self
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return SampleIndex, (int(self), self.epoch)
-
 
 class Batch(list[int]):
     """The numbers of a batch, and the positions of the shards that its lanes mix now."""
@@ -94,9 +86,8 @@ class ShardBatchSampler(Sampler[list[int]]):
         seed: the seed of the order, the same on all ranks.
         drop_last: whether to leave out samples that fill no batch. If not, the last batch is filled
             with the first samples of the epoch.
-        rank, world_size: this process and the number of processes. By default, each iteration has
-            those of torch.distributed or the launcher in the process that iterates. Pass the
-            data-parallel ones if ranks share batches.
+        rank, world_size: by default those of torch.distributed or the launcher, in the process that
+            iterates. Pass the data-parallel ones if ranks share batches.
 
     Raises:
         ConfigError: the numbers do not fit each other, or ``data`` is not a `TarDataset`.
@@ -121,8 +112,8 @@ class ShardBatchSampler(Sampler[list[int]]):
             )
         self.data, self.drop_last = data, drop_last
         self.global_batch = _whole("global_batch", global_batch, 1)
-        self._seed = _whole("seed", seed, most=math.inf)
-        self._given: dict[str, Any] = {"seed": self._seed, "lanes": lanes, "shuffle": shuffle}
+        self._seed = seed = _whole("seed", seed, most=math.inf)
+        self._given: dict[str, Any] = {"seed": seed, "lanes": lanes, "shuffle": shuffle}
         self._place = rank, world_size  # as the user passed them
         self._arrange(lanes, shuffle)
         # Epochs, and samples taken from each lane: where the next iteration begins, and where the
@@ -262,12 +253,10 @@ class ShardBatchSampler(Sampler[list[int]]):
         if lanes is None and shuffle != 0 and world > 1 and not local and rank == 0:
             text = "the launcher does not state the number of nodes, so each node may download all "
             logger.warning(text + "shards. If there are several, pass lanes=NODES.")
-        if lanes is None:
-            lanes = self._nodes if shuffle != 0 else 1
-        lanes = _whole("lanes", lanes, 1)
-        if shuffle is None:
-            shuffle = max(_MIXED_PER_LANE, -(-_MIXED // lanes))
-        shuffle = _whole("shuffle", shuffle, 0)
+        parts = self._nodes if shuffle != 0 else 1
+        lanes = _whole("lanes", parts if lanes is None else lanes, 1)
+        mixed = max(_MIXED_PER_LANE, -(-_MIXED // lanes))
+        shuffle = _whole("shuffle", mixed if shuffle is None else shuffle, 0)
         unit = math.lcm(lanes, world)
         if size % unit:
             most = min(world, size + 1)
@@ -314,10 +303,7 @@ class ShardBatchSampler(Sampler[list[int]]):
 
 
 class _Iteration:
-    """The rest of an epoch. torchdata's StatefulDataLoader saves its position.
-
-    The order and the look-ahead are made with the next batch, in the process that takes it.
-    """
+    """The rest of an epoch. torchdata's StatefulDataLoader saves its position."""
 
     def __init__(self, sampler: ShardBatchSampler, number: int, taken: int) -> None:
         self._sampler, self._number, self._taken = sampler, number, taken
@@ -334,7 +320,7 @@ class _Iteration:
         if not sampler._batches(start):
             sampler._start = self._number + 1, 0
             raise StopIteration
-        if self._epoch is None:
+        if self._epoch is None:  # in the process that iterates
             self._epoch = Epoch(sampler.order, self._number)
             self._ahead = Prefetcher(sampler.data.cache.opener)
             self._wanted = list[int]()
@@ -349,7 +335,10 @@ class _Iteration:
         sampler._taken = self._number, self._taken
         if not sampler._batches(self._taken):  # Trainer does not request another one
             sampler._start = self._number + 1, 0
-        batch = Batch(SampleIndex(number, self._number) for number in found.tolist())
+        indices = [SampleIndex(number) for number in found.tolist()]
+        for index in indices:
+            index.epoch = self._number
+        batch = Batch(indices)
         batch.shards = frozenset(self._epoch.shards(0))
         return batch
 

@@ -187,7 +187,7 @@ def test_another_json_file_is_refused(make_cache, record):
         TarDataset(write(cache, record), cache=cache)
 
 
-@pytest.mark.parametrize("reader", ["earlier", "later", None])
+@pytest.mark.parametrize("reader", ["earlier", "later", "elsewhere", None])
 def test_a_count_that_fails_cancels_only_its_own_downloads(cache, origin, monkeypatch, reader):
     def handler(exn):
         wait_until(lambda: any(url == URL for url, *_ in origin.requests))
@@ -196,14 +196,17 @@ def test_a_count_that_fails_cancels_only_its_own_downloads(cache, origin, monkey
         return False
 
     monkeypatch.setattr(module, "_CANCEL_TIMEOUT", 0.5)
-    responses = origin.hold(600), origin.hold(600)  # of both shards
+    other, data = "s3://lab/b.tar", origin.objects[URL]
+    origin.objects[other] = data
+    responses = [origin.hold(600) for _ in range(3)]
     streams = [cache.open(URL)] if reader == "earlier" else []
+    streams += [cache.open(other)] if reader == "elsewhere" else []
     with pytest.raises(ShardNotFoundError):
         TarDataset([URL, "s3://lab/missing.tar"], cache=cache, handler=handler)
     assert len(cache.processes.here().downloads.unfinished()) == len(streams)
     for response in responses:
         response.set()
-    assert [stream.read() for stream in streams] == [origin.objects[URL]] * len(streams)
+    assert [stream.read() for stream in streams] == [data] * len(streams)
 
 
 @pytest.mark.parametrize("name", ["a.tar.gz", "a.tgz", "a.tar"])

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from shardcache import sync, wds
     from shardcache.cache import Cache, attach, default_cache, url_opener
     from shardcache.config import __version__
-    from shardcache.dataset import ShardBatchSampler, TarDataset
+    from shardcache.dataset.dataset import TarDataset
+    from shardcache.dataset.sampler import ShardBatchSampler
     from shardcache.integrations import lightning, telemetry, wids
 
 __all__ = [
@@ -56,8 +57,8 @@ __all__ = [
 #: programs that use Lightning, OpenTelemetry or wids need to have them installed.
 _ON_FIRST_USE = {
     "Cache": "shardcache.cache",
-    "ShardBatchSampler": "shardcache.dataset",
-    "TarDataset": "shardcache.dataset",
+    "ShardBatchSampler": "shardcache.dataset.sampler",
+    "TarDataset": "shardcache.dataset.dataset",
     "__version__": "shardcache.config",
     "attach": "shardcache.cache",
     "default_cache": "shardcache.cache",

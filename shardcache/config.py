@@ -69,6 +69,9 @@ class StorageOptions(dict[str, object]):
 
         return StorageOptions, (dict(self) if get_spawning_popen() else _public(self),)
 
+    def __deepcopy__(self, memo: object) -> StorageOptions:
+        return self  # with the secrets: the copy stays in this process
+
     def __str__(self) -> str:
         return ", ".join(f"{key}=***" for key in self)
 

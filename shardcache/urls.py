@@ -161,6 +161,9 @@ class ShardURL:
         names = (self.scheme, self.canonical, self.key, self.basename, self.version_id)
         return ShardURL, (raw, *names, options, self.endpoint)
 
+    def __deepcopy__(self, memo: object) -> ShardURL:
+        return self  # with the secrets: the copy stays in this process
+
     @property
     def is_masked(self) -> bool:
         """Whether secrets that an origin needs to read the shard are missing from this URL."""

@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import pickle
 import traceback
+from copy import deepcopy
 from pathlib import Path
 from typing import Literal, get_args, get_origin, get_type_hints
 
@@ -243,6 +244,7 @@ def test_only_spawned_workers_get_secrets_in_a_pickle():
     config = only(
         max_size="80%", storage_options=options, validate=a_validator, endpoint_url="http://h"
     ).config
+    assert deepcopy(config) == config
     pickled = pickle.dumps(config)
     assert SECRET.encode() not in pickled
     copy = pickle.loads(pickled)

@@ -3,6 +3,7 @@
 import os
 import pickle
 import re
+from copy import deepcopy
 from dataclasses import replace
 from urllib.parse import quote
 
@@ -361,6 +362,7 @@ def test_redact_keeps_other_text(text, shown):
 )
 def test_only_spawned_children_get_credentials_in_a_pickle(url, basename, monkeypatch):
     shard = parse_url(url, allow_schemes=["pipe"])
+    assert deepcopy([shard]) == [shard]
     data = pickle.dumps([shard])
     assert (shard.basename, shard.raw) == (basename, url)
     assert CANARY not in data.decode("latin-1") + str(shard) + repr(shard)

@@ -3,13 +3,8 @@
     index      the offsets of the samples of a shard, and the index file of a data set
     dataset    `TarDataset`, a map-style data set: any sample by its number
     order      the order of the samples of an epoch: a function of seed, epoch and position
-    sampler    `ShardBatchSampler`, which gives the samples of an epoch to the ranks
+    sampler    `ShardBatchSampler`, which gives the samples of an epoch to the ranks; imports torch
 
 The shards stay plain tar archives. The first process that needs a shard finds the offsets of its
 samples in the headers of the archive, and writes them into the shard's entry in the cache.
 """
-
-from shardcache.dataset.dataset import TarDataset
-from shardcache.dataset.sampler import ShardBatchSampler
-
-__all__ = ["ShardBatchSampler", "TarDataset"]

@@ -90,7 +90,10 @@ class TarDataset:
         self.cache = cache or default_cache()
         self.stages = tuple(stages)
         self.handler = handler
-        self._check_stages()
+        for stage in self.stages:
+            name = getattr(getattr(stage, "f", None), "__name__", "").removeprefix("_")
+            if name in _REFUSED:
+                raise ConfigError(f"{name} cannot be a stage of a TarDataset. {_REFUSED[name]}.")
         self._index_file = ""
         counts = None
         if isinstance(shards, os.PathLike) or str(shards).lower().endswith(".json"):
@@ -110,12 +113,6 @@ class TarDataset:
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"_open": OrderedDict()}
-
-    def _check_stages(self) -> None:
-        for stage in self.stages:
-            name = getattr(getattr(stage, "f", None), "__name__", "").removeprefix("_")
-            if name in _REFUSED:
-                raise ConfigError(f"{name} cannot be a stage of a TarDataset. {_REFUSED[name]}.")
 
     def _count(self, specs: Sequence[str]) -> list[int]:
         """Count the samples of all shards, which downloads those that are not cached."""
@@ -165,13 +162,15 @@ class TarDataset:
             raise IndexError(f"the data set has {len(self)} samples")
         return index, position, index - (self._ends[position - 1] if position else 0)
 
-    def __getitem__(self, index: int) -> Any:
-        """Return one sample, after the stages.
+    def __getitem__(self, index: Any) -> Any:
+        """Return one sample, after the stages; for a slice or several indices, a list of samples.
 
         Raises:
             The errors of `__getitems__`.
         """
-        return self.__getitems__([index])[0]
+        if isinstance(index, slice):
+            index = range(len(self))[index]
+        return self.__getitems__(index) if np.ndim(index) else self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
         """Return the samples of a batch, after the stages. PyTorch's DataLoader calls this.

@@ -325,7 +325,7 @@ def count_samples(
         except (ShardCacheError, OSError) as exn:
             return exn
 
-    waiting, keys = deque(enumerate(shards)), {shard.key for shard in shards}
+    waiting = deque(enumerate(shards))
     results: threads.Results[tuple[int, tuple[int, int] | Exception]] = SimpleQueue()
     started = list[threading.Thread]()
 
@@ -345,12 +345,15 @@ def count_samples(
             yield threads.get_result(results, None)
     finally:
         waiting.clear()
-        end = clock.monotonic() + _CANCEL_TIMEOUT
+        downloads, end = cache.process.downloads, clock.monotonic() + _CANCEL_TIMEOUT
+        own = {thread.ident for thread in started}
         # A thread may wait for a server that does not respond, which no cancellation ends.
         while any(thread.is_alive() for thread in started) and clock.monotonic() < end:
-            for download in cache.process.downloads.unfinished():
-                if download.shard.key in keys:
-                    download.cancel()
+            with downloads.lock:
+                for download in downloads.unfinished():
+                    # A reader of another thread may have joined it.
+                    if download.starter in own and download.readers <= 1:
+                        download.cancel()
             clock.sleep(_POLL)
 
 
@@ -376,8 +379,8 @@ def read_index_file(cache: Cache, path: str) -> tuple[list[ShardURL], list[int]]
         record = json.loads(text)
         listed = record.get("shardlist")
         pairs = record.items() if listed is None else [(s["url"], s["nsamples"]) for s in listed]
-        urls, counts = [str(url) for url, _ in pairs], [count for _, count in pairs]
-        if not urls or not all(type(count) is int and 0 <= count < 1 << 40 for count in counts):
+        sound = (type(u) is str and type(n) is int and 0 <= n < 1 << 40 for u, n in pairs)
+        if not pairs or not all(sound):
             raise ValueError("it must state a number of samples for each shard")
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as exn:
         raise ConfigError(
@@ -386,7 +389,8 @@ def read_index_file(cache: Cache, path: str) -> tuple[list[ShardURL], list[int]]
         ) from exn
     base = path[: path.rfind("/") + 1]
     is_absolute = re.compile("/|[a-z][a-z0-9+.-]*:", re.IGNORECASE).match
-    return [cache.parse(u if is_absolute(u) else base + u) for u in urls], counts
+    urls = [cache.parse(url if is_absolute(url) else base + url) for url, _ in pairs]
+    return urls, [count for _, count in pairs]
 
 
 def write_index_file(path: Path, counts: Mapping[str, int]) -> None:

@@ -12,6 +12,7 @@ import itertools
 import json
 import logging
 import math
+import operator
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +28,14 @@ from shardcache.threads import lazy
 from shardcache.units import format_bytes
 
 if TYPE_CHECKING:
+    from torch.utils.data import Sampler
+
     from shardcache.dataset.dataset import TarDataset
+else:
+    try:
+        from torch.utils.data import Sampler
+    except ImportError:  # another framework iterates
+        from collections.abc import Iterable as Sampler
 
 __all__ = ["SampleIndex", "ShardBatchSampler"]
 
@@ -40,18 +48,19 @@ _MIXED, _MIXED_PER_LANE = 64, 10
 _numbers = itertools.count()
 
 
+def _whole(name: str, value: Any, least: float = -math.inf, most: float = (1 << 63) - 1) -> int:
+    """Return an integer of any type as an int. Raise ConfigError for another value."""
+    with contextlib.suppress(TypeError):
+        number = operator.index(value)
+        if least <= number <= most and not isinstance(value, bool):
+            return number
+    raise ConfigError(f"{name}={value!r:.80} is not a whole number from {least} to {most}.")
+
+
 class SampleIndex(int):
     """The number of a sample in its data set, and the ``epoch`` in which it is read."""
 
     epoch: int
-
-    def __new__(cls, number: int, epoch: int) -> SampleIndex:  # noqa: D102 - as the class says
-        self = super().__new__(cls, number)
-        self.epoch = epoch
-        return self
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return SampleIndex, (int(self), self.epoch)
 
 
 class Batch(list[int]):
@@ -60,7 +69,7 @@ class Batch(list[int]):
     shards: frozenset[int] = frozenset()
 
 
-class ShardBatchSampler:
+class ShardBatchSampler(Sampler[list[int]]):
     """Yields the indices of this rank's part of each global batch, for ``batch_sampler``.
 
     All ranks have the same number of batches. After a complete iteration, the next one begins the
@@ -77,8 +86,8 @@ class ShardBatchSampler:
         seed: the seed of the order, the same on all ranks.
         drop_last: whether to leave out samples that fill no batch. If not, the last batch is filled
             with the first samples of the epoch.
-        rank, world_size: this process and the number of processes, by default those of
-            torch.distributed or the launcher. Pass the data-parallel ones if ranks share batches.
+        rank, world_size: by default those of torch.distributed or the launcher, in the process that
+            iterates. Pass the data-parallel ones if ranks share batches.
 
     Raises:
         ConfigError: the numbers do not fit each other, or ``data`` is not a `TarDataset`.
@@ -101,29 +110,26 @@ class ShardBatchSampler:
                 f"ShardBatchSampler takes a TarDataset, not {type(data).__name__}. To use a part "
                 "of the data, make a TarDataset of some of its shards."
             )
-        self.data, self.global_batch, self.drop_last = data, global_batch, drop_last
-        self._seed = seed
+        self.data, self.drop_last = data, drop_last
+        self.global_batch = _whole("global_batch", global_batch, 1)
+        self._seed = seed = _whole("seed", seed, most=math.inf)
         self._given: dict[str, Any] = {"seed": seed, "lanes": lanes, "shuffle": shuffle}
-        is_launched = rank is None and world_size is None
-        self.rank = board.rank() if rank is None else rank
-        self.world_size = board.world_size() if world_size is None else world_size
-        if not 0 <= self.rank < self.world_size:
-            raise ConfigError(f"rank={self.rank} is not from 0 to {self.world_size - 1}.")
-        # Ranks that the user passes may be a part of those of the launcher.
-        local = detect().local_size if is_launched else None
-        self._nodes = self.world_size // local if local and self.world_size % local == 0 else 1
-        if lanes is None and shuffle != 0 and self.world_size > 1 and not local and self.rank == 0:
-            text = "the launcher does not state the number of nodes, so each node may download all "
-            logger.warning(text + "shards. If there are several, pass lanes=NODES.")
-        if lanes is None:
-            lanes = self._nodes if shuffle != 0 else 1
+        self._place = rank, world_size  # as the user passed them
         self._arrange(lanes, shuffle)
         # Epochs, and samples taken from each lane: where the next iteration begins, and where the
         # last one is. An iteration ends when workers still read its batches, so these may differ.
         self._start = self._taken = 0, 0
-        self._ahead = Prefetcher(data.cache.process)
         self._is_checked = False  # whether `_check_room` was called
-        self._number = next(_numbers) if is_launched else None  # None: ranks need no comparison
+        # None: the ranks are not compared
+        self._number = next(_numbers) if self._place == (None, None) else None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_number": None}  # other ranks may make no copy
+
+    @property
+    def batch_size(self) -> int:
+        """The number of samples that this rank reads of each batch."""
+        return self.global_batch // self.world_size
 
     @property
     def sampler(self) -> ShardBatchSampler:
@@ -142,7 +148,7 @@ class ShardBatchSampler:
 
     def set_epoch(self, epoch: int) -> None:
         """Begin the next iteration with ``epoch``, or continue it if it is the unfinished one."""
-        if epoch != self._start[0]:
+        if (epoch := _whole("epoch", epoch, 0)) != self._start[0]:
             self._start = epoch, 0
         if epoch != self._taken[0]:
             self._taken = self._start
@@ -151,6 +157,8 @@ class ShardBatchSampler:
         return self._batches(0)
 
     def __iter__(self) -> Iterator[list[int]]:
+        if (self.rank, self.world_size) != self._ranks():  # since the sampler was made
+            self._arrange(self.order.lanes, self.shuffle)
         self._compare_ranks()
         return _Iteration(self, *self._start)
 
@@ -165,14 +173,15 @@ class ShardBatchSampler:
         """
         epoch, taken = self._taken
         if batch is not None:
-            taken = taken % self.share + batch * self.share
+            taken = taken % self.share + _whole("batch", batch, 0) * self.share
         return self._state(*((epoch, taken) if self._batches(taken) else (epoch + 1, 0)))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Begin the next iteration at the position of a state.
 
         Raises:
-            ConfigError: the state has other shards or options, or the batch cannot be divided.
+            ConfigError: the state has other shards or options or impossible numbers, or the batch
+                cannot be divided.
         """
         epoch, taken = self._restore(state)
         self._start = self._taken = (epoch, taken) if self._batches(taken) else (epoch + 1, 0)
@@ -185,15 +194,24 @@ class ShardBatchSampler:
 
     def _restore(self, state: Mapping[str, Any]) -> tuple[int, int]:
         """Adopt the lanes and the window of a state, and return its position."""
+        if not isinstance(state, Mapping):
+            raise ConfigError(f"{state!r:.80} is not a state, which is a dict.")
+
+        def saved(name: str, *limits: int) -> int:
+            return _whole(f"the state's {name}", state.get(name), *limits)
+
         for name, own in {"version": VERSION, "data": self._fingerprint, **self._given}.items():
-            if own is not None and (saved := state.get(name)) != own:
+            if own is not None and (found := state.get(name)) != own:
                 what = "shards or counts of samples" if name == "data" else name
                 raise ConfigError(
-                    f"the state was saved with other {what}: {name} was {saved} and is {own}. "
+                    f"the state was saved with other {what}: {name} was {found} and is {own}. "
                     "Resume with the same, or start without the state."
                 )
-        self._arrange(state["lanes"], state["shuffle"])
-        return state["epoch"], state["taken"]
+        # The last batch ends after the lanes. It may have had another size.
+        taken = saved("taken", 0, self.order.total + saved("global_batch", 1))
+        epoch, lanes, shuffle = saved("epoch", 0), saved("lanes", 1), saved("shuffle", 0)
+        self._arrange(lanes, shuffle)
+        return epoch, taken
 
     @lazy
     def _fingerprint(self) -> str:
@@ -213,38 +231,51 @@ class ShardBatchSampler:
             other = json.loads(store.compare_set(name, "", json.dumps(own)))
             differ = [f"{n} {own[n]} and {other[n]}" for n in own if own[n] != other[n]]
             if differ:
-                text = (
+                raise ConfigError(
                     f"the ranks differ: {', '.join(differ)}. Pass the same arguments on all ranks."
                 )
-                raise ConfigError(text)
         self._number = None
 
     # -- the order -----------------------------------------------------------------
 
-    def _arrange(self, lanes: int, shuffle: int | None) -> None:
+    def _ranks(self) -> tuple[int, int]:
+        """Return the rank and the world size, which the user gave or which this process has."""
+        rank, world = self._place
+        world = _whole("world_size", board.world_size() if world is None else world, 1)
+        return _whole("rank", board.rank() if rank is None else rank, 0, world - 1), world
+
+    def _arrange(self, lanes: int | None, shuffle: int | None) -> None:
         """Make the order, if it fits the batch and the ranks."""
-        size, world = self.global_batch, self.world_size
-        if lanes < 1 or size < 1 or (shuffle or 0) < 0:
-            raise ConfigError("global_batch and lanes must be at least 1, and shuffle 0 or more.")
+        size, (rank, world) = self.global_batch, self._ranks()
+        # Ranks that the user passes may be a part of those of the launcher.
+        local = detect().local_size if self._place == (None, None) else None
+        self._nodes = world // local if local and world % local == 0 else 1
+        if lanes is None and shuffle != 0 and world > 1 and not local and rank == 0:
+            text = "the launcher does not state the number of nodes, so each node may download all "
+            logger.warning(text + "shards. If there are several, pass lanes=NODES.")
+        parts = self._nodes if shuffle != 0 else 1
+        lanes = _whole("lanes", parts if lanes is None else lanes, 1)
+        mixed = max(_MIXED_PER_LANE, -(-_MIXED // lanes))
+        shuffle = _whole("shuffle", mixed if shuffle is None else shuffle, 0)
         unit = math.lcm(lanes, world)
         if size % unit:
-            worlds = [str(n) for n in range(1, world) if size % math.lcm(lanes, n) == 0]
+            most = min(world, size + 1)
+            worlds = [str(n) for n in range(1, most) if size % math.lcm(lanes, n) == 0]
             near = size // unit * unit
             raise ConfigError(
                 f"global_batch={size} cannot be divided among {lanes} lanes and {world} ranks. Use "
                 f"{f'{near} or ' if near else ''}{near + unit}"
                 f"{', or a world size of ' + ', '.join(worlds) if worlds else ''}."
             )
-        if shuffle is None:
-            shuffle = max(_MIXED_PER_LANE, -(-_MIXED // lanes))
         order = Order(self.data.counts, seed=self._seed, lanes=lanes, shuffle=shuffle)
         if not order.batches(size // lanes, drop_last=self.drop_last):
             most = order.total // lanes * lanes // unit * unit
             advice = f"Use global_batch={most}, or drop_last=False." if most else ""
             raise ConfigError(f"{order.total} samples fill no batch of {size}. {advice}")
         self.order, self.shuffle, self.share = order, shuffle, size // lanes
-        self.part = self.rank * size // world, (self.rank + 1) * size // world
-        if shuffle and self._nodes > lanes and self.rank == 0:
+        self.rank, self.world_size = rank, world
+        self.part = rank * size // world, (rank + 1) * size // world
+        if shuffle and self._nodes > lanes and rank == 0:
             text = "%d nodes read %d lanes, so several nodes download the same shards"
             logger.warning(text, self._nodes, lanes)
 
@@ -277,7 +308,9 @@ class _Iteration:
     def __init__(self, sampler: ShardBatchSampler, number: int, taken: int) -> None:
         self._sampler, self._number, self._taken = sampler, number, taken
         self._epoch: Epoch | None = None
-        self._wanted: list[int] = []
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Iteration, (self._sampler, self._number, self._taken)
 
     def __iter__(self) -> Iterator[list[int]]:
         return self
@@ -287,22 +320,25 @@ class _Iteration:
         if not sampler._batches(start):
             sampler._start = self._number + 1, 0
             raise StopIteration
-        if self._epoch is None:
+        if self._epoch is None:  # in the process that iterates
             self._epoch = Epoch(sampler.order, self._number)
-            self._wanted = []
-            sampler._ahead.clear()  # what remains of an iteration that ended early
+            self._ahead = Prefetcher(sampler.data.cache.process)
+            self._wanted = list[int]()
         found = self._epoch.batch(start, sampler.share, *sampler.part)
         wanted = self._epoch.shards(sampler.data.cache.config.prefetch)
         if wanted != self._wanted:
             self._wanted = wanted
-            sampler._ahead.want(sampler.data.shards[n] for n in wanted)
-        if not sampler._is_checked and (size := sampler._ahead.size):
+            self._ahead.want(sampler.data.shards[n] for n in wanted)
+        if not sampler._is_checked and (size := self._ahead.size):
             sampler._check_room(size)
         self._taken = start + sampler.share
         sampler._taken = self._number, self._taken
         if not sampler._batches(self._taken):  # Trainer does not request another one
             sampler._start = self._number + 1, 0
-        batch = Batch(SampleIndex(number, self._number) for number in found.tolist())
+        indices = [SampleIndex(number) for number in found.tolist()]
+        for index in indices:
+            index.epoch = self._number
+        batch = Batch(indices)
         batch.shards = frozenset(self._epoch.shards(0))
         return batch
 

@@ -86,6 +86,7 @@ class Download:
         ended: whether the worker has released the lock, the partial and the connections.
         readers: number of readers that have joined and not left.
         is_ahead: whether no reader waits for the shard yet.
+        starter: the id of the thread that made the download.
         is_upstream: whether the bytes come from an upstream instead of the origin.
     """
 
@@ -111,6 +112,7 @@ class Download:
         self.readers = 0
         self.is_ahead = ahead
         self.is_upstream = False
+        self.starter = threading.get_ident()
         self._pid = os.getpid()
         self._table = table
         # Not `with self._changed`: if a signal handler raises as `Condition.__exit__` is called,

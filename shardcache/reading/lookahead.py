@@ -119,11 +119,6 @@ class Prefetcher:
         self._running: deque[Download] = deque()
         self._has_thread = False
 
-    def clear(self) -> None:
-        """Forget the shards whose downloads have not started."""
-        with self._lock:
-            self._coming.clear()
-
     def want(self, shards: Iterable[ShardURL]) -> None:
         """Download these shards after those that were wanted before.
 

@@ -1,19 +1,22 @@
 """`TarDataset` returns the samples of a pipeline by their numbers, also after faults."""
 
 import contextlib
+import copy
 import errno
+import multiprocessing
 import os
 import pickle
 import shutil
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from functools import partial
 
 import numpy as np
 import pytest
+import torch
 import webdataset as wds
-from torch.utils.data import DataLoader, Subset
+from torch.utils.data import BatchSampler, DataLoader, Subset
 
 from shardcache import (
     Cache,
@@ -68,6 +71,68 @@ def test_samples_equal_those_of_a_pipeline(make_cache):
     for wrong in (24, -25):
         with pytest.raises(IndexError, match="has 24 samples"):
             data[wrong]
+
+
+@pytest.mark.parametrize(
+    "several", [list, tuple, np.array, torch.tensor, lambda numbers: slice(-17, 8)]
+)
+def test_several_indices_give_a_list(make_cache, several):
+    data = TarDataset(SPEC, cache=make_cache())
+    assert keys(data[several([7])]) == KEYS[7:8]
+    assert data[np.array(7)] == data[torch.tensor(7)] == data[7]
+    assert data[[]] == data[24:] == []
+    assert keys(data[::-7]) == KEYS[::-7]
+    for wrong in ([24], "7", 1.0, np.arange(24) > 3):
+        with pytest.raises((IndexError, TypeError)):
+            data[wrong]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_sampler_may_give_batches_of_indices(make_cache, workers):
+    data = TarDataset(SPEC, cache=make_cache())
+    for sampler in BatchSampler(range(24), 5, False), ShardBatchSampler(data, 6, shuffle=0):
+        loader = DataLoader(
+            data, sampler=sampler, batch_size=None, num_workers=workers, collate_fn=keys
+        )
+        assert [key for batch in loader for key in batch] == KEYS
+        assert len(loader) == len(sampler)
+
+
+def pickled(value):
+    return pickle.loads(pickle.dumps(value))
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickled])
+def test_a_copy_in_the_middle_of_an_epoch_continues_on_its_own(make_cache, copied):
+    data = TarDataset(SPEC, cache=make_cache())
+    sampler = ShardBatchSampler(data, 4, shuffle=2)
+    epochs = [list(sampler), list(sampler)]
+    assert epochs[0] != epochs[1]
+    sampler.load_state_dict({**sampler.state_dict(), "epoch": 0})
+    batches = iter(sampler)
+    assert [next(batches), next(batches)] == epochs[0][:2]
+    assert data[3]  # a shard is open
+    other, rest = copied(sampler), copied(batches)
+    assert other.state_dict() == sampler.state_dict()
+    other.set_epoch(1)
+    for batch, kept in zip(other, epochs[1], strict=True):
+        assert batch == kept and keys(other.data[batch]) == keys(data[kept])
+    assert (other.epoch, sampler.epoch, len(other.data)) == (2, 0, 24)
+    assert list(rest) == list(batches) == epochs[0][2:]
+    assert sampler.epoch == 1
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_another_process_may_iterate(make_cache, method):
+    data = TarDataset(SPEC, cache=make_cache())
+    sampler = ShardBatchSampler(data, 4, shuffle=2)
+    batches = iter(sampler)
+    first = next(batches)
+    context = multiprocessing.get_context(method)
+    with ProcessPoolExecutor(1, mp_context=context) as pool:
+        found = pool.submit(list, sampler).result()
+        assert pool.submit(list, batches).result() == found[1:] == list(batches)
+    assert found[0] == first and found[0][0].epoch == 0
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])

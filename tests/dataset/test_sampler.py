@@ -1,9 +1,13 @@
 """A sampler gives all ranks equal parts of the same batches, and resumes where a state says."""
 
+import copy
 import json
+import subprocess
+import sys
 import threading
 import time
 
+import numpy as np
 import pytest
 
 from shardcache.dataset import sampler as module
@@ -13,7 +17,8 @@ from tests.support.caches import warnings
 from tests.support.storetools import age, wait_until
 from tests.support.tars import make_tar
 
-torch_data = pytest.importorskip("torch.utils.data")
+torch = pytest.importorskip("torch")
+torch_data = torch.utils.data
 
 
 class Data(torch_data.Dataset):
@@ -157,14 +162,69 @@ def test_states_of_other_orders_are_refused_by_name(make):
     assert (default.order.lanes, default.shuffle) == (2, 4)
 
 
+IMPOSSIBLE = [-1, 1e3, "3", None, True, [2]]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *((field, value) for field in ("epoch", "taken") for value in [*IMPOSSIBLE, 10**30]),
+        *((field, value) for field in ("lanes", "shuffle", "global_batch") for value in IMPOSSIBLE),
+        ("lanes", 0),
+        ("global_batch", 0),
+    ],
+)
+def test_a_state_that_cannot_be_is_refused_by_field(make, field, value):
+    sampler = make(shuffle=None)
+    state = sampler.state_dict()
+    changed = {**state, field: value}
+    if value is None:
+        del changed[field]
+    for load in sampler.load_state_dict, iter(sampler).load_state_dict:
+        with pytest.raises(ConfigError, match=f"the state's {field}=.* is not a whole number"):
+            load(changed)
+    assert sampler.state_dict() == state
+
+
+@pytest.mark.parametrize("state", [None, [], "state", 7])
+def test_a_state_is_a_dict(make, state):
+    with pytest.raises(ConfigError, match="is not a state, which is a dict"):
+        make().load_state_dict(state)
+
+
+def test_states_and_arguments_may_be_integers_of_any_type(make):
+    sampler = make(np.int64(48), seed=np.int64(3), lanes=np.int32(2))
+    sampler.set_epoch(torch.tensor(2))
+    state = sampler.state_dict(batch=np.int64(4))
+    assert json.loads(json.dumps(state)) == state
+    sampler.load_state_dict({name: np.asarray(value)[()] for name, value in state.items()})
+    assert sampler.state_dict() == state and type(sampler.epoch) is int
+
+
+@pytest.mark.parametrize("epoch", [-1, 1.0, "1", True])
+def test_an_epoch_is_a_whole_number(make, epoch):
+    sampler = make()
+    with pytest.raises(ConfigError, match="epoch=.* is not a whole number from 0"):
+        sampler.set_epoch(epoch)
+    with pytest.raises(ConfigError, match="batch=.* is not a whole number from 0"):
+        sampler.state_dict(batch=epoch)
+
+
 def test_numbers_that_do_not_fit_name_those_that_do(make):
     for options, text in (
         ({"size": 50, "world": 4, "lanes": 2}, "Use 48 or 52, or a world size of 1, 2"),
         ({"size": 2, "lanes": 4}, "4 lanes and 1 ranks. Use 4"),
         ({"size": 1000}, "880 samples fill no batch of 1000. Use global_batch=880"),
         ({"counts": [0, 0]}, "0 samples fill no batch"),
-        ({"size": 0}, "at least 1"),
-        ({"rank": 4, "world": 4}, "rank=4 is not from 0 to 3"),
+        ({"size": 0}, "global_batch=0 is not a whole number from 1"),
+        ({"rank": 4, "world": 4}, "rank=4 is not a whole number from 0 to 3"),
+        ({"rank": -1, "world": 4}, "rank=-1 is not"),
+        ({"world": 0}, "world_size=0 is not a whole number from 1"),
+        ({"world": 10**12}, "Use 1000000000000, or a world size of 1, 2, 3"),
+        ({"size": "48"}, "global_batch='48' is not"),
+        ({"lanes": 2.0}, "lanes=2.0 is not"),
+        ({"shuffle": -1}, "shuffle=-1 is not a whole number from 0"),
+        ({"seed": None}, "seed=None is not"),
     ):
         with pytest.raises(ConfigError, match=text):
             make(**options)
@@ -189,13 +249,37 @@ def test_defaults_come_from_the_launcher(make, monkeypatch, caplog):
     ]
 
 
+def test_an_iteration_has_the_rank_of_its_process(make, monkeypatch):
+    sampler, parts = make(world=None), []  # as before `mp.spawn`
+    assert (sampler.batch_size, sampler.drop_last) == (48, True)
+    for rank in range(3):
+        for name, value in (("RANK", rank), ("WORLD_SIZE", 3), ("LOCAL_WORLD_SIZE", 3)):
+            monkeypatch.setenv(name, str(value))
+        spawned = copy.copy(sampler)
+        parts.append(iter(spawned))
+        assert (spawned.rank, spawned.world_size, spawned.batch_size) == (rank, 3, 16)
+    assert read(parts) == read([make()])
+    monkeypatch.setenv("WORLD_SIZE", "5")
+    with pytest.raises(ConfigError, match="48 cannot be divided among 1 lanes and 5 ranks"):
+        iter(sampler)
+
+
+def test_a_sampler_is_one_of_torch_but_needs_no_torch(make):
+    assert isinstance(make(), torch.utils.data.Sampler)
+    code = "import sys; sys.modules['torch'] = None; import shardcache; shardcache.{}"
+    subprocess.run([sys.executable, "-c", code.format("ShardBatchSampler")], check=True)
+    code = "import sys, shardcache; shardcache.TarDataset; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 def test_ranks_that_differ_are_refused(make, monkeypatch):
     dist = pytest.importorskip("torch.distributed")
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        monkeypatch.setattr(module, "_numbers", iter([0, 1, 0, 1, 0]))  # as on three ranks
+        monkeypatch.setattr(module, "_numbers", iter([0, 1, 0, 1, 0, 0]))  # as on three ranks
         for options in ({}, {"lanes": 2}, {}, {"lanes": 2}):
             iter(make(world=None, **options))
+        iter(copy.copy(make(world=None, seed=3)))  # a copy that one rank made
         other = make(world=None, seed=3)
         with pytest.raises(ConfigError, match="the ranks differ: seed 3 and 0"):
             iter(other)
@@ -266,15 +350,18 @@ def test_the_shards_of_the_windows_are_downloaded_ahead(data_of, origin):
     ranks = [
         ShardBatchSampler(data, 4, shuffle=3, lanes=2, rank=rank, world_size=2) for rank in (0, 1)
     ]
-    own = {n // 4 for batch in ranks[1] for n in batch}
+    batches = iter(ranks[1])
+    own = {n // 4 for batch in batches for n in batch}
     wait_until(lambda: {n for n, each in enumerate(data.shards) if each in data.cache} == own)
     assert len(own) == 6
     requests = len(origin.requests)
     age(data.cache.dir)
-    assert {n // 4 for batch in ranks[1] for n in batch} == own
+    again = iter(ranks[1])
+    assert {n // 4 for batch in again for n in batch} == own
     # The cached shards of a window are used, so that others are evicted before them.
     wait_until(lambda: all(each.used > time.time() - 60 for each in data.cache.entries()))
-    next(iter(ranks[0]))
+    batches = iter(ranks[0])
+    next(batches)
     wait_until(lambda: sum(each in data.cache for each in data.shards) == 6 + 3 + 2)
     assert len(origin.requests) == requests + 5
 
@@ -283,7 +370,6 @@ def test_an_iteration_that_is_dropped_downloads_no_further_shards(data_of, origi
     data, event = data_of(prefetch=1), origin.hold(0)
     sampler = ShardBatchSampler(data, 4, shuffle=9)
     next(iter(sampler))
-    del sampler
     event.set()
     wait_until(lambda: not [t for t in threading.enumerate() if t.name == "shardcache-prefetch"])
     assert len(origin.requests) == 1
@@ -297,7 +383,7 @@ def test_too_little_room_is_logged_once(data_of, caplog, shuffle, shards):
         sampler = ShardBatchSampler(data, 4, shuffle=shuffle)
         batches = iter(sampler)
         next(batches)
-        wait_until(lambda: sampler._ahead.size)  # noqa: B023
+        wait_until(lambda: batches._ahead.size)  # noqa: B023
         list(batches)
     (text,) = [each for each in warnings(caplog) if "at a time" in each]
     assert f"this node uses {shards} shards at a time" in text

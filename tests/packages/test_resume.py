@@ -73,14 +73,37 @@ def test_epochs_are_exact_with_other_ranks_and_workers(block, train, bench):
     assert len({tuple(batch) for batch in batches}) == 18  # the order differs in each epoch
 
 
+#: Passes the loader to accelerate, too.
+PREPARED = (
+    "model, optimizer = accelerator.prepare(model, optimizer)",
+    "model, optimizer, loader = accelerator.prepare(model, optimizer, loader)",
+)
+
+
+def test_accelerate_may_split_batches_of_all_ranks(train, bench):
+    code = PROGRAMS["accelerate"].here(bench.directory)
+    for old, new in (
+        PREPARED,
+        ("global_batch=4)", "global_batch=4, rank=0, world_size=1)"),
+        ("sampler.set_epoch", "loader.set_epoch"),
+        ("Accelerator(cpu=True)", "Accelerator(cpu=True, dataloader_config=splitting)"),
+        (
+            "from accelerate import Accelerator\n",
+            "from accelerate import Accelerator, DataLoaderConfiguration\n"
+            "splitting = DataLoaderConfiguration(split_batches=True)\n",
+        ),
+    ):
+        assert old in code
+        code = code.replace(old, new)
+    batches, _ = train((code, 2, 9), (code, 1, 7), (code, 2, None))
+    for epoch in batches[:6], batches[6:12], batches[12:]:
+        assert sorted(itertools.chain(*epoch)) == list(range(SAMPLES))
+
+
 @pytest.mark.parametrize(
     ("section", "old", "new"),
     [
-        (
-            "accelerate",
-            "model, optimizer = accelerator.prepare(model, optimizer)",
-            "model, optimizer, loader = accelerator.prepare(model, optimizer, loader)",
-        ),
+        ("accelerate", *PREPARED),
         ("Hugging Face Trainer", "ignore_data_skip=True", "ignore_data_skip=False"),
     ],
     ids=["accelerate", "Hugging"],

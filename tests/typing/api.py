@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, assert_type
 
+from torch.utils.data import Sampler
 from webdataset.compat import WebDataset
 from webdataset.pipeline import DataPipeline
 from webdataset.shardlists import SimpleShardList
@@ -104,4 +105,6 @@ assert_type(samples.cache, Cache)
 sampler = shardcache.ShardBatchSampler(samples, 64, shuffle=10, lanes=1, seed=3, drop_last=False)
 assert_type(sampler.state_dict(batch=3), dict[str, int | str])
 assert_type(list(sampler), list[list[int]])
+assert_type((sampler.batch_size, sampler.drop_last), tuple[int, bool])
+torch_sampler: Sampler[list[int]] = sampler
 DataPipeline(SimpleShardList([URL]), cache.url_opener, wds.tar_samples)

@@ -1,0 +1,169 @@
+"""Samplers in torch's and torchdata's loaders, in spawned ranks, and in Lightning."""
+
+import json
+
+import pytest
+
+#: The data set of the bucket, whose samples are their numbers, and the batches of two epochs.
+COMMON = """
+import copy, json, sys
+import torch, webdataset as wds
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
+import shardcache
+
+SPEC = "s3://bucket/train-{0000..0003}.tar"
+
+def number(sample):
+    return sample["__index__"], sample["__epoch__"]
+
+def made(batch=4, **options):
+    data = shardcache.TarDataset(SPEC, cache=shardcache.Cache(), stages=[wds.map(number)])
+    return data, shardcache.ShardBatchSampler(data, batch, shuffle=2, seed=5, **options)
+
+def numbers(batches):
+    return [[[int(n) for n in ns], *map(int, set(es.tolist()))] for ns, es in batches]
+
+def expected(sampler, *epochs):
+    found = []
+    for epoch in epochs:
+        sampler.set_epoch(epoch)
+        found.append([[[int(n) for n in batch], epoch] for batch in sampler])
+    return found
+"""
+
+LOADERS = """
+from torch.utils.data import default_collate
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+def loader(sampler, form, method, state=None):
+    forms = {"batches": {"batch_sampler": sampler},
+             "bulk": {"sampler": sampler, "batch_size": None, "collate_fn": default_collate}}
+    workers = {"num_workers": 2, "multiprocessing_context": method, "persistent_workers": True}
+    made = StatefulDataLoader(sampler.data, **forms[form], **(workers if method else {}))
+    if state is not None:
+        made.load_state_dict(state)
+    return made
+
+if __name__ == "__main__":
+    form, method = sys.argv[1], sys.argv[2]
+    data, sampler = made()
+    whole = expected(copy.deepcopy(sampler), 7, 8)
+    sampler.set_epoch(7)
+    first = loader(sampler, form, method)
+    assert [numbers(first), numbers(first)] == whole  # twice in a row
+    sampler.set_epoch(7)
+    batches = iter(first)
+    found = numbers([next(batches), next(batches)])
+    state = json.loads(json.dumps(first.state_dict()))
+    del batches, first
+    second = loader(made()[1], form, method, state)
+    assert [found + numbers(second), numbers(second)] == whole
+    # torch's own samplers.
+    bulk = DataLoader(data, sampler=BatchSampler(SequentialSampler(data), 5, False),
+                      batch_size=None, collate_fn=default_collate)
+    assert [n for ns, _ in bulk for n in ns.tolist()] == [*range(24)]
+    print("passed")
+"""
+
+
+@pytest.mark.parametrize("form", ["batches", "bulk"])
+@pytest.mark.parametrize("method", ["", "fork", "spawn", "forkserver"])
+def test_a_stateful_loader_continues_in_the_seventh_epoch(bench, form, method):
+    assert bench.run(COMMON + LOADERS, form, method).endswith("passed\n")
+
+
+SPAWN = """
+def rank(number, sampler, port):
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=number, world_size=2)
+    found = []
+    for method in None, "fork", "spawn", "forkserver":
+        workers = {"num_workers": 2, "multiprocessing_context": method} if method else {}
+        each = copy.deepcopy(sampler)
+        found += numbers(DataLoader(each.data, batch_sampler=each, **workers))
+    print(json.dumps([number, found]), flush=True)
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+if __name__ == "__main__":
+    import socket
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    _, sampler = made()
+    batches = iter(sampler)
+    next(batches), next(batches)  # in the middle of an epoch
+    sampler.load_state_dict(sampler.state_dict())
+    torch.multiprocessing.spawn(rank, (sampler, port), nprocs=2)
+    print(json.dumps([-1, [[[int(n) for n in batch], 0] for batch in batches] * 4]))
+"""
+
+
+def test_spawned_ranks_share_the_batches_of_a_sampler_that_was_made_before(bench):
+    lines = bench.run(COMMON + SPAWN).splitlines()
+    found = dict(json.loads(line) for line in lines if line.startswith("["))
+    assert len(found[-1]) == 16
+    parts = zip(found[0], found[1], strict=True)
+    assert [[first + second, epoch] for (first, epoch), (second, _) in parts] == found[-1]
+
+
+LIGHTNING = """
+import lightning
+
+class Model(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+
+    def training_step(self, batch):
+        step = self.trainer.world_size, self.current_epoch, batch[0].tolist()
+        print(json.dumps(step), flush=True)
+        return self.layer(batch[0].float().unsqueeze(1)).mean()
+
+    def predict_step(self, batch):
+        return batch[0].tolist()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+if __name__ == "__main__":
+    data, sampler = made()
+    trainer = lightning.Trainer(
+        max_epochs=2, accelerator="cpu", devices=2, strategy="ddp_spawn", logger=False,
+        use_distributed_sampler=False, enable_progress_bar=False, enable_model_summary=False,
+        enable_checkpointing=False,
+    )
+    trainer.fit(Model(), DataLoader(data, batch_sampler=sampler))
+    trainer = lightning.Trainer(accelerator="cpu", devices=1, logger=False,
+                                enable_progress_bar=False)
+    ordered = shardcache.ShardBatchSampler(data, 4, shuffle=0)
+    loader = DataLoader(data, sampler=ordered, batch_size=None,
+                        collate_fn=torch.utils.data.default_collate)
+    print(json.dumps([1, 0, sum(trainer.predict(Model(), loader), [])]))
+"""
+
+
+def test_lightning_spawns_ranks_and_predicts(bench):
+    lines = bench.run(COMMON + LIGHTNING).splitlines()
+    steps = [json.loads(line) for line in lines if line.startswith("[")]
+    for epoch in 0, 1:
+        seen = [n for world, each, part in steps for n in part if (world, each) == (2, epoch)]
+        assert sorted(seen) == [*range(24)]
+    assert [part for world, _, part in steps if world == 1] == [[*range(24)]]
+
+
+CLOUDPICKLE = """
+import cloudpickle
+
+_, sampler = made()
+sampler.data.stages = [wds.map(lambda sample: sample["__index__"])]
+batches = iter(sampler)
+first = next(batches)
+loaded, rest = cloudpickle.loads(cloudpickle.dumps((sampler, batches)))
+assert list(rest) == list(batches)
+assert loaded.data[first] == [int(n) for n in first]
+print("passed")
+"""
+
+
+def test_cloudpickle_takes_a_sampler_in_the_middle_of_an_epoch(bench):
+    assert bench.run(COMMON + CLOUDPICKLE).endswith("passed\n")

@@ -10,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from shardcache.errors import (
+    REMOVED,
     AccessDeniedError,
     CacheFullError,
     ConfigError,
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from shardcache.cache import Cache, attach, default_cache, url_opener
     from shardcache.config import __version__
     from shardcache.dataset import ShardBatchSampler, TarDataset
-    from shardcache.integrations import lightning, telemetry, wids
+    from shardcache.integrations import lightning, wids
 
 __all__ = [
     "AccessDeniedError",
@@ -46,14 +47,13 @@ __all__ = [
     "default_cache",
     "lightning",
     "sync",
-    "telemetry",
     "url_opener",
     "wds",
     "wids",
 ]
 
 #: Public names that are imported on first use. This keeps `import shardcache` fast, and only
-#: programs that use Lightning, OpenTelemetry or wids need to have them installed.
+#: programs that use Lightning or wids need to have them installed.
 _ON_FIRST_USE = {
     "Cache": "shardcache.cache",
     "ShardBatchSampler": "shardcache.dataset",
@@ -63,7 +63,6 @@ _ON_FIRST_USE = {
     "default_cache": "shardcache.cache",
     "lightning": "shardcache.integrations.lightning",
     "sync": "shardcache.sync",
-    "telemetry": "shardcache.integrations.telemetry",
     "url_opener": "shardcache.cache",
     "wds": "shardcache.wds",
     "wids": "shardcache.integrations.wids",
@@ -73,6 +72,8 @@ _ON_FIRST_USE = {
 if not TYPE_CHECKING:  # type checkers would accept any misspelt name if they saw __getattr__
 
     def __getattr__(name: str) -> Any:
+        if name in REMOVED:
+            raise ConfigError(f"shardcache.{name} was removed. {REMOVED[name]}")
         if name not in _ON_FIRST_USE:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         module = importlib.import_module(_ON_FIRST_USE[name])

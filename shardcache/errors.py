@@ -11,6 +11,11 @@ from __future__ import annotations
 import errno
 from typing import Any, TypeGuard
 
+#: Removed names, commands and options, and what to use instead. Errors quote these sentences.
+REMOVED = {
+    "telemetry": "OpenTelemetry collectors read `shardcache stats --format prometheus`.",
+}
+
 
 class ShardCacheError(Exception):
     """The base class of all errors raised by shardcache.

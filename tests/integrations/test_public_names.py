@@ -2,13 +2,17 @@
 
 import ast
 import os
+import re
 import subprocess
 import sys
 
+import pytest
+
 import shardcache
+from shardcache.errors import REMOVED
 
 HEAVY = {
-    *("webdataset", "wids", "torch", "numpy", "lightning", "pytorch_lightning", "opentelemetry"),
+    *("webdataset", "wids", "torch", "numpy", "lightning", "pytorch_lightning"),
     *("botocore", "s3fs", "fsspec", "aiohttp", "urllib3", "asyncio", "http", "ssl", "subprocess"),
     *("rich", "click", "filelock"),
 }
@@ -19,7 +23,7 @@ import sys, shardcache
 shardcache.Cache
 first = dir(shardcache), list(sys.modules)
 found = [shardcache.wids.LocalNames, shardcache.lightning.ShardCacheHooks,
-         shardcache.telemetry.observe, shardcache.sync.wait_for, shardcache.wds.attach]
+         shardcache.sync.wait_for, shardcache.wds.attach]
 from shardcache import wids, sync
 print((*first, all(map(callable, found)), wids is shardcache.wids, list(sys.modules)))
 """
@@ -37,3 +41,9 @@ def test_importing_loads_nothing_heavy_and_submodules_load_on_first_use():
     assert usable and same
     packages = {"lightning", "pytorch_lightning", "torch", "wids", "webdataset", "fsspec"}
     assert not packages & {module.partition(".")[0] for module in later}
+
+
+@pytest.mark.parametrize("name", ["telemetry"])
+def test_a_removed_name_says_what_to_use_instead(name):
+    with pytest.raises(shardcache.ConfigError, match=re.escape(REMOVED[name])):
+        getattr(shardcache, name)

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from shardcache.cache import Cache, attach, default_cache, url_opener
     from shardcache.config import __version__
     from shardcache.dataset import ShardBatchSampler, TarDataset
-    from shardcache.integrations import lightning, wids
 
 __all__ = [
     "AccessDeniedError",
@@ -45,15 +44,12 @@ __all__ = [
     "__version__",
     "attach",
     "default_cache",
-    "lightning",
     "sync",
     "url_opener",
     "wds",
-    "wids",
 ]
 
-#: Public names that are imported on first use. This keeps `import shardcache` fast, and only
-#: programs that use Lightning or wids need to have them installed.
+#: Public names that are imported on first use. This keeps `import shardcache` fast.
 _ON_FIRST_USE = {
     "Cache": "shardcache.cache",
     "ShardBatchSampler": "shardcache.dataset",
@@ -61,11 +57,9 @@ _ON_FIRST_USE = {
     "__version__": "shardcache.config",
     "attach": "shardcache.cache",
     "default_cache": "shardcache.cache",
-    "lightning": "shardcache.integrations.lightning",
     "sync": "shardcache.sync",
     "url_opener": "shardcache.cache",
     "wds": "shardcache.wds",
-    "wids": "shardcache.integrations.wids",
 }
 
 

@@ -13,7 +13,9 @@ from typing import Any, TypeGuard
 
 #: Removed names, commands and options, and what to use instead. Errors quote these sentences.
 REMOVED = {
+    "lightning": "Copy the callback from docs/integrations.md, section Lightning.",
     "telemetry": "OpenTelemetry collectors read `shardcache stats --format prometheus`.",
+    "wids": "Use TarDataset, or the function in docs/integrations.md, section wids.",
 }
 
 

@@ -66,8 +66,8 @@ _ON_FIRST_USE = {
 if not TYPE_CHECKING:  # type checkers would accept any misspelt name if they saw __getattr__
 
     def __getattr__(name: str) -> Any:
-        if name in REMOVED:
-            raise ConfigError(f"shardcache.{name} was removed. {REMOVED[name]}")
+        if (full := f"shardcache.{name}") in REMOVED:
+            raise ConfigError(f"{full} was removed. {REMOVED[full]}")
         if name not in _ON_FIRST_USE:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         module = importlib.import_module(_ON_FIRST_USE[name])

@@ -13,9 +13,10 @@ from typing import Any, TypeGuard
 
 #: Removed names, commands and options, and what to use instead. Errors quote these sentences.
 REMOVED = {
-    "lightning": "Copy the callback from docs/integrations.md, section Lightning.",
-    "telemetry": "OpenTelemetry collectors read `shardcache stats --format prometheus`.",
-    "wids": "Use TarDataset, or the function in docs/integrations.md, section wids.",
+    "shardcache recipe": "Copy a file from the folder examples of the repository.",
+    "shardcache.lightning": "Copy the callback from docs/integrations.md, section Lightning.",
+    "shardcache.telemetry": "OpenTelemetry collectors read `shardcache stats --format prometheus`.",
+    "shardcache.wids": "Use TarDataset, or the function in docs/integrations.md, section wids.",
 }
 
 

@@ -29,7 +29,13 @@ import click
 from shardcache import config as configuration
 from shardcache.cli.output import Console, reason
 from shardcache.config import Loaded, __version__
-from shardcache.errors import ConfigError, IntegrityError, LockTimeoutError, ShardCacheError
+from shardcache.errors import (
+    REMOVED,
+    ConfigError,
+    IntegrityError,
+    LockTimeoutError,
+    ShardCacheError,
+)
 from shardcache.files import FULL
 from shardcache.units import parse_age, parse_duration, parse_limit
 
@@ -65,8 +71,8 @@ class ExitCode(enum.IntEnum):
 _COMMANDS = {
     "run": "run", "prewarm": "prewarm", "index": "index", "ls": "entries", "path": "entries",
     "rm": "entries", "pin": "entries", "unpin": "entries", "clean": "upkeep",
-    "verify": "upkeep", "stats": "stats", "top": "top", "report": "stats", "recipe": "recipe",
-    "config": "config", "dir": "config", "doctor": "doctor", "demo": "demo",
+    "verify": "upkeep", "stats": "stats", "top": "top", "report": "stats", "config": "config",
+    "dir": "config", "doctor": "doctor", "demo": "demo",
 }  # fmt: skip
 
 
@@ -308,6 +314,8 @@ class _Commands(click.Group):
         try:
             return super().resolve_command(ctx, args)
         except click.UsageError as exn:
+            if (name := f"shardcache {args[0]}") in REMOVED:
+                raise click.UsageError(f"`{name}` was removed. {REMOVED[name]}", ctx) from None
             import difflib  # here, because it is rarely needed
 
             similar = difflib.get_close_matches(args[0], _COMMANDS, n=1)

@@ -264,7 +264,7 @@ def report_command(invocation: Invocation, since: float | None, output: Path) ->
         if total.since is not None and total.until is not None:
             span = f"{local_time(utc(total.since))} to {local_time(utc(total.until))}"
         rows = [(rank, *cells(found)) for rank, found in by_rank(samples).items()]
-        template = Path(__file__).parent / "templates" / "report.html"
+        template = Path(__file__).with_name("report.html")
         text = string.Template(template.read_text("utf-8")).substitute(
             node=html.escape(os.uname().nodename),
             version=__version__,

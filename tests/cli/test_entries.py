@@ -117,8 +117,6 @@ def test_commands_use_the_limits_of_the_last_job(run, warm, data, tmp_path):
             code, out, err = run("clean", "-n")
             assert (code, err) == (0, limits) and "would remove 1 shard, " in out
             assert run("clean", "-n", "--max-size", "1GB")[2] == limits.replace(size, "")
-            _, out, err = run("recipe", "cron")
-            assert f"SHARDCACHE_MAX_SIZE={limit}B " in out and err == limits
             assert f"{shown} on disk (100%)" in run("ls")[1]
             assert shown in run("top", "--count", "1", "--interval", "0.2")[1]
             page = tmp_path / "report.html"

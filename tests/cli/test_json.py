@@ -66,7 +66,6 @@ SHAPES: dict[str, tuple[int, str]] = {
     "config": (0, "options.name options.value options.source options.default summary.set"),
     "dir": (0, "dir"),
     "doctor": (0, "findings.level findings.found findings.fix summary.fail"),
-    "recipe cron": (0, "kind files.name files.text"),
     "clean -n --all": (
         0,
         "removed.name removed.reason removed.size freed kept kept_bytes missing dry_run job_limits",

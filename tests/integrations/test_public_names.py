@@ -44,5 +44,5 @@ def test_importing_loads_nothing_heavy_and_submodules_load_on_first_use():
 
 @pytest.mark.parametrize("name", ["lightning", "telemetry", "wids"])
 def test_a_removed_name_says_what_to_use_instead(name):
-    with pytest.raises(shardcache.ConfigError, match=re.escape(REMOVED[name])):
+    with pytest.raises(shardcache.ConfigError, match=re.escape(REMOVED[f"shardcache.{name}"])):
         getattr(shardcache, name)

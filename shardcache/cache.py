@@ -470,9 +470,7 @@ class Cache:
         specs: Specs | None = None,
         *,
         quick: bool = False,
-        remote: bool = False,
         repair: bool = False,
-        sample: float = 1.0,
         status: VerifyStatus | None = None,
         stop: threading.Event | None = None,
     ) -> Generator[Finding, None, None]:
@@ -484,14 +482,12 @@ class Cache:
         Args:
             specs: the shards, as in `select`; None stands for all.
             quick: compare only sizes, without reading data.
-            remote: also compare the versions of the entries with the versions at the origins.
             repair: set damaged entries aside, so that the next reader downloads the shards again.
-            sample: the fraction of shards to check, above 0 and up to 1; at least one is checked.
             status: an object that is updated with the progress.
             stop: an event that ends the verification early when it is set.
 
         Raises:
-            ConfigError: the directory is not a cache, or ``sample`` is out of range.
+            ConfigError: the directory is not a cache.
             ShardNotFoundError: nothing in the cache matches a specification.
             OSError: the directory cannot be read.
         """
@@ -501,12 +497,7 @@ class Cache:
         process = self._here()
         return Verifier(
             entries=list(self._chosen(specs)),
-            origins=process.origins,
-            policy=process.engine.policy,
-            parse=self.parse,
             quick=quick,
-            remote=remote,
-            sample=sample,
             sole=process.site().locked if repair else None,
             status=status or VerifyStatus(),
             stop=stop or threading.Event(),

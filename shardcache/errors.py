@@ -16,6 +16,8 @@ REMOVED = {
     "shardcache recipe": "Copy a file from the folder examples of the repository.",
     "shardcache.lightning": "Copy the callback from docs/integrations.md, section Lightning.",
     "shardcache.telemetry": "OpenTelemetry collectors read `shardcache stats --format prometheus`.",
+    "verify --remote": "`prewarm --refresh -n` says how many shards their origins have replaced.",
+    "verify --sample": "Name some of the shards, such as 'train-00*.tar'.",
     "shardcache.wids": "Use TarDataset, or the function in docs/integrations.md, section wids.",
 }
 

@@ -364,6 +364,9 @@ def _run(invocation: Invocation, arguments: Sequence[str] | None) -> int:
         context = exn.ctx if isinstance(exn, click.UsageError) else None
         hint = f" Try '{context.command_path} --help'." if context is not None else ""
         text = " ".join(exn.format_message().split())  # click puts each choice on its own line
+        if isinstance(exn, click.NoSuchOption) and context is not None:
+            gone = REMOVED.get(f"{context.info_name} {exn.option_name}")
+            text, hint = (f"{exn.option_name} was removed. {gone}", "") if gone else (text, hint)
         console.error(f"{text}{'' if text.endswith(('.', '?', ')')) else '.'}{hint}")
         return ExitCode.USAGE if isinstance(exn, click.UsageError) else ExitCode.FAILED
     except (KeyboardInterrupt, click.Abort):

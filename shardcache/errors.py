@@ -13,6 +13,10 @@ from typing import Any, TypeGuard
 
 #: Removed names, commands and options, and what to use instead. Errors quote these sentences.
 REMOVED = {
+    "option protect_for": "Shards of running jobs stay for a day after their last use.",
+    "option stats": "Every process counts; leave the option out.",
+    "option touch_interval": "A last use is recorded at most every ten minutes.",
+    "policy fifo": "fifo was removed. Use lru, which keeps what is still read.",
     "shardcache recipe": "Copy a file from the folder examples of the repository.",
     "shardcache.lightning": "Copy the callback from docs/integrations.md, section Lightning.",
     "shardcache.telemetry": "OpenTelemetry collectors read `shardcache stats --format prometheus`.",

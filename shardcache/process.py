@@ -54,6 +54,9 @@ LAST_COPIES = 5.0
 #: The variable that names the node and a directory of which a process has logged that it cannot be
 #: used. Forked and spawned children inherit it.
 _LOGGED = "_SHARDCACHE_UNUSABLE"
+#: Seconds between two records of a last use by one process. A hit must not write to the disk each
+#: time, and with leases an entry may be evicted an hour (`IDLE_GRACE`) after the last record.
+_TOUCH_INTERVAL = 600.0
 
 
 class PausedError(OSError):
@@ -109,8 +112,7 @@ class Process:
         self.tiers = [Tier(each, *parts) for each in config.by_tier()]
         self.reading = Breaker()
         self.writing = Breaker()
-        database = (lambda: self.home.node) if config.stats else None
-        self.counters = Counters(database, ranks, lambda: self._is_well)
+        self.counters = Counters(lambda: self.home.node, ranks, lambda: self._is_well)
         self.origins = Origins(config, self.is_new)
         downloaders = Downloaders(lambda: self.home.node)
         self.engine = Engine(
@@ -412,12 +414,12 @@ class Process:
         return leave_note(self.home.node, f"{self._job}-{kind}")
 
     def touch(self, opened: Opened) -> None:
-        """Record that an entry is used: on first use by this process, then per touch interval."""
+        """Record that an entry is used: on first use by this process, then at intervals."""
         now, directory = clock.monotonic(), opened.directory
         last = self._touched.get(directory)
         if now >= self.clean_due:
             self.clean_if_due()
-        if last is None or now - last >= self.config.touch_interval:
+        if last is None or now - last >= _TOUCH_INTERVAL:
             self._touched[directory] = now
             self.tier_of(directory).store.touch(directory, clock.time())
 

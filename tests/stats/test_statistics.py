@@ -9,7 +9,6 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from shardcache.cache import Cache
 from shardcache.errors import ConfigError, IntegrityError, ShardNotFoundError
-from shardcache.layout import Layout
 from shardcache.origins.base import TransientError
 from shardcache.store.digest import BLOCK
 from shardcache.units import format_bytes
@@ -120,14 +119,6 @@ def test_hits_and_evictions_are_counted_by_tier_and_reason(tmp_path):
         cache.clean(max_size=shop.room(1))
         found = cache.stats()
     assert (found.evicted_max_size, found.evicted, found.bytes_evicted) == (3, 3, 3 * shop.size)
-
-
-def test_nothing_is_counted_with_stats_off(make_cache, urls):
-    cache = make_cache(stats=False)
-    cache.open(urls[0]).read()
-    cache.close()
-    assert cache.stats().opens == 0
-    assert not Layout.of_root(cache.dir).stats.exists()
 
 
 def test_the_stats_command(run, tmp_path, monkeypatch):

@@ -191,8 +191,8 @@ def test_config_and_dir_commands(run, tmp_path, monkeypatch):
         monkeypatch.setenv(name, "hush")
     code, out, _ = run("config")
     assert code == 0
-    assert re.search(r"^max_size +5GB +environment SHARDCACHE_MAX_SIZE$", out, re.M)
-    assert re.search(r"^attempts +5 +default$", out, re.M)
+    assert re.search(r"^max_size\t5GB\tenvironment SHARDCACHE_MAX_SIZE$", out, re.M)
+    assert re.search(r"^attempts\t5\tdefault$", out, re.M)
     assert out.splitlines()[-2] == "S3: endpoint http://h:1, credentials from env"
     assert out.splitlines()[-1].endswith(" options, 3 set") and "hush" not in out
     file = tmp_path / "job.toml"

@@ -598,7 +598,7 @@ class Cache:
         return summed(self.samples(since))
 
     def samples(self, since: float | str | None = None, *, ever: bool = False) -> list[Sample]:
-        """Return the counters of `stats`, one sample per minute, or per hour after two hours.
+        """Return the counters of `stats`, one sample per rank and period of ten minutes.
 
         With ``ever``, one more sample sums all counters older than 30 days. Its start is 0.
         """

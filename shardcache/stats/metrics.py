@@ -5,13 +5,10 @@ The sums never fall, except after ``stats --zero``, which Prometheus treats as a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 
-from shardcache.stats.counters import BUCKETS, COUNTERS, bucket_range
+from shardcache.stats.counters import COUNTERS
 from shardcache.stats.summary import OUTCOMES, Stats
-
-#: Export every fourth bound of the histogram, so that each one is four times the previous one.
-_STEP = 4
 
 
 def _by_suffix(prefix: str) -> dict[str, str]:
@@ -57,17 +54,10 @@ def exposition(stats: Stats, directory: str) -> str:
         ]
         family(f"{name}_total", "counter", about, values)
     about = "How long readers waited for a shard, and for what."
-    family("wait_seconds", "histogram", about, _histograms(stats))
+    waits = [
+        (f"_{name}", f',for="{wait}"', value)
+        for wait, each in stats.waits.items()
+        for name, value in (("sum", each.seconds), ("count", each.count))
+    ]
+    family("wait_seconds", "summary", about, waits)
     return "\n".join(lines) + "\n"
-
-
-def _histograms(stats: Stats) -> Iterator[tuple[str, str, float]]:
-    for wait, waits in stats.waits.items():
-        total = 0
-        for bucket in range(BUCKETS):
-            total += waits.buckets.get(bucket, 0)
-            if bucket % _STEP == _STEP - 1:
-                yield "_bucket", f',for="{wait}",le="{bucket_range(bucket)[1]:g}"', total
-        yield "_bucket", f',for="{wait}",le="+Inf"', total
-        yield "_sum", f',for="{wait}"', waits.seconds
-        yield "_count", f',for="{wait}"', total

@@ -22,7 +22,7 @@ from shardcache.errors import ConfigError
 from shardcache.ranks import detect
 from shardcache.reading.lookahead import Prefetcher
 from shardcache.space.memory import Volume
-from shardcache.sync import board
+from shardcache.sync import job
 from shardcache.threads import lazy
 from shardcache.units import format_bytes
 
@@ -105,8 +105,8 @@ class ShardBatchSampler:
         self._seed = seed
         self._given: dict[str, Any] = {"seed": seed, "lanes": lanes, "shuffle": shuffle}
         is_launched = rank is None and world_size is None
-        self.rank = board.rank() if rank is None else rank
-        self.world_size = board.world_size() if world_size is None else world_size
+        self.rank = job.rank() if rank is None else rank
+        self.world_size = job.world_size() if world_size is None else world_size
         if not 0 <= self.rank < self.world_size:
             raise ConfigError(f"rank={self.rank} is not from 0 to {self.world_size - 1}.")
         # Ranks that the user passes may be a part of those of the launcher.
@@ -204,7 +204,7 @@ class ShardBatchSampler:
 
     def _compare_ranks(self) -> None:
         """Check once that the ranks agree. No rank waits for another."""
-        store = None if self._number is None else board.torch_store()
+        store = None if self._number is None else job.torch_store()
         if store is None:
             return
         own = {**self._state(*self._start), "world_size": self.world_size}

@@ -73,19 +73,15 @@ def find(path: PathLike) -> os.stat_result | None:
     Raises:
         OSError: no permission, or a failing disk.
     """
-    if (found := _stat(path)) is None:
-        _revalidate(os.fspath(path))
-        found = _stat(path)
-    return found
-
-
-def _stat(path: PathLike) -> os.stat_result | None:
-    try:
-        return os.stat(path)  # noqa: PTH116 - no Path needed
-    except OSError as exn:
-        if exn.errno not in ABSENT:
-            raise
-        return None
+    for is_known in (False, True):
+        try:
+            return os.stat(path)  # noqa: PTH116 - no Path needed
+        except OSError as exn:
+            if exn.errno not in ABSENT:
+                raise
+        if not is_known:
+            _revalidate(os.fspath(path))
+    return None
 
 
 def _revalidate(path: str) -> None:

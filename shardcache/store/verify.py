@@ -12,7 +12,7 @@ import errno
 import os
 import threading
 from collections.abc import Callable, Generator, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -63,10 +63,6 @@ class VerifyStatus:
 _THREADS = 4
 
 
-class _StoppedError(Exception):
-    """The caller stopped the verification."""
-
-
 @dataclass(kw_only=True, eq=False)
 class Verifier:
     """Checks entries, with the options of `Cache.verify`. Call `findings` only once.
@@ -92,11 +88,11 @@ class Verifier:
         by_key: dict[str, list[tuple[Store, Entry]]] = {}
         for store, entry in self.entries:
             by_key.setdefault(entry.key, []).append((store, entry))
-        shards = list(by_key.values())
-        entries = [entry for copies in shards for _, entry in copies]
-        self.status.shards, self.status.bytes = len(entries), sum(e.size for e in entries)
+        self.status.shards = len(self.entries)
+        self.status.bytes = sum(entry.size for _, entry in self.entries)
         pool = ThreadPoolExecutor(_THREADS, "shardcache-verify")
         try:
+            shards = by_key.values()
             for copies, results in zip(shards, pool.map(self._shard, shards), strict=True):
                 self.status.done += len(copies)
                 yield from results
@@ -105,14 +101,14 @@ class Verifier:
             pool.shutdown(cancel_futures=True)
 
     def _check_stopped(self) -> None:
-        """Raise _StoppedError if the verification is stopped."""
+        """Raise CancelledError if the verification is stopped."""
         if self._ended or self.stop.is_set():
-            raise _StoppedError
+            raise CancelledError
 
     def _shard(self, copies: Iterable[tuple[Store, Entry]]) -> list[Finding]:
         """Check the entries of one shard, unless the verification is stopped."""
         results: list[Finding] = []
-        with contextlib.suppress(_StoppedError):
+        with contextlib.suppress(CancelledError):
             for store, entry in copies:
                 self._check_stopped()
                 try:

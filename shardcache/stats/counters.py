@@ -91,18 +91,18 @@ class Counters:
     """The counters of one process.
 
     Args:
-        where: returns the node's namespace, which has the database. If None, nothing is counted.
+        where: returns the node's namespace, which has the database.
         ranks: the rank of this process; None outside any job.
         allowed: returns whether the disk may be written, which is False for a while after errors.
     """
 
     def __init__(
         self,
-        where: Callable[[], Layout] | None,
+        where: Callable[[], Layout],
         ranks: Ranks | None = None,
         allowed: Callable[[], bool] = lambda: True,
     ) -> None:
-        self._where = where
+        self._where: Callable[[], Layout] | None = where  # None in a forked child
         self._rank = database.NO_RANK if ranks is None or ranks.source == "none" else ranks.rank
         self._allowed = allowed
         self._guard = threading.RLock()

@@ -218,14 +218,13 @@ def once(
     lease_seconds = parse_duration(lease)
     if not key.strip() or lease_seconds < 1:
         raise ConfigError("once needs a name for the work, and a lease of 1 s or more.")
-    runners, error = ["an unknown rank"], None
-    polls = waiting(timeout, lambda: f"for once({key!r}) on {runners[-1]} (notes in {place})")
+    error: Exception | None = None
     with answering():
         store, place = _store_for(per, dir, job)
         this = place, safe_name(key)
         number = _reruns[this] + again
         prefix = f"once/{this[1]}/{number}"
-        claim = _claim(store, prefix, polls, lease_seconds, runners)
+        claim = _claim(key, store, place, prefix, timeout, lease_seconds)
     if claim is not None:
         with _heartbeat(store, f"{claim}.beat", lease_seconds / _BEATS):
             try:
@@ -253,14 +252,12 @@ def once(
 
 
 def _claim(
-    store: Any, prefix: str, polls: Iterator[float], lease: float, runners: list[str]
+    key: str, store: Any, place: str, prefix: str, timeout: float | str | None, lease: float
 ) -> str | None:
-    """Wait for a claim on the work and return its name, or None once the work has an outcome.
-
-    Appends the ranks that run the work to ``runners``.
-    """
+    """Wait for a claim on the work and return its name, or None once the work has an outcome."""
     number, waited, since = 0, 0.0, 0.0
-    last_beat, outcome = "", f"{prefix}/outcome"
+    runner, last_beat, outcome = "an unknown rank", "", f"{prefix}/outcome"
+    polls = waiting(timeout, lambda: f"for once({key!r}) on {runner} (notes in {place})")
     while not store.check([outcome]):
         claim = f"{prefix}/claim.{number}"
         if not last_beat:  # try each number once: if a user removes a claim, it stays taken
@@ -274,10 +271,10 @@ def _claim(
         if beat != last_beat:
             last_beat, since = beat, waited
         if beat == _GAVE_UP or waited - since >= lease:
-            logger.warning("%s: %s has ended; this rank may take over", claim, runners[-1])
+            logger.warning("%s: %s has ended; this rank may take over", claim, runner)
             number, last_beat = number + 1, ""
         elif beat != "removed":
-            runners.append(beat.partition("\n")[0])
+            runner = beat.partition("\n")[0]
         waited = next(polls)
     return None
 

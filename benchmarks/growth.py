@@ -126,14 +126,14 @@ def _fetches(root: Path, count: int, fetches: int) -> Row:
     for kind, number in (("cold", fetches // 5), ("full", fetches + 1)):
         for n in range(number):
             memory.pipe(_url(n, kind), bytes(SIZE))
-    with Cache(root, min_free=0, stats=False) as cache:
+    with Cache(root, min_free=0) as cache:
         known = [random.randrange(count) for _ in range(1000)]
         for number in known:  # learns where they are
             _read(cache, _url(number))
         hits = _timed(lambda n: _read(cache, _url(n)), known)
         cold = _timed(lambda n: cache.fetch(_url(n, "cold")), range(fetches // 5))
     room = allocation(root)(SIZE)
-    full_cache = partial(Cache, root, min_free=0, stats=False, policy="lru")
+    full_cache = partial(Cache, root, min_free=0, policy="lru")
     with full_cache(max_size=(count + fetches // 5) * room) as cache:
         uncounted, *full = _timed(lambda n: cache.fetch(_url(n, "full")), range(fetches))
     usage = root / "v1/usage"
@@ -206,7 +206,7 @@ def _crowd(root: Path, processes: int, shards: int, **options: Any) -> tuple[flo
     barrier, queue = context.Barrier(processes + 1), context.SimpleQueue()
 
     def work(number: int) -> None:
-        with Cache(root, min_free=0, stats=False, **options) as cache:
+        with Cache(root, min_free=0, **options) as cache:
             barrier.wait()
             order = [(number + n) % shards for n in range(shards)]
             queue.put(max(_timed(lambda n: _read(cache, urls[n]), order)))

@@ -55,7 +55,6 @@ def main() -> None:
         home = Path(directory)
         memory = fsspec.filesystem("memory")
         cache = Cache(home / "cache", min_free=0)
-        uncounted = Cache(home / "cache", min_free=0, stats=False)
         urls = [f"memory://bench/{n:06d}.tar" for n in range(shards)]
         block = bytes(10240)
         plain, web = {}, {}
@@ -70,7 +69,6 @@ def main() -> None:
         contestants: dict[str, Callable[[], Iterable[BinaryIO]]] = {
             _REFERENCE: lambda: (open(plain[url], "rb") for url in urls),
             "shardcache": lambda: map(cache.open, urls),
-            "shardcache, without statistics": lambda: map(uncounted.open, urls),
             "shardcache, as a stage of WebDataset": lambda: (
                 sample["stream"] for sample in cache.url_opener([{"url": url} for url in urls])
             ),
@@ -86,7 +84,6 @@ def main() -> None:
                 if round_number:
                     figures[name].append(figure)
         cache.close()
-        uncounted.close()
         facts: Row = {
             "machine": machine(disk=home),
             "quick": arguments.quick,

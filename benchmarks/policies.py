@@ -20,7 +20,7 @@ from benchmarks.results import ROOT, Row, arguments_of, save, say, table
 from shardcache import Cache
 from shardcache.space.memory import allocation
 
-POLICIES = ("working-set", "lru", "fifo")
+POLICIES = ("working-set", "lru")
 _SIZE = 10240
 #: Reads by epoch; a read is the name of a job and the number of a shard.
 Epochs = list[list[tuple[str, int]]]
@@ -61,7 +61,7 @@ def served(policy: str, epochs: Epochs, capacity: int, home: Path) -> float:
     memory = fsspec.filesystem("memory")
     hits = reads = 0
     with tempfile.TemporaryDirectory(dir=home) as directory:
-        options = {"min_free": 0, "policy": policy, "fill": "complete", "stats": False}
+        options = {"min_free": 0, "policy": policy, "fill": "complete"}
         limit = capacity * allocation(Path(directory))(_SIZE)
         jobs = sorted({job for job, _ in epochs[0]})
         caches = {job: Cache(directory, max_size=limit, prefetch=0, **options) for job in jobs}

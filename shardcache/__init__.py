@@ -10,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from shardcache.errors import (
+    REMOVED,
     AccessDeniedError,
     CacheFullError,
     ConfigError,
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     from shardcache.config import __version__
     from shardcache.dataset.dataset import TarDataset
     from shardcache.dataset.sampler import ShardBatchSampler
-    from shardcache.integrations import lightning, telemetry, wids
 
 __all__ = [
     "AccessDeniedError",
@@ -45,16 +45,12 @@ __all__ = [
     "__version__",
     "attach",
     "default_cache",
-    "lightning",
     "sync",
-    "telemetry",
     "url_opener",
     "wds",
-    "wids",
 ]
 
-#: Public names that are imported on first use. This keeps `import shardcache` fast, and only
-#: programs that use Lightning, OpenTelemetry or wids need to have them installed.
+#: Public names that are imported on first use. This keeps `import shardcache` fast.
 _ON_FIRST_USE = {
     "Cache": "shardcache.cache",
     "ShardBatchSampler": "shardcache.dataset.sampler",
@@ -62,18 +58,17 @@ _ON_FIRST_USE = {
     "__version__": "shardcache.config",
     "attach": "shardcache.cache",
     "default_cache": "shardcache.cache",
-    "lightning": "shardcache.integrations.lightning",
     "sync": "shardcache.sync",
-    "telemetry": "shardcache.integrations.telemetry",
     "url_opener": "shardcache.cache",
     "wds": "shardcache.wds",
-    "wids": "shardcache.integrations.wids",
 }
 
 
 if not TYPE_CHECKING:  # type checkers would accept any misspelt name if they saw __getattr__
 
     def __getattr__(name: str) -> Any:
+        if (full := f"shardcache.{name}") in REMOVED:
+            raise ConfigError(f"{full} was removed. {REMOVED[full]}")
         if name not in _ON_FIRST_USE:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         module = importlib.import_module(_ON_FIRST_USE[name])

@@ -476,9 +476,7 @@ class Cache:
         specs: Specs | None = None,
         *,
         quick: bool = False,
-        remote: bool = False,
         repair: bool = False,
-        sample: float = 1.0,
         status: VerifyStatus | None = None,
         stop: threading.Event | None = None,
     ) -> Generator[Finding, None, None]:
@@ -490,14 +488,12 @@ class Cache:
         Args:
             specs: the shards, as in `select`; None stands for all.
             quick: compare only sizes, without reading data.
-            remote: also compare the versions of the entries with the versions at the origins.
             repair: set damaged entries aside, so that the next reader downloads the shards again.
-            sample: the fraction of shards to check, above 0 and up to 1; at least one is checked.
             status: an object that is updated with the progress.
             stop: an event that ends the verification early when it is set.
 
         Raises:
-            ConfigError: the directory is not a cache, or ``sample`` is out of range.
+            ConfigError: the directory is not a cache.
             ShardNotFoundError: nothing in the cache matches a specification.
             OSError: the directory cannot be read.
         """
@@ -507,12 +503,7 @@ class Cache:
         process = self.process
         return Verifier(
             entries=list(self._chosen(specs)),
-            origins=process.origins,
-            policy=process.engine.policy,
-            parse=self.parse,
             quick=quick,
-            remote=remote,
-            sample=sample,
             sole=process.prepare().locked if repair else None,
             status=status or VerifyStatus(),
             stop=stop or threading.Event(),
@@ -613,7 +604,7 @@ class Cache:
         return summed(self.samples(since))
 
     def samples(self, since: float | str | None = None, *, ever: bool = False) -> list[Sample]:
-        """Return the counters of `stats`, one sample per minute, or per hour after two hours.
+        """Return the counters of `stats`, one sample per rank and period of ten minutes.
 
         With ``ever``, one more sample sums all counters older than 30 days. Its start is 0.
         """

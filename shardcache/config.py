@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias, TypedDict, get_args
 
 from shardcache import units
-from shardcache.errors import ConfigError
+from shardcache.errors import REMOVED, ConfigError
 from shardcache.units import Limit
 from shardcache.urls import VARIABLE
 
@@ -240,7 +240,7 @@ def _opt(kind: Kind, default: Any, help: str) -> Any:
 
 
 #: The eviction policies, which `space.eviction` implements. The first is the default.
-PolicyName: TypeAlias = Literal["working-set", "lru", "fifo"]
+PolicyName: TypeAlias = Literal["working-set", "lru"]
 
 
 def _choose(help: str, *names: str) -> Any:
@@ -342,9 +342,6 @@ class Config:
     policy: PolicyName = _choose(
         "Eviction policy; working-set keeps the shards of running jobs.", *get_args(PolicyName)
     )
-    protect_for: float = _opt(
-        POSITIVE_TIME, 86400.0, "working-set: evict shards of running jobs if unused for this long."
-    )
     isolation: Literal["node", "rank", "job"] = _choose(
         "Which processes share one copy of a shard.", "node", "rank", "job"
     )
@@ -374,8 +371,6 @@ class Config:
         "Kind of locks; auto uses flock on local filesystems, leases on others.",
         *("auto", "flock", "lease"),
     )
-    touch_interval: float = _opt(TIME, 600.0, "Minimum time between two updates of a last use.")
-    stats: bool = _opt(BOOL, True, "Count hits, bytes and waits for `shardcache stats`.")
     allow_schemes: tuple[str, ...] = _opt(SCHEMES, (), "More URL schemes; pipe runs a shell.")
     upstreams: tuple[Upstream, ...] = _opt(
         UPSTREAMS, (), "Nearer copies to try before the origin, such as a NAS."
@@ -418,7 +413,7 @@ class Config:
 
 
 #: The options that decide how much is stored and what is evicted first.
-_LIMITS = ("max_size", "min_free", "ephemeral_limit", "max_age", "policy", "protect_for")
+_LIMITS = ("max_size", "min_free", "ephemeral_limit", "max_age", "policy")
 _FIELDS = {option.name: option for option in fields(Config)}
 
 Size = int | str
@@ -434,7 +429,6 @@ class Options(TypedDict, total=False):
     max_age: Duration | None
     tiers: str | Sequence[str | Path | Mapping[str, Any] | TierOption] | None
     policy: PolicyName | None
-    protect_for: Duration | None
     isolation: Literal["node", "rank", "job"] | None
     fill: Literal["follow", "complete"] | None
     prefetch: int | None
@@ -450,8 +444,6 @@ class Options(TypedDict, total=False):
     validate: Callable[[Path], None] | None
     fsync: Literal["verify-after-boot", "fsync", "none"] | None
     locks: Literal["auto", "flock", "lease"] | None
-    touch_interval: Duration | None
-    stats: bool | None
     allow_schemes: str | Collection[str] | None
     upstreams: str | Sequence[str | Path | Mapping[str, Any] | Upstream] | None
     cache_local: bool | None
@@ -520,6 +512,8 @@ def load(
         _from_files(_usual_files(env) if files is None else files),
         _from_webdataset(env),
     ):
+        if (gone := REMOVED.get(f"option {name}")) is not None:
+            raise ConfigError(f"the option {name} ({source}) was removed. {gone}")
         if name not in _FIELDS:
             import difflib
 
@@ -612,6 +606,7 @@ def _parse(option: dataclasses.Field[Any], value: object, source: str) -> object
         shown = f"a {type(value).__name__}" if hidden else repr(text[:80])
         unset = f", or {NONE}" if option.default is None else ""
         message = f"{shown} {exn}. Accepted: {kind.text}{unset}."
+    message = REMOVED.get(f"{option.name} {value}", message)
     raise ConfigError(f"{option.name} ({source}): {message}")
 
 

@@ -11,6 +11,20 @@ from __future__ import annotations
 import errno
 from typing import Any
 
+#: Removed names, commands and options, and what to use instead. Errors quote these sentences.
+REMOVED = {
+    "option protect_for": "Shards of running jobs stay for a day after their last use.",
+    "option stats": "Every process counts; leave the option out.",
+    "option touch_interval": "A last use is recorded at most every ten minutes.",
+    "policy fifo": "fifo was removed. Use lru, which keeps what is still read.",
+    "shardcache recipe": "Copy a file from the folder examples of the repository.",
+    "shardcache.lightning": "Copy the callback from docs/integrations.md, section Lightning.",
+    "shardcache.telemetry": "OpenTelemetry collectors read `shardcache stats --format prometheus`.",
+    "verify --remote": "`prewarm --refresh -n` says how many shards their origins have replaced.",
+    "verify --sample": "Name some of the shards, such as 'train-00*.tar'.",
+    "shardcache.wids": "Use TarDataset, or the function in docs/integrations.md, section wids.",
+}
+
 
 class ShardCacheError(Exception):
     """The base class of all errors raised by shardcache.

@@ -45,6 +45,9 @@ logger = logging.getLogger(__name__)
 #: Seconds that closing waits for copies to upstreams, enough for a shard or two to a NAS. An
 #: upstream that hangs must not delay the end of a job; the next job uses the origin instead.
 LAST_COPIES = 5.0
+#: Seconds between two records of a last use by one process. A hit must not write to the disk each
+#: time, and with leases an entry may be evicted an hour (`IDLE_GRACE`) after the last record.
+_TOUCH_INTERVAL = 600.0
 
 
 class ProcessCache:
@@ -92,8 +95,7 @@ class ProcessCache:
         self._lock = threading.Lock()  # held while the directories are made
         self.notices = Notices(self._job, self._node_of_session)
         self.disk = Disk(config, self.notices)
-        database = (lambda: self.home.node) if config.stats else None
-        self.counters = Counters(database, ranks, lambda: self.disk.is_well)
+        self.counters = Counters(lambda: self.home.node, ranks, lambda: self.disk.is_well)
         parts = ranks, self._started, self.notices, self.counters
         self.tiers = [Tier(each, *parts) for each in config.by_tier()]
         self.origins = Origins(config, self.notices.is_new)
@@ -385,12 +387,12 @@ class ProcessCache:
         return result
 
     def touch(self, opened: Opened) -> None:
-        """Record that an entry is used: on first use by this process, then per touch interval."""
+        """Record that an entry is used: on first use by this process, then at intervals."""
         now, directory = clock.monotonic(), opened.directory
         last = self._touched.get(directory)
         if now >= self.clean_due:
             self.clean_if_due()
-        if last is None or now - last >= self.config.touch_interval:
+        if last is None or now - last >= _TOUCH_INTERVAL:
             self._touched[directory] = now
             self.tier_of(directory).store.touch(directory, clock.time())
 

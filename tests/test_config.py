@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import pickle
+import re
 import traceback
 from copy import deepcopy
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 
 from shardcache.cache import Cache
 from shardcache.config import Config, Options, TierOption, Upstream, describe, load
-from shardcache.errors import ConfigError
+from shardcache.errors import REMOVED, ConfigError
 from shardcache.units import Limit
 
 DIR = Path("/local/nvme/shards")
@@ -46,7 +47,6 @@ CASES: dict[str, tuple[str, object, str]] = {
     "max_age": ("14d", 1_209_600.0, "0"),
     "tiers": ("/ram=5GB", (TierOption(Path("/ram"), Limit(bytes=5 * 10**9)),), "s3://b/x"),
     "policy": ("LRU", "lru", "mru"),
-    "protect_for": ("2h", 7200.0, "0"),
     "isolation": ("Rank", "rank", "gpu"),
     "fill": ("Complete", "complete", "later"),
     "prefetch": ("0", 0, "-1"),
@@ -60,8 +60,6 @@ CASES: dict[str, tuple[str, object, str]] = {
     "strict": ("yes", True, "maybe"),
     "fsync": ("none", "none", "sometimes"),
     "locks": ("Lease", "lease", "nfs"),
-    "touch_interval": ("1h", 3600.0, "x"),
-    "stats": ("off", False, "some"),
     "allow_schemes": ("pipe, FTP", ("ftp", "pipe"), "pi/pe"),
     "upstreams": ("/nas", (Upstream("/nas"),), "no scheme://x"),
     "cache_local": ("on", True, "2"),
@@ -147,6 +145,14 @@ def test_an_unknown_name_is_refused_with_the_nearest_one(home):
             given()
         assert str(caught.value).startswith(f"unknown option 'max_sise' ({source}). ")
         assert "Did you mean max_size?" in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["protect_for", "stats", "touch_interval"])
+def test_a_removed_option_says_what_replaces_it(name):
+    with pytest.raises(ConfigError, match=re.escape(REMOVED[f"option {name}"])):
+        only({f"SHARDCACHE_{name.upper()}": "1"})
+    with pytest.raises(ConfigError, match=r"policy \(argument\): fifo was removed. Use lru"):
+        Cache(DIR, policy="fifo")
 
 
 def test_variables_of_a_kubernetes_service_are_ignored():

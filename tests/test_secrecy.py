@@ -207,7 +207,7 @@ def test_a_masked_url_names_a_shard_but_cannot_download_it(watch, two):
         one, other = (str(cache.parse(url)) for url in urls)
         assert watch.command("ls", one) == 0
         assert one in watch.seen[-1] and other not in watch.seen[-1]
-        assert watch.command("verify", "--remote", one) == 3
+        assert watch.command("prewarm", "--refresh", one) == 3
         assert "Pass the whole URL" in watch.seen[-1]
         assert watch.command("rm", "-y", one) == 0
         assert [url in cache for url in urls] == [False, True]

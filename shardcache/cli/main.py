@@ -29,7 +29,13 @@ import click
 from shardcache import config as configuration
 from shardcache.cli.output import Console, reason
 from shardcache.config import Loaded, __version__
-from shardcache.errors import ConfigError, IntegrityError, LockTimeoutError, ShardCacheError
+from shardcache.errors import (
+    REMOVED,
+    ConfigError,
+    IntegrityError,
+    LockTimeoutError,
+    ShardCacheError,
+)
 from shardcache.faults import FULL
 from shardcache.units import parse_age, parse_duration, parse_limit
 
@@ -65,8 +71,8 @@ class ExitCode(enum.IntEnum):
 _COMMANDS = {
     "run": "run", "prewarm": "prewarm", "index": "index", "ls": "entries", "path": "entries",
     "rm": "entries", "pin": "entries", "unpin": "entries", "clean": "upkeep",
-    "verify": "upkeep", "stats": "stats", "top": "top", "report": "stats", "recipe": "recipe",
-    "config": "config", "dir": "config", "doctor": "doctor", "demo": "demo",
+    "verify": "upkeep", "stats": "stats", "top": "top", "report": "stats", "config": "config",
+    "dir": "config", "doctor": "doctor", "demo": "demo",
 }  # fmt: skip
 
 
@@ -308,6 +314,8 @@ class _Commands(click.Group):
         try:
             return super().resolve_command(ctx, args)
         except click.UsageError as exn:
+            if (name := f"shardcache {args[0]}") in REMOVED:
+                raise click.UsageError(f"`{name}` was removed. {REMOVED[name]}", ctx) from None
             import difflib  # here, because it is rarely needed
 
             similar = difflib.get_close_matches(args[0], _COMMANDS, n=1)
@@ -356,6 +364,9 @@ def _run(invocation: Invocation, arguments: Sequence[str] | None) -> int:
         context = exn.ctx if isinstance(exn, click.UsageError) else None
         hint = f" Try '{context.command_path} --help'." if context is not None else ""
         text = " ".join(exn.format_message().split())  # click puts each choice on its own line
+        if isinstance(exn, click.NoSuchOption) and context is not None:
+            gone = REMOVED.get(f"{context.info_name} {exn.option_name}")
+            text, hint = (f"{exn.option_name} was removed. {gone}", "") if gone else (text, hint)
         console.error(f"{text}{'' if text.endswith(('.', '?', ')')) else '.'}{hint}")
         return ExitCode.USAGE if isinstance(exn, click.UsageError) else ExitCode.FAILED
     except (KeyboardInterrupt, click.Abort):

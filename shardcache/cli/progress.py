@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from shardcache.cli.output import Console, Shortened, printable
 from shardcache.results import Event, Finished, Outcome, Planned, PrewarmPlan, Started
-from shardcache.units import format_bytes, format_rate
+from shardcache.units import format_bytes, format_duration, format_rate
 
 #: Seconds between two lines without a terminal: a log has at most 360 of them per hour.
 LINE_EVERY = 10.0
@@ -86,28 +86,21 @@ def _show(console: Console, positions: Callable[[], Positions], ended: threading
                 return Shortened(task.description)
             return Text(task.description, no_wrap=True, overflow="ellipsis")
 
+    class Figures(progress.ProgressColumn):
+        """Percentage, rate in the units of all commands, and remaining time, if they are known."""
+
+        def render(self, task: progress.Task) -> Text:
+            rate, left = task.finished_speed or task.speed, task.time_remaining
+            text = "" if task.total is None else f"{task.percentage:.0f}%"
+            text += "" if rate is None else f" {format_rate(rate)}"
+            return Text(text if left is None else f"{text} ETA {format_duration(left)}")
+
     every, terminal = _REDRAW_EVERY if console.live else LINE_EVERY, console.terminal(sys.stderr)
-
-    class Rate(progress.ProgressColumn):
-        """The rate of a row, in the units of all commands; rich would show kB/s."""
-
-        def render(self, task: progress.Task) -> Text:
-            rate = task.finished_speed or task.speed
-            return Text("" if rate is None else format_rate(rate))
-
-    class Remaining(progress.TimeRemainingColumn):
-        """The remaining time of a row, if it is known."""
-
-        def render(self, task: progress.Task) -> Text:
-            return Text("" if task.time_remaining is None else f"ETA {super().render(task)}")
-
     bar = min(_BAR, (terminal.width - _TEXT) // 2)
     bars = progress.Progress(
         *([progress.BarColumn(bar)] if console.live and bar > 2 else []),
         Description(),
-        progress.TaskProgressColumn("{task.percentage:.0f}%", table_column=Column(no_wrap=True)),
-        Rate(Column(no_wrap=True)),
-        Remaining(table_column=Column(no_wrap=True)),
+        Figures(Column(no_wrap=True)),
         console=terminal,
         auto_refresh=False,
         speed_estimate_period=max(_WINDOW, 3 * every),

@@ -39,7 +39,7 @@ from shardcache.units import format_bytes, format_rate
 
 #: Outcomes that `figures` shows even if their count is 0.
 _ALWAYS = ("hits", "coalesced", "misses")
-ROW_TITLES = ("OPENS", "HIT RATE", "STREAMED", "FETCHED", "SAVED", "WAIT P99")
+ROW_TITLES = ("OPENS", "HIT RATE", "STREAMED", "FETCHED", "SAVED", "MEAN WAIT")
 _WAITS = {"disk": "for the disk", "lock": "for downloads", "network": "for the network"}
 
 since_option = click.option(
@@ -51,7 +51,7 @@ output_option = functools.partial(
     click.option, "-o", "--output", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE"
 )
 #: Possible lengths of the intervals of a chart in seconds, and the maximum number of intervals.
-_STEPS = (60, 300, 900, 3600, 4 * 3600, 24 * 3600, 7 * 24 * 3600)
+_STEPS = (database.PERIOD, 3600, 4 * 3600, 24 * 3600, 7 * 24 * 3600)
 _INTERVALS = 100
 #: Colours that are readable on white and on black. Red is only for errors.
 _COLORS = ("#3b82c4", "#d97706", "#8b5cf6", "#0d9488", "#64748b", "#dc2626")
@@ -107,8 +107,8 @@ def stats_command(
 
     A hit found the shard in the cache; a coalesced open waited for the download of another
     reader; a miss downloaded the shard; a bypass streamed it and stored nothing. Bytes count
-    when they are read. Counters are kept by the minute for two hours, and by the hour for 30
-    days. The rank `none` stands for processes that no launcher has given a rank.
+    when they are read. Counters are kept in periods of ten minutes for 30 days. The
+    rank `none` stands for processes that no launcher has given a rank.
 
     \b
     Examples:
@@ -177,10 +177,10 @@ def figures(stats: Stats) -> str:
     lines.append(f"{read}    Saved {format_bytes(stats.bytes_saved)} of egress")
     if by_tier := _each(stats, "hits_tier_", "tier {} {:,}"):
         lines.append("Hits by tier  " + "   ".join(by_tier))
-    lines.append(f"Wait for data   {_percentiles(stats.all_waits)}")
+    lines.append(f"Wait for data   {_waits(stats.all_waits)}")
     for wait, text in _WAITS.items():
         if stats.waits[wait].count:
-            lines.append(f"  {text:<18}{_percentiles(stats.waits[wait])}")
+            lines.append(f"  {text:<18}{_waits(stats.waits[wait])}")
     evicted, errors = f"Evicted {stats.evicted:,}", f"Errors {stats.errors:,}"
     if reasons := _each(stats, "evicted_", "{1:,} {0}"):
         evicted += f" ({format_bytes(stats.bytes_evicted)}: {', '.join(reasons)})"
@@ -200,9 +200,9 @@ def _percentage(share: float | None) -> str:
     return "-" if share is None else f"{share:.2%}"
 
 
-def _percentiles(waits: Waits) -> str:
-    p50, p99 = waits.percentile(0.5), waits.percentile(0.99)
-    return f"p50 {short_duration(p50)}  p99 {short_duration(p99)}" if waits.count else "none"
+def _waits(waits: Waits) -> str:
+    mean, total = short_duration(waits.mean), short_duration(waits.seconds)
+    return f"mean {mean}  total {total}" if waits.count else "none"
 
 
 def _print_rows(console: Console, samples: Sequence[Sample], by: str) -> None:
@@ -235,7 +235,7 @@ def cells(stats: Stats, seconds: float | None = None) -> list[str]:
         size(stats.bytes_bypassed),
         size(stats.bytes_fetched),
         size(stats.bytes_saved),
-        short_duration(stats.all_waits.percentile(0.99)),
+        short_duration(stats.all_waits.mean),
     ]
 
 
@@ -264,7 +264,7 @@ def report_command(invocation: Invocation, since: float | None, output: Path) ->
         if total.since is not None and total.until is not None:
             span = f"{local_time(utc(total.since))} to {local_time(utc(total.until))}"
         rows = [(rank, *cells(found)) for rank, found in by_rank(samples).items()]
-        template = Path(__file__).parent / "templates" / "report.html"
+        template = Path(__file__).with_name("report.html")
         text = string.Template(template.read_text("utf-8")).substitute(
             node=html.escape(os.uname().nodename),
             version=__version__,
@@ -338,8 +338,8 @@ def _charts(samples: Sequence[Sample]) -> str:
         ) from exn
     # Choose the shortest intervals with which at most `_INTERVALS` cover the period.
     starts = [sample.start for sample in samples]
-    finest, span = max(sample.seconds for sample in samples), max(starts) - min(starts)
-    step = next((s for s in _STEPS if s >= finest and span / s <= _INTERVALS), _STEPS[-1])
+    span = max(starts) - min(starts)
+    step = next((step for step in _STEPS if span / step <= _INTERVALS), _STEPS[-1])
     groups = defaultdict[int, list[Sample]](list)
     for sample in sorted(samples, key=lambda sample: sample.start):
         groups[sample.start // step * step].append(sample)

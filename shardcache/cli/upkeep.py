@@ -15,7 +15,6 @@ from shardcache.cli import main as cli
 from shardcache.cli.main import ExitCode, Invocation, command, flag
 from shardcache.cli.output import Row, counted, fields_of, printable
 from shardcache.cli.progress import Position, Positions, display
-from shardcache.errors import ConfigError
 from shardcache.space.eviction import CleanReport, Reason, Removal
 from shardcache.store.partial import read_progress
 from shardcache.store.root import is_cache
@@ -133,25 +132,10 @@ def _summary(report: CleanReport) -> str:
     return f"{removed} {' and '.join(what)}, {size}{why and f': {why}'}\n{rest}"
 
 
-def _share(text: str) -> float:
-    """Convert a percentage, with or without the percent sign, to a share between 0 and 1."""
-    with contextlib.suppress(ValueError):
-        if 0 < (percent := float(text.strip().removesuffix("%"))) <= 100:
-            return percent / 100
-    raise ConfigError("write a percentage above 0%, such as 5%.")
-
-
 @command("verify")
 @flag("--quick", help="Compare only sizes, without reading data.")
-@flag("--remote", help="Also check that the origin still has the same version.")
 @flag("--repair", help="Set damaged shards aside; their next readers download them again.")
 @cli.dry_run_option
-@click.option(
-    "--sample",
-    type=cli.Parsed("PERCENT", _share),
-    default="100%",
-    help="Verify only a random share, such as 5%.",
-)
 @click.argument("specs", nargs=-1, metavar="[SPEC]...")
 def verify_command(
     invocation: Invocation,
@@ -159,23 +143,23 @@ def verify_command(
     dry_run: bool,
     repair: bool,
     quick: bool,
-    **options: Any,
 ) -> int:
-    """Find shards that are damaged, or that have changed at the origin.
+    """Find shards that are damaged.
 
     Reads each shard and compares it with its recorded checksum. A SPEC has the form that `ls`
-    accepts; without one, all shards are verified. --remote sends the origin one request per
-    shard. After --repair, current readers of a damaged shard continue, the next reader
-    downloads it again, and `clean` removes the damaged file. Jobs may run at the same time.
+    accepts; without one, all shards are verified. After --repair, current readers of a
+    damaged shard continue, the next reader downloads it again, and `clean` removes the
+    damaged file. Jobs may run at the same time. `prewarm --refresh` asks the origin for newer
+    versions.
 
-    Exits with 4 if a shard is damaged, or with --remote has changed or is gone; otherwise with
-    3 if a shard could not be checked, and with 1 if nothing matches a SPEC.
+    Exits with 4 if a shard is damaged; otherwise with 3 if a shard could not be checked, and
+    with 1 if nothing matches a SPEC.
 
     \b
     Examples:
-      shardcache verify 'train-*.tar' --sample 5%
+      shardcache verify 'train-*.tar'
       shardcache verify --repair
-      shardcache verify --quick --remote --json
+      shardcache verify --quick --json
     """
     if dry_run and not repair:
         raise click.UsageError("-n needs --repair; without it nothing is changed.")
@@ -199,7 +183,6 @@ def verify_command(
                 repair=repair and not dry_run,
                 status=status,
                 stop=invocation.stop,
-                **options,
             )
             with contextlib.closing(findings), display(console, positions):
                 for finding in findings:
@@ -227,9 +210,6 @@ def verify_command(
     )
     if counts[State.DAMAGED] and not repair:
         console.hint("Pass --repair to set damaged shards aside; readers download them again.")
-    if counts[State.CHANGED]:
-        console.hint("Run `shardcache rm URL` for changed shards; readers get the new version.")
-    if counts[State.DAMAGED] or counts[State.CHANGED] or counts[State.GONE]:
+    if counts[State.DAMAGED]:
         return ExitCode.DAMAGED
-    unknown = counts[State.UNCHECKED] or counts[State.UNREACHABLE]
-    return ExitCode.SOME_FAILED if unknown else ExitCode.DONE
+    return ExitCode.SOME_FAILED if counts[State.UNCHECKED] else ExitCode.DONE

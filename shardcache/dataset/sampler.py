@@ -23,7 +23,7 @@ from shardcache.errors import ConfigError
 from shardcache.ranks import detect
 from shardcache.reading.lookahead import Prefetcher
 from shardcache.space.memory import Volume
-from shardcache.sync import board
+from shardcache.sync import job
 from shardcache.threads import lazy
 from shardcache.units import format_bytes
 
@@ -222,7 +222,7 @@ class ShardBatchSampler(Sampler[list[int]]):
 
     def _compare_ranks(self) -> None:
         """Check once that the ranks agree. No rank waits for another."""
-        store = None if self._number is None else board.torch_store()
+        store = None if self._number is None else job.torch_store()
         if store is None:
             return
         own = {**self._state(*self._start), "world_size": self.world_size}
@@ -241,8 +241,8 @@ class ShardBatchSampler(Sampler[list[int]]):
     def _ranks(self) -> tuple[int, int]:
         """Return the rank and the world size, which the user gave or which this process has."""
         rank, world = self._place
-        world = _whole("world_size", board.world_size() if world is None else world, 1)
-        return _whole("rank", board.rank() if rank is None else rank, 0, world - 1), world
+        world = _whole("world_size", job.world_size() if world is None else world, 1)
+        return _whole("rank", job.rank() if rank is None else rank, 0, world - 1), world
 
     def _arrange(self, lanes: int | None, shuffle: int | None) -> None:
         """Make the order, if it fits the batch and the ranks."""

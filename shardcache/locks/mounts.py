@@ -119,7 +119,7 @@ def node_namespace(config: Config) -> Layout:
     if cache is not None:
         name = blake2b(str(cache).encode(), digest_size=8).hexdigest()
         local = node_directory(name, modes)
-    return replace(node, local=local, grace=max(IDLE_GRACE, 2 * config.touch_interval))
+    return replace(node, local=local, grace=IDLE_GRACE)
 
 
 def node_directory(identity: str, modes: Modes = PRIVATE) -> Path | None:

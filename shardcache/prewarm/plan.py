@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 from shardcache import clock
 from shardcache.download.download import Progress
 from shardcache.errors import ConfigError, ShardCacheError
+from shardcache.origins.base import ObjectInfo
 from shardcache.origins.listing import Listing, expand_braces, is_pattern, refuse_local
 from shardcache.ranks import whole_number
 from shardcache.results import Finished, Outcome, PrewarmPlan, ShardResult, Started
@@ -29,7 +30,6 @@ from shardcache.space.tiers import Tier
 from shardcache.store.directory import DamagedError
 from shardcache.store.entry import Entry
 from shardcache.store.partial import in_flight, read_progress
-from shardcache.store.verify import differs
 from shardcache.urls import ShardURL
 
 if TYPE_CHECKING:
@@ -240,12 +240,30 @@ def _outdated_versions(cache: Cache, shard: ShardURL) -> frozenset[str] | Except
     except (ShardCacheError, OSError) as exn:
         return exn
     try:
-        is_current = any(differs(entry.metadata().info, latest) is None for entry in entries)
+        is_current = any(same_version(entry.metadata().info, latest) for entry in entries)
     except (ValueError, DamagedError, FileNotFoundError):
         # Either the origin states nothing that identifies a version, so nothing can be compared, or
         # the entry is damaged, which its next open will discover.
         is_current = True
     return frozenset() if is_current else frozenset(entry.version for entry in entries)
+
+
+def same_version(then: ObjectInfo, now: ObjectInfo) -> bool:
+    """Return whether an object has not changed.
+
+    Raises:
+        ValueError: the origin states nothing by which the two versions can be compared.
+    """
+    if then.version_id and now.version_id and "null" not in (then.version_id, now.version_id):
+        return then.version_id == now.version_id
+    if then.size is not None and now.size is not None and then.size != now.size:
+        return False
+    if then.etag and now.etag:
+        # A gateway that compresses responses marks the ETag as weak, but the object is the same.
+        return then.etag.removeprefix("W/") == now.etag.removeprefix("W/")
+    if then.modified and now.modified:
+        return then.modified == now.modified
+    raise ValueError("the origin states nothing to compare versions by")
 
 
 def _resumable(tier: Tier, wanted: Collection[str]) -> int:

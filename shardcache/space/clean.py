@@ -63,9 +63,9 @@ def clean(
     space.forget_refusal()
     remove_expired(space.node, now)
     try:
-        database.compact(space.node, now)
+        database.expire(space.node, now)
     except OSError as exn:
-        logger.info("statistics were not compacted: %s", exn)
+        logger.info("old statistics were not merged: %s", exn)
     return replace(
         planned,
         removed=(*leftovers, *gone),

@@ -2,7 +2,6 @@
 
     working-set   the least recently used first, but none that was used since running jobs began
     lru           the least recently used first
-    fifo          the oldest download first
 
 `plan` changes nothing, so a dry run shows what a run would do. A file to which several ranks have
 hard links counts once. Its last use is the latest use of any link, and it is removed with all its
@@ -20,7 +19,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from shardcache.config import Config, PolicyName
+from shardcache.config import Config
 from shardcache.layout import Layout, is_idle
 from shardcache.locks.flock import remove_locks
 from shardcache.locks.sessions import live_sessions, remove_dead
@@ -32,6 +31,9 @@ from shardcache.units import format_bytes
 
 #: Seconds by which clocks may differ: four times the clock skew that S3 accepts.
 SKEW = 3600.0
+#: Seconds after its last use for which a running job keeps a shard. An epoch that takes longer than
+#: a day gains little from a cache, and a job may leave a data set for good while it runs.
+_PROTECTED_FOR = 86_400.0
 
 
 class Reason(StrEnum):
@@ -102,7 +104,6 @@ class Policy:
     """A policy, with the running jobs and the pins at one moment."""
 
     now: float  #: the moment, in seconds since the epoch
-    name: PolicyName = "working-set"
     since: float | None = None  #: shards used since this timestamp stay; None to protect none
     pinned: frozenset[str] = frozenset()  #: keys that a user pinned
 
@@ -123,8 +124,8 @@ class Policy:
         since = None
         if jobs and config.policy == "working-set" and (started := live_sessions(node)):
             oldest = min(_past(date, now) for date in started)
-            since = max(oldest, now - config.protect_for)
-        return cls(now, config.policy, since, frozenset(pinned(node, now, keys)))
+            since = max(oldest, now - _PROTECTED_FOR)
+        return cls(now, since, frozenset(pinned(node, now, keys)))
 
     def last_used(self, entry: Entry) -> float:
         """Return when an entry was last used, or 0 if its timestamp is in the future."""
@@ -206,9 +207,7 @@ def plan(
         return max(map(policy.last_used, links))
 
     def order(links: Links) -> tuple[object, ...]:
-        is_fifo = policy.name == "fifo"
-        rank = min(entry.stored for entry in links) if is_fifo else last_used(links)
-        return not is_replaced(links), rank, *links[0]
+        return not is_replaced(links), last_used(links), *links[0]
 
     removed: list[Removal] = []
     for links in sorted(files, key=order):

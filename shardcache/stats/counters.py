@@ -3,8 +3,7 @@
 The counts are written on three occasions: a thread writes them one second after bytes were read,
 any other event writes them if the last write was at least a second ago, and the process writes them
 when it ends. So a process that is killed, as DataLoader workers are, loses at most one second of
-counts. If the database (`database`) cannot be written, nothing else fails. Counts belong to the
-minute in which they are written.
+counts. If the database (`database`) cannot be written, nothing else fails.
 
 Counting is thread-safe and reentrant: the garbage collector may close a stream while the same
 thread is counting, and the closed stream is counted as well. A forked child makes its own
@@ -14,7 +13,6 @@ thread is counting, and the closed stream is counted as well. A forked child mak
 from __future__ import annotations
 
 import logging
-import math
 import os
 import threading
 import weakref
@@ -73,12 +71,6 @@ class Counts:
 
 
 COUNTERS = tuple(field.name for field in fields(Counts))
-#: A reader waits for the disk (a hit), for another reader's download, or for its own download.
-WAITS = ("disk", "lock", "network")
-#: Number of buckets in a histogram of waits. The bounds grow by a factor of the square root of two,
-#: up to 2 ** (72 / 2) microseconds, which are nineteen hours.
-BUCKETS = 72
-
 #: Seconds between two writes to the database.
 _INTERVAL = 1.0
 #: Seconds to wait while other processes write to the database: during reads, and at the exit of
@@ -87,37 +79,31 @@ _BUSY = 0.1
 _LAST_BUSY = 2.0
 
 _TIERS = tuple(name for name in COUNTERS if name.startswith("hits_tier_"))
-_BUCKETS = {wait: [f"{wait}:{bucket}" for bucket in range(BUCKETS)] for wait in WAITS}
-#: Outcome of an open -> its counter, the counter of the time waited, and those of its histogram.
+#: Outcome of an open -> its counter, and the counter of the time waited.
 _OUTCOMES = {
-    "hit": ("hits", "wait_us_disk", _BUCKETS["disk"]),
-    "linked": ("linked", "wait_us_disk", _BUCKETS["disk"]),
-    "coalesced": ("coalesced", "wait_us_lock", _BUCKETS["lock"]),
-    "fetched": ("misses", "wait_us_network", _BUCKETS["network"]),
+    "hit": ("hits", "wait_us_disk"),
+    "linked": ("linked", "wait_us_disk"),
+    "coalesced": ("coalesced", "wait_us_lock"),
+    "fetched": ("misses", "wait_us_network"),
 }
-
-
-def bucket_range(bucket: int) -> tuple[float, float]:
-    """Return the lower bound (inclusive) and upper bound (exclusive) of a bucket in seconds."""
-    return 2 ** (bucket / 2) / 1e6 if bucket else 0.0, 2 ** ((bucket + 1) / 2) / 1e6
 
 
 class Counters:
     """The counters of one process.
 
     Args:
-        where: returns the node's namespace, which has the database. If None, nothing is counted.
+        where: returns the node's namespace, which has the database.
         ranks: the rank of this process; None outside any job.
         allowed: returns whether the disk may be written, which is False for a while after errors.
     """
 
     def __init__(
         self,
-        where: Callable[[], Layout] | None,
+        where: Callable[[], Layout],
         ranks: Ranks | None = None,
         allowed: Callable[[], bool] = lambda: True,
     ) -> None:
-        self._where = where
+        self._where: Callable[[], Layout] | None = where  # None in a forked child
         self._rank = database.NO_RANK if ranks is None or ranks.source == "none" else ranks.rank
         self._allowed = allowed
         self._guard = threading.RLock()
@@ -165,14 +151,11 @@ class Counters:
         # Repeats `add` instead of calling it: a hit must not cost much more than an open().
         if self._where is None:
             return
-        name, wait, buckets = _OUTCOMES[outcome]
-        waited = int(seconds * 1e6)
-        bucket = int(2 * math.log2(waited)) if waited > 1 else 0
+        name, wait = _OUTCOMES[outcome]
         with self._guard:
             counted = self._counted
             counted[name] += 1
-            counted[wait] += waited
-            counted[buckets[bucket if bucket < BUCKETS else -1]] += 1
+            counted[wait] += int(seconds * 1e6)
             if tier is not None and tier < len(_TIERS):
                 counted[_TIERS[tier]] += 1
         if not self._soon and clock.monotonic() >= self._due:
@@ -231,8 +214,7 @@ class Counters:
             counted = self.snapshot()
             row = counted - self._written
             if row and self._where is not None:
-                minute = int(clock.time() // 60) * 60
-                database.add(self._where(), self._rank, minute, row, max(_BUSY, wait))
+                database.add(self._where(), self._rank, clock.time(), row, max(_BUSY, wait))
                 self._written = counted
                 if run := run_of_this_process()[1]:  # whose summary must count no other jobs
                     database.add(Layout(Path(run).parent), self._rank, 0, row, max(_BUSY, wait))

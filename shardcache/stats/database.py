@@ -1,8 +1,7 @@
 """Store the counts of all processes of a node in ``stats.db``, an SQLite database.
 
-A row holds what one rank counted under one name in one minute. After two hours, the rows of an hour
-are merged; after thirty days, all rows of a name are merged into one, so that the totals for
-Prometheus never fall.
+A row holds what one rank counted under one name in ten minutes. After thirty days, it is added to
+the row of that name for all earlier time, so that the totals for Prometheus never fall.
 
 Each function opens the database and closes it before it returns. A fork waits for that
 (`threads.undivided`), so no child inherits a connection. The database is never synced to disk: a
@@ -33,32 +32,23 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _SCHEMA = """
-CREATE TABLE IF NOT EXISTS counted (
-    start INTEGER, seconds INTEGER, rank INTEGER, name TEXT, n INTEGER,
-    PRIMARY KEY (start, seconds, rank, name)
+CREATE TABLE IF NOT EXISTS counts (
+    start INTEGER, rank INTEGER, name TEXT, n INTEGER, PRIMARY KEY (start, rank, name)
 ) WITHOUT ROWID
 """
-_ADD = "INSERT INTO counted VALUES (?, ?, ?, ?, ?) ON CONFLICT DO UPDATE SET n = n + excluded.n"
-#: Merge minutes into hours, and old hours into one row. ``:hour`` and ``:old`` are Unix timestamps.
-_COMPACT = (
-    """
-    INSERT INTO counted SELECT start / 3600 * 3600, 3600, rank, name, sum(n) FROM counted
-    WHERE seconds = 60 AND start < :hour GROUP BY 1, 3, 4
-    ON CONFLICT DO UPDATE SET n = n + excluded.n
-    """,
-    "DELETE FROM counted WHERE seconds = 60 AND start < :hour",
-    """
-    INSERT INTO counted SELECT 0, 3600, -1, name, sum(n) FROM counted
-    WHERE start > 0 AND start < :old GROUP BY name
-    ON CONFLICT DO UPDATE SET n = n + excluded.n
-    """,
-    "DELETE FROM counted WHERE start > 0 AND start < :old",
+_ADD = "INSERT INTO counts VALUES (?, ?, ?, ?) ON CONFLICT DO UPDATE SET n = n + excluded.n"
+_EXPIRE = (
+    "INSERT INTO counts SELECT 0, -1, name, sum(n) FROM counts WHERE start BETWEEN 1 AND ? "
+    "GROUP BY name ON CONFLICT DO UPDATE SET n = n + excluded.n",
+    "DELETE FROM counts WHERE start BETWEEN 1 AND ?",
 )
+#: Length in seconds of the period of a row: short enough for the charts of a day, and a month of a
+#: node with eight ranks has half a million rows.
+PERIOD = 600
 #: The rank of a process outside any job.
 NO_RANK = -1
 
-#: Age in seconds at which minutes are merged into hours, and hours into one row.
-_MINUTES_KEPT = 2 * 3600
+#: Age in seconds at which a row expires.
 _KEPT = 30 * 86_400
 #: Seconds that a command waits while another process uses the database.
 _PATIENCE = 5.0
@@ -66,25 +56,22 @@ _PATIENCE = 5.0
 
 @dataclass(slots=True)
 class Sample:
-    """The counts of one rank in a minute or an hour."""
+    """The counts of one rank in a period of ten minutes."""
 
     start: int  #: seconds since the epoch; 0 for everything older than 30 days
-    seconds: int  #: length of the period: 60 or 3600
     rank: int  #: rank in the job, or `NO_RANK`
-    #: Counts by name: those of `counters.COUNTERS`, and names such as ``disk:12`` for the number
-    #: of waits (one of `counters.WAITS`) in a bucket (see `counters.bucket_range`).
-    counters: Counter[str] = field(default_factory=Counter)
+    counters: Counter[str] = field(default_factory=Counter)  #: counts by name
 
 
-def add(layout: Layout, rank: int, minute: int, row: Mapping[str, int], busy: float) -> None:
-    """Add the counts of a process (``row``, by name) to a minute, in one transaction.
+def add(layout: Layout, rank: int, now: float, row: Mapping[str, int], busy: float) -> None:
+    """Add the counts of a process (``row``, by name) to the period of ``now``, in one transaction.
 
-    ``minute`` is the start of the minute in seconds since the epoch. Waits up to ``busy`` seconds
-    for other writers.
+    Waits up to ``busy`` seconds for other writers.
     """
+    start = int(now // PERIOD) * PERIOD
     _make(layout)
     with _opened(layout, busy, repair=True) as db:
-        db.executemany(_ADD, [(minute, 60, rank, name, n) for name, n in row.items()])
+        db.executemany(_ADD, [(start, rank, name, n) for name, n in row.items()])
 
 
 def samples(layout: Layout, since: float = 0.0, *, ever: bool = False) -> list[Sample]:
@@ -92,27 +79,25 @@ def samples(layout: Layout, since: float = 0.0, *, ever: bool = False) -> list[S
 
     With ``ever``, also return the sample that sums up everything older than 30 days.
     """
-    found: dict[tuple[int, int, int], Sample] = {}
+    found: dict[tuple[int, int], Sample] = {}
     with _opened(layout, _PATIENCE) as db:
-        query = "SELECT * FROM counted WHERE start + seconds > ? AND (start > 0 OR ?)"
-        for *key, name, n in db.execute(query, (since, ever)):
-            found.setdefault(tuple(key), Sample(*key)).counters[name] += n
+        query = "SELECT * FROM counts WHERE start > ? OR (start = 0 AND ?)"
+        for start, rank, name, n in db.execute(query, (max(0.0, since - PERIOD), ever)):
+            found.setdefault((start, rank), Sample(start, rank)).counters[name] += n
     return list(found.values())
 
 
-def compact(layout: Layout, now: float) -> None:
-    """Merge old minutes into hours, and old hours into one row. ``now`` is a Unix timestamp."""
-    ages = {"hour": now - _MINUTES_KEPT, "old": now - _KEPT}
-    times = {name: int(time) // 3600 * 3600 for name, time in ages.items()}
+def expire(layout: Layout, now: float) -> None:
+    """Merge the rows that are older than thirty days. ``now`` is a Unix timestamp."""
     with _opened(layout, _PATIENCE) as db:
-        for statement in _COMPACT:
-            db.execute(statement, times)
+        for statement in _EXPIRE:
+            db.execute(statement, (now - _KEPT,))
 
 
 def zero(layout: Layout) -> None:
     """Delete all counts."""
     with _opened(layout, _PATIENCE) as db:
-        db.execute("DELETE FROM counted")
+        db.execute("DELETE FROM counts")
 
 
 @contextlib.contextmanager

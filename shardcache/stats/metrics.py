@@ -1,49 +1,36 @@
-"""The metrics for Prometheus and OpenTelemetry, and the text that Prometheus reads.
+"""The metrics as text, for Prometheus and for OpenTelemetry collectors, which read it too.
 
 The sums never fall, except after ``stats --zero``, which Prometheus treats as a restart.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping
 
-from shardcache.stats.counters import BUCKETS, COUNTERS, bucket_range
+from shardcache.stats.counters import COUNTERS
 from shardcache.stats.summary import OUTCOMES, Stats
-
-#: Export every fourth bound of the histogram, so that each one is four times the previous one.
-_STEP = 4
-
-
-class Metric(NamedTuple):
-    """An exported sum, with one value for each of its counters."""
-
-    name: str
-    unit: str
-    about: str
-    label: str  #: name of the label, or "" if there is only one value
-    counters: Mapping[str, str]  #: value of the label -> name of the counter
 
 
 def _by_suffix(prefix: str) -> dict[str, str]:
     return {name.removeprefix(prefix): name for name in COUNTERS if name.startswith(prefix)}
 
 
-#: These names never change, because dashboards depend on them.
-SUMS = (
-    Metric("opens", "{shard}", "Shards opened.", "outcome", {name: name for name in OUTCOMES}),
-    Metric("opened", "By", "Bytes read from the cache.", "", {"": "bytes_opened"}),
-    Metric("received", "By", "Bytes received over the network.", "source",
-           {"origin": "bytes_origin", "upstream": "bytes_upstream"}),
-    Metric("bypassed", "By", "Bytes streamed, not stored.", "", {"": "bytes_bypassed"}),
-    Metric("stored", "By", "Bytes of shards stored.", "", {"": "bytes_stored"}),
-    Metric("fetches", "{shard}", "Shards downloaded.", "", {"": "fetches"}),
-    Metric("fetches.failed", "{shard}", "Downloads that failed.", "", {"": "fetches_failed"}),
-    Metric("retries", "{request}", "Requests that were repeated.", "", {"": "retries"}),
-    Metric("evictions", "{shard}", "Entries evicted or removed.", "reason", _by_suffix("evicted_")),
-    Metric("evicted", "By", "Bytes of entries evicted or removed.", "", {"": "bytes_evicted"}),
-    Metric("errors", "{error}", "Errors.", "kind", _by_suffix("errors_")),
-)  # fmt: skip
+#: Name -> help, name of the label ("" if there is one value), and value of the label -> counter.
+#: The names never change, because dashboards depend on them.
+METRICS: Mapping[str, tuple[str, str, Mapping[str, str]]] = {
+    "opens": ("Shards opened.", "outcome", {name: name for name in OUTCOMES}),
+    "opened_bytes": ("Bytes read from the cache.", "", {"": "bytes_opened"}),
+    "received_bytes": ("Bytes received over the network.", "source",
+                       {"origin": "bytes_origin", "upstream": "bytes_upstream"}),
+    "bypassed_bytes": ("Bytes streamed, not stored.", "", {"": "bytes_bypassed"}),
+    "stored_bytes": ("Bytes of shards stored.", "", {"": "bytes_stored"}),
+    "fetches": ("Shards downloaded.", "", {"": "fetches"}),
+    "fetches_failed": ("Downloads that failed.", "", {"": "fetches_failed"}),
+    "retries": ("Requests that were repeated.", "", {"": "retries"}),
+    "evictions": ("Entries evicted or removed.", "reason", _by_suffix("evicted_")),
+    "evicted_bytes": ("Bytes of entries evicted or removed.", "", {"": "bytes_evicted"}),
+    "errors": ("Errors.", "kind", _by_suffix("errors_")),
+}  # fmt: skip
 
 
 def exposition(stats: Stats, directory: str) -> str:
@@ -60,25 +47,17 @@ def exposition(stats: Stats, directory: str) -> str:
         for suffix, labels, value in values:
             lines.append(f'shardcache_{name}{suffix}{{dir="{escaped}"{labels}}} {value:.17g}')
 
-    for name, unit, about, label, counters in SUMS:
-        full = name.replace(".", "_") + ("_bytes" if unit == "By" else "") + "_total"
+    for name, (about, label, counters) in METRICS.items():
         values = [
             ("", label and f',{label}="{value}"', getattr(stats, counter))
             for value, counter in counters.items()
         ]
-        family(full, "counter", about, values)
+        family(f"{name}_total", "counter", about, values)
     about = "How long readers waited for a shard, and for what."
-    family("wait_seconds", "histogram", about, _histograms(stats))
+    waits = [
+        (f"_{name}", f',for="{wait}"', value)
+        for wait, each in stats.waits.items()
+        for name, value in (("sum", each.seconds), ("count", each.count))
+    ]
+    family("wait_seconds", "summary", about, waits)
     return "\n".join(lines) + "\n"
-
-
-def _histograms(stats: Stats) -> Iterator[tuple[str, str, float]]:
-    for wait, waits in stats.waits.items():
-        total = 0
-        for bucket in range(BUCKETS):
-            total += waits.buckets.get(bucket, 0)
-            if bucket % _STEP == _STEP - 1:
-                yield "_bucket", f',for="{wait}",le="{bucket_range(bucket)[1]:g}"', total
-        yield "_bucket", f',for="{wait}",le="+Inf"', total
-        yield "_sum", f',for="{wait}"', waits.seconds
-        yield "_count", f',for="{wait}"', total

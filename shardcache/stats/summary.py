@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardcache.clock import utc
-from shardcache.stats.counters import BUCKETS, COUNTERS, WAITS, Counts, bucket_range
-from shardcache.stats.database import NO_RANK, Sample
+from shardcache.stats.counters import COUNTERS, Counts
+from shardcache.stats.database import NO_RANK, PERIOD, Sample
 from shardcache.units import format_bytes, format_duration
 
 #: The possible outcomes of an open, in the order in which tables show them.
@@ -24,32 +24,19 @@ OUTCOMES = ("hits", "coalesced", "linked", "misses", "bypassed", "failed")
 
 @dataclass(frozen=True, slots=True)
 class Waits:
-    """A histogram of how long readers waited."""
+    """How often and how long readers waited."""
 
-    buckets: Mapping[int, int]  #: bucket (`counters.bucket_range`) -> number of waits
-    seconds: float = 0.0  #: the sum of all waits
+    count: int
+    seconds: float  #: the sum of all waits
 
     @property
-    def count(self) -> int:
-        """The number of waits."""
-        return sum(self.buckets.values())
-
-    def percentile(self, share: float) -> float | None:
-        """Return the seconds within which this share (0 to 1) of the waits ended.
-
-        The result is the upper bound of a bucket, or None if there were no waits.
-        """
-        left = share * self.count
-        for bucket, count in sorted(self.buckets.items()):
-            left -= count
-            if count and left <= 0:
-                return bucket_range(bucket)[1]
-        return None
+    def mean(self) -> float | None:
+        """The seconds that a reader waited on average; None if none waited."""
+        return self.seconds / self.count if self.count else None
 
     def as_dict(self) -> dict[str, Any]:
         """Return the JSON object that ``--json`` prints."""
-        shares = {f"p{share * 100:g}": self.percentile(share) for share in (0.5, 0.9, 0.99)}
-        return {"count": self.count, "seconds": self.seconds, **shares}
+        return {"count": self.count, "seconds": self.seconds, "mean": self.mean}
 
 
 @dataclass(frozen=True, repr=False)
@@ -58,9 +45,17 @@ class Stats(Counts):
 
     since: float | None  #: start in seconds since the epoch; None if nothing was counted
     until: float | None  #: end in seconds since the epoch; None if nothing was counted
-    #: How long readers waited for the ``disk``, for the download of another reader (``lock``), and
-    #: for their own download (``network``).
-    waits: Mapping[str, Waits]
+
+    @property
+    def waits(self) -> dict[str, Waits]:
+        """How long readers waited for the ``disk`` (a hit), for the download of another reader
+        (``lock``), and for their own download (``network``).
+        """
+        return {
+            "disk": Waits(self.hits + self.linked, self.wait_us_disk / 1e6),
+            "lock": Waits(self.coalesced, self.wait_us_lock / 1e6),
+            "network": Waits(self.misses, self.wait_us_network / 1e6),
+        }
 
     @property
     def counters(self) -> dict[str, int]:
@@ -99,11 +94,9 @@ class Stats(Counts):
 
     @property
     def all_waits(self) -> Waits:
-        """One histogram of all waits: for the disk, the lock and the network."""
-        total: Counter[int] = Counter()
-        for waits in self.waits.values():
-            total.update(waits.buckets)
-        return Waits(total, sum(waits.seconds for waits in self.waits.values()))
+        """All waits: for the disk, the lock and the network."""
+        each = self.waits.values()
+        return Waits(sum(one.count for one in each), sum(one.seconds for one in each))
 
     def as_dict(self) -> dict[str, Any]:
         """Return the JSON object that ``--json`` prints: timestamps, counts, bytes and seconds."""
@@ -123,8 +116,8 @@ class Stats(Counts):
         text = f"{self.opens} opens, {rate}"
         if self.bypassed:
             text += f", {self.bypassed} streamed ({format_bytes(self.bytes_bypassed)})"
-        waited = self.all_waits.percentile(0.99)
-        wait = "" if waited is None else f", 99 % waited less than {format_duration(waited)}"
+        waited = self.all_waits.mean
+        wait = "" if waited is None else f", mean wait {format_duration(waited)}"
         return f"{text}, {saved} saved{wait}"
 
 
@@ -135,7 +128,7 @@ def summed(samples: Iterable[Sample]) -> Stats:
     for sample in samples:
         counters.update(sample.counters)
     start = min((sample.start for sample in samples), default=None)
-    end = max((sample.start + sample.seconds for sample in samples), default=None)
+    end = max((sample.start + PERIOD for sample in samples), default=None)
     return stats_of(counters, start, end)
 
 
@@ -143,11 +136,7 @@ def stats_of(
     counters: Mapping[str, int], since: float | None = None, until: float | None = None
 ) -> Stats:
     """Convert counts by name (see `Sample.counters`) to `Stats`."""
-    counters, waits = Counter(counters), {}
-    for wait in WAITS:
-        buckets = {bucket: counters[f"{wait}:{bucket}"] for bucket in range(BUCKETS)}
-        waits[wait] = Waits(+Counter(buckets), counters[f"wait_us_{wait}"] / 1e6)
-    return Stats(since, until, waits, **{name: counters[name] for name in COUNTERS})
+    return Stats(since, until, **{name: counters.get(name, 0) for name in COUNTERS})
 
 
 def by_rank(samples: Iterable[Sample]) -> dict[str, Stats]:

@@ -76,7 +76,7 @@ class Entry(NamedTuple):
         key: the key of the URL.
         version: the version of the object.
         size: bytes of the shard.
-        used: the last use, in seconds since the epoch, to within ``touch_interval``.
+        used: the last use, in seconds since the epoch, to within ten minutes.
     """
 
     directory: str

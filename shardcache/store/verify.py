@@ -1,46 +1,34 @@
-"""Verify that the bytes of entries are intact, and that the origin has no newer version.
+"""Verify that the bytes of entries are intact.
 
 A verification may run while jobs use the cache. One thread checks all copies of a shard, in all
-tiers and namespaces. So the origin gets one request per version, and a file with several hard links
-is read once. All links of a damaged file are set aside together; otherwise the next reader would
-make a new link to one that was left.
+tiers and namespaces. So a file with several hard links is read once, and all links of a damaged
+file are set aside together; otherwise the next reader would make a new link to one that was left.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import math
 import os
-import random
 import threading
-from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 
-from shardcache.errors import ConfigError, ShardCacheError, ShardNotFoundError, TransferError
-from shardcache.origins.base import ObjectInfo
-from shardcache.origins.resolve import Origins
-from shardcache.origins.retry import RetryPolicy
 from shardcache.store.digest import block_digest, read_blocks, tree_digest
 from shardcache.store.directory import GONE, DamagedError, Metadata, readable
 from shardcache.store.entry import Entry, Store, open_data, set_aside
-from shardcache.urls import ShardURL, redact
 
 
 class State(StrEnum):
-    """The result for one entry. The last three values occur only with ``remote``."""
+    """The result for one entry."""
 
     OK = "ok"
     DAMAGED = "damaged"
     UNCHECKED = "unchecked"
-    CHANGED = "changed"
-    GONE = "gone"
-    UNREACHABLE = "unreachable"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,38 +59,9 @@ class VerifyStatus:
     passed: int = 0  #: bytes of the entries that were checked
 
 
-def differs(then: ObjectInfo, now: ObjectInfo) -> str | None:
-    """Describe how version ``now`` differs from version ``then``, or return None if it does not.
-
-    Raises:
-        ValueError: the origin states nothing by which the two versions can be compared.
-    """
-    if then.version_id and now.version_id and "null" not in (then.version_id, now.version_id):
-        return _change("version", then.version_id, now.version_id)
-    if then.size is not None and now.size is not None and then.size != now.size:
-        return f"{now.size} bytes instead of {then.size}"
-    if then.etag and now.etag:
-        # A gateway that compresses responses marks the ETag as weak, but the object is the same.
-        return _change("ETag", then.etag.removeprefix("W/"), now.etag.removeprefix("W/"))
-    if then.modified and now.modified:
-        return _change("modification time", then.modified, now.modified)
-    raise ValueError("the origin states nothing to compare versions by")
-
-
-def _change(what: str, then: str, now: str) -> str | None:
-    return None if then == now else f"{what} {now} instead of {then}"
-
-
-#: Number of shards to check at once. Flash disks and origins serve a few requests as fast as one,
-#: but more requests would slow down the jobs that read from the same disk.
+#: Number of shards to check at once. Flash disks serve a few reads as fast as one, but more would
+#: slow down the jobs that read from the same disk.
 _THREADS = 4
-#: If this many shards of one bucket or host in a row get no response to any of their attempts, no
-#: further shards are requested there: with thousands of shards, that would take days.
-_UNREACHABLE_SHARDS = 3
-
-
-class _StoppedError(Exception):
-    """The caller stopped the verification."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -115,37 +74,26 @@ class Verifier:
     """
 
     entries: Sequence[tuple[Store, Entry]]
-    origins: Origins
-    policy: RetryPolicy
-    parse: Callable[[str], ShardURL]
     quick: bool
-    remote: bool
-    sample: float
     sole: Callable[[Path], AbstractContextManager[bool]] | None
     status: VerifyStatus
     stop: threading.Event
 
     def __post_init__(self) -> None:
-        if not 0 < self.sample <= 1:
-            raise ConfigError(f"sample={self.sample!r} is not above 0 and at most 1.")
         self._ended = False
         self._guard = threading.Lock()  # guards `status.passed`
         self._digests: dict[tuple[str, int, int], str] = {}  # by key, device and inode
-        self._remote: dict[tuple[str, str], tuple[State, str]] = {}  # by key and version
-        self._unreachable = Counter[str]()  # consecutive shards without a response, by bucket/host
 
     def findings(self) -> Generator[Finding, None, None]:
         """Check the entries, and yield the result for each in no particular order."""
         by_key: dict[str, list[tuple[Store, Entry]]] = {}
         for store, entry in self.entries:
             by_key.setdefault(entry.key, []).append((store, entry))
-        shards = list(by_key.values())
-        if self.sample < 1:
-            shards = random.SystemRandom().sample(shards, math.ceil(len(shards) * self.sample))
-        entries = [entry for copies in shards for _, entry in copies]
-        self.status.shards, self.status.bytes = len(entries), sum(e.size for e in entries)
+        self.status.shards = len(self.entries)
+        self.status.bytes = sum(entry.size for _, entry in self.entries)
         pool = ThreadPoolExecutor(_THREADS, "shardcache-verify")
         try:
+            shards = by_key.values()
             for copies, results in zip(shards, pool.map(self._shard, shards), strict=True):
                 self.status.done += len(copies)
                 yield from results
@@ -153,15 +101,15 @@ class Verifier:
             self._ended = True
             pool.shutdown(cancel_futures=True)
 
-    def _check_stopped(self, seconds: float = 0.0) -> None:
-        """Sleep for ``seconds``; raise _StoppedError if the verification is stopped."""
-        if self._ended or self.stop.wait(seconds) or self._ended:
-            raise _StoppedError
+    def _check_stopped(self) -> None:
+        """Raise CancelledError if the verification is stopped."""
+        if self._ended or self.stop.is_set():
+            raise CancelledError
 
     def _shard(self, copies: Iterable[tuple[Store, Entry]]) -> list[Finding]:
         """Check the entries of one shard, unless the verification is stopped."""
         results: list[Finding] = []
-        with contextlib.suppress(_StoppedError):
+        with contextlib.suppress(CancelledError):
             for store, entry in copies:
                 self._check_stopped()
                 try:
@@ -189,14 +137,7 @@ class Verifier:
         finally:
             with self._guard:
                 self.status.passed += entry.size
-        # Readers get the newest of several versions, so only that one may be outdated.
-        newest = next(store.entries_of(entry.key), entry)
-        if not self.remote or newest.directory != entry.directory:
-            return Finding(entry, url, State.OK)
-        version = entry.key, entry.version
-        if version not in self._remote:
-            self._remote[version] = self._compare_with_origin(metadata)
-        return Finding(entry, url, *self._remote[version])
+        return Finding(entry, url, State.OK)
 
     def _check_data(self, store: Store, entry: Entry, metadata: Metadata) -> None:
         """Open the data file as a reader does and, unless ``quick`` is set, compare its digest."""
@@ -232,37 +173,6 @@ class Verifier:
             reason = f"{finding.reason}; not set aside: {exn.strerror or exn}"
             return replace(finding, reason=reason)
         return finding
-
-    def _compare_with_origin(self, metadata: Metadata) -> tuple[State, str]:
-        """Compare the version with the origin's, without reading bytes; return state and reason."""
-        if metadata.url.startswith("pipe:"):
-            return State.UNREACHABLE, "a command wrote it, and commands state no version"
-        try:
-            shard = self.parse(metadata.url)
-            if shard.key != metadata.key:
-                text = "it came from another endpoint or partition than the one configured"
-                return State.UNREACHABLE, text
-            host = f"{shard.scheme} {'/'.join(str(shard).split('/')[:3])}"
-            if self._unreachable[host] >= _UNREACHABLE_SHARDS:
-                text = f"not requested: {_UNREACHABLE_SHARDS} shards before it got no response"
-                return State.UNREACHABLE, text
-            origin = self.origins.of(shard)
-            attempts = self.policy.started(str(shard))
-            current = attempts.call(lambda: origin.stat(shard), sleep=self._check_stopped)
-            self._unreachable[host] = 0
-            difference = differs(metadata.info, current)
-        except ShardNotFoundError:
-            return State.GONE, "the origin no longer has it"
-        except TransferError as exn:
-            self._unreachable[host] += 1
-            return State.UNREACHABLE, redact(str(exn.__cause__ or exn))
-        except ShardCacheError as exn:  # ConfigError is a subclass
-            return State.UNREACHABLE, exn.message
-        except ValueError as exn:
-            return State.UNREACHABLE, str(exn)
-        if difference is None:
-            return State.OK, ""
-        return State.CHANGED, f"the origin has another version ({difference})"
 
 
 def _is_same(entry: Entry, before: os.stat_result) -> bool:

@@ -14,8 +14,8 @@ They work with any launcher, with and without torch. docs/sync.md states their g
 from __future__ import annotations
 
 from shardcache.errors import BarrierTimeoutError, InTheWayError, OnceError, WaitTimeoutError
-from shardcache.sync.board import rank, world_size
-from shardcache.sync.collective import barrier, once
+from shardcache.sync.job import rank, world_size
+from shardcache.sync.notes import barrier, once
 from shardcache.sync.paths import atomic_write, makedirs, wait_for
 
 __all__ = ["BarrierTimeoutError", "InTheWayError", "OnceError", "WaitTimeoutError"]

@@ -47,24 +47,23 @@ def waiting(timeout: float | str | None, what: Callable[[], str]) -> Iterator[fl
     Raises:
         WaitTimeoutError: ``timeout`` has passed.
     """
-    limit = math.inf if timeout is None else parse_duration(timeout)
+    return _wait(math.inf if timeout is None else parse_duration(timeout), what)
 
-    def steps() -> Iterator[float]:
-        start, pause, warned = clock.monotonic(), 0.01, 0.0
-        while (waited := clock.monotonic() - start) < limit:
-            if waited - warned >= 10.0:
-                warned = waited
-                logger.warning("after %s: waiting %s", format_duration(waited), what())
-            # Without this jitter, ranks that start together would poll together.
-            clock.sleep(min(pause * random.uniform(0.5, 1.0), limit - waited))  # noqa: S311
-            pause = min(pause * 1.5, 1.0)
-            yield clock.monotonic() - start
-        raise WaitTimeoutError(
-            f"Waited {format_duration(waited)} {what()}. Check the other ranks, or raise timeout.",
-            waited=waited,
-        )
 
-    return steps()
+def _wait(limit: float, what: Callable[[], str]) -> Iterator[float]:
+    start, pause, warned = clock.monotonic(), 0.01, 0.0
+    while (waited := clock.monotonic() - start) < limit:
+        if waited - warned >= 10.0:
+            warned = waited
+            logger.warning("after %s: waiting %s", format_duration(waited), what())
+        # Without this jitter, ranks that start together would poll together.
+        clock.sleep(min(pause * random.uniform(0.5, 1.0), limit - waited))  # noqa: S311
+        pause = min(pause * 1.5, 1.0)
+        yield clock.monotonic() - start
+    raise WaitTimeoutError(
+        f"Waited {format_duration(waited)} {what()}. Check the other ranks, or raise timeout.",
+        waited=waited,
+    )
 
 
 def find(path: PathLike) -> os.stat_result | None:
@@ -73,19 +72,15 @@ def find(path: PathLike) -> os.stat_result | None:
     Raises:
         OSError: no permission, or a failing disk.
     """
-    if (found := _stat(path)) is None:
-        _revalidate(os.fspath(path))
-        found = _stat(path)
-    return found
-
-
-def _stat(path: PathLike) -> os.stat_result | None:
-    try:
-        return os.stat(path)  # noqa: PTH116 - no Path needed
-    except OSError as exn:
-        if exn.errno not in ABSENT:
-            raise
-        return None
+    for is_known in (False, True):
+        try:
+            return os.stat(path)  # noqa: PTH116 - no Path needed
+        except OSError as exn:
+            if exn.errno not in ABSENT:
+                raise
+        if not is_known:
+            _revalidate(os.fspath(path))
+    return None
 
 
 def _revalidate(path: str) -> None:

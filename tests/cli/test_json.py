@@ -52,7 +52,7 @@ SHAPES: dict[str, tuple[int, str]] = {
     "stats": (
         0,
         "opens hits misses coalesced bypassed failed hit_rate bytes_origin bytes_opened "
-        "bytes_saved evicted errors since until waits.all.count waits.all.p99",
+        "bytes_saved evicted errors since until waits.all.count waits.all.mean",
     ),
     "stats --by hour": (0, "hours.hour hours.opens hours.hits summary.opens"),
     "stats --by rank": (0, "ranks.rank ranks.opens ranks.hits summary.opens"),
@@ -66,7 +66,6 @@ SHAPES: dict[str, tuple[int, str]] = {
     "config": (0, "options.name options.value options.source options.default summary.set"),
     "dir": (0, "dir"),
     "doctor": (0, "findings.level findings.found findings.fix summary.fail"),
-    "recipe cron": (0, "kind files.name files.text"),
     "clean -n --all": (
         0,
         "removed.name removed.reason removed.size freed kept kept_bytes missing dry_run job_limits",

@@ -13,10 +13,17 @@ from shardcache.cli.progress import Position, display
 def test_values_are_escaped(capsys):
     name = "s3://b/\ta\nb\x1b[31m\udc80[red]:boom:"
     Console().table(["SHARD", "SIZE"], [(name, "1 B")], ["SIZE"])
-    head, row = capsys.readouterr().out.splitlines()
-    assert row == "s3://b/\\ta\\nb\\x1b[31m\\udc80[red]:boom:   1 B" and len(head) == len(row)
+    assert capsys.readouterr().out.splitlines() == [
+        "SHARD\tSIZE",
+        "s3://b/\\ta\\nb\\x1b[31m\\udc80[red]:boom:\t1 B",
+    ]
     Console().error("no\x1b[2J")
     assert capsys.readouterr().err == "error: no\\x1b[2J\n"
+
+
+def test_a_terminal_gets_many_rows_as_lines(capsys):
+    Console(color="always").table(["SHARD", "SIZE"], [("s3://b/a.tar", "1 B")] * 2000)
+    assert capsys.readouterr().out.splitlines()[1] == "s3://b/a.tar\t1 B"
 
 
 @pytest.mark.parametrize(

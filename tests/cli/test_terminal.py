@@ -69,9 +69,9 @@ def test_a_narrow_terminal_shortens_names_but_no_figures(run, warm, tmp_path, co
         head, *rows, _ = screen.read().splitlines()
     assert head.split() == ["SHARD", "SIZE", "USED", "FETCHED", "STATE"] and len(rows) == len(warm)
     for url, row in zip(warm, rows, strict=True):
-        figures = r"[\d.]+ KB +\w.+\w +[\d-]+ [\d:]+ +ok"
+        figures = r"[\d.]+ KB\s+\w.+\w\s+[\d-]+ [\d:]+\s+ok"
         name = rf"s3:\S*…\S*{url[-6:]}" if columns == 60 else url
-        assert re.fullmatch(f"{name} +{figures}", row)
+        assert re.fullmatch(rf"{name}\s+{figures}", row)
     assert columns < 60 or max(map(len, [head, *rows])) <= columns
 
 

@@ -92,7 +92,7 @@ def test_large_figures_fit_80_columns(make_cache):
     terminal = Terminal(width=80, file=StringIO(), color_system=None)
     terminal.print(frame(replace(snapshot, seconds=1.0, total=total, tiers=[tier])))
     _, _, directory, gauge, titles, rates, *_ = terminal.file.getvalue().splitlines()
-    assert directory.rstrip() == tier["dir"] and titles.endswith("WAIT P99")
+    assert directory.rstrip() == tier["dir"] and titles.endswith("MEAN WAIT")
     assert gauge.rstrip().endswith("50%  1,848 shards, 400.0 GB of 800.0 GB on disk")
     assert "━" in gauge and rates.startswith("all   123,456.0/s   100.00%  123.5 MB/s")
 

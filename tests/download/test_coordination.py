@@ -270,8 +270,8 @@ def test_a_program_that_keeps_emptying_the_cache_is_reported(make_cache, monkeyp
     assert streamed(cache)
 
 
-def test_a_use_is_recorded_once_per_touch_interval(make_cache, clock):
-    cache, used = make_cache(touch_interval=600), []
+def test_a_use_is_recorded_once_per_ten_minutes(make_cache, clock):
+    cache, used = make_cache(), []
     cache.fetch(URL)
     for seconds in (0, 599, 1):
         clock.elapsed += seconds

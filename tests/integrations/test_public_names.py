@@ -2,13 +2,17 @@
 
 import ast
 import os
+import re
 import subprocess
 import sys
 
+import pytest
+
 import shardcache
+from shardcache.errors import REMOVED
 
 HEAVY = {
-    *("webdataset", "wids", "torch", "numpy", "lightning", "pytorch_lightning", "opentelemetry"),
+    *("webdataset", "torch", "numpy"),
     *("botocore", "s3fs", "fsspec", "aiohttp", "urllib3", "asyncio", "http", "ssl", "subprocess"),
     *("rich", "click", "filelock"),
 }
@@ -18,10 +22,9 @@ PROGRAM = """
 import sys, shardcache
 shardcache.Cache
 first = dir(shardcache), list(sys.modules)
-found = [shardcache.wids.LocalNames, shardcache.lightning.ShardCacheHooks,
-         shardcache.telemetry.observe, shardcache.sync.wait_for, shardcache.wds.attach]
-from shardcache import wids, sync
-print((*first, all(map(callable, found)), wids is shardcache.wids, list(sys.modules)))
+found = [shardcache.sync.wait_for, shardcache.wds.attach]
+from shardcache import sync
+print((*first, all(map(callable, found)), sync is shardcache.sync, list(sys.modules)))
 """
 
 
@@ -35,5 +38,11 @@ def test_importing_loads_nothing_heavy_and_submodules_load_on_first_use():
         assert getattr(shardcache, name) is not None
     assert not hasattr(shardcache, "filesystem")
     assert usable and same
-    packages = {"lightning", "pytorch_lightning", "torch", "wids", "webdataset", "fsspec"}
+    packages = {"torch", "webdataset", "fsspec"}
     assert not packages & {module.partition(".")[0] for module in later}
+
+
+@pytest.mark.parametrize("name", ["lightning", "telemetry", "wids"])
+def test_a_removed_name_says_what_to_use_instead(name):
+    with pytest.raises(shardcache.ConfigError, match=re.escape(REMOVED[f"shardcache.{name}"])):
+        getattr(shardcache, name)

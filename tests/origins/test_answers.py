@@ -646,7 +646,7 @@ def test_a_response_is_read_correctly_or_refused(row, wire, servers, tmp_path, m
     monkeypatch.setattr(retry, "BASE", 0)  # retries do not wait
     options = {"timeout": 10, "attempts": 2, "patience": 0, "connections": 2, "part_size": MIB}
     for fill, ways in islice(WAYS.items(), 2 if wire == "TCP" else 1):
-        with Cache(tmp_path / fill, fill=fill, min_free=0, stats=False, **options) as cache:
+        with Cache(tmp_path / fill, fill=fill, min_free=0, **options) as cache:
             outcomes = {}
             for way, get in {**ways, "next": read}.items():
                 url = f"{base}/next.tar" if way == "next" else f"{base}/{way}/{row.file}"

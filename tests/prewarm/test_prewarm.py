@@ -18,7 +18,9 @@ from shardcache.errors import (
     ShardNotFoundError,
     TransferError,
 )
+from shardcache.origins.base import ObjectInfo
 from shardcache.origins.listing import Listing
+from shardcache.prewarm.plan import same_version
 from shardcache.process import ProcessCache
 from shardcache.results import Finished, Planned, Started, Stopped
 from shardcache.store.partial import Partial, in_flight
@@ -347,3 +349,24 @@ def test_s3_shards_cost_one_fetch_each_and_few_listings(run, spec, bucket, data,
         found = other.prewarm(f"s3://{bucket}/train-*.tar", dry_run=True)
         assert found.plan.fetch_bytes == sum(map(len, data.values()))
         assert len(proxy.requests()) == 1
+
+
+A = ObjectInfo(size=5, etag='"a"', version_id="v1", modified="monday")
+
+
+@pytest.mark.parametrize(
+    ("now", "same"),
+    [
+        (A, True),
+        (ObjectInfo(5, '"a"', "v2"), False),
+        (ObjectInfo(5, '"a"', "null"), True),
+        (ObjectInfo(5, 'W/"a"'), True),
+        (ObjectInfo(5, '"b"'), False),
+        (ObjectInfo(6, '"a"'), False),
+        (ObjectInfo(None, '"a"'), True),
+        (ObjectInfo(5, None, None, "monday"), True),
+        (ObjectInfo(5, None, None, "tuesday"), False),
+    ],
+)
+def test_versions_are_compared_by_the_best_common_validator(now, same):
+    assert same_version(A, now) is same

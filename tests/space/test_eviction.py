@@ -90,7 +90,7 @@ DAY = 86_400.0
         (-60, [-50, -100], True),
         (-61, [-60], False),  # used before the oldest job
         (-60, [], False),  # no running job
-        (-DAY - 1, [-2 * DAY], False),  # longer than protect_for
+        (-DAY - 1, [-2 * DAY], False),  # longer than a day
         (-DAY + 1, [-2 * DAY], True),
         (-DAY + 1, [2 * DAY], True),  # a wrong clock
         (DAY, [-100], False),
@@ -104,9 +104,9 @@ def test_running_jobs_protect_recently_used_shards(layout, tmp_path, used, start
     for kind, jobs, keeps in (
         ("working-set", True, stays),
         ("working-set", False, False),
-        ("fifo", True, False),
+        ("lru", True, False),
     ):
-        config = Config(tmp_path / "cache", policy=kind, protect_for="24h")
+        config = Config(tmp_path / "cache", policy=kind)
         assert Policy.of(config, layout, now, jobs=jobs).keeps(entry) is keeps
     for session in sessions:
         session.close()

@@ -51,7 +51,7 @@ def job(parent: Parent, shop: Shop, options: dict[str, Any]) -> None:
 def test_a_job_keeps_its_shards_until_they_have_been_unused_for_a_day(shop):
     budget = shop.room(4)
     with forked(job, shop, {"max_size": budget}) as b:
-        with forked(job, shop, {"max_size": budget, "touch_interval": 0}) as a:
+        with forked(job, shop, {"max_size": budget}) as a:
             for number in range(3):
                 assert a.ask(shop.urls[number]) == STORED
             assert b.ask(shop.urls[5]) == STORED  # there is room
@@ -73,34 +73,32 @@ def test_a_job_keeps_its_shards_until_they_have_been_unused_for_a_day(shop):
         assert numbers(shop) == [0, 2, 3, 4]
 
 
-@pytest.mark.parametrize(("policy", "gone"), [("lru", 1), ("fifo", 0)])
-def test_with_other_policies_a_job_evicts_its_own_shards(shop, policy, gone):
+def test_with_lru_a_job_evicts_its_own_shards(shop):
     budget = shop.room(3)
-    with forked(job, shop, {"max_size": budget, "policy": policy}) as child:
+    with forked(job, shop, {"max_size": budget, "policy": "lru"}) as child:
         for number in range(3):
             assert child.ask(shop.urls[number]) == STORED
         now = time.time()
         for number, age in ((0, 10), (1, 30), (2, 20)):
             shop.use(shop.urls[number], now - age)
-            os.utime(shop.entries()[shop.urls[number]].path, (now, now - 10 + number))
         assert child.ask(shop.urls[3]) == STORED
-        assert numbers(shop) == sorted({0, 1, 2, 3} - {gone})
+        assert numbers(shop) == [0, 2, 3]
 
 
 @needs_mounts
 def test_min_free_stays_free(shop: Shop) -> None:
     with (
-        disk(shop.path, "size=1m"),  # without statistics, which take room, too
-        Cache(shop.path, cache_local=True, min_free="800kB", stats=False) as cache,
+        disk(shop.path, "size=1m"),
+        Cache(shop.path, cache_local=True, min_free="850kB") as cache,
     ):
         for url in shop.urls:
             with cache.open(url) as stream:
                 assert stream.read() == Path(url).read_bytes()
-            assert shutil.disk_usage(shop.path).free >= 800_000
+            assert shutil.disk_usage(shop.path).free >= 800_000  # statistics take room, too
         assert 1 < sum(url in cache for url in shop.urls) < 9
 
 
-@pytest.mark.parametrize("policy", ["working-set", "lru", "fifo"])
+@pytest.mark.parametrize("policy", ["working-set", "lru"])
 def test_a_pinned_shard_stays_until_its_pin_expires(shop, policy):
     budget = shop.room(2)
     with Cache(shop.path, cache_local=True, min_free=0, max_size=budget, policy=policy) as cache:

@@ -1,7 +1,6 @@
 """Counters are exact, are written once a second, and never cause an error."""
 
 import errno
-import itertools
 import os
 import sqlite3
 import threading
@@ -13,9 +12,9 @@ import pytest
 from shardcache.layout import Layout
 from shardcache.ranks import Ranks
 from shardcache.stats import counters as module
-from shardcache.stats.counters import BUCKETS, Counters, bucket_range
-from shardcache.stats.database import add, compact, samples
-from shardcache.stats.summary import Waits, by_hour, by_rank, summed
+from shardcache.stats.counters import Counters
+from shardcache.stats.database import add, expire, samples
+from shardcache.stats.summary import by_hour, by_rank, summed
 from tests.support.fakes import FakeClock
 from tests.support.storetools import forked, needs_root, no_descriptor_left, refusing
 
@@ -36,26 +35,6 @@ def make(layout, clock):
 
 def total(layout, **options):
     return summed(samples(layout, **options))
-
-
-def bucket_of(seconds):
-    """Return the bucket that counts a wait."""
-    counters = Counters(lambda: Layout(Path("/nowhere")), allowed=lambda: False)
-    counters.opened("hit", seconds)
-    return next(int(name.removeprefix("disk:")) for name in counters.snapshot() if ":" in name)
-
-
-def test_waits_are_counted_in_buckets_without_a_gap():
-    ranges = [bucket_range(bucket) for bucket in range(BUCKETS)]
-    assert ranges[0][0] == 0.0
-    assert all(one[1] == two[0] for one, two in itertools.pairwise(ranges))
-    for microseconds in (0, 1, 2, 3, 4, 5, 6, 7, 8, 100, 12_345, 10**6, 10**9):
-        low, high = bucket_range(bucket_of(microseconds / 1e6 + 1e-9))
-        assert low <= microseconds / 1e6 + 1e-9 < high <= max(2e-6, 1.5 * low)
-    assert bucket_of(1e9) == BUCKETS - 1  # thirty years
-    waits = Waits({bucket_of(0.001): 98, bucket_of(1.0): 2})
-    assert waits.count == 100 and Waits({}).percentile(0.5) is None
-    assert 0.001 < waits.percentile(0.98) <= 0.0015 and 1.0 < waits.percentile(0.99) <= 1.5
 
 
 def test_threads_lose_nothing(make, layout):
@@ -109,7 +88,7 @@ def test_the_database_can_be_read_while_it_is_created(tmp_path):
         for number in range(200):
             layout = Layout.of_root(tmp_path / str(number))
             layout.make()
-            adding = pool.submit(add, layout, -1, 60, {"hits": 1}, 5.0)
+            adding = pool.submit(add, layout, -1, NOON, {"hits": 1}, 5.0)
             while not adding.done():
                 samples(layout)
             adding.result()
@@ -162,7 +141,7 @@ def test_a_forked_child_inherits_no_connection(make, layout, monkeypatch):
             ended.set()
 
 
-def test_minutes_are_compacted_to_hours_and_expire(make, layout, clock):
+def test_counts_expire_but_their_total_stays(make, layout, clock):
     for rank in (0, 1):  # two ranks, three hours
         counters = make(rank)
         clock.now = NOON - clock.elapsed
@@ -171,17 +150,14 @@ def test_minutes_are_compacted_to_hours_and_expire(make, layout, clock):
             counters.opened("fetched", 0.5)
             counters.flush()
             clock.sleep(60)
-    day, count = total(layout), len(samples(layout))
-    ranks, hours = by_rank(samples(layout)), by_hour(samples(layout))
-    assert (day.hits, count, list(ranks)) == (360, 360, ["0", "1"])
+    whole, count = total(layout), len(samples(layout))
+    assert (whole.hits, count, list(by_rank(samples(layout)))) == (360, 2 * 18, ["0", "1"])
+    assert [hour.hits for hour in by_hour(samples(layout)).values()] == [120, 120, 120]
+    assert (whole.waits["network"].count, whole.waits["network"].mean) == (360, 0.5)
     assert total(layout, since=NOON + HOUR).hits == 240
-    for _ in range(2):
-        compact(layout, NOON + 4 * HOUR)
-        assert {sample.seconds for sample in samples(layout)} == {60, 3600}
-        assert by_rank(samples(layout)) == ranks and by_hour(samples(layout)) == hours
-    compact(layout, NOON + 9 * HOUR)
-    assert len(samples(layout)) == 6 and total(layout) == day
+    expire(layout, NOON + 24 * HOUR)
+    assert len(samples(layout)) == count and total(layout) == whole
     for days in (31, 62):  # one row holds all expired counts
-        compact(layout, NOON + days * 24 * HOUR)
+        expire(layout, NOON + days * 24 * HOUR)
         assert samples(layout) == [] and len(samples(layout, ever=True)) == 1
-        assert total(layout, ever=True).counters == day.counters
+        assert total(layout, ever=True).counters == whole.counters

@@ -1,4 +1,4 @@
-"""`verify`: finding damage and replaced objects, repairing, and running during jobs."""
+"""`verify`: finding damage, repairing, and running during jobs."""
 
 import os
 import shutil
@@ -11,16 +11,11 @@ import pytest
 
 from shardcache.cache import Cache
 from shardcache.layout import META
-from shardcache.origins.base import ObjectInfo, TransientError
 from shardcache.store import verify as engine
 from shardcache.store.entry import Entry
-from shardcache.store.verify import Finding, State, VerifyStatus, differs
+from shardcache.store.verify import State, VerifyStatus
 from tests.support.caches import read
-from tests.support.fakes import MemoryOrigin
 from tests.support.shop import Shop
-from tests.support.storetools import payload
-
-Make = Callable[..., Cache]
 
 
 @pytest.fixture
@@ -46,10 +41,6 @@ def flip(entry: Entry, at: int) -> None:
         file.seek(-1, os.SEEK_CUR)
         file.write(bytes([byte[0] ^ 1]))
     os.utime(entry.data, ns=(times.st_atime_ns, times.st_mtime_ns))
-
-
-def found(cache: Cache, **options: Any) -> dict[str | None, Finding]:
-    return {finding.url: finding for finding in cache.verify(**options)}
 
 
 def states(cache: Cache, **options: Any) -> list[str]:
@@ -130,60 +121,3 @@ def test_entries_that_are_removed_during_verify_are_skipped(shop: Shop) -> None:
         other.remove(shop.urls[1:3])  # listed, but not yet read
         assert [found.state for found in findings] == [State.OK] * 4
         assert status.done == status.shards
-
-
-@pytest.fixture
-def lab(make_cache: Make, origin: MemoryOrigin) -> Cache:
-    origin.objects = {f"s3://lab/{n}.bin": payload(50_000, n) for n in range(20)}
-    cache = make_cache(attempts=1)
-    for url in origin.objects:
-        cache.fetch(url)
-    return cache
-
-
-def test_a_silent_origin_is_left_alone_after_some_shards(lab: Cache, origin: MemoryOrigin) -> None:
-    urls = []
-
-    def silent(url: object) -> ObjectInfo:
-        urls.append(str(url))
-        raise TransientError("no answer from http://me:secret@lab/x?X-Amz-Signature=abc")
-
-    origin.stat = silent  # type: ignore[method-assign]
-    kept = found(lab, remote=True)
-    assert {finding.state for finding in kept.values()} == {State.UNREACHABLE}
-    assert 3 <= len(urls) <= 3 + 3  # some requests were running when the third failed
-    reasons = {finding.reason for finding in kept.values()}
-    assert len(reasons) == 2
-    assert "not requested: 3 shards before it got no response" in reasons
-    assert any("no answer from" in reason for reason in reasons)
-    assert not any("secret" in reason or "abc" in reason for reason in reasons)
-
-
-def test_verify_does_not_query_another_endpoint(lab, origin, make_cache):
-    other = make_cache(endpoint_url="http://other.example:9000")
-    origin.stats.clear()
-    kept = found(other, remote=True)
-    assert {finding.state for finding in kept.values()} == {State.UNREACHABLE}
-    assert "another endpoint" in kept["s3://lab/0.bin"].reason
-    assert origin.stats == []
-
-
-A = ObjectInfo(size=5, etag='"a"', version_id="v1", modified="monday")
-
-
-@pytest.mark.parametrize(
-    ("now", "same"),
-    [
-        (A, True),
-        (ObjectInfo(5, '"a"', "v2"), False),
-        (ObjectInfo(5, '"a"', "null"), True),
-        (ObjectInfo(5, 'W/"a"'), True),
-        (ObjectInfo(5, '"b"'), False),
-        (ObjectInfo(6, '"a"'), False),
-        (ObjectInfo(None, '"a"'), True),
-        (ObjectInfo(5, None, None, "monday"), True),
-        (ObjectInfo(5, None, None, "tuesday"), False),
-    ],
-)
-def test_versions_are_compared_by_the_best_common_validator(now: ObjectInfo, same: bool) -> None:
-    assert (differs(A, now) is None) is same

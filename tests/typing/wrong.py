@@ -28,7 +28,7 @@ cache.open(b"s3://lab/a.tar")  # type: ignore[arg-type]  # pyright: ignore[repor
 cache.open("s3://lab/a.tar").read().encode()  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue]
 cache.path("s3://lab/a.tar").name  # type: ignore[union-attr]  # pyright: ignore[reportOptionalMemberAccess]
 _ = stats.hit_rate + 1  # type: ignore[operator]  # pyright: ignore[reportOptionalOperand]
-cache.verify(sample="5%")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+cache.verify(quick="5%")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 cache.url_opener([], lambda exn: None)  # type: ignore[arg-type,return-value]  # pyright: ignore[reportArgumentType]
 with cache.pinned("s3://lab/a.tar") as path:
     path.decode()  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue]

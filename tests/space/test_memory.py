@@ -103,7 +103,7 @@ def test_the_budget_is_the_lower_limit(tmp_path: Path) -> None:
     ],
 )
 def test_a_ram_disk_has_no_more_room_than_its_cgroup(tmp_path, monkeypatch, kind, memory, found):
-    module._is_memory.cache_clear()
+    module._ram_disk.cache_clear()
     module._last_read.clear()
     monkeypatch.setattr(module, "mount_of", lambda path: Mount("/", kind))
     monkeypatch.setattr(module, "memory_headroom", lambda: memory)

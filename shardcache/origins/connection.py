@@ -246,6 +246,8 @@ class Response:
     """A response whose body is being received; implements `base.Body`."""
 
     info: ObjectInfo
+    #: The URL that was requested.
+    url: str
     start: int
     stop: int | None
     #: The secrets of the request, in all spellings; errors must not quote them.
@@ -377,7 +379,9 @@ class Transport:
                 lines = [f"{name}: {value}" for name, value in headers.items()]
                 lines = [f"Host: {server.partition('://')[2]}", *lines, *connection.login]
                 request = _head(method, f"{connection.prefix}{path}", lines)
-                return Response(self, connection, request, bodiless=method == "HEAD")
+                response = Response(self, connection, request, bodiless=method == "HEAD")
+                response.url = f"{server}{path}"
+                return response
             except BaseException as exn:
                 self.take_back(connection, reusable=False)
                 if reused and isinstance(exn, TimeoutError):
@@ -401,6 +405,10 @@ class Transport:
                     return connection
                 self.take_back(connection, reusable=False)
         return None
+
+    def is_connected(self, url: str) -> bool:
+        """Return whether there is a connection to the server of a URL."""
+        return any(url.startswith(f"{each.server}/") for each in self._open.copy())
 
     def take_back(self, connection: _Connection, *, reusable: bool) -> None:
         """Keep a connection for the next request, or close it."""

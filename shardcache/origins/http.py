@@ -80,6 +80,28 @@ def unanswered(exn: Exception, shard: ShardURL, server: str, secrets: Collection
     return ConfigError(text, url=str(shard))
 
 
+def redirect(response: Response, shard: ShardURL, servers: list[str]) -> str:
+    """Return the URL that a response redirects to, or "" if it is no redirect.
+
+    ``servers`` lists those that have redirected this request so far. This one is added.
+
+    Raises:
+        ConfigError: the request was already redirected `_REDIRECTS` times.
+    """
+    location = response.headers.get("location")
+    if response.status not in (301, 302, 303, 307, 308) or not location:
+        return ""
+    servers.append(response.url.split("/")[2].rpartition("@")[2])
+    if len(servers) > _REDIRECTS:
+        text = f"{shard}: the server redirects more than {_REDIRECTS} times "
+        text += f"({', '.join(dict.fromkeys(servers))}). Check the URL and the endpoint."
+        raise ConfigError(text, url=str(shard))
+    try:
+        return urljoin(response.url, location)
+    except ValueError:
+        return location  # the next request refuses it
+
+
 def object_info(response: Response, size: int | None) -> ObjectInfo:
     """Return the version that the headers of a response state.
 
@@ -178,23 +200,28 @@ class WebOrigin:
 
     def stat(self, shard: ShardURL) -> ObjectInfo:
         """Return the current version of the object, without a checksum."""
-        response = self._request("HEAD", shard, {})
+        try:
+            response = self._request("HEAD", shard, {})
+            info = object_info(response, response.length)
+        except (AccessDeniedError, ConfigError):  # a presigned URL may permit GET only
+            response = self.open(shard, 0, 1)
+            info = response.info
         response.close()
-        return object_info(response, response.length)
+        return info
 
     def _request(self, method: str, shard: ShardURL, headers: dict[str, str]) -> Response:
         """Send a request, follow redirects, and return a response of status 200 or 206."""
-        target, server, authority = shard.raw, "", ""
+        target, server, name, servers = shard.raw, "", "", list[str]()
         given = dict(shard.options).get("authorization")  # from a `pipe:` command such as curl
         login = {"Authorization": given} if given else {}
         secrets = [*secret_forms(given, *(given or "").split())]
-        for _ in range(_REDIRECTS + 1):
+        while True:
             error: Exception | None = None
             try:
                 before = server
-                scheme, authority, path = split_url(target)
-                user, at, authority = authority.rpartition("@")
-                server = f"{scheme}://{authority}"
+                scheme, name, path = split_url(target)
+                user, at, name = name.rpartition("@")
+                server = f"{scheme}://{name}"
                 if at:
                     login = {"Authorization": basic_login(user)}
                 elif before not in ("", server):  # another server must not receive the login
@@ -207,10 +234,8 @@ class WebOrigin:
                     method, server, path, {**HEADERS, **login, **headers}
                 )
                 response.secrets = secrets
-                location = response.headers.get("location")
-                target = urljoin(f"{server}{path}", location or "")
             except (OSError, ValueError) as exn:
-                error = unanswered(exn, shard, authority, secrets)
+                error = unanswered(exn, shard, name, secrets)
             if error is not None:
                 raise error
             if response.status in (200, 206):
@@ -225,8 +250,6 @@ class WebOrigin:
                     url=str(shard),
                 )
             refused(response)
-            if response.status not in (301, 302, 303, 307, 308) or not location:
-                reason = f"{authority} answered {response.status}"
+            if not (target := redirect(response, shard, servers)):
+                reason = f"{name} answered {response.status}"
                 raise refusal(shard, response.status, reason, headers=response.headers)
-        text = f"{shard}: the server redirects more than {_REDIRECTS} times."
-        raise ConfigError(f"{text} Check the URL.", url=str(shard))

@@ -26,12 +26,12 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
-from urllib.parse import parse_qsl, quote, unquote_plus, urlsplit
+from urllib.parse import parse_qsl, quote, unquote, unquote_plus, urlsplit
 from xml.etree import ElementTree
 
 from shardcache.errors import AccessDeniedError, ConfigError, ShardCacheError
 from shardcache.origins.base import ObjectInfo, TransientError, read_all, refusal
-from shardcache.origins.connection import Response, Transport
+from shardcache.origins.connection import Response, Transport, split_url
 from shardcache.origins.credentials import (
     KEY_NAMES,
     Keys,
@@ -43,7 +43,15 @@ from shardcache.origins.credentials import (
     written_settings,
 )
 from shardcache.origins.endpoints import aws_files, s3_endpoint
-from shardcache.origins.http import HEADERS, checked, object_info, open_range, refused, unanswered
+from shardcache.origins.http import (
+    HEADERS,
+    checked,
+    object_info,
+    open_range,
+    redirect,
+    refused,
+    unanswered,
+)
 from shardcache.threads import undivided
 from shardcache.units import format_duration
 from shardcache.urls import ShardURL, quoted, redact, secret_forms
@@ -81,6 +89,10 @@ _LISTING_BYTES = 16 * 1024 * 1024
 _UNSIGNED = "UNSIGNED-PAYLOAD"
 _USUAL_ENDPOINT = r"https?://(?!s3-accelerate)[A-Za-z0-9.-]+(:(?!80/?$|443/?$)\d+)?/?"
 _REGION = re.compile(r"[A-Za-z0-9-]{1,64}")
+#: Matches a URL that carries its own signature.
+_PRESIGNED = re.compile(r"(?i)[?&](x-amz-signature|signature|sig)=")
+#: Most targets of redirects to remember.
+_MOVED = 1000
 #: Seconds before their expiry at which credentials are renewed, as in botocore.
 _RENEWED_BEFORE = 15 * 60
 #: Seconds to wait before another attempt to renew credentials that are still valid.
@@ -144,6 +156,7 @@ class S3Origin:
         self._chain_failed = False
         self._credentials: Any = None  # botocore's object, once it has found them
         self._store: _Store | None = None  # None until `prepare`
+        self._moved: dict[str, str] = {}  # targets of the store's redirects, by shard and query
 
     def prepare(self) -> _Store:
         """Return the store; the first call determines its address, region and settings.
@@ -252,11 +265,16 @@ class S3Origin:
 
     def stat(self, shard: ShardURL) -> ObjectInfo:
         """Return the current version of the object, with its checksum if S3 has one."""
-        response = self._request("HEAD", shard, _CHECKSUM, _version(shard))
+        try:
+            response = self._request("HEAD", shard, _CHECKSUM, _version(shard))
+            info = object_info(response, response.length)
+        except (AccessDeniedError, ConfigError):  # the response to a HEAD states no reason
+            response = self.open(shard, 0, 1)
+            info = response.info
         response.close()
-        if response.length is None:  # without a size, versions cannot be compared
+        if info.size is None:  # without a size, versions cannot be compared
             raise ConfigError(f"{shard}: the origin describes it without a size.", url=str(shard))
-        return object_info(response, response.length)
+        return info
 
     def list_page(self, shard: ShardURL, query: Mapping[str, str]) -> tuple[dict[str, int], str]:
         """List one page of the objects whose keys begin with the key of ``shard``.
@@ -300,7 +318,9 @@ class S3Origin:
         """Send a request and return a response of status 200 or 206.
 
         A refused request is sent again, at most once with each remedy that its error suggests: the
-        bucket's region, new credentials, the store's time, no `_CHECKSUM`.
+        bucket's region, new credentials, the store's time, no `_CHECKSUM`. If the store redirects
+        it, it is signed again for the new host. Later requests go there at once, for as long as
+        there is a connection to that host.
         """
         if self._options.get("requester_pays"):
             headers = {**headers, "x-amz-request-payer": "requester"}
@@ -308,26 +328,32 @@ class S3Origin:
         bucket, store = shard.bucket_and_key()[0], self.prepare()
         if bucket in store.without_checksums:
             headers = plain
-        region, tried = None, set[str]()
+        region, tried, servers = None, set[str](), list[str]()
+        target = self._moved.get(place := f"{shard} {query}", "")
+        if not self._transport.is_connected(target):
+            target = ""
         while True:
-            used, keys, response = self._send(method, shard, region, headers, query)
+            used, keys, response = self._send(method, shard, region, headers, query, target)
             if response.status in (200, 206):
+                if servers:
+                    if len(self._moved) >= _MOVED:
+                        self._moved.clear()
+                    self._moved[place] = target
                 if "plain" in tried:
                     store.without_checksums.add(bucket)
                 store.worked |= keys is not None
                 return response
             code, reason, elsewhere = _read_refusal(response)
-            if method == "HEAD" and response.status in (400, 403) and elsewhere is None:
-                # The response to a HEAD has no body, so the code is that of a GET for one byte.
-                first = {**plain, "Range": "bytes=0-0"}
-                *_, probe = self._send("GET", shard, region, first, query)
-                if probe.status in (200, 206):
-                    probe.close()
-                else:
-                    response, (code, reason, elsewhere) = probe, _read_refusal(probe)
             if elsewhere not in (None, used) and region is None:
                 logger.info("%s is in %s", shard, elsewhere)
-                region = elsewhere
+                region, target = elsewhere, ""
+            elif moved := redirect(response, shard, servers):
+                if keys and response.url.startswith("https:") and not moved.startswith("https:"):
+                    text = f"{shard}: {servers[-1]} redirects credentials to a host without TLS. "
+                    raise ConfigError(f"{text}Check endpoint_url.", url=str(shard))
+                target = moved
+            elif target and not servers:  # the object is no longer where it was
+                target = self._moved.pop(place, "") and ""
             elif code in _INVALID and "keys" not in tried and self._renew(keys, shard):
                 logger.info("the credentials for %s are not valid and were renewed", store.name)
                 tried.add("keys")
@@ -382,16 +408,29 @@ class S3Origin:
         region: str | None,
         headers: Mapping[str, str],
         query: Mapping[str, str],
+        target: str = "",
     ) -> tuple[str, Any, Response]:
-        """Sign and send one request. Return its region, its credentials and the response."""
+        """Sign and send one request. Return its region, its credentials and the response.
+
+        ``target`` is the URL to which the store has redirected the request, if any.
+        """
         name, key = shard.bucket_and_key()
         secrets: list[str] = []
         try:
             bucket = self._bucket(name, region)
-            path = f"{bucket.path}/{quote(key, safe='/~')}"
+            path, values = f"{bucket.path}/{quote(key, safe='/~')}", [*query.items()]
             if "list-type" in query:
-                path, query = bucket.path or "/", {**query, "prefix": key}
-            pairs = sorted((quote(n, safe="~"), quote(v, safe="~")) for n, v in query.items())
+                path, values = bucket.path or "/", [*values, ("prefix", key)]
+            if target:
+                scheme, authority, path = split_url(target)
+                path, _, text = path.partition("?")
+                path, values = quote(unquote(path), safe="/~"), parse_qsl(text, True)
+                bucket = bucket._replace(server=f"{scheme}://{authority.rpartition('@')[2]}")
+                secrets = [*secret_forms(*(value for _, value in values))]
+                if _PRESIGNED.search(target):  # needs no second signature
+                    bucket = bucket._replace(service="")
+                    headers = {n: v for n, v in headers.items() if not n.startswith("x-amz-")}
+            pairs = sorted((quote(n, safe="~"), quote(v, safe="~")) for n, v in values)
             if pairs:
                 path += "?" + "&".join(f"{name}={value}" for name, value in pairs)
             headers, keys = {**HEADERS, **headers}, None
@@ -400,7 +439,7 @@ class S3Origin:
                 now = time.time() + self.prepare().ahead
                 headers |= _signature(method, bucket, path, headers, keys, now)
                 signature = headers["Authorization"].rpartition("=")[2]
-                secrets = [*secret_forms(keys.secret_key, keys.token), signature]
+                secrets += [*secret_forms(keys.secret_key, keys.token), signature]
             response = self._transport.request(method, bucket.server, path, headers)
             response.secrets = secrets
             return bucket.region, keys, response

@@ -4,18 +4,22 @@
 """
 
 import contextlib
+from collections.abc import Callable
 
 import pytest
 from botocore.auth import S3SigV4Auth
 from botocore.awsrequest import AWSRequest
 from botocore.credentials import Credentials
 
-from shardcache import AccessDeniedError
+from shardcache import AccessDeniedError, Cache, ConfigError
 from shardcache.origins.base import ObjectInfo, Origin, TransientError
 from shardcache.origins.http import WebOrigin
 from shardcache.origins.s3 import S3Origin
 from shardcache.urls import ShardURL, parse_url
-from tests.support.webservers import Scripted, answer
+from tests.support.tars import make_tar
+from tests.support.webservers import Scripted, answer, part_of
+
+SHARD = make_tar(3, members=3, size=1_200_000)
 
 
 def part(span: str, body: bytes, **headers: object) -> bytes:
@@ -117,15 +121,101 @@ def test_signatures_equal_those_of_botocore(serve, style: str) -> None:
     assert len(server.heads) == 5 and "/x/../a//b.tar HTTP" in server.heads[2]
     place = "http://store.invalid/lab/" if style == "path" else "http://lab.store.invalid/"
     for head in server.heads:
-        first, *lines = head.strip().splitlines()
-        method, url, _ = first.split()
+        url = head.split(" ")[1]
         assert url.startswith(place.removesuffix("/"))
-        headers = dict(line.split(": ", 1) for line in lines)
-        stated = headers.pop("Authorization")
-        signed = stated.partition("SignedHeaders=")[2].partition(",")[0].split(";")
-        assert {"x-amz-request-payer", "x-amz-security-token"} < set(signed)
-        request = AWSRequest(method, url, {n: v for n, v in headers.items() if n.lower() in signed})
-        request.context["timestamp"] = headers["x-amz-date"]
-        signer = S3SigV4Auth(Credentials("AK", "SK", "T0"), "s3", "us-east-1")
-        text = signer.string_to_sign(request, signer.canonical_request(request))
-        assert stated.endswith(f"Signature={signer.signature(text, request)}")
+        assert "x-amz-request-payer" in head
+        assert_signed(head, url, "T0")
+
+
+def assert_signed(head: str, url: str, token: str | None = None) -> None:
+    """Compare the signature of a request with that of botocore."""
+    first, *lines = head.strip().splitlines()
+    headers = dict(line.split(": ", 1) for line in lines)
+    stated = headers.pop("Authorization")
+    signed = stated.partition("SignedHeaders=")[2].partition(",")[0].split(";")
+    assert {n.lower() for n in headers if n.startswith("x-amz-")} <= set(signed)
+    request = AWSRequest(
+        first.split(" ")[0], url, {n: v for n, v in headers.items() if n.lower() in signed}
+    )
+    request.context["timestamp"] = headers["x-amz-date"]
+    signer = S3SigV4Auth(Credentials("AK", "SK", token), "s3", "us-east-1")
+    text = signer.string_to_sign(request, signer.canonical_request(request))
+    assert stated.endswith(f"Signature={signer.signature(text, request)}")
+
+
+LISTED = b"<ListBucketResult><Contents><Key>d/a b.tar</Key></Contents></ListBucketResult>"
+
+
+def redirect(status: str, server: str, added: str = "node=a%7E") -> Callable[[str], bytes]:
+    """Redirect requests to the same path of another server, with one more parameter."""
+
+    def respond(head: str) -> bytes:
+        target = head.split(" ")[1]
+        location = f"{server}{target}{'&' if '?' in target else '?'}{added}"
+        return answer(status, Location=location, Connection=None)
+
+    return respond
+
+
+@pytest.fixture
+def node(serve) -> Scripted:
+    """A server of one shard, which also lists it."""
+
+    def respond(head: str) -> bytes:
+        if "list-type" in head:
+            return answer("200 OK", LISTED, Connection=None)
+        stated, body = part_of(SHARD, head)
+        return stated if head.startswith("HEAD") else stated + body
+
+    return serve(respond, most=99)
+
+
+def cache_of(front: Scripted, tmp_path, **options: object) -> Cache:
+    keys = {"endpoint_url": front.url, "storage_options": {"key": "AK", "secret": "SK"}}
+    more = {"min_free": 0, "attempts": 1, "connections": 1, "part_size": "1MiB", **options}
+    return Cache(tmp_path / "cache", **keys, **more)
+
+
+@pytest.mark.parametrize("status", ["301 Moved", "302 Found", "307 Temporary", "308 Permanent"])
+def test_a_redirect_of_a_store_is_followed_with_a_new_signature(serve, node, tmp_path, status):
+    second = serve(redirect(status, node.url), most=99)
+    front = serve(redirect(status, second.url), most=99)
+    with cache_of(front, tmp_path) as cache:
+        assert cache.prewarm("s3://lab/d/*.tar").failures == {}
+        assert cache.open("s3://lab/d/a b.tar").read() == SHARD
+        assert cache.prewarm("s3://lab/d/a b.tar", refresh=True).failures == {}
+    for server in (front, second, node):
+        for head in server.heads:
+            assert_signed(head, f"{server.url}{head.split(' ')[1]}")
+    parts = [head for head in node.heads if head.startswith("GET") and "Range: bytes=" in head]
+    assert len(parts) == 7 and all('If-Match: "v1"' in head for head in parts[1:])
+    assert len(front.heads) == 2  # for the listing, and the first for the shard
+
+
+def test_a_target_that_no_longer_has_the_object_is_left(serve, node, tmp_path):
+    """The store moved the object to another node after the first part."""
+    gone = answer("404 Not Found", Connection=None)
+    old = serve(lambda h: gone if "=1048576" in h else node.answer(h), most=99)
+    targets = iter([old, node])
+    front = serve(lambda head: redirect("307", next(targets).url)(head), most=99)
+    with cache_of(front, tmp_path) as cache:
+        assert cache.open("s3://lab/d/a b.tar").read() == SHARD
+
+
+def test_a_redirect_to_a_signed_url_is_followed_without_credentials(serve, node, tmp_path):
+    front = serve(redirect("302", node.url, "X-Amz-Signature=c0ffee"), most=99)
+    with cache_of(front, tmp_path) as cache:
+        assert cache.open("s3://lab/d/a b.tar").read() == SHARD
+    assert not any("Authorization" in head or "x-amz-" in head for head in node.heads)
+
+
+def test_a_circle_of_redirects_names_its_servers(serve, tmp_path):
+    servers: list[Scripted] = []
+    for number in (1, 0):
+        target = lambda head, n=number: redirect("307", servers[n].url)(head)  # noqa: E731
+        servers.append(serve(target, most=99))
+    places = [server.url.removeprefix("http://") for server in servers]
+    message = f"more than 5 times .*{places[0]}, {places[1]}"
+    with cache_of(servers[0], tmp_path) as cache, pytest.raises(ConfigError, match=message):
+        cache.open("s3://lab/a.tar")
+    assert sum(len(server.heads) for server in servers) == 6

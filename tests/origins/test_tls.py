@@ -65,6 +65,22 @@ def test_an_untrusted_certificate_is_refused(context, authority, tmp_path, monke
             read("s3://lab/a.tar")
 
 
+def test_credentials_do_not_follow_a_redirect_to_a_server_without_tls(
+    context, authority, tmp_path, serve
+):
+    node = serve(answer("200 OK", SHARD))
+    front = Scripted(lambda head: answer("307 Moved", Location=f"{node.url}/lab/a.tar"))
+    options = {"key": "AK", "secret": "SK", "client_kwargs": {"verify": authority[0]}}
+    with running(front, context):
+        given = {"endpoint_url": front.url, "storage_options": options, "attempts": 1}
+        with (
+            Cache(tmp_path / "cache", min_free=0, **given) as cache,
+            pytest.raises(ConfigError, match="redirects credentials to a host without TLS"),
+        ):
+            cache.open("s3://lab/a.tar")
+    assert not node.heads
+
+
 def test_tls_requests_share_one_tunnel_through_a_proxy(context, authority, monkeypatch):
     class Tunnel(Connection):
         """A proxy that is also the server."""

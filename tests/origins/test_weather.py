@@ -558,6 +558,17 @@ def test_a_refused_head_is_remedied_as_a_get(store, open_cache, tmp_path, monkey
     assert (report.cached, report.failures) == (1, {})
 
 
+@pytest.mark.parametrize("status", ["400 Bad", "403 Forbidden", "405 Not Allowed", "501 No"])
+@pytest.mark.parametrize("url", ["s3://lab/a.tar", "{}/a.tar?sv=1&se=2&sig=only-for-GET"])
+def test_a_shard_is_refreshed_although_its_server_refuses_heads(store, open_cache, status, url):
+    store.refuse = lambda head: answer(status) if head.startswith("HEAD") else None
+    cache, url = open_cache(), url.format(store.server.url)
+    assert cache.open(url).read() == SHARD
+    report = cache.prewarm(url, refresh=True)
+    assert (report.cached, report.failures) == (1, {})
+    assert "Range: bytes=0-0" in store.server.heads[-1]
+
+
 def test_valid_credentials_are_used_while_their_service_fails(
     open_cache, container, clock, monkeypatch
 ):

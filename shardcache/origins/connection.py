@@ -74,6 +74,53 @@ def basic_login(user: str) -> str:
     return f"Basic {b64encode(unquote(user).encode()).decode()}"
 
 
+def _proxy_of(server: str, proxies: Mapping[str, str] | None) -> tuple[str, str]:
+    """Return the authority of the proxy for a server, or "", and the login in the proxy's URL.
+
+    Args:
+        server: scheme and authority.
+        proxies: as for `Transport`.
+
+    Raises:
+        ValueError: a URL is malformed, or the proxy is no HTTP proxy.
+    """
+    if proxies is None:
+        if not any(name.lower().endswith("_proxy") for name in os.environ):
+            return "", ""
+        from urllib.request import getproxies  # here: imports much of `email`
+
+        proxies, address = getproxies(), _host_and_port(server)
+        if any(_covers(entry, *address) for entry in re.split(r"[\s,]+", proxies.get("no", ""))):
+            return "", ""
+    if not (proxy := proxies.get(server.partition(":")[0])):
+        return "", ""
+    # Like curl, also accept "host:port" without a scheme.
+    hop, authority, _ = split_url(proxy if "://" in proxy else f"http://{proxy}")
+    if hop != "http":
+        raise ValueError("a proxy must be an http:// URL")
+    user, at, authority = authority.rpartition("@")
+    return authority, user + at
+
+
+def _covers(entry: str, host: str, port: int) -> bool:
+    """Return whether an entry of ``no_proxy`` covers a host.
+
+    An entry is a domain, an address, a network (``10.0.0.0/8``) or ``*``, and may end with a port.
+    """
+    import ipaddress  # here: few programs have a proxy
+
+    name, _, last = entry.rpartition(":")
+    if not last.isdecimal() or (":" in name and not name.endswith("]")):  # an IPv6 address
+        name, last = entry, str(port)
+    if last != str(port):
+        return False
+    try:
+        return ipaddress.ip_address(host) in ipaddress.ip_network(name.strip("[]"), strict=False)
+    except ValueError:
+        domain = name.lower().lstrip("*.")
+        return name == "*" or (domain != "" and f".{host}".rstrip(".").endswith(f".{domain}"))
+
+
 class _Connection:
     """A socket that serves one request and its response at a time."""
 
@@ -418,31 +465,21 @@ class Transport:
             self._open.discard(connection)
             connection.socket.close()
 
-    def _proxy(self, scheme: str, host: str) -> tuple[tuple[str, int] | None, list[str]]:
-        """Return the address of the proxy for a host, or None, and the proxy's login header."""
-        proxy = None
-        if self._proxies is not None:
-            proxy = self._proxies.get(scheme)
-        elif any(name.lower().endswith("_proxy") for name in os.environ):
-            from urllib.request import getproxies, proxy_bypass  # here: imports much of `email`
-
-            proxy = None if proxy_bypass(host) else getproxies().get(scheme)
-        if not proxy:
-            return None, []
-        # Like curl, also accept "host:port" without a scheme.
-        hop, authority, _ = split_url(proxy if "://" in proxy else f"http://{proxy}")
-        if hop != "http":
-            raise ValueError("a proxy must be an http:// URL")
-        user, at, authority = authority.rpartition("@")
-        login = [f"Proxy-Authorization: {basic_login(user)}"] if at else []
-        return _host_and_port(f"http://{authority}"), login
+    def via(self, server: str) -> str:
+        """Return a phrase that names the proxy for a server, or "" without a proxy."""
+        with contextlib.suppress(ValueError):  # malformed: requests raise the same
+            proxy, _ = _proxy_of(server, self._proxies)
+            return f" through the proxy {proxy}" if proxy else ""
+        return ""
 
     def _connect(self, server: str) -> _Connection:
         scheme = server.partition(":")[0]
         host, port = _host_and_port(server)
-        proxy, login = self._proxy(scheme, host)
+        proxy, user = _proxy_of(server, self._proxies)
+        login = [f"Proxy-Authorization: {basic_login(user[:-1])}"] if user else []
         timeout = min(self._timeout, _CONNECT_TIMEOUT)
-        sock = self._dialer.connect(*(proxy or (host, port)), timeout)
+        address = _host_and_port(f"http://{proxy}") if proxy else (host, port)
+        sock = self._dialer.connect(*address, timeout)
         try:
             if scheme == "https" and proxy:
                 self._tunnel(sock, host, port, login)

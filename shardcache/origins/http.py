@@ -235,7 +235,7 @@ class WebOrigin:
                 )
                 response.secrets = secrets
             except (OSError, ValueError) as exn:
-                error = unanswered(exn, shard, name, secrets)
+                error = unanswered(exn, shard, f"{name}{self._transport.via(server)}", secrets)
             if error is not None:
                 raise error
             if response.status in (200, 206):
@@ -251,5 +251,5 @@ class WebOrigin:
                 )
             refused(response)
             if not (target := redirect(response, shard, servers)):
-                reason = f"{name} answered {response.status}"
+                reason = f"{name}{self._transport.via(server)} answered {response.status}"
                 raise refusal(shard, response.status, reason, headers=response.headers)

@@ -415,7 +415,7 @@ class S3Origin:
         ``target`` is the URL to which the store has redirected the request, if any.
         """
         name, key = shard.bucket_and_key()
-        secrets: list[str] = []
+        secrets, server = list[str](), ""
         try:
             bucket = self._bucket(name, region)
             path, values = f"{bucket.path}/{quote(key, safe='/~')}", [*query.items()]
@@ -440,24 +440,25 @@ class S3Origin:
                 headers |= _signature(method, bucket, path, headers, keys, now)
                 signature = headers["Authorization"].rpartition("=")[2]
                 secrets += [*secret_forms(keys.secret_key, keys.token), signature]
-            response = self._transport.request(method, bucket.server, path, headers)
+            server = bucket.server
+            response = self._transport.request(method, server, path, headers)
             response.secrets = secrets
             return bucket.region, keys, response
         except ShardCacheError:
             raise
         except Exception as exn:  # noqa: BLE001 - botocore has its own exceptions
-            error = self._error_for(exn, shard, secrets)
+            error = self._error_for(exn, shard, server, secrets)
         raise error
 
     def _error_for(
-        self, exn: Exception, shard: ShardURL, secrets: Collection[str] = ()
+        self, exn: Exception, shard: ShardURL, server: str, secrets: Collection[str]
     ) -> Exception:
         """Return the exception to raise for a request that was not signed or not answered."""
         store = self.prepare()
         if type(exn).__module__.startswith("botocore"):  # its types may not be imported
             return chain_error(exn, shard, self._profile, worked=store.worked)
         if isinstance(exn, (OSError, ValueError, TypeError, AttributeError)):
-            return unanswered(exn, shard, store.name, secrets)
+            return unanswered(exn, shard, f"{store.name}{self._transport.via(server)}", secrets)
         return exn
 
     @property

@@ -4,6 +4,7 @@
 """
 
 import contextlib
+import socket
 from collections.abc import Callable
 
 import pytest
@@ -11,7 +12,7 @@ from botocore.auth import S3SigV4Auth
 from botocore.awsrequest import AWSRequest
 from botocore.credentials import Credentials
 
-from shardcache import AccessDeniedError, Cache, ConfigError
+from shardcache import AccessDeniedError, Cache, ConfigError, TransferError
 from shardcache.origins.base import ObjectInfo, Origin, TransientError
 from shardcache.origins.http import WebOrigin
 from shardcache.origins.s3 import S3Origin
@@ -89,6 +90,56 @@ def test_a_proxy_receives_its_login(serve, monkeypatch, scheme, response, kind, 
     (head,) = server.heads
     assert head.startswith(first_line)
     assert "Proxy-Authorization: Basic bWU6cGFzcw==" in head
+
+
+@pytest.mark.parametrize(
+    ("host", "exceptions", "direct"),
+    [
+        ("127.0.0.1", "minio:9000,127.0.0.1:{port}", True),
+        ("127.0.0.1", "127.0.0.1:1", False),
+        ("127.0.0.1", "127.0.0.1", True),
+        ("127.0.0.1", "10.0.0.0/8, 127.0.0.0/8", True),
+        ("127.0.0.1", "127.0.0.1/8:{port}", True),
+        ("127.0.0.1", "10.0.0.0/8 127.0.0 ::/0", False),
+        ("node.minio.test", "MinIO.test:{port}", True),
+        ("node.minio.test", ".minio.test", True),
+        ("node.minio.test", "*.minio.test", True),
+        ("node.minio.test", "io.test,minio,:{port},node.minio.test:1,,", False),
+        ("node.minio.test", "none,*", True),
+        ("[::1]", "::1", True),
+        ("[::1]", "[::1]:{port}", True),
+        ("[::1]", "fe80::/10,[::1]:1", False),
+    ],
+)
+def test_no_proxy_takes_names_addresses_networks_and_ports(
+    serve, tmp_path, monkeypatch, host, exceptions, direct
+):
+    look_up = socket.getaddrinfo
+    monkeypatch.setattr(socket, "getaddrinfo", lambda _, *a, **n: look_up("127.0.0.1", *a, **n))
+    server, proxy = (serve(lambda head: b"".join(part_of(SHARD, head)), 9) for _ in range(2))
+    port = server.server_address[1]
+    monkeypatch.setenv("http_proxy", proxy.url)
+    monkeypatch.setenv("no_proxy", exceptions.format(port=port))
+    with Cache(tmp_path / "cache", min_free=0) as cache:
+        assert cache.open(f"http://{host}:{port}/a.tar").read() == SHARD
+    assert (bool(server.heads), bool(proxy.heads)) == (direct, not direct)
+
+
+@pytest.mark.parametrize("url", ["http://store.test/a.tar", "https://store.test/a.tar", "s3://b/a"])
+@pytest.mark.parametrize("dies", [True, False])
+def test_the_error_of_a_dead_proxy_names_the_proxy(serve, tmp_path, monkeypatch, url, dies):
+    place = "127.0.0.1:1" if dies else serve(b"").url.removeprefix("http://")
+    for scheme in ("http", "https"):
+        monkeypatch.setenv(f"{scheme}_proxy", f"http://me:secret@{place}")
+    monkeypatch.delenv("no_proxy", raising=False)
+    options = {"attempts": 1, "storage_options": {"key": "AK", "secret": "SK"}}
+    message = rf"\.test through the proxy {place} "
+    with (
+        Cache(tmp_path / "cache", min_free=0, endpoint_url="http://s3.test", **options) as cache,
+        pytest.raises(TransferError, match=message) as caught,
+    ):
+        cache.open(url)
+    assert "secret" not in str(caught.value)
 
 
 @pytest.mark.parametrize("header", [True, False])

@@ -385,8 +385,9 @@ class Transport:
     Args:
         timeout: seconds below `_MIN_RATE` after which a connection counts as dead.
         proxies: the URL of the proxy for each scheme; None takes the proxies of the environment.
-        trusted: path of a certificate file; None or True uses the system's certificates, or those
-            in SSL_CERT_FILE; False trusts every server.
+        trusted: path of a file or directory of certificates; False trusts every server; None trusts
+            the certificates of the system and those that variables such as REQUESTS_CA_BUNDLE and
+            SSL_CERT_FILE name; True as well, but without a variable those of botocore.
     """
 
     def __init__(

@@ -5,7 +5,7 @@ a refused connection, as "file not found", and its reads cannot insist on a vers
 this module carry ``If-Match`` if the server has stated a strong ETag, like the requests to S3.
 
 Proxies come from the environment (``https_proxy``, ``no_proxy``), and certificates from the system
-or ``SSL_CERT_FILE``.
+and the variables of `tls`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _SAFE = "/?%:@!$&'()*+,;=~"
 #: Algorithms of checksums, in order of preference: the cheapest first.
 _CHECKSUMS = ("crc32", "crc32c", "crc64nvme", "sha256", "sha1")
 _CERTIFICATES = (
-    "Set SSL_CERT_FILE, or for s3:// AWS_CA_BUNDLE or "
+    "Set SSL_CERT_FILE or AWS_CA_BUNDLE, or for s3:// "
     "storage_options={'client_kwargs': {'verify': '/path/to/ca.pem'}}."
 )
 

@@ -24,7 +24,6 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import parse_qsl, quote, unquote, unquote_plus, urlsplit
 from xml.etree import ElementTree
@@ -552,8 +551,7 @@ def _look_up(options: Mapping[str, Any], endpoint: str) -> _Store:
         region = region or "us-east-1"
         verify = client_kwargs.get("verify")
         if verify is None:
-            named = session.get_config_variable("ca_bundle")
-            verify = named or os.environ.get("REQUESTS_CA_BUNDLE") or True
+            verify = session.get_config_variable("ca_bundle") or True
         is_plain = not (
             client_kwargs.keys() - {"endpoint_url", "verify"}
             or options.get("config_kwargs")
@@ -569,24 +567,11 @@ def _look_up(options: Mapping[str, Any], endpoint: str) -> _Store:
         reason = redact(str(exn))
     else:
         name, proxies = redact(endpoint) or "AWS", settings.get("proxies")
-        return _Store(name, address, region, proxies, _certificates(verify))
+        return _Store(name, address, region, proxies, verify)
     raise ConfigError(
         f"the S3 client cannot be set up: {reason}. "
         "Check endpoint_url, the profile and storage_options."
     )
-
-
-def _certificates(verify: str | bool) -> str | bool:
-    """Return the certificates that botocore trusts: those of certifi, or its own."""
-    if verify is not True:
-        return verify
-    try:
-        from certifi import where
-    except ImportError:
-        import botocore
-
-        return str(Path(botocore.__file__).with_name("cacert.pem"))
-    return where()
 
 
 def _usual_address(endpoint: str, name: str, region: str) -> tuple[str, str] | None:

@@ -46,7 +46,8 @@ _KEEPALIVE = 60
 #: Limit of a head (status line and headers) in bytes, and bytes requested by one call.
 _LONGEST_HEAD = 64 * 1024
 _HEAD_AT_ONCE = 8 * 1024
-_END_OF_HEAD = b"\r\n\r\n"
+#: RFC 9112, 2.2 allows a line to end with a bare LF.
+_END_OF_HEAD = re.compile(rb"\n\r?\n")
 #: Limit of interim responses (1xx) before the final one.
 _INTERIM = 16
 _CHUNKS_AT_ONCE = 256 * 1024  # bytes of a chunked body requested by one call
@@ -176,7 +177,9 @@ class _Connection:
             self.parser = HttpResponseParser(message)
             # llhttp rejects responses with both headers. RFC 9112, 6.3 permits them: the
             # Transfer-Encoding overrides the Content-Length.
-            self.parser.set_dangerous_leniencies(lenient_chunked_length=True)
+            self.parser.set_dangerous_leniencies(
+                lenient_chunked_length=True, lenient_optional_cr_before_lf=True
+            )
             self.parse(message, self._receive_head())
             message.status = self.parser.get_status_code()
             if message.status == 101:
@@ -198,13 +201,12 @@ class _Connection:
 
     def _receive_head(self) -> bytes:
         """Receive and return the next head, including the empty line that ends it."""
-        while (end := self.held.find(_END_OF_HEAD)) < 0:
+        while (found := _END_OF_HEAD.search(self.held)) is None:
             if len(self.held) > _LONGEST_HEAD:
                 raise ConnectionError("the headers of the response do not end")
             before, self.held = self.held, b""
             self.held = before + self.receive_some(_HEAD_AT_ONCE)
-        end += len(_END_OF_HEAD)
-        head, self.held = self.held[:end], self.held[end:]
+        head, self.held = self.held[: found.end()], self.held[found.end() :]
         return head
 
     def receive_some(self, most: int) -> bytes:

@@ -154,16 +154,23 @@ def open_range(
         headers["If-Match"] = expected.etag
     try:
         response = request(headers)
+        if not response.headers.get("content-range", "").endswith("/*"):
+            return checked(response, start, stop)
+        response.close()  # without a size, only the whole object proves that no byte is missing
     except VersionChangedError:
         if start or expected is not None:
             raise
-        del headers["Range"]  # the object may be empty: no range of it is valid
-        response = request(headers)
-    return checked(response, start, stop)
+        # The object may be empty: no range of it is valid.
+    del headers["Range"]
+    return checked(request(headers), start, stop)
 
 
 def checked(response: Response, start: int, stop: int | None) -> Response:
-    """Return ``response``, with its version and range set; TransientError if the range differs."""
+    """Return ``response``, with its version and range set; TransientError if the range differs.
+
+    The range may end early if the response states its length, and its version, which allows a
+    later response to continue.
+    """
     headers, length = response.headers, response.length
     text = headers.get("content-range")
     wrong = f"asked for bytes {start} to {stop}, the origin sent {text!r} with {length} bytes"
@@ -176,8 +183,10 @@ def checked(response: Response, start: int, stop: int | None) -> Response:
     elif match := _CONTENT_RANGE.match(text or ""):
         first, last, total = (int(group) for group in match.groups())
         wanted = total if stop is None else min(total, stop)
-        if first == start <= last and last + 1 == wanted and length in (None, wanted - start):
-            response.describe(object_info(response, total), start, wanted)
+        info = object_info(response, total)
+        is_right = first == start <= last < wanted and length in (None, last + 1 - start)
+        if is_right and (last + 1 == wanted or (length is not None and info.identifiable)):
+            response.describe(info, start, last + 1)
             return response
     response.close()
     raise TransientError(quoted(wrong, response.secrets))

@@ -267,7 +267,7 @@ class S3Origin:
         try:
             response = self._request("HEAD", shard, _CHECKSUM, _version(shard))
             info = object_info(response, response.length)
-        except (AccessDeniedError, ConfigError):  # the response to a HEAD states no reason
+        except AccessDeniedError:  # the response to a HEAD states no reason
             response = self.open(shard, 0, 1)
             info = response.info
         response.close()
@@ -346,7 +346,7 @@ class S3Origin:
             if elsewhere not in (None, used) and region is None:
                 logger.info("%s is in %s", shard, elsewhere)
                 region, target = elsewhere, ""
-            elif moved := redirect(response, shard, servers):
+            elif code != "PermanentRedirect" and (moved := redirect(response, shard, servers)):
                 if keys and response.url.startswith("https:") and not moved.startswith("https:"):
                     text = f"{shard}: {servers[-1]} redirects credentials to a host without TLS. "
                     raise ConfigError(f"{text}Check endpoint_url.", url=str(shard))
@@ -367,9 +367,11 @@ class S3Origin:
                 raise login_ended(self._profile)
             else:
                 throttled, transient = throttling_codes() if code else ((), ())
+                is_forbidden = method == "HEAD" and response.status in (400, 405)
+                status = 403 if is_forbidden else _STATUS.get(code, response.status)
                 raise refusal(
                     shard,
-                    500 if code in transient else _STATUS.get(code, response.status),
+                    500 if code in transient else status,
                     f"{store.name} answered {response.status} {reason}".rstrip(),
                     hint=_HINTS.get(code, _MAY_NOT),
                     headers=response.headers,

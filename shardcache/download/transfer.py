@@ -400,9 +400,8 @@ class Transfer:
         size, stop = self._info.size, first.stop
         if size is not None and self._roomless and stop == size and self._info.identifiable:
             return min(size, self._connections.part)
-        if size is None or stop is None:
-            return stop
-        return min(-(-stop // BLOCK) * BLOCK, size)  # parts begin with a block
+        # The response may be shorter than its part, and the next part begins with a whole block.
+        return stop if size is None or stop is None else min(-(-stop // BLOCK) * BLOCK, size)
 
     def _missing(self, lead: _Part | None) -> Iterator[range]:
         """Yield the missing ranges, except the first part ``lead``, cut into parts."""

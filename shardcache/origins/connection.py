@@ -46,8 +46,10 @@ _KEEPALIVE = 60
 #: Limit of a head (status line and headers) in bytes, and bytes requested by one call.
 _LONGEST_HEAD = 64 * 1024
 _HEAD_AT_ONCE = 8 * 1024
-#: RFC 9112, 2.2 allows a line to end with a bare LF.
 _END_OF_HEAD = re.compile(rb"\n\r?\n")
+#: What llhttp rejects and RFC 9112 permits: a Transfer-Encoding that overrides a Content-Length
+#: (6.3), and lines that end with a bare LF (2.2).
+_LENIENT = {"lenient_chunked_length": True, "lenient_optional_cr_before_lf": True}
 #: Limit of interim responses (1xx) before the final one.
 _INTERIM = 16
 _CHUNKS_AT_ONCE = 256 * 1024  # bytes of a chunked body requested by one call
@@ -76,14 +78,9 @@ def basic_login(user: str) -> str:
 
 
 def _proxy_of(server: str, proxies: Mapping[str, str] | None) -> tuple[str, str]:
-    """Return the authority of the proxy for a server, or "", and the login in the proxy's URL.
+    """Return the authority of the proxy for a server, or "", and the user in the proxy's URL.
 
-    Args:
-        server: scheme and authority.
-        proxies: as for `Transport`.
-
-    Raises:
-        ValueError: a URL is malformed, or the proxy is no HTTP proxy.
+    ``proxies`` is an argument of `Transport`. Raises ValueError if a URL is malformed.
     """
     if proxies is None:
         if not any(name.lower().endswith("_proxy") for name in os.environ):
@@ -99,8 +96,8 @@ def _proxy_of(server: str, proxies: Mapping[str, str] | None) -> tuple[str, str]
     hop, authority, _ = split_url(proxy if "://" in proxy else f"http://{proxy}")
     if hop != "http":
         raise ValueError("a proxy must be an http:// URL")
-    user, at, authority = authority.rpartition("@")
-    return authority, user + at
+    user, _, authority = authority.rpartition("@")
+    return authority, user
 
 
 def _covers(entry: str, host: str, port: int) -> bool:
@@ -175,11 +172,7 @@ class _Connection:
         for _ in range(_INTERIM):
             message = _Message()
             self.parser = HttpResponseParser(message)
-            # llhttp rejects responses with both headers. RFC 9112, 6.3 permits them: the
-            # Transfer-Encoding overrides the Content-Length.
-            self.parser.set_dangerous_leniencies(
-                lenient_chunked_length=True, lenient_optional_cr_before_lf=True
-            )
+            self.parser.set_dangerous_leniencies(**_LENIENT)
             self.parse(message, self._receive_head())
             message.status = self.parser.get_status_code()
             if message.status == 101:
@@ -470,19 +463,19 @@ class Transport:
 
     def via(self, server: str) -> str:
         """Return a phrase that names the proxy for a server, or "" without a proxy."""
-        with contextlib.suppress(ValueError):  # malformed: requests raise the same
-            proxy, _ = _proxy_of(server, self._proxies)
-            return f" through the proxy {proxy}" if proxy else ""
+        with contextlib.suppress(ValueError):  # a request raises the same
+            if proxy := _proxy_of(server, self._proxies)[0]:
+                return f" through the proxy {proxy}"
         return ""
 
     def _connect(self, server: str) -> _Connection:
         scheme = server.partition(":")[0]
         host, port = _host_and_port(server)
         proxy, user = _proxy_of(server, self._proxies)
-        login = [f"Proxy-Authorization: {basic_login(user[:-1])}"] if user else []
+        login = [f"Proxy-Authorization: {basic_login(user)}"] if user else []
         timeout = min(self._timeout, _CONNECT_TIMEOUT)
-        address = _host_and_port(f"http://{proxy}") if proxy else (host, port)
-        sock = self._dialer.connect(*address, timeout)
+        hop = _host_and_port(f"http://{proxy}" if proxy else server)
+        sock = self._dialer.connect(*hop, timeout)
         try:
             if scheme == "https" and proxy:
                 self._tunnel(sock, host, port, login)

@@ -74,19 +74,15 @@ def unanswered(exn: Exception, shard: ShardURL, server: str, secrets: Collection
     if isinstance(exn, OSError):
         timed_out = isinstance(exn, TimeoutError)
         return TransientError(f"{server} does not answer: {reason}", timed_out=timed_out)
-    text = (
-        f"{shard} cannot be requested from {server}: {reason}. Check the endpoint, URL and proxy."
-    )
-    return ConfigError(text, url=str(shard))
+    text = f"{shard} cannot be requested from {server}: {reason}. "
+    return ConfigError(f"{text}Check the endpoint, URL and proxy.", url=str(shard))
 
 
 def redirect(response: Response, shard: ShardURL, servers: list[str]) -> str:
     """Return the URL that a response redirects to, or "" if it is no redirect.
 
-    ``servers`` lists those that have redirected this request so far. This one is added.
-
-    Raises:
-        ConfigError: the request was already redirected `_REDIRECTS` times.
+    ``servers`` lists those that have redirected the request; this one is added. Raises ConfigError
+    after `_REDIRECTS` times.
     """
     location = response.headers.get("location")
     if response.status not in (301, 302, 303, 307, 308) or not location:

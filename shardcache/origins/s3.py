@@ -22,13 +22,14 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 from urllib.parse import parse_qsl, quote, unquote, unquote_plus, urlsplit
 from xml.etree import ElementTree
 
 from shardcache.errors import AccessDeniedError, ConfigError, ShardCacheError
+from shardcache.origins import http
 from shardcache.origins.base import ObjectInfo, TransientError, read_all, refusal
 from shardcache.origins.connection import Response, Transport, split_url
 from shardcache.origins.credentials import (
@@ -42,15 +43,6 @@ from shardcache.origins.credentials import (
     written_settings,
 )
 from shardcache.origins.endpoints import aws_files, s3_endpoint
-from shardcache.origins.http import (
-    HEADERS,
-    checked,
-    object_info,
-    open_range,
-    redirect,
-    refused,
-    unanswered,
-)
 from shardcache.threads import undivided
 from shardcache.units import format_duration
 from shardcache.urls import ShardURL, quoted, redact, secret_forms
@@ -88,10 +80,6 @@ _LISTING_BYTES = 16 * 1024 * 1024
 _UNSIGNED = "UNSIGNED-PAYLOAD"
 _USUAL_ENDPOINT = r"https?://(?!s3-accelerate)[A-Za-z0-9.-]+(:(?!80/?$|443/?$)\d+)?/?"
 _REGION = re.compile(r"[A-Za-z0-9-]{1,64}")
-#: Matches a URL that carries its own signature.
-_PRESIGNED = re.compile(r"(?i)[?&](x-amz-signature|signature|sig)=")
-#: Most targets of redirects to remember.
-_MOVED = 1000
 #: Seconds before their expiry at which credentials are renewed, as in botocore.
 _RENEWED_BEFORE = 15 * 60
 #: Seconds to wait before another attempt to renew credentials that are still valid.
@@ -256,9 +244,9 @@ class S3Origin:
             response = self._request("GET", shard, _CHECKSUM, query)
             # A gateway may compress whole objects, but not ranges. So a range is requested instead.
             if "content-encoding" not in response.headers:
-                return checked(response, 0, None)
+                return http.checked(response, 0, None)
             response.close()
-        return open_range(
+        return http.open_range(
             lambda headers: self._request("GET", shard, headers, query), start, stop, expected
         )
 
@@ -266,7 +254,7 @@ class S3Origin:
         """Return the current version of the object, with its checksum if S3 has one."""
         try:
             response = self._request("HEAD", shard, _CHECKSUM, _version(shard))
-            info = object_info(response, response.length)
+            info = http.object_info(response, response.length)
         except AccessDeniedError:  # the response to a HEAD states no reason
             response = self.open(shard, 0, 1)
             info = response.info
@@ -328,6 +316,8 @@ class S3Origin:
         if bucket in store.without_checksums:
             headers = plain
         region, tried, servers = None, set[str](), list[str]()
+        if len(self._moved) >= 1000:  # takes no more than half a megabyte
+            self._moved.clear()
         target = self._moved.get(place := f"{shard} {query}", "")
         if not self._transport.is_connected(target):
             target = ""
@@ -335,8 +325,6 @@ class S3Origin:
             used, keys, response = self._send(method, shard, region, headers, query, target)
             if response.status in (200, 206):
                 if servers:
-                    if len(self._moved) >= _MOVED:
-                        self._moved.clear()
                     self._moved[place] = target
                 if "plain" in tried:
                     store.without_checksums.add(bucket)
@@ -346,7 +334,7 @@ class S3Origin:
             if elsewhere not in (None, used) and region is None:
                 logger.info("%s is in %s", shard, elsewhere)
                 region, target = elsewhere, ""
-            elif code != "PermanentRedirect" and (moved := redirect(response, shard, servers)):
+            elif code != "PermanentRedirect" and (moved := http.redirect(response, shard, servers)):
                 if keys and response.url.startswith("https:") and not moved.startswith("https:"):
                     text = f"{shard}: {servers[-1]} redirects credentials to a host without TLS. "
                     raise ConfigError(f"{text}Check endpoint_url.", url=str(shard))
@@ -367,8 +355,8 @@ class S3Origin:
                 raise login_ended(self._profile)
             else:
                 throttled, transient = throttling_codes() if code else ((), ())
-                is_forbidden = method == "HEAD" and response.status in (400, 405)
-                status = 403 if is_forbidden else _STATUS.get(code, response.status)
+                refused = method == "HEAD" and response.status in (400, 405)
+                status = 403 if refused else _STATUS.get(code, response.status)
                 raise refusal(
                     shard,
                     500 if code in transient else status,
@@ -411,9 +399,9 @@ class S3Origin:
         query: Mapping[str, str],
         target: str = "",
     ) -> tuple[str, Any, Response]:
-        """Sign and send one request. Return its region, its credentials and the response.
+        """Sign and send one request, to ``target`` if the store has redirected it there.
 
-        ``target`` is the URL to which the store has redirected the request, if any.
+        Return its region, its credentials and the response.
         """
         name, key = shard.bucket_and_key()
         secrets, server = list[str](), ""
@@ -428,13 +416,10 @@ class S3Origin:
                 path, values = quote(unquote(path), safe="/~"), parse_qsl(text, True)
                 bucket = bucket._replace(server=f"{scheme}://{authority.rpartition('@')[2]}")
                 secrets = [*secret_forms(*(value for _, value in values))]
-                if _PRESIGNED.search(target):  # needs no second signature
-                    bucket = bucket._replace(service="")
-                    headers = {n: v for n, v in headers.items() if not n.startswith("x-amz-")}
             pairs = sorted((quote(n, safe="~"), quote(v, safe="~")) for n, v in values)
             if pairs:
                 path += "?" + "&".join(f"{name}={value}" for name, value in pairs)
-            headers, keys = {**HEADERS, **headers}, None
+            headers, keys = {**http.HEADERS, **headers}, None
             if bucket.service:
                 keys = self._keys(shard)
                 now = time.time() + self.prepare().ahead
@@ -448,19 +433,13 @@ class S3Origin:
         except ShardCacheError:
             raise
         except Exception as exn:  # noqa: BLE001 - botocore has its own exceptions
-            error = self._error_for(exn, shard, server, secrets)
+            store, error = self.prepare(), exn
+            if type(exn).__module__.startswith("botocore"):  # its types may not be imported
+                error = chain_error(exn, shard, self._profile, worked=store.worked)
+            elif isinstance(exn, (OSError, ValueError, TypeError, AttributeError)):
+                where = f"{store.name}{self._transport.via(server)}"
+                error = http.unanswered(exn, shard, where, secrets)
         raise error
-
-    def _error_for(
-        self, exn: Exception, shard: ShardURL, server: str, secrets: Collection[str]
-    ) -> Exception:
-        """Return the exception to raise for a request that was not signed or not answered."""
-        store = self.prepare()
-        if type(exn).__module__.startswith("botocore"):  # its types may not be imported
-            return chain_error(exn, shard, self._profile, worked=store.worked)
-        if isinstance(exn, (OSError, ValueError, TypeError, AttributeError)):
-            return unanswered(exn, shard, f"{store.name}{self._transport.via(server)}", secrets)
-        return exn
 
     @property
     def _profile(self) -> str | None:
@@ -641,7 +620,7 @@ def _reason(page: ElementTree.Element, response: Response) -> tuple[str, str]:
 def _read_refusal(response: Response) -> tuple[str, str, str | None]:
     """Return the error code, a text with code and message, and the region to try next, or None."""
     try:
-        found = ElementTree.fromstring(refused(response))  # noqa: S314 - by expat
+        found = ElementTree.fromstring(http.refused(response))  # noqa: S314 - by expat
     except (ElementTree.ParseError, ValueError, LookupError):  # LookupError: unknown encoding
         found = ElementTree.Element("")  # the page of a proxy, or an empty body
     code, reason = _reason(found, response)

@@ -25,9 +25,6 @@ _CIPHERTEXT = 256 * 1024
 #: Maximum bytes of a record: content, overhead and header (RFC 8446, 5.2; RFC 5246, 6.2.3).
 _RECORD = 16 * 1024 + 2048 + 5
 
-#: Variables that name certificates, in addition to OpenSSL's SSL_CERT_FILE and SSL_CERT_DIR.
-_BUNDLES = ("AWS_CA_BUNDLE", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE")
-
 #: Lets one thread load certificates while the others wait for them.
 _guard = threading.Lock()
 
@@ -154,7 +151,8 @@ def context(trusted: str | bool | None) -> ssl.SSLContext:
     """
     # A fork must copy neither OpenSSL's locks nor this one.
     with undivided(), _guard:
-        return _context(trusted, *map(os.environ.get, (*_BUNDLES, "SSL_CERT_FILE", "SSL_CERT_DIR")))
+        bundles = (f"{program}_CA_BUNDLE" for program in ("AWS", "REQUESTS", "CURL"))
+        return _context(trusted, *map(os.environ.get, (*bundles, "SSL_CERT_FILE", "SSL_CERT_DIR")))
 
 
 @functools.cache
@@ -164,31 +162,23 @@ def _context(trusted: str | bool | None, *variables: str | None) -> ssl.SSLConte
         made.check_hostname = False
         made.verify_mode = ssl.CERT_NONE
         return made
-    if trusted is True and not any(variables):
-        trusted = _certifi()
-    *named, default, _ = variables
-    bundles = {*filter(None, named)} - {default}
-    if isinstance(trusted, str):
-        bundles = {trusted}
-    else:
+    if trusted is True and not any(variables):  # as botocore does
+        try:
+            from certifi import where
+
+            trusted = where()
+        except ImportError:
+            import botocore
+
+            trusted = str(Path(botocore.__file__).with_name("cacert.pem"))
+    if trusted in (True, None):
         made.load_default_certs()
-    for bundle in bundles:
+    for bundle in filter(None, {trusted} if isinstance(trusted, str) else {*variables[:3]}):
         try:
             made.load_verify_locations(**{"capath" if Path(bundle).is_dir() else "cafile": bundle})
         except OSError as exn:
             raise ConfigError(
-                f"the certificates that {', '.join(reversed(_BUNDLES))} or verify names cannot be "
+                "the certificates that REQUESTS_CA_BUNDLE, AWS_CA_BUNDLE or verify names cannot be "
                 f"read ({exn.strerror or type(exn).__name__}). Correct the path."
             ) from None
     return made
-
-
-def _certifi() -> str:
-    """Return the file of certificates that botocore trusts by default."""
-    try:
-        from certifi import where
-    except ImportError:
-        import botocore
-
-        return str(Path(botocore.__file__).with_name("cacert.pem"))
-    return where()

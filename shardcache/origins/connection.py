@@ -288,8 +288,7 @@ class Response:
     """A response whose body is being received; implements `base.Body`."""
 
     info: ObjectInfo
-    #: The URL that was requested.
-    url: str
+    url: str  # as requested
     start: int
     stop: int | None
     #: The secrets of the request, in all spellings; errors must not quote them.
@@ -474,8 +473,9 @@ class Transport:
         proxy, user = _proxy_of(server, self._proxies)
         login = [f"Proxy-Authorization: {basic_login(user)}"] if user else []
         timeout = min(self._timeout, _CONNECT_TIMEOUT)
-        hop = _host_and_port(f"http://{proxy}" if proxy else server)
-        sock = self._dialer.connect(*hop, timeout)
+        sock = self._dialer.connect(
+            *_host_and_port(f"http://{proxy}" if proxy else server), timeout
+        )
         try:
             if scheme == "https" and proxy:
                 self._tunnel(sock, host, port, login)

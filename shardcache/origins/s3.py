@@ -397,12 +397,9 @@ class S3Origin:
         region: str | None,
         headers: Mapping[str, str],
         query: Mapping[str, str],
-        target: str = "",
+        target: str = "",  # the URL to which the store has redirected the request
     ) -> tuple[str, Any, Response]:
-        """Sign and send one request, to ``target`` if the store has redirected it there.
-
-        Return its region, its credentials and the response.
-        """
+        """Sign and send one request. Return its region, its credentials and the response."""
         name, key = shard.bucket_and_key()
         secrets, server = list[str](), ""
         try:

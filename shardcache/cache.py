@@ -7,9 +7,11 @@ is complete in the cache.
 
 from __future__ import annotations
 
+import _socket
 import contextlib
 import logging
 import os
+import socket
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import replace
@@ -122,6 +124,9 @@ class Cache:
         return made
 
     def _setup(self, config: Config, started: float | None) -> None:
+        if not issubclass(socket.socket, _socket.socket):  # others ignore SO_RCVTIMEO
+            text = "reads over the sockets of gevent or eventlet would never time out. "
+            raise ConfigError(f"{text}Read shards in a process without their monkey patches.")
         self.config = config
         self._started = started
         self._ranks = detect()

@@ -4,6 +4,7 @@ import contextlib
 import fcntl
 import inspect
 import os
+import socket
 import threading
 from pathlib import Path
 
@@ -162,3 +163,10 @@ def test_the_defaults_of_a_cache(tmp_path, caplog):
     assert (config.max_size, str(config.min_free)) == (None, "10%")
     (message,) = caplog.messages
     assert f"caching in {config.dir}" in message
+
+
+def test_a_cache_refuses_sockets_that_ignore_timeouts_of_the_kernel(tmp_path, monkeypatch):
+    """The sockets of gevent and eventlet do not inherit from those of the interpreter."""
+    monkeypatch.setattr(socket, "socket", type("GreenSocket", (), {}))
+    with pytest.raises(ConfigError, match="gevent or eventlet would never time out"):
+        Cache(tmp_path)

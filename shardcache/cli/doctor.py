@@ -19,7 +19,6 @@ from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
-from urllib.request import getproxies, proxy_bypass
 
 import click
 
@@ -258,22 +257,23 @@ def _endpoint(config: Config, url: str | None) -> Findings:
     if server is None:
         yield "ok", "not contacted: no endpoint is set, and --url names no S3 shard", ""
         return
+    # Only the Date header is used, so the certificate need not be verified.
+    transport = Transport(timeout=_RESPOND, trusted=False)
+    via = transport.via(server)
     try:
-        # Only the Date header is used, so the certificate need not be verified.
-        response = Transport(timeout=_RESPOND, trusted=False).request("HEAD", server, "/", {})
+        response = transport.request("HEAD", server, "/", {})
         now = time.time()
         response.close()
         parts = urlsplit(server)
         host, port = parts.hostname or "", parts.port or parts.scheme
-        proxied = getproxies().get(parts.scheme) and not proxy_bypass(host)
-        rows = [] if proxied else socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        rows = [] if via else socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (OSError, ValueError) as exn:
-        yield "fail", f"{server} does not respond: {exn}", _NO_ENDPOINT
+        yield "fail", f"{server} does not respond{via}: {exn}", _NO_ENDPOINT
         return
     with ThreadPoolExecutor(len(rows) or 1) as pool:
         dead = ", ".join(filter(None, pool.map(_dead_address, rows)))
     addresses = f"has {counted(len(rows), 'address', 'addresses')}"
-    text = f"{host} {addresses if rows else 'responds'}"
+    text = f"{host} {addresses if rows else f'responds{via}'}"
     if dead:
         text += f", of which these accept no connection within {_CONNECT:g} s: {dead}"
         yield "warn", text, "Repair the route to them, or remove them from DNS."

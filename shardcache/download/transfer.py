@@ -316,7 +316,8 @@ class Transfer:
         size, stop = self._info.size, first.stop
         if size is not None and self._roomless and stop == size and self._info.identifiable:
             return min(size, self._connections.part)
-        return stop if size is None or stop is None else min(stop, size)
+        # The response may be shorter than its part, and the next part begins with a whole block.
+        return stop if size is None or stop is None else min(-(-stop // BLOCK) * BLOCK, size)
 
     def _missing(self, lead: _Part | None) -> Iterator[range]:
         """Yield the missing ranges, except the first part ``lead``, cut into parts."""
@@ -403,7 +404,7 @@ class Transfer:
             if passed := skip(response, part.position):
                 self._counters.read(passed, self._counter)
             self._is_proven &= response.proven or part.stop is not None
-            buffer, throttle = _buffer.block, self._throttle
+            buffer, throttle, begun = _buffer.block, self._throttle, part.position
             while not part.complete:
                 if self._error is not None:
                     raise _FailedError
@@ -420,6 +421,8 @@ class Transfer:
                     self._write(part, buffer[: part.filled], fd)
                     self._download.advanced(received=received, written=self._partial.written)
                     received = 0
+                elif count == 0 and begun < part.position == response.stop:
+                    return  # the response had fewer bytes than the request asked for
                 elif count == 0:
                     raise TransientError("the origin ended early")
                 elif part.next == 0 and part.filled >= part.shown + _EARLY:

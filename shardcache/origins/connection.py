@@ -46,7 +46,10 @@ _KEEPALIVE = 60
 #: Limit of a head (status line and headers) in bytes, and bytes requested by one call.
 _LONGEST_HEAD = 64 * 1024
 _HEAD_AT_ONCE = 8 * 1024
-_END_OF_HEAD = b"\r\n\r\n"
+_END_OF_HEAD = re.compile(rb"\n\r?\n")
+#: What llhttp rejects and RFC 9112 permits: a Transfer-Encoding that overrides a Content-Length
+#: (6.3), and lines that end with a bare LF (2.2).
+_LENIENT = {"lenient_chunked_length": True, "lenient_optional_cr_before_lf": True}
 #: Limit of interim responses (1xx) before the final one.
 _INTERIM = 16
 _CHUNKS_AT_ONCE = 256 * 1024  # bytes of a chunked body requested by one call
@@ -72,6 +75,48 @@ def split_url(url: str) -> tuple[str, str, str]:
 def basic_login(user: str) -> str:
     """Return an Authorization header for ``user``, the part of a URL before the ``@``."""
     return f"Basic {b64encode(unquote(user).encode()).decode()}"
+
+
+def _proxy_of(server: str, proxies: Mapping[str, str] | None) -> tuple[str, str]:
+    """Return the authority of the proxy for a server, or "", and the user in the proxy's URL.
+
+    ``proxies`` is an argument of `Transport`. Raises ValueError if a URL is malformed.
+    """
+    if proxies is None:
+        if not any(name.lower().endswith("_proxy") for name in os.environ):
+            return "", ""
+        from urllib.request import getproxies  # here: imports much of `email`
+
+        proxies, address = getproxies(), _host_and_port(server)
+        if any(_covers(entry, *address) for entry in re.split(r"[\s,]+", proxies.get("no", ""))):
+            return "", ""
+    if not (proxy := proxies.get(server.partition(":")[0])):
+        return "", ""
+    # Like curl, also accept "host:port" without a scheme.
+    hop, authority, _ = split_url(proxy if "://" in proxy else f"http://{proxy}")
+    if hop != "http":
+        raise ValueError("a proxy must be an http:// URL")
+    user, _, authority = authority.rpartition("@")
+    return authority, user
+
+
+def _covers(entry: str, host: str, port: int) -> bool:
+    """Return whether an entry of ``no_proxy`` covers a host.
+
+    An entry is a domain, an address, a network (``10.0.0.0/8``) or ``*``, and may end with a port.
+    """
+    import ipaddress  # here: few programs have a proxy
+
+    name, _, last = entry.rpartition(":")
+    if not last.isdecimal() or (":" in name and not name.endswith("]")):  # an IPv6 address
+        name, last = entry, str(port)
+    if last != str(port):
+        return False
+    try:
+        return ipaddress.ip_address(host) in ipaddress.ip_network(name.strip("[]"), strict=False)
+    except ValueError:
+        domain = name.lower().lstrip("*.")
+        return name == "*" or (domain != "" and f".{host}".rstrip(".").endswith(f".{domain}"))
 
 
 class _Connection:
@@ -127,9 +172,7 @@ class _Connection:
         for _ in range(_INTERIM):
             message = _Message()
             self.parser = HttpResponseParser(message)
-            # llhttp rejects responses with both headers. RFC 9112, 6.3 permits them: the
-            # Transfer-Encoding overrides the Content-Length.
-            self.parser.set_dangerous_leniencies(lenient_chunked_length=True)
+            self.parser.set_dangerous_leniencies(**_LENIENT)
             self.parse(message, self._receive_head())
             message.status = self.parser.get_status_code()
             if message.status == 101:
@@ -151,13 +194,12 @@ class _Connection:
 
     def _receive_head(self) -> bytes:
         """Receive and return the next head, including the empty line that ends it."""
-        while (end := self.held.find(_END_OF_HEAD)) < 0:
+        while (found := _END_OF_HEAD.search(self.held)) is None:
             if len(self.held) > _LONGEST_HEAD:
                 raise ConnectionError("the headers of the response do not end")
             before, self.held = self.held, b""
             self.held = before + self.receive_some(_HEAD_AT_ONCE)
-        end += len(_END_OF_HEAD)
-        head, self.held = self.held[:end], self.held[end:]
+        head, self.held = self.held[: found.end()], self.held[found.end() :]
         return head
 
     def receive_some(self, most: int) -> bytes:
@@ -246,6 +288,7 @@ class Response:
     """A response whose body is being received; implements `base.Body`."""
 
     info: ObjectInfo
+    url: str  # as requested
     start: int
     stop: int | None
     #: The secrets of the request, in all spellings; errors must not quote them.
@@ -336,8 +379,9 @@ class Transport:
     Args:
         timeout: seconds below `_MIN_RATE` after which a connection counts as dead.
         proxies: the URL of the proxy for each scheme; None takes the proxies of the environment.
-        trusted: path of a certificate file; None or True uses the system's certificates, or those
-            in SSL_CERT_FILE; False trusts every server.
+        trusted: path of a file or directory of certificates; False trusts every server; None trusts
+            the certificates of the system and those that variables such as REQUESTS_CA_BUNDLE and
+            SSL_CERT_FILE name; True as well, but without a variable those of botocore.
     """
 
     def __init__(
@@ -377,7 +421,9 @@ class Transport:
                 lines = [f"{name}: {value}" for name, value in headers.items()]
                 lines = [f"Host: {server.partition('://')[2]}", *lines, *connection.login]
                 request = _head(method, f"{connection.prefix}{path}", lines)
-                return Response(self, connection, request, bodiless=method == "HEAD")
+                response = Response(self, connection, request, bodiless=method == "HEAD")
+                response.url = f"{server}{path}"
+                return response
             except BaseException as exn:
                 self.take_back(connection, reusable=False)
                 if reused and isinstance(exn, TimeoutError):
@@ -402,6 +448,10 @@ class Transport:
                 self.take_back(connection, reusable=False)
         return None
 
+    def is_connected(self, url: str) -> bool:
+        """Return whether there is a connection to the server of a URL."""
+        return any(url.startswith(f"{each.server}/") for each in self._open.copy())
+
     def take_back(self, connection: _Connection, *, reusable: bool) -> None:
         """Keep a connection for the next request, or close it."""
         if reusable:
@@ -410,31 +460,22 @@ class Transport:
             self._open.discard(connection)
             connection.socket.close()
 
-    def _proxy(self, scheme: str, host: str) -> tuple[tuple[str, int] | None, list[str]]:
-        """Return the address of the proxy for a host, or None, and the proxy's login header."""
-        proxy = None
-        if self._proxies is not None:
-            proxy = self._proxies.get(scheme)
-        elif any(name.lower().endswith("_proxy") for name in os.environ):
-            from urllib.request import getproxies, proxy_bypass  # here: imports much of `email`
-
-            proxy = None if proxy_bypass(host) else getproxies().get(scheme)
-        if not proxy:
-            return None, []
-        # Like curl, also accept "host:port" without a scheme.
-        hop, authority, _ = split_url(proxy if "://" in proxy else f"http://{proxy}")
-        if hop != "http":
-            raise ValueError("a proxy must be an http:// URL")
-        user, at, authority = authority.rpartition("@")
-        login = [f"Proxy-Authorization: {basic_login(user)}"] if at else []
-        return _host_and_port(f"http://{authority}"), login
+    def via(self, server: str) -> str:
+        """Return a phrase that names the proxy for a server, or "" without a proxy."""
+        with contextlib.suppress(ValueError):  # a request raises the same
+            if proxy := _proxy_of(server, self._proxies)[0]:
+                return f" through the proxy {proxy}"
+        return ""
 
     def _connect(self, server: str) -> _Connection:
         scheme = server.partition(":")[0]
         host, port = _host_and_port(server)
-        proxy, login = self._proxy(scheme, host)
+        proxy, user = _proxy_of(server, self._proxies)
+        login = [f"Proxy-Authorization: {basic_login(user)}"] if user else []
         timeout = min(self._timeout, _CONNECT_TIMEOUT)
-        sock = self._dialer.connect(*(proxy or (host, port)), timeout)
+        sock = self._dialer.connect(
+            *_host_and_port(f"http://{proxy}" if proxy else server), timeout
+        )
         try:
             if scheme == "https" and proxy:
                 self._tunnel(sock, host, port, login)

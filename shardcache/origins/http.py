@@ -5,7 +5,7 @@ a refused connection, as "file not found", and its reads cannot insist on a vers
 this module carry ``If-Match`` if the server has stated a strong ETag, like the requests to S3.
 
 Proxies come from the environment (``https_proxy``, ``no_proxy``), and certificates from the system
-or ``SSL_CERT_FILE``.
+and the variables of `tls`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _SAFE = "/?%:@!$&'()*+,;=~"
 #: Algorithms of checksums, in order of preference: the cheapest first.
 _CHECKSUMS = ("crc32", "crc32c", "crc64nvme", "sha256", "sha1")
 _CERTIFICATES = (
-    "Set SSL_CERT_FILE, or for s3:// AWS_CA_BUNDLE or "
+    "Set SSL_CERT_FILE or AWS_CA_BUNDLE, or for s3:// "
     "storage_options={'client_kwargs': {'verify': '/path/to/ca.pem'}}."
 )
 
@@ -74,10 +74,28 @@ def unanswered(exn: Exception, shard: ShardURL, server: str, secrets: Collection
     if isinstance(exn, OSError):
         timed_out = isinstance(exn, TimeoutError)
         return TransientError(f"{server} does not answer: {reason}", timed_out=timed_out)
-    text = (
-        f"{shard} cannot be requested from {server}: {reason}. Check the endpoint, URL and proxy."
-    )
-    return ConfigError(text, url=str(shard))
+    text = f"{shard} cannot be requested from {server}: {reason}. "
+    return ConfigError(f"{text}Check the endpoint, URL and proxy.", url=str(shard))
+
+
+def redirect(response: Response, shard: ShardURL, servers: list[str]) -> str:
+    """Return the URL that a response redirects to, or "" if it is no redirect.
+
+    ``servers`` lists those that have redirected the request; this one is added. Raises ConfigError
+    after `_REDIRECTS` times.
+    """
+    location = response.headers.get("location")
+    if response.status not in (301, 302, 303, 307, 308) or not location:
+        return ""
+    servers.append(response.url.split("/")[2].rpartition("@")[2])
+    if len(servers) > _REDIRECTS:
+        text = f"{shard}: the server redirects more than {_REDIRECTS} times "
+        text += f"({', '.join(dict.fromkeys(servers))}). Check the URL and the endpoint."
+        raise ConfigError(text, url=str(shard))
+    try:
+        return urljoin(response.url, location)
+    except ValueError:
+        return location  # the next request refuses it
 
 
 def object_info(response: Response, size: int | None) -> ObjectInfo:
@@ -132,16 +150,23 @@ def open_range(
         headers["If-Match"] = expected.etag
     try:
         response = request(headers)
+        if not response.headers.get("content-range", "").endswith("/*"):
+            return checked(response, start, stop)
+        response.close()  # without a size, only the whole object proves that no byte is missing
     except VersionChangedError:
         if start or expected is not None:
             raise
-        del headers["Range"]  # the object may be empty: no range of it is valid
-        response = request(headers)
-    return checked(response, start, stop)
+        # The object may be empty: no range of it is valid.
+    del headers["Range"]
+    return checked(request(headers), start, stop)
 
 
 def checked(response: Response, start: int, stop: int | None) -> Response:
-    """Return ``response``, with its version and range set; TransientError if the range differs."""
+    """Return ``response``, with its version and range set; TransientError if the range differs.
+
+    The range may end early if the response states its length, and its version, which allows a
+    later response to continue.
+    """
     headers, length = response.headers, response.length
     text = headers.get("content-range")
     wrong = f"asked for bytes {start} to {stop}, the origin sent {text!r} with {length} bytes"
@@ -154,8 +179,10 @@ def checked(response: Response, start: int, stop: int | None) -> Response:
     elif match := _CONTENT_RANGE.match(text or ""):
         first, last, total = (int(group) for group in match.groups())
         wanted = total if stop is None else min(total, stop)
-        if first == start <= last and last + 1 == wanted and length in (None, wanted - start):
-            response.describe(object_info(response, total), start, wanted)
+        info = object_info(response, total)
+        is_right = first == start <= last < wanted and length in (None, last + 1 - start)
+        if is_right and (last + 1 == wanted or (length is not None and info.identifiable)):
+            response.describe(info, start, last + 1)
             return response
     response.close()
     raise TransientError(quoted(wrong, response.secrets))
@@ -178,23 +205,28 @@ class WebOrigin:
 
     def stat(self, shard: ShardURL) -> ObjectInfo:
         """Return the current version of the object, without a checksum."""
-        response = self._request("HEAD", shard, {})
+        try:
+            response = self._request("HEAD", shard, {})
+            info = object_info(response, response.length)
+        except (AccessDeniedError, ConfigError):  # a presigned URL may permit GET only
+            response = self.open(shard, 0, 1)
+            info = response.info
         response.close()
-        return object_info(response, response.length)
+        return info
 
     def _request(self, method: str, shard: ShardURL, headers: dict[str, str]) -> Response:
         """Send a request, follow redirects, and return a response of status 200 or 206."""
-        target, server, authority = shard.raw, "", ""
+        target, server, name, servers = shard.raw, "", "", list[str]()
         given = dict(shard.options).get("authorization")  # from a `pipe:` command such as curl
         login = {"Authorization": given} if given else {}
         secrets = [*secret_forms(given, *(given or "").split())]
-        for _ in range(_REDIRECTS + 1):
+        while True:
             error: Exception | None = None
             try:
                 before = server
-                scheme, authority, path = split_url(target)
-                user, at, authority = authority.rpartition("@")
-                server = f"{scheme}://{authority}"
+                scheme, name, path = split_url(target)
+                user, at, name = name.rpartition("@")
+                server = f"{scheme}://{name}"
                 if at:
                     login = {"Authorization": basic_login(user)}
                 elif before not in ("", server):  # another server must not receive the login
@@ -207,10 +239,8 @@ class WebOrigin:
                     method, server, path, {**HEADERS, **login, **headers}
                 )
                 response.secrets = secrets
-                location = response.headers.get("location")
-                target = urljoin(f"{server}{path}", location or "")
             except (OSError, ValueError) as exn:
-                error = unanswered(exn, shard, authority, secrets)
+                error = unanswered(exn, shard, f"{name}{self._transport.via(server)}", secrets)
             if error is not None:
                 raise error
             if response.status in (200, 206):
@@ -225,8 +255,6 @@ class WebOrigin:
                     url=str(shard),
                 )
             refused(response)
-            if response.status not in (301, 302, 303, 307, 308) or not location:
-                reason = f"{authority} answered {response.status}"
+            if not (target := redirect(response, shard, servers)):
+                reason = f"{name}{self._transport.via(server)} answered {response.status}"
                 raise refusal(shard, response.status, reason, headers=response.headers)
-        text = f"{shard}: the server redirects more than {_REDIRECTS} times."
-        raise ConfigError(f"{text} Check the URL.", url=str(shard))

@@ -22,16 +22,16 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, NamedTuple
-from urllib.parse import parse_qsl, quote, unquote_plus, urlsplit
+from urllib.parse import parse_qsl, quote, unquote, unquote_plus, urlsplit
 from xml.etree import ElementTree
 
 from shardcache.errors import AccessDeniedError, ConfigError, ShardCacheError
+from shardcache.origins import http
 from shardcache.origins.base import ObjectInfo, TransientError, read_all, refusal
-from shardcache.origins.connection import Response, Transport
+from shardcache.origins.connection import Response, Transport, split_url
 from shardcache.origins.credentials import (
     KEY_NAMES,
     Keys,
@@ -43,7 +43,6 @@ from shardcache.origins.credentials import (
     written_settings,
 )
 from shardcache.origins.endpoints import aws_files, s3_endpoint
-from shardcache.origins.http import HEADERS, checked, object_info, open_range, refused, unanswered
 from shardcache.threads import undivided
 from shardcache.units import format_duration
 from shardcache.urls import ShardURL, quoted, redact, secret_forms
@@ -144,6 +143,7 @@ class S3Origin:
         self._chain_failed = False
         self._credentials: Any = None  # botocore's object, once it has found them
         self._store: _Store | None = None  # None until `prepare`
+        self._moved: dict[str, str] = {}  # targets of the store's redirects, by shard and query
 
     def prepare(self) -> _Store:
         """Return the store; the first call determines its address, region and settings.
@@ -244,19 +244,24 @@ class S3Origin:
             response = self._request("GET", shard, _CHECKSUM, query)
             # A gateway may compress whole objects, but not ranges. So a range is requested instead.
             if "content-encoding" not in response.headers:
-                return checked(response, 0, None)
+                return http.checked(response, 0, None)
             response.close()
-        return open_range(
+        return http.open_range(
             lambda headers: self._request("GET", shard, headers, query), start, stop, expected
         )
 
     def stat(self, shard: ShardURL) -> ObjectInfo:
         """Return the current version of the object, with its checksum if S3 has one."""
-        response = self._request("HEAD", shard, _CHECKSUM, _version(shard))
+        try:
+            response = self._request("HEAD", shard, _CHECKSUM, _version(shard))
+            info = http.object_info(response, response.length)
+        except AccessDeniedError:  # the response to a HEAD states no reason
+            response = self.open(shard, 0, 1)
+            info = response.info
         response.close()
-        if response.length is None:  # without a size, versions cannot be compared
+        if info.size is None:  # without a size, versions cannot be compared
             raise ConfigError(f"{shard}: the origin describes it without a size.", url=str(shard))
-        return object_info(response, response.length)
+        return info
 
     def list_page(self, shard: ShardURL, query: Mapping[str, str]) -> tuple[dict[str, int], str]:
         """List one page of the objects whose keys begin with the key of ``shard``.
@@ -300,7 +305,9 @@ class S3Origin:
         """Send a request and return a response of status 200 or 206.
 
         A refused request is sent again, at most once with each remedy that its error suggests: the
-        bucket's region, new credentials, the store's time, no `_CHECKSUM`.
+        bucket's region, new credentials, the store's time, no `_CHECKSUM`. If the store redirects
+        it, it is signed again for the new host. Later requests go there at once, for as long as
+        there is a connection to that host.
         """
         if self._options.get("requester_pays"):
             headers = {**headers, "x-amz-request-payer": "requester"}
@@ -308,26 +315,32 @@ class S3Origin:
         bucket, store = shard.bucket_and_key()[0], self.prepare()
         if bucket in store.without_checksums:
             headers = plain
-        region, tried = None, set[str]()
+        region, tried, servers = None, set[str](), list[str]()
+        if len(self._moved) >= 1000:  # takes no more than half a megabyte
+            self._moved.clear()
+        target = self._moved.get(place := f"{shard} {query}", "")
+        if not self._transport.is_connected(target):
+            target = ""
         while True:
-            used, keys, response = self._send(method, shard, region, headers, query)
+            used, keys, response = self._send(method, shard, region, headers, query, target)
             if response.status in (200, 206):
+                if servers:
+                    self._moved[place] = target
                 if "plain" in tried:
                     store.without_checksums.add(bucket)
                 store.worked |= keys is not None
                 return response
             code, reason, elsewhere = _read_refusal(response)
-            if method == "HEAD" and response.status in (400, 403) and elsewhere is None:
-                # The response to a HEAD has no body, so the code is that of a GET for one byte.
-                first = {**plain, "Range": "bytes=0-0"}
-                *_, probe = self._send("GET", shard, region, first, query)
-                if probe.status in (200, 206):
-                    probe.close()
-                else:
-                    response, (code, reason, elsewhere) = probe, _read_refusal(probe)
             if elsewhere not in (None, used) and region is None:
                 logger.info("%s is in %s", shard, elsewhere)
-                region = elsewhere
+                region, target = elsewhere, ""
+            elif code != "PermanentRedirect" and (moved := http.redirect(response, shard, servers)):
+                if keys and response.url.startswith("https:") and not moved.startswith("https:"):
+                    text = f"{shard}: {servers[-1]} redirects credentials to a host without TLS. "
+                    raise ConfigError(f"{text}Check endpoint_url.", url=str(shard))
+                target = moved
+            elif target and not servers:  # the object is no longer where it was
+                target = self._moved.pop(place, "") and ""
             elif code in _INVALID and "keys" not in tried and self._renew(keys, shard):
                 logger.info("the credentials for %s are not valid and were renewed", store.name)
                 tried.add("keys")
@@ -342,9 +355,11 @@ class S3Origin:
                 raise login_ended(self._profile)
             else:
                 throttled, transient = throttling_codes() if code else ((), ())
+                refused = method == "HEAD" and response.status in (400, 405)
+                status = 403 if refused else _STATUS.get(code, response.status)
                 raise refusal(
                     shard,
-                    500 if code in transient else _STATUS.get(code, response.status),
+                    500 if code in transient else status,
                     f"{store.name} answered {response.status} {reason}".rstrip(),
                     hint=_HINTS.get(code, _MAY_NOT),
                     headers=response.headers,
@@ -382,44 +397,46 @@ class S3Origin:
         region: str | None,
         headers: Mapping[str, str],
         query: Mapping[str, str],
+        target: str = "",  # the URL to which the store has redirected the request
     ) -> tuple[str, Any, Response]:
         """Sign and send one request. Return its region, its credentials and the response."""
         name, key = shard.bucket_and_key()
-        secrets: list[str] = []
+        secrets, server = list[str](), ""
         try:
             bucket = self._bucket(name, region)
-            path = f"{bucket.path}/{quote(key, safe='/~')}"
+            path, values = f"{bucket.path}/{quote(key, safe='/~')}", [*query.items()]
             if "list-type" in query:
-                path, query = bucket.path or "/", {**query, "prefix": key}
-            pairs = sorted((quote(n, safe="~"), quote(v, safe="~")) for n, v in query.items())
+                path, values = bucket.path or "/", [*values, ("prefix", key)]
+            if target:
+                scheme, authority, path = split_url(target)
+                path, _, text = path.partition("?")
+                path, values = quote(unquote(path), safe="/~"), parse_qsl(text, True)
+                bucket = bucket._replace(server=f"{scheme}://{authority.rpartition('@')[2]}")
+                secrets = [*secret_forms(*(value for _, value in values))]
+            pairs = sorted((quote(n, safe="~"), quote(v, safe="~")) for n, v in values)
             if pairs:
                 path += "?" + "&".join(f"{name}={value}" for name, value in pairs)
-            headers, keys = {**HEADERS, **headers}, None
+            headers, keys = {**http.HEADERS, **headers}, None
             if bucket.service:
                 keys = self._keys(shard)
                 now = time.time() + self.prepare().ahead
                 headers |= _signature(method, bucket, path, headers, keys, now)
                 signature = headers["Authorization"].rpartition("=")[2]
-                secrets = [*secret_forms(keys.secret_key, keys.token), signature]
-            response = self._transport.request(method, bucket.server, path, headers)
+                secrets += [*secret_forms(keys.secret_key, keys.token), signature]
+            server = bucket.server
+            response = self._transport.request(method, server, path, headers)
             response.secrets = secrets
             return bucket.region, keys, response
         except ShardCacheError:
             raise
         except Exception as exn:  # noqa: BLE001 - botocore has its own exceptions
-            error = self._error_for(exn, shard, secrets)
+            store, error = self.prepare(), exn
+            if type(exn).__module__.startswith("botocore"):  # its types may not be imported
+                error = chain_error(exn, shard, self._profile, worked=store.worked)
+            elif isinstance(exn, (OSError, ValueError, TypeError, AttributeError)):
+                where = f"{store.name}{self._transport.via(server)}"
+                error = http.unanswered(exn, shard, where, secrets)
         raise error
-
-    def _error_for(
-        self, exn: Exception, shard: ShardURL, secrets: Collection[str] = ()
-    ) -> Exception:
-        """Return the exception to raise for a request that was not signed or not answered."""
-        store = self.prepare()
-        if type(exn).__module__.startswith("botocore"):  # its types may not be imported
-            return chain_error(exn, shard, self._profile, worked=store.worked)
-        if isinstance(exn, (OSError, ValueError, TypeError, AttributeError)):
-            return unanswered(exn, shard, store.name, secrets)
-        return exn
 
     @property
     def _profile(self) -> str | None:
@@ -512,8 +529,7 @@ def _look_up(options: Mapping[str, Any], endpoint: str) -> _Store:
         region = region or "us-east-1"
         verify = client_kwargs.get("verify")
         if verify is None:
-            named = session.get_config_variable("ca_bundle")
-            verify = named or os.environ.get("REQUESTS_CA_BUNDLE") or True
+            verify = session.get_config_variable("ca_bundle") or True
         is_plain = not (
             client_kwargs.keys() - {"endpoint_url", "verify"}
             or options.get("config_kwargs")
@@ -529,24 +545,11 @@ def _look_up(options: Mapping[str, Any], endpoint: str) -> _Store:
         reason = redact(str(exn))
     else:
         name, proxies = redact(endpoint) or "AWS", settings.get("proxies")
-        return _Store(name, address, region, proxies, _certificates(verify))
+        return _Store(name, address, region, proxies, verify)
     raise ConfigError(
         f"the S3 client cannot be set up: {reason}. "
         "Check endpoint_url, the profile and storage_options."
     )
-
-
-def _certificates(verify: str | bool) -> str | bool:
-    """Return the certificates that botocore trusts: those of certifi, or its own."""
-    if verify is not True:
-        return verify
-    try:
-        from certifi import where
-    except ImportError:
-        import botocore
-
-        return str(Path(botocore.__file__).with_name("cacert.pem"))
-    return where()
 
 
 def _usual_address(endpoint: str, name: str, region: str) -> tuple[str, str] | None:
@@ -614,7 +617,7 @@ def _reason(page: ElementTree.Element, response: Response) -> tuple[str, str]:
 def _read_refusal(response: Response) -> tuple[str, str, str | None]:
     """Return the error code, a text with code and message, and the region to try next, or None."""
     try:
-        found = ElementTree.fromstring(refused(response))  # noqa: S314 - by expat
+        found = ElementTree.fromstring(http.refused(response))  # noqa: S314 - by expat
     except (ElementTree.ParseError, ValueError, LookupError):  # LookupError: unknown encoding
         found = ElementTree.Element("")  # the page of a proxy, or an empty body
     code, reason = _reason(found, response)

@@ -15,6 +15,7 @@ import ssl
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 from shardcache.errors import ConfigError
 from shardcache.threads import undivided
@@ -150,23 +151,34 @@ def context(trusted: str | bool | None) -> ssl.SSLContext:
     """
     # A fork must copy neither OpenSSL's locks nor this one.
     with undivided(), _guard:
-        return _context(trusted, *map(os.environ.get, ("SSL_CERT_FILE", "SSL_CERT_DIR")))
+        bundles = (f"{program}_CA_BUNDLE" for program in ("AWS", "REQUESTS", "CURL"))
+        return _context(trusted, *map(os.environ.get, (*bundles, "SSL_CERT_FILE", "SSL_CERT_DIR")))
 
 
 @functools.cache
-def _context(trusted: str | bool | None, *_variables: str | None) -> ssl.SSLContext:
+def _context(trusted: str | bool | None, *variables: str | None) -> ssl.SSLContext:
     made = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     if trusted is False:
         made.check_hostname = False
         made.verify_mode = ssl.CERT_NONE
-    elif isinstance(trusted, str):
+        return made
+    if trusted is True and not any(variables):  # as botocore does
         try:
-            made.load_verify_locations(cafile=trusted)
+            from certifi import where
+
+            trusted = where()
+        except ImportError:
+            import botocore
+
+            trusted = str(Path(botocore.__file__).with_name("cacert.pem"))
+    if trusted in (True, None):
+        made.load_default_certs()
+    for bundle in filter(None, {trusted} if isinstance(trusted, str) else {*variables[:3]}):
+        try:
+            made.load_verify_locations(**{"capath" if Path(bundle).is_dir() else "cafile": bundle})
         except OSError as exn:
             raise ConfigError(
-                "the certificates that AWS_CA_BUNDLE or verify names cannot be read "
-                f"({exn.strerror or type(exn).__name__}). Correct the path."
+                "the certificates that REQUESTS_CA_BUNDLE, AWS_CA_BUNDLE or verify names cannot be "
+                f"read ({exn.strerror or type(exn).__name__}). Correct the path."
             ) from None
-    else:
-        made.load_default_certs()
     return made

@@ -217,6 +217,18 @@ def test_dead_addresses_of_the_endpoint_are_named(ask, serve, monkeypatch):
     assert code == 4 and "127.0.0.2 (Connection refused)" in of(rows, "endpoint", "fail")["found"]
 
 
+def test_a_proxy_is_named_and_no_proxy_is_honoured(ask, serve, monkeypatch):
+    port = serve(answer("200 OK"), most=9).server_address[1]
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", f"http://127.0.0.1:{port}")
+    monkeypatch.setenv("http_proxy", "http://me:secret@127.0.0.1:1")
+    for exceptions, found in {
+        "": f"http://127.0.0.1:{port} does not respond through the proxy 127.0.0.1:1: ",
+        f"127.0.0.1:{port}": "127.0.0.1 has 1 address",
+    }.items():
+        monkeypatch.setenv("no_proxy", exceptions)
+        assert found in next(r for r in ask()[1] if r["check"] == "endpoint")["found"]
+
+
 def test_reading_a_shard_is_timed_and_failures_are_explained(ask, s3, bucket, s3_environment):
     s3.put(bucket, "a.tar", bytes(3 * MIB))
     row = of(ask("--url", f"s3://{bucket}/a.tar")[1], "read", "ok")

@@ -5,6 +5,7 @@ the next request fails.
 """
 
 import gzip
+import re
 import ssl
 import threading
 from collections import defaultdict
@@ -139,6 +140,19 @@ def insisting(request: Request) -> bytes:
     if request.number and 'If-Match: "1"' in request.head:
         return answer("412 Precondition Failed")
     return replaced({}, {"ETag": '"2"'})(request)
+
+
+def capped(data: bytes, most: int, **headers: object) -> Callable[[Request], bytes]:
+    """Serve at most ``most`` bytes of a range."""
+
+    def sent(request: Request) -> bytes:
+        def shorten(span: re.Match[str]) -> str:
+            return f"{span[1]}-{min(int(span[1]) + most - 1, int(span[2] or len(data)))}"
+
+        head = re.sub(r"(?<=Range: bytes=)(\d+)-(\d*)", shorten, request.head)
+        return part(data, request._replace(head=head), **headers)
+
+    return sent
 
 
 def ignoring(data: bytes, start: int = 0) -> Callable[[Request], bytes]:
@@ -415,7 +429,14 @@ def range_rows() -> Iterator[Row]:
         lying = first_part(Content_Range=f"bytes 0-{MIB - 1}/{total}")
         yield Row(f"Content-Range: {name} first total", lying, BROKEN, (LARGE,))
     unknown = first_part(Content_Range=f"bytes 0-{MIB - 1}/*")
-    yield Row("Content-Range: total unknown", unknown, RIGHT_OR_REFUSED, (LARGE,))
+    yield Row("Content-Range: total unknown", unknown, RIGHT, (LARGE,))
+    yield Row("ranges shorter than asked", capped(LARGE, 700_001), RIGHT, (LARGE,))
+    yield Row("ranges of 5,000 bytes", capped(MIDDLE, 5_000), RIGHT, (MIDDLE,))
+    unnamed = capped(LARGE, 700_001, ETag=None)  # two of them may be of two versions
+    yield Row("ranges shorter than asked, no validator", unnamed, BROKEN, (LARGE,))
+    chunked = coded(SPAN.replace(str(SIZE - 1), str(HALF)), body=chunks(SMALL))
+    chunked = chunked.replace(b"200 OK", b"206 Partial")
+    yield Row("a longer body than its short range", chunked, BROKEN)
     later = {"wrong later start": f"bytes 0-{MIB - 1}/{length}", "missing later": None}
     for name, span in later.items():
         wrong = later_parts(Content_Range=span)
@@ -505,7 +526,11 @@ def head_rows() -> Iterator[Row]:
     yield Row("header bytes outside ASCII", whole("X-Note: \xe4\xff\x80"), RIGHT)
     yield Row("names in odd case", raw("HTTP/1.1 200 OK", f"cOnTeNt-LeNgTh:\t{SIZE} \t"), RIGHT)
     bare = raw("HTTP/1.1 200 OK", 'ETag: "1"', f"Content-Length: {SIZE}", end="\n")
-    yield Row("bare line feeds", bare, RIGHT_OR_REFUSED, closes=True)
+    yield Row("bare line feeds", bare, RIGHT)
+    bare = raw("HTTP/1.1 200 OK", "Transfer-Encoding: chunked", body=chunks(SMALL), end="\n")
+    yield Row("bare line feeds and chunks", bare, RIGHT)
+    bare = raw("HTTP/1.1 103 Early Hints", "Link: </a>", body=b"", end="\n") + KEPT
+    yield Row("bare line feeds of an interim answer", bare, RIGHT)
     yield Row("empty line before the answer", b"\r\n" + KEPT, RIGHT_OR_REFUSED)
     yield Row("long header", whole("X-Note: " + "x" * 200_000), RIGHT_OR_REFUSED)
     yield Row("many headers", whole(*[f"X-{n}: {'x' * 90}" for n in range(2000)]), RIGHT_OR_REFUSED)

@@ -4,18 +4,23 @@
 """
 
 import contextlib
+import socket
+from collections.abc import Callable
 
 import pytest
 from botocore.auth import S3SigV4Auth
 from botocore.awsrequest import AWSRequest
 from botocore.credentials import Credentials
 
-from shardcache import AccessDeniedError
+from shardcache import AccessDeniedError, Cache, ConfigError, TransferError
 from shardcache.origins.base import ObjectInfo, Origin, TransientError
 from shardcache.origins.http import WebOrigin
 from shardcache.origins.s3 import S3Origin
 from shardcache.urls import ShardURL, parse_url
-from tests.support.webservers import Scripted, answer
+from tests.support.tars import make_tar
+from tests.support.webservers import Scripted, answer, part_of
+
+SHARD = make_tar(3, members=3, size=1_200_000)
 
 
 def part(span: str, body: bytes, **headers: object) -> bytes:
@@ -87,6 +92,56 @@ def test_a_proxy_receives_its_login(serve, monkeypatch, scheme, response, kind, 
     assert "Proxy-Authorization: Basic bWU6cGFzcw==" in head
 
 
+@pytest.mark.parametrize(
+    ("host", "exceptions", "direct"),
+    [
+        ("127.0.0.1", "minio:9000,127.0.0.1:{port}", True),
+        ("127.0.0.1", "127.0.0.1:1", False),
+        ("127.0.0.1", "127.0.0.1", True),
+        ("127.0.0.1", "10.0.0.0/8, 127.0.0.0/8", True),
+        ("127.0.0.1", "127.0.0.1/8:{port}", True),
+        ("127.0.0.1", "10.0.0.0/8 127.0.0 ::/0", False),
+        ("node.minio.test", "MinIO.test:{port}", True),
+        ("node.minio.test", ".minio.test", True),
+        ("node.minio.test", "*.minio.test", True),
+        ("node.minio.test", "io.test,minio,:{port},node.minio.test:1,,", False),
+        ("node.minio.test", "none,*", True),
+        ("[::1]", "::1", True),
+        ("[::1]", "[::1]:{port}", True),
+        ("[::1]", "fe80::/10,[::1]:1", False),
+    ],
+)
+def test_no_proxy_takes_names_addresses_networks_and_ports(
+    serve, tmp_path, monkeypatch, host, exceptions, direct
+):
+    look_up = socket.getaddrinfo
+    monkeypatch.setattr(socket, "getaddrinfo", lambda _, *a, **n: look_up("127.0.0.1", *a, **n))
+    server, proxy = (serve(lambda head: b"".join(part_of(SHARD, head)), 9) for _ in range(2))
+    port = server.server_address[1]
+    monkeypatch.setenv("http_proxy", proxy.url)
+    monkeypatch.setenv("no_proxy", exceptions.format(port=port))
+    with Cache(tmp_path / "cache", min_free=0) as cache:
+        assert cache.open(f"http://{host}:{port}/a.tar").read() == SHARD
+    assert (bool(server.heads), bool(proxy.heads)) == (direct, not direct)
+
+
+@pytest.mark.parametrize("url", ["http://store.test/a.tar", "https://store.test/a.tar", "s3://b/a"])
+@pytest.mark.parametrize("dies", [True, False])
+def test_the_error_of_a_dead_proxy_names_the_proxy(serve, tmp_path, monkeypatch, url, dies):
+    place = "127.0.0.1:1" if dies else serve(b"").url.removeprefix("http://")
+    for scheme in ("http", "https"):
+        monkeypatch.setenv(f"{scheme}_proxy", f"http://me:secret@{place}")
+    monkeypatch.delenv("no_proxy", raising=False)
+    options = {"attempts": 1, "storage_options": {"key": "AK", "secret": "SK"}}
+    message = rf"\.test through the proxy {place} "
+    with (
+        Cache(tmp_path / "cache", min_free=0, endpoint_url="http://s3.test", **options) as cache,
+        pytest.raises(TransferError, match=message) as caught,
+    ):
+        cache.open(url)
+    assert "secret" not in str(caught.value)
+
+
 @pytest.mark.parametrize("header", [True, False])
 def test_all_requests_after_a_redirect_go_to_the_region_of_the_bucket(serve, header: bool) -> None:
     error = b"<Error><Code>AuthorizationHeaderMalformed</Code><Region>eu-west-3</Region></Error>"
@@ -117,15 +172,94 @@ def test_signatures_equal_those_of_botocore(serve, style: str) -> None:
     assert len(server.heads) == 5 and "/x/../a//b.tar HTTP" in server.heads[2]
     place = "http://store.invalid/lab/" if style == "path" else "http://lab.store.invalid/"
     for head in server.heads:
-        first, *lines = head.strip().splitlines()
-        method, url, _ = first.split()
+        url = head.split(" ")[1]
         assert url.startswith(place.removesuffix("/"))
-        headers = dict(line.split(": ", 1) for line in lines)
-        stated = headers.pop("Authorization")
-        signed = stated.partition("SignedHeaders=")[2].partition(",")[0].split(";")
-        assert {"x-amz-request-payer", "x-amz-security-token"} < set(signed)
-        request = AWSRequest(method, url, {n: v for n, v in headers.items() if n.lower() in signed})
-        request.context["timestamp"] = headers["x-amz-date"]
-        signer = S3SigV4Auth(Credentials("AK", "SK", "T0"), "s3", "us-east-1")
-        text = signer.string_to_sign(request, signer.canonical_request(request))
-        assert stated.endswith(f"Signature={signer.signature(text, request)}")
+        assert "x-amz-request-payer" in head
+        assert_signed(head, url, "T0")
+
+
+def assert_signed(head: str, url: str, token: str | None = None) -> None:
+    """Compare the signature of a request with that of botocore."""
+    first, *lines = head.strip().splitlines()
+    headers = dict(line.split(": ", 1) for line in lines)
+    stated = headers.pop("Authorization")
+    signed = stated.partition("SignedHeaders=")[2].partition(",")[0].split(";")
+    assert {n.lower() for n in headers if n.startswith("x-amz-")} <= set(signed)
+    request = AWSRequest(
+        first.split(" ")[0], url, {n: v for n, v in headers.items() if n.lower() in signed}
+    )
+    request.context["timestamp"] = headers["x-amz-date"]
+    signer = S3SigV4Auth(Credentials("AK", "SK", token), "s3", "us-east-1")
+    text = signer.string_to_sign(request, signer.canonical_request(request))
+    assert stated.endswith(f"Signature={signer.signature(text, request)}")
+
+
+LISTED = b"<ListBucketResult><Contents><Key>d/a b.tar</Key></Contents></ListBucketResult>"
+
+
+def redirect(status: str, server: str) -> Callable[[str], bytes]:
+    """Redirect requests to the same path of another server, with one more parameter."""
+
+    def respond(head: str) -> bytes:
+        target = head.split(" ")[1]
+        location = f"{server}{target}{'&' if '?' in target else '?'}node=a%7E"
+        return answer(status, Location=location, Connection=None)
+
+    return respond
+
+
+@pytest.fixture
+def node(serve) -> Scripted:
+    """A server of one shard, which also lists it."""
+
+    def respond(head: str) -> bytes:
+        if "list-type" in head:
+            return answer("200 OK", LISTED, Connection=None)
+        stated, body = part_of(SHARD, head)
+        return stated if head.startswith("HEAD") else stated + body
+
+    return serve(respond, most=99)
+
+
+def cache_of(front: Scripted, tmp_path, **options: object) -> Cache:
+    keys = {"endpoint_url": front.url, "storage_options": {"key": "AK", "secret": "SK"}}
+    more = {"min_free": 0, "attempts": 1, "connections": 1, "part_size": "1MiB", **options}
+    return Cache(tmp_path / "cache", **keys, **more)
+
+
+@pytest.mark.parametrize("status", ["301 Moved", "302 Found", "307 Temporary", "308 Permanent"])
+def test_a_redirect_of_a_store_is_followed_with_a_new_signature(serve, node, tmp_path, status):
+    second = serve(redirect(status, node.url), most=99)
+    front = serve(redirect(status, second.url), most=99)
+    with cache_of(front, tmp_path) as cache:
+        assert cache.prewarm("s3://lab/d/*.tar").failures == {}
+        assert cache.open("s3://lab/d/a b.tar").read() == SHARD
+        assert cache.prewarm("s3://lab/d/a b.tar", refresh=True).failures == {}
+    for server in (front, second, node):
+        for head in server.heads:
+            assert_signed(head, f"{server.url}{head.split(' ')[1]}")
+    parts = [head for head in node.heads if head.startswith("GET") and "Range: bytes=" in head]
+    assert len(parts) == 7 and all('If-Match: "v1"' in head for head in parts[1:])
+    assert len(front.heads) == 2  # for the listing, and the first for the shard
+
+
+def test_a_target_that_no_longer_has_the_object_is_left(serve, node, tmp_path):
+    """The store moved the object to another node after the first part."""
+    gone = answer("404 Not Found", Connection=None)
+    old = serve(lambda h: gone if "=1048576" in h else node.answer(h), most=99)
+    targets = iter([old, node])
+    front = serve(lambda head: redirect("307", next(targets).url)(head), most=99)
+    with cache_of(front, tmp_path) as cache:
+        assert cache.open("s3://lab/d/a b.tar").read() == SHARD
+
+
+def test_a_circle_of_redirects_names_its_servers(serve, tmp_path):
+    servers: list[Scripted] = []
+    for number in (1, 0):
+        target = lambda head, n=number: redirect("307", servers[n].url)(head)  # noqa: E731
+        servers.append(serve(target, most=99))
+    places = [server.url.removeprefix("http://") for server in servers]
+    message = f"more than 5 times .*{places[0]}, {places[1]}"
+    with cache_of(servers[0], tmp_path) as cache, pytest.raises(ConfigError, match=message):
+        cache.open("s3://lab/a.tar")
+    assert sum(len(server.heads) for server in servers) == 6

@@ -4,10 +4,12 @@ import random
 import shutil
 import socket
 import ssl
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing, suppress
+from itertools import product
 from resource import RUSAGE_THREAD, getrusage
 
 import pytest
@@ -57,12 +59,38 @@ def test_an_untrusted_certificate_is_refused(context, authority, tmp_path, monke
             with pytest.raises(ConfigError, match=message):
                 read(url)
         assert read("s3://lab/a.tar", verify=authority[0]) == SHARD
-        for name in ("AWS_CA_BUNDLE", "SSL_CERT_FILE"):
-            monkeypatch.setenv(name, authority[0])
-        assert read("s3://lab/a.tar") == read(web) == SHARD
+        directory = tmp_path / "hashed"
+        directory.mkdir()
+        (directory / "ca.pem").symlink_to(authority[0])
+        subprocess.run(["openssl", "rehash", directory], check=True, capture_output=True)
+        files = ("AWS_CA_BUNDLE", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "SSL_CERT_FILE")
+        for name, path in [
+            *product(files, [authority[0]]),
+            *product(("REQUESTS_CA_BUNDLE", "SSL_CERT_DIR"), [str(directory)]),
+        ]:
+            with monkeypatch.context() as patched:
+                patched.setenv(name, path)
+                assert read("s3://lab/a.tar") == read(web) == SHARD, name
         monkeypatch.setenv("AWS_CA_BUNDLE", "/nowhere.pem")
-        with pytest.raises(ConfigError, match="AWS_CA_BUNDLE or verify names cannot be read"):
-            read("s3://lab/a.tar")
+        for url in ("s3://lab/a.tar", web):
+            with pytest.raises(ConfigError, match="AWS_CA_BUNDLE or verify names cannot be read"):
+                read(url)
+
+
+def test_credentials_do_not_follow_a_redirect_to_a_server_without_tls(
+    context, authority, tmp_path, serve
+):
+    node = serve(answer("200 OK", SHARD))
+    front = Scripted(lambda head: answer("307 Moved", Location=f"{node.url}/lab/a.tar"))
+    options = {"key": "AK", "secret": "SK", "client_kwargs": {"verify": authority[0]}}
+    with running(front, context):
+        given = {"endpoint_url": front.url, "storage_options": options, "attempts": 1}
+        with (
+            Cache(tmp_path / "cache", min_free=0, **given) as cache,
+            pytest.raises(ConfigError, match="redirects credentials to a host without TLS"),
+        ):
+            cache.open("s3://lab/a.tar")
+    assert not node.heads
 
 
 def test_tls_requests_share_one_tunnel_through_a_proxy(context, authority, monkeypatch):

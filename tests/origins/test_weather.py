@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
-from itertools import count
+from itertools import count, product
 from pathlib import Path
 
 import pytest
@@ -556,6 +556,25 @@ def test_a_refused_head_is_remedied_as_a_get(store, open_cache, tmp_path, monkey
     store.refuse = refuse
     report = cache.prewarm("s3://lab/a.tar", refresh=True)
     assert (report.cached, report.failures) == (1, {})
+
+
+SIGNED_FOR_GET = "{}/a.tar?sv=1&se=2&sig=c0ffee"
+
+
+@pytest.mark.parametrize(
+    ("url", "status"),
+    [
+        *product(("s3://lab/a.tar", SIGNED_FOR_GET), ("400 Bad", "403 Forbidden", "405 Unknown")),
+        (SIGNED_FOR_GET, "501 Not Implemented"),
+    ],
+)
+def test_a_shard_is_refreshed_although_its_server_refuses_heads(store, open_cache, url, status):
+    store.refuse = lambda head: answer(status) if head.startswith("HEAD") else None
+    cache, url = open_cache(), url.format(store.server.url)
+    assert cache.open(url).read() == SHARD
+    report = cache.prewarm(url, refresh=True)
+    assert (report.cached, report.failures) == (1, {})
+    assert "Range: bytes=0-0" in store.server.heads[-1]
 
 
 def test_valid_credentials_are_used_while_their_service_fails(

@@ -104,7 +104,7 @@ def s3_environment(s3: S3Server, proxy: Proxy, monkeypatch: pytest.MonkeyPatch) 
 def _own_configuration(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Hide the machine's configuration from the test."""
     for name in list(os.environ):
-        if name.startswith(("SHARDCACHE_", "AWS_", "WDS_", "SLURM_")):
+        if name.startswith(("SHARDCACHE_", "AWS_", "WDS_", "SLURM_", "REQUESTS_", "CURL_", "SSL_")):
             monkeypatch.delenv(name)
     for name in ("COLUMNS", "LINES"):  # pseudo-terminals have their own size
         monkeypatch.delenv(name, raising=False)

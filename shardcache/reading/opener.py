@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 _STUCK_POLL = 0.25
 #: Bytes of a stream's buffer. WebDataset reads 10 KiB at a time, and with Python's default buffer
 #: each read would be a system call.
-_BUFFER = 1 << 18
+BUFFER = 1 << 18
 
 
 class Opener:
@@ -104,18 +104,18 @@ class Opener:
         if logger.isEnabledFor(logging.DEBUG):
             facts = {"event": "hit", "shard": str(shard), "bytes": opened.size}
             logger.debug("%s: hit", shard, extra=facts)
-        return io.BufferedReader(stream, _BUFFER)
+        return io.BufferedReader(stream, BUFFER)
 
     def _buffered(self, shard: ShardURL, reader: Reader, *, whole: bool = False) -> BinaryIO:
         stream = ShardStream(self.here, shard, reader, self.here().counters)
         stream.wait(whole=whole or self.config.fill == "complete")
-        return io.BufferedReader(stream, _BUFFER)
+        return io.BufferedReader(stream, BUFFER)
 
     def stream(self, shard: ShardURL) -> BinaryIO:
         """Return a stream of a file without storing it. Raises the errors of `open`."""
         reader = read_nearest(self.here, shard)
         stream = ShardStream(self.here, shard, reader, self.here().counters)
-        return io.BufferedReader(stream, _BUFFER)
+        return io.BufferedReader(stream, BUFFER)
 
     # -- entries ---------------------------------------------------------------
 

@@ -45,6 +45,7 @@ class ShardStream(io.RawIOBase):
         name: the local path, or the canonical URL while there is no local file.
     """
 
+    mode = "rb"
     # Class attributes, because streams are made by the million, and setting these takes time.
     _version_fixed = False  # because bytes or the size were delivered
     _error: Exception | None = None
@@ -150,13 +151,19 @@ class ShardStream(io.RawIOBase):
         return size
 
     def fileno(self) -> int:
-        """See `io.IOBase.fileno`.
+        """See `io.IOBase.fileno`; waits until the shard is complete.
 
         Raises:
-            io.UnsupportedOperation: the bytes do not come from the file of an entry, or not yet.
+            io.UnsupportedOperation: the bytes do not come from the file of an entry.
+            The errors of `readinto`.
         """
+        if self.closed:
+            raise ValueError("I/O operation on closed file")
+        if self._error is not None:
+            raise self._error
+        self.wait(whole=True)
         if not isinstance(self._reader, Opened):
-            raise io.UnsupportedOperation("the shard is not, or not yet, read from a local file")
+            raise io.UnsupportedOperation("the shard is not read from a local file")
         return self._reader.file.fileno()
 
     def close(self) -> None:

@@ -16,9 +16,8 @@ import contextlib
 import functools
 import io
 import os
-from datetime import datetime
 from email.utils import parsedate_to_datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import fsspec
 from fsspec.implementations.chained import ChainedFileSystem
@@ -38,8 +37,8 @@ if TYPE_CHECKING:
 _FSSPEC_OPTIONS = frozenset(
     [
         *("fo", "asynchronous", "loop", "batch_size", "block_size", "default_block_size"),
-        *("cache_type", "default_cache_type", "cache_options", "fill_cache", "size", "autocommit"),
-        *("use_listings_cache", "listings_expiry_time", "max_paths"),
+        *("cache_type", "default_cache_type", "cache_options", "default_cache", "fill_cache"),
+        *("size", "autocommit", "use_listings_cache", "listings_expiry_time", "max_paths"),
     ]
 )
 #: The caches of this process, by their options. fsspec makes a filesystem for each thread, and
@@ -93,8 +92,8 @@ class ShardCacheFileSystem(ChainedFileSystem):  # type: ignore[misc]
             target_protocol, in_url = target
             # As in a chain of URLs, options for the target are passed under the target's protocol.
             target_options = {**in_url, **options.pop(target_protocol, {})}
-        if fs is None and target_protocol is None:
-            raise ConfigError("Write the URL of the origin after shardcache::, as in s3://...")
+        if (fs is None) == (target_protocol is None):
+            raise ConfigError("Write the URL of the origin after shardcache::, or pass only fs=...")
         self._fs = fs or fsspec.filesystem(target_protocol, **(target_options or {}))
         self._pid = os.getpid()
         self._options = {k: v for k, v in options.items() if k not in _FSSPEC_OPTIONS}
@@ -107,8 +106,7 @@ class ShardCacheFileSystem(ChainedFileSystem):  # type: ignore[misc]
     def fs(self) -> Any:
         """The target filesystem. A forked child makes its own: s3fs needs a thread."""
         if self._pid != os.getpid():
-            made = self._fs
-            self._fs = type(made)(*made.storage_args, **made.storage_options)
+            self._fs = type(self._fs)(*self._fs.storage_args, **self._fs.storage_options)
             self._pid = os.getpid()
         return self._fs
 
@@ -126,8 +124,6 @@ class ShardCacheFileSystem(ChainedFileSystem):  # type: ignore[misc]
 
     @classmethod
     def _strip_protocol(cls, path: Any) -> Any:
-        if isinstance(path, list):
-            return [cls._strip_protocol(one) for one in path]
         url = _without_protocol(path)
         protocol = _protocol(url)
         return fsspec.get_filesystem_class(protocol)._strip_protocol(url) if protocol else url
@@ -161,12 +157,11 @@ class ShardCacheFileSystem(ChainedFileSystem):  # type: ignore[misc]
 
     def _open(self, path: str, mode: str = "rb", **options: Any) -> ShardFile:
         if mode != "rb":
-            raise _read_only(f"to open {redact(path)} in mode {mode!r}")
+            self._refuse(f"to open {redact(path)} in mode {mode!r}")
         version_id = options.pop("version_id", None)
         if unknown := sorted(options.keys() - _FSSPEC_OPTIONS):
             raise ConfigError(f"{redact(path)} cannot be opened with {', '.join(unknown)}.")
-        stream = self.cache.open(self._url(path, version_id))
-        assert isinstance(stream, io.BufferedReader)
+        stream: Any = self.cache.open(self._url(path, version_id))
         return ShardFile(stream.detach(), BUFFER)
 
     def cat_file(
@@ -180,14 +175,12 @@ class ShardCacheFileSystem(ChainedFileSystem):  # type: ignore[misc]
 
     # -- listing ---------------------------------------------------------------
 
-    def info(self, path: str, version_id: str | None = None, **options: Any) -> Any:
+    def info(self, path: str, **options: Any) -> Any:
         """Return the target's info or, of a cached shard, what its download recorded."""
         cache, entry = self.cache, None  # outside `suppress`, so that invalid options raise
         path = self._strip_protocol(path)
         with contextlib.suppress(ConfigError):  # not a shard's URL; the target may accept it
-            entry = cache.entry(self._url(path, version_id))
-        if version_id is not None:
-            options["version_id"] = version_id
+            entry = cache.entry(self._url(path, options.get("version_id")))
         if entry is None:
             return self.fs.info(path, **options)
         found = {"name": path, "size": entry.size, "type": "file"}
@@ -195,20 +188,17 @@ class ShardCacheFileSystem(ChainedFileSystem):  # type: ignore[misc]
         # its own, such as a disk; they describe the shard unless it was replaced since.
         with contextlib.suppress(OSError, DamagedError):  # the entry was evicted
             stated = entry.metadata().info
-            if stated.etag is not None:
-                fields = {
-                    "ETag": stated.etag,
-                    "LastModified": _time(stated.modified),
-                    "VersionId": stated.version_id,
-                }
-                return found | {name: value for name, value in fields.items() if value is not None}
-            listed = self.fs.info(path, **options)
-            found = listed if listed["size"] == entry.size else found
+            if stated.etag is None:
+                listed = self.fs.info(path, **options)
+                return listed if listed["size"] == entry.size else found
+            found |= {"ETag": stated.etag, "VersionId": stated.version_id}
+            with contextlib.suppress(ValueError):  # s3fs has another format
+                found["LastModified"] = parsedate_to_datetime(stated.modified or "")
         return found
 
     def ls(self, path: str, detail: bool = True, **options: Any) -> Any:
         """Return the listing of a directory of the target filesystem."""
-        return self.fs.ls(self._strip_protocol(path), detail=detail, **options)
+        return self._ask("ls", path, detail=detail, **options)
 
     def ukey(self, path: str) -> str:
         """Return a hash of the version of a file, the same whether or not the file is cached."""
@@ -217,6 +207,14 @@ class ShardCacheFileSystem(ChainedFileSystem):  # type: ignore[misc]
     def checksum(self, path: str) -> int:
         """Return `ukey` as a number."""
         return int(self.ukey(path), 16)
+
+    def _ask(self, method: str, path: Any = None, *args: Any, **options: Any) -> Any:
+        """Call a method of the target, which removes its own protocol from the path."""
+        return getattr(self.fs, method)(path and _without_protocol(path), *args, **options)
+
+    def _refuse(self, action: str, *_args: Any, **_options: Any) -> NoReturn:
+        text = f"A cache is read-only: it refuses {action}. Write to the URL without shardcache::."
+        raise ConfigError(text)
 
 
 def _without_protocol(path: Any) -> str:
@@ -228,43 +226,12 @@ def _protocol(url: str) -> str | None:
     return protocol if protocol and separator and "/" not in protocol else None
 
 
-def _time(text: str | None) -> datetime | None:
-    """Parse a modification time of `ObjectInfo`, as s3fs does; None if it has another format."""
-    for parse in parsedate_to_datetime, datetime.fromisoformat:
-        with contextlib.suppress(ValueError):
-            return parse(text or "")
-    return None
+def _add(method: Any, names: str) -> None:
+    for name in names.split():
+        setattr(ShardCacheFileSystem, name, functools.partialmethod(method, name))
 
 
-def _read_only(action: str) -> ConfigError:
-    text = f"A cache is read-only: it refuses {action}. Write to the URL without shardcache::."
-    return ConfigError(text)
-
-
-def _of_target(name: str) -> Any:
-    """Return a method that calls the target's method with the path in the target's form."""
-
-    def method(self: ShardCacheFileSystem, path: Any = None, *args: Any, **options: Any) -> Any:
-        path = None if path is None else self._strip_protocol(path)
-        return getattr(self.fs, name)(path, *args, **options)
-
-    return method
-
-
-def _refused(name: str) -> Any:
-    def method(self: ShardCacheFileSystem, *args: Any, **options: Any) -> Any:
-        raise _read_only(name)
-
-    return method
-
-
-for _name in (
-    *("_parent", "created", "du", "find", "glob"),
-    *("invalidate_cache", "modified", "sign", "walk"),
-):
-    setattr(ShardCacheFileSystem, _name, _of_target(_name))
-for _name in (  # fsspec's other names of these methods, such as `delete`, call them
-    *("copy", "cp_file", "makedirs", "mkdir", "mv", "pipe", "pipe_file", "put", "put_file"),
-    *("rm", "rm_file", "rmdir", "touch"),
-):
-    setattr(ShardCacheFileSystem, _name, _refused(_name))
+_LISTING = "_parent created du find glob invalidate_cache modified sign walk"
+_WRITING = "copy cp_file makedirs mkdir mv pipe pipe_file put put_file rm rm_file rmdir touch"
+_add(ShardCacheFileSystem._ask, _LISTING)
+_add(ShardCacheFileSystem._refuse, _WRITING)  # other names, such as `delete`, call these

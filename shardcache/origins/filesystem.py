@@ -176,8 +176,7 @@ class FsspecOrigin:
 
 def described(info: Mapping[str, Any]) -> ObjectInfo:
     """Return the version of a file that its filesystem's ``info`` describes, without a checksum."""
-    size = info.get("size")
-    size = None if size is None else int(size)
+    size = None if info.get("size") is None else int(info["size"])
     return ObjectInfo(size, _first(info, _VALIDATORS), modified=_first(info, _TIMES))
 
 

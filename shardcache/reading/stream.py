@@ -157,11 +157,8 @@ class ShardStream(io.RawIOBase):
             io.UnsupportedOperation: the bytes do not come from the file of an entry.
             The errors of `readinto`.
         """
-        if self.closed:
-            raise ValueError("I/O operation on closed file")
-        if self._error is not None:
-            raise self._error
-        self.wait(whole=True)
+        if not self.closed and self._error is None:
+            self.wait(whole=True)
         if not isinstance(self._reader, Opened):
             raise io.UnsupportedOperation("the shard is not read from a local file")
         return self._reader.file.fileno()

@@ -64,7 +64,8 @@ def test_info_is_the_same_before_and_after_a_download(url, default, proxy):
     proxy.reset()
     after = fs.info(path)
     assert proxy.requests() == []
-    assert after == {key: before[key] for key in ("name", "size", "type", "ETag", "LastModified")}
+    assert after == {key: before[key] for key in after}
+    assert set(after) == {"name", "size", "type", "ETag", "LastModified", "VersionId"}
     assert after["ETag"].startswith('"') and after["size"] == len(SHARD)
     assert fs.info(url) == fs.info(f"s3://{path}") == after
 
@@ -161,6 +162,7 @@ def memory(tmp_path, monkeypatch):
     """A filesystem with `NAMES` below its root, read through a cache of its own."""
     target = fsspec.filesystem("memory")
     monkeypatch.setattr(type(target), "store", {})
+    monkeypatch.setattr(type(target), "pseudo_dirs", [""])
     target.pipe({f"/{name}": SHARD for name in NAMES})
     options = {"dir": str(tmp_path / "own"), "min_free": 0}
     return fsspec.filesystem("shardcache", target_protocol="memory", **options)
@@ -191,6 +193,7 @@ def test_names_are_those_that_fsspecs_own_code_expects(root, memory):
     assert sorted(mapper) == list(NAMES) and mapper["part/c.tar"] == SHARD
     assert below.cat("c.tar") == SHARD and below.find("") == ["c.tar"]
     assert memory.cat(memory.glob(f"{root}/*.tar")[0]) == SHARD
+    assert memory.glob(f"{root}/*/") == ["/part"]
     assert memory.info(f"{root}/a.tar")["name"] == memory._strip_protocol(f"{root}/a.tar")
     assert memory.du(root) == 3 * len(SHARD) and memory._parent(f"{root}/part/c.tar") == "/part"
 
@@ -205,8 +208,8 @@ def test_a_file_describes_itself_before_and_after_its_first_download(memory, tmp
         callback = Callback()
         memory.get_file("/a.tar", str(tmp_path / "copy"), callback=callback)
         assert callback.size == callback.value == len(SHARD)
-        with pytest.raises(ValueError, match="closed"):
-            stream.fileno()
+        with pytest.raises(ValueError):
+            stream.fileno()  # of a closed file
         memory.cat_file("/b.tar", 0, 1)  # the other loop reads this one from the cache
 
 

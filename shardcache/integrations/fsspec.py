@@ -26,6 +26,7 @@ from fsspec.utils import stringify_path, tokenize
 from shardcache.errors import ConfigError
 from shardcache.origins.filesystem import described
 from shardcache.reading.opener import BUFFER
+from shardcache.reading.stream import ShardStream
 from shardcache.store.directory import DamagedError
 from shardcache.urls import redact
 
@@ -60,6 +61,12 @@ class ShardFile(io.BufferedReader):
             return None
         finally:
             raw.seek(position)
+
+    def fileno(self) -> int:
+        """Return a descriptor of the shard's file; waits until the shard is complete."""
+        if isinstance(self.raw, ShardStream) and not self.closed:
+            self.raw.wait(whole=True)
+        return super().fileno()
 
 
 class ShardCacheFileSystem(ChainedFileSystem):  # type: ignore[misc]
@@ -120,8 +127,6 @@ class ShardCacheFileSystem(ChainedFileSystem):  # type: ignore[misc]
         key = tokenize(self._options)
         return _caches.get(key) or _caches.setdefault(key, Cache(**self._options))
 
-    # -- names -----------------------------------------------------------------
-
     @classmethod
     def _strip_protocol(cls, path: Any) -> Any:
         url = _without_protocol(path)
@@ -153,8 +158,6 @@ class ShardCacheFileSystem(ChainedFileSystem):  # type: ignore[misc]
         """Return the full URL of a file: ``shardcache://s3://...``."""
         return f"shardcache://{self._url(name)}"
 
-    # -- reading ---------------------------------------------------------------
-
     def _open(self, path: str, mode: str = "rb", **options: Any) -> ShardFile:
         if mode != "rb":
             self._refuse(f"to open {redact(path)} in mode {mode!r}")
@@ -172,8 +175,6 @@ class ShardCacheFileSystem(ChainedFileSystem):  # type: ignore[misc]
             first, last, _ = slice(start, end).indices(stream.seek(0, io.SEEK_END))
             stream.seek(first)
             return bytes(stream.read(max(0, last - first)))
-
-    # -- listing ---------------------------------------------------------------
 
     def info(self, path: str, **options: Any) -> Any:
         """Return the target's info or, of a cached shard, what its download recorded."""

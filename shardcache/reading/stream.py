@@ -62,8 +62,10 @@ class ShardStream(io.RawIOBase):
 
     def wait(self, *, whole: bool) -> None:
         """Wait for a partial or, with ``whole``, for the entry. Raises the errors of `readinto`."""
-        while isinstance(self._reader, DownloadReader) and self._reader.wait(whole=whole):
-            self._advance(self._reader)
+        while self._error is None and isinstance(reader := self._reader, DownloadReader):
+            if not reader.wait(whole=whole):
+                return
+            self._advance(reader)
 
     # -- io --------------------------------------------------------------------
 
@@ -151,16 +153,13 @@ class ShardStream(io.RawIOBase):
         return size
 
     def fileno(self) -> int:
-        """See `io.IOBase.fileno`; waits until the shard is complete.
+        """See `io.IOBase.fileno`.
 
         Raises:
-            io.UnsupportedOperation: the bytes do not come from the file of an entry.
-            The errors of `readinto`.
+            io.UnsupportedOperation: the bytes do not come from the file of an entry, or not yet.
         """
-        if not self.closed and self._error is None:
-            self.wait(whole=True)
         if not isinstance(self._reader, Opened):
-            raise io.UnsupportedOperation("the shard is not read from a local file")
+            raise io.UnsupportedOperation("the shard is not, or not yet, read from a local file")
         return self._reader.file.fileno()
 
     def close(self) -> None:

@@ -4,6 +4,7 @@ import os
 import pickle
 import re
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import fsspec
 import numpy as np
@@ -13,8 +14,10 @@ from fsspec.implementations.dirfs import DirFileSystem
 
 from shardcache import ConfigError, default_cache
 from shardcache.integrations.fsspec import ShardCacheFileSystem
+from shardcache.store.digest import BLOCK
 from tests.support.storetools import forked
 from tests.support.tars import make_tar
+from tests.support.webservers import Files, running
 
 SHARD = make_tar(6)
 NAMES = ("a.tar", "b.tar", "part/c.tar")
@@ -121,6 +124,8 @@ def test_writing_and_a_chain_without_an_origin_are_refused(url, default):
         fsspec.open("shardcache::https://h/k?sig=secret").fs.open("https://h/k?sig=secret", "wb")
     with pytest.raises(ConfigError, match="URL of the origin"):
         ShardCacheFileSystem(skip_instance_cache=True)
+    with pytest.raises(ConfigError, match="only fs="):
+        ShardCacheFileSystem("s3", fs=fsspec.filesystem("memory"))
 
 
 def test_the_path_can_be_in_the_first_link_of_a_chain(url, default):
@@ -185,6 +190,8 @@ def test_2000_opens_in_many_threads_share_one_cache(memory):
         thread.start()
         thread.join()
     assert len(os.listdir("/proc/self/fd")) <= before
+    first, second = (fsspec.url_to_fs(f"shardcache::memory://{n}.tar")[0] for n in range(2))
+    assert first is second
 
 
 @pytest.mark.parametrize("root", ["", "/", "memory://", "shardcache://memory://"])
@@ -211,6 +218,19 @@ def test_a_file_describes_itself_before_and_after_its_first_download(memory, tmp
         with pytest.raises(ValueError):
             stream.fileno()  # of a closed file
         memory.cat_file("/b.tar", 0, 1)  # the other loop reads this one from the cache
+
+
+def test_numpy_waits_for_the_first_download(tmp_path):
+    server = Files()
+    server.files["/a.tar"] = content = SHARD + bytes(3 * BLOCK)
+    more = server.hold("/a.tar", len(SHARD))
+    with running(server), ThreadPoolExecutor(1) as pool:
+        options = {"target_protocol": "http", "dir": str(tmp_path / "own"), "min_free": 0}
+        fs = fsspec.filesystem("shardcache", **options)
+        with fs.open(f"{server.url}/a.tar") as stream:
+            found = pool.submit(np.fromfile, stream, np.uint8)
+            more.set()
+            assert found.result().tobytes() == content
 
 
 @pytest.mark.parametrize("name", ["info", "ukey", "checksum", "created", "modified", "exists"])

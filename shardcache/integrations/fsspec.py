@@ -6,8 +6,8 @@ default cache, or through a cache that the storage options describe::
     fsspec.open("shardcache::s3://bucket/a.tar", shardcache={"dir": "/local/nvme/shards"})
 
 Files are seekable. Listings come from the target: the filesystem of the URL after ``shardcache::``.
-They return names such as ``shardcache://s3://bucket/a.tar``, which also open through the cache.
-With ``detail=True``, they return the target's own names, as Arrow and Hugging Face datasets expect.
+Names are the target's, as in fsspec's own caches: ``bucket/a.tar``. Only `unstrip_protocol` returns
+``shardcache://s3://bucket/a.tar``, which opens through the cache in any program.
 """
 
 from __future__ import annotations
@@ -15,27 +15,58 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+import os
+from email.utils import parsedate_to_datetime
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import fsspec
 from fsspec.implementations.chained import ChainedFileSystem
+from fsspec.utils import stringify_path, tokenize
 
 from shardcache.errors import ConfigError
+from shardcache.origins.filesystem import described
+from shardcache.reading.opening import BUFFER
+from shardcache.reading.stream import ShardStream
 from shardcache.store.directory import DamagedError
 from shardcache.urls import redact
 
 if TYPE_CHECKING:
     from shardcache.cache import Cache
 
-#: Options that fsspec and its users pass to every filesystem, so they are not options of the cache.
+#: Options that fsspec and its users pass to every filesystem or to `open`. They are no options of
+#: the cache, and change no bytes.
 _FSSPEC_OPTIONS = frozenset(
     [
-        *("fo", "target_protocol", "skip_instance_cache", "asynchronous", "loop", "batch_size"),
-        *("block_size", "default_block_size", "cache_type", "default_cache_type"),
-        *("cache_options", "use_listings_cache", "listings_expiry_time", "max_paths"),
+        *("fo", "asynchronous", "loop", "batch_size", "block_size", "default_block_size"),
+        *("cache_type", "default_cache_type", "cache_options", "default_cache", "fill_cache"),
+        *("size", "autocommit", "use_listings_cache", "listings_expiry_time", "max_paths"),
     ]
 )
+#: The caches of this process, by their options. fsspec makes a filesystem for each thread, and
+#: keeps it; a cache holds descriptors.
+_caches: dict[str, Cache] = {}
+
+
+class ShardFile(io.BufferedReader):
+    """A file that is open for reading through the cache."""
+
+    @property
+    def size(self) -> int | None:
+        """The size in bytes, once the origin has stated it; None if the origin does not."""
+        raw: Any = self.raw
+        position = raw.tell()
+        try:
+            return int(raw.seek(0, io.SEEK_END))
+        except io.UnsupportedOperation:
+            return None
+        finally:
+            raw.seek(position)
+
+    def fileno(self) -> int:
+        """Return a descriptor of the shard's file; waits until the shard is complete."""
+        if isinstance(self.raw, ShardStream) and not self.closed:
+            self.raw.wait(whole=True)
+        return super().fileno()
 
 
 class ShardCacheFileSystem(ChainedFileSystem):  # type: ignore[misc]
@@ -45,6 +76,7 @@ class ShardCacheFileSystem(ChainedFileSystem):  # type: ignore[misc]
         target_protocol: the protocol of the other filesystem, such as ``s3``.
         target_options: storage options of that filesystem, which the cache uses as well.
         target: protocol and options from a URL such as ``shardcache://s3://...``.
+        fs: the other filesystem itself, instead of its protocol and options.
         **options: options of a `Cache`. Without any options, the default cache is used.
 
     Raises:
@@ -52,12 +84,14 @@ class ShardCacheFileSystem(ChainedFileSystem):  # type: ignore[misc]
     """
 
     protocol = "shardcache"
+    _strip_tokenize_options = ("fo",)  # one instance for all paths
 
     def __init__(
         self,
         target_protocol: str | None = None,
         target_options: dict[str, Any] | None = None,
         target: tuple[str, dict[str, Any]] | None = None,
+        fs: Any = None,
         **options: Any,
     ) -> None:
         super().__init__(**options)
@@ -65,120 +99,140 @@ class ShardCacheFileSystem(ChainedFileSystem):  # type: ignore[misc]
             target_protocol, in_url = target
             # As in a chain of URLs, options for the target are passed under the target's protocol.
             target_options = {**in_url, **options.pop(target_protocol, {})}
-        if target_protocol is None:
-            raise ConfigError("Write the URL of the origin after shardcache::, as in s3://...")
-        self._target_protocol = target_protocol
-        self._target_options = target_options or {}
+        if (fs is None) == (target_protocol is None):
+            raise ConfigError("Write the URL of the origin after shardcache::, or pass only fs=...")
+        self._fs = fs or fsspec.filesystem(target_protocol, **(target_options or {}))
+        self._pid = os.getpid()
         self._options = {k: v for k, v in options.items() if k not in _FSSPEC_OPTIONS}
-        if self._target_options:
-            self._options.setdefault("storage_options", self._target_options)
+        if self._fs.storage_options:
+            self._options.setdefault("storage_options", self._fs.storage_options)
+        # As in fsspec's caches: the class does not know the target, whose form a path has.
+        self._strip_protocol = self._target_path  # type: ignore[method-assign]
 
     @property
     def fs(self) -> Any:
-        """The target filesystem. After a fork, fsspec creates a new one."""
-        return fsspec.filesystem(self._target_protocol, **self._target_options)
+        """The target filesystem. A forked child makes its own: s3fs needs a thread."""
+        if self._pid != os.getpid():
+            self._fs = type(self._fs)(*self._fs.storage_args, **self._fs.storage_options)
+            self._pid = os.getpid()
+        return self._fs
 
     @functools.cached_property
     def cache(self) -> Cache:
         """The cache that this filesystem reads through. Raises ConfigError for invalid options."""
         from shardcache.cache import Cache, default_cache
 
-        return Cache(**self._options) if self._options else default_cache()
+        if not self._options:
+            return default_cache()
+        key = tokenize(self._options)
+        return _caches.get(key) or _caches.setdefault(key, Cache(**self._options))
 
     @classmethod
     def _strip_protocol(cls, path: Any) -> Any:
+        url = _without_protocol(path)
+        protocol = _protocol(url)
+        return fsspec.get_filesystem_class(protocol)._strip_protocol(url) if protocol else url
+
+    def _target_path(self, path: Any) -> Any:
         if isinstance(path, list):
-            return [cls._strip_protocol(one) for one in path]
-        return str(path).removeprefix("shardcache::").removeprefix("shardcache://")
+            return [self._target_path(one) for one in path]
+        return self.fs._strip_protocol(_without_protocol(path))
 
     @staticmethod
     def _get_kwargs_from_urls(path: str) -> dict[str, Any]:
-        url = path.removeprefix("shardcache://")
-        protocol, separator, _ = url.partition("://")
-        if not (protocol and separator) or "/" in protocol:
+        url = _without_protocol(path)
+        if (protocol := _protocol(url)) is None:
             return {}  # the target is the next part of the chain
         options = fsspec.get_filesystem_class(protocol)._get_kwargs_from_urls(url)
         return {"target": (protocol, options)}
 
-    def _path(self, path: str) -> str:
-        return str(self.fs._strip_protocol(self._strip_protocol(path)))
-
-    def _url(self, path: str) -> str:
-        return str(self.fs.unstrip_protocol(self._strip_protocol(path)))
+    def _url(self, path: str, version_id: str | None = None) -> str:
+        url = str(self.fs.unstrip_protocol(self._strip_protocol(path)))
+        if version_id is None:
+            return url
+        if not url.startswith("s3://"):
+            raise ConfigError(f"{redact(url)} has no version_id: only objects of S3 have one.")
+        return f"{url}?versionId={version_id}"
 
     def unstrip_protocol(self, name: str) -> str:
         """Return the full URL of a file: ``shardcache://s3://...``."""
         return f"shardcache://{self._url(name)}"
 
-    def _names(self, found: Any, detail: bool) -> Any:
-        return found if detail else [self.unstrip_protocol(name) for name in found]
-
-    def _open(self, path: str, mode: str = "rb", **_options: Any) -> io.BufferedIOBase:
+    def _open(self, path: str, mode: str = "rb", **options: Any) -> ShardFile:
         if mode != "rb":
-            text = f"{redact(path)} cannot be opened in mode {mode!r}: a cache is read-only. "
-            raise ConfigError(f"{text}Write to the URL without shardcache::.")
-        stream = self.cache.open(self._url(path))
-        assert isinstance(stream, io.BufferedIOBase)
-        return stream
+            self._refuse(f"to open {redact(path)} in mode {mode!r}")
+        version_id = options.pop("version_id", None)
+        if unknown := sorted(options.keys() - _FSSPEC_OPTIONS):
+            raise ConfigError(f"{redact(path)} cannot be opened with {', '.join(unknown)}.")
+        stream: Any = self.cache.open(self._url(path, version_id))
+        return ShardFile(stream.detach(), BUFFER)
+
+    def cat_file(
+        self, path: str, start: int | None = None, end: int | None = None, **options: Any
+    ) -> bytes:
+        """Return bytes ``start`` to ``end`` of a shard; negative offsets count from the end."""
+        with self.open(path, **options) as stream:
+            first, last, _ = slice(start, end).indices(stream.seek(0, io.SEEK_END))
+            stream.seek(first)
+            return bytes(stream.read(max(0, last - first)))
 
     def info(self, path: str, **options: Any) -> Any:
-        """Return the info of the cached shard, or the target's info if the shard is not cached."""
+        """Return the target's info or, of a cached shard, what its download recorded."""
         cache, entry = self.cache, None  # outside `suppress`, so that invalid options raise
+        path = self._strip_protocol(path)
         with contextlib.suppress(ConfigError):  # not a shard's URL; the target may accept it
-            entry = cache.entry(self._url(path))
+            entry = cache.entry(self._url(path, options.get("version_id")))
         if entry is None:
-            return self.fs.info(self._path(path), **options)
-        found = {"name": self._path(path), "size": entry.size, "type": "file"}
-        # Hugging Face datasets identify versions by the ETag, so the ETag must be the same whether
-        # or not the shard is cached.
+            return self.fs.info(path, **options)
+        found = {"name": path, "size": entry.size, "type": "file"}
+        # A cached shard needs no network. Without an ETag, it came from a target that has fields of
+        # its own, such as a disk; they describe the shard unless it was replaced since.
         with contextlib.suppress(OSError, DamagedError):  # the entry was evicted
-            if etag := entry.metadata().info.etag:
-                found["ETag"] = etag
+            stated = entry.metadata().info
+            if stated.etag is None:
+                listed = self.fs.info(path, **options)
+                return listed if listed["size"] == entry.size else found
+            found |= {"ETag": stated.etag, "VersionId": stated.version_id}
+            with contextlib.suppress(ValueError):  # s3fs has another format
+                found["LastModified"] = parsedate_to_datetime(stated.modified or "")
         return found
 
     def ls(self, path: str, detail: bool = True, **options: Any) -> Any:
         """Return the listing of a directory of the target filesystem."""
-        return self._names(self.fs.ls(self._path(path), detail=detail, **options), detail)
+        return self._ask("ls", path, detail=detail, **options)
 
-    def find(
-        self,
-        path: str,
-        maxdepth: int | None = None,
-        withdirs: bool = False,
-        detail: bool = False,
-        **options: Any,
-    ) -> Any:
-        """Return the files below a path. The target may need fewer listings than a generic walk."""
-        options |= {"maxdepth": maxdepth, "withdirs": withdirs, "detail": detail}
-        return self._names(self.fs.find(self._path(path), **options), detail)
+    def ukey(self, path: str) -> str:
+        """Return a hash of the version of a file, the same whether or not the file is cached."""
+        return described(self.info(path)).version
 
-    def glob(self, path: str, maxdepth: int | None = None, **options: Any) -> Any:
-        """Return the files that match a pattern."""
-        found = super().glob(self._path(path), maxdepth, **options)
-        return self._names(found, options.get("detail", False))
+    def checksum(self, path: str) -> int:
+        """Return `ukey` as a number."""
+        return int(self.ukey(path), 16)
 
-    def walk(self, path: str, *args: Any, **options: Any) -> Iterator[Any]:
-        """Yield each directory below a path, with the names of its directories and files."""
-        for root, directories, files in super().walk(self._path(path), *args, **options):
-            yield self.unstrip_protocol(root), directories, files
+    def _ask(self, method: str, path: Any = None, *args: Any, **options: Any) -> Any:
+        """Call a method of the target, which removes its own protocol from the path."""
+        return getattr(self.fs, method)(path and _without_protocol(path), *args, **options)
 
-    def expand_path(self, path: Any, *args: Any, **options: Any) -> list[str]:
-        """Return the matching paths in the target's form, because fsspec compares the paths."""
-        return sorted({self._path(found) for found in super().expand_path(path, *args, **options)})
+    def _refuse(self, action: str, *_args: Any, **_options: Any) -> NoReturn:
+        text = f"A cache is read-only: it refuses {action}. Write to the URL without shardcache::."
+        raise ConfigError(text)
 
-    def modified(self, path: str) -> Any:
-        """Return the file's modification time, which DuckDB's Parquet reader needs."""
-        return self.fs.modified(self._path(path))
 
-    def invalidate_cache(self, path: str | None = None) -> None:
-        """Forget the target filesystem's cached listings. Cached shards stay."""
-        self.fs.invalidate_cache(None if path is None else self._path(path))
+def _without_protocol(path: Any) -> str:
+    return str(stringify_path(path)).removeprefix("shardcache::").removeprefix("shardcache://")
 
-    def cat_file(
-        self, path: str, start: int | None = None, end: int | None = None, **_options: Any
-    ) -> bytes:
-        """Return bytes ``start`` to ``end`` of a shard; negative offsets count from the end."""
-        with self._open(path) as stream:
-            first, last, _ = slice(start, end).indices(stream.seek(0, io.SEEK_END))
-            stream.seek(first)
-            return stream.read(max(0, last - first))
+
+def _protocol(url: str) -> str | None:
+    protocol, separator, _ = url.partition("://")
+    return protocol if protocol and separator and "/" not in protocol else None
+
+
+def _add(method: Any, names: str) -> None:
+    for name in names.split():
+        setattr(ShardCacheFileSystem, name, functools.partialmethod(method, name))
+
+
+_LISTING = "_parent created du find glob invalidate_cache modified sign walk"
+_WRITING = "copy cp_file makedirs mkdir mv pipe pipe_file put put_file rm rm_file rmdir touch"
+_add(ShardCacheFileSystem._ask, _LISTING)
+_add(ShardCacheFileSystem._refuse, _WRITING)  # other names, such as `delete`, call these

@@ -96,10 +96,7 @@ class FsspecOrigin:
                 raise IsADirectoryError
             return found
 
-        found = self._call(shard, info)
-        size = found.get("size")
-        size = None if size is None else int(size)
-        return ObjectInfo(size, _first(found, _VALIDATORS), modified=_first(found, _TIMES))
+        return described(self._call(shard, info))
 
     def names_below(self, directory: ShardURL, *, deep: bool) -> list[str]:
         """Return the relative names of the files in a directory; with ``deep``, also below it.
@@ -175,6 +172,12 @@ class FsspecOrigin:
         except Exception as exn:  # noqa: BLE001 - every filesystem has its own exceptions
             error = _error_for(exn, shard, self._options.get("profile"))
         raise error
+
+
+def described(info: Mapping[str, Any]) -> ObjectInfo:
+    """Return the version of a file that its filesystem's ``info`` describes, without a checksum."""
+    size = None if info.get("size") is None else int(info["size"])
+    return ObjectInfo(size, _first(info, _VALIDATORS), modified=_first(info, _TIMES))
 
 
 def _skip_google_metadata() -> None:

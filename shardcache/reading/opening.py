@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 _STUCK_POLL = 0.25
 #: Bytes of a stream's buffer. WebDataset reads 10 KiB at a time, and with Python's default buffer
 #: each read would be a system call.
-_BUFFER = 1 << 18
+BUFFER = 1 << 18
 
 
 def open_shard(
@@ -91,7 +91,7 @@ def open_shard(
     if logger.isEnabledFor(logging.DEBUG):
         facts = {"event": "hit", "shard": str(shard), "bytes": opened.size}
         logger.debug("%s: hit", shard, extra=facts)
-    return io.BufferedReader(stream, _BUFFER)
+    return io.BufferedReader(stream, BUFFER)
 
 
 def _buffered(
@@ -99,7 +99,7 @@ def _buffered(
 ) -> BinaryIO:
     stream = ShardStream(cache, shard, reader)
     stream.wait(whole=whole or cache.config.fill == "complete")
-    return io.BufferedReader(stream, _BUFFER)
+    return io.BufferedReader(stream, BUFFER)
 
 
 def stream_file(cache: ProcessCache, file: ShardURL) -> BinaryIO:

@@ -43,6 +43,7 @@ class ShardStream(io.RawIOBase):
         name: the local path, or the canonical URL while there is no local file.
     """
 
+    mode = "rb"
     # Class attributes, because streams are made by the million, and setting these takes time.
     _version_fixed = False  # because bytes or the size were delivered
     _error: Exception | None = None
@@ -57,8 +58,10 @@ class ShardStream(io.RawIOBase):
 
     def wait(self, *, whole: bool) -> None:
         """Wait for a partial or, with ``whole``, for the entry. Raises the errors of `readinto`."""
-        while isinstance(self._reader, DownloadReader) and self._reader.wait(whole=whole):
-            self._advance(self._reader)
+        while self._error is None and isinstance(reader := self._reader, DownloadReader):
+            if not reader.wait(whole=whole):
+                return
+            self._advance(reader)
 
     # -- io --------------------------------------------------------------------
 

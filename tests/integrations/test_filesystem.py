@@ -1,14 +1,23 @@
 """``shardcache::s3://...`` in fsspec."""
 
+import os
 import pickle
+import re
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import fsspec
+import numpy as np
 import pytest
+from fsspec.callbacks import Callback
+from fsspec.implementations.dirfs import DirFileSystem
 
 from shardcache import ConfigError, default_cache
 from shardcache.integrations.fsspec import ShardCacheFileSystem
+from shardcache.store.digest import BLOCK
 from tests.support.storetools import forked
 from tests.support.tars import make_tar
+from tests.support.webservers import Files, running
 
 SHARD = make_tar(6)
 NAMES = ("a.tar", "b.tar", "part/c.tar")
@@ -34,7 +43,7 @@ def default(tmp_path, monkeypatch):
 
 
 def named(bucket, *names):
-    return [f"shardcache://s3://{bucket}/{name}" for name in names]
+    return [f"{bucket}/{name}" for name in names]
 
 
 def test_open_and_cat_read_through_the_default_cache(url, default, proxy):
@@ -58,7 +67,8 @@ def test_info_is_the_same_before_and_after_a_download(url, default, proxy):
     proxy.reset()
     after = fs.info(path)
     assert proxy.requests() == []
-    assert after == {key: before[key] for key in ("name", "size", "type", "ETag")}
+    assert after == {key: before[key] for key in after}
+    assert set(after) == {"name", "size", "type", "ETag", "LastModified", "VersionId"}
     assert after["ETag"].startswith('"') and after["size"] == len(SHARD)
     assert fs.info(url) == fs.info(f"s3://{path}") == after
 
@@ -85,13 +95,12 @@ def test_listed_names_open_again_through_the_cache(form, url, default, proxy, tm
         assert fs.ls(start, detail=False) == named(bucket, "a.tar", "b.tar", "part")
         assert fs.find(start) == fs.glob(f"{start}/*.tar") + fs.glob(f"{start}/*/c*") == expected
         walked = [f"{root}/{name}" for root, _, names in fs.walk(start) for name in names]
-        assert sorted(walked) == expected
-        # Arrow requires names below the directory that it lists.
-        assert list(fs.find(bucket, detail=True)) == [f"{bucket}/{n}" for n in NAMES]
+        assert sorted(walked) == expected == list(fs.find(start, detail=True))
+    assert path == bucket and [fs._strip_protocol(name) for name in expected] == expected
     for name in expected:
-        with fsspec.open(name) as stream:
-            assert stream.read() == fs.cat_file(name) == SHARD
-        assert default_cache().path(name).read_bytes() == SHARD
+        with fsspec.open(fs.unstrip_protocol(name)) as stream:
+            assert stream.read() == fs.open(name).read() == fs.cat(name) == SHARD
+        assert default_cache().path(fs.unstrip_protocol(name)).read_bytes() == SHARD
     assert proxy.fetches().total() == 3
     fs.get(bucket, f"{tmp_path}/copy", recursive=True)
     assert (tmp_path / "copy" / "part" / "c.tar").read_bytes() == SHARD
@@ -105,18 +114,18 @@ def test_a_name_with_its_target_takes_options_as_a_chain_does(url, tmp_path, s3,
         "shardcache": {"dir": str(tmp_path / "own"), "min_free": 0},
     }
     fs, path = fsspec.url_to_fs(url, **options)
-    for name in url, *fs.glob(path):
+    for name in url, fs.unstrip_protocol(path):
         with fsspec.open(name, **options) as stream:
             assert stream.read() == SHARD
 
 
 def test_writing_and_a_chain_without_an_origin_are_refused(url, default):
-    with pytest.raises(ConfigError, match="mode 'wb'"), fsspec.open(url, "wb") as stream:
-        stream.write(b"x")
     with pytest.raises(ConfigError, match=r"sig=\*\*\* .* mode 'wb'"):
-        fsspec.open("shardcache::https://h/k?sig=secret", "wb").open()
+        fsspec.open("shardcache::https://h/k?sig=secret").fs.open("https://h/k?sig=secret", "wb")
     with pytest.raises(ConfigError, match="URL of the origin"):
         ShardCacheFileSystem(skip_instance_cache=True)
+    with pytest.raises(ConfigError, match="only fs="):
+        ShardCacheFileSystem("s3", fs=fsspec.filesystem("memory"))
 
 
 def test_the_path_can_be_in_the_first_link_of_a_chain(url, default):
@@ -128,7 +137,8 @@ def test_the_path_can_be_in_the_first_link_of_a_chain(url, default):
     assert list(default.rglob("a.tar"))  # in the default cache: the options are not the cache's
     fs, pattern = fsspec.url_to_fs(f"shardcache://{bucket}/*.tar::s3://")
     assert fs.glob(pattern) == named(bucket, "a.tar", "b.tar")
-    with fsspec.open(f"{fs.glob(pattern)[0]}::s3://") as stream:  # they may add the target again
+    name = fs.unstrip_protocol(fs.glob(pattern)[0])
+    with fsspec.open(f"{name}::s3://") as stream:  # they may add the target again
         assert stream.read() == SHARD
 
 
@@ -150,3 +160,142 @@ def test_a_pickle_keeps_the_cache_and_a_fork_makes_its_own_target(url, tmp_path,
     with forked(look) as child:
         assert child.hear() == [False, len(SHARD), named(bucket, "b.tar"), SHARD[:3]]
     assert fs.fs is parents and proxy.fetches().total() == 1
+
+
+@pytest.fixture
+def memory(tmp_path, monkeypatch):
+    """A filesystem with `NAMES` below its root, read through a cache of its own."""
+    target = fsspec.filesystem("memory")
+    monkeypatch.setattr(type(target), "store", {})
+    monkeypatch.setattr(type(target), "pseudo_dirs", [""])
+    target.pipe({f"/{name}": SHARD for name in NAMES})
+    options = {"dir": str(tmp_path / "own"), "min_free": 0}
+    return fsspec.filesystem("shardcache", target_protocol="memory", **options)
+
+
+def test_2000_opens_in_many_threads_share_one_cache(memory):
+    """fsspec makes a filesystem for each thread, and keeps it."""
+    memory.fs.pipe({f"/{n}.tar": SHARD for n in range(40)})
+
+    def read():
+        for n in range(40):
+            url, options = f"shardcache::memory://{n}.tar", memory.storage_options
+            with fsspec.open(url, shardcache={"dir": options["dir"], "min_free": 0}) as stream:
+                assert stream.read(4) == SHARD[:4]
+
+    read()
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(49):
+        thread = threading.Thread(target=read)
+        thread.start()
+        thread.join()
+    assert len(os.listdir("/proc/self/fd")) <= before
+    first, second = (fsspec.url_to_fs(f"shardcache::memory://{n}.tar")[0] for n in range(2))
+    assert first is second
+
+
+@pytest.mark.parametrize("root", ["", "/", "memory://", "shardcache://memory://"])
+def test_names_are_those_that_fsspecs_own_code_expects(root, memory):
+    mapper, below = memory.get_mapper(root), DirFileSystem(f"{root}/part", memory)
+    assert sorted(mapper) == list(NAMES) and mapper["part/c.tar"] == SHARD
+    assert below.cat("c.tar") == SHARD and below.find("") == ["c.tar"]
+    assert memory.cat(memory.glob(f"{root}/*.tar")[0]) == SHARD
+    assert memory.glob(f"{root}/*/") == ["/part"]
+    assert memory.info(f"{root}/a.tar")["name"] == memory._strip_protocol(f"{root}/a.tar")
+    assert memory.du(root) == 3 * len(SHARD) and memory._parent(f"{root}/part/c.tar") == "/part"
+
+
+def test_a_file_describes_itself_before_and_after_its_first_download(memory, tmp_path):
+    for _ in range(2):
+        with memory.open("/a.tar") as stream:
+            assert (stream.size, stream.mode, stream.tell()) == (len(SHARD), "rb", 0)
+            stream.seek(3)
+            assert np.fromfile(stream, np.uint8).tobytes() == SHARD[3:]
+        assert memory.read_block("/a.tar", len(SHARD) - 3, 9) == SHARD[-3:]
+        callback = Callback()
+        memory.get_file("/a.tar", str(tmp_path / "copy"), callback=callback)
+        assert callback.size == callback.value == len(SHARD)
+        with pytest.raises(ValueError):
+            stream.fileno()  # of a closed file
+        memory.cat_file("/b.tar", 0, 1)  # the other loop reads this one from the cache
+
+
+def test_numpy_waits_for_the_first_download(tmp_path):
+    server = Files()
+    server.files["/a.tar"] = content = SHARD + bytes(3 * BLOCK)
+    more = server.hold("/a.tar", len(SHARD))
+    with running(server), ThreadPoolExecutor(1) as pool:
+        options = {"target_protocol": "http", "dir": str(tmp_path / "own"), "min_free": 0}
+        fs = fsspec.filesystem("shardcache", **options)
+        with fs.open(f"{server.url}/a.tar") as stream:
+            found = pool.submit(np.fromfile, stream, np.uint8)
+            more.set()
+            assert found.result().tobytes() == content
+
+
+@pytest.mark.parametrize("name", ["info", "ukey", "checksum", "created", "modified", "exists"])
+def test_a_file_keeps_its_description_when_it_becomes_cached(name, memory):
+    before = getattr(memory, name)("/a.tar")
+    memory.cat("/a.tar")
+    assert getattr(memory, name)("/a.tar") == before
+    memory.fs.pipe("/a.tar", SHARD * 2)
+    assert memory.size("/a.tar") == len(memory.cat("/a.tar")) == len(SHARD)
+
+
+def test_a_version_id_is_honoured_or_refused(url, default, s3, memory):
+    fs, path = fsspec.url_to_fs(url, s3={"version_aware": True})
+    bucket, newer = path.partition("/")[0], make_tar(7)
+    versioning = {"Status": "Enabled"}
+    s3.client().put_bucket_versioning(Bucket=bucket, VersioningConfiguration=versioning)
+    for content in SHARD, newer:
+        s3.put(bucket, "a.tar", content)
+    fs.invalidate_cache()
+    old = next(
+        each["VersionId"]
+        for each in fs.fs.object_version_info(path)
+        if not each["IsLatest"] and each["VersionId"] != "null"
+    )
+    before = fs.info(path), fs.ukey(path), fs.checksum(path), fs.info(path, version_id=old)
+    assert fs.cat_file(path) == newer
+    assert fs.cat_file(path, version_id=old) == fs.open(path, version_id=old).read() == SHARD
+    after = fs.info(path), fs.ukey(path), fs.checksum(path), fs.info(path, version_id=old)
+    assert after[1:3] == before[1:3]
+    for early, late in zip(before[::3], after[::3], strict=True):
+        assert late == {key: early[key] for key in late}
+        assert {"ETag", "LastModified", "VersionId"} < set(late)
+    with pytest.raises(ConfigError, match="no version_id"):
+        memory.open("/a.tar", version_id=old)
+
+
+def test_unknown_options_of_open_are_refused(memory):
+    with pytest.raises(ConfigError, match="/a.tar cannot be opened with generation"):
+        memory.cat_file("/a.tar", generation=1)
+    assert memory.open("/a.tar", block_size=1, cache_type="none", cache_options={}).read(1)
+
+
+def test_every_method_that_writes_is_refused(memory, tmp_path):
+    (tmp_path / "x").write_bytes(b"x")
+    local = str(tmp_path / "x")
+    for names, arguments in {
+        "mkdir makedir makedirs mkdirs rmdir rm rm_file delete touch": ("/a.tar",),
+        "mv move rename cp copy cp_file": ("/a.tar", "/new.tar"),
+        "put put_file upload": (local, "/new.tar"),
+        "pipe pipe_file write_bytes write_text": ("/new.tar", "x"),
+        "open": ("/new.tar", "wb"),
+    }.items():
+        for name in names.split():
+            with pytest.raises(ConfigError, match="A cache is read-only: it refuses"):
+                getattr(memory, name)(*arguments)
+    assert memory.find("/") == [f"/{name}" for name in NAMES]
+
+
+def test_a_url_can_be_signed(url, default, s3):
+    fs, path = fsspec.url_to_fs(url)
+    assert re.search(r"/a\.tar\?.*Signature=", fs.sign(path, expiration=60))
+
+
+def test_the_target_can_be_an_instance(memory, tmp_path):
+    target = fsspec.filesystem("memory", skip_instance_cache=True)
+    made = fsspec.filesystem("shardcache", fs=target, dir=memory.storage_options["dir"], min_free=0)
+    assert made.fs is target and made.cat("/a.tar") == SHARD
+    assert pickle.loads(pickle.dumps(made)).cat("/a.tar") == SHARD

@@ -168,8 +168,11 @@ def verify_command(
     shard. After --repair, current readers of a damaged shard continue, the next reader
     downloads it again, and `clean` removes the damaged file. Jobs may run at the same time.
 
-    Exits with 4 if a shard is damaged, or with --remote has changed or is gone; otherwise with
-    3 if a shard could not be checked, and with 1 if nothing matches a SPEC.
+    A shard is malformed if it is as at the origin, but readers miss samples: it has no end
+    marker, or more data behind one. --quick does not look for this.
+
+    Exits with 4 if a shard is damaged or malformed, or with --remote has changed or is gone;
+    otherwise with 3 if a shard could not be checked, and with 1 if nothing matches a SPEC.
 
     \b
     Examples:
@@ -229,7 +232,8 @@ def verify_command(
         console.hint("Pass --repair to set damaged shards aside; readers download them again.")
     if counts[State.CHANGED]:
         console.hint("Run `shardcache rm URL` for changed shards; readers get the new version.")
-    if counts[State.DAMAGED] or counts[State.CHANGED] or counts[State.GONE]:
+    bad = State.DAMAGED, State.MALFORMED, State.CHANGED, State.GONE
+    if any(counts[state] for state in bad):
         return ExitCode.DAMAGED
     unknown = counts[State.UNCHECKED] or counts[State.UNREACHABLE]
     return ExitCode.SOME_FAILED if unknown else ExitCode.DONE

@@ -47,7 +47,7 @@ from shardcache.origins.resolve import Origins
 from shardcache.ranks import Ranks
 from shardcache.space.budget import Space
 from shardcache.space.tiers import Tier
-from shardcache.store.digest import BLOCK, check_archive
+from shardcache.store.digest import BLOCK, archive_problem, check_archive
 from shardcache.store.directory import DamagedError, Metadata
 from shardcache.store.entry import Opened, Store, open_first, set_aside
 from shardcache.store.partial import LostError, Partial
@@ -67,6 +67,8 @@ _AHEAD = 16
 #: Assumed bytes of a shard of unknown size. If there is no room for that many, the shard may have
 #: to be streamed, so the first request asks for the whole shard.
 _USUAL_SIZE = 64 << 20
+#: Headers that a download reads to find an end marker amid the archive. They take 10 ms.
+_HEADERS = 2000
 #: Attempts to store a shard. An entry may vanish between publish and open, and a process whose
 #: locks do not work may remove a partial, but hardly this often in a row.
 _TRIES = 5
@@ -416,6 +418,8 @@ def _publish(site: Site, download: Download, transferred: Transferred) -> Path:
     partial, shard = transferred.partial, download.shard
     try:
         check_archive(partial.fd, shard.basename, str(shard))
+        if problem := archive_problem(partial.fd, shard.basename, transferred.size, _HEADERS):
+            site.warn(f"{shard.key} {problem}", "%s: %s", shard, problem)
         if not (transferred.proven or transferred.checked):
             raise UnprovenError(
                 f"{shard} is not stored: its response has no length and ends with the connection, "

@@ -13,6 +13,7 @@ import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
+from itertools import islice
 
 from xxhash import xxh3_128, xxh3_128_digest
 
@@ -151,3 +152,32 @@ def check_archive(fd: int, basename: str, url: str) -> None:
             "Check the object; an error page may have been uploaded or served in its place.",
             url=url,
         ) from exn
+
+
+def archive_problem(fd: int, basename: str, size: int, most: int | None = None) -> str:
+    """Describe why readers of a tar archive miss a part of it, or return "".
+
+    Args:
+        fd, basename, size: the file, its name, and its bytes.
+        most: read at most so many headers if the file ends with zeros, as archives do.
+    """
+    if not basename.lower().endswith(_SUFFIXES):
+        return ""
+    import tarfile
+
+    from shardcache.archive import members, unread
+
+    def read(count: int, offset: int) -> bytes:
+        return os.pread(fd, count, offset)
+
+    if any(read(tarfile.BLOCKSIZE, max(0, size - tarfile.BLOCKSIZE))):
+        most = None
+    at, name = 0, ""
+    try:
+        for at, name in islice(members(read, size), most):  # noqa: B007 - the last one matters
+            pass
+    except (tarfile.CompressionError, tarfile.StreamError):
+        return ""  # its members are not walked
+    except (tarfile.TarError, ValueError) as exn:
+        return f"readers fail behind byte {at} ({exn}). Pack and upload it again."
+    return "" if name else unread(read, at)

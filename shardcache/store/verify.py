@@ -25,7 +25,7 @@ from shardcache.errors import ConfigError, ShardCacheError, ShardNotFoundError, 
 from shardcache.origins.base import ObjectInfo
 from shardcache.origins.resolve import Origins
 from shardcache.origins.retry import RetryPolicy
-from shardcache.store.digest import block_digest, read_blocks, tree_digest
+from shardcache.store.digest import archive_problem, block_digest, read_blocks, tree_digest
 from shardcache.store.directory import GONE, DamagedError, Metadata, readable
 from shardcache.store.entry import Entry, Store, open_data, set_aside
 from shardcache.urls import ShardURL, redact
@@ -36,6 +36,7 @@ class State(StrEnum):
 
     OK = "ok"
     DAMAGED = "damaged"
+    MALFORMED = "malformed"  #: the shard is as at the origin, but readers miss a part of it
     UNCHECKED = "unchecked"
     CHANGED = "changed"
     GONE = "gone"
@@ -179,7 +180,7 @@ class Verifier:
             with readable():
                 metadata = entry.metadata()
                 url = metadata.url
-                self._check_data(store, entry, metadata)
+                problem = self._check_data(store, entry, metadata)
         except DamagedError as exn:
             if not _is_same(entry, before):  # it was evicted, and a new entry took its place
                 raise FileNotFoundError(errno.ENOENT, "it is gone", entry.directory) from exn
@@ -190,22 +191,30 @@ class Verifier:
                 self.status.passed += entry.size
         # Readers get the newest of several versions, so only that one may be outdated.
         newest = next(store.entries_of(entry.key), entry)
-        if not self.remote or newest.directory != entry.directory:
-            return Finding(entry, url, State.OK)
-        version = entry.key, entry.version
-        if version not in self._remote:
-            self._remote[version] = self._compare_with_origin(metadata)
-        return Finding(entry, url, *self._remote[version])
+        state, reason, version = State.OK, "", (entry.key, entry.version)
+        if self.remote and newest.directory == entry.directory:
+            if version not in self._remote:
+                self._remote[version] = self._compare_with_origin(metadata)
+            state, reason = self._remote[version]
+        if problem and state is State.OK:
+            state, reason = State.MALFORMED, problem
+        return Finding(entry, url, state, reason)
 
-    def _check_data(self, store: Store, entry: Entry, metadata: Metadata) -> None:
-        """Open the data file as a reader does and, unless ``quick`` is set, compare its digest."""
+    def _check_data(self, store: Store, entry: Entry, metadata: Metadata) -> str:
+        """Open the data file as a reader does and, unless ``quick`` is set, compare its digest.
+
+        Return what is wrong with the archive itself, or "".
+        """
         path = f"{entry.directory}/{metadata.basename}"
         opened = open_data(entry.directory, path, entry.size, store.layout.grace)
         if opened is None:
             raise DamagedError("its data file is missing")
         with opened.file:
-            if not self.quick and self._digest(entry.key, opened.fd) != metadata.digest:
+            if self.quick:
+                return ""
+            if self._digest(entry.key, opened.fd) != metadata.digest:
                 raise DamagedError("its bytes changed since they were downloaded")
+            return archive_problem(opened.fd, metadata.basename, entry.size)
 
     def _digest(self, key: str, fd: int) -> str:
         file = key, os.fstat(fd).st_dev, os.fstat(fd).st_ino

@@ -1,0 +1,396 @@
+"""Read the files of tar archives as WebDataset does, in less time.
+
+`TarWalk` yields the same names and bytes in the same order as WebDataset's expander, with the same
+exceptions. `members` finds the same files by their headers alone, for random access.
+
+Nearly all headers of a shard are plain: they describe a regular file with a name and a size. This
+module parses them with one regular expression and a checksum in C. At the first other header
+(sparse files, global headers, unusual numbers, damage, compression), it passes the same bytes and
+the rest of the archive to tarfile. So it is always tarfile that decides which members an archive
+has, and where and how reading it fails.
+
+Streams are never closed. Nothing after a member is read until the next one is requested, so that
+readers do not wait for bytes that are still being downloaded.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+import tarfile
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from typing import Any
+from zlib import adler32
+
+_BLOCK = 512
+_ZEROS = bytes(_BLOCK)
+#: Bytes per read while skipping a member.
+_PIECE = 20 * _BLOCK
+#: Limit of an extended header in bytes, ample for a name and a few timestamps. Larger ones are left
+#: to tarfile.
+_EXTENDED_MAX = 1 << 16
+#: The first bytes of compressed archives. No name of a sample begins with them.
+_COMPRESSED = (b"\x1f\x8b", b"BZh", b"]\0\0", b"\xfd7z", b"\x28\xb5\x2f")
+#: The header of a directory. It is put before the header at which tarfile takes over, because
+#: tarfile applies other rules to the first header of an archive.
+_DIRECTORY = tarfile.TarInfo("x")
+_DIRECTORY.type = tarfile.DIRTYPE
+_NOT_FIRST = _DIRECTORY.tobuf(tarfile.USTAR_FORMAT)
+
+# The forms of a number that all tar programs read alike: octal digits with a final NUL or space, a
+# field of NULs, and GNU's base 256. Other forms are left to tarfile.
+_NUMBER = rb"(?:[0-7]{7}[\0 ]|[0-7]{6}[\0 ]{2}|\0{8}|[\x80\xff].{7})"
+_match = re.compile(
+    rb"(?=([^\0]{0,100})).{100}"  # 1: name
+    + _NUMBER * 3  # mode, user, group
+    + rb"(0[0-7]{10})[\0 ]"  # 2: size below a GiB, so a damaged one cannot take all memory
+    + rb"(?:[0-7]{11}[\0 ]|\0{12}|[\x80\xff].{11})"  # time
+    + rb"([0-7]{6}[\0 ]{2})"  # 3: checksum
+    + rb"(.)"  # 4: type
+    + rb".{172}"  # link, magic, user, group
+    + _NUMBER * 2  # device
+    + rb"(?=([^\0]{0,155})).{167}",  # 5: prefix
+    re.DOTALL,
+).fullmatch
+#: Matches a record of an extended header that has the name, or a value that WebDataset ignores.
+_record = re.compile(rb"([1-9][0-9]{0,5}) (path|[acm]time|[ug]id|[ug]name)=([^\n]+)\n").match
+
+_REGULAR = (b"0", b"\0", b"7")
+_WITHOUT_DATA = (b"5", b"2", b"1", b"3", b"4", b"6")
+_EXTENDED = (b"x", b"L")
+#: The first bytes of an extended header that Python's tarfile writes, and of GNU's long names.
+_EXTENDED_NAME = b"././@"
+
+#: Matches a first component of a name that WebDataset reserves for metadata.
+_is_meta = re.compile(r"__[^/]*__($|/)").match
+
+#: The pattern of WebDataset's `base_plus_ext`: the key of a sample, and the rest of a file's name.
+split = re.compile(r"^((?:.*/|)[^.]+)[.]([^/]*)$").match
+#: Matches a value of a global header by which tarfile reads later members differently.
+_redefines = re.compile(r"(?:path|size|hdrcharset)$|GNU\.sparse\.").match
+#: What is wrong with a shard in which a key occurs again after other keys.
+REPEATED = (
+    "the key {} occurs again after other keys, which makes two samples, as in WebDataset. Pack the "
+    "files of a sample together."
+)
+
+#: The name, size and type in a plain header.
+_Fields = tuple[str, int, bytes]
+
+
+def is_meta(name: str) -> bool:
+    """Return whether a member is WebDataset's metadata, which is no part of a sample."""
+    return name.startswith("__") and bool(
+        ("/" not in name and name.endswith("__")) or _is_meta(name)
+    )
+
+
+def files_of(data: bytes, url: str, local_path: str | None = None) -> list[dict[str, Any]]:
+    """Return the files in a part of an archive, as `tar_files` yields them.
+
+    Args:
+        data: the bytes from the first header of one member to that of another, or to the end.
+        url, local_path: the shard, as in the input of `tar_files`.
+
+    Raises:
+        tarfile.TarError: the bytes are incomplete or damaged.
+    """
+    found: list[dict[str, Any]] = []
+    shard = {"__url__": url} | ({} if local_path is None else {"__local_path__": local_path})
+    at, is_utf8 = 0, tarfile.ENCODING == "utf-8"
+    while at < len(data):
+        fields = _fields(data[at : at + _BLOCK]) if is_utf8 else None
+        at += _BLOCK
+        if fields is not None and fields[2] in _EXTENDED:
+            size = _behind(fields)
+            fields = _extended(fields, data[at : at + size])
+            at += size
+        if fields is None or fields[2] not in _REGULAR:
+            walk = TarWalk(io.BytesIO(_NOT_FIRST + data))
+            return [{"fname": n, "data": walk.read(), **shard} for n in walk if not is_meta(n)]
+        name, size, _ = fields
+        if not is_meta(name):
+            found.append({"fname": name, "data": data[at : at + size], **shard})
+        at += size + (-size & 511)
+    if at > len(data):
+        raise _ended()
+    return found
+
+
+class TarWalk:
+    """Iterates over the names of the regular files in an archive; `read` returns a file's data.
+
+    Iteration and `read` raise the exceptions of tarfile in mode ``r|*``.
+    """
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+        self._size = 0  # bytes of the current member
+        self._left = 0  # bytes until the next header
+        self._archive: Any = None  # tarfile's reader, once it has taken over
+        self._member: tarfile.TarInfo | None = None  # current member, once tarfile has taken over
+
+    def read(self) -> bytes:
+        """Return the data of the current member. May be called at most once per member."""
+        data: bytes
+        if self._member is not None:
+            data = self._archive.extractfile(self._member).read()
+            return data
+        data = self._stream.read(self._size)
+        self._left -= len(data)
+        if len(data) != self._size:
+            raise _ended()
+        return data
+
+    def __iter__(self) -> Iterator[str]:
+        stream, header, fields = self._stream, b"", None
+        # Streams of these types return as many bytes as requested, except at the end.
+        if type(stream) in (io.BufferedReader, io.BytesIO) and tarfile.ENCODING == "utf-8":
+            header = stream.read(_BLOCK)
+            fields = _fields(header)
+        if fields is None or header.startswith(_COMPRESSED):
+            yield from self._by_tarfile(header)
+            return
+        before = b""
+        while True:
+            if fields is not None and fields[2] in _EXTENDED:
+                rest = stream.read(_behind(fields))
+                header, fields = header + rest, _extended(fields, rest)
+            if fields is not None and fields[2] in _REGULAR:
+                name, size, _ = fields
+                self._size = size
+                self._left = size + (-size & 511)
+                yield name
+            elif header == _ZEROS:
+                return
+            elif fields is None or fields[2] not in _WITHOUT_DATA:
+                yield from self._by_tarfile(before + header)
+                return
+            before, header = _NOT_FIRST, self._next_header()
+            fields = _fields(header)
+
+    def _next_header(self) -> bytes:
+        """Return the block after the current member. It may be short at the end of the stream."""
+        left, self._left = self._left, 0
+        while left > _PIECE:  # skip a member that was not read
+            if len(self._stream.read(_PIECE)) < _PIECE:
+                raise _ended()
+            left -= _PIECE
+        block: bytes = self._stream.read(left + _BLOCK)
+        if len(block) < left:
+            raise _ended()
+        return block[left:] if left else block
+
+    def _by_tarfile(self, pending: bytes) -> Iterator[str]:
+        """Yield the names that tarfile finds in ``pending`` and in the rest of the stream."""
+        rest: Any = _Rejoined(pending, self._stream)
+        self._archive = tarfile.open(fileobj=rest, mode="r|*")  # noqa: SIM115 - never closed
+        for info in self._archive:
+            if info.isreg():
+                self._member = info
+                yield info.name
+            self._archive.members = []  # tarfile would keep all of them in memory
+
+
+def members(read: Callable[[int, int], bytes], end: int) -> Iterator[tuple[int, str]]:
+    """Find the regular files of an archive without reading their data.
+
+    Args:
+        read: returns up to ``size`` bytes at an offset: ``read(size, offset)``.
+        end: size of the archive in bytes.
+
+    Yields:
+        For each file: the offset at which it ends, and its name. Headers that concern the next file
+        are behind that offset. At last: the offset at which tarfile stops, and "".
+
+    Raises:
+        tarfile.CompressionError: the archive is compressed.
+        tarfile.StreamError: the archive cannot be read in this way.
+        tarfile.TarError: the archive cannot be read.
+    """
+    at, is_utf8 = 0, tarfile.ENCODING == "utf-8"
+    while at < end or not at:
+        start, header = at, read(_BLOCK, at)
+        fields = _fields(header) if is_utf8 else None
+        if not start and header.startswith(_COMPRESSED):
+            raise tarfile.CompressionError("it is compressed")
+        at += _BLOCK
+        if fields is not None and fields[2] in _EXTENDED:
+            size = _behind(fields)
+            fields = _extended(fields, read(size, at))
+            at += size
+        if fields is not None and (fields[2] in _REGULAR or fields[2] in _WITHOUT_DATA):
+            name, size, kind = fields
+            if kind in _REGULAR:
+                at += size + (-size & 511)
+                if at > end:
+                    raise _ended()
+                yield at, name
+        else:
+            if header == _ZEROS:
+                yield start, ""
+            else:
+                yield from _members_by_tarfile(read, start)
+            return
+    yield at, ""
+
+
+def _members_by_tarfile(read: Callable[[int, int], bytes], at: int) -> Iterator[tuple[int, str]]:
+    """Yield what `members` yields, from the offset ``at`` on, where tarfile takes over."""
+    before = _NOT_FIRST if at else b""
+    walk, first = TarWalk(_From(read, at)), at - len(before)
+    for name in walk._by_tarfile(before):
+        if any(map(_redefines, walk._archive.pax_headers)):
+            raise tarfile.StreamError("it has a global header, which concerns all later members")
+        yield first + walk._archive.offset, name
+    yield first + walk._archive.offset, ""
+
+
+def unread(read: Callable[[int, int], bytes], at: int) -> str:
+    """Describe why an archive may have samples that no reader finds, or return "".
+
+    Args:
+        read: returns bytes of the archive, as for `members`.
+        at: the offset at which tarfile stops.
+    """
+    block, position = read(_BLOCK, at), at
+    if len(block) < _BLOCK:
+        return (
+            f"it ends at byte {at} without an end marker, as if its writer was not closed, so "
+            "samples may be missing. Pack it again."
+        )
+    while (piece := read(_PIECE, position)) and not (data := piece.lstrip(b"\0")):
+        position += len(piece)
+    if not piece:
+        return ""
+    position += len(piece) - len(data)
+    what = "an end marker" if block == _ZEROS else "a damaged header"
+    return (
+        f"readers stop at {what} at byte {at} and miss the data from byte {position} on. Pack it "
+        "again, as one archive."
+    )
+
+
+class _From:
+    """A stream of the bytes from the offset ``at`` on."""
+
+    def __init__(self, read: Callable[[int, int], bytes], at: int) -> None:
+        self._read = read
+        self._at = at
+
+    def read(self, size: int) -> bytes:
+        data = self._read(size, self._at)
+        self._at += len(data)
+        return data
+
+
+#: Empty reads after which reading fails. If the size of a member is damaged, tarfile would keep
+#: reading at the end of the archive, for up to 2^500 bytes.
+_MAX_EMPTY_READS = 1000
+
+
+class _Rejoined:
+    """A stream of the bytes in ``pending``, followed by those of ``stream``."""
+
+    def __init__(self, pending: bytes, stream: Any) -> None:
+        self._pending = pending
+        self._stream = stream
+        self._empty_reads = 0
+
+    def read(self, size: int) -> bytes:
+        data, self._pending = self._pending[:size], self._pending[size:]
+        if len(data) < size:
+            data += self._stream.read(size - len(data))
+        if not data:
+            self._empty_reads += 1
+            if self._empty_reads > _MAX_EMPTY_READS:
+                raise _ended()
+        return data
+
+
+def _ended() -> tarfile.ReadError:
+    return tarfile.ReadError("unexpected end of data")  # with tarfile's text
+
+
+def _fields(header: bytes) -> _Fields | None:
+    """Return the fields of a header, or None if it is not plain, is incomplete or is damaged."""
+    return _known(header) if header.startswith(_EXTENDED_NAME) else _parsed(header)
+
+
+def _parsed(header: bytes) -> _Fields | None:
+    if (found := _match(header)) is None:
+        return None
+    name, size, checksum, kind, prefix = found.groups()
+    # The lower half of Adler-32 is 1 + the sum of the bytes, modulo 65521, which 512 bytes of ASCII
+    # cannot reach.
+    total = adler32(header) & 0xFFFF if header.isascii() else 1 + sum(header)
+    if total != _total(checksum):
+        return None
+    if kind == b"\0" and name.endswith(b"/"):
+        kind = b"5"  # old archives mark directories in this way
+    if prefix and kind not in _EXTENDED:
+        name = prefix + b"/" + name
+    return _text(name), int(size, 8), kind
+
+
+#: The extended headers of an archive are equal but for a few sizes, so each is parsed only once.
+#: This takes 1.8 us off each file in a shard of WebDataset's ShardWriter, which took 10 us.
+_known = lru_cache(64)(_parsed)
+
+
+@lru_cache(1024)
+def _total(checksum: bytes) -> int:
+    """Return 1 + the sum of the bytes of a header, according to its checksum field."""
+    return 1 + int(checksum[:6], 8) - 8 * 32 + sum(checksum)  # the field itself counts as 8 spaces
+
+
+def _behind(fields: _Fields) -> int:
+    """Return the bytes from the end of an extended header to the end of its member's own header.
+
+    Return 0 if the extended header is left to tarfile.
+    """
+    size = fields[1]
+    return size + (-size & 511) + _BLOCK if 0 < size <= _EXTENDED_MAX else 0
+
+
+def _extended(fields: _Fields, rest: bytes) -> _Fields | None:
+    """Return the fields of a member with an extended header, or None if not plain.
+
+    ``rest`` holds the `_behind` bytes that follow the extended header.
+    """
+    _, size, kind = fields
+    padded = size + (-size & 511)
+    inner = _parsed(rest[padded:])
+    if inner is None or inner[2] not in _REGULAR:
+        return None
+    if kind == b"L":
+        name: str | None = _text(rest[:padded].partition(b"\0")[0])
+    else:
+        name = _name(inner[0], rest, size)
+    return None if name is None else (name, *inner[1:])
+
+
+def _name(name: str, records: bytes, size: int) -> str | None:
+    """Return the member's name: the one in the extended header's records if any, or ``name``.
+
+    The records are the first ``size`` bytes. Return None if tarfile has to read one of them.
+    """
+    if size & 511 and records[size]:
+        return None
+    position = 0
+    while position < size:
+        found = _record(records, position)
+        if found is None or found.end() - position != int(found[1]):
+            return None
+        if found[2] == b"path":
+            try:
+                name = found[3].decode("utf-8").rstrip("/")
+            except UnicodeDecodeError:
+                return None
+        position = found.end()
+    return name if position == size else None
+
+
+def _text(name: bytes) -> str:
+    return name.decode("utf-8", "surrogateescape")

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 #: Width in columns of output that does not go to a terminal: wide enough that no line is folded.
 _UNLIMITED = 100_000
+#: Skipped shards to name, unless -v is given.
+_SKIPPED = 100
 #: Minimum width in columns of a shortened name.
 _NAME = 16
 #: Colours of progress bars. By default, rich uses red, which is for errors here.
@@ -266,6 +268,12 @@ def grouped(reasons: Mapping[str, str], *, everything: bool, shown: int = 1) -> 
         yield from lines if everything else lines[:shown]
         if len(lines) > shown and not everything:
             yield f"{len(lines) - shown:,} more for the same reason; -v lists them"
+
+
+def skipped(errors: Mapping[str, Exception], *, everything: bool) -> Iterator[str]:
+    """Yield lines that name the shards which ``--skip-missing`` skipped, from their errors."""
+    reasons = {url: reason(error) for url, error in errors.items()}
+    return grouped(reasons, everything=everything, shown=_SKIPPED)
 
 
 def fields_of(record: Any) -> dict[str, Any]:

@@ -16,12 +16,21 @@ from typing import TYPE_CHECKING
 
 from shardcache import clock
 from shardcache.download.pool import NODE, parse_rate
-from shardcache.errors import CacheFullError, ConfigError, ShardCacheError
+from shardcache.errors import CacheFullError, ConfigError, ShardCacheError, ShardNotFoundError
 from shardcache.layout import Layout
 from shardcache.origins.listing import Listing
 from shardcache.prewarm.plan import Share, confirm, make_plan, wanted_shards
 from shardcache.prewarm.pool import Pool
-from shardcache.results import Event, Finished, Outcome, Planned, PrewarmReport, Stopped, is_full
+from shardcache.results import (
+    Event,
+    Finished,
+    Outcome,
+    Planned,
+    PrewarmReport,
+    ShardResult,
+    Stopped,
+    is_full,
+)
 from shardcache.store.root import make_root, unusable
 from shardcache.units import format_bytes
 from shardcache.urls import ShardURL
@@ -53,6 +62,7 @@ def prewarm(
     deadline: float | None = None,
     max_failures: int | None = None,
     best_effort: bool = False,
+    skip_missing: bool = False,
     limit_rate: int | str | None = None,
     refresh: bool = False,
     processes: int = 1,
@@ -72,6 +82,7 @@ def prewarm(
         deadline: seconds after which no shard is started and running downloads are cancelled.
         max_failures: stop when more shards than this have failed; None never stops.
         best_effort: leave out shards that do not fit instead of refusing all of them.
+        skip_missing: do not count shards that their origins do not have (404) as failed.
         limit_rate: bytes per second for all connections together: a number, or text such as
             ``"50MB"``.
         refresh: query the origins for newer versions of the cached shards, and download these.
@@ -128,7 +139,12 @@ def prewarm(
     stop = stop or threading.Event()
     events = list(confirm(cache, plan, stop))
     known = {each.shard.key: each.result for each in events if isinstance(each, Finished)}
-    pool = Pool(cache, plan, stop, jobs, best_effort, max_failures, rate, results=known)
+    for each in plan.shards:  # with `refresh`: cached, but no longer at the origin
+        error = plan.unconfirmed.get(each.key)
+        if skip_missing and isinstance(error, ShardNotFoundError):
+            known[each.key] = ShardResult(str(each), Outcome.SKIPPED, error=error)
+    limits = best_effort, max_failures, skip_missing
+    pool = Pool(cache, plan, stop, jobs, *limits, rate, results=known)
     pool.deadline = math.inf if deadline is None else start + deadline
     with contextlib.closing(pool):
         pool.fork(processes)  # before `report`, which may start a thread

@@ -1,6 +1,7 @@
 """`shardcache index`: writes the index file of a data set, resumes, and checks it."""
 
 import json
+import re
 import tarfile
 import threading
 
@@ -8,6 +9,7 @@ import pytest
 
 from shardcache import Cache, TarDataset
 from tests.support.clitools import SHARDS, Command
+from tests.support.proxy import Answer, Fault, Rule
 from tests.support.storetools import PATIENCE, wait_until
 from tests.support.tars import tar_of
 
@@ -135,6 +137,30 @@ def test_missing_shards_are_named_in_order_once_per_reason(run, bucket, data, sp
     assert f"  failed  s3://{bucket}/absent-0.tar: not found" in first
     assert more == "  failed  4 more for the same reason; -v lists them"
     assert run("index", absent, spec, "-o", file, "-v")[2].count("  failed  ") == 5
+
+
+def test_holes_are_skipped_and_named_once(run, bucket, spec, file):
+    holes = [f"s3://{bucket}/hole-{number}.tar" for number in range(3)]
+    for command in (["index", "-o", file], ["prewarm"]):
+        code, out, err = run(*command, spec, f"s3://{bucket}/hole-{{0..2}}.tar", "--skip-missing")
+        assert (code, "3 skipped" in out) == (0, True)
+        assert re.findall(r"  skipped  (\S+): not found", err) == holes
+    assert run("index", "-o", file, "--check")[0] == 0
+    assert [row["nsamples"] for row in json.loads(file.read_text())["shardlist"]] == [20] * SHARDS
+
+
+def test_only_an_absent_shard_is_a_hole(run, bucket, data, spec, file, proxy):
+    hole, refused = f"s3://{bucket}/hole.tar", f"{bucket}/train-0001.tar"
+    proxy.script(Rule(Fault(answer=Answer(403, [], b"")), path=refused, times=None))
+    for command in (["index", "-o", file], ["prewarm"]):
+        assert run(*command, "--skip-missing", hole)[0] == 3  # nothing would be left
+        code, _, err = run(*command, "--skip-missing", spec, hole)
+        assert (code, f"skipped  {hole}" in err, f"failed  s3://{refused}" in err) == (
+            3,
+            True,
+            True,
+        )
+    assert not file.exists()
 
 
 def test_a_missing_directory_is_named_before_shards_are_read(run, tmp_path):

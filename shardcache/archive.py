@@ -96,26 +96,9 @@ def files_of(data: bytes, url: str, local_path: str | None = None) -> list[dict[
     Raises:
         tarfile.TarError: the bytes are incomplete or damaged.
     """
-    found: list[dict[str, Any]] = []
     shard = {"__url__": url} | ({} if local_path is None else {"__local_path__": local_path})
-    at, is_utf8 = 0, tarfile.ENCODING == "utf-8"
-    while at < len(data):
-        fields = _fields(data[at : at + _BLOCK]) if is_utf8 else None
-        at += _BLOCK
-        if fields is not None and fields[2] in _EXTENDED:
-            size = _behind(fields)
-            fields = _extended(fields, data[at : at + size])
-            at += size
-        if fields is None or fields[2] not in _REGULAR:
-            walk = TarWalk(io.BytesIO(_NOT_FIRST + data))
-            return [{"fname": n, "data": walk.read(), **shard} for n in walk if not is_meta(n)]
-        name, size, _ = fields
-        if not is_meta(name):
-            found.append({"fname": name, "data": data[at : at + size], **shard})
-        at += size + (-size & 511)
-    if at > len(data):
-        raise _ended()
-    return found
+    walk = TarWalk(io.BytesIO(data), _NOT_FIRST)
+    return [{"fname": n, "data": walk.read(), **shard} for n in walk if not is_meta(n)]
 
 
 class TarWalk:
@@ -124,11 +107,13 @@ class TarWalk:
     Iteration and `read` raise the exceptions of tarfile in mode ``r|*``.
     """
 
-    def __init__(self, stream: Any) -> None:
+    def __init__(self, stream: Any, before: bytes = b"") -> None:
         self._stream = stream
+        self._before = before  # what tarfile reads before the current member
         self._size = 0  # bytes of the current member
         self._left = 0  # bytes until the next header
         self._archive: Any = None  # tarfile's reader, once it has taken over
+        self._base = 0  # offset at which tarfile's reader begins, in a `_From`
         self._member: tarfile.TarInfo | None = None  # current member, once tarfile has taken over
 
     def read(self) -> bytes:
@@ -144,15 +129,14 @@ class TarWalk:
         return data
 
     def __iter__(self) -> Iterator[str]:
-        stream, header, fields = self._stream, b"", None
+        stream = self._stream
         # Streams of these types return as many bytes as requested, except at the end.
-        if type(stream) in (io.BufferedReader, io.BytesIO) and tarfile.ENCODING == "utf-8":
-            header = stream.read(_BLOCK)
-            fields = _fields(header)
-        if fields is None or header.startswith(_COMPRESSED):
-            yield from self._by_tarfile(header)
+        is_exact = type(stream) in (io.BufferedReader, io.BytesIO, _From)
+        header = stream.read(_BLOCK) if is_exact and tarfile.ENCODING == "utf-8" else b""
+        fields = _fields(header)
+        if not header or (not self._before and (fields is None or header.startswith(_COMPRESSED))):
+            yield from self._by_tarfile(self._before + header)
             return
-        before = b""
         while True:
             if fields is not None and fields[2] in _EXTENDED:
                 rest = stream.read(_behind(fields))
@@ -162,17 +146,20 @@ class TarWalk:
                 self._size = size
                 self._left = size + (-size & 511)
                 yield name
-            elif header == _ZEROS:
+            elif header == _ZEROS or not header:
+                self._left = -len(header)
                 return
             elif fields is None or fields[2] not in _WITHOUT_DATA:
-                yield from self._by_tarfile(before + header)
+                yield from self._by_tarfile(self._before + header)
                 return
-            before, header = _NOT_FIRST, self._next_header()
+            self._before, header = _NOT_FIRST, self._next_header()
             fields = _fields(header)
 
     def _next_header(self) -> bytes:
         """Return the block after the current member. It may be short at the end of the stream."""
         left, self._left = self._left, 0
+        if type(self._stream) is _From:
+            self._stream.at, left = self._stream.at + left, 0
         while left > _PIECE:  # skip a member that was not read
             if len(self._stream.read(_PIECE)) < _PIECE:
                 raise _ended()
@@ -182,8 +169,15 @@ class TarWalk:
             raise _ended()
         return block[left:] if left else block
 
+    def _end(self) -> int:
+        """Return the offset in a `_From` at which the current member, or the iteration, ends."""
+        if self._archive is None:
+            return int(self._stream.at) + self._left
+        return self._base + int(self._archive.offset)
+
     def _by_tarfile(self, pending: bytes) -> Iterator[str]:
         """Yield the names that tarfile finds in ``pending`` and in the rest of the stream."""
+        self._base = getattr(self._stream, "at", 0) - len(pending)
         rest: Any = _Rejoined(pending, self._stream)
         self._archive = tarfile.open(fileobj=rest, mode="r|*")  # noqa: SIM115 - never closed
         for info in self._archive:
@@ -209,42 +203,16 @@ def members(read: Callable[[int, int], bytes], end: int) -> Iterator[tuple[int, 
         tarfile.StreamError: the archive cannot be read in this way.
         tarfile.TarError: the archive cannot be read.
     """
-    at, is_utf8 = 0, tarfile.ENCODING == "utf-8"
-    while at < end or not at:
-        start, header = at, read(_BLOCK, at)
-        fields = _fields(header) if is_utf8 else None
-        if not start and header.startswith(_COMPRESSED):
-            raise tarfile.CompressionError("it is compressed")
-        at += _BLOCK
-        if fields is not None and fields[2] in _EXTENDED:
-            size = _behind(fields)
-            fields = _extended(fields, read(size, at))
-            at += size
-        if fields is not None and (fields[2] in _REGULAR or fields[2] in _WITHOUT_DATA):
-            name, size, kind = fields
-            if kind in _REGULAR:
-                at += size + (-size & 511)
-                if at > end:
-                    raise _ended()
-                yield at, name
-        else:
-            if header == _ZEROS:
-                yield start, ""
-            else:
-                yield from _members_by_tarfile(read, start)
-            return
-    yield at, ""
-
-
-def _members_by_tarfile(read: Callable[[int, int], bytes], at: int) -> Iterator[tuple[int, str]]:
-    """Yield what `members` yields, from the offset ``at`` on, where tarfile takes over."""
-    before = _NOT_FIRST if at else b""
-    walk, first = TarWalk(_From(read, at)), at - len(before)
-    for name in walk._by_tarfile(before):
-        if any(map(_redefines, walk._archive.pax_headers)):
+    if read(_BLOCK, 0).startswith(_COMPRESSED):
+        raise tarfile.CompressionError("it is compressed")
+    walk = TarWalk(_From(read))
+    for name in walk:
+        if walk._archive and any(map(_redefines, walk._archive.pax_headers)):
             raise tarfile.StreamError("it has a global header, which concerns all later members")
-        yield first + walk._archive.offset, name
-    yield first + walk._archive.offset, ""
+        if (at := walk._end()) > end:
+            raise _ended()
+        yield at, name
+    yield walk._end(), ""
 
 
 def unread(read: Callable[[int, int], bytes], at: int) -> str:
@@ -273,15 +241,15 @@ def unread(read: Callable[[int, int], bytes], at: int) -> str:
 
 
 class _From:
-    """A stream of the bytes from the offset ``at`` on."""
+    """A stream of the bytes from the offset ``at`` on, of which only headers are read."""
 
-    def __init__(self, read: Callable[[int, int], bytes], at: int) -> None:
+    def __init__(self, read: Callable[[int, int], bytes]) -> None:
         self._read = read
-        self._at = at
+        self.at = 0
 
     def read(self, size: int) -> bytes:
-        data = self._read(size, self._at)
-        self._at += len(data)
+        data = self._read(size, self.at)
+        self.at += len(data)
         return data
 
 

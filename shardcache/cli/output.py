@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
 #: Width in columns of output that does not go to a terminal: wide enough that no line is folded.
 _UNLIMITED = 100_000
-#: Skipped shards to name, unless -v is given.
-_SKIPPED = 100
+#: Shards to name that ``--skip-missing`` skipped, unless -v is given.
+SKIPPED = 100
 #: Minimum width in columns of a shortened name.
 _NAME = 16
 #: Colours of progress bars. By default, rich uses red, which is for errors here.
@@ -254,26 +254,23 @@ def reason(exn: Exception) -> str:
     return f"{type(exn).__name__}: {exn}"
 
 
-def grouped(reasons: Mapping[str, str], *, everything: bool, shown: int = 1) -> Iterator[str]:
+def grouped(
+    reasons: Mapping[str, str | Exception], *, everything: bool, shown: int = 1
+) -> Iterator[str]:
     """Yield lines that say why shards failed, from the reasons by URL.
 
     Thousands of shards may fail for one reason, so only the first ``shown`` of them are named,
     unless ``everything`` is set.
     """
     by_reason = defaultdict[str, list[str]](list)
-    for url, text in reasons.items():
+    for url, why in reasons.items():
+        text = reason(why) if isinstance(why, Exception) else why
         line = text if url in text else f"{url}: {text}"
         by_reason[text.replace(url.partition("://")[2], "")].append(line)
     for lines in by_reason.values():
         yield from lines if everything else lines[:shown]
         if len(lines) > shown and not everything:
             yield f"{len(lines) - shown:,} more for the same reason; -v lists them"
-
-
-def skipped(errors: Mapping[str, Exception], *, everything: bool) -> Iterator[str]:
-    """Yield lines that name the shards which ``--skip-missing`` skipped, from their errors."""
-    reasons = {url: reason(error) for url, error in errors.items()}
-    return grouped(reasons, everything=everything, shown=_SKIPPED)
 
 
 def fields_of(record: Any) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import click
 from shardcache.cli import main as cli
 from shardcache.cli.entries import other_copies
 from shardcache.cli.main import ExitCode, Invocation, command, flag, number_option
-from shardcache.cli.output import Console, counted, fields_of, grouped, reason, skipped
+from shardcache.cli.output import SKIPPED, Console, counted, fields_of, grouped, reason
 from shardcache.cli.progress import Position, Positions, PrewarmProgress, display
 from shardcache.config import absolute
 from shardcache.download.pool import parse_rate
@@ -280,9 +280,9 @@ def _failures(
 ) -> Iterator[tuple[str, str]]:
     """Yield why shards failed or were skipped. In a check, missing shards have failed, too."""
     everything = console.verbosity > 0
-    for line in skipped(report.errors(Outcome.SKIPPED), everything=everything):
+    for line in grouped(report.errors(Outcome.SKIPPED), everything=everything, shown=SKIPPED):
         yield "skipped", line
-    reasons = {url: reason(error) for url, error in report.failures.items()}
+    reasons: dict[str, str | Exception] = {**report.failures}
     if check:
         missing = [each.url for each in report.results if each.outcome is Outcome.MISSING]
         reasons |= dict.fromkeys(missing, "not cached")

@@ -108,6 +108,10 @@ class Pool:
     stopped: Stopped | None = None
 
     def __post_init__(self) -> None:
+        for shard in self.plan.shards:  # with `refresh`: cached, but no longer at the origin
+            error = self.plan.unconfirmed.get(shard.key)
+            if self.skip_missing and isinstance(error, ShardNotFoundError):
+                self.results[shard.key] = ShardResult(str(shard), Outcome.SKIPPED, error=error)
         self._queue = _Queue(self._missing())
         self.jobs = min(self.jobs, len(self._queue))
         self._throttle = None if self.rate is None else Throttle(self.rate)

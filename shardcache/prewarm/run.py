@@ -16,21 +16,12 @@ from typing import TYPE_CHECKING
 
 from shardcache import clock
 from shardcache.download.pool import NODE, parse_rate
-from shardcache.errors import CacheFullError, ConfigError, ShardCacheError, ShardNotFoundError
+from shardcache.errors import CacheFullError, ConfigError, ShardCacheError
 from shardcache.layout import Layout
 from shardcache.origins.listing import Listing
 from shardcache.prewarm.plan import Share, confirm, make_plan, wanted_shards
 from shardcache.prewarm.pool import Pool
-from shardcache.results import (
-    Event,
-    Finished,
-    Outcome,
-    Planned,
-    PrewarmReport,
-    ShardResult,
-    Stopped,
-    is_full,
-)
+from shardcache.results import Event, Finished, Outcome, Planned, PrewarmReport, Stopped, is_full
 from shardcache.store.root import make_root, unusable
 from shardcache.units import format_bytes
 from shardcache.urls import ShardURL
@@ -139,10 +130,6 @@ def prewarm(
     stop = stop or threading.Event()
     events = list(confirm(cache, plan, stop))
     known = {each.shard.key: each.result for each in events if isinstance(each, Finished)}
-    for each in plan.shards:  # with `refresh`: cached, but no longer at the origin
-        error = plan.unconfirmed.get(each.key)
-        if skip_missing and isinstance(error, ShardNotFoundError):
-            known[each.key] = ShardResult(str(each), Outcome.SKIPPED, error=error)
     limits = best_effort, max_failures, skip_missing
     pool = Pool(cache, plan, stop, jobs, *limits, rate, results=known)
     pool.deadline = math.inf if deadline is None else start + deadline

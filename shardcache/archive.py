@@ -16,12 +16,16 @@ readers do not wait for bytes that are still being downloaded.
 from __future__ import annotations
 
 import io
+import os
 import re
 import tarfile
 from collections.abc import Callable, Iterator
 from functools import lru_cache
+from itertools import islice
 from typing import Any
 from zlib import adler32
+
+from shardcache.errors import IntegrityError
 
 _BLOCK = 512
 _ZEROS = bytes(_BLOCK)
@@ -32,11 +36,13 @@ _PIECE = 20 * _BLOCK
 _EXTENDED_MAX = 1 << 16
 #: The first bytes of compressed archives. No name of a sample begins with them.
 _COMPRESSED = (b"\x1f\x8b", b"BZh", b"]\0\0", b"\xfd7z", b"\x28\xb5\x2f")
+#: The names of archives that tarfile's mode "r|*" opens.
+_SUFFIXES = (".tar", ".tgz", ".tar.gz", ".tar.bz2", ".tar.xz", ".tar.zst")
 #: The header of a directory. It is put before the header at which tarfile takes over, because
 #: tarfile applies other rules to the first header of an archive.
 _DIRECTORY = tarfile.TarInfo("x")
 _DIRECTORY.type = tarfile.DIRTYPE
-_NOT_FIRST = _DIRECTORY.tobuf(tarfile.USTAR_FORMAT)
+NOT_FIRST = _DIRECTORY.tobuf(tarfile.USTAR_FORMAT)
 
 # The forms of a number that all tar programs read alike: octal digits with a final NUL or space, a
 # field of NULs, and GNU's base 256. Other forms are left to tarfile.
@@ -86,25 +92,11 @@ def is_meta(name: str) -> bool:
     )
 
 
-def files_of(data: bytes, url: str, local_path: str | None = None) -> list[dict[str, Any]]:
-    """Return the files in a part of an archive, as `tar_files` yields them.
-
-    Args:
-        data: the bytes from the first header of one member to that of another, or to the end.
-        url, local_path: the shard, as in the input of `tar_files`.
-
-    Raises:
-        tarfile.TarError: the bytes are incomplete or damaged.
-    """
-    shard = {"__url__": url} | ({} if local_path is None else {"__local_path__": local_path})
-    walk = TarWalk(io.BytesIO(data), _NOT_FIRST)
-    return [{"fname": n, "data": walk.read(), **shard} for n in walk if not is_meta(n)]
-
-
 class TarWalk:
     """Iterates over the names of the regular files in an archive; `read` returns a file's data.
 
-    Iteration and `read` raise the exceptions of tarfile in mode ``r|*``.
+    Iteration and `read` raise the exceptions of tarfile in mode ``r|*``. With ``NOT_FIRST`` as
+    ``before``, the stream is a part of an archive, which begins where a member ends.
     """
 
     def __init__(self, stream: Any, before: bytes = b"") -> None:
@@ -152,7 +144,7 @@ class TarWalk:
             elif fields is None or fields[2] not in _WITHOUT_DATA:
                 yield from self._by_tarfile(self._before + header)
                 return
-            self._before, header = _NOT_FIRST, self._next_header()
+            self._before, header = NOT_FIRST, self._next_header()
             fields = _fields(header)
 
     def _next_header(self) -> bytes:
@@ -362,3 +354,56 @@ def _name(name: str, records: bytes, size: int) -> str | None:
 
 def _text(name: bytes) -> str:
     return name.decode("utf-8", "surrogateescape")
+
+
+def check_archive(fd: int, basename: str, url: str) -> None:
+    """Check that a file with the name of a tar archive also begins like a tar archive.
+
+    Raises:
+        IntegrityError: the file does not begin like a tar archive.
+    """
+    if not basename.lower().endswith(_SUFFIXES):
+        return
+    head = os.pread(fd, _BLOCK, 0)
+    if head.startswith(_COMPRESSED) or head == _ZEROS:
+        return  # a block of zeros is an archive without members
+    if not head:
+        raise IntegrityError(
+            f"{url} is empty (0 bytes), so it is not a tar archive. Upload it again, or remove it "
+            "from the list of shards.",
+            url=url,
+        )
+    try:
+        tarfile.TarInfo.frombuf(head, "utf-8", "surrogateescape")
+    except tarfile.HeaderError as exn:
+        raise IntegrityError(
+            f"{url} is not a tar archive: it begins with {head[:24]!r}. "
+            "Check the object; an error page may have been uploaded or served in its place.",
+            url=url,
+        ) from exn
+
+
+def archive_problem(fd: int, basename: str, size: int, most: int | None = None) -> str:
+    """Describe why readers of a tar archive miss a part of it, or return "".
+
+    Args:
+        fd, basename, size: the file, its name, and its bytes.
+        most: read at most so many headers if the file ends with zeros, as archives do.
+    """
+
+    def read(count: int, offset: int) -> bytes:
+        return os.pread(fd, count, offset)
+
+    if not basename.lower().endswith(_SUFFIXES):
+        return ""
+    if read(_BLOCK, max(0, size - _BLOCK)) != _ZEROS:
+        most = None
+    at, name = 0, ""
+    try:
+        for at, name in islice(members(read, size), most):  # noqa: B007 - the last one matters
+            pass
+    except (tarfile.CompressionError, tarfile.StreamError):
+        return ""  # its members are not walked
+    except (tarfile.TarError, ValueError) as exn:
+        return f"readers fail behind byte {at} ({exn}). Pack and upload it again."
+    return "" if name else unread(read, at)

@@ -181,7 +181,7 @@ def _exit_code(report: PrewarmReport, options: Mapping[str, Any]) -> int:
         return 0 if report.cached == len(report.results) else ExitCode.DAMAGED
     if report.full or (report.missing and report.plan.missing and not best_effort):
         return ExitCode.FULL
-    is_empty = report.count(Outcome.SKIPPED) == len(report.results)
+    is_empty = 0 < report.count(Outcome.SKIPPED) == len(report.results)
     if is_empty or report.failed > (options["max_failures"] or 0):
         return ExitCode.SOME_FAILED
     return ExitCode.SOME_FAILED if report.not_started and not best_effort else 0

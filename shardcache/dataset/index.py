@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import json
 import logging
 import os
@@ -30,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
 from shardcache import clock, threads
-from shardcache.archive import REPEATED, files_of, is_meta, members, split, unread
+from shardcache.archive import NOT_FIRST, REPEATED, TarWalk, is_meta, members, split, unread
 from shardcache.errors import ConfigError, IntegrityError, ShardCacheError
 from shardcache.files import open_file
 from shardcache.layout import INDEX
@@ -185,7 +186,10 @@ class OpenShard:
             try:
                 if len(data) != stop - start:
                     raise tarfile.ReadError("unexpected end of data")
-                files = files_of(data, self._url, self._path)
+                walk = TarWalk(io.BytesIO(data), NOT_FIRST)
+                shard = {"__url__": self._url, "__local_path__": self._path}
+                names = (name for name in walk if not is_meta(name))
+                files = [{"fname": name, "data": walk.read(), **shard} for name in names]
                 found = list(_group_by_keys()(files, _key_and_field, handler=handler))
                 if len(found) == 1:
                     return found[0]  # type: ignore[no-any-return]

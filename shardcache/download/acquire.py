@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
 from shardcache import clock
+from shardcache.archive import archive_problem, check_archive
 from shardcache.clock import boot_id
 from shardcache.config import Config, __version__
 from shardcache.download.download import Download, Result
@@ -47,7 +48,7 @@ from shardcache.origins.resolve import Origins
 from shardcache.ranks import Ranks
 from shardcache.space.budget import Space
 from shardcache.space.tiers import Tier
-from shardcache.store.digest import BLOCK, archive_problem, check_archive
+from shardcache.store.digest import BLOCK
 from shardcache.store.directory import DamagedError, Metadata
 from shardcache.store.entry import Opened, Store, open_first, set_aside
 from shardcache.store.partial import LostError, Partial

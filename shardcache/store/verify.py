@@ -21,11 +21,12 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
+from shardcache.archive import archive_problem
 from shardcache.errors import ConfigError, ShardCacheError, ShardNotFoundError, TransferError
 from shardcache.origins.base import ObjectInfo
 from shardcache.origins.resolve import Origins
 from shardcache.origins.retry import RetryPolicy
-from shardcache.store.digest import archive_problem, block_digest, read_blocks, tree_digest
+from shardcache.store.digest import block_digest, read_blocks, tree_digest
 from shardcache.store.directory import GONE, DamagedError, Metadata, readable
 from shardcache.store.entry import Entry, Store, open_data, set_aside
 from shardcache.urls import ShardURL, redact

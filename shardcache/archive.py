@@ -75,11 +75,10 @@ _is_meta = re.compile(r"__[^/]*__($|/)").match
 split = re.compile(r"^((?:.*/|)[^.]+)[.]([^/]*)$").match
 #: Matches a value of a global header by which tarfile reads later members differently.
 _redefines = re.compile(r"(?:path|size|hdrcharset)$|GNU\.sparse\.").match
-#: What is wrong with a shard in which a key occurs again after other keys.
-REPEATED = (
-    "the key {} occurs again after other keys, which makes two samples, as in WebDataset. Pack the "
-    "files of a sample together."
-)
+#: The warning that a shard is not packed well; its arguments are the shard and the problem.
+MALFORMED = "%s: %s. Pack and upload it again."
+#: The problem of a shard in which a key occurs again after other keys.
+REPEATED = "the key {} occurs again after other keys, which makes two samples, as in WebDataset"
 
 #: The name, size and type in a plain header.
 _Fields = tuple[str, int, bytes]
@@ -216,20 +215,14 @@ def unread(read: Callable[[int, int], bytes], at: int) -> str:
     """
     block, position = read(_BLOCK, at), at
     if len(block) < _BLOCK:
-        return (
-            f"it ends at byte {at} without an end marker, as if its writer was not closed, so "
-            "samples may be missing. Pack it again."
-        )
+        return f"it ends at byte {at} without an end marker: its writer was not closed"
     while (piece := read(_PIECE, position)) and not (data := piece.lstrip(b"\0")):
         position += len(piece)
     if not piece:
         return ""
     position += len(piece) - len(data)
     what = "an end marker" if block == _ZEROS else "a damaged header"
-    return (
-        f"readers stop at {what} at byte {at} and miss the data from byte {position} on. Pack it "
-        "again, as one archive."
-    )
+    return f"readers stop at {what} at byte {at} and miss the data from byte {position} on"
 
 
 class _From:
@@ -405,5 +398,5 @@ def archive_problem(fd: int, basename: str, size: int, most: int | None = None) 
     except (tarfile.CompressionError, tarfile.StreamError):
         return ""  # its members are not walked
     except (tarfile.TarError, ValueError) as exn:
-        return f"readers fail behind byte {at} ({exn}). Pack and upload it again."
+        return f"readers fail behind byte {at} ({exn})"
     return "" if name else unread(read, at)

@@ -108,7 +108,6 @@ def index_command(
         console.error(f"{text} {advice} the command again.")
         return ExitCode.DAMAGED if wrong else ExitCode.SOME_FAILED
     if not check:
-        urls = (url for url in map(str, shards) if url in counts)
-        write_index_file(Path(file), {url: counts[url] for url in urls})
+        write_index_file(Path(file), {u: counts[u] for u in map(str, shards) if u in counts})
         journal.unlink(missing_ok=True)
     return ExitCode.DAMAGED if wrong else ExitCode.DONE

@@ -254,10 +254,8 @@ def reason(exn: Exception) -> str:
     return f"{type(exn).__name__}: {exn}"
 
 
-def grouped(
-    reasons: Mapping[str, str | Exception], *, everything: bool, shown: int = 1
-) -> Iterator[str]:
-    """Yield lines that say why shards failed, from the reasons by URL.
+def grouped(reasons: Mapping[str, Any], *, everything: bool, shown: int = 1) -> Iterator[str]:
+    """Yield lines that say why shards failed, from their errors or the reasons by URL.
 
     Thousands of shards may fail for one reason, so only the first ``shown`` of them are named,
     unless ``everything`` is set.

@@ -282,7 +282,7 @@ def _failures(
     everything = console.verbosity > 0
     for line in grouped(report.errors(Outcome.SKIPPED), everything=everything, shown=SKIPPED):
         yield "skipped", line
-    reasons: dict[str, str | Exception] = {**report.failures}
+    reasons: dict[str, Any] = {**report.failures}
     if check:
         missing = [each.url for each in report.results if each.outcome is Outcome.MISSING]
         reasons |= dict.fromkeys(missing, "not cached")

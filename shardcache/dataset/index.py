@@ -31,7 +31,16 @@ from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
 from shardcache import clock, threads
-from shardcache.archive import NOT_FIRST, REPEATED, TarWalk, is_meta, members, split, unread
+from shardcache.archive import (
+    MALFORMED,
+    NOT_FIRST,
+    REPEATED,
+    TarWalk,
+    is_meta,
+    members,
+    split,
+    unread,
+)
 from shardcache.errors import ConfigError, IntegrityError, ShardCacheError
 from shardcache.files import open_file
 from shardcache.layout import INDEX
@@ -98,8 +107,8 @@ def find_samples(read: Callable[[int, int], bytes], end: int) -> tuple[array[int
                 keys.add(key)
                 fields.clear()
             if (field := field.lower()) in fields:
-                text = f"the sample {key} has two files {field}, which is an error in WebDataset."
-                problems.setdefault("twice", f"{text} Pack each file once.")
+                text = f"the sample {key} has two files {field}, which is an error in WebDataset"
+                problems.setdefault("twice", text)
             fields.add(field)
         if name:  # what follows the last file is no part of its sample
             stop = following
@@ -272,7 +281,7 @@ class OpenShard:
         """Log what is wrong with the archive."""
         process = self._cache.processes.here()
         for problem in self.problems:
-            process.warn(f"{self._shard.key} {problem}", "%s: %s", self._shard, problem)
+            process.warn(f"{self._shard.key} {problem}", MALFORMED, self._shard, problem)
 
     def _find(self) -> tuple[array[int], list[str]]:
         if self._is_local:

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
 from shardcache import clock
-from shardcache.archive import archive_problem, check_archive
+from shardcache.archive import MALFORMED, archive_problem, check_archive
 from shardcache.clock import boot_id
 from shardcache.config import Config, __version__
 from shardcache.download.download import Download, Result
@@ -420,7 +420,7 @@ def _publish(site: Site, download: Download, transferred: Transferred) -> Path:
     try:
         check_archive(partial.fd, shard.basename, str(shard))
         if problem := archive_problem(partial.fd, shard.basename, transferred.size, _HEADERS):
-            site.warn(f"{shard.key} {problem}", "%s: %s", shard, problem)
+            site.warn(f"{shard.key} {problem}", MALFORMED, shard, problem)
         if not (transferred.proven or transferred.checked):
             raise UnprovenError(
                 f"{shard} is not stored: its response has no length and ends with the connection, "

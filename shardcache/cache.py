@@ -69,6 +69,7 @@ class PrewarmOptions(TypedDict, total=False):
     deadline: float | None
     max_failures: int | None
     best_effort: bool
+    skip_missing: bool
     limit_rate: int | str | None
     refresh: bool
     processes: int

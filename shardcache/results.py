@@ -24,6 +24,7 @@ class Outcome(StrEnum):
     LINKED = "linked"  #: hard-linked to the entry of another rank or job
     FAILED = "failed"
     NOT_STARTED = "not_started"  #: the download was not started, or was interrupted
+    SKIPPED = "skipped"  #: ``skip_missing`` skipped the shard, because its origin does not have it
     LEFT_OUT = "left_out"  #: ``best_effort`` left the shard out because it did not fit
     MISSING = "missing"  #: a check or a dry run found that the shard is not cached
 
@@ -234,6 +235,7 @@ class PrewarmReport:
         notes = (
             (self.refreshed, "replaced at the origin"),
             (self.failed, "failed"),
+            (self.count(Outcome.SKIPPED), "skipped because they do not exist"),
             (self.retried, "retried"),
             (self.coalesced, "fetched by other processes"),
             (self.linked, "linked"),
@@ -260,8 +262,12 @@ class PrewarmReport:
     @property
     def failures(self) -> dict[str, Exception]:
         """The errors of the failed shards, by canonical URL."""
-        failed = (each for each in self.results if each.outcome is Outcome.FAILED)
-        return {each.url: each.error for each in failed if each.error is not None}
+        return self.errors(Outcome.FAILED)
+
+    def errors(self, outcome: Outcome) -> dict[str, Exception]:
+        """Return the errors of the shards with an outcome, by canonical URL."""
+        found = (each for each in self.results if each.outcome == outcome)
+        return {each.url: each.error for each in found if each.error is not None}
 
     def count(self, *outcomes: Outcome) -> int:
         """Return the number of shards with one of ``outcomes``."""

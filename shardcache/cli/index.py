@@ -10,8 +10,8 @@ from pathlib import Path
 import click
 
 from shardcache.cache import Cache
-from shardcache.cli.main import ExitCode, Invocation, command, flag
-from shardcache.cli.output import counted, grouped, reason
+from shardcache.cli.main import ExitCode, Invocation, command, flag, skip_missing_option
+from shardcache.cli.output import SKIPPED, counted, grouped
 from shardcache.cli.progress import Position, Positions, display
 from shardcache.dataset.index import count_samples, read_index_file, write_index_file
 from shardcache.errors import ShardNotFoundError
@@ -20,17 +20,19 @@ from shardcache.units import format_bytes, format_duration
 
 
 @command("index")
+@skip_missing_option
 @flag("--check", help="Write nothing; check that FILE states the right numbers (exit 4 if not).")
 @click.option("-o", "--output", "file", required=True, metavar="FILE", help="The index file.")
 @click.argument("specs", nargs=-1, metavar="[SPEC]...")
 def index_command(
-    invocation: Invocation, specs: tuple[str, ...], file: str, check: bool
+    invocation: Invocation, specs: tuple[str, ...], file: str, check: bool, skip_missing: bool
 ) -> ExitCode:
     """Count the samples of shards, for random access with TarDataset.
 
     Reads the shards through the cache, which downloads those that are not cached. FILE is
     written when all shards are counted; it has the form of wids. If the command is interrupted
-    or shards fail, run it again: it does not read again what it has counted.
+    or shards fail, run it again: it does not read again what it has counted. With
+    --skip-missing, FILE has the shards that exist.
 
     \b
     Examples:
@@ -84,22 +86,28 @@ def index_command(
             elif stated[url] != found[0]:
                 wrong += 1
                 console.data(f"{url} has {found[0]} samples; {file} states {stated[url]}")
+    errors = {url: errors[url] for url in map(str, shards) if url in errors}
+    absent = {url: exn for url, exn in errors.items() if isinstance(exn, ShardNotFoundError)}
+    advice = "Upload the missing shards, or pass --skip-missing, and run" if absent else "Run"
+    absent = absent if skip_missing and counts else {}  # an empty FILE serves nobody
+    errors = {url: exn for url, exn in errors.items() if url not in absent}
     seconds, total = round(time.monotonic() - began, 3), sum(counts.values())
     summary = {"shards": len(shards), "samples": total, "failed": len(errors), "wrong": wrong}
+    summary["skipped"] = len(absent)
     rows = [{"url": url, "nsamples": counts.get(url)} for url in map(str, shards)]
     console.object("index", shards=rows, summary={**summary, "seconds": seconds})
     done = f"{counted(total, 'sample')} in {counted(len(counts), 'shard')}"
+    done += f", {len(absent):,} skipped" if absent else ""
+    for line in grouped(absent, everything=console.verbosity > 0, shown=SKIPPED):
+        console.message("  skipped  ", line, "red")
     console.info(f"{done}, counted in {format_duration(seconds)}")
     if errors:
-        reasons = {url: reason(errors[url]) for url in map(str, shards) if url in errors}
-        for line in grouped(reasons, everything=console.verbosity > 0):
+        for line in grouped(errors, everything=console.verbosity > 0):
             console.message("  failed  ", line, "red")
-        absent = any(isinstance(exn, ShardNotFoundError) for exn in errors.values())
-        advice = "Upload the missing shards, or name others, and run" if absent else "Run"
         text = f"{counted(len(errors), 'shard')} could not be counted."
         console.error(f"{text} {advice} the command again.")
         return ExitCode.DAMAGED if wrong else ExitCode.SOME_FAILED
     if not check:
-        write_index_file(Path(file), {str(shard): counts[str(shard)] for shard in shards})
+        write_index_file(Path(file), {u: counts[u] for u in map(str, shards) if u in counts})
         journal.unlink(missing_ok=True)
     return ExitCode.DAMAGED if wrong else ExitCode.DONE

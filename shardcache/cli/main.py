@@ -248,6 +248,9 @@ def number_option(
 
 flag = functools.partial(click.option, is_flag=True)
 dry_run_option = flag("-n", "--dry-run", help="Print what would be done, and do nothing.")
+skip_missing_option = flag(
+    "--skip-missing", help="Accept that shards do not exist (404), and name them."
+)
 yes_option = flag("-y", "--yes", help="Do not ask for confirmation.")
 
 

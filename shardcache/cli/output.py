@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 #: Width in columns of output that does not go to a terminal: wide enough that no line is folded.
 _UNLIMITED = 100_000
+#: Shards to name that ``--skip-missing`` skipped, unless -v is given.
+SKIPPED = 100
 #: Minimum width in columns of a shortened name.
 _NAME = 16
 #: Maximum number of rows of a table that rich draws: 10,000 take 2.5 s.
@@ -246,14 +248,15 @@ def reason(exn: Exception) -> str:
     return f"{type(exn).__name__}: {exn}"
 
 
-def grouped(reasons: Mapping[str, str], *, everything: bool, shown: int = 1) -> Iterator[str]:
-    """Yield lines that say why shards failed, from the reasons by URL.
+def grouped(reasons: Mapping[str, Any], *, everything: bool, shown: int = 1) -> Iterator[str]:
+    """Yield lines that say why shards failed, from their errors or the reasons by URL.
 
     Thousands of shards may fail for one reason, so only the first ``shown`` of them are named,
     unless ``everything`` is set.
     """
     by_reason = defaultdict[str, list[str]](list)
-    for url, text in reasons.items():
+    for url, why in reasons.items():
+        text = reason(why) if isinstance(why, Exception) else why
         line = text if url in text else f"{url}: {text}"
         by_reason[text.replace(url.partition("://")[2], "")].append(line)
     for lines in by_reason.values():

@@ -13,7 +13,7 @@ import click
 from shardcache.cli import main as cli
 from shardcache.cli.entries import other_copies
 from shardcache.cli.main import ExitCode, Invocation, command, flag, number_option
-from shardcache.cli.output import Console, counted, fields_of, grouped, reason
+from shardcache.cli.output import SKIPPED, Console, counted, fields_of, grouped, reason
 from shardcache.cli.progress import Position, Positions, PrewarmProgress, display
 from shardcache.config import absolute
 from shardcache.download.pool import parse_rate
@@ -36,6 +36,7 @@ _SHOWN = 3
 @command("prewarm")
 @cli.dry_run_option
 @click.option("--limit-rate", type=RATE, help="Maximum bytes per second, such as 50MB.")
+@cli.skip_missing_option
 @flag("--best-effort", help="Leave out shards that do not fit, instead of refusing.")
 @number_option("--max-failures", help="Accept N failed shards; stop at the next one.", minimum=0)
 @click.option("--deadline", type=cli.DURATION, help="Stop after this time, such as 5m.")
@@ -81,8 +82,9 @@ def prewarm_command(
     files below it), or a name with * or ?. If the command is interrupted, run it again: it
     resumes partial downloads.
 
-    Shards that do not exist do not stop the others. If the origin refuses the first shards of
-    a bucket (credentials, endpoint), the command does not try the rest of the bucket.
+    Shards that do not exist do not stop the others. With --skip-missing, they are not counted
+    as failed. If the origin refuses the first shards of a bucket (credentials, endpoint), the
+    command does not try the rest of the bucket.
 
     With --ray, each node prewarms its own cache, with its own configuration and credentials.
     If a node fails or dies, the others continue.
@@ -107,6 +109,8 @@ def prewarm_command(
     if not all_specs:
         empty = "The list contains no shards. Write one SPEC per line."
         raise click.UsageError(empty if lists else "No shards given. Pass a SPEC, or -f LIST.")
+    if options["check"] and options["skip_missing"]:
+        raise click.UsageError("--check sends no requests for shards: omit --skip-missing.")
     options["jobs"] = jobs or JOBS
     ranks = (ranks_per_node or 1) if shard_by_node else None
     if ray:
@@ -136,8 +140,8 @@ def prewarm_command(
         console.object("prewarm", shards=report.results, summary=report)
         if not only_plans:
             console.info(str(report))
-        for line in _failures(console, report, check=options["check"], cache=cache):
-            console.message("  failed  ", line, "red")
+        for word, line in _failures(console, report, check=options["check"], cache=cache):
+            console.message(f"  {word}  ", line, "red")
         _print_hints(console, report, options["max_failures"])
     return _exit_code(report, options)
 
@@ -177,7 +181,8 @@ def _exit_code(report: PrewarmReport, options: Mapping[str, Any]) -> int:
         return 0 if report.cached == len(report.results) else ExitCode.DAMAGED
     if report.full or (report.missing and report.plan.missing and not best_effort):
         return ExitCode.FULL
-    if report.failed > (options["max_failures"] or 0):
+    is_empty = 0 < report.count(Outcome.SKIPPED) == len(report.results)
+    if is_empty or report.failed > (options["max_failures"] or 0):
         return ExitCode.SOME_FAILED
     return ExitCode.SOME_FAILED if report.not_started and not best_effort else 0
 
@@ -223,8 +228,8 @@ def _prewarm_ray(
             console.info(f"{node.name}  {_node_text(node)}")
         if node.error is not None:
             failures["lost" if node.lost else "failed", reason(node.error)].append(node.name)
-        for line in _failures(console, node.report, check=options["check"]):
-            failures["failed", line].append(node.name)
+        for word, line in _failures(console, node.report, check=options["check"]):
+            failures[word, line].append(node.name)
         code = _exit_code(node.report, options)
         if node.error is not None:
             code = cli.code_of(node.error)
@@ -272,13 +277,17 @@ def _positions(nodes: Sequence[NodeReport]) -> Positions:
 
 def _failures(
     console: Console, report: PrewarmReport, *, check: bool, cache: Cache | None = None
-) -> Iterator[str]:
-    """Yield why shards failed. In a check, missing shards have failed, too."""
-    reasons = {url: reason(error) for url, error in report.failures.items()}
+) -> Iterator[tuple[str, str]]:
+    """Yield why shards failed or were skipped. In a check, missing shards have failed, too."""
+    everything = console.verbosity > 0
+    for line in grouped(report.errors(Outcome.SKIPPED), everything=everything, shown=SKIPPED):
+        yield "skipped", line
+    reasons: dict[str, Any] = {**report.failures}
     if check:
         missing = [each.url for each in report.results if each.outcome is Outcome.MISSING]
         reasons |= dict.fromkeys(missing, "not cached")
         copies = other_copies(cache, set(missing)) if cache and missing else {}
         for url, endpoint in copies.items():
             reasons[url] = f"not cached; its copy came from another endpoint ({endpoint})"
-    return grouped(reasons, everything=console.verbosity > 0, shown=_SHOWN if check else 1)
+    for line in grouped(reasons, everything=everything, shown=_SHOWN if check else 1):
+        yield "failed", line

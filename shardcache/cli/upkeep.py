@@ -152,8 +152,11 @@ def verify_command(
     damaged file. Jobs may run at the same time. `prewarm --refresh` asks the origin for newer
     versions.
 
-    Exits with 4 if a shard is damaged; otherwise with 3 if a shard could not be checked, and
-    with 1 if nothing matches a SPEC.
+    A shard is malformed if it is as at the origin, but readers miss samples: it has no end
+    marker, or more data behind one. --quick does not look for this.
+
+    Exits with 4 if a shard is damaged or malformed; otherwise with 3 if a shard could not be
+    checked, and with 1 if nothing matches a SPEC.
 
     \b
     Examples:
@@ -210,6 +213,6 @@ def verify_command(
     )
     if counts[State.DAMAGED] and not repair:
         console.hint("Pass --repair to set damaged shards aside; readers download them again.")
-    if counts[State.DAMAGED]:
+    if counts[State.DAMAGED] or counts[State.MALFORMED]:
         return ExitCode.DAMAGED
     return ExitCode.SOME_FAILED if counts[State.UNCHECKED] else ExitCode.DONE

@@ -4,14 +4,16 @@ The offsets of a cached shard are in its entry, in the file ``samples.idx``, whi
 the shard. They are a hint: `OpenShard` replaces a file that does not fit the shard, and never
 returns a range of bytes that is not exactly one sample.
 
+    problems   what is wrong with the archive, as JSON, and a NUL
     offsets    64 bits for each sample, and one more for the end of the last sample
-    checksum   CRC-32 of the format, the entry's name and the offsets
+    checksum   CRC-32 of the format, the entry's name, the problems and the offsets
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import json
 import logging
 import os
@@ -29,6 +31,16 @@ from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
 from shardcache import clock, threads
+from shardcache.archive import (
+    MALFORMED,
+    NOT_FIRST,
+    REPEATED,
+    TarWalk,
+    is_meta,
+    members,
+    split,
+    unread,
+)
 from shardcache.errors import ConfigError, IntegrityError, ShardCacheError
 from shardcache.files import open_file
 from shardcache.layout import INDEX
@@ -36,18 +48,14 @@ from shardcache.reading.opening import open_shard, stream_file
 from shardcache.sync.paths import atomic_write
 from shardcache.threads import undivided
 from shardcache.urls import ShardURL
-from shardcache.wds.tar import files_of, is_meta, members
 
 if TYPE_CHECKING:
     from shardcache.cache import Cache, Handler
-    from shardcache.process import ProcessCache
 
 logger = logging.getLogger(__name__)
 
 #: Offsets are in native byte order: a machine with another one finds another checksum.
-_FORMAT = "samples1"
-#: The pattern of WebDataset's `base_plus_ext`: the key of a sample, and the rest of a file's name.
-_split = re.compile(r"^((?:.*/|)[^.]+)[.]([^/]*)$").match
+_FORMAT = "samples2"
 #: Suffixes of compressed archives.
 _COMPRESSED = (".tgz", ".gz", ".bz2", ".xz", ".zst", ".lz4")
 #: Shards to count at once: as many as `prewarm` downloads at once.
@@ -68,7 +76,7 @@ def _group_by_keys() -> Any:
 
 def _key_and_field(name: str) -> Any:
     """Do what WebDataset's ``base_plus_ext`` does, in half the time."""
-    found = _split(name)
+    found = split(name)
     return (None, None) if found is None else found.groups()
 
 
@@ -80,25 +88,33 @@ def find_samples(read: Callable[[int, int], bytes], end: int) -> tuple[array[int
         end: size of the archive in bytes.
 
     Returns:
-        The offset of each sample and of the end of the last one, and the keys that occur again
-        after other keys, each of which makes another sample.
+        The offset of each sample and of the end of the last one, and what is wrong with the
+        archive: the first key that occurs again, the first file that its sample has twice, and
+        bytes that no reader finds.
 
     Raises:
         tarfile.TarError: the archive is compressed, damaged or incomplete.
     """
-    offsets, keys, repeated = array("q"), set[str](), list[str]()
+    offsets, keys, fields, problems = array("q"), set[str](), set[str](), dict[str, str]()
     current, stop = None, 0
-    for start, following, name in members(read, end):
-        if (found := _split(name)) is not None and not is_meta(name):
-            stop = following
-            if (key := found[1]) != current:
+    for following, name in members(read, end):
+        if (found := split(name)) is not None and not is_meta(name):
+            key, field = found.groups()
+            if key != current:
                 current = key
-                offsets.append(start)
+                offsets.append(stop)
                 if key in keys:
-                    repeated.append(key)
+                    problems.setdefault("repeated", REPEATED.format(key))
                 keys.add(key)
+                fields.clear()
+            if (field := field.lower()) in fields:
+                text = f"the sample {key} has two files {field}, which is an error in WebDataset"
+                problems.setdefault("twice", text)
+            fields.add(field)
+        if name:  # what follows the last file is no part of its sample
+            stop = following
     offsets.append(stop)
-    return offsets, repeated
+    return offsets, [*problems.values(), *filter(None, [unread(read, following)])]
 
 
 class OpenShard:
@@ -113,6 +129,7 @@ class OpenShard:
     Attributes:
         size: bytes of the shard, or 0 if it is streamed past the cache.
         offsets: the offset of each sample, and of the end of the last one.
+        problems: what is wrong with the archive, as `find_samples` returns it.
         is_lost: whether the disk has failed, so that the shard should be opened again.
         used: when a sample was last read, on the monotonic clock.
 
@@ -125,6 +142,7 @@ class OpenShard:
     def __init__(self, cache: Cache, shard: ShardURL) -> None:
         refuse_compressed(shard)
         self.offsets: Sequence[int] = ()
+        self.problems: list[str] = []
         self.is_lost = False
         self.used = clock.monotonic()
         self._cache = cache
@@ -178,7 +196,10 @@ class OpenShard:
             try:
                 if len(data) != stop - start:
                     raise tarfile.ReadError("unexpected end of data")
-                files = files_of(data, self._url, self._path)
+                walk = TarWalk(io.BytesIO(data), NOT_FIRST)
+                shard = {"__url__": self._url, "__local_path__": self._path}
+                names = (name for name in walk if not is_meta(name))
+                files = [{"fname": name, "data": walk.read(), **shard} for name in names]
                 found = list(_group_by_keys()(files, _key_and_field, handler=handler))
                 if len(found) == 1:
                     return found[0]  # type: ignore[no-any-return]
@@ -228,21 +249,22 @@ class OpenShard:
         except OSError as exn:
             logger.debug("%s has no %s: %s", self._directory, INDEX, exn)
             return False
-        offsets = memoryview(data)[:-4]
-        if not offsets or len(offsets) % 8 or data[-4:] != self._checksum(offsets):
+        if len(data) < 4 or data[-4:] != self._checksum(memoryview(data)[:-4]):
             return False
-        self.offsets = offsets.cast("q")
+        start = data.index(b"\0") + 1
+        self.problems = json.loads(data[: start - 1])
+        self.offsets = memoryview(data)[start:-4].cast("q")
         return True
 
-    def _checksum(self, offsets: bytes | memoryview) -> bytes:
+    def _checksum(self, record: bytes | memoryview) -> bytes:
         """Return a checksum that also tells apart shards of the same size and layout."""
         key, name = self._directory.split("/")[-2:]
-        return crc32(offsets, crc32(f"{_FORMAT} {key} {name}".encode())).to_bytes(4, "little")
+        return crc32(record, crc32(f"{_FORMAT} {key} {name}".encode())).to_bytes(4, "little")
 
     def _make(self) -> None:
         """Find the samples in the archive, and write the offsets into its entry."""
         try:
-            offsets, repeated = self._find()
+            offsets, self.problems = self._find()
         except tarfile.CompressionError as exn:
             raise _compressed(self._shard) from exn
         except (tarfile.TarError, ValueError) as exn:  # ValueError: a damaged extended header
@@ -252,16 +274,15 @@ class OpenShard:
                 url=str(self._shard),
             ) from exn
         self.offsets = offsets
-        process = self._cache.process
-        if repeated:
-            process.notices.warn(
-                f"repeated {self._shard.key}",
-                "%s: the key %s occurs again after other keys, which makes two samples, as in "
-                "WebDataset. Pack the files of a sample together.",
-                *(self._shard, repeated[0]),
-            )
+        self.warn()
         if self._has_entry and self._is_local:
-            self._store(process, offsets.tobytes())
+            self._store(json.dumps(self.problems).encode() + b"\0" + offsets.tobytes())
+
+    def warn(self) -> None:
+        """Log what is wrong with the archive."""
+        warn = self._cache.process.notices.warn
+        for problem in self.problems:
+            warn(f"{self._shard.key} {problem}", MALFORMED, self._shard, problem)
 
     def _find(self) -> tuple[array[int], list[str]]:
         if self._is_local:
@@ -281,11 +302,11 @@ class OpenShard:
         self._stream.seek(offset)  # back by a few blocks at most, which the buffer has
         return self._stream.read(size)
 
-    def _store(self, process: ProcessCache, offsets: bytes) -> None:
+    def _store(self, record: bytes) -> None:
         """Write the offsets into the entry."""
-        store = process.tier_of(self._path).store
+        store = self._cache.process.tier_of(self._path).store
         try:
-            store.put(self._directory, INDEX, offsets + self._checksum(offsets))
+            store.put(self._directory, INDEX, record + self._checksum(record))
         except (OSError, ConfigError) as exn:  # the disk is full, read-only or unmounted
             logger.debug("%s gets no %s: %s", self._directory, INDEX, exn)
 
@@ -321,6 +342,7 @@ def count_samples(
     def count(shard: ShardURL) -> tuple[int, int] | Exception:
         try:
             opened = OpenShard(cache, shard)
+            opened.warn()
             return len(opened), opened.size
         except (ShardCacheError, OSError) as exn:
             return exn

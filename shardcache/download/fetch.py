@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from shardcache import clock
+from shardcache.archive import MALFORMED, archive_problem, check_archive
 from shardcache.clock import boot_id
 from shardcache.config import __version__
 from shardcache.download.download import Download, Result
@@ -55,7 +56,7 @@ from shardcache.locks.flock import KeyLock
 from shardcache.locks.lease import KeyLease
 from shardcache.origins.base import Body, ObjectInfo, VersionChangedError
 from shardcache.space.tiers import Directories, Tier
-from shardcache.store.digest import BLOCK, MismatchError, check_archive
+from shardcache.store.digest import BLOCK, MismatchError
 from shardcache.store.directory import DamagedError, Metadata
 from shardcache.store.entry import Opened
 from shardcache.store.partial import LostError, Partial
@@ -76,6 +77,8 @@ _AHEAD = 16
 #: Assumed bytes of a shard of unknown size. If there is no room for that many, the shard may have
 #: to be streamed, so the first request asks for the whole shard.
 _USUAL_SIZE = 64 << 20
+#: Headers that a download reads to find an end marker amid the archive. They take 10 ms.
+_HEADERS = 2000
 #: How often a shard is fetched again after a failure of each kind. An object that changes more
 #: often is still being written. An entry may vanish between publish and open, and a process whose
 #: locks do not work may remove a partial, but hardly this often in a row.
@@ -398,6 +401,8 @@ def _publish(
     partial, shard = transferred.partial, download.shard
     try:
         check_archive(partial.fd, shard.basename, str(shard))
+        if problem := archive_problem(partial.fd, shard.basename, transferred.size, _HEADERS):
+            engine.notices.warn(f"{shard.key} {problem}", MALFORMED, shard, problem)
         if not (transferred.proven or transferred.checked):
             raise UnprovenError(
                 f"{shard} is not stored: its response has no length and ends with the connection, "

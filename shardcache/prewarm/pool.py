@@ -41,6 +41,7 @@ from shardcache.errors import (
     AccessDeniedError,
     ConfigError,
     FetchCancelledError,
+    ShardNotFoundError,
     TransferError,
 )
 from shardcache.faults import is_local_error
@@ -86,7 +87,7 @@ class Pool:
     """Downloads the shards of one plan, once.
 
     Attributes:
-        cache, plan, stop, jobs, best_effort, max_failures: as for `prewarm`.
+        cache, plan, stop, jobs, best_effort, max_failures, skip_missing: as for `prewarm`.
         rate: bytes per second for all connections together; None sets no limit.
         deadline: when to stop, on the monotonic clock.
         results: the result of each shard that was tried, by key. Shards that have one when the pool
@@ -100,12 +101,17 @@ class Pool:
     jobs: int
     best_effort: bool = False
     max_failures: int | None = None
+    skip_missing: bool = False
     rate: int | None = None
     deadline: float = math.inf
     results: dict[str, ShardResult] = field(default_factory=dict)
     stopped: Stopped | None = None
 
     def __post_init__(self) -> None:
+        for shard in self.plan.shards:  # with `refresh`: cached, but no longer at the origin
+            error = self.plan.unconfirmed.get(shard.key)
+            if self.skip_missing and isinstance(error, ShardNotFoundError):
+                self.results[shard.key] = ShardResult(str(shard), Outcome.SKIPPED, error=error)
         self._queue = _Queue(self._missing())
         self.jobs = min(self.jobs, len(self._queue))
         self._throttle = None if self.rate is None else Throttle(self.rate)
@@ -307,8 +313,11 @@ class Pool:
         except FetchCancelledError as exn:
             outcome, error = Outcome.NOT_STARTED, exn
         except Exception as exn:  # noqa: BLE001 - the result of the shard reports it
-            left_out = self.best_effort and is_full(exn)
-            outcome, error = (Outcome.LEFT_OUT if left_out else Outcome.FAILED), exn
+            outcome, error = Outcome.FAILED, exn
+            if self.best_effort and is_full(exn):
+                outcome = Outcome.LEFT_OUT
+            elif self.skip_missing and isinstance(exn, ShardNotFoundError):
+                outcome = Outcome.SKIPPED
         progress, seconds = download.progress(), clock.monotonic() - start
         if error is not None and progress.size is not None:
             size = progress.size
@@ -339,7 +348,7 @@ class Pool:
                 self._failures += 1
                 if self.max_failures is not None and self._failures > self.max_failures:
                     self._halt(Stopped.FAILURES)
-            elif result.outcome is not Outcome.CACHED:
+            elif result.outcome not in (Outcome.CACHED, Outcome.SKIPPED):
                 self._misfits = 0
                 self._succeeded |= {_THIS_MACHINE, _bucket(shard)}
         self._events.put(event)

@@ -53,6 +53,7 @@ def prewarm(
     deadline: float | None = None,
     max_failures: int | None = None,
     best_effort: bool = False,
+    skip_missing: bool = False,
     limit_rate: int | str | None = None,
     refresh: bool = False,
     processes: int = 1,
@@ -72,6 +73,7 @@ def prewarm(
         deadline: seconds after which no shard is started and running downloads are cancelled.
         max_failures: stop when more shards than this have failed; None never stops.
         best_effort: leave out shards that do not fit instead of refusing all of them.
+        skip_missing: do not count shards that their origins do not have (404) as failed.
         limit_rate: bytes per second for all connections together: a number, or text such as
             ``"50MB"``.
         refresh: query the origins for newer versions of the cached shards, and download these.
@@ -128,7 +130,8 @@ def prewarm(
     stop = stop or threading.Event()
     events = list(confirm(cache, plan, stop))
     known = {each.shard.key: each.result for each in events if isinstance(each, Finished)}
-    pool = Pool(cache, plan, stop, jobs, best_effort, max_failures, rate, results=known)
+    limits = best_effort, max_failures, skip_missing
+    pool = Pool(cache, plan, stop, jobs, *limits, rate, results=known)
     pool.deadline = math.inf if deadline is None else start + deadline
     with contextlib.closing(pool):
         pool.fork(processes)  # before `report`, which may start a thread

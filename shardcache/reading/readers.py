@@ -27,7 +27,7 @@ from shardcache.origins.base import (
     VersionChangedError,
     skip,
 )
-from shardcache.store.digest import BLOCK, check_archive
+from shardcache.store.digest import BLOCK
 from shardcache.store.directory import DamagedError
 from shardcache.store.entry import Opened
 from shardcache.store.partial import PartialSource
@@ -192,6 +192,8 @@ class DownloadReader:
         except DamagedError:  # the writer is still writing its first record
             return False
         if self._limit == 0 and limit > 0:
+            from shardcache.archive import check_archive  # it imports tarfile
+
             check_archive(self._partial.data.fileno(), self._shard.basename, str(self._shard))
         has_grown = limit > max(self._limit, position)
         self._limit = limit

@@ -16,7 +16,6 @@ from functools import cache
 
 from xxhash import xxh3_128, xxh3_128_digest
 
-from shardcache.errors import IntegrityError
 from shardcache.origins.base import Checksum
 
 #: Bytes of a block, and of the one buffer that each connection needs. Larger reads are no faster,
@@ -117,37 +116,3 @@ def compare(fd: int, checksum: Checksum | None) -> str | None:
     if computed != checksum.value:
         raise MismatchError(checksum, computed)
     return checksum.algorithm
-
-
-#: First bytes of the compressed archives that tarfile's mode "r|*" opens.
-_COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ\x00", b"(\xb5/\xfd")
-_SUFFIXES = (".tar", ".tgz", ".tar.gz", ".tar.bz2", ".tar.xz", ".tar.zst")
-
-
-def check_archive(fd: int, basename: str, url: str) -> None:
-    """Check that a file with the name of a tar archive also begins like a tar archive.
-
-    Raises:
-        IntegrityError: the file does not begin like a tar archive.
-    """
-    if not basename.lower().endswith(_SUFFIXES):
-        return
-    import tarfile  # imported here to keep `import shardcache` light
-
-    head = os.pread(fd, tarfile.BLOCKSIZE, 0)
-    if head.startswith(_COMPRESSED) or head == bytes(tarfile.BLOCKSIZE):
-        return  # a block of zeros is an archive without members
-    if not head:
-        raise IntegrityError(
-            f"{url} is empty (0 bytes), so it is not a tar archive. Upload it again, or remove it "
-            "from the list of shards.",
-            url=url,
-        )
-    try:
-        tarfile.TarInfo.frombuf(head, "utf-8", "surrogateescape")
-    except tarfile.HeaderError as exn:
-        raise IntegrityError(
-            f"{url} is not a tar archive: it begins with {head[:24]!r}. "
-            "Check the object; an error page may have been uploaded or served in its place.",
-            url=url,
-        ) from exn

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 
+from shardcache.archive import archive_problem
 from shardcache.store.digest import block_digest, read_blocks, tree_digest
 from shardcache.store.directory import GONE, DamagedError, Metadata, readable
 from shardcache.store.entry import Entry, Store, open_data, set_aside
@@ -28,6 +29,7 @@ class State(StrEnum):
 
     OK = "ok"
     DAMAGED = "damaged"
+    MALFORMED = "malformed"  #: the shard is as at the origin, but readers miss a part of it
     UNCHECKED = "unchecked"
 
 
@@ -128,7 +130,7 @@ class Verifier:
             with readable():
                 metadata = entry.metadata()
                 url = metadata.url
-                self._check_data(store, entry, metadata)
+                problem = self._check_data(store, entry, metadata)
         except DamagedError as exn:
             if not _is_same(entry, before):  # it was evicted, and a new entry took its place
                 raise FileNotFoundError(errno.ENOENT, "it is gone", entry.directory) from exn
@@ -137,17 +139,23 @@ class Verifier:
         finally:
             with self._guard:
                 self.status.passed += entry.size
-        return Finding(entry, url, State.OK)
+        return Finding(entry, url, State.MALFORMED if problem else State.OK, problem)
 
-    def _check_data(self, store: Store, entry: Entry, metadata: Metadata) -> None:
-        """Open the data file as a reader does and, unless ``quick`` is set, compare its digest."""
+    def _check_data(self, store: Store, entry: Entry, metadata: Metadata) -> str:
+        """Open the data file as a reader does and, unless ``quick`` is set, compare its digest.
+
+        Return what is wrong with the archive itself, or "".
+        """
         path = f"{entry.directory}/{metadata.basename}"
         opened = open_data(entry.directory, path, entry.size, store.layout.grace)
         if opened is None:
             raise DamagedError("its data file is missing")
         with opened.file:
-            if not self.quick and self._digest(entry.key, opened.fd) != metadata.digest:
+            if self.quick:
+                return ""
+            if self._digest(entry.key, opened.fd) != metadata.digest:
                 raise DamagedError("its bytes changed since they were downloaded")
+            return archive_problem(opened.fd, metadata.basename, entry.size)
 
     def _digest(self, key: str, fd: int) -> str:
         file = key, os.fstat(fd).st_dev, os.fstat(fd).st_ino

@@ -1,13 +1,15 @@
 """`shardcache index`: writes the index file of a data set, resumes, and checks it."""
 
 import json
+import re
+import tarfile
 import threading
 
 import pytest
 
 from shardcache import Cache, TarDataset
-from shardcache.layout import INDEX
 from tests.support.clitools import SHARDS, Command
+from tests.support.proxy import Answer, Fault, Rule
 from tests.support.storetools import PATIENCE, wait_until
 from tests.support.tars import tar_of
 
@@ -57,12 +59,47 @@ def test_a_failed_run_is_resumed_even_without_the_cache(run, spec, file, s3, buc
     assert [row["nsamples"] for row in json.loads(file.read_text())["shardlist"]] == [20] * SHARDS
 
 
-def test_a_key_that_comes_back_is_named(run, s3, bucket, s3_environment, file, tmp_path):
-    s3.put(bucket, "a.tar", tar_of([(name, b"") for name in ("a.x", "b.x", "a.y", "b.y")]))
-    code, out, err = run("index", f"s3://{bucket}/a.tar", "-o", file)
-    assert (code, out[:21]) == (0, "4 samples in 1 shard,")
-    assert f"warning: s3://{bucket}/a.tar: the key a occurs again after other keys" in err
-    assert len([*tmp_path.rglob(INDEX)]) == 1
+ONE, TWO = (tar_of([(f"{key}.x", key.encode())], tarfile.USTAR_FORMAT) for key in "ab")
+
+
+@pytest.mark.parametrize(
+    ("data", "problem"),
+    [
+        (ONE[:1024] + TWO[:1024], "it ends at byte 2048 without an end marker"),
+        (ONE[:1024] + TWO[:700], "readers fail behind byte 1024 (unexpected end of data)"),
+        (ONE + TWO, "readers stop at an end marker at byte 1024 and miss the data from byte 10240"),
+        (ONE + b"junk", "readers stop at an end marker at byte 1024 and miss the data from byte "),
+        (ONE[:1024] + b"x" * 512 + TWO, "readers stop at a damaged header at byte 1024 and miss "),
+    ],
+)
+def test_samples_that_no_reader_finds_are_named(
+    run, s3, bucket, s3_environment, file, data, problem
+):
+    url = f"s3://{bucket}/a.tar"
+    s3.put(bucket, "a.tar", data)
+    code, _, err = run("prewarm", url)
+    assert (code, err.count("warning"), f"{url}: {problem}" in err) == (0, 1, True)
+    code, out, _ = run("verify")
+    assert (code, f"malformed    {url}  {problem}" in out) == (4, True)
+    if "fail" not in problem:
+        for _ in range(2):  # the second one reads what the first one has stored
+            code, out, err = run("index", url, "-o", file)
+            assert (code, err.count("warning"), f"{url}: {problem}" in err) == (0, 1, True)
+
+
+@pytest.mark.parametrize(
+    ("names", "problem"),
+    [
+        ("a.x b.x a.y", "the key a occurs again after other keys"),
+        ("a.x b.x a.x", "the key a occurs again after other keys"),
+        ("d/a.x d/a.y d/a.X", "the sample d/a has two files x"),
+    ],
+)
+def test_names_that_break_samples_are_named(run, s3, bucket, s3_environment, file, names, problem):
+    s3.put(bucket, "a.tar", tar_of([(name, b"") for name in names.split()]))
+    for _ in range(2):
+        code, _, err = run("index", f"s3://{bucket}/a.tar", "-o", file)
+        assert (code, f"warning: s3://{bucket}/a.tar: {problem}" in err) == (0, True)
 
 
 def test_a_shard_without_room_is_counted(run, spec, file, monkeypatch, tmp_path):
@@ -100,6 +137,30 @@ def test_missing_shards_are_named_in_order_once_per_reason(run, bucket, data, sp
     assert f"  failed  s3://{bucket}/absent-0.tar: not found" in first
     assert more == "  failed  4 more for the same reason; -v lists them"
     assert run("index", absent, spec, "-o", file, "-v")[2].count("  failed  ") == 5
+
+
+def test_holes_are_skipped_and_named_once(run, bucket, spec, file):
+    holes = [f"s3://{bucket}/hole-{number}.tar" for number in range(3)]
+    for command in (["index", "-o", file], ["prewarm"]):
+        code, out, err = run(*command, spec, f"s3://{bucket}/hole-{{0..2}}.tar", "--skip-missing")
+        assert (code, "3 skipped" in out) == (0, True)
+        assert re.findall(r"  skipped  (\S+): not found", err) == holes
+    assert run("index", "-o", file, "--check")[0] == 0
+    assert [row["nsamples"] for row in json.loads(file.read_text())["shardlist"]] == [20] * SHARDS
+
+
+def test_only_an_absent_shard_is_a_hole(run, bucket, data, spec, file, proxy):
+    hole, refused = f"s3://{bucket}/hole.tar", f"{bucket}/train-0001.tar"
+    proxy.script(Rule(Fault(answer=Answer(403, [], b"")), path=refused, times=None))
+    for command in (["index", "-o", file], ["prewarm"]):
+        assert run(*command, "--skip-missing", hole)[0] == 3  # nothing would be left
+        code, _, err = run(*command, "--skip-missing", spec, hole)
+        assert (code, f"skipped  {hole}" in err, f"failed  s3://{refused}" in err) == (
+            3,
+            True,
+            True,
+        )
+    assert not file.exists()
 
 
 def test_a_missing_directory_is_named_before_shards_are_read(run, tmp_path):

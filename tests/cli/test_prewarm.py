@@ -171,7 +171,8 @@ def test_a_report_in_words():
     results[1] = ShardResult("s3://b/x-1.tar", Outcome.FETCHED, 1000, received=1000, retries=1)
     plan = PrewarmPlan(SHARDS[: len(kinds)], {}, {}, 10**9, 0, 0)
     assert str(PrewarmReport(plan, tuple(results), 2.0, Stopped.DEADLINE)) == (
-        "Warmed 3 of 6 shards (3.0 KB, 1.0 KB received) in 2.0 s, 500 B/s; 1 failed, 1 retried, "
-        "1 fetched by other processes, 1 linked, 1 left out because they do not fit, "
+        "Warmed 3 of 7 shards (3.0 KB, 1.0 KB received) in 2.0 s, 500 B/s; 1 failed, "
+        "1 skipped because they do not exist, 1 retried, 1 fetched by other processes, 1 linked, "
+        "1 left out because they do not fit, "
         "1 not done because the deadline has passed."
     )

@@ -73,6 +73,17 @@ def outcomes(report):
     return "".join(marks[result.outcome] for result in report.results)
 
 
+def test_skip_missing_takes_only_an_absence_for_no_failure(make_cache, fill, origin):
+    cache, urls = make_cache(), fill(names(2))
+    cache.prewarm(urls)
+    del origin.objects[urls[0]]
+    urls.append("s3://b/absent.tar")
+    assert cache.prewarm(urls, refresh=True).failed == 2
+    report = cache.prewarm(urls, refresh=True, skip_missing=True, max_failures=0)
+    assert [*report.errors("skipped")] == [urls[0], urls[2]]
+    assert (report.failed, report.cached, report.stopped) == (0, 1, None)
+
+
 def test_progress_and_failures_of_a_prewarm(make_cache, fill, capsys, caplog, monkeypatch):
     monkeypatch.setattr("shardcache.cli.progress.LINE_EVERY", 0.01)
     urls, shown = [*fill(names(2)), "s3://b/absent.tar"], []

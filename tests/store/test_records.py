@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from shardcache.archive import check_archive
 from shardcache.errors import IntegrityError
 from shardcache.origins.base import Checksum, ObjectInfo
 from shardcache.store import digest as digests
-from shardcache.store.digest import MismatchError, check_archive, compare
+from shardcache.store.digest import MismatchError, compare
 from tests.support.tars import make_tar, tar_of
 
 

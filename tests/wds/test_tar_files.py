@@ -21,8 +21,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from webdataset.tariterators import tar_file_expander
 
+from shardcache.archive import TarWalk
 from shardcache.wds import tar_files, tar_samples
-from shardcache.wds.tar import TarWalk
 from tests.support.tars import make_tar
 
 BLOCK = 512

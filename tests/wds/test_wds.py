@@ -18,7 +18,7 @@ from shardcache import Cache, ConfigError, ShardNotFoundError
 from shardcache.prewarm import expand
 from shardcache.wds import attach, register, tar_files, tar_samples
 from shardcache.wds.gopen import read_through_cache
-from tests.support.tars import make_tar
+from tests.support.tars import make_tar, tar_of
 from tests.support.trainingtools import ROOT, DataSet
 from tests.wds.test_tar_files import BEFORE_1_0
 
@@ -354,3 +354,12 @@ def test_workers_inherit_a_registered_scheme(
         dataset, batch_size=None, num_workers=1, multiprocessing_context=method
     )
     assert data.complete(keys(loader)) and data.complete(keys(loader)) and data.once()
+
+
+def test_a_key_that_comes_back_in_a_stream_is_named_once(make_cache, origin, caplog):
+    names = ("a.b/c.x", "a.b/c.y.z", "a.b/d.x", "noext", "a.b/d.y", "a.b/c.w", "a.b/d.w")
+    origin.objects["s3://lab/mixed.tar"] = tar_of([(name, b"1") for name in names])
+    dataset = make_cache().attach(wds.WebDataset("s3://lab/mixed.tar", shardshuffle=False))
+    assert [len(list(dataset)) for _ in range(2)] == [4, 4]
+    (text,) = (record.getMessage() for record in caplog.records if "again" in record.message)
+    assert text.startswith("s3://lab/mixed.tar: the key a.b/c occurs again after other keys")

@@ -1,8 +1,7 @@
-"""Read the files and samples of tar archives as WebDataset does, in less time.
+"""Read the files of tar archives as WebDataset does, in less time.
 
-`tar_files` yields the same names and bytes in the same order as WebDataset's expander, and calls
-handlers at the same points with the same exceptions. `members` finds the same files by their
-headers alone, for random access.
+`TarWalk` yields the same names and bytes in the same order as WebDataset's expander, with the same
+exceptions. `members` finds the same files by their headers alone, for random access.
 
 Nearly all headers of a shard are plain: they describe a regular file with a name and a size. This
 module parses them with one regular expression and a checksum in C. At the first other header
@@ -16,17 +15,17 @@ readers do not wait for bytes that are still being downloaded.
 
 from __future__ import annotations
 
-import inspect
 import io
+import os
 import re
 import tarfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from itertools import islice
+from typing import Any
 from zlib import adler32
 
-if TYPE_CHECKING:
-    from shardcache.cache import Handler
+from shardcache.errors import IntegrityError
 
 _BLOCK = 512
 _ZEROS = bytes(_BLOCK)
@@ -37,11 +36,13 @@ _PIECE = 20 * _BLOCK
 _EXTENDED_MAX = 1 << 16
 #: The first bytes of compressed archives. No name of a sample begins with them.
 _COMPRESSED = (b"\x1f\x8b", b"BZh", b"]\0\0", b"\xfd7z", b"\x28\xb5\x2f")
+#: The names of archives that tarfile's mode "r|*" opens.
+_SUFFIXES = (".tar", ".tgz", ".tar.gz", ".tar.bz2", ".tar.xz", ".tar.zst")
 #: The header of a directory. It is put before the header at which tarfile takes over, because
 #: tarfile applies other rules to the first header of an archive.
 _DIRECTORY = tarfile.TarInfo("x")
 _DIRECTORY.type = tarfile.DIRTYPE
-_NOT_FIRST = _DIRECTORY.tobuf(tarfile.USTAR_FORMAT)
+NOT_FIRST = _DIRECTORY.tobuf(tarfile.USTAR_FORMAT)
 
 # The forms of a number that all tar programs read alike: octal digits with a final NUL or space, a
 # field of NULs, and GNU's base 256. Other forms are left to tarfile.
@@ -70,13 +71,17 @@ _EXTENDED_NAME = b"././@"
 #: Matches a first component of a name that WebDataset reserves for metadata.
 _is_meta = re.compile(r"__[^/]*__($|/)").match
 
+#: The pattern of WebDataset's `base_plus_ext`: the key of a sample, and the rest of a file's name.
+split = re.compile(r"^((?:.*/|)[^.]+)[.]([^/]*)$").match
+#: Matches a value of a global header by which tarfile reads later members differently.
+_redefines = re.compile(r"(?:path|size|hdrcharset)$|GNU\.sparse\.").match
+#: The warning that a shard is not packed well; its arguments are the shard and the problem.
+MALFORMED = "%s: %s. Pack and upload it again."
+#: The problem of a shard in which a key occurs again after other keys.
+REPEATED = "the key {} occurs again after other keys, which makes two samples, as in WebDataset"
+
 #: The name, size and type in a plain header.
 _Fields = tuple[str, int, bytes]
-
-
-def reraise(exn: Exception) -> bool:
-    """Raise the exception. This is the default handler."""
-    raise exn
 
 
 def is_meta(name: str) -> bool:
@@ -86,128 +91,20 @@ def is_meta(name: str) -> bool:
     )
 
 
-def tar_files(
-    data: Iterable[dict[str, Any]],
-    handler: Handler = reraise,
-    select_files: Callable[[str], bool] | None = None,
-    rename_files: Callable[[str], str] | None = None,
-    eof_value: Any = ...,
-) -> Iterator[Any]:
-    """Expand opened shards into files. This stage replaces WebDataset's ``tar_file_expander``.
-
-    Args:
-        data: ``dict(url=..., stream=...)`` for each shard, optionally with ``local_path``.
-        handler: called with the exception if a member or an archive cannot be read. It returns True
-            to continue with the next one, or False to stop. The default raises the exception.
-        select_files: called with a file's name; returns whether to yield the file.
-        rename_files: called with a file's name before ``select_files``; returns the new name.
-        eof_value: yielded after each shard, unless it is None. The default is that of the installed
-            WebDataset: ``{}``, or None before version 1.0.
-
-    Yields:
-        ``dict(fname=..., data=..., __url__=...)``, with ``__local_path__`` if the shard has one.
-    """
-    if eof_value is ...:
-        from webdataset.tariterators import tar_file_expander
-
-        parameters = inspect.signature(tar_file_expander).parameters
-        eof_value = {} if "eof_value" in parameters else None
-    for source in data:
-        url = source["url"]
-        local_path = source.get("local_path")
-        try:
-            stream = source["stream"]
-            walk = TarWalk(stream)
-            for name in walk:
-                try:
-                    if is_meta(name):
-                        continue
-                    if rename_files:
-                        name = rename_files(name)
-                    if select_files is not None and not select_files(name):
-                        continue
-                    sample = {"fname": name, "data": walk.read(), "__url__": url}
-                except Exception as exn:  # noqa: BLE001 - the handler decides
-                    if hasattr(exn, "args") and len(exn.args) > 0:
-                        exn.args = (f"{exn.args[0]!s} @ {stream!s}", *exn.args[1:])
-                    if handler(exn):
-                        continue
-                    break
-                if local_path is not None:
-                    sample["__local_path__"] = local_path
-                yield sample
-            if eof_value is not None:
-                yield eof_value
-        except Exception as exn:  # noqa: BLE001 - the handler decides
-            exn.args = (*exn.args, source.get("stream"), source.get("url"))
-            if not handler(exn):
-                return
-
-
-def files_of(data: bytes, url: str, local_path: str | None = None) -> list[dict[str, Any]]:
-    """Return the files in a part of an archive, as `tar_files` yields them.
-
-    Args:
-        data: the bytes from the first header of one member to that of another, or to the end.
-        url, local_path: the shard, as in the input of `tar_files`.
-
-    Raises:
-        tarfile.TarError: the bytes are incomplete or damaged.
-    """
-    found: list[dict[str, Any]] = []
-    shard = {"__url__": url} | ({} if local_path is None else {"__local_path__": local_path})
-    at, is_utf8 = 0, tarfile.ENCODING == "utf-8"
-    while at < len(data):
-        fields = _fields(data[at : at + _BLOCK]) if is_utf8 else None
-        at += _BLOCK
-        if fields is not None and fields[2] in _EXTENDED:
-            size = _behind(fields)
-            fields = _extended(fields, data[at : at + size])
-            at += size
-        if fields is None or fields[2] not in _REGULAR:
-            source = {"url": url, "stream": io.BytesIO(_NOT_FIRST + data), "local_path": local_path}
-            return list(tar_files([source], eof_value=None))
-        name, size, _ = fields
-        if not is_meta(name):
-            found.append({"fname": name, "data": data[at : at + size], **shard})
-        at += size + (-size & 511)
-    if at > len(data):
-        raise _ended()
-    return found
-
-
-def tar_samples(
-    data: Iterable[dict[str, Any]],
-    handler: Handler = reraise,
-    select_files: Callable[[str], bool] | None = None,
-    rename_files: Callable[[str], str] | None = None,
-) -> Iterator[dict[str, Any]]:
-    """Expand opened shards into samples, with `tar_files` and WebDataset's ``group_by_keys``.
-
-    Args:
-        data, handler, select_files, rename_files: the arguments of `tar_files`.
-
-    Yields:
-        ``dict(__key__=..., __url__=..., field=bytes, ...)``.
-    """
-    from webdataset.tariterators import group_by_keys
-
-    files = tar_files(data, handler, select_files, rename_files)
-    samples: Iterator[dict[str, Any]] = group_by_keys(files, handler=handler)
-    return samples
-
-
 class TarWalk:
     """Iterates over the names of the regular files in an archive; `read` returns a file's data.
 
-    Iteration and `read` raise the exceptions of tarfile in mode ``r|*``.
+    Iteration and `read` raise the exceptions of tarfile in mode ``r|*``. With ``NOT_FIRST`` as
+    ``before``, the stream is a part of an archive, which begins where a member ends.
     """
 
-    def __init__(self, stream: Any) -> None:
+    def __init__(self, stream: Any, before: bytes = b"") -> None:
         self._stream = stream
+        self._before = before  # what tarfile reads before the current member
         self._size = 0  # bytes of the current member
         self._left = 0  # bytes until the next header
         self._archive: Any = None  # tarfile's reader, once it has taken over
+        self._base = 0  # offset at which tarfile's reader begins, in a `_From`
         self._member: tarfile.TarInfo | None = None  # current member, once tarfile has taken over
 
     def read(self) -> bytes:
@@ -223,15 +120,14 @@ class TarWalk:
         return data
 
     def __iter__(self) -> Iterator[str]:
-        stream, header, fields = self._stream, b"", None
+        stream = self._stream
         # Streams of these types return as many bytes as requested, except at the end.
-        if type(stream) in (io.BufferedReader, io.BytesIO) and tarfile.ENCODING == "utf-8":
-            header = stream.read(_BLOCK)
-            fields = _fields(header)
-        if fields is None or header.startswith(_COMPRESSED):
-            yield from self._by_tarfile(header)
+        is_exact = type(stream) in (io.BufferedReader, io.BytesIO, _From)
+        header = stream.read(_BLOCK) if is_exact and tarfile.ENCODING == "utf-8" else b""
+        fields = _fields(header)
+        if not header or (not self._before and (fields is None or header.startswith(_COMPRESSED))):
+            yield from self._by_tarfile(self._before + header)
             return
-        before = b""
         while True:
             if fields is not None and fields[2] in _EXTENDED:
                 rest = stream.read(_behind(fields))
@@ -241,17 +137,20 @@ class TarWalk:
                 self._size = size
                 self._left = size + (-size & 511)
                 yield name
-            elif header == _ZEROS:
+            elif header == _ZEROS or not header:
+                self._left = -len(header)
                 return
             elif fields is None or fields[2] not in _WITHOUT_DATA:
-                yield from self._by_tarfile(before + header)
+                yield from self._by_tarfile(self._before + header)
                 return
-            before, header = _NOT_FIRST, self._next_header()
+            self._before, header = NOT_FIRST, self._next_header()
             fields = _fields(header)
 
     def _next_header(self) -> bytes:
         """Return the block after the current member. It may be short at the end of the stream."""
         left, self._left = self._left, 0
+        if type(self._stream) is _From:
+            self._stream.at, left = self._stream.at + left, 0
         while left > _PIECE:  # skip a member that was not read
             if len(self._stream.read(_PIECE)) < _PIECE:
                 raise _ended()
@@ -261,8 +160,15 @@ class TarWalk:
             raise _ended()
         return block[left:] if left else block
 
+    def _end(self) -> int:
+        """Return the offset in a `_From` at which the current member, or the iteration, ends."""
+        if self._archive is None:
+            return int(self._stream.at) + self._left
+        return self._base + int(self._archive.offset)
+
     def _by_tarfile(self, pending: bytes) -> Iterator[str]:
         """Yield the names that tarfile finds in ``pending`` and in the rest of the stream."""
+        self._base = getattr(self._stream, "at", 0) - len(pending)
         rest: Any = _Rejoined(pending, self._stream)
         self._archive = tarfile.open(fileobj=rest, mode="r|*")  # noqa: SIM115 - never closed
         for info in self._archive:
@@ -272,7 +178,7 @@ class TarWalk:
             self._archive.members = []  # tarfile would keep all of them in memory
 
 
-def members(read: Callable[[int, int], bytes], end: int) -> Iterator[tuple[int, int, str]]:
+def members(read: Callable[[int, int], bytes], end: int) -> Iterator[tuple[int, str]]:
     """Find the regular files of an archive without reading their data.
 
     Args:
@@ -280,62 +186,55 @@ def members(read: Callable[[int, int], bytes], end: int) -> Iterator[tuple[int, 
         end: size of the archive in bytes.
 
     Yields:
-        For each file: the offset of its first header, the offset of the next member, and its name.
+        For each file: the offset at which it ends, and its name. Headers that concern the next file
+        are behind that offset. At last: the offset at which tarfile stops, and "".
 
     Raises:
         tarfile.CompressionError: the archive is compressed.
-        tarfile.TarError: the archive cannot be read in this way, or not at all.
+        tarfile.StreamError: the archive cannot be read in this way.
+        tarfile.TarError: the archive cannot be read.
     """
-    at, is_utf8 = 0, tarfile.ENCODING == "utf-8"
-    while at < end or not at:
-        start, header = at, read(_BLOCK, at)
-        fields = _fields(header) if is_utf8 else None
-        if not start and header.startswith(_COMPRESSED):
-            raise tarfile.CompressionError("it is compressed")
-        at += _BLOCK
-        if fields is not None and fields[2] in _EXTENDED:
-            size = _behind(fields)
-            fields = _extended(fields, read(size, at))
-            at += size
-        if fields is not None and (fields[2] in _REGULAR or fields[2] in _WITHOUT_DATA):
-            name, size, kind = fields
-            if kind in _REGULAR:
-                at += size + (-size & 511)
-                if at > end:
-                    raise _ended()
-                yield start, at, name
-        elif header == _ZEROS:
-            return
-        else:
-            yield from _members_by_tarfile(read, start)
-            return
+    if read(_BLOCK, 0).startswith(_COMPRESSED):
+        raise tarfile.CompressionError("it is compressed")
+    walk = TarWalk(_From(read))
+    for name in walk:
+        if walk._archive and any(map(_redefines, walk._archive.pax_headers)):
+            raise tarfile.StreamError("it has a global header, which concerns all later members")
+        if (at := walk._end()) > end:
+            raise _ended()
+        yield at, name
+    yield walk._end(), ""
 
 
-def _members_by_tarfile(
-    read: Callable[[int, int], bytes], at: int
-) -> Iterator[tuple[int, int, str]]:
-    """Yield what `members` yields, from the offset ``at`` on, where tarfile takes over."""
-    before = _NOT_FIRST if at else b""
-    walk, first = TarWalk(_From(read, at)), at - len(before)
-    for name in walk._by_tarfile(before):
-        archive, member = walk._archive, walk._member
-        # A comment before the first member, as of `git archive`, changes nothing.
-        if archive.pax_headers and (at or archive.pax_headers.keys() != {"comment"}):
-            raise tarfile.HeaderError("it has a global header, which concerns all later members")
-        assert member is not None
-        yield first + member.offset, first + archive.offset, name
+def unread(read: Callable[[int, int], bytes], at: int) -> str:
+    """Describe why an archive may have samples that no reader finds, or return "".
+
+    Args:
+        read: returns bytes of the archive, as for `members`.
+        at: the offset at which tarfile stops.
+    """
+    block, position = read(_BLOCK, at), at
+    if len(block) < _BLOCK:
+        return f"it ends at byte {at} without an end marker: its writer was not closed"
+    while (piece := read(_PIECE, position)) and not (data := piece.lstrip(b"\0")):
+        position += len(piece)
+    if not piece:
+        return ""
+    position += len(piece) - len(data)
+    what = "an end marker" if block == _ZEROS else "a damaged header"
+    return f"readers stop at {what} at byte {at} and miss the data from byte {position} on"
 
 
 class _From:
-    """A stream of the bytes from the offset ``at`` on."""
+    """A stream of the bytes from the offset ``at`` on, of which only headers are read."""
 
-    def __init__(self, read: Callable[[int, int], bytes], at: int) -> None:
+    def __init__(self, read: Callable[[int, int], bytes]) -> None:
         self._read = read
-        self._at = at
+        self.at = 0
 
     def read(self, size: int) -> bytes:
-        data = self._read(size, self._at)
-        self._at += len(data)
+        data = self._read(size, self.at)
+        self.at += len(data)
         return data
 
 
@@ -448,3 +347,56 @@ def _name(name: str, records: bytes, size: int) -> str | None:
 
 def _text(name: bytes) -> str:
     return name.decode("utf-8", "surrogateescape")
+
+
+def check_archive(fd: int, basename: str, url: str) -> None:
+    """Check that a file with the name of a tar archive also begins like a tar archive.
+
+    Raises:
+        IntegrityError: the file does not begin like a tar archive.
+    """
+    if not basename.lower().endswith(_SUFFIXES):
+        return
+    head = os.pread(fd, _BLOCK, 0)
+    if head.startswith(_COMPRESSED) or head == _ZEROS:
+        return  # a block of zeros is an archive without members
+    if not head:
+        raise IntegrityError(
+            f"{url} is empty (0 bytes), so it is not a tar archive. Upload it again, or remove it "
+            "from the list of shards.",
+            url=url,
+        )
+    try:
+        tarfile.TarInfo.frombuf(head, "utf-8", "surrogateescape")
+    except tarfile.HeaderError as exn:
+        raise IntegrityError(
+            f"{url} is not a tar archive: it begins with {head[:24]!r}. "
+            "Check the object; an error page may have been uploaded or served in its place.",
+            url=url,
+        ) from exn
+
+
+def archive_problem(fd: int, basename: str, size: int, most: int | None = None) -> str:
+    """Describe why readers of a tar archive miss a part of it, or return "".
+
+    Args:
+        fd, basename, size: the file, its name, and its bytes.
+        most: read at most so many headers if the file ends with zeros, as archives do.
+    """
+
+    def read(count: int, offset: int) -> bytes:
+        return os.pread(fd, count, offset)
+
+    if not basename.lower().endswith(_SUFFIXES):
+        return ""
+    if read(_BLOCK, max(0, size - _BLOCK)) != _ZEROS:
+        most = None
+    at, name = 0, ""
+    try:
+        for at, name in islice(members(read, size), most):  # noqa: B007 - the last one matters
+            pass
+    except (tarfile.CompressionError, tarfile.StreamError):
+        return ""  # its members are not walked
+    except (tarfile.TarError, ValueError) as exn:
+        return f"readers fail behind byte {at} ({exn})"
+    return "" if name else unread(read, at)

@@ -9,7 +9,6 @@ make no site. A tier is one directory of the cache, such as a RAM disk in front 
 from __future__ import annotations
 
 import atexit
-import contextlib
 import errno
 import logging
 import os
@@ -25,7 +24,7 @@ from typing import TYPE_CHECKING
 
 from shardcache import clock, threads
 from shardcache.config import Config
-from shardcache.errors import ConfigError, is_local_error
+from shardcache.errors import ConfigError, ignoring, is_local_error, os_error
 from shardcache.files import Breaker, fault_kind, is_disk_fault
 from shardcache.locks.sessions import leave_note
 from shardcache.ranks import RUN_VARIABLE, Ranks
@@ -238,7 +237,7 @@ class Process:
             self.warn(f"root of {path}", text, path)
         try:
             tier.make()
-        except (OSError, ConfigError) as exn:
+        except (os_error(), ConfigError) as exn:
             if self.config.strict:
                 raise
             reason = exn.message if isinstance(exn, ConfigError) else exn.strerror or exn
@@ -281,11 +280,11 @@ class Process:
             if not self.reading.closed:
                 site = self.check_root()  # another user may own the directory now
             opened = site.find(shard, outdated)
-        except OSError as exn:
+        except os_error() as exn:
             self.disk_failed(self.reading, exn)
             raise
         if opened is not None and self.reading.faults:  # opening does not prove that it is readable
-            with contextlib.suppress(OSError):  # the stream gets the same error, and falls back
+            with ignoring(OSError):  # the stream gets the same error, and falls back
                 os.pread(opened.fd, 1, 0)
                 self.reading.succeeded()
         return opened
@@ -346,11 +345,11 @@ class Process:
             site = self.check_root()
             try:
                 result = acquire(site, download)
-            except OSError as exn:  # try once more if the disk was unmounted during the call
+            except os_error() as exn:  # try once more if the disk was unmounted during the call
                 if not (is_local_error(exn) and self._changed_tiers()):
                     raise
                 result = acquire(self.check_root(), download)
-        except OSError as exn:
+        except os_error() as exn:
             self.disk_failed(self.writing, exn)
             raise
         finally:
@@ -407,7 +406,7 @@ class Process:
         if kind in self._warned:
             return False
         self._warned.add(kind)
-        with contextlib.suppress(ConfigError, OSError):
+        with ignoring(ConfigError, OSError):
             self.site()  # a note stays only as long as there are sessions that began before it
         return leave_note(self.home.node, f"{self._job}-{kind}")
 
@@ -441,7 +440,7 @@ class Process:
             try:
                 sidecar = Entry.at(data.parent).metadata().encode()
                 self.origins.write_back(shard, data, sidecar)
-            except (OSError, DamagedError) as exn:  # the entry was evicted
+            except (os_error(), DamagedError) as exn:  # the entry was evicted
                 logger.info("%s: not copied to an upstream: %s", shard, exn)
 
         if wait:

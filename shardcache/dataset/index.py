@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import json
 import logging
 import os
@@ -29,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
 from shardcache import clock, threads
-from shardcache.errors import ConfigError, IntegrityError, ShardCacheError
+from shardcache.errors import ConfigError, IntegrityError, ShardCacheError, os_error
 from shardcache.files import open_file
 from shardcache.layout import INDEX
 from shardcache.sync.paths import atomic_write
@@ -133,7 +134,7 @@ class OpenShard:
         self._url = shard.raw or str(shard)
         self._path = str(self._stream.name).removeprefix("file://")
         self._fd, self.size = -1, 0
-        with contextlib.suppress(OSError):  # UnsupportedOperation: the shard bypasses the cache
+        with contextlib.suppress(io.UnsupportedOperation):  # the shard bypasses the cache
             # When the disk fails, the stream closes its own descriptor. Another file may then get
             # the same number while another thread is about to read.
             self._fd = os.dup(self._stream.fileno())
@@ -197,7 +198,7 @@ class OpenShard:
         if self._is_local:
             try:
                 return self._pread(size, offset)
-            except OSError as exn:
+            except os_error() as exn:
                 self._lose(exn)
         # `undivided`, because a child that is forked in the block would wait for the lock forever.
         with undivided(), self._lock:
@@ -224,7 +225,7 @@ class OpenShard:
         try:
             with open_file(f"{self._directory}/{INDEX}") as file:
                 data = file.readall()
-        except OSError as exn:
+        except os_error() as exn:
             logger.debug("%s has no %s: %s", self._directory, INDEX, exn)
             return False
         offsets = memoryview(data)[:-4]
@@ -266,7 +267,7 @@ class OpenShard:
         if self._is_local:
             try:
                 return find_samples(self._pread, self.size)
-            except OSError as exn:
+            except os_error() as exn:
                 self._lose(exn)
         with undivided(), self._lock:
             self._stream.seek(0)
@@ -288,7 +289,7 @@ class OpenShard:
             with process.site().locked(store, self._shard.key) as is_locked:
                 if is_locked:
                     store.put(self._directory, INDEX, offsets + self._checksum(offsets))
-        except (OSError, ConfigError) as exn:  # the disk is full, read-only or unmounted
+        except (os_error(), ConfigError) as exn:  # the disk is full, read-only or unmounted
             logger.debug("%s gets no %s: %s", self._directory, INDEX, exn)
 
 
@@ -324,7 +325,7 @@ def count_samples(
         try:
             opened = OpenShard(cache, shard)
             return len(opened), opened.size
-        except (ShardCacheError, OSError) as exn:
+        except (ShardCacheError, os_error()) as exn:
             return exn
 
     waiting, keys = deque(enumerate(shards)), {shard.key for shard in shards}

@@ -19,6 +19,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from shardcache.errors import ignoring, os_error
 from shardcache.files import FULL, PRIVATE, Modes, open_exclusive, open_file, set_mode, unlock
 from shardcache.layout import (
     IDLE_GRACE,
@@ -54,7 +55,7 @@ def try_flock(fd: int, *, shared: bool = False) -> bool | None:
     """
     try:
         fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
-    except OSError as exn:
+    except os_error() as exn:
         if exn.errno in (errno.EWOULDBLOCK, errno.EACCES):
             return False
         if exn.errno in _UNSUPPORTED:
@@ -128,7 +129,7 @@ def read_holder(path: Path) -> Holder | None:
     """Return the record in a file, or None if the file or the record is missing or damaged."""
     try:
         return Holder.decode(read_file(path, _MAX_RECORD))
-    except OSError:
+    except os_error():
         return None
 
 
@@ -168,7 +169,7 @@ class KeyLock:
                     raise
                 time.sleep(_PAUSES[0])  # another member of the group has not set its mode yet
                 continue
-            except OSError as exn:
+            except os_error() as exn:
                 if exn.errno in FULL:
                     break
                 raise
@@ -177,7 +178,7 @@ class KeyLock:
                 self.release()
                 return False
             if os.fstat(file.fileno()).st_nlink:
-                with contextlib.suppress(OSError):  # a pipe can be locked, but has no offsets
+                with ignoring(OSError):  # a pipe can be locked, but has no offsets
                     self.left = Holder.decode(os.pread(file.fileno(), _MAX_RECORD, 0))
                 self.update(holder)
                 return True
@@ -195,7 +196,7 @@ class KeyLock:
             with contextlib.suppress(PermissionError):  # another member of the group owns the file
                 set_mode(file.fileno(), self._modes.file)
             os.pwrite(file.fileno(), holder.encode(), 0)
-        except OSError as exn:  # the lock works without a record
+        except os_error() as exn:  # the lock works without a record
             logger.debug("%s: no record of its holder: %s", self.path, exn)
 
     def release(self) -> None:
@@ -205,10 +206,10 @@ class KeyLock:
         """
         file, self._file = self._file, None
         if file is not None and not file.closed:  # a forked child has closed it: the parent's lock
-            with contextlib.suppress(OSError):
+            with ignoring(OSError):
                 if self._is_spent and os.fstat(file.fileno()).st_nlink:
                     self.path.unlink()
-            with contextlib.suppress(OSError):  # the descriptor is closed nevertheless
+            with ignoring(OSError):  # the descriptor is closed nevertheless
                 unlock(file.fileno())
                 file.close()
 
@@ -226,7 +227,7 @@ def remove_locks(layout: Layout) -> None:
                         _remove_free_lock(layout, directory / name)
                     elif is_lease_name(name):
                         remove_old(directory / name, layout.grace or IDLE_GRACE)
-            with contextlib.suppress(OSError):  # the directory is not empty
+            with ignoring(OSError):  # the directory is not empty
                 directory.rmdir()
 
 
@@ -234,7 +235,7 @@ def _remove_free_lock(layout: Layout, path: Path) -> None:
     left = read_holder(path)
     if left is not None and left.partial and is_directory(layout.partial / left.partial):
         return  # the file names the partial of a killed download, which can be resumed
-    with contextlib.suppress(OSError), open_file(path) as file:
+    with ignoring(OSError), open_file(path) as file:
         # Remove the file only under its own lock, and only if no other process has removed it.
         if try_flock(file.fileno()) is not False and os.fstat(file.fileno()).st_nlink:
             path.unlink()

@@ -16,7 +16,7 @@ from functools import partial
 from urllib.parse import parse_qsl, quote, urljoin
 
 from shardcache.config import __version__
-from shardcache.errors import AccessDeniedError, ConfigError
+from shardcache.errors import AccessDeniedError, ConfigError, os_error
 from shardcache.origins.base import (
     Checksum,
     ObjectInfo,
@@ -209,7 +209,7 @@ class WebOrigin:
                 response.secrets = secrets
                 location = response.headers.get("location")
                 target = urljoin(f"{server}{path}", location or "")
-            except (OSError, ValueError) as exn:
+            except (os_error(), ValueError) as exn:
                 error = unanswered(exn, shard, authority, secrets)
             if error is not None:
                 raise error

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 from urllib.parse import parse_qsl, quote, unquote_plus, urlsplit
 from xml.etree import ElementTree
 
-from shardcache.errors import AccessDeniedError, ConfigError, ShardCacheError
+from shardcache.errors import AccessDeniedError, ConfigError, ShardCacheError, is_local_error
 from shardcache.origins.base import ObjectInfo, TransientError, read_all, refusal
 from shardcache.origins.connection import Response, Transport
 from shardcache.origins.credentials import (
@@ -417,7 +417,7 @@ class S3Origin:
         store = self.prepare()
         if type(exn).__module__.startswith("botocore"):  # its types may not be imported
             return chain_error(exn, shard, self._profile, worked=store.worked)
-        if isinstance(exn, (OSError, ValueError, TypeError, AttributeError)):
+        if is_local_error(exn) or isinstance(exn, (ValueError, TypeError, AttributeError)):
             return unanswered(exn, shard, store.name, secrets)
         return exn
 

@@ -12,7 +12,6 @@ logged as one warning per kind of fault. It is raised only with ``strict``.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import logging
 from typing import TYPE_CHECKING
@@ -27,7 +26,9 @@ from shardcache.errors import (
     ShardNotFoundError,
     TransferError,
     UnprovenError,
+    ignoring,
     is_local_error,
+    os_error,
 )
 from shardcache.files import fault_kind, is_disk_fault
 from shardcache.locks.flock import is_file
@@ -101,7 +102,7 @@ def _replace_entry(
     process, entry = here(), opened.entry
     store = process.tier_of(entry.directory).store
     info = None
-    with contextlib.suppress(DamagedError, OSError):
+    with ignoring(DamagedError, OSError):
         if fault.errno == errno.ESTALE and not opened.reopened:
             where = opened.directory, opened.path, opened.size
             if (again := open_data(*where, store.layout.grace)) is not None:
@@ -115,7 +116,7 @@ def _replace_entry(
             # released. If the path names another file now, our file was already replaced.
             if is_locked and is_file(opened.path, opened.fd):
                 set_aside(entry.path, f"{shard}: {fault.strerror}")
-    except OSError as exn:
+    except os_error() as exn:
         logger.info("%s: %s cannot be set aside: %s", shard, opened.path, exn)
     if process.config.strict:
         raise fault
@@ -208,6 +209,6 @@ def read_nearest(
         for upstream in here().origins.upstreams(shard):
             try:
                 return OriginReader(here, shard, nearer=upstream)
-            except (ShardCacheError, OSError) as exn:
+            except (ShardCacheError, os_error()) as exn:
                 upstream.failed(exn)
     return OriginReader(here, shard, position, response=response)

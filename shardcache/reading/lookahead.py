@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from shardcache import clock, threads
-from shardcache.errors import AccessDeniedError, ShardCacheError, ShardNotFoundError
+from shardcache.errors import AccessDeniedError, ShardCacheError, ShardNotFoundError, ignoring
 from shardcache.reading.readers import DownloadReader
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ class Lookahead:
             return False
         reader = None
         if download:
-            with contextlib.suppress(ShardCacheError, OSError):  # `open` will raise the same error
+            with ignoring(ShardCacheError, OSError):  # `open` will raise the same error
                 shard = self._shard_of(item)
                 if not (self._opener.is_in_place(shard) or shard.key in self._refused):
                     here = self._opener.here

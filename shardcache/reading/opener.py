@@ -20,7 +20,13 @@ from typing import TYPE_CHECKING, BinaryIO
 from shardcache import clock
 from shardcache.config import Config
 from shardcache.download.download import Download, Result
-from shardcache.errors import ConfigError, LockTimeoutError, ShardCacheError, ShardNotFoundError
+from shardcache.errors import (
+    ConfigError,
+    LockTimeoutError,
+    ShardCacheError,
+    ShardNotFoundError,
+    os_error,
+)
 from shardcache.locks.flock import is_file
 from shardcache.process import Process
 from shardcache.reading.fallback import read_nearest, read_past
@@ -89,10 +95,10 @@ class Opener:
                 else:  # hot path: keep the number of calls small
                     try:
                         opened = site.open(shard.key, shard.basename)
-                    except (DamagedError, OSError):
+                    except (DamagedError, os_error()):
                         opened = process.find(shard)
             reader = opened or ahead or DownloadReader(self.here, shard, finish=finish)
-        except (ShardCacheError, OSError) as exn:
+        except (ShardCacheError, os_error()) as exn:
             return self._buffered(shard, read_past(self.here, shard, exn))
         if opened is None:
             return self._buffered(shard, reader, whole=whole)

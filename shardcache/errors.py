@@ -8,10 +8,7 @@ WebDataset has appended the URL to its ``args``.
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import sys
-from types import TracebackType
 from typing import Any, TypeGuard
 
 
@@ -115,37 +112,7 @@ class BoardError(ShardCacheError, ConnectionError):
     errno = errno.ECONNRESET
 
 
-def _is_caller_error(exn: BaseException | None) -> bool:
-    """Return whether an error is an ``OSError`` that neither the kernel nor shardcache has raised.
-
-    A signal handler may raise in the middle of any call, such as a TimeoutError after an alarm. The
-    kernel's errors have an ``errno``, and so have those of shardcache; a handler's have none.
-    """
-    return isinstance(exn, OSError) and exn.errno is None
-
-
-class _NoError(OSError):
-    """Is never raised."""
-
-
-def os_error() -> type[OSError]:
-    """Return the class for ``except os_error():``, which lets errors of a signal handler pass."""
-    return _NoError if _is_caller_error(sys.exc_info()[1]) else OSError
-
-
-class ignoring(contextlib.suppress):  # noqa: N801 - used like `contextlib.suppress`
-    """`contextlib.suppress` that lets errors of a signal handler pass."""
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        exn: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> bool:
-        return not _is_caller_error(exn) and super().__exit__(kind, exn, traceback)
-
-
 def is_local_error(exn: BaseException) -> TypeGuard[OSError]:
     """Return whether an error is an ``OSError`` of the disk or process, not one of shardcache's."""
-    is_raised_here = isinstance(exn, ShardCacheError) or _is_caller_error(exn)
-    return isinstance(exn, OSError) and not is_raised_here
+    is_own = isinstance(exn, ShardCacheError)
+    return isinstance(exn, OSError) and exn.errno is not None and not is_own

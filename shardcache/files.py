@@ -9,19 +9,22 @@ The members of the group must trust each other, because each may remove or repla
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import io
 import os
 import stat
+import sys
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from shardcache import clock
 from shardcache.config import group_name
-from shardcache.errors import ConfigError, ShardCacheError, ignoring, os_error
+from shardcache.errors import ConfigError, ShardCacheError
 from shardcache.threads import undivided
 
 #: Seconds between attempts if a directory exists according to mkdir (EEXIST) but not according to
@@ -302,6 +305,27 @@ def is_disk_fault(exn: BaseException) -> bool:
 def fault_kind(exn: OSError) -> str:
     """Return the name of an error, such as ``EIO``. shardcache warns once of each kind."""
     return errno.errorcode.get(exn.errno or 0, type(exn).__name__)
+
+
+class _NoError(OSError):
+    """Is never raised."""
+
+
+def os_error() -> type[OSError]:
+    """Return the class for ``except os_error():``, which lets errors of a signal handler pass.
+
+    A handler may raise in any call, such as a TimeoutError after an alarm. The errors of the kernel
+    and of shardcache have an ``errno``; a handler's have none.
+    """
+    return OSError if getattr(sys.exc_info()[1], "errno", None) is not None else _NoError
+
+
+class ignoring(contextlib.suppress):  # noqa: N801 - used like its base class
+    """Ignores exceptions, but lets errors of a signal handler pass."""
+
+    def __exit__(self, *raised: Any) -> bool:
+        is_ours = not isinstance(raised[1], OSError) or raised[1].errno is not None
+        return is_ours and super().__exit__(*raised)
 
 
 class Breaker:

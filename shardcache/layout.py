@@ -20,8 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from shardcache.errors import ignoring, os_error
-from shardcache.files import PRIVATE, Modes, open_file, random_token, write_new
+from shardcache.files import PRIVATE, Modes, ignoring, open_file, os_error, random_token, write_new
 from shardcache.threads import lazy
 from shardcache.urls import SIDE_FILES
 

@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING
 
 from shardcache import clock, threads
 from shardcache.config import Config
-from shardcache.errors import ConfigError, ignoring, is_local_error, os_error
-from shardcache.files import Breaker, fault_kind, is_disk_fault
+from shardcache.errors import ConfigError, is_local_error
+from shardcache.files import Breaker, fault_kind, ignoring, is_disk_fault, os_error
 from shardcache.locks.sessions import leave_note
 from shardcache.ranks import RUN_VARIABLE, Ranks
 from shardcache.space.tiers import Tier

@@ -30,8 +30,8 @@ from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
 from shardcache import clock, threads
-from shardcache.errors import ConfigError, IntegrityError, ShardCacheError, os_error
-from shardcache.files import open_file
+from shardcache.errors import ConfigError, IntegrityError, ShardCacheError
+from shardcache.files import open_file, os_error
 from shardcache.layout import INDEX
 from shardcache.sync.paths import atomic_write
 from shardcache.threads import undivided

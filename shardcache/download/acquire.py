@@ -37,7 +37,6 @@ from shardcache.errors import (
     ShardCacheError,
     UnprovenError,
     is_local_error,
-    os_error,
 )
 from shardcache.files import FULL
 from shardcache.layout import Layout, is_directory, parse_partial_name
@@ -198,7 +197,7 @@ def acquire(site: Site, download: Download) -> Result | None:
             return None
         try:
             return _acquire(site, download, site.places)
-        except os_error() as exn:
+        except OSError as exn:
             if not is_local_error(exn) or exn.errno not in FULL:
                 raise
             # The failed attempt has removed its partial and released the lock, so it can be
@@ -299,7 +298,7 @@ def _link(site: Site, download: Download) -> Opened | None:
             if other is not None:
                 other.close()
             continue
-        except os_error() as exn:  # full or read-only: the sibling's entry can be read instead
+        except OSError as exn:  # full or read-only: the sibling's entry can be read instead
             if other is None:
                 raise
             logger.info("%s: not linked, but read where it is: %s", shard, exn)
@@ -405,7 +404,7 @@ def _begin(download: Download, info: ObjectInfo, places: list[_Place]) -> Partia
         try:
             with space.reserved(shard, info.size):
                 return Partial.create(store.layout, metadata, shard.basename)
-        except os_error() as exn:  # CacheFullError is a subclass
+        except OSError as exn:  # CacheFullError is a subclass
             if store is places[-1].store or isinstance(exn, LockTimeoutError):
                 raise
             logger.debug("%s: not into %s: %s", shard, store.layout.base, exn)

@@ -19,12 +19,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
 from shardcache import clock, threads
-from shardcache.errors import ConfigError, ignoring
+from shardcache.errors import ConfigError
 from shardcache.locks.downloaders import Downloaders
 from shardcache.units import format_rate, parse_bytes
 
@@ -258,9 +258,9 @@ class Connections:
 def _processor_seconds() -> float:
     """Return for how long this process has run on processors, or its threads waited for one."""
     waited = 0
-    with ignoring(OSError):  # too many files are open
+    with suppress(OSError):  # too many files are open
         for path in Path("/proc/self/task").glob("*/schedstat"):
-            with ignoring(OSError, IndexError):  # it has ended, or the kernel has no figures
+            with suppress(OSError, IndexError):  # it has ended, or the kernel has no figures
                 waited += int(path.read_bytes().split()[1])
     return time.process_time() + waited / 1e9
 

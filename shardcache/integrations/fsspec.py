@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import fsspec
 from fsspec.implementations.chained import ChainedFileSystem
 
-from shardcache.errors import ConfigError, ignoring
+from shardcache.errors import ConfigError
 from shardcache.store.directory import DamagedError
 from shardcache.urls import redact
 
@@ -131,7 +131,7 @@ class ShardCacheFileSystem(ChainedFileSystem):  # type: ignore[misc]
         found = {"name": self._path(path), "size": entry.size, "type": "file"}
         # Hugging Face datasets identify versions by the ETag, so the ETag must be the same whether
         # or not the shard is cached.
-        with ignoring(OSError, DamagedError):  # the entry was evicted
+        with contextlib.suppress(OSError, DamagedError):  # the entry was evicted
             if etag := entry.metadata().info.etag:
                 found["ETag"] = etag
         return found

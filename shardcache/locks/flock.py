@@ -19,7 +19,6 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardcache.errors import ignoring, os_error
 from shardcache.files import FULL, PRIVATE, Modes, open_exclusive, open_file, set_mode, unlock
 from shardcache.layout import (
     IDLE_GRACE,
@@ -55,7 +54,7 @@ def try_flock(fd: int, *, shared: bool = False) -> bool | None:
     """
     try:
         fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
-    except os_error() as exn:
+    except OSError as exn:
         if exn.errno in (errno.EWOULDBLOCK, errno.EACCES):
             return False
         if exn.errno in _UNSUPPORTED:
@@ -129,7 +128,7 @@ def read_holder(path: Path) -> Holder | None:
     """Return the record in a file, or None if the file or the record is missing or damaged."""
     try:
         return Holder.decode(read_file(path, _MAX_RECORD))
-    except os_error():
+    except OSError:
         return None
 
 
@@ -169,7 +168,7 @@ class KeyLock:
                     raise
                 time.sleep(_PAUSES[0])  # another member of the group has not set its mode yet
                 continue
-            except os_error() as exn:
+            except OSError as exn:
                 if exn.errno in FULL:
                     break
                 raise
@@ -178,7 +177,7 @@ class KeyLock:
                 self.release()
                 return False
             if os.fstat(file.fileno()).st_nlink:
-                with ignoring(OSError):  # a pipe can be locked, but has no offsets
+                with contextlib.suppress(OSError):  # a pipe can be locked, but has no offsets
                     self.left = Holder.decode(os.pread(file.fileno(), _MAX_RECORD, 0))
                 self.update(holder)
                 return True
@@ -196,7 +195,7 @@ class KeyLock:
             with contextlib.suppress(PermissionError):  # another member of the group owns the file
                 set_mode(file.fileno(), self._modes.file)
             os.pwrite(file.fileno(), holder.encode(), 0)
-        except os_error() as exn:  # the lock works without a record
+        except OSError as exn:  # the lock works without a record
             logger.debug("%s: no record of its holder: %s", self.path, exn)
 
     def release(self) -> None:
@@ -206,10 +205,10 @@ class KeyLock:
         """
         file, self._file = self._file, None
         if file is not None and not file.closed:  # a forked child has closed it: the parent's lock
-            with ignoring(OSError):
+            with contextlib.suppress(OSError):
                 if self._is_spent and os.fstat(file.fileno()).st_nlink:
                     self.path.unlink()
-            with ignoring(OSError):  # the descriptor is closed nevertheless
+            with contextlib.suppress(OSError):  # the descriptor is closed nevertheless
                 unlock(file.fileno())
                 file.close()
 
@@ -227,7 +226,7 @@ def remove_locks(layout: Layout) -> None:
                         _remove_free_lock(layout, directory / name)
                     elif is_lease_name(name):
                         remove_old(directory / name, layout.grace or IDLE_GRACE)
-            with ignoring(OSError):  # the directory is not empty
+            with contextlib.suppress(OSError):  # the directory is not empty
                 directory.rmdir()
 
 
@@ -235,7 +234,7 @@ def _remove_free_lock(layout: Layout, path: Path) -> None:
     left = read_holder(path)
     if left is not None and left.partial and is_directory(layout.partial / left.partial):
         return  # the file names the partial of a killed download, which can be resumed
-    with ignoring(OSError), open_file(path) as file:
+    with contextlib.suppress(OSError), open_file(path) as file:
         # Remove the file only under its own lock, and only if no other process has removed it.
         if try_flock(file.fileno()) is not False and os.fstat(file.fileno()).st_nlink:
             path.unlink()

@@ -7,12 +7,12 @@ lease. A holder that was stopped for longer continues when it wakes: the shard i
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import time
 from typing import TYPE_CHECKING
 
-from shardcache.errors import ignoring, os_error
 from shardcache.layout import Layout, replace_file
 from shardcache.locks.flock import Holder, read_holder
 
@@ -66,7 +66,7 @@ class KeyLease:
         except Timeout:
             self._break_expired(lease)
             return False
-        except (os_error(), ValueError) as exn:  # ValueError: the lease has another duration
+        except (OSError, ValueError) as exn:  # ValueError: the lease has another duration
             if isinstance(exn, OSError) and exn.errno in _REFUSALS:
                 raise
             logger.warning("%s: going on without a lease: %s", self.path, exn)
@@ -80,7 +80,7 @@ class KeyLease:
 
         filelock does this only on filesystems that can exchange two names, which NFS cannot.
         """
-        with ignoring(OSError):
+        with contextlib.suppress(OSError):
             status, now = self.path.stat(), time.monotonic()
             marker = (status.st_ino, status.st_mtime_ns)
             if marker != self._seen:
@@ -92,7 +92,7 @@ class KeyLease:
         """Replace the record of a lease that this process holds."""
         if self._lease is not None and self._lease.is_locked:
             mode, via = self._layout.modes.file, self._layout.partial
-            with ignoring(OSError):  # the lease works without a record
+            with contextlib.suppress(OSError):  # the lease works without a record
                 replace_file(self._record, holder.encode(), mode, via=via)
 
     def release(self) -> None:
@@ -100,5 +100,5 @@ class KeyLease:
         lease, self._lease = self._lease, None
         if lease is not None and lease.is_locked:
             for remove in (self._record.unlink, lease.release):
-                with ignoring(OSError):  # the record is optional, and the lease expires
+                with contextlib.suppress(OSError):  # the record is optional, and the lease expires
                     remove()

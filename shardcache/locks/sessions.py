@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 from shardcache import clock
-from shardcache.errors import ignoring, os_error
 from shardcache.files import NOT_DATA, open_exclusive, open_file, random_token, unlock, write_new
 from shardcache.layout import IDLE_GRACE, Layout, list_names, read_file, replace_file
 from shardcache.locks.flock import Holder, is_file, read_holder, try_flock
@@ -65,7 +64,7 @@ class Session:
             for _ in range(_ATTEMPTS):
                 if self._register(layout, started, data):
                     break
-        except os_error() as exn:
+        except OSError as exn:
             # Nothing can be evicted from a cache that is not writable, so no session is needed.
             logger.debug("%s was not made: %s", self.path, exn)
 
@@ -86,9 +85,9 @@ class Session:
     def close(self) -> None:
         """End the session. Do nothing in a forked child, because the session is the parent's."""
         if self._file is not None and not self._file.closed:
-            with ignoring(OSError):  # a file without a lock counts as dead anyway
+            with contextlib.suppress(OSError):  # a file without a lock counts as dead anyway
                 self.path.unlink()
-            with ignoring(OSError):  # the descriptor is closed nevertheless
+            with contextlib.suppress(OSError):  # the descriptor is closed nevertheless
                 unlock(self._file.fileno())
                 self._file.close()
 
@@ -113,7 +112,7 @@ def remove_dead(layout: Layout) -> None:
     oldest = min(live_sessions(layout), default=math.inf)
     for name in list_names(layout.sessions):
         path = layout.sessions / name
-        with ignoring(OSError):  # the note is gone, or a directory has its name
+        with contextlib.suppress(OSError):  # the note is gone, or a directory has its name
             if name.endswith(_NOTE) and path.lstat().st_mtime < oldest:
                 path.unlink()
 
@@ -131,7 +130,7 @@ def leave_note(layout: Layout, job: str) -> bool:
         os.utime(note, (now, now))
     except FileExistsError:
         return False
-    except os_error() as exn:
+    except OSError as exn:
         logger.debug("%s was not made: %s", note, exn)
     return True
 
@@ -143,7 +142,7 @@ def live_waits(layout: Layout) -> Iterator[tuple[str, Holder]]:
         OSError: the directory exists and cannot be read.
     """
     for path in _files(layout, ".wait"):
-        with ignoring(OSError), open_file(path) as file:  # gone, or another user's
+        with contextlib.suppress(OSError), open_file(path) as file:  # gone, or another user's
             # An exclusive lock would look like a wait to other processes that list the waits.
             if try_flock(file.fileno(), shared=True) is False and (waiter := read_holder(path)):
                 yield path.name.partition(".")[0], waiter
@@ -154,7 +153,7 @@ def state_limits(layout: Layout, started: float, limits: Mapping[str, Any]) -> N
 
     A job without tiers keeps the stored tiers of earlier jobs, which may still hold shards.
     """
-    with ignoring(OSError):  # the disk is full or read-only, or a directory has the name
+    with contextlib.suppress(OSError):  # the disk is full or read-only, or a directory has the name
         with contextlib.suppress(FileNotFoundError):
             if layout.limits.lstat().st_mtime > started:
                 return
@@ -168,7 +167,7 @@ def stated_limits(layout: Layout) -> dict[str, Any]:
     """Return the limits that `state_limits` stored, unchecked; an empty dict if there are none."""
     try:
         limits = json.loads(read_file(layout.limits, _MAX_LIMITS))
-    except (os_error(), ValueError, RecursionError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return limits if isinstance(limits, dict) else {}
 
@@ -188,13 +187,13 @@ def _live_since(path: Path) -> float | None:
             # If flock fails, the process counts as dead, because dead processes would otherwise
             # count forever. The file stays for an hour, because flock may work again by then.
             if free or time.time() - status.st_ctime > IDLE_GRACE:
-                with ignoring(OSError):  # read-only, or another process was faster
+                with contextlib.suppress(OSError):  # read-only, or another process was faster
                     path.unlink()
     except FileNotFoundError:
         pass
     except PermissionError:  # the file is another user's, whose process may be alive
         return path.lstat().st_mtime
-    except os_error() as exn:
+    except OSError as exn:
         if exn.errno not in NOT_DATA:
             raise
     return None

@@ -17,7 +17,7 @@ from queue import Empty
 from typing import Any
 
 from shardcache import clock, threads
-from shardcache.errors import os_error
+from shardcache.files import os_error
 
 #: Seconds after which the next address is tried in parallel. RFC 8305 recommends this value.
 _STAGGER = 0.25
@@ -60,8 +60,9 @@ class Dialer:
         try:
             untried = threads.call(lambda: self._addresses(host, port), timeout, "shardcache-dns")
         except Empty:
-            reason = f"no address of {host} from DNS after {timeout:g} s"
-            raise failure(TimeoutError, reason) from None
+            raise failure(
+                TimeoutError, f"no address of {host} from DNS after {timeout:g} s"
+            ) from None
         count, end = len(untried), time.monotonic() + timeout
         pending: dict[_Address, socket.socket] = {}  # the oldest attempt first
         failed: dict[_Address, str] = {}

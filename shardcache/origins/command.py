@@ -15,7 +15,8 @@ import select
 import signal
 import subprocess
 
-from shardcache.errors import ConfigError, os_error
+from shardcache.errors import ConfigError
+from shardcache.files import os_error
 from shardcache.origins.base import ObjectInfo, TransientError
 from shardcache.urls import ShardURL
 

@@ -27,7 +27,8 @@ from urllib.parse import unquote, urlsplit
 
 from httptools import HttpParserError, HttpResponseParser
 
-from shardcache.errors import is_local_error, os_error
+from shardcache.errors import is_local_error
+from shardcache.files import os_error
 from shardcache.origins.addresses import Dialer, failure
 from shardcache.origins.base import ObjectInfo, TransientError
 

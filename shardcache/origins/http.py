@@ -16,7 +16,8 @@ from functools import partial
 from urllib.parse import parse_qsl, quote, urljoin
 
 from shardcache.config import __version__
-from shardcache.errors import AccessDeniedError, ConfigError, os_error
+from shardcache.errors import AccessDeniedError, ConfigError
+from shardcache.files import os_error
 from shardcache.origins.base import (
     Checksum,
     ObjectInfo,

@@ -26,11 +26,9 @@ from shardcache.errors import (
     ShardNotFoundError,
     TransferError,
     UnprovenError,
-    ignoring,
     is_local_error,
-    os_error,
 )
-from shardcache.files import fault_kind, is_disk_fault
+from shardcache.files import fault_kind, ignoring, is_disk_fault, os_error
 from shardcache.locks.flock import is_file
 from shardcache.process import PausedError, Process, UnusableError
 from shardcache.reading.readers import DownloadReader, Expected, OriginReader

@@ -12,7 +12,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from shardcache import clock, threads
-from shardcache.errors import AccessDeniedError, ShardCacheError, ShardNotFoundError, ignoring
+from shardcache.errors import AccessDeniedError, ShardCacheError, ShardNotFoundError
+from shardcache.files import ignoring
 from shardcache.reading.readers import DownloadReader
 
 if TYPE_CHECKING:

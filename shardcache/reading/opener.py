@@ -20,13 +20,8 @@ from typing import TYPE_CHECKING, BinaryIO
 from shardcache import clock
 from shardcache.config import Config
 from shardcache.download.download import Download, Result
-from shardcache.errors import (
-    ConfigError,
-    LockTimeoutError,
-    ShardCacheError,
-    ShardNotFoundError,
-    os_error,
-)
+from shardcache.errors import ConfigError, LockTimeoutError, ShardCacheError, ShardNotFoundError
+from shardcache.files import os_error
 from shardcache.locks.flock import is_file
 from shardcache.process import Process
 from shardcache.reading.fallback import read_nearest, read_past

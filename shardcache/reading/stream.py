@@ -17,7 +17,8 @@ import io
 import os
 from typing import TYPE_CHECKING
 
-from shardcache.errors import ShardCacheError, ignoring, os_error
+from shardcache.errors import ShardCacheError
+from shardcache.files import ignoring, os_error
 from shardcache.reading.fallback import next_reader
 from shardcache.reading.readers import DownloadReader, OriginReader
 from shardcache.store.digest import BLOCK

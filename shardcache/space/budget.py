@@ -27,7 +27,8 @@ from pathlib import Path
 from shardcache import clock
 from shardcache.clock import boot_id
 from shardcache.config import Config
-from shardcache.errors import CacheFullError, LockTimeoutError, ignoring, os_error
+from shardcache.errors import CacheFullError, LockTimeoutError
+from shardcache.files import ignoring, os_error
 from shardcache.layout import (
     Layout,
     is_directory,

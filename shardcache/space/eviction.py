@@ -12,6 +12,7 @@ ago. So a wrong clock may evict a shard too early, but never a shard that is bei
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator
@@ -20,7 +21,6 @@ from enum import StrEnum
 from typing import Any
 
 from shardcache.config import Config, PolicyName
-from shardcache.errors import ignoring
 from shardcache.layout import Layout, is_idle
 from shardcache.locks.flock import remove_locks
 from shardcache.locks.sessions import live_sessions, remove_dead
@@ -151,7 +151,7 @@ def linked(entries: Iterable[Entry]) -> list[Links]:
     for entry in entries:
         file: object = entry.directory  # a group of its own, also if the entry is gone
         if copies[entry.key, entry.version, entry.size] > 1:
-            with ignoring(OSError, DamagedError):
+            with contextlib.suppress(OSError, DamagedError):
                 data = entry.data.lstat()
                 file = entry.version, data.st_dev, data.st_ino
         files.setdefault(file, []).append(entry)

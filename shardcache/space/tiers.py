@@ -8,13 +8,13 @@ rank's or job's. A session is a file that shows that a process uses the cache.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from shardcache import clock
 from shardcache.config import Config
-from shardcache.errors import ignoring
 from shardcache.layout import Layout, is_rank_name, list_names
 from shardcache.locks.mounts import node_namespace
 from shardcache.locks.sessions import Session, live_sessions, state_limits
@@ -158,7 +158,7 @@ class Tier:
         session, self._session = self._session, None
         if session is not None:
             session.close()
-            with ignoring(OSError):
+            with contextlib.suppress(OSError):
                 others = live_sessions(self.node)
                 if session.started < min(others, default=math.inf):
                     self.space().forget_refusal()

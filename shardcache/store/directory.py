@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from shardcache.clock import utc
-from shardcache.errors import ConfigError, ignoring, os_error
-from shardcache.files import NOT_DATA, open_file, unlock
+from shardcache.errors import ConfigError
+from shardcache.files import NOT_DATA, ignoring, open_file, os_error, unlock
 from shardcache.layout import (
     META,
     PROGRESS,

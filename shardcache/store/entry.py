@@ -23,8 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardcache.clock import boot_id
-from shardcache.errors import ignoring, os_error
-from shardcache.files import SAFELY, open_file, owned, sync_directory, unlock, write_new
+from shardcache.files import ignoring, open_file, os_error, owned, sync_directory, unlock, write_new
 from shardcache.layout import (
     META,
     Layout,
@@ -239,7 +238,7 @@ def open_data(directory: str, path: str, size: int, grace: float | None) -> Open
     file does not have ``size`` bytes.
     """
     try:
-        file = owned(os.open, path, os.O_RDONLY | SAFELY)
+        file = open_file(path)
     except os_error() as exn:
         if exn.errno in GONE:
             return None

@@ -31,13 +31,14 @@ from dataclasses import dataclass
 from itertools import count, groupby, takewhile
 from pathlib import Path
 
-from shardcache.errors import ignoring, os_error
 from shardcache.files import (
     NOT_DATA,
     Modes,
     dup_exclusive,
+    ignoring,
     open_exclusive,
     open_file,
+    os_error,
     sync_directory,
     write_new,
 )

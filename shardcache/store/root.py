@@ -14,8 +14,8 @@ import stat
 from pathlib import Path
 
 from shardcache.config import Config, __version__, group_name
-from shardcache.errors import ConfigError, ignoring, os_error
-from shardcache.files import Modes, random_token
+from shardcache.errors import ConfigError
+from shardcache.files import Modes, ignoring, os_error, random_token
 from shardcache.layout import (
     MANIFEST,
     Layout,

@@ -183,6 +183,11 @@ class Worker:
     def _url(self, name: str) -> str:
         return f"{self.draw.choice(('s3://lab', self.soak.addresses[self.parent % 2]))}/{name}"
 
+    def _both(self) -> list[tuple[str, str]]:
+        """Return a shard, and its URL, for S3 and for HTTP."""
+        name, server = self.soak.names[0], self.soak.addresses[self.parent % 2]
+        return [(name, f"{start}/{name}") for start in ("s3://lab", server)]
+
     def _open(self) -> Reading:
         """Open a shard and read some of it, perhaps to the very end of an answer."""
         name = self.draw.choice(self.soak.names)
@@ -223,6 +228,10 @@ class Worker:
 
     def be_interrupted(self, end: float) -> None:
         """Open and read in the main thread, while alarms raise."""
+        # Import everything first: an exception in an import leaves the lock of its module held.
+        import tenacity  # noqa: F401
+
+        self._finish([(name, self.cache.open(url)) for name, url in self._both()])
         signal.signal(signal.SIGALRM, self._raise)
         sys.unraisablehook = lambda _: self.counts.update(("alarms in a finalizer",))
         while time.monotonic() < end:

@@ -173,8 +173,7 @@ def check_own(path: str | os.PathLike[str], status: os.stat_result) -> None:
 def owned(function: Callable[..., int], *args: object) -> io.FileIO:
     """Call `os.open` or `os.dup`, and return a file that owns the descriptor.
 
-    A signal handler may raise after any call, so a descriptor that ``function`` returns to Python
-    could be lost. Here, ``extend`` calls it and keeps the result.
+    A signal handler may raise after any call. Here, ``extend`` calls and keeps the descriptor.
     """
     found, files = list[int](), list[io.FileIO]()
     try:

@@ -114,9 +114,7 @@ class Opener:
 
     def stream(self, shard: ShardURL) -> BinaryIO:
         """Return a stream of a file without storing it. Raises the errors of `open`."""
-        reader = read_nearest(self.here, shard)
-        stream = ShardStream(self.here, shard, reader, self.here().counters)
-        return io.BufferedReader(stream, _BUFFER)
+        return self._buffered(shard, read_nearest(self.here, shard))
 
     # -- entries ---------------------------------------------------------------
 

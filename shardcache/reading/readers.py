@@ -400,8 +400,7 @@ class OriginReader:
         least = min(len(view), PROGRESS) if self._has_failed else 1
         if self._body is not None and self._position == self._body.stop:
             self.close()  # the response was limited to a part, so request the rest
-        # A signal handler may raise when bytes have left the body and the position has not moved.
-        # So the body is dropped after any exception, and the next read sends a request.
+        # After any exception, the body is dropped: it may have lost bytes to a signal handler.
         body, self._body = self._body, None
         try:
             if body is None:

@@ -5,12 +5,15 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 import shardcache
 from shardcache import TransferError
+from shardcache.origins.base import TransientError
+from shardcache.origins.pace import Pace
 from tests.support.caches import read
 from tests.support.storetools import no_descriptor_left
 from tests.support.tars import make_tar
@@ -141,3 +144,26 @@ def test_a_long_shard_is_read_once(make_cache, files, monkeypatch):
     monkeypatch.setattr(os, "preadv", lambda *args: starts.append(args[2]) or preadv(*args))
     assert read(cache, url) == DATA
     assert min(starts) == 1_000_000
+
+
+@pytest.mark.parametrize("number", range(1, 12))
+def test_a_request_that_a_handler_ended_does_not_count_as_in_flight(number):
+    """Otherwise, it would keep others from a server that throttles."""
+    pace, left = Pace("s3://lab", 60.0), [None] * number
+
+    def handler(frame, event, _):
+        if frame.f_code.co_filename.startswith(HERE) and left and not (left.pop() or left):
+            raise Deadline
+
+    def request():
+        with pace.turn(time.sleep):
+            raise TransientError("throttled", patient=True)
+
+    sys.setprofile(handler)
+    try:
+        request()
+    except (Deadline, TransientError):
+        pass
+    finally:
+        sys.setprofile(None)
+    assert not pace._turns

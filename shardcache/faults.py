@@ -8,8 +8,10 @@ all others      errors of an origin or of shardcache
 
 from __future__ import annotations
 
+import contextlib
 import errno
-from typing import TypeGuard
+import sys
+from typing import Any, TypeGuard
 
 from shardcache import clock
 from shardcache.errors import ShardCacheError
@@ -28,18 +30,36 @@ DISK_FAULTS = frozenset(
 _PAUSE = 60.0
 
 
+class _NoError(OSError):
+    """Is never raised."""
+
+
+def os_error() -> type[OSError]:
+    """Return the class for ``except os_error():``, which lets errors of a signal handler pass.
+
+    A handler may raise in any call, such as a TimeoutError after an alarm. The errors of the kernel
+    and of shardcache have an ``errno``; a handler's have none.
+    """
+    return OSError if getattr(sys.exc_info()[1], "errno", None) is not None else _NoError
+
+
+class ignoring(contextlib.suppress):  # noqa: N801 - used like its base class
+    """Ignores exceptions, but lets errors of a signal handler pass."""
+
+    def __exit__(self, *raised: Any) -> bool:
+        is_ours = not isinstance(raised[1], OSError) or raised[1].errno is not None
+        return is_ours and super().__exit__(*raised)
+
+
 def is_local_error(exn: BaseException) -> TypeGuard[OSError]:
     """Return whether an error is an ``OSError`` of the disk or process, not one of shardcache's."""
-    return isinstance(exn, OSError) and not isinstance(exn, ShardCacheError)
+    is_own = isinstance(exn, ShardCacheError)
+    return isinstance(exn, OSError) and exn.errno is not None and not is_own
 
 
 def is_disk_fault(exn: BaseException) -> bool:
     """Return whether an error comes from a failing local disk, and not from an origin."""
-    return (
-        isinstance(exn, OSError)
-        and not isinstance(exn, ShardCacheError)
-        and exn.errno in DISK_FAULTS
-    )
+    return is_local_error(exn) and exn.errno in DISK_FAULTS
 
 
 def fault_kind(exn: OSError) -> str:

@@ -9,19 +9,20 @@ The members of the group must trust each other, because each may remove or repla
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import fcntl
 import io
 import os
 import stat
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from shardcache import clock
 from shardcache.config import group_name
 from shardcache.errors import ConfigError
+from shardcache.faults import ignoring, os_error
 from shardcache.threads import undivided
 
 #: Seconds between attempts if a directory exists according to mkdir (EEXIST) but not according to
@@ -87,8 +88,8 @@ class Modes:
             os.chown(unnamed, -1, self.group)
             set_mode(unnamed, self.directory)
             unnamed.rename(path)
-        except OSError as exn:
-            with contextlib.suppress(OSError):
+        except os_error() as exn:
+            with ignoring(OSError):
                 unnamed.rmdir()
             if exn.errno in (errno.ENOTEMPTY, errno.ENOTDIR):
                 raise FileExistsError(errno.EEXIST, exn.strerror, str(path)) from exn
@@ -167,6 +168,21 @@ def check_own(path: str | os.PathLike[str], status: os.stat_result) -> None:
         raise OSError(errno.ELOOP, reason, str(path))
 
 
+def owned(function: Callable[..., int], *args: object) -> io.FileIO:
+    """Call `os.open` or `os.dup`, and return a file that owns the descriptor.
+
+    A signal handler may raise after any call. Here, ``extend`` calls and keeps the descriptor.
+    """
+    found, files = list[int](), list[io.FileIO]()
+    try:
+        found.extend(map(function, *[(each,) for each in args]))
+        files.extend(map(io.FileIO, found))
+        return files[0]
+    finally:
+        if found and not files:  # it is a directory
+            os.close(found[0])
+
+
 def open_file(
     path: str | os.PathLike[str], access: int = os.O_RDONLY, mode: int = 0o600
 ) -> io.FileIO:
@@ -175,7 +191,7 @@ def open_file(
     Raises:
         OSError: the file cannot be opened, or it was to be written and `check_own` refuses it.
     """
-    file = io.FileIO(path, opener=lambda path, _: os.open(path, access | SAFELY, mode))
+    file = owned(os.open, path, access | SAFELY, mode)
     if access & (os.O_WRONLY | os.O_RDWR) and not access & os.O_EXCL:
         status = os.fstat(file.fileno())
         try:
@@ -192,18 +208,16 @@ def write_new(path: Path | str, data: bytes, mode: int, *, sync: bool = False) -
 
     After an error, an incomplete file may remain.
     """
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | SAFELY, mode)
-    try:
-        set_mode(fd, mode)
-        if os.write(fd, data) != len(data):
-            raise OSError(errno.ENOSPC, "the disk is full", str(path))
-        if sync:
-            os.fsync(fd)
-    except OSError as exn:
-        exn.filename = exn.filename or str(Path(path).parent)  # None after a call with a descriptor
-        raise
-    finally:
-        os.close(fd)
+    with open_file(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode) as file:
+        try:
+            set_mode(file.fileno(), mode)
+            if os.write(file.fileno(), data) != len(data):
+                raise OSError(errno.ENOSPC, "the disk is full", str(path))
+            if sync:
+                os.fsync(file.fileno())
+        except os_error() as exn:
+            exn.filename = exn.filename or str(Path(path).parent)  # None with a descriptor
+            raise
 
 
 def sync_directory(path: Path) -> None:
@@ -236,7 +250,7 @@ def open_exclusive(path: str | os.PathLike[str], flags: int, modes: Modes = PRIV
 
 def unlock(fd: int) -> None:
     """Release a flock. Closing the file would not, while a forked child still has it open."""
-    with contextlib.suppress(OSError):
+    with ignoring(OSError):
         fcntl.flock(fd, fcntl.LOCK_UN)
 
 
@@ -245,14 +259,14 @@ def dup_exclusive(file: io.FileIO) -> io.FileIO:
     with undivided():
         if file.closed:
             raise OSError(errno.EBADF, "it is closed")
-        copy = io.FileIO(os.dup(file.fileno()))
+        copy = owned(os.dup, file.fileno())
         _exclusive.add(copy)
     return copy
 
 
 def _close_in_child() -> None:
     for file in _exclusive:
-        with contextlib.suppress(OSError):  # the disk fails; close the other files nevertheless
+        with ignoring(OSError):  # the disk fails; close the other files nevertheless
             file.close()
     _exclusive.clear()
 

@@ -15,11 +15,13 @@ import os
 import re
 import stat
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from shardcache.files import PRIVATE, SAFELY, Modes, random_token, write_new
+from shardcache.faults import ignoring, os_error
+from shardcache.files import PRIVATE, Modes, open_file, random_token, write_new
 from shardcache.threads import lazy
 from shardcache.urls import SIDE_FILES
 
@@ -176,30 +178,34 @@ class Layout:
 # -- files and directories -----------------------------------------------------------------
 
 
-def open_directory(path: Path | str) -> int:
-    """Open a directory, but not through a symbolic link, and return the descriptor."""
-    return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+@contextlib.contextmanager
+def open_directory(path: Path | str) -> Iterator[int]:
+    """Open a directory, but not through a symbolic link, and yield the descriptor."""
+    flags, found = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, list[int]()
+    try:
+        found.extend(map(os.open, (path,), (flags,)))  # as in `files.owned`
+        yield found[0]
+    finally:
+        for fd in found:
+            os.close(fd)
 
 
 def list_names(directory: Path | str) -> list[str]:
     """Return the names in a directory, or no names if it is missing or a symbolic link."""
     try:
-        fd = open_directory(directory)
-    except OSError as exn:
+        with open_directory(directory) as fd:
+            return os.listdir(fd)  # noqa: PTH208 - only the names are needed
+    except os_error() as exn:
         if exn.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
             return []
         raise
-    try:
-        return os.listdir(fd)  # noqa: PTH208 - only the names are needed
-    finally:
-        os.close(fd)
 
 
 def is_directory(path: Path | str) -> bool:
     """Return whether ``path`` is a directory and not a symbolic link."""
     try:
         return stat.S_ISDIR(os.lstat(path).st_mode)
-    except OSError:
+    except os_error():
         return False
 
 
@@ -217,25 +223,22 @@ def is_idle(path: Path, grace: float = IDLE_GRACE) -> bool:
 
 def remove_old(path: Path, age: float = IDLE_GRACE) -> None:
     """Remove a file or an empty directory that was unused for ``age`` seconds."""
-    with contextlib.suppress(OSError):  # another process was faster, or the directory is not empty
+    with ignoring(OSError):  # another process was faster, or the directory is not empty
         if is_idle(path, age):
             path.rmdir() if is_directory(path) else path.unlink()
 
 
 def read_file(path: Path | str, limit: int) -> bytes:
     """Read up to ``limit`` bytes of a file without following a symbolic link or blocking."""
-    fd = os.open(path, os.O_RDONLY | SAFELY)
-    try:
-        return os.read(fd, limit)
-    finally:
-        os.close(fd)
+    with open_file(path) as file:
+        return os.read(file.fileno(), limit)
 
 
 def read_manifest(root: Path) -> dict[str, Any]:
     """Return the manifest of a root, or an empty dict if the manifest is missing or damaged."""
     try:
         manifest = json.loads(read_file(root / MANIFEST, _MAX_MANIFEST))
-    except (OSError, ValueError, RecursionError):
+    except (os_error(), ValueError, RecursionError):
         return {}
     return manifest if isinstance(manifest, dict) else {}
 
@@ -255,9 +258,9 @@ def replace_file(path: Path, data: bytes, mode: int, *, via: Path, once: bool = 
                 return
             except FileExistsError:  # created by another process, or by this one if NFS resent it
                 return
-            except OSError:  # a filesystem without hard links: the last process wins
+            except os_error():  # a filesystem without hard links: the last process wins
                 pass
         temporary.replace(path)
     finally:
-        with contextlib.suppress(OSError):  # after the rename, there is no temporary file
+        with ignoring(OSError):  # after the rename, there is no temporary file
             temporary.unlink()

@@ -8,7 +8,6 @@ connections and locks of its own. Commands that only inspect a cache make no dir
 from __future__ import annotations
 
 import atexit
-import contextlib
 import errno
 import logging
 import os
@@ -23,7 +22,7 @@ from typing import TYPE_CHECKING
 from shardcache import clock, threads
 from shardcache.config import Config
 from shardcache.errors import ConfigError
-from shardcache.faults import fault_kind
+from shardcache.faults import fault_kind, ignoring, os_error
 from shardcache.layout import Layout
 from shardcache.locks.notices import Notices, log_unusable
 from shardcache.ranks import RUN_VARIABLE, Ranks
@@ -202,7 +201,7 @@ class ProcessCache:
             self.notices.warn(f"root of {path}", text, path)
         try:
             tier.make()
-        except (OSError, ConfigError) as exn:
+        except (os_error(), ConfigError) as exn:
             if self.config.strict:
                 raise
             reason = exn.message if isinstance(exn, ConfigError) else exn.strerror or exn
@@ -227,7 +226,7 @@ class ProcessCache:
 
         A note stays only as long as there are sessions that began before it.
         """
-        with contextlib.suppress(ConfigError, OSError):
+        with ignoring(ConfigError, OSError):
             self.prepare()
         return self.home.node
 
@@ -264,11 +263,11 @@ class ProcessCache:
             if not disk.reading.closed:
                 directories = self.check()  # another user may own the directory now
             opened = directories.lookup(shard, outdated)
-        except OSError as exn:
+        except os_error() as exn:
             disk.failed(disk.reading, exn)
             raise
         if opened is not None and disk.reading.faults:  # opening does not prove that it is readable
-            with contextlib.suppress(OSError):  # the stream gets the same error, and falls back
+            with ignoring(OSError):  # the stream gets the same error, and falls back
                 os.pread(opened.fd, 1, 0)
                 disk.reading.succeeded()
         return opened
@@ -365,7 +364,7 @@ class ProcessCache:
                     unmounted = bool(self._changed_tiers())
                     if not recovery.recover(exn, directories, unmounted=unmounted):
                         raise
-        except OSError as exn:
+        except os_error() as exn:
             self.disk.failed(writing, exn)
             raise
         finally:
@@ -416,7 +415,7 @@ class ProcessCache:
             try:
                 sidecar = Entry.at(data.parent).metadata().encode()
                 self.origins.write_back(shard, data, sidecar)
-            except (OSError, DamagedError) as exn:  # the entry was evicted
+            except (os_error(), DamagedError) as exn:  # the entry was evicted
                 logger.info("%s: not copied to an upstream: %s", shard, exn)
 
         if wait:

@@ -165,7 +165,8 @@ def _register_hooks(again: bool) -> None:
     and that thread for the lock of the module. So this registers the hook ``again`` when filelock
     has been imported in the meantime. The gate can be taken twice.
     """
-    importlib.import_module(_HOOKS[0])
+    with contextlib.suppress(RuntimeError):  # in a handler of `atexit`, where no fork follows
+        importlib.import_module(_HOOKS[0])
     # Load the codec of host names now: a child that is forked during the import of the codec would
     # remember the codec as unknown.
     codecs.lookup("idna")

@@ -42,6 +42,7 @@ from shardcache.archive import (
     unread,
 )
 from shardcache.errors import ConfigError, IntegrityError, ShardCacheError
+from shardcache.faults import os_error
 from shardcache.files import open_file
 from shardcache.layout import INDEX
 from shardcache.reading.opening import open_shard, stream_file
@@ -152,7 +153,7 @@ class OpenShard:
         self._url = shard.raw or str(shard)
         self._path = str(self._stream.name).removeprefix("file://")
         self._fd, self.size = -1, 0
-        with contextlib.suppress(OSError):  # UnsupportedOperation: the shard bypasses the cache
+        with contextlib.suppress(io.UnsupportedOperation):  # the shard bypasses the cache
             # When the disk fails, the stream closes its own descriptor. Another file may then get
             # the same number while another thread is about to read.
             self._fd = os.dup(self._stream.fileno())
@@ -219,7 +220,7 @@ class OpenShard:
         if self._is_local:
             try:
                 return self._pread(size, offset)
-            except OSError as exn:
+            except os_error() as exn:
                 self._lose(exn)
         # `undivided`, because a child that is forked in the block would wait for the lock forever.
         with undivided(), self._lock:
@@ -246,7 +247,7 @@ class OpenShard:
         try:
             with open_file(f"{self._directory}/{INDEX}") as file:
                 data = file.readall()
-        except OSError as exn:
+        except os_error() as exn:
             logger.debug("%s has no %s: %s", self._directory, INDEX, exn)
             return False
         if len(data) < 4 or data[-4:] != self._checksum(memoryview(data)[:-4]):
@@ -288,7 +289,7 @@ class OpenShard:
         if self._is_local:
             try:
                 return find_samples(self._pread, self.size)
-            except OSError as exn:
+            except os_error() as exn:
                 self._lose(exn)
         with undivided(), self._lock:
             self._stream.seek(0)
@@ -307,7 +308,7 @@ class OpenShard:
         store = self._cache.process.tier_of(self._path).store
         try:
             store.put(self._directory, INDEX, record + self._checksum(record))
-        except (OSError, ConfigError) as exn:  # the disk is full, read-only or unmounted
+        except (os_error(), ConfigError) as exn:  # the disk is full, read-only or unmounted
             logger.debug("%s gets no %s: %s", self._directory, INDEX, exn)
 
 
@@ -344,7 +345,7 @@ def count_samples(
             opened = OpenShard(cache, shard)
             opened.warn()
             return len(opened), opened.size
-        except (ShardCacheError, OSError) as exn:
+        except (ShardCacheError, os_error()) as exn:
             return exn
 
     waiting = deque(enumerate(shards))

@@ -55,8 +55,6 @@ __all__ = ["Engine", "Source", "Transfer", "Transferred", "first_response"]
 
 logger = logging.getLogger(__name__)
 
-#: Bytes that an attempt must receive to count as progress.
-_PROGRESS = 64 * 1024
 #: Bytes, about one sample, that readers get before the first block of a shard is complete. At the
 #: 80 MB/s of an S3 connection, waiting for the block would delay the first sample by 13 ms.
 _EARLY = 128 * 1024
@@ -361,9 +359,8 @@ class Transfer:
                 self._partial.restart()
                 part.restart()
                 raise
-            if part.position - before < _PROGRESS:
+            if not self._attempts.forgives(part.position - before):
                 raise
-            self._attempts.repeated()
             logger.info("%s: %s; continuing at byte %d", self._shard, exn, part.position)
         finally:
             if self._attempts.retries:

@@ -17,6 +17,7 @@ from queue import Empty
 from typing import Any
 
 from shardcache import clock, threads
+from shardcache.faults import os_error
 
 #: Seconds after which the next address is tried in parallel. RFC 8305 recommends this value.
 _STAGGER = 0.25
@@ -27,6 +28,13 @@ _AVOIDED = 60.0
 _random = random.SystemRandom()
 
 _Address = tuple[int, Any]  # the address family, and the argument of `socket.connect`
+
+
+def failure(kind: type[OSError], text: str) -> OSError:
+    """Return an error of a connection, with an ``errno``, without which a handler raised it."""
+    error = kind(text)
+    error.errno = errno.EPROTO
+    return error
 
 
 class Dialer:
@@ -52,7 +60,9 @@ class Dialer:
         try:
             untried = threads.call(lambda: self._addresses(host, port), timeout, "shardcache-dns")
         except Empty:
-            raise TimeoutError(f"no address of {host} from DNS after {timeout:g} s") from None
+            raise failure(
+                TimeoutError, f"no address of {host} from DNS after {timeout:g} s"
+            ) from None
         count, end = len(untried), time.monotonic() + timeout
         pending: dict[_Address, socket.socket] = {}  # the oldest attempt first
         failed: dict[_Address, str] = {}
@@ -70,7 +80,7 @@ class Dialer:
                         pending[address].connect(place)  # a repeated call reports the outcome
                     except BlockingIOError:
                         slower.append(address)
-                    except OSError as exn:
+                    except os_error() as exn:
                         if exn.errno in (errno.EMFILE, errno.ENFILE):  # not the address's fault
                             raise
                         # A firewall may forbid one address of many. That error is final, so it is
@@ -97,7 +107,8 @@ class Dialer:
             for sock in pending.values():
                 sock.close()
         reasons = ", ".join(f"{place[0]} ({reason})" for (_, place), reason in failed.items())
-        raise kind(f"no connection to {host}; tried {len(failed)} of {count} addresses: {reasons}")
+        text = f"no connection to {host}; tried {len(failed)} of {count} addresses: {reasons}"
+        raise failure(kind, text)
 
     def _addresses(self, host: str, port: int) -> list[_Address]:
         """Look up a host's addresses and return them in the order in which to try them.

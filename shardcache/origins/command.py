@@ -16,6 +16,7 @@ import signal
 import subprocess
 
 from shardcache.errors import ConfigError
+from shardcache.faults import os_error
 from shardcache.origins.base import ObjectInfo, TransientError
 from shardcache.urls import ShardURL
 
@@ -41,7 +42,7 @@ class PipeOrigin:
             )
         try:
             return PipeBody(shard.raw.partition(":")[2], self._timeout)
-        except OSError as exn:  # not a disk fault: bypassing the cache would not help
+        except os_error() as exn:  # not a disk fault: bypassing the cache would not help
             raise TransientError(f"the command cannot be started: {exn.strerror}") from None
 
     def stat(self, shard: ShardURL) -> ObjectInfo:
@@ -78,7 +79,7 @@ class PipeBody:
             if not poller.poll(self._timeout * 1000):
                 raise TransientError(f"no data for {self._timeout:g} s", timed_out=True)
             count = os.readv(self._output.fileno(), [buffer])
-        except (OSError, ValueError) as exn:  # ValueError: after `close`
+        except (os_error(), ValueError) as exn:  # ValueError: after `close`
             raise TransientError(f"reading the command's output failed: {exn}") from exn
         if count == 0:
             status = None

@@ -27,7 +27,8 @@ from urllib.parse import unquote, urlsplit
 
 from httptools import HttpParserError, HttpResponseParser
 
-from shardcache.origins.addresses import Dialer
+from shardcache.faults import is_local_error, os_error
+from shardcache.origins.addresses import Dialer, failure
 from shardcache.origins.base import ObjectInfo, TransientError
 
 if TYPE_CHECKING:
@@ -176,27 +177,29 @@ class _Connection:
             self.parse(message, self._receive_head())
             message.status = self.parser.get_status_code()
             if message.status == 101:
-                raise ConnectionError("the server switched to another protocol")
+                raise failure(ConnectionError, "the server switched to another protocol")
             if message.status >= 200:
                 closes = "close" in message.headers.get("connection", "").lower()
                 message.keeps_alive = self.parser.get_http_version() == "1.1" and not closes
                 return message
-        raise ConnectionError("the server sends nothing but interim responses")
+        raise failure(ConnectionError, "the server sends nothing but interim responses")
 
     def parse(self, message: _Message, data: bytes) -> None:
         """Pass received bytes to llhttp, which calls the methods of ``message``."""
         try:
             self.parser.feed_data(data)
         except HttpParserError as exn:
+            if (raised := exn.__context__) is not None and not isinstance(raised, ValueError):
+                raise raised from None  # by a signal handler, in a method of `message`
             if not message.complete:
-                raise ConnectionError(f"the response is not HTTP: {exn}") from None
+                raise failure(ConnectionError, f"the response is not HTTP: {exn}") from None
             message.keeps_alive = False
 
     def _receive_head(self) -> bytes:
         """Receive and return the next head, including the empty line that ends it."""
         while (found := _END_OF_HEAD.search(self.held)) is None:
             if len(self.held) > _LONGEST_HEAD:
-                raise ConnectionError("the headers of the response do not end")
+                raise failure(ConnectionError, "the headers of the response do not end")
             before, self.held = self.held, b""
             self.held = before + self.receive_some(_HEAD_AT_ONCE)
         head, self.held = self.held[: found.end()], self.held[found.end() :]
@@ -210,7 +213,7 @@ class _Connection:
         view = memoryview(bytearray(most))
         count = self._receive(view, 0)
         if count == 0:
-            raise ConnectionResetError("the server closed the connection")
+            raise failure(ConnectionResetError, "the server closed the connection")
         return bytes(view[: max(0, count)])
 
     def fill(self, view: memoryview, rest: int) -> int:
@@ -253,7 +256,7 @@ class _Connection:
         self._came += max(0, count)
         if self._spent >= self._timeout:
             if self._came < self._spent * _MIN_RATE:
-                raise TimeoutError(f"only {self._came} bytes in {self._spent:.0f} s")
+                raise failure(TimeoutError, f"only {self._came} bytes in {self._spent:.0f} s")
             self._spent, self._came = 0.0, 0
         return count
 
@@ -314,7 +317,7 @@ class Response:
         if bodiless or self.status in (204, 304):
             self._left, coding = 0, ""
         elif coding not in ("", "chunked"):
-            raise ConnectionError(f"the server uses the transfer coding {coding[:40]!r}")
+            raise failure(ConnectionError, f"the server uses the transfer coding {coding[:40]!r}")
         self._chunked = bool(coding)
         #: Whether the end of the body proves that no bytes are missing.
         self.proven = self._chunked or self._left is not None
@@ -335,7 +338,7 @@ class Response:
                     framing += len(data := connection.receive_some(_CHUNKS_AT_ONCE))
                     connection.parse(message, data)
                     if framing > _MAX_FRAMING and not message.unframed:
-                        raise ConnectionError("the server sends chunks without data")
+                        raise failure(ConnectionError, "the server sends chunks without data")
                 count = min(len(buffer), len(message.unframed))
                 buffer[:count] = message.unframed[:count]
                 del message.unframed[:count]
@@ -344,8 +347,9 @@ class Response:
                 rest = 0 if self._left is None else self._left - len(view)
                 count = connection.fill(view, rest)
             if count == 0 and self._left is not None:
-                raise ConnectionError(f"the origin stopped {self._left} bytes before the end")
-        except OSError as exn:
+                text = f"the origin stopped {self._left} bytes before the end"
+                raise failure(ConnectionError, text)
+        except os_error() as exn:
             reason = "the read was cancelled" if self._aborted else f"the connection broke: {exn}"
             raise TransientError(reason, timed_out=isinstance(exn, TimeoutError)) from exn
         if self._left is not None:
@@ -426,6 +430,8 @@ class Transport:
                 return response
             except BaseException as exn:
                 self.take_back(connection, reusable=False)
+                if not is_local_error(exn):  # a signal handler raised, or the request is wrong
+                    raise
                 if reused and isinstance(exn, TimeoutError):
                     # If a NAT or a load balancer forgot this connection, it forgot the other idle
                     # ones as well, and each of them would cost an attempt.
@@ -500,7 +506,7 @@ class Transport:
         message = _Connection(sock, f"http://{target}", self._timeout).exchange(request)
         if not 200 <= message.status < 300:
             kind = PermissionError if message.status in (403, 407) else ConnectionError
-            raise kind(f"the proxy answered {message.status}")
+            raise failure(kind, f"the proxy answered {message.status}")
 
 
 def _close(connections: set[_Connection]) -> None:

@@ -161,17 +161,22 @@ class FsspecOrigin:
         ``timed`` says whether the call fails after the timeout.
         """
         seconds = self.timeout if timed else None
-        return self.result(shard, lambda: threads.call(function, seconds, _THREAD))
+        call = partial(self.translated, shard, function)
+        return self.result(lambda: threads.call(call, seconds, _THREAD))
 
-    def result(self, shard: ShardURL, wait: Callable[[], T]) -> T:
-        """Return the result of ``wait``, or raise the errors of `Origin.open` for its exception."""
+    def translated(self, shard: ShardURL, function: Callable[[], T]) -> T:
+        """Call ``function``, in its thread, and raise the errors of `Origin.open` for its own."""
         try:
-            return wait()
-        except Empty:
-            error: Exception = TransientError(f"no data for {self.timeout:g} s", timed_out=True)
+            return function()
         except Exception as exn:  # noqa: BLE001 - every filesystem has its own exceptions
             error = _error_for(exn, shard, self._options.get("profile"))
         raise error
+
+    def result(self, wait: Callable[[], T]) -> T:
+        """Return the result of ``wait``, or raise TransientError if none comes in time."""
+        with contextlib.suppress(Empty):
+            return wait()
+        raise TransientError(f"no data for {self.timeout:g} s", timed_out=True)
 
 
 def described(info: Mapping[str, Any]) -> ObjectInfo:
@@ -257,9 +262,11 @@ class FsspecBody:
         self.proven = self.stop is not None
         self._results: Results[bytes] = SimpleQueue()
         self._sizes: SimpleQueue[int | None] | None = SimpleQueue()  # None without a thread
-        _files[id(self._file)] = self._file
+        file = _files[id(self._file)] = self._file
+        origin, shard = self._origin, self._shard  # the thread must not keep this body alive
+        self._read = lambda size: origin.translated(shard, partial(file.read, size))
         try:
-            threads.start(partial(_serve, self._file, self._sizes, self._results), _THREAD)
+            threads.start(partial(_serve, file, self._read, self._sizes, self._results), _THREAD)
         except RuntimeError:  # the limit of threads is reached
             self._sizes = None
 
@@ -269,12 +276,12 @@ class FsspecBody:
         if not size:
             return 0
         if self._sizes is None:
-            threads.put_result(partial(self._file.read, size), self._results)
+            threads.put_result(partial(self._read, size), self._results)
         else:
             self._sizes.put(size)
         # The thread does not read into `buffer`, because it may go on after a timeout.
         seconds = self._origin.timeout
-        data = self._origin.result(self._shard, lambda: threads.get_result(self._results, seconds))
+        data = self._origin.result(lambda: threads.get_result(self._results, seconds))
         if not data and self.stop is not None:
             if self._origin.stat(self._shard).version != self.info.version:
                 raise VersionChangedError(f"{self._shard} became shorter")
@@ -296,10 +303,15 @@ class FsspecBody:
             self._file.close()
 
 
-def _serve(file: Any, sizes: SimpleQueue[int | None], results: Results[bytes]) -> None:
+def _serve(
+    file: Any,
+    read: Callable[[int], bytes],
+    sizes: SimpleQueue[int | None],
+    results: Results[bytes],
+) -> None:
     """Read as many bytes as requested, until None is requested; then close the file."""
     while (size := sizes.get()) is not None:
-        threads.put_result(partial(file.read, size), results)
+        threads.put_result(partial(read, size), results)
     _files.pop(id(file), None)  # a filesystem in memory opens the same object again
     with contextlib.suppress(Exception):  # every filesystem has its own exceptions
         file.close()

@@ -17,6 +17,7 @@ from urllib.parse import parse_qsl, quote, urljoin
 
 from shardcache.config import __version__
 from shardcache.errors import AccessDeniedError, ConfigError
+from shardcache.faults import os_error
 from shardcache.origins.base import (
     Checksum,
     ObjectInfo,
@@ -239,7 +240,7 @@ class WebOrigin:
                     method, server, path, {**HEADERS, **login, **headers}
                 )
                 response.secrets = secrets
-            except (OSError, ValueError) as exn:
+            except (os_error(), ValueError) as exn:
                 error = unanswered(exn, shard, f"{name}{self._transport.via(server)}", secrets)
             if error is not None:
                 raise error

@@ -14,6 +14,7 @@ import logging
 import math
 import random
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -33,6 +34,10 @@ _POLL = 0.25
 _ANNOUNCE_EVERY = 60.0
 
 
+class _Turn:
+    """A request in flight."""
+
+
 class Pace:
     """Limits the requests of one process to one bucket or web server. Threads may share it.
 
@@ -45,7 +50,8 @@ class Pace:
         self._server = server
         self._patience = patience
         self._guard = threading.Lock()
-        self._busy = 0  # requests in flight
+        # Requests in flight. They leave the set even if a signal handler raises around `turn`.
+        self._turns: weakref.WeakSet[_Turn] = weakref.WeakSet()
         self._limit = math.inf  # most requests in flight at once
         self._goal = math.inf  # the limit doubles per round until it reaches this number
         self._full = 0  # requests in flight when throttling began; a limit this high is lifted
@@ -64,11 +70,12 @@ class Pace:
     @contextmanager
     def turn(self, sleep: Callable[[float], None]) -> Iterator[None]:
         """Wait until the caller may send a request; ``sleep`` waits, and may raise to cancel."""
+        turn = _Turn()
         while True:
             with self._guard:
                 seconds = 0.0 if self._since is None else self._wait()
                 if seconds <= 0:
-                    self._busy += 1
+                    self._turns.add(turn)
                     break
             sleep(seconds)
         level, message = logging.INFO, ""
@@ -84,7 +91,7 @@ class Pace:
             raise
         finally:
             with self._guard:
-                self._busy -= 1
+                self._turns.discard(turn)
             if message:
                 extra = {"event": "throttled", "server": self._server}
                 logger.log(level, "%s %s", self._server, message, extra=extra)
@@ -93,7 +100,7 @@ class Pace:
         """Return the seconds until a throttling server may get a request; 0 or less means now."""
         if self.is_over:
             return 0.0
-        if self._busy >= self._limit:
+        if len(self._turns) >= self._limit:
             return _POLL * random.uniform(0.5, 1.0)  # noqa: S311 - jitter
         return self._next - clock.monotonic()
 
@@ -101,12 +108,12 @@ class Pace:
         """Halve the limit and set the next pause. Return the text to log, or "" if none is due."""
         now = clock.monotonic()
         if self._since is None:
-            self._since, self._full = now, self._busy
+            self._since, self._full = now, len(self._turns)
             self._goal = self._full / 2
         if self._refused_since is None:
             self._refused_since = now
         if now >= self._next:  # the refusals of one round count once
-            self._limit = max(1, min(self._limit, self._busy) // 2)
+            self._limit = max(1, min(self._limit, len(self._turns)) // 2)
             pause = min(_LONGEST, _FIRST * 2**self._pauses) * random.uniform(0.5, 1.0)  # noqa: S311
             self._next = now + max(pause, min(exn.retry_after or 0.0, RETRY_AFTER_CAP))
             self._pauses += 1

@@ -30,6 +30,8 @@ T = TypeVar("T")
 #: needs the fewest calls of all variants.
 BASE = 0.25
 CAP = 20.0
+#: Bytes that an attempt must receive to count as progress.
+PROGRESS = 64 * 1024
 
 
 class RetryPolicy:
@@ -90,9 +92,10 @@ class Attempts:
                 url=self.url,
             )
 
-    def repeated(self) -> None:
-        """Count a request that failed and is repeated."""
-        self.retries += 1
+    def forgives(self, received: int) -> bool:
+        """Return whether an attempt that failed after some bytes is repeated without counting."""
+        self.retries += received >= PROGRESS
+        return received >= PROGRESS
 
     def extend(self, seconds: float) -> None:
         """Extend the deadline by ``seconds`` that the download did not spend on its origin."""
@@ -157,7 +160,7 @@ class Attempts:
             except TransientError as exn:
                 if self._is_repeated(exn) or self._pace.is_over or self._is_late(0):
                     raise
-            self.repeated()
+            self.retries += 1
 
     def _is_late(self, pause: float) -> bool:
         return self.end is not None and clock.monotonic() + pause > self.end
@@ -170,7 +173,7 @@ class Attempts:
         return state.attempt_number >= self.most or self._is_late(state.upcoming_sleep)
 
     def _report(self, state: RetryCallState) -> None:
-        self.repeated()
+        self.retries += 1
         logger.warning(
             "%s: %s; attempt %d of %d failed, next in %.1f s",
             self.url,

@@ -29,6 +29,7 @@ from urllib.parse import parse_qsl, quote, unquote, unquote_plus, urlsplit
 from xml.etree import ElementTree
 
 from shardcache.errors import AccessDeniedError, ConfigError, ShardCacheError
+from shardcache.faults import is_local_error
 from shardcache.origins import http
 from shardcache.origins.base import ObjectInfo, TransientError, read_all, refusal
 from shardcache.origins.connection import Response, Transport, split_url
@@ -433,7 +434,7 @@ class S3Origin:
             store, error = self.prepare(), exn
             if type(exn).__module__.startswith("botocore"):  # its types may not be imported
                 error = chain_error(exn, shard, self._profile, worked=store.worked)
-            elif isinstance(exn, (OSError, ValueError, TypeError, AttributeError)):
+            elif is_local_error(exn) or isinstance(exn, (ValueError, TypeError, AttributeError)):
                 where = f"{store.name}{self._transport.via(server)}"
                 error = http.unanswered(exn, shard, where, secrets)
         raise error

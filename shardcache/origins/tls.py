@@ -18,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from shardcache.errors import ConfigError
+from shardcache.origins.addresses import failure
 from shardcache.threads import undivided
 
 #: Bytes of ciphertext to receive at once. They fit into a processor's second-level cache.
@@ -70,7 +71,7 @@ class TLSStream:
                 self._flush()  # also after a failure, so that the server learns the reason
             self._receive(0, 0)
             if time.monotonic() > end:
-                raise TimeoutError("the TLS handshake took too long")
+                raise failure(TimeoutError, "the TLS handshake took too long")
 
     def pending(self) -> bool:
         """Return whether received bytes have not been read."""

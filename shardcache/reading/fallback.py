@@ -12,7 +12,6 @@ logged as one warning per kind of fault. It is raised only with ``strict``.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import logging
 from typing import TYPE_CHECKING
@@ -28,7 +27,7 @@ from shardcache.errors import (
     TransferError,
     UnprovenError,
 )
-from shardcache.faults import fault_kind, is_disk_fault, is_local_error
+from shardcache.faults import fault_kind, ignoring, is_disk_fault, is_local_error, os_error
 from shardcache.locks.flock import is_file
 from shardcache.process import ProcessCache
 from shardcache.reading.readers import DownloadReader, Expected, OriginReader
@@ -101,7 +100,7 @@ def _replace_entry(
     """Reopen an entry whose handle is stale. Set any other aside, and bypass the cache."""
     entry = opened.entry
     info = None
-    with contextlib.suppress(DamagedError, OSError):
+    with ignoring(DamagedError, OSError):
         if fault.errno == errno.ESTALE and not opened.reopened:
             grace = cache.tier_of(entry.directory).store.layout.grace
             where = opened.directory, opened.path, opened.size
@@ -116,7 +115,7 @@ def _replace_entry(
             # released. If the path names another file now, our file was already replaced.
             if is_locked and is_file(opened.path, opened.fd):
                 set_aside(entry.path, f"{shard}: {fault.strerror}")
-    except OSError as exn:
+    except os_error() as exn:
         logger.info("%s: %s cannot be set aside: %s", shard, opened.path, exn)
     if cache.config.strict:
         raise fault
@@ -226,6 +225,6 @@ def read_nearest(
         for upstream in cache.origins.upstreams(shard):
             try:
                 return OriginReader(cache, shard, nearer=upstream)
-            except (ShardCacheError, OSError) as exn:
+            except (ShardCacheError, os_error()) as exn:
                 upstream.failed(exn)
     return OriginReader(cache, shard, position, response=response)

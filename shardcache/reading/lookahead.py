@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from shardcache import clock, threads
 from shardcache.errors import AccessDeniedError, ShardCacheError, ShardNotFoundError
+from shardcache.faults import ignoring
 from shardcache.reading.opening import open_shard
 from shardcache.reading.readers import DownloadReader
 
@@ -92,7 +93,7 @@ class Lookahead:
             return False
         reader = None
         if download:
-            with contextlib.suppress(ShardCacheError, OSError):  # `open` will raise the same error
+            with ignoring(ShardCacheError, OSError):  # `open` will raise the same error
                 shard = self._shard_of(item)
                 if not (self._cache.is_in_place(shard) or shard.key in self._refused):
                     cache = self._cache

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, BinaryIO
 from shardcache import clock
 from shardcache.download.download import Download
 from shardcache.errors import LockTimeoutError, ShardCacheError, ShardNotFoundError
+from shardcache.faults import os_error
 from shardcache.locks.flock import is_file
 from shardcache.process import ProcessCache
 from shardcache.reading.fallback import read_nearest, read_past
@@ -76,10 +77,10 @@ def open_shard(
             else:  # hot path: keep the number of calls small
                 try:
                     opened = directories.open(shard.key, shard.basename)
-                except (DamagedError, OSError):
+                except (DamagedError, os_error()):
                     opened = cache.lookup(shard)
         reader = opened or ahead or DownloadReader(cache, shard, finish=finish)
-    except (ShardCacheError, OSError) as exn:
+    except (ShardCacheError, os_error()) as exn:
         return _buffered(cache, shard, read_past(cache, shard, exn))
     if opened is None:
         return _buffered(cache, shard, reader, whole=whole)

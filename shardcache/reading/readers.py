@@ -27,6 +27,7 @@ from shardcache.origins.base import (
     VersionChangedError,
     skip,
 )
+from shardcache.origins.retry import PROGRESS
 from shardcache.store.digest import BLOCK
 from shardcache.store.directory import DamagedError
 from shardcache.store.entry import Opened
@@ -308,6 +309,7 @@ class OriginReader:
         self._pid = os.getpid()
         self._read_from(nearer)
         self._position = start
+        self._came, self._has_failed = 0, False  # bytes of `_body`; whether the last attempt failed
         self._version = None if expected is None else expected.version
         self.info = None if expected is None else expected.info
         self.size = None if expected is None else expected.size
@@ -371,9 +373,8 @@ class OriginReader:
         # Time that the caller spent between two reads does not count towards the deadline.
         self._attempts.extend(clock.monotonic() - self._read_at)
         count = self._call(lambda: self._attempt(view))
-        if not self._origin.conditional and (count == 0 or self._position + count == self.size):
+        if not self._origin.conditional and (count == 0 or self._position == self.size):
             self._call(self._compare)  # before the last bytes are delivered
-        self._position += count
         if count == 0:
             self.size = self._position
         if self._version is None:
@@ -392,18 +393,32 @@ class OriginReader:
         return has_ended
 
     def _attempt(self, view: memoryview) -> int:
+        """Receive bytes, and move the position. After a failure, receive `PROGRESS` or fail."""
+        least = min(len(view), PROGRESS) if self._has_failed else 1
+        if self._body is not None and self._position == self._body.stop:
+            self.close()  # the response was limited to a part, so request the rest
+        # After any exception, the body is dropped: it may have lost bytes to a signal handler.
+        body, self._body = self._body, None
         try:
-            if self._body is not None and self._position == self._body.stop:
-                self.close()  # the response was limited to a part, so request the rest
-            if self._body is None:
-                self._body = self._open()
-            count = self._body.readinto(view)
-            if count == 0 and self.size is not None:
+            if body is None:
+                body, self._came = self._open(), 0
+            count = 0
+            while count < least and (more := body.readinto(view[count:])):
+                count += more
+            is_end = self.size is None or self._position + count in (self.size, body.stop)
+            if count < least and not is_end:
                 raise TransientError("the origin ended early")
             self._attempts.check()
-        except TransientError:
-            self.close()
+        except BaseException as exn:
+            if body is not None:
+                body.close()
+            self._has_failed = isinstance(exn, TransientError)
+            if self._has_failed and self._attempts.forgives(self._came):
+                self._came = 0
+                return self._attempt(view)
             raise
+        self._position += count
+        self._body, self._came, self._has_failed = body, self._came + count, False
         return count
 
     def _open(self) -> Body:
@@ -421,7 +436,7 @@ class OriginReader:
                 raise VersionChangedError(str(self._shard))
             if passed := skip(body, self._position):
                 self._cache.counters.read(passed, self._counter)
-        except Exception:
+        except BaseException:
             body.close()
             raise
         self.info = self.info or body.info

@@ -18,6 +18,7 @@ import os
 from typing import TYPE_CHECKING
 
 from shardcache.errors import ShardCacheError
+from shardcache.faults import ignoring, os_error
 from shardcache.reading.fallback import next_reader
 from shardcache.reading.readers import DownloadReader, OriginReader
 from shardcache.store.digest import BLOCK
@@ -87,12 +88,12 @@ class ShardStream(io.RawIOBase):
             reader = self._reader
             try:
                 count = reader.readinto(buffer, self._position)
-            except (ShardCacheError, OSError) as exn:
+            except (ShardCacheError, os_error()) as exn:
                 self._replace(exn)
             else:
                 if count is not None:
-                    if count:
-                        self._delivered(count)
+                    self._count_read(count)
+                    self._position += count  # last: a signal handler may raise after any call
                     return count
                 assert isinstance(reader, DownloadReader)
                 self._advance(reader)
@@ -100,21 +101,19 @@ class ShardStream(io.RawIOBase):
 
     def readall(self) -> bytes:
         """See `io.RawIOBase.readall`. Raises the errors of `readinto`."""
-        reader = self._reader
+        reader, data = self._reader, b""
         if isinstance(reader, Opened) and self._error is None and not self.closed:
-            left = max(0, reader.size - self._position)  # all in one system call
-            try:
+            left = max(0, reader.size - self._position)  # in one system call, if less than 2 GiB
+            with ignoring(OSError):  # `readinto` gets the same error, and falls back
                 data = os.pread(reader.file.fileno(), left, self._position)
-            except OSError:  # `readinto` gets the same error, and falls back
-                data = b""
+                self._count_read(len(data))
+                self._position += len(data)
             if len(data) == left:
-                self._delivered(left)
                 return data
-        return b"".join(iter(lambda: self.read(BLOCK) or b"", b""))
+        return b"".join([data, *iter(lambda: self.read(BLOCK) or b"", b"")])
 
-    def _delivered(self, count: int) -> None:
-        self._position += count
-        self._version_fixed = True
+    def _count_read(self, count: int) -> None:
+        self._version_fixed = self._version_fixed or count > 0
         is_past = isinstance(self._reader, OriginReader)
         self._counters.read(count, "bytes_bypassed" if is_past else "bytes_opened")
 
@@ -172,7 +171,7 @@ class ShardStream(io.RawIOBase):
         """Wait a moment for the download, and switch to its entry once that is published."""
         try:
             entry = reader.advance(self._position)
-        except (ShardCacheError, OSError) as exn:
+        except (ShardCacheError, os_error()) as exn:
             self._replace(exn)
         else:
             if entry is not None:
@@ -188,12 +187,12 @@ class ShardStream(io.RawIOBase):
         try:
             reader, position, fixed = self._reader, self._position, self._version_fixed
             self._use(next_reader(self._cache, self._shard, reader, fault, position, fixed))
-        except Exception as exn:
+        except (ShardCacheError, os_error()) as exn:
             self._error = exn
             self._reader.close()
             raise
 
     def _use(self, reader: Reader) -> None:
-        self._reader.close()
-        self._reader = reader
+        failed, self._reader = self._reader, reader
+        failed.close()
         self.name = reader.path or self.name

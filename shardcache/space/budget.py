@@ -28,6 +28,7 @@ from shardcache import clock
 from shardcache.clock import boot_id
 from shardcache.config import Config
 from shardcache.errors import CacheFullError, LockTimeoutError
+from shardcache.faults import ignoring, os_error
 from shardcache.layout import (
     Layout,
     is_directory,
@@ -441,7 +442,7 @@ class Space:
 
     def forget_refusal(self) -> None:
         """Forget the last refusal, because shards were removed or may be evicted now."""
-        with contextlib.suppress(OSError):
+        with ignoring(OSError):
             self.node.refusal.unlink()
 
     def _record(self, path: Path, values: list[object]) -> None:
@@ -451,9 +452,9 @@ class Space:
         try:
             data = json.dumps([boot_id(), *values]).encode()
             replace_file(path, data, layout.modes.file, via=layout.partial)
-        except OSError as exn:  # the disk is full or read-only
+        except os_error() as exn:  # the disk is full or read-only
             logger.debug("%s: %s", path, exn)
-            with contextlib.suppress(OSError):
+            with ignoring(OSError):
                 path.unlink()
 
     def limits(self, newcomer: int | None = None) -> Limits:

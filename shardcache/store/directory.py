@@ -21,7 +21,8 @@ from typing import Any
 
 from shardcache.clock import utc
 from shardcache.errors import ConfigError
-from shardcache.files import NOT_DATA, SAFELY, unlock
+from shardcache.faults import ignoring, os_error
+from shardcache.files import NOT_DATA, open_file, unlock
 from shardcache.layout import (
     META,
     PROGRESS,
@@ -65,7 +66,7 @@ def readable() -> Iterator[None]:
     """Turn an OSError of the body into DamagedError if the disk cannot read a single file."""
     try:
         yield
-    except OSError as exn:
+    except os_error() as exn:
         if exn.errno not in _UNREADABLE:
             raise
         raise DamagedError(f"it cannot be read ({exn.strerror})") from exn
@@ -157,7 +158,7 @@ def _data_names(names: Iterable[str]) -> list[str]:
 def _stated_name(directory: Path | str) -> str | None:
     """Return the data file's name according to the sidecar or journal; None if neither has it."""
     for name in (META, PROGRESS):
-        with contextlib.suppress(OSError, ValueError, DamagedError):
+        with ignoring(OSError, ValueError, DamagedError):
             data = read_file(f"{directory}/{name}", MAX_SIDECAR)
             # In a journal, a header precedes the sidecar.
             return Metadata.decode(data[data.index(b'{"schema"') :].partition(b"\n")[0]).basename
@@ -174,14 +175,14 @@ def hold(directory: Path | str, grace: float | None, *, shared: bool = False) ->
     if grace is not None:
         yield is_idle(Path(directory), grace)
         return
-    path, fd = str(data_file(directory) or directory), -1
+    path, file = str(data_file(directory) or directory), None
     try:
         try:
-            fd = os.open(path, os.O_RDONLY | SAFELY)
-            free = try_flock(fd, shared=shared)
+            file = open_file(path)
+            free = try_flock(file.fileno(), shared=shared)
             if free and not shared:  # the file may have been replaced since it was opened
-                free = is_file(path, fd)
-        except OSError as exn:
+                free = is_file(path, file.fileno())
+        except os_error() as exn:
             # EACCES: a process of another user in the group may have been killed before it gave
             # the group access. Other errors, such as EMFILE, say nothing about the lock.
             if exn.errno not in NOT_DATA | GONE | {errno.EACCES}:
@@ -189,9 +190,9 @@ def hold(directory: Path | str, grace: float | None, *, shared: bool = False) ->
             free = None if exn.errno == errno.EACCES else True  # the file is gone, or is a link
         yield is_idle(Path(directory)) if free is None else free
     finally:
-        if fd >= 0:
-            unlock(fd)
-            os.close(fd)
+        if file is not None:
+            unlock(file.fileno())
+            file.close()
 
 
 def hide(directory: Path, layout: Layout, key: str) -> Path | None:
@@ -205,7 +206,7 @@ def hide(directory: Path, layout: Layout, key: str) -> Path | None:
     """
     try:
         return directory.rename(layout.new_evicted(key))
-    except OSError as exn:
+    except os_error() as exn:
         if exn.errno == errno.EXDEV:
             remove_directory(directory)
             return directory
@@ -234,20 +235,16 @@ def remove_directory(directory: Path, name: str | None = None) -> None:
     ``name`` is the name of the data file; if it is None, the name is read from the sidecar.
     """
     try:
-        fd = open_directory(directory)
-    except OSError as exn:  # the directory is gone
-        logger.debug("%s: %s", directory, exn)
-        return
-    try:
-        names = os.listdir(fd)  # noqa: PTH208 - names are enough
-        data = name or _stated_name(directory) or _likely_name(names, fd)
-        foreign = []
-        for each in sorted(names, key=is_side_file):  # data first: the sidecar states its name
-            if each == data or is_side_file(each):
-                if not _remove_name(each, fd):
+        with open_directory(directory) as fd:
+            names = os.listdir(fd)  # noqa: PTH208 - names are enough
+            data = name or _stated_name(directory) or _likely_name(names, fd)
+            foreign = []
+            for each in sorted(names, key=is_side_file):  # data first: the sidecar states its name
+                if each == data or is_side_file(each):
+                    if not _remove_name(each, fd):
+                        foreign.append(each)
+                elif not each.startswith(_STILL_OPEN):
                     foreign.append(each)
-            elif not each.startswith(_STILL_OPEN):
-                foreign.append(each)
         if not foreign:
             directory.rmdir()
             return
@@ -258,10 +255,8 @@ def remove_directory(directory: Path, name: str | None = None) -> None:
             "elsewhere or delete them",
             *(kept, shown),
         )
-    except OSError as exn:
-        logger.debug("%s is not removed yet: %s", directory, exn)
-    finally:
-        os.close(fd)
+    except os_error() as exn:  # the directory is gone, or the disk fails
+        logger.debug("%s is not removed: %s", directory, exn)
 
 
 def _likely_name(names: list[str], fd: int) -> str | None:
@@ -281,7 +276,7 @@ def _remove_name(name: str, fd: int) -> bool:
             os.unlink(name, dir_fd=fd)
         except IsADirectoryError:
             os.rmdir(name, dir_fd=fd)
-    except OSError as exn:
+    except os_error() as exn:
         if exn.errno not in (errno.ENOENT, errno.ENOTEMPTY, errno.EBUSY):
             raise
         return exn.errno == errno.ENOENT

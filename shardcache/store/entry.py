@@ -10,7 +10,6 @@ the directory out of sight, and deletes it. The data of an entry never changes. 
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import io
 import logging
@@ -24,7 +23,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardcache.clock import boot_id
-from shardcache.files import SAFELY, sync_directory, unlock, write_new
+from shardcache.faults import ignoring, os_error
+from shardcache.files import open_file, owned, sync_directory, unlock, write_new
 from shardcache.layout import (
     META,
     Layout,
@@ -115,7 +115,7 @@ class Entry(NamedTuple):
         """
         try:
             data = read_file(f"{self.directory}/{META}", MAX_SIDECAR)
-        except OSError as exn:
+        except os_error() as exn:
             if isinstance(exn, FileNotFoundError) and is_directory(self.directory):
                 raise DamagedError("it has no sidecar") from exn
             with readable():  # only after an error, because it takes about 3 us
@@ -137,9 +137,9 @@ class Entry(NamedTuple):
 
         Returns an empty string if there is no data file either.
         """
-        with contextlib.suppress(DamagedError, OSError):
+        with ignoring(DamagedError, OSError):
             return self.metadata().url
-        with contextlib.suppress(DamagedError, OSError):
+        with ignoring(DamagedError, OSError):
             return self.data.name
         return ""
 
@@ -161,7 +161,7 @@ class Entry(NamedTuple):
 def _last_use(directory: Path | str) -> float:
     try:
         return os.lstat(f"{directory}/{META}").st_mtime
-    except OSError:
+    except os_error():
         return 0.0  # so that an entry without a sidecar is evicted first
 
 
@@ -234,11 +234,11 @@ class Opened:
 
     def duplicate(self) -> Opened:
         """Return another handle of the same file, which shares the flock."""
-        return replace(self, file=io.FileIO(os.dup(self.fd)))
+        return replace(self, file=owned(os.dup, self.fd))
 
     def close(self) -> None:
         """Close the file, so that the entry may be evicted."""
-        with contextlib.suppress(OSError):  # a read-only file is closed even if this fails
+        with ignoring(OSError):  # a read-only file is closed even if this fails
             self.file.close()
 
 
@@ -248,18 +248,13 @@ def open_data(directory: str, path: str, size: int, grace: float | None) -> Open
     ``grace`` is None without leases. Returns None if the file is gone. Raises DamagedError if the
     file does not have ``size`` bytes.
     """
-    fd = -1
     try:
-        # Hot path: the code of `open_file` is repeated here to save a call.
-        fd = os.open(path, os.O_RDONLY | SAFELY)
-        file = io.FileIO(fd)
-    except OSError as exn:
-        if fd >= 0:
-            os.close(fd)
+        file = open_file(path)
+    except os_error() as exn:
         if exn.errno in GONE:
             return None
         raise
-    opened = None
+    fd, opened = file.fileno(), None
     try:
         stuck = grace is None and try_flock(fd, shared=True) is False
         stuck = stuck and wait_flock(fd, shared=True) is False
@@ -310,7 +305,10 @@ class Store:
                     if not opened.replaced:
                         return opened
                     opened.close()
-            except (DamagedError, OSError) as exn:  # raised again below, unless the error is gone
+            except (
+                DamagedError,
+                os_error(),
+            ) as exn:  # raised again below, unless it is gone
                 logger.debug("%s: %s", key, exn)
             self._known.pop(key, None)
         for directory, size in versions(self.layout, key):
@@ -331,7 +329,7 @@ class Store:
                     self._check(directory, opened.fd)
                 elif is_directory(directory):  # an evicted entry would have no directory either
                     raise DamagedError("its data file is missing")
-        except (DamagedError, OSError) as exn:
+        except (DamagedError, os_error()) as exn:
             if opened is not None:
                 opened.close()
             if isinstance(exn, DamagedError):
@@ -349,7 +347,7 @@ class Store:
             return
         if file_digest(fd) != metadata.digest:
             raise DamagedError("its bytes changed since they were downloaded")
-        with contextlib.suppress(OSError):  # if the disk is full or read-only, verify again later
+        with ignoring(OSError):  # if the disk is full or read-only, verify again later
             self.put(directory, META, replace(metadata, boot=self._boot).encode())
 
     def is_intact(self, entry: Entry, basename: str) -> bool:
@@ -362,7 +360,7 @@ class Store:
             return False
         try:
             status, heading = os.lstat(f"{entry.directory}/{basename}"), entry.heading()
-        except OSError:
+        except os_error():
             return False
         is_data = stat.S_ISREG(status.st_mode) and status.st_size == entry.size
         if not is_data or status.st_mtime == 0.0 or heading is None:  # 0.0: see `mark_replaced`
@@ -433,7 +431,7 @@ class Store:
             except FileNotFoundError as exn:  # the key's directory was removed with its last entry
                 if not partial.path.exists():
                     raise LostError(f"{partial.path.name} was taken over") from exn
-            except OSError as exn:
+            except os_error() as exn:
                 if exn.errno not in _TAKEN:
                     raise
                 try:
@@ -454,7 +452,7 @@ class Store:
                 os.utime(path, (now, now), follow_symlinks=False)
             except PermissionError:  # only the file's owner may set another timestamp than now
                 os.utime(path, follow_symlinks=False)
-        except OSError as exn:
+        except os_error() as exn:
             logger.debug("%s: its use is not noted: %s", directory, exn)
 
     def mark_replaced(self, entry: Entry) -> None:
@@ -464,7 +462,7 @@ class Store:
         """
         try:
             os.utime(entry.data, (0, 0), follow_symlinks=False)
-        except (DamagedError, OSError) as exn:  # another user owns the file, or it is read-only
+        except (DamagedError, os_error()) as exn:  # another user owns the file, or it is read-only
             logger.info("processes that know %s still read it: %s", entry.path.name, exn)
 
     def entries(self, prefix: str | None = None) -> Iterator[Entry]:
@@ -505,21 +503,18 @@ class Store:
             DamagedError: the data file is missing or does not have the entry's size.
             OSError: the entry is gone.
         """
-        name, fd = url.rpartition("/")[2], -1
+        name = url.rpartition("/")[2]
         path = f"{entry.directory}/{name}"
         if self._grace is None and not is_side_file(name):
             try:
-                fd = os.open(path, os.O_RDONLY | SAFELY)
-                status = os.fstat(fd)
-                is_intact = status.st_size == entry.size and stat.S_ISREG(status.st_mode)
-                if is_intact and (free := try_flock(fd)) is not None:
-                    return path, not free
-            except OSError as exn:  # the file has another name, or may not be read
+                with open_file(path) as file:
+                    status = os.fstat(file.fileno())
+                    is_intact = status.st_size == entry.size and stat.S_ISREG(status.st_mode)
+                    if is_intact and (free := try_flock(file.fileno())) is not None:
+                        unlock(file.fileno())
+                        return path, not free
+            except os_error() as exn:  # the file has another name, or may not be read
                 logger.debug("%s: %s", path, exn)
-            finally:
-                if fd >= 0:
-                    unlock(fd)
-                    os.close(fd)
         data = entry.data
         if data.lstat().st_size != entry.size:
             raise DamagedError("its data file has another size")
@@ -532,7 +527,7 @@ class Store:
         """
         removed = remove_free(entry.path, _namespace(entry.path, self._grace), entry.key)
         if removed:
-            with contextlib.suppress(OSError):  # it has another version, or is already gone
+            with ignoring(OSError):  # it has another version, or is already gone
                 entry.path.parent.rmdir()
         return removed
 
@@ -550,7 +545,7 @@ class Store:
             write_new(staging / META, metadata.encode(), modes.file)
             modes.make_directory(entry.parent)
             staging.rename(entry)
-        except OSError as exn:
+        except os_error() as exn:
             remove_directory(staging, basename)
             if exn.errno in _TAKEN:
                 return True

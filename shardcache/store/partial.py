@@ -31,6 +31,7 @@ from dataclasses import dataclass
 from itertools import count, groupby, takewhile
 from pathlib import Path
 
+from shardcache.faults import ignoring, os_error
 from shardcache.files import (
     NOT_DATA,
     Modes,
@@ -131,7 +132,7 @@ def read_progress(path: Path) -> Progress | None:
     try:
         data = read_file(path / PROGRESS, _MAX_PROGRESS)
         metadata, records_at, _ = _parse(path, data)
-    except (OSError, DamagedError):
+    except (os_error(), DamagedError):
         return None
     return Progress(metadata, sum(min(length, BLOCK) for _, length in _records(data[records_at:])))
 
@@ -186,7 +187,7 @@ class PartialSource:
 
     def close(self) -> None:
         """Close the files."""
-        with contextlib.suppress(OSError):  # read-only files are closed even if this fails
+        with ignoring(OSError):  # read-only files are closed even if this fails
             self._stack.close()
 
 
@@ -282,7 +283,7 @@ class Partial:
                 partial = cls(layout, claimed / basename, metadata, file, progress)
                 partial._records_at = records_at
                 partial._prove(_records(data[records_at:]), metadata.info.size)
-            except (OSError, DamagedError) as exn:
+            except (os_error(), DamagedError) as exn:
                 # EXDEV: it is in a lower layer of an overlay.
                 expected = GONE | NOT_DATA | {errno.EBUSY, errno.EACCES, errno.EPERM, errno.EXDEV}
                 if isinstance(exn, OSError) and exn.errno not in expected:

@@ -6,7 +6,6 @@ from a directory without one. Any number of processes may create the same root a
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import json
 import os
@@ -16,6 +15,7 @@ from pathlib import Path
 
 from shardcache.config import Config, __version__, group_name
 from shardcache.errors import ConfigError
+from shardcache.faults import ignoring, os_error
 from shardcache.files import Modes, random_token
 from shardcache.layout import (
     MANIFEST,
@@ -68,7 +68,7 @@ def make_root(config: Config) -> Layout:
     """
     root, modes = config.dir, Modes.of(config.shared_group)
     if modes.group is None:  # directories above the cache get the permissions of the umask
-        with contextlib.suppress(OSError):  # raised again below, unless another process made it
+        with ignoring(OSError):  # raised again below, unless another process made it
             root.parent.mkdir(parents=True, exist_ok=True)
     try:
         modes.make_directory(root, levels=99)
@@ -109,7 +109,7 @@ def check_usable(config: Config) -> None:
         if path == root:
             check_root(config)
             check_foreign(root)
-    except OSError as exn:
+    except os_error() as exn:
         raise unusable(root, exn) from exn
     if not (is_cache(root) or os.access(path, os.W_OK | os.X_OK)):
         is_frozen = os.statvfs(path).f_flag & os.ST_RDONLY
@@ -151,7 +151,7 @@ def is_cache(root: Path) -> bool:
     """Return whether ``root`` has a manifest and no links, so that files in it may be removed."""
     try:
         manifest = (root / MANIFEST).lstat()
-    except OSError:
+    except os_error():
         return False
     return stat.S_ISREG(manifest.st_mode) and Layout.of_root(root).linked() is None
 
@@ -177,12 +177,12 @@ def remove_root(layout: Layout) -> None:
         for where, _, names in os.walk(base, topdown=False):
             for path in (Path(where, name) for name in names if is_record_name(name)):
                 path.unlink(missing_ok=True)
-            with contextlib.suppress(OSError):  # not empty
+            with ignoring(OSError):  # not empty
                 Path(where).rmdir()
     if set(list_names(root)) <= _ROOT_NAMES - {layout.base.name}:
         for name in (_TAG_NAME, _README_NAME, MANIFEST):  # last the manifest, which marks a cache
             (root / name).unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # a mount point
+        with ignoring(OSError):  # a mount point
             root.rmdir()
     else:
         layout.make()  # cleaning needs all directories

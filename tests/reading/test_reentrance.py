@@ -218,6 +218,7 @@ def test_a_fault_that_was_streamed_past_is_forgotten_with_its_stream(
 
     class DiskError(OSError):
         def __init__(self, *arguments):
+            super().__init__(*arguments)
             errors.append(weakref.ref(self))
 
     def fail(*_):

@@ -4,7 +4,9 @@ Four parents read from one cache, two over HTTP and plain S3, two over TLS. Each
 opens streams, reads a part, and forks. Parent and child both read the same streams to the end. A
 stream begins with an entry, with a download that it follows, or past the cache. Children also open
 other shards and run pipelines. Some children are killed or stopped, the garbage collector closes
-some streams, and one request in twenty fails. The soak looks for
+some streams, and one request in twenty fails. The main thread of each parent reads, too, while
+alarms raise exceptions in its calls, after which it reads on with the same stream. The soak looks
+for
 
 * bytes: a wrong byte, or a stream that ends early or late;
 * errors: any exception. For a `TransferError`, all attempts of a request would have to fail, which
@@ -36,7 +38,8 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import BinaryIO
+from types import FrameType
+from typing import BinaryIO, TypeVar
 
 import webdataset as wds
 
@@ -60,6 +63,19 @@ _CONNECTIONS = 8
 _SOCKETS = 2 * (_CONNECTIONS + _THREADS * _STREAMS)
 _GROWTH = {"sockets": _SOCKETS, "files": 0, "blocks": 6000, "memory": 8 * MIB}
 
+#: Mean of the seconds until an alarm: a hit takes microseconds, a request milliseconds.
+_ALARMS = (2e-5, 2e-4, 2e-3, 2e-2)
+
+
+class Deadline(Exception):
+    """Raised by the handler of an alarm."""
+
+
+class Alarm(TimeoutError):
+    """Raised by the handler of an alarm, without an errno, as programs do."""
+
+
+T = TypeVar("T")
 #: The name of a shard, and its stream.
 Reading = tuple[str, BinaryIO]
 
@@ -151,6 +167,7 @@ class Worker:
     def __init__(self, soak: Soak, cache: Cache, parent: int, seed: str) -> None:
         self.soak, self.cache, self.parent = soak, cache, parent
         self.draw, self.counts = random.Random(seed), Counter[str]()
+        self.interrupted = list[str]()  # the stack of the last alarm
 
     def work(self, end: float) -> None:
         while time.monotonic() < end:
@@ -165,6 +182,11 @@ class Worker:
 
     def _url(self, name: str) -> str:
         return f"{self.draw.choice(('s3://lab', self.soak.addresses[self.parent % 2]))}/{name}"
+
+    def _both(self) -> list[tuple[str, str]]:
+        """Return a shard, and its URL, for S3 and for HTTP."""
+        name, server = self.soak.names[0], self.soak.addresses[self.parent % 2]
+        return [(name, f"{start}/{name}") for start in ("s3://lab", server)]
 
     def _open(self) -> Reading:
         """Open a shard and read some of it, perhaps to the very end of an answer."""
@@ -203,6 +225,67 @@ class Worker:
                 self.cache.remove(self._url(name))  # so that other shards find room
             if self.draw.random() < 0.05:
                 gc.collect()
+
+    def be_interrupted(self, end: float) -> None:
+        """Open and read in the main thread, while alarms raise."""
+        # Import everything first: an exception in an import leaves the lock of its module held.
+        import tenacity  # noqa: F401
+
+        self._finish([(name, self.cache.open(url)) for name, url in self._both()])
+        signal.signal(signal.SIGALRM, self._raise)
+        sys.unraisablehook = lambda _: self.counts.update(("alarms in a finalizer",))
+        while time.monotonic() < end:
+            # An alarm may be late.
+            late = contextlib.suppress(Deadline, Alarm)
+            with self.soak.no_error("an interrupted reader"), late:
+                name = self.draw.choice(self.soak.names)
+                stream = self._alarmed(self.cache.open, self._url(name))
+                while stream is not None:
+                    at, size = stream.tell(), self.draw.randrange(1, 600_000)
+                    data = self._alarmed(stream.read, size)
+                    if data is not None:
+                        self.soak.check(
+                            f"{stream.name} at {at}", data, self.soak.tars[name][at:][:size]
+                        )
+                    if data == b"":
+                        stream.close()
+                        if self.draw.random() < 0.3:
+                            self.cache.remove(self._url(name))
+                        break
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)  # both refer to the cache
+        sys.unraisablehook = sys.__unraisablehook__
+        self.soak.count(self.counts)
+
+    def _raise(self, _: int, frame: FrameType | None) -> None:
+        self.counts["alarms"] += 1
+        self.interrupted = traceback.format_stack(frame, 4)
+        raise self.draw.choice((Deadline, Alarm))
+
+    def _alarmed(self, call: Callable[..., T], *args: object) -> T | None:
+        """Return the result of a call, or None if the handler of an alarm raised."""
+        before = self.counts["alarms"], self.counts["alarms in a finalizer"]
+        try:
+            signal.setitimer(
+                signal.ITIMER_REAL, self.draw.expovariate(1 / self.draw.choice(_ALARMS))
+            )
+            result = call(*args)
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        except (Deadline, Alarm):
+            return None
+        except (RuntimeError, KeyError) as exn:  # `threading` raises others if interrupted
+            if not isinstance(exn.__context__, (Deadline, Alarm)):
+                raise
+            return None
+        # Python drops what `tell` raises in `BufferedReader(stream)`, and `close` in a finalizer.
+        has_raised = not (
+            self.interrupted and re.search("in (tell|close)\\b", self.interrupted[-1])
+        )
+        if has_raised and before == (
+            self.counts["alarms"] - 1,
+            self.counts["alarms in a finalizer"],
+        ):
+            self.soak.wrong("errors", f"lost in {''.join(self.interrupted)}")
+        return result
 
     def _pipeline(self) -> None:
         """Compare the samples of some shards; leave half of the pipelines early."""
@@ -270,6 +353,7 @@ def be_parent(soak: Soak, number: int, end: float) -> None:
         threads = [threading.Thread(target=worker.work, args=(until,)) for worker in workers]
         for thread in threads:
             thread.start()
+        Worker(soak, cache, number, f"{lap}/main").be_interrupted(until)
         for thread in threads:
             thread.join()
         measured.append(measure())
@@ -288,7 +372,8 @@ def be_parent(soak: Soak, number: int, end: float) -> None:
 def measure() -> Counter[str]:
     """Wait until all other threads have ended, and count what this process still holds."""
     gc.collect()
-    wait_until(lambda: threading.active_count() == 1)
+    # Not `threading.active_count`, which counts threads that an alarm kept from starting.
+    wait_until(lambda: len(os.listdir("/proc/self/task")) == 1)
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     sockets = sum("socket:" in each for each in descriptors())

@@ -25,6 +25,7 @@ from shardcache import clock, threads
 from shardcache.config import Config, Options, load
 from shardcache.download.download import Download
 from shardcache.errors import ConfigError, ShardNotFoundError
+from shardcache.faults import ignoring
 from shardcache.files import Modes
 from shardcache.locks.notices import log_unusable
 from shardcache.origins.endpoints import parser
@@ -407,7 +408,7 @@ class Cache:
             return None
         for store in self.process.stores():
             for entry in store.entries_of(shard.key):
-                with contextlib.suppress(DamagedError, OSError):
+                with ignoring(DamagedError, OSError):
                     if (endpoint := entry.metadata().endpoint) is not None:
                         return endpoint or "AWS"
         return "unknown"

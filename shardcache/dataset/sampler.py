@@ -20,6 +20,7 @@ import numpy as np
 
 from shardcache.dataset.order import VERSION, Epoch, Order
 from shardcache.errors import ConfigError
+from shardcache.faults import ignoring
 from shardcache.ranks import detect
 from shardcache.reading.lookahead import Prefetcher
 from shardcache.space.memory import Volume
@@ -291,7 +292,7 @@ class ShardBatchSampler(Sampler[list[int]]):
         # One more than the sampler wants, because workers still read the one that left the window.
         stored = -(-len(self.data.shards) * lanes // order.lanes)
         needed = min(stored, lanes * (order.window + config.prefetch + 1))
-        with contextlib.suppress(OSError):  # a directory of the cache is gone
+        with ignoring(OSError):  # a directory of the cache is gone
             volumes = [(tier, Volume.of(tier.dir)) for tier in config.by_tier()]
             limit = sum(volume.budget(tier) or volume.size for tier, volume in volumes)
             if needed * size <= limit or not cache.process.notices.is_new("room"):

@@ -50,7 +50,7 @@ from shardcache.errors import (
     TransferError,
     UnprovenError,
 )
-from shardcache.faults import FULL, is_local_error
+from shardcache.faults import FULL, is_local_error, os_error
 from shardcache.layout import is_directory, parse_partial_name
 from shardcache.locks.flock import KeyLock
 from shardcache.locks.lease import KeyLease
@@ -268,7 +268,7 @@ def _download(
                 download.check()
                 try:
                     partial = _begin(tiers, download, response.info, narrow=recovery.is_narrow)
-                except OSError:  # no room, so a reader streams the shard from this response
+                except os_error():  # no room, so a reader streams the shard from this response
                     if upstream is None:
                         download.keep(response)
                         response = None
@@ -331,7 +331,7 @@ def _link(directories: Directories, download: Download) -> Opened | None:
             if other is not None:
                 other.close()
             continue
-        except OSError as exn:  # full or read-only: the sibling's entry can be read instead
+        except os_error() as exn:  # full or read-only: the sibling's entry can be read instead
             if other is None:
                 raise
             logger.info("%s: not linked, but read where it is: %s", shard, exn)
@@ -387,7 +387,7 @@ def _begin(tiers: Sequence[Tier], download: Download, info: ObjectInfo, *, narro
         try:
             with tier.space.reserved(shard, info.size):
                 return Partial.create(tier.store.layout, metadata, shard.basename)
-        except OSError as exn:  # CacheFullError is a subclass
+        except os_error() as exn:  # CacheFullError is a subclass
             if tier is tiers[-1] or isinstance(exn, LockTimeoutError):
                 raise
             logger.debug("%s: not into %s: %s", shard, tier.store.layout.base, exn)

@@ -24,6 +24,7 @@ from fsspec.implementations.chained import ChainedFileSystem
 from fsspec.utils import stringify_path, tokenize
 
 from shardcache.errors import ConfigError
+from shardcache.faults import ignoring
 from shardcache.origins.filesystem import described
 from shardcache.reading.opening import BUFFER
 from shardcache.reading.stream import ShardStream
@@ -187,7 +188,7 @@ class ShardCacheFileSystem(ChainedFileSystem):  # type: ignore[misc]
         found = {"name": path, "size": entry.size, "type": "file"}
         # A cached shard needs no network. Without an ETag, it came from a target that has fields of
         # its own, such as a disk; they describe the shard unless it was replaced since.
-        with contextlib.suppress(OSError, DamagedError):  # the entry was evicted
+        with ignoring(OSError, DamagedError):  # the entry was evicted
             stated = entry.metadata().info
             if stated.etag is None:
                 listed = self.fs.info(path, **options)

@@ -16,6 +16,7 @@ import struct
 from collections.abc import Callable
 
 from shardcache import clock
+from shardcache.faults import ignoring
 from shardcache.files import open_exclusive, set_mode
 from shardcache.layout import Layout
 
@@ -45,7 +46,7 @@ class Downloaders:
     def join(self) -> None:
         """Register this cache as a downloader."""
         self._count, self._due, layout = 1, 0.0, self._node()
-        with contextlib.suppress(OSError):  # a read-only disk, or one without such locks
+        with ignoring(OSError):  # a read-only disk, or one without such locks
             path, flags = layout.named_lock("downloads"), os.O_RDWR | os.O_CREAT
             self._file = open_exclusive(path, flags, layout.modes)
             with contextlib.suppress(PermissionError):  # another member of the group owns the file
@@ -59,16 +60,16 @@ class Downloaders:
         file, self._file = self._file, None
         if file is not None:
             # A forked child has closed the file, and the lock belongs to the parent.
-            with contextlib.suppress(OSError, ValueError):
+            with ignoring(OSError, ValueError):
                 _call(file, fcntl.F_OFD_SETLK, fcntl.F_UNLCK, 0, _BYTES)
-            with contextlib.suppress(OSError):
+            with ignoring(OSError):
                 file.close()
 
     def count(self) -> int:
         """Return the number of downloaders, including this one. It may be a second old."""
         file, now = self._file, clock.monotonic()
         if file is not None and now >= self._due:
-            with contextlib.suppress(OSError, ValueError):  # `leave` has closed the file
+            with ignoring(OSError, ValueError):  # `leave` has closed the file
                 self._count = 1 + _count_others(file)
             # Set this last: otherwise, another thread would return the previous count.
             self._due = now + _INTERVAL

@@ -19,7 +19,7 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from shardcache.faults import FULL
+from shardcache.faults import FULL, ignoring, os_error
 from shardcache.files import PRIVATE, Modes, open_exclusive, open_file, set_mode, unlock
 from shardcache.layout import (
     IDLE_GRACE,
@@ -56,7 +56,7 @@ def try_flock(fd: int, *, shared: bool = False) -> bool | None:
     """
     try:
         fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
-    except OSError as exn:
+    except os_error() as exn:
         if exn.errno in (errno.EWOULDBLOCK, errno.EACCES):
             return False
         if exn.errno in _UNSUPPORTED:
@@ -130,7 +130,7 @@ def read_holder(path: Path) -> Holder | None:
     """Return the record in a file, or None if the file or the record is missing or damaged."""
     try:
         return Holder.decode(read_file(path, _MAX_RECORD))
-    except OSError:
+    except os_error():
         return None
 
 
@@ -173,7 +173,7 @@ class KeyLock:
                     raise
                 time.sleep(_PAUSES[0])  # another member of the group has not set its mode yet
                 continue
-            except OSError as exn:
+            except os_error() as exn:
                 if exn.errno in FULL:
                     break
                 raise
@@ -182,7 +182,7 @@ class KeyLock:
                 self.release(keep=True)
                 return False
             if os.fstat(file.fileno()).st_nlink:
-                with contextlib.suppress(OSError):  # a pipe can be locked, but has no offsets
+                with ignoring(OSError):  # a pipe can be locked, but has no offsets
                     self.left = Holder.decode(os.pread(file.fileno(), _MAX_RECORD, 0))
                 self.partial = self.left.partial if self.left else None
                 self.update(replace(holder, partial=self.partial))
@@ -201,7 +201,7 @@ class KeyLock:
             with contextlib.suppress(PermissionError):  # another member of the group owns the file
                 set_mode(file.fileno(), self._modes.file)
             os.pwrite(file.fileno(), holder.encode(), 0)
-        except OSError as exn:  # the lock works without a record
+        except os_error() as exn:  # the lock works without a record
             logger.debug("%s: no record of its holder: %s", self.path, exn)
 
     def release(self, *, keep: bool = False) -> None:
@@ -212,11 +212,11 @@ class KeyLock:
         """
         file, self._file = self._file, None
         if file is not None and not file.closed:  # a forked child has closed it: the parent's lock
-            with contextlib.suppress(OSError):
+            with ignoring(OSError):
                 is_key_lock = is_lock_name(self.path.name) is not None
                 if is_key_lock and not keep and os.fstat(file.fileno()).st_nlink:
                     self.path.unlink()
-            with contextlib.suppress(OSError):  # the descriptor is closed nevertheless
+            with ignoring(OSError):  # the descriptor is closed nevertheless
                 unlock(file.fileno())
                 file.close()
 
@@ -234,7 +234,7 @@ def remove_locks(layout: Layout) -> None:
                         _remove_free_lock(layout, directory / name)
                     elif is_lease_name(name):
                         remove_old(directory / name, layout.grace or IDLE_GRACE)
-            with contextlib.suppress(OSError):  # the directory is not empty
+            with ignoring(OSError):  # the directory is not empty
                 directory.rmdir()
 
 
@@ -245,7 +245,7 @@ def _remove_free_lock(layout: Layout, path: Path) -> None:
     names_partial = left is not None and left.partial
     if names_partial and (is_directory(layout.partial / names_partial) or not is_idle(path)):
         return
-    with contextlib.suppress(OSError), open_file(path) as file:
+    with ignoring(OSError), open_file(path) as file:
         # Remove the file only under its own lock, and only if no other process has removed it.
         if try_flock(file.fileno()) is not False and os.fstat(file.fileno()).st_nlink:
             path.unlink()

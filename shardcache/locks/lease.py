@@ -7,13 +7,13 @@ lease. A holder that was stopped for longer continues when it wakes: the shard i
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import logging
 import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from shardcache.faults import ignoring, os_error
 from shardcache.layout import Layout, replace_file
 from shardcache.locks.flock import Holder, read_holder
 
@@ -68,7 +68,7 @@ class KeyLease:
         except Timeout:
             self._break_expired(lease)
             return False
-        except (OSError, ValueError) as exn:  # ValueError: the lease has another duration
+        except (os_error(), ValueError) as exn:  # ValueError: the lease has another duration
             if isinstance(exn, OSError) and exn.errno in _REFUSALS:
                 raise
             logger.warning("%s: going on without a lease: %s", self.path, exn)
@@ -83,7 +83,7 @@ class KeyLease:
 
         filelock does this only on filesystems that can exchange two names, which NFS cannot.
         """
-        with contextlib.suppress(OSError):
+        with ignoring(OSError):
             status, now = self.path.stat(), time.monotonic()
             marker = (status.st_ino, status.st_mtime_ns)
             if marker != self._seen:
@@ -96,15 +96,15 @@ class KeyLease:
         if self._lease is not None and self._lease.is_locked:
             self.partial = holder.partial
             mode, via = self._layout.modes.file, self._layout.partial
-            with contextlib.suppress(OSError):  # the lease works without a record
+            with ignoring(OSError):  # the lease works without a record
                 replace_file(self._record, holder.encode(), mode, via=via)
 
     def release(self, *, keep: bool = False) -> None:
         """Release the lease, if this process holds it; ``keep`` as for `KeyLock.release`."""
         lease, self._lease = self._lease, None
         if lease is not None and lease.is_locked:
-            with contextlib.suppress(OSError):  # the record is optional
+            with ignoring(OSError):  # the record is optional
                 if not keep:
                     self._record.unlink()
-            with contextlib.suppress(OSError):  # the lease expires
+            with ignoring(OSError):  # the lease expires
                 lease.release()

@@ -21,6 +21,7 @@ from hashlib import blake2b
 from pathlib import Path
 
 from shardcache.config import Config
+from shardcache.faults import os_error
 from shardcache.files import PRIVATE, Modes
 from shardcache.layout import IDLE_GRACE, Layout, read_manifest
 
@@ -66,7 +67,7 @@ def read_mounts() -> list[Mount]:
     try:
         # surrogateescape, because the name of a mount point may contain any bytes.
         table = _MOUNTINFO.read_text("utf-8", "surrogateescape")
-    except OSError:
+    except os_error():
         return []
     mounts = []
     for line in table.splitlines():
@@ -137,7 +138,7 @@ def node_directory(identity: str, modes: Modes = PRIVATE) -> Path | None:
         try:
             modes.make_directory(directory, levels=0)
             status = directory.lstat()
-        except OSError:
+        except os_error():
             continue
         # Every user may write to the parent, so another user may have created the directory.
         closed = not status.st_mode & 0o777 & ~modes.directory

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from shardcache import clock
 from shardcache.errors import ConfigError
+from shardcache.faults import os_error
 from shardcache.files import write_new
 from shardcache.layout import Layout
 from shardcache.locks.sessions import NOTE, remove_dead
@@ -66,7 +67,7 @@ class Notices:
             os.utime(note, (now, now))
         except FileExistsError:
             return False
-        except OSError as exn:
+        except os_error() as exn:
             logger.debug("%s was not made: %s", note, exn)
         return True
 

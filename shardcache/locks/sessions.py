@@ -22,6 +22,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from shardcache.faults import ignoring, os_error
 from shardcache.files import NOT_DATA, open_exclusive, open_file, random_token, unlock
 from shardcache.layout import IDLE_GRACE, Layout, list_names, read_file, replace_file
 from shardcache.locks.flock import Holder, is_file, read_holder, try_flock
@@ -62,7 +63,7 @@ class Session:
             for _ in range(_ATTEMPTS):
                 if self._register(layout, started, data):
                     break
-        except OSError as exn:
+        except os_error() as exn:
             # Nothing can be evicted from a cache that is not writable, so no session is needed.
             logger.debug("%s was not made: %s", self.path, exn)
 
@@ -83,9 +84,9 @@ class Session:
     def close(self) -> None:
         """End the session. Do nothing in a forked child, because the session is the parent's."""
         if self._file is not None and not self._file.closed:
-            with contextlib.suppress(OSError):  # a file without a lock counts as dead anyway
+            with ignoring(OSError):  # a file without a lock counts as dead anyway
                 self.path.unlink()
-            with contextlib.suppress(OSError):  # the descriptor is closed nevertheless
+            with ignoring(OSError):  # the descriptor is closed nevertheless
                 unlock(self._file.fileno())
                 self._file.close()
 
@@ -110,7 +111,7 @@ def remove_dead(layout: Layout) -> None:
     oldest = min(live_sessions(layout), default=math.inf)
     for name in list_names(layout.sessions):
         path = layout.sessions / name
-        with contextlib.suppress(OSError):  # the note is gone, or a directory has its name
+        with ignoring(OSError):  # the note is gone, or a directory has its name
             if name.endswith(NOTE) and path.lstat().st_mtime < oldest:
                 path.unlink()
 
@@ -122,7 +123,7 @@ def live_waits(layout: Layout) -> Iterator[tuple[str, Holder]]:
         OSError: the directory exists and cannot be read.
     """
     for path in _files(layout, ".wait"):
-        with contextlib.suppress(OSError), open_file(path) as file:  # gone, or another user's
+        with ignoring(OSError), open_file(path) as file:  # gone, or another user's
             # An exclusive lock would look like a wait to other processes that list the waits.
             if try_flock(file.fileno(), shared=True) is False and (waiter := read_holder(path)):
                 yield path.name.partition(".")[0], waiter
@@ -133,7 +134,7 @@ def state_limits(layout: Layout, started: float, limits: Mapping[str, Any]) -> N
 
     A job without tiers keeps the stored tiers of earlier jobs, which may still hold shards.
     """
-    with contextlib.suppress(OSError):  # the disk is full or read-only, or a directory has the name
+    with ignoring(OSError):  # the disk is full or read-only, or a directory has the name
         with contextlib.suppress(FileNotFoundError):
             if layout.limits.lstat().st_mtime > started:
                 return
@@ -147,7 +148,7 @@ def stated_limits(layout: Layout) -> dict[str, Any]:
     """Return the limits that `state_limits` stored, unchecked; an empty dict if there are none."""
     try:
         limits = json.loads(read_file(layout.limits, _MAX_LIMITS))
-    except (OSError, ValueError, RecursionError):
+    except (os_error(), ValueError, RecursionError):
         return {}
     return limits if isinstance(limits, dict) else {}
 
@@ -167,13 +168,13 @@ def _live_since(path: Path) -> float | None:
             # If flock fails, the process counts as dead, because dead processes would otherwise
             # count forever. The file stays for an hour, because flock may work again by then.
             if free or time.time() - status.st_ctime > IDLE_GRACE:
-                with contextlib.suppress(OSError):  # read-only, or another process was faster
+                with ignoring(OSError):  # read-only, or another process was faster
                     path.unlink()
     except FileNotFoundError:
         pass
     except PermissionError:  # the file is another user's, whose process may be alive
         return path.lstat().st_mtime
-    except OSError as exn:
+    except os_error() as exn:
         if exn.errno not in NOT_DATA:
             raise
     return None

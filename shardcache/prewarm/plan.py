@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 from shardcache import clock
 from shardcache.download.download import Progress
 from shardcache.errors import ConfigError, ShardCacheError
+from shardcache.faults import os_error
 from shardcache.origins.base import ObjectInfo
 from shardcache.origins.listing import Listing, expand_braces, is_pattern, refuse_local
 from shardcache.ranks import whole_number
@@ -237,7 +238,7 @@ def _outdated_versions(cache: Cache, shard: ShardURL) -> frozenset[str] | Except
     try:
         origin, attempts = process.origins.of(shard), process.engine.policy.started(str(shard))
         latest = attempts.call(lambda: origin.stat(shard), sleep=clock.sleep)
-    except (ShardCacheError, OSError) as exn:
+    except (ShardCacheError, os_error()) as exn:
         return exn
     try:
         is_current = any(same_version(entry.metadata().info, latest) for entry in entries)

@@ -15,6 +15,7 @@ from dataclasses import replace
 
 from shardcache import clock, threads
 from shardcache.errors import LockTimeoutError
+from shardcache.faults import os_error
 from shardcache.space.budget import Space
 from shardcache.space.eviction import CleanReport, Limits, linked, sweep
 from shardcache.space.memory import is_memory
@@ -64,7 +65,7 @@ def clean(
     remove_expired(space.node, now)
     try:
         database.expire(space.node, now)
-    except OSError as exn:
+    except os_error() as exn:
         logger.info("old statistics were not merged: %s", exn)
     return replace(
         planned,
@@ -137,7 +138,7 @@ class Housekeeper:
                 self.due = self._next
             if is_due or (in_memory and space.limits().free_needed):
                 self._thread = threads.start(lambda: self._work(space, is_due), "shardcache-clean")
-        except (OSError, RuntimeError) as exn:  # the directory is gone, or too many threads run
+        except (os_error(), RuntimeError) as exn:  # the directory is gone, or too many threads run
             logger.debug("no cleaning: %s", exn)
 
     def _work(self, space: Space, is_due: bool) -> None:
@@ -149,7 +150,7 @@ class Housekeeper:
                 logger.info("evicted %d bytes from %s for the job's memory", freed, space.node.base)
         except LockTimeoutError as exn:
             logger.debug("%s", exn)
-        except OSError as exn:
+        except os_error() as exn:
             logger.info("background cleaning failed: %s", exn)
 
     def _clean(self, space: Space) -> None:

@@ -11,7 +11,6 @@ ago. So a wrong clock may evict a shard too early, but never a shard that is bei
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator
@@ -20,6 +19,7 @@ from enum import StrEnum
 from typing import Any
 
 from shardcache.config import Config
+from shardcache.faults import ignoring
 from shardcache.layout import Layout, is_idle
 from shardcache.locks.flock import remove_locks
 from shardcache.locks.sessions import live_sessions, remove_dead
@@ -152,7 +152,7 @@ def linked(entries: Iterable[Entry]) -> list[Links]:
     for entry in entries:
         file: object = entry.directory  # a group of its own, also if the entry is gone
         if copies[entry.key, entry.version, entry.size] > 1:
-            with contextlib.suppress(OSError, DamagedError):
+            with ignoring(OSError, DamagedError):
                 data = entry.data.lstat()
                 file = entry.version, data.st_dev, data.st_ino
         files.setdefault(file, []).append(entry)

@@ -11,7 +11,6 @@ cgroup-v1/memory.rst (the ``total_`` rows include the levels below).
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 from collections.abc import Callable
@@ -20,6 +19,7 @@ from pathlib import Path
 
 from shardcache import clock
 from shardcache.config import Config
+from shardcache.faults import ignoring
 from shardcache.locks.mounts import MEMORY_TYPES, mount_of, read_mounts
 from shardcache.store.partial import record_size
 
@@ -127,7 +127,7 @@ def _recent_headroom(disk: Path, free: int) -> Volume | None:
 def memory_headroom() -> Volume | None:
     """Return the volume of the cgroup with the least free memory, or None if none has a limit."""
     headrooms = []
-    with contextlib.suppress(OSError, ValueError):  # no cgroups, or unknown files
+    with ignoring(OSError, ValueError):  # no cgroups, or unknown files
         for level, v1 in _levels():
             stated = _read(level, "memory.limit_in_bytes" if v1 else "memory.max")
             if stated == "max" or int(stated) >= _UNLIMITED:

@@ -12,6 +12,7 @@ import logging
 import math
 from collections.abc import Container
 
+from shardcache.faults import os_error
 from shardcache.layout import Layout, is_pin_name, list_names, read_file, replace_file
 from shardcache.urls import ShardURL
 
@@ -60,7 +61,7 @@ def _pins(layout: Layout, keys: Container[str] | None = None) -> dict[str, tuple
             record = json.loads(read_file(layout.pin(key), _MAX_RECORD))
             until = math.inf if record["until"] is None else float(record["until"])
             pins[key] = until, str(record["url"])
-        except (OSError, ValueError, TypeError, KeyError, RecursionError) as exn:
+        except (os_error(), ValueError, TypeError, KeyError, RecursionError) as exn:
             pins[key] = math.inf, ""
             logger.info("the pin of %s cannot be read (%s), so the shard is kept", key, exn)
     return pins

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from shardcache import clock
 from shardcache.config import Config
+from shardcache.faults import ignoring
 from shardcache.layout import Layout, is_directory, is_rank_name, list_names
 from shardcache.locks.flock import Holder, KeyLock
 from shardcache.locks.lease import KeyLease
@@ -172,7 +173,7 @@ class Tier:
         session, self._session = self._session, None
         if session is not None:
             session.close()
-            with contextlib.suppress(OSError):
+            with ignoring(OSError):
                 others = live_sessions(self.node)
                 if session.started < min(others, default=math.inf):
                     self.space.forget_refusal()

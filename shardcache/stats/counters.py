@@ -22,6 +22,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from shardcache import clock, threads
+from shardcache.faults import os_error
 from shardcache.layout import Layout
 from shardcache.ranks import Ranks, run_of_this_process
 from shardcache.stats import database
@@ -218,7 +219,7 @@ class Counters:
                 self._written = counted
                 if run := run_of_this_process()[1]:  # whose summary must count no other jobs
                     database.add(Layout(Path(run).parent), self._rank, 0, row, max(_BUSY, wait))
-        except OSError as exn:
+        except os_error() as exn:
             logger.debug("the counts could not be written yet: %s", exn)
         finally:
             self._writing.release()

@@ -170,7 +170,7 @@ def _stored(directory: str) -> int:
         data = data_file(directory)
         # Without its data, the entry is damaged, which `open` must notice before older versions.
         return sys.maxsize if data is None else os.lstat(data).st_mtime_ns
-    except OSError:
+    except os_error():
         return 0  # evicted since the listing
 
 

@@ -19,6 +19,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from shardcache.archive import archive_problem
+from shardcache.faults import os_error
 from shardcache.store.digest import block_digest, read_blocks, tree_digest
 from shardcache.store.directory import GONE, DamagedError, Metadata, readable
 from shardcache.store.entry import Entry, Store, open_data, set_aside
@@ -116,7 +117,7 @@ class Verifier:
                 self._check_stopped()
                 try:
                     results.append(self._entry(store, entry))
-                except OSError as exn:
+                except os_error() as exn:
                     if exn.errno not in GONE:  # an evicted entry has no result
                         reason = exn.strerror or str(exn)
                         results.append(Finding(entry, None, State.UNCHECKED, reason))
@@ -177,7 +178,7 @@ class Verifier:
                 if alone and _is_same(entry, before):
                     set_aside(entry.path, f"found by verify: {finding.reason}")
                     return replace(finding, set_aside=True)
-        except OSError as exn:
+        except os_error() as exn:
             reason = f"{finding.reason}; not set aside: {exn.strerror or exn}"
             return replace(finding, reason=reason)
         return finding

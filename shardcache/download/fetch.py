@@ -103,7 +103,6 @@ class Recovery:
     a disk was unmounted           uses the directories that are made anew     once
 
     Attributes:
-        upstream: the upstream to read from; None for the origin.
         is_narrow: whether only the last tier may take the shard.
     """
 
@@ -112,8 +111,8 @@ class Recovery:
         self._engine = engine
         self._download = download
         self._counts = Counter[type[BaseException]]()
-        self._has_begun = False
-        self._upstreams: Iterator[UpstreamOrigin] = iter(())
+        self._upstreams: Iterator[UpstreamOrigin | None] | None = None
+        self._upstream: UpstreamOrigin | None = None
 
     def source(self) -> UpstreamOrigin | None:
         """Return the upstream to read from, or None for the origin.
@@ -121,10 +120,9 @@ class Recovery:
         Upstreams are queried when they are reached. They may still hold versions that are outdated,
         so then only the origin is used.
         """
-        if not self._has_begun:
-            self._has_begun = True
-            if not self._download.outdated:
-                self._upstreams = self._engine.origins.upstreams(self._download.shard)
+        if self._upstreams is None:
+            found = self._engine.origins.upstreams(self._download.shard)
+            self._upstreams = iter(()) if self._download.outdated else found
             self._upstream = next(self._upstreams, None)
         return self._upstream
 
@@ -134,6 +132,7 @@ class Recovery:
         self._counts[type(exn)] += 1
         count = self._counts[type(exn)]
         if isinstance(exn, _UpstreamError):
+            assert self._upstreams is not None
             self._upstream = next(self._upstreams, None)
         elif isinstance(exn, VersionChangedError):
             if count > _CHANGED:

@@ -64,7 +64,7 @@ from shardcache.store.partial import LostError, Partial
 if TYPE_CHECKING:
     from shardcache.origins.resolve import UpstreamOrigin
 
-__all__ = ["Recovery", "fetch"]
+__all__ = ["Recovery", "evict_outdated", "fetch"]
 
 logger = logging.getLogger(__name__)
 
@@ -228,7 +228,7 @@ def fetch(
         if (opened := _link(directories, download)) is not None:
             return Result(opened, "linked")
         entry = _download(directories, engine, download, recovery, lock)
-        _evict_outdated(directories, download)
+        evict_outdated(directories, shard.key, download.outdated)
         if (opened := directories.lookup(shard)) is not None:
             return Result(opened, "fetched")
         if is_directory(entry):  # the disk cannot read it, and another download would not help
@@ -300,16 +300,21 @@ def _download(
     return _publish(tiers, engine, download, transferred)
 
 
-def _evict_outdated(directories: Directories, download: Download) -> None:
+def evict_outdated(directories: Directories, key: str, outdated: frozenset[str]) -> None:
     """Evict outdated versions. Those still being read are marked, and later evicted first."""
-    for tier in directories.tiers if download.outdated else ():
-        for entry in tier.store.entries_of(download.shard.key):
-            if entry.version not in download.outdated:
+    for tier in directories.tiers if outdated else ():
+        for entry in tier.store.entries_of(key):
+            if entry.version not in outdated:
                 continue
             if tier.store.evict(entry):
                 tier.space.forget_refusal()
-            else:
-                tier.store.mark_replaced(entry)
+            elif not tier.store.mark_replaced(entry):
+                directories.notices.warn(
+                    "replaced",
+                    "%s was replaced, but belongs to another user and is in use: processes that "
+                    "know it read it until they end",
+                    entry.path,
+                )
 
 
 def _link(directories: Directories, download: Download) -> Opened | None:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from shardcache import clock
 from shardcache.download.download import Progress
+from shardcache.download.fetch import evict_outdated
 from shardcache.errors import ConfigError, ShardCacheError
 from shardcache.faults import os_error
 from shardcache.origins.base import ObjectInfo
@@ -178,7 +179,8 @@ def make_plan(
                 unconfirmed[shard.key] = versions
             elif versions:
                 outdated[shard.key] = versions
-                del cached[shard.key]
+        current = (each for each in entries if each.version not in outdated.get(each.key, ()))
+        cached = {entry.key: entry for entry in current if entry.key in wanted}
     missing = [shard for shard in shards if shard.key not in cached]
     sizes: Mapping[str, int] = listing.sizes(missing) if missing and list_sizes else {}
     process = cache.process
@@ -213,22 +215,24 @@ def confirm(cache: Cache, plan: PrewarmPlan, stop: threading.Event) -> Iterator[
     under another boot.
     """
     process, now = cache.process, clock.time()
-    process.prepare()
+    directories = process.prepare()
     for shard in plan.shards:
         if stop.is_set():
             return
         if (entry := plan.cached.get(shard.key)) is not None:
             store = process.tier_of(entry.directory).store
             store.touch(entry.directory, now)
+            evict_outdated(directories, shard.key, plan.outdated.get(shard.key, frozenset()))
             if shard.key not in plan.unconfirmed and store.is_intact(entry, shard.basename):
                 yield Started(shard, Progress)
                 yield Finished(shard, ShardResult(str(shard), Outcome.CACHED, entry.size))
 
 
 def _outdated_versions(cache: Cache, shard: ShardURL) -> frozenset[str] | Exception:
-    """Return the cached versions of a shard if none of them is the origin's current version.
+    """Return the cached versions of a shard that are not the origin's current version.
 
-    Otherwise return an empty set, or an exception if the origin does not answer.
+    If another rank or job has the current one, its versions do not count. Returns an exception if
+    the origin does not answer.
     """
     process = cache.process
     process.prepare()
@@ -241,12 +245,15 @@ def _outdated_versions(cache: Cache, shard: ShardURL) -> frozenset[str] | Except
     except (ShardCacheError, os_error()) as exn:
         return exn
     try:
-        is_current = any(same_version(entry.metadata().info, latest) for entry in entries)
+        old = [each for each in entries if not same_version(each.metadata().info, latest)]
     except (ValueError, DamagedError, FileNotFoundError):
         # Either the origin states nothing that identifies a version, so nothing can be compared, or
         # the entry is damaged, which its next open will discover.
-        is_current = True
-    return frozenset() if is_current else frozenset(entry.version for entry in entries)
+        return frozenset()
+    if len(old) < len(entries):
+        own = tuple(f"{tier.store.layout.base}/objects/" for tier in process.tiers)
+        old = [each for each in old if each.directory.startswith(own)]
+    return frozenset(entry.version for entry in old)
 
 
 def same_version(then: ObjectInfo, now: ObjectInfo) -> bool:

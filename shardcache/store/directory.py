@@ -199,7 +199,8 @@ def hide(directory: Path, layout: Layout, key: str) -> Path | None:
     """Rename an entry or a partial to a name that readers ignore and the next sweep removes.
 
     A directory in a lower layer of an overlay, as in a container's image, cannot be renamed. Its
-    files are removed where they are, the data first, so that it never looks complete.
+    files are removed where they are, the data first, so that it never looks complete. Files of
+    other programs move to the new name.
 
     Returns the path of what is left to remove, or None if the directory is gone or is a mount
     point.
@@ -207,12 +208,17 @@ def hide(directory: Path, layout: Layout, key: str) -> Path | None:
     try:
         return directory.rename(layout.new_evicted(key))
     except os_error() as exn:
-        if exn.errno == errno.EXDEV:
-            remove_directory(directory)
-            return directory
-        if exn.errno not in _IMMOVABLE:
+        if exn.errno not in (*_IMMOVABLE, errno.EXDEV):
             raise
-        return None
+        if exn.errno != errno.EXDEV:
+            return None
+    hidden = layout.new_evicted(key)
+    if foreign := _remove_files(directory):
+        layout.modes.new_directory(hidden)
+        for name in foreign:
+            (directory / name).rename(hidden / name)
+    directory.rmdir()
+    return hidden
 
 
 def remove_free(directory: Path, layout: Layout, key: str) -> bool:
@@ -235,17 +241,7 @@ def remove_directory(directory: Path, name: str | None = None) -> None:
     ``name`` is the name of the data file; if it is None, the name is read from the sidecar.
     """
     try:
-        with open_directory(directory) as fd:
-            names = os.listdir(fd)  # noqa: PTH208 - names are enough
-            data = name or _stated_name(directory) or _likely_name(names, fd)
-            foreign = []
-            for each in sorted(names, key=is_side_file):  # data first: the sidecar states its name
-                if each == data or is_side_file(each):
-                    if not _remove_name(each, fd):
-                        foreign.append(each)
-                elif not each.startswith(_STILL_OPEN):
-                    foreign.append(each)
-        if not foreign:
+        if not (foreign := _remove_files(directory, name)):
             directory.rmdir()
             return
         kept = directory.rename(directory.with_name(f"kept.{directory.name}"))
@@ -257,6 +253,21 @@ def remove_directory(directory: Path, name: str | None = None) -> None:
         )
     except os_error() as exn:  # the directory is gone, or the disk fails
         logger.debug("%s is not removed: %s", directory, exn)
+
+
+def _remove_files(directory: Path, name: str | None = None) -> list[str]:
+    """Remove the files of shardcache from a directory; return the names of all others."""
+    foreign = []
+    with open_directory(directory) as fd:
+        names = os.listdir(fd)  # noqa: PTH208 - names are enough
+        data = name or _stated_name(directory) or _likely_name(names, fd)
+        for each in sorted(names, key=is_side_file):  # data first: the sidecar states its name
+            if each == data or is_side_file(each):
+                if not _remove_name(each, fd):
+                    foreign.append(each)
+            elif not each.startswith(_STILL_OPEN):
+                foreign.append(each)
+    return foreign
 
 
 def _likely_name(names: list[str], fd: int) -> str | None:

@@ -64,6 +64,8 @@ _ATTEMPTS = 100
 _CANNOT_LINK = frozenset({errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOENT})
 #: Errors of renaming a directory to a name that another directory has.
 _TAKEN = frozenset({errno.EEXIST, errno.ENOTEMPTY})
+#: Nanoseconds between the times of two versions; some filesystems store whole seconds.
+_LATER = 2_000_000_000
 #: Number of entries that a process remembers. Each takes about 300 bytes, so 30 MB together.
 _REMEMBERED = 100_000
 
@@ -209,7 +211,7 @@ class Opened:
     #: flock. The open file can be read to its end, but may disappear from its path.
     stuck: bool = False
     reopened: bool = False  #: whether this replaces an open file whose handle was stale
-    replaced: bool = False  #: whether `Store.mark_replaced` marked the entry
+    stored: int = 0  #: when the bytes were stored, as `Entry.stored`
 
     @property
     def fd(self) -> int:
@@ -267,7 +269,7 @@ def open_data(directory: str, path: str, size: int, grace: float | None) -> Open
             return None
         if status.st_size != size or not stat.S_ISREG(status.st_mode):
             raise DamagedError(f"its data file has {status.st_size} bytes, not {size}")
-        opened = Opened(file, path, directory, size, stuck, replaced=status.st_mtime == 0.0)
+        opened = Opened(file, path, directory, size, stuck, stored=status.st_mtime_ns)
     finally:
         if opened is None:
             file.close()
@@ -302,7 +304,7 @@ class Store:
             try:
                 opened = open_data(*known, self._grace)
                 if opened is not None:
-                    if not opened.replaced:
+                    if opened.stored:  # not replaced
                         return opened
                     opened.close()
             except (
@@ -407,9 +409,10 @@ class Store:
             remove_directory(partial.path, name)
             return newcomer
         if others:  # they may be of the future, if the clock was ahead
-            latest = max(_stored(str(other)) for other in others)
+            times = (_stored(str(other)) for other in others)
+            latest = max((each for each in times if each < sys.maxsize), default=0)
             if latest >= os.fstat(partial.fd).st_mtime_ns:
-                os.utime(partial.fd, ns=(latest + 1, latest + 1))
+                os.utime(partial.fd, ns=(latest + _LATER,) * 2)
         self._known.pop(key, None)
         if not self._rename(partial, entry, metadata.size):
             remove_directory(partial.path, name)
@@ -455,15 +458,18 @@ class Store:
         except os_error() as exn:
             logger.debug("%s: its use is not noted: %s", directory, exn)
 
-    def mark_replaced(self, entry: Entry) -> None:
+    def mark_replaced(self, entry: Entry) -> bool:
         """Mark an entry as replaced by a newer version, by setting its data file's timestamp to 0.
 
         Processes that remember the entry see the mark at their next open, and list the versions.
+        Returns False if only another user may do so.
         """
         try:
             os.utime(entry.data, (0, 0), follow_symlinks=False)
         except (DamagedError, os_error()) as exn:  # another user owns the file, or it is read-only
-            logger.info("processes that know %s still read it: %s", entry.path.name, exn)
+            logger.info("%s cannot be marked as replaced: %s", entry.path.name, exn)
+            return False
+        return True
 
     def entries(self, prefix: str | None = None) -> Iterator[Entry]:
         """Yield the entries, in no particular order. Directories with other names are ignored.
@@ -575,25 +581,27 @@ def _namespace(directory: Path, grace: float | None = None) -> Layout:
 def open_first(
     stores: Sequence[Store], key: str, basename: str, outdated: Collection[str] = ()
 ) -> Opened | None:
-    """Open the newest entry of a shard in the first tier that has an intact one; None for a miss.
+    """Open the newest intact entry of a shard in any tier; None for a miss.
 
-    An entry that was replaced is opened only if no other tier has a newer one. Raises DamagedError
-    if a tier has a damaged entry and no tier has an intact one.
+    Raises DamagedError if a tier has a damaged entry and no tier has an intact one.
     """
-    replaced: Opened | None = None
+    found: Opened | None = None
     damaged: DamagedError | None = None
     # Begin with tiers known to have the shard: a lookup in another tier costs as much as a hit.
-    for store in sorted(stores, key=lambda one: key not in one._known):
-        try:
-            if (opened := store.open(key, basename, outdated)) is None:
-                continue
-            if replaced is not None:
-                replaced.close()
-            if not opened.replaced:
-                return opened
-            replaced = opened
-        except DamagedError as exn:
-            damaged = damaged or exn
-    if damaged is not None and replaced is None:
+    known = [store for store in stores if key in store._known]
+    for group in (known, [store for store in stores if store not in known]):
+        for store in group:
+            opened = None
+            try:
+                opened = store.open(key, basename, outdated)
+            except DamagedError as exn:
+                damaged = damaged or exn
+            if opened is not None and (found is None or opened.stored > found.stored):
+                found, opened = opened, found
+            if opened is not None:
+                opened.close()
+        if found is not None and found.stored:  # not replaced
+            return found
+    if damaged is not None and found is None:
         raise damaged
-    return replaced
+    return found

@@ -174,14 +174,37 @@ def test_a_refresh_ignores_an_outdated_upstream_copy(make_cache, origin, tmp_pat
 def test_a_refresh_replaces_a_shard_that_was_stored_while_the_clock_was_ahead(
     make_cache, origin, tmp_path, tiers
 ):
-    ram = [{"dir": tmp_path / "ram", "min_free": 0}]
-    cache = make_cache(**({"tiers": ram} if tiers else {}))
+    options = {"tiers": [{"dir": tmp_path / "ram", "min_free": 0}]} if tiers else {}
+    cache = make_cache(**options)
     assert read(cache) == OLD
     old, later = cache.entry(URL), time.time() + 7200
     for path in (old.directory, old.data):
         os.utime(path, (later, later))
     with cache.open(URL) as in_use:
         origin.objects[URL] = NEW
-        refresh(make_cache())  # stores it in the last tier
-        assert [read(make_cache(**({"tiers": ram} if tiers else {}))), read(cache)] == [NEW, NEW]
+        refresh(make_cache(**options))
+        assert [read(make_cache(**options)), read(cache)] == [NEW, NEW]
         assert in_use.read() == OLD
+
+
+@pytest.mark.locks_work("flock")
+def test_a_refresh_without_a_tier_is_made_good_by_one_with_it(make_cache, origin, tmp_path):
+    tiers = [{"dir": tmp_path / "ram", "min_free": 0}]
+    running = make_cache(tiers=tiers)
+    with running.open(URL):
+        origin.objects[URL] = NEW
+        make_cache().prewarm([URL], refresh=True)  # does not know the tier with the old version
+        assert read(make_cache(tiers=tiers)) == NEW
+        assert read(running) == OLD  # which it remembers
+        assert make_cache(tiers=tiers).prewarm([URL], refresh=True).cached == 1
+        assert read(running) == NEW
+    assert len(origin.requests) == 2
+
+
+def test_an_entry_without_its_data_does_not_set_the_time_of_the_next(make_cache, origin):
+    cache = make_cache()
+    assert read(cache) == OLD
+    cache.entry(URL).data.unlink()
+    origin.objects[URL] = NEW
+    make_cache().prewarm([URL], refresh=True)
+    assert read(cache) == NEW and cache.entry(URL).data.stat().st_mtime < time.time() + 60

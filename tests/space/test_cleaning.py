@@ -172,6 +172,7 @@ def test_shards_in_the_image_of_a_container_can_be_removed(tmp_path, command):
     url, data = shop.urls[0], Path(shop.urls[0]).read_bytes()
     with Cache(shop.path, cache_local=True, min_free=0) as cache:
         baked = cache.fetch(url)
+    (baked.path / "notes.txt").write_text("of another program")
     with (
         overlay(shop.path, tmp_path / "layers") as merged,
         Cache(merged, cache_local=True, min_free=0) as cache,
@@ -184,6 +185,8 @@ def test_shards_in_the_image_of_a_container_can_be_removed(tmp_path, command):
         remove[command]()
         assert cache.path(url) is None
         assert read(cache, url) == data and cache.path(url) is not None
+        (kept,) = Layout.of_root(merged).partial.glob("kept.*")
+        assert [path.name for path in kept.iterdir()] == ["notes.txt"]
     assert baked.data.read_bytes() == data  # the image is unchanged
 
 

@@ -208,28 +208,40 @@ def test_a_shared_cache_is_refused_without_its_group_and_vice_versa(area, monkey
     assert code == 0 and URL in text
 
 
-def index_as_a_member(parent: Parent, root: Path, old: str) -> None:
-    with open_cache(root, MemoryOrigin(objects=dict(SHARDS)), shared_group=GROUP) as cache:
-        cache.process.home.store.put(old, "samples.idx", b"")  # as a `TarDataset` that had it open
-        with cache.open(URL) as stream:
-            parent.say(stream.read())
+def replace(cache: Cache, origin: MemoryOrigin, old: str) -> None:
+    """Replace a shard as `prewarm --refresh` does."""
+    origin.objects[URL] = SHARDS[URL]
+    newer = Download(cache.parse(URL), outdated=frozenset({Path(old).name.partition("-")[0]}))
+    cache.process.obtain(newer).opened.close()
 
 
-def test_a_member_who_indexes_a_replaced_version_does_not_make_it_the_newest(area):
-    def replace(parent: Parent) -> None:
-        origin = MemoryOrigin(objects={URL: BIG})
-        with (
-            open_cache(area / "cache", origin, shared_group=GROUP) as cache,
-            cache.open(URL) as used,
-        ):
-            old = cache.fetch(URL).directory
-            origin.objects[URL] = SHARDS[URL]
-            cache.prewarm([URL], refresh=True)
+def read_old(parent: Parent, root: Path, replaces: bool, options: dict[str, Any]) -> None:
+    """Keep the old version in use, and maybe replace it."""
+    origin = MemoryOrigin(objects={URL: BIG})
+    with open_cache(root, origin, shared_group=GROUP, **options) as cache:
+        old = cache.fetch(URL).directory
+        with cache.open(URL):
+            if replaces:
+                replace(cache, origin, old)
             parent.say(old)
             parent.hear()
-            assert used.read() == BIG
 
-    with running(ANNA, replace) as anna:
-        with running(BELA, index_as_a_member, area / "cache", anna.hear()) as bela:
-            assert bela.hear() == SHARDS[URL]
+
+@pytest.mark.parametrize("tiers", [False, True])
+@pytest.mark.parametrize("who", ["owner", "member"])
+def test_the_newest_version_does_not_depend_on_who_stored_or_indexed_it(area, who, tiers):
+    root = area / "cache"
+    options = {"tiers": [{"dir": area / "ram", "min_free": 0}]} if tiers else {}
+
+    def index(old: str) -> bool:
+        origin = MemoryOrigin(objects=dict(SHARDS))
+        with open_cache(root, origin, shared_group=GROUP, **options) as cache:
+            if who == "member":
+                replace(cache, origin, old)
+            cache.process.tier_of(old).store.put(old, "samples.idx", b"")  # as a `TarDataset`
+        with open_cache(root, origin, shared_group=GROUP, **options) as cache:
+            return cache.open(URL).read() == SHARDS[URL]
+
+    with running(ANNA, read_old, root, who == "owner", options) as anna:
+        assert ask(BELA, index, anna.hear())
         anna.tell()

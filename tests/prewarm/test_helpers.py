@@ -29,7 +29,9 @@ def on_event(event):
     if type(event).__name__ == "Started" and what == "kill" and not done:
         done.extend(map(int, children.read_text().split()))
         os.kill(done[0], signal.SIGKILL)
-    if type(event).__name__ == "Started" and what == "stop":
+    if type(event).__name__ == "Started" and what in ("stop", "freeze"):
+        if what == "freeze":
+            os.kill(int(children.read_text()), signal.SIGSTOP)
         stop.set()
 
 def note(shard):  # runs in the process that downloads the shard
@@ -117,5 +119,12 @@ def test_a_stop_ends_all_processes(tmp_path, urls, proxy):
     proxy.pause(after=8_000)  # a listing passes, a shard does not
     found = run(tmp_path, "stop", urls)
     assert found["stopped"] == "requested" and "fetched" not in found["outcomes"]
+    proxy.resume()
+    assert set(run(tmp_path, "", urls)["outcomes"]) == {"fetched"}
+
+
+def test_a_helper_that_does_not_continue_holds_nothing_up(tmp_path, urls, proxy):
+    proxy.pause(after=8_000)
+    assert run(tmp_path, "freeze", urls)["stopped"] == "requested"
     proxy.resume()
     assert set(run(tmp_path, "", urls)["outcomes"]) == {"fetched"}

@@ -320,7 +320,7 @@ class S3Origin:
         if len(self._moved) >= 1000:  # takes no more than half a megabyte
             self._moved.clear()
         target = self._moved.get(place := f"{shard} {query}", "")
-        if not self._transport.is_connected(target):
+        if target and not self._transport.is_connected(target):
             target = ""
         while True:
             used, keys, response = self._send(method, shard, region, headers, query, target)

@@ -42,7 +42,7 @@ _SUFFIXES = (".tar", ".tgz", ".tar.gz", ".tar.bz2", ".tar.xz", ".tar.zst")
 #: tarfile applies other rules to the first header of an archive.
 _DIRECTORY = tarfile.TarInfo("x")
 _DIRECTORY.type = tarfile.DIRTYPE
-NOT_FIRST = _DIRECTORY.tobuf(tarfile.USTAR_FORMAT)
+_NOT_FIRST = _DIRECTORY.tobuf(tarfile.USTAR_FORMAT)
 
 # The forms of a number that all tar programs read alike: octal digits with a final NUL or space, a
 # field of NULs, and GNU's base 256. Other forms are left to tarfile.
@@ -94,17 +94,14 @@ def is_meta(name: str) -> bool:
 class TarWalk:
     """Iterates over the names of the regular files in an archive; `read` returns a file's data.
 
-    Iteration and `read` raise the exceptions of tarfile in mode ``r|*``. With ``NOT_FIRST`` as
-    ``before``, the stream is a part of an archive, which begins where a member ends.
+    Iteration and `read` raise the exceptions of tarfile in mode ``r|*``.
     """
 
-    def __init__(self, stream: Any, before: bytes = b"") -> None:
+    def __init__(self, stream: Any) -> None:
         self._stream = stream
-        self._before = before  # what tarfile reads before the current member
         self._size = 0  # bytes of the current member
         self._left = 0  # bytes until the next header
         self._archive: Any = None  # tarfile's reader, once it has taken over
-        self._base = 0  # offset at which tarfile's reader begins, in a `_From`
         self._member: tarfile.TarInfo | None = None  # current member, once tarfile has taken over
 
     def read(self) -> bytes:
@@ -122,12 +119,13 @@ class TarWalk:
     def __iter__(self) -> Iterator[str]:
         stream = self._stream
         # Streams of these types return as many bytes as requested, except at the end.
-        is_exact = type(stream) in (io.BufferedReader, io.BytesIO, _From)
+        is_exact = type(stream) in (io.BufferedReader, io.BytesIO)
         header = stream.read(_BLOCK) if is_exact and tarfile.ENCODING == "utf-8" else b""
         fields = _fields(header)
-        if not header or (not self._before and (fields is None or header.startswith(_COMPRESSED))):
-            yield from self._by_tarfile(self._before + header)
+        if fields is None or header.startswith(_COMPRESSED):
+            yield from self._by_tarfile(header)
             return
+        before = b""
         while True:
             if fields is not None and fields[2] in _EXTENDED:
                 rest = stream.read(_behind(fields))
@@ -137,20 +135,17 @@ class TarWalk:
                 self._size = size
                 self._left = size + (-size & 511)
                 yield name
-            elif header == _ZEROS or not header:
-                self._left = -len(header)
+            elif header == _ZEROS:
                 return
             elif fields is None or fields[2] not in _WITHOUT_DATA:
-                yield from self._by_tarfile(self._before + header)
+                yield from self._by_tarfile(before + header)
                 return
-            self._before, header = NOT_FIRST, self._next_header()
+            before, header = _NOT_FIRST, self._next_header()
             fields = _fields(header)
 
     def _next_header(self) -> bytes:
         """Return the block after the current member. It may be short at the end of the stream."""
         left, self._left = self._left, 0
-        if type(self._stream) is _From:
-            self._stream.at, left = self._stream.at + left, 0
         while left > _PIECE:  # skip a member that was not read
             if len(self._stream.read(_PIECE)) < _PIECE:
                 raise _ended()
@@ -160,15 +155,8 @@ class TarWalk:
             raise _ended()
         return block[left:] if left else block
 
-    def _end(self) -> int:
-        """Return the offset in a `_From` at which the current member, or the iteration, ends."""
-        if self._archive is None:
-            return int(self._stream.at) + self._left
-        return self._base + int(self._archive.offset)
-
     def _by_tarfile(self, pending: bytes) -> Iterator[str]:
         """Yield the names that tarfile finds in ``pending`` and in the rest of the stream."""
-        self._base = getattr(self._stream, "at", 0) - len(pending)
         rest: Any = _Rejoined(pending, self._stream)
         self._archive = tarfile.open(fileobj=rest, mode="r|*")  # noqa: SIM115 - never closed
         for info in self._archive:
@@ -196,14 +184,51 @@ def members(read: Callable[[int, int], bytes], end: int) -> Iterator[tuple[int, 
     """
     if read(_BLOCK, 0).startswith(_COMPRESSED):
         raise tarfile.CompressionError("it is compressed")
-    walk = TarWalk(_From(read))
-    for name in walk:
-        if walk._archive and any(map(_redefines, walk._archive.pax_headers)):
-            raise tarfile.StreamError("it has a global header, which concerns all later members")
-        if (at := walk._end()) > end:
+    at = 0
+    for name, _, _, at in _plain(read, end):
+        if at > end:
             raise _ended()
         yield at, name
-    yield walk._end(), ""
+    walk, before = TarWalk(_From(read, at)), _NOT_FIRST if at else b""
+    base = at - len(before)
+    for name in walk._by_tarfile(before):
+        if any(map(_redefines, walk._archive.pax_headers)):
+            raise tarfile.StreamError("it has a global header, which concerns all later members")
+        if (at := base + walk._archive.offset) > end:
+            raise _ended()
+        yield at, name
+    yield base + walk._archive.offset, ""
+
+
+def files_in(data: bytes, shard: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the files in the bytes from one member of an archive to another. Raises TarError."""
+    found, at, end = [], 0, len(data)
+    for name, start, stop, at in _plain(lambda size, at: data[at : at + size], end):  # noqa: B007
+        if name[:2] != "__" or not is_meta(name):
+            found.append({"fname": name, "data": data[start:stop], **shard})
+    if at == end:
+        return found
+    walk = TarWalk(io.BytesIO(data))
+    names = (name for name in walk._by_tarfile(_NOT_FIRST) if not is_meta(name))
+    return [{"fname": name, "data": walk.read(), **shard} for name in names]
+
+
+def _plain(read: Callable[[int, int], bytes], end: int) -> Iterator[tuple[str, int, int, int]]:
+    """Yield the files up to another member: name, begin and end of the data, the next header."""
+    at, end = 0, end if tarfile.ENCODING == "utf-8" else 0
+    while at < end:
+        header = read(_BLOCK, at)
+        fields = _known(header) if header.startswith(_EXTENDED_NAME) else _parsed(header)
+        at += _BLOCK
+        if fields is not None and fields[2] in _EXTENDED:
+            size = _behind(fields)
+            fields = _extended(fields, read(size, at))
+            at += size
+        if fields is not None and fields[2] in _REGULAR:
+            stop = at + fields[1]
+            yield fields[0], at, stop, (at := stop + (-stop & 511))
+        elif fields is None or fields[2] not in _WITHOUT_DATA:
+            return
 
 
 def unread(read: Callable[[int, int], bytes], at: int) -> str:
@@ -228,9 +253,9 @@ def unread(read: Callable[[int, int], bytes], at: int) -> str:
 class _From:
     """A stream of the bytes from the offset ``at`` on, of which only headers are read."""
 
-    def __init__(self, read: Callable[[int, int], bytes]) -> None:
+    def __init__(self, read: Callable[[int, int], bytes], at: int) -> None:
         self._read = read
-        self.at = 0
+        self.at = at
 
     def read(self, size: int) -> bytes:
         data = self._read(size, self.at)
@@ -284,7 +309,7 @@ def _parsed(header: bytes) -> _Fields | None:
         kind = b"5"  # old archives mark directories in this way
     if prefix and kind not in _EXTENDED:
         name = prefix + b"/" + name
-    return _text(name), int(size, 8), kind
+    return name.decode("utf-8", "surrogateescape"), int(size, 8), kind
 
 
 #: The extended headers of an archive are equal but for a few sizes, so each is parsed only once.
@@ -318,7 +343,7 @@ def _extended(fields: _Fields, rest: bytes) -> _Fields | None:
     if inner is None or inner[2] not in _REGULAR:
         return None
     if kind == b"L":
-        name: str | None = _text(rest[:padded].partition(b"\0")[0])
+        name: str | None = rest[:padded].partition(b"\0")[0].decode("utf-8", "surrogateescape")
     else:
         name = _name(inner[0], rest, size)
     return None if name is None else (name, *inner[1:])
@@ -343,10 +368,6 @@ def _name(name: str, records: bytes, size: int) -> str | None:
                 return None
         position = found.end()
     return name if position == size else None
-
-
-def _text(name: bytes) -> str:
-    return name.decode("utf-8", "surrogateescape")
 
 
 def check_archive(fd: int, basename: str, url: str) -> None:

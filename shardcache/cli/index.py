@@ -88,7 +88,8 @@ def index_command(
                 console.data(f"{url} has {found[0]} samples; {file} states {stated[url]}")
     errors = {url: errors[url] for url in map(str, shards) if url in errors}
     absent = {url: exn for url, exn in errors.items() if isinstance(exn, ShardNotFoundError)}
-    advice = "Upload the missing shards, or pass --skip-missing, and run" if absent else "Run"
+    option = "" if skip_missing else ", or pass --skip-missing,"
+    advice = f"Upload the missing shards{option} and run" if absent else "Run"
     absent = absent if skip_missing and counts else {}  # an empty FILE serves nobody
     errors = {url: exn for url, exn in errors.items() if url not in absent}
     seconds, total = round(time.monotonic() - began, 3), sum(counts.values())

@@ -31,16 +31,7 @@ from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
 from shardcache import clock, threads
-from shardcache.archive import (
-    MALFORMED,
-    NOT_FIRST,
-    REPEATED,
-    TarWalk,
-    is_meta,
-    members,
-    split,
-    unread,
-)
+from shardcache.archive import MALFORMED, REPEATED, files_in, is_meta, members, split, unread
 from shardcache.errors import ConfigError, IntegrityError, ShardCacheError
 from shardcache.faults import os_error
 from shardcache.files import open_file
@@ -197,10 +188,8 @@ class OpenShard:
             try:
                 if len(data) != stop - start:
                     raise tarfile.ReadError("unexpected end of data")
-                walk = TarWalk(io.BytesIO(data), NOT_FIRST)
                 shard = {"__url__": self._url, "__local_path__": self._path}
-                names = (name for name in walk if not is_meta(name))
-                files = [{"fname": name, "data": walk.read(), **shard} for name in names]
+                files = files_in(data, shard)
                 found = list(_group_by_keys()(files, _key_and_field, handler=handler))
                 if len(found) == 1:
                     return found[0]  # type: ignore[no-any-return]

@@ -94,6 +94,16 @@ class ShardBatchSampler(Sampler[list[int]]):
         ConfigError: the numbers do not fit each other, or ``data`` is not a `TarDataset`.
     """
 
+    def __new__(cls, *_args: Any, **options: Any) -> ShardBatchSampler:
+        """Refuse the arguments with which Lightning makes a batch sampler again."""
+        if "batch_size" in options:
+            raise ConfigError(
+                "a ShardBatchSampler takes a global_batch, and Lightning cannot make it again. Use "
+                "Trainer(use_distributed_sampler=False), and predict() with DataLoader(data, "
+                "sampler=sampler, batch_size=None, collate_fn=default_collate)."
+            )
+        return super().__new__(cls)
+
     def __init__(
         self,
         data: TarDataset,

@@ -14,6 +14,7 @@ import contextlib
 import logging
 import multiprocessing
 import os
+import pickle
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -61,9 +62,19 @@ class _Registered:
     def __init__(self, *arguments: Any) -> None:
         self._arguments = arguments
 
+    def __getstate__(self) -> dict[str, Any]:
+        try:
+            pickle.dumps(self._arguments)
+        except Exception as exn:  # noqa: BLE001 - of an option; the process may need no shards
+            text = "processes that are spawned do not read %s:// through the cache: %s"
+            logger.warning(text, self._arguments[0], exn)
+            return {"_arguments": ()}
+        return vars(self)
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        register(*self._arguments)
+        if self._arguments:
+            register(*self._arguments)
 
 
 def read_through_cache(module: Any) -> None:

@@ -153,7 +153,8 @@ def test_only_an_absent_shard_is_a_hole(run, bucket, data, spec, file, proxy):
     hole, refused = f"s3://{bucket}/hole.tar", f"{bucket}/train-0001.tar"
     proxy.script(Rule(Fault(answer=Answer(403, [], b"")), path=refused, times=None))
     for command in (["index", "-o", file], ["prewarm"]):
-        assert run(*command, "--skip-missing", hole)[0] == 3  # nothing would be left
+        code, _, err = run(*command, "--skip-missing", hole)
+        assert code == 3 and "pass --skip-missing" not in err  # nothing would be left
         code, _, err = run(*command, "--skip-missing", spec, hole)
         assert (code, f"skipped  {hole}" in err, f"failed  s3://{refused}" in err) == (
             3,

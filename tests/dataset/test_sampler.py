@@ -232,6 +232,12 @@ def test_numbers_that_do_not_fit_name_those_that_do(make):
         ShardBatchSampler(torch_data.Subset(make().data, [1]), 4)
 
 
+def test_lightning_is_told_how_to_keep_a_sampler(make):
+    sampler = make()
+    with pytest.raises(ConfigError, match=r"Trainer\(use_distributed_sampler=False\)"):
+        type(sampler)(range(3), batch_size=sampler.batch_size, drop_last=sampler.drop_last)
+
+
 def test_defaults_come_from_the_launcher(make, monkeypatch, caplog):
     for name, value in (("RANK", 5), ("WORLD_SIZE", 8), ("LOCAL_RANK", 1), ("LOCAL_WORLD_SIZE", 4)):
         monkeypatch.setenv(name, str(value))

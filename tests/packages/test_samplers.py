@@ -116,7 +116,8 @@ class Model(lightning.LightningModule):
 
     def training_step(self, batch):
         step = self.trainer.world_size, self.current_epoch, batch[0].tolist()
-        print(json.dumps(step), flush=True)
+        sys.stdout.write(json.dumps(step) + "\\n")  # at once: other ranks write as well
+        sys.stdout.flush()
         return self.layer(batch[0].float().unsqueeze(1)).mean()
 
     def predict_step(self, batch):
@@ -135,6 +136,10 @@ if __name__ == "__main__":
     trainer.fit(Model(), DataLoader(data, batch_sampler=sampler))
     trainer = lightning.Trainer(accelerator="cpu", devices=1, logger=False,
                                 enable_progress_bar=False)
+    try:
+        trainer.predict(Model(), DataLoader(data, batch_sampler=sampler))
+    except shardcache.ConfigError as exn:
+        print(json.dumps([0, 0, str(exn)]))
     ordered = shardcache.ShardBatchSampler(data, 4, shuffle=0)
     loader = DataLoader(data, sampler=ordered, batch_size=None,
                         collate_fn=torch.utils.data.default_collate)
@@ -149,6 +154,7 @@ def test_lightning_spawns_ranks_and_predicts(bench):
         seen = [n for world, each, part in steps for n in part if (world, each) == (2, epoch)]
         assert sorted(seen) == [*range(24)]
     assert [part for world, _, part in steps if world == 1] == [[*range(24)]]
+    assert ["batch_size=None" in text for world, _, text in steps if world == 0] == [True]
 
 
 CLOUDPICKLE = """

@@ -2,6 +2,7 @@
 
 import logging
 import multiprocessing
+import os
 import pickle
 import re
 import sys
@@ -354,6 +355,15 @@ def test_workers_inherit_a_registered_scheme(
         dataset, batch_size=None, num_workers=1, multiprocessing_context=method
     )
     assert data.complete(keys(loader)) and data.complete(keys(loader)) and data.once()
+
+
+def test_a_cache_that_cannot_be_pickled_stops_no_spawned_process(make_cache, monkeypatch, caplog):
+    monkeypatch.setitem(wds.gopen_schemes, "s3", None)
+    register("s3", make_cache(validate=lambda _path: None))
+    process = multiprocessing.get_context("spawn").Process(target=os.getpid)
+    process.start()
+    process.join()
+    assert process.exitcode == 0 and "spawned do not read s3:// through the cache" in caplog.text
 
 
 def test_a_key_that_comes_back_in_a_stream_is_named_once(make_cache, origin, caplog):

@@ -44,8 +44,6 @@ logger = logging.getLogger(__name__)
 #: Seconds that closing waits for copies to upstreams, enough for a shard or two to a NAS. An
 #: upstream that hangs must not delay the end of a job; the next job uses the origin instead.
 LAST_COPIES = 5.0
-#: Seconds that an interrupted call waits for its worker, so that no lock or partial is left.
-_FAREWELL = 5.0
 #: Seconds between two records of a last use by one process. A hit must not write to the disk each
 #: time, and with leases an entry may be evicted an hour (`IDLE_GRACE`) after the last record.
 _TOUCH_INTERVAL = 600.0
@@ -288,12 +286,16 @@ class ProcessCache:
         shard = download.shard
         self.refuse_in_place(shard)
         opened = self.lookup(shard, download.outdated, insist=True)
-        if opened is None and threads.is_main():
-            result = self._fetch_aside(download)
-        elif opened is None:
-            fetched = self.fetch(download, insist=True)
-            assert fetched is not None  # only a download ahead gives way
-            result = fetched
+        if opened is None:
+            fetch = partial(self.fetch, download, insist=True)
+            try:  # in a thread in which no signal handler can raise
+                result = (
+                    threads.call(fetch, None, "shardcache-fetch") if threads.is_main() else fetch()
+                )
+            except BaseException:
+                download.cancel()
+                raise
+            assert result is not None  # only a download ahead gives way
         else:
             result = Result(opened, "hit")
         self.touch(result.opened)
@@ -323,32 +325,12 @@ class ProcessCache:
                 raise
         return download, is_new
 
-    def _fetch_aside(self, download: Download) -> Result:
-        """Fetch a shard for the main thread in another one, where no signal handler may raise."""
-        from shardcache.download.download import Result
-
-        download.join(finish=False, ahead=False)
-        try:
-            work = partial(self._work, download, insist=True)
-            try:
-                threads.start(work, f"shardcache-{download.shard.key[:8]}-fetch")
-            except RuntimeError:  # the limit of threads is reached
-                work()
-            download.wait(lambda: download.ended)
-            opened = download.open()
-            assert opened is not None  # only a download ahead gives way
-            return Result(opened, download.outcome)
-        finally:
-            download.leave()
-            download.cancel()  # if a signal handler raised
-            download.wait(lambda: download.ended, _FAREWELL)
-
-    def _work(self, download: Download, *, insist: bool = False) -> None:
+    def _work(self, download: Download) -> None:
         """Run a download in its worker's thread, and report its result or error to the readers."""
         if not download.claim():
             return
         try:
-            result = self.fetch(download, insist=insist)
+            result = self.fetch(download)
         except BaseException as exn:  # noqa: BLE001 - its readers raise it
             if not download.end(None, exn):
                 logger.info("%s: not downloaded in the background: %s", download.shard, exn)

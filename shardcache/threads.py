@@ -31,7 +31,7 @@ from typing import Any, Generic, TypeAlias, TypeVar, cast
 T = TypeVar("T")
 #: Receives the outcome of a call: its result, or a list with its exception. A `SimpleQueue` has no
 #: lock that a garbage collection in the same thread could need.
-Results: TypeAlias = "SimpleQueue[tuple[T | None, list[Exception]]]"
+Results: TypeAlias = "SimpleQueue[tuple[T | None, list[BaseException]]]"
 
 #: Maximum seconds that a fork waits for other threads: an import from a slow disk may take as long.
 #: Then the fork proceeds, and the child may hang.
@@ -50,7 +50,8 @@ _MANY = 64
 _HOOKS = "concurrent.futures.thread", "filelock"
 
 _started: set[threading.Thread] = set()
-#: The lock of each thread, which the thread holds inside `undivided`, and a fork takes.
+#: The lock of each thread, which the thread holds inside `undivided`, and a fork takes. No signal
+#: handler can raise while Python enters or leaves a lock.
 _locks: weakref.WeakSet[Any] = weakref.WeakSet()
 #: Held during a fork, so that no thread makes its lock meanwhile.
 _gate = threading.RLock()
@@ -99,17 +100,17 @@ def start(function: Callable[[], object], name: str) -> threading.Thread:
     if len(_started) >= _MANY:
         _started.difference_update(_ended() - _ending())
     thread = threading.Thread(target=function, name=name, daemon=True)
-    _started.add(thread)
-    try:
-        if is_main():
-            results: Results[None] = SimpleQueue()
-            _thread.start_new_thread(put_result, (thread.start, results))
-            get_result(results, None)
-        else:
-            thread.start()
-    except RuntimeError:
-        _started.discard(thread)
-        raise
+
+    def begin() -> None:
+        thread.start()
+        _started.add(thread)
+
+    if is_main():
+        results: Results[None] = SimpleQueue()
+        _thread.start_new_thread(put_result, (begin, results))
+        get_result(results, None)
+    else:
+        begin()
     return thread
 
 
@@ -144,7 +145,7 @@ def put_result(function: Callable[[], T], results: Results[T]) -> None:
     """Call ``function``, and put its result or its exception into a queue."""
     try:
         results.put((function(), []))
-    except Exception as exn:  # noqa: BLE001 - `get_result` raises it
+    except BaseException as exn:  # noqa: BLE001 - `get_result` raises it
         results.put((None, [exn]))
 
 
@@ -157,10 +158,7 @@ def get_result(results: Results[T], seconds: float | None) -> T:
 
 
 def undivided() -> contextlib.AbstractContextManager[bool]:
-    """Return a lock that makes forks in other threads wait while the current thread holds it.
-
-    Python enters and leaves a lock without a moment in which a signal handler may raise.
-    """
+    """Return a lock that makes forks in other threads wait while the current thread holds it."""
     _register_hooks(_HOOKS[1] in sys.modules)
     return _own.lock
 
@@ -201,9 +199,8 @@ def _before_fork() -> None:
     while True:
         _gate.acquire()
         waited = time.monotonic() - start
-        others = {*_locks} - {own}
-        taken = {lock for lock in others if lock.acquire(blocking=False)}
-        held = others - taken
+        taken = {each for each in _locks if each is not own and each.acquire(blocking=False)}
+        held = {*_locks} - taken - {own}
         busy = waited < _BEFORE_FORK and (held or _is_importing(threading.get_ident()))
         ending = waited < _ENDING and _ending()
         if not (busy or ending):

@@ -22,6 +22,7 @@ import contextlib
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from enum import Enum
 from pathlib import Path
@@ -50,6 +51,8 @@ State = Enum("State", "WAITING RUNNING DONE FAILED CANCELLED")
 _ALMOST_COMPLETE = 16 << 20
 #: Seconds until a worker that sleeps notices that its download was cancelled.
 _NAP = 0.1
+#: Seconds that a reader waits at most; Python's locks accept no infinite time.
+_FOREVER = 1e8
 
 
 class Progress(NamedTuple):
@@ -119,7 +122,7 @@ class Download:
         self._table = table
         self._lock = threading.RLock() if table is None else table.lock
         # Not a `Condition`: if a signal handler raises in its methods, it keeps or loses the lock.
-        self._waiters: list[SimpleQueue[None]] = []
+        self._waiters: weakref.WeakSet[SimpleQueue[None]] = weakref.WeakSet()
         self._size: int | None = None
         self._written = self._received = self._retries = 0
         self._is_to_finish = False
@@ -149,20 +152,15 @@ class Download:
 
     def wait(self, is_over: Callable[[], bool], seconds: float | None = None) -> None:
         """Block until ``is_over()`` is true or time is up. Calls ``is_over`` with the lock held."""
-        end = None if seconds is None else time.monotonic() + seconds
+        end = time.monotonic() + (_FOREVER if seconds is None else seconds)
         waiter = SimpleQueue[None]()
-        while True:
-            with self._lock:
-                if is_over():
-                    return
-                self._waiters.append(waiter)
-            try:
-                waiter.get(timeout=None if end is None else max(0.0, end - time.monotonic()))
-            except Empty:
-                return
-            finally:
-                with contextlib.suppress(ValueError):  # `_notify` has removed it
-                    self._waiters.remove(waiter)
+        with contextlib.suppress(Empty):
+            while True:
+                with self._lock:
+                    if is_over():
+                        return
+                    self._waiters.add(waiter)
+                waiter.get(timeout=max(0.0, end - time.monotonic()))
 
     def open(self) -> Opened | None:
         """Return another handle of the entry, or None while the download runs or if it gave way.
@@ -337,8 +335,7 @@ class Download:
 
     def _notify(self) -> None:
         self.changes += 1
-        waiters, self._waiters = self._waiters, []
-        for waiter in waiters:
+        for waiter in self._waiters:
             waiter.put(None)
 
     def _drop(self) -> None:

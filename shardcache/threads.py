@@ -98,7 +98,7 @@ def start(function: Callable[[], object], name: str) -> threading.Thread:
     """
     _register_hooks(_HOOKS[1] in sys.modules)
     if len(_started) >= _MANY:
-        _started.difference_update(_ended() - _ending())
+        _ending()
     thread = threading.Thread(target=function, name=name, daemon=True)
 
     def begin() -> None:
@@ -163,16 +163,12 @@ def undivided() -> contextlib.AbstractContextManager[bool]:
     return _own.lock
 
 
-def _ended() -> set[threading.Thread]:
-    """Return the remembered threads that have ended as far as Python knows."""
-    return {each for each in list(_started) if each.native_id is not None and not each.is_alive()}
-
-
 def _ending() -> set[threading.Thread]:
-    """Return the threads that have ended as far as Python knows and that the kernel still lists."""
-    ended = _ended()  # first, so that the kernel's list is not older than this set
+    """Return the threads that the kernel lists, but Python does not; forget those of neither."""
+    ended = {each for each in list(_started) if not each.is_alive()}  # before the kernel's list
     tasks = set(os.listdir("/proc/self/task")) if ended else ()  # noqa: PTH208 - only names
-    return {each for each in ended if str(each.native_id) in tasks}
+    _started.difference_update(each for each in ended if str(each.native_id) not in tasks)
+    return ended & _started
 
 
 @functools.cache

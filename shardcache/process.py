@@ -287,7 +287,14 @@ class ProcessCache:
         self.refuse_in_place(shard)
         opened = self.lookup(shard, download.outdated, insist=True)
         if opened is None:
-            result = self.fetch(download, insist=True)
+            fetch = partial(self.fetch, download, insist=True)
+            try:  # in a thread in which no signal handler can raise
+                result = (
+                    threads.call(fetch, None, "shardcache-fetch") if threads.is_main() else fetch()
+                )
+            except BaseException:
+                download.cancel()
+                raise
             assert result is not None  # only a download ahead gives way
         else:
             result = Result(opened, "hit")

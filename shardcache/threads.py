@@ -7,10 +7,14 @@ threads that did handshakes, one fork in a thousand produced a child that waited
 context forever (OpenSSL 3.0). A thread ends a few microseconds after its `is_alive` has become
 false. So a fork waits for imports in other threads, for code inside `undivided`, and for ended
 threads of shardcache until the kernel no longer lists them.
+
+A signal handler may raise between any two calls of the main thread. `threading.Thread.start` then
+leaves a lock held, and the new thread waits for it forever. So another thread calls it (`start`).
 """
 
 from __future__ import annotations
 
+import _thread
 import codecs
 import contextlib
 import functools
@@ -19,14 +23,15 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any, Generic, TypeAlias, TypeVar, cast
 
 T = TypeVar("T")
 #: Receives the outcome of a call: its result, or a list with its exception. A `SimpleQueue` has no
 #: lock that a garbage collection in the same thread could need.
-Results: TypeAlias = "SimpleQueue[tuple[T | None, list[Exception]]]"
+Results: TypeAlias = "SimpleQueue[tuple[T | None, list[BaseException]]]"
 
 #: Maximum seconds that a fork waits for other threads: an import from a slow disk may take as long.
 #: Then the fork proceeds, and the child may hang.
@@ -45,10 +50,23 @@ _MANY = 64
 _HOOKS = "concurrent.futures.thread", "filelock"
 
 _started: set[threading.Thread] = set()
-#: The id of each thread that is inside `undivided`, and how many levels deep it is.
-_undivided: dict[int, int] = {}
-#: Held during a fork, so that no thread enters `undivided` just before the fork.
+#: The lock of each thread, which the thread holds inside `undivided`, and a fork takes. No signal
+#: handler can raise while Python enters or leaves a lock.
+_locks: weakref.WeakSet[Any] = weakref.WeakSet()
+#: Held during a fork, so that no thread makes its lock meanwhile.
 _gate = threading.RLock()
+
+
+class _Own(threading.local):
+    """The lock of the current thread."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        with _gate:
+            _locks.add(self.lock)
+
+
+_own = _Own()
 
 
 class lazy(Generic[T]):  # noqa: N801 - used as a decorator
@@ -80,15 +98,25 @@ def start(function: Callable[[], object], name: str) -> threading.Thread:
     """
     _register_hooks(_HOOKS[1] in sys.modules)
     if len(_started) >= _MANY:
-        _started.difference_update(_ended() - _ending())
+        _ending()
     thread = threading.Thread(target=function, name=name, daemon=True)
-    _started.add(thread)
-    try:
+
+    def begin() -> None:
         thread.start()
-    except RuntimeError:
-        _started.discard(thread)
-        raise
+        _started.add(thread)
+
+    if is_main():
+        results: Results[None] = SimpleQueue()
+        _thread.start_new_thread(put_result, (begin, results))
+        get_result(results, None)
+    else:
+        begin()
     return thread
+
+
+def is_main() -> bool:
+    """Return whether the current thread is the main thread, the only one that handles signals."""
+    return threading.get_ident() == threading.main_thread().ident
 
 
 def call(function: Callable[[], T], seconds: float | None, name: str) -> T:
@@ -117,7 +145,7 @@ def put_result(function: Callable[[], T], results: Results[T]) -> None:
     """Call ``function``, and put its result or its exception into a queue."""
     try:
         results.put((function(), []))
-    except Exception as exn:  # noqa: BLE001 - `get_result` raises it
+    except BaseException as exn:  # noqa: BLE001 - `get_result` raises it
         results.put((None, [exn]))
 
 
@@ -129,31 +157,18 @@ def get_result(results: Results[T], seconds: float | None) -> T:
     return cast("T", found)
 
 
-@contextlib.contextmanager
-def undivided() -> Iterator[None]:
-    """Make forks in other threads wait until the body of the ``with`` statement has ended."""
+def undivided() -> contextlib.AbstractContextManager[bool]:
+    """Return a lock that makes forks in other threads wait while the current thread holds it."""
     _register_hooks(_HOOKS[1] in sys.modules)
-    me = threading.get_ident()
-    with _gate:
-        _undivided[me] = _undivided.get(me, 0) + 1
-    try:
-        yield
-    finally:
-        # In a child that was forked in the body, the table is empty, hence the default.
-        if (depth := _undivided.pop(me, 1)) > 1:
-            _undivided[me] = depth - 1
-
-
-def _ended() -> set[threading.Thread]:
-    """Return the remembered threads that have ended as far as Python knows."""
-    return {each for each in list(_started) if each.native_id is not None and not each.is_alive()}
+    return _own.lock
 
 
 def _ending() -> set[threading.Thread]:
-    """Return the threads that have ended as far as Python knows and that the kernel still lists."""
-    ended = _ended()  # first, so that the kernel's list is not older than this set
+    """Return the threads that the kernel lists, but Python does not; forget those of neither."""
+    ended = {each for each in list(_started) if not each.is_alive()}  # before the kernel's list
     tasks = set(os.listdir("/proc/self/task")) if ended else ()  # noqa: PTH208 - only names
-    return {each for each in ended if str(each.native_id) in tasks}
+    _started.difference_update(each for each in ended if str(each.native_id) not in tasks)
+    return ended & _started
 
 
 @functools.cache
@@ -171,23 +186,24 @@ def _register_hooks(again: bool) -> None:
     # remember the codec as unknown.
     codecs.lookup("idna")
     os.register_at_fork(
-        before=_before_fork, after_in_parent=_release_gate, after_in_child=_reset_in_child
+        before=_before_fork, after_in_parent=_release, after_in_child=_reset_in_child
     )
 
 
 def _before_fork() -> None:
-    me, start = threading.get_ident(), time.monotonic()
+    own, start = _own.lock, time.monotonic()
     while True:
         _gate.acquire()
         waited = time.monotonic() - start
-        others = any(each != me for each in list(_undivided)) or _is_importing(me)
-        busy = waited < _BEFORE_FORK and others
+        taken = {each for each in _locks if each is not own and each.acquire(blocking=False)}
+        held = {*_locks} - taken - {own}
+        busy = waited < _BEFORE_FORK and (held or _is_importing(threading.get_ident()))
         ending = waited < _ENDING and _ending()
         if not (busy or ending):
-            if others:  # no later fork waits for them again
-                _undivided.clear()
+            _locks.difference_update(held)  # no later fork waits for them again
             return
-        _gate.release()
+        for lock in taken | {_gate}:
+            lock.release()
         time.sleep(_POLL)
 
 
@@ -198,14 +214,19 @@ def _is_importing(me: int) -> bool:
     return any(getattr(lock, "owner", None) not in (None, me) for lock in locks)
 
 
-def _release_gate() -> None:
-    # If `_before_fork` was interrupted, Python printed the exception and forked without the gate.
-    with contextlib.suppress(RuntimeError):
-        _gate.release()
+def _release() -> None:
+    # The hooks may be registered twice, or a signal handler interrupted `_before_fork`.
+    with _gate:
+        others = {*_locks} - {_own.lock}
+    for lock in others | {_gate}:
+        with contextlib.suppress(RuntimeError):  # this thread does not hold it any more
+            while True:
+                lock.release()
 
 
 def _reset_in_child() -> None:
     global _gate
     _gate = threading.RLock()
     _started.clear()
-    _undivided.clear()
+    _locks.clear()
+    _locks.add(_own.lock)

@@ -21,9 +21,12 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+import time
+import weakref
 from collections.abc import Callable, Iterator
 from enum import Enum
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from shardcache import clock
@@ -48,6 +51,8 @@ State = Enum("State", "WAITING RUNNING DONE FAILED CANCELLED")
 _ALMOST_COMPLETE = 16 << 20
 #: Seconds until a worker that sleeps notices that its download was cancelled.
 _NAP = 0.1
+#: Seconds that a reader waits at most; Python's locks accept no infinite time.
+_FOREVER = 1e8
 
 
 class Progress(NamedTuple):
@@ -115,10 +120,9 @@ class Download:
         self.starter = threading.get_ident()
         self._pid = os.getpid()
         self._table = table
-        # Not `with self._changed`: if a signal handler raises as `Condition.__exit__` is called,
-        # which is a Python function, the lock would stay held.
         self._lock = threading.RLock() if table is None else table.lock
-        self._changed = threading.Condition(self._lock)
+        # Not a `Condition`: if a signal handler raises in its methods, it keeps or loses the lock.
+        self._waiters: weakref.WeakSet[SimpleQueue[None]] = weakref.WeakSet()
         self._size: int | None = None
         self._written = self._received = self._retries = 0
         self._is_to_finish = False
@@ -148,8 +152,15 @@ class Download:
 
     def wait(self, is_over: Callable[[], bool], seconds: float | None = None) -> None:
         """Block until ``is_over()`` is true or time is up. Calls ``is_over`` with the lock held."""
-        with self._lock:
-            self._changed.wait_for(is_over, seconds)
+        end = time.monotonic() + (_FOREVER if seconds is None else seconds)
+        waiter = SimpleQueue[None]()
+        with contextlib.suppress(Empty):
+            while True:
+                with self._lock:
+                    if is_over():
+                        return
+                    self._waiters.add(waiter)
+                waiter.get(timeout=max(0.0, end - time.monotonic()))
 
     def open(self) -> Opened | None:
         """Return another handle of the entry, or None while the download runs or if it gave way.
@@ -324,7 +335,8 @@ class Download:
 
     def _notify(self) -> None:
         self.changes += 1
-        self._changed.notify_all()
+        for waiter in self._waiters:
+            waiter.put(None)
 
     def _drop(self) -> None:
         """Release the result, error and response, after the last reader has left."""

@@ -176,19 +176,24 @@ class S3Origin:
         if time.time() < store.fresh_until:
             return store.keys
         try:
-            return within_timeout(self._renewed_keys)
-        except TransientError as exn:
-            self._chain = threading.Lock()  # so that the next run does not wait for this one
-            error: Exception = exn
-        except Exception as exn:  # noqa: BLE001 - botocore has its own exceptions
-            error = chain_error(exn, shard, self._profile, worked=store.worked)
-        if time.time() < store.expire_at:
-            logger.info("the credentials for %s are not renewed: %s", store.name, error)
+            return within_timeout(functools.partial(self._renewed_keys, shard))
+        except (TransientError, ShardCacheError) as exn:
+            if isinstance(exn, TransientError):
+                self._chain = threading.Lock()  # so that the next run does not wait for this one
+            if time.time() >= store.expire_at:
+                raise
+            logger.info("the credentials for %s are not renewed: %s", store.name, exn)
             store.fresh_until = time.time() + _RENEWAL_PAUSE
             return store.keys
-        raise error
 
-    def _renewed_keys(self) -> Any:
+    def _renewed_keys(self, shard: ShardURL) -> Any:
+        """Run botocore's credential chain in a thread, where no signal handler may raise."""
+        try:
+            return self._run_chain()
+        except Exception as exn:  # noqa: BLE001 - botocore has its own exceptions
+            raise chain_error(exn, shard, self._profile, worked=self.prepare().worked) from None
+
+    def _run_chain(self) -> Any:
         """Run botocore's credential chain, and raise what it raises."""
         store = self.prepare()
         with self._chain:

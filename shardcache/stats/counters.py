@@ -12,6 +12,7 @@ thread is counting, and the closed stream is counted as well. A forked child mak
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
@@ -20,6 +21,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
+from queue import Empty, SimpleQueue
 
 from shardcache import clock, threads
 from shardcache.faults import os_error
@@ -108,12 +110,12 @@ class Counters:
         self._rank = database.NO_RANK if ranks is None or ranks.source == "none" else ranks.rank
         self._allowed = allowed
         self._guard = threading.RLock()
-        self._writing = threading.Lock()
+        self._writing = threading.RLock()
         self._counted: defaultdict[str, int] = defaultdict(int)
         self._written: Counter[str] = Counter()  # the counts that are already in the database
         self._due = 0.0  # time of the next write, on the monotonic clock
         self._soon = False  # whether a thread is about to write
-        self._flushed = threading.Event()  # set to wake that thread, which then ends
+        self._flushed: SimpleQueue[None] = SimpleQueue()  # wakes that thread, which then ends
         _all.add(self)
 
     def add(self, counts: Mapping[str, int]) -> None:
@@ -137,12 +139,13 @@ class Counters:
             self._counted[name] += count
         if not self._soon:
             self._soon = True
-            self._flushed.clear()
             try:
                 threads.start(self._write_soon, "shardcache-stats")
-            except RuntimeError:  # no more threads are possible, so write in this one, like `add`
+            except BaseException as exn:
                 self._soon = False
-                self.add({})
+                if not isinstance(exn, RuntimeError):  # a signal handler raised
+                    raise
+                self.add({})  # no more threads are possible, so write in this one
 
     def opened(self, outcome: str, seconds: float, tier: int | None = None) -> None:
         """Count an open with its outcome, and the seconds that its reader waited.
@@ -190,7 +193,8 @@ class Counters:
     def flush(self) -> None:
         """Write all counts to the database."""
         self._write(_LAST_BUSY)
-        self._flushed.set()
+        if self._soon:
+            self._flushed.put(None)
 
     def snapshot(self) -> Counter[str]:
         """Return all counts of this process so far, whether written to the database or not."""
@@ -198,7 +202,8 @@ class Counters:
             return Counter(self._counted)
 
     def _write_soon(self) -> None:
-        self._flushed.wait(_INTERVAL)
+        with contextlib.suppress(Empty):
+            self._flushed.get(timeout=_INTERVAL)
         self._soon = False  # from now on, `read` starts another thread
         self._write(wait=0.0)
 
@@ -209,9 +214,9 @@ class Counters:
         ``wait`` seconds, the counts stay in memory until the next write.
         """
         self._due = clock.monotonic() + _INTERVAL  # set first, so that other threads do not write
-        if not self._allowed() or not self._writing.acquire(wait > 0, wait or -1):
-            return
         try:
+            if not self._allowed() or not self._writing.acquire(wait > 0, wait or -1):
+                return
             counted = self.snapshot()
             row = counted - self._written
             if row and self._where is not None:
@@ -222,7 +227,10 @@ class Counters:
         except os_error() as exn:
             logger.debug("the counts could not be written yet: %s", exn)
         finally:
-            self._writing.release()
+            try:  # noqa: SIM105 - a signal handler could raise before `suppress` does anything
+                self._writing.release()
+            except RuntimeError:  # another thread writes
+                pass
 
 
 _all: weakref.WeakSet[Counters] = weakref.WeakSet()

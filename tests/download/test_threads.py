@@ -122,7 +122,7 @@ def test_a_fork_waits_for_openssl_in_a_tls_handshake_but_not_for_the_server(monk
         original = getattr(owner, name)
 
         def watched(*args, **options):
-            may_fork.append(not threads._undivided)
+            may_fork.append(not threads._own.lock._is_owned())
             return original(*args, **options)
 
         monkeypatch.setattr(owner, name, watched)
@@ -156,15 +156,15 @@ if "late" in sys.argv:
     start(lambda: None, "first").join()
 import filelock
 started, done = threading.Event(), []
-@undivided()
 def prepare():
     with undivided():
-        started.set()
-    time.sleep(0.2)
-    from shardcache.files import PRIVATE, open_exclusive
-    with filelock.FileLock(sys.argv[1]):
-        open_exclusive(sys.argv[1] + "2", os.O_RDWR | os.O_CREAT | os.O_EXCL, PRIVATE).close()
-    done.append(True)
+        with undivided():
+            started.set()
+        time.sleep(0.2)
+        from shardcache.files import PRIVATE, open_exclusive
+        with filelock.FileLock(sys.argv[1]):
+            open_exclusive(sys.argv[1] + "2", os.O_RDWR | os.O_CREAT | os.O_EXCL, PRIVATE).close()
+        done.append(True)
 start(prepare, "prepare")
 started.wait()
 pid = os.fork()
@@ -273,7 +273,7 @@ def test_a_handler_of_a_signal_may_raise_while_a_download_starts(make_cache, ori
         sys.setprofile(interrupt)
         try:
             cache.open(url).close()
-        except (Interrupt, KeyError, RuntimeError):  # `threading` raises others if interrupted
+        except Interrupt:
             pass
         finally:
             sys.setprofile(None)
@@ -281,4 +281,4 @@ def test_a_handler_of_a_signal_may_raise_while_a_download_starts(make_cache, ori
             assert pool.submit(read, cache, url).result(20) == origin.objects[url]
         if left:
             break
-    assert number > 20
+    assert number > 10

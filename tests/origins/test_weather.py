@@ -4,6 +4,7 @@ import errno
 import hashlib
 import json
 import re
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -373,6 +374,26 @@ def test_a_program_that_prints_no_credentials_is_not_waited_for(login, open_cach
     cache = open_cache(storage_options={}, patience=1)
     with pytest.raises(TransferError, match=r"has not answered for 0\.2 s \(for 1.0 s"):
         cache.open("s3://lab/a.tar")
+
+
+def test_what_a_signal_handler_raises_is_no_error_of_the_source_of_credentials(
+    login, store, open_cache, tmp_path
+):
+    program = tmp_path / "program"
+    program.write_text("kill -ALRM $PPID; sleep 0.5")
+    login(f"sh {program}")
+    cache = open_cache(storage_options={})
+    shard = cache.parse("s3://lab/a.tar")
+
+    def handler(*_: object) -> None:
+        raise LookupError("too late")
+
+    before = signal.signal(signal.SIGALRM, handler)
+    try:
+        with pytest.raises(LookupError, match="too late"):
+            cache.process.origins.of(shard).stat(shard)
+    finally:
+        signal.signal(signal.SIGALRM, before)
 
 
 def test_a_source_of_credentials_that_hangs_holds_up_no_other_read(

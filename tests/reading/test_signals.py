@@ -1,21 +1,24 @@
 """A signal handler raises in the middle of a call, and the caller reads on with the same stream."""
 
+import contextlib
 import itertools
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 import shardcache
-from shardcache import TransferError
+from shardcache import TransferError, threads
 from shardcache.origins.base import TransientError
 from shardcache.origins.pace import Pace
 from tests.support.caches import read
-from tests.support.storetools import no_descriptor_left
+from tests.support.storetools import PATIENCE, no_descriptor_left, wait_until
 from tests.support.tars import make_tar
 from tests.support.webservers import Files, part_of, running
 
@@ -25,6 +28,27 @@ HERE = str(Path(shardcache.__file__).parent)
 
 class Deadline(Exception):
     """Raised by a handler."""
+
+
+def interrupted(function: Callable[[], object], *, step: int = 1) -> Iterator[int]:
+    """Call a function once for each of its moments, at which a handler of the thread raises."""
+
+    def handler(frame, event, _):
+        if left and event in ("call", "c_return") and not (left.pop() or left):
+            raise Deadline
+
+    function()  # imports its modules
+    for number in itertools.count(1, step):
+        left = [None] * number
+        with contextlib.suppress(Deadline):
+            try:
+                sys.setprofile(handler)
+                function()
+            finally:
+                sys.setprofile(None)
+        yield number
+        if left:
+            break
 
 
 @pytest.fixture
@@ -167,3 +191,59 @@ def test_a_request_that_a_handler_ended_does_not_count_as_in_flight(number):
     finally:
         sys.setprofile(None)
     assert not pace._turns
+
+
+def test_a_handler_that_raises_while_a_thread_starts_leaves_no_thread_that_hangs():
+    """In `Thread.start`, it would raise other exceptions, and keep a lock of the new thread."""
+    tasks = len(os.listdir("/proc/self/task"))
+    for _ in interrupted(lambda: threads.start(lambda: None, "shardcache-test").join(PATIENCE)):
+        wait_until(lambda: len(os.listdir("/proc/self/task")) <= tasks)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of a fork beside threads
+def test_no_fork_waits_for_undivided_work_that_a_handler_ended(monkeypatch):
+    monkeypatch.setattr(threads, "_BEFORE_FORK", PATIENCE)
+
+    def work():
+        with threads.undivided(), threads.undivided():
+            pass
+
+    def fork():
+        if not (pid := os.fork()):
+            os._exit(0)
+        os.waitpid(pid, 0)
+
+    with ThreadPoolExecutor(1) as pool:
+        for _ in interrupted(work):
+            pool.submit(fork).result(20)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_fetch_that_a_handler_ended_gives_its_connection_back(make_cache, files):
+    cache, url = make_cache(connections=1), f"{files.url}/a.tar"
+    read(cache, url)
+    with ThreadPoolExecutor(1) as pool:
+
+        def fetch():
+            cache.remove(url)
+            cache.fetch(url)
+
+        for _ in interrupted(fetch, step=20):
+            cache.remove(url)
+            assert pool.submit(cache.fetch, url).result(20)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_counts_are_written_after_a_handler_ended_their_writing(make_cache, files):
+    cache, url = make_cache(), f"{files.url}/a.tar"
+    read(cache, url)
+    counters = cache.process.counters
+
+    def write():
+        counters.add({"hits": 1})
+        counters.flush()
+
+    with ThreadPoolExecutor(1) as pool:
+        for _ in interrupted(write, step=3):
+            pool.submit(write).result(20)
+            assert counters.snapshot() == counters._written

@@ -24,11 +24,10 @@ PAGES = {
     "transfers": (
         "Objects to files",
         "Each client downloads the same objects in a fresh process, in rotated order. A library is "
-        "timed inside its process, after its imports and one small object (both are shown). The "
-        "time of a command is that of the whole command. Clients that take twice as long as the "
-        "fastest run only once, except shardcache and s5cmd. Processor time is that of the client "
-        "and its children; memory is the peak of its largest process. `x shardcache` is the speed "
-        "relative to the first row.",
+        "timed after its imports and one small object, a command as a whole. Clients that take "
+        "twice as long as the fastest run only once, except shardcache and s5cmd. Processor time "
+        "includes children; memory is the peak of the largest process. Each cell has the MB/s (of "
+        "all runs), the CPU seconds per GB and the memory in MiB.",
         transfers.report,
     ),
     "processes": (
@@ -68,8 +67,8 @@ _ABOUT = """\
 
 # Benchmarks
 
-`make bench` measured everything on this page, and wrote it. Client and server share the machine, so
-the figures say little about a network, but they show how the clients compare.
+`make bench` measured and wrote this page. Client and server share the machine, so the figures say
+little about a network, but they show how the clients compare.
 """
 
 

@@ -1,4 +1,4 @@
-"""Receive one version of an object into a partial (a shard in flight), part by part.
+"""Receive one version of an object into a partial, part by part.
 
     response -> size, version -> parts, first in, first out -> the worker and helpers
     part -> requests, one after the other until it is complete -> blocks of 1 MiB
@@ -11,9 +11,9 @@
 * A thread that loses its connection continues at the byte that it had reached. Progress resets the
   retries, so the limit on attempts applies to consecutive failures.
 * Each connection needs one block of memory, for a shard of any size.
-* The worker of the download fetches parts itself, so small shards need no other thread, and an
-  interrupt reaches the work. Helper threads of `pool` fetch other parts. A helper may wait for the
-  origin even after the transfer has failed, so it uses a descriptor of its own.
+* The worker fetches parts itself, so small shards need no other thread, and an interrupt reaches
+  the work. A helper may wait for the origin even after the transfer has failed, so it uses a
+  descriptor of its own.
 """
 
 from __future__ import annotations

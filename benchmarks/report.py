@@ -89,8 +89,8 @@ def _machine(results: dict[str, Row]) -> str:
         rows += [[name, version] for name, version in measured["versions"].items()]
     rounds = {name: facts["repeats"] for name, facts in results.items() if "repeats" in facts}
     rows.append(["rounds", ", ".join(f"{name} {count}" for name, count in rounds.items())])
-    commits = ", ".join(f"{name} {facts['machine']['commit']}" for name, facts in results.items())
-    rows.append(["commits of shardcache", commits])
+    commits = sorted({facts["machine"]["commit"] for facts in results.values()})
+    rows.append(["commit of shardcache", ", ".join(commits)])
     loads = ", ".join(f"{name} {facts['machine']['load']:.1f}" for name, facts in results.items())
     rows.append(["load of the machine before", loads])
     return table(["", ""], rows)

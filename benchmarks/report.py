@@ -24,11 +24,10 @@ PAGES = {
     "transfers": (
         "Objects to files",
         "Each client downloads the same objects in a fresh process, in rotated order. A library is "
-        "timed inside its process, after its imports and one small object (both are shown). The "
-        "time of a command is that of the whole command. Clients that take twice as long as the "
-        "fastest run only once, except shardcache and s5cmd. Processor time is that of the client "
-        "and its children; memory is the peak of its largest process. `x shardcache` is the speed "
-        "relative to the first row.",
+        "timed after its imports and one small object, a command as a whole. Clients that take "
+        "twice as long as the fastest run only once, except shardcache and s5cmd. Processor time "
+        "includes children; memory is the peak of the largest process. Each cell has the MB/s (of "
+        "all runs), the CPU seconds per GB and the memory in MiB.",
         transfers.report,
     ),
     "processes": (
@@ -68,8 +67,8 @@ _ABOUT = """\
 
 # Benchmarks
 
-`make bench` measured everything on this page, and wrote it. Client and server share the machine, so
-the figures say little about a network, but they show how the clients compare.
+`make bench` measured and wrote this page. Client and server share the machine, so the figures say
+little about a network, but they show how the clients compare.
 """
 
 
@@ -90,8 +89,8 @@ def _machine(results: dict[str, Row]) -> str:
         rows += [[name, version] for name, version in measured["versions"].items()]
     rounds = {name: facts["repeats"] for name, facts in results.items() if "repeats" in facts}
     rows.append(["rounds", ", ".join(f"{name} {count}" for name, count in rounds.items())])
-    commits = ", ".join(f"{name} {facts['machine']['commit']}" for name, facts in results.items())
-    rows.append(["commits of shardcache", commits])
+    commits = sorted({facts["machine"]["commit"] for facts in results.values()})
+    rows.append(["commit of shardcache", ", ".join(commits)])
     loads = ", ".join(f"{name} {facts['machine']['load']:.1f}" for name, facts in results.items())
     rows.append(["load of the machine before", loads])
     return table(["", ""], rows)

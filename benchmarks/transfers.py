@@ -32,7 +32,8 @@ from benchmarks.servers.links import TARGETS, Target, UnavailableError, target
 _FAR, _MOST_FAR = "s3-like", 400
 #: Peers that run in each round, and times the fastest one's seconds after which others do not.
 _ALWAYS, _SLOW = ("shardcache", "s5cmd"), 2
-_FIGURES = ("seconds", "cpu_seconds", "peak_rss_bytes", "startup_seconds", "first_object_seconds")
+_FIGURES = ("seconds", "cpu_seconds", "peak_rss_bytes")
+_STARTS = ("startup_seconds", "first_object_seconds")
 
 
 def _measure(
@@ -107,40 +108,40 @@ def _groups(
     return groups
 
 
-def _cells(row: Row, total: int, reference: float | None) -> list[str]:
-    """Return the cells of a peer's row. ``reference`` is the seconds of shardcache."""
+def _cell(row: Row, total: int) -> str:
+    """Return the figures of a peer for a workload of ``total`` bytes."""
     failure = row.get("failure", "")
     if not row["runs"]:
-        return [row["title"], failure, *4 * [""]]
-    seconds, cpu, rss, startup, first = (
-        median(run[name] for run in row["runs"]) for name in _FIGURES
-    )
-    figures = f"{total / seconds / 1e6:.0f} / {cpu / total * 1e9:.2f} / {rss / 2**20:.0f}"
+        return str(failure)
+    seconds, cpu, rss = (median(run[name] for run in row["runs"]) for name in _FIGURES)
     rates = [total / run["seconds"] / 1e6 for run in row["runs"]]
-    return [
-        row["title"],
-        f"{figures} ({failure})" if failure else figures,
-        f"{min(rates):.0f} - {max(rates):.0f}",
-        f"{reference / seconds:.2f}" if reference else "",
-        f"{startup:.2f}" if startup else "included",
-        f"{first:.2f}" if startup else "included",
-    ]
+    figures = f"{total / seconds / 1e6:.0f} ({min(rates):.0f}-{max(rates):.0f}), "
+    figures += f"{cpu / total * 1e9:.2f}, {rss / 2**20:.0f}"
+    return f"{figures} ({failure})" if failure else figures
+
+
+def _starts(row: Row) -> list[str]:
+    """Return the cells of a library's row in the table of start-up times."""
+    return [row["title"], *(f"{median(run[name] for run in row['runs']):.2f}" for name in _STARTS)]
 
 
 def report(facts: Row) -> str:
     """Return the tables of a result in Markdown."""
-    heads = ["", "MB/s / CPU s per GB / peak RSS MiB", "MB/s, all runs", "x shardcache"]
-    heads += ["start-up s", "first object s"]
-    parts = []
-    for group in facts["groups"]:
-        title = f"#### {group['workload_title']}, {group['target_title']}, to RAM disk"
-        if group.get("unavailable"):
-            parts.append(f"{title}\n\nNot run: {group['unavailable']}")
-            continue
-        ours = next((r for r in group["rows"] if r["peer"] == "shardcache" and r["runs"]), None)
-        reference = median(run["seconds"] for run in ours["runs"]) if ours else None
-        rows = [_cells(row, group["bytes"], reference) for row in group["rows"]]
-        parts.append(f"{title}\n\n{table(heads, rows)}")
+    rows = next((g["rows"] for g in facts["groups"] if not g.get("unavailable")), [])
+    libraries = [r for r in rows if r["runs"] and r["runs"][0][_STARTS[0]]]
+    starts = table(["", "start-up s", "first object s"], map(_starts, libraries))
+    parts = [f"#### Start-up of the libraries, without TLS\n\n{starts}"]
+    for name in dict.fromkeys(group["target_title"] for group in facts["groups"]):
+        groups = [group for group in facts["groups"] if group["target_title"] == name]
+        text = f"Not run: {groups[0].get('unavailable')}"
+        if "unavailable" not in groups[0]:
+            peers = zip(*(group["rows"] for group in groups), strict=True)
+            lines = [
+                [rows[0]["title"], *map(_cell, rows, [group["bytes"] for group in groups])]
+                for rows in peers
+            ]
+            text = table(["", *(group["workload_title"] for group in groups)], lines)
+        parts.append(f"#### {name}, to RAM disk\n\n{text}")
     return "\n\n".join(parts)
 
 

@@ -29,14 +29,12 @@ def options() -> str:
 
 # Options
 
-There are three ways to set an option: as an argument of `Cache`, as a key in a TOML file, and as
-an environment variable, in upper case with `SHARDCACHE_` in front (`SHARDCACHE_MAX_SIZE`).
-
-An argument wins over a variable, and a variable over a file. shardcache reads
-`$SHARDCACHE_CONFIG`, `./shardcache.toml`, `~/.config/shardcache/config.toml` and
-`/etc/shardcache.toml`; the first file that sets an option wins. If none of these sets `dir` or
-`max_size`, WebDataset's variables `WDS_CACHE` and `WDS_CACHE_SIZE` do. The default directory is
-`shardcache` in `$XDG_CACHE_HOME` or `~/.cache`. `shardcache config` shows all values and sources.
+Set an option as an argument of `Cache`, as an environment variable in upper case with `SHARDCACHE_`
+in front (`SHARDCACHE_MAX_SIZE`), or as a key in a TOML file. The first one that sets it wins:
+argument, variable, `$SHARDCACHE_CONFIG`, `./shardcache.toml`, `~/.config/shardcache/config.toml`,
+`/etc/shardcache.toml`; for `dir` and `max_size`, WebDataset's variables `WDS_CACHE` and
+`WDS_CACHE_SIZE` come last. The default directory is `shardcache` in `$XDG_CACHE_HOME` or
+`~/.cache`. `shardcache config` shows all values and sources.
 
 Write sizes like `800GB` or `1.5 TiB`; in Python, an `int` is a number of bytes. Write durations
 like `90` (seconds), `1h30m` or `14d`. `none` clears an option.
@@ -76,11 +74,10 @@ A SPEC selects shards, in all commands and in Python. It is a URL, which may con
 files below it). `prewarm` searches the origin, other commands search the cache. There, a name
 without a slash matches the last part of URLs.
 
-Data goes to standard output; progress, hints and warnings go to standard error. With `--json`,
-every command except `run` prints one object (`top` prints one for each refresh): bytes and seconds
-as numbers, times in RFC 3339, and `"schema": 1`. An `error` is null, or has a `type` and a
-`message`. A command that cannot do its work prints no object, but a message on standard error; its
-exit code says why.
+Data goes to standard output, all else to standard error. With `--json`, every command except `run`
+prints one object (`top` prints one for each refresh): bytes and seconds as numbers, times in RFC
+3339, and `"schema": 1`. An `error` is null, or has a `type` and a `message`. A command that cannot
+do its work prints no object, but a message on standard error.
 
 To complete commands in bash, zsh or fish: `eval "$(_SHARDCACHE_COMPLETE=bash_source shardcache)"`.
 

@@ -1,8 +1,7 @@
 """`Cache`, the main class of the library.
 
 Threads may share a `Cache`, and it may be pickled and used after a fork. Each process creates its
-own file descriptors, clients, locks and session when it first needs them. An entry is a shard that
-is complete in the cache.
+own file descriptors, clients, locks and session when it first needs them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""The names of files and directories in a cache. docs/design.md shows them as a tree.
+"""The names of files and directories in a cache. docs/design.md shows the tree.
 
-An entry is a published shard, and a partial is an unfinished download; both are directories. Only
-this module makes and parses the names. A file whose name does not match was not made by
+Only this module makes and parses the names. A file whose name does not match was not made by
 shardcache and is never touched. The names of entries and partials contain version and size, so that
 a hit, a scan and the budget need not read files.
 """

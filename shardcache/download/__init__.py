@@ -6,7 +6,6 @@
     transfer    receiving one version of an object into a partial
     pool        the connections of a process, and its limit of bytes per second
 
-An entry is a complete shard on disk; a partial is a shard that is still being downloaded. `fetch`
-calls `waiting` and `transfer`, and `transfer` uses `pool`. Results come back as return values, and
-as events that the worker (the thread that runs a download) reports to its `Download`.
+`fetch` calls `waiting` and `transfer`, and `transfer` uses `pool`. Results come back as return
+values, and as events that the worker reports to its `Download`.
 """

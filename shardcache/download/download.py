@@ -4,9 +4,8 @@
        '------------'--------> CANCELLED
 
 WAITING: no byte was requested yet, or another process holds the key's lock. RUNNING: this process
-writes a partial, the shard in flight. A download returns to WAITING if a full or replaced disk made
-it release the lock and another process took the lock. The thread that runs a download is its
-worker. The worker reports events, and only the methods of `Download` change the state.
+writes a partial. A download returns to WAITING if a full or replaced disk made it release the lock
+and another process took the lock. Only the methods of `Download` change the state.
 
 Readers share a download through the table of the process (`Downloads`). A download counts its
 readers and holds no reference to them. `prewarm` and `Cache.fetch` run downloads outside the table.

@@ -10,10 +10,8 @@
     4. publish -------------------------------------------------> fetched
 
 `fetch` is one attempt. After a failure, `Recovery` says what the next attempt does differently;
-`process.ProcessCache.fetch` has the loop. A sibling namespace stores the shards of another rank or
-job in the same cache (``isolation``). The holder of the lock is stale if its partial, the shard in
-flight, has not grown for ``stale_after`` seconds. Locks only save bandwidth: every step gives the
-right bytes without them.
+`process.ProcessCache.fetch` has the loop. The holder of the lock is stale if its partial has not
+grown for ``stale_after`` seconds. Every step gives the right bytes without locks.
 """
 
 from __future__ import annotations

@@ -1,15 +1,14 @@
 """The connections of one process: how many it may use, and for which shards.
 
-The worker, the thread that fetches a shard, holds one connection until the shard is complete.
-Helper threads fetch other parts of the shard, while there are parts left and connections to spare.
-A worker that waits for its first connection takes precedence over helpers, so every shard gets its
-first bytes before any shard gets its last.
+A worker holds one connection until its shard is complete. Helpers fetch other parts, while there
+are parts left and connections to spare. A worker that waits for its first connection takes
+precedence over helpers, so every shard gets its first bytes before any shard gets its last.
 
 S3 sends 50 to 100 MB/s over one connection and responds after 30 ms, so many connections help. A
-server in the same room fills the link over a few connections (figures: docs/design.md,
-"Connections"). So a process uses all its connections if the first response is slow. Otherwise it
-begins with a few, and doubles them while it waits for the origin more than it computes.
-Processes that download at the same time share the connections of the node equally.
+server in the same room fills the link over a few connections. So a process uses all its connections
+if the first response is slow. Otherwise it begins with a few, and doubles them while it waits for
+the origin more than it computes. Processes that download at the same time share the connections of
+the node equally.
 """
 
 from __future__ import annotations

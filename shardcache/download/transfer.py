@@ -1,4 +1,4 @@
-"""Receive one version of an object into a partial (a shard in flight), part by part.
+"""Receive one version of an object into a partial, part by part.
 
     response -> size, version -> parts, first in, first out -> the worker and helpers
     part -> requests, one after the other until it is complete -> blocks of 1 MiB

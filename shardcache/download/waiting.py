@@ -1,9 +1,9 @@
 """Wait while another process, the holder of the key's lock, downloads a shard.
 
-A waiter never takes the lock away. It watches whether the holder's partial (the shard in flight)
-grows, leaves a note for `shardcache top`, and logs the holder's progress every ten seconds. The
-wait ends when the entry appears or the lock is free. A holder that makes no progress is stale, and
-the waiting process then downloads the shard, too. A wait longer than ``lock_timeout`` is an error.
+A waiter never takes the lock away. It watches whether the holder's partial grows, leaves a note for
+`shardcache top`, and logs the holder's progress every ten seconds. The wait ends when the entry
+appears or the lock is free. A holder that makes no progress is stale, and the waiting process then
+downloads the shard, too. A wait longer than ``lock_timeout`` is an error.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Locks by flock(2), which the kernel frees when their holder dies, and records of their holders.
 
-Locks only save bandwidth. Callers stay correct if a lock is refused, is granted to two processes,
-or loses its file, because a download fetches one version and is published by a rename. Locks are
+Callers stay correct if a lock is refused, is granted to two processes, or loses its file. Locks are
 taken in a fixed order: first the key, then the budget, then single entries without waiting.
 """
 

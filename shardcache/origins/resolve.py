@@ -2,12 +2,11 @@
 
     upstream 1 has the shard? ---- no, or no response ----> upstream 2 ... ----> the origin
 
-An upstream is a NAS or an object store in the cluster. It holds ``s3://bucket/key`` as
-``<upstream>/bucket/key``, and any other URL by its part after ``://``. So copies that another
-program made (``aws s3 sync``) are found as well; their version is the one that the upstream states.
-A copy that shardcache made (``write_back``) comes with a sidecar, ``<name>.shardcache.json``. It
-states the version at the origin, and a digest with which the downloaded bytes are compared.
-A download that began with such a copy can continue at the origin.
+An upstream holds ``s3://bucket/key`` as ``<upstream>/bucket/key``, and any other URL by its part
+after ``://``. So copies that another program made (``aws s3 sync``) are found as well; their
+version is the one that the upstream states. A copy that shardcache made (``write_back``) comes with
+a sidecar, ``<name>.shardcache.json``. It states the version at the origin, and a digest with which
+the downloaded bytes are compared. A download that began with it can continue at the origin.
 
 A fault of an upstream never fails a download. After two failures in a row, the upstream is not used
 for a minute. Upstreams are not searched for URLs with a query or a version id, nor for ``pipe:``

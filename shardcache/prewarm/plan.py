@@ -2,9 +2,8 @@
 
     expand: specifications -> URLs      wanted_shards: URLs -> shards      make_plan: shards -> plan
 
-An entry is a complete shard in the cache, and a tier is one of the cache's directories. Planning
-reads names and sizes, and opens no shard. If other processes add or evict entries in the meantime,
-`confirm` and the downloads notice it.
+Planning reads names and sizes, and opens no shard. If other processes add or evict entries in the
+meantime, `confirm` and the downloads notice it.
 """
 
 from __future__ import annotations

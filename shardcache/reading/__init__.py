@@ -6,6 +6,5 @@
     fallback    chooses the reader that replaces a failed one, and warns about the failure
     lookahead   downloads the next shards of a pipeline
 
-An entry is a complete shard in the cache; its reader is `store.entry.Opened`. Readers know neither
-`opening` nor each other.
+The reader of an entry is `store.entry.Opened`. Readers know neither `opening` nor each other.
 """

@@ -4,10 +4,9 @@
              | the cache fails                                         | its disk fails
              '------------> OriginReader, from the same byte on <------'
 
-The watermark is the end of the bytes of a partial (a shard in flight) that may be read. When a
-reader ends or fails, the stream continues at the same byte with another reader of the same version.
-If there is none, the stream stays failed: `io.BufferedReader` drops its buffer when it passes on an
-error, so later reads would skip bytes.
+The watermark is the end of the bytes of a partial that may be read. When a reader ends or fails,
+the stream continues at the same byte with another reader of the same version. If there is none, it
+stays failed: `io.BufferedReader` drops its buffer on an error, so later reads would skip bytes.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
 """The budget: which shards may be stored, and which are evicted first.
 
-An entry is a shard stored on disk; a partial is a shard in flight, that is, being downloaded.
-
     budget     reserves room for new shards: one file under the budget lock
     eviction   plans which shards to evict
     pins       shards that users keep

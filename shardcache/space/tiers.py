@@ -1,9 +1,7 @@
 """The directories of a cache in one process: their namespaces, sessions and budgets.
 
-A cache has one directory, or several with ``tiers``, such as a RAM disk in front of an SSD. Each
-directory is a cache of its own, with a manifest, sessions, pins and limits, so another job may use
-it alone. A namespace is a tree of entries, partials and locks: the node's, or with ``isolation`` a
-rank's or job's. A session is a file that shows that a process uses the cache.
+Each directory is a cache of its own, with a manifest, sessions, pins and limits, so another job may
+use it alone.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""The directory of one shard on disk: an entry (complete) or a partial (still in flight).
+"""The directory of one shard on disk, an entry or a partial.
 
-The directory holds a data file and a sidecar, a JSON file (`Metadata`). This module reads the
-sidecar, finds and locks the data file, and removes the directory without touching the files of
-other programs.
+This module reads the sidecar (`Metadata`), finds and locks the data file, and removes the directory
+without touching the files of other programs.
 """
 
 from __future__ import annotations

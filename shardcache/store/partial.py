@@ -1,13 +1,11 @@
-"""Partials: shards in flight, which are still being downloaded.
+"""Partials: shards that are still being downloaded.
 
-A partial is a directory with the data file and a journal, ``progress``. The journal states which
-blocks are on disk. The size of the data file proves nothing, because a file whose tail was written
-first has its full size, and holes.
+The journal of a partial, ``progress``, states which blocks are on disk. The size of the data file
+proves nothing, because a file whose tail was written first has its full size, and holes. A shard of
+one block has no journal, because no process can resume or follow it.
 
     progress:  a header, the known part of the sidecar, and a record for each block: its digest and
                length, or zeros if the block is not on disk
-
-A shard of one block has no journal, because no process can resume or follow it.
 
 The process that holds the exclusive flock on the data file is the writer; its threads may write and
 record different blocks at the same time. When it dies, the kernel frees the flock. Another process

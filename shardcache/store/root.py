@@ -1,7 +1,7 @@
 """The root of a cache: create it, and refuse a directory that other users could tamper with.
 
-The root is the directory that ``dir`` names. It contains a manifest; shardcache removes nothing
-from a directory without one. Any number of processes may create the same root at once.
+shardcache removes nothing from a directory without a manifest. Any number of processes may create
+the same root at once.
 """
 
 from __future__ import annotations

@@ -34,9 +34,9 @@ from shardcache.reading.opening import open_shard, pin_shard
 from shardcache.store.directory import DamagedError
 from shardcache.store.entry import Entry, Store, open_first
 from shardcache.store.root import check_root, check_usable, make_root, require_cache
-from shardcache.threads import lazy
+from shardcache.threads import lazy, undivided
 from shardcache.units import parse_duration
-from shardcache.urls import ShardURL, redact
+from shardcache.urls import ShardURL, shown_url
 
 if TYPE_CHECKING:
     from shardcache.origins.listing import Selection
@@ -130,7 +130,8 @@ class Cache:
             raise ConfigError(f"{text}Read shards in a process without their monkey patches.")
         self.config = config
         self._started = started
-        self._ranks = detect()
+        with undivided():  # from here on, forks wait for imports in other threads
+            self._ranks = detect()
         # Each epoch repeats the URLs, and parsing one takes longer than opening a cached shard.
         self._parse = lru_cache(_REMEMBERED)(parser(config))
 
@@ -376,7 +377,7 @@ class Cache:
                 shards = [each for each in self.select(spec) if not self.other_endpoint(each)]
         if len(shards) > 1:
             raise ConfigError(
-                f"{redact(spec)} stands for {len(shards)} shards instead of one. "
+                f"{shown_url(spec)} stands for {len(shards)} shards instead of one. "
                 "Loop over Cache.select(...)."
             )
         return shards[0] if shards else self.parse(spec)

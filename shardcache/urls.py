@@ -94,6 +94,8 @@ _FSSPEC = r"^shardcache:(:|//(?=[A-Za-z][A-Za-z0-9+.-]*://))"  # both forms of o
 _SEVERAL = r"(?i)^[a-z0-9+.-]+::|::[a-z0-9+.-]+:/|^[^?]*[\s,](\w+://|pipe:)|\.t(ar|gz)\s+/"
 _UNSAFE = r"[^A-Za-z0-9._-]+"
 _TARGET = r"[a-z][a-z0-9+.-]*://[^\s\"'|;<>()]+"
+#: Assignments to variables, and the program of a command. Only a shell can read other beginnings.
+_PROGRAM = r"(?a)\s*(?:\w+=(?:'[^']*'|\"[^\"`$\\]*\"|[\w./:@%+,-])*\s+)*([\w./+-]+)(?=[\s;|&<>]|\Z)"
 #: The parts of a command that choose a server: URLs without their logins, and options.
 _ADDRESS = r"(?:://(?:[^/\s]*@)?|--(?:endpoint-url|region)[= ])([^\s|;<>]*)"
 _CONTROL = r"[\x00-\x1f\x7f]"
@@ -118,7 +120,8 @@ _NAMED = "(?:abfss?|az|oci)://"
 _WEB = r"(?i)\b(https?://[^\s\"'<>?#]*)(\?[^\s\"'<>#]*)?(?:#(?![0-9a-f]{32}\b)[^\s\"'<>]*)?"
 #: Patterns of secrets in a text, and the replacements.
 _REDACTED = {
-    # Logins. AWS's secret keys may contain slashes.
+    # Logins. AWS's secret keys may contain slashes, and so may the logins of malformed URLs.
+    r"(?i)\b(https?:/+)[^\s\"'/@:\[]*:(?!\d+/)[^\s\"'@]*@": r"\1",
     r"(?i)\b(s3[an]?://)[^\s\"'/@]*:[^\s\"'@]*@": r"\1",
     rf"(?i)\b({_NAMED})[^/\s@\"':]*:[^/\s@\"']*@": r"\1",
     rf"(?i)\b(?!{_NAMED})([a-z][a-z0-9+.-]*://)[^/\s@\"']+@": r"\1",
@@ -231,8 +234,8 @@ def parse_url(
     if not url:
         raise ConfigError("a shard URL must not be empty")
     if not url.isprintable() and re.search(_CONTROL, url):
-        # Replace the characters first: redact() would show what follows a newline in a signature.
-        shown = redact(re.sub(_CONTROL, "\N{REPLACEMENT CHARACTER}", url))
+        # Replace the characters first: `redact` would show what follows a newline in a signature.
+        shown = shown_url(re.sub(_CONTROL, "\N{REPLACEMENT CHARACTER}", url))
         raise ConfigError(f"{shown!r} contains a control character. Strip line ends from URLs.")
     match = re.match(_SCHEME, url)
     scheme = match.group(1).lower() if match else "file"
@@ -267,11 +270,11 @@ def parse_url(
     try:
         # Paths may contain arbitrary bytes, but all other URLs must be text.
         encoded = identity.encode("utf-8", "surrogateescape" if scheme == "file" else "strict")
-    except UnicodeEncodeError as exn:
-        raise ConfigError(f"{redact(url)!r} cannot be encoded as UTF-8") from exn
+    except UnicodeEncodeError:
+        raise ConfigError(f"{shown_url(url)!r} cannot be encoded as UTF-8") from None
     if len(encoded) > _MAX_CANONICAL:
         raise ConfigError(
-            f"{redact(url)[:80]}... has {len(encoded)} bytes; the limit is {_MAX_CANONICAL}"
+            f"{shown_url(url)[:80]}... has {len(encoded)} bytes; the limit is {_MAX_CANONICAL}"
         )
     key = key or hashlib.blake2b(encoded, digest_size=16, usedforsecurity=False).hexdigest()
     if is_masked:
@@ -290,14 +293,18 @@ def _file(url: str, path: str) -> str:
         raise ConfigError(f"{url!r} is relative to a directory that was removed") from exn
 
 
+def shown_url(url: str) -> str:
+    """Return a URL without secrets, and the name of a command. The URL may be malformed."""
+    return name_command(url[5:].strip()) if url.startswith("pipe:") else redact(url)
+
+
 def name_command(command: str) -> str:
     """Return a name of a command for logs: the program, the URL that it reads, and a digest.
 
     All other parts are left out, because they may be credentials (``-u me:secret``,
     ``X-Api-Key: ...``).
     """
-    words = (word.rpartition("/")[2] for word in command.split() if "=" not in word)
-    program = re.sub(_UNSAFE, "_", next(words, "sh"))
+    program = found[1].rpartition("/")[2] if (found := re.match(_PROGRAM, command)) else "sh"
     target = re.search(_TARGET, command)
     reads = f" {redact(target.group())}" if target else ""
     digest = hashlib.blake2b(command.encode("utf-8", "surrogateescape"), digest_size=4)
@@ -394,13 +401,14 @@ def _masked(query: str) -> str:
 
 
 def _web_host(url: str, scheme: str, host: str) -> str:
+    reason = "names no host"
     try:
         parts = urlsplit(f"{scheme}://{host}")
         named = bool(parts.hostname) and parts.port != 0
-    except ValueError as exn:
-        raise ConfigError(f"{redact(url)} is not a URL: {exn}") from exn
+    except ValueError:  # it may quote a part of a password, so it is no context of the error
+        named, reason = False, "is not a URL: check its host and port"
     if not named:
-        raise ConfigError(f"{redact(url)} names no host")
+        raise ConfigError(f"{redact(url)} {reason}")
     return host.lower().removesuffix(":").removesuffix(_DEFAULT_PORTS[scheme])
 
 

@@ -159,6 +159,28 @@ SIGNED = [(url, answered) for url in (WEB[0], WEB[4], WEB[-1]) for answered in A
 SIGNED += [(url, answered) for url in WEB for answered in ("whole", "denied", "no head")]
 
 
+@pytest.mark.parametrize(
+    "url",
+    [
+        "pipe:KEY='Bearer {canary}' cat /dev/null #",
+        'pipe:KEY="a {canary}"; cat /dev/null',
+        "pipe:KEY=$(echo {canary} -n) cat /dev/null",
+        "pipe:cat /dev/null # -u me:{canary}",
+        "pipe:cat /dev/null # -u me:{canary}\n",
+        "pipe:cat /dev/null # -u me:{canary} {{0..1}}",
+        "pipe:cat /dev/null # -u me:{canary} {{",
+        "http://me:a/{canary}@host/a.tar",
+        "http://me:{canary}/a@host/a.tar",
+        "https:/me:{canary}@host/a.tar",
+    ],
+)
+def test_secrets_in_unusual_places(watch, url):
+    url = url.format(canary=CANARY)
+    for schemes in ([], ["pipe"]):
+        watch.read(watch.cache(allow_schemes=schemes), url)
+    watch.command("ls")
+
+
 @pytest.mark.parametrize(("url", "answered"), dict.fromkeys(SIGNED))
 def test_signed_urls(watch, serve, url, answered):
     def answer(head):

@@ -21,7 +21,7 @@ from shardcache.origins.endpoints import needs_s3fs, scheme_options
 from shardcache.origins.filesystem import FsspecOrigin, s3fs_origin
 from shardcache.origins.retry import RetryPolicy
 from shardcache.origins.s3 import S3Origin
-from shardcache.urls import CREDENTIAL, ShardURL, advise_scheme, parse_url, redact, split_bucket
+from shardcache.urls import CREDENTIAL, ShardURL, advise_scheme, parse_url, shown_url, split_bucket
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -74,13 +74,15 @@ def expand_braces(spec: str) -> Iterator[str]:
     for part in re.split(_SEPARATOR, spec):
         for _ in range(10):  # nested variables, as deep as WebDataset goes
             part = _VARIABLE.sub(_variable, part)
-        try:
-            yield from list(braceexpand.braceexpand(part))
-        except braceexpand.UnbalancedBracesError as exn:  # type: ignore[attr-defined]
+        found = None
+        with contextlib.suppress(braceexpand.UnbalancedBracesError):  # type: ignore[attr-defined]
+            found = list(braceexpand.braceexpand(part))
+        if found is None:  # not in a handler: the exception quotes the text
             raise ConfigError(
-                f"{redact(part)}: {redact(str(exn))}. Write ranges as {{0000..0127}}, lists as "
+                f"{shown_url(part)}: unbalanced braces. Write ranges as {{0000..0127}}, lists as "
                 "{a,b}, and a brace of the name itself as \\{."
-            ) from exn
+            )
+        yield from found
 
 
 def _variable(found: re.Match[str]) -> str:
@@ -107,8 +109,7 @@ class Selection:
         if isinstance(spec, ShardURL):
             self.text, self.named = str(spec), {str(spec): spec}
             return
-        # Any part of a command may be secret, so none is shown.
-        self.text = "pipe:" if spec.startswith("pipe:") else redact(spec)
+        self.text = shown_url(spec)
         parts = list(expand_braces(spec))
         self.patterns = [_test(part, parse) for part in parts if _is_choice(part)]
         self.named = {str(s): s for s in (parse(part) for part in parts if not _is_choice(part))}
@@ -180,7 +181,7 @@ class Listing:
         is_s3 = pattern.partition(":")[0].lower() in ("s3", "s3a", "s3n")
         bucket, rest = split_bucket(root.partition("://")[2]) if is_s3 else ("", "")
         if is_s3 and not (bucket and root.endswith(f"{bucket}/{rest}")):
-            raise ConfigError(f"{redact(pattern)}: a bucket's name has to be given in full")
+            raise ConfigError(f"{shown_url(pattern)}: a bucket's name has to be given in full")
         reason = needs_s3fs(bucket, self._s3_options) if is_s3 else ""
         if is_s3 and not reason:
             query = {} if deep else {"delimiter": "/"}
@@ -200,8 +201,8 @@ class Listing:
         if not urls:
             what = "no shards below it" if pattern.endswith("/") else "nothing matches"
             raise ShardNotFoundError(
-                f"{redact(pattern)}: {what}. Check the spelling and the endpoint.",
-                url=redact(pattern),
+                f"{shown_url(pattern)}: {what}. Check the spelling and the endpoint.",
+                url=shown_url(pattern),
             )
         return urls
 

@@ -18,7 +18,7 @@ from shardcache.archive import MALFORMED, REPEATED, TarWalk, is_meta, split
 from shardcache.errors import ConfigError
 from shardcache.locks.mounts import mount_of
 from shardcache.reading.lookahead import Lookahead
-from shardcache.urls import ShardURL, redact
+from shardcache.urls import ShardURL, shown_url
 from shardcache.wds.gopen import is_new, log_once
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def url_opener(
         try:
             stream = ahead.open()
         except Exception as exn:  # noqa: BLE001 - the handler decides, as in WebDataset
-            exn.args = (*exn.args, redact(str(sample["url"])))
+            exn.args = (*exn.args, shown_url(str(sample["url"])))
             is_handled = (handler or reraise)(exn)
             log_once(exn, str(sample["url"]), cache)
             failed, first = failed + 1, first or exn
@@ -83,7 +83,7 @@ def reraise(exn: Exception) -> bool:
 @functools.cache
 def _warn(url: str, problem: str) -> None:
     """Log what is wrong with a shard, once per process."""
-    logger.warning(MALFORMED, redact(url), problem)
+    logger.warning(MALFORMED, shown_url(url), problem)
 
 
 def tar_files(
@@ -146,7 +146,7 @@ def tar_files(
             if eof_value is not None:
                 yield eof_value
         except Exception as exn:  # noqa: BLE001 - the handler decides
-            exn.args = (*exn.args, source.get("stream"), source.get("url"))
+            exn.args = (*exn.args, source.get("stream"), shown_url(str(source.get("url"))))
             if not handler(exn):
                 return
 

@@ -24,7 +24,7 @@ from shardcache.errors import AccessDeniedError, ConfigError
 from shardcache.origins.listing import SHARD
 from shardcache.ranks import run_of_this_process
 from shardcache.reading.opening import stream_file
-from shardcache.urls import DEFAULT_SCHEMES, name_command, redact
+from shardcache.urls import DEFAULT_SCHEMES, shown_url
 
 logger = logging.getLogger(__name__)
 
@@ -149,7 +149,7 @@ def _is_shard(url: str, cache: Cache, is_archive: bool) -> bool:
 
 def _leave(url: str, reason: str, cache: Cache) -> None:
     """Log why WebDataset reads a shard, and add both to the file of `shardcache run`."""
-    shown = name_command(url[5:]) if url.startswith("pipe:") else redact(url)
+    shown = shown_url(url)
     if shown in _left:
         return
     _left.add(shown)
@@ -168,7 +168,7 @@ def log_once(exn: Exception, url: str, cache: Cache | None) -> None:
     """Log an error that a handler may hide; each type of error once per job and node."""
     if not is_new(type(exn).__name__, cache):
         return
-    text, shown = str(exn).rstrip("."), redact(url)
+    text, shown = str(exn).rstrip("."), shown_url(url)
     where = "" if shown in text else f"{shown}: "
     note = "If a handler ignores errors, it skips such shards; further ones are not logged."
     logger.error("%s%s. %s", where, text, note)

@@ -69,6 +69,32 @@ def test_a_fork_waits_for_an_import_in_another_thread(tmp_path, monkeypatch):
         assert child.hear() == "slow_module"
 
 
+def test_a_fork_waits_for_the_imports_of_a_first_use_in_another_thread(tmp_path):
+    """The hooks of forks exist as soon as there is a cache, before it has started any thread."""
+    program = f"""
+import importlib.abc, os, signal, sys, threading
+from shardcache import Cache
+cache, importing, forking = Cache({str(tmp_path)!r}), threading.Event(), threading.Event()
+class Slow(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name == "shardcache.space.tiers" and not importing.is_set():
+            importing.set()
+            forking.wait()
+sys.meta_path.insert(0, Slow())
+thread = threading.Thread(target=lambda: cache.process)
+thread.start()
+importing.wait()
+os.register_at_fork(before=forking.set)  # called before the hooks that were registered earlier
+if (pid := os.fork()) == 0:
+    signal.alarm(10)
+    cache.process
+    os._exit(0)
+thread.join()
+sys.exit(os.waitpid(pid, 0)[1])
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=2 * PATIENCE)
+
+
 def test_a_lazy_value_is_made_without_a_lock():
     """A child that is forked while a thread makes the value makes its own."""
     started, end = threading.Event(), threading.Event()

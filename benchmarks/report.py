@@ -42,11 +42,7 @@ PAGES = {
         "downloads.",
         epochs.report,
     ),
-    "hits": (
-        "A hit",
-        "Open a cached shard, read 512 bytes, close it.",
-        hits.report,
-    ),
+    "hits": ("A hit", "Open a cached shard, read 512 bytes, close it.", hits.report),
     "samples": (
         "Random access and resume",
         "All shards are cached on a RAM disk. Single samples are in processor time. To resume, a "

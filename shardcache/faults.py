@@ -47,8 +47,9 @@ class ignoring(contextlib.suppress):  # noqa: N801 - used like its base class
     """Ignores exceptions, but lets errors of a signal handler pass."""
 
     def __exit__(self, *raised: Any) -> bool:
-        is_ours = not isinstance(raised[1], OSError) or raised[1].errno is not None
-        return is_ours and super().__exit__(*raised)
+        if raised[1] is None or (isinstance(raised[1], OSError) and raised[1].errno is None):
+            return False
+        return super().__exit__(*raised)
 
 
 def is_local_error(exn: BaseException) -> TypeGuard[OSError]:

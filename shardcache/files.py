@@ -168,14 +168,15 @@ def check_own(path: str | os.PathLike[str], status: os.stat_result) -> None:
         raise OSError(errno.ELOOP, reason, str(path))
 
 
-def owned(function: Callable[..., int], *args: object) -> io.FileIO:
-    """Call `os.open` or `os.dup`, and return a file that owns the descriptor.
+def owned(function: Callable[..., int], *args: tuple[object]) -> io.FileIO:
+    """Call `os.open` or `os.dup`, each argument in a tuple; return a file that owns the descriptor.
 
     A signal handler may raise after any call. Here, ``extend`` calls and keeps the descriptor.
     """
-    found, files = list[int](), list[io.FileIO]()
+    found: list[int] = []
+    files: list[io.FileIO] = []
     try:
-        found.extend(map(function, *[(each,) for each in args]))
+        found.extend(map(function, *args))
         files.extend(map(io.FileIO, found))
         return files[0]
     finally:
@@ -191,7 +192,7 @@ def open_file(
     Raises:
         OSError: the file cannot be opened, or it was to be written and `check_own` refuses it.
     """
-    file = owned(os.open, path, access | SAFELY, mode)
+    file = owned(os.open, (path,), (access | SAFELY,), (mode,))
     if access & (os.O_WRONLY | os.O_RDWR) and not access & os.O_EXCL:
         status = os.fstat(file.fileno())
         try:
@@ -259,7 +260,7 @@ def dup_exclusive(file: io.FileIO) -> io.FileIO:
     with undivided():
         if file.closed:
             raise OSError(errno.EBADF, "it is closed")
-        copy = owned(os.dup, file.fileno())
+        copy = owned(os.dup, (file.fileno(),))
         _exclusive.add(copy)
     return copy
 

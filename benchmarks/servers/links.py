@@ -159,13 +159,7 @@ def target(name: str, root: Path, parent: Path) -> Iterator[Target]:
 
 @contextlib.contextmanager
 def link(
-    root: Path,
-    home: Path,
-    name: str,
-    *,
-    processes: int = 1,
-    log: bool = False,
-    tls: bool = False,
+    root: Path, home: Path, name: str, *, processes: int = 1, log: bool = False, tls: bool = False
 ) -> Iterator[Target]:
     """Run `benchmarks.servers.linkserver` over the buckets in ``root``.
 

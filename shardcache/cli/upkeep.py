@@ -138,11 +138,7 @@ def _summary(report: CleanReport) -> str:
 @cli.dry_run_option
 @click.argument("specs", nargs=-1, metavar="[SPEC]...")
 def verify_command(
-    invocation: Invocation,
-    specs: tuple[str, ...],
-    dry_run: bool,
-    repair: bool,
-    quick: bool,
+    invocation: Invocation, specs: tuple[str, ...], dry_run: bool, repair: bool, quick: bool
 ) -> int:
     """Find shards that are damaged.
 

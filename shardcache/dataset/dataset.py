@@ -18,12 +18,7 @@ import numpy as np
 
 from shardcache import clock
 from shardcache.cache import Cache, default_cache
-from shardcache.dataset.index import (
-    OpenShard,
-    count_samples,
-    read_index_file,
-    refuse_compressed,
-)
+from shardcache.dataset.index import OpenShard, count_samples, read_index_file, refuse_compressed
 from shardcache.errors import ConfigError, IntegrityError
 from shardcache.prewarm.plan import expand
 from shardcache.ranks import detect

@@ -29,12 +29,7 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from shardcache import clock
-from shardcache.errors import (
-    CacheFullError,
-    FetchCancelledError,
-    LockTimeoutError,
-    ShardCacheError,
-)
+from shardcache.errors import CacheFullError, FetchCancelledError, LockTimeoutError, ShardCacheError
 from shardcache.urls import ShardURL
 
 if TYPE_CHECKING:

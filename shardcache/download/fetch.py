@@ -31,13 +31,7 @@ from shardcache.archive import MALFORMED, archive_problem, check_archive
 from shardcache.clock import boot_id
 from shardcache.config import __version__
 from shardcache.download.download import Download, Result
-from shardcache.download.transfer import (
-    Engine,
-    Source,
-    Transfer,
-    Transferred,
-    first_response,
-)
+from shardcache.download.transfer import Engine, Source, Transfer, Transferred, first_response
 from shardcache.download.waiting import Waiter
 from shardcache.errors import (
     CacheFullError,

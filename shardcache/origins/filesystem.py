@@ -304,10 +304,7 @@ class FsspecBody:
 
 
 def _serve(
-    file: Any,
-    read: Callable[[int], bytes],
-    sizes: SimpleQueue[int | None],
-    results: Results[bytes],
+    file: Any, read: Callable[[int], bytes], sizes: SimpleQueue[int | None], results: Results[bytes]
 ) -> None:
     """Read as many bytes as requested, until None is requested; then close the file."""
     while (size := sizes.get()) is not None:

@@ -35,6 +35,8 @@ HEADERS = {"Accept-Encoding": "identity", "User-Agent": f"shardcache/{__version_
 _PAGE = 64 * 1024
 #: Most redirects to follow for one request.
 _REDIRECTS = 5
+#: Bytes of a range that ends early. With less, a shard would take thousands of requests.
+_LEAST = 4096
 #: Content types of error pages and login portals, which may arrive with status 200. So a response
 #: of such a type is taken for a shard only if it has a version.
 _PAGES = ("text/html", "text/xml", "application/xml", "application/xhtml+xml")
@@ -182,7 +184,8 @@ def checked(response: Response, start: int, stop: int | None) -> Response:
         wanted = total if stop is None else min(total, stop)
         info = object_info(response, total)
         is_right = first == start <= last < wanted and length in (None, last + 1 - start)
-        if is_right and (last + 1 == wanted or (length is not None and info.identifiable)):
+        may_end_early = length is not None and length >= _LEAST and info.identifiable
+        if is_right and (last + 1 == wanted or may_end_early):
             response.describe(info, start, last + 1)
             return response
     response.close()

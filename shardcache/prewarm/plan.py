@@ -116,10 +116,7 @@ def _expand(spec: str, listing: Listing | None) -> Iterator[str]:
 
 
 def wanted_shards(
-    cache: Cache,
-    wanted: Iterable[str | ShardURL],
-    listing: Listing,
-    share: Share | None = None,
+    cache: Cache, wanted: Iterable[str | ShardURL], listing: Listing, share: Share | None = None
 ) -> tuple[ShardURL, ...]:
     """Expand and parse shard specifications, and return each shard once, in order.
 

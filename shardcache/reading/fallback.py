@@ -214,10 +214,7 @@ def _warn_full(
 
 
 def read_nearest(
-    cache: ProcessCache,
-    shard: ShardURL,
-    position: int = 0,
-    failed: DownloadReader | None = None,
+    cache: ProcessCache, shard: ShardURL, position: int = 0, failed: DownloadReader | None = None
 ) -> OriginReader:
     """Return a reader of the response that ``failed`` kept, or of an upstream, or of the origin."""
     response = failed.take_response() if failed is not None and position == 0 else None

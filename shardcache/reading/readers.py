@@ -76,12 +76,7 @@ class DownloadReader:
     path = None
 
     def __init__(
-        self,
-        cache: ProcessCache,
-        shard: ShardURL,
-        *,
-        finish: bool = False,
-        ahead: bool = False,
+        self, cache: ProcessCache, shard: ShardURL, *, finish: bool = False, ahead: bool = False
     ) -> None:
         self.waited = 0.0
         self._cache = cache

@@ -236,7 +236,7 @@ class Opened:
 
     def duplicate(self) -> Opened:
         """Return another handle of the same file, which shares the flock."""
-        return replace(self, file=owned(os.dup, self.fd))
+        return replace(self, file=owned(os.dup, (self.fd,)))
 
     def close(self) -> None:
         """Close the file, so that the entry may be evicted."""
@@ -307,10 +307,7 @@ class Store:
                     if opened.stored:  # not replaced
                         return opened
                     opened.close()
-            except (
-                DamagedError,
-                os_error(),
-            ) as exn:  # raised again below, unless it is gone
+            except (DamagedError, os_error()) as exn:  # raised again below, unless it is gone
                 logger.debug("%s: %s", key, exn)
             self._known.pop(key, None)
         for directory, size in versions(self.layout, key):

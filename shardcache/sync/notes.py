@@ -37,14 +37,7 @@ from shardcache.errors import (
 )
 from shardcache.locks.mounts import node_directory
 from shardcache.ranks import safe_name
-from shardcache.sync.job import (
-    answering,
-    describe_process,
-    job_name,
-    rank,
-    torch_store,
-    world_size,
-)
+from shardcache.sync.job import answering, describe_process, job_name, rank, torch_store, world_size
 from shardcache.sync.paths import ABSENT, DEFAULT_TIMEOUT, atomic_write, find, makedirs, waiting
 from shardcache.units import parse_choice, parse_duration
 from shardcache.urls import redact

@@ -87,10 +87,7 @@ def test_with_lru_a_job_evicts_its_own_shards(shop):
 
 @needs_mounts
 def test_min_free_stays_free(shop: Shop) -> None:
-    with (
-        disk(shop.path, "size=1m"),
-        Cache(shop.path, cache_local=True, min_free="850kB") as cache,
-    ):
+    with disk(shop.path, "size=1m"), Cache(shop.path, cache_local=True, min_free="850kB") as cache:
         for url in shop.urls:
             with cache.open(url) as stream:
                 assert stream.read() == Path(url).read_bytes()

@@ -66,11 +66,23 @@ Crash: no process resumes the partial of a dead one
     +left = None
     tests/download/test_coordination.py -k resumed
 
+Crash: a cleaning forgets the partial of another tier
+    locks/flock.py
+    -(is_directory(layout.partial / names_partial) or not is_idle(path))
+    +is_directory(layout.partial / names_partial)
+    tests/locks/test_key_locks.py -k resumed_after_a_cleaning
+
 Crash: the blocks of a dead process are trusted unchecked
     store/partial.py
     -block_digest(block) == digest
     +True
     tests/store/test_partials.py -k proven
+
+Locks: each tier locks its own keys
+    space/tiers.py
+    -lock = self.key_lock(entry.parent.name, entry.parents[3])
+    +lock = KeyLock(entry.parents[3] / f"{entry.parent.name}.lock")
+    tests/locks/test_key_locks.py -k repair
 
 Locks: processes share a temporary name
     layout.py
@@ -131,6 +143,12 @@ Secrecy: the user of a URL is part of its name
     -host, slash = _web_host(url, scheme, host), "/"
     +host, slash = user + at + _web_host(url, scheme, host), "/"
     tests/test_secrecy.py -k signed_urls
+
+Secrecy: a command shows the value of a variable
+    urls.py
+    -names = sorted(set(map("".join, re.findall(VARIABLE, command))))
+    +command = os.path.expandvars(command); names = []
+    tests/test_secrecy.py tests/origins/test_pipes.py
 
 In use: shards in use are evicted
     store/directory.py

@@ -109,10 +109,7 @@ wait -n && wait
 
 
 def run_ranks(
-    ranks: int,
-    command: list[str],
-    kill_when: Callable[[], bool] | None = None,
-    **environment: str,
+    ranks: int, command: list[str], kill_when: Callable[[], bool] | None = None, **environment: str
 ) -> subprocess.CompletedProcess[str]:
     """Run a Python script as the ranks of one node; see `run`."""
     with socket.create_server(("127.0.0.1", 0)) as server:

@@ -1,8 +1,7 @@
 """`ProcessCache`: a cache as one process uses it.
 
 It opens entries that are cached (`lookup`), and downloads those that are not (`fetch`, or `join` in
-a background thread). `Cache` makes it on first use. A forked child begins anew, with clients,
-connections and locks of its own. Commands that only inspect a cache make no directories.
+a background thread). A forked child begins anew, with connections and locks of its own.
 """
 
 from __future__ import annotations
@@ -286,18 +285,16 @@ class ProcessCache:
         shard = download.shard
         self.refuse_in_place(shard)
         opened = self.lookup(shard, download.outdated, insist=True)
-        if opened is None:
+        result = None if opened is None else Result(opened, "hit")
+        if result is None:
             fetch = partial(self.fetch, download, insist=True)
             try:  # in a thread in which no signal handler can raise
-                result = (
-                    threads.call(fetch, None, "shardcache-fetch") if threads.is_main() else fetch()
-                )
+                main = threads.is_main()
+                result = threads.call(fetch, None, "shardcache-fetch") if main else fetch()
             except BaseException:
                 download.cancel()
                 raise
             assert result is not None  # only a download ahead gives way
-        else:
-            result = Result(opened, "hit")
         self.touch(result.opened)
         facts = {"event": result.outcome, "shard": str(shard)}
         logger.debug("%s: %s", shard, result.outcome, extra=facts)
@@ -359,14 +356,13 @@ class ProcessCache:
         if started >= self.clean_due:
             self.clean_if_due()
         self.disk.check(writing, insist=insist)
-        result, has_ended = None, False
-        recovery = Recovery(self.engine, download)
+        result, recovery = None, Recovery(self.engine, download)
         try:
-            while not has_ended:
+            while True:
                 directories = self.check()
                 try:
                     result = fetch(directories, self.engine, download, recovery)
-                    has_ended = True
+                    break
                 except Exception as exn:
                     unmounted = bool(self._changed_tiers())
                     if not recovery.recover(exn, directories, unmounted=unmounted):

@@ -55,12 +55,11 @@ class Volume:
         """Return the volume of ``path``. The limits of the cgroups apply to a RAM disk."""
         stated = os.statvfs(path)
         size, free = stated.f_frsize * stated.f_blocks, stated.f_frsize * stated.f_bavail
-        ram_disk = _ram_disk(str(path), path.stat().st_dev)
-        if ram_disk and (memory := _recent_headroom(path, free)) is not None:
+        if is_memory(path) and (memory := _recent_headroom(path, free)) is not None:
             # A ramfs states a size of 0, so only the cgroups limit it.
             free = min(free, memory.free) if size else memory.free
             size = min(size or memory.size, memory.size)
-        return cls(size, max(0, free - _for_batches(ram_disk, size)))
+        return cls(size, max(0, free - room_for_batches(path)))
 
     def budget(self, config: Config) -> int | None:
         """Return the bytes that a cache on this volume may hold; None if only free space counts."""
@@ -104,13 +103,10 @@ def _ram_disk(path: str, device: int) -> str | None:
 
 def room_for_batches(path: Path) -> int:
     """Return the bytes that stay free for PyTorch's workers on the disk of ``path``."""
+    if _ram_disk(str(path), path.stat().st_dev) != _SHARED:
+        return 0
     stated = os.statvfs(path)
-    ram_disk = _ram_disk(str(path), path.stat().st_dev)
-    return _for_batches(ram_disk, stated.f_frsize * stated.f_blocks)
-
-
-def _for_batches(ram_disk: str | None, size: int) -> int:
-    return min(size // 2, _TENSORS) if ram_disk == _SHARED else 0
+    return min(stated.f_frsize * stated.f_blocks // 2, _TENSORS)
 
 
 def _recent_headroom(disk: Path, free: int) -> Volume | None:

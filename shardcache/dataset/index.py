@@ -106,7 +106,7 @@ def find_samples(read: Callable[[int, int], bytes], end: int) -> tuple[array[int
         if name:  # what follows the last file is no part of its sample
             stop = following
     offsets.append(stop)
-    return offsets, [*problems.values(), *filter(None, [unread(read, following)])]
+    return offsets, [ascii(t)[1:-1] for t in (*problems.values(), unread(read, following)) if t]
 
 
 class OpenShard:

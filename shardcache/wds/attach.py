@@ -137,7 +137,7 @@ def tar_files(
                 if not name.startswith(prefix) and (found := split(name)):  # another sample begins
                     prefix = found[1] + "."
                     if prefix in keys:
-                        _warn(str(url), REPEATED.format(found[1]))
+                        _warn(str(url), REPEATED.format(ascii(found[1])[1:-1]))
                         prefix = ""  # once per shard
                     keys.add(prefix)
                 if local_path is not None:

@@ -38,7 +38,7 @@ def demo_command(invocation: Invocation, keep: bool) -> None:
             shutil.rmtree(home, ignore_errors=True)
     summary = {"shards": demo.SHARDS, "shard_bytes": size, "dir": home if keep else None}
     console.object("demo", steps=steps, summary=summary)
-    titles = ["STEP", "REQUESTS", "FROM ORIGIN", "demo.SAMPLES", "TIME"]
+    titles = ["STEP", "REQUESTS", "FROM ORIGIN", "SAMPLES", "TIME"]
     rows = []
     for row in steps:
         sent, seconds = format_bytes(row["origin_bytes"]), format_duration(row["seconds"])

@@ -156,7 +156,7 @@ class ProcessCache:
             return self.directories
 
     def check(self) -> Directories:
-        """Return the directories; make them anew if one of them was replaced.
+        """Return the directories; make them again if one of them was replaced.
 
         A disk may be unmounted, mounted again or emptied while a job runs. Only misses need this
         check, because a shard whose directory is gone is a miss.

@@ -66,7 +66,7 @@ class Lookahead:
     def open(self) -> BinaryIO:
         """Open the shard of the current item, then start to download the next ones.
 
-        Raises the errors of `Opener.open`. Dropping the stream cancels the download.
+        Raises the errors of `open_shard`. Dropping the stream cancels the download.
         """
         item, ahead = self._coming.popleft()
         shard = self._shard_of(item)

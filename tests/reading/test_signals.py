@@ -219,21 +219,6 @@ def test_no_fork_waits_for_undivided_work_that_a_handler_ended(monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_a_fetch_that_a_handler_ended_gives_its_connection_back(make_cache, files):
-    cache, url = make_cache(connections=1), f"{files.url}/a.tar"
-    read(cache, url)
-    with ThreadPoolExecutor(1) as pool:
-
-        def fetch():
-            cache.remove(url)
-            cache.fetch(url)
-
-        for _ in interrupted(fetch, step=20):
-            cache.remove(url)
-            assert pool.submit(cache.fetch, url).result(20)
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_counts_are_written_after_a_handler_ended_their_writing(make_cache, files):
     cache, url = make_cache(), f"{files.url}/a.tar"
     read(cache, url)

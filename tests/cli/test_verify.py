@@ -1,9 +1,10 @@
 """The output and exit codes of ``shardcache verify``."""
 
-import itertools
 import os
 import re
 import signal
+import threading
+import time
 
 import pytest
 
@@ -72,11 +73,15 @@ def test_repair_sets_damaged_shards_aside(run, warm, flip, data, tmp_path):
 
 
 def test_an_interrupted_verify_prints_its_progress(run, warm, monkeypatch):
-    def endless(fd):
-        os.kill(os.getpid(), signal.SIGINT)
-        yield from itertools.repeat(b"")
+    sent = threading.Lock()
 
-    sent = []
-    monkeypatch.setattr(verify, "read_blocks", lambda fd: sent or sent.append(fd) or endless(fd))
+    def endless(fd):
+        if sent.acquire(blocking=False):
+            os.kill(os.getpid(), signal.SIGINT)
+        while True:
+            time.sleep(0.01)
+            yield b""
+
+    monkeypatch.setattr(verify, "read_blocks", endless)
     code, out, _ = run("verify")
     assert code == 130 and out.startswith("interrupted: verified 0 shards")

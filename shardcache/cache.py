@@ -528,7 +528,7 @@ class Cache:
             ShardNotFoundError: nothing in the cache matches a specification.
             OSError: the disk is full, read-only or failing.
         """
-        from shardcache.space import pins
+        from shardcache.space import eviction
 
         shards = self.select(specs)
         for shard in shards:
@@ -537,12 +537,12 @@ class Cache:
         for config in self.config.by_tier():
             node = make_root(config)
             for shard in shards:
-                pins.pin(node, shard, until)
+                eviction.pin(node, shard, until)
         return shards
 
     def pins(self) -> dict[str, str]:
         """Return the URLs of pinned shards by key; the URL is empty if a pin's file is damaged."""
-        from shardcache.space.pins import pinned
+        from shardcache.space.eviction import pinned
 
         tiers, now = self.process.present, clock.time()
         return {key: url for tier in tiers for key, url in pinned(tier.node, now).items()}
@@ -553,12 +553,12 @@ class Cache:
         Raises:
             The same errors as `pin`.
         """
-        from shardcache.space import pins
+        from shardcache.space import eviction
 
         require_cache(self.dir)
         shards, keys = self.select(specs, pinned=True), set[str]()
         for tier in self.process.present:
-            keys |= {shard.key for shard in shards if pins.unpin(tier.node, shard.key)}
+            keys |= {shard.key for shard in shards if eviction.unpin(tier.node, shard.key)}
             tier.space.forget_refusal()
         return [shard for shard in shards if shard.key in keys]
 

@@ -11,10 +11,13 @@ from __future__ import annotations
 import contextlib
 import errno
 import sys
+from collections.abc import Callable
 from typing import Any, TypeGuard
 
 from shardcache import clock
+from shardcache.config import Config
 from shardcache.errors import ShardCacheError
+from shardcache.units import format_duration
 
 #: Errors of a full disk or quota. They do not count as faults, because healthy disks fill up, too.
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
@@ -104,3 +107,44 @@ class Breaker:
         """Reset the count of faults after a success, unless it is of a call before the pause."""
         if not self.left:
             self.faults = 0
+
+
+class PausedError(OSError):
+    """The disk has failed, and is not used until a pause of a minute is over."""
+
+
+class Disk:
+    """Counts the faults of a disk in one process.
+
+    Attributes:
+        reading, writing: the faults of reads and of writes.
+    """
+
+    def __init__(self, config: Config, warn: Callable[..., None]) -> None:
+        self.reading = Breaker()
+        self.writing = Breaker()
+        self._config = config
+        self._warn = warn  # `Notices.warn`
+
+    @property
+    def is_well(self) -> bool:
+        """Whether the disk is read and written, and not paused after faults."""
+        return self.reading.closed and self.writing.closed
+
+    def check(self, breaker: Breaker, *, insist: bool = False) -> None:
+        """Raise PausedError while the disk is paused, unless ``insist`` or ``strict`` is set."""
+        if breaker.left and not (insist or self._config.strict):
+            raise PausedError(errno.EIO, f"the disk failed; next attempt in {breaker.left:.0f} s")
+
+    def failed(self, breaker: Breaker, exn: OSError) -> None:
+        """Count an error if it is a fault of the disk, and warn when it pauses the disk."""
+        # A read-only disk stays read-only, so a single EROFS is enough.
+        if is_disk_fault(exn) and breaker.failed(at_once=exn.errno == errno.EROFS):
+            self._warn(
+                fault_kind(exn),
+                "%s: %s. It will not be %s for %s; until then, shards are streamed.",
+                self._config.dir,
+                exn.strerror or exn,
+                "written" if breaker is self.writing else "read",
+                format_duration(breaker.left),
+            )

@@ -1,4 +1,4 @@
-"""Permissions of the files of a cache, and safe opening of files.
+"""Permissions of the files of a cache; opening, reading, writing and locking files safely.
 
     private    directories 0700   files 0600   published data 0400
     shared     directories 2770   files 0660   published data 0440
@@ -9,15 +9,20 @@ The members of the group must trust each other, because each may remove or repla
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import io
+import json
+import logging
 import os
 import stat
+import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from shardcache import clock
 from shardcache.config import group_name
@@ -25,12 +30,25 @@ from shardcache.errors import ConfigError
 from shardcache.faults import ignoring, os_error
 from shardcache.threads import undivided
 
+logger = logging.getLogger(__name__)
+
 #: Seconds between attempts if a directory exists according to mkdir (EEXIST) but not according to
 #: stat: an NFS client remembers for a few seconds that a name was absent.
 _RETRY = 0.1
 #: Attempts to create a directory, because other processes may remove its empty parent each time.
 #: With the pause above, they take up to 10 s.
 _ATTEMPTS = 100
+#: Without flock: seconds without use after which an entry may be evicted, and without a write after
+#: which a download counts as dead. A live download writes its journal with every block and drops a
+#: silent connection after ``timeout``, by default 30 s. An hour also covers nodes whose clocks
+#: differ. If the guess is wrong, the download starts over, or the reader continues from the origin.
+IDLE_GRACE = 3600.0
+#: Errors of a filesystem without flock. Locks there count as granted, because a second download
+#: only costs bandwidth, while a refusal would end the run.
+_UNSUPPORTED = frozenset({errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP})
+#: Seconds between attempts to take a lock that another process holds briefly: planning an eviction
+#: takes microseconds, and closing a partial after its publication takes a few milliseconds.
+_PAUSES = (0.001, 0.01, 0.02)
 
 
 def random_token() -> str:
@@ -230,6 +248,139 @@ def sync_directory(path: Path) -> None:
         os.close(fd)
 
 
+@contextlib.contextmanager
+def open_directory(path: Path | str) -> Iterator[int]:
+    """Open a directory, but not through a symbolic link, and yield the descriptor."""
+    flags, found = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, list[int]()
+    try:
+        found.extend(map(os.open, (path,), (flags,)))  # as in `owned`
+        yield found[0]
+    finally:
+        for fd in found:
+            os.close(fd)
+
+
+def list_names(directory: Path | str) -> list[str]:
+    """Return the names in a directory, or no names if it is missing or a symbolic link."""
+    try:
+        with open_directory(directory) as fd:
+            return os.listdir(fd)  # noqa: PTH208 - only the names are needed
+    except os_error() as exn:
+        if exn.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+            return []
+        raise
+
+
+def is_directory(path: Path | str) -> bool:
+    """Return whether ``path`` is a directory and not a symbolic link."""
+    try:
+        return stat.S_ISDIR(os.lstat(path).st_mode)
+    except os_error():
+        return False
+
+
+def is_idle(path: Path, grace: float = IDLE_GRACE) -> bool:
+    """Return whether a file, or every file in a directory, was unused for ``grace`` seconds."""
+    latest = 0.0
+    for each in [path / name for name in list_names(path)] or [path]:
+        with contextlib.suppress(FileNotFoundError):
+            status = each.lstat()
+            # A process may set a modification time in the future. Only the kernel sets the change
+            # time, so the earlier of the two counts.
+            latest = max(latest, min(status.st_mtime, status.st_ctime))
+    return time.time() - latest > grace
+
+
+def remove_old(path: Path, age: float = IDLE_GRACE) -> None:
+    """Remove a file or an empty directory that was unused for ``age`` seconds."""
+    with ignoring(OSError):  # another process was faster, or the directory is not empty
+        if is_idle(path, age):
+            path.rmdir() if is_directory(path) else path.unlink()
+
+
+def read_file(path: Path | str, limit: int) -> bytes:
+    """Read up to ``limit`` bytes of a file without following a symbolic link or blocking."""
+    with open_file(path) as file:
+        return os.read(file.fileno(), limit)
+
+
+def read_json(path: Path, limit: int) -> Any:
+    """Return the content of a JSON file of up to ``limit`` bytes; None if it is missing or damaged.
+
+    The caller checks the types, because another program may have written the file.
+    """
+    try:
+        return json.loads(read_file(path, limit))
+    except (os_error(), ValueError, RecursionError) as exn:
+        logger.debug("%s: %s", path, exn)
+        return None
+
+
+def replace_file(path: Path, data: bytes, mode: int, *, via: Path, once: bool = False) -> None:
+    """Write a file atomically: a reader sees either the old content or all of the new content.
+
+    The temporary file is in the directory ``via``, usually `Layout.partial`, where a sweep removes
+    the file if this process is killed before the rename. With ``once``, an existing file is kept.
+    """
+    temporary = via / f".{path.name}.{random_token()}"
+    try:
+        write_new(temporary, data, mode)
+        if once:
+            try:
+                os.link(temporary, path)
+                return
+            except FileExistsError:  # created by another process, or by this one if NFS resent it
+                return
+            except os_error():  # a filesystem without hard links: the last process wins
+                pass
+        temporary.replace(path)
+    finally:
+        with ignoring(OSError):  # after the rename, there is no temporary file
+            temporary.unlink()
+
+
+# -- locks ---------------------------------------------------------------------------------
+
+
+def try_flock(fd: int, *, shared: bool = False) -> bool | None:
+    """Try to take the exclusive (or a shared) lock of an open file, without waiting.
+
+    Return True, or False if another process has the lock, or None if the filesystem has no flock.
+    """
+    try:
+        fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+    except os_error() as exn:
+        if exn.errno in (errno.EWOULDBLOCK, errno.EACCES):
+            return False
+        if exn.errno in _UNSUPPORTED:
+            return None
+        raise
+    return True
+
+
+def wait_flock(fd: int, *, shared: bool = False) -> bool | None:
+    """Call `try_flock` up to four times within 31 ms, while it returns False; return the result."""
+    for seconds in _PAUSES:
+        if (taken := try_flock(fd, shared=shared)) is not False:
+            return taken
+        time.sleep(seconds)
+    return try_flock(fd, shared=shared)
+
+
+def unlock(fd: int) -> None:
+    """Release a flock. Closing the file would not, while a forked child still has it open."""
+    with ignoring(OSError):
+        fcntl.flock(fd, fcntl.LOCK_UN)
+
+
+def is_file(path: str | Path, fd: int) -> bool:
+    """Return whether ``path`` still names the file that is open as ``fd``."""
+    try:
+        return os.path.samestat(os.lstat(path), os.fstat(fd))
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+
+
 # -- files that a forked child closes ------------------------------------------------------
 
 #: The files that a forked child closes. A fork waits until each newly opened file is in this set.
@@ -247,12 +398,6 @@ def open_exclusive(path: str | os.PathLike[str], flags: int, modes: Modes = PRIV
     if flags & os.O_EXCL:
         set_mode(file.fileno(), modes.file)
     return file
-
-
-def unlock(fd: int) -> None:
-    """Release a flock. Closing the file would not, while a forked child still has it open."""
-    with ignoring(OSError):
-        fcntl.flock(fd, fcntl.LOCK_UN)
 
 
 def dup_exclusive(file: io.FileIO) -> io.FileIO:

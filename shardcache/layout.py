@@ -7,20 +7,13 @@ a hit, a scan and the budget need not read files.
 
 from __future__ import annotations
 
-import contextlib
-import errno
-import json
 import os
 import re
-import stat
-import time
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from shardcache.faults import ignoring, os_error
-from shardcache.files import PRIVATE, Modes, open_file, random_token, write_new
+from shardcache.files import PRIVATE, Modes, random_token, read_json, replace_file
 from shardcache.threads import lazy
 from shardcache.urls import SIDE_FILES
 
@@ -72,12 +65,6 @@ MANIFEST = "manifest.json"
 #: Maximum number of bytes to read from a manifest, which has about 150.
 _MAX_MANIFEST = 4096
 
-#: Without flock: seconds without use after which an entry may be evicted, and without a write after
-#: which a download counts as dead. A live download writes its journal with every block and drops a
-#: silent connection after ``timeout``, by default 30 s. An hour also covers nodes whose clocks
-#: differ. If the guess is wrong, the download starts over, or the reader continues from the origin.
-IDLE_GRACE = 3600.0
-
 
 def _inside(name: str) -> lazy[Path]:
     return lazy(lambda layout: layout.base / name)
@@ -104,7 +91,7 @@ class Layout:
     partial = _inside("partial")  #: partials, and entries that are being removed
     pins = _inside("pins")  #: pins of users; created with the first pin
     ranks = _inside("ranks")  #: namespaces of ranks and jobs
-    limits = _inside("limits")  #: limits of the last job; see `locks.sessions`
+    limits = _inside("limits")  #: limits of the last job; see `space.tiers`
     locks = _on_node("locks")
     sessions = _on_node("sessions")  #: one file for each live process
     usage = _on_node("usage")  #: bytes that the cache holds; see `space.budget`
@@ -127,7 +114,7 @@ class Layout:
 
     def entry(self, key: str, version: str, size: int) -> Path:
         """Return the directory of an entry."""
-        return Path(f"{self.base}/objects/{key[:2]}/{key}/{version}-{size:x}")
+        return self.key_dir(key) / f"{version}-{size:x}"
 
     def new_partial(self, key: str, version: str, size: int | None) -> Path:
         """Return a new, unique directory for a partial."""
@@ -173,93 +160,12 @@ class Layout:
         """Return the first directory of the namespace that is a symbolic link, or None."""
         return next((path for path in self.directories if os.path.islink(path)), None)  # noqa: PTH114
 
-
-# -- files and directories -----------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def open_directory(path: Path | str) -> Iterator[int]:
-    """Open a directory, but not through a symbolic link, and yield the descriptor."""
-    flags, found = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, list[int]()
-    try:
-        found.extend(map(os.open, (path,), (flags,)))  # as in `files.owned`
-        yield found[0]
-    finally:
-        for fd in found:
-            os.close(fd)
-
-
-def list_names(directory: Path | str) -> list[str]:
-    """Return the names in a directory, or no names if it is missing or a symbolic link."""
-    try:
-        with open_directory(directory) as fd:
-            return os.listdir(fd)  # noqa: PTH208 - only the names are needed
-    except os_error() as exn:
-        if exn.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
-            return []
-        raise
-
-
-def is_directory(path: Path | str) -> bool:
-    """Return whether ``path`` is a directory and not a symbolic link."""
-    try:
-        return stat.S_ISDIR(os.lstat(path).st_mode)
-    except os_error():
-        return False
-
-
-def is_idle(path: Path, grace: float = IDLE_GRACE) -> bool:
-    """Return whether a file, or every file in a directory, was unused for ``grace`` seconds."""
-    latest = 0.0
-    for each in [path / name for name in list_names(path)] or [path]:
-        with contextlib.suppress(FileNotFoundError):
-            status = each.lstat()
-            # A process may set a modification time in the future. Only the kernel sets the change
-            # time, so the earlier of the two counts.
-            latest = max(latest, min(status.st_mtime, status.st_ctime))
-    return time.time() - latest > grace
-
-
-def remove_old(path: Path, age: float = IDLE_GRACE) -> None:
-    """Remove a file or an empty directory that was unused for ``age`` seconds."""
-    with ignoring(OSError):  # another process was faster, or the directory is not empty
-        if is_idle(path, age):
-            path.rmdir() if is_directory(path) else path.unlink()
-
-
-def read_file(path: Path | str, limit: int) -> bytes:
-    """Read up to ``limit`` bytes of a file without following a symbolic link or blocking."""
-    with open_file(path) as file:
-        return os.read(file.fileno(), limit)
+    def write(self, path: Path, data: bytes, *, once: bool = False) -> None:
+        """Write a file of this cache with `files.replace_file`."""
+        replace_file(path, data, self.modes.file, via=self.partial, once=once)
 
 
 def read_manifest(root: Path) -> dict[str, Any]:
     """Return the manifest of a root, or an empty dict if the manifest is missing or damaged."""
-    try:
-        manifest = json.loads(read_file(root / MANIFEST, _MAX_MANIFEST))
-    except (os_error(), ValueError, RecursionError):
-        return {}
+    manifest = read_json(root / MANIFEST, _MAX_MANIFEST)
     return manifest if isinstance(manifest, dict) else {}
-
-
-def replace_file(path: Path, data: bytes, mode: int, *, via: Path, once: bool = False) -> None:
-    """Write a file atomically: a reader sees either the old content or all of the new content.
-
-    The temporary file is in the directory ``via``, usually `Layout.partial`, where a sweep removes
-    the file if this process is killed before the rename. With ``once``, an existing file is kept.
-    """
-    temporary = via / f".{path.name}.{random_token()}"
-    try:
-        write_new(temporary, data, mode)
-        if once:
-            try:
-                os.link(temporary, path)
-                return
-            except FileExistsError:  # created by another process, or by this one if NFS resent it
-                return
-            except os_error():  # a filesystem without hard links: the last process wins
-                pass
-        temporary.replace(path)
-    finally:
-        with ignoring(OSError):  # after the rename, there is no temporary file
-            temporary.unlink()

@@ -21,14 +21,13 @@ from typing import TYPE_CHECKING
 from shardcache import clock, threads
 from shardcache.config import Config
 from shardcache.errors import ConfigError
-from shardcache.faults import fault_kind, ignoring, os_error
+from shardcache.faults import Disk, fault_kind, ignoring, os_error
 from shardcache.layout import Layout
 from shardcache.locks.notices import Notices, log_unusable
 from shardcache.ranks import RUN_VARIABLE, Ranks
 from shardcache.stats.counters import Counters
 from shardcache.stats.summary import stats_of
 from shardcache.store.directory import DamagedError
-from shardcache.store.disk import Disk
 from shardcache.store.entry import Entry, Opened, Store
 from shardcache.store.root import UnusableError, unusable
 from shardcache.urls import ShardURL, advise_scheme
@@ -84,7 +83,7 @@ class ProcessCache:
         from shardcache.download.download import Downloads
         from shardcache.download.pool import Connections
         from shardcache.download.transfer import Engine
-        from shardcache.locks.downloaders import Downloaders
+        from shardcache.locks.sessions import Downloaders
         from shardcache.origins.resolve import Origins
         from shardcache.origins.retry import RetryPolicy
         from shardcache.space.tiers import Tier
@@ -92,7 +91,7 @@ class ProcessCache:
         config, ranks = self.config, self._ranks
         self._lock = threading.Lock()  # held while the directories are made
         self.notices = Notices(self._job, self._node_of_session)
-        self.disk = Disk(config, self.notices)
+        self.disk = Disk(config, self.notices.warn)
         self.counters = Counters(lambda: self.home.node, ranks, lambda: self.disk.is_well)
         parts = ranks, self._started, self.notices, self.counters
         self.tiers = [Tier(each, *parts) for each in config.by_tier()]

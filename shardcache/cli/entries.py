@@ -19,7 +19,7 @@ from shardcache.cli.main import ExitCode, Invocation, command, flag
 from shardcache.cli.output import Console, Row, counted, local_time
 from shardcache.clock import utc
 from shardcache.errors import ConfigError, ShardNotFoundError
-from shardcache.locks.flock import read_holder
+from shardcache.locks.keys import read_holder
 from shardcache.prewarm.plan import expand
 from shardcache.space.eviction import Policy, disk_bytes, linked
 from shardcache.space.memory import Volume

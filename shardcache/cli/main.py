@@ -100,7 +100,7 @@ class Invocation:
         these options are completed.
         """
         from shardcache.layout import Layout
-        from shardcache.locks.sessions import stated_limits
+        from shardcache.space.tiers import stated_limits
         from shardcache.store.root import is_cache
 
         loaded = self.loaded()

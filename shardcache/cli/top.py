@@ -24,7 +24,7 @@ from shardcache.cli.output import Row, Shortened, counted, printable, short_dura
 from shardcache.cli.stats import ROW_TITLES, cells, fill_text, tiers
 from shardcache.clock import utc
 from shardcache.config import Config
-from shardcache.locks.flock import Holder, read_holder
+from shardcache.locks.keys import Holder, read_holder
 from shardcache.locks.sessions import live_sessions, live_waits
 from shardcache.space.tiers import lock_layout
 from shardcache.stats.database import Sample

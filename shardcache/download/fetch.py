@@ -43,9 +43,9 @@ from shardcache.errors import (
     UnprovenError,
 )
 from shardcache.faults import FULL, is_local_error, os_error
-from shardcache.layout import is_directory, parse_partial_name
-from shardcache.locks.flock import KeyLock
-from shardcache.locks.lease import KeyLease
+from shardcache.files import is_directory
+from shardcache.layout import parse_partial_name
+from shardcache.locks.keys import KeyLease, KeyLock
 from shardcache.origins.base import Body, ObjectInfo, VersionChangedError
 from shardcache.space.tiers import Directories, Tier
 from shardcache.store.digest import BLOCK, MismatchError
@@ -240,7 +240,7 @@ def _download(
     upstream = recovery.source()
     # An upstream has one attempt: the next upstream, or the origin, continues at the same byte.
     attempts = engine.policy.started(str(shard), None if upstream is None else 1)
-    left = None if lock is None or lock.left is None else lock.left.partial
+    left = None if lock is None else lock.partial
     partial = _resume(tiers, download, left)
     is_roomless = partial is None and _may_not_fit(tiers, engine, download)
     source = Source(upstream or engine.origins.of(shard), upstream is not None, is_roomless)

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from shardcache import clock, threads
 from shardcache.errors import ConfigError
-from shardcache.locks.downloaders import Downloaders
+from shardcache.locks.sessions import Downloaders
 from shardcache.units import format_rate, parse_bytes
 
 __all__ = ["LEAST", "NODE", "Connections", "Throttle", "Work", "parse_rate"]

@@ -16,8 +16,9 @@ from shardcache import clock
 from shardcache.config import Config
 from shardcache.download.download import Download
 from shardcache.errors import LockTimeoutError
-from shardcache.layout import Layout, is_directory, parse_partial_name
-from shardcache.locks.flock import Holder, read_holder
+from shardcache.files import is_directory
+from shardcache.layout import Layout, parse_partial_name
+from shardcache.locks.keys import Holder, read_holder
 from shardcache.locks.sessions import Session
 from shardcache.store.partial import Progress, read_progress
 from shardcache.units import format_bytes, format_duration

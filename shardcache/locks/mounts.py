@@ -22,8 +22,8 @@ from pathlib import Path
 
 from shardcache.config import Config
 from shardcache.faults import os_error
-from shardcache.files import PRIVATE, Modes
-from shardcache.layout import IDLE_GRACE, Layout, read_manifest
+from shardcache.files import IDLE_GRACE, PRIVATE, Modes
+from shardcache.layout import Layout, read_manifest
 
 logger = logging.getLogger(__name__)
 

@@ -1,8 +1,4 @@
-"""Warnings that appear once in a process, or once per job and node.
-
-The processes of a job share one note per warning: an empty file among the sessions, which a sweep
-removes after the job (`sessions.remove_dead`).
-"""
+"""Warnings that appear once in a process, or once per job and node."""
 
 from __future__ import annotations
 
@@ -11,12 +7,9 @@ import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from shardcache import clock
 from shardcache.errors import ConfigError
-from shardcache.faults import os_error
-from shardcache.files import write_new
 from shardcache.layout import Layout
-from shardcache.locks.sessions import NOTE, remove_dead
+from shardcache.locks.sessions import leave_note
 from shardcache.ranks import Ranks, safe_name
 
 logger = logging.getLogger(__name__)
@@ -54,22 +47,11 @@ class Notices:
     def is_new(self, kind: str) -> bool:
         """Return whether this is the first call with ``kind`` in this job and on this node.
 
-        If the note cannot be created, each process of the job gets True once.
+        If the job's note cannot be created, each process of the job gets True once.
         """
-        if kind in self._known:
-            return False
+        is_known = kind in self._known
         self._known.add(kind)
-        layout = self._node()
-        note, now = layout.sessions / f"{safe_name(f'{self._job}-{kind}')}{NOTE}", clock.time()
-        try:
-            remove_dead(layout)
-            write_new(note, b"", layout.modes.file)
-            os.utime(note, (now, now))
-        except FileExistsError:
-            return False
-        except os_error() as exn:
-            logger.debug("%s was not made: %s", note, exn)
-        return True
+        return not is_known and leave_note(self._node(), safe_name(f"{self._job}-{kind}"))
 
 
 def log_unusable(error: ConfigError, directory: Path, ranks: Ranks) -> None:

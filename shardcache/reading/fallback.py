@@ -27,12 +27,18 @@ from shardcache.errors import (
     TransferError,
     UnprovenError,
 )
-from shardcache.faults import fault_kind, ignoring, is_disk_fault, is_local_error, os_error
-from shardcache.locks.flock import is_file
+from shardcache.faults import (
+    PausedError,
+    fault_kind,
+    ignoring,
+    is_disk_fault,
+    is_local_error,
+    os_error,
+)
+from shardcache.files import is_file
 from shardcache.process import ProcessCache
 from shardcache.reading.readers import DownloadReader, Expected, OriginReader
 from shardcache.store.directory import DamagedError
-from shardcache.store.disk import PausedError
 from shardcache.store.entry import Opened, open_data, set_aside
 from shardcache.store.root import UnusableError
 

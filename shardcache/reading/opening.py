@@ -20,7 +20,7 @@ from shardcache import clock
 from shardcache.download.download import Download
 from shardcache.errors import LockTimeoutError, ShardCacheError, ShardNotFoundError
 from shardcache.faults import os_error
-from shardcache.locks.flock import is_file
+from shardcache.files import is_file
 from shardcache.process import ProcessCache
 from shardcache.reading.fallback import read_nearest, read_past
 from shardcache.reading.readers import DownloadReader

@@ -23,21 +23,16 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from shardcache import clock
 from shardcache.clock import boot_id
 from shardcache.config import Config
 from shardcache.errors import CacheFullError, LockTimeoutError
 from shardcache.faults import ignoring, os_error
-from shardcache.layout import (
-    Layout,
-    is_directory,
-    list_names,
-    parse_partial_name,
-    read_file,
-    replace_file,
-)
-from shardcache.locks.flock import Holder, KeyLock, read_holder
+from shardcache.files import is_directory, list_names, read_json
+from shardcache.layout import Layout, parse_partial_name
+from shardcache.locks.keys import Holder, KeyLock, read_holder
 from shardcache.space.eviction import (
     CleanReport,
     Limits,
@@ -94,19 +89,12 @@ _AT_ONCE = 64
 _BUDGET_SECONDS = 60.0
 _POLL = 0.01
 _ANNOUNCE_EVERY = 10.0
-#: Errors of reading a record that is missing or damaged.
-_NOT_A_RECORD = (OSError, ValueError, TypeError, OverflowError, RecursionError)
 _MAX_USAGE = 16 << 10  #: maximum bytes to read of the file ``usage``, which has about 2,500
 
 
-def _part(key: str) -> int:
-    """Return the part of the cache to which a key belongs."""
-    return int(key[:2], 16)
-
-
-def _part_of(path: str | Path) -> int:
-    """Return the part of a directory in `Layout.partial`."""
-    return _part(Path(path).name.removeprefix("evict."))
+def _part(name: str) -> int:
+    """Return the part of the cache to which a key, or a directory in `Layout.partial`, belongs."""
+    return int(name.removeprefix("evict.")[:2], 16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,8 +115,7 @@ class _Usage:
     held: list[int | None] = field(default_factory=lambda: [None] * _PARTS)
     next: int = 0  #: the part to list next
     listed: float = -math.inf  #: when a sample was listed, on the monotonic clock of the node
-    #: Parts to count again in the next admission, because a final size is unknown. Not stored as
-    #: such.
+    #: Parts to count again in the next admission, because a final size is unknown.
     growing: set[int] = field(default_factory=set)
 
     @property
@@ -180,22 +167,19 @@ class Space:
     def reserved(self, shard: ShardURL, size: int | None) -> Iterator[None]:
         """Reserve room for a shard, evicting others if necessary. The body must create the partial.
 
-        Args:
-            shard: the shard.
-            size: size of the shard in bytes; None if it is unknown, or if the partial exists.
-
-        Raises:
-            CacheFullError: there is too little room, and too few shards may be evicted.
+        The size is None if it is unknown, or if the partial exists. Raises CacheFullError if there
+        is too little room, and too few shards may be evicted.
         """
-        if size is not None and (too_large := self._too_large(str(shard), size)):
-            raise too_large
-        if size is not None and self.max_size is None:
-            # If all shards that may be admitted at this moment fit, no budget lock is needed.
-            volume = Volume.of(self.node.base)
-            spare = volume.free - self._config.min_free.of(volume.size) - self._announced()
-            if spare >= _AT_ONCE * self.allocated(size):
-                yield
-                return
+        if size is not None:
+            if too_large := self._too_large(str(shard), size):
+                raise too_large
+            if self.max_size is None:
+                # If all shards that may be admitted at this moment fit, no budget lock is needed.
+                volume = Volume.of(self.node.base)
+                spare = volume.free - self._config.min_free.of(volume.size) - self._announced()
+                if spare >= _AT_ONCE * self.allocated(size):
+                    yield
+                    return
         with self._threads, self._budget_lock():
             self._reserve(shard, size)
             yield
@@ -227,11 +211,11 @@ class Space:
     def make_room(self, url: str, size: int) -> None:
         """Evict entries for a shard of ``size`` bytes after the disk was full.
 
-        Three additional entries are evicted, because the disk may lack inodes, and a download needs
-        more inodes than one entry frees. Raises `CacheFullError` if too few entries may be evicted.
+        Raises CacheFullError if too few entries may be evicted.
         """
         with self._budget_lock(), self._usage() as usage:
             needed = Limits(free_needed=max(0, self.allocated(size) - self._sweep(usage)))
+            # The disk may lack inodes, and a download needs more of them than one entry frees.
             planned = self._choose(usage, needed, extra=3)
             if planned.missing:
                 raise self._no_room(url, planned.missing)
@@ -279,7 +263,8 @@ class Space:
                     # Under the other policies, entries stay because of readers, which may finish at
                     # any moment, so only a refusal under working-set is remembered.
                     if self._config.policy == "working-set":
-                        self._refuse(usage.total + need - planned.missing)
+                        most = usage.total + need - planned.missing
+                        self._record(self.node.refusal, clock.monotonic(), most)
                     raise self._no_room(str(shard), planned.missing)
                 self._evict(usage, planned)  # not all of them, if a process now reads one
             raise self._no_room(str(shard))
@@ -307,7 +292,7 @@ class Space:
             need: bytes on disk of the shard that needs room.
             jobs: whether shards stay for running jobs.
             few: whether a sample must do.
-            extra: entries to evict in addition, if nothing else is evicted in advance.
+            extra: entries to evict in addition.
         """
         over = self._over(usage, limits, need)
         order = [(usage.next + n) % _PARTS for n in range(_PARTS)]
@@ -348,10 +333,7 @@ class Space:
         return found
 
     def holdings(self) -> Holdings:
-        """Count the shards on the disk. Estimate a large cache from a sample of its parts.
-
-        The sample consists of the same parts each time, so the result changes only with the cache.
-        """
+        """Count the shards on the disk; estimate a large cache from a fixed sample of its parts."""
         stores, files, share = self.stores(), list[Links](), 0.0
         for n in range(_PARTS):
             part = f"{n * _STRIDE % _PARTS:02x}"
@@ -368,7 +350,7 @@ class Space:
         """Yield the entries of each part, and their bytes on disk; correct ``usage``."""
         flights: dict[int, list[InFlight]] = {}
         for flight in self.flights():
-            flights.setdefault(_part_of(flight.path), []).append(flight)
+            flights.setdefault(_part(flight.path.name), []).append(flight)
         stores = self.stores()
         for part in parts:
             entries = [entry for store in stores for entry in store.entries(f"{part:02x}")]
@@ -405,35 +387,26 @@ class Space:
 
     def _read(self) -> _Usage:
         """Return the content of ``usage``. With leases, or if it is damaged, no part is counted."""
-        usage = _Usage()
-        if self.node.grace is not None:
-            return usage
-        try:
-            boot, held, part, listed = json.loads(read_file(self.node.usage, _MAX_USAGE))
+        with contextlib.suppress(ValueError, TypeError, OverflowError):
+            boot, held, part, listed = self._recorded(self.node.usage)
             if len(held) == _PARTS:
                 known = [each if isinstance(each, int) and each >= 0 else None for each in held]
                 listed = float(listed) if boot == boot_id() else -math.inf
-                usage = _Usage(known, int(part) % _PARTS, listed)
-        except _NOT_A_RECORD as exn:
-            logger.debug("%s: %s", self.node.usage, exn)
-        return usage
+                return _Usage(known, int(part) % _PARTS, listed)
+        return _Usage()
 
     def _write(self, usage: _Usage) -> None:
         held = [None if part in usage.growing else size for part, size in enumerate(usage.held)]
-        self._record(self.node.usage, [held, usage.next, usage.listed])
-
-    def _refuse(self, most: int) -> None:
-        """Remember that the cache holds shards that must stay and has room for ``most`` bytes."""
-        self._record(self.node.refusal, [clock.monotonic(), most])
+        self._record(self.node.usage, held, usage.next, usage.listed)
 
     def _refusal(self, need: int, usage: _Usage | None = None) -> tuple[int, bool]:
         """Return how many of ``need`` bytes do not fit according to the last refusal, if any.
 
         Also return whether the refusal is less than a minute old.
         """
-        if self.node.grace is None and self._config.policy == "working-set":
-            with contextlib.suppress(*_NOT_A_RECORD):
-                boot, when, most = json.loads(read_file(self.node.refusal, _MAX_USAGE))
+        if self._config.policy == "working-set":
+            with contextlib.suppress(ValueError, TypeError, OverflowError):
+                boot, when, most = self._recorded(self.node.refusal)
                 age = clock.monotonic() - float(when)
                 if boot == boot_id() and age >= 0:
                     held = (usage or self._read()).total
@@ -445,13 +418,15 @@ class Space:
         with ignoring(OSError):
             self.node.refusal.unlink()
 
-    def _record(self, path: Path, values: list[object]) -> None:
-        layout = self.node
-        if layout.grace is not None:
+    def _recorded(self, path: Path) -> Any:
+        """Return the boot id and the values that `_record` wrote, unchecked; None without them."""
+        return read_json(path, _MAX_USAGE) if self.node.grace is None else None
+
+    def _record(self, path: Path, *values: object) -> None:
+        if self.node.grace is not None:
             return
         try:
-            data = json.dumps([boot_id(), *values]).encode()
-            replace_file(path, data, layout.modes.file, via=layout.partial)
+            self.node.write(path, json.dumps([boot_id(), *values]).encode())
         except os_error() as exn:  # the disk is full or read-only
             logger.debug("%s: %s", path, exn)
             with ignoring(OSError):
@@ -511,7 +486,7 @@ class Space:
         removals = [one for store in self.stores() for one in sweep(store, self.allocated)]
         for removal in removals:
             logger.info("removed %s, %d bytes", removal.name, removal.size)
-            usage.held[_part_of(removal.name)] = None
+            usage.held[_part(Path(removal.name).name)] = None
         return sum(removal.size for removal in removals)
 
     def evict(self, planned: CleanReport) -> list[Removal]:
@@ -557,7 +532,7 @@ class Space:
         Yields None, or the lock's holder as text if the lock was not free within ``seconds``.
         """
         lock = KeyLock(self.node.named_lock(name), self.node.modes)
-        holder = Holder.this_process(rank=None, job=None, now=clock.time())
+        holder = Holder.this_process()
         start = announced = clock.monotonic()
         try:
             while not (held := lock.try_acquire(holder)):

@@ -17,9 +17,8 @@ from shardcache import clock, threads
 from shardcache.errors import LockTimeoutError
 from shardcache.faults import os_error
 from shardcache.space.budget import Space
-from shardcache.space.eviction import CleanReport, Limits, linked, sweep
+from shardcache.space.eviction import CleanReport, Limits, linked, remove_expired, sweep
 from shardcache.space.memory import is_memory
-from shardcache.space.pins import remove_expired
 from shardcache.space.tiers import Tier
 from shardcache.stats import database
 from shardcache.store.entry import Store

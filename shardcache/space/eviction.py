@@ -1,7 +1,11 @@
-"""The policies: which shards are evicted first, and which stay.
+"""The policies and pins: which shards are evicted first, and which stay.
 
     working-set   the least recently used first, but none that was used since running jobs began
     lru           the least recently used first
+
+A pin is a small file, named after the shard's key. It may be created before the shard is
+downloaded, and stays when the shard's version changes. No policy, no ``clean --all`` and no ``rm``
+removes a pinned shard.
 
 `plan` changes nothing, so a dry run shows what a run would do. A file to which several ranks have
 hard links counts once. Its last use is the latest use of any link, and it is removed with all its
@@ -11,6 +15,8 @@ ago. So a wrong clock may evict a shard too early, but never a shard that is bei
 
 from __future__ import annotations
 
+import json
+import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator
@@ -20,20 +26,24 @@ from typing import Any
 
 from shardcache.config import Config
 from shardcache.faults import ignoring
-from shardcache.layout import Layout, is_idle
-from shardcache.locks.flock import remove_locks
+from shardcache.files import is_idle, list_names, read_json
+from shardcache.layout import Layout, is_pin_name
+from shardcache.locks.keys import remove_locks
 from shardcache.locks.sessions import live_sessions, remove_dead
-from shardcache.space.pins import pinned
 from shardcache.store.directory import DamagedError
 from shardcache.store.entry import Entry, Store
 from shardcache.store.partial import in_flight, remove_leftover, remove_unnamed
 from shardcache.units import format_bytes
+from shardcache.urls import ShardURL
+
+logger = logging.getLogger(__name__)
 
 #: Seconds by which clocks may differ: four times the clock skew that S3 accepts.
 SKEW = 3600.0
 #: Seconds after its last use for which a running job keeps a shard. An epoch that takes longer than
 #: a day gains little from a cache, and a job may leave a data set for good while it runs.
 _PROTECTED_FOR = 86_400.0
+_MAX_PIN = 16_384  #: maximum bytes to read of a pin, which holds one URL
 
 
 class Reason(StrEnum):
@@ -138,6 +148,50 @@ class Policy:
     def keeps(self, entry: Entry) -> bool:
         """Return whether an entry stays even if the cache then exceeds its limits."""
         return entry.key in self.pinned or self.protects(entry)
+
+
+def pin(layout: Layout, shard: ShardURL, until: float | None) -> None:
+    """Pin a shard until a time in seconds since the epoch; None pins it forever."""
+    layout.modes.make_directory(layout.pins, levels=0)
+    record = {"schema": 1, "url": str(shard), "until": until}
+    layout.write(layout.pin(shard.key), json.dumps(record).encode())
+
+
+def unpin(layout: Layout, key: str) -> bool:
+    """Remove a pin; return False if the shard was not pinned."""
+    try:
+        layout.pin(key).unlink()
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def pinned(layout: Layout, now: float, keys: Container[str] | None = None) -> dict[str, str]:
+    """Return the URL of each pinned shard by key, or only of those among ``keys``.
+
+    If the pin is damaged, the URL is empty.
+    """
+    return {key: url for key, until, url in _pins(layout, keys) if now < until}
+
+
+def remove_expired(layout: Layout, now: float) -> int:
+    """Remove expired pins, and return their number."""
+    return sum(unpin(layout, key) for key, until, _ in _pins(layout) if now >= until)
+
+
+def _pins(layout: Layout, keys: Container[str] | None = None) -> Iterator[tuple[str, float, str]]:
+    """Yield key, expiry and URL. A damaged pin does not expire and has an empty URL."""
+    for name in filter(is_pin_name, list_names(layout.pins)):
+        key = name.removesuffix(".pin")
+        if keys is not None and key not in keys:
+            continue
+        record = read_json(layout.pin(key), _MAX_PIN)
+        try:
+            until = math.inf if record["until"] is None else float(record["until"])
+            yield key, until, str(record["url"])
+        except (ValueError, TypeError, KeyError) as exn:
+            logger.info("the pin of %s cannot be read (%s), so the shard is kept", key, exn)
+            yield key, math.inf, ""
 
 
 def _past(date: float, now: float) -> float:

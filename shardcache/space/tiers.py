@@ -7,27 +7,29 @@ use it alone.
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import math
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from shardcache import clock
 from shardcache.config import Config
-from shardcache.faults import ignoring
-from shardcache.layout import Layout, is_directory, is_rank_name, list_names
-from shardcache.locks.flock import Holder, KeyLock
-from shardcache.locks.lease import KeyLease
+from shardcache.faults import Disk, ignoring
+from shardcache.files import is_directory, list_names, read_json
+from shardcache.layout import Layout, is_rank_name
+from shardcache.locks.keys import Holder, KeyLease, KeyLock
 from shardcache.locks.mounts import node_namespace
 from shardcache.locks.notices import Notices
-from shardcache.locks.sessions import Session, live_sessions, state_limits
+from shardcache.locks.sessions import Session, live_sessions
 from shardcache.ranks import Ranks, safe_name
 from shardcache.space.budget import Space
 from shardcache.stats.counters import Counters
 from shardcache.store.directory import DamagedError
-from shardcache.store.disk import Disk
 from shardcache.store.entry import Opened, Store, open_first, set_aside
 from shardcache.store.root import (
     Identity,
@@ -45,6 +47,8 @@ logger = logging.getLogger(__name__)
 
 #: The job of processes without a launcher. They share one namespace per rank.
 _NO_JOB = "local"
+#: Maximum bytes to read of a job's limits: a few hundred, and the paths of the tiers.
+_MAX_LIMITS = 65_536
 
 
 class Tier:
@@ -56,7 +60,16 @@ class Tier:
         started: when the job began to use the cache (seconds since the epoch); None for a command.
         notices: the warnings of this process.
         counters: count the shards that are evicted here.
+
+    Attributes:
+        node: the node's namespace.
+        store: the namespace that this process stores into.
+        space: the budget of the directory.
     """
+
+    node: Layout
+    store: Store
+    space: Space
 
     def __init__(
         self,
@@ -77,18 +90,14 @@ class Tier:
 
     def _locate(self) -> None:
         """Determine the namespaces from the configuration and the manifest."""
-        config = self.config
-        #: The node's namespace.
-        self.node = node_namespace(config)
-        own = self.node
-        if config.isolation != "node":
+        own = self.node = node_namespace(self.config)
+        if self.config.isolation != "node":
             name = self._ranks.job or _NO_JOB
-            if config.isolation == "rank":
+            if self.config.isolation == "rank":
                 name += f"-{self._ranks.rank}"
             own = self.node.rank(safe_name(name))
-        #: The namespace that this process stores into, and the budget of the directory.
         self.store = self._store(own)
-        self.space = self.limited(config)
+        self.space = self.limited(self.config)
 
     def _store(self, layout: Layout) -> Store:
         return Store(layout, verify_after_boot=self.config.fsync == "verify-after-boot")
@@ -132,7 +141,7 @@ class Tier:
             self.store.layout.make()
         self._session = Session(self.node, self._started or clock.time())
         if self._started is not None:
-            state_limits(self.node, self._started, self.config.limits())
+            _state_limits(self.node, self._started, self.config.limits())
         self._identity = identity(self.config.dir, self.store.layout)
         if self.node.grace is not None and self.config.locks == "auto":
             self._notices.warn(
@@ -175,6 +184,26 @@ class Tier:
                 others = live_sessions(self.node)
                 if session.started < min(others, default=math.inf):
                     self.space.forget_refusal()
+
+
+def _state_limits(layout: Layout, started: float, limits: dict[str, Any]) -> None:
+    """Store the limits of a job for commands, unless a job that began later has stored its own.
+
+    A job without tiers keeps the stored tiers of earlier jobs, which may still hold shards.
+    """
+    with ignoring(OSError):  # the disk is full or read-only, or a directory has the name
+        with contextlib.suppress(FileNotFoundError):
+            if layout.limits.lstat().st_mtime > started:
+                return
+        tiers = limits["tiers"] or stated_limits(layout).get("tiers")
+        layout.write(layout.limits, json.dumps({**limits, "tiers": tiers}).encode())
+        os.utime(layout.limits, (started, started))
+
+
+def stated_limits(layout: Layout) -> dict[str, Any]:
+    """Return the limits that the last job stated, unchecked; an empty dict if there are none."""
+    limits = read_json(layout.limits, _MAX_LIMITS)
+    return limits if isinstance(limits, dict) else {}
 
 
 def lock_layout(home: Tier, base: Path) -> Layout:
@@ -237,15 +266,12 @@ class Directories:
     def holder(self) -> Holder:
         """Return the record that this process writes into a lock that it holds."""
         ranks = self.ranks
-        rank = None if ranks.source == "none" else ranks.rank
-        return Holder.this_process(rank=rank, job=ranks.job, now=clock.time())
+        return Holder.this_process(None if ranks.source == "none" else ranks.rank, ranks.job)
 
     def key_lock(self, key: str, base: Path | None = None) -> KeyLock | KeyLease:
         """Return the lock of a key: its holder may download, set aside or amend the key's entries.
 
-        Args:
-            key: the key.
-            base: the directory of the namespace, by default that of this process.
+        ``base`` is the directory of the namespace, by default that of this process.
         """
         layout = self.layout if base is None else lock_layout(self.tiers[-1], base)
         if layout.grace is not None:
@@ -262,11 +288,8 @@ class Directories:
     def locked(self, entry: Path) -> Iterator[bool]:
         """Hold the lock of an entry's key in the body; yield False if another process has it.
 
-        Args:
-            entry: the directory of the entry, in any tier and namespace.
-
-        Raises:
-            OSError: the disk fails.
+        ``entry`` is the directory of the entry, in any tier and namespace. Raises OSError if the
+        disk fails.
         """
         lock = self.key_lock(entry.parent.name, entry.parents[3])
         try:

@@ -5,7 +5,6 @@
     partial    shards in flight, their journals, and the partials of dead processes
     directory  the directory of one shard: sidecar, data file, lock, removal
     digest     digests and checksums
-    disk       pauses the use of a disk after faults
     verify     compares entries with their digests and with the origin
 
 All functions here raise OSError if the disk fails.

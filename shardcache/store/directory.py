@@ -21,18 +21,18 @@ from typing import Any
 from shardcache.clock import utc
 from shardcache.errors import ConfigError
 from shardcache.faults import ignoring, os_error
-from shardcache.files import NOT_DATA, open_file, unlock
-from shardcache.layout import (
-    META,
-    PROGRESS,
-    Layout,
+from shardcache.files import (
+    NOT_DATA,
+    is_file,
     is_idle,
-    is_side_file,
     list_names,
     open_directory,
+    open_file,
     read_file,
+    try_flock,
+    unlock,
 )
-from shardcache.locks.flock import is_file, try_flock
+from shardcache.layout import META, PROGRESS, Layout, is_side_file
 from shardcache.origins.base import ObjectInfo
 from shardcache.urls import parse_url
 

@@ -24,19 +24,20 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from shardcache.clock import boot_id
 from shardcache.faults import ignoring, os_error
-from shardcache.files import open_file, owned, sync_directory, unlock, write_new
-from shardcache.layout import (
-    META,
-    Layout,
+from shardcache.files import (
     is_directory,
-    is_key,
-    is_side_file,
+    is_file,
     list_names,
-    parse_entry_name,
+    open_file,
+    owned,
     read_file,
-    replace_file,
+    sync_directory,
+    try_flock,
+    unlock,
+    wait_flock,
+    write_new,
 )
-from shardcache.locks.flock import is_file, try_flock, wait_flock
+from shardcache.layout import META, Layout, is_key, is_side_file, parse_entry_name
 from shardcache.store.digest import file_digest
 from shardcache.store.directory import (
     GONE,
@@ -368,8 +369,7 @@ class Store:
 
     def put(self, directory: str, name: str, data: bytes) -> None:
         """Write a side file of an entry, in place of an earlier one. Raises OSError."""
-        modes, via = self.layout.modes, self.layout.partial
-        replace_file(Path(directory, name), data, modes.file, via=via)
+        self.layout.write(Path(directory, name), data)
 
     def _remember(self, key: str, directory: str, basename: str, size: int) -> None:
         if len(self._known) >= _REMEMBERED:

@@ -31,29 +31,30 @@ from pathlib import Path
 
 from shardcache.faults import ignoring, os_error
 from shardcache.files import (
+    IDLE_GRACE,
     NOT_DATA,
     Modes,
     dup_exclusive,
+    is_directory,
+    is_file,
+    is_idle,
+    list_names,
     open_exclusive,
     open_file,
+    read_file,
+    remove_old,
     sync_directory,
+    wait_flock,
     write_new,
 )
 from shardcache.layout import (
-    IDLE_GRACE,
     META,
     PROGRESS,
     Layout,
-    is_directory,
     is_evicted_name,
-    is_idle,
     is_temporary_name,
-    list_names,
     parse_partial_name,
-    read_file,
-    remove_old,
 )
-from shardcache.locks.flock import is_file, wait_flock
 from shardcache.store.digest import BLOCK, block_digest
 from shardcache.store.directory import (
     GONE,

@@ -16,16 +16,8 @@ from pathlib import Path
 from shardcache.config import Config, __version__, group_name
 from shardcache.errors import ConfigError
 from shardcache.faults import ignoring, os_error
-from shardcache.files import Modes, random_token
-from shardcache.layout import (
-    MANIFEST,
-    Layout,
-    is_record_name,
-    is_temporary_name,
-    list_names,
-    read_manifest,
-    replace_file,
-)
+from shardcache.files import Modes, list_names, random_token
+from shardcache.layout import MANIFEST, Layout, is_record_name, is_temporary_name, read_manifest
 from shardcache.locks.mounts import lock_kind
 
 #: Device and inode number.
@@ -89,7 +81,7 @@ def make_root(config: Config) -> Layout:
         # changes, because the id names the directory of the node's locks (`locks.mounts`).
         texts[root / MANIFEST] = json.dumps(manifest) + "\n"
         for path, text in texts.items():
-            replace_file(path, text.encode(), modes.file, via=layout.partial, once=True)
+            layout.write(path, text.encode(), once=True)
     return layout
 
 

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from shardcache import Cache
-from shardcache.locks.downloaders import Downloaders
+from shardcache.locks.sessions import Downloaders
 from shardcache.store.digest import BLOCK
 from tests.support.caches import read
 from tests.support.storetools import PATIENCE, crowd, payload, wait_until

@@ -10,7 +10,7 @@ import pytest
 
 from shardcache.errors import IntegrityError, LockTimeoutError, TransferError
 from shardcache.layout import META, Layout
-from shardcache.locks.flock import Holder, KeyLock
+from shardcache.locks.keys import Holder, KeyLock
 from shardcache.origins.base import TransientError
 from shardcache.store.digest import BLOCK
 from shardcache.store.entry import Store

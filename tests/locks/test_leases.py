@@ -11,9 +11,9 @@ import pytest
 
 from shardcache.cache import Cache
 from shardcache.config import Config
-from shardcache.layout import IDLE_GRACE, Layout
-from shardcache.locks.flock import Holder, remove_locks
-from shardcache.locks.lease import KeyLease
+from shardcache.files import IDLE_GRACE
+from shardcache.layout import Layout
+from shardcache.locks.keys import Holder, KeyLease, remove_locks
 from shardcache.store.root import make_root
 from tests.support.storetools import Parent, age, forked, needs_root, wait_until
 from tests.support.tars import make_tar

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from shardcache.files import dup_exclusive, open_exclusive
-from shardcache.locks.flock import Holder, KeyLock, remove_locks, try_flock
+from shardcache.files import dup_exclusive, open_exclusive, try_flock
+from shardcache.locks.keys import Holder, KeyLock, remove_locks
 from tests.support.storetools import Parent, forked, make_store, no_descriptor_left, refusing, tree
 
-ME = Holder.this_process(rank=3, job="job", now=12.5)
+ME = Holder.this_process(rank=3, job="job")
 
 
 def free(path: Path) -> bool:

@@ -10,7 +10,8 @@ import pytest
 from shardcache.cache import Cache
 from shardcache.config import Config
 from shardcache.errors import ConfigError
-from shardcache.layout import IDLE_GRACE, Layout
+from shardcache.files import IDLE_GRACE
+from shardcache.layout import Layout
 from shardcache.locks import mounts
 from shardcache.locks.mounts import Mount, mount_of, node_namespace
 from shardcache.store.root import make_root

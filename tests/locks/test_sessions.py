@@ -12,7 +12,7 @@ import pytest
 
 from shardcache.cache import Cache
 from shardcache.layout import Layout
-from shardcache.locks.flock import Holder
+from shardcache.locks.keys import Holder
 from shardcache.locks.sessions import Session, live_sessions, live_waits, remove_dead
 from shardcache.urls import parse_url
 from tests.support.storetools import PATIENCE, Parent, forked, no_descriptor_left, wait_until

@@ -14,7 +14,7 @@ from shardcache.cache import Cache
 from shardcache.clock import boot_id
 from shardcache.config import Config
 from shardcache.errors import CacheFullError
-from shardcache.locks.flock import Holder, KeyLock
+from shardcache.locks.keys import Holder, KeyLock
 from shardcache.locks.sessions import Session
 from shardcache.space import budget
 from shardcache.space.budget import Space
@@ -149,7 +149,7 @@ def test_an_entry_that_is_opened_during_eviction_is_replaced_by_another(make, mo
 def test_a_stuck_budget_lock_is_ignored_after_a_minute(make, caplog) -> None:
     bench = make(100)
     lock = KeyLock(bench.layout.named_lock("budget"))
-    assert lock.try_acquire(Holder.this_process(rank=None, job=None, now=1.0))
+    assert lock.try_acquire(Holder.this_process())
     with caplog.at_level("WARNING"):
         bench.admit(size=10).discard()
     assert "going on without it" in caplog.text

@@ -15,7 +15,7 @@ from shardcache.cache import Cache
 from shardcache.config import Config
 from shardcache.errors import LockTimeoutError
 from shardcache.layout import Layout
-from shardcache.locks.flock import Holder, KeyLock
+from shardcache.locks.keys import Holder, KeyLock
 from shardcache.space import clean as module
 from shardcache.space.budget import Space
 from shardcache.space.clean import clean
@@ -92,7 +92,7 @@ def test_only_one_process_cleans_at_a_time(tmp_path: Path) -> None:
     with Cache(tmp_path / "cache", min_free=0, lock_timeout="0.3s") as cache:
         cache.pin("s3://lab/a.tar")  # creates the directory
         lock = KeyLock(Layout.of_root(cache.dir).named_lock("clean"))
-        assert lock.try_acquire(Holder.this_process(rank=3, job="17", now=1.0))
+        assert lock.try_acquire(Holder.this_process(rank=3, job="17"))
         for wait in (False, True):
             with pytest.raises(LockTimeoutError, match=f"process {os.getpid()}"):
                 cache.clean(wait=wait)

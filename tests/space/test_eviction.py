@@ -6,8 +6,16 @@ from hypothesis import strategies as st
 
 from shardcache.config import Config
 from shardcache.locks.sessions import Session
-from shardcache.space.eviction import SKEW, Limits, Policy, Reason, plan
-from shardcache.space.pins import pin, pinned, remove_expired
+from shardcache.space.eviction import (
+    SKEW,
+    Limits,
+    Policy,
+    Reason,
+    pin,
+    pinned,
+    plan,
+    remove_expired,
+)
 from shardcache.store.entry import Entry
 from shardcache.urls import parse_url
 

@@ -14,7 +14,7 @@ import pytest
 
 from shardcache.cache import Cache
 from shardcache.layout import Layout
-from shardcache.locks.flock import Holder, KeyLock
+from shardcache.locks.keys import Holder, KeyLock
 from tests.support.clitools import run_process
 from tests.support.disktools import disk, needs_mounts
 from tests.support.shop import Shop
@@ -184,7 +184,7 @@ def test_sixteen_processes_never_pass_the_limit_and_never_see_a_full_disk(tmp_pa
     def watch() -> None:
         # Holds the lock of the budget, so that no process evicts during the count. Otherwise an
         # evicted shard and its successor would both count.
-        me = Holder.this_process(rank=None, job=None, now=time.time())
+        me = Holder.this_process()
         while not ended.wait(0.005):
             lock = KeyLock(layout.named_lock("budget"))
             with contextlib.suppress(FileNotFoundError):  # no cache yet

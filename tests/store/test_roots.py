@@ -10,7 +10,8 @@ import pytest
 from shardcache.cache import Cache
 from shardcache.config import Config
 from shardcache.errors import ConfigError
-from shardcache.layout import MANIFEST, Layout, is_directory, replace_file
+from shardcache.files import is_directory, replace_file
+from shardcache.layout import MANIFEST, Layout
 from shardcache.ranks import Ranks
 from shardcache.space.tiers import Tier
 from shardcache.store.root import is_cache, make_root

@@ -18,7 +18,7 @@ import pytest
 from shardcache import Cache, ConfigError
 from shardcache.config import Config
 from shardcache.layout import MANIFEST, PROGRESS, Layout
-from shardcache.locks.flock import Holder, KeyLock
+from shardcache.locks.keys import Holder, KeyLock
 from shardcache.store.root import make_root
 from shardcache.urls import parse_url
 from shardcache.wds.attach import url_opener

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
+from shardcache.files import try_flock
 from shardcache.layout import META
-from shardcache.locks.flock import try_flock
 from shardcache.store.digest import BLOCK
 from shardcache.store.directory import DamagedError
 from shardcache.store.entry import Entry, Opened, Store, set_aside

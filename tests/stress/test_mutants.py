@@ -62,12 +62,12 @@ Economy: a streamed shard is requested twice
 
 Crash: no process resumes the partial of a dead one
     download/fetch.py
-    -left = None if lock is None or lock.left is None else lock.left.partial
+    -left = None if lock is None else lock.partial
     +left = None
     tests/download/test_coordination.py -k resumed
 
 Crash: a cleaning forgets the partial of another tier
-    locks/flock.py
+    locks/keys.py
     -(is_directory(layout.partial / names_partial) or not is_idle(path))
     +is_directory(layout.partial / names_partial)
     tests/locks/test_key_locks.py -k resumed_after_a_cleaning
@@ -91,7 +91,7 @@ Locks: processes share a temporary name
     tests/test_processes.py -k stopped
 
 Locks: a filesystem without flock is an error
-    locks/flock.py
+    files.py
     -if exn.errno in _UNSUPPORTED:
     +if False:
     tests/locks/test_locks.py -k without_flock

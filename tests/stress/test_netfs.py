@@ -7,8 +7,7 @@ import socket
 import pytest
 
 from shardcache.layout import Layout
-from shardcache.locks.flock import Holder
-from shardcache.locks.lease import KeyLease
+from shardcache.locks.keys import Holder, KeyLease
 from tests.stress.conftest import FAST, SLOW, under_way
 from tests.support.caches import warnings
 from tests.support.storetools import age, forked, together, wait_until

@@ -8,7 +8,7 @@ import pytest
 
 from shardcache.cache import Cache
 from shardcache.layout import Layout
-from shardcache.locks.flock import Holder, KeyLock
+from shardcache.locks.keys import Holder, KeyLock
 
 MakeCache: TypeAlias = Callable[..., Cache]
 

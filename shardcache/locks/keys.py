@@ -1,14 +1,20 @@
-"""Locks by flock(2), which the kernel frees when their holder dies, and records of their holders.
+"""Locks of keys, which give one process the right to download a shard, and records of holders.
+
+    KeyLock    flock(2), which the kernel frees when its holder dies; also for locks of the node
+    KeyLease   a marker file, for all nodes that share a directory on a network filesystem
 
 Callers stay correct if a lock is refused, is granted to two processes, or loses its file. Locks are
 taken in a fixed order: first the key, then the budget, then single entries without waiting.
+
+The holder of a lease keeps updating the timestamp of its marker (`filelock.SoftFileLease`). A node
+that sees no update for `LEASE_SECONDS` of its own monotonic clock may take the lease. A holder that
+was stopped for longer continues when it wakes: the shard is fetched twice.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import io
 import json
 import logging
@@ -17,68 +23,45 @@ import socket
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from shardcache import clock
 from shardcache.faults import FULL, ignoring, os_error
-from shardcache.files import PRIVATE, Modes, open_exclusive, open_file, set_mode, unlock
-from shardcache.layout import (
+from shardcache.files import (
     IDLE_GRACE,
-    Layout,
+    PRIVATE,
+    Modes,
     is_directory,
     is_idle,
-    is_key,
-    is_lease_name,
-    is_lock_name,
     list_names,
+    open_exclusive,
+    open_file,
     read_file,
     remove_old,
+    set_mode,
+    try_flock,
+    unlock,
 )
+from shardcache.layout import Layout, is_key, is_lease_name, is_lock_name
+
+if TYPE_CHECKING:
+    from filelock import SoftFileLease
 
 logger = logging.getLogger(__name__)
 
-#: Errors of a filesystem without flock. Locks there count as granted, because a second download
-#: only costs bandwidth, while a refusal would end the run.
-_UNSUPPORTED = frozenset({errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP})
-#: Seconds between attempts to take a lock that another process holds briefly: planning an eviction
-#: takes microseconds, and closing a partial after its publication takes a few milliseconds.
-_PAUSES = (0.001, 0.01, 0.02)
+#: Seconds until another attempt if another member of the group has not set a file's mode yet.
+_PAUSE = 0.001
 #: Attempts to open and lock a file, because a sweep may remove the file or its directory.
 _ATTEMPTS = 100
 #: Length in bytes to which a record is padded, so that one write replaces the previous record, and
 #: the maximum number of bytes to read, because a record may contain a long URL.
 _RECORD, _MAX_RECORD = 2048, 16 << 10
-
-
-def try_flock(fd: int, *, shared: bool = False) -> bool | None:
-    """Try to take the exclusive (or a shared) lock of an open file, without waiting.
-
-    Return True, or False if another process has the lock, or None if the filesystem has no flock.
-    """
-    try:
-        fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
-    except os_error() as exn:
-        if exn.errno in (errno.EWOULDBLOCK, errno.EACCES):
-            return False
-        if exn.errno in _UNSUPPORTED:
-            return None
-        raise
-    return True
-
-
-def wait_flock(fd: int, *, shared: bool = False) -> bool | None:
-    """Call `try_flock` up to four times within 31 ms, while it returns False; return the result."""
-    for seconds in _PAUSES:
-        if (taken := try_flock(fd, shared=shared)) is not False:
-            return taken
-        time.sleep(seconds)
-    return try_flock(fd, shared=shared)
-
-
-def is_file(path: str | Path, fd: int) -> bool:
-    """Return whether ``path`` still names the file that is open as ``fd``."""
-    try:
-        return os.path.samestat(os.lstat(path), os.fstat(fd))
-    except (FileNotFoundError, NotADirectoryError):
-        return False
+#: Seconds that other nodes wait after a node died. The holder updates its marker every 30 s, and an
+#: NFS client may show a file's timestamps up to 60 s late (acregmax, nfs(5)).
+LEASE_SECONDS = 90.0
+#: Errors that also prevent storing a shard, so a lease raises them. After any other error, every
+#: process gets the lease.
+_REFUSALS = FULL | {errno.EROFS, errno.EACCES}
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,9 +81,9 @@ class Holder:
     url: str | None = None  #: URL, without credentials, of the shard that the process waits for
 
     @classmethod
-    def this_process(cls, *, rank: int | None, job: str | None, now: float) -> Holder:
-        """Return a record of the calling process; ``now`` is seconds since the epoch."""
-        return cls(os.getpid(), socket.gethostname(), rank, job, now)
+    def this_process(cls, rank: int | None = None, job: str | None = None) -> Holder:
+        """Return a record of the calling process that begins now."""
+        return cls(os.getpid(), socket.gethostname(), rank, job, clock.time())
 
     def encode(self) -> bytes:
         """Return the record as JSON, padded with spaces."""
@@ -134,22 +117,20 @@ def read_holder(path: Path) -> Holder | None:
 
 
 class KeyLock:
-    """The lock of a key, which gives one process of this node the right to download the shard.
+    """The lock of a key or of the node, which one process of the node holds.
 
     A forked child closes the lock file, so that only the parent keeps the lock.
 
     Attributes:
-        left: the record of the previous holder, which names the partial of a killed download.
         partial: the name of the partial in the record of this holder. Until this holder has one,
             it is that of the previous holder, so that a second kill does not lose it.
     """
 
     def __init__(self, path: Path, modes: Modes = PRIVATE) -> None:
         self.path = path
-        self.left: Holder | None = None
+        self.partial: str | None = None
         self._modes = modes
         self._file: io.FileIO | None = None
-        self.partial: str | None = None
 
     def try_acquire(self, holder: Holder) -> bool:
         """Take the lock if it is free, and record ``holder``. Return whether the lock was taken.
@@ -170,7 +151,7 @@ class KeyLock:
             except PermissionError:
                 if not os.path.lexists(self.path):
                     raise
-                time.sleep(_PAUSES[0])  # another member of the group has not set its mode yet
+                time.sleep(_PAUSE)
                 continue
             except os_error() as exn:
                 if exn.errno in FULL:
@@ -182,8 +163,8 @@ class KeyLock:
                 return False
             if os.fstat(file.fileno()).st_nlink:
                 with ignoring(OSError):  # a pipe can be locked, but has no offsets
-                    self.left = Holder.decode(os.pread(file.fileno(), _MAX_RECORD, 0))
-                self.partial = self.left.partial if self.left else None
+                    left = Holder.decode(os.pread(file.fileno(), _MAX_RECORD, 0))
+                    self.partial = left.partial if left else None
                 self.update(replace(holder, partial=self.partial))
                 return True
             self.release()  # a sweep removed the file between open and flock
@@ -191,7 +172,7 @@ class KeyLock:
         return True
 
     def update(self, holder: Holder) -> None:
-        """Replace the record in the lock file, if this process holds the lock."""
+        """Replace the record of a lock that this process holds."""
         file = self._file
         if file is None or file.closed:
             return
@@ -218,6 +199,82 @@ class KeyLock:
             with ignoring(OSError):  # the descriptor is closed nevertheless
                 unlock(file.fileno())
                 file.close()
+
+
+class KeyLease:
+    """The lease of a key, which one process among all nodes holds, with the methods of `KeyLock`.
+
+    A caller must use one object for all its attempts, because the object remembers when it last saw
+    the marker change. After ``seconds`` without a change, the holder counts as dead.
+    """
+
+    def __init__(self, layout: Layout, key: str, seconds: float = LEASE_SECONDS) -> None:
+        self.path = layout.lease(key)
+        self.partial: str | None = None
+        self._layout = layout
+        self._record = layout.holder(key)
+        self._seconds = seconds
+        self._lease: SoftFileLease | None = None
+        self._seen: tuple[int, int] | None = None  # inode and modification time of the marker
+        self._since = 0.0  # when the marker was first seen in this state, by the monotonic clock
+
+    def try_acquire(self, holder: Holder) -> bool:
+        """Take the lease if it is free, and record ``holder``. Return whether the lease was taken.
+
+        A dead holder's lease is freed for the next attempt. Where the marker cannot be created,
+        every process gets the lease, but OSError is raised if shards cannot be stored there either
+        (read-only, denied, full).
+        """
+        from filelock import SoftFileLease, Timeout
+
+        modes = self._layout.modes
+        try:
+            modes.make_directory(self.path.parent, levels=1)
+            lease = self._lease = self._lease or SoftFileLease(
+                self.path, lease_duration=self._seconds, thread_local=False, mode=modes.file
+            )
+            lease.acquire(blocking=False)
+        except Timeout:
+            self._break_expired(lease)
+            return False
+        except (os_error(), ValueError) as exn:  # ValueError: the lease has another duration
+            if isinstance(exn, OSError) and exn.errno in _REFUSALS:
+                raise
+            logger.warning("%s: going on without a lease: %s", self.path, exn)
+            return True
+        left = read_holder(self._record)
+        self.update(replace(holder, partial=left.partial if left else None))
+        return True
+
+    def _break_expired(self, lease: SoftFileLease) -> None:
+        """Remove the marker of a dead holder, so that the next attempt finds the lease free.
+
+        filelock does this only on filesystems that can exchange two names, which NFS cannot.
+        """
+        with ignoring(OSError):
+            status, now = self.path.stat(), time.monotonic()
+            marker = (status.st_ino, status.st_mtime_ns)
+            if marker != self._seen:
+                self._seen, self._since = marker, now
+            elif now - self._since >= self._seconds:
+                lease.force_break()
+
+    def update(self, holder: Holder) -> None:
+        """Replace the record of a lease that this process holds."""
+        if self._lease is not None and self._lease.is_locked:
+            self.partial = holder.partial
+            with ignoring(OSError):  # the lease works without a record
+                self._layout.write(self._record, holder.encode())
+
+    def release(self, *, keep: bool = False) -> None:
+        """Release the lease, if this process holds it; ``keep`` as for `KeyLock.release`."""
+        lease, self._lease = self._lease, None
+        if lease is not None and lease.is_locked:
+            with ignoring(OSError):  # the record is optional
+                if not keep:
+                    self._record.unlink()
+            with ignoring(OSError):  # the lease expires
+                lease.release()
 
 
 def remove_locks(layout: Layout) -> None:

@@ -39,7 +39,7 @@ from shardcache.files import is_file
 from shardcache.process import ProcessCache
 from shardcache.reading.readers import DownloadReader, Expected, OriginReader
 from shardcache.store.directory import DamagedError
-from shardcache.store.entry import Opened, open_data, set_aside
+from shardcache.store.entry import Opened, set_aside
 from shardcache.store.root import UnusableError
 
 if TYPE_CHECKING:
@@ -109,9 +109,7 @@ def _replace_entry(
     with ignoring(DamagedError, OSError):
         if fault.errno == errno.ESTALE and not opened.reopened:
             grace = cache.tier_of(entry.directory).store.layout.grace
-            where = opened.directory, opened.path, opened.size
-            if (again := open_data(*where, grace)) is not None:
-                again.reopened = True
+            if (again := opened.reopen(grace)) is not None:
                 return again
         info = entry.metadata().info
     cache.disk.failed(cache.disk.reading, fault)

@@ -165,16 +165,19 @@ def _stated_name(directory: Path | str) -> str | None:
 
 
 @contextlib.contextmanager
-def hold(directory: Path | str, grace: float | None, *, shared: bool = False) -> Iterator[bool]:
+def hold(
+    directory: Path | str, grace: float | None, *, shared: bool = False, path: str = ""
+) -> Iterator[bool]:
     """Hold the flock of a directory's data file in the body; yield whether the shard is free.
 
     Yields False if another process holds the flock, or may hold it. With leases, nothing is locked,
-    and a shard is free after ``grace`` seconds without a write or a touch.
+    and a shard is free after ``grace`` seconds without a write or a touch. If the caller knows the
+    ``path`` of the data file, the directory need not be listed.
     """
     if grace is not None:
         yield is_idle(Path(directory), grace)
         return
-    path, file = str(data_file(directory) or directory), None
+    path, file = path or str(data_file(directory) or directory), None
     try:
         try:
             file = open_file(path)

@@ -106,8 +106,7 @@ class Progress:
 def _parse(path: Path, data: bytes) -> tuple[Metadata, int, bool]:
     """Return the sidecar in a journal, the offset of its records, and `Partial.confirmed`.
 
-    Raises:
-        DamagedError: ``data`` is not a journal, or belongs to another object.
+    Raises DamagedError if ``data`` is not a journal, or belongs to another object.
     """
     if len(data) < _HEADER.size:
         raise DamagedError("its progress file is too short")
@@ -210,6 +209,7 @@ class Partial:
         metadata: Metadata,
         file: io.FileIO,
         progress: io.FileIO | None,
+        records_at: int,
     ) -> None:
         self.path = data.parent
         self.data = data
@@ -219,7 +219,7 @@ class Partial:
         self.written = 0
         self._file = file
         self._progress = progress
-        self._records_at = 0
+        self._records_at = records_at
         self._digests: dict[int, tuple[bytes, int]] = {}
         self._guard = threading.Lock()
 
@@ -238,14 +238,14 @@ class Partial:
                 raise LostError(f"{path.name} was swept as soon as it was made") from exn
             if layout.grace is None and wait_flock(file.fileno()) is False:
                 raise LostError(f"{path.name} was locked by another process")
-            partial = cls(layout, data, metadata, file, None)
+            progress, sidecar = None, b""
             if size is None or size > BLOCK:
-                progress = open_exclusive(path / PROGRESS, _CREATE, modes)
-                partial._progress = stack.enter_context(progress)
+                progress = stack.enter_context(open_exclusive(path / PROGRESS, _CREATE, modes))
                 sidecar = metadata.encode()
                 sidecar += b" " * (-len(sidecar) % 8)  # so that no record's length crosses a page
-                partial._records_at = _HEADER.size + len(sidecar)
-                partial._write_header(sidecar)
+            records_at = _HEADER.size + len(sidecar)
+            partial = cls(layout, data, metadata, file, progress, records_at)
+            partial._write_header(sidecar)
             stack.pop_all()
         return partial
 
@@ -279,8 +279,7 @@ class Partial:
                 (claimed / META).unlink(missing_ok=True)  # left if the writer was killed in `seal`
                 if status.st_size > metadata.info.size:
                     os.ftruncate(file.fileno(), metadata.info.size)
-                partial = cls(layout, claimed / basename, metadata, file, progress)
-                partial._records_at = records_at
+                partial = cls(layout, claimed / basename, metadata, file, progress, records_at)
                 partial._prove(_records(data[records_at:]), metadata.info.size)
             except (os_error(), DamagedError) as exn:
                 # EXDEV: it is in a lower layer of an overlay.
@@ -474,11 +473,9 @@ def _occupied(path: Path) -> int:
 
 
 def remove_leftover(layout: Layout, path: Path) -> bool:
-    """Remove a dead process's directory in `Layout.partial`; return whether it was removed."""
-    parsed = parse_partial_name(path.name)
-    if not (parsed or is_evicted_name(path.name)) or not is_directory(path):
-        return False
-    return remove_free(path, layout, parsed[0] if parsed else path.name.split(".")[1])
+    """Remove a directory of `in_flight` unless a process uses it; return whether it is gone."""
+    key = path.name.removeprefix("evict.").partition(".")[0]
+    return is_directory(path) and remove_free(path, layout, key)
 
 
 def remove_unnamed(layout: Layout) -> None:

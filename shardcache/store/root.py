@@ -68,7 +68,7 @@ def make_root(config: Config) -> Layout:
         raise ConfigError(f"{exn.filename} is not a directory. Set dir to a directory.") from exn
     check_manifest(config)
     check_root(config)
-    check_foreign(root)
+    _check_foreign(root)
     layout = Layout.of_root(root, modes)
     layout.make()
     if not (root / MANIFEST).exists():
@@ -100,7 +100,7 @@ def check_usable(config: Config) -> None:
         check_manifest(config)
         if path == root:
             check_root(config)
-            check_foreign(root)
+            _check_foreign(root)
     except os_error() as exn:
         raise unusable(root, exn) from exn
     if not (is_cache(root) or os.access(path, os.W_OK | os.X_OK)):
@@ -123,7 +123,7 @@ def unusable(root: Path, exn: OSError) -> ConfigError:
     )
 
 
-def check_foreign(root: Path) -> None:
+def _check_foreign(root: Path) -> None:
     """Raise ConfigError if ``root`` is a file, has links, or is neither a cache nor empty."""
     check_links(Layout.of_root(root))
     if root.exists() and not root.is_dir():
@@ -150,7 +150,7 @@ def is_cache(root: Path) -> bool:
 
 def require_cache(root: Path) -> None:
     """Raise ConfigError if ``root`` is not a cache. Call this before removing anything in it."""
-    check_foreign(root)
+    _check_foreign(root)
     if not is_cache(root):
         why = "it has no manifest.json" if root.exists() else "it does not exist"
         raise ConfigError(
@@ -183,16 +183,14 @@ def remove_root(layout: Layout) -> None:
 def check_root(config: Config) -> None:
     """Raise ConfigError if other users could tamper with the root, or if it has links."""
     root = config.dir
-    reason = Modes.of(config.shared_group).objection(root, root.stat())
-    if reason is not None:
+    if reason := Modes.of(config.shared_group).objection(root, root.stat()):
         raise ConfigError(reason)
     check_links(Layout.of_root(root))
 
 
 def check_links(layout: Layout) -> None:
     """Raise ConfigError if a directory of the namespace is a symbolic link."""
-    linked = layout.linked()
-    if linked is not None:
+    if linked := layout.linked():
         raise ConfigError(
             f"{linked} is a symbolic link, and shardcache does not follow links in a cache. "
             "Set dir to the directory that it points to."

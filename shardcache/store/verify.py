@@ -71,9 +71,8 @@ _THREADS = 4
 class Verifier:
     """Checks entries, with the options of `Cache.verify`. Call `findings` only once.
 
-    Attributes:
-        sole: returns a context that holds the lock of a key, or yields False if another process
-            has the lock. Damaged entries are set aside under that lock. With None, they stay.
+    Damaged entries are set aside under the lock of their key, ``sole`` (`Directories.locked`).
+    Without ``sole``, they stay.
     """
 
     entries: Sequence[tuple[Store, Entry]]
@@ -110,7 +109,7 @@ class Verifier:
             raise CancelledError
 
     def _shard(self, copies: Iterable[tuple[Store, Entry]]) -> list[Finding]:
-        """Check the entries of one shard, unless the verification is stopped."""
+        """Check the entries of one shard until the verification is stopped."""
         results: list[Finding] = []
         with contextlib.suppress(CancelledError):
             for store, entry in copies:

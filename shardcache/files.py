@@ -116,8 +116,7 @@ class Modes:
     def make_directory(self, path: Path, levels: int = 1) -> None:
         """Create a directory unless it exists, with up to ``levels`` missing directories above it.
 
-        Other processes may do the same at the same moment. The limit keeps shardcache from creating
-        a new tree below the mount point of a disk that was unmounted.
+        The limit prevents a new tree below the mount point of a disk that was unmounted.
         """
         for _ in range(_ATTEMPTS):
             try:
@@ -177,10 +176,7 @@ NOT_DATA = frozenset({errno.ELOOP, errno.EISDIR, errno.ENXIO})
 
 
 def check_own(path: str | os.PathLike[str], status: os.stat_result) -> None:
-    """Raise OSError (ELOOP, as for a symbolic link) if a file should not be written to.
-
-    This is a file that has a second name (a hard link), or anything but a regular file.
-    """
+    """Raise OSError (ELOOP, as for a symbolic link) for a file with a second name, or no file."""
     if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
         reason = "it is a link or no regular file, so another program may own it; remove it"
         raise OSError(errno.ELOOP, reason, str(path))
@@ -205,11 +201,7 @@ def owned(function: Callable[..., int], *args: tuple[object]) -> io.FileIO:
 def open_file(
     path: str | os.PathLike[str], access: int = os.O_RDONLY, mode: int = 0o600
 ) -> io.FileIO:
-    """Open a file without following a symbolic link and without blocking.
-
-    Raises:
-        OSError: the file cannot be opened, or it was to be written and `check_own` refuses it.
-    """
+    """Open a file without following a symbolic link, without blocking, and with `check_own`."""
     file = owned(os.open, (path,), (access | SAFELY,), (mode,))
     if access & (os.O_WRONLY | os.O_RDWR) and not access & os.O_EXCL:
         status = os.fstat(file.fileno())
@@ -223,10 +215,7 @@ def open_file(
 
 
 def write_new(path: Path | str, data: bytes, mode: int, *, sync: bool = False) -> None:
-    """Create a file and write ``data`` to it. If ``sync`` is set, wait for the disk (fsync).
-
-    After an error, an incomplete file may remain.
-    """
+    """Create a file and write ``data`` to it. After an error, an incomplete file may remain."""
     with open_file(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode) as file:
         try:
             set_mode(file.fileno(), mode)
@@ -251,7 +240,7 @@ def sync_directory(path: Path) -> None:
 @contextlib.contextmanager
 def open_directory(path: Path | str) -> Iterator[int]:
     """Open a directory, but not through a symbolic link, and yield the descriptor."""
-    flags, found = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, list[int]()
+    flags, found = os.O_DIRECTORY | SAFELY, list[int]()
     try:
         found.extend(map(os.open, (path,), (flags,)))  # as in `owned`
         yield found[0]
@@ -317,10 +306,10 @@ def read_json(path: Path, limit: int) -> Any:
 
 
 def replace_file(path: Path, data: bytes, mode: int, *, via: Path, once: bool = False) -> None:
-    """Write a file atomically: a reader sees either the old content or all of the new content.
+    """Write a file atomically; with ``once``, keep an existing file.
 
-    The temporary file is in the directory ``via``, usually `Layout.partial`, where a sweep removes
-    the file if this process is killed before the rename. With ``once``, an existing file is kept.
+    The temporary file is in the directory ``via``, where a sweep removes it if this process is
+    killed before the rename.
     """
     temporary = via / f".{path.name}.{random_token()}"
     try:
@@ -343,10 +332,7 @@ def replace_file(path: Path, data: bytes, mode: int, *, via: Path, once: bool = 
 
 
 def try_flock(fd: int, *, shared: bool = False) -> bool | None:
-    """Try to take the exclusive (or a shared) lock of an open file, without waiting.
-
-    Return True, or False if another process has the lock, or None if the filesystem has no flock.
-    """
+    """Try to take the lock of an open file. Return None if the filesystem has no flock."""
     try:
         fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except os_error() as exn:
@@ -390,13 +376,14 @@ _exclusive: weakref.WeakSet[io.FileIO] = weakref.WeakSet()
 def open_exclusive(path: str | os.PathLike[str], flags: int, modes: Modes = PRIVATE) -> io.FileIO:
     """Open a file with `open_file`. A forked child closes it before the child's own code runs.
 
-    A new file (O_EXCL) gets the mode ``modes.file``, regardless of the umask.
+    A file that may be new (O_CREAT) gets the mode ``modes.file``, regardless of the umask.
     """
     with undivided():
         file = open_file(path, flags, modes.file)
         _exclusive.add(file)
-    if flags & os.O_EXCL:
-        set_mode(file.fileno(), modes.file)
+    if flags & os.O_CREAT:
+        with contextlib.suppress(PermissionError):  # another member of the group owns the file
+            set_mode(file.fileno(), modes.file)
     return file
 
 

@@ -13,7 +13,6 @@ was stopped for longer continues when it wakes: the shard is fetched twice.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import io
 import json
@@ -38,7 +37,6 @@ from shardcache.files import (
     open_file,
     read_file,
     remove_old,
-    set_mode,
     try_flock,
     unlock,
 )
@@ -178,8 +176,6 @@ class KeyLock:
             return
         self.partial = holder.partial
         try:
-            with contextlib.suppress(PermissionError):  # another member of the group owns the file
-                set_mode(file.fileno(), self._modes.file)
             os.pwrite(file.fileno(), holder.encode(), 0)
         except os_error() as exn:  # the lock works without a record
             logger.debug("%s: no record of its holder: %s", self.path, exn)

@@ -37,7 +37,6 @@ from shardcache.files import (
     open_exclusive,
     open_file,
     random_token,
-    set_mode,
     try_flock,
     unlock,
     write_new,
@@ -211,8 +210,6 @@ class Downloaders:
         with ignoring(OSError):  # a read-only disk, or one without such locks
             path, flags = layout.named_lock("downloads"), os.O_RDWR | os.O_CREAT
             self._file = open_exclusive(path, flags, layout.modes)
-            with contextlib.suppress(PermissionError):  # another member of the group owns the file
-                set_mode(self._file.fileno(), layout.modes.file)
             # Not from `random`, because forked workers may seed it alike.
             byte = int.from_bytes(os.urandom(4), "big") % _BYTES
             _call(self._file, fcntl.F_OFD_SETLK, fcntl.F_WRLCK, byte, 1)

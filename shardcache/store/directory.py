@@ -54,21 +54,27 @@ _STILL_OPEN = (".nfs", ".fuse_hidden")
 
 
 class DamagedError(Exception):
-    """An entry, a partial or a sidecar is damaged; the message states the damage."""
+    """An entry, a partial or a sidecar is damaged; the message states the damage.
 
-    #: The entry's directory, if `Store.open` raised the error.
-    directory = ""
+    The ``directory`` of the entry is stated by `Store.open`.
+    """
+
+    def __init__(self, damage: str, directory: str = "") -> None:
+        super().__init__(damage)
+        self.directory = directory
 
 
 @contextlib.contextmanager
-def readable() -> Iterator[None]:
-    """Turn an OSError of the body into DamagedError if the disk cannot read a single file."""
+def readable(directory: str = "") -> Iterator[None]:
+    """Raise DamagedError, with the directory, if the body cannot read a single file."""
     try:
         yield
+    except DamagedError as exn:
+        raise DamagedError(str(exn), directory) from exn.__cause__
     except os_error() as exn:
         if exn.errno not in _UNREADABLE:
             raise
-        raise DamagedError(f"it cannot be read ({exn.strerror})") from exn
+        raise DamagedError(f"it cannot be read ({exn.strerror})", directory) from exn
 
 
 _TEXT = r"[ !#-\[\]-~]*"  # without quotes, escapes and control characters
@@ -140,10 +146,7 @@ class Metadata:
 
 
 def data_file(directory: Path | str) -> Path | None:
-    """Return the data file of an entry or a partial, or None if there is none.
-
-    The sidecar is read only if files of other programs make the choice ambiguous.
-    """
+    """Return the data file of an entry or a partial, or None if there is none."""
     names = _data_names(list_names(directory))
     if len(names) > 1 and (stated := _stated_name(directory)) is not None:
         names = [stated] if stated in names else []
@@ -204,17 +207,16 @@ def hide(directory: Path, layout: Layout, key: str) -> Path | None:
     files are removed where they are, the data first, so that it never looks complete. Files of
     other programs move to the new name.
 
-    Returns the path of what is left to remove, or None if the directory is gone or is a mount
-    point.
+    Returns the new path, or None if the directory is gone or is a mount point.
     """
-    try:
-        return directory.rename(layout.new_evicted(key))
-    except os_error() as exn:
-        if exn.errno not in (*_IMMOVABLE, errno.EXDEV):
-            raise
-        if exn.errno != errno.EXDEV:
-            return None
     hidden = layout.new_evicted(key)
+    try:
+        return directory.rename(hidden)
+    except os_error() as exn:
+        if exn.errno in _IMMOVABLE:
+            return None
+        if exn.errno != errno.EXDEV:
+            raise
     if foreign := _remove_files(directory):
         layout.modes.new_directory(hidden)
         for name in foreign:
@@ -236,11 +238,10 @@ def remove_free(directory: Path, layout: Layout, key: str) -> bool:
 
 
 def remove_directory(directory: Path, name: str | None = None) -> None:
-    """Remove the files of shardcache from a directory, then the directory.
+    """Remove the files of shardcache from a directory of `Layout.partial`, then the directory.
 
-    A directory that holds anything else is renamed to ``kept.*``, which no sweep touches. The
-    directory must be in `Layout.partial`, where the next sweep tries again if the disk fails.
-    ``name`` is the name of the data file; if it is None, the name is read from the sidecar.
+    A directory that holds anything else is renamed to ``kept.*``, which no sweep touches. ``name``
+    is the name of the data file, by default the one that the sidecar states.
     """
     try:
         if not (foreign := _remove_files(directory, name)):

@@ -3,9 +3,8 @@
 There is no index: `Store.open` opens the data file and takes a shared flock on it. The open file
 can be read to its end, even if another process removes the entry. Publishing is one rename.
 Evicting takes the exclusive flock, which no process gets while a reader has the file open, renames
-the directory out of sight, and deletes it. The data of an entry never changes. Its sidecar
-(``meta.json``) may be replaced, to record under which boot the data was last verified, and
-``samples.idx`` is added by the first process that reads single samples (`shardcache.dataset`).
+the directory out of sight, and deletes it. The data of an entry never changes. Its sidecar may be
+replaced, to record under which boot the data was last verified, and `samples.idx` may be added.
 """
 
 from __future__ import annotations
@@ -89,7 +88,7 @@ class Entry(NamedTuple):
 
     @classmethod
     def at(cls, directory: Path | str) -> Entry:
-        """Return the entry in a directory, whose name contains version and size."""
+        """Return the entry in a directory."""
         _, key, name = str(directory).rsplit("/", 2)
         parsed = parse_entry_name(name)
         assert parsed is not None
@@ -102,10 +101,7 @@ class Entry(NamedTuple):
 
     @property
     def stored(self) -> int:
-        """When its bytes were stored (ns since the epoch), which orders the versions of a shard.
-
-        It is 0 if the entry was replaced or is gone.
-        """
+        """When its bytes were stored, in ns since the epoch; 0 if it was replaced or is gone."""
         return _stored(self.directory)
 
     def metadata(self) -> Metadata:
@@ -216,8 +212,7 @@ class Opened:
     def readinto(self, buffer: WriteableBuffer, position: int) -> int:
         """Read bytes at offset ``position`` into ``buffer``; return their number, 0 at the end.
 
-        Raises:
-            OSError: the disk fails, or the file is shorter than the shard.
+        Raises OSError if the disk fails, or the file is shorter than the shard.
         """
         count = os.preadv(self.file.fileno(), (buffer,), position)
         if count == 0 and position < self.size and memoryview(buffer).nbytes:
@@ -242,10 +237,9 @@ class Opened:
 
 
 def open_data(directory: str, path: str, size: int, grace: float | None) -> Opened | None:
-    """Open the data file of an entry, and take a shared flock on it unless the cache uses leases.
+    """Open the data file of an entry, and take a shared flock on it unless there is a ``grace``.
 
-    ``grace`` is None without leases. Returns None if the file is gone. Raises DamagedError if the
-    file does not have ``size`` bytes.
+    Returns None if the file is gone. Raises DamagedError if it does not have ``size`` bytes.
     """
     try:
         file = owned(os.open, (path,), (os.O_RDONLY | SAFELY,))  # hot path: not by `open_file`
@@ -293,8 +287,7 @@ class Store:
     def open(self, key: str, basename: str, outdated: Collection[str] = ()) -> Opened | None:
         """Open the newest entry of a shard, except ``outdated`` versions; return None for a miss.
 
-        Raises:
-            DamagedError: the newest entry is damaged.
+        Raises DamagedError if the newest entry is damaged.
         """
         known = None if outdated else self._known.get(key)
         if known is not None:
@@ -319,17 +312,15 @@ class Store:
         """Open and check an entry that this process does not know; return None if it is gone."""
         opened = None
         try:
-            with readable():
+            with readable(directory):
                 opened = open_data(directory, f"{directory}/{basename}", size, self._grace)
                 if opened is not None:
                     self._check(directory, opened.fd)
                 elif is_directory(directory):  # an evicted entry would have no directory either
                     raise DamagedError("its data file is missing")
-        except (DamagedError, os_error()) as exn:
+        except (DamagedError, os_error()):
             if opened is not None:
                 opened.close()
-            if isinstance(exn, DamagedError):
-                exn.directory = directory
             raise
         return opened
 
@@ -395,16 +386,15 @@ class Store:
         # If this process is stopped before the rename, a version that another process publishes
         # has a later time, and `open` takes it.
         others = [Path(row[0]) for row in versions(self.layout, key) if row[0] != str(entry)]
-        newcomer = next((other for other in others if other.name not in partial.earlier), None)
-        if newcomer is not None:
-            logger.info("%s was published before %s, which is dropped", newcomer.name, entry.name)
-            remove_directory(partial.path, name)
-            return newcomer
-        if others:  # they may be of the future, if the clock was ahead
-            times = (_stored(str(other)) for other in others)
-            latest = max((each for each in times if each < sys.maxsize), default=0)
-            if latest >= os.fstat(partial.fd).st_mtime_ns:
-                os.utime(partial.fd, ns=(latest + _LATER,) * 2)
+        for newcomer in others:
+            if newcomer.name not in partial.earlier:
+                logger.info("%s came before %s, which is dropped", newcomer.name, entry.name)
+                remove_directory(partial.path, name)
+                return newcomer
+        # The others may be of the future, if the clock was ahead.
+        times = [time for other in others if (time := _stored(str(other))) < sys.maxsize]
+        if times and max(times) >= os.fstat(partial.fd).st_mtime_ns:
+            os.utime(partial.fd, ns=(max(times) + _LATER,) * 2)
         self._known.pop(key, None)
         if not self._rename(partial, entry, metadata.size):
             remove_directory(partial.path, name)
@@ -451,7 +441,7 @@ class Store:
             logger.debug("%s: its use is not noted: %s", directory, exn)
 
     def mark_replaced(self, entry: Entry) -> bool:
-        """Mark an entry as replaced by a newer version, by setting its data file's timestamp to 0.
+        """Mark an entry as replaced, by setting its data file's timestamp to 0.
 
         Processes that remember the entry see the mark at their next open, and list the versions.
         Returns False if only another user may do so.

@@ -74,8 +74,8 @@ def fault_kind(exn: OSError) -> str:
 class Breaker:
     """A circuit breaker: after ``threshold`` faults in a row, a disk is not used for a minute.
 
-    It has no lock, because the garbage collector may close a stream at any moment, and the stream
-    then reports a success. If a race counts one fault too many or too few, that does no harm.
+    It has no lock, because the garbage collector may close a stream, which reports a success, at
+    any moment. A race counts one fault too many or too few.
     """
 
     def __init__(self, threshold: int = 3) -> None:
@@ -114,11 +114,7 @@ class PausedError(OSError):
 
 
 class Disk:
-    """Counts the faults of a disk in one process.
-
-    Attributes:
-        reading, writing: the faults of reads and of writes.
-    """
+    """Counts the faults of a disk in one process: those of ``reading`` and those of ``writing``."""
 
     def __init__(self, config: Config, warn: Callable[..., None]) -> None:
         self.reading = Breaker()

@@ -57,11 +57,7 @@ def random_token() -> str:
 
 
 def set_mode(file: int | Path, mode: int) -> None:
-    """Set the mode of a new file (a descriptor) or directory that a group shares.
-
-    The umask may have removed permissions of the group. Private files and directories have their
-    mode from the start, because no sensible umask restricts their owner.
-    """
+    """Set the mode of a new file (a descriptor) or directory of a group, whatever the umask is."""
     if mode & 0o070:
         os.chmod(file, mode)  # noqa: PTH101 - a file is given by its descriptor
 
@@ -114,10 +110,7 @@ class Modes:
             raise
 
     def make_directory(self, path: Path, levels: int = 1) -> None:
-        """Create a directory unless it exists, with up to ``levels`` missing directories above it.
-
-        The limit prevents a new tree below the mount point of a disk that was unmounted.
-        """
+        """Create a directory unless it exists, and up to ``levels`` missing ones above it."""
         for _ in range(_ATTEMPTS):
             try:
                 self.new_directory(path)
@@ -129,7 +122,7 @@ class Modes:
                     raise
                 clock.sleep(_RETRY)
             except FileNotFoundError:
-                if levels:
+                if levels:  # 0 below the mount point of a disk that may be unmounted
                     self.make_directory(path.parent, levels - 1)
                 elif not path.parent.exists():  # otherwise, it was missing only for a moment
                     raise
@@ -294,10 +287,7 @@ def read_file(path: Path | str, limit: int) -> bytes:
 
 
 def read_json(path: Path, limit: int) -> Any:
-    """Return the content of a JSON file of up to ``limit`` bytes; None if it is missing or damaged.
-
-    The caller checks the types, because another program may have written the file.
-    """
+    """Return the content of a JSON file, unchecked; None if it is missing or damaged."""
     try:
         return json.loads(read_file(path, limit))
     except (os_error(), ValueError, RecursionError) as exn:
@@ -306,11 +296,7 @@ def read_json(path: Path, limit: int) -> Any:
 
 
 def replace_file(path: Path, data: bytes, mode: int, *, via: Path, once: bool = False) -> None:
-    """Write a file atomically; with ``once``, keep an existing file.
-
-    The temporary file is in the directory ``via``, where a sweep removes it if this process is
-    killed before the rename.
-    """
+    """Write a file in place of an existing one (unless ``once``), by renaming one in ``via``."""
     temporary = via / f".{path.name}.{random_token()}"
     try:
         write_new(temporary, data, mode)

@@ -24,22 +24,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardcache import clock
+from shardcache import clock, files
 from shardcache.faults import FULL, ignoring, os_error
-from shardcache.files import (
-    IDLE_GRACE,
-    PRIVATE,
-    Modes,
-    is_directory,
-    is_idle,
-    list_names,
-    open_exclusive,
-    open_file,
-    read_file,
-    remove_old,
-    try_flock,
-    unlock,
-)
 from shardcache.layout import Layout, is_key, is_lease_name, is_lock_name
 
 if TYPE_CHECKING:
@@ -109,7 +95,7 @@ class Holder:
 def read_holder(path: Path) -> Holder | None:
     """Return the record in a file, or None if the file or the record is missing or damaged."""
     try:
-        return Holder.decode(read_file(path, _MAX_RECORD))
+        return Holder.decode(files.read_file(path, _MAX_RECORD))
     except os_error():
         return None
 
@@ -124,7 +110,7 @@ class KeyLock:
             it is that of the previous holder, so that a second kill does not lose it.
     """
 
-    def __init__(self, path: Path, modes: Modes = PRIVATE) -> None:
+    def __init__(self, path: Path, modes: files.Modes = files.PRIVATE) -> None:
         self.path = path
         self.partial: str | None = None
         self._modes = modes
@@ -134,13 +120,11 @@ class KeyLock:
         """Take the lock if it is free, and record ``holder``. Return whether the lock was taken.
 
         On a filesystem without flock, or without room for the file, every process gets the lock.
-
-        Raises:
-            OSError: the lock file cannot be created (read-only, denied).
+        Raises OSError if the lock file cannot be created (read-only, denied).
         """
         for _ in range(_ATTEMPTS):
             try:
-                file = open_exclusive(self.path, os.O_RDWR | os.O_CREAT, self._modes)
+                file = files.open_exclusive(self.path, os.O_RDWR | os.O_CREAT, self._modes)
             except FileNotFoundError:
                 # The parent is <locks> or <locks>/<aa>, and the latter is created on demand.
                 parent = self.path.parent
@@ -156,7 +140,7 @@ class KeyLock:
                     break
                 raise
             self._file = file
-            if try_flock(file.fileno()) is False:
+            if files.try_flock(file.fileno()) is False:
                 self.release(keep=True)
                 return False
             if os.fstat(file.fileno()).st_nlink:
@@ -181,10 +165,9 @@ class KeyLock:
             logger.debug("%s: no record of its holder: %s", self.path, exn)
 
     def release(self, *, keep: bool = False) -> None:
-        """Release the lock, if this process holds it.
+        """Release the lock, and remove a key's lock file unless ``keep`` is set.
 
-        Also remove a key's lock file, which takes a disk block, unless ``keep`` is set because the
-        record names a partial that can be resumed.
+        ``keep`` is for a record that names a partial that can be resumed.
         """
         file, self._file = self._file, None
         if file is not None and not file.closed:  # a forked child has closed it: the parent's lock
@@ -193,7 +176,7 @@ class KeyLock:
                 if is_key_lock and not keep and os.fstat(file.fileno()).st_nlink:
                     self.path.unlink()
             with ignoring(OSError):  # the descriptor is closed nevertheless
-                unlock(file.fileno())
+                files.unlock(file.fileno())
                 file.close()
 
 
@@ -217,9 +200,8 @@ class KeyLease:
     def try_acquire(self, holder: Holder) -> bool:
         """Take the lease if it is free, and record ``holder``. Return whether the lease was taken.
 
-        A dead holder's lease is freed for the next attempt. Where the marker cannot be created,
-        every process gets the lease, but OSError is raised if shards cannot be stored there either
-        (read-only, denied, full).
+        Where the marker cannot be created, every process gets the lease, but OSError is raised if
+        shards cannot be stored there either (read-only, denied, full).
         """
         from filelock import SoftFileLease, Timeout
 
@@ -276,16 +258,16 @@ class KeyLease:
 def remove_locks(layout: Layout) -> None:
     """Remove the lock files and leases of keys that no process downloads."""
     for locks in {layout.locks, layout.base / "locks"}:
-        for prefix in list_names(locks):
+        for prefix in files.list_names(locks):
             directory = locks / prefix
-            if not is_key(prefix * 16) or not is_directory(directory):
+            if not is_key(prefix * 16) or not files.is_directory(directory):
                 continue
-            for name in list_names(directory):
+            for name in files.list_names(directory):
                 if name.startswith(prefix):
                     if is_lock_name(name):
                         _remove_free_lock(layout, directory / name)
                     elif is_lease_name(name):
-                        remove_old(directory / name, layout.grace or IDLE_GRACE)
+                        files.remove_old(directory / name, layout.grace or files.IDLE_GRACE)
             with ignoring(OSError):  # the directory is not empty
                 directory.rmdir()
 
@@ -294,10 +276,10 @@ def _remove_free_lock(layout: Layout, path: Path) -> None:
     left = read_holder(path)
     # The file names the partial of a killed download. The partial may be in another tier, but no
     # partial that was not written for an hour is resumed.
-    names_partial = left is not None and left.partial
-    if names_partial and (is_directory(layout.partial / names_partial) or not is_idle(path)):
+    partial = left is not None and left.partial
+    if partial and (files.is_directory(layout.partial / partial) or not files.is_idle(path)):
         return
-    with ignoring(OSError), open_file(path) as file:
+    with ignoring(OSError), files.open_file(path) as file:
         # Remove the file only under its own lock, and only if no other process has removed it.
-        if try_flock(file.fileno()) is not False and os.fstat(file.fileno()).st_nlink:
+        if files.try_flock(file.fileno()) is not False and os.fstat(file.fileno()).st_nlink:
             path.unlink()

@@ -97,11 +97,7 @@ def mount_of(path: Path | str) -> Mount | None:
 
 
 def lock_kind(config: Config, manifest: Mapping[str, object]) -> str:
-    """Return the kind of lock for a cache, ``flock`` or ``lease``, given its manifest.
-
-    Even a machine with a local disk uses leases if another machine, which mounts the disk over the
-    network, created the cache.
-    """
+    """Return the kind of lock for a cache, ``flock`` or ``lease``, given its manifest."""
     if config.locks != "auto":
         return config.locks
     if manifest.get("locks") == "lease" or (mount := mount_of(config.dir)) is None:
@@ -124,10 +120,9 @@ def node_namespace(config: Config) -> Layout:
 
 
 def node_directory(identity: str, modes: Modes = PRIVATE) -> Path | None:
-    """Create a directory on this node that all processes of the user share for one ``identity``.
+    """Return a directory on this node for one ``identity``, which all processes of the user share.
 
-    Returns:
-        The directory, or None if none of the possible parents allows it.
+    Returns None if none of the possible parents allows it.
     """
     owner = os.geteuid() if modes.group is None else f"g{modes.group}"
     for parent in _NODE_DIRECTORIES:

@@ -22,9 +22,7 @@ _LOGGED = "_SHARDCACHE_UNUSABLE"
 class Notices:
     """The warnings of one process that are not repeated.
 
-    Args:
-        job: identifies the job among those of this node.
-        node: returns the node's namespace, which has the notes of the job.
+    ``job`` identifies the job among those of this node, and ``node`` returns the node's namespace.
     """
 
     def __init__(self, job: str, node: Callable[[], Layout]) -> None:
@@ -45,20 +43,14 @@ class Notices:
         self._known.add(kind)
 
     def is_new(self, kind: str) -> bool:
-        """Return whether this is the first call with ``kind`` in this job and on this node.
-
-        If the job's note cannot be created, each process of the job gets True once.
-        """
+        """Return whether this is the first call with ``kind`` in this job and on this node."""
         is_known = kind in self._known
         self._known.add(kind)
         return not is_known and leave_note(self._node(), safe_name(f"{self._job}-{kind}"))
 
 
 def log_unusable(error: ConfigError, directory: Path, ranks: Ranks) -> None:
-    """Log that nothing will be cached: as an error once per job and node, else at INFO.
-
-    No file on the node can be the memory of the job, because the directory cannot be used.
-    """
+    """Log that nothing will be cached: as an error once per job and node, else at INFO."""
     stated = f"{os.uname().nodename}:{directory}"
     is_first = ranks.local_rank in (None, 0) and os.environ.get(_LOGGED) != stated
     os.environ[_LOGGED] = stated

@@ -27,20 +27,8 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from shardcache import clock
+from shardcache import clock, files
 from shardcache.faults import ignoring, os_error
-from shardcache.files import (
-    IDLE_GRACE,
-    NOT_DATA,
-    is_file,
-    list_names,
-    open_exclusive,
-    open_file,
-    random_token,
-    try_flock,
-    unlock,
-    write_new,
-)
 from shardcache.layout import Layout
 from shardcache.locks.keys import Holder, read_holder
 
@@ -61,11 +49,8 @@ _INTERVAL = 1.0
 class Session:
     """A file in ``sessions`` that this process keeps locked until `close`, or until it exits.
 
-    Args:
-        layout: the namespace.
-        started: when the job began to use the cache, in seconds since the epoch.
-        waits: if given, a key and the record of this process; a ``.wait`` file is then created
-            instead of a session.
+    ``started`` is when the job began to use the cache, in seconds since the epoch. With ``waits``,
+    a key and the record of this process, a ``.wait`` file is created instead of a session.
     """
 
     _file: io.FileIO | None = None  # None if no file could be created
@@ -73,10 +58,12 @@ class Session:
     def __init__(
         self, layout: Layout, started: float, waits: tuple[str, Holder] | None = None
     ) -> None:
-        name = f"{random_token()}.session" if waits is None else f"{waits[0]}.{random_token()}.wait"
+        token, data = files.random_token(), b""
+        name = f"{token}.session"
+        if waits is not None:
+            name, data = f"{waits[0]}.{token}.wait", waits[1].encode()
         self.path = layout.sessions / name
         self.started = started
-        data = b"" if waits is None else waits[1].encode()
         try:
             layout.modes.make_directory(layout.sessions, levels=0)
             for _ in range(_ATTEMPTS):
@@ -90,11 +77,12 @@ class Session:
         """Create the file and lock it; return False if another process removed it in between."""
         with contextlib.ExitStack() as stack:
             stack.callback(self.path.unlink, missing_ok=True)
-            file = open_exclusive(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, layout.modes)
+            file = files.open_exclusive(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, layout.modes)
             stack.enter_context(file)
             os.pwrite(file.fileno(), data, 0)
             os.utime(file.fileno(), (self.started, self.started))
-            if try_flock(file.fileno()) is False or not is_file(self.path, file.fileno()):
+            fd = file.fileno()
+            if files.try_flock(fd) is False or not files.is_file(self.path, fd):
                 return False
             stack.pop_all()
             self._file = file
@@ -106,7 +94,7 @@ class Session:
             with ignoring(OSError):  # a file without a lock counts as dead anyway
                 self.path.unlink()
             with ignoring(OSError):  # the descriptor is closed nevertheless
-                unlock(self._file.fileno())
+                files.unlock(self._file.fileno())
                 self._file.close()
 
     def __del__(self) -> None:
@@ -121,15 +109,12 @@ def live_sessions(layout: Layout) -> list[float]:
 
 
 def live_waits(layout: Layout) -> Iterator[tuple[str, Holder]]:
-    """Yield the key and the `Holder` of each process that waits for a download. Remove nothing.
-
-    Raises:
-        OSError: the directory exists and cannot be read.
-    """
+    """Yield the key and the `Holder` of each process that waits for a download. Remove nothing."""
     for path in _files(layout, ".wait"):
-        with ignoring(OSError), open_file(path) as file:  # gone, or another user's
+        with ignoring(OSError), files.open_file(path) as file:  # gone, or another user's
             # An exclusive lock would look like a wait to other processes that list the waits.
-            if try_flock(file.fileno(), shared=True) is False and (waiter := read_holder(path)):
+            is_live = files.try_flock(file.fileno(), shared=True) is False
+            if is_live and (waiter := read_holder(path)):
                 yield path.name.partition(".")[0], waiter
 
 
@@ -138,7 +123,7 @@ def leave_note(layout: Layout, name: str) -> bool:
     note, now = layout.sessions / f"{name}{_NOTE}", clock.time()
     try:
         remove_dead(layout)
-        write_new(note, b"", layout.modes.file)
+        files.write_new(note, b"", layout.modes.file)
         os.utime(note, (now, now))
     except FileExistsError:
         return False
@@ -155,7 +140,7 @@ def remove_dead(layout: Layout) -> None:
     for path in _files(layout, ".wait"):
         _live_since(path)
     oldest = min(live_sessions(layout), default=math.inf)
-    for name in list_names(layout.sessions):
+    for name in files.list_names(layout.sessions):
         path = layout.sessions / name
         with ignoring(OSError):  # the note is gone, or a directory has its name
             if name.endswith(_NOTE) and path.lstat().st_mtime < oldest:
@@ -163,20 +148,20 @@ def remove_dead(layout: Layout) -> None:
 
 
 def _files(layout: Layout, suffix: str) -> list[Path]:
-    names = sorted(filter(_NAME.fullmatch, list_names(layout.sessions)))
+    names = sorted(filter(_NAME.fullmatch, files.list_names(layout.sessions)))
     return [layout.sessions / name for name in names if name.endswith(suffix)]
 
 
 def _live_since(path: Path) -> float | None:
     """Return the file's mtime, or remove the file and return None if its process is dead."""
     try:
-        with open_file(path) as file:
-            free, status = try_flock(file.fileno()), os.fstat(file.fileno())
+        with files.open_file(path) as file:
+            free, status = files.try_flock(file.fileno()), os.fstat(file.fileno())
             if free is False:
                 return status.st_mtime
             # If flock fails, the process counts as dead, because dead processes would otherwise
             # count forever. The file stays for an hour, because flock may work again by then.
-            if free or time.time() - status.st_ctime > IDLE_GRACE:
+            if free or time.time() - status.st_ctime > files.IDLE_GRACE:
                 with ignoring(OSError):  # read-only, or another process was faster
                     path.unlink()
     except FileNotFoundError:
@@ -184,7 +169,7 @@ def _live_since(path: Path) -> float | None:
     except PermissionError:  # the file is another user's, whose process may be alive
         return path.lstat().st_mtime
     except os_error() as exn:
-        if exn.errno not in NOT_DATA:
+        if exn.errno not in files.NOT_DATA:
             raise
     return None
 
@@ -192,10 +177,7 @@ def _live_since(path: Path) -> float | None:
 class Downloaders:
     """Registers a cache as a downloader of its node, and counts the node's downloaders.
 
-    Only one thread at a time may call `join` or `leave`; the caller has to ensure that.
-
-    Args:
-        node: returns the layout of the node's namespace.
+    Only one thread at a time may call `join` or `leave`. ``node`` returns the node's namespace.
     """
 
     def __init__(self, node: Callable[[], Layout]) -> None:
@@ -209,7 +191,7 @@ class Downloaders:
         self._count, self._due, layout = 1, 0.0, self._node()
         with ignoring(OSError):  # a read-only disk, or one without such locks
             path, flags = layout.named_lock("downloads"), os.O_RDWR | os.O_CREAT
-            self._file = open_exclusive(path, flags, layout.modes)
+            self._file = files.open_exclusive(path, flags, layout.modes)
             # Not from `random`, because forked workers may seed it alike.
             byte = int.from_bytes(os.urandom(4), "big") % _BYTES
             _call(self._file, fcntl.F_OFD_SETLK, fcntl.F_WRLCK, byte, 1)

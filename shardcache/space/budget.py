@@ -209,10 +209,7 @@ class Space:
         )
 
     def make_room(self, url: str, size: int) -> None:
-        """Evict entries for a shard of ``size`` bytes after the disk was full.
-
-        Raises CacheFullError if too few entries may be evicted.
-        """
+        """Evict entries for a shard after the disk was full. Raises CacheFullError."""
         with self._budget_lock(), self._usage() as usage:
             needed = Limits(free_needed=max(0, self.allocated(size) - self._sweep(usage)))
             # The disk may lack inodes, and a download needs more of them than one entry frees.
@@ -222,10 +219,7 @@ class Space:
             self._evict(usage, planned)
 
     def relieve(self) -> int:
-        """Evict from a RAM disk until ``min_free`` is free for the job; return the bytes freed.
-
-        Shards of running jobs are evicted, too: the kernel kills a job that runs out of memory.
-        """
+        """Evict from a RAM disk until ``min_free`` is free for the job; return the bytes freed."""
         with self._budget_lock(), self._usage() as usage:
             needed = Limits(free_needed=self.limits().free_needed)
             return self._evict(usage, self._choose(usage, needed, jobs=False))
@@ -400,10 +394,7 @@ class Space:
         self._record(self.node.usage, held, usage.next, usage.listed)
 
     def _refusal(self, need: int, usage: _Usage | None = None) -> tuple[int, bool]:
-        """Return how many of ``need`` bytes do not fit according to the last refusal, if any.
-
-        Also return whether the refusal is less than a minute old.
-        """
+        """Return how many of ``need`` bytes the last refusal lacks, and whether it is recent."""
         if self._config.policy == "working-set":
             with contextlib.suppress(ValueError, TypeError, OverflowError):
                 boot, when, most = self._recorded(self.node.refusal)
@@ -435,9 +426,7 @@ class Space:
     def limits(self, newcomer: int | None = None) -> Limits:
         """Return the configured limits in bytes, for the current state of the filesystem.
 
-        Args:
-            newcomer: bytes on disk of the shard to admit; None for a cleaning, to which ``max_age``
-                applies as well.
+        ``newcomer`` are the bytes on disk of the shard to admit; None for a cleaning.
         """
         volume = Volume.of(self.node.base)
         free = self._config.min_free.of(volume.size)
@@ -465,10 +454,7 @@ class Space:
         jobs: bool = True,
         entries: Sequence[Entry] | None = None,
     ) -> CleanReport:
-        """Plan an eviction of ``entries``, or of all entries, with `eviction.plan`.
-
-        Without ``jobs``, shards that running jobs used may be evicted.
-        """
+        """Plan an eviction of ``entries``, or of all, with `eviction.plan` and `Policy.of`."""
         if entries is None:
             entries = [entry for store in self.stores() for entry in store.entries()]
         keys = {entry.key for entry in entries}
@@ -515,8 +501,7 @@ class Space:
     def sole_cleaner(self, *, wait: bool) -> Iterator[None]:
         """Hold the cleaning lock in the body. With ``wait``, wait up to ``lock_timeout`` for it.
 
-        Raises:
-            LockTimeoutError: another process is cleaning.
+        Raises LockTimeoutError if another process is cleaning.
         """
         with self._hold("clean", self._config.lock_timeout if wait else 0.0) as other:
             if other is not None:
@@ -527,10 +512,7 @@ class Space:
 
     @contextlib.contextmanager
     def _hold(self, name: str, seconds: float) -> Iterator[str | None]:
-        """Hold a lock of the node in the body.
-
-        Yields None, or the lock's holder as text if the lock was not free within ``seconds``.
-        """
+        """Hold a lock of the node; yield None, or its holder if it is not free in ``seconds``."""
         lock = KeyLock(self.node.named_lock(name), self.node.modes)
         holder = Holder.this_process()
         start = announced = clock.monotonic()

@@ -43,8 +43,8 @@ def clean(
 ) -> CleanReport:
     """Evict until the limits hold, and remove the partials and sessions of dead processes.
 
-    With ``orphans``, also remove partials that are younger than an hour. With ``dry_run``, remove
-    nothing; the report then lists what would be removed.
+    With ``orphans``, also remove partials that are younger than an hour. With ``dry_run``, only
+    report what would be removed.
     """
     keep = 0.0 if orphans or limits.everything else _KEEP_PARTIALS
     leftovers = [
@@ -92,9 +92,8 @@ def remove(
 ) -> tuple[int, int, int]:
     """Remove the cached versions of a shard that no process reads; none if it is ``pinned``.
 
-    Returns:
-        The number of versions that were removed (or would be, with ``dry_run``), their bytes, and
-        the number of versions that stay. A file with several links counts once.
+    Returns the number of versions that were removed (or would be, with ``dry_run``), their bytes,
+    and the number of versions that stay. A file with several links counts once.
     """
     removed = freed = stay = 0
     in_use, evict = stores[0].in_use, stores[0].evict
@@ -111,10 +110,9 @@ def remove(
 class Housekeeper:
     """Cleans in the background of a job, so that a node without cron stays within its limits.
 
-    Every five minutes, one of the processes that use a cache does the same as ``shardcache clean``,
-    in a thread and under the same lock. A RAM disk is checked every two seconds: the more memory
-    the job uses, the less its cgroup leaves for the RAM disk, and the kernel kills a job that
-    exceeds the cgroup's limit. Disk errors are only logged.
+    Every five minutes, one of the processes that use a cache does the same as ``shardcache clean``.
+    A RAM disk is checked every two seconds: the more memory the job uses, the less its cgroup
+    leaves for the RAM disk, and the kernel kills a job that exceeds the cgroup's limit.
     """
 
     def __init__(self, tier: Tier) -> None:

@@ -127,10 +127,7 @@ class Policy:
         jobs: bool = True,
         keys: Container[str] | None = None,
     ) -> Policy:
-        """Return the configured policy for the shards with these keys, by default for all shards.
-
-        Without ``jobs``, no shards stay for running jobs.
-        """
+        """Return the configured policy for the shards with these keys, by default for all."""
         since = None
         if jobs and config.policy == "working-set" and (started := live_sessions(node)):
             oldest = min(_past(date, now) for date in started)
@@ -167,10 +164,7 @@ def unpin(layout: Layout, key: str) -> bool:
 
 
 def pinned(layout: Layout, now: float, keys: Container[str] | None = None) -> dict[str, str]:
-    """Return the URL of each pinned shard by key, or only of those among ``keys``.
-
-    If the pin is damaged, the URL is empty.
-    """
+    """Return the URL of each pinned shard among ``keys`` (default: all) by key; "" if damaged."""
     return {key: url for key, until, url in _pins(layout, keys) if now < until}
 
 
@@ -291,13 +285,8 @@ def sweep(
 ) -> Iterator[Removal]:
     """Remove the partials, sessions and locks of dead processes, and damaged entries.
 
-    Yields the partials and entries. Sessions and locks are removed last, so exhaust the iterator.
-
-    Args:
-        store: the namespace.
-        allocated: computes the bytes on disk of a shard from its size.
-        keep: seconds for which partials stay after their last write, so that they can be resumed.
-        dry_run: remove nothing; only yield the partials and damaged entries to remove.
+    Yields the partials and entries; with ``dry_run``, only that. Partials stay for ``keep`` seconds
+    after their last write, so that they can be resumed. Exhaust the iterator: sessions come last.
     """
     layout = store.layout
     for each in in_flight(layout):

@@ -74,7 +74,7 @@ class Volume:
 def allocation(root: Path) -> Callable[[int], int]:
     """Return a function that computes the bytes on disk of a shard from its size.
 
-    The function counts whole blocks for the data and for the sidecar or journal, and an entry's two
+    It counts whole blocks for the data and for the sidecar or journal, and an entry's two
     directories. Only this call queries the filesystem. ``root`` need not exist yet.
     """
     path = next(path for path in (root, *root.parents) if path.exists())

@@ -128,9 +128,7 @@ class Tier:
     def make(self) -> None:
         """Create the directories that are missing, and a session for this process.
 
-        Raises:
-            ConfigError: the directory must not be used as this cache.
-            OSError: the directory cannot be created or written.
+        Raises ConfigError if the directory must not be used as this cache; OSError if it cannot be.
         """
         self.end_session()
         self._identity = None
@@ -172,29 +170,24 @@ class Tier:
         return directory.startswith(f"{self.node.base}/")
 
     def end_session(self) -> None:
-        """Close the session, so that the shards that this job used may be evicted.
-
-        They may be evicted unless another process has a session that began as early, such as the
-        owner of a DataLoader's worker.
-        """
+        """Close the session, so that the shards that this job used may be evicted."""
         session, self._session = self._session, None
         if session is not None:
             session.close()
             with ignoring(OSError):
+                # Not if a process began as early, such as the owner of a DataLoader's worker.
                 others = live_sessions(self.node)
                 if session.started < min(others, default=math.inf):
                     self.space.forget_refusal()
 
 
 def _state_limits(layout: Layout, started: float, limits: dict[str, Any]) -> None:
-    """Store the limits of a job for commands, unless a job that began later has stored its own.
-
-    A job without tiers keeps the stored tiers of earlier jobs, which may still hold shards.
-    """
+    """Store the limits of a job for commands, unless a job that began later has stored its own."""
     with ignoring(OSError):  # the disk is full or read-only, or a directory has the name
         with contextlib.suppress(FileNotFoundError):
             if layout.limits.lstat().st_mtime > started:
                 return
+        # The tiers of earlier jobs may still hold shards.
         tiers = limits["tiers"] or stated_limits(layout).get("tiers")
         layout.write(layout.limits, json.dumps({**limits, "tiers": tiers}).encode())
         os.utime(layout.limits, (started, started))
@@ -209,8 +202,7 @@ def stated_limits(layout: Layout) -> dict[str, Any]:
 def lock_layout(home: Tier, base: Path) -> Layout:
     """Return the namespace that holds the locks of the keys of the namespace at ``base``.
 
-    A shard may be in any tier, so all tiers share the locks in the last one, ``home``. A rank's or
-    job's namespace has locks of its own.
+    All tiers share the locks in the last one, ``home``. A rank's or job's namespace has its own.
     """
     return home.node.rank(base.name) if base.parent.name == "ranks" else home.node
 
@@ -269,10 +261,7 @@ class Directories:
         return Holder.this_process(None if ranks.source == "none" else ranks.rank, ranks.job)
 
     def key_lock(self, key: str, base: Path | None = None) -> KeyLock | KeyLease:
-        """Return the lock of a key: its holder may download, set aside or amend the key's entries.
-
-        ``base`` is the directory of the namespace, by default that of this process.
-        """
+        """Return the lock of a key of the namespace at ``base``, by default of this process."""
         layout = self.layout if base is None else lock_layout(self.tiers[-1], base)
         if layout.grace is not None:
             return KeyLease(layout, key)
@@ -286,11 +275,7 @@ class Directories:
 
     @contextlib.contextmanager
     def locked(self, entry: Path) -> Iterator[bool]:
-        """Hold the lock of an entry's key in the body; yield False if another process has it.
-
-        ``entry`` is the directory of the entry, in any tier and namespace. Raises OSError if the
-        disk fails.
-        """
+        """Hold the lock of an entry's key in the body; yield False if another process has it."""
         lock = self.key_lock(entry.parent.name, entry.parents[3])
         try:
             yield lock.try_acquire(self.holder())

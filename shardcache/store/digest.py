@@ -69,10 +69,7 @@ def _crc(algorithm: str) -> Callable[[memoryview, int], int] | None:
 
 
 def file_checksum(fd: int, algorithm: str) -> str | None:
-    """Return the checksum of an open file in base64, or None if it cannot be computed here.
-
-    CRC32C and CRC64NVME need the ``checksums`` extra.
-    """
+    """Return the checksum of an open file in base64, or None if it cannot be computed here."""
     if algorithm in _HASHES:
         digest = hashlib.new(algorithm, usedforsecurity=False)
         for block in read_blocks(fd):
@@ -96,17 +93,10 @@ class MismatchError(Exception):
 
 
 def compare(fd: int, checksum: Checksum | None) -> str | None:
-    """Compare a complete file with the checksum that its origin states.
+    """Compare a complete file with the checksum that its origin states; return the algorithm.
 
-    Reads the whole file, which was just written, so it is still in the page cache. The composite
-    checksum of a multipart upload (``...-3``) is a checksum of the checksums of the parts, and
-    cannot be computed from the bytes alone.
-
-    Returns:
-        The algorithm, or None if the checksum cannot be compared.
-
-    Raises:
-        MismatchError: the checksums differ.
+    Returns None if the checksum cannot be compared: the composite checksum of a multipart upload
+    (``...-3``) is one of the checksums of its parts. Raises MismatchError.
     """
     if checksum is None or "-" in checksum.value:
         return None

@@ -18,20 +18,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from shardcache import files
 from shardcache.clock import utc
 from shardcache.errors import ConfigError
 from shardcache.faults import ignoring, os_error
-from shardcache.files import (
-    NOT_DATA,
-    is_file,
-    is_idle,
-    list_names,
-    open_directory,
-    open_file,
-    read_file,
-    try_flock,
-    unlock,
-)
 from shardcache.layout import META, PROGRESS, Layout, is_side_file
 from shardcache.origins.base import ObjectInfo
 from shardcache.urls import parse_url
@@ -46,7 +36,7 @@ GONE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ESTALE})
 #: Errors of renaming a directory that is gone, or that is a mount point.
 _IMMOVABLE = frozenset({errno.ENOENT, errno.EBUSY})
 #: Errors that concern one file, so its entry counts as damaged. Errors of the whole disk do not.
-_UNREADABLE = NOT_DATA | frozenset(
+_UNREADABLE = files.NOT_DATA | frozenset(
     {errno.EIO, errno.EUCLEAN, errno.EBADMSG, errno.EREMOTEIO, errno.EILSEQ, errno.ENODATA}
 )
 #: Prefixes of the names that NFS and FUSE give to a removed file until all processes close it.
@@ -54,10 +44,7 @@ _STILL_OPEN = (".nfs", ".fuse_hidden")
 
 
 class DamagedError(Exception):
-    """An entry, a partial or a sidecar is damaged; the message states the damage.
-
-    The ``directory`` of the entry is stated by `Store.open`.
-    """
+    """An entry, a partial or a sidecar is damaged; `Store.open` states the entry's directory."""
 
     def __init__(self, damage: str, directory: str = "") -> None:
         super().__init__(damage)
@@ -147,7 +134,7 @@ class Metadata:
 
 def data_file(directory: Path | str) -> Path | None:
     """Return the data file of an entry or a partial, or None if there is none."""
-    names = _data_names(list_names(directory))
+    names = _data_names(files.list_names(directory))
     if len(names) > 1 and (stated := _stated_name(directory)) is not None:
         names = [stated] if stated in names else []
     return Path(f"{directory}/{names[0]}") if names else None
@@ -161,7 +148,7 @@ def _stated_name(directory: Path | str) -> str | None:
     """Return the data file's name according to the sidecar or journal; None if neither has it."""
     for name in (META, PROGRESS):
         with ignoring(OSError, ValueError, DamagedError):
-            data = read_file(f"{directory}/{name}", MAX_SIDECAR)
+            data = files.read_file(f"{directory}/{name}", MAX_SIDECAR)
             # In a journal, a header precedes the sidecar.
             return Metadata.decode(data[data.index(b'{"schema"') :].partition(b"\n")[0]).basename
     return None
@@ -173,30 +160,29 @@ def hold(
 ) -> Iterator[bool]:
     """Hold the flock of a directory's data file in the body; yield whether the shard is free.
 
-    Yields False if another process holds the flock, or may hold it. With leases, nothing is locked,
-    and a shard is free after ``grace`` seconds without a write or a touch. If the caller knows the
-    ``path`` of the data file, the directory need not be listed.
+    With leases, nothing is locked, and a shard is free after ``grace`` seconds without a write or a
+    touch. A caller that knows the ``path`` of the data file saves a listing.
     """
     if grace is not None:
-        yield is_idle(Path(directory), grace)
+        yield files.is_idle(Path(directory), grace)
         return
     path, file = path or str(data_file(directory) or directory), None
     try:
         try:
-            file = open_file(path)
-            free = try_flock(file.fileno(), shared=shared)
+            file = files.open_file(path)
+            free = files.try_flock(file.fileno(), shared=shared)
             if free and not shared:  # the file may have been replaced since it was opened
-                free = is_file(path, file.fileno())
+                free = files.is_file(path, file.fileno())
         except os_error() as exn:
             # EACCES: a process of another user in the group may have been killed before it gave
             # the group access. Other errors, such as EMFILE, say nothing about the lock.
-            if exn.errno not in NOT_DATA | GONE | {errno.EACCES}:
+            if exn.errno not in files.NOT_DATA | GONE | {errno.EACCES}:
                 raise
             free = None if exn.errno == errno.EACCES else True  # the file is gone, or is a link
-        yield is_idle(Path(directory)) if free is None else free
+        yield files.is_idle(Path(directory)) if free is None else free
     finally:
         if file is not None:
-            unlock(file.fileno())
+            files.unlock(file.fileno())
             file.close()
 
 
@@ -261,7 +247,7 @@ def remove_directory(directory: Path, name: str | None = None) -> None:
 def _remove_files(directory: Path, name: str | None = None) -> list[str]:
     """Remove the files of shardcache from a directory; return the names of all others."""
     foreign = []
-    with open_directory(directory) as fd:
+    with files.open_directory(directory) as fd:
         names = os.listdir(fd)  # noqa: PTH208 - names are enough
         data = name or _stated_name(directory) or _likely_name(names, fd)
         for each in sorted(names, key=is_side_file):  # data first: the sidecar states its name

@@ -21,20 +21,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from shardcache import files
 from shardcache.clock import boot_id
 from shardcache.faults import ignoring, os_error
-from shardcache.files import (
-    SAFELY,
-    is_directory,
-    is_file,
-    list_names,
-    owned,
-    read_file,
-    sync_directory,
-    try_flock,
-    wait_flock,
-    write_new,
-)
 from shardcache.layout import META, Layout, is_key, is_side_file, parse_entry_name
 from shardcache.store.digest import file_digest
 from shardcache.store.directory import (
@@ -109,7 +98,7 @@ class Entry(NamedTuple):
         try:
             data = self._sidecar()
         except os_error() as exn:
-            if isinstance(exn, FileNotFoundError) and is_directory(self.directory):
+            if isinstance(exn, FileNotFoundError) and files.is_directory(self.directory):
                 raise DamagedError("it has no sidecar") from exn
             with readable():  # only after an error, because it takes about 3 us
                 raise
@@ -125,7 +114,7 @@ class Entry(NamedTuple):
         return found if is_own else None
 
     def _sidecar(self) -> bytes:
-        return read_file(f"{self.directory}/{META}", MAX_SIDECAR)
+        return files.read_file(f"{self.directory}/{META}", MAX_SIDECAR)
 
     def name(self) -> str:
         """Return the URL of the shard, else the name of the data file, else an empty string."""
@@ -140,7 +129,7 @@ class Entry(NamedTuple):
         """The path of the data file. Raises OSError if the entry is gone, and DamagedError."""
         if (path := data_file(self.directory)) is not None:
             return path
-        if is_directory(self.directory):
+        if files.is_directory(self.directory):
             raise DamagedError("it has no data file")
         raise FileNotFoundError(errno.ENOENT, "the entry is gone", self.directory)
 
@@ -168,9 +157,9 @@ def versions(layout: Layout, key: str) -> list[tuple[str, int]]:
     versions, whatever the clock says, and `Store.mark_replaced` sets it to 0.
     """
     key_dir, listed = str(layout.key_dir(key)), []
-    for name in list_names(key_dir):
+    for name in files.list_names(key_dir):
         parsed, directory = parse_entry_name(name), f"{key_dir}/{name}"
-        if parsed is not None and is_directory(directory):
+        if parsed is not None and files.is_directory(directory):
             listed.append((directory, parsed[1]))
     if len(listed) > 1:
         listed.sort(key=lambda row: _stored(row[0]), reverse=True)
@@ -210,10 +199,7 @@ class Opened:
         return Entry.at(self.directory)
 
     def readinto(self, buffer: WriteableBuffer, position: int) -> int:
-        """Read bytes at offset ``position`` into ``buffer``; return their number, 0 at the end.
-
-        Raises OSError if the disk fails, or the file is shorter than the shard.
-        """
+        """Read bytes at offset ``position`` into ``buffer``; return their number, 0 at the end."""
         count = os.preadv(self.file.fileno(), (buffer,), position)
         if count == 0 and position < self.size and memoryview(buffer).nbytes:
             raise OSError(errno.EIO, f"the file ends at byte {position} of {self.size}")
@@ -221,7 +207,7 @@ class Opened:
 
     def duplicate(self) -> Opened:
         """Return another handle of the same file, which shares the flock."""
-        return replace(self, file=owned(os.dup, (self.fd,)))
+        return replace(self, file=files.owned(os.dup, (self.fd,)))
 
     def reopen(self, grace: float | None) -> Opened | None:
         """Open the path again, because the handle is stale; None if the file is gone."""
@@ -237,23 +223,24 @@ class Opened:
 
 
 def open_data(directory: str, path: str, size: int, grace: float | None) -> Opened | None:
-    """Open the data file of an entry, and take a shared flock on it unless there is a ``grace``.
+    """Open the data file of an entry, and take a shared flock unless there is a ``grace``.
 
     Returns None if the file is gone. Raises DamagedError if it does not have ``size`` bytes.
     """
     try:
-        file = owned(os.open, (path,), (os.O_RDONLY | SAFELY,))  # hot path: not by `open_file`
+        # Hot path: keep the number of calls small.
+        file = files.owned(os.open, (path,), (os.O_RDONLY | files.SAFELY,))
     except os_error() as exn:
         if exn.errno in GONE:
             return None
         raise
     fd, opened = file.fileno(), None
     try:
-        stuck = grace is None and try_flock(fd, shared=True) is False
-        stuck = stuck and wait_flock(fd, shared=True) is False
+        stuck = grace is None and files.try_flock(fd, shared=True) is False
+        stuck = stuck and files.wait_flock(fd, shared=True) is False
         # A stuck entry is not a miss, because no process can publish this version again while the
         # entry's name is taken.
-        if stuck and not is_file(path, fd):
+        if stuck and not files.is_file(path, fd):
             return None
         status = os.fstat(fd)
         if status.st_nlink == 0:  # the entry was evicted between open and flock
@@ -270,10 +257,8 @@ def open_data(directory: str, path: str, size: int, grace: float | None) -> Open
 class Store:
     """The entries of one namespace.
 
-    Args:
-        layout: the namespace.
-        verify_after_boot: whether to hash each entry that was stored under another boot before its
-            first use. After a power loss, a rename may have survived without the data.
+    With ``verify_after_boot``, each entry that was stored under another boot is hashed before its
+    first use: after a power loss, a rename may have survived without the data.
     """
 
     def __init__(self, layout: Layout, *, verify_after_boot: bool = True) -> None:
@@ -316,7 +301,7 @@ class Store:
                 opened = open_data(directory, f"{directory}/{basename}", size, self._grace)
                 if opened is not None:
                     self._check(directory, opened.fd)
-                elif is_directory(directory):  # an evicted entry would have no directory either
+                elif files.is_directory(directory):  # if evicted, it would have none either
                     raise DamagedError("its data file is missing")
         except (DamagedError, os_error()):
             if opened is not None:
@@ -402,8 +387,8 @@ class Store:
             # With other versions, the next `open` must list all of them to find the newest.
             self._remember(key, str(entry), name, metadata.size)
         if sync:
-            sync_directory(entry.parent)
-            sync_directory(entry.parent.parent)
+            files.sync_directory(entry.parent)
+            files.sync_directory(entry.parent.parent)
         return entry
 
     def _rename(self, partial: Partial, entry: Path, size: int) -> bool:
@@ -441,9 +426,8 @@ class Store:
             logger.debug("%s: its use is not noted: %s", directory, exn)
 
     def mark_replaced(self, entry: Entry) -> bool:
-        """Mark an entry as replaced, by setting its data file's timestamp to 0.
+        """Set the time of an entry's data to 0, so that processes that know it list the versions.
 
-        Processes that remember the entry see the mark at their next open, and list the versions.
         Returns False if only another user may do so.
         """
         try:
@@ -459,7 +443,7 @@ class Store:
         if prefix is None:
             for each in _directories(objects):
                 yield from self.entries(each.name)
-        elif is_directory(objects / prefix):
+        elif files.is_directory(objects / prefix):
             for key in _directories(objects / prefix):
                 if is_key(key.name) and key.name[:2] == prefix:
                     for child in _directories(key.path):
@@ -478,8 +462,7 @@ class Store:
     def examine(self, entry: Entry, url: str) -> tuple[str, bool]:
         """Return the path of an entry's data file, and whether a process is reading the entry.
 
-        The last part of ``url`` is the usual name of the data file, which saves a listing. Raises
-        OSError if the entry is gone, and DamagedError.
+        The last part of ``url`` is the file's usual name. Raises OSError or DamagedError.
         """
         name = url.rpartition("/")[2]
         path, status = f"{entry.directory}/{name}", None
@@ -503,16 +486,13 @@ class Store:
         return removed
 
     def link(self, other: Opened, metadata: Metadata, basename: str) -> bool:
-        """Publish a hard link to ``other``, an entry of another namespace, with its ``metadata``.
-
-        Returns False if the filesystem cannot link, or if the other entry is gone.
-        """
+        """Publish a hard link to another namespace's entry; return False if it is impossible."""
         modes, identity = self.layout.modes, (metadata.key, metadata.info.version, metadata.size)
         staging, entry = self.layout.new_partial(*identity), self.layout.entry(*identity)
         try:
             modes.new_directory(staging)
             os.link(other.path, staging / basename)
-            write_new(staging / META, metadata.encode(), modes.file)
+            files.write_new(staging / META, metadata.encode(), modes.file)
             modes.make_directory(entry.parent)
             staging.rename(entry)
         except os_error() as exn:
@@ -528,8 +508,8 @@ class Store:
 def set_aside(directory: Path, reason: str) -> bool:
     """Move a damaged entry to where no reader looks; return whether this call moved it.
 
-    Processes that have the entry open can still read it. The caller must hold the key's lock;
-    otherwise, this could move an intact entry that has replaced the damaged one.
+    Processes that have the entry open can still read it. The caller must hold the key's lock,
+    because an intact entry may replace the damaged one.
     """
     hidden = hide(directory, _namespace(directory), directory.parent.name)
     if hidden is not None:

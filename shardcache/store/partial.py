@@ -29,24 +29,8 @@ from dataclasses import dataclass
 from itertools import count, groupby, takewhile
 from pathlib import Path
 
+from shardcache import files
 from shardcache.faults import ignoring, os_error
-from shardcache.files import (
-    IDLE_GRACE,
-    NOT_DATA,
-    Modes,
-    dup_exclusive,
-    is_directory,
-    is_file,
-    is_idle,
-    list_names,
-    open_exclusive,
-    open_file,
-    read_file,
-    remove_old,
-    sync_directory,
-    wait_flock,
-    write_new,
-)
 from shardcache.layout import (
     META,
     PROGRESS,
@@ -104,10 +88,7 @@ class Progress:
 
 
 def _parse(path: Path, data: bytes) -> tuple[Metadata, int, bool]:
-    """Return the sidecar in a journal, the offset of its records, and `Partial.confirmed`.
-
-    Raises DamagedError if ``data`` is not a journal, or belongs to another object.
-    """
+    """Return the sidecar in a journal, the offset of its records, and `Partial.confirmed`."""
     if len(data) < _HEADER.size:
         raise DamagedError("its progress file is too short")
     magic, records_at, confirmed = _HEADER.unpack_from(data)
@@ -128,7 +109,7 @@ def _records(data: bytes) -> Iterator[tuple[bytes, int]]:
 def read_progress(path: Path) -> Progress | None:
     """Read the journal of a partial; return None if it is missing or damaged."""
     try:
-        data = read_file(path / PROGRESS, _MAX_PROGRESS)
+        data = files.read_file(path / PROGRESS, _MAX_PROGRESS)
         metadata, records_at, _ = _parse(path, data)
     except (os_error(), DamagedError):
         return None
@@ -138,17 +119,14 @@ def read_progress(path: Path) -> Progress | None:
 class PartialSource:
     """A partial that is open for reading while its writer fills it.
 
-    Attributes ``data`` and ``info`` are the open data file and the version of the object.
-
-    Raises:
-        DamagedError: the journal is damaged, or the origin states no version.
-        OSError: the partial is gone, or cannot be read.
+    ``data`` and ``info`` are the open data file and the version of the object. Raises OSError if
+    the partial is gone, and DamagedError if it cannot be followed.
     """
 
     def __init__(self, path: Path, basename: str) -> None:
         with contextlib.ExitStack() as stack:
-            self.data = stack.enter_context(open_file(path / basename))
-            self._progress = stack.enter_context(open_file(path / PROGRESS))
+            self.data = stack.enter_context(files.open_file(path / basename))
+            self._progress = stack.enter_context(files.open_file(path / PROGRESS))
             header = os.pread(self._progress.fileno(), MAX_SIDECAR, 0)
             metadata, self._records_at, self._confirmed = _parse(path, header)
             self.info = metadata.info
@@ -214,7 +192,7 @@ class Partial:
         self.path = data.parent
         self.data = data
         self.metadata = metadata
-        self.earlier = frozenset(list_names(layout.key_dir(metadata.key)))
+        self.earlier = frozenset(files.list_names(layout.key_dir(metadata.key)))
         self.confirmed = True
         self.written = 0
         self._file = file
@@ -233,14 +211,16 @@ class Partial:
             stack.callback(remove_directory, path, basename)
             data = path / basename
             try:
-                file = stack.enter_context(open_exclusive(data, _CREATE, modes))
+                file = stack.enter_context(files.open_exclusive(data, _CREATE, modes))
             except FileNotFoundError as exn:
                 raise LostError(f"{path.name} was swept as soon as it was made") from exn
-            if layout.grace is None and wait_flock(file.fileno()) is False:
+            if layout.grace is None and files.wait_flock(file.fileno()) is False:
                 raise LostError(f"{path.name} was locked by another process")
             progress, sidecar = None, b""
             if size is None or size > BLOCK:
-                progress = stack.enter_context(open_exclusive(path / PROGRESS, _CREATE, modes))
+                progress = stack.enter_context(
+                    files.open_exclusive(path / PROGRESS, _CREATE, modes)
+                )
                 sidecar = metadata.encode()
                 sidecar += b" " * (-len(sidecar) % 8)  # so that no record's length crosses a page
             records_at = _HEADER.size + len(sidecar)
@@ -251,29 +231,26 @@ class Partial:
 
     @classmethod
     def claim(cls, layout: Layout, path: Path, basename: str) -> Partial | None:
-        """Take over and lock a partial that a dead process of this user left.
-
-        Returns None if the writer is alive, or if the partial is gone or useless.
-        """
+        """Take over and lock a dead process's partial; None if it is alive, gone or useless."""
         named = parse_partial_name(path.name)
-        if named is None or not is_directory(path):
+        if named is None or not files.is_directory(path):
             return None
         claimed = layout.new_partial(*named)
         with contextlib.ExitStack() as stack:
             try:
-                file = stack.enter_context(open_exclusive(path / basename, os.O_RDWR))
-                free = wait_flock(file.fileno()) if layout.grace is None else None
+                file = stack.enter_context(files.open_exclusive(path / basename, os.O_RDWR))
+                free = files.wait_flock(file.fileno()) if layout.grace is None else None
                 if free is None:
-                    free = is_idle(path, layout.grace or IDLE_GRACE)
+                    free = files.is_idle(path, layout.grace or files.IDLE_GRACE)
                 status = os.fstat(file.fileno())
                 own = status.st_uid == os.geteuid() and stat.S_ISREG(status.st_mode)
                 # If a sweep removed the partial between open and flock, its name is gone.
-                if not (free and is_file(path / basename, file.fileno()) and own):
+                if not (free and files.is_file(path / basename, file.fileno()) and own):
                     return None
                 path.rename(claimed)  # succeeds for only one of several processes
-                data = read_file(claimed / PROGRESS, _MAX_PROGRESS)
+                data = files.read_file(claimed / PROGRESS, _MAX_PROGRESS)
                 metadata, records_at, _ = _parse(claimed, data)
-                progress = stack.enter_context(open_exclusive(claimed / PROGRESS, os.O_RDWR))
+                progress = stack.enter_context(files.open_exclusive(claimed / PROGRESS, os.O_RDWR))
                 if metadata.info.size is None or not metadata.resumable:
                     raise DamagedError("its size or version is unknown")
                 (claimed / META).unlink(missing_ok=True)  # left if the writer was killed in `seal`
@@ -283,7 +260,9 @@ class Partial:
                 partial._prove(_records(data[records_at:]), metadata.info.size)
             except (os_error(), DamagedError) as exn:
                 # EXDEV: it is in a lower layer of an overlay.
-                expected = GONE | NOT_DATA | {errno.EBUSY, errno.EACCES, errno.EPERM, errno.EXDEV}
+                expected = (
+                    GONE | files.NOT_DATA | {errno.EBUSY, errno.EACCES, errno.EPERM, errno.EXDEV}
+                )
                 if isinstance(exn, OSError) and exn.errno not in expected:
                     raise
                 remove_directory(claimed, basename)
@@ -344,10 +323,7 @@ class Partial:
                 os.ftruncate(self.fd, 0)
 
     def confirm(self) -> None:
-        """Show the resumed blocks to readers.
-
-        Call this once the origin is known to have this version.
-        """
+        """Show the resumed blocks to readers, because the origin still has this version."""
         with self._guard:
             self.confirmed = True
             if not self._file.closed:
@@ -385,22 +361,22 @@ class Partial:
 
     def handle(self) -> io.FileIO:
         """Return another descriptor of the data file, which shares the flock until it is closed."""
-        return dup_exclusive(self._file)
+        return files.dup_exclusive(self._file)
 
-    def seal(self, metadata: Metadata, modes: Modes, *, sync: bool) -> None:
+    def seal(self, metadata: Metadata, modes: files.Modes, *, sync: bool) -> None:
         """Write the sidecar, remove the journal and make the data read-only, as in an entry.
 
-        With ``sync``, flush everything to the disk (fsync). Raises LostError if another process
-        has removed the partial or taken it over.
+        With ``sync``, flush everything to the disk. Raises LostError if another process took the
+        partial.
         """
         try:
-            write_new(f"{self.path}/{META}", metadata.encode(), modes.file, sync=sync)
+            files.write_new(f"{self.path}/{META}", metadata.encode(), modes.file, sync=sync)
             if self._progress is not None:
                 os.unlink(f"{self.path}/{PROGRESS}")  # noqa: PTH108 - no Path per shard
             os.fchmod(self.fd, modes.published)
             if sync:
                 os.fsync(self.fd)
-                sync_directory(self.path)
+                files.sync_directory(self.path)
         except FileNotFoundError as exn:
             raise LostError(f"{self.path.name} was taken over by another process") from exn
         self.metadata = metadata
@@ -445,11 +421,11 @@ def in_flight(layout: Layout) -> Iterator[InFlight]:
     """Yield the partials and hidden entries of a namespace, without changing them."""
     seen = set[str]()
     # List until no name is new, because another process may claim a partial, which renames it.
-    while new := [name for name in list_names(layout.partial) if name not in seen]:
+    while new := [name for name in files.list_names(layout.partial) if name not in seen]:
         seen.update(new)
         for name in new:
             parsed, path = parse_partial_name(name), layout.partial / name
-            if not (parsed or is_evicted_name(name)) or not is_directory(path):
+            if not (parsed or is_evicted_name(name)) or not files.is_directory(path):
                 continue
             try:
                 # A writer holds an exclusive lock, which even a shared lock detects; with shared
@@ -475,10 +451,10 @@ def _occupied(path: Path) -> int:
 def remove_leftover(layout: Layout, path: Path) -> bool:
     """Remove a directory of `in_flight` unless a process uses it; return whether it is gone."""
     key = path.name.removeprefix("evict.").partition(".")[0]
-    return is_directory(path) and remove_free(path, layout, key)
+    return files.is_directory(path) and remove_free(path, layout, key)
 
 
 def remove_unnamed(layout: Layout) -> None:
     """Remove temporary files and directories that dead processes did not rename to their place."""
-    for name in filter(is_temporary_name, list_names(layout.partial)):
-        remove_old(layout.partial / name)
+    for name in filter(is_temporary_name, files.list_names(layout.partial)):
+        files.remove_old(layout.partial / name)

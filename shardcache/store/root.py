@@ -54,9 +54,7 @@ You may delete any entry by hand: the next reader downloads it again.
 def make_root(config: Config) -> Layout:
     """Turn an empty or missing directory into a root, or check one; return the node's namespace.
 
-    Raises:
-        ConfigError: the directory must not be used as a cache.
-        OSError: the root cannot be created or written (EACCES, EROFS, ENOSPC, ...).
+    Raises ConfigError if it must not be used as a cache; OSError if it cannot be made or written.
     """
     root, modes = config.dir, Modes.of(config.shared_group)
     if modes.group is None:  # directories above the cache get the permissions of the umask
@@ -233,11 +231,7 @@ def check_manifest(config: Config) -> None:
 
 
 def identity(root: Path, namespace: Layout) -> Identity | None:
-    """Return device and inode of a root; None if it, its manifest or ``namespace`` is gone.
-
-    The device changes when a filesystem is mounted or unmounted there, and the inode when the
-    directory is replaced.
-    """
+    """Return device and inode of a root; None if it, its manifest or ``namespace`` is gone."""
     try:
         status = root.stat()
         (root / MANIFEST).lstat()

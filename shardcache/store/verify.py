@@ -142,10 +142,7 @@ class Verifier:
         return Finding(entry, url, State.MALFORMED if problem else State.OK, problem)
 
     def _check_data(self, store: Store, entry: Entry, metadata: Metadata) -> str:
-        """Open the data file as a reader does and, unless ``quick`` is set, compare its digest.
-
-        Return what is wrong with the archive itself, or "".
-        """
+        """Open the data file and, unless ``quick``, hash it; return what is wrong inside it."""
         path = f"{entry.directory}/{metadata.basename}"
         opened = open_data(entry.directory, path, entry.size, store.layout.grace)
         if opened is None:

@@ -248,7 +248,7 @@ def test_an_entry_that_was_published_again_during_its_eviction_stays(store, monk
         publish(store)
         return try_flock(fd, shared=shared)
 
-    monkeypatch.setattr("shardcache.store.directory.try_flock", late)
+    monkeypatch.setattr("shardcache.files.try_flock", late)
     assert not store.evict(entry)
     assert entry.data.exists()
 

@@ -68,8 +68,8 @@ Crash: no process resumes the partial of a dead one
 
 Crash: a cleaning forgets the partial of another tier
     locks/keys.py
-    -(is_directory(layout.partial / names_partial) or not is_idle(path))
-    +is_directory(layout.partial / names_partial)
+    -(files.is_directory(layout.partial / partial) or not files.is_idle(path))
+    +files.is_directory(layout.partial / partial)
     tests/locks/test_key_locks.py -k resumed_after_a_cleaning
 
 Crash: the blocks of a dead process are trusted unchecked

@@ -509,7 +509,7 @@ class Cache:
         require_cache(self.dir)
         process = self.process
         return Verifier(
-            entries=list(self._chosen(specs)),
+            list(self._chosen(specs)),
             quick=quick,
             sole=process.prepare().locked if repair else None,
             status=status or VerifyStatus(),

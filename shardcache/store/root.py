@@ -66,7 +66,6 @@ def make_root(config: Config) -> Layout:
         raise ConfigError(f"{exn.filename} is not a directory. Set dir to a directory.") from exn
     check_manifest(config)
     check_root(config)
-    _check_foreign(root)
     layout = Layout.of_root(root, modes)
     layout.make()
     if not (root / MANIFEST).exists():
@@ -98,7 +97,6 @@ def check_usable(config: Config) -> None:
         check_manifest(config)
         if path == root:
             check_root(config)
-            _check_foreign(root)
     except os_error() as exn:
         raise unusable(root, exn) from exn
     if not (is_cache(root) or os.access(path, os.W_OK | os.X_OK)):
@@ -179,11 +177,11 @@ def remove_root(layout: Layout) -> None:
 
 
 def check_root(config: Config) -> None:
-    """Raise ConfigError if other users could tamper with the root, or if it has links."""
+    """Raise ConfigError if others could tamper with the root, or if it has links or other files."""
     root = config.dir
     if reason := Modes.of(config.shared_group).objection(root, root.stat()):
         raise ConfigError(reason)
-    check_links(Layout.of_root(root))
+    _check_foreign(root)
 
 
 def check_links(layout: Layout) -> None:

@@ -67,7 +67,6 @@ class VerifyStatus:
 _THREADS = 4
 
 
-@dataclass(kw_only=True, eq=False)
 class Verifier:
     """Checks entries, with the options of `Cache.verify`. Call `findings` only once.
 
@@ -75,37 +74,41 @@ class Verifier:
     Without ``sole``, they stay.
     """
 
-    entries: Sequence[tuple[Store, Entry]]
-    quick: bool
-    sole: Callable[[Path], AbstractContextManager[bool]] | None
-    status: VerifyStatus
-    stop: threading.Event
-
-    def __post_init__(self) -> None:
+    def __init__(
+        self,
+        entries: Sequence[tuple[Store, Entry]],
+        *,
+        quick: bool,
+        sole: Callable[[Path], AbstractContextManager[bool]] | None,
+        status: VerifyStatus,
+        stop: threading.Event,
+    ) -> None:
+        self._shards: dict[str, list[tuple[Store, Entry]]] = {}
+        for store, entry in entries:
+            self._shards.setdefault(entry.key, []).append((store, entry))
+        status.shards, status.bytes = len(entries), sum(entry.size for _, entry in entries)
+        self._quick = quick
+        self._sole = sole
+        self._status = status
+        self._stop = stop
         self._ended = False
-        self._guard = threading.Lock()  # guards `status.passed`
+        self._guard = threading.Lock()  # guards `VerifyStatus.passed`
         self._digests: dict[tuple[str, int, int], str] = {}  # by key, device and inode
 
     def findings(self) -> Generator[Finding, None, None]:
         """Check the entries, and yield the result for each in no particular order."""
-        by_key: dict[str, list[tuple[Store, Entry]]] = {}
-        for store, entry in self.entries:
-            by_key.setdefault(entry.key, []).append((store, entry))
-        self.status.shards = len(self.entries)
-        self.status.bytes = sum(entry.size for _, entry in self.entries)
         pool = ThreadPoolExecutor(_THREADS, "shardcache-verify")
         try:
-            shards = by_key.values()
+            shards = self._shards.values()
             for copies, results in zip(shards, pool.map(self._shard, shards), strict=True):
-                self.status.done += len(copies)
+                self._status.done += len(copies)
                 yield from results
         finally:
             self._ended = True
             pool.shutdown(cancel_futures=True)
 
     def _check_stopped(self) -> None:
-        """Raise CancelledError if the verification is stopped."""
-        if self._ended or self.stop.is_set():
+        if self._ended or self._stop.is_set():
             raise CancelledError
 
     def _shard(self, copies: Iterable[tuple[Store, Entry]]) -> list[Finding]:
@@ -132,13 +135,10 @@ class Verifier:
                 url = metadata.url
                 problem = self._check_data(store, entry, metadata)
         except DamagedError as exn:
-            if not _is_same(entry, before):  # it was evicted, and a new entry took its place
-                raise FileNotFoundError(errno.ENOENT, "it is gone", entry.directory) from exn
-            finding = Finding(entry, url, State.DAMAGED, str(exn))
-            return finding if self.sole is None else self._set_aside(store, finding, before)
+            return self._damaged(Finding(entry, url, State.DAMAGED, str(exn)), before)
         finally:
             with self._guard:
-                self.status.passed += entry.size
+                self._status.passed += entry.size
         return Finding(entry, url, State.MALFORMED if problem else State.OK, problem)
 
     def _check_data(self, store: Store, entry: Entry, metadata: Metadata) -> str:
@@ -148,14 +148,15 @@ class Verifier:
         if opened is None:
             raise DamagedError("its data file is missing")
         with opened.file:
-            if self.quick:
+            if self._quick:
                 return ""
             if self._digest(entry.key, opened.fd) != metadata.digest:
                 raise DamagedError("its bytes changed since they were downloaded")
             return archive_problem(opened.fd, metadata.basename, entry.size)
 
     def _digest(self, key: str, fd: int) -> str:
-        file = key, os.fstat(fd).st_dev, os.fstat(fd).st_ino
+        status = os.fstat(fd)
+        file = key, status.st_dev, status.st_ino
         if file not in self._digests:
             digests = []
             for block in read_blocks(fd):
@@ -164,21 +165,18 @@ class Verifier:
             self._digests[file] = tree_digest(digests)
         return self._digests[file]
 
-    def _set_aside(self, store: Store, finding: Finding, before: os.stat_result) -> Finding:
+    def _damaged(self, finding: Finding, before: os.stat_result) -> Finding:
         """Set a damaged entry aside, unless a new entry has replaced it since it was read."""
-        entry = finding.entry
-        assert self.sole is not None
+        path = finding.entry.path
+        if not os.path.samestat(path.lstat(), before):
+            raise FileNotFoundError(errno.ENOENT, "it is gone", str(path))
         try:
-            with self.sole(entry.path) as alone:
+            with self._sole(path) if self._sole else contextlib.nullcontext(False) as alone:
                 # Publishing takes this lock, so no process can replace the entry now.
-                if alone and _is_same(entry, before):
-                    set_aside(entry.path, f"found by verify: {finding.reason}")
+                if alone and os.path.samestat(path.lstat(), before):
+                    set_aside(path, f"found by verify: {finding.reason}")
                     return replace(finding, set_aside=True)
         except os_error() as exn:
             reason = f"{finding.reason}; not set aside: {exn.strerror or exn}"
             return replace(finding, reason=reason)
         return finding
-
-
-def _is_same(entry: Entry, before: os.stat_result) -> bool:
-    return os.path.samestat(os.lstat(entry.directory), before)

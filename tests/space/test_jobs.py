@@ -73,18 +73,6 @@ def test_a_job_keeps_its_shards_until_they_have_been_unused_for_a_day(shop):
         assert numbers(shop) == [0, 2, 3, 4]
 
 
-def test_with_lru_a_job_evicts_its_own_shards(shop):
-    budget = shop.room(3)
-    with forked(job, shop, {"max_size": budget, "policy": "lru"}) as child:
-        for number in range(3):
-            assert child.ask(shop.urls[number]) == STORED
-        now = time.time()
-        for number, age in ((0, 10), (1, 30), (2, 20)):
-            shop.use(shop.urls[number], now - age)
-        assert child.ask(shop.urls[3]) == STORED
-        assert numbers(shop) == [0, 2, 3]
-
-
 @needs_mounts
 def test_min_free_stays_free(shop: Shop) -> None:
     with disk(shop.path, "size=1m"), Cache(shop.path, cache_local=True, min_free="850kB") as cache:

@@ -10,39 +10,16 @@ import pytest
 from shardcache.cache import Cache
 from shardcache.config import Config
 from shardcache.errors import ConfigError
-from shardcache.files import is_directory, replace_file
+from shardcache.files import is_directory
 from shardcache.layout import MANIFEST, Layout
 from shardcache.ranks import Ranks
 from shardcache.space.tiers import Tier
 from shardcache.store.root import is_cache, make_root
-from tests.support.storetools import (
-    Parent,
-    begin,
-    crowd,
-    make_store,
-    metadata_for,
-    no_descriptor_left,
-    publish,
-    tree,
-)
+from tests.support.storetools import Parent, begin, crowd, make_store, metadata_for, publish, tree
 from tests.support.tars import make_tar
 
 KEY = "0123456789abcdef" * 2
 URL = "s3://lab/a.tar"
-
-
-def test_a_file_is_replaced_all_at_once_or_not_at_all(tmp_path):
-    path, directory = tmp_path / "meta.json", tmp_path / "directory"
-    replace_file(path, b"one", 0o640, via=tmp_path)
-    with open(path, "rb") as reader:
-        replace_file(path, b"two", 0o600, via=tmp_path)
-        assert reader.read() == b"one"
-    replace_file(path, b"three", 0o600, via=tmp_path, once=True)  # of several makers one wins
-    assert path.read_bytes() == b"two" and path.stat().st_mode & 0o777 == 0o600
-    directory.mkdir()
-    with no_descriptor_left(), pytest.raises(IsADirectoryError):
-        replace_file(directory, b"new", 0o600, via=tmp_path)
-    assert {p.name for p in tmp_path.iterdir()} == {path.name, directory.name}
 
 
 def test_a_root_describes_itself_and_is_completed(tmp_path: Path) -> None:

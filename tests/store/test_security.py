@@ -384,13 +384,15 @@ def test_planted_files_disturb_no_read_and_no_clean(make_cache, origin, name, ma
 
 @needs_root
 @pytest.mark.locks_work("answers")
-def test_directories_of_another_user_do_not_prevent_caching() -> None:
+def test_directories_of_another_user_do_not_prevent_caching(tmp_path: Path) -> None:
     def fetch(root: Path) -> bool:
         options = {"max_size": "1MB", "policy": "lru"}
         with Cache(root, min_free=0, cache_local=True, **options) as cache:
             cache.fetch(str(root.parent / "origin.tar"))
             return bool(cache.clean(max_size=1).removed)
 
+    (tmp_path / "origin.tar").write_bytes(SHARD)
+    fetch(tmp_path / "cache")  # imports all modules before the user changes
     with public_directory() as public:
         public.chmod(0o1777)
         (public / "origin.tar").write_bytes(SHARD)

@@ -30,7 +30,7 @@ from shardcache.locks.notices import log_unusable
 from shardcache.origins.endpoints import parser
 from shardcache.process import ProcessCache
 from shardcache.ranks import detect, run_of_this_process
-from shardcache.reading.opening import open_shard, pin_shard
+from shardcache.reading.stream import open_shard, pin_shard
 from shardcache.store.directory import DamagedError
 from shardcache.store.entry import Entry, Store, open_first
 from shardcache.store.root import check_root, check_usable, make_root, require_cache

@@ -45,6 +45,8 @@ LAST_COPIES = 5.0
 #: Seconds between two records of a last use by one process. A hit must not write to the disk each
 #: time, and with leases an entry may be evicted an hour (`IDLE_GRACE`) after the last record.
 _TOUCH_INTERVAL = 600.0
+#: Seconds to wait for a cancelled worker: it ends at once, unless it hangs in another library.
+_FAREWELL = 5.0
 
 
 class ProcessCache:
@@ -147,12 +149,7 @@ class ProcessCache:
                 UnusableError.
             OSError: the directory cannot be created or written; with ``strict`` only.
         """
-        if (found := self.directories) is not None:
-            return found
-        with self._lock:
-            if self.directories is None:
-                self.directories = self._make_directories(self.tiers)
-            return self.directories
+        return self.directories or self.check()
 
     def check(self) -> Directories:
         """Return the directories; make them again if one of them was replaced.
@@ -161,14 +158,16 @@ class ProcessCache:
         check, because a shard whose directory is gone is a miss.
 
         Raises:
-            OSError: the directory cannot be created again, or must not be used.
+            OSError: the directory cannot be created again.
+            The errors of `prepare`.
         """
-        found = self.prepare()
-        if self._changed_tiers():
+        found = self.directories
+        if found is None or self._changed_tiers():
             with self._lock:
-                if changed := self._changed_tiers():  # unless another thread made them already
-                    self.directories = self._make_directories(changed)
-                found = self.directories or found
+                found = self.directories  # maybe another thread made them already
+                changed = self.tiers if found is None else self._changed_tiers()
+                if found is None or changed:
+                    found = self.directories = self._make_directories(changed)
         return found
 
     def _changed_tiers(self) -> list[Tier]:
@@ -271,10 +270,10 @@ class ProcessCache:
         return opened
 
     def obtain(self, download: Download) -> Result:
-        """Return the shard's entry, which the calling thread downloads if necessary.
+        """Return the shard's entry, which is downloaded if necessary. The caller must close it.
 
-        The caller needs a local file, so the disk is used even while it is paused after faults. The
-        caller must close the entry. This does not count as an open.
+        The caller needs a local file, so the disk is used even while it is paused after faults.
+        This does not count as an open.
 
         Raises:
             The errors of `Cache.open` with ``strict``.
@@ -284,20 +283,32 @@ class ProcessCache:
         shard = download.shard
         self.refuse_in_place(shard)
         opened = self.lookup(shard, download.outdated, insist=True)
-        result = None if opened is None else Result(opened, "hit")
-        if result is None:
-            fetch = partial(self.fetch, download, insist=True)
-            try:  # in a thread in which no signal handler can raise
-                main = threads.is_main()
-                result = threads.call(fetch, None, "shardcache-fetch") if main else fetch()
-            except BaseException:
-                download.cancel()
-                raise
-            assert result is not None  # only a download ahead gives way
-        self.touch(result.opened)
-        facts = {"event": result.outcome, "shard": str(shard)}
-        logger.debug("%s: %s", shard, result.outcome, extra=facts)
-        return result
+        if opened is None:
+            opened = self._download(download)
+        else:
+            download.outcome = "hit"
+        self.touch(opened)
+        facts = {"event": download.outcome, "shard": str(shard)}
+        logger.debug("%s: %s", shard, download.outcome, extra=facts)
+        return Result(opened, download.outcome)
+
+    def _download(self, download: Download) -> Opened:
+        """Run a download that no other reader shares, and return the entry."""
+        download.join()
+        try:
+            # A signal handler could raise in the main thread, at any step of a download.
+            if not (threads.is_main() and self._start_worker(download, insist=True)):
+                self._work(download, insist=True)
+            download.wait(lambda: download.ended)
+            opened = download.open()
+        except BaseException:
+            download.cancel()
+            download.wait(lambda: download.ended, _FAREWELL)
+            raise
+        finally:
+            download.leave()
+        assert opened is not None  # only a download ahead gives way
+        return opened
 
     def join(self, shard: ShardURL, **options: bool) -> tuple[Download, bool]:
         """Call `Downloads.join`, and start the worker if the download has none.
@@ -306,27 +317,34 @@ class ProcessCache:
             OSError: the process cannot start a thread.
         """
         download, is_new = self.downloads.join(shard, **options)
-        # An older download may still lack its worker, for ever if a signal handler raised here.
-        if not download.is_claimed:
+        try:
+            # An older download may still lack its worker, for ever if a signal handler raised here.
             # Not under the lock of the downloads: `start` waits for the thread, which may take it.
-            try:
-                threads.start(partial(self._work, download), f"shardcache-{shard.key[:8]}-fetch")
-            except RuntimeError as exn:
-                error = OSError(errno.EAGAIN, str(exn))
+            if not (download.is_claimed or self._start_worker(download)):
+                error = OSError(errno.EAGAIN, "the process cannot start a thread")
                 download.end(None, error)
-                download.leave()
-                raise error from exn
-            except BaseException:  # a signal handler raised
-                download.leave()
-                raise
+                raise error
+        except BaseException:
+            download.leave()
+            raise
         return download, is_new
 
-    def _work(self, download: Download) -> None:
-        """Run a download in its worker's thread, and report its result or error to the readers."""
+    def _start_worker(self, download: Download, *, insist: bool = False) -> bool:
+        """Start the worker's thread. Return False if the process cannot start a thread."""
+        work = partial(self._work, download, insist=insist)
+        try:
+            threads.start(work, f"shardcache-{download.shard.key[:8]}-fetch")
+        except RuntimeError as exn:
+            logger.info("%s: %s", download.shard, exn)
+            return False
+        return True
+
+    def _work(self, download: Download, *, insist: bool = False) -> None:
+        """Run a download as its worker, and report its result or error to the readers."""
         if not download.claim():
             return
         try:
-            result = self.fetch(download)
+            result = self.fetch(download, insist=insist)
         except BaseException as exn:  # noqa: BLE001 - its readers raise it
             if not download.end(None, exn):
                 logger.info("%s: not downloaded in the background: %s", download.shard, exn)

@@ -9,10 +9,7 @@ and another process took the lock. Only the methods of `Download` change the sta
 
 Readers share a download through the table of the process (`Downloads`). A download counts its
 readers and holds no reference to them. `prewarm` and `Cache.fetch` run downloads outside the table.
-
-The garbage collector may close a reader in any thread, even in one that holds the lock of the
-downloads. So that lock is reentrant, and code that holds it never waits, starts a thread, logs or
-takes another lock.
+`docs/design.md` says why the lock of the downloads is reentrant.
 """
 
 from __future__ import annotations
@@ -21,12 +18,11 @@ import contextlib
 import os
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator
 from enum import Enum
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
 from shardcache import clock
 from shardcache.errors import CacheFullError, FetchCancelledError, LockTimeoutError, ShardCacheError
@@ -36,10 +32,13 @@ if TYPE_CHECKING:
     from shardcache.download.pool import Throttle
     from shardcache.origins.base import Body
     from shardcache.store.entry import Opened
+    from shardcache.store.partial import Partial
 
 __all__ = ["Download", "Downloads", "Progress", "Result", "State"]
 
 State = Enum("State", "WAITING RUNNING DONE FAILED CANCELLED")
+#: How a shard was obtained.
+Outcome: TypeAlias = Literal["hit", "coalesced", "linked", "fetched"]
 
 #: The bytes of one request. If no more are missing, they arrive before a new download would begin.
 _ALMOST_COMPLETE = 16 << 20
@@ -62,7 +61,7 @@ class Result(NamedTuple):
     """An open entry, which the caller must close, and how the entry was obtained."""
 
     opened: Opened
-    outcome: Literal["hit", "coalesced", "linked", "fetched"]
+    outcome: Outcome
 
 
 class Download:
@@ -87,6 +86,7 @@ class Download:
         is_ahead: whether no reader waits for the shard yet.
         starter: the id of the thread that made the download.
         is_upstream: whether the bytes come from an upstream instead of the origin.
+        outcome: how the shard is obtained, as far as that is known yet.
     """
 
     def __init__(
@@ -111,16 +111,16 @@ class Download:
         self.readers = 0
         self.is_ahead = ahead
         self.is_upstream = False
+        self.outcome: Outcome = "coalesced"
         self.starter = threading.get_ident()
         self._pid = os.getpid()
         self._table = table
         self._lock = threading.RLock() if table is None else table.lock
         # Not a `Condition`: if a signal handler raises in its methods, it keeps or loses the lock.
-        self._waiters: weakref.WeakSet[SimpleQueue[None]] = weakref.WeakSet()
+        self._waiters: set[SimpleQueue[None]] = set()
         self._size: int | None = None
         self._written = self._received = self._retries = 0
         self._is_to_finish = False
-        self._has_run = False
         self._result: Result | None = None
         self._error: BaseException | None = None
         self._response: Body | None = None
@@ -137,24 +137,22 @@ class Download:
         """Whether this process made the download. A forked child must not use any other member."""
         return self._pid == os.getpid()
 
-    @property
-    def outcome(self) -> Literal["hit", "coalesced", "linked", "fetched"]:
-        """How the shard is obtained, as far as that is known yet."""
-        if self._result is not None:
-            return self._result.outcome
-        return "fetched" if self._has_run else "coalesced"
+    def wait(self, is_over: Callable[[], bool], seconds: float = _FOREVER) -> float:
+        """Block until ``is_over()`` or time is up, and return how many seconds that took.
 
-    def wait(self, is_over: Callable[[], bool], seconds: float | None = None) -> None:
-        """Block until ``is_over()`` is true or time is up. Calls ``is_over`` with the lock held."""
-        end = time.monotonic() + (_FOREVER if seconds is None else seconds)
-        waiter = SimpleQueue[None]()
+        Calls ``is_over`` with the lock held.
+        """
+        start, waiter = time.monotonic(), SimpleQueue[None]()
         with contextlib.suppress(Empty):
             while True:
                 with self._lock:
                     if is_over():
-                        return
+                        break
                     self._waiters.add(waiter)
-                waiter.get(timeout=max(0.0, end - time.monotonic()))
+                waiter.get(timeout=max(0.0, start + seconds - time.monotonic()))
+        with self._lock:
+            self._waiters.discard(waiter)
+        return time.monotonic() - start
 
     def open(self) -> Opened | None:
         """Return another handle of the entry, or None while the download runs or if it gave way.
@@ -168,7 +166,7 @@ class Download:
             return None if self._result is None else self._result.opened.duplicate()
 
     def take_response(self) -> Body | None:
-        """Return the open response that `keep` kept, or None. Only one caller gets the response."""
+        """Return the open response that `keep` kept, or None. Only one caller gets it."""
         with self._lock:
             response, self._response = self._response, None
             return response
@@ -176,10 +174,9 @@ class Download:
     def attend(self) -> bool:
         """Turn a download ahead into one that a reader waits for.
 
-        Returns:
-            False if the reader must open the shard again, because the download ended without a
-            result. An error of the origin or a kept response is a result, like an entry, because a
-            new download would only repeat the request.
+        Returns False if the reader must open the shard again, because the download ended without a
+        result. An error of the origin or a kept response is a result, like an entry, because a new
+        download would only repeat the request.
         """
         with self._lock:
             self.is_ahead = False
@@ -190,7 +187,7 @@ class Download:
                 return True
             return self._result is not None or self._response is not None
 
-    def join(self, *, finish: bool, ahead: bool) -> None:
+    def join(self, *, finish: bool = False, ahead: bool = False) -> None:
         """Count one more reader; the arguments are those of `Downloads.join`."""
         with self._lock:
             self.readers += 1
@@ -248,20 +245,20 @@ class Download:
         """Note that this process writes ``partial`` from now on."""
         with self._lock:
             self.partial, self._size, self._written = partial, size, written
-            self.is_upstream, self._has_run = upstream, True
+            self.is_upstream, self.outcome = upstream, "fetched"
             self._enter(State.RUNNING)
 
-    def advanced(
-        self, *, received: int = 0, written: int | None = None, retries: int | None = None
-    ) -> None:
-        """Note the bytes ``received`` since the last call, and the new totals of the others."""
+    def advanced(self, received: int, partial: Partial | None = None) -> None:
+        """Note bytes ``received`` since the last call, and that ``partial`` has more bytes."""
         with self._lock:
             self._received += received
-            if retries is not None:
-                self._retries = retries
-            if written is not None:
-                self._written = written
+            if partial is not None:
+                self._written = partial.written  # with the lock held, so that it never falls
                 self._notify()
+
+    def retried(self, retries: int) -> None:
+        """Note the total number of repeated requests."""
+        self._retries = retries
 
     def give_way(self) -> bool:
         """Cancel the download if it is still ahead of all readers; return whether it was."""
@@ -273,10 +270,10 @@ class Download:
     def keep(self, response: Body) -> None:
         """Keep the origin's first response, so that a reader can stream a shard without room."""
         with self._lock:
-            self._drop_response()
-            self._response = response
-            if not self.readers:
-                self._drop_response()
+            for old in (self.take_response(), None if self.readers else response):
+                if old is not None:
+                    old.close()
+            self._response = response if self.readers else None
 
     @contextlib.contextmanager
     def transferring(self, abort: Callable[[], None]) -> Iterator[None]:
@@ -309,13 +306,12 @@ class Download:
         """Note the result or the error. Returns False if no reader is left to receive it."""
         with self._lock:
             self._result, self._error = result, error
+            self.outcome = self.outcome if result is None else result.outcome
             self.ended = True
-            if self.state is not State.CANCELLED:
-                self._enter(State.FAILED if result is None else State.DONE)
+            self._enter(State.FAILED if result is None else State.DONE)
             has_readers = self.readers > 0
             if not has_readers:
                 self._drop()
-            self._notify()
         return has_readers
 
     # -- called with the lock held -------------------------------------------------
@@ -324,7 +320,9 @@ class Download:
         if self.state is not State.CANCELLED:
             self.state = state
         if self._table is not None and state not in (State.WAITING, State.RUNNING):
-            self._table.remove(self)
+            running = self._table.running  # so that no further reader can join this download
+            if running.get(self.shard.key) is self:
+                del running[self.shard.key]
         self._notify()
 
     def _notify(self) -> None:
@@ -338,11 +336,7 @@ class Download:
         if result is not None:
             result.opened.close()
         self._error = None  # breaks a reference cycle through the traceback
-        self._drop_response()
-
-    def _drop_response(self) -> None:
-        response, self._response = self._response, None
-        if response is not None:
+        if (response := self.take_response()) is not None:
             response.close()
 
 
@@ -351,11 +345,12 @@ class Downloads:
 
     Attributes:
         lock: guards the table and its downloads.
+        running: the downloads that are waiting or running, by key.
     """
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
-        self._running: dict[str, Download] = {}
+        self.running: dict[str, Download] = {}
 
     def join(
         self, shard: ShardURL, *, finish: bool = False, ahead: bool = False
@@ -372,13 +367,13 @@ class Downloads:
         """
         with self.lock:
             while True:
-                download = self._running.get(shard.key)
+                download = self.running.get(shard.key)
                 is_new = download is None
                 if download is None:
                     download = Download(shard, ahead=ahead, table=self)
-                    self._running[shard.key] = download
+                    self.running[shard.key] = download
                 download.join(finish=finish, ahead=ahead)
-                if self._running.get(shard.key) is download:
+                if self.running.get(shard.key) is download:
                     return download, is_new
                 # The garbage collector closed the last other reader before this one was counted,
                 # which cancelled the download, so try again with a new one.
@@ -387,7 +382,7 @@ class Downloads:
     def unfinished(self) -> list[Download]:
         """Return the downloads that are waiting or running."""
         with self.lock:
-            return list(self._running.values())
+            return list(self.running.values())
 
     def close(self) -> None:
         """Cancel the downloads that have no reader, even if a reader asked to finish them."""
@@ -395,8 +390,3 @@ class Downloads:
             for download in self.unfinished():
                 if not download.readers:
                     download.cancel()
-
-    def remove(self, download: Download) -> None:
-        """Remove a download from the table, so that no further reader can join it."""
-        if self._running.get(download.shard.key) is download:
-            del self._running[download.shard.key]

@@ -10,8 +10,10 @@
     4. publish -------------------------------------------------> fetched
 
 `fetch` is one attempt. After a failure, `Recovery` says what the next attempt does differently;
-`process.ProcessCache.fetch` has the loop. The holder of the lock is stale if its partial has not
-grown for ``stale_after`` seconds. Every step gives the right bytes without locks.
+`process.ProcessCache.fetch` has the loop. Every step gives the right bytes without locks.
+
+A process that waits for the holder of the lock (`_Wait`) never takes the lock away. The holder is
+stale if its partial has not grown for ``stale_after`` seconds.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import contextlib
 import errno
 import functools
 import logging
+import random
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -29,10 +32,9 @@ from typing import TYPE_CHECKING, TypeAlias
 from shardcache import clock
 from shardcache.archive import MALFORMED, archive_problem, check_archive
 from shardcache.clock import boot_id
-from shardcache.config import __version__
+from shardcache.config import Config, __version__
 from shardcache.download.download import Download, Result
-from shardcache.download.transfer import Engine, Source, Transfer, Transferred, first_response
-from shardcache.download.waiting import Waiter
+from shardcache.download.transfer import Engine, Source, Transfer, first_response
 from shardcache.errors import (
     CacheFullError,
     FetchCancelledError,
@@ -45,13 +47,15 @@ from shardcache.errors import (
 from shardcache.faults import FULL, is_local_error, os_error
 from shardcache.files import is_directory
 from shardcache.layout import parse_partial_name
-from shardcache.locks.keys import KeyLease, KeyLock
+from shardcache.locks.keys import Holder, KeyLease, KeyLock, read_holder
+from shardcache.locks.sessions import Session
 from shardcache.origins.base import Body, ObjectInfo, VersionChangedError
 from shardcache.space.tiers import Directories, Tier
 from shardcache.store.digest import BLOCK, MismatchError
 from shardcache.store.directory import DamagedError, Metadata
 from shardcache.store.entry import Opened
-from shardcache.store.partial import LostError, Partial
+from shardcache.store.partial import LostError, Partial, Progress, read_progress
+from shardcache.units import format_bytes, format_duration
 
 if TYPE_CHECKING:
     from shardcache.origins.resolve import UpstreamOrigin
@@ -75,6 +79,13 @@ _HEADERS = 2000
 #: often is still being written. An entry may vanish between publish and open, and a process whose
 #: locks do not work may remove a partial, but hardly this often in a row.
 _CHANGED, _MISMATCHED, _LOST = 3, 1, 4
+#: Seconds between two polls of a wait. They begin short, because the download may be about to end,
+#: and grow, because many processes may wait for a long time, and each poll opens two files.
+_FIRST_POLL, _LAST_POLL = 0.02, 0.25
+#: Seconds between two log records about a wait.
+_ANNOUNCE_EVERY = 10.0
+#: Seconds after which `shardcache top` shows a wait. Most waits are too short for people to see.
+_NOTE_AFTER = 0.5
 
 _Lock: TypeAlias = KeyLock | KeyLease
 
@@ -188,7 +199,7 @@ def fetch(
         OSError: the local disk failed.
         VersionChangedError, MismatchError, LostError, _UpstreamError: see `Recovery`.
     """
-    shard, waiter = download.shard, None
+    shard, wait = download.shard, None
     lock: _Lock | None
     with contextlib.ExitStack() as stack:
         is_crowded = download.is_ahead and (
@@ -201,26 +212,26 @@ def fetch(
         while not lock.try_acquire(directories.holder()):
             if download.give_way():
                 return None
-            if waiter is None:
-                layouts = [tier.store.layout for tier in directories.tiers]
-                waiter = Waiter(download, layouts, engine.config, directories.holder())
-                stack.callback(waiter.close)
-            if waiter.is_stale and stack.enter_context(directories.slot("private", _PRIVATE)):
-                logger.warning("%s: %s; downloading it here, too", shard, waiter.describe())
+            if wait is None:
+                wait = _Wait(download, directories, engine.config)
+                stack.callback(wait.close)
+            if wait.is_stale and stack.enter_context(directories.slot("private", _PRIVATE)):
+                logger.warning("%s: %s; downloading it here, too", shard, wait.describe())
                 lock = None
                 break
-            waiter.pause()
+            wait.pause()
             if (opened := directories.lookup(shard, download.outdated)) is not None:
                 return Result(opened, "coalesced")
-        if waiter is not None:
-            waiter.close()
+        if wait is not None:
+            wait.close()
         opened = directories.lookup(shard, download.outdated, condemn=lock is not None)
         if opened is not None:
             return Result(opened, "coalesced")
         if (opened := _link(directories, download)) is not None:
             return Result(opened, "linked")
         entry = _download(directories, engine, download, recovery, lock)
-        evict_outdated(directories, shard.key, download.outdated)
+        if download.outdated:
+            evict_outdated(directories, shard.key, download.outdated)
         if (opened := directories.lookup(shard)) is not None:
             return Result(opened, "fetched")
         if is_directory(entry):  # the disk cannot read it, and another download would not help
@@ -271,7 +282,7 @@ def _download(
                 lock.update(replace(directories.holder(), partial=partial.path.name))
             transfer = Transfer(engine, source, download, partial, attempts, described=is_described)
             transfer.receive(response)
-        transferred = transfer.finish()
+        metadata = transfer.finish()
     except BaseException as exn:
         if transfer is not None:
             transfer.abandon(exn)
@@ -285,16 +296,16 @@ def _download(
             upstream.failed(exn)
             raise _UpstreamError from exn
         raise
-    if upstream is not None and upstream.digest not in (None, transferred.digest):
+    if upstream is not None and upstream.digest not in (None, metadata.digest):
         partial.discard()
         logger.warning("%s: the copy in %s is damaged and is not used", shard, upstream.name)
         raise _UpstreamError
-    return _publish(tiers, engine, download, transferred)
+    return _publish(tiers, engine, download, partial, metadata, proven=transfer.is_proven)
 
 
 def evict_outdated(directories: Directories, key: str, outdated: frozenset[str]) -> None:
     """Evict outdated versions. Those still being read are marked, and later evicted first."""
-    for tier in directories.tiers if outdated else ():
+    for tier in directories.tiers:
         for entry in tier.store.entries_of(key):
             if entry.version not in outdated:
                 continue
@@ -391,15 +402,24 @@ def _begin(tiers: Sequence[Tier], download: Download, info: ObjectInfo, *, narro
 
 
 def _publish(
-    tiers: Sequence[Tier], engine: Engine, download: Download, transferred: Transferred
+    tiers: Sequence[Tier],
+    engine: Engine,
+    download: Download,
+    partial: Partial,
+    metadata: Metadata,
+    *,
+    proven: bool,
 ) -> Path:
-    """Publish a transferred shard and return its entry, or discard it if a check refuses it."""
-    partial, shard = transferred.partial, download.shard
+    """Publish a received shard and return its entry, or discard it if a check refuses it.
+
+    ``proven`` is whether the origin's responses prove that no bytes are missing.
+    """
+    shard = download.shard
     try:
         check_archive(partial.fd, shard.basename, str(shard))
-        if problem := archive_problem(partial.fd, shard.basename, transferred.size, _HEADERS):
+        if problem := archive_problem(partial.fd, shard.basename, metadata.size, _HEADERS):
             engine.notices.warn(f"{shard.key} {problem}", MALFORMED, shard, problem)
-        if not (transferred.proven or transferred.checked):
+        if not (proven or metadata.checked):
             raise UnprovenError(
                 f"{shard} is not stored: its response has no length and ends with the connection, "
                 "so it may be incomplete. Let the server send a Content-Length.",
@@ -414,22 +434,112 @@ def _publish(
                     "Look at the object, or at the hook.",
                     url=str(shard),
                 ) from exn
-        metadata = replace(
-            partial.metadata,
-            size=transferred.size,
-            digest=transferred.digest,
-            checked=transferred.checked,
-            fetched_at=clock.time(),
-            boot=boot_id(),
-        )
         above = partial.path.parent
         tier = next(each for each in tiers if each.store.layout.partial == above)
-        is_unknown = partial.metadata.info.size is None  # so the budget was not checked before
-        if is_unknown and (refusal := tier.space.refuses(str(shard), transferred.size)):
+        is_unknown = metadata.info.size is None  # so the budget was not checked before
+        if is_unknown and (refusal := tier.space.refuses(str(shard), metadata.size)):
             raise refusal
+        metadata = replace(metadata, fetched_at=clock.time(), boot=boot_id())
         entry = tier.store.publish(partial, metadata, sync=engine.config.fsync == "fsync")
     except Exception:
         partial.discard()
         raise
     partial.close()
     return entry
+
+
+class _Wait:
+    """A wait for the holder of the key's lock, which downloads the shard."""
+
+    def __init__(self, download: Download, directories: Directories, config: Config) -> None:
+        self._download = download
+        self._shard = download.shard
+        self._directories = directories
+        self._config = config
+        self._poll = _FIRST_POLL
+        self._started = self._grew = self._announced = clock.monotonic()
+        self._own = replace(directories.holder(), url=str(self._shard))
+        self._note: Session | None = None
+        self._holder, self._progress = self._read_holder()
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether the holder's partial has not grown for ``stale_after`` seconds."""
+        return clock.monotonic() - self._grew >= self._config.stale_after
+
+    def pause(self) -> None:
+        """Sleep until the next poll.
+
+        Raises:
+            LockTimeoutError: the wait has lasted ``lock_timeout`` seconds.
+            FetchCancelledError: the download was cancelled.
+        """
+        self._download.sleep(self._poll * random.uniform(0.5, 1.0))  # noqa: S311 - jitter
+        self._poll = min(self._poll * 1.5, _LAST_POLL)
+        now, found = clock.monotonic(), self._read_holder()
+        if found != (self._holder, self._progress):
+            self._grew = now
+        self._holder, self._progress = found
+        waited = now - self._started
+        if waited >= self._config.lock_timeout:
+            raise LockTimeoutError(
+                f"{self._shard} was not in the cache after {format_duration(waited)}: "
+                f"{self.describe()}. Look at that process, or raise lock_timeout.",
+                url=str(self._shard),
+                holder=self._holder,
+                waited=waited,
+            )
+        if now - self._announced >= _ANNOUNCE_EVERY:
+            self._announced = now
+            self._announce(waited)
+        if waited >= _NOTE_AFTER and self._note is None:
+            waits = self._shard.key, self._own
+            self._note = Session(self._directories.layout, self._own.started, waits)
+
+    def close(self) -> None:
+        """Remove the note about the wait."""
+        if self._note is not None:
+            self._note.close()
+
+    def _read_holder(self) -> tuple[Holder | None, Progress | None]:
+        """Return the record of the lock's holder, and the progress of its partial."""
+        holder = read_holder(self._directories.layout.holder(self._shard.key))
+        name = holder.partial if holder else None
+        # Another program may have damaged the file, so only a valid name is used, never a path.
+        if name is None or parse_partial_name(name) is None:
+            return holder, None
+        paths = [tier.store.layout.partial / name for tier in self._directories.tiers]
+        partial = next((path for path in paths[:-1] if is_directory(path)), paths[-1])
+        self._download.waiting(partial)
+        return holder, read_progress(partial)
+
+    def _announce(self, waited: float) -> None:
+        """Log the wait. docs/observing.md describes the fields."""
+        holder, progress = self._holder, self._progress
+        facts = {
+            "event": "waiting",
+            "shard": str(self._shard),
+            "seconds": waited,
+            "holder_pid": holder.pid if holder else None,
+            "holder_host": holder.host if holder else None,
+            "holder_rank": holder.rank if holder else None,
+            "written": progress.written if progress else None,
+            "size": progress.total if progress else None,
+        }
+        text = "%s: waiting for %s, %s"
+        logger.warning(text, self._shard, format_duration(waited), self.describe(), extra=facts)
+
+    def describe(self) -> str:
+        """Describe the holder of the lock, how long it has held it, and its progress."""
+        holder, progress = self._holder, self._progress
+        if holder is None:
+            return "its lock is held by a process that left no record"
+        age = format_duration(max(0.0, clock.time() - holder.started))
+        text = f"{holder} has been downloading it for {age}"
+        if progress is not None and progress.total:
+            share = min(1.0, progress.written / progress.total)
+            text += f", {share:.0%} of {format_bytes(progress.total)} done"
+        still = clock.monotonic() - self._grew
+        if still >= _ANNOUNCE_EVERY:
+            text += f", no progress for {format_duration(still)}"
+        return text

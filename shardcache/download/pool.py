@@ -107,7 +107,7 @@ class Connections:
         self.part = part or PART
         self._most = most
         self._downloaders = downloaders
-        self._fastest = math.inf  # seconds, the fastest response so far
+        self._fastest = math.inf  # seconds of the fastest response so far
         self._useful = _FEW  # connections that bring more than they cost
         self._busy = 0
         self._used = 0.0  # sum of the seconds that each connection was in use, until `_since`
@@ -150,7 +150,7 @@ class Connections:
 
     def _measure(self) -> None:
         """Double `_useful` if this process waits for its origins. Call with the lock held."""
-        self._change(0)
+        self._use(0)
         then, used_then, needed_then = self._measured
         seconds = self._since - then
         if seconds < _INTERVAL:
@@ -173,7 +173,7 @@ class Connections:
                 while self._busy and self._busy >= self.limit:
                     self._free.wait(_PATIENCE)
                     self._measure()  # all connections may be stuck
-                self._take()
+                self._use(1)
             finally:
                 self._waiting -= 1
         try:
@@ -181,7 +181,7 @@ class Connections:
             yield
         finally:
             with self.lock:
-                self._release()
+                self._use(-1)
             self.hand_out()
 
     def offer(self, work: Work) -> None:
@@ -200,34 +200,26 @@ class Connections:
             if self._waiting:
                 self._free.notify()
                 return
-            self._take()
+            self._use(1)
         try:
             # The lock is released, because starting waits until the new thread runs, and all other
             # threads would wait with it.
             threads.start(self._help, "shardcache-part")
         except RuntimeError:  # no more threads are allowed, so the workers fetch alone
             with self.lock:
-                self._release()
+                self._use(-1)
                 self._work.clear()
 
-    def _take(self) -> None:
-        """Count one more connection in use. Call with the lock held."""
-        if not self._busy:
-            self._downloaders.join()
-        self._change(1)
-
-    def _release(self) -> None:
-        """Count one connection less in use. Call with the lock held."""
-        self._change(-1)
-        if not self._busy:
-            self._downloaders.leave()
-
-    def _change(self, count: int) -> None:
-        """Change the number of connections in use, and update `_used`. Call with the lock held."""
+    def _use(self, count: int) -> None:
+        """Use ``count`` connections more, and update `_used`. Call with the lock held."""
         now = clock.monotonic()
         self._used += self._busy * (now - self._since)
         self._since = now
+        if count and not self._busy:
+            self._downloaders.join()
         self._busy += count
+        if count and not self._busy:
+            self._downloaders.leave()
 
     def _next(self) -> Work | None:
         """Return the parts of the first shard that has any left, or None if no shard has."""
@@ -242,7 +234,7 @@ class Connections:
                 yields = self._waiting or self._busy > self.limit
                 work = None if yields else self._next()
                 if work is None:
-                    self._release()
+                    self._use(-1)
                     break
                 fetch = work.start_helper()
             self.hand_out()

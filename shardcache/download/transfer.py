@@ -23,7 +23,7 @@ import logging
 import sys
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from shardcache import clock, threads
@@ -38,10 +38,11 @@ from shardcache.origins.resolve import Origins
 from shardcache.origins.retry import Attempts, RetryPolicy
 from shardcache.stats.counters import Counters
 from shardcache.store.digest import BLOCK, MismatchError, block_digest, compare, tree_digest
+from shardcache.store.directory import Metadata
 from shardcache.store.partial import Partial
 from shardcache.urls import ShardURL
 
-__all__ = ["Engine", "Source", "Transfer", "Transferred", "first_response"]
+__all__ = ["Engine", "Source", "Transfer", "first_response"]
 
 logger = logging.getLogger(__name__)
 
@@ -69,19 +70,15 @@ class _Sizes:
         """Return the probable maximum size of a shard, or None if nothing is known about it."""
         if download.listed is not None:
             return download.listed
-        return self._largest.get(_folder(download.shard))
+        return self._largest.get(download.shard.canonical.rpartition("/")[0])
 
     def learn(self, shard: ShardURL, size: int | None) -> None:
         """Note the size of a shard, or None if its origin does not state the size."""
-        folder = _folder(shard)
+        folder = shard.canonical.rpartition("/")[0]
         known = self._largest.get(folder, 0)
         if len(self._largest) >= _FOLDERS and not known:
             self._largest.clear()
         self._largest[folder] = max(known, sys.maxsize if size is None else size)
-
-
-def _folder(shard: ShardURL) -> str:
-    return str(shard).rpartition("/")[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,25 +102,6 @@ class Source(NamedTuple):
     #: Whether the shard may find no room. The first request then asks for the whole shard, so that
     #: readers can use the response. If there is room, the response is cut off after one part.
     roomless: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Transferred:
-    """A complete, checked shard that is not published yet.
-
-    Attributes:
-        partial: the shard's partial; `fetch` publishes and closes it.
-        size: the size of the shard in bytes.
-        digest: the tree digest of the shard.
-        checked: the algorithm of the origin's checksum that the bytes match; None if none matched.
-        proven: whether the origin's responses prove that no bytes are missing.
-    """
-
-    partial: Partial
-    size: int
-    digest: str
-    checked: str | None
-    proven: bool
 
 
 def first_response(engine: Engine, source: Source, download: Download) -> tuple[Body, bool]:
@@ -184,26 +162,20 @@ class _Part:
         """Offset of the next byte to receive."""
         return self.next + self.filled
 
-    def take_response(self) -> Body | None:
-        """Return `response` and forget it."""
-        response, self.response = self.response, None
-        return response
-
     def end_block(self) -> None:
         """Advance to the next block. If the size is unknown, a short block is the last one."""
         self.next += self.filled
         self.complete = self.filled < BLOCK if self.stop is None else self.next == self.stop
         self.filled = 0
 
-    def restart(self) -> None:
-        """Go back to the first byte of the object."""
-        self.next = self.filled = self.shown = 0
-
 
 class Transfer:
     """Receives one version of an object. Used once, by the thread that made it.
 
     ``described`` says that the first response stated any checksum, so that none is requested.
+
+    Attributes:
+        is_proven: whether the origin's responses prove that no bytes are missing.
     """
 
     def __init__(
@@ -229,7 +201,7 @@ class Transfer:
         self._info = partial.metadata.info
         self._checksum = self._info.checksum  # of the object, as the origin states it
         self._is_described = described or not source.origin.states_checksums
-        self._is_proven = True
+        self.is_proven = True
         self._error: BaseException | None = None  # the first error, which ends all threads
         self._responses: set[Body] = set()  # the responses that threads are receiving
         self._describer: threading.Thread | None = None
@@ -262,8 +234,13 @@ class Transfer:
             self._fail(exn)  # before a helper gets the connection and sends another request
             raise
 
-    def finish(self) -> Transferred:
-        """Wait for the helpers, check the shard, and return it. Raises the errors of `transfer`."""
+    def finish(self) -> Metadata:
+        """Wait for the helpers, check the shard, and return its metadata.
+
+        Raises:
+            MismatchError: the bytes do not match the origin's checksum.
+            The errors of `receive`.
+        """
         with self._download.transferring(self._cancel):
             self._work.end()
         if self._describer is not None:
@@ -282,7 +259,7 @@ class Transfer:
                 url=str(self._shard),
             )
         checked = compare(partial.fd, self._checksum)
-        return Transferred(partial, size, tree_digest(digests), checked, self._is_proven)
+        return replace(partial.metadata, size=size, digest=tree_digest(digests), checked=checked)
 
     def abandon(self, exn: BaseException) -> None:
         """End all threads, and close the partial, or discard it if its bytes are useless."""
@@ -334,27 +311,27 @@ class Transfer:
         """Receive one part with as many consecutive requests as necessary."""
         while not part.complete:
             self._attempts.call(lambda: self._attempt(part, fd), sleep=self._sleep)
-        if (response := part.take_response()) is not None:  # unused if the object is empty
-            response.close()
+        if part.response is not None:  # unused, because the object is empty
+            part.response.close()
 
     def _attempt(self, part: _Part, fd: int) -> None:
         before = part.position
+        response, part.response = part.response, None
         try:
-            response = part.take_response() or self._request(part)
-            self._drain(response, part, fd)
+            self._drain(response or self._request(part), part, fd)
         except TransientError as exn:
             self._check()
             if not self._info.identifiable:
                 # The next response may be of another version, so all bytes are received again.
                 self._partial.restart()
-                part.restart()
+                part.next = part.filled = part.shown = 0
                 raise
             if not self._attempts.forgives(part.position - before):
                 raise
             logger.info("%s: %s; continuing at byte %d", self._shard, exn, part.position)
         finally:
             if self._attempts.retries:
-                self._download.advanced(retries=self._attempts.retries)
+                self._download.retried(self._attempts.retries)
 
     def _request(self, part: _Part) -> Body:
         """Send a request for the rest of a part, and return the response."""
@@ -390,7 +367,7 @@ class Transfer:
             self._check()
             if passed := skip(response, part.position):
                 self._counters.read(passed, self._counter)
-            self._is_proven &= response.proven or part.stop is not None
+            self.is_proven &= response.proven or part.stop is not None
             buffer, throttle, begun = _buffer.block, self._throttle, part.position
             while not part.complete:
                 if self._error is not None:
@@ -406,7 +383,7 @@ class Transfer:
                 part.filled += count
                 if part.filled == length or (count == 0 and part.stop is None):
                     self._write(part, buffer[: part.filled], fd)
-                    self._download.advanced(received=received, written=self._partial.written)
+                    self._download.advanced(received, self._partial)
                     received = 0
                 elif count == 0 and begun < part.position == response.stop:
                     return  # the response had fewer bytes than the request asked for
@@ -423,7 +400,7 @@ class Transfer:
             self._responses.discard(response)
             response.close()
             if received:
-                self._download.advanced(received=received)
+                self._download.advanced(received)
 
     def _write(self, part: _Part, block: memoryview, fd: int) -> None:
         """Hash, write and record a block, which may be empty at the end of the object."""
@@ -444,7 +421,7 @@ class Transfer:
             self._partial.write(0, block, fd)
             self._partial.show(part.filled)
             part.shown = part.filled
-            self._download.advanced(written=self._partial.written)
+            self._download.advanced(0, self._partial)
 
     # -- the origin's checksum -------------------------------------------------------
 

@@ -26,8 +26,7 @@ from fsspec.utils import stringify_path, tokenize
 from shardcache.errors import ConfigError
 from shardcache.faults import ignoring
 from shardcache.origins.filesystem import described
-from shardcache.reading.opening import BUFFER
-from shardcache.reading.stream import ShardStream
+from shardcache.reading.stream import BUFFER, ShardStream
 from shardcache.store.directory import DamagedError
 from shardcache.urls import redact
 

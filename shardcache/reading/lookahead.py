@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 from shardcache import clock, threads
 from shardcache.errors import AccessDeniedError, ShardCacheError, ShardNotFoundError
 from shardcache.faults import ignoring
-from shardcache.reading.opening import open_shard
 from shardcache.reading.readers import DownloadReader
+from shardcache.reading.stream import open_shard
 
 if TYPE_CHECKING:
     from shardcache.download.download import Download

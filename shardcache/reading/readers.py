@@ -122,15 +122,10 @@ class DownloadReader:
     def wait(self, *, whole: bool) -> bool:
         """Wait for a partial or, with ``whole``, for the end; return whether the download ended."""
         download = self._joined()
-        self._wait(
-            download, lambda: download.ended or not (whole or download.partial is None), None
+        self.waited += download.wait(
+            lambda: download.ended or not (whole or download.partial is None)
         )
         return download.ended
-
-    def _wait(self, download: Download, is_over: Callable[[], bool], seconds: float | None) -> None:
-        started = clock.monotonic()
-        download.wait(is_over, seconds)
-        self.waited += clock.monotonic() - started
 
     def readinto(self, buffer: WriteableBuffer, position: int) -> int | None:
         """Read below the watermark. Return None if there are no bytes yet; then call `advance`."""
@@ -166,7 +161,7 @@ class DownloadReader:
             self._check(opened)
         elif not self._has_grown(download.partial, position):
             seconds = _OWN_POLL if is_own and self._partial is not None else _POLL
-            self._wait(download, lambda: download.changes != changes, seconds)
+            self.waited += download.wait(lambda: download.changes != changes, seconds)
         return opened
 
     def _joined(self) -> Download:

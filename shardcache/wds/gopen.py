@@ -23,7 +23,7 @@ from shardcache.cache import Cache, default_cache
 from shardcache.errors import AccessDeniedError, ConfigError
 from shardcache.origins.listing import SHARD
 from shardcache.ranks import run_of_this_process
-from shardcache.reading.opening import stream_file
+from shardcache.reading.stream import stream_file
 from shardcache.urls import DEFAULT_SCHEMES, shown_url
 
 logger = logging.getLogger(__name__)

@@ -97,7 +97,7 @@ Locks: a filesystem without flock is an error
     tests/locks/test_locks.py -k without_flock
 
 Bounded wait: waiting for a stopped holder never ends
-    download/waiting.py
+    download/fetch.py
     ->= self._config.stale_after
     +>= 1e9
     tests/download/test_coordination.py -k stuck_holder_is_announced_and_passed_by

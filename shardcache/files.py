@@ -166,6 +166,8 @@ PRIVATE = Modes()
 SAFELY = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 #: Errors of `open_file` if the path names a symbolic link, a directory or a socket, not a file.
 NOT_DATA = frozenset({errno.ELOOP, errno.EISDIR, errno.ENXIO})
+#: Errors of opening a file that is gone.
+GONE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ESTALE})
 
 
 def check_own(path: str | os.PathLike[str], status: os.stat_result) -> None:
@@ -261,6 +263,14 @@ def is_directory(path: Path | str) -> bool:
         return False
 
 
+def is_regular(path: Path | str) -> bool:
+    """Return whether ``path`` is a regular file and not a symbolic link."""
+    try:
+        return stat.S_ISREG(os.lstat(path).st_mode)
+    except os_error():
+        return False
+
+
 def is_idle(path: Path, grace: float = IDLE_GRACE) -> bool:
     """Return whether a file, or every file in a directory, was unused for ``grace`` seconds."""
     latest = 0.0
@@ -337,6 +347,33 @@ def wait_flock(fd: int, *, shared: bool = False) -> bool | None:
             return taken
         time.sleep(seconds)
     return try_flock(fd, shared=shared)
+
+
+@contextlib.contextmanager
+def locked(path: Path | str, *, shared: bool = False) -> Iterator[bool | None]:
+    """Hold the flock of a file in the body; yield whether no other process holds it.
+
+    Yields True if the file is gone, and None if that is unknown: the filesystem has no flock, or
+    the file belongs to another user who was killed before the group got access. Raises OSError for
+    anything else, such as a link.
+    """
+    file = None
+    try:
+        try:
+            file = open_file(path)
+            free = try_flock(file.fileno(), shared=shared)
+            if free and not shared:  # the file may have been replaced since it was opened
+                free = is_file(path, file.fileno())
+        except os_error() as exn:
+            # Other errors, such as EMFILE, say nothing about the lock.
+            if exn.errno not in GONE | {errno.EACCES}:
+                raise
+            free = None if exn.errno == errno.EACCES else True
+        yield free
+    finally:
+        if file is not None:
+            unlock(file.fileno())
+            file.close()
 
 
 def unlock(fd: int) -> None:

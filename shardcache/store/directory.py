@@ -31,8 +31,6 @@ logger = logging.getLogger(__name__)
 SCHEMA = 1
 #: Most bytes to read of a sidecar. Most have about 700, and a URL adds a few kilobytes at most.
 MAX_SIDECAR = 64 * 1024
-#: Errors of opening a file that is gone.
-GONE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ESTALE})
 #: Errors of renaming a directory that is gone, or that is a mount point.
 _IMMOVABLE = frozenset({errno.ENOENT, errno.EBUSY})
 #: Errors that concern one file, so its entry counts as damaged. Errors of the whole disk do not.
@@ -166,24 +164,12 @@ def hold(
     if grace is not None:
         yield files.is_idle(Path(directory), grace)
         return
-    path, file = path or str(data_file(directory) or directory), None
-    try:
-        try:
-            file = files.open_file(path)
-            free = files.try_flock(file.fileno(), shared=shared)
-            if free and not shared:  # the file may have been replaced since it was opened
-                free = files.is_file(path, file.fileno())
-        except os_error() as exn:
-            # EACCES: a process of another user in the group may have been killed before it gave
-            # the group access. Other errors, such as EMFILE, say nothing about the lock.
-            if exn.errno not in files.NOT_DATA | GONE | {errno.EACCES}:
-                raise
-            free = None if exn.errno == errno.EACCES else True  # the file is gone, or is a link
+    data = path or data_file(directory)
+    if data is None or not files.is_regular(data):
+        yield True  # the data is gone, or is a link
+        return
+    with files.locked(data, shared=shared) as free:
         yield files.is_idle(Path(directory)) if free is None else free
-    finally:
-        if file is not None:
-            files.unlock(file.fileno())
-            file.close()
 
 
 def hide(directory: Path, layout: Layout, key: str) -> Path | None:

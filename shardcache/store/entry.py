@@ -27,7 +27,6 @@ from shardcache.faults import ignoring, os_error
 from shardcache.layout import META, Layout, is_key, is_side_file, parse_entry_name
 from shardcache.store.digest import file_digest
 from shardcache.store.directory import (
-    GONE,
     HEADING,
     MAX_SIDECAR,
     DamagedError,
@@ -231,7 +230,7 @@ def open_data(directory: str, path: str, size: int, grace: float | None) -> Open
         # Hot path: keep the number of calls small.
         file = files.owned(os.open, (path,), (os.O_RDONLY | files.SAFELY,))
     except os_error() as exn:
-        if exn.errno in GONE:
+        if exn.errno in files.GONE:
             return None
         raise
     fd, opened = file.fileno(), None

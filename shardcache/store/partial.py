@@ -41,7 +41,6 @@ from shardcache.layout import (
 )
 from shardcache.store.digest import BLOCK, block_digest
 from shardcache.store.directory import (
-    GONE,
     MAX_SIDECAR,
     DamagedError,
     Metadata,
@@ -261,7 +260,9 @@ class Partial:
             except (os_error(), DamagedError) as exn:
                 # EXDEV: it is in a lower layer of an overlay.
                 expected = (
-                    GONE | files.NOT_DATA | {errno.EBUSY, errno.EACCES, errno.EPERM, errno.EXDEV}
+                    files.GONE
+                    | files.NOT_DATA
+                    | {errno.EBUSY, errno.EACCES, errno.EPERM, errno.EXDEV}
                 )
                 if isinstance(exn, OSError) and exn.errno not in expected:
                     raise

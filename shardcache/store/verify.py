@@ -20,8 +20,9 @@ from pathlib import Path
 
 from shardcache.archive import archive_problem
 from shardcache.faults import os_error
+from shardcache.files import GONE
 from shardcache.store.digest import block_digest, read_blocks, tree_digest
-from shardcache.store.directory import GONE, DamagedError, Metadata, readable
+from shardcache.store.directory import DamagedError, Metadata, readable
 from shardcache.store.entry import Entry, Store, open_data, set_aside
 
 

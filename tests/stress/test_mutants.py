@@ -152,13 +152,13 @@ Secrecy: a command shows the value of a variable
 
 In use: shards in use are evicted
     store/directory.py
-    -yield is_idle(Path(directory)) if free is None else free
+    -yield files.is_idle(Path(directory)) if free is None else free
     +yield True
     tests/test_cache.py -k survives
 
 In use: the same, in a storm
     store/directory.py
-    -yield is_idle(Path(directory)) if free is None else free
+    -yield files.is_idle(Path(directory)) if free is None else free
     +yield True
     -m tests.stress.storm --minutes 4 --seed 1
 """

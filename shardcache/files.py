@@ -219,8 +219,8 @@ def write_new(path: Path | str, data: bytes, mode: int, *, sync: bool = False) -
             if sync:
                 os.fsync(file.fileno())
         except os_error() as exn:
-            exn.filename = exn.filename or str(Path(path).parent)  # None with a descriptor
-            raise
+            name = exn.filename or str(Path(path).parent)  # None with a descriptor
+            raise OSError(exn.errno, exn.strerror, name) from exn
 
 
 def sync_directory(path: Path) -> None:

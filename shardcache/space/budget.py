@@ -123,6 +123,11 @@ class _Usage:
         """The bytes of all parts."""
         return sum(filter(None, self.held))
 
+    def listed_to(self, part: int) -> None:
+        """Note that the parts up to this one were listed now."""
+        self.next = (part + 1) % _PARTS
+        self.listed = clock.monotonic()
+
     def add(self, part: int, size: int) -> None:
         """Add bytes to a part that was counted."""
         held = self.held[part]
@@ -296,10 +301,9 @@ class Space:
             for part, (found, size) in listing:
                 entries += found
                 held += size
-                usage.next = (part + 1) % _PARTS
+                usage.listed_to(part)
                 if len(entries) >= least and held >= _SHARE * over:
                     break
-            usage.listed = clock.monotonic()
             spare = min(held // _SHARE, usage.total // 100) if len(entries) >= _MANY else 0
             limits = replace(limits, spare=max(spare, extra * held // max(1, len(entries))))
             reserved = usage.total - held + need
@@ -366,7 +370,7 @@ class Space:
         if unknown:
             deque(self._list(usage, unknown), maxlen=0)
         if len(unknown) == _PARTS:
-            usage.listed = clock.monotonic()
+            usage.listed_to(usage.next - 1)
 
     @contextlib.contextmanager
     def _usage(self) -> Iterator[_Usage]:

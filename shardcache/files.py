@@ -263,14 +263,6 @@ def is_directory(path: Path | str) -> bool:
         return False
 
 
-def is_regular(path: Path | str) -> bool:
-    """Return whether ``path`` is a regular file and not a symbolic link."""
-    try:
-        return stat.S_ISREG(os.lstat(path).st_mode)
-    except os_error():
-        return False
-
-
 def is_idle(path: Path, grace: float = IDLE_GRACE) -> bool:
     """Return whether a file, or every file in a directory, was unused for ``grace`` seconds."""
     latest = 0.0
@@ -350,25 +342,32 @@ def wait_flock(fd: int, *, shared: bool = False) -> bool | None:
 
 
 @contextlib.contextmanager
-def locked(path: Path | str, *, shared: bool = False) -> Iterator[bool | None]:
+def locked(
+    path: Path | str, *, shared: bool = False, remove: bool = False, of: Path | str | None = None
+) -> Iterator[bool | None]:
     """Hold the flock of a file in the body; yield whether no other process holds it.
 
     Yields True if the file is gone, and None if that is unknown: the filesystem has no flock, or
-    the file belongs to another user who was killed before the group got access. Raises OSError for
-    anything else, such as a link.
+    the file is another user's, who was killed before the group got access. With ``remove``, a file
+    that was replaced after it was opened is not free. If it is the data file ``of`` a directory, a
+    link is free, and an unknown one after an hour without a write or a touch.
     """
     file = None
     try:
         try:
             file = open_file(path)
             free = try_flock(file.fileno(), shared=shared)
-            if free and not shared:  # the file may have been replaced since it was opened
+            if free and remove:
                 free = is_file(path, file.fileno())
         except os_error() as exn:
-            # Other errors, such as EMFILE, say nothing about the lock.
-            if exn.errno not in GONE | {errno.EACCES}:
+            if exn.errno in GONE or (of is not None and exn.errno in NOT_DATA):
+                free = True
+            elif exn.errno == errno.EACCES:
+                free = None
+            else:  # errors such as EMFILE say nothing about the lock
                 raise
-            free = None if exn.errno == errno.EACCES else True
+        if free is None and of is not None:
+            free = is_idle(Path(of))
         yield free
     finally:
         if file is not None:

@@ -279,6 +279,6 @@ def _remove_free_lock(layout: Layout, path: Path) -> None:
     partial = left is not None and left.partial
     if partial and (files.is_directory(layout.partial / partial) or not files.is_idle(path)):
         return
-    with ignoring(OSError), files.locked(path) as free:
+    with ignoring(OSError), files.locked(path, remove=True) as free:
         if free is not False:
             path.unlink()

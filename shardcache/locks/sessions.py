@@ -158,7 +158,7 @@ def _live_since(path: Path) -> float | None:
     Where that is unknown, the process counts as alive only until its file is an hour old.
     """
     try:
-        with files.locked(path) as free:
+        with files.locked(path, remove=True) as free:
             status = path.lstat()
             if free is None:
                 free = time.time() - status.st_ctime > files.IDLE_GRACE

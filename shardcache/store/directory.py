@@ -13,6 +13,7 @@ import logging
 import os
 import re
 from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -152,24 +153,18 @@ def _stated_name(directory: Path | str) -> str | None:
     return None
 
 
-@contextlib.contextmanager
 def hold(
-    directory: Path | str, grace: float | None, *, shared: bool = False, path: str = ""
-) -> Iterator[bool]:
-    """Hold the flock of a directory's data file in the body; yield whether the shard is free.
+    directory: Path | str, grace: float | None, *, shared: bool = False, remove: bool = False
+) -> AbstractContextManager[bool | None]:
+    """Hold the flock of a directory's data file with `files.locked`; enter as whether it is free.
 
     With leases, nothing is locked, and a shard is free after ``grace`` seconds without a write or a
-    touch. A caller that knows the ``path`` of the data file saves a listing.
+    touch.
     """
     if grace is not None:
-        yield files.is_idle(Path(directory), grace)
-        return
-    data = path or data_file(directory)
-    if data is None or not files.is_regular(data):
-        yield True  # the data is gone, or is a link
-        return
-    with files.locked(data, shared=shared) as free:
-        yield files.is_idle(Path(directory)) if free is None else free
+        return contextlib.nullcontext(files.is_idle(Path(directory), grace))
+    data = data_file(directory) or directory
+    return files.locked(data, shared=shared, remove=remove, of=directory)
 
 
 def hide(directory: Path, layout: Layout, key: str) -> Path | None:
@@ -199,7 +194,7 @@ def hide(directory: Path, layout: Layout, key: str) -> Path | None:
 
 def remove_free(directory: Path, layout: Layout, key: str) -> bool:
     """Remove an entry or a partial unless a process holds its lock; return whether it is gone."""
-    with hold(directory, layout.grace) as free:
+    with hold(directory, layout.grace, remove=True) as free:
         hidden = hide(directory, layout, key) if free else None
         if hidden is None:
             return False

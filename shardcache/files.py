@@ -166,6 +166,8 @@ PRIVATE = Modes()
 SAFELY = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 #: Errors of `open_file` if the path names a symbolic link, a directory or a socket, not a file.
 NOT_DATA = frozenset({errno.ELOOP, errno.EISDIR, errno.ENXIO})
+#: Errors of opening a file that is gone.
+GONE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ESTALE})
 
 
 def check_own(path: str | os.PathLike[str], status: os.stat_result) -> None:
@@ -217,8 +219,8 @@ def write_new(path: Path | str, data: bytes, mode: int, *, sync: bool = False) -
             if sync:
                 os.fsync(file.fileno())
         except os_error() as exn:
-            exn.filename = exn.filename or str(Path(path).parent)  # None with a descriptor
-            raise
+            name = exn.filename or str(Path(path).parent)  # None with a descriptor
+            raise OSError(exn.errno, exn.strerror, name) from exn
 
 
 def sync_directory(path: Path) -> None:
@@ -337,6 +339,40 @@ def wait_flock(fd: int, *, shared: bool = False) -> bool | None:
             return taken
         time.sleep(seconds)
     return try_flock(fd, shared=shared)
+
+
+@contextlib.contextmanager
+def locked(
+    path: Path | str, *, shared: bool = False, remove: bool = False, of: Path | str | None = None
+) -> Iterator[bool | None]:
+    """Hold the flock of a file in the body; yield whether no other process holds it.
+
+    Yields True if the file is gone, and None if that is unknown: the filesystem has no flock, or
+    the file is another user's, who was killed before the group got access. With ``remove``, a file
+    that was replaced after it was opened is not free. If it is the data file ``of`` a directory, a
+    link is free, and an unknown one after an hour without a write or a touch.
+    """
+    file = None
+    try:
+        try:
+            file = open_file(path)
+            free = try_flock(file.fileno(), shared=shared)
+            if free and remove:
+                free = is_file(path, file.fileno())
+        except os_error() as exn:
+            if exn.errno in GONE or (of is not None and exn.errno in NOT_DATA):
+                free = True
+            elif exn.errno == errno.EACCES:
+                free = None
+            else:  # errors such as EMFILE say nothing about the lock
+                raise
+        if free is None and of is not None:
+            free = is_idle(Path(of))
+        yield free
+    finally:
+        if file is not None:
+            unlock(file.fileno())
+            file.close()
 
 
 def unlock(fd: int) -> None:

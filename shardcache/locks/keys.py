@@ -279,7 +279,6 @@ def _remove_free_lock(layout: Layout, path: Path) -> None:
     partial = left is not None and left.partial
     if partial and (files.is_directory(layout.partial / partial) or not files.is_idle(path)):
         return
-    with ignoring(OSError), files.open_file(path) as file:
-        # Remove the file only under its own lock, and only if no other process has removed it.
-        if files.try_flock(file.fileno()) is not False and os.fstat(file.fileno()).st_nlink:
+    with ignoring(OSError), files.locked(path, remove=True) as free:
+        if free is not False:
             path.unlink()

@@ -1,10 +1,7 @@
 """Find the filesystem of a path, and decide which kind of lock to use on it.
 
 On a local filesystem, flock(2) works. On any other (NFS, Lustre, GPFS, FUSE, unknown), flock may be
-refused, be granted to several processes, or hang. There, a process that downloads holds a lease, an
-entry counts as in use for a while after its last use (`Layout.grace`), and sessions and the budget
-lock are in a directory of this node (`Layout.local`). The manifest states the kind of lock of the
-process that created the cache, because locks of two kinds do not exclude each other.
+refused, be granted to several processes, or hang, so there are leases (docs/design.md, "Locks").
 
 `os.statvfs` and `os.stat` may hang on a dead server. So the type is looked up in
 ``/proc/self/mountinfo`` (proc(5)) with the text of the path after symbolic links are resolved.
@@ -87,13 +84,9 @@ def _unescape(text: str) -> str:
 def mount_of(path: Path | str) -> Mount | None:
     """Return the mount that contains a path, or None without /proc. The path need not exist."""
     real = os.path.realpath(path)
-    best: Mount | None = None
-    for mount in read_mounts():
-        inside = mount.point == "/" or real == mount.point or real.startswith(f"{mount.point}/")
-        # If two mounts have the same point, the later one hides the earlier one.
-        if inside and (best is None or len(mount.point) >= len(best.point)):
-            best = mount
-    return best
+    inside = [m for m in read_mounts() if f"{real}/".startswith(f"{m.point.rstrip('/')}/")]
+    # If two mounts have the same point, the later one hides the earlier one.
+    return max(reversed(inside), key=lambda mount: len(mount.point), default=None)
 
 
 def lock_kind(config: Config, manifest: Mapping[str, object]) -> str:

@@ -16,6 +16,7 @@ each cache counts only itself.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import io
 import logging
@@ -111,10 +112,9 @@ def live_sessions(layout: Layout) -> list[float]:
 def live_waits(layout: Layout) -> Iterator[tuple[str, Holder]]:
     """Yield the key and the `Holder` of each process that waits for a download. Remove nothing."""
     for path in _files(layout, ".wait"):
-        with ignoring(OSError), files.open_file(path) as file:  # gone, or another user's
-            # An exclusive lock would look like a wait to other processes that list the waits.
-            is_live = files.try_flock(file.fileno(), shared=True) is False
-            if is_live and (waiter := read_holder(path)):
+        # An exclusive lock would look like a wait to other processes that list the waits.
+        with ignoring(OSError), files.locked(path, shared=True) as free:
+            if free is False and (waiter := read_holder(path)):
                 yield path.name.partition(".")[0], waiter
 
 
@@ -153,23 +153,20 @@ def _files(layout: Layout, suffix: str) -> list[Path]:
 
 
 def _live_since(path: Path) -> float | None:
-    """Return the file's mtime, or remove the file and return None if its process is dead."""
+    """Return the file's mtime, or remove the file and return None if its process is dead.
+
+    Where that is unknown, the process counts as alive only until its file is an hour old.
+    """
     try:
-        with files.open_file(path) as file:
-            free, status = files.try_flock(file.fileno()), os.fstat(file.fileno())
-            if free is False:
+        with files.locked(path, remove=True) as free:
+            status = path.lstat()
+            if free is None:
+                free = time.time() - status.st_ctime > files.IDLE_GRACE
+            if not free:
                 return status.st_mtime
-            # If flock fails, the process counts as dead, because dead processes would otherwise
-            # count forever. The file stays for an hour, because flock may work again by then.
-            if free or time.time() - status.st_ctime > files.IDLE_GRACE:
-                with ignoring(OSError):  # read-only, or another process was faster
-                    path.unlink()
-    except FileNotFoundError:
-        pass
-    except PermissionError:  # the file is another user's, whose process may be alive
-        return path.lstat().st_mtime
+            path.unlink()
     except os_error() as exn:
-        if exn.errno not in files.NOT_DATA:
+        if exn.errno not in files.NOT_DATA | files.GONE | {errno.EROFS, errno.EACCES, errno.EPERM}:
             raise
     return None
 

@@ -123,6 +123,11 @@ class _Usage:
         """The bytes of all parts."""
         return sum(filter(None, self.held))
 
+    def listed_to(self, part: int) -> None:
+        """Note that the parts up to this one were listed now."""
+        self.next = (part + 1) % _PARTS
+        self.listed = clock.monotonic()
+
     def add(self, part: int, size: int) -> None:
         """Add bytes to a part that was counted."""
         held = self.held[part]
@@ -296,17 +301,13 @@ class Space:
             for part, (found, size) in listing:
                 entries += found
                 held += size
-                usage.next = (part + 1) % _PARTS
+                usage.listed_to(part)
                 if len(entries) >= least and held >= _SHARE * over:
                     break
-            usage.listed = clock.monotonic()
             spare = min(held // _SHARE, usage.total // 100) if len(entries) >= _MANY else 0
-            planned = self.plan(
-                replace(limits, spare=max(spare, extra * held // max(1, len(entries)))),
-                reserved=usage.total - held + need,
-                jobs=jobs,
-                entries=entries,
-            )
+            limits = replace(limits, spare=max(spare, extra * held // max(1, len(entries))))
+            reserved = usage.total - held + need
+            planned = self.plan(limits, reserved=reserved, jobs=jobs, entries=entries)
             if not planned.missing:
                 break
         return planned
@@ -321,9 +322,10 @@ class Space:
     def flights(self) -> list[InFlight]:
         """Return the shards in flight in all namespaces, with their sizes as bytes on disk."""
         found = []
-        for flight in (each for store in self.stores() for each in in_flight(store.layout)):
-            size = None if flight.size is None else self.allocated(flight.size)
-            found.append(replace(flight, occupied=self.allocated(flight.occupied), size=size))
+        for store in self.stores():
+            for each in in_flight(store.layout):
+                size = None if each.size is None else self.allocated(each.size)
+                found.append(replace(each, occupied=self.allocated(each.occupied), size=size))
         return found
 
     def holdings(self) -> Holdings:
@@ -368,7 +370,7 @@ class Space:
         if unknown:
             deque(self._list(usage, unknown), maxlen=0)
         if len(unknown) == _PARTS:
-            usage.listed = clock.monotonic()
+            usage.listed_to(usage.next - 1)
 
     @contextlib.contextmanager
     def _usage(self) -> Iterator[_Usage]:
@@ -458,14 +460,9 @@ class Space:
         if entries is None:
             entries = [entry for store in self.stores() for entry in store.entries()]
         keys = {entry.key for entry in entries}
-        return plan(
-            entries,
-            limits,
-            Policy.of(self._config, self.node, clock.time(), jobs=jobs, keys=keys),
-            reserved=reserved,
-            in_use=self.stores()[0].in_use,
-            allocated=self.allocated,
-        )
+        policy = Policy.of(self._config, self.node, clock.time(), jobs=jobs, keys=keys)
+        in_use, allocated = self.stores()[0].in_use, self.allocated
+        return plan(entries, limits, policy, reserved=reserved, in_use=in_use, allocated=allocated)
 
     def _sweep(self, usage: _Usage) -> int:
         """Remove partials of dead processes and half-removed entries; return the bytes freed."""
@@ -493,8 +490,9 @@ class Space:
         """Hold the node's budget lock in the body; after a minute, warn and continue without it."""
         with self._hold("budget", _BUDGET_SECONDS) as other:
             if other is not None:
-                text = "%s has had the budget lock for a minute; going on without it"
-                logger.warning(text, other)
+                logger.warning(
+                    "%s has had the budget lock for a minute; going on without it", other
+                )
             yield
 
     @contextlib.contextmanager

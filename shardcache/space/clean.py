@@ -17,7 +17,7 @@ from shardcache import clock, threads
 from shardcache.errors import LockTimeoutError
 from shardcache.faults import os_error
 from shardcache.space.budget import Space
-from shardcache.space.eviction import CleanReport, Limits, linked, remove_expired, sweep
+from shardcache.space.eviction import CleanReport, Limits, Removal, linked, remove_expired, sweep
 from shardcache.space.memory import is_memory
 from shardcache.space.tiers import Tier
 from shardcache.stats import database
@@ -47,11 +47,9 @@ def clean(
     report what would be removed.
     """
     keep = 0.0 if orphans or limits.everything else _KEEP_PARTIALS
-    leftovers = [
-        removal
-        for store in space.stores()
-        for removal in sweep(store, space.allocated, keep=keep, dry_run=dry_run)
-    ]
+    leftovers = list[Removal]()
+    for store in space.stores():
+        leftovers += sweep(store, space.allocated, keep=keep, dry_run=dry_run)
     swept = sum(one.size for one in leftovers)
     # A dry run has not removed the leftovers, so `flights` still counts them.
     reserved = sum(flight.reserved for flight in space.flights()) - (swept if dry_run else 0)

@@ -7,10 +7,10 @@ A pin is a small file, named after the shard's key. It may be created before the
 downloaded, and stays when the shard's version changes. No policy, no ``clean --all`` and no ``rm``
 removes a pinned shard.
 
-`plan` changes nothing, so a dry run shows what a run would do. A file to which several ranks have
-hard links counts once. Its last use is the latest use of any link, and it is removed with all its
-links or not at all. Timestamps come from wall clocks, and a timestamp in the future counts as long
-ago. So a wrong clock may evict a shard too early, but never a shard that is being read or pinned.
+A file to which several ranks have hard links counts once. Its last use is the latest use of any
+link, and it is removed with all its links or not at all. Timestamps come from wall clocks, and a
+timestamp in the future counts as long ago. So a wrong clock may evict a shard too early, but never
+one that is being read or pinned.
 """
 
 from __future__ import annotations
@@ -231,7 +231,7 @@ def plan(
     Args:
         entries: all entries of the root.
         limits: limits that must hold afterwards.
-        policy: the order of the other shards, and which shards stay.
+        policy: which shards stay.
         reserved: bytes on disk of the shards in flight and of the shard that needs room.
         in_use: returns whether a process reads an entry; called only for candidates for eviction.
         allocated: computes the bytes on disk of a shard from its size.

@@ -1,12 +1,9 @@
 """Measure the space that a filesystem and this process's cgroups leave, and that a shard takes.
 
-Files on a tmpfs are memory of the cgroup of the process that wrote them. At a cgroup's limit,
-writes do not fail with ENOSPC: the kernel kills a process, and with it the container. The limits of
-all parent cgroups apply as well. The page cache of files on disks counts as free memory, because
-the kernel reclaims it first.
-
-Sources: the kernel's admin-guide/cgroup-v2.rst (memory.max, memory.current, memory.stat) and
-cgroup-v1/memory.rst (the ``total_`` rows include the levels below).
+Files on a tmpfs are memory of the cgroup of the process that wrote them. At a cgroup's limit, or at
+that of a parent, writes do not fail with ENOSPC: the kernel kills the container. The page cache of
+files on disks counts as free memory, because the kernel reclaims it first. Sources: the kernel's
+admin-guide/cgroup-v2.rst and cgroup-v1/memory.rst.
 """
 
 from __future__ import annotations

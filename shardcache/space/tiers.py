@@ -65,6 +65,7 @@ class Tier:
         node: the node's namespace.
         store: the namespace that this process stores into.
         space: the budget of the directory.
+        made: whether the last call of `make` succeeded.
     """
 
     node: Layout
@@ -86,6 +87,7 @@ class Tier:
         self._counters = counters
         self._session: Session | None = None
         self._identity: Identity | None = None
+        self.made = False
         self._locate()
 
     def _locate(self) -> None:
@@ -116,11 +118,6 @@ class Tier:
         check_links(self.store.layout)
 
     @property
-    def made(self) -> bool:
-        """Whether the last call of `make` succeeded."""
-        return self._identity is not None
-
-    @property
     def present(self) -> bool:
         """Whether there is a cache in the directory."""
         return self.made or is_cache(self.config.dir)
@@ -131,7 +128,7 @@ class Tier:
         Raises ConfigError if the directory must not be used as this cache; OSError if it cannot be.
         """
         self.end_session()
-        self._identity = None
+        self.made = False
         node = make_root(self.config)
         self._locate()  # again, because the manifest names the directory of this node
         check_links(self.store.layout)
@@ -141,6 +138,7 @@ class Tier:
         if self._started is not None:
             _state_limits(self.node, self._started, self.config.limits())
         self._identity = identity(self.config.dir, self.store.layout)
+        self.made = self._identity is not None
         if self.node.grace is not None and self.config.locks == "auto":
             self._notices.warn(
                 "locking",
@@ -153,8 +151,7 @@ class Tier:
 
     def changed(self) -> bool:
         """Return whether the directory is gone, was replaced, or was never set up by `make`."""
-        current = identity(self.config.dir, self.store.layout)
-        return current is None or current != self._identity
+        return not self.made or identity(self.config.dir, self.store.layout) != self._identity
 
     def limited(self, config: Config) -> Space:
         """Return the budget of this tier with the limits of ``config``."""
@@ -231,7 +228,7 @@ class Directories:
         stores = [tier.store for tier in self.tiers]
         return stores[0].open if len(stores) == 1 else partial(open_first, stores)
 
-    @property
+    @lazy
     def layout(self) -> Layout:
         """The namespace that holds the locks."""
         return self.tiers[-1].store.layout

@@ -13,6 +13,7 @@ import logging
 import os
 import re
 from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -31,8 +32,6 @@ logger = logging.getLogger(__name__)
 SCHEMA = 1
 #: Most bytes to read of a sidecar. Most have about 700, and a URL adds a few kilobytes at most.
 MAX_SIDECAR = 64 * 1024
-#: Errors of opening a file that is gone.
-GONE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ESTALE})
 #: Errors of renaming a directory that is gone, or that is a mount point.
 _IMMOVABLE = frozenset({errno.ENOENT, errno.EBUSY})
 #: Errors that concern one file, so its entry counts as damaged. Errors of the whole disk do not.
@@ -154,36 +153,18 @@ def _stated_name(directory: Path | str) -> str | None:
     return None
 
 
-@contextlib.contextmanager
 def hold(
-    directory: Path | str, grace: float | None, *, shared: bool = False, path: str = ""
-) -> Iterator[bool]:
-    """Hold the flock of a directory's data file in the body; yield whether the shard is free.
+    directory: Path | str, grace: float | None, *, shared: bool = False, remove: bool = False
+) -> AbstractContextManager[bool | None]:
+    """Hold the flock of a directory's data file with `files.locked`; enter as whether it is free.
 
     With leases, nothing is locked, and a shard is free after ``grace`` seconds without a write or a
-    touch. A caller that knows the ``path`` of the data file saves a listing.
+    touch.
     """
     if grace is not None:
-        yield files.is_idle(Path(directory), grace)
-        return
-    path, file = path or str(data_file(directory) or directory), None
-    try:
-        try:
-            file = files.open_file(path)
-            free = files.try_flock(file.fileno(), shared=shared)
-            if free and not shared:  # the file may have been replaced since it was opened
-                free = files.is_file(path, file.fileno())
-        except os_error() as exn:
-            # EACCES: a process of another user in the group may have been killed before it gave
-            # the group access. Other errors, such as EMFILE, say nothing about the lock.
-            if exn.errno not in files.NOT_DATA | GONE | {errno.EACCES}:
-                raise
-            free = None if exn.errno == errno.EACCES else True  # the file is gone, or is a link
-        yield files.is_idle(Path(directory)) if free is None else free
-    finally:
-        if file is not None:
-            files.unlock(file.fileno())
-            file.close()
+        return contextlib.nullcontext(files.is_idle(Path(directory), grace))
+    data = data_file(directory) or directory
+    return files.locked(data, shared=shared, remove=remove, of=directory)
 
 
 def hide(directory: Path, layout: Layout, key: str) -> Path | None:
@@ -213,7 +194,7 @@ def hide(directory: Path, layout: Layout, key: str) -> Path | None:
 
 def remove_free(directory: Path, layout: Layout, key: str) -> bool:
     """Remove an entry or a partial unless a process holds its lock; return whether it is gone."""
-    with hold(directory, layout.grace) as free:
+    with hold(directory, layout.grace, remove=True) as free:
         hidden = hide(directory, layout, key) if free else None
         if hidden is None:
             return False

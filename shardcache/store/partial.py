@@ -41,7 +41,6 @@ from shardcache.layout import (
 )
 from shardcache.store.digest import BLOCK, block_digest
 from shardcache.store.directory import (
-    GONE,
     MAX_SIDECAR,
     DamagedError,
     Metadata,
@@ -63,6 +62,8 @@ _RECORDS_PER_READ = 256
 #: Largest journal in bytes. S3's largest object, of 5 TB, has a journal of 120 MB.
 _MAX_PROGRESS = 1 << 27
 _CREATE = os.O_RDWR | os.O_CREAT | os.O_EXCL
+#: Errors of claiming a partial that is gone, another user's, or in a lower layer of an overlay.
+_UNCLAIMED = files.GONE | files.NOT_DATA | {errno.EBUSY, errno.EACCES, errno.EPERM, errno.EXDEV}
 
 
 class LostError(Exception):
@@ -218,9 +219,8 @@ class Partial:
                 raise LostError(f"{path.name} was locked by another process")
             progress, sidecar = None, b""
             if size is None or size > BLOCK:
-                progress = stack.enter_context(
-                    files.open_exclusive(path / PROGRESS, _CREATE, modes)
-                )
+                progress = files.open_exclusive(path / PROGRESS, _CREATE, modes)
+                stack.enter_context(progress)
                 sidecar = metadata.encode()
                 sidecar += b" " * (-len(sidecar) % 8)  # so that no record's length crosses a page
             records_at = _HEADER.size + len(sidecar)
@@ -259,11 +259,7 @@ class Partial:
                 partial = cls(layout, claimed / basename, metadata, file, progress, records_at)
                 partial._prove(_records(data[records_at:]), metadata.info.size)
             except (os_error(), DamagedError) as exn:
-                # EXDEV: it is in a lower layer of an overlay.
-                expected = (
-                    GONE | files.NOT_DATA | {errno.EBUSY, errno.EACCES, errno.EPERM, errno.EXDEV}
-                )
-                if isinstance(exn, OSError) and exn.errno not in expected:
+                if isinstance(exn, OSError) and exn.errno not in _UNCLAIMED:
                     raise
                 remove_directory(claimed, basename)
                 return None

@@ -20,8 +20,9 @@ from pathlib import Path
 
 from shardcache.archive import archive_problem
 from shardcache.faults import os_error
+from shardcache.files import GONE
 from shardcache.store.digest import block_digest, read_blocks, tree_digest
-from shardcache.store.directory import GONE, DamagedError, Metadata, readable
+from shardcache.store.directory import DamagedError, Metadata, readable
 from shardcache.store.entry import Entry, Store, open_data, set_aside
 
 
@@ -61,6 +62,17 @@ class VerifyStatus:
     done: int = 0  #: entries that were checked
     passed: int = 0  #: bytes of the entries that were checked
 
+    def expect(self, entries: Iterable[Entry]) -> None:
+        """Add entries to check."""
+        sizes = [entry.size for entry in entries]
+        self.shards += len(sizes)
+        self.bytes += sum(sizes)
+
+    def add(self, shards: int = 0, size: int = 0) -> None:
+        """Count entries and bytes that were checked."""
+        self.done += shards
+        self.passed += size
+
 
 #: Number of shards to check at once. Flash disks serve a few reads as fast as one, but more would
 #: slow down the jobs that read from the same disk.
@@ -86,7 +98,7 @@ class Verifier:
         self._shards: dict[str, list[tuple[Store, Entry]]] = {}
         for store, entry in entries:
             self._shards.setdefault(entry.key, []).append((store, entry))
-        status.shards, status.bytes = len(entries), sum(entry.size for _, entry in entries)
+        status.expect(entry for _, entry in entries)
         self._quick = quick
         self._sole = sole
         self._status = status
@@ -101,7 +113,7 @@ class Verifier:
         try:
             shards = self._shards.values()
             for copies, results in zip(shards, pool.map(self._shard, shards), strict=True):
-                self._status.done += len(copies)
+                self._status.add(shards=len(copies))
                 yield from results
         finally:
             self._ended = True
@@ -138,7 +150,7 @@ class Verifier:
             return self._damaged(Finding(entry, url, State.DAMAGED, str(exn)), before)
         finally:
             with self._guard:
-                self._status.passed += entry.size
+                self._status.add(size=entry.size)
         return Finding(entry, url, State.MALFORMED if problem else State.OK, problem)
 
     def _check_data(self, store: Store, entry: Entry, metadata: Metadata) -> str:

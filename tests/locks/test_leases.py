@@ -12,10 +12,9 @@ import pytest
 from shardcache.cache import Cache
 from shardcache.config import Config
 from shardcache.files import IDLE_GRACE
-from shardcache.layout import Layout
 from shardcache.locks.keys import Holder, KeyLease, remove_locks
 from shardcache.store.root import make_root
-from tests.support.storetools import Parent, age, forked, needs_root, wait_until
+from tests.support.storetools import Parent, age, forked, layout_of, needs_root, wait_until
 from tests.support.tars import make_tar
 
 KEY = "0123456789abcdef" * 2
@@ -23,7 +22,7 @@ ME = Holder(1, "node-1", 0, "job", 1.0)
 
 
 @pytest.fixture
-def layout(tmp_path: Path) -> Layout:
+def layout(tmp_path: Path):
     return replace(make_root(Config(tmp_path / "cache")), grace=IDLE_GRACE)
 
 
@@ -35,7 +34,7 @@ def test_a_lease_is_granted_where_the_file_is_no_valid_lease(tmp_path, layout):
     assert layout.lease(KEY).exists()
     first.release()
     (tmp_path / "v1").write_text("")
-    assert KeyLease(Layout.of_root(tmp_path), KEY).try_acquire(ME)
+    assert KeyLease(layout_of(tmp_path), KEY).try_acquire(ME)
 
 
 def test_a_lease_expires_after_its_duration_without_a_touch(layout, monkeypatch):
@@ -58,7 +57,7 @@ def test_a_lease_expires_after_its_duration_without_a_touch(layout, monkeypatch)
     heir.release()
 
 
-def test_only_dead_leases_are_removed(layout: Layout) -> None:
+def test_only_dead_leases_are_removed(layout) -> None:
     mine = KeyLease(layout, KEY)
     assert mine.try_acquire(ME)
     stranger = layout.lease(KEY).with_name("notes.txt")

@@ -11,12 +11,11 @@ from shardcache.cache import Cache
 from shardcache.config import Config
 from shardcache.errors import ConfigError
 from shardcache.files import IDLE_GRACE
-from shardcache.layout import Layout
 from shardcache.locks import mounts
 from shardcache.locks.mounts import Mount, mount_of, node_namespace
 from shardcache.store.root import make_root
 from tests.support.caches import read
-from tests.support.storetools import age
+from tests.support.storetools import age, layout_of
 from tests.support.tars import make_tar
 
 URL = "s3://lab/a.tar"
@@ -84,14 +83,14 @@ def test_only_local_filesystems_are_locked_by_flock(root, node, monkeypatch, kin
     make_root(Config(root))
     found = node_namespace(Config(root))
     if kind in ("ext4", "tmpfs"):
-        assert found == Layout.of_root(root)
+        assert found == layout_of(root)
     else:
         assert found.grace == IDLE_GRACE
         assert found.local is not None and found.local.parent == node
         assert found.local.stat().st_mode & 0o777 == 0o700
     lease = Config(root, locks="lease")
     assert node_namespace(lease).grace == IDLE_GRACE
-    assert node_namespace(Config(root, locks="flock")) == Layout.of_root(root)
+    assert node_namespace(Config(root, locks="flock")) == layout_of(root)
 
 
 def test_caches_of_a_root_share_a_node_directory(root, node, monkeypatch, tmp_path):

@@ -11,11 +11,17 @@ from collections.abc import Callable
 import pytest
 
 from shardcache.cache import Cache
-from shardcache.layout import Layout
 from shardcache.locks.keys import Holder
 from shardcache.locks.sessions import Session, live_sessions, live_waits, remove_dead
 from shardcache.urls import parse_url
-from tests.support.storetools import PATIENCE, Parent, forked, no_descriptor_left, wait_until
+from tests.support.storetools import (
+    PATIENCE,
+    Parent,
+    forked,
+    layout_of,
+    no_descriptor_left,
+    wait_until,
+)
 from tests.support.tars import make_tar
 
 URL = "s3://lab/train-0000.tar"
@@ -25,12 +31,12 @@ WAITER = Holder(12, "node-7", 5, None, 1_000_010.0, url=URL)
 MakeCache = Callable[..., Cache]
 
 
-def names(layout: Layout) -> list[str]:
+def names(layout) -> list[str]:
     return os.listdir(layout.sessions)
 
 
 @pytest.mark.locks_work
-def test_sessions_of_live_and_stopped_processes_count(layout: Layout) -> None:
+def test_sessions_of_live_and_stopped_processes_count(layout) -> None:
     def work(parent: Parent) -> None:
         mine = Session(layout, 1000.5), Session(layout, 0.0, (KEY, WAITER))
         parent.say({session.path.name for session in mine})
@@ -70,7 +76,7 @@ print(sum(name.endswith(".session") for name in found))
 
 
 @pytest.mark.locks_work
-def test_invalid_records_of_waiting_processes_are_ignored(layout: Layout) -> None:
+def test_invalid_records_of_waiting_processes_are_ignored(layout) -> None:
     session = Session(layout, 0.0, (KEY, WAITER))
     for text in (b"", b"{", b'{"pid": "12"}', b"[]", WAITER.encode().replace(b"node", b"\\u001b")):
         assert list(live_waits(layout)) == [(KEY, WAITER)]
@@ -93,7 +99,7 @@ def test_top_shows_waiting_processes_and_their_holders(make_cache, origin, monke
         cache, results = make_cache(), list[bytes]()
         thread = threading.Thread(target=lambda: results.append(cache.open(URL).read()))
         thread.start()
-        wait_until(lambda: list(live_waits(Layout.of_root(cache.dir))))
+        wait_until(lambda: list(live_waits(layout_of(cache.dir))))
         command = ("top", "--count", "1", "--interval", "0.2")
         _, table = run(*command)[1].split("1 waiting process")
         _, titles, row, *_ = table.splitlines()
@@ -107,4 +113,4 @@ def test_top_shows_waiting_processes_and_their_holders(make_cache, origin, monke
         child.tell()
         thread.join(PATIENCE)
     assert results == [DATA]
-    wait_until(lambda: not list(live_waits(Layout.of_root(cache.dir))))
+    wait_until(lambda: not list(live_waits(layout_of(cache.dir))))

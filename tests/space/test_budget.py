@@ -14,7 +14,6 @@ from shardcache.cache import Cache
 from shardcache.clock import boot_id
 from shardcache.config import Config
 from shardcache.errors import CacheFullError
-from shardcache.locks.keys import Holder, KeyLock
 from shardcache.locks.sessions import Session
 from shardcache.space import budget
 from shardcache.space.budget import Space
@@ -27,7 +26,7 @@ from tests.support.caches import read
 from tests.support.disktools import disk, needs_mounts
 from tests.support.fakes import FakeClock
 from tests.support.shop import Shop
-from tests.support.storetools import begin, begun, fill, metadata_for, payload, publish, room
+from tests.support.storetools import begin, begun, fill, metadata_for, payload, publish, room, taken
 
 GB = 10**9
 MIB = 1 << 20
@@ -148,8 +147,7 @@ def test_an_entry_that_is_opened_during_eviction_is_replaced_by_another(make, mo
 @pytest.mark.locks_work
 def test_a_stuck_budget_lock_is_ignored_after_a_minute(make, caplog) -> None:
     bench = make(100)
-    lock = KeyLock(bench.layout.named_lock("budget"))
-    assert lock.try_acquire(Holder.this_process())
+    lock = taken(bench.layout.named_lock("budget"))
     with caplog.at_level("WARNING"):
         bench.admit(size=10).discard()
     assert "going on without it" in caplog.text

@@ -14,8 +14,6 @@ from shardcache import clock
 from shardcache.cache import Cache
 from shardcache.config import Config
 from shardcache.errors import LockTimeoutError
-from shardcache.layout import Layout
-from shardcache.locks.keys import Holder, KeyLock
 from shardcache.space import clean as module
 from shardcache.space.budget import Space
 from shardcache.space.clean import clean
@@ -25,12 +23,22 @@ from shardcache.urls import parse_url
 from tests.support.caches import read
 from tests.support.disktools import needs_mounts, overlay
 from tests.support.shop import Shop
-from tests.support.storetools import age, begun, payload, publish, room, tree, wait_until
+from tests.support.storetools import (
+    age,
+    begun,
+    layout_of,
+    payload,
+    publish,
+    room,
+    taken,
+    tree,
+    wait_until,
+)
 
 MIB = 1 << 20
 
 
-def leave(layout: Layout) -> Path:
+def leave(layout) -> Path:
     """Make the partial of a dead process."""
     left = begun(layout, "s3://lab/orphan.tar", payload(MIB))
     left.close()
@@ -78,7 +86,7 @@ def test_a_dry_run_changes_nothing_and_reports_what_a_run_removes(layout, case):
     live.discard()
 
 
-def test_a_dead_partial_is_kept_for_an_hour(layout: Layout) -> None:
+def test_a_dead_partial_is_kept_for_an_hour(layout) -> None:
     partial = leave(layout)
     with Cache(layout.base.parent, min_free=0) as cache:
         for seconds, removed in ((0.0, 0), (3500.0, 0), (3700.0, 1)):
@@ -91,8 +99,7 @@ def test_a_dead_partial_is_kept_for_an_hour(layout: Layout) -> None:
 def test_only_one_process_cleans_at_a_time(tmp_path: Path) -> None:
     with Cache(tmp_path / "cache", min_free=0, lock_timeout="0.3s") as cache:
         cache.pin("s3://lab/a.tar")  # creates the directory
-        lock = KeyLock(Layout.of_root(cache.dir).named_lock("clean"))
-        assert lock.try_acquire(Holder.this_process(rank=3, job="17"))
+        lock = taken(layout_of(cache.dir).named_lock("clean"))
         for wait in (False, True):
             with pytest.raises(LockTimeoutError, match=f"process {os.getpid()}"):
                 cache.clean(wait=wait)
@@ -126,7 +133,7 @@ def test_one_process_of_a_node_cleans_in_the_background(layout, tmp_path, monkey
     assert set(shop.entries()) == {shop.urls[n] for n in (0, 2, 3, 4)}
     read()
     assert rounds == ["shardcache-clean"]
-    os.utime(Layout.of_root(shop.path).named_lock("clean"), (1000.0, 1000.0))
+    os.utime(layout_of(shop.path).named_lock("clean"), (1000.0, 1000.0))
     read()
     assert rounds == ["shardcache-clean"] * 2
 
@@ -185,7 +192,7 @@ def test_shards_in_the_image_of_a_container_can_be_removed(tmp_path, command):
         remove[command]()
         assert cache.path(url) is None
         assert read(cache, url) == data and cache.path(url) is not None
-        (kept,) = Layout.of_root(merged).partial.glob("kept.*")
+        (kept,) = layout_of(merged).partial.glob("kept.*")
         assert [path.name for path in kept.iterdir()] == ["notes.txt"]
     assert baked.data.read_bytes() == data  # the image is unchanged
 

@@ -13,12 +13,11 @@ from typing import Any
 import pytest
 
 from shardcache.cache import Cache
-from shardcache.layout import Layout
 from shardcache.locks.keys import Holder, KeyLock
 from tests.support.clitools import run_process
 from tests.support.disktools import disk, needs_mounts
 from tests.support.shop import Shop
-from tests.support.storetools import Parent, crowd, forked
+from tests.support.storetools import Parent, crowd, forked, layout_of
 from tests.support.tars import make_tar
 
 pytestmark = pytest.mark.locks_work
@@ -158,7 +157,7 @@ def test_sixteen_processes_never_pass_the_limit_and_never_see_a_full_disk(tmp_pa
     for path, data in shards.items():
         Path(path).write_bytes(data)
     limit, root = 5 * len(data), tmp_path / "ram" / "cache"
-    layout, seen, ended = Layout.of_root(root), list[int](), threading.Event()
+    layout, seen, ended = layout_of(root), list[int](), threading.Event()
 
     def work(parent: Parent, number: int) -> None:
         options = {"cache_local": True, "min_free": 0, "max_size": limit, "policy": policy}

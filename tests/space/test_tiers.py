@@ -12,13 +12,12 @@ import pytest
 
 from shardcache.cache import Cache
 from shardcache.errors import CacheFullError
-from shardcache.layout import Layout
 from shardcache.store.partial import Partial
 from tests.support.caches import read, warnings
 from tests.support.clitools import command
 from tests.support.disktools import disk, limited_group, needs_mounts
 from tests.support.shop import Shop
-from tests.support.storetools import no_descriptor_left
+from tests.support.storetools import layout_of, no_descriptor_left
 from tests.support.tars import make_tar
 
 MIB = 1 << 20
@@ -99,7 +98,7 @@ def test_a_ram_disk_that_another_program_fills_is_skipped(shop, ram, tmp_path, m
         monkeypatch.setattr(Partial, "write", hog)
         assert read(cache, str(big)) == big.read_bytes()
         assert (ram / "hog").exists() and tier(cache, ram, str(big)) == "home"
-        assert list(Layout.of_root(ram).partial.iterdir()) == []
+        assert list(layout_of(ram).partial.iterdir()) == []
 
 
 @pytest.mark.locks_work("flock")

@@ -41,18 +41,18 @@ KEY = metadata_for(data=DATA).key
 
 
 @pytest.fixture
-def layout(tmp_path: Path) -> Layout:
+def layout(tmp_path: Path):
     return make_store(tmp_path).layout
 
 
-def started(layout: Layout, blocks: Iterable[int] = range(4)) -> Partial:
+def started(layout, blocks: Iterable[int] = range(4)) -> Partial:
     """Make a partial with these blocks."""
     partial = begin(layout, metadata_for(data=DATA))
     fill(partial, DATA, iter(blocks))
     return partial
 
 
-def dead_partial(layout: Layout, blocks: Iterable[int] = range(4)) -> Path:
+def dead_partial(layout, blocks: Iterable[int] = range(4)) -> Path:
     """Make the partial of a killed process that had downloaded these blocks."""
     partial = started(layout, blocks)
     partial.close()
@@ -64,7 +64,7 @@ def dead_partial(layout: Layout, blocks: Iterable[int] = range(4)) -> Path:
 
 @pytest.mark.parametrize("size", [0, 1, BLOCK])
 @pytest.mark.locks_work("answers")
-def test_a_shard_of_one_block_has_no_journal_and_is_not_resumed(layout: Layout, size: int) -> None:
+def test_a_shard_of_one_block_has_no_journal_and_is_not_resumed(layout, size: int) -> None:
     data = payload(size)
     made = begin(layout, metadata_for(data=data))
     fill(made, data)
@@ -138,7 +138,7 @@ def of_another(path: Path, **other: object) -> None:
     ],
 )
 @pytest.mark.locks_work("answers")
-def test_partials_that_cannot_be_resumed_are_removed(layout: Layout, damage) -> None:
+def test_partials_that_cannot_be_resumed_are_removed(layout, damage) -> None:
     path = dead_partial(layout, [0])
     damage(path)
     with no_descriptor_left():
@@ -186,7 +186,7 @@ def test_a_partial_is_resumed_after_its_last_thread_has_closed_it(layout):
         heir.discard()
 
 
-def half_evicted(layout: Layout) -> Path:
+def half_evicted(layout) -> Path:
     path = layout.new_evicted(KEY)
     path.mkdir()
     (path / "a.tar").write_bytes(DATA)
@@ -194,7 +194,7 @@ def half_evicted(layout: Layout) -> Path:
     return path
 
 
-def sweep(layout: Layout) -> int:
+def sweep(layout) -> int:
     return sum(remove_leftover(layout, found.path) for found in in_flight(layout) if not found.live)
 
 
@@ -239,7 +239,7 @@ def test_without_flock_only_idle_partials_count_as_dead(layout, monkeypatch):
 
 
 @pytest.mark.locks_work("answers")
-def test_old_temporary_files_are_removed(layout: Layout) -> None:
+def test_old_temporary_files_are_removed(layout) -> None:
     left = layout.partial / f".{META}.{KEY}"
     left.write_bytes(DATA)
     (layout.partial / ".notes").write_bytes(DATA)

@@ -15,7 +15,16 @@ from shardcache.layout import MANIFEST, Layout
 from shardcache.ranks import Ranks
 from shardcache.space.tiers import Tier
 from shardcache.store.root import is_cache, make_root
-from tests.support.storetools import Parent, begin, crowd, make_store, metadata_for, publish, tree
+from tests.support.storetools import (
+    Parent,
+    begin,
+    crowd,
+    layout_of,
+    make_store,
+    metadata_for,
+    publish,
+    tree,
+)
 from tests.support.tars import make_tar
 
 KEY = "0123456789abcdef" * 2
@@ -29,7 +38,7 @@ def test_a_root_describes_itself_and_is_completed(tmp_path: Path) -> None:
     root.chmod(0o700)
     (root / f".{MANIFEST}.{KEY}").touch()  # of a process that was killed before the rename
     layout = make_root(Config(root))
-    assert is_cache(root) and layout == Layout.of_root(root)
+    assert is_cache(root) and layout == layout_of(root)
     tag = (root / "CACHEDIR.TAG").read_bytes()
     assert tag[:43] == b"Signature: 8a477f597d28d172789f06886806bc55"
     assert "clean" in (root / "README.txt").read_text()
@@ -130,7 +139,7 @@ def test_all_caches_of_a_root_see_the_namespace_of_a_job(tmp_path: Path, job: st
 
 def test_other_directories_are_no_namespaces(tmp_path: Path) -> None:
     make_root(Config(tmp_path))
-    node = Layout.of_root(tmp_path)
+    node = layout_of(tmp_path)
     elsewhere = tmp_path / "elsewhere"
     Layout(elsewhere).make()
     for name in (".hidden", "a b"):

@@ -17,7 +17,7 @@ import pytest
 
 from shardcache import Cache, ConfigError
 from shardcache.config import Config
-from shardcache.layout import MANIFEST, PROGRESS, Layout
+from shardcache.layout import MANIFEST, PROGRESS
 from shardcache.locks.keys import Holder, KeyLock
 from shardcache.store.root import make_root
 from shardcache.urls import parse_url
@@ -25,7 +25,15 @@ from shardcache.wds.attach import url_opener
 from tests.support.caches import read, warnings
 from tests.support.clitools import command
 from tests.support.disktools import needs_mounts, unmount
-from tests.support.storetools import begin, begun, fill, metadata_for, needs_root, public_directory
+from tests.support.storetools import (
+    begin,
+    begun,
+    fill,
+    layout_of,
+    metadata_for,
+    needs_root,
+    public_directory,
+)
 from tests.support.tars import make_tar
 from tests.support.users import ANNA, BELA, ask
 
@@ -122,7 +130,7 @@ def test_a_root_that_others_could_tamper_with_is_refused_with_the_fix(tmp_path, 
 
 def test_files_of_other_programs_are_never_removed(make_cache, origin) -> None:
     origin.objects[URL], cache = SHARD, make_cache()
-    entry, layout = cache.fetch(URL), Layout.of_root(cache.dir)
+    entry, layout = cache.fetch(URL), layout_of(cache.dir)
     names: list[str | bytes] = ["model.ckpt", "results.csv", ".hidden", "-rf", "a\nb", "\x1b[2J",
              "\u202e", "x" * 255, b"\xff\xfe", "~", "*", "0" * 31, "0" * 33,
              "G" * 32, f"{entry.path.name}.bak", f"{entry.key}.lock.orig", "evict.x", "progress",
@@ -193,7 +201,7 @@ FOREIGN: dict[str, Callable[[Path], object]] = {
 }
 
 
-def killed_download(layout: Layout) -> Path:
+def killed_download(layout) -> Path:
     """Make the partial of `BIG` that a killed process leaves; the next reader resumes it."""
     etag = f'"{hashlib.md5(BIG).hexdigest()}"'  # as the origin states it
     partial = begin(layout, metadata_for(BIG_URL, BIG, etag=etag))
@@ -222,7 +230,7 @@ WAYS: dict[str, Callable[[Cache], object]] = {
 def test_files_of_other_programs_outlive_the_shard_beside_them(make_cache, origin, caplog, way):
     origin.objects.update({URL: SHARD, BIG_URL: BIG})
     cache = make_cache(policy="lru")
-    layout = Layout.of_root(cache.dir)
+    layout = layout_of(cache.dir)
     if way == "partial":
         directory = killed_download(layout)
     elif way == "without a shard":
@@ -253,7 +261,7 @@ def test_files_of_other_programs_outlive_the_shard_beside_them(make_cache, origi
 @pytest.mark.parametrize("at", ["mnt", "", "a.tar"])
 def test_nothing_behind_a_mount_is_removed(make_cache, origin, tmp_path, at) -> None:
     origin.objects[URL], cache = SHARD, make_cache()
-    entry, layout = cache.fetch(URL), Layout.of_root(cache.dir)
+    entry, layout = cache.fetch(URL), layout_of(cache.dir)
     aside = layout.new_evicted(entry.key)
     entry.path.rename(aside)
     home = tmp_path / "home"
@@ -276,7 +284,7 @@ def test_nothing_behind_a_mount_is_removed(make_cache, origin, tmp_path, at) -> 
 @pytest.mark.locks_work
 def test_files_of_other_programs_do_not_hide_readers_and_downloads(make_cache, origin) -> None:
     origin.objects[URL], cache = SHARD, make_cache()
-    entry, layout = cache.fetch(URL), Layout.of_root(cache.dir)
+    entry, layout = cache.fetch(URL), layout_of(cache.dir)
     live = begun(layout, BIG_URL, BIG)
     for name in range(20):  # listed before and after the data
         (entry.path / f"{name}.txt").touch()
@@ -303,7 +311,7 @@ def test_link_targets_are_not_written(make_cache, origin, tmp_path, caplog, name
         earlier.fetch(BIG_URL)
         earlier.pin(URL)
     cache = make_cache(max_size="10MB")
-    layout, key = Layout.of_root(cache.dir), parse_url(URL).key
+    layout, key = layout_of(cache.dir), parse_url(URL).key
     path = layout.base / name.format(lock=layout.key_lock(key), key=key)
     path.parent.mkdir(exist_ok=True)
     path.unlink(missing_ok=True)
@@ -323,7 +331,7 @@ def test_link_targets_are_not_written(make_cache, origin, tmp_path, caplog, name
 @pytest.mark.parametrize("harm", ["linked", "huge"])
 def test_a_linked_or_huge_partial_is_not_used(make_cache, origin, tmp_path, name, harm):
     origin.objects[BIG_URL], cache = BIG, make_cache()
-    path = killed_download(Layout.of_root(cache.dir)) / name
+    path = killed_download(layout_of(cache.dir)) / name
     victim, content = tmp_path / "thesis.txt", path.read_bytes()
     if harm == "linked":
         victim.write_bytes(content)
@@ -368,7 +376,7 @@ def test_planted_files_disturb_no_read_and_no_clean(make_cache, origin, name, ma
         for url in urls[1:]:
             earlier.fetch(url)
     cache = make_cache(max_size=2 * len(SHARD), policy="lru")  # the third shard needs room
-    layout = Layout.of_root(cache.dir)
+    layout = layout_of(cache.dir)
     path = layout.base / name.format(lock=layout.key_lock(parse_url(URL).key))
     path.parent.mkdir(exist_ok=True)
     path.unlink(missing_ok=True)
@@ -397,7 +405,7 @@ def test_directories_of_another_user_do_not_prevent_caching(tmp_path: Path) -> N
         public.chmod(0o1777)
         (public / "origin.tar").write_bytes(SHARD)
         assert ask(ANNA, fetch, public / "cache")
-        layout = Layout.of_root(public / "cache")
+        layout = layout_of(public / "cache")
         for parent in (layout.objects, layout.objects / TOKEN[:2]):
             (parent / TOKEN).mkdir(mode=0o700, parents=True)
         layout.new_evicted(TOKEN).mkdir(mode=0o700)

@@ -15,10 +15,16 @@ import rich.table  # noqa: F401 - the children cannot import it as other users
 
 from shardcache import Cache
 from shardcache.download.download import Download
-from shardcache.layout import Layout
 from tests.support.clitools import command
 from tests.support.fakes import Fault, MemoryOrigin
-from tests.support.storetools import Parent, needs_root, public_directory, tree, wait_until
+from tests.support.storetools import (
+    Parent,
+    layout_of,
+    needs_root,
+    public_directory,
+    tree,
+    wait_until,
+)
 from tests.support.tars import make_tar
 from tests.support.users import ANNA, BELA, GROUP, User, ask, running
 
@@ -151,7 +157,7 @@ def test_only_the_same_user_resumes_a_download(area: Path) -> None:
         published = next(root.rglob("0.tar"))
         assert published.stat().st_uid == user.uid  # only its owner can make it read-only
         assert stat.S_IMODE(published.stat().st_mode) == 0o440
-        layout = Layout.of_root(root)
+        layout = layout_of(root)
         assert list(layout.partial.iterdir()) == list(layout.sessions.iterdir()) == []
         assert list(layout.locks.rglob(f"{'?' * 32}.lock")) == []
         shutil.rmtree(root)

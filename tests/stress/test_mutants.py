@@ -151,14 +151,14 @@ Secrecy: a command shows the value of a variable
     tests/test_secrecy.py tests/origins/test_pipes.py
 
 In use: shards in use are evicted
-    store/directory.py
-    -yield is_idle(Path(directory)) if free is None else free
+    files.py
+    -yield free
     +yield True
     tests/test_cache.py -k survives
 
 In use: the same, in a storm
-    store/directory.py
-    -yield is_idle(Path(directory)) if free is None else free
+    files.py
+    -yield free
     +yield True
     -m tests.stress.storm --minutes 4 --seed 1
 """

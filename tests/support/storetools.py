@@ -22,6 +22,7 @@ import pytest
 
 from shardcache.clock import boot_id
 from shardcache.layout import Layout
+from shardcache.locks.keys import Holder, KeyLock
 from shardcache.origins.base import ObjectInfo
 from shardcache.space.memory import allocation
 from shardcache.store.digest import BLOCK, block_digest, tree_digest
@@ -114,6 +115,18 @@ def read(store: Store, url: str = "s3://lab/a.tar") -> bytes | None:
         return None
     with opened.file as file:
         return file.read()
+
+
+def layout_of(root: Path) -> Layout:
+    """Return the node's namespace of a cache."""
+    return Layout.of_root(root)
+
+
+def taken(path: Path) -> KeyLock:
+    """Take a lock in the name of this process."""
+    lock = KeyLock(path)
+    assert lock.try_acquire(Holder.this_process())
+    return lock
 
 
 def make_store(path: Path, **options: bool) -> Store:

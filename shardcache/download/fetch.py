@@ -33,7 +33,7 @@ from shardcache import clock
 from shardcache.archive import MALFORMED, archive_problem, check_archive
 from shardcache.clock import boot_id
 from shardcache.config import Config, __version__
-from shardcache.download.download import Download, Result
+from shardcache.download.download import Download
 from shardcache.download.transfer import Engine, Source, Transfer, first_response
 from shardcache.errors import (
     CacheFullError,
@@ -184,7 +184,7 @@ class Recovery:
 
 def fetch(
     directories: Directories, engine: Engine, download: Download, recovery: Recovery
-) -> Result | None:
+) -> Opened | None:
     """Obtain the entry of a shard: wait for another process, link a sibling's entry, or download.
 
     Returns:
@@ -221,19 +221,22 @@ def fetch(
                 break
             wait.pause()
             if (opened := directories.lookup(shard, download.outdated)) is not None:
-                return Result(opened, "coalesced")
+                download.outcome = "coalesced"
+                return opened
         if wait is not None:
             wait.close()
         opened = directories.lookup(shard, download.outdated, condemn=lock is not None)
         if opened is not None:
-            return Result(opened, "coalesced")
+            download.outcome = "coalesced"
+            return opened
         if (opened := _link(directories, download)) is not None:
-            return Result(opened, "linked")
+            download.outcome = "linked"
+            return opened
         entry = _download(directories, engine, download, recovery, lock)
         if download.outdated:
             evict_outdated(directories, shard.key, download.outdated)
         if (opened := directories.lookup(shard)) is not None:
-            return Result(opened, "fetched")
+            return opened
         if is_directory(entry):  # the disk cannot read it, and another download would not help
             raise OSError(errno.EIO, "the stored shard cannot be read", str(entry))
         raise LostError(f"{entry.name} vanished after it was published")

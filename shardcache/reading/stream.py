@@ -124,10 +124,10 @@ def pin_shard(cache: ProcessCache, shard: ShardURL) -> Opened:
     """
     started = clock.monotonic()
     while True:
-        opened, outcome = cache.obtain(Download(shard))
+        opened = cache.obtain(download := Download(shard))
         waited = clock.monotonic() - started
         if not opened.stuck and is_file(opened.path, opened.fd):
-            cache.counters.opened(outcome, waited)
+            cache.counters.opened(download.outcome, waited)
             cache.counters.read(opened.size)  # assume that the caller reads the whole file
             return opened
         opened.close()  # the entry was evicted before it was pinned, or is being evicted

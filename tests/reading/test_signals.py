@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +19,7 @@ from shardcache import TransferError, threads
 from shardcache.origins.base import TransientError
 from shardcache.origins.pace import Pace
 from tests.support.caches import read
-from tests.support.storetools import PATIENCE, no_descriptor_left, wait_until
+from tests.support.storetools import PATIENCE, descriptors, no_descriptor_left, wait_until
 from tests.support.tars import make_tar
 from tests.support.webservers import Files, part_of, running
 
@@ -131,6 +132,40 @@ def test_a_handler_that_raises_in_open_leaves_no_descriptor(make_cache, files):
         signal.signal(signal.SIGALRM, before)
     assert caught
     assert cache.remove(url)
+
+
+def test_a_fetch_that_a_handler_ends_has_released_the_shard(make_cache, files, monkeypatch):
+    cache, url = make_cache(), f"{files.url}/a.tar"
+    held = files.hold("/a.tar", 1_000_000)
+
+    def handler(*_):
+        raise Deadline
+
+    def interrupt():
+        wait_until(lambda: any("/partial/" in each for each in descriptors()))
+        os.kill(os.getpid(), signal.SIGALRM)
+
+    before = signal.signal(signal.SIGALRM, handler)
+    try:
+        threading.Thread(target=interrupt, daemon=True).start()
+        with pytest.raises(Deadline):
+            cache.fetch(url)
+        held.set()
+        assert not [each for each in descriptors() if "/partial/" in each or "/locks/" in each]
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert cache.fetch(url).data.read_bytes() == DATA
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_fetch_that_a_handler_ends_takes_no_connection_from_others(make_cache, files):
+    """With one connection, a lost one would stop all downloads of the process."""
+    cache, url = make_cache(connections=1), f"{files.url}/a.tar"
+    with ThreadPoolExecutor(1) as pool:
+        for _ in interrupted(lambda: cache.fetch(url), step=29):
+            cache.clean(everything=True)
+            pool.submit(cache.fetch, url).result(20)
+            cache.clean(everything=True)
 
 
 def test_a_first_read_in_a_hook_of_atexit_works(files, tmp_path):

@@ -62,13 +62,8 @@ class DownloadReader:
     downloading the shard and dies, the worker of this process takes the lock and continues.
 
     Args:
-        cache: the cache to read through.
-        shard: the shard to read.
         finish: whether to complete the download even if this reader is closed earlier.
         ahead: whether the shard is not needed until `attend` is called.
-
-    Attributes:
-        waited: seconds that this reader has waited for bytes.
 
     Raises:
         OSError: the process cannot start a thread.
@@ -79,7 +74,7 @@ class DownloadReader:
     def __init__(
         self, cache: ProcessCache, shard: ShardURL, *, finish: bool = False, ahead: bool = False
     ) -> None:
-        self.waited = 0.0
+        self.waited = 0.0  # seconds
         self._cache = cache
         self._shard = shard
         self._finish = finish
@@ -252,8 +247,6 @@ class OriginReader:
     same byte, with the same version, over a connection of its own.
 
     Args:
-        cache: the cache to read through.
-        shard: the shard to read.
         start: offset of the first byte.
         nearer: an upstream to read instead of the origin. Its bytes are trusted like an entry.
         info: the version to insist on.

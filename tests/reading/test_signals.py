@@ -158,14 +158,20 @@ def test_a_fetch_that_a_handler_ends_has_released_the_shard(make_cache, files, m
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_a_fetch_that_a_handler_ends_takes_no_connection_from_others(make_cache, files):
-    """With one connection, a lost one would stop all downloads of the process."""
-    cache, url = make_cache(connections=1), f"{files.url}/a.tar"
+def test_a_handler_may_end_a_fetch_that_waits_for_a_connection(make_cache, files):
+    """Python's conditions would lose their lock. No connection is lost either."""
+    cache, other = make_cache(connections=1), f"{files.url}/b.tar"
+    files.files["/b.tar"] = DATA
     with ThreadPoolExecutor(1) as pool:
-        for _ in interrupted(lambda: cache.fetch(url), step=29):
+        for _ in interrupted(lambda: cache.fetch(f"{files.url}/a.tar"), step=3):
+            if files.held:
+                files.held["/b.tar"][1].set()
+                assert first.result(20).size == len(DATA)
             cache.clean(everything=True)
-            pool.submit(cache.fetch, url).result(20)
-            cache.clean(everything=True)
+            seen, held = files.requests.count("GET /b.tar"), files.hold("/b.tar", 1000)
+            first = pool.submit(cache.fetch, other)
+            wait_until(lambda: files.requests.count("GET /b.tar") > seen)  # noqa: B023
+            threading.Timer(0.1, held.set).start()
 
 
 def test_a_first_read_in_a_hook_of_atexit_works(files, tmp_path):

@@ -33,7 +33,7 @@ from shardcache.store.root import UnusableError, unusable
 from shardcache.urls import ShardURL, advise_scheme
 
 if TYPE_CHECKING:
-    from shardcache.download.download import Download, Result
+    from shardcache.download.download import Download
     from shardcache.space.clean import Housekeeper
     from shardcache.space.tiers import Directories, Tier
 
@@ -73,9 +73,8 @@ class ProcessCache:
         self._started = started
         # Without a launcher, the processes of a job have copies of one `Cache`, which began at the
         # same time, so that time identifies the job.
-        was_launched = ranks.source != "none"
-        by_launcher = "local" if was_launched else f"{started or 0.0:.6f}"
-        self._job = ranks.job or os.environ.get(RUN_VARIABLE) or by_launcher
+        name = f"{started or 0.0:.6f}" if ranks.source == "none" else "local"
+        self._job = ranks.job or os.environ.get(RUN_VARIABLE) or name
         self._begin()
         _all.add(self)
 
@@ -171,11 +170,11 @@ class ProcessCache:
         return found
 
     def _changed_tiers(self) -> list[Tier]:
-        """Return the tiers whose directory was replaced; the last one also if it was never made."""
+        """Return the tiers whose directory was replaced, and the last one if it was never made."""
         return [t for t in self.tiers if (t.made or t is self.home) and t.changed()]
 
     def _make_directories(self, tiers: list[Tier]) -> Directories:
-        """Create the directories of these tiers, and return `Directories` of all usable tiers."""
+        """Create the directories of ``tiers``, and return all usable ones."""
         from shardcache.space.clean import Housekeeper
         from shardcache.space.tiers import Directories
 
@@ -192,6 +191,7 @@ class ProcessCache:
         return Directories(usable, self._ranks, self.disk, self.notices)
 
     def _make(self, tier: Tier) -> None:
+        """Create a tier's directory, or let the cache do without the tier."""
         path, is_first = tier.config.dir, self.directories is None
         if tier.made and not is_first:
             text = "%s is gone or was replaced (unmounted?); creating it again"
@@ -201,8 +201,8 @@ class ProcessCache:
         except (os_error(), ConfigError) as exn:
             if self.config.strict:
                 raise
-            reason = exn.message if isinstance(exn, ConfigError) else exn.strerror or exn
             if tier is not self.home:
+                reason = exn.message if isinstance(exn, ConfigError) else exn.strerror or exn
                 text = "the tier %s cannot be used (%s); shards go to the next one"
                 self.notices.warn(f"tier {path}", text, path, reason)
             elif isinstance(exn, ConfigError):
@@ -228,10 +228,7 @@ class ProcessCache:
         return self.home.node
 
     def evict_lru(self) -> None:
-        """Follow the policy ``lru`` in place of ``working-set`` from now on.
-
-        Random access calls this: the shards that leave its window are the best to evict.
-        """
+        """Follow ``lru`` in place of ``working-set``, which suits random access better."""
         for tier in self.tiers:
             if tier.config.policy == "working-set":
                 tier.evict_lru()
@@ -269,7 +266,7 @@ class ProcessCache:
                 disk.reading.succeeded()
         return opened
 
-    def obtain(self, download: Download) -> Result:
+    def obtain(self, download: Download) -> Opened:
         """Return the shard's entry, which is downloaded if necessary. The caller must close it.
 
         The caller needs a local file, so the disk is used even while it is paused after faults.
@@ -278,8 +275,6 @@ class ProcessCache:
         Raises:
             The errors of `Cache.open` with ``strict``.
         """
-        from shardcache.download.download import Result
-
         shard = download.shard
         self.refuse_in_place(shard)
         opened = self.lookup(shard, download.outdated, insist=True)
@@ -290,7 +285,7 @@ class ProcessCache:
         self.touch(opened)
         facts = {"event": download.outcome, "shard": str(shard)}
         logger.debug("%s: %s", shard, download.outcome, extra=facts)
-        return Result(opened, download.outcome)
+        return opened
 
     def _download(self, download: Download) -> Opened:
         """Run a download that no other reader shares, and return the entry."""
@@ -344,28 +339,18 @@ class ProcessCache:
         if not download.claim():
             return
         try:
-            result = self.fetch(download, insist=insist)
+            opened = self.fetch(download, insist=insist)
         except BaseException as exn:  # noqa: BLE001 - its readers raise it
             if not download.end(None, exn):
                 logger.info("%s: not downloaded in the background: %s", download.shard, exn)
         else:
-            download.end(result)
+            download.end(opened)
 
-    def fetch(self, download: Download, *, insist: bool = False) -> Result | None:
-        """Fetch a shard in the calling thread, return its entry, and count the downloaded bytes.
+    def fetch(self, download: Download, *, insist: bool) -> Opened | None:
+        """Fetch a shard, return its entry like `download.fetch.fetch`, and count its bytes.
 
-        This is the only loop over attempts at a shard. `download.fetch.Recovery` ends it.
-
-        Args:
-            download: the worker's download, or one that no other thread shares.
-            insist: use the disk even while it is paused, and wait for copies to upstreams.
-
-        Returns:
-            The open entry, or None if a download ahead gave way.
-
-        Raises:
-            PausedError: the disk is paused after faults.
-            The errors of `download.fetch.fetch`.
+        This is the only loop over attempts at a shard. `download.fetch.Recovery` ends it. If
+        ``insist`` is set, use the disk even while it is paused, and wait for copies to upstreams.
         """
         from shardcache.download.fetch import Recovery, fetch
 
@@ -373,12 +358,12 @@ class ProcessCache:
         if started >= self.clean_due:
             self.clean_if_due()
         self.disk.check(writing, insist=insist)
-        result, recovery = None, Recovery(self.engine, download)
+        opened, recovery = None, Recovery(self.engine, download)
         try:
             while True:
                 directories = self.check()
                 try:
-                    result = fetch(directories, self.engine, download, recovery)
+                    opened = fetch(directories, self.engine, download, recovery)
                     break
                 except Exception as exn:
                     unmounted = bool(self._changed_tiers())
@@ -388,7 +373,7 @@ class ProcessCache:
             self.disk.failed(writing, exn)
             raise
         finally:
-            is_fetched = result is not None and result.outcome == "fetched"
+            is_fetched = opened is not None and download.outcome == "fetched"
             progress = download.progress()
             if is_fetched or progress.received:
                 self.counters.fetched(
@@ -399,11 +384,12 @@ class ProcessCache:
                     upstream=download.is_upstream,
                     done=is_fetched,
                 )
-        if result is not None and is_fetched:
+        if opened is not None and is_fetched:
             if writing.faults:
                 writing.succeeded()
-            self._write_back(download.shard, result.opened.path, wait=insist)
-        return result
+            if any(upstream.write_back for upstream in self.config.upstreams):
+                self._write_back(download.shard, opened.path, wait=insist)
+        return opened
 
     def touch(self, opened: Opened) -> None:
         """Record that an entry is used: on first use by this process, then at intervals."""
@@ -427,8 +413,6 @@ class ProcessCache:
 
         Without ``wait``, a thread makes the copies, so that no reader waits for them.
         """
-        if not any(upstream.write_back for upstream in self.config.upstreams):
-            return
         data = Path(path)
 
         def copy() -> None:
@@ -483,9 +467,9 @@ class ProcessCache:
         counted = self.counters.snapshot()
         found, self._logged = stats_of(counted - self._logged), counted
         if found.opens:
-            extra = {"event": "ended", "dir": str(self.config.dir), "opens": found.opens}
-            extra |= {"hits": found.hits, "bypassed": found.bypassed}
-            extra |= {"bytes_saved": found.bytes_saved}
+            names = "opens", "hits", "bypassed", "bytes_saved"
+            extra = {"event": "ended", "dir": str(self.config.dir)}
+            extra |= {name: getattr(found, name) for name in names}
             logger.info("%s: this process had %r", self.config.dir, found, extra=extra)
 
     def _end_housekeeping(self) -> None:

@@ -2,11 +2,10 @@
 
 A forked child inherits the locks that other threads hold at that moment, but not the threads, so
 nothing in the child releases the locks. Imports hold such locks, and OpenSSL does while it creates
-a context, *during a handshake* and *while a thread that used it ends*. In November 2026, with four
-threads that did handshakes, one fork in a thousand produced a child that waited for its first
-context forever (OpenSSL 3.0). A thread ends a few microseconds after its `is_alive` has become
-false. So a fork waits for imports in other threads, for code inside `undivided`, and for ended
-threads of shardcache until the kernel no longer lists them.
+a context, *during a handshake* and *while a thread that used it ends*: with four threads that did
+handshakes, one fork in a thousand produced a child that waited for its first context forever
+(OpenSSL 3.0). So a fork waits for imports in other threads, for code inside `undivided`, and for
+ended threads of shardcache until the kernel no longer lists them.
 
 A signal handler may raise between any two calls of the main thread. `threading.Thread.start` then
 leaves a lock held, and the new thread waits for it forever. So another thread calls it (`start`).
@@ -36,15 +35,12 @@ Results: TypeAlias = "SimpleQueue[tuple[T | None, list[BaseException]]]"
 #: Maximum seconds that a fork waits for other threads: an import from a slow disk may take as long.
 #: Then the fork proceeds, and the child may hang.
 _BEFORE_FORK = 30.0
-#: Maximum seconds that a fork waits for threads that are ending. They usually need microseconds,
-#: but more on busy processors.
+#: The same for threads that are ending, which usually takes microseconds.
 _ENDING = 5.0
 #: Seconds between two checks, about as long as a fork itself takes.
 _POLL = 0.0005
-
 #: When this many threads are remembered, those that have ended are forgotten.
 _MANY = 64
-
 #: Modules that register hooks which take the modules' locks before a fork. The second one takes
 #: long to import, and few processes need it.
 _HOOKS = "concurrent.futures.thread", "filelock"
@@ -89,9 +85,7 @@ class lazy(Generic[T]):  # noqa: N801 - used as a decorator
 
 
 def start(function: Callable[[], object], name: str) -> threading.Thread:
-    """Call ``function`` in a new daemon thread, and return the thread.
-
-    Daemon threads let a program end while an origin does not respond. Downloads can be resumed.
+    """Call ``function`` in a new daemon thread, which does not keep a program from ending.
 
     Raises:
         RuntimeError: the limit of threads is reached.
@@ -125,13 +119,8 @@ def call(function: Callable[[], T], seconds: float | None, name: str) -> T:
     If no thread can be started, ``function`` is called in this one. That happens at the limit of
     threads and, since Python 3.12, while the interpreter shuts down.
 
-    Args:
-        function: may never return; then a daemon thread stays behind.
-        seconds: how long to wait for the result; None sets no limit.
-        name: the name of the thread.
-
     Raises:
-        Empty: ``function`` has not returned within ``seconds``.
+        Empty: ``function`` has not returned within ``seconds``; its thread stays behind.
     """
     results: Results[T] = SimpleQueue()
     try:

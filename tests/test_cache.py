@@ -95,11 +95,11 @@ def test_a_pin_keeps_the_path(make_cache, monkeypatch):
     cache.fetch(URL)
 
     def obtain(self, download):
-        result = real(self, download)
+        opened = real(self, download)
         if not renamed:
             renamed.append(Layout.of_root(cache.dir).new_evicted(download.shard.key))
-            Path(result.opened.directory).rename(renamed[0])
-        return result
+            Path(opened.directory).rename(renamed[0])
+        return opened
 
     monkeypatch.setattr(ProcessCache, "obtain", obtain)
     with cache.pinned(URL) as path:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from shardcache.store.entry import Opened
     from shardcache.store.partial import Partial
 
-__all__ = ["Download", "Downloads", "Progress", "Result", "State"]
+__all__ = ["Download", "Downloads", "Progress", "State"]
 
 State = Enum("State", "WAITING RUNNING DONE FAILED CANCELLED")
 #: How a shard was obtained.
@@ -57,13 +57,6 @@ class Progress(NamedTuple):
     retries: int = 0  # repeated requests
 
 
-class Result(NamedTuple):
-    """An open entry, which the caller must close, and how the entry was obtained."""
-
-    opened: Opened
-    outcome: Outcome
-
-
 class Download:
     """The state of one shard that is brought into the cache. Safe between threads.
 
@@ -77,7 +70,6 @@ class Download:
         table: the table that contains this download, if any.
 
     Attributes, which only the methods change:
-        state: the state, as the module describes.
         partial: the partial, written by this or another process; None if unknown.
         changes: number of changes of the state or of the bytes that can be read.
         is_claimed: whether a thread has become the worker.
@@ -86,7 +78,7 @@ class Download:
         is_ahead: whether no reader waits for the shard yet.
         starter: the id of the thread that made the download.
         is_upstream: whether the bytes come from an upstream instead of the origin.
-        outcome: how the shard is obtained, as far as that is known yet.
+        outcome: how the shard is obtained, as far as that is known yet. The worker sets it.
     """
 
     def __init__(
@@ -121,7 +113,7 @@ class Download:
         self._size: int | None = None
         self._written = self._received = self._retries = 0
         self._is_to_finish = False
-        self._result: Result | None = None
+        self._opened: Opened | None = None
         self._error: BaseException | None = None
         self._response: Body | None = None
         self._abort: Callable[[], None] | None = None
@@ -129,7 +121,7 @@ class Download:
     # -- any thread --------------------------------------------------------------
 
     def progress(self) -> Progress:
-        """Return the progress of the download."""
+        """Return the progress of the download at this moment."""
         return Progress(self._size, self._written, self._received, self._retries)
 
     @property
@@ -163,7 +155,7 @@ class Download:
         with self._lock:
             if self._error is not None:
                 raise self._error
-            return None if self._result is None else self._result.opened.duplicate()
+            return None if self._opened is None else self._opened.duplicate()
 
     def take_response(self) -> Body | None:
         """Return the open response that `keep` kept, or None. Only one caller gets it."""
@@ -185,7 +177,7 @@ class Download:
             passing = (CacheFullError, LockTimeoutError, FetchCancelledError)
             if isinstance(self._error, ShardCacheError) and not isinstance(self._error, passing):
                 return True
-            return self._result is not None or self._response is not None
+            return self._opened is not None or self._response is not None
 
     def join(self, *, finish: bool = False, ahead: bool = False) -> None:
         """Count one more reader; the arguments are those of `Downloads.join`."""
@@ -204,12 +196,10 @@ class Download:
             self.readers -= 1
             if self.readers:
                 return
-            is_almost_complete = (
-                self._size is not None and self._size - self._written <= _ALMOST_COMPLETE
-            )
+            left = _ALMOST_COMPLETE + 1 if self._size is None else self._size - self._written
             if self.ended:
                 self._drop()
-            elif not (self._is_to_finish or is_almost_complete):
+            elif not self._is_to_finish and left > _ALMOST_COMPLETE:
                 self.cancel()
 
     def cancel(self) -> None:
@@ -228,11 +218,10 @@ class Download:
     # -- the worker and its threads ------------------------------------------------
 
     def claim(self) -> bool:
-        """Make the calling thread the worker; return False if there is one, or if it has ended."""
+        """Make the calling thread the worker; return False if there is or was one."""
         with self._lock:
-            is_free = not (self.is_claimed or self.ended)
-            self.is_claimed = True
-            return is_free
+            was_claimed, self.is_claimed = self.is_claimed or self.ended, True
+            return not was_claimed
 
     def waiting(self, partial: Path) -> None:
         """Note that another process downloads the shard into ``partial``."""
@@ -302,13 +291,11 @@ class Download:
             seconds -= _NAP
             self.check()
 
-    def end(self, result: Result | None, error: BaseException | None = None) -> bool:
-        """Note the result or the error. Returns False if no reader is left to receive it."""
+    def end(self, opened: Opened | None, error: BaseException | None = None) -> bool:
+        """Note the entry or the error. Returns False if no reader is left to receive it."""
         with self._lock:
-            self._result, self._error = result, error
-            self.outcome = self.outcome if result is None else result.outcome
-            self.ended = True
-            self._enter(State.FAILED if result is None else State.DONE)
+            self._opened, self._error, self.ended = opened, error, True
+            self._enter(State.FAILED if opened is None else State.DONE)
             has_readers = self.readers > 0
             if not has_readers:
                 self._drop()
@@ -331,10 +318,10 @@ class Download:
             waiter.put(None)
 
     def _drop(self) -> None:
-        """Release the result, error and response, after the last reader has left."""
-        result, self._result = self._result, None
-        if result is not None:
-            result.opened.close()
+        """Release the entry, error and response, after the last reader has left."""
+        opened, self._opened = self._opened, None
+        if opened is not None:
+            opened.close()
         self._error = None  # breaks a reference cycle through the traceback
         if (response := self.take_response()) is not None:
             response.close()

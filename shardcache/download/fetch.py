@@ -33,7 +33,7 @@ from shardcache import clock
 from shardcache.archive import MALFORMED, archive_problem, check_archive
 from shardcache.clock import boot_id
 from shardcache.config import Config, __version__
-from shardcache.download.download import Download, Result
+from shardcache.download.download import Download
 from shardcache.download.transfer import Engine, Source, Transfer, first_response
 from shardcache.errors import (
     CacheFullError,
@@ -104,13 +104,10 @@ class Recovery:
     the partial or entry vanished  begins again                                4 times
     the disk is full               evicts first, or uses the last tier only    once
     a disk was unmounted           uses the directories that are made anew     once
-
-    Attributes:
-        is_narrow: whether only the last tier may take the shard.
     """
 
     def __init__(self, engine: Engine, download: Download) -> None:
-        self.is_narrow = False
+        self.is_narrow = False  # whether only the last tier may take the shard
         self._engine = engine
         self._download = download
         self._counts = Counter[type[BaseException]]()
@@ -118,11 +115,7 @@ class Recovery:
         self._upstream: UpstreamOrigin | None = None
 
     def source(self) -> UpstreamOrigin | None:
-        """Return the upstream to read from, or None for the origin.
-
-        Upstreams are queried when they are reached. They may still hold versions that are outdated,
-        so then only the origin is used.
-        """
+        """Return the upstream to read from; None for the origin, which alone has a new version."""
         if self._upstreams is None:
             found = self._engine.origins.upstreams(self._download.shard)
             self._upstreams = iter(()) if self._download.outdated else found
@@ -184,7 +177,7 @@ class Recovery:
 
 def fetch(
     directories: Directories, engine: Engine, download: Download, recovery: Recovery
-) -> Result | None:
+) -> Opened | None:
     """Obtain the entry of a shard: wait for another process, link a sibling's entry, or download.
 
     Returns:
@@ -221,19 +214,22 @@ def fetch(
                 break
             wait.pause()
             if (opened := directories.lookup(shard, download.outdated)) is not None:
-                return Result(opened, "coalesced")
+                download.outcome = "coalesced"
+                return opened
         if wait is not None:
             wait.close()
         opened = directories.lookup(shard, download.outdated, condemn=lock is not None)
         if opened is not None:
-            return Result(opened, "coalesced")
+            download.outcome = "coalesced"
+            return opened
         if (opened := _link(directories, download)) is not None:
-            return Result(opened, "linked")
+            download.outcome = "linked"
+            return opened
         entry = _download(directories, engine, download, recovery, lock)
         if download.outdated:
             evict_outdated(directories, shard.key, download.outdated)
         if (opened := directories.lookup(shard)) is not None:
-            return Result(opened, "fetched")
+            return opened
         if is_directory(entry):  # the disk cannot read it, and another download would not help
             raise OSError(errno.EIO, "the stored shard cannot be read", str(entry))
         raise LostError(f"{entry.name} vanished after it was published")
@@ -252,7 +248,7 @@ def _download(
     # An upstream has one attempt: the next upstream, or the origin, continues at the same byte.
     attempts = engine.policy.started(str(shard), None if upstream is None else 1)
     left = None if lock is None else lock.partial
-    partial = _resume(tiers, download, left)
+    partial = None if left is None else _resume(tiers, download, left)
     is_roomless = partial is None and _may_not_fit(tiers, engine, download)
     source = Source(upstream or engine.origins.of(shard), upstream is not None, is_roomless)
     response: Body | None = None
@@ -290,9 +286,8 @@ def _download(
             partial.close()
         if response is not None:
             response.close()
-        is_upstreams = isinstance(exn, ShardCacheError) and upstream is not None
-        if is_upstreams and not isinstance(exn, (FetchCancelledError, CacheFullError)):
-            assert upstream is not None and isinstance(exn, ShardCacheError)
+        is_ours = isinstance(exn, (FetchCancelledError, CacheFullError))
+        if upstream is not None and isinstance(exn, ShardCacheError) and not is_ours:
             upstream.failed(exn)
             raise _UpstreamError from exn
         raise
@@ -331,9 +326,8 @@ def _link(directories: Directories, download: Download) -> Opened | None:
             if other is None:
                 continue
             with tier.space.reserved(shard, 0):
-                is_linked = tier.store.link(other, other.entry.metadata(), shard.basename)
-            if is_linked:
-                opened = directories.lookup(shard, outdated)
+                if tier.store.link(other, other.entry.metadata(), shard.basename):
+                    opened = directories.lookup(shard, outdated)
         except (DamagedError, FileNotFoundError):  # the sibling's own processes set it aside
             if other is not None:
                 other.close()
@@ -360,12 +354,12 @@ def _may_not_fit(tiers: Sequence[Tier], engine: Engine, download: Download) -> b
     return True
 
 
-def _resume(tiers: Sequence[Tier], download: Download, name: str | None) -> Partial | None:
+def _resume(tiers: Sequence[Tier], download: Download, name: str) -> Partial | None:
     """Take over the partial of this name; return None if it is gone or its writer is alive."""
     shard = download.shard
     # The name was read from a file that another program may have damaged, so it is checked.
-    parsed = None if name is None else parse_partial_name(name)
-    if name is None or parsed is None or parsed[0] != shard.key:
+    parsed = parse_partial_name(name)
+    if parsed is None or parsed[0] != shard.key:
         return None
     for tier in tiers:
         layout = tier.store.layout
@@ -410,10 +404,7 @@ def _publish(
     *,
     proven: bool,
 ) -> Path:
-    """Publish a received shard and return its entry, or discard it if a check refuses it.
-
-    ``proven`` is whether the origin's responses prove that no bytes are missing.
-    """
+    """Publish a received shard and return its entry, or discard it if a check refuses it."""
     shard = download.shard
     try:
         check_archive(partial.fd, shard.basename, str(shard))
@@ -468,12 +459,7 @@ class _Wait:
         return clock.monotonic() - self._grew >= self._config.stale_after
 
     def pause(self) -> None:
-        """Sleep until the next poll.
-
-        Raises:
-            LockTimeoutError: the wait has lasted ``lock_timeout`` seconds.
-            FetchCancelledError: the download was cancelled.
-        """
+        """Sleep until the next poll. Raises LockTimeoutError after ``lock_timeout`` seconds."""
         self._download.sleep(self._poll * random.uniform(0.5, 1.0))  # noqa: S311 - jitter
         self._poll = min(self._poll * 1.5, _LAST_POLL)
         now, found = clock.monotonic(), self._read_holder()

@@ -54,9 +54,7 @@ _PATIENCE = 1.0
 class Work:
     """A queue of the parts of one shard that still have to be fetched, by its worker and helpers.
 
-    Args:
-        connections: the connections of the process, whose lock also guards this queue.
-        fetch: the function with which helpers fetch one part; it must not raise.
+    The lock of ``connections`` guards it. Helpers call ``fetch`` with a part; it must not raise.
     """
 
     def __init__(self, connections: Connections, fetch: Callable[[range], None]) -> None:
@@ -98,8 +96,7 @@ class Connections:
     Args:
         most: the largest number of connections of this process (option ``connections``).
         part: bytes of one request; None for `PART`.
-        downloaders: counts the processes of the node that download. This process counts as one
-            while it uses a connection.
+        downloaders: the processes of the node that use a connection.
     """
 
     def __init__(self, most: int, part: int | None, downloaders: Downloaders) -> None:
@@ -124,7 +121,6 @@ class Connections:
 
     @property
     def _share(self) -> int:
-        """This process's equal share of the node's connections, at least one."""
         return max(1, max(NODE, self._most) // self._downloaders.count())
 
     @property
@@ -256,8 +252,7 @@ def _processor_seconds() -> float:
     return time.process_time() + waited / 1e9
 
 
-#: Lowest accepted rate, in bytes per second. A slower download would look stuck to processes that
-#: wait for it.
+#: Lowest accepted rate, in bytes per second. A slower download would look stuck to others.
 LEAST = 64_000
 #: Largest burst after a pause, as the number of seconds in which ``rate`` allows that many bytes.
 _BURST = 0.1

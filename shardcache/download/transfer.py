@@ -8,12 +8,10 @@
   delivers the first part. All further requests insist on that version. If a listing or the size of
   other shards in the folder suggests that one part is the whole shard, the request has no range: S3
   then adds the checksum, and a single request is enough.
-* A thread that loses its connection continues at the byte that it had reached. Progress resets the
-  retries, so the limit on attempts applies to consecutive failures.
+* A thread that loses its connection continues at the byte that it had reached.
 * Each connection needs one block of memory, for a shard of any size.
 * The worker of the download fetches parts itself, so small shards need no other thread. Helper
-  threads of `pool` fetch other parts. A helper may wait for the origin even after the transfer has
-  failed, so it uses a descriptor of its own.
+  threads of `pool` fetch other parts.
 """
 
 from __future__ import annotations
@@ -212,15 +210,16 @@ class Transfer:
     def receive(self, first: Body | None) -> None:
         """Receive the missing bytes, over the caller's connection and those of helpers.
 
-        Args:
-            first: an open response that begins with the first byte; None to request every part.
+        ``first`` is an open response that begins with the first byte; None requests every part.
         """
-        lead = None if first is None else _Part(0, self._stop_of(first), first)
+        lead = None if first is None else self._lead(first)
         self._work.parts.extend(self._missing(lead))
         try:
             with self._download.transferring(self._cancel):
                 if not self._is_described:
-                    self._start_describing()
+                    # Not a helper, which would first need a connection, and all may be busy.
+                    with contextlib.suppress(RuntimeError):  # too many threads: no checksum
+                        self._describer = threads.start(self._describe, "shardcache-checksum")
                 if self._work.parts:
                     self._connections.offer(self._work)
                 fd = self._partial.fd  # stays open, because only this thread closes the partial
@@ -251,8 +250,7 @@ class Transfer:
             self._attempts.call(self._compare_version, sleep=self._download.sleep)
         partial = self._partial
         size, digests = partial.written, partial.digests
-        is_whole = len(digests) == -(-size // BLOCK) and self._info.size in (None, size)
-        if not is_whole:
+        if len(digests) != -(-size // BLOCK) or self._info.size not in (None, size):
             raise IntegrityError(  # should be impossible; checked so that no gap is ever published
                 f"{self._shard}: {size} of {self._info.size} bytes arrived, in pieces. "
                 "Please report this.",
@@ -276,23 +274,24 @@ class Transfer:
 
     # -- parts -------------------------------------------------------------------
 
-    def _stop_of(self, first: Body) -> int | None:
-        """Return the offset after the first part; later bytes of its response are ignored."""
+    def _lead(self, first: Body) -> _Part:
+        """Return the part that the first response delivers; its later bytes are ignored."""
         size, stop = self._info.size, first.stop
         if size is not None and self._roomless and stop == size and self._info.identifiable:
-            return min(size, self._connections.part)
-        # The response may be shorter than its part, and the next part begins with a whole block.
-        return stop if size is None or stop is None else min(-(-stop // BLOCK) * BLOCK, size)
+            stop = min(size, self._connections.part)
+        elif size is not None and stop is not None:
+            # The response may be shorter than its part; the next part begins with a whole block.
+            stop = min(-(-stop // BLOCK) * BLOCK, size)
+        return _Part(0, stop, first)
 
     def _missing(self, lead: _Part | None) -> Iterator[range]:
         """Yield the missing ranges, except the first part ``lead``, cut into parts."""
-        if self._info.size is None or (lead is not None and lead.stop is None):
-            return  # the first response delivers the whole object
-        missing = self._partial.missing() if lead is None else [(lead.stop, self._info.size)]
+        missing, size, part = self._partial.missing(), self._info.size, self._connections.part
+        if lead is not None:  # without a stop, it is the whole object
+            missing = iter([] if size is None or lead.stop is None else [(lead.stop, size)])
         for start, stop in missing:
-            assert start is not None
-            for at in range(start, stop, self._connections.part):
-                yield range(at, min(stop, at + self._connections.part))
+            for at in range(start, stop, part):
+                yield range(at, min(stop, at + part))
 
     def _help(self, part: range) -> None:
         """Receive a part in a helper's thread."""
@@ -425,14 +424,6 @@ class Transfer:
 
     # -- the origin's checksum -------------------------------------------------------
 
-    def _start_describing(self) -> None:
-        """Start a thread that requests the origin's checksum while the parts arrive.
-
-        A helper would first need a connection, and all connections may be busy.
-        """
-        with contextlib.suppress(RuntimeError):  # too many threads, so no checksum is compared
-            self._describer = threads.start(self._describe, "shardcache-checksum")
-
     def _describe(self) -> None:
         """Request the checksum, without retries: it is not worth delaying a complete shard."""
         try:
@@ -459,10 +450,7 @@ class Transfer:
             self._fail(exn)
 
     def _fail(self, exn: BaseException) -> None:
-        """End all threads of the transfer. The first error is the one that the worker raises.
-
-        Takes no lock, because the garbage collector may call this in a thread that holds one.
-        """
+        """End all threads of the transfer with its first error. Takes no lock, like `_cancel`."""
         if self._error is None:
             self._error = exn
         for response in self._responses.copy():

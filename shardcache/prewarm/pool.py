@@ -306,9 +306,9 @@ class Pool:
         start, size = clock.monotonic(), download.listed
         error: Exception | None = None
         try:
-            opened, how = self.cache.process.obtain(download)
+            opened = self.cache.process.obtain(download)
             opened.close()
-            size = opened.size
+            size, how = opened.size, download.outcome
             outcome = Outcome.CACHED if how == "hit" else Outcome(how)
         except FetchCancelledError as exn:
             outcome, error = Outcome.NOT_STARTED, exn

@@ -37,14 +37,12 @@ from shardcache.faults import (
 )
 from shardcache.files import is_file
 from shardcache.process import ProcessCache
-from shardcache.reading.readers import DownloadReader, Expected, OriginReader
+from shardcache.reading.readers import DownloadReader, OriginReader
 from shardcache.store.directory import DamagedError
 from shardcache.store.entry import Opened, set_aside
 from shardcache.store.root import UnusableError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from shardcache.reading.readers import Reader
     from shardcache.urls import ShardURL
 
@@ -72,11 +70,9 @@ def next_reader(
     position: int,
     same_version: bool,
 ) -> Reader:
-    """Return the reader that replaces a failed reader.
+    """Return the reader that replaces a failed one, which the caller closes.
 
     Args:
-        failed: the failed reader, which the caller closes.
-        fault: the error of the failed reader.
         position: offset of the next byte to read.
         same_version: whether the rest must be of the same version, as bytes were delivered.
 
@@ -90,8 +86,7 @@ def next_reader(
         return read_past(cache, shard, fault, failed, position, same_version)
     if isinstance(failed, OriginReader) and failed.nearer is not None:
         logger.info("%s: the upstream failed, so the origin serves the rest: %s", shard, fault)
-        expected = Expected.of(failed.info) if same_version else None
-        return OriginReader(cache, shard, position, expected=expected)
+        return OriginReader(cache, shard, position, info=failed.info if same_version else None)
     raise fault  # nothing can replace the origin
 
 
@@ -133,8 +128,7 @@ def _replace_entry(
     )
     if not same_version:
         return read_nearest(cache, shard, position)
-    expected = Expected(entry.version if info is None else info.version, info, entry.size)
-    return OriginReader(cache, shard, position, expected=expected)
+    return OriginReader(cache, shard, position, info=info, stored=entry)
 
 
 def read_past(
@@ -157,7 +151,7 @@ def read_past(
     try:
         _warn(cache, shard, fault)
         if failed is not None and same_version:
-            reader = OriginReader(cache, shard, position, expected=Expected.of(failed.info))
+            reader = OriginReader(cache, shard, position, info=failed.info)
         else:
             reader = read_nearest(cache, shard, position, failed)
     except Exception as exn:
@@ -193,28 +187,20 @@ def _warn(cache: ProcessCache, shard: ShardURL, fault: Exception) -> None:
     facts = {"event": "streamed", "shard": str(shard), "reason": kind}
     if isinstance(fault, (PausedError, UnusableError)):  # logged before
         logger.info(text, shard, reason, extra=facts)
-    elif isinstance(fault, CacheFullError):
-        _warn_full(cache, shard, reason, facts)
-    else:
+    elif not isinstance(fault, CacheFullError):
         cache.notices.warn(kind, text, shard, reason, extra=facts)
-
-
-def _warn_full(
-    cache: ProcessCache, shard: ShardURL, reason: str, facts: Mapping[str, object]
-) -> None:
-    """Log that a shard finds no room: at WARNING once per job and node, otherwise at INFO."""
-    if not cache.notices.is_new("full"):
-        logger.info("%s is streamed, not cached: %s", shard, reason, extra=facts)
-        return
-    config = cache.config
-    most = "" if config.max_size is None else f"max_size {config.max_size}, "
-    logger.warning(
-        "%s is full (%smin_free %s): shards that find no room are streamed each time they are "
-        "read; the first is %s. Raise max_size, lower min_free, or free the disk. This is "
-        "logged once per job; `shardcache stats` counts them.",
-        *(config.dir, most, config.min_free, shard),
-        extra=facts,
-    )
+    elif not cache.notices.is_new("full"):
+        logger.info(text, shard, reason, extra=facts)
+    else:
+        config = cache.config
+        most = "" if config.max_size is None else f"max_size {config.max_size}, "
+        logger.warning(
+            "%s is full (%smin_free %s): shards that find no room are streamed each time they are "
+            "read; the first is %s. Raise max_size, lower min_free, or free the disk. This is "
+            "logged once per job; `shardcache stats` counts them.",
+            *(config.dir, most, config.min_free, shard),
+            extra=facts,
+        )
 
 
 def read_nearest(

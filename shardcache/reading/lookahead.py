@@ -31,13 +31,8 @@ class Lookahead:
 
     The consumer never waits for these downloads. A shard that another process downloads is left to
     that process, and a cached shard is opened at once, so that it is not evicted. The downloads end
-    when the consumer stops. An error of ``data`` is raised after the items before it. For one
-    thread.
-
-    Args:
-        cache: the cache to read through.
-        data: the items, maybe without end. They are taken earlier than without a look-ahead.
-        shard_of: returns the shard of an item.
+    when the consumer stops. An error of ``data``, which may have no end, is raised after the items
+    before it. For one thread.
     """
 
     def __init__(

@@ -14,7 +14,7 @@ import errno
 import logging
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from shardcache import clock
 from shardcache.download.download import Download, State
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
     from shardcache.origins.resolve import UpstreamOrigin
     from shardcache.process import ProcessCache
+    from shardcache.store.entry import Entry
     from shardcache.urls import ShardURL
 
     Reader: TypeAlias = "Opened | DownloadReader | OriginReader"
@@ -61,13 +62,8 @@ class DownloadReader:
     downloading the shard and dies, the worker of this process takes the lock and continues.
 
     Args:
-        cache: the cache to read through.
-        shard: the shard to read.
         finish: whether to complete the download even if this reader is closed earlier.
         ahead: whether the shard is not needed until `attend` is called.
-
-    Attributes:
-        waited: seconds that this reader has waited for bytes.
 
     Raises:
         OSError: the process cannot start a thread.
@@ -78,7 +74,7 @@ class DownloadReader:
     def __init__(
         self, cache: ProcessCache, shard: ShardURL, *, finish: bool = False, ahead: bool = False
     ) -> None:
-        self.waited = 0.0
+        self.waited = 0.0  # seconds
         self._cache = cache
         self._shard = shard
         self._finish = finish
@@ -92,8 +88,7 @@ class DownloadReader:
     def attend(self) -> bool:
         """Begin to read a shard downloaded ahead. Return False if the caller must open it again."""
         download = self._download
-        assert download is not None
-        return not download.mine or download.attend()
+        return download is None or not download.mine or download.attend()
 
     @property
     def outcome(self) -> str:
@@ -245,19 +240,6 @@ class DownloadReader:
         self._leave()
 
 
-class Expected(NamedTuple):
-    """The version that a reader must continue."""
-
-    version: str
-    info: ObjectInfo | None = None  # None if only ``version`` is known
-    size: int | None = None  # bytes; None if unknown
-
-    @classmethod
-    def of(cls, info: ObjectInfo | None) -> Expected | None:
-        """Return the version that ``info`` describes, or None if ``info`` is None."""
-        return None if info is None else cls(info.version, info)
-
-
 class OriginReader:
     """Reads one version of a shard from its origin or an upstream, bypassing the cache.
 
@@ -265,11 +247,10 @@ class OriginReader:
     same byte, with the same version, over a connection of its own.
 
     Args:
-        cache: the cache to read through.
-        shard: the shard to read.
         start: offset of the first byte.
         nearer: an upstream to read instead of the origin. Its bytes are trusted like an entry.
-        expected: the version to insist on.
+        info: the version to insist on.
+        stored: an entry of that version, whose sidecar may be damaged.
         response: an open response of the origin that begins with the first byte of the shard.
 
     Attributes:
@@ -291,7 +272,8 @@ class OriginReader:
         start: int = 0,
         *,
         nearer: UpstreamOrigin | None = None,
-        expected: Expected | None = None,
+        info: ObjectInfo | None = None,
+        stored: Entry | None = None,
         response: Body | None = None,
     ) -> None:
         self._cache = cache
@@ -300,9 +282,11 @@ class OriginReader:
         self._read_from(nearer)
         self._position = start
         self._came, self._has_failed = 0, False  # bytes of `_body`; whether the last attempt failed
-        self._version = None if expected is None else expected.version
-        self.info = None if expected is None else expected.info
-        self.size = None if expected is None else expected.size
+        self.info, self._version, self.size = info, None, None
+        if stored is not None:
+            self._version, self.size = stored.version, stored.size
+        elif info is not None:
+            self._version = info.version
         self._body = response
         if response is None:
             self._body = self._call(self._open)

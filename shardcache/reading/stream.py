@@ -61,8 +61,6 @@ def open_shard(
     """Return a stream of the shard.
 
     Args:
-        cache: the cache to read through.
-        shard: the shard to open.
         finish: whether to complete a download even if the stream is closed earlier.
         whole: whether to wait until the shard is complete, even with ``fill="follow"``. Then the
             stream has a descriptor (``fileno``), unless it bypasses the cache.
@@ -124,10 +122,10 @@ def pin_shard(cache: ProcessCache, shard: ShardURL) -> Opened:
     """
     started = clock.monotonic()
     while True:
-        opened, outcome = cache.obtain(Download(shard))
+        opened = cache.obtain(download := Download(shard))
         waited = clock.monotonic() - started
         if not opened.stuck and is_file(opened.path, opened.fd):
-            cache.counters.opened(outcome, waited)
+            cache.counters.opened(download.outcome, waited)
             cache.counters.read(opened.size)  # assume that the caller reads the whole file
             return opened
         opened.close()  # the entry was evicted before it was pinned, or is being evicted
@@ -154,13 +152,7 @@ def _open_in_place(shard: ShardURL) -> BinaryIO:
 class ShardStream(io.RawIOBase):
     """A stream of one version of a shard. For one thread at a time, as `io.BufferedReader` ensures.
 
-    Args:
-        cache: the cache to read through.
-        shard: the shard to read.
-        reader: the first reader, which the stream closes.
-
-    Attributes:
-        name: the local path, or the canonical URL while there is no local file.
+    Its ``name`` is the local path, or the canonical URL while there is no local file.
     """
 
     mode = "rb"

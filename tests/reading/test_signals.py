@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +19,7 @@ from shardcache import TransferError, threads
 from shardcache.origins.base import TransientError
 from shardcache.origins.pace import Pace
 from tests.support.caches import read
-from tests.support.storetools import PATIENCE, no_descriptor_left, wait_until
+from tests.support.storetools import PATIENCE, descriptors, no_descriptor_left, wait_until
 from tests.support.tars import make_tar
 from tests.support.webservers import Files, part_of, running
 
@@ -131,6 +132,46 @@ def test_a_handler_that_raises_in_open_leaves_no_descriptor(make_cache, files):
         signal.signal(signal.SIGALRM, before)
     assert caught
     assert cache.remove(url)
+
+
+def test_a_fetch_that_a_handler_ends_has_released_the_shard(make_cache, files, monkeypatch):
+    cache, url = make_cache(), f"{files.url}/a.tar"
+    held = files.hold("/a.tar", 1_000_000)
+
+    def handler(*_):
+        raise Deadline
+
+    def interrupt():
+        wait_until(lambda: any("/partial/" in each for each in descriptors()))
+        os.kill(os.getpid(), signal.SIGALRM)
+
+    before = signal.signal(signal.SIGALRM, handler)
+    try:
+        threading.Thread(target=interrupt, daemon=True).start()
+        with pytest.raises(Deadline):
+            cache.fetch(url)
+        held.set()
+        assert not [each for each in descriptors() if "/partial/" in each or "/locks/" in each]
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert cache.fetch(url).data.read_bytes() == DATA
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_handler_may_end_a_fetch_that_waits_for_a_connection(make_cache, files):
+    """Python's conditions would lose their lock. No connection is lost either."""
+    cache, other = make_cache(connections=1), f"{files.url}/b.tar"
+    files.files["/b.tar"] = DATA
+    with ThreadPoolExecutor(1) as pool:
+        for number in interrupted(lambda: cache.fetch(f"{files.url}/a.tar"), step=3):
+            pool.submit(len, ()).result(20)  # after the other fetch
+            cache.clean(everything=True)
+            seen, held = files.requests.count("GET /b.tar"), files.hold("/b.tar", 1000)
+            pool.submit(cache.fetch, other)
+            wait_until(lambda: files.requests.count("GET /b.tar") > seen)  # noqa: B023
+            threading.Timer(0.05, held.set).start()
+            if number > 100:
+                break
 
 
 def test_a_first_read_in_a_hook_of_atexit_works(files, tmp_path):

@@ -57,11 +57,10 @@ def fetch(root: Path, *urls: str, **options: Any) -> list[tuple[str, bool, int]]
     with open_cache(root, origin, **options) as cache:
         for url in urls or (URL,):
             before = len(origin.requests)
-            result = cache.process.obtain(Download(cache.parse(url)))
-            result.opened.close()
+            cache.process.obtain(download := Download(cache.parse(url))).close()
             with cache.open(url) as stream:
                 right = stream.read() == SHARDS[url]
-            found.append((str(result.outcome), right, len(origin.requests) - before))
+            found.append((download.outcome, right, len(origin.requests) - before))
     return found
 
 
@@ -218,7 +217,7 @@ def replace(cache: Cache, origin: MemoryOrigin, old: str) -> None:
     """Replace a shard as `prewarm --refresh` does."""
     origin.objects[URL] = SHARDS[URL]
     newer = Download(cache.parse(URL), outdated=frozenset({Path(old).name.partition("-")[0]}))
-    cache.process.obtain(newer).opened.close()
+    cache.process.obtain(newer).close()
 
 
 def read_old(parent: Parent, root: Path, replaces: bool, options: dict[str, Any]) -> None:

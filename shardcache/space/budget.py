@@ -135,14 +135,7 @@ class _Usage:
 
 
 class Space:
-    """The budget of one root directory.
-
-    Args:
-        node: the node's namespace, which has the budget lock, ``usage`` and the sessions.
-        stores: returns all namespaces of the root.
-        config: the limits.
-        counters: count the evicted shards.
-    """
+    """The budget of one root directory; ``node`` has the budget lock, and the file ``usage``."""
 
     def __init__(
         self,
@@ -285,13 +278,8 @@ class Space:
     ) -> CleanReport:
         """Plan an eviction from a sample of the cache or, if that is too little, from all of it.
 
-        Args:
-            usage: is corrected where entries are listed.
-            limits: the limits that must hold afterwards.
-            need: bytes on disk of the shard that needs room.
-            jobs: whether shards stay for running jobs.
-            few: whether a sample must do.
-            extra: entries to evict in addition.
+        Corrects ``usage`` where entries are listed. ``need`` are the bytes on disk of the shard
+        that needs room. With ``few``, a sample must do. ``extra`` entries are evicted in addition.
         """
         over = self._over(usage, limits, need)
         order = [(usage.next + n) % _PARTS for n in range(_PARTS)]

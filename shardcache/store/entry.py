@@ -347,22 +347,13 @@ class Store:
         self._known[key] = directory, f"{directory}/{basename}", size
 
     def publish(self, partial: Partial, metadata: Metadata, *, sync: bool = False) -> Path:
-        """Turn a complete, checked partial into an entry. The caller must close the partial.
+        """Turn a complete, checked partial into an entry; return the entry that readers find.
 
-        The partial is dropped if an intact entry of the same version exists. It is also dropped if
-        another version was published after the partial was created: either version may be the newer
-        one, and a process that has read the published version must not read an older one next.
-
-        Args:
-            partial: the partial.
-            metadata: the final sidecar.
-            sync: whether to flush the files and directories to the disk (fsync).
-
-        Returns:
-            The directory of the entry that readers find.
-
-        Raises:
-            LostError: another process removed the partial or took it over.
+        The partial, which the caller must close, is dropped if an intact entry of the same version
+        exists. It is also dropped if another version was published after the partial was created:
+        either version may be the newer one, and a process that has read the published version must
+        not read an older one next. With ``sync``, everything is flushed to the disk (fsync). Raises
+        LostError.
         """
         key, name = metadata.key, partial.data.name
         partial.seal(metadata, self.layout.modes, sync=sync)

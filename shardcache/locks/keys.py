@@ -280,5 +280,5 @@ def _remove_free_lock(layout: Layout, path: Path) -> None:
     if partial and (files.is_directory(layout.partial / partial) or not files.is_idle(path)):
         return
     with ignoring(OSError), files.locked(path, remove=True) as free:
-        if free is not False:
+        if free or (free is None and files.is_idle(path)):
             path.unlink()

@@ -153,7 +153,7 @@ def versions(layout: Layout, key: str) -> list[tuple[str, int]]:
     """Return the directory and the size of each version of a shard, the newest first.
 
     The time of the data file orders them. `Store.publish` makes it later than those of all other
-    versions, whatever the clock says, and `Store.mark_replaced` sets it to 0.
+    versions, regardless of the clock, and `Store.mark_replaced` sets it to 0.
     """
     key_dir, listed = str(layout.key_dir(key)), []
     for name in files.list_names(key_dir):

@@ -220,6 +220,7 @@ class Space:
         """Evict from a RAM disk until ``min_free`` is free for the job; return the bytes freed."""
         with self._budget_lock(), self._usage() as usage:
             needed = Limits(free_needed=self.limits().free_needed)
+            # Not even running jobs keep shards: the kernel kills a job that lacks memory.
             return self._evict(usage, self._choose(usage, needed, jobs=False))
 
     def _reserve(self, shard: ShardURL, size: int | None) -> None:

@@ -248,7 +248,10 @@ class Directories:
         return Holder.this_process(None if ranks.source == "none" else ranks.rank, ranks.job)
 
     def key_lock(self, key: str, base: Path | None = None) -> KeyLock | KeyLease:
-        """Return the lock of a key of the namespace at ``base``, by default of this process."""
+        """Return the lock of a key, whose holder may download, set aside or amend its entries.
+
+        ``base`` is the directory of the namespace, by default that of this process.
+        """
         layout = self.layout if base is None else lock_layout(self.tiers[-1], base)
         if layout.grace is not None:
             return KeyLease(layout, key)

@@ -57,7 +57,7 @@ def random_token() -> str:
 
 
 def set_mode(file: int | Path, mode: int) -> None:
-    """Set the mode of a new file (a descriptor) or directory of a group, whatever the umask is."""
+    """Set the mode of a group's new file (a descriptor) or directory, regardless of the umask."""
     if mode & 0o070:
         os.chmod(file, mode)  # noqa: PTH101 - a file is given by its descriptor
 

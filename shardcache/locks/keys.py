@@ -183,8 +183,8 @@ class KeyLock:
 class KeyLease:
     """The lease of a key, which one process among all nodes holds, with the methods of `KeyLock`.
 
-    A caller must use one object for all its attempts, because the object remembers when it last saw
-    the marker change. After ``seconds`` without a change, the holder counts as dead.
+    One object makes all attempts of a caller, because it remembers when it last saw the marker
+    change. After ``seconds`` without a change, the holder counts as dead.
     """
 
     def __init__(self, layout: Layout, key: str, seconds: float = LEASE_SECONDS) -> None:
@@ -280,5 +280,5 @@ def _remove_free_lock(layout: Layout, path: Path) -> None:
     if partial and (files.is_directory(layout.partial / partial) or not files.is_idle(path)):
         return
     with ignoring(OSError), files.locked(path, remove=True) as free:
-        if free is not False:
+        if free or (free is None and files.is_idle(path)):
             path.unlink()

@@ -93,6 +93,7 @@ def lock_kind(config: Config, manifest: Mapping[str, object]) -> str:
     """Return the kind of lock for a cache, ``flock`` or ``lease``, given its manifest."""
     if config.locks != "auto":
         return config.locks
+    # A machine with a local disk uses leases, too, if one that mounts it made the cache.
     if manifest.get("locks") == "lease" or (mount := mount_of(config.dir)) is None:
         return "lease"
     return "flock" if mount.is_local else "lease"

@@ -133,10 +133,7 @@ def leave_note(layout: Layout, name: str) -> bool:
 
 
 def remove_dead(layout: Layout) -> None:
-    """Remove the files of dead processes, and the notes of jobs that have ended.
-
-    The job of a note has ended if the note is older than every live session.
-    """
+    """Remove the files of dead processes, and the notes older than every live session."""
     for path in _files(layout, ".wait"):
         _live_since(path)
     oldest = min(live_sessions(layout), default=math.inf)

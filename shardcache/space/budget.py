@@ -135,14 +135,7 @@ class _Usage:
 
 
 class Space:
-    """The budget of one root directory.
-
-    Args:
-        node: the node's namespace, which has the budget lock, ``usage`` and the sessions.
-        stores: returns all namespaces of the root.
-        config: the limits.
-        counters: count the evicted shards.
-    """
+    """The budget of one root directory; ``node`` has the budget lock, and the file ``usage``."""
 
     def __init__(
         self,
@@ -227,6 +220,7 @@ class Space:
         """Evict from a RAM disk until ``min_free`` is free for the job; return the bytes freed."""
         with self._budget_lock(), self._usage() as usage:
             needed = Limits(free_needed=self.limits().free_needed)
+            # Not even running jobs keep shards: the kernel kills a job that lacks memory.
             return self._evict(usage, self._choose(usage, needed, jobs=False))
 
     def _reserve(self, shard: ShardURL, size: int | None) -> None:
@@ -285,13 +279,8 @@ class Space:
     ) -> CleanReport:
         """Plan an eviction from a sample of the cache or, if that is too little, from all of it.
 
-        Args:
-            usage: is corrected where entries are listed.
-            limits: the limits that must hold afterwards.
-            need: bytes on disk of the shard that needs room.
-            jobs: whether shards stay for running jobs.
-            few: whether a sample must do.
-            extra: entries to evict in addition.
+        Corrects ``usage`` where entries are listed. ``need`` are the bytes on disk of the shard
+        that needs room. With ``few``, a sample must do. ``extra`` entries are evicted in addition.
         """
         over = self._over(usage, limits, need)
         order = [(usage.next + n) % _PARTS for n in range(_PARTS)]

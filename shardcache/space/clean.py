@@ -43,8 +43,7 @@ def clean(
 ) -> CleanReport:
     """Evict until the limits hold, and remove the partials and sessions of dead processes.
 
-    With ``orphans``, also remove partials that are younger than an hour. With ``dry_run``, only
-    report what would be removed.
+    With ``orphans``, also remove partials that are younger than an hour.
     """
     keep = 0.0 if orphans or limits.everything else _KEEP_PARTIALS
     leftovers = list[Removal]()

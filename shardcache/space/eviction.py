@@ -228,13 +228,9 @@ def plan(
 ) -> CleanReport:
     """Choose the shards to evict, replaced versions first; return the report of a dry run.
 
-    Args:
-        entries: all entries of the root.
-        limits: limits that must hold afterwards.
-        policy: which shards stay.
-        reserved: bytes on disk of the shards in flight and of the shard that needs room.
-        in_use: returns whether a process reads an entry; called only for candidates for eviction.
-        allocated: computes the bytes on disk of a shard from its size.
+    ``reserved`` are the bytes on disk of the shards in flight and of the shard that needs room.
+    ``in_use`` is called only for candidates for eviction. ``allocated`` computes the bytes on disk
+    of a shard from its size.
     """
     files = linked(entries)
     total = sum(disk_bytes(links, allocated) for links in files)

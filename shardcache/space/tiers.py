@@ -54,12 +54,8 @@ _MAX_LIMITS = 65_536
 class Tier:
     """One directory of a cache in one process.
 
-    Args:
-        config: options, with the ``dir`` and the limits of this tier.
-        ranks: the job and the rank of this process.
-        started: when the job began to use the cache (seconds since the epoch); None for a command.
-        notices: the warnings of this process.
-        counters: count the shards that are evicted here.
+    ``config`` has the ``dir`` and the limits of this tier. ``started`` is when the job began to use
+    the cache, in seconds since the epoch; None for a command.
 
     Attributes:
         node: the node's namespace.
@@ -206,15 +202,10 @@ def lock_layout(home: Tier, base: Path) -> Layout:
 
 @dataclass(frozen=True, eq=False)
 class Directories:
-    """The directories of a cache as a process found them: the tiers that can be used.
+    """The directories of a cache as a process found them: the usable tiers, fastest first.
 
-    If a directory is unmounted or emptied, new `Directories` replace these. Safe between threads.
-
-    Attributes:
-        tiers: the usable tiers, fastest first; the last one holds the locks of all keys.
-        ranks: the job and rank of this process, for the records of the locks that it holds.
-        disk: counts faults of the disk.
-        notices: the warnings of this process.
+    The last tier holds the locks of all keys. If a directory is unmounted or emptied, new
+    `Directories` replace these. Safe between threads.
     """
 
     tiers: Sequence[Tier]
@@ -236,10 +227,9 @@ class Directories:
     def lookup(
         self, shard: ShardURL, outdated: frozenset[str] = frozenset(), *, condemn: bool = False
     ) -> Opened | None:
-        """Open the newest entry of a shard, or return None if there is no sound one.
+        """Open the newest sound entry of a shard, except ``outdated`` versions; None for a miss.
 
-        Entries of ``outdated`` versions are ignored. With ``condemn``, a damaged entry is set
-        aside; the caller must then hold the key's lock.
+        With ``condemn``, a damaged entry is set aside; the caller must then hold the key's lock.
         """
         try:
             return self.open(shard.key, shard.basename, outdated)
@@ -258,7 +248,10 @@ class Directories:
         return Holder.this_process(None if ranks.source == "none" else ranks.rank, ranks.job)
 
     def key_lock(self, key: str, base: Path | None = None) -> KeyLock | KeyLease:
-        """Return the lock of a key of the namespace at ``base``, by default of this process."""
+        """Return the lock of a key, whose holder may download, set aside or amend its entries.
+
+        ``base`` is the directory of the namespace, by default that of this process.
+        """
         layout = self.layout if base is None else lock_layout(self.tiers[-1], base)
         if layout.grace is not None:
             return KeyLease(layout, key)

@@ -76,7 +76,7 @@ def file_checksum(fd: int, algorithm: str) -> str | None:
             digest.update(block)
         return base64.b64encode(digest.digest()).decode()
     function, value = _crc(algorithm) if algorithm in _CRCS else None, 0
-    if function is None:
+    if function is None:  # CRC32C and CRC64NVME need the extra `checksums`
         return None
     for block in read_blocks(fd):
         value = function(block, value)

@@ -153,7 +153,7 @@ def versions(layout: Layout, key: str) -> list[tuple[str, int]]:
     """Return the directory and the size of each version of a shard, the newest first.
 
     The time of the data file orders them. `Store.publish` makes it later than those of all other
-    versions, whatever the clock says, and `Store.mark_replaced` sets it to 0.
+    versions, regardless of the clock, and `Store.mark_replaced` sets it to 0.
     """
     key_dir, listed = str(layout.key_dir(key)), []
     for name in files.list_names(key_dir):
@@ -347,22 +347,13 @@ class Store:
         self._known[key] = directory, f"{directory}/{basename}", size
 
     def publish(self, partial: Partial, metadata: Metadata, *, sync: bool = False) -> Path:
-        """Turn a complete, checked partial into an entry. The caller must close the partial.
+        """Turn a complete, checked partial into an entry; return the entry that readers find.
 
-        The partial is dropped if an intact entry of the same version exists. It is also dropped if
-        another version was published after the partial was created: either version may be the newer
-        one, and a process that has read the published version must not read an older one next.
-
-        Args:
-            partial: the partial.
-            metadata: the final sidecar.
-            sync: whether to flush the files and directories to the disk (fsync).
-
-        Returns:
-            The directory of the entry that readers find.
-
-        Raises:
-            LostError: another process removed the partial or took it over.
+        The partial, which the caller must close, is dropped if an intact entry of the same version
+        exists. It is also dropped if another version was published after the partial was created:
+        either version may be the newer one, and a process that has read the published version must
+        not read an older one next. With ``sync``, everything is flushed to the disk (fsync). Raises
+        LostError.
         """
         key, name = metadata.key, partial.data.name
         partial.seal(metadata, self.layout.modes, sync=sync)

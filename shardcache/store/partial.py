@@ -172,8 +172,6 @@ class Partial:
     """A partial that this process writes. Use `create` or `claim` to make one.
 
     Attributes:
-        path: the directory of the partial.
-        data: the path of the data file.
         metadata: the sidecar. Its size and digest are final after `seal`.
         confirmed: False for a resumed partial until a response shows that the origin still has this
             version. Until then, no process reads the partial.

@@ -85,7 +85,7 @@ def make_root(config: Config) -> Layout:
 def check_usable(config: Config) -> None:
     """Raise ConfigError if a directory cannot be made a cache, or not be used as one.
 
-    Changes nothing. A cache on a read-only filesystem can be used: its shards can be read.
+    A cache on a read-only filesystem can be used: its shards can be read.
     """
     root = config.dir
     try:
@@ -156,10 +156,7 @@ def require_cache(root: Path) -> None:
 
 
 def remove_root(layout: Layout) -> None:
-    """Remove the records and the empty directories of a cache, then its root if nothing is left.
-
-    Shards, and files of other programs, stay; then the root is still a cache.
-    """
+    """Remove the records of a cache, and its directories unless shards or other files are left."""
     root, local = layout.base.parent, [layout.local] if layout.local else []
     for base in (layout.base, *local):
         for where, _, names in os.walk(base, topdown=False):

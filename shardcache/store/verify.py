@@ -82,8 +82,8 @@ _THREADS = 4
 class Verifier:
     """Checks entries, with the options of `Cache.verify`. Call `findings` only once.
 
-    Damaged entries are set aside under the lock of their key, ``sole`` (`Directories.locked`).
-    Without ``sole``, they stay.
+    Damaged entries are set aside under the lock of their key, ``sole`` (`Directories.locked`), if
+    any.
     """
 
     def __init__(

@@ -467,7 +467,7 @@ class ProcessCache:
         found, self._logged = stats_of(counted - self._logged), counted
         if found.opens:
             extra = {"event": "ended", "dir": str(self.config.dir), "opens": found.opens}
-            extra |= {"hits": found.hits, "bypassed": found.bypassed}
+            extra |= {"hits": found.hits, "streamed": found.streamed}
             extra |= {"bytes_saved": found.bytes_saved}
             logger.info("%s: this process had %r", self.config.dir, found, extra=extra)
 

@@ -11,7 +11,7 @@ import pytest
 from shardcache.cache import Cache
 from shardcache.errors import ConfigError
 from shardcache.origins.base import TransientError
-from shardcache.stats.metrics import METRICS
+from shardcache.stats.summary import METRICS
 from shardcache.units import exact_bytes
 from tests.support.caches import held_elsewhere, read
 from tests.support.fakes import Fault

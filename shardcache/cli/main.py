@@ -71,7 +71,7 @@ class ExitCode(enum.IntEnum):
 _COMMANDS = {
     "run": "run", "prewarm": "prewarm", "index": "index", "ls": "entries", "path": "entries",
     "rm": "entries", "pin": "entries", "unpin": "entries", "clean": "upkeep",
-    "verify": "upkeep", "stats": "stats", "top": "top", "report": "stats", "config": "config",
+    "verify": "upkeep", "stats": "stats", "top": "stats", "report": "stats", "config": "config",
     "dir": "config", "doctor": "doctor", "demo": "demo",
 }  # fmt: skip
 

@@ -51,7 +51,7 @@ SHAPES: dict[str, tuple[int, str]] = {
     ),
     "stats": (
         0,
-        "opens hits misses coalesced bypassed failed hit_rate bytes_origin bytes_opened "
+        "opens hits misses coalesced streamed failed hit_rate bytes_origin bytes_opened "
         "bytes_saved evicted errors since until waits.all.count waits.all.mean",
     ),
     "stats --by hour": (0, "hours.hour hours.opens hours.hits summary.opens"),

@@ -9,7 +9,7 @@ from io import StringIO
 from rich.console import Console as Terminal
 
 from shardcache.cli.output import Console
-from shardcache.cli.top import Watcher, frame
+from shardcache.cli.stats import Watcher, frame
 from shardcache.layout import Layout
 from shardcache.stats import database
 from tests.support.clitools import Screen
@@ -87,7 +87,7 @@ def test_on_a_terminal_it_redraws_and_keeps_the_last_refresh(make_cache):
 def test_large_figures_fit_80_columns(make_cache):
     snapshot = Watcher(make_cache(max_size="800GB")).snapshot()
     figures = {"hits": 123_456, "bytes_opened": 246_912_000, "bytes_origin": 246_912_000}
-    total = replace(snapshot.total, **figures, bytes_bypassed=123_456_000)
+    total = replace(snapshot.total, **figures, bytes_streamed=123_456_000)
     tier = {**snapshot.tiers[0], "dir": f"/{70 * 'x'}", "shards": 1_848, "disk_bytes": 4e11}
     terminal = Terminal(width=80, file=StringIO(), color_system=None)
     terminal.print(frame(replace(snapshot, seconds=1.0, total=total, tiers=[tier])))

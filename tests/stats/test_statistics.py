@@ -62,8 +62,8 @@ def test_outcomes_of_open(make_cache, origin, urls, tmp_path, fill):
     counted = {name: n for name, n in found.counters.items() if n and "wait" not in name}
     assert counted.pop("bytes_origin") >= 4 * size
     assert 3 * size < counted.pop("bytes_opened") < 4 * size
-    twice = ("hits", "misses", "bypassed", "fetches", "bypassed_full")
-    sizes = {"bytes_bypassed": 2 * size, "bytes_stored": 2 * size}
+    twice = ("hits", "misses", "streamed", "fetches", "streamed_full")
+    sizes = {"bytes_streamed": 2 * size, "bytes_stored": 2 * size}
     assert counted == {**dict.fromkeys(twice, 2), "failed": 1, "errors_origin": 1, **sizes}
     assert found.bytes_saved <= 2 * size
 

@@ -12,7 +12,7 @@ import pytest
 
 from shardcache.cache import Cache
 from shardcache.config import Config
-from shardcache.demo import S3Server
+from shardcache.cli.demo import S3Server
 from shardcache.layout import Layout, read_manifest
 from shardcache.locks.mounts import node_namespace
 from shardcache.store.root import make_root

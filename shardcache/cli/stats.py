@@ -577,7 +577,7 @@ def frame(snapshot: Snapshot, hint: str = "") -> RenderableType:
             for each in snapshot.fetches
         ]
         titles = ["SHARD", "DONE", "RATE", "PROCESS"]
-        parts.append(text_table(titles, rows, ["DONE", "RATE"], shorten=True))
+        parts.append(text_table(titles, rows, ["DONE", "RATE"]))
     if snapshot.waits:
         waiting = counted(len(snapshot.waits), "waiting process", "waiting processes")
         parts.append(Text(f"\n{waiting}", "yellow"))
@@ -586,7 +586,7 @@ def frame(snapshot: Snapshot, hint: str = "") -> RenderableType:
             for each in snapshot.waits
         ]
         titles = ["SHARD", "PROCESS", "WAITS FOR", "TIME"]
-        parts.append(text_table(titles, rows, ["TIME"], shorten=True))
+        parts.append(text_table(titles, rows, ["TIME"]))
     return Group(*parts)
 
 

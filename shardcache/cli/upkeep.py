@@ -13,8 +13,7 @@ import click
 
 from shardcache.cli import main as cli
 from shardcache.cli.main import ExitCode, Invocation, command, flag
-from shardcache.cli.output import Row, counted, fields_of, printable
-from shardcache.cli.progress import Position, Positions, display
+from shardcache.cli.output import Position, Positions, Row, counted, display, fields_of, printable
 from shardcache.space.eviction import CleanReport, Reason, Removal
 from shardcache.store.partial import read_progress
 from shardcache.store.root import is_cache

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from shardcache.cli.progress import PrewarmProgress
+from shardcache.cli.prewarm import PrewarmProgress
 from shardcache.download.download import Progress
 from shardcache.results import (
     Finished,

@@ -44,13 +44,16 @@ class Stopped(StrEnum):
     @property
     def why(self) -> str:
         """The reason, as text that completes the sentence "3 not done because ..."."""
-        return {
-            "requested": "the run was interrupted",
-            "deadline": "the deadline has passed",
-            "failures": "too many shards failed",
-            "refused": "none of the first shards could be read",
-            "full": "the cache is full",
-        }[self]
+        return _REASONS[self]
+
+
+_REASONS = {
+    Stopped.REQUESTED: "the run was interrupted",
+    Stopped.DEADLINE: "the deadline has passed",
+    Stopped.FAILURES: "too many shards failed",
+    Stopped.REFUSED: "none of the first shards could be read",
+    Stopped.FULL: "the cache is full",
+}
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, TextIO
@@ -139,12 +139,12 @@ def prewarm_command(
     if ray:
         return _prewarm_ray(invocation, all_specs, options, max_size, ranks)
     share = None if ranks is None else own_share(node_rank, node_count, ranks)
-    changes: dict[str, Any] = {} if max_size is None else {"max_size": max_size}
     console, progress = invocation.console, PrewarmProgress()
     only_plans = options["check"] or options["dry_run"]
     loaded = invocation.loaded_with_job_limits("tiers")
     connections = max(jobs or 0, loaded.config.connections)
-    cache = invocation.cache(loaded, connections=connections, **changes)
+    max_size = max_size or loaded.config.max_size
+    cache = invocation.cache(loaded, connections=connections, max_size=max_size)
     with cache, ExitStack() as stack:
 
         def on_event(event: Event) -> None:
@@ -199,15 +199,14 @@ def _read_list(file: TextIO) -> list[str]:
 
 
 def _exit_code(report: PrewarmReport, options: Mapping[str, Any]) -> int:
-    best_effort = options["best_effort"]
     if options["check"]:
         return 0 if report.cached == len(report.results) else ExitCode.DAMAGED
-    if report.full or (report.missing and report.plan.missing and not best_effort):
+    if report.full or (report.missing and report.plan.missing and not options["best_effort"]):
         return ExitCode.FULL
     is_empty = 0 < report.count(Outcome.SKIPPED) == len(report.results)
-    if is_empty or report.failed > (options["max_failures"] or 0):
-        return ExitCode.SOME_FAILED
-    return ExitCode.SOME_FAILED if report.not_started and not best_effort else 0
+    has_failed = is_empty or report.failed > (options["max_failures"] or 0)
+    is_short = report.not_started and not options["best_effort"]
+    return ExitCode.SOME_FAILED if has_failed or is_short else 0
 
 
 def _prewarm_ray(
@@ -220,24 +219,17 @@ def _prewarm_ray(
     from shardcache.prewarm.ray import prewarm_nodes
 
     console, began = invocation.console, time.monotonic()
-    latest: Sequence[NodeReport] = ()
-
-    def on_news(news: Sequence[NodeReport]) -> None:
-        nonlocal latest
-        latest = news
-
+    latest: deque[Sequence[NodeReport]] = deque([()], maxlen=1)
     only_plans = options["check"] or options["dry_run"]
+    settings = {"dir": invocation.dir and absolute(invocation.dir)}
     invocation.polls_stop = True
-    with display(console, lambda: _positions(latest)):
+    with display(console, lambda: _positions(latest[-1])):
         nodes = prewarm_nodes(
             specs,
-            settings={
-                "dir": invocation.dir and absolute(invocation.dir),
-                "max_size": max_size and str(max_size),
-            },
+            settings={**settings, "max_size": max_size and str(max_size)},
             config_file=invocation.config,
             ranks_per_node=ranks_per_node,
-            on_news=on_news,
+            on_news=latest.append,
             stop=invocation.stop,
             **options,
         )
@@ -290,12 +282,11 @@ def _positions(nodes: Sequence[NodeReport]) -> Positions:
     """Return the progress of all nodes: ``2/3 nodes done, 20/36 shards``."""
     if not nodes:
         return {"": Position("waiting for Ray")}
-    ended = sum(node.ended for node in nodes)
-    done = sum(len(node.results) for node in nodes)
     plans = [node.plan for node in nodes if node.plan is not None]
-    shards, size = (sum(len(p.shards) for p in plans), sum(p.fetch_bytes for p in plans))
-    text = f"{ended:,}/{len(nodes):,} nodes done, {done:,}/{shards:,} shards"
-    return {"": Position(text, sum(node.received for node in nodes), size)}
+    done, shards = sum(len(n.results) for n in nodes), sum(len(p.shards) for p in plans)
+    text = f"{sum(node.ended for node in nodes):,}/{len(nodes):,} nodes done, "
+    received, size = sum(n.received for n in nodes), sum(plan.fetch_bytes for plan in plans)
+    return {"": Position(f"{text}{done:,}/{shards:,} shards", received, size)}
 
 
 def _failures(

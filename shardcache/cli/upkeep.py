@@ -73,9 +73,9 @@ def clean_command(
             console.hint(f"{cache.dir} does not exist; there is nothing to clean.")
             console.object("clean", CleanReport((), 0, 0, 0, dry_run), freed=0, job_limits={})
             return ExitCode.DONE
-        if everything and not dry_run:
+        if everything and not (dry_run or yes):
             what = "Remove the directory and" if remove_dir else "Remove"
-            invocation.confirm(f"{what} every shard in {cache.dir}?", yes)
+            invocation.confirm(f"{what} every shard in {cache.dir}?")
         is_limited = not (everything or (orphans and not given))
         job_limits = invocation.show_job_limits(loaded, *given) if is_limited else {}
         report = cache.clean(

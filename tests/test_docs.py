@@ -65,6 +65,7 @@ def test_every_block_of_a_page_runs(page, s3, proxy, s3_environment, tmp_path, m
     DataSet(s3, "bucket", proxy)
     project = tmp_path / "home" / "me" / "project"
     project.mkdir(parents=True)
+    monkeypatch.setenv("HOME", str(project.parent))  # of ~/.cache/shards
     (code,) = (code for language, code in BLOCKS["README.md"] if language == "python")
     for directory in (tmp_path, project):
         (directory / "train.py").write_text(here(code))

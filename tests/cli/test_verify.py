@@ -12,8 +12,6 @@ from shardcache.cache import Cache
 from shardcache.store import verify
 from tests.support.storetools import tree
 
-SOUND = r"verified 4 shards, [\d.]+ KB in [\d.]+ m?s: nothing is wrong\n"
-
 
 @pytest.fixture
 def flip(warm, tmp_path):
@@ -34,7 +32,8 @@ def test_a_sound_or_empty_cache_is_one_line(run, spec, proxy):
     run("prewarm", spec)
     proxy.reset()
     code, out, err = run("verify")
-    assert (code, err) == (0, "") and re.fullmatch(SOUND, out)
+    sound = r"verified 4 shards, [\d.]+ KB in [\d.]+ m?s: nothing is wrong\n"
+    assert (code, err) == (0, "") and re.fullmatch(sound, out)
     assert run("verify", "-q") == (0, "", "") and proxy.requests() == []
 
 

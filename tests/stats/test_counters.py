@@ -83,11 +83,10 @@ def test_counts_survive_a_failing_disk(make, layout, tmp_path, monkeypatch, how)
     assert total(layout).hits == 1
 
 
-def test_the_database_can_be_read_while_it_is_created(tmp_path):
+def test_the_database_can_be_read_while_it_is_created(layout):
     with ThreadPoolExecutor(1) as pool:
-        for number in range(200):
-            layout = Layout.of_root(tmp_path / str(number))
-            layout.make()
+        for _ in range(200):
+            layout.stats.unlink(missing_ok=True)
             adding = pool.submit(add, layout, -1, NOON, {"hits": 1}, 5.0)
             while not adding.done():
                 samples(layout)

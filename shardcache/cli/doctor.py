@@ -24,7 +24,7 @@ import click
 
 from shardcache import threads
 from shardcache.cli.main import ExitCode, Invocation, command
-from shardcache.cli.output import counted, printable, reason
+from shardcache.cli.output import printable, reason
 from shardcache.config import Config
 from shardcache.errors import AccessDeniedError, ShardCacheError, ShardNotFoundError
 from shardcache.layout import Layout, read_manifest
@@ -40,7 +40,7 @@ from shardcache.space.eviction import total_bytes
 from shardcache.space.memory import Volume, allocation, is_memory, room_for_batches
 from shardcache.store.entry import Store
 from shardcache.store.root import check_usable
-from shardcache.units import format_bytes, format_duration, format_rate
+from shardcache.units import counted, format_bytes, format_duration, format_rate
 from shardcache.urls import advise_scheme, redact
 
 T = TypeVar("T")

@@ -15,7 +15,7 @@ import click
 from shardcache.cache import Cache
 from shardcache.cli import main as cli
 from shardcache.cli.main import ExitCode, Invocation, command, flag
-from shardcache.cli.output import Console, Row, counted, local_time
+from shardcache.cli.output import Console, Row, local_time
 from shardcache.clock import utc
 from shardcache.errors import ConfigError, ShardNotFoundError
 from shardcache.locks.flock import read_holder
@@ -27,7 +27,7 @@ from shardcache.store.directory import DamagedError
 from shardcache.store.entry import Entry
 from shardcache.store.partial import in_flight, read_progress
 from shardcache.store.root import is_cache
-from shardcache.units import exact_duration, format_age, format_bytes
+from shardcache.units import counted, exact_duration, format_age, format_bytes
 from shardcache.urls import ShardURL, advise_scheme
 
 _SORTED_BY = ("url", "size", "used", "fetched", "state")

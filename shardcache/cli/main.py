@@ -26,9 +26,8 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import click
 
-from shardcache import config as configuration
 from shardcache.cli.output import Console, reason
-from shardcache.config import Loaded, __version__
+from shardcache.config import Loaded, __version__, load
 from shardcache.errors import (
     REMOVED,
     ConfigError,
@@ -91,7 +90,7 @@ class Invocation:
     def loaded(self) -> Loaded:
         """Return the configuration and the source of each option."""
         files = None if self.config is None else [Path(self.config)]
-        return configuration.load({"dir": self.dir}, files=files)
+        return load({"dir": self.dir}, files=files)
 
     def loaded_with_job_limits(self, *names: str) -> Loaded:
         """Return the configuration, with the last job's limits and tiers where it sets none.
@@ -121,18 +120,6 @@ class Invocation:
             )
         except (ConfigError, OSError, TypeError, KeyError):  # the record is damaged
             return loaded
-
-    def show_job_limits(self, loaded: Loaded, *given: str) -> dict[str, str]:
-        """Print and return the limits that come from the last job, except those named ``given``."""
-        limits = {
-            option.name: option.value
-            for option in configuration.describe(loaded)
-            if option.name not in given and option.source == "last job"
-        }
-        if limits:
-            text = ", ".join(f"{name} {value}" for name, value in limits.items())
-            self.console.hint(f"Limits of the last job: {text}.")
-        return limits
 
     def cache(self, loaded: Loaded | None = None, **options: Any) -> Cache:
         """Open the cache, with ``strict=True``: its faults raise errors.

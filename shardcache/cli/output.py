@@ -289,14 +289,9 @@ def _show(console: Console, positions: Callable[[], Positions], ended: threading
                 return
 
 
-def counted(number: int, noun: str, plural: str = "") -> str:
-    """Return a number with its noun: ``1 shard``, ``1,848 shards``."""
-    return f"{number:,} {noun if number == 1 else plural or f'{noun}s'}"
-
-
-def local_time(moment: datetime | None) -> str:
-    """Return ``2026-11-20 21:04`` in the local time zone, or ``-`` for None."""
-    return "-" if moment is None else moment.astimezone().isoformat(" ", "minutes")[:16]
+def local_time(moment: datetime) -> str:
+    """Return ``2026-11-20 21:04`` in the local time zone."""
+    return moment.astimezone().isoformat(" ", "minutes")[:16]
 
 
 def short_duration(seconds: float | None) -> str:

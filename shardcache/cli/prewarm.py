@@ -20,7 +20,6 @@ from shardcache.cli.output import (
     Console,
     Position,
     Positions,
-    counted,
     display,
     fields_of,
     grouped,
@@ -43,7 +42,7 @@ from shardcache.results import (
     Started,
     Stopped,
 )
-from shardcache.units import Limit, format_bytes, format_duration, format_rate
+from shardcache.units import Limit, counted, format_bytes, format_duration, format_rate
 
 if TYPE_CHECKING:
     from shardcache.cache import Cache

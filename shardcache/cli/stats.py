@@ -34,7 +34,6 @@ from shardcache.cli.main import Invocation, command, flag
 from shardcache.cli.output import (
     Row,
     Shortened,
-    counted,
     fields_of,
     local_time,
     printable,
@@ -62,7 +61,7 @@ from shardcache.stats.summary import (
     summed,
 )
 from shardcache.sync import atomic_write
-from shardcache.units import format_bytes, format_rate
+from shardcache.units import counted, format_bytes, format_rate
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -58,22 +58,19 @@ def test_workers_read_through_the_cache(method, program, spec, proxy, tmp_path):
 
 
 def test_the_last_line_counts_the_opens_of_this_run_only(program, spec, bucket, tmp_path):
-    other = (
-        f"import sys; from shardcache import Cache; Cache({str(tmp_path / 'cache')!r}, min_free=0)"
-    )
+    other = f"from shardcache import Cache; Cache({str(tmp_path / 'cache')!r}, min_free=0)"
+    other = f"import sys; {other}.open(sys.argv[1]).read()"
     text = f"{WITHOUT_TORCH}\nimport os, subprocess\nos.environ.pop('SHARDCACHE_RUN')\n"
-    text += f"code = {other!r} + '.open(sys.argv[1]).read()'\n"
-    text += "subprocess.run([sys.executable, '-c', code, sys.argv[1]], check=True)"
+    text += f"subprocess.run([sys.executable, '-c', {other!r}, sys.argv[1]], check=True)"
     shard = f"s3://{bucket}/train-0000.tar"
     code, _, err = run_process("run", "--", *program(text), shard, directory=tmp_path / "cache")
     assert code == 0 and "no shard was opened through the cache" in err, err
 
 
-@pytest.mark.parametrize("separator", [[], ["--"]])
-def test_words_after_the_program_are_its_arguments(separator, program, tmp_path):
+def test_words_after_the_program_are_its_arguments(program, tmp_path):
     words = ["-v", "--config", "train.yaml", "--dir", "X", "--", "--json"]
-    command = *separator, *program("import sys; print(sys.argv[1:])"), *words
-    code, out, err = run_process("run", *command, directory=tmp_path / "cache")
+    command = program("import sys; print(sys.argv[1:])")
+    code, out, err = run_process("run", *command, *words, directory=tmp_path / "cache")
     assert (code, out) == (0, f"{words}\n"), err
 
 
@@ -142,7 +139,6 @@ except ValueError as exn:
         ("pipe:aws s3 cp s3://{}/a.tar - --sse-c AES256", 0, "shardcache does not know"),
         ("pipe:cat shard | tail -c +1", 0, "only a shell understands its '|'"),
         ("pipe:aws s3 cp s3://nowhere/b.tar - --no-sign-request", 0, "access denied"),
-        ("gs://nowhere/b.tar", 0, "gs:// cannot be read here"),
         ("pipe:gsutil cat gs://nowhere/b.tar", 0, "gs:// cannot be read here"),
     ],
 )
@@ -167,6 +163,7 @@ def test_the_last_line_tells_what_webdataset_read(
     assert (code, out) == (0, "4\n4\n"), err
     *_, last = err.splitlines()
     assert f"{opened} shards opened" in last if opened else "no shard was opened" in last
+    assert "is PYTHONPATH replaced?" not in last
     assert (reason is None) == ("not cached" not in last) and (reason or "") in last
     assert err.count("and WebDataset reads it") == (reason is not None)
     assert "could not be opened" not in last
@@ -181,11 +178,10 @@ def test_the_file_of_a_run_may_be_damaged_or_missing(run, monkeypatch, command, 
     assert code == 0 and "no shard was opened" in err and "Traceback" not in err
 
 
-@pytest.mark.parametrize("isolated", [True, False])
-def test_the_last_line_tells_whether_the_hook_was_loaded(isolated, tmp_path):
-    program = sys.executable, *(["-I"] if isolated else []), "-c", ""
+def test_the_last_line_tells_that_the_hook_was_not_loaded(tmp_path):
+    program = sys.executable, "-I", "-c", ""
     _, _, err = run_process("run", "--", *program, directory=tmp_path / "cache")
-    assert ("is PYTHONPATH replaced?" in err) == isolated
+    assert "is PYTHONPATH replaced?" in err
 
 
 def test_a_program_in_another_environment_needs_shardcache(program, tmp_path):

@@ -16,7 +16,7 @@ import os
 import string
 import sys
 import time
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -50,16 +50,7 @@ from shardcache.space.memory import Volume
 from shardcache.space.tiers import lock_layout
 from shardcache.stats import database
 from shardcache.stats.database import Sample
-from shardcache.stats.summary import (
-    OUTCOMES,
-    Stats,
-    Waits,
-    by_hour,
-    by_rank,
-    exposition,
-    rank_records,
-    summed,
-)
+from shardcache.stats.summary import OUTCOMES, Stats, Waits, by_rank, exposition, summed, summed_by
 from shardcache.sync import atomic_write
 from shardcache.units import counted, format_bytes, format_rate
 
@@ -70,6 +61,7 @@ if TYPE_CHECKING:
 #: Outcomes that `_figures` shows even if their count is 0.
 _ALWAYS = ("hits", "coalesced", "misses")
 _ROW_TITLES = ("OPENS", "HIT RATE", "STREAMED", "FETCHED", "SAVED", "MEAN WAIT")
+_NO_RANK = "<p>Rank none: processes that no launcher has given a rank.</p>"
 _WAITS = {"disk": "for the disk", "lock": "for downloads", "network": "for the network"}
 
 _since_option = click.option(
@@ -179,15 +171,13 @@ def stats_command(
             console.object("stats", total)
             console.data(_figures(total))
         else:
-            if by == "rank":
-                groups = by_rank(samples)
-                records = rank_records(groups)
-            else:
-                hours = {utc(hour): stats for hour, stats in by_hour(samples).items()}
-                records = [{"hour": hour, **stats.as_dict()} for hour, stats in hours.items()]
-                groups = {local_time(hour): stats for hour, stats in hours.items()}
+            groups: Mapping[Any, Stats] = by_rank(samples)
+            if by == "hour":
+                hours = summed_by(samples, lambda sample: sample.start // 3600 * 3600)
+                groups = {utc(hour): stats for hour, stats in hours.items()}
+            records = [{by: key, **stats.as_dict()} for key, stats in groups.items()]
             console.object("stats", **{f"{by}s": records}, summary=total)
-            rows = ((name, *_cells(stats)) for name, stats in groups.items())
+            rows = ([_group_name(key), *_cells(stats)] for key, stats in groups.items())
             console.table([by.upper(), *_ROW_TITLES], rows, _ROW_TITLES)
             console.data(f"{counted(total.opens, 'open')}, {_percentage(total.hit_rate)} hits")
 
@@ -242,6 +232,10 @@ def _each(stats: Stats, prefix: str, form: str) -> list[str]:
     return [form.format(name.removeprefix(prefix), stats.counters[name]) for name in names]
 
 
+def _group_name(key: datetime | int | None) -> str:
+    return local_time(key) if isinstance(key, datetime) else "none" if key is None else str(key)
+
+
 def _percentage(share: float | None) -> str:
     return "-" if share is None else f"{share:.2%}"
 
@@ -294,7 +288,8 @@ def report_command(invocation: Invocation, since: float | None, output: Path) ->
         span = "Nothing was counted"
         if total.since is not None and total.until is not None:
             span = f"{local_time(utc(total.since))} to {local_time(utc(total.until))}"
-        rows = [(rank, *_cells(found)) for rank, found in by_rank(samples).items()]
+        ranks = by_rank(samples)
+        rows = [(_group_name(rank), *_cells(found)) for rank, found in ranks.items()]
         template = Path(__file__).with_name("report.html")
         text = string.Template(template.read_text("utf-8")).substitute(
             node=html.escape(os.uname().nodename),
@@ -303,9 +298,7 @@ def report_command(invocation: Invocation, since: float | None, output: Path) ->
             span=span,
             tiers="\n".join(gauges),
             figures=html.escape(_figures(total)),
-            note="<p>Rank none: processes that no launcher has given a rank.</p>"
-            if any(rank == "none" for rank, *_ in rows)
-            else "",
+            note=_NO_RANK if None in ranks else "",
             charts=_charts(samples) if samples else "",
             ranks="\n".join(
                 f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in line)}</tr>"
@@ -371,10 +364,8 @@ def _charts(samples: Sequence[Sample]) -> str:
     starts = [sample.start for sample in samples]
     span = max(starts) - min(starts)
     step = next((step for step in _STEPS if span / step <= _INTERVALS), _STEPS[-1])
-    groups = defaultdict[int, list[Sample]](list)
-    for sample in sorted(samples, key=lambda sample: sample.start):
-        groups[sample.start // step * step].append(sample)
-    sums = [*map(summed, groups.values())]
+    groups = summed_by(samples, lambda sample: sample.start // step * step)
+    sums = list(groups.values())
     charts: dict[str, tuple[str, dict[str, list[Any]]]] = {}
     if any(each.opens for each in sums):
         rates = [math.nan if each.hit_rate is None else 100 * each.hit_rate for each in sums]
@@ -427,7 +418,7 @@ class Snapshot:
     seconds: float | None  #: seconds that the counters cover; None in the first snapshot
     processes: int  #: number of processes that use the cache
     total: Stats  #: the counters of all ranks together
-    ranks: Mapping[str, Stats]  #: the counters of each rank that opened shards
+    ranks: Mapping[int | None, Stats]  #: the counters of each rank that opened shards
     fetches: Sequence[Row]  #: rows of running downloads (`partials`), most bytes written first
     tiers: Sequence[Row]  #: rows of `_tiers`
     waits: Sequence[Row]  #: processes that wait for another's download, the longest wait first
@@ -534,7 +525,8 @@ def top_command(invocation: Invocation, interval: float, count: int | None) -> N
         for _ in itertools.count() if count is None else range(count):
             time.sleep(interval)
             snapshot = watcher.snapshot(invocation.loaded_with_job_limits().config)
-            console.object("top", snapshot, ranks=rank_records(snapshot.ranks))
+            ranks = [{"rank": n, **stats.as_dict()} for n, stats in snapshot.ranks.items()]
+            console.object("top", snapshot, ranks=ranks)
             if display is not None:
                 display.update(frame(snapshot, hint), refresh=True)
             elif not console.json:
@@ -561,11 +553,11 @@ def frame(snapshot: Snapshot, hint: str = "") -> RenderableType:
             cells_of_tier = [bar, f"{used:.0%}", *cells_of_tier]
         parts.append(grid := Table.grid(padding=(0, 2, 0, 0)))
         grid.add_row(*cells_of_tier)
-    by_rank = {"all": snapshot.total, **(snapshot.ranks if len(snapshot.ranks) > 1 else {})}
+    ranks = {_group_name(rank): stats for rank, stats in snapshot.ranks.items()}
     seconds = snapshot.seconds  # the first snapshot has no rates yet
     rates = [
         [rank, *(_cells(stats, seconds) if seconds else ["-"] * len(_ROW_TITLES))]
-        for rank, stats in by_rank.items()
+        for rank, stats in {"all": snapshot.total, **(ranks if len(ranks) > 1 else {})}.items()
     ]
     parts.append(text_table(["RANK", *_ROW_TITLES], rates, _ROW_TITLES))
     running = f"\n{counted(len(snapshot.fetches), 'download')} running"

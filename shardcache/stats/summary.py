@@ -143,26 +143,14 @@ def stats_of(
     return Stats(since, until, **{name: counters.get(name, 0) for name in COUNTERS})
 
 
-def by_rank(samples: Iterable[Sample]) -> dict[str, Stats]:
-    """Add up samples for each rank. The key is its number, or ``none`` without one."""
-    ranks = _grouped(samples, lambda sample: sample.rank)
-    return {"none" if rank == NO_RANK else str(rank): stats for rank, stats in ranks.items()}
+def by_rank(samples: Iterable[Sample]) -> dict[int | None, Stats]:
+    """Add up the samples of each rank. The key None stands for processes without a rank."""
+    ranks = summed_by(samples, lambda sample: sample.rank)
+    return {None if rank == NO_RANK else rank: stats for rank, stats in ranks.items()}
 
 
-def rank_records(ranks: Mapping[str, Stats]) -> list[dict[str, Any]]:
-    """Convert the result of `by_rank` to JSON objects, in which a rank is a number or None."""
-    return [
-        {"rank": None if rank == "none" else int(rank), **stats.as_dict()}
-        for rank, stats in ranks.items()
-    ]
-
-
-def by_hour(samples: Iterable[Sample]) -> dict[int, Stats]:
-    """Add up the samples of each hour. The keys are their starts in seconds since the epoch."""
-    return _grouped(samples, lambda sample: sample.start // 3600 * 3600)
-
-
-def _grouped(samples: Iterable[Sample], key: Callable[[Sample], int]) -> dict[int, Stats]:
+def summed_by(samples: Iterable[Sample], key: Callable[[Sample], int]) -> dict[int, Stats]:
+    """Add up the samples of each value of ``key``, in the order of the values."""
     ordered = sorted(samples, key=key)
     return {each: summed(group) for each, group in itertools.groupby(ordered, key)}
 

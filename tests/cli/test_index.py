@@ -34,14 +34,9 @@ def test_the_file_serves_a_data_set_and_wids(run, spec, file, proxy, tmp_path):
     assert proxy.received() == 0  # the entries have the offsets
     code, out, _ = run("index", "-o", file, "--check", "--json")
     assert (code, json.loads(out)["summary"]["samples"]) == (0, 80)
-
-
-def test_check_says_which_shard_has_another_number(run, spec, file, bucket):
-    assert run("index", spec, "-o", file)[0] == 0
     file.write_text(file.read_text().replace("20}", "21}", 1))
     code, out, _ = run("index", "-o", file, "--check")
-    assert code == 4
-    assert out.splitlines()[0] == f"s3://{bucket}/train-0000.tar has 20 samples; {file} states 21"
+    assert code == 4 and f"/train-0000.tar has 20 samples; {file} states 21\n" in out
 
 
 def test_a_failed_run_is_resumed_even_without_the_cache(run, spec, file, s3, bucket, data, proxy):
@@ -132,25 +127,23 @@ def test_an_interrupt_does_not_wait_for_a_silent_server(serve, file, tmp_path):
     assert (code, "Traceback" in err) == (130, False)
 
 
-def test_holes_are_skipped_and_named_once(run, bucket, spec, file):
+def test_only_absent_shards_are_skipped_and_named(run, bucket, spec, file, proxy):
+    commands = (["index", "--skip-missing", "-o", file], ["prewarm", "--skip-missing"])
     holes = [f"s3://{bucket}/hole-{number}.tar" for number in range(3)]
-    for command in (["index", "-o", file], ["prewarm"]):
-        code, out, err = run(*command, spec, f"s3://{bucket}/hole-{{0..2}}.tar", "--skip-missing")
-        assert (code, "3 skipped" in out) == (0, True)
+    refused = f"{bucket}/train-0001.tar"
+    proxy.script(Rule(Fault(answer=Answer(403, [], b"")), path=refused, times=None))
+    for command in commands:
+        code, _, err = run(*command, *holes)
+        assert code == 3 and "pass --skip-missing" not in err  # nothing would be left
+        code, _, err = run(*command, spec, *holes)
+        assert code == 3 and f"failed  s3://{refused}" in err and not file.exists()
         assert re.findall(r"  skipped  (\S+): not found", err) == holes
+    proxy.script()
+    for command in commands:
+        code, out, _ = run(*command, spec, *holes)
+        assert (code, "3 skipped" in out) == (0, True)
     assert run("index", "-o", file, "--check")[0] == 0
     assert [row["nsamples"] for row in json.loads(file.read_text())["shardlist"]] == [20] * SHARDS
-
-
-def test_only_an_absent_shard_is_a_hole(run, bucket, data, spec, file, proxy):
-    hole, refused = f"s3://{bucket}/hole.tar", f"{bucket}/train-0001.tar"
-    proxy.script(Rule(Fault(answer=Answer(403, [], b"")), path=refused, times=None))
-    for command in (["index", "-o", file], ["prewarm"]):
-        code, _, err = run(*command, "--skip-missing", hole)
-        assert code == 3 and "pass --skip-missing" not in err  # nothing would be left
-        code, _, err = run(*command, "--skip-missing", spec, hole)
-        assert code == 3 and f"skipped  {hole}" in err and f"failed  s3://{refused}" in err
-    assert not file.exists()
 
 
 def test_a_missing_directory_is_named_before_shards_are_read(run, tmp_path):

@@ -74,25 +74,20 @@ def test_words_after_the_program_are_its_arguments(program, tmp_path):
     assert (code, out) == (0, f"{words}\n"), err
 
 
-def test_a_directory_that_cannot_be_made_is_logged_once(program, spec):
-    code, out, err = run_process("run", *program(TRAINING), spec, "fork", directory="/proc/cache")
-    assert (code, out) == (7, "80 80\n" * 2)
-    assert err.count("no shard will be cached") == 1 and "streamed, not cached" not in err
-
-
 @pytest.mark.parametrize(
-    ("absent", "line", "last"),
+    ("shards", "directory", "samples", "line", "last"),
     [
-        ("s3://nowhere/train-{0000..0009}.tar", "s3://nowhere/train-", "20 could not be opened"),
-        ("pipe:true {0000..0009} | cat", "and WebDataset reads it", "10 shards not cached"),
+        (None, "/proc/c", 80, "no shard will be cached", "no shard was opened"),
+        ("s3://nowhere/{0..9}.tar", "c", 0, "s3://nowhere/", "; 20 could not be opened"),
+        ("pipe:true {0..9} | cat", "c", 0, "and WebDataset reads it", "; 10 shards not cached"),
     ],
 )
-def test_a_skipped_shard_is_logged_once(absent, line, last, program, s3_environment, tmp_path):
-    arguments = "run", "--", *program(TRAINING), absent, "fork"
-    code, out, err = run_process(*arguments, directory=tmp_path / "c")
-    assert (code, out) == (7, "0 0\n" * 2)
+def test_a_fault_is_logged_once(shards, directory, samples, line, last, program, spec, tmp_path):
+    arguments = "run", "--", *program(TRAINING), shards or spec, "fork"
+    code, out, err = run_process(*arguments, directory=tmp_path / directory)
+    assert (code, out) == (7, f"{samples} {samples}\n" * 2)
     assert err.count(line) == 1, err  # two epochs of two workers
-    assert f"no shard was opened through the cache in {tmp_path}/c; {last}" in err
+    assert last in err.splitlines()[-1] and "streamed, not cached" not in err
 
 
 def test_only_reads_of_shards_use_the_cache(program, s3, bucket, spec, tmp_path):

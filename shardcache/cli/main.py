@@ -103,21 +103,20 @@ class Invocation:
         from shardcache.store.root import is_cache
 
         loaded = self.loaded()
-        root, owner = (
-            loaded.config.dir,
-            "st_uid" if loaded.config.shared_group is None else "st_gid",
-        )
+        root, is_shared = loaded.config.dir, loaded.config.shared_group is not None
 
         def is_ours(tier: Path) -> bool:  # another user may have written the record
-            return is_cache(tier) and getattr(tier.stat(), owner) == getattr(root.stat(), owner)
+            if not is_cache(tier):
+                return False
+            own, found = root.stat(), tier.stat()
+            return found.st_gid == own.st_gid if is_shared else found.st_uid == own.st_uid
 
         try:
             stated = stated_limits(Layout.of_root(root))
             tiers = [tier for tier in stated.get("tiers") or () if is_ours(Path(tier["dir"]))]
             limits = {**stated, "tiers": tiers}
-            return loaded.completed(
-                {n: limits[n] for n in names or limits if n in limits}, "last job"
-            )
+            chosen = {name: limits[name] for name in names or limits if name in limits}
+            return loaded.completed(chosen, "last job")
         except (ConfigError, OSError, TypeError, KeyError):  # the record is damaged
             return loaded
 

@@ -149,8 +149,9 @@ UNUSABLE = {
 
 
 @needs_root
-@pytest.mark.parametrize("method", ["fork", "spawn"])
-@pytest.mark.parametrize("kind", UNUSABLE)
+@pytest.mark.parametrize(
+    ("kind", "method"), [*((kind, "fork") for kind in UNUSABLE), ("with other files", "spawn")]
+)
 def test_a_directory_that_cannot_be_used_is_one_error_of_the_job(
     tmp_path, log, monkeypatch, kind, method
 ):

@@ -308,7 +308,7 @@ class Cache:
 
         with contextlib.ExitStack() as stack:
             if progress:
-                from shardcache.cli.progress import bars
+                from shardcache.cli.prewarm import bars
 
                 options["on_event"] = stack.enter_context(bars(options.get("on_event")))
             report = prewarm.prewarm(self, urls, **options)

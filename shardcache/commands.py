@@ -21,25 +21,15 @@ from shardcache.urls import VARIABLE
 
 
 class Program(NamedTuple):
-    """A program that can write an object to its standard output.
+    """A program that can write an object to its standard output."""
 
-    Attributes:
-        words: the arguments without options; ``{}`` stands for the object.
-        target: a regular expression that the URL or path of the object must match.
-        short: the accepted one-letter options, in the format of `getopt`.
-        long: the accepted long options, in the format of `getopt`, separated by spaces.
-        access: the options that shardcache adopts, and its own names for them.
-        output: the options that name the output; their value must be ``-``, the standard output.
-        writes_files: whether the program writes to a file unless an output option is given.
-    """
-
-    words: tuple[str, ...]
-    target: str
-    short: str = ""
-    long: str = ""
-    access: Mapping[str, str] = {}
-    output: tuple[str, ...] = ()
-    writes_files: bool = False
+    words: tuple[str, ...]  #: the arguments without options; ``{}`` stands for the object
+    target: str  #: a regular expression that the URL or path of the object must match
+    short: str = ""  #: the accepted one-letter options, in the format of `getopt`
+    long: str = ""  #: the accepted long options, in the format of `getopt`, separated by spaces
+    access: Mapping[str, str] = {}  #: the options that shardcache adopts, and its names for them
+    output: tuple[str, ...] = ()  #: the options that name the output; their value must be ``-``
+    writes_files: bool = False  #: whether it writes to a file unless an output option is given
 
 
 _S3, _GS, _WEB = r"s3://[^/]+/.+", r"gs://[^/]+/.+", r"https?://.+"
@@ -190,20 +180,14 @@ def _value(environ: Mapping[str, str], found: re.Match[str]) -> str:
 
 def _words(command: str) -> list[str]:
     """Split a command into words as a shell does. Raise ConfigError if that takes a real shell."""
-    words: list[str] = []
-    is_new = True
+    words, is_new = list[str](), True
     for part in re.finditer(_PART, command):
-        kind = part.lastgroup
-        if kind == "blank":
-            is_new = True
-            continue
+        kind = part.lastgroup or ""
         if kind == "other":
             raise ConfigError(f"only a shell understands its {part[0]!r}")
-        text = part[kind or 0]
-        if kind != "single":
-            text = re.sub(VARIABLE, "\0\\1\\2\0", text)
-        if is_new:
-            words.append("")
-            is_new = False
-        words[-1] += text
+        if kind != "blank":
+            marked = re.sub(VARIABLE, "\0\\1\\2\0", part[kind])
+            words += [""] if is_new else []
+            words[-1] += part[kind] if kind == "single" else marked
+        is_new = kind == "blank"
     return words

@@ -6,8 +6,8 @@ option, the first source that sets it wins::
 
     argument > SHARDCACHE_* > TOML files > WDS_CACHE, WDS_CACHE_SIZE > default
 
-Every `Config` object is valid. Unknown keys, variables and arguments are errors. Values of
-``storage_options`` never appear in a repr, an error or the output of a command.
+Every `Config` object is valid. Values of ``storage_options`` never appear in a repr, an error or
+the output of a command.
 """
 # ruff: noqa: RUF009  (_opt calls dataclasses.field)
 
@@ -37,6 +37,13 @@ logger = logging.getLogger(__name__)
 
 #: The text that clears an option in the environment and in TOML files.
 NONE = "none"
+#: The values of the options that choose one; the first is the default.
+PolicyName: TypeAlias = Literal["working-set", "lru"]
+Isolation: TypeAlias = Literal["node", "rank", "job"]
+Fill: TypeAlias = Literal["follow", "complete"]
+Fsync: TypeAlias = Literal["verify-after-boot", "fsync", "none"]
+Locks: TypeAlias = Literal["auto", "flock", "lease"]
+
 # Patterns are compiled on first use, which keeps `import shardcache` fast.
 #: Pattern of the options and HTTP headers of s3fs, gcsfs, adlfs, botocore and aiohttp that hold
 #: credentials.
@@ -62,8 +69,7 @@ class StorageOptions(dict[str, object]):
         """Pickle the options, with secrets only while multiprocessing is spawning a process.
 
         A spawned worker must read the same bucket and receives the pickle through a pipe, but any
-        other pickle may be stored in a file. `multiprocessing.process.AuthenticationString` makes
-        the same distinction.
+        other pickle may be stored in a file.
         """
         from multiprocessing.context import get_spawning_popen
 
@@ -102,10 +108,9 @@ def absolute(path: str | os.PathLike[str]) -> Path:
     try:
         return Path(path).absolute()
     except FileNotFoundError:
-        raise ConfigError(
-            f"{path} is relative to the working directory, which was removed. Give an absolute "
-            "path, or change to another directory."
-        ) from None
+        advice = "Give an absolute path, or change to another directory."
+        text = f"{path} is relative to the working directory, which was removed. {advice}"
+        raise ConfigError(text) from None
 
 
 # -- parsers of values; the text of a ValueError completes a sentence that begins with the value ---
@@ -150,10 +155,10 @@ def _items(value: object) -> list[Any]:
 
 
 def _schemes(value: object) -> tuple[str, ...]:
-    found = sorted({str(item).strip().lower() for item in _items(value)})
+    found = {str(item).strip().lower() for item in _items(value)}
     if not all(re.fullmatch(_SCHEME, scheme) for scheme in found):
         raise ValueError("has an item that is not a URL scheme")
-    return tuple(found)
+    return tuple(sorted(found))
 
 
 def _tables(value: object, cls: Any, *names: str) -> tuple[Any, ...]:
@@ -221,17 +226,7 @@ class Kind(NamedTuple):
     text: str  #: the accepted values, in words
     parse: Callable[[Any], Any]
     show: Callable[[Any], str] = str  #: converts a value to text that `parse` accepts
-
-    def above_zero(self) -> Kind:
-        """Return a type that accepts the same values except zero."""
-
-        def parse(value: Any) -> Any:
-            found = self.parse(value)
-            if found in (0, Limit(bytes=0), Limit(percent=0.0)):
-                raise ValueError("is not above 0")
-            return found
-
-        return Kind(f"{self.text} above 0", parse, self.show)
+    above_zero: bool = False  #: whether zero is refused
 
 
 def _opt(kind: Kind, default: Any, help: str) -> Any:
@@ -239,12 +234,9 @@ def _opt(kind: Kind, default: Any, help: str) -> Any:
     return field(default=default, repr=kind is not FUNCTION, metadata={"kind": kind, "help": help})
 
 
-#: The eviction policies, which `space.eviction` implements. The first is the default.
-PolicyName: TypeAlias = Literal["working-set", "lru"]
-
-
-def _choose(help: str, *names: str) -> Any:
-    """Declare an option that takes one of ``names``; the first is the default."""
+def _choose(choices: Any, help: str) -> Any:
+    """Declare an option that takes one of the values of a Literal; the first is the default."""
+    names = get_args(choices)
     kind = Kind(" or ".join(names), lambda value: units.parse_choice(value, names))
     return _opt(kind, names[0], help)
 
@@ -260,11 +252,11 @@ def _listed(value: Sequence[object]) -> str:
 PATH = Kind("local directory", _directory)
 BOOL = Kind("bool", units.parse_bool, lambda value: str(value).lower())
 TIME = Kind("duration", units.parse_duration, units.exact_duration)
-POSITIVE_TIME = TIME.above_zero()
-AGE = Kind("duration", units.parse_age, units.exact_duration).above_zero()
+POSITIVE_TIME = Kind("duration above 0", units.parse_duration, units.exact_duration, True)
+AGE = Kind("duration above 0", units.parse_age, units.exact_duration, True)
 LIMIT = Kind("size or %", units.parse_limit)
-POSITIVE_LIMIT = LIMIT.above_zero()
-SIZE = Kind("size", units.parse_bytes, units.exact_bytes).above_zero()
+POSITIVE_LIMIT = Kind("size or % above 0", units.parse_limit, above_zero=True)
+SIZE = Kind("size above 0", units.parse_bytes, units.exact_bytes, True)
 PART_SIZE = Kind("multiple of 1MiB up to 1GiB", _part_size, units.exact_bytes)
 FUNCTION = Kind("function of a path", _function, lambda f: getattr(f, "__name__", "function"))
 TABLE = Kind("dict in code, table in TOML", _storage_options)
@@ -275,7 +267,7 @@ STORE = Kind("path, or URL without credentials", _store)
 
 
 def _parse_fields(instance: Any) -> None:
-    """Replace the values of all fields, which `_opt` declared, with the parsed values."""
+    """Parse the values of all fields, which `_opt` declared."""
     for option in fields(instance):
         value = _parse(option, getattr(instance, option.name), "argument")
         object.__setattr__(instance, option.name, value)
@@ -340,14 +332,10 @@ class Config:
         TIERS, (), "Faster directories to fill before dir, such as /dev/shm/shards=50GB."
     )
     policy: PolicyName = _choose(
-        "Eviction policy; working-set keeps the shards of running jobs.", *get_args(PolicyName)
+        PolicyName, "Eviction policy; working-set keeps the shards of running jobs."
     )
-    isolation: Literal["node", "rank", "job"] = _choose(
-        "Which processes share one copy of a shard.", "node", "rank", "job"
-    )
-    fill: Literal["follow", "complete"] = _choose(
-        "Read a shard during its download (follow) or after it (complete).", "follow", "complete"
-    )
+    isolation: Isolation = _choose(Isolation, "Which processes share one copy of a shard.")
+    fill: Fill = _choose(Fill, "Read a shard during its download (follow) or after it (complete).")
     prefetch: int = _opt(_count(64, 0), 3, "Number of shards to download ahead of the reader.")
     connections: int = _opt(_count(256), 32, "Maximum connections per process; a node shares 64.")
     part_size: int | None = _opt(PART_SIZE, None, "Bytes per request; 16 MiB if unset.")
@@ -363,13 +351,9 @@ class Config:
     validate: Callable[[Path], None] | None = _opt(
         FUNCTION, None, "Called with each downloaded file before it is published; in code only."
     )
-    fsync: Literal["verify-after-boot", "fsync", "none"] = _choose(
-        "How to protect entries against a crash of the machine.",
-        *("verify-after-boot", "fsync", "none"),
-    )
-    locks: Literal["auto", "flock", "lease"] = _choose(
-        "Kind of locks; auto uses flock on local filesystems, leases on others.",
-        *("auto", "flock", "lease"),
+    fsync: Fsync = _choose(Fsync, "How to protect entries against a crash of the machine.")
+    locks: Locks = _choose(
+        Locks, "Kind of locks; auto uses flock on local filesystems, leases on others."
     )
     allow_schemes: tuple[str, ...] = _opt(SCHEMES, (), "More URL schemes; pipe runs a shell.")
     upstreams: tuple[Upstream, ...] = _opt(
@@ -404,11 +388,11 @@ class Config:
 
     def by_tier(self) -> tuple[Config, ...]:
         """Return one configuration for each tier, the fastest tier first and ``dir`` last."""
-        alone = self.replace(tiers=()) if self.tiers else self
-        faster = [
-            alone.replace(dir=t.dir, max_size=t.max_size, min_free=t.min_free, ephemeral_limit=None)
-            for t in self.tiers
-        ]
+        changes = {"tiers": (), "ephemeral_limit": None}
+        faster = (
+            self.replace(dir=each.dir, max_size=each.max_size, min_free=each.min_free, **changes)
+            for each in self.tiers
+        )
         return (*faster, self)
 
 
@@ -416,8 +400,8 @@ class Config:
 _LIMITS = ("max_size", "min_free", "ephemeral_limit", "max_age", "policy")
 _FIELDS = {option.name: option for option in fields(Config)}
 
-Size = int | str
-Duration = float | str
+Size: TypeAlias = int | str
+Duration: TypeAlias = float | str
 
 
 class Options(TypedDict, total=False):
@@ -429,8 +413,8 @@ class Options(TypedDict, total=False):
     max_age: Duration | None
     tiers: str | Sequence[str | Path | Mapping[str, Any] | TierOption] | None
     policy: PolicyName | None
-    isolation: Literal["node", "rank", "job"] | None
-    fill: Literal["follow", "complete"] | None
+    isolation: Isolation | None
+    fill: Fill | None
     prefetch: int | None
     connections: int | None
     part_size: Size | None
@@ -442,8 +426,8 @@ class Options(TypedDict, total=False):
     stale_after: Duration | None
     strict: bool | None
     validate: Callable[[Path], None] | None
-    fsync: Literal["verify-after-boot", "fsync", "none"] | None
-    locks: Literal["auto", "flock", "lease"] | None
+    fsync: Fsync | None
+    locks: Locks | None
     allow_schemes: str | Collection[str] | None
     upstreams: str | Sequence[str | Path | Mapping[str, Any] | Upstream] | None
     cache_local: bool | None
@@ -489,15 +473,10 @@ def load(
 ) -> Loaded:
     """Load the options from arguments, the environment and TOML files.
 
-    In the environment and in TOML files, the text ``none`` clears an option that may be unset, and
-    sizes need a unit.
-
     Args:
         explicit: options set in code; None means "not set".
         environ: the environment (default: ``os.environ``). Empty variables count as unset.
-        files: the files to read, which must exist. The default is ``$SHARDCACHE_CONFIG`` if it is
-            set, then those of ``./shardcache.toml``, the user's file in ``XDG_CONFIG_HOME`` and
-            ``/etc/shardcache.toml`` that exist.
+        files: the files to read, which must exist (default: `_usual_files`).
 
     Raises:
         ConfigError: a name is unknown, a value is not valid, a file cannot be read, or no source
@@ -558,9 +537,8 @@ def _usual_files(env: Mapping[str, str]) -> list[Path]:
     home = env.get("XDG_CONFIG_HOME") or f"{env.get('HOME', '')}/.config"
     usual = ["shardcache.toml", f"{home}/shardcache/config.toml", "/etc/shardcache.toml"]
     # Path.exists would raise PermissionError in a directory that this process may not enter.
-    found = [path for path in usual if os.path.exists(path)]  # noqa: PTH110
-    stated = env.get("SHARDCACHE_CONFIG")
-    return [Path(path) for path in ([stated, *found] if stated else found)]
+    found = [Path(path) for path in usual if os.path.exists(path)]  # noqa: PTH110
+    return [Path(stated), *found] if (stated := env.get("SHARDCACHE_CONFIG")) else found
 
 
 def _from_files(paths: Sequence[Path]) -> Iterator[tuple[str, object, str]]:
@@ -596,7 +574,10 @@ def _parse(option: dataclasses.Field[Any], value: object, source: str) -> object
         return None
     kind = option.metadata["kind"]
     try:
-        return kind.parse(value)
+        found: object = kind.parse(value)
+        if kind.above_zero and found in (0, Limit(bytes=0), Limit(percent=0.0)):
+            raise ValueError("is not above 0")
+        return found
     except ConfigError as exn:
         message = exn.message
     except ValueError as exn:
@@ -604,8 +585,8 @@ def _parse(option: dataclasses.Field[Any], value: object, source: str) -> object
         text = str(value) if isinstance(value, str | int | float | Path | Limit) else ""
         hidden = not text or kind is TABLE or not {*"@?#"}.isdisjoint(text)
         shown = f"a {type(value).__name__}" if hidden else repr(text[:80])
-        unset = f", or {NONE}" if option.default is None else ""
-        message = f"{shown} {exn}. Accepted: {kind.text}{unset}."
+        message = f"{shown} {exn}. Accepted: {kind.text}"
+        message += "." if option.default is not None else f", or {NONE}."
     message = REMOVED.get(f"{option.name} {value}", message)
     raise ConfigError(f"{option.name} ({source}): {message}")
 
@@ -630,7 +611,7 @@ def _show(name: str, value: object) -> str:
     return str(_FIELDS[name].metadata["kind"].show(value))
 
 
-def describe(loaded: Loaded) -> tuple[Option, ...]:
+def describe(loaded: Loaded) -> list[Option]:
     """Return all options, with their values, in the order of their declaration."""
     rows = []
     for name, option in _FIELDS.items():
@@ -638,4 +619,4 @@ def describe(loaded: Loaded) -> tuple[Option, ...]:
         default = "~/.cache/shardcache" if name == "dir" else _show(name, option.default)
         value = _show(name, getattr(loaded.config, name))
         rows.append(Option(name, kind.text, default, help, value, loaded.sources[name]))
-    return tuple(rows)
+    return rows

@@ -467,7 +467,7 @@ class ProcessCache:
         counted = self.counters.snapshot()
         found, self._logged = stats_of(counted - self._logged), counted
         if found.opens:
-            names = "opens", "hits", "bypassed", "bytes_saved"
+            names = "opens", "hits", "streamed", "bytes_saved"
             extra = {"event": "ended", "dir": str(self.config.dir)}
             extra |= {name: getattr(found, name) for name in names}
             logger.info("%s: this process had %r", self.config.dir, found, extra=extra)

@@ -11,7 +11,7 @@ from shardcache.download.download import Progress
 from shardcache.errors import ShardCacheError
 from shardcache.faults import FULL
 from shardcache.store.entry import Entry
-from shardcache.units import format_bytes, format_duration, format_rate
+from shardcache.units import counted, format_bytes, format_duration, format_rate
 from shardcache.urls import ShardURL
 
 
@@ -95,8 +95,7 @@ class PrewarmPlan:
         """Return ``Need 2,048 shards, 1.0 TB: 1,310 cached, 738 to fetch (369.0 GB); ...``."""
         total, fetch, unknown = self.cached_bytes + self.fetch_bytes, self.to_fetch, self.unknown
         size = f", {'at least ' if unknown else ''}{format_bytes(total)}" if total else ""
-        shards = f"{len(self.shards):,} shard{'' if len(self.shards) == 1 else 's'}"
-        text = f"Need {shards}{size}: {len(self.cached):,} cached"
+        text = f"Need {counted(len(self.shards), 'shard')}{size}: {len(self.cached):,} cached"
         if not fetch:
             return f"{text}, nothing to fetch"
         need = format_bytes(self.fetch_bytes)
@@ -170,14 +169,10 @@ class PrewarmPlan:
         """
 
         def planned(shard: ShardURL) -> ShardResult:
-            outcome = otherwise
-            if shard.key in self.unconfirmed:
-                outcome = Outcome.FAILED
-            elif shard.key in self.left_out:
-                outcome = Outcome.LEFT_OUT
-            elif shard.key in self.cached:
-                outcome = Outcome.CACHED
+            outcome = Outcome.CACHED if shard.key in self.cached else otherwise
+            outcome = Outcome.LEFT_OUT if shard.key in self.left_out else outcome
             error = self.unconfirmed.get(shard.key)
+            outcome = Outcome.FAILED if error else outcome
             return ShardResult(str(shard), outcome, self.size_of(shard), error=error)
 
         return tuple(found.get(shard.key) or planned(shard) for shard in self.shards)
@@ -199,17 +194,12 @@ class PrewarmReport:
 
     ``cached``, ``fetched``, ``coalesced``, ``linked``, ``failed``, ``missing`` and ``not_started``
     are the numbers of shards with that `Outcome`.
-
-    Attributes:
-        results: one result per shard, in the order of the plan.
-        seconds: duration of the prewarm.
-        stopped: why the prewarm ended early, or None if it did not.
     """
 
     plan: PrewarmPlan
-    results: tuple[ShardResult, ...]
-    seconds: float
-    stopped: Stopped | None = None
+    results: tuple[ShardResult, ...]  #: one result per shard, in the order of the plan
+    seconds: float  #: duration of the prewarm
+    stopped: Stopped | None = None  #: why the prewarm ended early, or None if it did not
 
     cached = _Count(Outcome.CACHED)
     fetched = _Count(Outcome.FETCHED)
@@ -222,8 +212,7 @@ class PrewarmReport:
     def __repr__(self) -> str:
         """Return ``Warmed 737 of 738 shards (368.5 GB) in 2m 08s, 2.9 GB/s; 1 failed.``"""
         to_warm = len(self.results) - self.cached
-        number = to_warm or self.cached
-        shards = f"{number:,} shard{'' if number == 1 else 's'}"
+        shards = counted(to_warm or self.cached, "shard")
         if not to_warm:
             return f"All {shards} cached ({format_bytes(self.plan.cached_bytes)})."
         size, received = format_bytes(self.bytes), format_bytes(self.received)

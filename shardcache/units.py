@@ -92,6 +92,11 @@ def format_bytes(n: float) -> str:
     return f"{n:.1f} {unit}"
 
 
+def counted(number: int, noun: str, plural: str = "") -> str:
+    """Return a number with its noun: ``1 shard``, ``1,848 shards``."""
+    return f"{number:,} {noun if number == 1 else plural or f'{noun}s'}"
+
+
 def format_rate(bytes_per_second: float) -> str:
     """Return a rate as text such as ``2.9 GB/s``."""
     return f"{format_bytes(bytes_per_second)}/s"

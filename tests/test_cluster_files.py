@@ -58,7 +58,8 @@ def checked(*command):
 
 
 def test_shellcheck_accepts_the_scripts():
-    checked("shellcheck", "--severity=warning", *EXAMPLES.glob("*.sh"))
+    scripts = [*EXAMPLES.glob("*.sh"), EXAMPLES / "train.sbatch"]
+    checked("shellcheck", "--severity=warning", *scripts)
 
 
 def test_systemd_accepts_the_units(tmp_path):

@@ -26,16 +26,12 @@ def only(environ=None, **explicit):
     return load({"dir": DIR, **explicit}, environ or {}, files=[])
 
 
-def a_validator(path):
-    """A validator that pickles."""
-
-
 @pytest.fixture
 def home(tmp_path, monkeypatch):
     """An empty home directory; the working directory is below it."""
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
-    yield tmp_path
+    return tmp_path
 
 
 # A valid text, its value, and an invalid text.
@@ -71,23 +67,20 @@ CASES: dict[str, tuple[str, object, str]] = {
 @pytest.mark.parametrize("name", CASES)
 def test_options_are_parsed_alike_from_every_source(name, home):
     text, value, bad = CASES[name]
-    variable, files = f"SHARDCACHE_{name.upper()}", [home / "good.toml", home / "bad.toml"]
-    for file, content in zip(files, (text, bad), strict=True):
-        file.write_text(f'{name} = "{content}"\n')
+    variable, file = f"SHARDCACHE_{name.upper()}", home / "x.toml"
     base: dict[str, object] = {} if name == "dir" else {"dir": DIR}
-    for number, source in enumerate(("argument", f"environment {variable}", "file {}")):
-
-        def given(content, file, number=number):
-            explicit = {**base, name: content} if number == 0 else base
-            return load(explicit, {variable: content} if number == 1 else {}, [file][: number // 2])
-
-        loaded = given(text, files[0])
-        assert getattr(loaded.config, name) == value
-        assert type(getattr(loaded.config, name)) is type(value)
-        assert loaded.sources[name] == source.format(files[0])
-        with pytest.raises(ConfigError) as caught:
-            given(bad, files[1])
-        assert str(caught.value).startswith(f"{name} ({source.format(files[1])}): ")
+    for source, given in {
+        "argument": lambda content: load({**base, name: content}, {}, []),
+        f"environment {variable}": lambda content: load(base, {variable: content}, []),
+        f"file {file}": lambda content: load(base, {}, [file]),
+    }.items():
+        file.write_text(f'{name} = "{text}"\n')
+        loaded = given(text)
+        found = getattr(loaded.config, name)
+        assert (found, type(found), loaded.sources[name]) == (value, type(value), source)
+        file.write_text(f'{name} = "{bad}"\n')
+        with pytest.raises(ConfigError, match=rf"^{name} \({re.escape(source)}\): ") as caught:
+            given(bad)
         assert bad in str(caught.value) and "Accepted: " in str(caught.value)
 
 
@@ -124,27 +117,23 @@ def test_the_default_directory(monkeypatch):
         assert (config.dir, sources["dir"]) == (Path(parent) / "shardcache", "default")
 
 
-def test_sizes_in_files_need_a_unit(home):
+def test_files_are_valid_and_their_sizes_have_units(home):
     file = home / "x.toml"
     for line in "max_size = 800", 'tiers = [{dir = "/ram", max_size = 800}]', 'tiers = "/ram=800"':
         file.write_text(f"timeout = 1.5\nattempts = 2\n{line}\n")
         with pytest.raises(ConfigError, match=r"800 has no unit\. Write 800GB\.$"):
             load({"dir": DIR}, {}, [file])
+    for content in b"attempts = \n", b"\xff":
+        file.write_bytes(content)
+        with pytest.raises(ConfigError, match=r"x\.toml is not valid TOML: "):
+            load({"dir": DIR}, {}, [file])
     assert str(only({"WDS_CACHE_SIZE": "800"}).config.max_size) == "800B"  # as in WebDataset
 
 
-def test_an_unknown_name_is_refused_with_the_nearest_one(home):
-    file = home / "x.toml"
-    file.write_text('max_sise = "1GB"\n')
-    for source, given in {
-        "argument": lambda: only(max_sise="1GB"),
-        "environment SHARDCACHE_MAX_SISE": lambda: only({"SHARDCACHE_MAX_SISE": "1GB"}),
-        f"file {file}": lambda: load({"dir": DIR}, {}, [file]),
-    }.items():
-        with pytest.raises(ConfigError) as caught:
-            given()
-        assert str(caught.value).startswith(f"unknown option 'max_sise' ({source}). ")
-        assert "Did you mean max_size?" in str(caught.value)
+def test_an_unknown_name_is_refused_with_the_nearest_one():
+    source = r"\(environment SHARDCACHE_MAX_SISE\)"
+    with pytest.raises(ConfigError, match=f"'max_sise' {source}. Did you mean max_size?"):
+        only({"SHARDCACHE_MAX_SISE": "1GB"})
 
 
 @pytest.mark.parametrize("name", ["protect_for", "stats", "touch_interval"])
@@ -172,40 +161,27 @@ def test_invalid_tiers_are_refused(given):
         Config(DIR, tiers=given)
 
 
-def test_invalid_toml_is_refused(home):
-    for content in b"attempts = \n", b"\xff":
-        Path("shardcache.toml").write_bytes(content)
-        with pytest.raises(ConfigError, match=r"shardcache\.toml is not valid TOML: "):
-            load({"dir": DIR}, {})
-
-
 def test_dir_expands_variables_and_is_relative_to_its_source(home, monkeypatch):
     for name, value in {"HOME": "/home/me", "SCRATCH": "/scratch", "USER": "me"}.items():
         monkeypatch.setenv(name, value)
-    (home / "etc").mkdir()
-    (home / "etc" / "x.toml").write_text('dir = "cache"\n')
+    (home / "x.toml").write_text('dir = "cache"\n')
     for text, found in {
-        "~/x": "/home/me/x",
         "~": "/home/me",
-        "$SCRATCH/$USER/x": "/scratch/me/x",
-        "${SCRATCH}/${USER}/x": "/scratch/me/x",
+        "$SCRATCH/${USER}/x": "/scratch/me/x",
         "~root/x": os.path.expanduser("~root/x"),
         "cache": str(home / "here" / "cache"),
     }.items():
-        assert str(load({"dir": text}, {}, []).config.dir) == found
-        assert str(load({"dir": Path(text)}, {}, []).config.dir) == found
-        assert str(load({}, {"SHARDCACHE_DIR": text}, []).config.dir) == found
-    assert load({}, {}, [home / "etc" / "x.toml"]).config.dir == home / "etc" / "cache"
+        for given in text, Path(text):
+            assert str(load({"dir": given}, {}, []).config.dir) == found
+    assert load({}, {}, [home / "x.toml"]).config.dir == home / "cache"
 
 
 @pytest.mark.parametrize(
     ("value", "reason"),
     [
-        ("$NO_SUCH_VARIABLE/x", "NO_SUCH_VARIABLE, which is not set"),
         ("${EMPTY}/x", "EMPTY, which is not set"),
         ("~no-such-user/x", "home directory that is not known"),
         ("s3://bucket/x", "is a URL"),
-        ("", "is not a path"),
         ("a\0b", "is not a path"),
         (7, "is not a path"),
         (None, r"Cache\(.*--dir.*SHARDCACHE_DIR=.*dir = "),
@@ -232,10 +208,9 @@ def test_relative_paths_need_a_working_directory(home, run):
             assert (code, out) == (2, "") and advice in err
 
 
-def test_replace_validates_and_leaves_the_original_alone():
+def test_replace_validates():
     config = Config(DIR, max_size=Limit(bytes=5))
     assert config.replace(timeout="1m", max_size=None) == Config(DIR, timeout=60.0)
-    assert config == Config(DIR, max_size=Limit(bytes=5))
     for name, value in {"timeout": -1, "connections": None, "min_free": None, "dir": None}.items():
         with pytest.raises(ConfigError, match=rf"^{name} \(argument\): "):
             config.replace(**{name: value})
@@ -247,17 +222,13 @@ def send_secret(config, found):
 
 def test_only_spawned_workers_get_secrets_in_a_pickle():
     options = {"key": "AK", "secret": SECRET, "profile": "p", "client_kwargs": {"verify": False}}
-    config = only(
-        max_size="80%", storage_options=options, validate=a_validator, endpoint_url="http://h"
-    ).config
+    config = only(storage_options=options, validate=send_secret).config
     assert deepcopy(config) == config
     pickled = pickle.dumps(config)
     assert SECRET.encode() not in pickled
     copy = pickle.loads(pickled)
     assert dict(copy.storage_options) == {"profile": "p", "client_kwargs": {"verify": False}}
     assert copy.replace(storage_options=options) == config
-    with pytest.raises((pickle.PicklingError, AttributeError)):
-        pickle.dumps(config.replace(validate=lambda path: None))
     context = multiprocessing.get_context("spawn")
     found = context.SimpleQueue()
     process = context.Process(target=send_secret, args=(config, found))
@@ -266,15 +237,14 @@ def test_only_spawned_workers_get_secrets_in_a_pickle():
     assert process.exitcode == 0 and found.get() == SECRET
 
 
-def test_variables_cannot_set_tables_and_functions(home):
+def test_files_set_tables_and_variables_do_not(home):
     file = home / "x.toml"
-    file.write_text(f'[storage_options]\nsecret = "{SECRET}"\nanon = true\n')
+    file.write_text('[storage_options]\nkey = "k"\nanon = true\n')
     loaded = load({"dir": DIR}, {}, [file])
-    assert dict(loaded.config.storage_options) == {"secret": SECRET, "anon": True}
+    assert dict(loaded.config.storage_options) == {"key": "k", "anon": True}
     for name, text in ("STORAGE_OPTIONS", "table in TOML"), ("VALIDATE", "function of a path"):
-        with pytest.raises(ConfigError, match=text) as caught:
-            only({f"SHARDCACHE_{name}": SECRET})
-        assert SECRET not in "".join(traceback.format_exception(caught.value))
+        with pytest.raises(ConfigError, match=text):
+            only({f"SHARDCACHE_{name}": "x"})
 
 
 @pytest.mark.parametrize(

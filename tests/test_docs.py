@@ -65,6 +65,7 @@ def test_every_block_of_a_page_runs(page, s3, proxy, s3_environment, tmp_path, m
     DataSet(s3, "bucket", proxy)
     project = tmp_path / "home" / "me" / "project"
     project.mkdir(parents=True)
+    monkeypatch.setenv("HOME", str(project.parent))  # of ~/.cache/shards
     (code,) = (code for language, code in BLOCKS["README.md"] if language == "python")
     for directory in (tmp_path, project):
         (directory / "train.py").write_text(here(code))
@@ -114,9 +115,8 @@ def test_every_section_of_integrations_is_tested():
 
 
 def test_integrations_lists_every_option_of_commands():
-    named = {}
-    for row in re.finditer(r"^\| `(\w+)[^|]+(.+)", PAGE.read_text("utf-8"), re.MULTILINE):
-        named[row[1]] = set(re.findall(r"`(--?[a-zA-Z0-9-]+)", row[2]))
+    rows = re.finditer(r"^\| `(\w+)[^|]+(.+)", PAGE.read_text("utf-8"), re.MULTILINE)
+    named = {row[1]: set(re.findall(r"`(--?[a-zA-Z0-9-]+)", row[2])) for row in rows}
     for name, program in PROGRAMS.items():
         known = {f"--{option.rstrip('=')}" for option in program.long.split()}
         assert named[name] == known | {f"-{letter}" for letter in program.short.replace(":", "")}

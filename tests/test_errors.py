@@ -25,14 +25,11 @@ def test_errors_can_be_pickled(cls):
 
 
 def test_errors_are_builtin_exceptions_too():
-    for cls, builtin in {
-        errors.ConfigError: ValueError,
-        errors.ShardNotFoundError: FileNotFoundError,
-        errors.AccessDeniedError: PermissionError,
-        errors.LockTimeoutError: TimeoutError,
-        errors.CacheFullError: OSError,
-    }.items():
-        assert issubclass(cls, builtin)
+    assert issubclass(errors.ConfigError, ValueError)
+    assert issubclass(errors.ShardNotFoundError, FileNotFoundError)
+    assert issubclass(errors.AccessDeniedError, PermissionError)
+    assert issubclass(errors.LockTimeoutError, TimeoutError)
+    assert issubclass(errors.CacheFullError, OSError)
     # The cache must not take them for a fault of the local disk, and stream the shard.
     for cls in (errors.IntegrityError, errors.TransferError):
         assert not issubclass(cls, OSError)

@@ -1,10 +1,8 @@
 """The examples run unchanged: alone, under torchrun, and as a batch file of Slurm."""
 
 import re
-import sys
 from collections import defaultdict
 from itertools import product
-from pathlib import Path
 
 import pytest
 
@@ -40,8 +38,6 @@ RUNS = {
 
 @pytest.mark.parametrize("name", RUNS)
 def test_a_script_prewarms_and_trains(name, s3, bucket, s3_environment, proxy, tmp_path):
-    shellcheck = str(Path(sys.executable).with_name("shellcheck"))
-    run([shellcheck, str(EXAMPLES / name)])
     data = DataSet(s3, bucket, proxy, SHARDS, MEMBERS)
     stubs, variables, ranks, workers, hits, expected = RUNS[name]
     listed, path = tmp_path / "listed", programs(tmp_path / "bin", **stubs)

@@ -1,4 +1,4 @@
 """The command line. `main.main` runs it, and imports a command's module when the command is called.
 
-This package may use all others. Only the command and the progress bars of `Cache.prewarm` use it.
+This package may use all others. Only the command and the progress of `Cache.prewarm` use it.
 """

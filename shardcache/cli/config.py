@@ -25,13 +25,12 @@ def config_command(invocation: Invocation) -> None:
     """
     console, loaded = invocation.console, invocation.loaded()
     options, access = describe(loaded), s3_access(loaded.config)
-    changed = sum(option.source != "default" for option in options)
-    summary = {"options": len(options), "set": changed}
+    summary = {"options": len(options), "set": sum(each.source != "default" for each in options)}
     records = [*map(fields_of, options)]  # dicts, because json writes a named tuple as a list
     console.object("config", options=records, s3=fields_of(access), summary=summary)
     rows = [(option.name, option.value, option.source) for option in options]
     console.table(("OPTION", "VALUE", "SOURCE"), rows)
-    console.data(f"S3: {access}\n{len(rows)} options, {changed} set")
+    console.data(f"S3: {access}\n{summary['options']} options, {summary['set']} set")
 
 
 @command("dir")

@@ -24,7 +24,7 @@ import click
 
 from shardcache import threads
 from shardcache.cli.main import ExitCode, Invocation, command
-from shardcache.cli.output import counted, printable, reason
+from shardcache.cli.output import printable, reason
 from shardcache.config import Config
 from shardcache.errors import AccessDeniedError, ShardCacheError, ShardNotFoundError
 from shardcache.layout import Layout, read_manifest
@@ -40,7 +40,7 @@ from shardcache.space.eviction import total_bytes
 from shardcache.space.memory import Volume, allocation, is_memory, room_for_batches
 from shardcache.store.entry import Store
 from shardcache.store.root import check_usable
-from shardcache.units import format_bytes, format_duration, format_rate
+from shardcache.units import counted, format_bytes, format_duration, format_rate
 from shardcache.urls import advise_scheme, redact
 
 T = TypeVar("T")
@@ -116,8 +116,7 @@ def _examine(config: Config, url: str | None) -> Iterator[dict[str, str]]:
 def _in_time(function: Callable[[], T]) -> T | None:
     """Return the result of ``function``, or None if it exceeds the time limit or fails.
 
-    It runs in a thread, because a dead filesystem may never respond to a call, and the call cannot
-    be interrupted.
+    It runs in a thread, because nothing can interrupt a call to a dead filesystem.
     """
     with contextlib.suppress(Exception):
         return threads.call(function, _PATIENCE, "shardcache-doctor")
@@ -127,10 +126,9 @@ def _in_time(function: Callable[[], T]) -> T | None:
 def _run(
     check: Callable[..., Findings], subject: str, *args: object, timeout: str = ""
 ) -> list[dict[str, str]]:
-    """Run a check and return its findings; an exception is a finding, too.
+    """Return the findings of a check, which has a time limit if ``timeout`` is not empty.
 
-    If ``timeout`` is not empty, the check has a time limit. If the check exceeds the limit, the
-    result is one finding with ``timeout`` as the advice.
+    An exception is a finding, too, and so is a missed limit, with ``timeout`` as the advice.
     """
 
     def run() -> list[tuple[str, str, str]]:
@@ -142,10 +140,9 @@ def _run(
         return findings
 
     found = _in_time(run) if timeout else run()
-    names = ("check", "subject", "level", "found", "fix")
-    rows = found or [("fail", f"no response within {_PATIENCE:g} s", timeout)]
-    name = check.__name__.lstrip("_")
-    return [dict(zip(names, map(redact, (name, subject, *row)), strict=True)) for row in rows]
+    found = found or [("fail", f"no response within {_PATIENCE:g} s", timeout)]
+    names, name = ("check", "subject", "level", "found", "fix"), check.__name__.lstrip("_")
+    return [dict(zip(names, map(redact, (name, subject, *row)), strict=True)) for row in found]
 
 
 def _existing(directory: Path) -> Path:
@@ -168,8 +165,7 @@ def _owner(tier: Config) -> Findings:
 def _filesystem(tier: Config) -> Findings:
     mount = mount_of(tier.dir)
     local = mount is not None and mount.is_local
-    text = mount.type if mount else "unknown filesystem"
-    text += f", {'local' if local else 'network'}, "
+    text = f"{mount.type if mount else 'unknown filesystem'}, {'local' if local else 'network'}, "
     text += f"locks by {lock_kind(tier, read_manifest(tier.dir))}"
     if local:
         yield "ok", text, ""

@@ -9,14 +9,13 @@ from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import replace
 from datetime import datetime
-from typing import Any
 
 import click
 
 from shardcache.cache import Cache
 from shardcache.cli import main as cli
 from shardcache.cli.main import ExitCode, Invocation, command, flag
-from shardcache.cli.output import Console, Row, counted, local_time
+from shardcache.cli.output import Console, Row, local_time
 from shardcache.clock import utc
 from shardcache.errors import ConfigError, ShardNotFoundError
 from shardcache.locks.keys import read_holder
@@ -28,14 +27,15 @@ from shardcache.store.directory import DamagedError
 from shardcache.store.entry import Entry
 from shardcache.store.partial import in_flight, read_progress
 from shardcache.store.root import is_cache
-from shardcache.units import exact_duration, format_age, format_bytes
+from shardcache.units import counted, exact_duration, format_age, format_bytes
 from shardcache.urls import ShardURL, advise_scheme
 
 _SORTED_BY = ("url", "size", "used", "fetched", "state")
-_SHARD_FIELDS = (
-    *("url", "size", "used_at", "fetched_at", "state", "key", "version", "path", "etag"),
-    *("digest", "checked", "endpoint"),
-)
+#: The fields of a shard, all unknown.
+_SHARD: Row = dict.fromkeys(
+    ("url", "size", "used_at", "fetched_at", "state", "key", "version", "path", "etag", "digest",
+     "checked", "endpoint")
+)  # fmt: skip
 #: Titles of the columns that are always shown, and of those that ``--long`` adds.
 _SHARD_TITLES = ("SHARD", "SIZE", "USED", "FETCHED", "STATE"), ("VERSION", "PATH")
 _PARTIAL_TITLES = ("SHARD", "SIZE", "WRITTEN", "DONE", "BEGUN", "STATE"), ("HOLDER", "DIR")
@@ -93,16 +93,16 @@ def ls_command(
         selections = cache.selections(specs)
     found = [row for row in rows if not specs or any((row["url"] or "") in s for s in selections)]
     shown = _sorted(found, sort)[:limit]
+    noun, bytes_field = ("partial", "written_bytes") if partial else ("shard", "size")
     if len(found) != len(rows):
         number = sum(row["state"] != "not_cached" for row in found)
-        size = sum(row["written_bytes" if partial else "size"] or 0 for row in found)
-        matching = f"{counted(number, 'partial' if partial else 'shard')}, {format_bytes(size)}"
-        footer = f"matching: {matching}; in all: {footer}"
+        size = format_bytes(sum(row[bytes_field] or 0 for row in found))
+        footer = f"matching: {counted(number, noun)}, {size}; in all: {footer}"
     for selection in selections:
         if not any((row["url"] or "") in selection for row in found):
             console.hint(f"{selection.text}: nothing in {cache.dir} matches.")
     summary |= {"matching": len(found), "shown": len(shown)}
-    console.object("ls", **{"partials" if partial else "shards": shown}, summary=summary)
+    console.object("ls", **{f"{noun}s": shown}, summary=summary)
     always, more = _PARTIAL_TITLES if partial else _SHARD_TITLES
     titles = [*always, *more] if long else always
     cells = ([_cell(row, title) for title in titles] for row in shown)
@@ -126,9 +126,10 @@ def _cell(row: Row, title: str) -> str:
     value = row[_FIELDS.get(title, title.lower())]
     if title == "SHARD" and row.get("endpoint"):
         return f"{value} (from {row['endpoint']})"
+    if title == "FETCHED" and value:
+        return local_time(value)
     if isinstance(value, datetime):
-        is_date = title == "FETCHED"
-        return local_time(value) if is_date else format_age(time.time() - value.timestamp())
+        return format_age(time.time() - value.timestamp())
     return format_bytes(value) if isinstance(value, int) else value or "-"
 
 
@@ -137,18 +138,15 @@ def _list_shards(cache: Cache, *, whole: bool) -> tuple[list[Row], Row, str]:
 
     Unless ``whole``, rows may lack fields that no table shows, because reading them takes longer.
     """
-    home = cache.process.home
+    home, endpoint = cache.process.home, cache.parse("s3://bucket/key").endpoint
     policy = Policy.of(cache.config, home.node, time.time())
     shards: dict[Entry, Row] = {}
-    endpoint = cache.parse("s3://bucket/key").endpoint
     for entry in cache.entries():
         # The row of a damaged entry has the values that can be read.
-        row: Row = {**dict.fromkeys(_SHARD_FIELDS), "state": "damaged"}
-        row |= {"key": entry.key, "version": entry.version, "size": entry.size}
-        row["used_at"] = utc(entry.used)
+        row = _SHARD | {"state": "damaged", "key": entry.key, "version": entry.version}
+        row |= {"size": entry.size, "used_at": utc(entry.used)}
         try:
-            heading = None if whole else entry.heading()
-            if heading is not None:
+            if not whole and (heading := entry.heading()):
                 url, origin = heading["url"], heading["endpoint"]
                 row["fetched_at"] = datetime.fromisoformat(heading["fetched_at"])
             else:
@@ -169,25 +167,18 @@ def _list_shards(cache: Cache, *, whole: bool) -> tuple[list[Row], Row, str]:
                 row["path"] = str(entry.data)
         shards[entry] = row
     cached = {entry.key for entry in shards}
-    not_cached: list[Row] = [
-        {
-            **dict.fromkeys(_SHARD_FIELDS),
-            "url": url or None,
-            "state": "not_cached",
-            "key": key,
-            "endpoint": _other_endpoint(cache, key, url),
-        }
+    not_cached = [
+        _SHARD | {"url": url or None, "state": "not_cached", "key": key}
+        | {"endpoint": _other_endpoint(cache, key, url)}
         for key, url in cache.pins().items()
         if key not in cached
-    ]
-
-    def is_kept(entry: Entry) -> bool:
-        return shards[entry]["state"] in ("pinned", "in_use") or policy.protects(entry)
-
+    ]  # fmt: skip
     files, allocated = linked(shards), home.space.allocated
     size = sum(links[0].size for links in files)
     used = sum(disk_bytes(links, allocated) for links in files)
-    evictable = sum(links[0].size for links in files if not any(map(is_kept, links)))
+    kept = {e for e, row in shards.items() if row["state"] in ("pinned", "in_use")}
+    kept |= {entry for entry in shards if policy.protects(entry)}
+    evictable = sum(links[0].size for links in files if kept.isdisjoint(links))
     limit = Volume.of(cache.dir).budget(cache.config) if shards else None
     footer = f"{counted(len(files), 'shard')}, {format_bytes(size)}"
     if limit is not None:
@@ -213,10 +204,8 @@ def _advice(cache: Cache, absent: Iterable[ShardURL]) -> dict[str, str]:
     """Return advice about shards that are not cached, by URL."""
     found = {str(shard): advise_scheme(shard) for shard in absent}
     for url, endpoint in other_copies(cache, found).items():
-        found[url] = (
-            f"Its copy came from another endpoint ({endpoint}). Set that endpoint, or name "
-            f"the copy by a pattern, such as '{url}*'."
-        )
+        where = f"Its copy came from another endpoint ({endpoint})."
+        found[url] = f"{where} Set it, or name the copy by a pattern, such as '{url}*'."
     return found
 
 
@@ -234,9 +223,9 @@ def _list_partials(cache: Cache) -> tuple[list[Row], Row, str]:
     rows = list(partials(cache))
     states, written = Counter(row["state"] for row in rows), sum(r["written_bytes"] for r in rows)
     live, resumable, orphans = (states[state] for state in ("live", "resumable", "orphan"))
-    text = f"{counted(len(rows), 'partial')}, {format_bytes(written)}"
     summary = {"partials": len(rows), "live": live, "resumable": resumable, "orphans": orphans}
-    text += f": {live:,} live, {resumable:,} resumable, {counted(orphans, 'orphan')}"
+    text = f"{counted(len(rows), 'partial')}, {format_bytes(written)}: {live:,} live, "
+    text += f"{resumable:,} resumable, {counted(orphans, 'orphan')}"
     return rows, {**summary, "written_bytes": written}, text
 
 
@@ -282,11 +271,12 @@ def path_command(invocation: Invocation, specs: tuple[str, ...], fetch: bool) ->
     """
     rows = list[Row]()
     with invocation.cache() as cache:
-        shards = map(cache.parse, expand(specs, cache)) if fetch else cache.select(specs)
-        for shard in shards:
+        urls = expand(specs, cache) if fetch else cache.select(specs)
+        for url in urls:
+            shard = cache.parse(url) if isinstance(url, str) else url
             path = cache.path(shard)
-            if path is None and fetch:
-                cache.fetch(shard.raw)
+            if path is None and isinstance(url, str):
+                cache.fetch(url)
                 path = cache.path(shard)
             if path is None:
                 advice = "It was evicted at once." if fetch else "Pass --fetch to download it."
@@ -302,12 +292,7 @@ def path_command(invocation: Invocation, specs: tuple[str, ...], fetch: bool) ->
 
 
 def _print(
-    console: Console,
-    name: str,
-    rows: list[Row],
-    text: str,
-    errors: Mapping[str, str],
-    **summary: Any,
+    console: Console, name: str, rows: list[Row], text: str, errors: Mapping[str, str], summary: Row
 ) -> ExitCode:
     """Print the result of a command, and return its exit code.
 
@@ -344,9 +329,9 @@ def rm_command(
     with invocation.cache() as cache:
         shards = cache.select(specs)
         sizes = [cache.remove(shard, dry_run=True)[0] for shard in shards]
-        if any(sizes) and not dry_run:
+        if any(sizes) and not (dry_run or yes):
             number, total = counted(sum(map(bool, sizes)), "shard"), format_bytes(sum(sizes))
-            invocation.confirm(f"Remove {number}, {total}, from {cache.dir}?", yes)
+            invocation.confirm(f"Remove {number}, {total}, from {cache.dir}?")
         for shard in shards:
             freed, in_use = cache.remove(shard, dry_run=dry_run)
             state = "in_use" if in_use else "removed" if freed else "not_cached"
@@ -354,15 +339,15 @@ def rm_command(
         absent = {row["url"] for row in rows if row["state"] == "not_cached"}
         advice = _advice(cache, [each for each in shards if str(each) in absent]) if absent else {}
     counts, freed = Counter(row["state"] for row in rows), sum(row["size"] for row in rows)
-    removed = f"{counted(counts['removed'], 'shard')}, {format_bytes(freed)}"
     errors = {
         "in_use": "is pinned or being read. Run `shardcache unpin`, or wait for its readers.",
         "not_cached": f"is not cached in {cache.dir}",
     }
-    summary = {name: counts[name] for name in ("removed", "in_use", "not_cached")}
+    summary: Row = {name: counts[name] for name in ("removed", "in_use", "not_cached")}
     summary |= {"dry_run": dry_run, "removed_bytes": freed}
-    text = f"{'would remove' if dry_run else 'removed'} {removed}"
-    code = _print(invocation.console, "rm", rows, text, errors, **summary)
+    text = f"{'would remove' if dry_run else 'removed'} "
+    text += f"{counted(counts['removed'], 'shard')}, {format_bytes(freed)}"
+    code = _print(invocation.console, "rm", rows, text, errors, summary)
     for url, text in advice.items():
         if text:
             invocation.console.error(f"{url}: {text}")
@@ -371,8 +356,7 @@ def rm_command(
 
 @command("pin")
 @click.option(
-    "--for",
-    "seconds",
+    *("--for", "seconds"),
     type=cli.DURATION,
     help="Pin for this time, such as 3d.  [default: until `unpin`]",
 )
@@ -400,7 +384,7 @@ def pin_command(invocation: Invocation, specs: tuple[str, ...], seconds: float |
     if absent:
         text += f"; {absent:,} not cached yet, and kept once fetched"
     summary = {"pinned": len(rows), "not_cached": absent, "seconds": seconds}
-    return _print(invocation.console, "pin", rows, text, {}, **summary)
+    return _print(invocation.console, "pin", rows, text, {}, summary)
 
 
 @command("unpin")
@@ -431,4 +415,4 @@ def unpin_command(invocation: Invocation, specs: tuple[str, ...]) -> ExitCode:
     ]
     text = f"unpinned {counted(len(ended), 'shard')}"
     errors = {"not_pinned": f"was not pinned in {cache.dir}"}
-    return _print(invocation.console, "unpin", rows, text, errors, **counts)
+    return _print(invocation.console, "unpin", rows, text, errors, counts)

@@ -11,12 +11,11 @@ import click
 
 from shardcache.cache import Cache
 from shardcache.cli.main import ExitCode, Invocation, command, flag, skip_missing_option
-from shardcache.cli.output import SKIPPED, counted, grouped
-from shardcache.cli.progress import Position, Positions, display
+from shardcache.cli.output import SKIPPED, Position, Positions, display, grouped
 from shardcache.dataset.index import count_samples, read_index_file, write_index_file
 from shardcache.errors import ShardNotFoundError
 from shardcache.prewarm.plan import expand
-from shardcache.units import format_bytes, format_duration
+from shardcache.units import counted, format_bytes, format_duration
 
 
 @command("index")

@@ -26,9 +26,8 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import click
 
-from shardcache import config as configuration
 from shardcache.cli.output import Console, reason
-from shardcache.config import Loaded, __version__
+from shardcache.config import Loaded, __version__, load
 from shardcache.errors import (
     REMOVED,
     ConfigError,
@@ -71,7 +70,7 @@ class ExitCode(enum.IntEnum):
 _COMMANDS = {
     "run": "run", "prewarm": "prewarm", "index": "index", "ls": "entries", "path": "entries",
     "rm": "entries", "pin": "entries", "unpin": "entries", "clean": "upkeep",
-    "verify": "upkeep", "stats": "stats", "top": "top", "report": "stats", "config": "config",
+    "verify": "upkeep", "stats": "stats", "top": "stats", "report": "stats", "config": "config",
     "dir": "config", "doctor": "doctor", "demo": "demo",
 }  # fmt: skip
 
@@ -91,7 +90,7 @@ class Invocation:
     def loaded(self) -> Loaded:
         """Return the configuration and the source of each option."""
         files = None if self.config is None else [Path(self.config)]
-        return configuration.load({"dir": self.dir}, files=files)
+        return load({"dir": self.dir}, files=files)
 
     def loaded_with_job_limits(self, *names: str) -> Loaded:
         """Return the configuration, with the last job's limits and tiers where it sets none.
@@ -104,13 +103,13 @@ class Invocation:
         from shardcache.store.root import is_cache
 
         loaded = self.loaded()
-        root, shared = loaded.config.dir, loaded.config.shared_group is not None
+        root, is_shared = loaded.config.dir, loaded.config.shared_group is not None
 
         def is_ours(tier: Path) -> bool:  # another user may have written the record
             if not is_cache(tier):
                 return False
-            status, own = tier.stat(), root.stat()
-            return status.st_gid == own.st_gid if shared else status.st_uid == own.st_uid
+            own, found = root.stat(), tier.stat()
+            return found.st_gid == own.st_gid if is_shared else found.st_uid == own.st_uid
 
         try:
             stated = stated_limits(Layout.of_root(root))
@@ -121,26 +120,11 @@ class Invocation:
         except (ConfigError, OSError, TypeError, KeyError):  # the record is damaged
             return loaded
 
-    def show_job_limits(self, loaded: Loaded, *given: str) -> dict[str, str]:
-        """Print and return the limits that come from the last job, except those named ``given``."""
-        limits = {
-            option.name: option.value
-            for option in configuration.describe(loaded)
-            if option.name not in given and option.source == "last job"
-        }
-        if limits:
-            text = ", ".join(f"{name} {value}" for name, value in limits.items())
-            self.console.hint(f"Limits of the last job: {text}.")
-        return limits
-
     def cache(self, loaded: Loaded | None = None, **options: Any) -> Cache:
-        """Open the cache in strict mode, in which faults of the cache raise errors.
+        """Open the cache, with ``strict=True``: its faults raise errors.
 
-        ``loaded`` is the configuration (default: `loaded_with_job_limits`).
-
-        Raises:
-            ConfigError: the directory is not a cache, and cannot be made one. If the user mistyped
-                it, it would look like an empty cache.
+        ``loaded`` is the configuration (default: `loaded_with_job_limits`). Raises ConfigError if
+        the directory is no cache and cannot be one: a mistyped one must not look like an empty one.
         """
         from shardcache.cache import Cache
         from shardcache.store.root import check_usable, is_cache
@@ -154,10 +138,8 @@ class Invocation:
                 )
         return Cache.from_config(config.replace(strict=True, **options))
 
-    def confirm(self, question: str, yes: bool) -> None:
-        """Ask the user to confirm that data will be destroyed, unless ``yes`` is set."""
-        if yes:
-            return
+    def confirm(self, question: str) -> None:
+        """Ask the user to confirm that data will be destroyed."""
         if sys.stdin is None or not (sys.stdin.isatty() and sys.stderr.isatty()):
             raise click.UsageError(f"{question} There is no terminal to ask on: pass -y.")
         click.confirm(question, abort=True, err=True)
@@ -165,13 +147,11 @@ class Invocation:
     @contextlib.contextmanager
     def logging(self) -> Iterator[None]:
         """Print the library's log on stderr during a ``with`` block, at the level of -q and -v."""
-        quiet, verbosity = self.console.quiet, self.console.verbosity
-        levels = (logging.ERROR if quiet else logging.WARNING, logging.INFO, logging.DEBUG)
-        handler = _ConsoleHandler(self.console)
-        library = logging.getLogger("shardcache")
+        plain = logging.ERROR if self.console.quiet else logging.WARNING
+        handler, library = _ConsoleHandler(self.console), logging.getLogger("shardcache")
         before = library.level, library.propagate
         library.addHandler(handler)
-        library.setLevel(levels[min(verbosity, 2)])
+        library.setLevel((plain, logging.INFO, logging.DEBUG)[min(self.console.verbosity, 2)])
         library.propagate = False
         try:
             yield
@@ -223,8 +203,7 @@ class Parsed(click.ParamType):  # type: ignore[type-arg]
     """An option type that converts text with ``parse``. A ConfigError becomes a usage error."""
 
     def __init__(self, name: str, parse: Callable[[str], Any]) -> None:
-        self.name = name
-        self._parse = parse
+        self.name, self._parse = name, parse
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """Convert the text of the option."""
@@ -283,10 +262,7 @@ def _with_global_options(command: Any) -> Any:
 
 
 def command(name: str, **settings: Any) -> Callable[[Callable[..., int | None]], Any]:
-    """Turn a function into a command with the global options. Its docstring is the help text.
-
-    ``settings`` are context settings of click.
-    """
+    """Turn a function into a command; ``settings`` are context settings of click."""
 
     def decorate(function: Callable[..., int | None]) -> Any:
         @functools.wraps(function)
@@ -382,13 +358,11 @@ def _run(invocation: Invocation, arguments: Sequence[str] | None) -> int:
 
 def code_of(exn: Exception) -> ExitCode:
     """Return the exit code of a command that failed with ``exn``."""
-    match exn:
-        case OSError() if exn.errno in FULL:
-            return ExitCode.FULL
-        case ConfigError():
-            return ExitCode.USAGE
-        case LockTimeoutError():
-            return ExitCode.BUSY
-        case IntegrityError():
-            return ExitCode.DAMAGED
-    return ExitCode.FAILED
+    if isinstance(exn, OSError) and exn.errno in FULL:
+        return ExitCode.FULL
+    codes = {
+        ConfigError: ExitCode.USAGE,
+        LockTimeoutError: ExitCode.BUSY,
+        IntegrityError: ExitCode.DAMAGED,
+    }
+    return next((code for kind, code in codes.items() if isinstance(exn, kind)), ExitCode.FAILED)

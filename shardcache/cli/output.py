@@ -1,4 +1,4 @@
-"""The output of all commands.
+"""The output of all commands: results, messages, tables and progress.
 
 Data goes to stdout, all other text to stderr. A command calls the methods for JSON as well as those
 for text: with ``--json`` only `Console.object` prints to stdout, without it only the others do.
@@ -7,22 +7,24 @@ rich is imported only when a table or a display is drawn.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
 import sys
+import threading
 import traceback
 from collections import defaultdict
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 import click
 
 from shardcache.errors import ShardCacheError
 from shardcache.faults import FULL
-from shardcache.units import format_duration
+from shardcache.units import format_duration, format_rate
 
 if TYPE_CHECKING:
     from rich.console import Console as Terminal
@@ -40,7 +42,13 @@ _NAME = 16
 _DRAWN = 1000
 #: Colours of progress bars. By default, rich uses red, which is for errors here.
 _COLORS = {"bar.complete": "green", "bar.finished": "green", "progress.data.speed": "none"}
-
+#: Seconds between two lines of progress without a terminal: a log gets at most 360 per hour.
+LINE_EVERY = 10.0
+_REDRAW_EVERY = 0.2
+#: Seconds over which rates are averaged. With fewer, rates jump; with more, a stall is hidden.
+_WINDOW = 8.0
+#: Maximum width of a progress bar, and the width of the text next to it, in columns.
+_BAR, _TEXT = 26, 60
 
 #: The fields of one record by name, for JSON and for a row of a table.
 Row = dict[str, Any]
@@ -57,14 +65,9 @@ class Console:
     no_progress: bool = False
 
     @property
-    def progress(self) -> bool:
-        """Whether to show progress."""
-        return not (self.quiet or self.no_progress)
-
-    @property
     def live(self) -> bool:
         """Whether to redraw progress in place."""
-        return self.progress and sys.stderr.isatty() and not _is_dumb()
+        return not (self.quiet or self.no_progress) and sys.stderr.isatty() and not _is_dumb()
 
     def colored(self, stream: TextIO) -> bool:
         """Return whether to use colours on ``stream``."""
@@ -81,11 +84,10 @@ class Console:
         from rich.console import Console as Terminal
         from rich.theme import Theme
 
-        colored = self.colored(stream)
         return Terminal(
             file=stream,
-            force_terminal=True if colored else None,
-            color_system="standard" if colored else None,
+            force_terminal=self.colored(stream) or None,
+            color_system="standard" if self.colored(stream) else None,
             theme=Theme(_COLORS),
             width=None if stream.isatty() else _UNLIMITED,
             highlight=False,
@@ -128,7 +130,7 @@ class Console:
         if self.json or not (cells := [list(map(printable, row)) for row in rows]):
             return
         if len(cells) <= _DRAWN and (sys.stdout.isatty() or self.colored(sys.stdout)):
-            table = text_table(titles, cells, right, shorten=titles[0] == "SHARD")
+            table = text_table(titles, cells, right)
             terminal = self.terminal(sys.stdout)
             endless = terminal.options.update(width=_UNLIMITED)
             if terminal.measure(table, options=endless).minimum <= terminal.width:
@@ -172,55 +174,124 @@ class Shortened:
     def __rich_console__(self, terminal: Terminal, options: ConsoleOptions) -> RenderResult:
         from rich.text import Text
 
-        text = shortened(self.text, max(3, options.max_width))
+        text, room = self.text, max(3, options.max_width)
+        if len(text) > room:
+            # Keep the file name and its slash, but give them at most two thirds of the room.
+            name = min(len(text) - text.rfind("/"), room * 2 // 3)
+            text = f"{text[: room - 1 - name]}…{text[-name:]}"
         yield Text(text, no_wrap=True, overflow="ellipsis")
 
 
-def shortened(text: str, room: int) -> str:
-    """Return a URL, or the end of one, without its middle if it is longer than ``room``."""
-    if len(text) <= room:
-        return text
-    # Keep the file name and its slash, but give them at most two thirds of the room.
-    name = min(len(text) - text.rfind("/"), room * 2 // 3)
-    return f"{text[: room - 1 - name]}…{text[-name:]}"
-
-
 def text_table(
-    titles: Sequence[str],
-    rows: Iterable[Sequence[str]],
-    right: Container[str] = (),
-    *,
-    shorten: bool = False,
+    titles: Sequence[str], rows: Iterable[Sequence[str]], right: Container[str] = ()
 ) -> Table:
-    """Return a table without borders.
+    """Return a table without borders. The columns with titles in ``right`` are aligned there.
 
-    Args:
-        titles: the titles of the columns.
-        rows: the texts of the cells.
-        right: the titles of the columns that are aligned to the right.
-        shorten: on a narrow terminal, shorten the first column instead of folding it.
+    On a narrow terminal, the names of shards are shortened, and other first columns are folded.
     """
     from rich.table import Table
     from rich.text import Text
 
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     for number, title in enumerate(titles):
-        table.add_column(title, no_wrap=number > 0, overflow="fold")
-        table.columns[-1].justify = "right" if title in right else "left"
-    for first, *rest in rows:
-        name = Shortened(printable(first)) if shorten else Text(printable(first))
-        table.add_row(name, *(Text(printable(cell)) for cell in rest))
+        justify: Any = "right" if title in right else "left"
+        table.add_column(title, justify=justify, no_wrap=number > 0, overflow="fold")
+    first = Shortened if titles[0] == "SHARD" else Text
+    for name, *rest in rows:
+        table.add_row(first(printable(name)), *(Text(printable(cell)) for cell in rest))
     return table
 
 
-def counted(number: int, noun: str, plural: str = "") -> str:
-    """Return a number with its noun: ``1 shard``, ``1,848 shards``."""
-    return f"{number:,} {noun if number == 1 else plural or f'{noun}s'}"
+class Position(NamedTuple):
+    """The progress of a command or of one shard."""
+
+    text: str
+    done: int = 0  #: bytes
+    total: int | None = None  #: bytes to reach; None if unknown
 
 
-def local_time(moment: datetime | None) -> str:
-    """Return ``2026-11-20 21:04`` in the local time zone, or ``-`` for None."""
-    return "-" if moment is None else moment.astimezone().isoformat(" ", "minutes")[:16]
+#: The progress of the command under the key "", and of each shard under the shard's key.
+Positions = Mapping[str, Position]
+
+
+@contextlib.contextmanager
+def display(console: Console, positions: Callable[[], Positions]) -> Iterator[None]:
+    """Show progress on stderr during a ``with`` block, below any printed lines.
+
+    A terminal gets bars, anything else a line every ten seconds. A background thread calls
+    ``positions`` to get the progress.
+    """
+    if console.quiet or console.no_progress:
+        yield
+        return
+    ended = threading.Event()
+    thread = threading.Thread(target=_show, args=(console, positions, ended), daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def _show(console: Console, positions: Callable[[], Positions], ended: threading.Event) -> None:
+    if not console.live and ended.wait(LINE_EVERY):
+        return  # the command was quicker than the import of rich
+
+    from rich import progress
+    from rich.table import Column
+    from rich.text import Text
+
+    class Description(progress.ProgressColumn):
+        """Description of a row. A narrow terminal shortens it and the bar, but not the figures."""
+
+        def render(self, task: progress.Task) -> Text | Shortened:
+            if task.fields["key"]:
+                return Shortened(task.description)
+            return Text(task.description, no_wrap=True, overflow="ellipsis")
+
+    class Figures(progress.ProgressColumn):
+        """Percentage, rate in the units of all commands, and remaining time, if they are known."""
+
+        def render(self, task: progress.Task) -> Text:
+            rate, left = task.finished_speed or task.speed, task.time_remaining
+            text = "" if task.total is None else f"{task.percentage:.0f}%"
+            text += "" if rate is None else f" {format_rate(rate)}"
+            return Text(text if left is None else f"{text} ETA {format_duration(left)}")
+
+    every, terminal = _REDRAW_EVERY if console.live else LINE_EVERY, console.terminal(sys.stderr)
+    bar = min(_BAR, (terminal.width - _TEXT) // 2)
+    bars = progress.Progress(
+        *([progress.BarColumn(bar)] if console.live and bar > 2 else []),
+        Description(),
+        Figures(Column(no_wrap=True)),
+        console=terminal,
+        auto_refresh=False,
+        speed_estimate_period=max(_WINDOW, 3 * every),
+        transient=True,
+        redirect_stdout=sys.stdout.isatty(),
+    )
+    rows: dict[str, progress.TaskID] = {}
+    with bars if console.live else contextlib.nullcontext():
+        while True:
+            found = positions() if console.live else {"": positions()[""]}
+            for key in rows.keys() - found.keys():
+                bars.remove_task(rows.pop(key))
+            for key, (text, done, total) in found.items():
+                if key not in rows:
+                    rows[key] = bars.add_task(text, total=total, key=key)
+                bars.update(rows[key], description=text, completed=done, total=total)
+            if console.live:
+                bars.refresh()
+            else:
+                bars.console.print(bars)
+            if ended.wait(every):
+                return
+
+
+def local_time(moment: datetime) -> str:
+    """Return ``2026-11-20 21:04`` in the local time zone."""
+    return moment.astimezone().isoformat(" ", "minutes")[:16]
 
 
 def short_duration(seconds: float | None) -> str:

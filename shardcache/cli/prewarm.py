@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import time
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -13,16 +15,34 @@ import click
 from shardcache.cli import main as cli
 from shardcache.cli.entries import other_copies
 from shardcache.cli.main import ExitCode, Invocation, command, flag, number_option
-from shardcache.cli.output import SKIPPED, Console, counted, fields_of, grouped, reason
-from shardcache.cli.progress import Position, Positions, PrewarmProgress, display
+from shardcache.cli.output import (
+    SKIPPED,
+    Console,
+    Position,
+    Positions,
+    display,
+    fields_of,
+    grouped,
+    printable,
+    reason,
+)
 from shardcache.config import absolute
 from shardcache.download.pool import parse_rate
 from shardcache.errors import ConfigError, ShardNotFoundError
 from shardcache.origins.listing import SHARD, is_pattern
 from shardcache.prewarm.plan import own_share
 from shardcache.prewarm.run import JOBS, most_processes, prewarm
-from shardcache.results import Event, Outcome, Planned, PrewarmReport, Stopped
-from shardcache.units import Limit, format_duration, format_rate
+from shardcache.results import (
+    Event,
+    Finished,
+    Outcome,
+    Planned,
+    PrewarmPlan,
+    PrewarmReport,
+    Started,
+    Stopped,
+)
+from shardcache.units import Limit, counted, format_bytes, format_duration, format_rate
 
 if TYPE_CHECKING:
     from shardcache.cache import Cache
@@ -30,7 +50,9 @@ if TYPE_CHECKING:
 
 RATE = cli.Parsed("RATE", parse_rate)
 #: Missing shards to name in a check, unless -v is given.
-_SHOWN = 3
+_MISSING = 3
+#: Maximum number of running downloads that are shown below the bar of the command.
+_RUNNING = 8
 
 
 @command("prewarm")
@@ -116,12 +138,12 @@ def prewarm_command(
     if ray:
         return _prewarm_ray(invocation, all_specs, options, max_size, ranks)
     share = None if ranks is None else own_share(node_rank, node_count, ranks)
-    changes: dict[str, Any] = {} if max_size is None else {"max_size": max_size}
     console, progress = invocation.console, PrewarmProgress()
     only_plans = options["check"] or options["dry_run"]
     loaded = invocation.loaded_with_job_limits("tiers")
     connections = max(jobs or 0, loaded.config.connections)
-    cache = invocation.cache(loaded, connections=connections, **changes)
+    max_size = max_size or loaded.config.max_size
+    cache = invocation.cache(loaded, connections=connections, max_size=max_size)
     with cache, ExitStack() as stack:
 
         def on_event(event: Event) -> None:
@@ -176,15 +198,14 @@ def _read_list(file: TextIO) -> list[str]:
 
 
 def _exit_code(report: PrewarmReport, options: Mapping[str, Any]) -> int:
-    best_effort = options["best_effort"]
     if options["check"]:
         return 0 if report.cached == len(report.results) else ExitCode.DAMAGED
-    if report.full or (report.missing and report.plan.missing and not best_effort):
+    if report.full or (report.missing and report.plan.missing and not options["best_effort"]):
         return ExitCode.FULL
     is_empty = 0 < report.count(Outcome.SKIPPED) == len(report.results)
-    if is_empty or report.failed > (options["max_failures"] or 0):
-        return ExitCode.SOME_FAILED
-    return ExitCode.SOME_FAILED if report.not_started and not best_effort else 0
+    has_failed = is_empty or report.failed > (options["max_failures"] or 0)
+    is_short = report.not_started and not options["best_effort"]
+    return ExitCode.SOME_FAILED if has_failed or is_short else 0
 
 
 def _prewarm_ray(
@@ -197,24 +218,17 @@ def _prewarm_ray(
     from shardcache.prewarm.ray import prewarm_nodes
 
     console, began = invocation.console, time.monotonic()
-    latest: Sequence[NodeReport] = ()
-
-    def on_news(news: Sequence[NodeReport]) -> None:
-        nonlocal latest
-        latest = news
-
+    latest: deque[Sequence[NodeReport]] = deque([()], maxlen=1)
     only_plans = options["check"] or options["dry_run"]
+    settings = {"dir": invocation.dir and absolute(invocation.dir)}
     invocation.polls_stop = True
-    with display(console, lambda: _positions(latest)):
+    with display(console, lambda: _positions(latest[-1])):
         nodes = prewarm_nodes(
             specs,
-            settings={
-                "dir": invocation.dir and absolute(invocation.dir),
-                "max_size": max_size and str(max_size),
-            },
+            settings={**settings, "max_size": max_size and str(max_size)},
             config_file=invocation.config,
             ranks_per_node=ranks_per_node,
-            on_news=on_news,
+            on_news=latest.append,
             stop=invocation.stop,
             **options,
         )
@@ -267,12 +281,11 @@ def _positions(nodes: Sequence[NodeReport]) -> Positions:
     """Return the progress of all nodes: ``2/3 nodes done, 20/36 shards``."""
     if not nodes:
         return {"": Position("waiting for Ray")}
-    ended = sum(node.ended for node in nodes)
-    done = sum(len(node.results) for node in nodes)
     plans = [node.plan for node in nodes if node.plan is not None]
-    shards, size = (sum(len(p.shards) for p in plans), sum(p.fetch_bytes for p in plans))
-    text = f"{ended:,}/{len(nodes):,} nodes done, {done:,}/{shards:,} shards"
-    return {"": Position(text, sum(node.received for node in nodes), size)}
+    done, shards = sum(len(n.results) for n in nodes), sum(len(p.shards) for p in plans)
+    text = f"{sum(node.ended for node in nodes):,}/{len(nodes):,} nodes done, "
+    received, size = sum(n.received for n in nodes), sum(plan.fetch_bytes for plan in plans)
+    return {"": Position(f"{text}{done:,}/{shards:,} shards", received, size)}
 
 
 def _failures(
@@ -289,5 +302,72 @@ def _failures(
         copies = other_copies(cache, set(missing)) if cache and missing else {}
         for url, endpoint in copies.items():
             reasons[url] = f"not cached; its copy came from another endpoint ({endpoint})"
-    for line in grouped(reasons, everything=everything, shown=_SHOWN if check else 1):
+    for line in grouped(reasons, everything=everything, shown=_MISSING if check else 1):
         yield "failed", line
+
+
+@contextlib.contextmanager
+def bars(on_event: Callable[[Event], None] | None) -> Iterator[Callable[[Event], None]]:
+    """Show the progress of a prewarm. Yields a handler for its events that calls ``on_event``."""
+    progress = PrewarmProgress()
+
+    def handle(event: Event) -> None:
+        progress(event)
+        if on_event is not None:
+            on_event(event)
+
+    with display(Console(), progress.positions):
+        yield handle
+
+
+class PrewarmProgress:
+    """The progress of a prewarm. One thread passes events, another thread calls `positions`."""
+
+    def __init__(self) -> None:
+        self._plan = PrewarmPlan((), {}, {}, 0, 0, 0)
+        self._prefix = 0  # length of the directory that the URLs of all shards to download share
+        self._active: dict[str, Started] = {}
+        self._sizes: dict[str, int] = {}  # known sizes of the shards to download
+        self._done = self._bytes = self._failed = 0
+
+    def __call__(self, event: Event) -> None:
+        """Update the progress with an event."""
+        match event:
+            case Planned(plan):
+                self._plan = plan
+                prefix = os.path.commonprefix([*map(str, plan.to_fetch)])  # noqa: RUF071 - URLs
+                self._prefix = prefix.rfind("/") + 1
+                self._sizes = {k: size for k, size in plan.sizes.items() if k not in plan.left_out}
+            case Started(shard, _):
+                self._active[shard.key] = event
+            case Finished(shard, result):
+                # Remove the shard first, so that `positions` never counts its bytes twice.
+                self._active.pop(shard.key, None)
+                was_cached = shard.key in self._plan.cached and result.outcome is Outcome.CACHED
+                if not (was_cached or result.outcome is Outcome.NOT_STARTED):
+                    self._done += 1
+                    self._failed += result.outcome is Outcome.FAILED
+                    # Count failed shards, too: the estimated time is for the remaining shards.
+                    self._bytes += result.size or 0
+                    self._sizes.setdefault(shard.key, result.size or 0)
+
+    def positions(self) -> Positions:
+        """Return the progress of the prewarm and of its running downloads."""
+        active = list(self._active.values())
+        shards = max(len(self._plan.to_fetch) - len(self._plan.left_out), self._done)
+        written = self._bytes + sum(started.progress().written for started in active)
+        total = (sum(self._sizes.values()) or None) if len(self._sizes) >= shards else None
+        text = f"{self._done:,}/{shards:,} shards, "
+        text += f"{self._failed:,} failed, " if self._failed else ""
+        text += format_bytes(written)
+        text += f" of {format_bytes(total)}" if total is not None else ""
+        positions = {"": Position(text, written, total)}
+        for shard, read_progress in active[:_RUNNING]:
+            progress = read_progress()
+            text = printable(str(shard)[self._prefix :])
+            if progress.size is None:  # still connecting, or another process has the shard's lock
+                text += "  waiting"
+            elif progress.retries:
+                text += f"  retry {progress.retries}"
+            positions[shard.key] = Position(text, progress.written, progress.size)
+        return positions

@@ -19,7 +19,6 @@ import click
 
 import shardcache
 from shardcache.cli.main import ExitCode, Invocation, command
-from shardcache.cli.output import counted
 from shardcache.config import absolute, load
 from shardcache.layout import Layout
 from shardcache.locks.notices import log_unusable
@@ -27,7 +26,7 @@ from shardcache.ranks import RUN_VARIABLE, detect
 from shardcache.stats.database import samples
 from shardcache.stats.summary import stats_of, summed
 from shardcache.store.root import make_root, unusable
-from shardcache.units import format_bytes
+from shardcache.units import counted, format_bytes
 
 #: Signals to forward to the program: batch systems and users send them to jobs. Slurm's --signal
 #: may send USR1 or USR2.

@@ -1,4 +1,4 @@
-"""``shardcache stats`` and ``report``: the counters of a node as text, metrics and charts.
+"""``shardcache stats``, ``report`` and ``top``: the counters of a node as text, charts and rates.
 
 The report is the template ``report.html`` with charts by matplotlib (the extra ``report``). It
 needs no scripts or other files, and is readable on a phone, and in light and dark mode.
@@ -6,48 +6,70 @@ needs no scripts or other files, and is readable on a phone, and in light and da
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import html
 import io
+import itertools
 import math
 import os
 import string
+import sys
 import time
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
+from shardcache import clock
 from shardcache.cache import Cache
 from shardcache.cli import main as cli
+from shardcache.cli.entries import partials
 from shardcache.cli.main import Invocation, command, flag
-from shardcache.cli.output import Console, Row, counted, fields_of, local_time, short_duration
+from shardcache.cli.output import (
+    Row,
+    Shortened,
+    fields_of,
+    local_time,
+    printable,
+    short_duration,
+    text_table,
+)
 from shardcache.clock import utc
 from shardcache.config import Config, __version__
 from shardcache.errors import ConfigError
+from shardcache.locks.keys import Holder, read_holder
+from shardcache.locks.sessions import live_sessions, live_waits
 from shardcache.space.budget import Holdings
 from shardcache.space.memory import Volume
+from shardcache.space.tiers import lock_layout
 from shardcache.stats import database
 from shardcache.stats.database import Sample
-from shardcache.stats.metrics import exposition
-from shardcache.stats.summary import OUTCOMES, Stats, Waits, by_hour, by_rank, rank_records, summed
+from shardcache.stats.summary import OUTCOMES, Stats, Waits, by_rank, exposition, summed, summed_by
 from shardcache.sync import atomic_write
-from shardcache.units import format_bytes, format_rate
+from shardcache.units import counted, format_bytes, format_rate
 
-#: Outcomes that `figures` shows even if their count is 0.
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.live import Live
+
+#: Outcomes that `_figures` shows even if their count is 0.
 _ALWAYS = ("hits", "coalesced", "misses")
-ROW_TITLES = ("OPENS", "HIT RATE", "STREAMED", "FETCHED", "SAVED", "MEAN WAIT")
+_ROW_TITLES = ("OPENS", "HIT RATE", "STREAMED", "FETCHED", "SAVED", "MEAN WAIT")
+_NO_RANK = "<p>Rank none: processes that no launcher has given a rank.</p>"
 _WAITS = {"disk": "for the disk", "lock": "for downloads", "network": "for the network"}
 
-since_option = click.option(
+_since_option = click.option(
     "--since",
     type=cli.DURATION,
     help="Count only this last period, such as 24h.  [default: 30 days]",
 )
-output_option = functools.partial(
+_output_option = functools.partial(
     click.option, "-o", "--output", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE"
 )
 #: Possible lengths of the intervals of a chart in seconds, and the maximum number of intervals.
@@ -56,6 +78,14 @@ _INTERVALS = 100
 #: Colours that are readable on white and on black. Red is only for errors.
 _COLORS = ("#3b82c4", "#d97706", "#8b5cf6", "#0d9488", "#64748b", "#dc2626")
 _GREY = "#80868e"
+#: Number of intervals over which `top` averages rates, because processes write their counters only
+#: once a second.
+_SMOOTH = 3
+#: The bar of a tier turns yellow above this share of the tier's limit. A full tier has to evict
+#: shards, or to stream new ones.
+_NEARLY_FULL = 0.9
+#: Width of the bar of a tier, in columns.
+_GAUGE = 24
 #: The charts of sums: title, unit, and label -> counter.
 _SUMS: tuple[tuple[str, str, dict[str, str]], ...] = (
     ("Opens", "", {name: name for name in OUTCOMES}),
@@ -64,7 +94,7 @@ _SUMS: tuple[tuple[str, str, dict[str, str]], ...] = (
         "B",
         {"cache": "bytes_saved", "origin": "bytes_origin", "upstreams": "bytes_upstream"},
     ),
-    ("Bytes streamed past the cache", "B", {"streamed": "bytes_bypassed"}),
+    ("Bytes streamed past the cache", "B", {"streamed": "bytes_streamed"}),
     ("Bytes evicted", "B", {"evicted": "bytes_evicted"}),
 )
 _STYLE: dict[Any, Any] = {
@@ -85,7 +115,7 @@ _STYLE: dict[Any, Any] = {
 
 
 @command("stats")
-@since_option
+@_since_option
 @click.option("--by", type=click.Choice(["rank", "hour"]), help="Print one row per rank or hour.")
 @click.option(
     "--format",
@@ -93,7 +123,7 @@ _STYLE: dict[Any, Any] = {
     type=click.Choice(["prometheus"]),
     help="Print metrics for the textfile collector of Prometheus' node exporter.",
 )
-@output_option(help="With --format: write to this file atomically.")
+@_output_option(help="With --format: write to this file atomically.")
 @flag("--zero", help="Reset all counters.")
 def stats_command(
     invocation: Invocation,
@@ -106,9 +136,9 @@ def stats_command(
     """Show hits, bytes and waits of all processes of this node.
 
     A hit found the shard in the cache; a coalesced open waited for the download of another
-    reader; a miss downloaded the shard; a bypass streamed it and stored nothing. Bytes count
-    when they are read. Counters are kept in periods of ten minutes for 30 days. The
-    rank `none` stands for processes that no launcher has given a rank.
+    reader; a miss downloaded the shard; a streamed one was read past the cache, which stored
+    nothing. Bytes count when they are read. Counters are kept in periods of ten minutes for 30
+    days. The rank `none` stands for processes that no launcher has given a rank.
 
     \b
     Examples:
@@ -126,27 +156,33 @@ def stats_command(
             "--format prometheus takes no --since, --by or --json; select in Prometheus."
         )
     with invocation.cache() as cache:
+        samples = [] if zero else cache.samples(since, ever=form is not None)
+        total = summed(samples)
         if zero:
-            process = cache.process
-            process.counters.flush()
-            database.zero(process.home.node)
+            cache.process.counters.flush()
+            database.zero(cache.process.home.node)
             console.object("stats", zeroed=True)
             console.info("counters are reset")
+        elif form and output is not None:
+            _write_text(output, exposition(total, str(cache.dir)))
         elif form:
-            text = exposition(summed(cache.samples(ever=True)), str(cache.dir))
-            if output is None:
-                console.data(text.rstrip())
-            else:
-                write_text(output, text)
-        elif by is not None:
-            _print_rows(console, cache.samples(since), by)
+            console.data(exposition(total, str(cache.dir)).rstrip())
+        elif by is None:
+            console.object("stats", total)
+            console.data(_figures(total))
         else:
-            stats = cache.stats(since)
-            console.object("stats", stats)
-            console.data(figures(stats))
+            groups: Mapping[Any, Stats] = by_rank(samples)
+            if by == "hour":
+                hours = summed_by(samples, lambda sample: sample.start // 3600 * 3600)
+                groups = {utc(hour): stats for hour, stats in hours.items()}
+            records = [{by: key, **stats.as_dict()} for key, stats in groups.items()]
+            console.object("stats", **{f"{by}s": records}, summary=total)
+            rows = ([_group_name(key), *_cells(stats)] for key, stats in groups.items())
+            console.table([by.upper(), *_ROW_TITLES], rows, _ROW_TITLES)
+            console.data(f"{counted(total.opens, 'open')}, {_percentage(total.hit_rate)} hits")
 
 
-def write_text(path: Path, text: str) -> None:
+def _write_text(path: Path, text: str) -> None:
     """Write a file atomically, so that no reader sees only a part of it."""
     try:
         if path.exists() and not path.is_file():  # /dev/stdout or a pipe cannot be replaced
@@ -158,7 +194,7 @@ def write_text(path: Path, text: str) -> None:
         raise OSError(exn.errno, exn.strerror, str(path)) from exn
 
 
-def figures(stats: Stats) -> str:
+def _figures(stats: Stats) -> str:
     """Return all figures as lines of text."""
     if not stats.opens and not stats.fetches:
         return "Nothing was counted."
@@ -169,9 +205,9 @@ def figures(stats: Stats) -> str:
             lines.append(f"  {name.capitalize():<12}{count:>13,} / {stats.opens:,} ({share:6.2%})")
     read = f"Read from cache {format_bytes(stats.bytes_opened)}"
     read += f"    Fetched {format_bytes(stats.bytes_fetched)}"
-    if stats.bypassed:
-        shards = counted(stats.bypassed, "shard")
-        read += f"    Streamed {format_bytes(stats.bytes_bypassed)} ({shards})"
+    if stats.streamed:
+        shards = counted(stats.streamed, "shard")
+        read += f"    Streamed {format_bytes(stats.bytes_streamed)} ({shards})"
     if stats.bytes_upstream:
         read += f"    From upstreams {format_bytes(stats.bytes_upstream)}"
     lines.append(f"{read}    Saved {format_bytes(stats.bytes_saved)} of egress")
@@ -196,6 +232,10 @@ def _each(stats: Stats, prefix: str, form: str) -> list[str]:
     return [form.format(name.removeprefix(prefix), stats.counters[name]) for name in names]
 
 
+def _group_name(key: datetime | int | None) -> str:
+    return local_time(key) if isinstance(key, datetime) else "none" if key is None else str(key)
+
+
 def _percentage(share: float | None) -> str:
     return "-" if share is None else f"{share:.2%}"
 
@@ -205,23 +245,8 @@ def _waits(waits: Waits) -> str:
     return f"mean {mean}  total {total}" if waits.count else "none"
 
 
-def _print_rows(console: Console, samples: Sequence[Sample], by: str) -> None:
-    total = summed(samples)
-    if by == "rank":
-        groups = by_rank(samples)
-        records = rank_records(groups)
-    else:
-        hours = {utc(hour): stats for hour, stats in by_hour(samples).items()}
-        records = [{"hour": hour, **stats.as_dict()} for hour, stats in hours.items()]
-        groups = {local_time(hour): stats for hour, stats in hours.items()}
-    console.object("stats", **{f"{by}s": records}, summary=total)
-    rows = ((name, *cells(stats)) for name, stats in groups.items())
-    console.table([by.upper(), *ROW_TITLES], rows, ROW_TITLES)
-    console.data(f"{counted(total.opens, 'open')}, {_percentage(total.hit_rate)} hits")
-
-
-def cells(stats: Stats, seconds: float | None = None) -> list[str]:
-    """Return the cells of the columns `ROW_TITLES`; with ``seconds``, as rates over that time."""
+def _cells(stats: Stats, seconds: float | None = None) -> list[str]:
+    """Return the cells of the columns `_ROW_TITLES`; with ``seconds``, as rates over that time."""
 
     def number(n: int) -> str:
         return f"{n:,}" if seconds is None else f"{n / seconds:,.1f}/s"
@@ -232,7 +257,7 @@ def cells(stats: Stats, seconds: float | None = None) -> list[str]:
     return [
         number(stats.opens),
         _percentage(stats.hit_rate),
-        size(stats.bytes_bypassed),
+        size(stats.bytes_streamed),
         size(stats.bytes_fetched),
         size(stats.bytes_saved),
         short_duration(stats.all_waits.mean),
@@ -240,8 +265,8 @@ def cells(stats: Stats, seconds: float | None = None) -> list[str]:
 
 
 @command("report")
-@since_option
-@output_option(
+@_since_option
+@_output_option(
     default=Path("shardcache-report.html"),
     help="The file to write.  [default: shardcache-report.html]",
 )
@@ -258,12 +283,13 @@ def report_command(invocation: Invocation, since: float | None, output: Path) ->
       shardcache report --since 24h -o /var/www/html/shardcache.html
     """
     with invocation.cache() as cache:
-        samples, gauges = cache.samples(since), map(_meter, tiers(cache, cache.config))
+        samples, gauges = cache.samples(since), map(_meter, _tiers(cache, cache.config))
         total = summed(samples)
         span = "Nothing was counted"
         if total.since is not None and total.until is not None:
             span = f"{local_time(utc(total.since))} to {local_time(utc(total.until))}"
-        rows = [(rank, *cells(found)) for rank, found in by_rank(samples).items()]
+        ranks = by_rank(samples)
+        rows = [(_group_name(rank), *_cells(found)) for rank, found in ranks.items()]
         template = Path(__file__).with_name("report.html")
         text = string.Template(template.read_text("utf-8")).substitute(
             node=html.escape(os.uname().nodename),
@@ -271,23 +297,21 @@ def report_command(invocation: Invocation, since: float | None, output: Path) ->
             made=local_time(utc(time.time())),
             span=span,
             tiers="\n".join(gauges),
-            figures=html.escape(figures(total)),
-            note="<p>Rank none: processes that no launcher has given a rank.</p>"
-            if any(rank == "none" for rank, *_ in rows)
-            else "",
+            figures=html.escape(_figures(total)),
+            note=_NO_RANK if None in ranks else "",
             charts=_charts(samples) if samples else "",
             ranks="\n".join(
                 f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in line)}</tr>"
-                for line in (("RANK", *ROW_TITLES), *rows)
+                for line in (("RANK", *_ROW_TITLES), *rows)
             ),
         )
-    write_text(output, text)
+    _write_text(output, text)
     size, console = len(text.encode()), invocation.console
     console.object("report", path=output, size=size)
     console.info(f"wrote {output}, {format_bytes(size)}")
 
 
-def tiers(cache: Cache, config: Config) -> Iterator[Row]:
+def _tiers(cache: Cache, config: Config) -> Iterator[Row]:
     """Yield a row with the `Holdings` and the limit (in ``config``) of each tier.
 
     The limit is None if only min_free applies, or if the tier has no directory yet.
@@ -303,7 +327,7 @@ def tiers(cache: Cache, config: Config) -> Iterator[Row]:
         }
 
 
-def fill_text(tier: Row) -> str:
+def _fill_text(tier: Row) -> str:
     """Return ``4 shards, 1.2 GB of 2.0 GB on disk``; without a limit, ``4 shards, 1.2 GB``.
 
     An estimate begins with ``about``.
@@ -319,7 +343,7 @@ def fill_text(tier: Row) -> str:
 def _meter(tier: Row) -> str:
     """Return HTML that shows how full a tier is."""
     used, limit = tier["disk_bytes"], tier["max_size"]
-    text = f"{tier['dir']}: {fill_text(tier)}"
+    text = f"{tier['dir']}: {_fill_text(tier)}"
     if not limit:
         return f"<p>{html.escape(text)}</p>"
     text += f" ({used / limit:.0%})"
@@ -340,10 +364,8 @@ def _charts(samples: Sequence[Sample]) -> str:
     starts = [sample.start for sample in samples]
     span = max(starts) - min(starts)
     step = next((step for step in _STEPS if span / step <= _INTERVALS), _STEPS[-1])
-    groups = defaultdict[int, list[Sample]](list)
-    for sample in sorted(samples, key=lambda sample: sample.start):
-        groups[sample.start // step * step].append(sample)
-    sums = [*map(summed, groups.values())]
+    groups = summed_by(samples, lambda sample: sample.start // step * step)
+    sums = list(groups.values())
     charts: dict[str, tuple[str, dict[str, list[Any]]]] = {}
     if any(each.opens for each in sums):
         rates = [math.nan if each.hit_rate is None else 100 * each.hit_rate for each in sums]
@@ -386,3 +408,187 @@ def _charts(samples: Sequence[Sample]) -> str:
 def _label(unit: str, value: float, position: int | None) -> str:
     """Return a label of an axis, with the units of the rest of the page."""
     return format_bytes(value).replace(".0 ", " ") if unit == "B" else f"{value:,.0f}{unit}"
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """The state of a cache at one moment, and its counters since an earlier one."""
+
+    at: datetime
+    seconds: float | None  #: seconds that the counters cover; None in the first snapshot
+    processes: int  #: number of processes that use the cache
+    total: Stats  #: the counters of all ranks together
+    ranks: Mapping[int | None, Stats]  #: the counters of each rank that opened shards
+    fetches: Sequence[Row]  #: rows of running downloads (`partials`), most bytes written first
+    tiers: Sequence[Row]  #: rows of `_tiers`
+    waits: Sequence[Row]  #: processes that wait for another's download, the longest wait first
+
+
+class Watcher:
+    """Takes snapshots of a cache, and remembers the last ones to compute rates."""
+
+    def __init__(self, cache: Cache) -> None:
+        self._cache = cache
+        #: For each of the last snapshots: its time, the counters (samples by start and rank), and
+        #: the bytes written by partial.
+        self._history: deque[tuple[float, dict[Any, Sample], dict[str, int]]] = deque(
+            maxlen=_SMOOTH + 1
+        )
+
+    def snapshot(self, config: Config | None = None) -> Snapshot:
+        """Return a snapshot whose counters and rates cover the last `_SMOOTH` intervals.
+
+        ``config`` has the current limits, which change when a job starts (default: the cache's).
+        """
+        now, history = clock.monotonic(), self._history
+        # The samples of the last hour, which is longer than any rate is averaged over.
+        after = {(each.start, each.rank): each for each in self._cache.samples(3600.0)}
+        live = [row for row in partials(self._cache) if row["state"] == "live"]
+        history.append((now, after, {row["dir"]: row["written_bytes"] for row in live}))
+        for row in live:
+            name = row["dir"]
+            at, written = next((at, sizes[name]) for at, _, sizes in history if name in sizes)
+            row["bytes_per_second"] = max(0, row["written_bytes"] - written) / max(1e-3, now - at)
+            row["url"] = row["url"] or row["key"]
+        began, before, _ = history[0]
+        changed = [
+            replace(each, counters=each.counters - before[key].counters) if key in before else each
+            for key, each in after.items()
+        ]
+        return Snapshot(
+            at=utc(clock.time()),
+            seconds=max(1e-3, now - began) if len(history) > 1 else None,
+            processes=len(live_sessions(self._cache.process.home.node)),
+            total=summed(changed),
+            ranks={rank: each for rank, each in by_rank(changed).items() if each.opens},
+            fetches=sorted(live, key=lambda row: (-row["written_bytes"], row["url"])),
+            tiers=list(_tiers(self._cache, config or self._cache.config)),
+            waits=self._waits(),
+        )
+
+    def _waits(self) -> list[Row]:
+        now, rows, process = clock.time(), list[Row](), self._cache.process
+        for store in process.stores():
+            for key, waiter in live_waits(store.layout):
+                locks = lock_layout(process.home, store.layout.base)
+                holder = read_holder(locks.holder(key))
+                row = {
+                    "url": waiter.url or key,
+                    **_process(waiter),
+                    "since": utc(waiter.started),
+                    "seconds": max(0.0, now - waiter.started),
+                    "holder": _process(holder) if holder else None,
+                }
+                rows.append(row)
+        return sorted(rows, key=lambda row: (-row["seconds"], row["url"]))
+
+
+def _process(holder: Holder) -> Row:
+    return {"pid": holder.pid, "host": holder.host, "rank": holder.rank, "job": holder.job}
+
+
+@command("top")
+@click.option(
+    "--interval",
+    type=click.FloatRange(0.2, 3600),
+    default=2.0,
+    metavar="SECONDS",
+    help="Time between two refreshes.  [default: 2]",
+)
+@cli.number_option("--count", help="Quit after N refreshes.")
+def top_command(invocation: Invocation, interval: float, count: int | None) -> None:
+    """Watch rates, running downloads and disk usage.
+
+    Press Ctrl-C to quit. Without a terminal, each refresh is printed below the last one. With
+    --json, it prints one refresh, or --count of them, one per line.
+
+    \b
+    Examples:
+      shardcache top
+      shardcache top --json --count 360 --interval 10 > watch.jsonl
+    """
+    console = invocation.console
+    count = count or (1 if console.json else None)
+    with invocation.cache() as cache, contextlib.suppress(KeyboardInterrupt), ExitStack() as stack:
+        watcher = Watcher(cache)
+        snapshot = watcher.snapshot()  # the first rates are relative to this snapshot
+        display: Live | None = None
+        hint = "  Ctrl-C to quit"
+        if console.live and sys.stdout.isatty() and not console.json:
+            from rich.live import Live
+
+            display = Live(
+                frame(snapshot, hint), console=console.terminal(sys.stdout), auto_refresh=False
+            )
+            stack.callback(display.stop)  # registered before start(), which a signal may interrupt
+            display.start(refresh=True)
+        for _ in itertools.count() if count is None else range(count):
+            time.sleep(interval)
+            snapshot = watcher.snapshot(invocation.loaded_with_job_limits().config)
+            ranks = [{"rank": n, **stats.as_dict()} for n, stats in snapshot.ranks.items()]
+            console.object("top", snapshot, ranks=ranks)
+            if display is not None:
+                display.update(frame(snapshot, hint), refresh=True)
+            elif not console.json:
+                console.render(frame(snapshot))
+
+
+def frame(snapshot: Snapshot, hint: str = "") -> RenderableType:
+    """Draw a snapshot, with a hint in its heading."""
+    from rich.console import Group
+    from rich.progress_bar import ProgressBar
+    from rich.table import Table
+    from rich.text import Text
+
+    using = counted(snapshot.processes, "process", "processes")
+    head = f"  {snapshot.at.astimezone():%H:%M:%S}  {using}{hint}\n"
+    parts: list[RenderableType] = [Text.assemble(("shardcache top", "bold"), head)]
+    for tier in snapshot.tiers:
+        parts.append(Shortened(printable(tier["dir"])))
+        cells_of_tier: list[RenderableType] = [_fill_text(tier)]
+        if limit := tier["max_size"]:
+            used = tier["disk_bytes"] / limit
+            color = "yellow" if used > _NEARLY_FULL else "green"
+            bar = ProgressBar(1.0, used, _GAUGE, complete_style=color, finished_style=color)
+            cells_of_tier = [bar, f"{used:.0%}", *cells_of_tier]
+        parts.append(grid := Table.grid(padding=(0, 2, 0, 0)))
+        grid.add_row(*cells_of_tier)
+    ranks = {_group_name(rank): stats for rank, stats in snapshot.ranks.items()}
+    seconds = snapshot.seconds  # the first snapshot has no rates yet
+    rates = [
+        [rank, *(_cells(stats, seconds) if seconds else ["-"] * len(_ROW_TITLES))]
+        for rank, stats in {"all": snapshot.total, **(ranks if len(ranks) > 1 else {})}.items()
+    ]
+    parts.append(text_table(["RANK", *_ROW_TITLES], rates, _ROW_TITLES))
+    running = f"\n{counted(len(snapshot.fetches), 'download')} running"
+    parts.append(Text(running, "green" if snapshot.fetches else ""))
+    if snapshot.fetches:
+        rows = [
+            [each["url"], _share(each), format_rate(each["bytes_per_second"]), _name(each)]
+            for each in snapshot.fetches
+        ]
+        titles = ["SHARD", "DONE", "RATE", "PROCESS"]
+        parts.append(text_table(titles, rows, ["DONE", "RATE"]))
+    if snapshot.waits:
+        waiting = counted(len(snapshot.waits), "waiting process", "waiting processes")
+        parts.append(Text(f"\n{waiting}", "yellow"))
+        rows = [
+            [each["url"], _name(each), _name(each["holder"] or {}), short_duration(each["seconds"])]
+            for each in snapshot.waits
+        ]
+        titles = ["SHARD", "PROCESS", "WAITS FOR", "TIME"]
+        parts.append(text_table(titles, rows, ["TIME"]))
+    return Group(*parts)
+
+
+def _share(row: Row) -> str:
+    written, size = row["written_bytes"], row["size"]
+    return "?" if written is None or not size else f"{written / size:.0%}"
+
+
+def _name(process: Row) -> str:
+    """Return ``rank 3, pid 4711``, with the host if it is another one; ``?`` if unknown."""
+    rank = "" if process.get("rank") is None else f"rank {process['rank']}, "
+    host = process.get("host") or os.uname().nodename
+    host = "" if host == os.uname().nodename else f" on {host}"
+    return f"{rank}pid {process['pid']}{host}" if process.get("pid") else "?"

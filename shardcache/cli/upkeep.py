@@ -13,13 +13,13 @@ import click
 
 from shardcache.cli import main as cli
 from shardcache.cli.main import ExitCode, Invocation, command, flag
-from shardcache.cli.output import Row, counted, fields_of, printable
-from shardcache.cli.progress import Position, Positions, display
+from shardcache.cli.output import Position, Positions, Row, display, fields_of, printable
+from shardcache.config import describe
 from shardcache.space.eviction import CleanReport, Reason, Removal
 from shardcache.store.partial import read_progress
 from shardcache.store.root import is_cache
 from shardcache.store.verify import Finding, State, VerifyStatus
-from shardcache.units import Limit, format_bytes, format_duration
+from shardcache.units import Limit, counted, format_bytes, format_duration
 
 
 @command("clean")
@@ -74,11 +74,15 @@ def clean_command(
             console.hint(f"{cache.dir} does not exist; there is nothing to clean.")
             console.object("clean", CleanReport((), 0, 0, 0, dry_run), freed=0, job_limits={})
             return ExitCode.DONE
-        if everything and not dry_run:
+        if everything and not (dry_run or yes):
             what = "Remove the directory and" if remove_dir else "Remove"
-            invocation.confirm(f"{what} every shard in {cache.dir}?", yes)
-        is_limited = not (everything or (orphans and not given))
-        job_limits = invocation.show_job_limits(loaded, *given) if is_limited else {}
+            invocation.confirm(f"{what} every shard in {cache.dir}?")
+        options = [] if everything or (orphans and not given) else describe(loaded)
+        from_job = [each for each in options if each.source == "last job"]
+        job_limits = {each.name: each.value for each in from_job if each.name not in given}
+        if job_limits:
+            text = ", ".join(f"{name} {value}" for name, value in job_limits.items())
+            console.hint(f"Limits of the last job: {text}.")
         report = cache.clean(
             **given,
             orphans=orphans,

@@ -51,7 +51,7 @@ logger = logging.getLogger(__name__)
 _TOO_MANY_FILES = frozenset({errno.EMFILE, errno.ENFILE})
 #: The counter of an error. The first class in the error's MRO that is listed here decides.
 _COUNTERS = {
-    CacheFullError: "bypassed_full",
+    CacheFullError: "streamed_full",
     LockTimeoutError: "errors_lock",
     IntegrityError: "errors_integrity",
     FetchCancelledError: None,
@@ -166,7 +166,7 @@ def read_past(
             url=str(shard),
             errno=number,
         ) from exn
-    cache.counters.add({"bypassed": 1, **counts})
+    cache.counters.add({"streamed": 1, **counts})
     return reader
 
 

@@ -229,7 +229,7 @@ class ShardStream(io.RawIOBase):
     def _count_read(self, count: int) -> None:
         self._version_fixed = self._version_fixed or count > 0
         is_past = isinstance(self._reader, OriginReader)
-        self._counters.read(count, "bytes_bypassed" if is_past else "bytes_opened")
+        self._counters.read(count, "bytes_streamed" if is_past else "bytes_opened")
 
     def tell(self) -> int:
         """See `io.IOBase.tell`."""

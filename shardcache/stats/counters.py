@@ -42,11 +42,11 @@ class Counts:
     coalesced: int = 0  #: opens that waited for a download that another reader had started
     linked: int = 0  #: opens that made a hard link to another rank's or job's copy of the shard
     misses: int = 0  #: opens that downloaded the shard
-    bypassed: int = 0  #: opens that streamed the shard without storing it
+    streamed: int = 0  #: opens that read the shard past the cache, which stored nothing
     failed: int = 0  #: opens that raised an error
     left: int = 0  #: failed opens after which WebDataset read the shard without the cache
     bytes_opened: int = 0  #: bytes read from cached shards and from running downloads
-    bytes_bypassed: int = 0  #: bytes read from shards that were streamed without being stored
+    bytes_streamed: int = 0  #: bytes read from streamed shards
     fetches: int = 0  #: shards downloaded, from the origin or an upstream
     fetches_upstream: int = 0  #: shards downloaded from an upstream
     fetches_failed: int = 0  #: downloads that failed
@@ -62,7 +62,7 @@ class Counts:
     errors_origin: int = 0  #: errors of the origin
     errors_integrity: int = 0  #: damaged shards
     errors_disk: int = 0  #: errors of the local disk
-    bypassed_full: int = 0  #: opens that were bypassed because the cache was full
+    streamed_full: int = 0  #: opens that were streamed because the cache was full
     errors_lock: int = 0  #: lock errors, and timeouts of waits for other processes
     hits_tier_1: int = 0  #: hits in the first tier
     hits_tier_2: int = 0  #: hits in the second tier
@@ -76,11 +76,8 @@ class Counts:
 COUNTERS = tuple(field.name for field in fields(Counts))
 #: Seconds between two writes to the database.
 _INTERVAL = 1.0
-#: Seconds to wait while other processes write to the database: during reads, and at the exit of
-#: the process.
-_BUSY = 0.1
-_LAST_BUSY = 2.0
-
+#: Seconds to wait while other processes write to the database: during reads, and at the end.
+_BUSY, _LAST_BUSY = 0.1, 2.0
 _TIERS = tuple(name for name in COUNTERS if name.startswith("hits_tier_"))
 #: Outcome of an open -> its counter, and the counter of the time waited.
 _OUTCOMES = {
@@ -179,16 +176,17 @@ class Counters:
 
         ``upstream`` means that an upstream served the shard, ``done`` that it is now in the cache.
         """
-        source = "upstream" if upstream else "origin"
-        counts = {"fetches" if done else "fetches_failed": 1, "retries": retries}
-        if done:
-            counts |= {"fetches_upstream": int(upstream), "bytes_stored": size}
-            if logger.isEnabledFor(logging.INFO):
-                extra = {"event": "fetched", "shard": str(shard), "bytes": size}
-                extra |= {"seconds": seconds, "retries": retries, "source": source}
-                took = format_bytes(size), source, format_duration(seconds)
-                logger.info("%s: fetched %s from its %s in %s", shard, *took, extra=extra)
-        self.add(counts)
+        if not done:
+            self.add({"fetches_failed": 1, "retries": retries})
+            return
+        if logger.isEnabledFor(logging.INFO):
+            source = "upstream" if upstream else "origin"
+            extra = {"event": "fetched", "shard": str(shard), "bytes": size, "seconds": seconds}
+            took = format_bytes(size), source, format_duration(seconds)
+            extra |= {"retries": retries, "source": source}
+            logger.info("%s: fetched %s from its %s in %s", shard, *took, extra=extra)
+        counts = {"fetches": 1, "fetches_upstream": int(upstream), "bytes_stored": size}
+        self.add({**counts, "retries": retries})
 
     def flush(self) -> None:
         """Write all counts to the database."""

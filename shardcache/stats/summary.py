@@ -1,6 +1,6 @@
-"""Add up the counts of a node: opens, bytes, waits, evictions.
+"""Add up the counts of a node, and print them as metrics for Prometheus.
 
-    opens = hits + coalesced + linked + misses + bypassed + failed
+    opens = hits + coalesced + linked + misses + streamed + failed
 
 `counters.Counts` defines these and all other counters.
 """
@@ -19,7 +19,7 @@ from shardcache.stats.database import NO_RANK, PERIOD, Sample
 from shardcache.units import format_bytes, format_duration
 
 #: The possible outcomes of an open, in the order in which tables show them.
-OUTCOMES = ("hits", "coalesced", "linked", "misses", "bypassed", "failed")
+OUTCOMES = ("hits", "coalesced", "linked", "misses", "streamed", "failed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +58,12 @@ class Stats(Counts):
         }
 
     @property
+    def all_waits(self) -> Waits:
+        """All waits: for the disk, the lock and the network."""
+        each = self.waits.values()
+        return Waits(sum(one.count for one in each), sum(one.seconds for one in each))
+
+    @property
     def counters(self) -> dict[str, int]:
         """All counters by name, in the order of `counters.COUNTERS`."""
         return {name: getattr(self, name) for name in COUNTERS}
@@ -65,7 +71,7 @@ class Stats(Counts):
     @property
     def opens(self) -> int:
         """Number of opens with any outcome."""
-        return self.hits + self.coalesced + self.linked + self.misses + self.bypassed + self.failed
+        return sum(getattr(self, outcome) for outcome in OUTCOMES)
 
     @property
     def hit_rate(self) -> float | None:
@@ -75,28 +81,22 @@ class Stats(Counts):
     @property
     def evicted(self) -> int:
         """Number of entries that were evicted or removed, for any reason."""
-        return sum(n for name, n in self.counters.items() if name.startswith("evicted_"))
+        return sum(getattr(self, name) for name in _named("evicted_").values())
 
     @property
     def errors(self) -> int:
         """Number of errors of any kind: origin, integrity, disk and locks."""
-        return sum(n for name, n in self.counters.items() if name.startswith("errors_"))
+        return sum(getattr(self, name) for name in _named("errors_").values())
 
     @property
     def bytes_fetched(self) -> int:
         """Bytes received for shards that were downloaded into the cache."""
-        return max(0, self.bytes_origin + self.bytes_upstream - self.bytes_bypassed)
+        return max(0, self.bytes_origin + self.bytes_upstream - self.bytes_streamed)
 
     @property
     def bytes_saved(self) -> int:
         """Bytes saved at the origin: those that readers got minus those that the origin sent."""
-        return max(0, self.bytes_opened + self.bytes_bypassed - self.bytes_origin)
-
-    @property
-    def all_waits(self) -> Waits:
-        """All waits: for the disk, the lock and the network."""
-        each = self.waits.values()
-        return Waits(sum(one.count for one in each), sum(one.seconds for one in each))
+        return max(0, self.bytes_opened + self.bytes_streamed - self.bytes_origin)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the JSON object that ``--json`` prints: timestamps, counts, bytes and seconds."""
@@ -112,13 +112,17 @@ class Stats(Counts):
 
     def __repr__(self) -> str:
         rate = "no opens" if self.hit_rate is None else f"{self.hit_rate:.2%} hits"
-        saved = format_bytes(self.bytes_saved)
         text = f"{self.opens} opens, {rate}"
-        if self.bypassed:
-            text += f", {self.bypassed} streamed ({format_bytes(self.bytes_bypassed)})"
+        if self.streamed:
+            text += f", {self.streamed} streamed ({format_bytes(self.bytes_streamed)})"
+        text += f", {format_bytes(self.bytes_saved)} saved"
         waited = self.all_waits.mean
-        wait = "" if waited is None else f", mean wait {format_duration(waited)}"
-        return f"{text}, {saved} saved{wait}"
+        return text if waited is None else f"{text}, mean wait {format_duration(waited)}"
+
+
+def _named(prefix: str) -> dict[str, str]:
+    """Return the counters whose names have a prefix, by the rest of their names."""
+    return {name.removeprefix(prefix): name for name in COUNTERS if name.startswith(prefix)}
 
 
 def summed(samples: Iterable[Sample]) -> Stats:
@@ -139,25 +143,62 @@ def stats_of(
     return Stats(since, until, **{name: counters.get(name, 0) for name in COUNTERS})
 
 
-def by_rank(samples: Iterable[Sample]) -> dict[str, Stats]:
-    """Add up samples for each rank. The key is its number, or ``none`` without one."""
-    ranks = _grouped(samples, lambda sample: sample.rank)
-    return {"none" if rank == NO_RANK else str(rank): stats for rank, stats in ranks.items()}
+def by_rank(samples: Iterable[Sample]) -> dict[int | None, Stats]:
+    """Add up the samples of each rank. The key None stands for processes without a rank."""
+    ranks = summed_by(samples, lambda sample: sample.rank)
+    return {None if rank == NO_RANK else rank: stats for rank, stats in ranks.items()}
 
 
-def rank_records(ranks: Mapping[str, Stats]) -> list[dict[str, Any]]:
-    """Convert the result of `by_rank` to JSON objects, in which a rank is a number or None."""
-    return [
-        {"rank": None if rank == "none" else int(rank), **stats.as_dict()}
-        for rank, stats in ranks.items()
-    ]
-
-
-def by_hour(samples: Iterable[Sample]) -> dict[int, Stats]:
-    """Add up the samples of each hour. The keys are their starts in seconds since the epoch."""
-    return _grouped(samples, lambda sample: sample.start // 3600 * 3600)
-
-
-def _grouped(samples: Iterable[Sample], key: Callable[[Sample], int]) -> dict[int, Stats]:
+def summed_by(samples: Iterable[Sample], key: Callable[[Sample], int]) -> dict[int, Stats]:
+    """Add up the samples of each value of ``key``, in the order of the values."""
     ordered = sorted(samples, key=key)
     return {each: summed(group) for each, group in itertools.groupby(ordered, key)}
+
+
+#: Name -> help, name of the label ("" if there is one value), and value of the label -> counter.
+#: The names never change, because dashboards depend on them: here, streamed is called bypassed.
+METRICS: Mapping[str, tuple[str, str, Mapping[str, str]]] = {
+    "opens": ("Shards opened.", "outcome",
+              {"bypassed" if name == "streamed" else name: name for name in OUTCOMES}),
+    "opened_bytes": ("Bytes read from the cache.", "", {"": "bytes_opened"}),
+    "received_bytes": ("Bytes received over the network.", "source",
+                       {"origin": "bytes_origin", "upstream": "bytes_upstream"}),
+    "bypassed_bytes": ("Bytes streamed, not stored.", "", {"": "bytes_streamed"}),
+    "stored_bytes": ("Bytes of shards stored.", "", {"": "bytes_stored"}),
+    "fetches": ("Shards downloaded.", "", {"": "fetches"}),
+    "fetches_failed": ("Downloads that failed.", "", {"": "fetches_failed"}),
+    "retries": ("Requests that were repeated.", "", {"": "retries"}),
+    "evictions": ("Entries evicted or removed.", "reason", _named("evicted_")),
+    "evicted_bytes": ("Bytes of entries evicted or removed.", "", {"": "bytes_evicted"}),
+    "errors": ("Errors.", "kind", _named("errors_")),
+}  # fmt: skip
+
+
+def exposition(stats: Stats, directory: str) -> str:
+    """Return all metrics as text for the textfile collector of Prometheus' node exporter.
+
+    The label ``dir`` is ``directory``. The sums never fall, except after ``stats --zero``, which
+    Prometheus treats as a restart. See prometheus.io/docs/instrumenting/exposition_formats.
+    """
+    lines: list[str] = []
+    escaped = directory.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
+
+    def family(name: str, kind: str, help: str, values: Iterable[tuple[str, str, float]]) -> None:
+        lines.append(f"# HELP shardcache_{name} {help}")
+        lines.append(f"# TYPE shardcache_{name} {kind}")
+        for suffix, labels, value in values:
+            lines.append(f'shardcache_{name}{suffix}{{dir="{escaped}"{labels}}} {value:.17g}')
+
+    for name, (about, label, counters) in METRICS.items():
+        values = [
+            ("", label and f',{label}="{value}"', getattr(stats, counter))
+            for value, counter in counters.items()
+        ]
+        family(f"{name}_total", "counter", about, values)
+    waits = [
+        (f"_{name}", f',for="{wait}"', value)
+        for wait, each in stats.waits.items()
+        for name, value in (("sum", each.seconds), ("count", each.count))
+    ]
+    family("wait_seconds", "summary", "How long readers waited for a shard, and for what.", waits)
+    return "\n".join(lines) + "\n"

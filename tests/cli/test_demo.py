@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from shardcache import demo
+from shardcache.cli import demo
 from tests.support.clitools import Command
 from tests.support.storetools import wait_until
 
@@ -52,7 +52,7 @@ INTERRUPTED = """
 import sys, time
 sys.modules["torch"] = None  # its import takes seconds
 from pathlib import Path
-from shardcache import demo
+from shardcache.cli import demo
 from shardcache.cli import main
 demo.SHARDS = demo.SAMPLES = 4
 def read(environment):
@@ -96,7 +96,7 @@ def test_a_server_that_does_not_start_is_explained(run, monkeypatch, tmp_path):
 OWNER = """
 import os, signal, sys
 from pathlib import Path
-from shardcache.demo import S3Server
+from shardcache.cli.demo import S3Server
 with S3Server(Path(sys.argv[1])) as server:
     os.kill(os.getpid(), signal.SIGKILL)
 """

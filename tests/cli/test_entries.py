@@ -10,8 +10,7 @@ import pytest
 
 from shardcache.cache import Cache
 from shardcache.config import Config
-from shardcache.errors import ConfigError, ShardNotFoundError
-from shardcache.layout import Layout
+from shardcache.errors import ConfigError
 from shardcache.units import format_bytes
 from tests.support.storetools import room
 
@@ -66,11 +65,9 @@ def test_ls_shows_damaged_entries(run, warm, tmp_path):
 
 
 def test_ls_shows_a_shard_whose_file_has_another_name_than_its_url(run, tmp_path):
-    url = str(tmp_path / "a b.bin")
     (tmp_path / "a b.bin").write_bytes(b"shard")
     with Cache(tmp_path / "cache", cache_local=True, min_free=0) as cache:
-        cache.fetch(url)
-        assert json.loads(run("ls", "--json")[1])["shards"][0]["state"] == "ok"
+        cache.fetch(url := str(tmp_path / "a b.bin"))
         with cache.open(url):
             (row,) = json.loads(run("ls", "--json")[1])["shards"]
     assert row["state"] == "in_use" and row["path"].endswith("/a_b.bin")
@@ -80,7 +77,7 @@ def test_a_cache_without_a_manifest_is_empty(run, tmp_path):
     code, out, err = run("ls")
     assert (code, out) == (0, "0 shards, 0 B\n") and "Nothing was cached" in err
     assert run("clean")[:2] == run("clean", "-q")[:2] == (0, "")
-    Layout.of_root(tmp_path / "cache").make()  # a process creates the manifest last
+    (tmp_path / "cache" / "v1").mkdir(0o700, parents=True)  # a process creates the manifest last
     assert run("ls", "--partial")[:2] == (0, "0 partials, 0 B: 0 live, 0 resumable, 0 orphans\n")
     (tmp_path / "cache" / "precious").touch()
     assert run("ls")[0] == 2
@@ -124,14 +121,11 @@ def test_commands_use_the_limits_of_the_last_job(run, warm, data, tmp_path):
             job.close()
 
 
-def test_clean_names_each_reason(run, warm, tmp_path, monkeypatch):
+def test_clean_names_each_reason(run, warm, orphan, tmp_path, monkeypatch):
     with Cache(tmp_path / "cache") as cache:
         for age, url in zip((10, 30), warm[:2], strict=True):
             then = time.time() - age * 86400
             os.utime(cache.entry(url).path / "meta.json", (then, then))
-    orphan = tmp_path / "cache/v1/partial" / f"{'a' * 32}.{'b' * 24}.{'c' * 32}"
-    orphan.mkdir()
-    (orphan / "x.tar").write_bytes(b"x")
     monkeypatch.setenv("SHARDCACHE_MAX_AGE", "14d")
     _, out, _ = run("clean", "-n")
     assert "1 max_age" in out and "orphan" not in out  # the partial may still be resumed
@@ -143,7 +137,7 @@ def test_clean_names_each_reason(run, warm, tmp_path, monkeypatch):
 
 def test_rm_removes_cached_shards_and_names_the_others(run, warm, bucket):
     assert run("rm", "-n", warm[0])[1].startswith("would remove 1 shard, ")
-    code, out, _ = run("rm", "-y", f"s3://{bucket}/train-{{0000..0001}}.tar")
+    code, out, _ = run("rm", "-y", *warm[:2])
     assert code == 0 and out.startswith("removed 2 shards, ")
     code, _, err = run("rm", "-y", warm[0], warm[2])
     assert code == 1 and f"error: {warm[0]} is not cached" in err
@@ -235,10 +229,7 @@ def test_methods_take_patterns(run, warm, bucket, tmp_path):
         with cache.pinned(f"s3://{bucket}/train-*1.tar") as path:
             assert path == cache.path(warm[1])
         assert len(cache.pin(["train-000?.tar", warm[0]])) == 4 == len(cache.unpin("train-*"))
-        assert len(list(cache.entries(f"s3://{bucket}/train-{{0000..0002}}.tar"))) == 3
         assert cache.remove(f"s3://{bucket}/")[0] > 0 and not list(cache.entries())
-        with pytest.raises(ShardNotFoundError, match="nothing in"):
-            cache.verify("train-*")
 
 
 def test_a_command_does_not_replace_the_limits_of_a_job(run, spec, tmp_path):

@@ -4,76 +4,66 @@ import json
 import os
 import re
 
-import pytest
-
 from shardcache.cache import Cache
-from shardcache.cli.main import _COMMANDS
 
 TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}\+00:00")
-#: Command line -> exit code, and paths of keys; ``{0}`` and ``{1}`` are URLs of cached shards.
+#: Command line, whose ``{0}`` and ``{1}`` are URLs of cached shards -> exit code, and keys: those
+#: of the object, and of the objects under ``key:``.
 SHAPES: dict[str, tuple[int, str]] = {
     "prewarm {0} s3://{bucket}/absent.tar": (
         3,
-        "shards.url shards.outcome shards.size shards.seconds shards.received shards.retries "
-        "shards.error.type shards.error.message summary.fetched summary.cached summary.failed "
-        "summary.bytes summary.received_bytes summary.seconds summary.stopped "
-        "summary.plan.to_fetch summary.plan.free_bytes summary.plan.needed_bytes "
-        "summary.plan.missing_bytes",
+        "shards: url outcome size seconds received retries; shards.error: type message; "
+        "summary: fetched cached failed bytes received_bytes seconds stopped; "
+        "summary.plan: to_fetch free_bytes needed_bytes missing_bytes",
     ),
     "index {0} -o {dir}/train.json": (
         0,
-        "shards.url shards.nsamples summary.shards summary.samples summary.failed summary.wrong "
-        "summary.seconds",
+        "shards: url nsamples; summary: shards samples failed wrong seconds",
     ),
     "ls": (
         0,
-        "shards.url shards.state shards.size shards.used_at shards.fetched_at shards.key "
-        "shards.version shards.path shards.etag shards.digest summary.shards "
-        "summary.bytes summary.disk_bytes summary.max_size summary.evictable_bytes "
-        "summary.matching summary.shown summary.not_cached",
+        "shards: url state size used_at fetched_at key version path etag digest; summary: shards "
+        "bytes disk_bytes max_size evictable_bytes matching shown not_cached",
     ),
     "ls --partial": (
         0,
-        "partials.state partials.key partials.dir partials.written_bytes summary.partials "
-        "summary.live summary.orphans summary.written_bytes",
+        "partials: state key dir written_bytes; summary: partials live orphans written_bytes",
     ),
-    "path {0}": (0, "shards.url shards.path"),
+    "path {0}": (0, "shards: url path"),
     "pin {0} s3://lab/absent.tar --for 3d": (
         0,
-        "shards.url shards.state summary.pinned summary.not_cached summary.seconds",
+        "shards: url state; summary: pinned not_cached seconds",
     ),
-    "unpin {0}": (0, "shards.url shards.state summary.unpinned summary.not_pinned"),
+    "unpin {0}": (0, "shards: url state; summary: unpinned not_pinned"),
     "verify": (
         4,
-        "findings.state findings.url findings.reason findings.set_aside findings.entry.key "
-        "findings.entry.directory findings.entry.size summary.verified summary.verified_bytes "
-        "summary.ok summary.damaged summary.set_aside summary.seconds summary.interrupted",
+        "findings: state url reason set_aside; findings.entry: key directory size; summary: "
+        "verified verified_bytes ok damaged set_aside seconds interrupted",
     ),
     "stats": (
         0,
-        "opens hits misses coalesced bypassed failed hit_rate bytes_origin bytes_opened "
-        "bytes_saved evicted errors since until waits.all.count waits.all.mean",
+        "opens hits misses coalesced streamed failed hit_rate bytes_origin bytes_opened "
+        "bytes_saved evicted errors since until; waits.all: count mean",
     ),
-    "stats --by hour": (0, "hours.hour hours.opens hours.hits summary.opens"),
-    "stats --by rank": (0, "ranks.rank ranks.opens ranks.hits summary.opens"),
+    "stats --by hour": (0, "hours: hour opens hits; summary: opens"),
+    "stats --by rank": (0, "ranks: rank opens hits; summary: opens"),
     "stats --zero": (0, "zeroed"),
     "top --interval 0.2": (
         0,
-        "at seconds processes total.opens ranks fetches waits tiers.dir tiers.bytes "
-        "tiers.disk_bytes tiers.estimated tiers.max_size",
+        "at seconds processes ranks fetches waits; total: opens; tiers: dir bytes disk_bytes "
+        "estimated max_size",
     ),
     "report -o {dir}/report.html": (0, "path size"),
-    "config": (0, "options.name options.value options.source options.default summary.set"),
+    "config": (0, "options: name value source default; summary: set"),
     "dir": (0, "dir"),
-    "doctor": (0, "findings.level findings.found findings.fix summary.fail"),
+    "doctor": (0, "findings: level found fix; summary: fail"),
     "clean -n --all": (
         0,
-        "removed.name removed.reason removed.size freed kept kept_bytes missing dry_run job_limits",
+        "freed kept kept_bytes missing dry_run job_limits; removed: name reason size",
     ),
     "rm -n {0} s3://lab/absent.tar": (
         1,
-        "shards.url shards.state shards.size summary.dry_run summary.removed "
-        "summary.removed_bytes summary.in_use summary.not_cached",
+        "shards: url state size; summary: dry_run removed removed_bytes in_use not_cached",
     ),
 }
 
@@ -93,30 +83,21 @@ def keys(found, path=""):
     return {path}
 
 
-@pytest.fixture
-def used(run, warm, tmp_path):
-    """A cache with statistics, a damaged shard, and the partial of a dead process."""
+def test_json_has_the_keys_that_scripts_rely_on(run, warm, orphan, bucket, tmp_path):
     with Cache(tmp_path / "cache", min_free=0) as cache:
-        with cache.open(warm[0]) as stream:
-            stream.read()
+        cache.open(warm[0]).read()
         damaged = cache.entry(warm[3]).data
     damaged.chmod(0o600)
     damaged.write_bytes(b"y" * damaged.stat().st_size)
-    partial = tmp_path / "cache/v1/partial" / f"{'a' * 32}.{'b' * 24}.{'c' * 32}"
-    partial.mkdir()
-    (partial / "x.tar").write_bytes(b"x")
-    return warm
-
-
-def test_json_has_the_keys_that_scripts_rely_on(run, used, bucket, tmp_path):
-    assert {line.split()[0] for line in SHAPES} == set(_COMMANDS) - {"demo", "run"}
     for line, (expected, shape) in SHAPES.items():
-        words = [word.format(*used, bucket=bucket, dir=tmp_path) for word in line.split()]
+        words = [word.format(*warm, bucket=bucket, dir=tmp_path) for word in line.split()]
         code, out, err = run(*words, "--json")
         assert code == expected, (line, err)
         found = json.loads(out)  # one object
-        assert {"schema", "command", *shape.split()} <= keys(found), line
         assert (found["schema"], found["command"]) == (1, words[0])
+        for part in shape.split("; "):
+            *path, names = part.split(": ")
+            assert {".".join([*path, name]) for name in names.split()} <= keys(found), line
         assert os.environ["AWS_SECRET_ACCESS_KEY"] not in out + err
     _, out, _ = run("top", "--count", "2", "--interval", "0.2", "--json")
     assert [json.loads(line)["schema"] for line in out.splitlines()] == [1, 1]

@@ -6,8 +6,7 @@ import sys
 
 import pytest
 
-from shardcache.cli.output import Console
-from shardcache.cli.progress import Position, display
+from shardcache.cli.output import Console, Position, display
 
 
 def test_values_are_escaped(capsys):
@@ -50,7 +49,7 @@ def test_when_there_is_colour(monkeypatch, capsys, color, environment, terminal,
 
 
 def test_without_a_terminal_progress_is_a_line_now_and_then(capsys, monkeypatch):
-    monkeypatch.setattr("shardcache.cli.progress.LINE_EVERY", 0.01)
+    monkeypatch.setattr("shardcache.cli.output.LINE_EVERY", 0.01)
     positions = itertools.count(0, 10)
     with display(Console(), lambda: {"": Position("1/4 shards", next(positions), 10**9)}):
         while not (printed := capsys.readouterr()).err:

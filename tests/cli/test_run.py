@@ -58,59 +58,36 @@ def test_workers_read_through_the_cache(method, program, spec, proxy, tmp_path):
 
 
 def test_the_last_line_counts_the_opens_of_this_run_only(program, spec, bucket, tmp_path):
-    other = (
-        f"import sys; from shardcache import Cache; Cache({str(tmp_path / 'cache')!r}, min_free=0)"
-    )
+    other = f"from shardcache import Cache; Cache({str(tmp_path / 'cache')!r}, min_free=0)"
+    other = f"import sys; {other}.open(sys.argv[1]).read()"
     text = f"{WITHOUT_TORCH}\nimport os, subprocess\nos.environ.pop('SHARDCACHE_RUN')\n"
-    text += f"code = {other!r} + '.open(sys.argv[1]).read()'\n"
-    text += "subprocess.run([sys.executable, '-c', code, sys.argv[1]], check=True)"
+    text += f"subprocess.run([sys.executable, '-c', {other!r}, sys.argv[1]], check=True)"
     shard = f"s3://{bucket}/train-0000.tar"
     code, _, err = run_process("run", "--", *program(text), shard, directory=tmp_path / "cache")
     assert code == 0 and "no shard was opened through the cache" in err, err
 
 
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        (["-o", "max_siz=1GB", "--", "touch"], "Did you mean max_size?"),
-        (["-o", "max_size=many", "--", "touch"], "max_size (argument): 'many'"),
-        (["-o", "max_size", "--", "touch"], "NAME=VALUE"),
-        (["--dir", "/proc/self/status", "--", "touch"], "not a directory"),
-        ([], "Give a program"),
-    ],
-)
-def test_errors_are_reported_before_the_program_starts(arguments, text, tmp_path, run):
-    code, _, err = run("run", *arguments, *([tmp_path / "started"] if arguments else []))
-    assert code == 2 and text in err and not (tmp_path / "started").exists()
-
-
-@pytest.mark.parametrize("separator", [[], ["--"]])
-def test_words_after_the_program_are_its_arguments(separator, program, tmp_path):
+def test_words_after_the_program_are_its_arguments(program, tmp_path):
     words = ["-v", "--config", "train.yaml", "--dir", "X", "--", "--json"]
-    command = *separator, *program("import sys; print(sys.argv[1:])"), *words
-    code, out, err = run_process("run", *command, directory=tmp_path / "cache")
+    command = program("import sys; print(sys.argv[1:])")
+    code, out, err = run_process("run", *command, *words, directory=tmp_path / "cache")
     assert (code, out) == (0, f"{words}\n"), err
 
 
-def test_a_directory_that_cannot_be_made_is_logged_once(program, spec):
-    code, out, err = run_process("run", *program(TRAINING), spec, "fork", directory="/proc/cache")
-    assert (code, out) == (7, "80 80\n" * 2)
-    assert err.count("no shard will be cached") == 1 and "streamed, not cached" not in err
-
-
 @pytest.mark.parametrize(
-    ("absent", "line", "last"),
+    ("shards", "directory", "samples", "line", "last"),
     [
-        ("s3://nowhere/train-{0000..0009}.tar", "s3://nowhere/train-", "20 could not be opened"),
-        ("pipe:true {0000..0009} | cat", "and WebDataset reads it", "10 shards not cached"),
+        (None, "/proc/c", 80, "no shard will be cached", "no shard was opened"),
+        ("s3://nowhere/{0..9}.tar", "c", 0, "s3://nowhere/", "; 20 could not be opened"),
+        ("pipe:true {0..9} | cat", "c", 0, "and WebDataset reads it", "; 10 shards not cached"),
     ],
 )
-def test_a_skipped_shard_is_logged_once(absent, line, last, program, s3_environment, tmp_path):
-    arguments = "run", "--", *program(TRAINING), absent, "fork"
-    code, out, err = run_process(*arguments, directory=tmp_path / "c")
-    assert (code, out) == (7, "0 0\n" * 2)
+def test_a_fault_is_logged_once(shards, directory, samples, line, last, program, spec, tmp_path):
+    arguments = "run", "--", *program(TRAINING), shards or spec, "fork"
+    code, out, err = run_process(*arguments, directory=tmp_path / directory)
+    assert (code, out) == (7, f"{samples} {samples}\n" * 2)
     assert err.count(line) == 1, err  # two epochs of two workers
-    assert f"no shard was opened through the cache in {tmp_path}/c; {last}" in err
+    assert last in err.splitlines()[-1] and "streamed, not cached" not in err
 
 
 def test_only_reads_of_shards_use_the_cache(program, s3, bucket, spec, tmp_path):
@@ -157,7 +134,6 @@ except ValueError as exn:
         ("pipe:aws s3 cp s3://{}/a.tar - --sse-c AES256", 0, "shardcache does not know"),
         ("pipe:cat shard | tail -c +1", 0, "only a shell understands its '|'"),
         ("pipe:aws s3 cp s3://nowhere/b.tar - --no-sign-request", 0, "access denied"),
-        ("gs://nowhere/b.tar", 0, "gs:// cannot be read here"),
         ("pipe:gsutil cat gs://nowhere/b.tar", 0, "gs:// cannot be read here"),
     ],
 )
@@ -182,6 +158,7 @@ def test_the_last_line_tells_what_webdataset_read(
     assert (code, out) == (0, "4\n4\n"), err
     *_, last = err.splitlines()
     assert f"{opened} shards opened" in last if opened else "no shard was opened" in last
+    assert "is PYTHONPATH replaced?" not in last
     assert (reason is None) == ("not cached" not in last) and (reason or "") in last
     assert err.count("and WebDataset reads it") == (reason is not None)
     assert "could not be opened" not in last
@@ -190,23 +167,16 @@ def test_the_last_line_tells_what_webdataset_read(
 @pytest.mark.parametrize(
     ("command", "temporary"), [("echo x > ${SHARDCACHE_RUN#*:}", "/tmp"), ("true", "/proc")]
 )
-def test_the_file_of_a_run_may_be_damaged_or_missing(command, temporary, tmp_path):
-    patch = f"import tempfile; tempfile.tempdir = {temporary!r}"
-    start = [
-        sys.executable,
-        "-c",
-        f"{patch}; from shardcache.cli.main import main; raise SystemExit(main())",
-    ]
-    options = {"directory": tmp_path / "cache", "python": start}
-    code, _, err = run_process("run", "--", "sh", "-c", command, **options)
+def test_the_file_of_a_run_may_be_damaged_or_missing(run, monkeypatch, command, temporary):
+    monkeypatch.setattr("tempfile.tempdir", temporary)
+    code, _, err = run("run", "--", "sh", "-c", command)
     assert code == 0 and "no shard was opened" in err and "Traceback" not in err
 
 
-@pytest.mark.parametrize("isolated", [True, False])
-def test_the_last_line_tells_whether_the_hook_was_loaded(isolated, tmp_path):
-    program = sys.executable, *(["-I"] if isolated else []), "-c", ""
+def test_the_last_line_tells_that_the_hook_was_not_loaded(tmp_path):
+    program = sys.executable, "-I", "-c", ""
     _, _, err = run_process("run", "--", *program, directory=tmp_path / "cache")
-    assert ("is PYTHONPATH replaced?" in err) == isolated
+    assert "is PYTHONPATH replaced?" in err
 
 
 def test_a_program_in_another_environment_needs_shardcache(program, tmp_path):
@@ -225,8 +195,7 @@ def test_signals_and_exit_codes_pass_through(program, tmp_path):
 
 
 def test_the_variables_of_env_do_the_same(run, program, spec, tmp_path):
-    code, out, _ = run("run", "-o", "min_free=0", "--env")
-    assert code == 0
+    out = run("run", "-o", "min_free=0", "--env")[1]
     text = WITHOUT_TORCH + "print(len(list(wds.WebDataset(sys.argv[1], shardshuffle=False))))"
     (tmp_path / "job.sh").write_text(f"{out}\nexec {sys.executable} {program(text)[1]} '{spec}'")
     process = run_process(python=["sh", tmp_path / "job.sh"], directory=tmp_path / "cache")

@@ -8,8 +8,8 @@ import pytest
 from torch.utils.data import DataLoader
 
 from shardcache import Cache, ShardBatchSampler, TarDataset
+from shardcache.cli.demo import S3Server
 from shardcache.dataset.index import write_index_file
-from shardcache.demo import S3Server
 from tests.support.caches import warnings
 from tests.support.storetools import room, together
 from tests.support.tars import sample_tar

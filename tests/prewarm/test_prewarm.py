@@ -85,7 +85,7 @@ def test_skip_missing_takes_only_an_absence_for_no_failure(make_cache, fill, ori
 
 
 def test_progress_and_failures_of_a_prewarm(make_cache, fill, capsys, caplog, monkeypatch):
-    monkeypatch.setattr("shardcache.cli.progress.LINE_EVERY", 0.01)
+    monkeypatch.setattr("shardcache.cli.output.LINE_EVERY", 0.01)
     urls, shown = [*fill(names(2)), "s3://b/absent.tar"], []
 
     def on_event(event):

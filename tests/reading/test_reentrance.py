@@ -99,8 +99,8 @@ def test_a_child_that_closes_a_stream_of_its_parent_counts_nothing(make_cache, o
         stream.close()
     cache.close()
     found = cache.stats()
-    assert (found.opens, found.misses, found.bypassed) == (2, 1, 1)
-    assert found.bytes_bypassed == 2 * len(DATA)
+    assert (found.opens, found.misses, found.streamed) == (2, 1, 1)
+    assert found.bytes_streamed == 2 * len(DATA)
 
 
 def test_a_stream_may_be_closed_at_every_call_that_a_download_makes(tmp_path):

@@ -118,7 +118,7 @@ def test_ranks_link_a_shard_and_all_links_are_evicted_together(shop):
             each.ask(None)
     with Cache(shop.path) as cache:
         found = cache.stats()
-        assert (found.fetches, found.linked, found.hits, found.bypassed) == (3, 9, 12, 1)
+        assert (found.fetches, found.linked, found.hits, found.streamed) == (3, 9, 12, 1)
     summary = json.loads(run_process("ls", "--json", directory=shop.path)[1])["summary"]
     assert (summary["shards"], summary["bytes"]) == (3, 3 * shop.size)
     for number, entries in enumerate(shop.links()[url] for url in shop.urls[:3]):

@@ -14,7 +14,7 @@ from shardcache.ranks import Ranks
 from shardcache.stats import counters as module
 from shardcache.stats.counters import Counters
 from shardcache.stats.database import add, expire, samples
-from shardcache.stats.summary import by_hour, by_rank, summed
+from shardcache.stats.summary import by_rank, summed
 from tests.support.fakes import FakeClock
 from tests.support.storetools import forked, needs_root, no_descriptor_left, refusing
 
@@ -83,11 +83,10 @@ def test_counts_survive_a_failing_disk(make, layout, tmp_path, monkeypatch, how)
     assert total(layout).hits == 1
 
 
-def test_the_database_can_be_read_while_it_is_created(tmp_path):
+def test_the_database_can_be_read_while_it_is_created(layout):
     with ThreadPoolExecutor(1) as pool:
-        for number in range(200):
-            layout = Layout.of_root(tmp_path / str(number))
-            layout.make()
+        for _ in range(200):
+            layout.stats.unlink(missing_ok=True)
             adding = pool.submit(add, layout, -1, NOON, {"hits": 1}, 5.0)
             while not adding.done():
                 samples(layout)
@@ -151,8 +150,7 @@ def test_counts_expire_but_their_total_stays(make, layout, clock):
             counters.flush()
             clock.sleep(60)
     whole, count = total(layout), len(samples(layout))
-    assert (whole.hits, count, list(by_rank(samples(layout)))) == (360, 2 * 18, ["0", "1"])
-    assert [hour.hits for hour in by_hour(samples(layout)).values()] == [120, 120, 120]
+    assert (whole.hits, count, list(by_rank(samples(layout)))) == (360, 2 * 18, [0, 1])
     assert (whole.waits["network"].count, whole.waits["network"].mean) == (360, 0.5)
     assert total(layout, since=NOON + HOUR).hits == 240
     expire(layout, NOON + 24 * HOUR)

@@ -58,6 +58,15 @@ def warm(run, spec, bucket):
     return [f"s3://{bucket}/train-{n:04d}.tar" for n in range(SHARDS)]
 
 
+@pytest.fixture
+def orphan(warm, tmp_path):
+    """The partial of a dead process that no reader can continue."""
+    partial = tmp_path / "cache/v1/partial" / f"{'a' * 32}.{'b' * 24}.{'c' * 32}"
+    partial.mkdir()
+    (partial / "x.tar").write_bytes(b"x")
+    return partial
+
+
 def command(*arguments, **environment):
     """Run the command line without fixtures, in a fork too; returns exit code and all output."""
     text = io.StringIO()

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from shardcache.cache import Cache
+from shardcache.cli.demo import S3Server
 from shardcache.config import Config
-from shardcache.demo import S3Server
 from shardcache.layout import Layout, read_manifest
 from shardcache.locks.mounts import node_namespace
 from shardcache.store.root import make_root

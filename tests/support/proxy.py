@@ -22,7 +22,7 @@ from socketserver import TCPServer, ThreadingMixIn
 from typing import Any, Literal, NamedTuple, Self
 from urllib.parse import parse_qsl, unquote, urlsplit
 
-from shardcache.demo import S3Server
+from shardcache.cli.demo import S3Server
 from tests.support.storetools import wait_until
 
 #: Seconds between two pieces of a body whose rate is limited.

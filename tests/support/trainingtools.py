@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardcache.demo import S3Server
+from shardcache.cli.demo import S3Server
 from tests.support.proxy import Proxy
 from tests.support.storetools import wait_until
 from tests.support.tars import sample_tar

@@ -223,6 +223,7 @@ def test_the_pipeline_of_a_page_shuffles_shards_in_every_epoch(
     s3.create_bucket("bucket")
     data = DataSet(s3, "bucket", proxy, shards=16, members=1)
     monkeypatch.setenv("SHARDCACHE_MIN_FREE", "0")
+    monkeypatch.setenv("HOME", str(tmp_path))  # of ~/.cache/shards
     code = re.search(r"```python\n(.*?)```", (ROOT / page).read_text("utf-8"), re.DOTALL)[1]
     for shown, here in {
         r"s3://bucket/.*?\.tar": data.spec,

@@ -31,11 +31,17 @@ class Deadline(Exception):
     """Raised by a handler."""
 
 
-def interrupted(function: Callable[[], object], *, step: int = 1) -> Iterator[int]:
-    """Call a function once for each of its moments, at which a handler of the thread raises."""
+def interrupted(
+    function: Callable[[], object], *, step: int = 1, within: str = ""
+) -> Iterator[int]:
+    """Call a function once for each of its moments, at which a handler of the thread raises.
+
+    Only the moments in methods of the class ``within`` count, if it is given.
+    """
 
     def handler(frame, event, _):
-        if left and event in ("call", "c_return") and not (left.pop() or left):
+        counts = event in ("call", "c_return") and frame.f_code.co_qualname.startswith(within)
+        if left and counts and not (left.pop() or left):
             raise Deadline
 
     function()  # imports its modules
@@ -159,19 +165,25 @@ def test_a_fetch_that_a_handler_ends_has_released_the_shard(make_cache, files, m
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_handler_may_end_a_fetch_that_waits_for_a_connection(make_cache, files):
-    """Python's conditions would lose their lock. No connection is lost either."""
-    cache, other = make_cache(connections=1), f"{files.url}/b.tar"
+    """The methods of Python's conditions would then lose their lock."""
+    cache = make_cache(connections=1)
     files.files["/b.tar"] = DATA
+
+    def occupy():
+        """Let another thread use the only connection for a moment."""
+        pool.submit(cache.clean, everything=True).result(20)  # after the last one
+        seen, held = files.requests.count("GET /b.tar"), files.hold("/b.tar", 1000)
+        pool.submit(cache.fetch, f"{files.url}/b.tar")
+        wait_until(lambda: files.requests.count("GET /b.tar") > seen)
+        threading.Timer(0.2, held.set).start()
+
+    def fetch():
+        threads.call(occupy, PATIENCE, "shardcache-test")
+        cache.fetch(f"{files.url}/a.tar")
+
     with ThreadPoolExecutor(1) as pool:
-        for number in interrupted(lambda: cache.fetch(f"{files.url}/a.tar"), step=3):
-            pool.submit(len, ()).result(20)  # after the other fetch
-            cache.clean(everything=True)
-            seen, held = files.requests.count("GET /b.tar"), files.hold("/b.tar", 1000)
-            pool.submit(cache.fetch, other)
-            wait_until(lambda: files.requests.count("GET /b.tar") > seen)  # noqa: B023
-            threading.Timer(0.05, held.set).start()
-            if number > 100:
-                break
+        for _ in interrupted(fetch, within="Condition."):
+            pool.submit(len, ()).result(20)
 
 
 def test_a_first_read_in_a_hook_of_atexit_works(files, tmp_path):

@@ -164,6 +164,16 @@ def test_a_fetch_that_a_handler_ends_has_released_the_shard(make_cache, files, m
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_after_a_handler_ended_an_open_the_next_reader_gets_the_shard(make_cache, files):
+    """No download is left without a worker, and no lock is held."""
+    cache, url = make_cache(), f"{files.url}/a.tar"
+    with ThreadPoolExecutor(1) as pool:
+        for _ in interrupted(lambda: cache.open(url).close(), step=5):
+            assert pool.submit(read, cache, url).result(20) == DATA
+            cache.clean(everything=True)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_handler_may_end_a_fetch_that_waits_for_a_connection(make_cache, files):
     """The methods of Python's conditions would then lose their lock."""
     cache = make_cache(connections=1)

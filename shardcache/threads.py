@@ -54,8 +54,6 @@ _gate = threading.RLock()
 
 
 class _Own(threading.local):
-    """The lock of the current thread."""
-
     def __init__(self) -> None:
         self.lock = threading.RLock()
         with _gate:

@@ -7,6 +7,7 @@ a background thread). A forked child begins anew, with connections and locks of 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import errno
 import logging
 import os
@@ -14,8 +15,10 @@ import sys
 import threading
 import weakref
 from collections import Counter
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
 from shardcache import clock, threads
@@ -272,16 +275,24 @@ class ProcessCache:
 
     def _download(self, download: Download) -> Opened:
         """Run a download that no other reader shares, and return the entry."""
+        done = SimpleQueue[None]()  # `Download.wait` would wake up at each block
+
+        def work() -> None:
+            self._work(download, insist=True)
+            done.put(None)
+
         download.join()
         try:
             # A signal handler could raise in the main thread, at any step of a download.
-            if not (threads.is_main() and self._start_worker(download, insist=True)):
-                self._work(download, insist=True)
-            download.wait(lambda: download.ended)
+            if not (threads.is_main() and self._start_worker(download, work)):
+                work()
+            done.get()
             opened = download.open()
         except BaseException:
             download.cancel()
-            download.wait(lambda: download.ended, _FAREWELL)
+            if not download.ended:
+                with contextlib.suppress(Empty):
+                    done.get(timeout=_FAREWELL)
             raise
         finally:
             download.leave()
@@ -294,7 +305,8 @@ class ProcessCache:
         try:
             # An older download may still lack its worker, for ever if a signal handler raised here.
             # Not under the lock of the downloads: `start` waits for the thread, which may take it.
-            if not (download.is_claimed or self._start_worker(download)):
+            work = partial(self._work, download, insist=False)
+            if not (download.is_claimed or self._start_worker(download, work)):
                 error = OSError(errno.EAGAIN, "the process cannot start a thread")
                 download.end(None, error)
                 raise error
@@ -303,9 +315,8 @@ class ProcessCache:
             raise
         return download, is_new
 
-    def _start_worker(self, download: Download, *, insist: bool = False) -> bool:
+    def _start_worker(self, download: Download, work: Callable[[], None]) -> bool:
         """Start the worker's thread. Return False if the process cannot start a thread."""
-        work = partial(self._work, download, insist=insist)
         try:
             threads.start(work, f"shardcache-{download.shard.key[:8]}-fetch")
         except RuntimeError as exn:
@@ -313,7 +324,7 @@ class ProcessCache:
             return False
         return True
 
-    def _work(self, download: Download, *, insist: bool = False) -> None:
+    def _work(self, download: Download, *, insist: bool) -> None:
         """Run a download as its worker, and report its result or error to the readers."""
         if not download.claim():
             return

@@ -162,10 +162,9 @@ class Cache:
     # -- reading ---------------------------------------------------------------
 
     def prepare(self, url: str | None = None) -> None:
-        """Prepare the first download of this process in a background thread.
+        """Create directories and the client for the origin of ``url`` in a background thread.
 
-        This creates the directories and the client for the origin of ``url``, which takes a few
-        tenths of a second. It downloads nothing, and leaves all errors to the first read.
+        This takes a few tenths of a second. All errors are left to the first read.
         """
 
         def run() -> None:
@@ -207,8 +206,7 @@ class Cache:
     def pinned(self, url: str) -> Iterator[Path]:
         """Download the shard unless it is cached, and yield its path for use inside the context.
 
-        Raises:
-            The same errors as `open` with ``strict``, because only a shard on disk has a path.
+        Raises the same errors as `open` with ``strict``, because only a shard on disk has a path.
         """
         shard = self._one(url)
         if self.process.is_in_place(shard):
@@ -347,9 +345,8 @@ class Cache:
         """Return the shards that specifications stand for, without duplicates.
 
         URLs and ``{braces}`` stand for shards whether they are cached or not. Globs, a ``prefix/``
-        and basenames stand only for matching shards in the cache, or for matching pinned shards if
-        ``pinned`` is set. These may have come from other endpoints than the configured one
-        (`other_endpoint`).
+        and basenames stand only for matching shards in the cache, or with ``pinned`` for matching
+        pins. These may have come from other endpoints than the configured one (`other_endpoint`).
 
         Raises:
             ConfigError: a specification is malformed.
@@ -548,11 +545,7 @@ class Cache:
         return {key: url for tier in tiers for key, url in pinned(tier.node, now).items()}
 
     def unpin(self, specs: Specs) -> list[ShardURL]:
-        """Unpin the shards that `select` finds with ``pinned``; return those that were pinned.
-
-        Raises:
-            The same errors as `pin`.
-        """
+        """Unpin shards; return those that were pinned. Arguments and errors are as in `pin`."""
         from shardcache.space import eviction
 
         require_cache(self.dir)

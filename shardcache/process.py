@@ -7,6 +7,7 @@ a background thread). A forked child begins anew, with connections and locks of 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import errno
 import logging
 import os
@@ -14,8 +15,10 @@ import sys
 import threading
 import weakref
 from collections import Counter
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
 from shardcache import clock, threads
@@ -123,11 +126,7 @@ class ProcessCache:
 
     @property
     def present(self) -> list[Tier]:
-        """The tiers whose directory holds a cache, and always the last tier.
-
-        Raises:
-            ConfigError: a directory must not be used as a cache.
-        """
+        """The tiers with a cache, and the last tier; ConfigError if one must not be used."""
         for tier in self.tiers:
             tier.check()
         return [tier for tier in self.tiers if tier.present or tier is self.home]
@@ -154,11 +153,8 @@ class ProcessCache:
         """Return the directories; make them again if one of them was replaced.
 
         A disk may be unmounted, mounted again or emptied while a job runs. Only misses need this
-        check, because a shard whose directory is gone is a miss.
-
-        Raises:
-            OSError: the directory cannot be created again.
-            The errors of `prepare`.
+        check, because a shard whose directory is gone is a miss. Raises the errors of `prepare`,
+        and OSError if the directory cannot be created again.
         """
         found = self.directories
         if found is None or self._changed_tiers():
@@ -219,10 +215,7 @@ class ProcessCache:
                 log_unusable(unusable(path, exn), path, self._ranks)
 
     def _node_of_session(self) -> Layout:
-        """Return the node's namespace, after this process has begun its session there.
-
-        A note stays only as long as there are sessions that began before it.
-        """
+        """Return the node's namespace, with the session that keeps the notes of this process."""
         with ignoring(ConfigError, OSError):
             self.prepare()
         return self.home.node
@@ -238,15 +231,10 @@ class ProcessCache:
     def lookup(
         self, shard: ShardURL, outdated: frozenset[str] = frozenset(), *, insist: bool = False
     ) -> Opened | None:
-        """Open the shard's entry, or return None if it is not cached.
-
-        Args:
-            shard: the shard to look up.
-            outdated: versions that must not be opened.
-            insist: use the disk even while it is paused, because the caller needs a local file.
+        """Open the shard's entry, except ``outdated`` versions; return None if it is not cached.
 
         Raises:
-            PausedError: the disk is paused after faults.
+            PausedError: the disk is paused after faults, and the caller does not ``insist``.
             UnusableError: the directory must not be used as a cache.
             OSError: reading the disk fails.
         """
@@ -270,10 +258,7 @@ class ProcessCache:
         """Return the shard's entry, which is downloaded if necessary. The caller must close it.
 
         The caller needs a local file, so the disk is used even while it is paused after faults.
-        This does not count as an open.
-
-        Raises:
-            The errors of `Cache.open` with ``strict``.
+        This does not count as an open. Raises the errors of `Cache.open` with ``strict``.
         """
         shard = download.shard
         self.refuse_in_place(shard)
@@ -282,23 +267,31 @@ class ProcessCache:
             opened = self._download(download)
         else:
             download.outcome = "hit"
-        self.touch(opened)
+        self.touch(opened, clock.monotonic())
         facts = {"event": download.outcome, "shard": str(shard)}
         logger.debug("%s: %s", shard, download.outcome, extra=facts)
         return opened
 
     def _download(self, download: Download) -> Opened:
         """Run a download that no other reader shares, and return the entry."""
+        done = SimpleQueue[None]()  # `Download.wait` would wake up at each block
+
+        def work() -> None:
+            self._work(download, insist=True)
+            done.put(None)
+
         download.join()
         try:
             # A signal handler could raise in the main thread, at any step of a download.
-            if not (threads.is_main() and self._start_worker(download, insist=True)):
-                self._work(download, insist=True)
-            download.wait(lambda: download.ended)
+            if not (threads.is_main() and self._start_worker(download, work)):
+                work()
+            done.get()
             opened = download.open()
         except BaseException:
             download.cancel()
-            download.wait(lambda: download.ended, _FAREWELL)
+            if not download.ended:
+                with contextlib.suppress(Empty):
+                    done.get(timeout=_FAREWELL)
             raise
         finally:
             download.leave()
@@ -306,16 +299,13 @@ class ProcessCache:
         return opened
 
     def join(self, shard: ShardURL, **options: bool) -> tuple[Download, bool]:
-        """Call `Downloads.join`, and start the worker if the download has none.
-
-        Raises:
-            OSError: the process cannot start a thread.
-        """
+        """Call `Downloads.join`, and start the worker; OSError if no thread can be started."""
         download, is_new = self.downloads.join(shard, **options)
         try:
             # An older download may still lack its worker, for ever if a signal handler raised here.
             # Not under the lock of the downloads: `start` waits for the thread, which may take it.
-            if not (download.is_claimed or self._start_worker(download)):
+            work = partial(self._work, download, insist=False)
+            if not (download.is_claimed or self._start_worker(download, work)):
                 error = OSError(errno.EAGAIN, "the process cannot start a thread")
                 download.end(None, error)
                 raise error
@@ -324,9 +314,8 @@ class ProcessCache:
             raise
         return download, is_new
 
-    def _start_worker(self, download: Download, *, insist: bool = False) -> bool:
+    def _start_worker(self, download: Download, work: Callable[[], None]) -> bool:
         """Start the worker's thread. Return False if the process cannot start a thread."""
-        work = partial(self._work, download, insist=insist)
         try:
             threads.start(work, f"shardcache-{download.shard.key[:8]}-fetch")
         except RuntimeError as exn:
@@ -334,7 +323,7 @@ class ProcessCache:
             return False
         return True
 
-    def _work(self, download: Download, *, insist: bool = False) -> None:
+    def _work(self, download: Download, *, insist: bool) -> None:
         """Run a download as its worker, and report its result or error to the readers."""
         if not download.claim():
             return
@@ -391,9 +380,9 @@ class ProcessCache:
                 self._write_back(download.shard, opened.path, wait=insist)
         return opened
 
-    def touch(self, opened: Opened) -> None:
+    def touch(self, opened: Opened, now: float) -> None:
         """Record that an entry is used: on first use by this process, then at intervals."""
-        now, directory = clock.monotonic(), opened.directory
+        directory = opened.directory
         last = self._touched.get(directory)
         if now >= self.clean_due:
             self.clean_if_due()
@@ -409,10 +398,7 @@ class ProcessCache:
             self.clean_due = min((one.due for one in self._housekeepers), default=0.0)
 
     def _write_back(self, shard: ShardURL, path: str, *, wait: bool) -> None:
-        """Copy a downloaded shard to the upstreams that have ``write_back`` set.
-
-        Without ``wait``, a thread makes the copies, so that no reader waits for them.
-        """
+        """Copy a shard to the upstreams that have ``write_back`` set, in a thread or ``wait``."""
         data = Path(path)
 
         def copy() -> None:

@@ -54,8 +54,6 @@ _gate = threading.RLock()
 
 
 class _Own(threading.local):
-    """The lock of the current thread."""
-
     def __init__(self) -> None:
         self.lock = threading.RLock()
         with _gate:
@@ -85,10 +83,9 @@ class lazy(Generic[T]):  # noqa: N801 - used as a decorator
 
 
 def start(function: Callable[[], object], name: str) -> threading.Thread:
-    """Call ``function`` in a new daemon thread, which does not keep a program from ending.
+    """Call ``function`` in a new daemon thread; RuntimeError at the limit of threads.
 
-    Raises:
-        RuntimeError: the limit of threads is reached.
+    A daemon thread does not keep a program from ending.
     """
     _register_hooks(_HOOKS[1] in sys.modules)
     if len(_started) >= _MANY:
@@ -117,10 +114,8 @@ def call(function: Callable[[], T], seconds: float | None, name: str) -> T:
     """Call ``function`` in a thread of its own, and return its result or raise its exception.
 
     If no thread can be started, ``function`` is called in this one. That happens at the limit of
-    threads and, since Python 3.12, while the interpreter shuts down.
-
-    Raises:
-        Empty: ``function`` has not returned within ``seconds``; its thread stays behind.
+    threads and, since Python 3.12, while the interpreter shuts down. Raises Empty if ``function``
+    has not returned within ``seconds``; its thread stays behind.
     """
     results: Results[T] = SimpleQueue()
     try:

@@ -1,10 +1,6 @@
 """The breaker opens for a minute after faults in a row."""
 
-import errno
-import os
-
-from shardcache.errors import CacheFullError, TransferError
-from shardcache.faults import FULL, Breaker, is_disk_fault
+from shardcache.faults import Breaker
 
 
 def test_faults_in_a_row_open_the_breaker(clock):
@@ -25,12 +21,3 @@ def test_faults_in_a_row_open_the_breaker(clock):
     breaker.succeeded()
     assert breaker.closed and not breaker.faults
     assert breaker.failed(at_once=True) and breaker.left == 60
-
-
-def test_faults_of_the_disk():
-    for number in (errno.EIO, errno.EROFS, errno.ESTALE, errno.EUCLEAN, errno.EACCES):
-        assert is_disk_fault(OSError(number, os.strerror(number)))
-    for number in (*FULL, errno.EMFILE, errno.ENOMEM, errno.ENOENT, errno.EFBIG):
-        assert not is_disk_fault(OSError(number, os.strerror(number)))
-    for other in (TransferError("reset"), CacheFullError("full"), ValueError("odd")):
-        assert not is_disk_fault(other)

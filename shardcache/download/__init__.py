@@ -2,10 +2,9 @@
 
     download    the state of one download, and the table of the downloads of a process
     fetch       one attempt at an open entry: lock, wait, link, first part, room, receive, publish
-    waiting     waiting while another process downloads the shard
     transfer    receiving one version of an object into a partial
     pool        the connections of a process, and its limit of bytes per second
 
-`fetch` calls `waiting` and `transfer`, and `transfer` uses `pool`. Results come back as return
-values, and as events that the worker reports to its `Download`.
+`fetch` calls `transfer`, which uses `pool`. Results come back as return values, and as events that
+the worker reports to its `Download`.
 """

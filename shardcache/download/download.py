@@ -65,8 +65,7 @@ class Download:
         listed: the size of the shard in a listing, which may be outdated.
         outdated: versions to replace, even if they are cached.
         throttle: limits the bytes per second of this and other downloads.
-        ahead: whether no reader needs the shard yet, so that the worker gives way to other
-            processes.
+        ahead: whether no reader needs the shard yet, so that the worker gives way to others.
         table: the table that contains this download, if any.
 
     Attributes, which only the methods change:
@@ -130,10 +129,7 @@ class Download:
         return self._pid == os.getpid()
 
     def wait(self, is_over: Callable[[], bool], seconds: float = _FOREVER) -> float:
-        """Block until ``is_over()`` or time is up, and return how many seconds that took.
-
-        Calls ``is_over`` with the lock held.
-        """
+        """Block until ``is_over()``, called with the lock held. Return the seconds it took."""
         start, waiter = time.monotonic(), SimpleQueue[None]()
         with contextlib.suppress(Empty):
             while True:
@@ -147,10 +143,9 @@ class Download:
         return time.monotonic() - start
 
     def open(self) -> Opened | None:
-        """Return another handle of the entry, or None while the download runs or if it gave way.
+        """Return another handle of the entry, or raise the error that ended the download.
 
-        Raises:
-            The error that ended the download.
+        Returns None while the download runs, or if it gave way.
         """
         with self._lock:
             if self._error is not None:
@@ -328,29 +323,20 @@ class Download:
 
 
 class Downloads:
-    """The table of the shared downloads of one process, at most one per shard.
-
-    Attributes:
-        lock: guards the table and its downloads.
-        running: the downloads that are waiting or running, by key.
-    """
+    """The table of the shared downloads of one process, at most one per shard."""
 
     def __init__(self) -> None:
-        self.lock = threading.RLock()
-        self.running: dict[str, Download] = {}
+        self.lock = threading.RLock()  # guards the table and its downloads
+        self.running: dict[str, Download] = {}  # by key; those that have ended are removed
 
     def join(
         self, shard: ShardURL, *, finish: bool = False, ahead: bool = False
     ) -> tuple[Download, bool]:
-        """Add a reader to the download of a shard, which is created if there is none.
+        """Add a reader to the download of a shard; return it, and whether it is new.
 
         Args:
-            shard: the shard to download.
             finish: whether to complete the download even if all readers leave.
             ahead: whether the reader does not need the shard until it calls `Download.attend`.
-
-        Returns:
-            The download, and whether it is new, so that the caller must start a worker.
         """
         with self.lock:
             while True:

@@ -180,8 +180,7 @@ def fetch(
 ) -> Opened | None:
     """Obtain the entry of a shard: wait for another process, link a sibling's entry, or download.
 
-    Returns:
-        The open entry, or None if a download ahead gave way to another process or to readers.
+    Returns None if a download ahead gave way to another process or to readers.
 
     Raises:
         ShardNotFoundError, AccessDeniedError, ConfigError, TransferError, IntegrityError: the

@@ -171,9 +171,6 @@ class Transfer:
     """Receives one version of an object. Used once, by the thread that made it.
 
     ``described`` says that the first response stated any checksum, so that none is requested.
-
-    Attributes:
-        is_proven: whether the origin's responses prove that no bytes are missing.
     """
 
     def __init__(
@@ -199,7 +196,7 @@ class Transfer:
         self._info = partial.metadata.info
         self._checksum = self._info.checksum  # of the object, as the origin states it
         self._is_described = described or not source.origin.states_checksums
-        self.is_proven = True
+        self.is_proven = True  # by the origin's responses: no bytes are missing
         self._error: BaseException | None = None  # the first error, which ends all threads
         self._responses: set[Body] = set()  # the responses that threads are receiving
         self._describer: threading.Thread | None = None
@@ -234,12 +231,7 @@ class Transfer:
             raise
 
     def finish(self) -> Metadata:
-        """Wait for the helpers, check the shard, and return its metadata.
-
-        Raises:
-            MismatchError: the bytes do not match the origin's checksum.
-            The errors of `receive`.
-        """
+        """Wait for the helpers, check the shard, and return its metadata, or raise the error."""
         with self._download.transferring(self._cancel):
             self._work.end()
         if self._describer is not None:

@@ -1,10 +1,9 @@
 """Reading a shard, as one stream over its entry, a download or the origin.
 
-    opening     opens the entry, joins a download, or bypasses the cache
-    stream      the stream that users read, over one reader at a time
+    stream      opens a shard; the stream that users read, over one reader at a time
     readers     the readers of a running download and of the origin
     fallback    chooses the reader that replaces a failed one, and warns about the failure
     lookahead   downloads the next shards of a pipeline
 
-The reader of an entry is `store.entry.Opened`. Readers know neither `opening` nor each other.
+The reader of an entry is `store.entry.Opened`. Readers know neither `stream` nor each other.
 """

@@ -59,10 +59,7 @@ class Lookahead:
             raise self._error
 
     def open(self) -> BinaryIO:
-        """Open the shard of the current item, then start to download the next ones.
-
-        Raises the errors of `open_shard`. Dropping the stream cancels the download.
-        """
+        """Open the shard of the current item, then start to download the next ones."""
         item, ahead = self._coming.popleft()
         shard = self._shard_of(item)
         del item  # only the consumer keeps a reference to the item

@@ -61,12 +61,7 @@ class DownloadReader:
     checksum were verified, so reading a damaged shard ends in an error. If another process is
     downloading the shard and dies, the worker of this process takes the lock and continues.
 
-    Args:
-        finish: whether to complete the download even if this reader is closed earlier.
-        ahead: whether the shard is not needed until `attend` is called.
-
-    Raises:
-        OSError: the process cannot start a thread.
+    The arguments are those of `Downloads.join`. Raises OSError if no thread can be started.
     """
 
     path = None
@@ -107,11 +102,8 @@ class DownloadReader:
         return None if self._partial is None else self._partial.info.size
 
     def take_response(self) -> Body | None:
-        """Return the origin's open response for a shard without room, or None if there is none.
-
-        A forked child gets None, because the response uses a connection of the parent.
-        """
-        download = self._download
+        """Return the origin's open response for a shard without room, or None if there is none."""
+        download = self._download  # in a forked child, the connection belongs to the parent
         return download.take_response() if download is not None and download.mine else None
 
     def wait(self, *, whole: bool) -> bool:
@@ -136,10 +128,8 @@ class DownloadReader:
     def advance(self, position: int) -> Opened | None:
         """Wait a moment for bytes after ``position``; return the entry once it is published.
 
-        Raises:
-            TransferError: the entry is of another version than the bytes that were read.
-            IntegrityError: bytes that were read are damaged, or the shard is not an archive.
-            The error that ended the download.
+        Raises the error that ended the download, or if the bytes that were read are not the entry's
+        (TransferError, IntegrityError).
         """
         download = self._joined()
         # Read these before the checks below, so that nothing is missed: a later change ends the
@@ -254,8 +244,7 @@ class OriginReader:
         response: an open response of the origin that begins with the first byte of the shard.
 
     Attributes:
-        info: the version, or None until it is known.
-        size: the size of the shard in bytes, or None until it is known.
+        info, size: the version, and the size in bytes; None until they are known.
         nearer: the upstream that is read, or None for the origin.
 
     Raises:
@@ -303,11 +292,8 @@ class OriginReader:
         self._attempts = self._cache.engine.policy.started(str(self._shard), attempts)
 
     def _leave_parent(self) -> None:
-        """Continue in a forked child.
-
-        The response is not closed, because that would end a connection or a command of the parent.
-        """
-        self._body = None
+        """Continue in a forked child."""
+        self._body = None  # not closed: that would end a connection or command of the parent
         if self.info is not None and self.info.identifiable:
             self._version = self.info.version
         elif self._position:
@@ -332,10 +318,7 @@ class OriginReader:
             ) from exn
 
     def readinto(self, buffer: WriteableBuffer, position: int) -> int:
-        """Read bytes at ``position``; return 0 at the end. A seek costs a new request.
-
-        Raises the errors of the class.
-        """
+        """Read bytes at ``position``; return 0 at the end. A seek costs a new request."""
         if self._pid != os.getpid():
             self._leave_parent()
         view = memoryview(buffer).cast("B")

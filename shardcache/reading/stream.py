@@ -66,8 +66,7 @@ def open_shard(
             stream has a descriptor (``fileno``), unless it bypasses the cache.
         ahead: an entry or a download that a look-ahead began; the stream takes it over.
 
-    Raises:
-        The errors of `Cache.open`.
+    Raises the errors of `Cache.open`.
     """
     if shard.scheme == "file" and cache.is_in_place(shard):
         return _open_in_place(shard)
@@ -92,7 +91,7 @@ def open_shard(
     if opened is None:
         return _buffered(cache, shard, reader, whole=whole)
     stream = ShardStream(cache, shard, reader)
-    cache.touch(opened)
+    cache.touch(opened, started)
     tiers = cache.tiers
     tier = tiers.index(cache.tier_of(opened.directory)) if len(tiers) > 1 else None
     cache.counters.opened("hit", clock.monotonic() - started, tier)
@@ -116,10 +115,7 @@ def stream_file(cache: ProcessCache, file: ShardURL) -> BinaryIO:
 
 
 def pin_shard(cache: ProcessCache, shard: ShardURL) -> Opened:
-    """Return an entry that stays at its path until closed.
-
-    Raises the errors of `ProcessCache.obtain`.
-    """
+    """Return an entry that stays at its path until closed; see `ProcessCache.obtain`."""
     started = clock.monotonic()
     while True:
         opened = cache.obtain(download := Download(shard))
@@ -220,7 +216,8 @@ class ShardStream(io.RawIOBase):
             except os_error() as exn:
                 self._replace(exn)
             else:
-                self._count_read(len(data))
+                self._version_fixed = self._version_fixed or bool(data)
+                self._counters.read(len(data))
                 self._position += len(data)
                 if len(data) == left:
                     return data
@@ -238,9 +235,7 @@ class ShardStream(io.RawIOBase):
     def seek(self, position: int, whence: int = os.SEEK_SET, /) -> int:
         """See `io.IOBase.seek`; a seek from the end waits until the size is known.
 
-        Raises:
-            io.UnsupportedOperation: the origin does not state the size.
-            The errors of `readinto`.
+        Raises io.UnsupportedOperation if the origin does not state it, and as `readinto`.
         """
         if whence == os.SEEK_CUR:
             position += self._position
@@ -262,11 +257,7 @@ class ShardStream(io.RawIOBase):
         return size
 
     def fileno(self) -> int:
-        """See `io.IOBase.fileno`.
-
-        Raises:
-            io.UnsupportedOperation: the bytes do not come from the file of an entry, or not yet.
-        """
+        """See `io.IOBase.fileno`; UnsupportedOperation while no entry is read."""
         if not isinstance(self._reader, Opened):
             raise io.UnsupportedOperation("the shard is not, or not yet, read from a local file")
         return self._reader.file.fileno()

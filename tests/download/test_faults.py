@@ -343,7 +343,6 @@ def test_a_silent_or_slow_origin_is_a_timeout(lab, fault, options, text):
 #: claim -> (response, error, a part of its message, requests)
 PERMANENT: dict[str, tuple[Answer, type[ShardCacheError], str, int]] = {
     "404": (page(404, "NoSuchKey"), ShardNotFoundError, "not found", 1),
-    "403": (page(403, "AccessDenied"), AccessDeniedError, "these credentials", 1),
     "a wrong clock": (page(403, "RequestTimeTooSkewed"), AccessDeniedError, "clock", 1),
     "an expired token": (page(400, "ExpiredToken"), AccessDeniedError, "log in again", 1),
     "another host": (
@@ -358,7 +357,6 @@ PERMANENT: dict[str, tuple[Answer, type[ShardCacheError], str, int]] = {
         "Check the region",
         2,  # the second one to that region
     ),
-    "400": (page(400, "InvalidRequest"), ConfigError, "400 InvalidRequest", 1),
     "a shard in cold storage": (page(403, "InvalidObjectState"), AccessDeniedError, "403", 1),
 }
 

@@ -3,7 +3,6 @@
 import ctypes
 import gc
 import importlib
-import itertools
 import logging
 import os
 import socket
@@ -23,7 +22,6 @@ from shardcache.origins.base import TransientError
 from shardcache.origins.http import WebOrigin
 from shardcache.store.digest import BLOCK
 from shardcache.urls import parse_url
-from tests.support.caches import read
 from tests.support.storetools import PATIENCE, forked, no_thread, wait_until
 from tests.support.tars import make_tar
 
@@ -273,38 +271,3 @@ def test_a_download_without_readers_does_not_wait_for_a_silent_origin(tmp_path, 
         gc.collect()
     no_thread("-fetch")
     silent.set()
-
-
-FILES = {"process.py", "download.py", "threads.py", "threading.py"}
-
-
-class Interrupt(BaseException):
-    """Raised by a signal handler, as for a timeout."""
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_a_handler_of_a_signal_may_raise_while_a_download_starts(make_cache, origin):
-    """At any call. The next reader gets the shard, so no download is left without a worker."""
-    cache = make_cache()
-
-    def interrupt(frame, event, _):
-        if event == "call" and Path(frame.f_code.co_filename).name in FILES:
-            if not left:
-                raise Interrupt
-            left.pop()
-
-    for number in itertools.count():
-        left, url = [None] * number, f"s3://lab/{number}.tar"
-        origin.objects[url] = make_tar(number)
-        sys.setprofile(interrupt)
-        try:
-            cache.open(url).close()
-        except Interrupt:
-            pass
-        finally:
-            sys.setprofile(None)
-        with ThreadPoolExecutor(1) as pool:
-            assert pool.submit(read, cache, url).result(20) == origin.objects[url]
-        if left:
-            break
-    assert number > 10

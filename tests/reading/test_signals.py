@@ -31,11 +31,17 @@ class Deadline(Exception):
     """Raised by a handler."""
 
 
-def interrupted(function: Callable[[], object], *, step: int = 1) -> Iterator[int]:
-    """Call a function once for each of its moments, at which a handler of the thread raises."""
+def interrupted(
+    function: Callable[[], object], *, step: int = 1, within: str = ""
+) -> Iterator[int]:
+    """Call a function once for each of its moments, at which a handler of the thread raises.
+
+    Only the moments in methods of the class ``within`` count, if it is given.
+    """
 
     def handler(frame, event, _):
-        if left and event in ("call", "c_return") and not (left.pop() or left):
+        counts = event in ("call", "c_return") and frame.f_code.co_qualname.startswith(within)
+        if left and counts and not (left.pop() or left):
             raise Deadline
 
     function()  # imports its modules
@@ -107,31 +113,14 @@ def test_the_caller_gets_what_its_handler_raises_and_may_read_on(
         dropped.clear()
 
 
-@pytest.mark.filterwarnings(
-    "ignore::pytest.PytestUnraisableExceptionWarning"
-)  # the file is dropped
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_handler_that_raises_in_open_leaves_no_descriptor(make_cache, files):
     cache, url = make_cache(), f"{files.url}/a.tar"
     read(cache, url)
-    caught = 0
-
-    def handler(*_):
-        raise Deadline
-
-    before = signal.signal(signal.SIGALRM, handler)
-    try:
-        with no_descriptor_left():
-            for number in range(4000):
-                try:
-                    signal.setitimer(signal.ITIMER_REAL, 1e-6 * (5 + number % 80))
-                    cache.open(url).close()
-                    signal.setitimer(signal.ITIMER_REAL, 0)
-                except Deadline:
-                    caught += 1
-    finally:
-        signal.signal(signal.SIGALRM, before)
-    assert caught
-    assert cache.remove(url)
+    with no_descriptor_left():
+        for _ in interrupted(lambda: cache.open(url).close()):
+            assert url in cache
+    assert cache.remove(url) == (len(DATA), 0)
 
 
 def test_a_fetch_that_a_handler_ends_has_released_the_shard(make_cache, files, monkeypatch):
@@ -158,20 +147,36 @@ def test_a_fetch_that_a_handler_ends_has_released_the_shard(make_cache, files, m
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_a_handler_may_end_a_fetch_that_waits_for_a_connection(make_cache, files):
-    """Python's conditions would lose their lock. No connection is lost either."""
-    cache, other = make_cache(connections=1), f"{files.url}/b.tar"
-    files.files["/b.tar"] = DATA
+def test_after_a_handler_ended_an_open_the_next_reader_gets_the_shard(make_cache, files):
+    """No download is left without a worker, and no lock is held."""
+    cache, url = make_cache(), f"{files.url}/a.tar"
     with ThreadPoolExecutor(1) as pool:
-        for number in interrupted(lambda: cache.fetch(f"{files.url}/a.tar"), step=3):
-            pool.submit(len, ()).result(20)  # after the other fetch
+        for _ in interrupted(lambda: cache.open(url).close(), step=5):
+            assert pool.submit(read, cache, url).result(20) == DATA
             cache.clean(everything=True)
-            seen, held = files.requests.count("GET /b.tar"), files.hold("/b.tar", 1000)
-            pool.submit(cache.fetch, other)
-            wait_until(lambda: files.requests.count("GET /b.tar") > seen)  # noqa: B023
-            threading.Timer(0.05, held.set).start()
-            if number > 100:
-                break
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_handler_may_end_a_fetch_that_waits_for_a_connection(make_cache, files):
+    """The methods of Python's conditions would then lose their lock."""
+    cache = make_cache(connections=1)
+    files.files["/b.tar"] = DATA
+
+    def occupy():
+        """Let another thread use the only connection for a moment."""
+        pool.submit(cache.clean, everything=True).result(20)  # after the last one
+        seen, held = files.requests.count("GET /b.tar"), files.hold("/b.tar", 1000)
+        pool.submit(cache.fetch, f"{files.url}/b.tar")
+        wait_until(lambda: files.requests.count("GET /b.tar") > seen)
+        threading.Timer(0.2, held.set).start()
+
+    def fetch():
+        threads.call(occupy, PATIENCE, "shardcache-test")
+        cache.fetch(f"{files.url}/a.tar")
+
+    with ThreadPoolExecutor(1) as pool:
+        for _ in interrupted(fetch, within="Condition."):
+            pool.submit(len, ()).result(20)
 
 
 def test_a_first_read_in_a_hook_of_atexit_works(files, tmp_path):
@@ -211,27 +216,16 @@ def test_a_long_shard_is_read_once(make_cache, files, monkeypatch):
     assert min(starts) == 1_000_000
 
 
-@pytest.mark.parametrize("number", range(1, 12))
-def test_a_request_that_a_handler_ended_does_not_count_as_in_flight(number):
+def test_a_request_that_a_handler_ended_does_not_count_as_in_flight():
     """Otherwise, it would keep others from a server that throttles."""
-    pace, left = Pace("s3://lab", 60.0), [None] * number
-
-    def handler(frame, event, _):
-        if frame.f_code.co_filename.startswith(HERE) and left and not (left.pop() or left):
-            raise Deadline
+    pace = Pace("s3://lab", 60.0)
 
     def request():
-        with pace.turn(time.sleep):
+        with contextlib.suppress(TransientError), pace.turn(time.sleep):
             raise TransientError("throttled", patient=True)
 
-    sys.setprofile(handler)
-    try:
-        request()
-    except (Deadline, TransientError):
-        pass
-    finally:
-        sys.setprofile(None)
-    assert not pace._turns
+    for _ in interrupted(request):
+        assert not pace._turns
 
 
 def test_a_handler_that_raises_while_a_thread_starts_leaves_no_thread_that_hangs():

@@ -37,7 +37,7 @@ from shardcache.faults import os_error
 from shardcache.files import open_file
 from shardcache.layout import INDEX
 from shardcache.reading.opening import open_shard, stream_file
-from shardcache.sync.paths import atomic_write
+from shardcache.sync import atomic_write
 from shardcache.threads import undivided
 from shardcache.urls import ShardURL
 

@@ -157,7 +157,7 @@ def test_work_runs_if_no_thread_can_start(tmp_path, ran, monkeypatch):
 
 
 def test_once_per_node_runs_on_each_node(monkeypatch, tmp_path, ran):
-    monkeypatch.setattr("shardcache.sync.notes.node_directory", lambda name: tmp_path / "node")
+    monkeypatch.setattr("shardcache.sync.node_directory", lambda name: tmp_path / "node")
     for name, value in {"SHARDCACHE_JOB": "job", "WORLD_SIZE": "16", "LOCAL_RANK": "1"}.items():
         monkeypatch.setenv(name, value)
 
@@ -168,7 +168,7 @@ def test_once_per_node_runs_on_each_node(monkeypatch, tmp_path, ran):
     results = together(3, rank)
     assert results == [results[0]] * 3 and ran.count() == 1
     for node in ("11111111-aaaa", "22222222-bbbb"):
-        monkeypatch.setattr("shardcache.sync.notes.boot_id", lambda node=node: node)
+        monkeypatch.setattr("shardcache.sync.boot_id", lambda node=node: node)
         for _ in range(2):
             sync.once("unpack", ran, per="node", dir=tmp_path, job="j")
     assert ran.count() == 3

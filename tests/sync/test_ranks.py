@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from shardcache.sync.job import job_name, process_name
+from shardcache.ranks import job_name, process_name
 from tests.support.storetools import together
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "8",

@@ -161,10 +161,17 @@ class TarDataset:
         """Return one sample, after the stages; for a slice or several indices, a list of samples.
 
         Raises:
+            TypeError: an index is no whole number, such as those of a boolean mask.
             The errors of `__getitems__`.
         """
         if isinstance(index, slice):
             index = range(len(self))[index]
+        several = np.ndim(index) and len(index)
+        # PyTorch would convert True to 1.
+        if "bool" in str(getattr(index, "dtype", type(index[0] if several else index))):
+            raise TypeError(
+                "a boolean mask has no numbers of samples: use those of numpy.flatnonzero"
+            )
         return self.__getitems__(index) if np.ndim(index) else self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:

@@ -212,7 +212,10 @@ class ShardBatchSampler(Sampler[list[int]]):
             return _whole(f"the state's {name}", state.get(name), *limits)
 
         for name, own in {"version": VERSION, "data": self._fingerprint, **self._given}.items():
-            if own is not None and (found := state.get(name)) != own:
+            found = state.get(name)
+            if isinstance(found, bool | float):  # equal to numbers, but no part of any state
+                saved(name)
+            if own is not None and found != own:
                 what = "shards or counts of samples" if name == "data" else name
                 raise ConfigError(
                     f"the state was saved with other {what}: {name} was {found} and is {own}. "

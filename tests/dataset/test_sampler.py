@@ -170,6 +170,7 @@ IMPOSSIBLE = [-1, 1e3, "3", None, True, [2]]
     [
         *((field, value) for field in ("epoch", "taken") for value in [*IMPOSSIBLE, 10**30]),
         *((field, value) for field in ("lanes", "shuffle", "global_batch") for value in IMPOSSIBLE),
+        *((field, value) for field in ("version", "seed") for value in (True, 1.0, 0.0)),
         ("lanes", 0),
         ("global_batch", 0),
     ],

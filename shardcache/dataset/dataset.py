@@ -164,11 +164,12 @@ class TarDataset:
             TypeError: an index is no whole number, such as those of a boolean mask.
             The errors of `__getitems__`.
         """
+        if type(index) is int:
+            return self.__getitems__([index])[0]
         if isinstance(index, slice):
             index = range(len(self))[index]
-        several = np.ndim(index) and len(index)
-        # PyTorch would convert True to 1.
-        if "bool" in str(getattr(index, "dtype", type(index[0] if several else index))):
+        first = index[0] if np.ndim(index) and len(index) else index
+        if "bool" in str(getattr(index, "dtype", type(first))):  # True is 1 for Python and PyTorch
             raise TypeError(
                 "a boolean mask has no numbers of samples: use those of numpy.flatnonzero"
             )

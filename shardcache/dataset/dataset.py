@@ -23,7 +23,7 @@ from shardcache.errors import ConfigError, IntegrityError
 from shardcache.prewarm.plan import expand
 from shardcache.ranks import detect
 from shardcache.urls import redact
-from shardcache.wds.attach import reraise
+from shardcache.wds import reraise
 
 if TYPE_CHECKING:
     from shardcache.cache import Handler

@@ -17,8 +17,7 @@ from webdataset.filters import FilterFunction, pipelinefilter
 import shardcache
 from shardcache import Cache, ConfigError, ShardNotFoundError
 from shardcache.prewarm import expand
-from shardcache.wds import attach, register, tar_files, tar_samples
-from shardcache.wds.gopen import read_through_cache
+from shardcache.wds import attach, read_through_cache, register, tar_files, tar_samples
 from tests.support.tars import make_tar, tar_of
 from tests.support.trainingtools import ROOT, DataSet
 from tests.wds.test_tar_files import BEFORE_1_0
@@ -30,7 +29,7 @@ KEYS = sorted(f"{seed:04d}-{n:05d}" for seed in range(4) for n in range(5))
 
 @pytest.fixture(autouse=True)
 def _objects(origin, monkeypatch):
-    monkeypatch.setattr("shardcache.wds.gopen._logged", set())
+    monkeypatch.setattr("shardcache.wds._logged", set())
     process = multiprocessing.current_process()
     monkeypatch.setattr(process, "_config", {**process._config})  # `register` adds to it
     origin.objects |= {f"s3://lab/train-{seed:04d}.tar": data for seed, data in enumerate(SHARDS)}
@@ -104,7 +103,7 @@ def test_stages_and_a_registered_scheme_work_in_any_pipeline(make_cache, monkeyp
 @pytest.mark.parametrize("url", ["pipe:aws s3 cp s3://lab/train-0000.tar -", "/data/x.tar"])
 def test_the_cache_refuses_what_webdataset_forbids(url, make_cache, monkeypatch):
     module, cache = sys.modules["webdataset.gopen"], make_cache(cache_local=True)
-    monkeypatch.setattr("shardcache.wds.gopen.default_cache", lambda: cache)
+    monkeypatch.setattr("shardcache.wds.default_cache", lambda: cache)
     monkeypatch.setattr(module, "gopen", module.gopen)
     monkeypatch.setitem(module.gopen_schemes, "__default__", None)
     read_through_cache(module)

@@ -243,7 +243,6 @@ def atomic_write(
             ``sync``, a power failure may leave an empty file.
 
     Raises:
-        ConfigError: ``mode`` has another value.
         OSError: the file cannot be written. The temporary file is removed.
     """
     encoding = "utf-8" if parse_choice(mode, ("wb", "w")) == "w" else None
@@ -538,8 +537,8 @@ def barrier(
     def what() -> str:
         late = missing()
         some = ", ".join(map(str, late[:16])) + (", ..." if len(late) > 16 else "")
-        text = f"{len(late)} of {size} ranks: {some}"
-        return f"at barrier({name!r}) as rank {number} for {text} (notes in {place})"
+        late_ranks = f"{len(late)} of {size} ranks: {some}"
+        return f"at barrier({name!r}) as rank {number} for {late_ranks} (notes in {place})"
 
     polls = poll(timeout, what)
     if size == 1:

@@ -303,8 +303,7 @@ def shown_url(url: str) -> str:
 def name_command(command: str) -> str:
     """Return a name of a command for logs: the program, the URL that it reads, and a digest.
 
-    All other parts are left out, because they may be credentials (``-u me:secret``,
-    ``X-Api-Key: ...``).
+    All other parts may be credentials (``-u me:secret``, ``X-Api-Key: ...``).
     """
     program = found[1].rpartition("/")[2] if (found := re.match(_PROGRAM, command)) else "sh"
     target = re.search(_TARGET, command)
@@ -431,10 +430,7 @@ def redact(text: str) -> str:
 
 @functools.lru_cache(maxsize=64)
 def secret_forms(*secrets: str | None) -> tuple[str, ...]:
-    """Return the forms in which a server may repeat the secrets of a request, the longest first.
-
-    The forms of a secret are the secret itself, percent-encoded and percent-decoded.
-    """
+    """Return the forms in which a server may repeat secrets (percent-encoded), longest first."""
     given = [text for text in secrets if text]
     forms = {form for text in given for form in (text, quote(text, safe=""), unquote(text))}
     return tuple(sorted((f for f in forms if len(f) >= _SECRET), key=len, reverse=True))

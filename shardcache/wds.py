@@ -26,7 +26,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from shardcache.archive import MALFORMED, REPEATED, TarWalk, is_meta, split
+from shardcache.archive import MALFORMED, REPEATED, TarWalk, is_meta, key_and_field
 from shardcache.cache import Cache, default_cache
 from shardcache.errors import AccessDeniedError, ConfigError
 from shardcache.locks.mounts import mount_of
@@ -161,10 +161,10 @@ def tar_files(
                     if handler(exn):
                         continue
                     break
-                if not name.startswith(prefix) and (found := split(name)):  # another sample begins
-                    prefix = found[1] + "."
+                if not name.startswith(prefix) and (key := key_and_field(name)[0]):
+                    prefix = key + "."  # another sample begins
                     if prefix in keys:
-                        _warn(str(url), REPEATED.format(ascii(found[1])[1:-1]))
+                        _warn(str(url), REPEATED.format(ascii(key)[1:-1]))
                         prefix = ""  # once per shard
                     keys.add(prefix)
                 yield sample
@@ -184,11 +184,7 @@ def tar_samples(
 ) -> Iterator[dict[str, Any]]:
     """Expand opened shards into samples, with `tar_files` and WebDataset's ``group_by_keys``.
 
-    Args:
-        data, handler, select_files, rename_files: the arguments of `tar_files`.
-
-    Yields:
-        ``dict(__key__=..., __url__=..., field=bytes, ...)``.
+    Takes the arguments of `tar_files`. Yields ``dict(__key__=..., __url__=..., field=bytes, ...)``.
     """
     from webdataset.tariterators import group_by_keys
 

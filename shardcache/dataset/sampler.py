@@ -191,8 +191,7 @@ class ShardBatchSampler(Sampler[list[int]]):
         """Begin the next iteration at the position of a state.
 
         Raises:
-            ConfigError: the state has other shards or options or impossible numbers, or the batch
-                cannot be divided.
+            ConfigError: the state has other shards, other options or impossible numbers.
         """
         epoch, taken = self._restore(state)
         self._start = self._taken = (epoch, taken) if self._batches(taken) else (epoch + 1, 0)

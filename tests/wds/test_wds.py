@@ -197,10 +197,20 @@ def test_a_dropped_shard_is_not_pinned_during_the_next_download(make_cache, orig
     assert stream.read() == SHARDS[0]  # closing the opener does not close the consumer's stream
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_dataloader_workers_share_downloads(method, s3, bucket, proxy, s3_environment, tmp_path):
+@pytest.mark.parametrize(
+    ("method", "is_registered"),  # a forkserver keeps the environment of its first test
+    [("fork", False), ("spawn", False), ("fork", True), ("spawn", True), ("forkserver", True)],
+)
+def test_dataloader_workers_share_downloads(
+    method, is_registered, s3, bucket, proxy, s3_environment, tmp_path, monkeypatch
+):
     data, cache = DataSet(s3, bucket, proxy), Cache(tmp_path / "cache", min_free=0)
-    dataset = cache.attach(wds.WebDataset(data.spec, shardshuffle=False))
+    dataset = wds.WebDataset(data.spec, shardshuffle=False)
+    if is_registered:
+        monkeypatch.setitem(wds.gopen_schemes, "s3", None)
+        register("s3", cache)
+    else:
+        cache.attach(dataset)
     if method == "fork":
         assert list(dataset)  # a child must not use the parent's clients
     options = {"multiprocessing_context": method, "persistent_workers": method == "spawn"}
@@ -342,20 +352,6 @@ def test_a_wildcard_is_refused_with_the_way_to_expand_it(s3, bucket, s3_environm
     assert expand(f"s3://{bucket}/a*.tar", cache) == [f"s3://{bucket}/a.tar"]
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
-def test_workers_inherit_a_registered_scheme(
-    method, s3, bucket, proxy, s3_environment, tmp_path, monkeypatch
-):
-    data = DataSet(s3, bucket, proxy)
-    monkeypatch.setitem(wds.gopen_schemes, "s3", None)
-    register("s3", Cache(tmp_path / "cache", min_free=0))
-    dataset = wds.WebDataset(data.spec, shardshuffle=False)
-    loader = torch.utils.data.DataLoader(
-        dataset, batch_size=None, num_workers=1, multiprocessing_context=method
-    )
-    assert data.complete(keys(loader)) and data.complete(keys(loader)) and data.once()
-
-
 def test_a_cache_that_cannot_be_pickled_stops_no_spawned_process(make_cache, monkeypatch, caplog):
     monkeypatch.setitem(wds.gopen_schemes, "s3", None)
     register("s3", make_cache(validate=lambda _path: None))
@@ -366,15 +362,8 @@ def test_a_cache_that_cannot_be_pickled_stops_no_spawned_process(make_cache, mon
 
 
 def test_a_key_that_comes_back_in_a_stream_is_named_once(make_cache, origin, caplog):
-    names = (
-        "\udcff/c.x",
-        "\udcff/c.y.z",
-        "\udcff/d.x",
-        "noext",
-        "\udcff/d.y",
-        "\udcff/c.w",
-        "\udcff/d.w",
-    )
+    names = [f"\udcff/{each}" for each in ("c.x", "c.y.z", "d.x", "d.y", "c.w", "d.w")]
+    names.insert(3, "noext")
     origin.objects["s3://lab/mixed.tar"] = tar_of([(name, b"1") for name in names])
     dataset = make_cache().attach(wds.WebDataset("s3://lab/mixed.tar", shardshuffle=False))
     assert [len(list(dataset)) for _ in range(2)] == [4, 4]

@@ -72,7 +72,7 @@ _LEASE, _BEATS = 90.0, 5
 #: An interrupted runner posts this instead of a heartbeat.
 _GAVE_UP = "gave up"
 
-#: Number of runs with ``again`` that have an outcome, and of barriers passed, by their directories.
+#: Number of runs with ``again`` that have an outcome, and of barriers passed, by place and name.
 _ended: Counter[str] = Counter()
 #: Distinguishes this process from one of an earlier run with the same pid.
 _RUN = secrets.token_hex(8)
@@ -85,10 +85,7 @@ def poll(timeout: Timeout, what: Callable[[], str]) -> Iterator[float]:
     overload a file server. Every ten seconds, a warning says what is waited for: the text that
     ``what`` returns. At the end, a `WaitTimeoutError` does.
     """
-    return _poll(math.inf if timeout is None else parse_duration(timeout), what)
-
-
-def _poll(limit: float, what: Callable[[], str]) -> Iterator[float]:
+    limit = math.inf if timeout is None else parse_duration(timeout)
     start, pause, warned = clock.monotonic(), 0.01, 0.0
     while True:
         yield clock.monotonic() - start
@@ -541,6 +538,7 @@ def barrier(
         return f"at barrier({name!r}) as rank {number} for {late_ranks} (notes in {place})"
 
     polls = poll(timeout, what)
+    next(polls)  # checks the timeout
     if size == 1:
         return
     with _answering():
@@ -557,9 +555,8 @@ def barrier(
                 "job=, or remove that directory."
             )
         try:
-            for _ in polls:
-                if store.check(notes):
-                    break
+            while not store.check(notes):
+                next(polls)
         except WaitTimeoutError as exn:
             raise BarrierTimeoutError(exn.message, missing=missing()) from None
         _ended[this] += 1

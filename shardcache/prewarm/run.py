@@ -94,8 +94,9 @@ _MISFITS = 32
 #: cost more than handling it. Ticks are short until the first response, because its delay decides
 #: how many connections, and therefore threads, are used.
 _TICK, _FIRST_TICK = 0.1, 0.01
-#: Seconds to wait for cancelled downloads. Most end within milliseconds.
-_CANCEL_TIMEOUT = 5.0
+#: Seconds to wait for cancelled downloads, most of which end within milliseconds, and for threads
+#: without one. If a signal handler raised while a thread was started, it may not exist.
+_CANCEL_TIMEOUT, _THREAD_TIMEOUT = 5.0, 0.5
 #: Modules that are imported before the helpers are forked, so that they need not import them again.
 _ENGINE = ("shardcache.download.fetch", "shardcache.space.clean", "shardcache.stats.database")
 #: Takes the place of a bucket's name for faults of this machine, such as of its disk.
@@ -304,7 +305,9 @@ class Pool:
                     download.cancel()
                 for helper in list(self._helpers):
                     helper.stop()
-                if clock.monotonic() - self._cancelled_at > _CANCEL_TIMEOUT:
+                is_busy = self._running or self._helpers
+                limit = _CANCEL_TIMEOUT if is_busy else _THREAD_TIMEOUT
+                if clock.monotonic() - self._cancelled_at > limit:
                     break
         report(_drain(self._events))
 
@@ -520,7 +523,8 @@ class _Queue:
         self._fd = os.memfd_create("shardcache-prewarm")
 
     def __del__(self) -> None:
-        os.close(self._fd)
+        if hasattr(self, "_fd"):  # no signal handler raised in the constructor
+            os.close(self._fd)
 
     def take(self) -> ShardURL | None:
         """Return the next shard, if any."""

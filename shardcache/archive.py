@@ -18,7 +18,6 @@ from __future__ import annotations
 import io
 import os
 import re
-import sys
 import tarfile
 from collections.abc import Callable, Iterator
 from functools import lru_cache
@@ -105,9 +104,8 @@ class TarWalk:
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
-        self._position = 0  # bytes that were read
-        self._header = b""  # the last header that was read
         self._size = 0  # bytes of the current member
+        self._left = 0  # bytes until the next header
         self._archive: Any = None  # tarfile's reader, once it has taken over
         self._member: tarfile.TarInfo | None = None  # current member, once tarfile has taken over
 
@@ -118,38 +116,49 @@ class TarWalk:
             data = self._archive.extractfile(self._member).read()
             return data
         data = self._stream.read(self._size)
+        self._left -= len(data)
         if len(data) != self._size:
             raise _ended()
-        self._position += self._size
         return data
 
     def __iter__(self) -> Iterator[str]:
+        stream = self._stream
         # Streams of these types return as many bytes as requested, except at the end.
-        if type(self._stream) in (io.BufferedReader, io.BytesIO):
-            for name, begin, end, _ in _plain(self._read_header, sys.maxsize):
-                self._size = end - begin
+        is_exact = type(stream) in (io.BufferedReader, io.BytesIO)
+        header = stream.read(_BLOCK) if is_exact and tarfile.ENCODING == "utf-8" else b""
+        fields = _fields(header)
+        if fields is None or header.startswith(_COMPRESSED):
+            yield from self._by_tarfile(header)
+            return
+        before = b""
+        while True:
+            if fields is not None and fields[2] in _EXTENDED:
+                rest = stream.read(_behind(fields))
+                header, fields = header + rest, _extended(fields, rest)
+            if fields is not None and fields[2] in _REGULAR:
+                name, size, _ = fields
+                self._size = size
+                self._left = size + (-size & 511)
                 yield name
-            if self._header == _ZEROS and self._position > _BLOCK:
+            elif header == _ZEROS:
                 return
-        before = _NOT_FIRST if self._position > len(self._header) else b""
-        yield from self._by_tarfile(before + self._header)
+            elif fields is None or fields[2] not in _WITHOUT_DATA:
+                yield from self._by_tarfile(before + header)
+                return
+            before, header = _NOT_FIRST, self._next_header()
+            fields = _fields(header)
 
-    def _read_header(self, size: int, offset: int) -> bytes:
-        """Return a header at an offset behind the current one. It may be short at the end."""
-        left = offset - self._position
+    def _next_header(self) -> bytes:
+        """Return the block after the current member. It may be short at the end of the stream."""
+        left, self._left = self._left, 0
         while left > _PIECE:  # skip a member that was not read
             if len(self._stream.read(_PIECE)) < _PIECE:
                 raise _ended()
             left -= _PIECE
-        block: bytes = self._stream.read(left + size)
-        if left:
-            if len(block) < left:
-                raise _ended()
-            block = block[left:]
-        self._position = offset + len(block)
-        # What follows an extended header is longer than a block.
-        self._header = block if size == _BLOCK else self._header + block
-        return block if offset or not block.startswith(_COMPRESSED) else b""
+        block: bytes = self._stream.read(left + _BLOCK)
+        if len(block) < left:
+            raise _ended()
+        return block[left:] if left else block
 
     def _by_tarfile(self, pending: bytes) -> Iterator[str]:
         """Yield the names that tarfile finds in ``pending`` and in the rest of the stream."""
@@ -215,13 +224,10 @@ def _plain(read: Callable[[int, int], bytes], end: int) -> Iterator[tuple[str, i
             size = _behind(fields)
             fields = _extended(fields, read(size, at))
             at += size
-        if fields is None:
-            return
-        name, size, kind = fields
-        if kind in _REGULAR:
-            stop = at + size
-            yield name, at, stop, (at := stop + (-stop & 511))
-        elif kind not in _WITHOUT_DATA:
+        if fields is not None and fields[2] in _REGULAR:
+            stop = at + fields[1]
+            yield fields[0], at, stop, (at := stop + (-stop & 511))
+        elif fields is None or fields[2] not in _WITHOUT_DATA:
             return
 
 
@@ -280,8 +286,12 @@ def _ended() -> tarfile.ReadError:
     return tarfile.ReadError("unexpected end of data")  # with tarfile's text
 
 
-def _parsed(header: bytes) -> _Fields | None:
+def _fields(header: bytes) -> _Fields | None:
     """Return the fields of a header, or None if it is not plain, is incomplete or is damaged."""
+    return _known(header) if header.startswith(_EXTENDED_NAME) else _parsed(header)
+
+
+def _parsed(header: bytes) -> _Fields | None:
     if (found := _match(header)) is None:
         return None
     name, size, checksum, kind, prefix = found.groups()

@@ -240,6 +240,7 @@ def atomic_write(
             ``sync``, a power failure may leave an empty file.
 
     Raises:
+        ConfigError: ``mode`` has another value.
         OSError: the file cannot be written. The temporary file is removed.
     """
     encoding = "utf-8" if parse_choice(mode, ("wb", "w")) == "w" else None

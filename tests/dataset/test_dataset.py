@@ -369,9 +369,9 @@ def test_an_error_names_shard_and_sample_and_the_handler_decides(
 
 def test_a_shard_that_cannot_be_counted_is_left_out_if_the_handler_says_so(make_cache, origin):
     del origin.objects[URL]
+    origin.objects |= {"s3://lab/0.tar": tar_of([]), "s3://lab/3.tar": sample_tar(3, 1)}
     with pytest.raises(ShardNotFoundError, match=r"1\.tar"):
         TarDataset(SPEC, cache=make_cache())
-    origin.objects |= {"s3://lab/0.tar": tar_of([]), "s3://lab/3.tar": sample_tar(3, 1)}
     data = TarDataset(SPEC, cache=make_cache(), handler=wds.ignore_and_continue)
     assert data.counts.tolist() == [0, 0, 6, 1]
     assert keys(data) == [*KEYS[12:18], "0003-00000"]

@@ -71,8 +71,7 @@ _EXTENDED_NAME = b"././@"
 #: Matches a first component of a name that WebDataset reserves for metadata.
 _is_meta = re.compile(r"__[^/]*__($|/)").match
 
-#: The pattern of WebDataset's `base_plus_ext`: the key of a sample, and the rest of a file's name.
-split = re.compile(r"^((?:.*/|)[^.]+)[.]([^/]*)$").match
+_split = re.compile(r"^((?:.*/|)[^.]+)[.]([^/]*)$").match
 #: Matches a value of a global header by which tarfile reads later members differently.
 _redefines = re.compile(r"(?:path|size|hdrcharset)$|GNU\.sparse\.").match
 #: The warning that a shard is not packed well; its arguments are the shard and the problem.
@@ -89,6 +88,12 @@ def is_meta(name: str) -> bool:
     return name.startswith("__") and bool(
         ("/" not in name and name.endswith("__")) or _is_meta(name)
     )
+
+
+def key_and_field(name: str) -> Any:
+    """Split a name as WebDataset's ``base_plus_ext``: the key of the sample, and the rest."""
+    found = _split(name)
+    return (None, None) if found is None else found.groups()
 
 
 class TarWalk:
@@ -173,14 +178,9 @@ def members(read: Callable[[int, int], bytes], end: int) -> Iterator[tuple[int, 
         read: returns up to ``size`` bytes at an offset: ``read(size, offset)``.
         end: size of the archive in bytes.
 
-    Yields:
-        For each file: the offset at which it ends, and its name. Headers that concern the next file
-        are behind that offset. At last: the offset at which tarfile stops, and "".
-
-    Raises:
-        tarfile.CompressionError: the archive is compressed.
-        tarfile.StreamError: the archive cannot be read in this way.
-        tarfile.TarError: the archive cannot be read.
+    Yields the offset at which a file ends, and its name; headers that concern the next file are
+    behind that offset. At last, yields the offset at which tarfile stops, and "". Of its TarErrors,
+    CompressionError means a compressed archive, StreamError one to be read in sequence only.
     """
     if read(_BLOCK, 0).startswith(_COMPRESSED):
         raise tarfile.CompressionError("it is compressed")
@@ -232,12 +232,7 @@ def _plain(read: Callable[[int, int], bytes], end: int) -> Iterator[tuple[str, i
 
 
 def unread(read: Callable[[int, int], bytes], at: int) -> str:
-    """Describe why an archive may have samples that no reader finds, or return "".
-
-    Args:
-        read: returns bytes of the archive, as for `members`.
-        at: the offset at which tarfile stops.
-    """
+    """Describe why an archive may have samples behind the end that tarfile sees, or return ""."""
     block, position = read(_BLOCK, at), at
     if len(block) < _BLOCK:
         return f"it ends at byte {at} without an end marker: its writer was not closed"
@@ -324,19 +319,13 @@ def _total(checksum: bytes) -> int:
 
 
 def _behind(fields: _Fields) -> int:
-    """Return the bytes from the end of an extended header to the end of its member's own header.
-
-    Return 0 if the extended header is left to tarfile.
-    """
+    """Return the bytes from an extended header to the end of its member's own; 0 for tarfile."""
     size = fields[1]
     return size + (-size & 511) + _BLOCK if 0 < size <= _EXTENDED_MAX else 0
 
 
 def _extended(fields: _Fields, rest: bytes) -> _Fields | None:
-    """Return the fields of a member with an extended header, or None if not plain.
-
-    ``rest`` holds the `_behind` bytes that follow the extended header.
-    """
+    """Return the fields of a member from what follows its extended header; None if not plain."""
     _, size, kind = fields
     padded = size + (-size & 511)
     inner = _parsed(rest[padded:])
@@ -350,10 +339,7 @@ def _extended(fields: _Fields, rest: bytes) -> _Fields | None:
 
 
 def _name(name: str, records: bytes, size: int) -> str | None:
-    """Return the member's name: the one in the extended header's records if any, or ``name``.
-
-    The records are the first ``size`` bytes. Return None if tarfile has to read one of them.
-    """
+    """Return the name in ``size`` bytes of records, else ``name``; None if tarfile must read."""
     if size & 511 and records[size]:
         return None
     position = 0
@@ -371,11 +357,7 @@ def _name(name: str, records: bytes, size: int) -> str | None:
 
 
 def check_archive(fd: int, basename: str, url: str) -> None:
-    """Check that a file with the name of a tar archive also begins like a tar archive.
-
-    Raises:
-        IntegrityError: the file does not begin like a tar archive.
-    """
+    """Raise IntegrityError if a file with the name of a tar archive does not begin like one."""
     if not basename.lower().endswith(_SUFFIXES):
         return
     head = os.pread(fd, _BLOCK, 0)
@@ -400,9 +382,7 @@ def check_archive(fd: int, basename: str, url: str) -> None:
 def archive_problem(fd: int, basename: str, size: int, most: int | None = None) -> str:
     """Describe why readers of a tar archive miss a part of it, or return "".
 
-    Args:
-        fd, basename, size: the file, its name, and its bytes.
-        most: read at most so many headers if the file ends with zeros, as archives do.
+    If the file ends with zeros, as archives do, at most ``most`` headers are read.
     """
 
     def read(count: int, offset: int) -> bytes:

@@ -1,4 +1,4 @@
-"""The rank and the job of this process, read from the variables that its launcher set.
+"""The rank and the job of this process, from its launcher's variables or from torch.distributed.
 
 A launcher is recognised only if it sets both a rank and a world size. An impossible number raises a
 `ConfigError`, because two processes that both believe they are rank 0 would do more harm.
@@ -10,10 +10,14 @@ import contextlib
 import hashlib
 import os
 import re
+import socket
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
+from shardcache.clock import boot_id
 from shardcache.errors import ConfigError
 
 Source = Literal["torch", "openmpi", "pmi", "slurm", "explicit", "none"]
@@ -45,6 +49,9 @@ _NO_RUN_ID = "none"
 #: SLURM_MAX_NORMAL_STEP_ID in slurm.h. Larger step ids denote pseudo-steps (batch script,
 #: interactive shell), which run a single process regardless of SLURM_NTASKS.
 _MAX_NORMAL_STEP = 0xFFFFFFF0
+
+#: Launchers increase these when they restart the ranks (torchrun, Slurm) or start a job step.
+_COUNTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT", "SLURM_STEP_ID")
 
 _PLAIN = r"(?![.-])[A-Za-z0-9._-]{1,64}"
 _HASHED = r".*--[0-9a-f]{12}"
@@ -154,3 +161,88 @@ def safe_name(job: str) -> str:
     # surrogatepass, because environment variables may contain bytes that are not text.
     digest = hashlib.blake2b(job.encode("utf-8", "surrogatepass"), digest_size=6)
     return f"{kept}--{digest.hexdigest()}"
+
+
+def rank() -> int:
+    """Return this process's rank in its job, or 0 without a launcher.
+
+    Raises:
+        ConfigError: the environment states an impossible rank.
+    """
+    torch = _distributed()
+    return int(torch.get_rank()) if torch else detect().rank
+
+
+def world_size() -> int:
+    """Return the number of ranks in this job, or 1 without a launcher."""
+    torch = _distributed()
+    return int(torch.get_world_size()) if torch else detect().world_size
+
+
+def _distributed() -> Any:
+    """Return the module torch.distributed if it is initialised, otherwise None."""
+    module = sys.modules.get("torch.distributed")
+    # `is_initialized` is missing while another thread imports torch.
+    return module if getattr(module, "is_initialized", lambda: False)() else None
+
+
+def torch_store() -> Any:
+    """Return the store that connects the ranks of torch.distributed; None if it cannot be used."""
+    worker = getattr(sys.modules.get("torch.utils.data"), "get_worker_info", lambda: None)
+    # A DataLoader worker must not use its parent's connection.
+    if _distributed() is None or worker() is not None:
+        return None
+    # torch has no public function for the store. This private one exists since torch 1.8.
+    from torch.distributed import distributed_c10d
+
+    try:
+        return distributed_c10d._get_default_store()
+    except (AttributeError, ValueError, RuntimeError):  # a backend without a store, such as mpi
+        return None
+
+
+def process_name(pid: int) -> str:
+    """Return a name that no other process on any machine has: boot, pid, start time (proc(5))."""
+    with contextlib.suppress(OSError):  # /proc does not show a parent outside our pid namespace
+        # The second field may contain any character, so split after its last parenthesis.
+        stat = Path(f"/proc/{pid}/stat").read_text("utf-8", "replace")
+        return f"{boot_id()}-{pid}-{stat.rpartition(')')[2].split()[19]}"
+    return f"{socket.gethostname()}-{pid}"
+
+
+#: Job name of a process without a launcher. Its forked children inherit the name.
+_OWN_JOB = process_name(os.getpid())
+
+
+def job_name(job: str | None = None) -> str:
+    """Return a name that all ranks of this job have in common, and no other job has.
+
+    The name is ``job`` if it is given. Otherwise it consists of the launcher's id and restart
+    counts, so that a restarted job does not find the notes of its former run.
+
+    Raises:
+        ConfigError: the ranks have no id in common, or ``job`` is empty.
+    """
+    if job is not None:
+        if not job.strip():
+            raise ConfigError("job is empty. Pass a name that all its ranks have in common.")
+        return safe_name(job)
+    found = detect()
+    name = found.job
+    if name is None and (store := torch_store()) is not None:  # the first rank chooses a name
+        name = store.compare_set("shardcache/job", "", os.urandom(16).hex()).decode()
+    if name is None and found.world_size == 1:
+        name = _OWN_JOB
+    if name is None and found.world_size == found.local_size:
+        # torchrun without --rdzv-id: one process on this node has started all ranks, so its name
+        # identifies the job.
+        import multiprocessing  # here, because few processes need it
+
+        parent = multiprocessing.parent_process()
+        name = process_name((parent and parent.pid) or os.getppid())
+    if name is None:
+        raise ConfigError(
+            f"The {found.world_size} ranks of this job have no name in common. Pass job=, start "
+            f"torchrun with --rdzv-id, or set {JOB_VARIABLE} to the same text on all nodes."
+        )
+    return safe_name("-".join([name, *(os.environ.get(each) or "0" for each in _COUNTS)]))

@@ -270,8 +270,10 @@ def parse_url(
     try:
         # Paths may contain arbitrary bytes, but all other URLs must be text.
         encoded = identity.encode("utf-8", "surrogateescape" if scheme == "file" else "strict")
-    except UnicodeEncodeError:
-        raise ConfigError(f"{shown_url(url)!r} cannot be encoded as UTF-8") from None
+    except UnicodeEncodeError:  # it quotes the URL, so it is no context of the error below
+        encoded = b""
+    if not encoded:
+        raise ConfigError(f"{shown_url(url)!r} cannot be encoded as UTF-8")
     if len(encoded) > _MAX_CANONICAL:
         raise ConfigError(
             f"{shown_url(url)[:80]}... has {len(encoded)} bytes; the limit is {_MAX_CANONICAL}"
@@ -301,13 +303,12 @@ def shown_url(url: str) -> str:
 def name_command(command: str) -> str:
     """Return a name of a command for logs: the program, the URL that it reads, and a digest.
 
-    All other parts are left out, because they may be credentials (``-u me:secret``,
-    ``X-Api-Key: ...``).
+    All other parts may be credentials (``-u me:secret``, ``X-Api-Key: ...``).
     """
     program = found[1].rpartition("/")[2] if (found := re.match(_PROGRAM, command)) else "sh"
     target = re.search(_TARGET, command)
     reads = f" {redact(target.group())}" if target else ""
-    digest = hashlib.blake2b(command.encode("utf-8", "surrogateescape"), digest_size=4)
+    digest = hashlib.blake2b(command.encode("utf-8", "surrogatepass"), digest_size=4)
     return f"pipe:{program}{reads} #{digest.hexdigest()}"
 
 
@@ -361,7 +362,7 @@ def _generic(url: str, scheme: str, rest: str) -> tuple[str, str, str]:
     netloc, slash, path = place.partition("/")
     user, at, host = netloc.rpartition("@")
     if web:
-        host, slash = _web_host(url, scheme, host), "/"
+        host, slash = _web_host(url, scheme, netloc), "/"
     elif at and scheme not in _LOGINS:
         if ":" in user:
             raise ConfigError(
@@ -400,16 +401,18 @@ def _masked(query: str) -> str:
     return re.sub(r"[^?&;]+", masked, query)
 
 
-def _web_host(url: str, scheme: str, host: str) -> str:
+def _web_host(url: str, scheme: str, netloc: str, what: str = "") -> str:
+    """Return the host and the port of ``netloc`` without a login, in their shortest form."""
     reason = "names no host"
     try:
-        parts = urlsplit(f"{scheme}://{host}")
+        parts = urlsplit(f"{scheme}://{netloc}")
         named = bool(parts.hostname) and parts.port != 0
     except ValueError:  # it may quote a part of a password, so it is no context of the error
         named, reason = False, "is not a URL: check its host and port"
     if not named:
-        raise ConfigError(f"{redact(url)} {reason}")
-    return host.lower().removesuffix(":").removesuffix(_DEFAULT_PORTS[scheme])
+        raise ConfigError(f"{what}{redact(url)} {reason}")
+    host = netloc.rpartition("@")[2].lower().removesuffix(":")
+    return host.removesuffix(_DEFAULT_PORTS.get(scheme, ":"))
 
 
 def _basename(name: str) -> str:
@@ -427,10 +430,7 @@ def redact(text: str) -> str:
 
 @functools.lru_cache(maxsize=64)
 def secret_forms(*secrets: str | None) -> tuple[str, ...]:
-    """Return the forms in which a server may repeat the secrets of a request, the longest first.
-
-    The forms of a secret are the secret itself, percent-encoded and percent-decoded.
-    """
+    """Return the forms in which a server may repeat secrets (percent-encoded), longest first."""
     given = [text for text in secrets if text]
     forms = {form for text in given for form in (text, quote(text, safe=""), unquote(text))}
     return tuple(sorted((f for f in forms if len(f) >= _SECRET), key=len, reverse=True))
@@ -448,16 +448,13 @@ def _authority(endpoint: str | None) -> str:
     """Return the endpoint as a part of an identity, or "" for AWS's standard partition."""
     if not endpoint:
         return ""
-    try:
-        parts = urlsplit(endpoint if "://" in endpoint else f"https://{endpoint}")
-    except ValueError as exn:
-        raise ConfigError(f"the S3 endpoint {redact(endpoint)} is not a URL: {exn}") from exn
-    host = parts.netloc.rpartition("@")[2].lower()
-    host = host.removesuffix(_DEFAULT_PORTS.get(parts.scheme, ":"))
+    scheme, _, rest = endpoint.rpartition("://")
+    netloc, slash, path = re.split("[?#]", rest)[0].partition("/")
+    host = _web_host(endpoint, scheme.lower() or "https", netloc, "the S3 endpoint ")
     if re.fullmatch(_AWS_HOST, name := host.partition(":")[0]):
         if region := re.search(_AWS_REGION, name):
             return f"aws:{region[1]}"
         if name.endswith(".amazonaws.com"):
             return ""
     # The scheme is dropped: http and https at the same host and port are the same object store.
-    return host + parts.path.rstrip("/")
+    return f"{host}{slash}{path}".rstrip("/")

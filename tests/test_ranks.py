@@ -6,7 +6,8 @@ import re
 import pytest
 
 from shardcache.errors import ConfigError
-from shardcache.ranks import Ranks, detect, safe_name
+from shardcache.ranks import Ranks, detect, job_name, process_name, safe_name
+from tests.support.storetools import together
 
 TORCH = "RANK=11 WORLD_SIZE=16 LOCAL_RANK=3 TORCHELASTIC_RUN_ID=run-7"
 SLURM = "SLURM_JOB_ID=9 SLURM_STEP_ID=0 SLURM_PROCID=5 SLURM_NTASKS=8 SLURM_LOCALID=1"
@@ -94,3 +95,27 @@ def test_a_job_id_becomes_a_name_and_stays_one():
         name = safe_name(job)
         assert re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,49}--[0-9a-f]{12}", name)
         assert safe_name(job) == name
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        (SLURM, "9-0-0-0"),
+        (f"{SLURM} SLURM_RESTART_COUNT=2 SLURM_STEP_ID=1", "9-0-2-1"),
+        (f"{TORCH} TORCHELASTIC_RESTART_COUNT=3", "run-7-3-0-0"),
+        (f"{SLURM} SHARDCACHE_JOB=mine", "mine-0-0-0"),
+    ],
+)
+def test_a_job_is_named_after_its_launcher_and_restarts(text, name, monkeypatch):
+    monkeypatch.setattr(os, "environ", env(text))
+    assert (job_name(), job_name("given")) == (name, "given")
+
+
+@pytest.mark.parametrize("launched", [True, False])
+def test_a_job_without_an_id_is_named_after_the_process_that_started_it(monkeypatch, launched):
+    """torchrun without an id started the ranks, or the program has no launcher."""
+    torchrun = env(f"{TORCH} TORCHELASTIC_RUN_ID=none LOCAL_WORLD_SIZE=16")
+    monkeypatch.setattr(os, "environ", torchrun if launched else {})
+    own = job_name()
+    assert {*together(2, lambda number: job_name())} == {f"{process_name(os.getpid())}-0-0-0"}
+    assert own == f"{process_name(os.getppid() if launched else os.getpid())}-0-0-0"

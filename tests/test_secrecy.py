@@ -16,7 +16,7 @@ import pytest
 from shardcache import Cache, ConfigError, ShardCacheError
 from shardcache.cli.main import main
 from shardcache.config import Loaded, describe, load
-from shardcache.wds.attach import url_opener
+from shardcache.wds import url_opener
 from tests.support.tars import make_tar
 from tests.support.webservers import answer, part_of
 

@@ -35,7 +35,7 @@ class _WebDataset:
             def exec_module(module: Any) -> None:
                 execute(module)
                 try:
-                    from shardcache.wds.gopen import read_through_cache
+                    from shardcache.wds import read_through_cache
                 except ImportError as exn:  # `shardcache run` belongs to another environment
                     raise ImportError(
                         f"shardcache is not installed for {sys.executable} ({exn}). Install it "

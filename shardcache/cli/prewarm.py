@@ -79,7 +79,7 @@ _RUNNING = 8
     "-f",
     "--file",
     "lists",
-    type=click.File(encoding="utf-8"),
+    type=click.File(encoding="utf-8-sig"),  # Windows begins files with a byte order mark
     multiple=True,
     metavar="LIST",
     help="Read SPECs from a file, one per line; - is stdin. May be repeated.",

@@ -23,7 +23,7 @@ from shardcache.errors import ConfigError, IntegrityError
 from shardcache.prewarm.plan import expand
 from shardcache.ranks import detect
 from shardcache.urls import redact
-from shardcache.wds.attach import reraise
+from shardcache.wds import reraise
 
 if TYPE_CHECKING:
     from shardcache.cache import Handler
@@ -161,10 +161,18 @@ class TarDataset:
         """Return one sample, after the stages; for a slice or several indices, a list of samples.
 
         Raises:
+            TypeError: an index is no whole number, such as those of a boolean mask.
             The errors of `__getitems__`.
         """
+        if type(index) is int:
+            return self.__getitems__([index])[0]
         if isinstance(index, slice):
             index = range(len(self))[index]
+        first = index[0] if np.ndim(index) and len(index) else index
+        if "bool" in str(getattr(index, "dtype", type(first))):  # True is 1 for Python and PyTorch
+            raise TypeError(
+                "a boolean mask has no numbers of samples: use those of numpy.flatnonzero"
+            )
         return self.__getitems__(index) if np.ndim(index) else self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:

@@ -31,13 +31,21 @@ from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
 from shardcache import clock, threads
-from shardcache.archive import MALFORMED, REPEATED, files_in, is_meta, members, split, unread
+from shardcache.archive import (
+    MALFORMED,
+    REPEATED,
+    files_in,
+    is_meta,
+    key_and_field,
+    members,
+    unread,
+)
 from shardcache.errors import ConfigError, IntegrityError, ShardCacheError
 from shardcache.faults import os_error
 from shardcache.files import open_file
 from shardcache.layout import INDEX
 from shardcache.reading.stream import open_shard, stream_file
-from shardcache.sync.paths import atomic_write
+from shardcache.sync import atomic_write
 from shardcache.threads import undivided
 from shardcache.urls import ShardURL
 
@@ -66,32 +74,18 @@ def _group_by_keys() -> Any:
     return group_by_keys
 
 
-def _key_and_field(name: str) -> Any:
-    """Do what WebDataset's ``base_plus_ext`` does, in half the time."""
-    found = split(name)
-    return (None, None) if found is None else found.groups()
-
-
 def find_samples(read: Callable[[int, int], bytes], end: int) -> tuple[array[int], list[str]]:
     """Find the samples of an archive by its headers, grouped as WebDataset groups files.
 
-    Args:
-        read: returns bytes of the archive, as for `members`.
-        end: size of the archive in bytes.
-
-    Returns:
-        The offset of each sample and of the end of the last one, and what is wrong with the
-        archive: the first key that occurs again, the first file that its sample has twice, and
-        bytes that no reader finds.
-
-    Raises:
-        tarfile.TarError: the archive is compressed, damaged or incomplete.
+    Takes the arguments of `members`, and raises its errors. Returns the offset of each sample and
+    of the end of the last one, and what is wrong with the archive: the first key that occurs again,
+    the first file that its sample has twice, and bytes that no reader finds.
     """
     offsets, keys, fields, problems = array("q"), set[str](), set[str](), dict[str, str]()
     current, stop = None, 0
     for following, name in members(read, end):
-        if (found := split(name)) is not None and not is_meta(name):
-            key, field = found.groups()
+        key, field = key_and_field(name)
+        if key is not None and not is_meta(name):
             if key != current:
                 current = key
                 offsets.append(stop)
@@ -113,10 +107,6 @@ class OpenShard:
     """A shard that is open for random access, and not evicted as long as this object exists.
 
     Threads may share it, and a forked child may use its parent's.
-
-    Args:
-        cache: the cache to read through; the shard is downloaded if it is not cached.
-        shard: the shard to open.
 
     Attributes:
         size: bytes of the shard, or 0 if it is streamed past the cache.
@@ -169,12 +159,8 @@ class OpenShard:
     def sample(self, number: int, handler: Handler) -> dict[str, Any]:
         """Read one sample: the same that a pipeline yields after `Cache.attach`.
 
-        The caller counts the bytes, once per batch.
-
-        Args:
-            number: number of the sample in the shard, from 0.
-            handler: called with the exception if a file cannot be added to the sample, as by
-                WebDataset's ``group_by_keys``.
+        The caller counts the bytes, once per batch. The handler is called with the exception if a
+        file cannot be added to the sample, as by WebDataset's ``group_by_keys``.
 
         Raises:
             IntegrityError: the sample is damaged.
@@ -190,7 +176,7 @@ class OpenShard:
                     raise tarfile.ReadError("unexpected end of data")
                 shard = {"__url__": self._url, "__local_path__": self._path}
                 files = files_in(data, shard)
-                found = list(_group_by_keys()(files, _key_and_field, handler=handler))
+                found = list(_group_by_keys()(files, key_and_field, handler=handler))
                 if len(found) == 1:
                     return found[0]  # type: ignore[no-any-return]
                 problem = f"its bytes hold {len(found)} samples"
@@ -323,10 +309,8 @@ def count_samples(
 ) -> Iterator[tuple[int, tuple[int, int] | Exception]]:
     """Count the samples of shards, many at once; downloads those that are not cached.
 
-    Yields:
-        The position of each shard in ``shards``, and its samples and bytes (0 bytes if it was
-        streamed) or its error, as they are ready. If the caller stops early, the running downloads
-        are cancelled.
+    Yields the position of each shard, and its samples and bytes (0 bytes if it was streamed) or its
+    error, as they are ready. If the caller stops early, the running downloads are cancelled.
     """
 
     def count(shard: ShardURL) -> tuple[int, int] | Exception:
@@ -370,18 +354,10 @@ def count_samples(
 
 
 def read_index_file(cache: Cache, path: str) -> tuple[list[ShardURL], list[int]]:
-    """Read the shards of a data set, and how many samples each has.
+    """Read the shards of a data set, and how many samples each has, from a JSON file.
 
-    Args:
-        cache: parses the URLs, and reads the file if it is not local.
-        path: path or URL of a JSON file: that of wids, with a ``shardlist`` of ``url`` and
-            ``nsamples``, or a ``sizes.json`` with the number of samples by name. Relative names are
-            next to the file.
-
-    Raises:
-        ConfigError: the file has another form.
-        OSError: the file cannot be read.
-        The errors of `Cache.open`, if the file is not local.
+    The file is that of wids, with a ``shardlist`` of ``url`` and ``nsamples``, or a ``sizes.json``
+    with the number of samples by name. Relative names are next to the file.
     """
     file = cache.parse(path)
     local = open(file.local_path, "rb") if file.is_local else None  # noqa: SIM115

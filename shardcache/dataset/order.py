@@ -23,8 +23,6 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["VERSION", "Epoch", "Order"]
-
 #: Version of the order, which states record.
 VERSION = 1
 
@@ -123,12 +121,9 @@ class Order:
         return Lane(self._shards[inside][some], firsts[some], sizes[some], self.window, key)
 
     def batches(self, share: int, offset: int = 0, *, drop_last: bool) -> int:
-        """Return the number of global batches from a position in the lanes to the end of an epoch.
+        """Return the number of global batches of an epoch after ``offset`` samples of each lane.
 
-        Args:
-            share: samples of a batch from each lane.
-            offset: the position, in samples per lane.
-            drop_last: whether to leave out the samples that fill no batch.
+        Each batch has ``share`` samples from each lane.
         """
         full = max(0, (self.total // self.lanes - offset) // share)
         has_rest = self.lanes * (offset + full * share) < self.total
@@ -146,13 +141,9 @@ class Epoch:
     def batch(self, start: int, share: int, low: int, high: int) -> Samples:
         """Return a part of a global batch, as numbers of samples.
 
-        If the lanes have no full share left, their rests are the batch. It is filled with the
-        samples of the first batch, as often as necessary.
-
-        Args:
-            start: the position of the batch, in samples per lane.
-            share: samples of the batch from each lane.
-            low, high: the part of the batch: numbers from ``low`` up to ``high - 1``.
+        The batch has ``share`` samples from each lane, from the position ``start`` on. If the lanes
+        have no full share left, their rests are the batch. It is filled with the samples of the
+        first batch, as often as necessary. The part are the numbers from ``low`` to ``high - 1``.
         """
         numbers, bounds = range(self._order.lanes), self._order.bounds
         parts: Iterable[tuple[int, int, int]] = ((lane, start, share) for lane in numbers)

@@ -21,10 +21,10 @@ import numpy as np
 from shardcache.dataset.order import VERSION, Epoch, Order
 from shardcache.errors import ConfigError
 from shardcache.faults import ignoring
-from shardcache.ranks import detect
+from shardcache.ranks import detect, torch_store, world_size
+from shardcache.ranks import rank as own_rank
 from shardcache.reading.lookahead import Prefetcher
 from shardcache.space.memory import Volume
-from shardcache.sync import job
 from shardcache.threads import lazy
 from shardcache.units import format_bytes
 
@@ -191,8 +191,7 @@ class ShardBatchSampler(Sampler[list[int]]):
         """Begin the next iteration at the position of a state.
 
         Raises:
-            ConfigError: the state has other shards or options or impossible numbers, or the batch
-                cannot be divided.
+            ConfigError: the state has other shards, other options or impossible numbers.
         """
         epoch, taken = self._restore(state)
         self._start = self._taken = (epoch, taken) if self._batches(taken) else (epoch + 1, 0)
@@ -212,7 +211,10 @@ class ShardBatchSampler(Sampler[list[int]]):
             return _whole(f"the state's {name}", state.get(name), *limits)
 
         for name, own in {"version": VERSION, "data": self._fingerprint, **self._given}.items():
-            if own is not None and (found := state.get(name)) != own:
+            found = state.get(name)
+            if isinstance(found, bool | float):  # equal to numbers, but no part of any state
+                saved(name)
+            if own is not None and found != own:
                 what = "shards or counts of samples" if name == "data" else name
                 raise ConfigError(
                     f"the state was saved with other {what}: {name} was {found} and is {own}. "
@@ -233,7 +235,7 @@ class ShardBatchSampler(Sampler[list[int]]):
 
     def _compare_ranks(self) -> None:
         """Check once that the ranks agree. No rank waits for another."""
-        store = None if self._number is None else job.torch_store()
+        store = None if self._number is None else torch_store()
         if store is None:
             return
         own = {**self._state(*self._start), "world_size": self.world_size}
@@ -252,8 +254,8 @@ class ShardBatchSampler(Sampler[list[int]]):
     def _ranks(self) -> tuple[int, int]:
         """Return the rank and the world size, which the user gave or which this process has."""
         rank, world = self._place
-        world = _whole("world_size", job.world_size() if world is None else world, 1)
-        return _whole("rank", job.rank() if rank is None else rank, 0, world - 1), world
+        world = _whole("world_size", world_size() if world is None else world, 1)
+        return _whole("rank", own_rank() if rank is None else rank, 0, world - 1), world
 
     def _arrange(self, lanes: int | None, shuffle: int | None) -> None:
         """Make the order, if it fits the batch and the ranks."""

@@ -48,7 +48,30 @@ _caches: dict[str, Cache] = {}
 
 
 class ShardFile(io.BufferedReader):
-    """A file that is open for reading through the cache."""
+    """A file that is open for reading through the cache.
+
+    fsspec's block cache requires ``blocksize``, ``path`` and ``_fetch_range``, and sets ``closed``.
+    It caches no block of this file, which is on this node already.
+    """
+
+    blocksize = BUFFER
+
+    def __init__(self, raw: io.RawIOBase, path: str) -> None:
+        super().__init__(raw, BUFFER)
+        self.path = path
+
+    def _fetch_range(self, start: int, end: int) -> bytes:
+        self.seek(start)
+        return self.read(end - start)
+
+    @property
+    def closed(self) -> bool:
+        """Whether the file is closed."""
+        return super().closed
+
+    @closed.setter
+    def closed(self, is_closed: bool) -> None:
+        pass  # `close` has closed the file
 
     @property
     def size(self) -> int | None:
@@ -165,7 +188,7 @@ class ShardCacheFileSystem(ChainedFileSystem):  # type: ignore[misc]
         if unknown := sorted(options.keys() - _FSSPEC_OPTIONS):
             raise ConfigError(f"{redact(path)} cannot be opened with {', '.join(unknown)}.")
         stream: Any = self.cache.open(self._url(path, version_id))
-        return ShardFile(stream.detach(), BUFFER)
+        return ShardFile(stream.detach(), path)
 
     def cat_file(
         self, path: str, start: int | None = None, end: int | None = None, **options: Any

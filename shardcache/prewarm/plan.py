@@ -49,7 +49,7 @@ _LAUNCHERS = (
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The part of a list of shards that the ranks (training processes) of one node read.
+    """The part of a list of shards that the ranks of one node read.
 
     WebDataset's ``split_by_node`` gives rank r of w the shards r, r + w, r + 2w, ... of the
     expanded list. Ranks are numbered node by node, as torchrun and Slurm
@@ -74,11 +74,7 @@ class Share:
 
 
 def own_share(node: int | None, count: int | None, ranks: int) -> Share:
-    """Return this node's share. Without ``node`` and ``count``, read the launcher's variables.
-
-    Raises:
-        ConfigError: neither the caller nor a launcher states the node, or a number is invalid.
-    """
+    """Return this node's share. Without ``node`` and ``count``, read the launcher's variables."""
     if (node is None) != (count is None):
         raise ConfigError("--node-rank and --node-count go together: give both, or neither.")
     for name, size in _LAUNCHERS:
@@ -122,11 +118,7 @@ def wanted_shards(
 
     With ``share``, return only the shards that this node reads. As in WebDataset, a shard that is
     named twice counts twice in the split. Items of ``wanted`` that are parsed are not expanded.
-
-    Raises:
-        ConfigError: a specification is malformed, or the cache does not store such URLs.
-        ShardNotFoundError: nothing matches a prefix or a pattern.
-        AccessDeniedError, TransferError: a prefix or a pattern cannot be listed.
+    Raises the errors of `expand`.
     """
     shards: list[ShardURL] = []
     for each in wanted:
@@ -151,12 +143,9 @@ def make_plan(
     list_sizes: bool = True,
     refresh: bool = False,
 ) -> PrewarmPlan:
-    """Compare the wanted shards with the cache, and return what to download.
+    """Compare the wanted shards, each once, with the cache, and return what to download.
 
     Args:
-        cache: the cache to fill.
-        shards: the wanted shards, each once.
-        listing: returns the sizes of missing shards.
         best_effort: leave out the shards that do not fit. Earlier shards take precedence.
         list_sizes: query the origins for the sizes of the missing shards.
         refresh: query the origins for newer versions of the cached shards.
@@ -204,11 +193,9 @@ def make_plan(
 def confirm(cache: Cache, plan: PrewarmPlan, stop: threading.Event) -> Iterator[Started | Finished]:
     """Record a use of the cached shards of a plan, so that its downloads do not evict them.
 
-    Ends early once ``stop`` is set.
-
     Yields the events of the shards that need no download. The others could not be compared with
-    their origin, are damaged, belong to another rank, or must be hashed, because they were stored
-    under another boot.
+    their origin, are damaged, belong to another rank, or were stored under another boot. Ends early
+    once ``stop`` is set.
     """
     process, now = cache.process, clock.time()
     directories = process.prepare()
@@ -225,10 +212,9 @@ def confirm(cache: Cache, plan: PrewarmPlan, stop: threading.Event) -> Iterator[
 
 
 def _outdated_versions(cache: Cache, shard: ShardURL) -> frozenset[str] | Exception:
-    """Return the cached versions of a shard that are not the origin's current version.
+    """Return the outdated versions of a cached shard, or the error of its origin.
 
-    If another rank or job has the current one, its versions do not count. Returns an exception if
-    the origin does not answer.
+    If another rank or job has the current one, its versions do not count.
     """
     process = cache.process
     process.prepare()

@@ -49,7 +49,7 @@ from shardcache.results import (
 #: for news and for a request to stop.
 _NEWS_EVERY, _TICK = 1.0, 0.2
 #: Seconds to wait for nodes whose tasks were cancelled. A prewarm takes up to 5 to stop
-#: (`pool._CANCEL_TIMEOUT`); the rest is for news in transit.
+#: (`run._CANCEL_TIMEOUT`); the rest is for news in transit.
 _CANCEL_TIMEOUT = 20.0
 #: Seconds to test whether an address accepts connections; Ray itself would try for minutes.
 _CONNECT_SECONDS = 10.0
@@ -76,7 +76,7 @@ class NodeReport:
     @property
     def ended(self) -> bool:
         """Whether the node will send no more news."""
-        return self.interrupted or not (self._report is None and self.error is None)
+        return bool(self.interrupted or self._report or self.error)
 
     @property
     def lost(self) -> bool:

@@ -93,7 +93,8 @@ def test_bad_credentials_are_reported_once(run, spec, monkeypatch):
 
 def test_a_list_file_takes_the_same_specs(run, bucket, data, s3_environment, tmp_path):
     specs = [f"s3://{bucket}/train-{{0000..0001}}.tar", f"s3://{bucket}/*-0002.tar"]
-    (tmp_path / "list").write_text("# a remark\n\n  " + "\n".join(specs))
+    lines = "# a remark\r\n\r\n  " + "\r\n".join(specs)
+    (tmp_path / "list").write_text(lines, "utf-8-sig", newline="")
     for given in ["-f", tmp_path / "list"], specs:
         found = json.loads(run("prewarm", "-n", "--json", *given)[1])["shards"]
         assert [each["url"][-8:] for each in found] == ["0000.tar", "0001.tar", "0002.tar"]

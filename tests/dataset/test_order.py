@@ -63,21 +63,6 @@ def test_a_position_gives_the_same_samples_as_reading_from_the_start(monkeypatch
             assert fresh.tolist() == samples[position : position + 9].tolist()
 
 
-def test_world_sizes_have_the_same_global_batches():
-    order = Order([37] * 20, seed=0, lanes=4, shuffle=3)
-    for drop_last in (True, False):
-        found = [
-            [np.concatenate(parts).tolist() for parts in each]
-            for each in (batches(order, 5, 32, world, drop_last=drop_last) for world in (1, 2, 8))
-        ]
-        assert found[0] == found[1] == found[2]
-
-
-def test_without_shuffle_the_samples_keep_their_order():
-    order = Order([5, 0, 3, 9], seed=7, lanes=1, shuffle=0)
-    assert lanes_of(order, 4)[0].tolist() == list(range(17))
-
-
 def test_seeds_and_epochs_are_not_added_up():
     counts = [8] * 8
     found = {

@@ -46,7 +46,7 @@ def named(bucket, *names):
     return [f"{bucket}/{name}" for name in names]
 
 
-def test_open_and_cat_read_through_the_default_cache(url, default, proxy):
+def test_open_and_cat_read_through_the_default_cache(url, default, proxy, tmp_path):
     for _ in range(2):
         with fsspec.open(url) as stream:
             assert stream.read(10) == SHARD[:10]
@@ -55,6 +55,13 @@ def test_open_and_cat_read_through_the_default_cache(url, default, proxy):
     fs, path = fsspec.core.url_to_fs(url)
     assert [fs.cat_file(path, 5, 15), fs.cat_file(path, -7)] == [SHARD[5:15], SHARD[-7:]]
     assert fs.cat_file(path) == SHARD
+    for caching in "simplecache", "filecache", "blockcache":
+        options = {caching: {"cache_storage": str(tmp_path / caching)}}
+        for _ in range(2):
+            with fsspec.open(f"{caching}::{url}", **options) as stream:
+                assert stream.read(10) == SHARD[:10]
+                assert stream.seek(600) == 600 and stream.read() == SHARD[600:]
+            assert stream.closed
     assert proxy.fetches().total() == 1 and list(default.rglob("a.tar"))
     assert default_cache() is default_cache()
 

@@ -5,7 +5,7 @@ import pytest
 
 from shardcache.errors import AccessDeniedError, ConfigError, ShardNotFoundError, TransferError
 from shardcache.origins.listing import Listing, is_pattern
-from shardcache.prewarm.plan import expand
+from shardcache.prewarm import expand
 from tests.support.tars import make_tar
 from tests.support.webservers import answer
 

@@ -18,7 +18,7 @@ import json, os, signal, sys, threading
 from pathlib import Path
 
 from shardcache import Cache
-from shardcache.prewarm.run import prewarm
+from shardcache.prewarm import prewarm
 
 directory, what, *urls = sys.argv[1:]
 children = Path(f"/proc/self/task/{threading.get_native_id()}/children")

@@ -294,7 +294,7 @@ def test_an_interrupt_is_raised_after_all_downloads_ended(make_cache, origin, li
 
 
 def test_a_stop_does_not_wait_for_a_stuck_download(make_cache, listed, fill, monkeypatch):
-    monkeypatch.setattr("shardcache.prewarm.pool._CANCEL_TIMEOUT", 0.2)
+    monkeypatch.setattr("shardcache.prewarm.run._CANCEL_TIMEOUT", 0.2)
     release, stop = threading.Event(), threading.Event()
     obtain = ProcessCache.obtain
 
@@ -324,7 +324,7 @@ def test_a_full_cache_ends_the_run_unless_best_effort(
     report = prewarm(best_effort=True)
     assert outcomes(report) == "c" + 8 * "o" + "." and not report.full
     origin.requests.clear()
-    monkeypatch.setattr("shardcache.prewarm.pool._MISFITS", 3)
+    monkeypatch.setattr("shardcache.prewarm.run._MISFITS", 3)
     more = fill(names(10, "more"))
     assert outcomes(make_cache(max_size=limit).prewarm(more, jobs=1, best_effort=True)) == 10 * "o"
     assert len(requested(origin)) == 3

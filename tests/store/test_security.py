@@ -21,7 +21,7 @@ from shardcache.layout import MANIFEST, PROGRESS
 from shardcache.locks.keys import Holder, KeyLock
 from shardcache.store.root import make_root
 from shardcache.urls import parse_url
-from shardcache.wds.attach import url_opener
+from shardcache.wds import url_opener
 from tests.support.caches import read, warnings
 from tests.support.clitools import command
 from tests.support.disktools import needs_mounts, unmount

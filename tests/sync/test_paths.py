@@ -10,7 +10,7 @@ import pytest
 
 from shardcache import sync
 from shardcache.errors import ConfigError
-from shardcache.sync.paths import find
+from shardcache.sync import find
 from tests.support.storetools import PATIENCE, forked
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from shardcache import sync
 from shardcache.errors import ShardCacheError
-from shardcache.sync.job import torch_store
+from shardcache.ranks import torch_store
 from tests.support.storetools import PATIENCE, Parent, crowd
 
 torch_data = pytest.importorskip("torch.utils.data")

@@ -17,8 +17,7 @@ from webdataset.filters import FilterFunction, pipelinefilter
 import shardcache
 from shardcache import Cache, ConfigError, ShardNotFoundError
 from shardcache.prewarm import expand
-from shardcache.wds import attach, register, tar_files, tar_samples
-from shardcache.wds.gopen import read_through_cache
+from shardcache.wds import attach, read_through_cache, register, tar_files, tar_samples
 from tests.support.tars import make_tar, tar_of
 from tests.support.trainingtools import ROOT, DataSet
 from tests.wds.test_tar_files import BEFORE_1_0
@@ -30,7 +29,7 @@ KEYS = sorted(f"{seed:04d}-{n:05d}" for seed in range(4) for n in range(5))
 
 @pytest.fixture(autouse=True)
 def _objects(origin, monkeypatch):
-    monkeypatch.setattr("shardcache.wds.gopen._logged", set())
+    monkeypatch.setattr("shardcache.wds._logged", set())
     process = multiprocessing.current_process()
     monkeypatch.setattr(process, "_config", {**process._config})  # `register` adds to it
     origin.objects |= {f"s3://lab/train-{seed:04d}.tar": data for seed, data in enumerate(SHARDS)}
@@ -104,7 +103,7 @@ def test_stages_and_a_registered_scheme_work_in_any_pipeline(make_cache, monkeyp
 @pytest.mark.parametrize("url", ["pipe:aws s3 cp s3://lab/train-0000.tar -", "/data/x.tar"])
 def test_the_cache_refuses_what_webdataset_forbids(url, make_cache, monkeypatch):
     module, cache = sys.modules["webdataset.gopen"], make_cache(cache_local=True)
-    monkeypatch.setattr("shardcache.wds.gopen.default_cache", lambda: cache)
+    monkeypatch.setattr("shardcache.wds.default_cache", lambda: cache)
     monkeypatch.setattr(module, "gopen", module.gopen)
     monkeypatch.setitem(module.gopen_schemes, "__default__", None)
     read_through_cache(module)
@@ -198,10 +197,20 @@ def test_a_dropped_shard_is_not_pinned_during_the_next_download(make_cache, orig
     assert stream.read() == SHARDS[0]  # closing the opener does not close the consumer's stream
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_dataloader_workers_share_downloads(method, s3, bucket, proxy, s3_environment, tmp_path):
+@pytest.mark.parametrize(
+    ("method", "is_registered"),  # a forkserver keeps the environment of its first test
+    [("fork", False), ("spawn", False), ("fork", True), ("spawn", True), ("forkserver", True)],
+)
+def test_dataloader_workers_share_downloads(
+    method, is_registered, s3, bucket, proxy, s3_environment, tmp_path, monkeypatch
+):
     data, cache = DataSet(s3, bucket, proxy), Cache(tmp_path / "cache", min_free=0)
-    dataset = cache.attach(wds.WebDataset(data.spec, shardshuffle=False))
+    dataset = wds.WebDataset(data.spec, shardshuffle=False)
+    if is_registered:
+        monkeypatch.setitem(wds.gopen_schemes, "s3", None)
+        register("s3", cache)
+    else:
+        cache.attach(dataset)
     if method == "fork":
         assert list(dataset)  # a child must not use the parent's clients
     options = {"multiprocessing_context": method, "persistent_workers": method == "spawn"}
@@ -344,20 +353,6 @@ def test_a_wildcard_is_refused_with_the_way_to_expand_it(s3, bucket, s3_environm
     assert expand(f"s3://{bucket}/a*.tar", cache) == [f"s3://{bucket}/a.tar"]
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
-def test_workers_inherit_a_registered_scheme(
-    method, s3, bucket, proxy, s3_environment, tmp_path, monkeypatch
-):
-    data = DataSet(s3, bucket, proxy)
-    monkeypatch.setitem(wds.gopen_schemes, "s3", None)
-    register("s3", Cache(tmp_path / "cache", min_free=0))
-    dataset = wds.WebDataset(data.spec, shardshuffle=False)
-    loader = torch.utils.data.DataLoader(
-        dataset, batch_size=None, num_workers=1, multiprocessing_context=method
-    )
-    assert data.complete(keys(loader)) and data.complete(keys(loader)) and data.once()
-
-
 def test_a_cache_that_cannot_be_pickled_stops_no_spawned_process(make_cache, monkeypatch, caplog):
     monkeypatch.setitem(wds.gopen_schemes, "s3", None)
     register("s3", make_cache(validate=lambda _path: None))
@@ -368,15 +363,8 @@ def test_a_cache_that_cannot_be_pickled_stops_no_spawned_process(make_cache, mon
 
 
 def test_a_key_that_comes_back_in_a_stream_is_named_once(make_cache, origin, caplog):
-    names = (
-        "\udcff/c.x",
-        "\udcff/c.y.z",
-        "\udcff/d.x",
-        "noext",
-        "\udcff/d.y",
-        "\udcff/c.w",
-        "\udcff/d.w",
-    )
+    names = [f"\udcff/{each}" for each in ("c.x", "c.y.z", "d.x", "d.y", "c.w", "d.w")]
+    names.insert(3, "noext")
     origin.objects["s3://lab/mixed.tar"] = tar_of([(name, b"1") for name in names])
     dataset = make_cache().attach(wds.WebDataset("s3://lab/mixed.tar", shardshuffle=False))
     assert [len(list(dataset)) for _ in range(2)] == [4, 4]

@@ -1,0 +1,566 @@
+"""Avoid the usual race conditions of training scripts: ``from shardcache import sync``.
+
+    sync.makedirs("/nfs/run/trace")                   a directory that this node can see at once
+    sync.wait_for("/nfs/run/ckpt", by="rank 0")       wait for a path that another rank makes
+    sync.once("unpack", unpack, archive, per="node")  one rank works, the others get its result
+    sync.barrier("checkpoint")                        wait until all ranks have arrived
+    with sync.atomic_write("/nfs/run/best.pt") as f:  write a file that is complete or absent
+        ...
+    sync.rank(), sync.world_size()
+
+They work with any launcher, with and without torch. docs/sync.md states their guarantees.
+
+`once` and `barrier` leave notes in a store: that of torch.distributed, or a `FileStore`. A note is
+a text under a name, and of several ranks that create one name, one succeeds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import logging
+import math
+import os
+import random
+import secrets
+import socket
+import stat
+import threading
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import IO, Any, Literal, TypeVar, overload
+
+from shardcache import clock, threads
+from shardcache.clock import boot_id
+from shardcache.errors import (
+    BarrierTimeoutError,
+    BoardError,
+    ConfigError,
+    InTheWayError,
+    OnceError,
+    ShardCacheError,
+    WaitTimeoutError,
+)
+from shardcache.files import sync_directory
+from shardcache.locks.mounts import node_directory
+from shardcache.ranks import detect, job_name, rank, safe_name, torch_store, world_size
+from shardcache.units import format_duration, parse_choice, parse_duration
+from shardcache.urls import redact
+
+__all__ = ["BarrierTimeoutError", "InTheWayError", "OnceError", "WaitTimeoutError"]
+__all__ += ["atomic_write", "barrier", "makedirs", "once", "rank", "wait_for", "world_size"]
+
+logger = logging.getLogger(__name__)
+
+R = TypeVar("R")
+PathLike = str | os.PathLike[str]
+Timeout = float | str | None
+
+#: Default timeout in seconds, the same as for the collectives of torch.distributed.
+DEFAULT_TIMEOUT = 1800.0
+#: Seconds for which a filesystem may contradict itself: twice the default of acdirmax.
+_MKDIR_TIMEOUT = 120.0
+_DIRECTORY_VARIABLE = "SHARDCACHE_SYNC_DIR"
+#: Notes are below this name in the user's directory, because the directory may hold other files.
+_NAME = ".shardcache-sync"
+#: Seconds without a heartbeat after which a runner counts as dead, and the number of heartbeats in
+#: that time: with five, one heartbeat may be lost and another one late.
+_LEASE, _BEATS = 90.0, 5
+#: An interrupted runner posts this instead of a heartbeat.
+_GAVE_UP = "gave up"
+
+#: Number of runs with ``again`` that have an outcome, and of barriers passed, by place and name.
+_ended: Counter[str] = Counter()
+#: Distinguishes this process from one of an earlier run with the same pid.
+_RUN = secrets.token_hex(8)
+
+
+def poll(timeout: Timeout, what: Callable[[], str]) -> Iterator[float]:
+    """Yield the seconds waited so far, first 0, with a pause after each, until the timeout.
+
+    The pauses grow from 10 ms to a second, because a thousand ranks that poll every 10 ms would
+    overload a file server. Every ten seconds, a warning says what is waited for: the text that
+    ``what`` returns. At the end, a `WaitTimeoutError` does.
+    """
+    limit = math.inf if timeout is None else parse_duration(timeout)
+    start, pause, warned = clock.monotonic(), 0.01, 0.0
+    while True:
+        yield clock.monotonic() - start
+        if (waited := clock.monotonic() - start) >= limit:
+            text = f"Waited {format_duration(waited)} {what()}. "
+            raise WaitTimeoutError(f"{text}Check the other ranks, or raise timeout.", waited=waited)
+        if waited - warned >= 10.0:
+            warned = waited
+            logger.warning("after %s: waiting %s", format_duration(waited), what())
+        # Without this jitter, ranks that start together would poll together.
+        clock.sleep(min(pause * random.uniform(0.5, 1.0), limit - waited))  # noqa: S311
+        pause = min(pause * 1.5, 1.0)
+
+
+class _ignoring_absence(contextlib.AbstractContextManager[Any]):  # noqa: N801 - used like a function
+    """Ignores errors that mean that a name is absent; ESTALE, of NFS: its directory was removed."""
+
+    def __exit__(self, *raised: Any) -> bool:
+        return getattr(raised[1], "errno", None) in (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
+
+
+def find(path: PathLike) -> os.stat_result | None:
+    """Return the current status of a path at its server, following links; None if it is absent.
+
+    A client of a network filesystem remembers for a while that a name was absent (3 to 60 s on NFS:
+    acdirmin and acdirmax of nfs(5)). Meanwhile, `os.path.exists` returns False although another
+    node has created the path, and ``mkdir`` fails with EEXIST.
+    """
+    with _ignoring_absence():
+        return os.stat(path)  # noqa: PTH116 - no Path needed
+    parent = os.path.dirname(path) or "."  # noqa: PTH120
+    if parent == path or find(parent) is None:
+        return None
+    # When a directory is opened, an NFS client checks the absent names that it remembers there
+    # (close-to-open consistency). When a name is about to be created, no kernel trusts a remembered
+    # absence (FUSE: `fuse_dentry_revalidate`). So try to make `path` a link to /proc, which always
+    # fails because /proc is a directory.
+    try:
+        os.close(os.open(parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+        os.link("/proc/.", path)
+    except OSError as exn:  # usually EEXIST, EXDEV or EPERM
+        logger.debug("%s: looked up again: %s", path, exn)
+    with _ignoring_absence():
+        return os.stat(path)  # noqa: PTH116
+    return None
+
+
+def makedirs(path: PathLike, mode: int = 0o777, *, timeout: Timeout = _MKDIR_TIMEOUT) -> Path:
+    """Create a directory and its parents, unless they exist, and wait until they are visible.
+
+    Args:
+        path: the directory.
+        mode: mode of the last directory if this call creates it; the umask applies, as for
+            `os.makedirs`.
+        timeout: seconds (120), or text such as ``10m``, to wait while the filesystem contradicts
+            itself; None waits forever.
+
+    Returns:
+        The absolute path.
+
+    Raises:
+        InTheWayError: a file or a dangling link, which is not removed, has the name.
+        WaitTimeoutError: the directory was created but is not visible.
+        OSError: no permission, no space, or a read-only filesystem.
+    """
+    target = Path(path).absolute()
+    mount = "see the caching options of its mount: lookupcache and acdirmax in nfs(5)"
+    for _ in poll(timeout, lambda: f"to see {target}, which was created ({mount})"):
+        if _make(target, mode):
+            break
+    return target
+
+
+def _make(path: Path, mode: int) -> bool:
+    """Create a directory if it is missing, and return whether it is visible."""
+    found = find(path)
+    if found is None and not path.is_symlink():
+        if not _make(path.parent, 0o777):
+            return False
+        with _ignoring_absence(), contextlib.suppress(FileExistsError):  # of another node
+            os.mkdir(path, mode)  # noqa: PTH102 - the mode is the caller's
+        if (found := find(path)) is None:
+            return False
+    if found is not None and stat.S_ISDIR(found.st_mode):
+        return True
+    obstacle = "a file" if found is not None else "a symbolic link to a missing target"
+    raise InTheWayError(
+        f"No directory can be created at {path}: it is {obstacle}. "
+        "Remove or rename it, or choose another path."
+    )
+
+
+@overload
+def wait_for(what: PathLike, *, timeout: Timeout = ..., by: str | None = ...) -> Path: ...
+@overload
+def wait_for(
+    what: Sequence[Path] | list[str], *, timeout: Timeout = ..., by: str | None = ...
+) -> list[Path]: ...
+
+
+def wait_for(
+    what: PathLike | Sequence[PathLike],
+    *,
+    timeout: Timeout = DEFAULT_TIMEOUT,
+    by: str | None = None,
+) -> Path | list[Path]:
+    """Wait until a path exists, or until all of several paths exist.
+
+    A file that exists may be incomplete, unless `atomic_write` wrote it.
+
+    Args:
+        what: a path, or a sequence of paths.
+        timeout: seconds to wait (30 min), or text such as ``10m``; None waits forever.
+        by: the rank that should create the path, such as ``rank 0``, for the error message.
+
+    Returns:
+        The absolute path or paths.
+
+    Raises:
+        WaitTimeoutError: a path did not appear in time.
+        OSError: a path cannot be checked: no permission, or a failing disk.
+    """
+    wanted = [what] if isinstance(what, str | os.PathLike) else what
+    missing = paths = [Path(path).absolute() for path in wanted]
+
+    def what_is_missing() -> str:
+        names = ", ".join(map(str, missing[:3])) + (", ..." if len(missing) > 3 else "")
+        nearest = next(parent for parent in missing[0].parents if find(parent) is not None)
+        maker = f" (which {by} should make)" if by else ""
+        return f"for {names}{maker}: {len(missing)} of {len(paths)} missing, {nearest} exists"
+
+    for _ in poll(timeout, what_is_missing):
+        if not (missing := [path for path in missing if find(path) is None]):
+            break
+    return paths if wanted is what else paths[0]
+
+
+@contextlib.contextmanager
+def atomic_write(
+    path: PathLike, mode: Literal["w", "wb"] = "wb", *, sync: bool = True
+) -> Iterator[IO[Any]]:
+    """Open a file that appears, or replaces another one, when the block ends without an error.
+
+    The bytes go into a temporary file ``.<name>.<random>`` in the same directory, which remains if
+    the process is killed. The new file gets the permissions of the file that it replaces. If
+    ``path`` is a symbolic link, its target is replaced.
+
+    Args:
+        path: the file; its directory must exist.
+        mode: ``wb``, or ``w`` for text in UTF-8.
+        sync: flush the bytes to the disk before the rename, and the new name afterwards. Without
+            ``sync``, a power failure may leave an empty file.
+
+    Raises:
+        ConfigError: ``mode`` has another value.
+        OSError: the file cannot be written. The temporary file is removed.
+    """
+    encoding = "utf-8" if parse_choice(mode, ("wb", "w")) == "w" else None
+    target = Path(os.path.realpath(path))
+    # A name is limited to 255 bytes: two dots, 50 characters of up to 4 bytes, a token of 16 bytes.
+    temporary = target.with_name(f".{target.name[:50]}.{secrets.token_hex(8)}")
+    try:
+        with open(temporary, "x" if encoding else "xb", encoding=encoding) as file:
+            with contextlib.suppress(FileNotFoundError):
+                os.fchmod(file.fileno(), stat.S_IMODE(target.stat().st_mode) & 0o777)
+            yield file
+            if sync:
+                file.flush()
+                os.fsync(file.fileno())
+        temporary.replace(target)
+    finally:
+        temporary.unlink(missing_ok=True)
+    if sync:
+        with contextlib.suppress(OSError):  # some filesystems cannot sync a directory
+            sync_directory(target.parent)
+
+
+class FileStore:
+    """A directory of notes, which several nodes may use, with the methods of torch's stores."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    def check(self, names: Sequence[str]) -> bool:
+        """Return whether notes with all these names, which are in one directory, exist."""
+        with _ignoring_absence():
+            posted = os.listdir((self._directory / names[0]).parent)  # noqa: PTH208 - names alone
+            return {name.rpartition("/")[2] for name in names}.issubset(posted)
+        return False
+
+    def get(self, name: str) -> bytes:
+        """Return a note, or nothing if it is gone."""
+        path = self._directory / name
+        with _ignoring_absence():  # another node may replace the file between the two calls
+            return path.read_bytes() if find(path) else b""
+        return b""
+
+    def set(self, name: str, text: str) -> None:
+        """Post a note, replacing an existing note with the same name."""
+        with atomic_write(self._directory / name, "w", sync=False) as file:
+            file.write(text)
+
+    def compare_set(self, name: str, expected: str, text: str) -> bytes:
+        """Post a note unless one with that name exists; return the note with the name.
+
+        A name is given by link(2), which fails if it exists, even on NFS, Lustre or GPFS. NFS may
+        repeat a request whose reply was lost; then the existing note is equal to ours.
+        """
+        path = self._directory / name
+        temporary = makedirs(path.parent) / f".{secrets.token_hex(12)}"
+        try:
+            with atomic_write(temporary, "w") as file:  # a power failure leaves no empty note
+                file.write(text)
+            path.hardlink_to(temporary)
+        except FileExistsError:
+            return self.get(name)
+        finally:
+            temporary.unlink(missing_ok=True)
+        return text.encode()
+
+    def delete_key(self, name: str) -> None:
+        """Remove a note, and its directory if it is empty."""
+        path = self._directory / name
+        with contextlib.suppress(OSError):  # a note that remains does no harm
+            path.unlink()
+            path.parent.rmdir()
+
+
+def _store_for(per: str, directory: PathLike | None, job: str | None) -> tuple[Any, str]:
+    """Return the store for all ranks of a job, or of a job on this node, and its place in words."""
+    parse_choice(per, ("node", "job"))
+    name = job_name(job)
+    if directory is None and per == "job" and (store := torch_store()) is not None:
+        from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+        return PrefixStore(f"shardcache/{name}", store), "the store of torch.distributed"
+    place = None
+    if directory := directory or os.environ.get(_DIRECTORY_VARIABLE, "").strip():
+        place = Path(directory).absolute() / _NAME
+    elif per == "node" or world_size() in (1, detect().local_size):
+        place = node_directory("sync")
+    if place is None:
+        raise ConfigError(
+            f"The {world_size()} ranks of this job share no directory or store. Pass dir=, or set "
+            f"{_DIRECTORY_VARIABLE}, to a directory that all of them share, or call "
+            "torch.distributed.init_process_group() first."
+        )
+    place /= name
+    if per == "node":
+        place /= f"node-{boot_id()[:13] or os.uname().nodename}"
+    return FileStore(place), str(place)
+
+
+@contextlib.contextmanager
+def _answering() -> Iterator[None]:
+    """Raise `BoardError` if torch's store does not answer in the body of a ``with`` block."""
+    try:
+        yield
+    except RuntimeError as exn:  # the base of DistStoreError, DistNetworkError and older errors
+        raise BoardError(
+            f"The store of torch.distributed does not answer ({str(exn).splitlines()[0]:.200}). "
+            "Rank 0, which serves it, has probably ended. Check its output."
+        ) from exn
+
+
+def _this_process() -> str:
+    return f"rank {rank()} (process {os.getpid()} on {socket.gethostname()})"
+
+
+def _get(store: Any, name: str) -> str:
+    """Return a note, or "" if there is none. For an absent one, torch would block all threads."""
+    return str(store.get(name).decode()) if store.check([name]) else ""
+
+
+def _create(store: Any, name: str, text: str) -> bool:
+    """Post a note, and return whether its name was free. No two notes of processes are equal."""
+    return bool(store.compare_set(name, "", text) == text.encode())
+
+
+def once(
+    key: str,
+    function: Callable[..., R],
+    /,
+    *args: Any,
+    per: Literal["node", "job"] = "job",
+    again: bool = False,
+    timeout: Timeout = DEFAULT_TIMEOUT,
+    lease: float | str = _LEASE,
+    dir: PathLike | None = None,
+    job: str | None = None,
+) -> R:
+    """Call a function on exactly one rank, and return its result on all ranks.
+
+        path = once("unpack", unpack, archive, per="node")
+
+    The result is passed on as JSON (a tuple becomes a list). The function runs once per job: a
+    later call returns the same result, or raises an `OnceError`.
+
+    Args:
+        key: the name of the work, the same on all ranks.
+        function: the function, which is called with ``args``.
+        per: ``job`` (default), or ``node`` to call the function on one rank of each node.
+        again: run the work once more. The n-th calls with ``again`` on all ranks are one run. A
+            call that timed out does not count.
+        timeout: seconds to wait for another rank (30 min), or text such as ``10m``; None waits
+            forever.
+        lease: seconds (90) without a heartbeat after which the running rank counts as dead.
+        dir: a directory that all ranks share, for their notes. By default, they use torch's store,
+            ``SHARDCACHE_SYNC_DIR``, or a directory of the node.
+        job: a name in place of the launcher's job id. All jobs with this name share their results
+            permanently.
+
+    Raises:
+        OnceError: the function failed on another rank, whose exception it quotes.
+        WaitTimeoutError: the other rank did not finish in time.
+        ConfigError: an argument is not valid, or the ranks have no shared place for notes.
+        Exception: the exception of the function, on the rank that ran it.
+    """
+    lease = parse_duration(lease)
+    if not key.strip() or lease < 1:
+        raise ConfigError("once needs a name for the work, and a lease of 1 s or more.")
+    error: Exception | None = None
+    with _answering():
+        store, place = _store_for(per, dir, job)
+        this = f"{place}/once/{safe_name(key)}"
+        number = _ended[this] + again
+        prefix = f"once/{safe_name(key)}/{number}"
+        claim = _claim(store, prefix, lease, timeout, f"once({key!r})", place)
+    if claim:
+        with _heartbeat(store, f"{claim}.beat", lease / _BEATS):
+            outcome = {"by": _this_process()}
+            try:
+                text = json.dumps(outcome | {"result": function(*args)})
+            except Exception as exn:  # noqa: BLE001 - raised below
+                outcome |= {"type": type(exn).__qualname__, "cause": redact(str(exn))}
+                text = json.dumps(outcome | {"traceback": redact(traceback.format_exc())})
+                error = exn
+            with _answering():
+                _create(store, f"{prefix}/outcome", text)
+    _ended[this] = max(_ended[this], number)
+    if error is not None:
+        raise error
+    with _answering():
+        posted = json.loads(_get(store, f"{prefix}/outcome"))
+    if "type" not in posted:
+        result: R = posted["result"]
+        return result
+    raise OnceError(
+        f"once({key!r}) failed on {posted['by']}: {posted['type']}: {posted['cause']}\nIt does not "
+        f"run again in this job without again=True. Its traceback:\n{posted['traceback']}",
+        key=key,
+        **posted,
+    )
+
+
+def _claim(
+    store: Any, prefix: str, lease: float, timeout: Timeout, name: str, place: str
+) -> str | None:
+    """Wait for a claim on the work and return its name, or None once the work has an outcome.
+
+    A claim is two notes, the claim and its heartbeat, and belongs to the rank that creates both. So
+    if a user removes one of them, as people do with lock files, no second rank gets the claim. If
+    the runner gives up, or sends no heartbeat for ``lease`` seconds, another rank may make the
+    claim with the next number. Of two outcomes, the first counts for both runners.
+    """
+    number, since, runner, last_beat = 0, 0.0, "an unknown rank", ""
+
+    def what() -> str:
+        return f"for {name} on {runner} (notes in {place})"
+
+    for waited in poll(timeout, what):
+        if store.check([f"{prefix}/outcome"]):
+            break
+        claim = f"{prefix}/claim.{number}"
+        if not last_beat:  # try each number once: if a user removes a claim, it stays taken
+            note = f"{_this_process()}\n{secrets.token_hex(8)}"
+            # If only the second name is taken, a user has removed the first, and another rank has
+            # the claim. With both names, look for an outcome again: the former runner may have
+            # posted one since the check above.
+            if all(_create(store, each, note) for each in (claim, f"{claim}.beat")):
+                return None if store.check([f"{prefix}/outcome"]) else claim
+        beat = _get(store, f"{claim}.beat") or "removed"
+        if beat != last_beat:
+            last_beat, since = beat, waited
+        if beat == _GAVE_UP or waited - since >= lease:
+            logger.warning("%s: %s has ended; this rank may take over", claim, runner)
+            number, last_beat = number + 1, ""
+        elif beat != "removed":
+            runner = beat.partition("\n")[0]
+    return None
+
+
+@contextlib.contextmanager
+def _heartbeat(store: Any, name: str, pause: float) -> Iterator[None]:
+    """Post heartbeats while the body runs. If the body is interrupted, another rank takes over."""
+    ended = threading.Event()
+
+    def post(text: str) -> None:
+        try:
+            with _answering():
+                store.set(name, text)
+        except (OSError, ShardCacheError) as exn:  # the next heartbeat may succeed
+            logger.warning("%s: the heartbeat could not be posted: %s", name, exn)
+
+    def beat() -> None:
+        while not ended.wait(pause):
+            post(f"{_this_process()}\n{clock.monotonic()}")
+
+    with contextlib.suppress(RuntimeError):  # no more threads; another rank may run the work, too
+        threads.start(beat, "shardcache-once")
+    try:
+        yield
+    except BaseException:
+        ended.set()
+        post(_GAVE_UP)
+        raise
+    finally:
+        ended.set()
+
+
+def barrier(
+    name: str = "barrier",
+    *,
+    timeout: Timeout = DEFAULT_TIMEOUT,
+    dir: PathLike | None = None,
+    job: str | None = None,
+) -> None:
+    """Wait until all ranks of the job have called this function as often as this rank.
+
+    Args:
+        name: the name of the barrier, the same on all ranks. Each name is counted separately.
+        timeout: seconds to wait (30 min), or text such as ``10m``; None waits forever.
+        dir: a directory that all ranks share, for their notes; the default is that of `once`.
+        job: a name of this run, in place of the launcher's job id. No earlier run may have used
+            the name in that directory, because the notes of that run would count.
+
+    Raises:
+        BarrierTimeoutError: some ranks did not arrive in time; ``missing`` lists them.
+        ConfigError: an argument is not valid, the ranks have no shared place for notes, or another
+            process has arrived with the number of this rank.
+    """
+    number, size = rank(), world_size()
+
+    def missing() -> list[int]:
+        return [other for other in range(size) if not store.check([notes[other]])]
+
+    def what() -> str:
+        late = missing()
+        some = ", ".join(map(str, late[:16])) + (", ..." if len(late) > 16 else "")
+        late_ranks = f"{len(late)} of {size} ranks: {some}"
+        return f"at barrier({name!r}) as rank {number} for {late_ranks} (notes in {place})"
+
+    polls = poll(timeout, what)
+    next(polls)  # checks the timeout
+    if size == 1:
+        return
+    with _answering():
+        store, place = _store_for("job", dir, job)
+        prefix = f"barrier/{safe_name(name)}-{size}"
+        this = f"{place}/{prefix}"
+        notes = [f"{prefix}/{_ended[this]}/rank-{other}" for other in range(size)]
+        # An equal note is from a call of this process that timed out.
+        if not _create(store, notes[number], f"{_this_process()} {_RUN}"):
+            raise ConfigError(
+                f"Rank {number} has already reached barrier({name!r}), as "
+                f"{_get(store, notes[number])} (notes in {place}). If that process belongs to this "
+                "run, two processes have one rank. If it belongs to an earlier run, pass another "
+                "job=, or remove that directory."
+            )
+        try:
+            while not store.check(notes):
+                next(polls)
+        except WaitTimeoutError as exn:
+            raise BarrierTimeoutError(exn.message, missing=missing()) from None
+        _ended[this] += 1
+        if _ended[this] > 1:
+            with contextlib.suppress(RuntimeError):  # torch's store cannot delete, or has ended
+                store.delete_key(f"{prefix}/{_ended[this] - 2}/rank-{number}")

@@ -137,8 +137,8 @@ def _list_shards(cache: Cache, *, whole: bool) -> tuple[list[Row], Row, str]:
 
     Unless ``whole``, rows may lack fields that no table shows, because reading them takes longer.
     """
-    home = cache.process.home
-    policy = Policy.of(cache.config, home.node, time.time())
+    home, pins = cache.process.home, cache.pins()
+    policy = Policy.of(cache.config, home.node, time.time(), pins)
     shards: dict[Entry, Row] = {}
     endpoint = cache.parse("s3://bucket/key").endpoint
     for entry in cache.entries():
@@ -177,7 +177,7 @@ def _list_shards(cache: Cache, *, whole: bool) -> tuple[list[Row], Row, str]:
             "key": key,
             "endpoint": _other_endpoint(cache, key, url),
         }
-        for key, url in cache.pins().items()
+        for key, url in pins.items()
         if key not in cached
     ]
 

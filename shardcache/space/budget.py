@@ -51,6 +51,7 @@ from shardcache.space.eviction import (
     total_bytes,
 )
 from shardcache.space.memory import Volume, allocation
+from shardcache.space.pins import pinned
 from shardcache.stats.counters import Counters
 from shardcache.store.entry import Entry, Store
 from shardcache.store.partial import InFlight, in_flight
@@ -150,6 +151,7 @@ class Space:
         stores: returns all namespaces of the root.
         config: the limits.
         counters: count the evicted shards.
+        home: the namespace whose pins hold here, too.
     """
 
     def __init__(
@@ -158,8 +160,10 @@ class Space:
         stores: Callable[[], Sequence[Store]],
         config: Config,
         counters: Counters | None = None,
+        home: Layout | None = None,
     ) -> None:
         self.node = node
+        self._home = home or node
         self.stores = stores
         self._counters = counters
         self._config = config
@@ -496,11 +500,12 @@ class Space:
         """
         if entries is None:
             entries = [entry for store in self.stores() for entry in store.entries()]
-        keys = {entry.key for entry in entries}
+        keys, now = {entry.key for entry in entries}, clock.time()
+        pins = pinned((self.node, self._home), now, keys)
         return plan(
             entries,
             limits,
-            Policy.of(self._config, self.node, clock.time(), jobs=jobs, keys=keys),
+            Policy.of(self._config, self.node, now, pins, jobs=jobs),
             reserved=reserved,
             in_use=self.stores()[0].in_use,
             allocated=self.allocated,

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -23,7 +23,6 @@ from shardcache.faults import ignoring
 from shardcache.layout import Layout, is_idle
 from shardcache.locks.flock import remove_locks
 from shardcache.locks.sessions import live_sessions, remove_dead
-from shardcache.space.pins import pinned
 from shardcache.store.directory import DamagedError
 from shardcache.store.entry import Entry, Store
 from shardcache.store.partial import in_flight, remove_leftover, remove_unnamed
@@ -109,23 +108,14 @@ class Policy:
 
     @classmethod
     def of(
-        cls,
-        config: Config,
-        node: Layout,
-        now: float,
-        *,
-        jobs: bool = True,
-        keys: Container[str] | None = None,
+        cls, config: Config, node: Layout, now: float, pinned: Iterable[str], *, jobs: bool = True
     ) -> Policy:
-        """Return the configured policy for the shards with these keys, by default for all shards.
-
-        Without ``jobs``, no shards stay for running jobs.
-        """
+        """Return the configured policy; without ``jobs``, no shards stay for running jobs."""
         since = None
         if jobs and config.policy == "working-set" and (started := live_sessions(node)):
             oldest = min(_past(date, now) for date in started)
             since = max(oldest, now - _PROTECTED_FOR)
-        return cls(now, since, frozenset(pinned(node, now, keys)))
+        return cls(now, since, frozenset(pinned))
 
     def last_used(self, entry: Entry) -> float:
         """Return when an entry was last used, or 0 if its timestamp is in the future."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Container
+from collections.abc import Container, Iterable
 
 from shardcache.faults import os_error
 from shardcache.layout import Layout, is_pin_name, list_names, read_file, replace_file
@@ -37,12 +37,15 @@ def unpin(layout: Layout, key: str) -> bool:
     return True
 
 
-def pinned(layout: Layout, now: float, keys: Container[str] | None = None) -> dict[str, str]:
+def pinned(
+    layouts: Iterable[Layout], now: float, keys: Container[str] | None = None
+) -> dict[str, str]:
     """Return the URL of each pinned shard by key, or only of those among ``keys``.
 
     If the pin is damaged, the URL is empty.
     """
-    return {key: url for key, (until, url) in _pins(layout, keys).items() if now < until}
+    every = (pin for layout in layouts for pin in _pins(layout, keys).items())
+    return {key: url for key, (until, url) in every if now < until}
 
 
 def remove_expired(layout: Layout, now: float) -> int:

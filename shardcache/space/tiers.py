@@ -56,6 +56,7 @@ class Tier:
         started: when the job began to use the cache (seconds since the epoch); None for a command.
         notices: the warnings of this process.
         counters: count the shards that are evicted here.
+        home: the directory of the cache, whose pins hold in all tiers.
     """
 
     def __init__(
@@ -65,8 +66,10 @@ class Tier:
         started: float | None,
         notices: Notices,
         counters: Counters,
+        home: Path,
     ) -> None:
         self.config = config
+        self._home = Layout.of_root(home)
         self._ranks = ranks
         self._started = started
         self._notices = notices
@@ -151,7 +154,7 @@ class Tier:
 
     def limited(self, config: Config) -> Space:
         """Return the budget of this tier with the limits of ``config``."""
-        return Space(self.node, self.stores, config, self._counters)
+        return Space(self.node, self.stores, config, self._counters, self._home)
 
     def evict_lru(self) -> None:
         """Follow the policy ``lru`` from now on."""

@@ -57,7 +57,7 @@ _SHOWN = 3
     "-f",
     "--file",
     "lists",
-    type=click.File(encoding="utf-8"),
+    type=click.File(encoding="utf-8-sig"),
     multiple=True,
     metavar="LIST",
     help="Read SPECs from a file, one per line; - is stdin. May be repeated.",

@@ -106,7 +106,7 @@ def test_a_list_file_takes_the_same_specs(run, bucket, data, s3_environment, tmp
         f"  s3://{bucket}/train-0003.tar": 1,
     }
     for spec, count in specs.items():
-        (tmp_path / "list").write_text(f"# a remark\n\n{spec}\n")
+        (tmp_path / "list").write_text(f"\ufeff# a remark\n\n{spec}\n")
         arguments = ["-f", tmp_path / "list"], [spec.strip()]
         found = [
             json.loads(run("prewarm", "-n", "--json", *each)[1])["shards"] for each in arguments

@@ -22,7 +22,6 @@ from shardcache.errors import ConfigError, ShardNotFoundError
 from shardcache.locks.flock import read_holder
 from shardcache.prewarm.plan import expand
 from shardcache.space.eviction import Policy, disk_bytes, linked
-from shardcache.space.memory import Volume
 from shardcache.space.tiers import lock_layout
 from shardcache.store.directory import DamagedError
 from shardcache.store.entry import Entry
@@ -188,7 +187,8 @@ def _list_shards(cache: Cache, *, whole: bool) -> tuple[list[Row], Row, str]:
     size = sum(links[0].size for links in files)
     used = sum(disk_bytes(links, allocated) for links in files)
     evictable = sum(links[0].size for links in files if not any(map(is_kept, links)))
-    limit = Volume.of(cache.dir).budget(cache.config) if shards else None
+    limits = [tier.space.max_size if shards else None for tier in cache.process.present]
+    limit = None if None in limits else sum(filter(None, limits))
     footer = f"{counted(len(files), 'shard')}, {format_bytes(size)}"
     if limit is not None:
         footer += f", {format_bytes(used)} of {format_bytes(limit)} on disk ({used / limit:.0%})"

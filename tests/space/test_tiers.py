@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -124,7 +125,7 @@ def test_prewarm_and_clean_apply_the_limits_of_all_tiers(shop, ram):
 
 
 def test_commands_find_the_tiers_of_a_job(shop, ram):
-    with opened(shop, ram, shop.room(2)) as cache:
+    with opened(shop, ram, shop.room(2), max_size=shop.room(10)) as cache:
         for url in shop.urls:
             cache.fetch(url)
     with Cache(shop.path, cache_local=True, min_free=0) as later:
@@ -135,7 +136,9 @@ def test_commands_find_the_tiers_of_a_job(shop, ram):
         assert code == 0
         return text
 
-    assert "6 shards, " in run("ls") and str(ram) in run("path", "0.tar")
+    assert re.search(r"6 shards, .* on disk \(50%\); ", run("ls")) and str(ram) in run(
+        "path", "0.tar"
+    )
     assert "6 cached" in run("prewarm", "--check", *shop.urls)
     assert f"tiers {ram}=" in run("clean", "-n")
     assert "removed 6 shards" in run("clean", "--all", "-y")

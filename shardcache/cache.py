@@ -541,8 +541,7 @@ class Cache:
         """Return the URLs of pinned shards by key; the URL is empty if a pin's file is damaged."""
         from shardcache.space.eviction import pinned
 
-        tiers, now = self.process.present, clock.time()
-        return {key: url for tier in tiers for key, url in pinned(tier.node, now).items()}
+        return pinned((tier.node for tier in self.process.present), clock.time())
 
     def unpin(self, specs: Specs) -> list[ShardURL]:
         """Unpin shards; return those that were pinned. Arguments and errors are as in `pin`."""

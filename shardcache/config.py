@@ -371,7 +371,8 @@ class Config:
     def __post_init__(self) -> None:
         _parse_fields(self)
         for one, other in itertools.combinations([*(t.dir for t in self.tiers), self.dir], 2):
-            if one.is_relative_to(other) or other.is_relative_to(one):
+            first, second = (Path(os.path.realpath(each)) for each in (one, other))
+            if first.is_relative_to(second) or second.is_relative_to(first):
                 raise ConfigError(
                     f"one of the tiers {one} and {other} contains the other. Give each its own "
                     "directory."

@@ -21,6 +21,8 @@ _KEY = _RANDOM = "[0-9a-f]{32}"
 _VERSION = "[0-9a-f]{24}"
 _SIZE = "0|[1-9a-f][0-9a-f]{0,15}"
 _ENTRY = re.compile(rf"({_VERSION})-({_SIZE})")
+#: With the names that filelock gives to an expired lease while it takes it.
+_LEASE = rf"{_KEY}\.(?:holder|lease(?:\.[a-z]+\.\d+\.{_RANDOM})?)"
 _PARTIAL = re.compile(rf"({_KEY})\.({_VERSION})(?:-({_SIZE}))?\.{_RANDOM}")
 
 
@@ -39,14 +41,14 @@ def parse_partial_name(name: str) -> tuple[str, str, int | None] | None:
 # Functions that return a match if a name has the form in question, and None otherwise.
 is_key = re.compile(_KEY).fullmatch
 is_lock_name = re.compile(rf"{_KEY}\.lock").fullmatch
-is_lease_name = re.compile(rf"{_KEY}\.(lease|holder)").fullmatch  #: a lease or its record
+is_lease_name = re.compile(_LEASE).fullmatch  #: a lease or its record
 is_pin_name = re.compile(rf"{_KEY}\.pin").fullmatch
 is_evicted_name = re.compile(rf"evict\.{_KEY}\.{_RANDOM}").fullmatch  #: an entry being removed
 #: A file (`replace_file`) or directory (`Modes.new_directory`) that does not have its name yet.
 is_temporary_name = re.compile(rf"\.[A-Za-z0-9.]+\.{_RANDOM}").fullmatch
 #: A file that says something about shards or processes, and holds no shard.
 is_record_name = re.compile(
-    rf"(?:{_KEY}|budget|clean|downloads|[a-z]+-\d+)\.lock|{_KEY}\.(?:lease|holder|pin|session)|"
+    rf"(?:{_KEY}|budget|clean|downloads|[a-z]+-\d+)\.lock|{_LEASE}|{_KEY}\.(?:pin|session)|"
     rf"{_KEY}\.{_RANDOM}\.wait|[A-Za-z0-9._-]+\.streamed|stats\.db(?:-[a-z]+)?|limits|usage|refusal"
 ).fullmatch
 #: The namespace of a rank or a job, named by `ranks.safe_name`.

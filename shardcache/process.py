@@ -97,7 +97,7 @@ class ProcessCache:
         self.notices = Notices(self._job, self._node_of_session)
         self.disk = Disk(config, self.notices.warn)
         self.counters = Counters(lambda: self.home.node, ranks, lambda: self.disk.is_well)
-        parts = ranks, self._started, self.notices, self.counters
+        parts = ranks, self._started, self.notices, self.counters, config.dir
         self.tiers = [Tier(each, *parts) for each in config.by_tier()]
         self.origins = Origins(config, self.notices.is_new)
         downloaders = Downloaders(lambda: self.home.node)

@@ -154,6 +154,7 @@ def test_variables_of_a_kubernetes_service_are_ignored():
     [
         *(5, [5, 6], [{}], [{"dir": "/ram", "size": 5}], ["/ram=much"], ["=5GB"], ["/ram=0"]),
         *(str(DIR), str(DIR.parent), f"{DIR}/ram", "/ram,/ram", ["s3://b/x"]),
+        *(f"{DIR}/../shards", f"/proc/self/root{DIR}"),  # the latter is a symbolic link
     ],
 )
 def test_invalid_tiers_are_refused(given):

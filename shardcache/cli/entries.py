@@ -21,7 +21,6 @@ from shardcache.errors import ConfigError, ShardNotFoundError
 from shardcache.locks.keys import read_holder
 from shardcache.prewarm.plan import expand
 from shardcache.space.eviction import Policy, disk_bytes, linked
-from shardcache.space.memory import Volume
 from shardcache.space.tiers import lock_layout
 from shardcache.store.directory import DamagedError
 from shardcache.store.entry import Entry
@@ -138,8 +137,9 @@ def _list_shards(cache: Cache, *, whole: bool) -> tuple[list[Row], Row, str]:
 
     Unless ``whole``, rows may lack fields that no table shows, because reading them takes longer.
     """
-    home, endpoint = cache.process.home, cache.parse("s3://bucket/key").endpoint
-    policy = Policy.of(cache.config, home.node, time.time())
+    home, pins = cache.process.home, cache.pins()
+    endpoint = cache.parse("s3://bucket/key").endpoint
+    policy = Policy.of(cache.config, home.node, time.time(), pins)
     shards: dict[Entry, Row] = {}
     for entry in cache.entries():
         # The row of a damaged entry has the values that can be read.
@@ -170,7 +170,7 @@ def _list_shards(cache: Cache, *, whole: bool) -> tuple[list[Row], Row, str]:
     not_cached = [
         _SHARD | {"url": url or None, "state": "not_cached", "key": key}
         | {"endpoint": _other_endpoint(cache, key, url)}
-        for key, url in cache.pins().items()
+        for key, url in pins.items()
         if key not in cached
     ]  # fmt: skip
     files, allocated = linked(shards), home.space.allocated
@@ -179,7 +179,8 @@ def _list_shards(cache: Cache, *, whole: bool) -> tuple[list[Row], Row, str]:
     kept = {e for e, row in shards.items() if row["state"] in ("pinned", "in_use")}
     kept |= {entry for entry in shards if policy.protects(entry)}
     evictable = sum(links[0].size for links in files if kept.isdisjoint(links))
-    limit = Volume.of(cache.dir).budget(cache.config) if shards else None
+    limits = [tier.space.max_size if shards else None for tier in cache.process.present]
+    limit = None if None in limits else sum(filter(None, limits))
     footer = f"{counted(len(files), 'shard')}, {format_bytes(size)}"
     if limit is not None:
         footer += f", {format_bytes(used)} of {format_bytes(limit)} on disk ({used / limit:.0%})"

@@ -53,7 +53,7 @@ from shardcache.origins.base import Body, ObjectInfo, VersionChangedError
 from shardcache.space.tiers import Directories, Tier
 from shardcache.store.digest import BLOCK, MismatchError
 from shardcache.store.directory import DamagedError, Metadata
-from shardcache.store.entry import Opened
+from shardcache.store.entry import Opened, open_first
 from shardcache.store.partial import LostError, Partial, Progress, read_progress
 from shardcache.units import format_bytes, format_duration
 
@@ -315,31 +315,28 @@ def evict_outdated(directories: Directories, key: str, outdated: frozenset[str])
 
 
 def _link(directories: Directories, download: Download) -> Opened | None:
-    """Hard-link a sibling namespace's entry, or open it where it is; return None if none has it."""
-    shard, outdated = download.shard, download.outdated
-    pairs = ((tier, sibling) for tier in directories.tiers for sibling in tier.stores()[1:])
-    for tier, sibling in pairs:
-        other = opened = None
-        try:
-            other = sibling.open(shard.key, shard.basename, outdated)
-            if other is None:
-                continue
-            with tier.space.reserved(shard, 0):
-                if tier.store.link(other, other.entry.metadata(), shard.basename):
-                    opened = directories.lookup(shard, outdated)
-        except (DamagedError, FileNotFoundError):  # the sibling's own processes set it aside
-            if other is not None:
-                other.close()
-            continue
-        except os_error() as exn:  # full or read-only: the sibling's entry can be read instead
-            if other is None:
-                raise
-            logger.info("%s: not linked, but read where it is: %s", shard, exn)
-        if opened is None:
-            return other
-        other.close()
-        return opened
-    return None
+    """Hard-link the newest entry of the sibling namespaces, or open it where it is, if any has it.
+
+    Damaged entries are left to the processes of their namespaces, which set them aside.
+    """
+    shard, outdated, tiers = download.shard, download.outdated, directories.tiers
+    siblings = [sibling for tier in tiers for sibling in tier.stores()[1:]]
+    other = opened = None
+    with contextlib.suppress(DamagedError):
+        other = open_first(siblings, shard.key, shard.basename, outdated)
+    if other is None:
+        return None
+    tier = next(tier for tier in tiers if tier.owns(other.directory))
+    try:
+        with tier.space.reserved(shard, 0):
+            if tier.store.link(other, other.entry.metadata(), shard.basename):
+                opened = directories.lookup(shard, outdated)
+    except (DamagedError, os_error()) as exn:  # full or read-only, or another process evicted it
+        logger.info("%s: not linked, but read where it is: %s", shard, exn)
+    if opened is None:
+        return other
+    other.close()
+    return opened
 
 
 def _may_not_fit(tiers: Sequence[Tier], engine: Engine, download: Download) -> bool:

@@ -41,6 +41,7 @@ from shardcache.space.eviction import (
     Removal,
     disk_bytes,
     linked,
+    pinned,
     plan,
     sweep,
     total_bytes,
@@ -135,7 +136,10 @@ class _Usage:
 
 
 class Space:
-    """The budget of one root directory; ``node`` has the budget lock, and the file ``usage``."""
+    """The budget of one root directory.
+
+    ``node`` has the budget lock, and the file ``usage``. The pins of ``home`` hold here, too.
+    """
 
     def __init__(
         self,
@@ -143,8 +147,10 @@ class Space:
         stores: Callable[[], Sequence[Store]],
         config: Config,
         counters: Counters | None = None,
+        home: Layout | None = None,
     ) -> None:
         self.node = node
+        self._home = home or node
         self.stores = stores
         self._counters = counters
         self._config = config
@@ -448,8 +454,9 @@ class Space:
         """Plan an eviction of ``entries``, or of all, with `eviction.plan` and `Policy.of`."""
         if entries is None:
             entries = [entry for store in self.stores() for entry in store.entries()]
-        keys = {entry.key for entry in entries}
-        policy = Policy.of(self._config, self.node, clock.time(), jobs=jobs, keys=keys)
+        keys, now = {entry.key for entry in entries}, clock.time()
+        pins = pinned((self.node, self._home), now, keys)
+        policy = Policy.of(self._config, self.node, now, pins, jobs=jobs)
         in_use, allocated = self.stores()[0].in_use, self.allocated
         return plan(entries, limits, policy, reserved=reserved, in_use=in_use, allocated=allocated)
 

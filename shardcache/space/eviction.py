@@ -119,20 +119,14 @@ class Policy:
 
     @classmethod
     def of(
-        cls,
-        config: Config,
-        node: Layout,
-        now: float,
-        *,
-        jobs: bool = True,
-        keys: Container[str] | None = None,
+        cls, config: Config, node: Layout, now: float, pinned: Iterable[str], *, jobs: bool = True
     ) -> Policy:
-        """Return the configured policy for the shards with these keys, by default for all."""
+        """Return the configured policy; without ``jobs``, no shards stay for running jobs."""
         since = None
         if jobs and config.policy == "working-set" and (started := live_sessions(node)):
             oldest = min(_past(date, now) for date in started)
             since = max(oldest, now - _PROTECTED_FOR)
-        return cls(now, since, frozenset(pinned(node, now, keys)))
+        return cls(now, since, frozenset(pinned))
 
     def last_used(self, entry: Entry) -> float:
         """Return when an entry was last used, or 0 if its timestamp is in the future."""
@@ -163,9 +157,12 @@ def unpin(layout: Layout, key: str) -> bool:
     return True
 
 
-def pinned(layout: Layout, now: float, keys: Container[str] | None = None) -> dict[str, str]:
+def pinned(
+    layouts: Iterable[Layout], now: float, keys: Container[str] | None = None
+) -> dict[str, str]:
     """Return the URL of each pinned shard among ``keys`` (default: all) by key; "" if damaged."""
-    return {key: url for key, until, url in _pins(layout, keys) if now < until}
+    every = (pin for layout in layouts for pin in _pins(layout, keys))
+    return {key: url for key, until, url in every if now < until}
 
 
 def remove_expired(layout: Layout, now: float) -> int:

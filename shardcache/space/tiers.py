@@ -55,7 +55,8 @@ class Tier:
     """One directory of a cache in one process.
 
     ``config`` has the ``dir`` and the limits of this tier. ``started`` is when the job began to use
-    the cache, in seconds since the epoch; None for a command.
+    the cache, in seconds since the epoch; None for a command. The pins of ``home``, the directory
+    of the cache, hold in all tiers.
 
     Attributes:
         node: the node's namespace.
@@ -75,8 +76,10 @@ class Tier:
         started: float | None,
         notices: Notices,
         counters: Counters,
+        home: Path,
     ) -> None:
         self.config = config
+        self._home = Layout.of_root(home)
         self._ranks = ranks
         self._started = started
         self._notices = notices
@@ -151,7 +154,7 @@ class Tier:
 
     def limited(self, config: Config) -> Space:
         """Return the budget of this tier with the limits of ``config``."""
-        return Space(self.node, self.stores, config, self._counters)
+        return Space(self.node, self.stores, config, self._counters, self._home)
 
     def evict_lru(self) -> None:
         """Follow the policy ``lru`` from now on."""

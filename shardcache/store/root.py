@@ -160,8 +160,9 @@ def remove_root(layout: Layout) -> None:
     root, local = layout.base.parent, [layout.local] if layout.local else []
     for base in (layout.base, *local):
         for where, _, names in os.walk(base, topdown=False):
-            for path in (Path(where, name) for name in names if is_record_name(name)):
-                path.unlink(missing_ok=True)
+            for name in names:
+                if is_record_name(name) or is_temporary_name(name):
+                    Path(where, name).unlink(missing_ok=True)
             with ignoring(OSError):  # not empty
                 Path(where).rmdir()
     if set(list_names(root)) <= _ROOT_NAMES - {layout.base.name}:

@@ -142,15 +142,17 @@ def test_a_pin_keeps_all_versions_of_a_shard(make_cache, origin, tmp_path):
 
 
 @pytest.mark.locks_work("flock")
-def test_an_outdated_version_is_not_linked(make_cache, origin, monkeypatch):
+@pytest.mark.parametrize("newest", [0, 1, 2])
+def test_an_outdated_version_is_not_linked(make_cache, origin, monkeypatch, newest):
     caches = []
-    for job in ("one", "two", "three"):
+    for job in ("one", "two", "three", "four"):
         monkeypatch.setenv("SHARDCACHE_JOB", job)
         caches.append(make_cache(isolation="job"))
-    assert [read(cache) for cache in caches] == [OLD] * 3
+    assert [read(cache) for cache in caches[:3]] == [OLD] * 3
     origin.objects[URL] = NEW
-    refresh(caches[1])
-    assert [read(cache) for cache in caches] == [OLD, NEW, OLD]  # each has its own namespace
+    refresh(caches[newest])
+    versions = [NEW if number in (newest, 3) else OLD for number in range(4)]
+    assert [read(cache) for cache in caches] == versions  # each has its own namespace
     caches[2].remove(URL)
     assert len(origin.requests) == 2
 

@@ -159,6 +159,10 @@ def test_remove_dir_leaves_nothing_unless_something_must_stay(run, tmp_path, sta
             cache.pin(shop.urls[0])
         if stays != "process":
             cache.close()
+        token = 32 * "0"  # files of killed processes
+        (root / "v1/locks/00").mkdir(exist_ok=True)
+        (root / f"v1/locks/00/{token}.lease.break.7.{token}").touch()
+        (root / f"v1/partial/.limits.{token}").touch()
         if "mine" in stays:
             (root / stays).touch()
         code, _, err = run("clean", "--all", "--remove-dir", "-y")

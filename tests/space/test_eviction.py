@@ -115,7 +115,7 @@ def test_running_jobs_protect_recently_used_shards(layout, tmp_path, used, start
         ("lru", True, False),
     ):
         config = Config(tmp_path / "cache", policy=kind)
-        assert Policy.of(config, layout, now, jobs=jobs).keeps(entry) is keeps
+        assert Policy.of(config, layout, now, (), jobs=jobs).keeps(entry) is keeps
     for session in sessions:
         session.close()
 
@@ -125,4 +125,4 @@ def test_an_invalid_pin_keeps_its_shard(layout):
     for text in (b"", b"{", b"[]", b"null", b'{"url": "x", "until": "soon"}', b"\xff" * 99):
         pin(layout, url, 1.0)
         layout.pin(url.key).write_bytes(text)
-        assert pinned(layout, 2.0) == {url.key: ""} and remove_expired(layout, 2.0) == 0
+        assert pinned([layout], 2.0) == {url.key: ""} and remove_expired(layout, 2.0) == 0

@@ -123,16 +123,18 @@ def test_prewarm_and_clean_apply_the_limits_of_all_tiers(shop, ram):
 
 
 def test_commands_find_the_tiers_of_a_job(shop, ram):
-    with opened(shop, ram, shop.room(2)) as cache:
+    with opened(shop, ram, shop.room(2), max_size=shop.room(10)) as cache:
         for url in shop.urls:
             cache.fetch(url)
-    with Cache(shop.path, cache_local=True, min_free=0) as later:
-        assert later.path(shop.urls[0]) is None and read(later, shop.urls[5])
 
     def run(*words: str) -> str:
         code, text = command("--dir", shop.path, *words, SHARDCACHE_CACHE_LOCAL="1")
         assert code == 0
         return text
+
+    assert "on disk (50%)" in run("ls")  # of the limits of both tiers
+    with Cache(shop.path, cache_local=True, min_free=0) as later:
+        assert later.path(shop.urls[0]) is None and read(later, shop.urls[5])
 
     assert "6 shards, " in run("ls") and str(ram) in run("path", "0.tar")
     assert "6 cached" in run("prewarm", "--check", *shop.urls)

@@ -122,7 +122,7 @@ def test_the_layout_of_another_version_of_the_library_is_left_alone(make_cache, 
 
 def tier(path: Path, isolation: str = "node", ranks: Ranks | None = None) -> Tier:
     config = Config(path, isolation=isolation)
-    return Tier(config, ranks or Ranks(), 0.0, lambda *a: None, lambda removal: None)
+    return Tier(config, ranks or Ranks(), 0.0, lambda *a: None, lambda removal: None, config.dir)
 
 
 @pytest.mark.parametrize("job", ["j7", "nightly/2026-01-01", "-rf", "..", "x" * 200, "\u00e9"])

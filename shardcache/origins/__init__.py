@@ -11,9 +11,8 @@
     filesystem   every fsspec filesystem, with a timeout
     command      ``pipe:``
     resolve      `Origins` chooses the origin of a shard, or an upstream with a nearer copy
-    retry        repeats failed requests
-    pace         sends fewer requests to a server that throttles
+    retry        repeats requests, and sends fewer to a server that throttles
     listing      finds the shards behind prefixes and patterns, and their sizes
 
-Only `retry` and `pace` repeat requests. The origins themselves never do after a TransientError.
+Only `retry` repeats requests.
 """

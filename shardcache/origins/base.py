@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -39,6 +39,24 @@ class TransientError(Exception):
         self.patient = patient  # waited out, not counted as an attempt: throttling, credentials
         self.retry_after = retry_after  # seconds, from the origin's Retry-After header
         self.timed_out = timed_out  # the origin was silent; it did not refuse
+
+
+class RepeatError(Exception):
+    """The request has to be sent again at once, because its response said how.
+
+    Args:
+        remedy: what the next request does differently; `retry.BOUNDS` limits how often.
+        error: the error to raise at that limit.
+        apply: applies the remedy, or returns False if it cannot; then ``error`` is raised.
+    """
+
+    def __init__(
+        self, remedy: str, error: Exception, apply: Callable[[], object] = lambda: True
+    ) -> None:
+        super().__init__(f"{error} ({remedy})")
+        self.remedy = remedy
+        self.error = error
+        self.apply = apply
 
 
 class VersionChangedError(Exception):

@@ -60,7 +60,7 @@ _MAX_FRAMING = 1024 * 1024  # most bytes in a row of a chunked body that hold no
 _WAKE_AT = 512 * 1024
 
 #: Matches scheme, authority and path. `urlsplit` would change some paths.
-_URL = re.compile(r"(https?)://([^/?#]+)([^#]*)")
+_URL = re.compile(r"(https?)://([^/?#]+)([^#]*)", re.IGNORECASE)
 _CONTROL = re.compile(r"[\r\n\0]")
 
 
@@ -70,7 +70,7 @@ def split_url(url: str) -> tuple[str, str, str]:
     if found is None:
         raise ValueError("it is not the URL of a web server")
     scheme, authority, path = found.groups()
-    return scheme, authority, path if path.startswith("/") else f"/{path}"
+    return scheme.lower(), authority, path if path.startswith("/") else f"/{path}"
 
 
 def basic_login(user: str) -> str:
@@ -118,6 +118,10 @@ def _covers(entry: str, host: str, port: int) -> bool:
     except ValueError:
         domain = name.lower().lstrip("*.")
         return name == "*" or (domain != "" and f".{host}".rstrip(".").endswith(f".{domain}"))
+
+
+class StaleError(ConnectionError):
+    """A kept connection had ended before a response began. A new connection may work."""
 
 
 class _Connection:
@@ -413,35 +417,34 @@ class Transport:
             headers: the request headers without Host.
 
         Raises:
+            StaleError: the server had closed the kept connection.
             PermissionError: the proxy refuses to connect to the server, or demands a login.
             OSError: the connection failed, or no response came in time.
             ValueError: the server, a header or the proxy's URL is malformed; nothing was sent.
             ConfigError: the certificate file cannot be read.
         """
-        reused = self._take(server)
-        while True:
-            connection = reused or self._connect(server)
-            try:
-                lines = [f"{name}: {value}" for name, value in headers.items()]
-                lines = [f"Host: {server.partition('://')[2]}", *lines, *connection.login]
-                request = _head(method, f"{connection.prefix}{path}", lines)
-                response = Response(self, connection, request, bodiless=method == "HEAD")
-                response.url = f"{server}{path}"
-                return response
-            except BaseException as exn:
-                self.take_back(connection, reusable=False)
-                if not is_local_error(exn):  # a signal handler raised, or the request is wrong
-                    raise
-                if reused and isinstance(exn, TimeoutError):
-                    # If a NAT or a load balancer forgot this connection, it forgot the other idle
-                    # ones as well, and each of them would cost an attempt.
-                    with contextlib.suppress(IndexError):  # none is left
-                        while True:
-                            self.take_back(self._idle[server].pop(), reusable=False)
+        kept = self._take(server)
+        connection = kept or self._connect(server)
+        try:
+            lines = [f"{name}: {value}" for name, value in headers.items()]
+            lines = [f"Host: {server.partition('://')[2]}", *lines, *connection.login]
+            request = _head(method, f"{connection.prefix}{path}", lines)
+            response = Response(self, connection, request, bodiless=method == "HEAD")
+        except BaseException as exn:
+            self.take_back(connection, reusable=False)
+            # Not if a signal handler raised, or the request is wrong.
+            if kept is not None and is_local_error(exn):
+                # If the server or a NAT forgot this connection, it forgot the other idle ones as
+                # well, and each of them would cost a request.
+                with contextlib.suppress(IndexError):  # none is left
+                    while True:
+                        self.take_back(self._idle[server].pop(), reusable=False)
                 # A server may close an idle connection at any moment (RFC 9112, 9.3.1).
-                if not (reused and isinstance(exn, ConnectionError) and connection.is_unanswered):
-                    raise
-                reused = None
+                if isinstance(exn, ConnectionError) and connection.is_unanswered:
+                    raise failure(StaleError, str(exn)) from None
+            raise
+        response.url = f"{server}{path}"
+        return response
 
     def _take(self, server: str) -> _Connection | None:
         """Return an idle connection that seems to be alive, or None if there is none."""

@@ -41,6 +41,7 @@ from shardcache.origins.base import (
     read_all,
 )
 from shardcache.origins.endpoints import for_command, needs_s3fs, s3fs_options, scheme_options
+from shardcache.origins.retry import once
 from shardcache.threads import lazy
 from shardcache.urls import ShardURL, parse_url, redact
 
@@ -50,7 +51,7 @@ _SIDECAR = ".shardcache.json"
 #: Limit for reading a sidecar, in bytes; most sidecars have about 700.
 _MOST = 64 * 1024
 #: Errors of an upstream after which the next one is tried.
-_FAULTS = (AccessDeniedError, ConfigError, TransientError, VersionChangedError)
+_FAULTS = (AccessDeniedError, ConfigError, TransferError, TransientError, VersionChangedError)
 #: Longest component of a copy's path, in bytes. Filesystems allow 255; temporary names are longer.
 _MAX_NAME = 200
 #: Failures in a row after which an upstream is not used for a minute.
@@ -211,9 +212,10 @@ class _Upstream:
             return None
         found, sidecar = None, b""
         try:
-            found = origin.stat(copy)
+            found = once(str(copy), lambda: origin.stat(copy))
             beside = self._parse(f"{copy.raw}{_SIDECAR}")
-            sidecar = read_all(origin.open(beside, 0, _MOST), _MOST)
+            opened = once(str(beside), lambda: origin.open(beside, 0, _MOST))
+            sidecar = read_all(opened, _MOST)
         except ShardNotFoundError:
             pass  # there is no copy, or the copy has no sidecar
         except _FAULTS as exn:

@@ -18,7 +18,7 @@ import pytest
 from shardcache import AccessDeniedError, Cache, TransferError
 from shardcache.origins import s3
 from shardcache.origins.base import TransientError
-from shardcache.origins.pace import Pace
+from shardcache.origins.retry import Pace
 from tests.support.caches import warnings
 from tests.support.fakes import FakeClock
 from tests.support.storetools import PATIENCE, Parent, forked

@@ -8,6 +8,7 @@ exception inside ``except`` and raises it after the block. If it were raised ins
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 from collections.abc import Callable, Mapping
@@ -61,6 +62,13 @@ class RepeatError(Exception):
 
 class VersionChangedError(Exception):
     """The object no longer has the requested version (status 412), or became shorter (416)."""
+
+
+def failure(kind: type[OSError], text: str) -> OSError:
+    """Return an error of a connection, with an ``errno``, without which a handler raised it."""
+    error = kind(text)
+    error.errno = errno.EPROTO
+    return error
 
 
 def refusal(

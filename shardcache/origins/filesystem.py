@@ -25,9 +25,8 @@ from typing import Any, TypeVar
 
 from shardcache import threads
 from shardcache.errors import ConfigError, ShardCacheError
+from shardcache.origins.aws import chain_error, s3fs_options
 from shardcache.origins.base import ObjectInfo, TransientError, VersionChangedError, refusal
-from shardcache.origins.credentials import chain_error
-from shardcache.origins.endpoints import s3fs_options
 from shardcache.threads import Results, undivided
 from shardcache.urls import ShardURL, quoted, redact
 

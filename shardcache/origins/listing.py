@@ -17,7 +17,7 @@ from typing import TypeVar
 from shardcache import clock
 from shardcache.config import Config
 from shardcache.errors import AccessDeniedError, ConfigError, ShardCacheError, ShardNotFoundError
-from shardcache.origins.endpoints import needs_s3fs, scheme_options
+from shardcache.origins.aws import needs_s3fs, scheme_options
 from shardcache.origins.filesystem import FsspecOrigin, s3fs_origin
 from shardcache.origins.retry import RetryPolicy
 from shardcache.origins.s3 import S3Origin

@@ -32,6 +32,7 @@ from shardcache.config import Config, Upstream
 from shardcache.errors import AccessDeniedError, ConfigError, ShardNotFoundError, TransferError
 from shardcache.faults import Breaker
 from shardcache.files import random_token
+from shardcache.origins.aws import for_command, needs_s3fs, s3fs_options, scheme_options
 from shardcache.origins.base import (
     Body,
     ObjectInfo,
@@ -40,7 +41,6 @@ from shardcache.origins.base import (
     VersionChangedError,
     read_all,
 )
-from shardcache.origins.endpoints import for_command, needs_s3fs, s3fs_options, scheme_options
 from shardcache.origins.retry import once
 from shardcache.threads import lazy
 from shardcache.urls import ShardURL, parse_url, redact

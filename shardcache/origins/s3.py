@@ -32,19 +32,19 @@ from xml.etree import ElementTree
 from shardcache.errors import AccessDeniedError, ConfigError, ShardCacheError
 from shardcache.faults import is_local_error
 from shardcache.origins import http
-from shardcache.origins.base import ObjectInfo, RepeatError, TransientError, read_all, refusal
-from shardcache.origins.connection import Response, Transport, split_url
-from shardcache.origins.credentials import (
+from shardcache.origins.aws import (
     KEY_NAMES,
-    Keys,
+    aws_files,
     chain_error,
     login_ended,
     one_at_a_time,
+    s3_endpoint,
+    session,
     throttling_codes,
     within_timeout,
-    written_settings,
 )
-from shardcache.origins.endpoints import aws_files, s3_endpoint
+from shardcache.origins.base import ObjectInfo, RepeatError, TransientError, read_all, refusal
+from shardcache.origins.connection import Response, Transport, split_url
 from shardcache.origins.retry import Route, route
 from shardcache.threads import undivided
 from shardcache.units import format_duration
@@ -207,7 +207,7 @@ class S3Origin:
                 with one_at_a_time() if self._chain_failed else contextlib.nullcontext():
                     self._chain_failed = True
                     with undivided():  # a fork must not copy the locks of a TLS handshake
-                        self._credentials = _session(self._options).get_credentials()
+                        self._credentials = session(self._options).get_credentials()
                     if self._credentials is None:
                         from botocore.exceptions import NoCredentialsError
 
@@ -479,28 +479,6 @@ class S3Origin:
         return store.buckets.get(place) or store.buckets.setdefault(place, store.address(*place))
 
 
-def _session(options: Mapping[str, Any], *, botocore_only: bool = False) -> Any:
-    """Return a session of botocore, or the same settings without its slow import.
-
-    Credentials in the options take precedence over those of the environment and the files.
-    """
-    profile, keys = options.get("profile"), None
-    client = options.get("client_kwargs") or {}
-    for given, names in ((options, ("key", "secret", "token")), (client, KEY_NAMES)):
-        if given.get(names[0]):  # `client_kwargs` take precedence
-            keys = Keys(*map(given.get, names))
-    if not botocore_only:
-        unsigned = Keys("", "") if options.get("anon") else None
-        if (settings := written_settings(profile, keys or unsigned)) is not None:
-            return settings
-    import botocore.session
-
-    session = botocore.session.Session(profile=profile)
-    if keys is not None:
-        session.set_credentials(*keys)
-    return session
-
-
 def _look_up(options: Mapping[str, Any], endpoint: str) -> _Store:
     """Determine the addresses, the region and the settings of a store, with botocore."""
     import botocore.exceptions
@@ -519,7 +497,7 @@ def _look_up(options: Mapping[str, Any], endpoint: str) -> _Store:
         from botocore.config import Config
 
         # This client only composes addresses. Its dummy credentials keep it from running the chain.
-        return _session(options, botocore_only=True).create_client(
+        return session(options, botocore_only=True).create_client(
             "s3",
             region,
             aws_access_key_id="none",
@@ -545,22 +523,22 @@ def _look_up(options: Mapping[str, Any], endpoint: str) -> _Store:
         return _Bucket(server, path, region, service)
 
     try:
-        session = _session(options)
+        made = session(options)
         # Any region of the right partition will do, because S3 answers with the bucket's region.
-        region = client_kwargs.pop("region_name", None) or session.get_config_variable("region")
+        region = client_kwargs.pop("region_name", None) or made.get_config_variable("region")
         if not endpoint:  # at AWS, AWS_REGION comes last
             region = region or os.environ.get("AWS_REGION")
         region = region or "us-east-1"
         verify = client_kwargs.get("verify")
         if verify is None:
-            verify = session.get_config_variable("ca_bundle") or True
+            verify = made.get_config_variable("ca_bundle") or True
         is_plain = not (
             client_kwargs.keys() - {"endpoint_url", "verify"}
             or options.get("config_kwargs")
             or not options.get("use_ssl", True)
-            or session.get_scoped_config().get("s3")
-            or session.get_config_variable("use_dualstack_endpoint")
-            or session.get_config_variable("use_fips_endpoint")
+            or made.get_scoped_config().get("s3")
+            or made.get_config_variable("use_dualstack_endpoint")
+            or made.get_config_variable("use_fips_endpoint")
         )
         client_kwargs.pop("endpoint_url", None)
         if not (is_plain and _usual_address(endpoint, "bucket", region)):

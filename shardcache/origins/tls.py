@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from shardcache.errors import ConfigError
-from shardcache.origins.addresses import failure
+from shardcache.origins.base import failure
 from shardcache.threads import undivided
 
 #: Bytes of ciphertext to receive at once. They fit into a processor's second-level cache.

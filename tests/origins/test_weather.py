@@ -241,7 +241,7 @@ def test_a_read_waits_for_credentials(open_cache, clock, request, name, refused)
 
 
 def test_a_read_waits_for_a_silent_metadata_service(open_cache, metadata, clock, monkeypatch):
-    monkeypatch.setattr("shardcache.origins.credentials._TIMEOUT", 0.2)
+    monkeypatch.setattr("shardcache.origins.aws._TIMEOUT", 0.2)
     ended = threading.Event()
 
     def stall(head: str) -> bytes | None:
@@ -369,7 +369,7 @@ def test_a_program_without_valid_credentials_fails_at_once(
 
 
 def test_a_program_that_prints_no_credentials_is_not_waited_for(login, open_cache, monkeypatch):
-    monkeypatch.setattr("shardcache.origins.credentials.CHAIN_TIMEOUT", 0.2)
+    monkeypatch.setattr("shardcache.origins.aws.CHAIN_TIMEOUT", 0.2)
     login("sleep 3")
     cache = open_cache(storage_options={}, patience=1)
     with pytest.raises(TransferError, match=r"has not answered for 0\.2 s \(for 1.0 s"):
@@ -399,7 +399,7 @@ def test_what_a_signal_handler_raises_is_no_error_of_the_source_of_credentials(
 def test_a_source_of_credentials_that_hangs_holds_up_no_other_read(
     login, store, open_cache, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("shardcache.origins.credentials.CHAIN_TIMEOUT", 0.5)
+    monkeypatch.setattr("shardcache.origins.aws.CHAIN_TIMEOUT", 0.5)
     keys = json.dumps(EXPIRED | {"Expiration": "2099-01-01T00:00:00Z"})
     program, hangs = tmp_path / "program", tmp_path / "hangs"
     program.write_text(f"echo '{keys}'; while [ -e {hangs} ]; do sleep 0.05; done")

@@ -3,14 +3,12 @@
 The endpoint and the AWS partition are part of a shard's key, because the same bucket name at two
 endpoints or in two partitions means two buckets. Both the keys and the clients take them from here.
 
-Importing `botocore.session` takes 0.17 s, as long as a tenth of a fresh process with torch. So the
-endpoint, the region and the keys are read without it in the usual configurations.
+Importing `botocore.session` takes a tenth of a fresh process with torch. So the endpoint, the
+region and the keys are read without it in the usual configurations.
 
-The services that provide credentials (the metadata services of EC2 instances and of containers, and
-STS) throttle their clients. Botocore's chain of credential providers then ends as if there were no
-credentials. This module tells the two cases apart. A temporary error becomes a `TransientError`
-with ``patient``, which is waited out, and the next request runs the chain again. After a failure,
-the processes of a user run the chain one at a time (`one_at_a_time`).
+Services that give credentials (of EC2 instances, of containers, STS) throttle their clients, and
+botocore's chain of providers then ends as if there were none. `chain_error` tells the two apart: a
+temporary error is patient, and the next request runs the chain again.
 """
 
 from __future__ import annotations
@@ -126,11 +124,7 @@ def for_command(config: Config, options: Collection[tuple[str, str]]) -> Config:
 
 
 def parser(config: Config) -> Callable[[str], ShardURL]:
-    """Return a function that parses URLs with the endpoint and the schemes of a configuration.
-
-    The function turns a ``pipe:`` command that only reads an object (`commands.read_command`) into
-    the URL of the object.
-    """
+    """Return a function that parses URLs, and commands that only read one, for a configuration."""
     endpoint, schemes = authority_of(config), config.allow_schemes
 
     def parse(url: str) -> ShardURL:
@@ -213,9 +207,8 @@ def s3fs_options(options: Mapping[str, Any], endpoint_url: str | None = None) ->
 def s3_region(options: Mapping[str, Any]) -> str | None:
     """Return the region that a client with these options tries first at AWS, or None.
 
-    The precedence is botocore's, which ends with the profile's ``region``, and then AWS_REGION.
-    Without an argument or AWS_DEFAULT_REGION, the files are parsed only if they or AWS_REGION name
-    a region outside AWS's standard partition; otherwise, the result is None.
+    The precedence is botocore's, and AWS_REGION comes last. The files are parsed only if they or
+    AWS_REGION name a region outside AWS's standard partition; otherwise, the result may be None.
     """
     passed = (options.get("client_kwargs") or {}).get("region_name")
     if first := passed or os.environ.get("AWS_DEFAULT_REGION"):
@@ -321,11 +314,7 @@ def written_settings(profile: str | None, keys: Keys | None) -> Settings | None:
 
     Each variable of AWS and each option of the profile must be known here. So botocore handles
     roles, SSO, programs that print credentials, and any provider that it may add to its chain.
-
-    Args:
-        profile: the profile that the caller passed. It takes precedence over the keys in the
-            environment.
-        keys: credentials that the caller passed, which replace those found.
+    A ``profile`` that the caller passed precedes the keys in the environment, and ``keys`` all.
     """
     from botocore.configloader import load_config, raw_config_parse
     from botocore.exceptions import ConfigNotFound, ConfigParseError
@@ -375,14 +364,11 @@ def _command(profile: str | None) -> str:
 
 
 def chain_error(exn: Exception, shard: ShardURL, profile: str | None, *, worked: bool) -> Exception:
-    """Return the exception that an origin raises for an exception of botocore's credential chain.
+    """Return the exception that an origin raises for one of botocore's credential chain.
 
-    Args:
-        exn: the exception of botocore or, for a program that prints no valid credentials, of
-            Python: FileNotFoundError, ValueError, or RuntimeError if they have expired.
-        profile: the AWS profile in use, for the advice in the message.
-        worked: whether the store has accepted credentials of this process before. Only then is an
-            ended login waited for.
+    A program that prints no valid credentials raises one of Python: FileNotFoundError, ValueError,
+    or RuntimeError if they have expired. An ended login is waited for only if the store ``worked``
+    with credentials of this process before.
     """
     reason = quoted(str(exn)).rstrip(".")
     kinds = {kind.__name__ for kind in type(exn).__mro__}
@@ -416,8 +402,7 @@ def chain_error(exn: Exception, shard: ShardURL, profile: str | None, *, worked:
 def _metadata_service_is_busy() -> bool:
     """Return whether this EC2 instance has a role, but cannot get its credentials at the moment.
 
-    Botocore raises the same NoCredentialsError on a machine without a metadata service, so this
-    function sends requests of its own.
+    Botocore raises the same NoCredentialsError on a machine without a metadata service.
     """
     if os.environ.get("AWS_EC2_METADATA_DISABLED", "").lower() == "true":
         return False
@@ -446,11 +431,7 @@ def _metadata_service_is_busy() -> bool:
 
 
 def within_timeout(chain: Callable[[], T]) -> T:
-    """Call ``chain`` in a thread, and return its result or raise its exception.
-
-    Raises:
-        TransientError: it has not ended after `CHAIN_TIMEOUT`. It goes on in its thread.
-    """
+    """Call ``chain`` in a thread; raise TransientError after `CHAIN_TIMEOUT` without a result."""
     try:
         return threads.call(chain, CHAIN_TIMEOUT, "shardcache-credentials")
     except Empty:
@@ -462,8 +443,7 @@ def within_timeout(chain: Callable[[], T]) -> T:
 def one_at_a_time() -> Iterator[None]:
     """Let one process of this user at a time run the chain; after half a minute, run it anyway.
 
-    Otherwise the workers of a node, which start together, would all send their requests at once to
-    a service that allows a few per second, and would repeat them together after each refusal.
+    Otherwise all workers of a node would ask a service at once that allows a few requests a second.
     """
     import tempfile
 

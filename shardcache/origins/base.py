@@ -185,11 +185,7 @@ class Body(Protocol):
     proven: bool = True
 
     def readinto(self, buffer: memoryview) -> int:
-        """Read into ``buffer`` and return the number of bytes, or 0 at the end.
-
-        Raises:
-            TransientError: the connection failed.
-        """
+        """Read into ``buffer``; return the number of bytes, 0 at the end. Raises TransientError."""
         ...
 
     def abort(self) -> None:

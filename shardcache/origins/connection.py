@@ -146,13 +146,8 @@ class Dialer:
     def connect(self, host: str, port: int, timeout: float) -> socket.socket:
         """Return a non-blocking socket that is connected to one of a host's addresses.
 
-        Args:
-            host: a name or an address.
-            port: the port to connect to.
-            timeout: seconds for the DNS lookup, and again for all addresses together.
-
-        Raises:
-            OSError: no address can be reached. The type is that of the last failure.
+        ``timeout`` is in seconds, for the DNS lookup and again for all addresses together. Raises
+        an OSError of the type of the last failure if no address can be reached.
         """
         try:
             untried = threads.call(lambda: self._addresses(host, port), timeout, "shardcache-dns")
@@ -242,7 +237,7 @@ class _Connection:
         self.held = b""  # bytes received after the last head
         self._timeout = timeout
         self._slice = wait = min(_SLICE, timeout)
-        self._spent, self._came = 0.0, 0  # seconds and bytes since the rate was last checked
+        self._spent, self.came = 0.0, 0  # seconds and bytes since the rate was last checked
         self._wakes_at = 1  # the value of SO_RCVLOWAT
         # The socket blocks, with a timeout of the kernel (SO_RCVTIMEO): Python's own timeouts would
         # add a `poll` to each call.
@@ -260,11 +255,6 @@ class _Connection:
         with contextlib.suppress(OSError):
             self.socket.shutdown(socket.SHUT_RDWR)
 
-    @property
-    def is_unanswered(self) -> bool:
-        """Whether no byte of a response to the last request has been received."""
-        return self._came == 0
-
     def is_quiet(self) -> bool:
         """Return whether the server has neither sent data nor closed the idle connection."""
         if self.held or (self.tls is not None and self.tls.pending()):
@@ -275,7 +265,7 @@ class _Connection:
 
     def exchange(self, request: bytes) -> _Message:
         """Send a request, receive the head of the final response and return it."""
-        self._spent, self._came = 0.0, 0
+        self._spent, self.came = 0.0, 0
         (self.tls or self.socket).sendall(request)
         for _ in range(_INTERIM):
             message = _Message()
@@ -351,8 +341,7 @@ class _Connection:
     def _receive(self, view: memoryview, flags: int) -> int:
         """Return the number of bytes received: 0 if closed, -1 after `_slice` seconds of silence.
 
-        Raises:
-            TimeoutError: in ``timeout`` seconds of receiving, the rate was below `_MIN_RATE`.
+        Raises TimeoutError if the rate was below `_MIN_RATE` for ``timeout`` seconds.
         """
         started = time.monotonic()
         try:
@@ -360,11 +349,11 @@ class _Connection:
         except BlockingIOError:
             count = -1
         self._spent += time.monotonic() - started
-        self._came += max(0, count)
+        self.came += max(0, count)
         if self._spent >= self._timeout:
-            if self._came < self._spent * _MIN_RATE:
-                raise failure(TimeoutError, f"only {self._came} bytes in {self._spent:.0f} s")
-            self._spent, self._came = 0.0, 0
+            if self.came < self._spent * _MIN_RATE:
+                raise failure(TimeoutError, f"only {self.came} bytes in {self._spent:.0f} s")
+            self._spent, self.came = 0.0, 0
         return count
 
 
@@ -428,10 +417,6 @@ class Response:
         self._chunked = bool(coding)
         #: Whether the end of the body proves that no bytes are missing.
         self.proven = self._chunked or self._left is not None
-
-    def describe(self, info: ObjectInfo, start: int, stop: int | None) -> None:
-        """Set the version and the range of the body, as `http.checked` read them from the head."""
-        self.info, self.start, self.stop = info, start, stop
 
     def readinto(self, buffer: memoryview) -> int:
         """Read the bytes of the next second into ``buffer``; return their number, 0 at the end."""
@@ -543,7 +528,7 @@ class Transport:
                     while True:
                         self.take_back(self._idle[server].pop(), reusable=False)
                 # A server may close an idle connection at any moment (RFC 9112, 9.3.1).
-                if isinstance(exn, ConnectionError) and connection.is_unanswered:
+                if isinstance(exn, ConnectionError) and connection.came == 0:
                     raise failure(StaleError, str(exn)) from None
             raise
         response.url = f"{server}{path}"

@@ -1,11 +1,7 @@
 """Read shards from web servers, and check the responses of all HTTP servers, including S3's.
 
 ``http://`` and ``https://`` URLs do not go through fsspec: its ``info`` reports every failure, even
-a refused connection, as "file not found", and its reads cannot insist on a version. The requests of
-this module carry ``If-Match`` if the server has stated a strong ETag, like the requests to S3.
-
-Proxies come from the environment (``https_proxy``, ``no_proxy``), and certificates from the system
-and the variables of `tls`.
+a refused connection, as "file not found", and its reads cannot insist on a version.
 """
 
 from __future__ import annotations
@@ -185,22 +181,36 @@ def checked(response: Response, start: int, stop: int | None) -> Response:
     text = headers.get("content-range")
     wrong = f"asked for bytes {start} to {stop}, the origin sent {text!r} with {length} bytes"
     if response.status != 206:  # the range was ignored: the whole object follows
-        response.describe(object_info(response, length), 0, length)
+        response.info, response.start, response.stop = object_info(response, length), 0, length
         page = headers.get("content-type", "")
         if response.info.identifiable or not page.lower().startswith(_PAGES):
             return response
         wrong = f"a page of {page} arrived instead of the object"
     elif match := _CONTENT_RANGE.match(text or ""):
-        first, last, total = (int(group) for group in match.groups())
+        first, last, total = map(int, match.groups())
         wanted = total if stop is None else min(total, stop)
-        info = object_info(response, total)
+        response.info, response.start, response.stop = object_info(response, total), start, last + 1
         is_right = first == start <= last < wanted and length in (None, last + 1 - start)
-        may_end_early = length is not None and length >= _LEAST and info.identifiable
+        may_end_early = length is not None and length >= _LEAST and response.info.identifiable
         if is_right and (last + 1 == wanted or may_end_early):
-            response.describe(info, start, last + 1)
             return response
     response.close()
     raise TransientError(quoted(wrong, response.secrets))
+
+
+def stat(request: Callable[[], Response], first: Callable[[], Response]) -> ObjectInfo:
+    """Return the version that the response to a HEAD states, or to a request for the first byte.
+
+    A presigned URL may permit GET only, and the response to a HEAD states no reason.
+    """
+    try:
+        response = request()
+        info = object_info(response, response.length)
+    except (AccessDeniedError, ConfigError):
+        response = first()
+        info = response.info
+    response.close()
+    return info
 
 
 class WebOrigin:
@@ -220,14 +230,7 @@ class WebOrigin:
 
     def stat(self, shard: ShardURL) -> ObjectInfo:
         """Return the current version of the object, without a checksum."""
-        try:
-            response = self._request("HEAD", shard, {})
-            info = object_info(response, response.length)
-        except (AccessDeniedError, ConfigError):  # a presigned URL may permit GET only
-            response = self.open(shard, 0, 1)
-            info = response.info
-        response.close()
-        return info
+        return stat(partial(self._request, "HEAD", shard, {}), partial(self.open, shard, 0, 1))
 
     def _request(self, method: str, shard: ShardURL, headers: dict[str, str]) -> Response:
         """Send a request, and return a response of status 200 or 206."""

@@ -90,18 +90,15 @@ class RetryPolicy:
         self._paces: dict[str, Pace] = {}  # by bucket or web server
 
     def started(self, url: str, attempts: int | None = None) -> Attempts:
-        """Return the `Attempts` of a download that starts now.
+        """Return the retries of a download of ``url`` that starts now.
 
-        Args:
-            url: the shard's URL, which errors quote.
-            attempts: replaces the ``attempts`` of this policy.
+        ``attempts`` replaces that of this policy.
         """
         server = "/".join(url.split("/")[:3])
         pace = self._paces.get(server) or self._paces.setdefault(
             server, Pace(server, self.patience)
         )
-        end = None if self.deadline is None else clock.monotonic() + self.deadline
-        return Attempts(self, url, pace, end, attempts or self.attempts)
+        return Attempts(self, url, pace, attempts or self.attempts)
 
 
 class Attempts:
@@ -109,27 +106,21 @@ class Attempts:
 
     Attributes:
         end: when the deadline passes, on the monotonic clock; None without a deadline.
-        most: number of failures in a row that ends the download.
         retries: number of requests that failed and were repeated so far.
     """
 
-    def __init__(
-        self, policy: RetryPolicy, url: str, pace: Pace, end: float | None, most: int
-    ) -> None:
-        self.policy = policy
-        self.url = url
-        self.end = end
-        self.most = most
+    def __init__(self, policy: RetryPolicy, url: str, pace: Pace, most: int) -> None:
+        self.end = None if policy.deadline is None else clock.monotonic() + policy.deadline
         self.retries = 0
-        self._pace = pace
+        self._policy, self._url, self._pace, self._most = policy, url, pace, most
 
     def check(self) -> None:
         """Raise TransferTimeoutError if the deadline of the whole download has passed."""
         if self._is_late(0):
             raise TransferTimeoutError(
-                f"{self.url} was not downloaded within the deadline of {self.policy.deadline:g} s. "
-                "Raise deadline, or run again to continue.",
-                url=self.url,
+                f"{self._url} was not downloaded within the deadline of "
+                f"{self._policy.deadline:g} s. Raise deadline, or run again to continue.",
+                url=self._url,
             )
 
     def forgives(self, received: int) -> bool:
@@ -153,7 +144,7 @@ class Attempts:
             at once.
         """
         repeats, failures, pause = Counter[str](), 0, 0.0
-        _routes.by_request = {}
+        _routes.by_request = {}  # of this call
 
         def wait(seconds: float) -> None:
             self.check()
@@ -175,6 +166,7 @@ class Attempts:
                         raise
             except TransientError as exn:
                 repeats.clear()
+                _routes.by_request = {}
                 if self._is_patient(exn):
                     is_last = self._pace.is_over or self._is_late(0)
                 else:
@@ -182,12 +174,15 @@ class Attempts:
                     pause = random.uniform(0, min(CAP, BASE * 2**failures))  # noqa: S311
                     pause += min(exn.retry_after or 0.0, RETRY_AFTER_CAP)
                     failures += 1
-                    is_last = failures >= self.most or self._is_late(pause)
+                    is_last = failures >= self._most or self._is_late(pause)
                 if is_last:
                     raise self._final(exn, failures) from exn
                 self.retries += 1
                 if not self._is_patient(exn):  # the pace logs the others
-                    self._log(exn, failures, pause)
+                    text = "%s: %s; attempt %d of %d failed, next in %.1f s"
+                    values = self._url, redact(str(exn)), failures, self._most, pause
+                    extra = {"event": "retry", "shard": self._url, "attempt": failures}
+                    logger.warning(text, *values, extra=extra)
                 raise
 
         try:
@@ -213,31 +208,25 @@ class Attempts:
             # `iter_state` refers to `retrying`. This cycle would keep the download's frames alive.
             retrying.iter_state.reset()
 
-    def _log(self, exn: TransientError, failures: int, pause: float) -> None:
-        text = "%s: %s; attempt %d of %d failed, next in %.1f s"
-        extra = {"event": "retry", "shard": self.url, "attempt": failures}
-        reason = redact(str(exn))
-        logger.warning(text, self.url, reason, failures, self.most, pause, extra=extra)
-
     def _is_late(self, pause: float) -> bool:
         return self.end is not None and clock.monotonic() + pause > self.end
 
     def _is_patient(self, exn: TransientError) -> bool:
         """Return whether an error is waited out, and does not count as a failed attempt."""
-        return exn.patient and self.policy.patience > 0
+        return exn.patient and self._policy.patience > 0
 
     def _final(self, exn: TransientError, failures: int) -> TransferError:
         late, advice = self._is_late(0), "Check the endpoint and the network, then try again"
         ended = f"{failures} attempt{'s' if failures != 1 else ''} failed"
         if not late and self._is_patient(exn):
-            ended = f"for {format_duration(self.policy.patience)}, the limit set by patience"
+            ended = f"for {format_duration(self._policy.patience)}, the limit set by patience"
             advice = "Try again later, or raise patience"
-        elif failures < self.most:
-            late, ended = True, f"the deadline of {self.policy.deadline:g} s has passed"
+        elif failures < self._most:
+            late, ended = True, f"the deadline of {self._policy.deadline:g} s has passed"
         kind = TransferTimeoutError if late or exn.timed_out else TransferError
         return kind(
-            f"{self.url} could not be downloaded: {redact(str(exn))} ({ended}). {advice}.",
-            url=self.url,
+            f"{self._url} could not be downloaded: {redact(str(exn))} ({ended}). {advice}.",
+            url=self._url,
         )
 
 
@@ -283,7 +272,7 @@ _routes = _Routes()
 
 
 def route(*request: object) -> Route:
-    """Return the route of a request, which ends with the `Attempts.call` that this thread is in."""
+    """Return the route of a request, until the `Attempts.call` of this thread fails or ends."""
     return _routes.by_request.setdefault(request, Route())
 
 

@@ -1,13 +1,11 @@
 """Read shards from S3, and from stores with the same protocol.
 
-Botocore, a dependency of s3fs, finds the credentials, the region and the address of a bucket. This
-module signs the requests (Signature Version 4) and sends them with `connection`. Making a client of
-botocore takes 60 ms, so `_usual_address` composes the usual addresses without one. Where the keys
-are written down, `written_settings` reads them, without the slow import of `botocore.session`.
+Botocore, a dependency of s3fs, finds the credentials, the region and the address of a bucket if
+`aws.written_settings` and `_usual_address` do not know them: its client takes 60 ms to make. This
+module signs the requests (Signature Version 4) and sends them with `connection`.
 
-`_stores` holds the credentials, addresses and other knowledge of a process about each store. A
-forked child inherits it, so the workers of a DataLoader do not search for credentials as long as
-those of their parent are fresh.
+A forked child inherits `_stores`, so the workers of a DataLoader do not search for credentials as
+long as those of their parent are fresh.
 """
 
 from __future__ import annotations
@@ -151,11 +149,7 @@ class S3Origin:
         self._moved: dict[str, str] = {}  # targets of the store's redirects, by shard and query
 
     def prepare(self) -> _Store:
-        """Return the store; the first call determines its address, region and settings.
-
-        Raises:
-            ConfigError: the options, the profile, the endpoint or the certificates are not valid.
-        """
+        """Return the store. The first call determines its settings, or raises ConfigError."""
         with self._guard:
             if self._store is None:
                 with undivided():  # a fork must not copy the locks of an import
@@ -192,30 +186,26 @@ class S3Origin:
 
     def _renewed_keys(self, shard: ShardURL) -> Any:
         """Run botocore's credential chain in a thread, where no signal handler may raise."""
-        try:
-            return self._run_chain()
-        except Exception as exn:  # noqa: BLE001 - botocore has its own exceptions
-            raise chain_error(exn, shard, self._profile, worked=self.prepare().worked) from None
-
-    def _run_chain(self) -> Any:
-        """Run botocore's credential chain, and raise what it raises."""
         store = self.prepare()
-        with self._chain:
-            if self._credentials is None:
-                # Processes take turns only after a failure, so that the workers of a node need not
-                # wait for each other if the chain works.
-                with one_at_a_time() if self._chain_failed else contextlib.nullcontext():
-                    self._chain_failed = True
-                    with undivided():  # a fork must not copy the locks of a TLS handshake
-                        self._credentials = session(self._options).get_credentials()
-                    if self._credentials is None:
-                        from botocore.exceptions import NoCredentialsError
+        try:
+            with self._chain:
+                if self._credentials is None:
+                    # Processes take turns only after a failure, so that the workers of a node need
+                    # not wait for each other if the chain works.
+                    with one_at_a_time() if self._chain_failed else contextlib.nullcontext():
+                        self._chain_failed = True
+                        with undivided():  # a fork must not copy the locks of a TLS handshake
+                            self._credentials = session(self._options).get_credentials()
+                        if self._credentials is None:
+                            from botocore.exceptions import NoCredentialsError
 
-                        raise NoCredentialsError
-                self._chain_failed = False
-            credentials = self._credentials
-        with undivided():  # as above: this call may renew the credentials
-            keys = credentials.get_frozen_credentials()
+                            raise NoCredentialsError
+                    self._chain_failed = False
+                credentials = self._credentials
+            with undivided():  # as above: this call may renew the credentials
+                keys = credentials.get_frozen_credentials()
+        except Exception as exn:  # noqa: BLE001 - botocore has its own exceptions
+            raise chain_error(exn, shard, self._profile, worked=store.worked) from None
         expiry = getattr(credentials, "_expiry_time", None)
         end = expiry.timestamp() if expiry else math.inf
         store.fresh_until = end - _RENEWED_BEFORE
@@ -231,12 +221,8 @@ class S3Origin:
     def accepts_credentials(self) -> bool:
         """Return whether the response to a signed request proves that the credentials are valid.
 
-        The request is for the names of all buckets. Valid credentials that may not list the names
-        are accepted as well.
-
-        Raises:
-            AccessDeniedError: the store refuses the credentials, or there are none.
-            ConfigError, TransientError: the store cannot be reached.
+        The request is for the names of all buckets, which valid credentials may not list. Raises
+        AccessDeniedError if the store refuses the credentials, and the other errors of `open`.
         """
         *_, response = self._send("GET", ShardURL("", "s3", "s3://", "", ""), {}, {}, "", Route())
         code, reason, _ = _read_refusal(response)
@@ -262,13 +248,8 @@ class S3Origin:
 
     def stat(self, shard: ShardURL) -> ObjectInfo:
         """Return the current version of the object, with its checksum if S3 has one."""
-        try:
-            response = self._request("HEAD", shard, _CHECKSUM, _version(shard))
-            info = http.object_info(response, response.length)
-        except AccessDeniedError:  # the response to a HEAD states no reason
-            response = self.open(shard, 0, 1)
-            info = response.info
-        response.close()
+        head = partial(self._request, "HEAD", shard, _CHECKSUM, _version(shard))
+        info = http.stat(head, partial(self.open, shard, 0, 1))
         if info.size is None:  # without a size, versions cannot be compared
             raise ConfigError(f"{shard}: the origin describes it without a size.", url=str(shard))
         return info
@@ -276,12 +257,8 @@ class S3Origin:
     def list_page(self, shard: ShardURL, query: Mapping[str, str]) -> tuple[dict[str, int], str]:
         """List one page of the objects whose keys begin with the key of ``shard``.
 
-        Args:
-            shard: names the bucket and the prefix.
-            query: further parameters of ListObjectsV2.
-
-        Returns:
-            The sizes by object key, and the token for the next page, or "" on the last page.
+        ``query`` has further parameters of ListObjectsV2. Returns the sizes by object key, and the
+        token for the next page, or "" on the last one.
         """
         response = self._request(
             "GET", shard, {}, {"list-type": "2", "encoding-type": "url", **query}

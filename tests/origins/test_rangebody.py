@@ -13,6 +13,7 @@ from botocore.awsrequest import AWSRequest
 from botocore.credentials import Credentials
 
 from shardcache import AccessDeniedError, Cache, ConfigError, TransferError
+from shardcache.origins import retry
 from shardcache.origins.base import ObjectInfo, Origin, TransientError
 from shardcache.origins.http import WebOrigin
 from shardcache.origins.retry import once
@@ -259,6 +260,14 @@ def test_the_error_of_a_dead_target_names_the_target(serve, tmp_path):
     message = f": 127.0.0.1:1 .after a redirect of {front.url.removeprefix('http://')}. does not"
     with cache_of(front, tmp_path) as cache, pytest.raises(TransferError, match=message):
         cache.open("s3://lab/a.tar")
+
+
+def test_after_a_dead_target_the_store_is_asked_again(serve, node, tmp_path, monkeypatch):
+    monkeypatch.setattr(retry, "BASE", 0)
+    targets = iter(["http://127.0.0.1:1", node.url])
+    front = serve(lambda head: redirect("307", next(targets))(head), most=99)
+    with cache_of(front, tmp_path, attempts=2) as cache:
+        assert cache.open("s3://lab/d/a b.tar").read() == SHARD
 
 
 def test_a_target_that_no_longer_has_the_object_is_left(serve, node, tmp_path):

@@ -266,13 +266,13 @@ def test_the_error_of_a_dead_target_names_the_target(serve, tmp_path):
 def test_the_store_is_asked_again_after_a_target_without_the_object(
     serve, node, tmp_path, monkeypatch, is_dead
 ):
-    """The target is dead, or the store moved the object to another node after the first part."""
+    """Six targets are dead, or the store moved the object to a new node after the first part."""
     monkeypatch.setattr(retry, "BASE", 0)
     gone = answer("404 Not Found", Connection=None)
     old = serve(lambda h: gone if "=1048576" in h else node.answer(h), most=99)
-    targets = iter(["http://127.0.0.1:1" if is_dead else old.url, node.url])
+    targets = iter([*(["http://127.0.0.1:1"] * 6 if is_dead else [old.url]), node.url])
     front = serve(lambda head: redirect("307", next(targets))(head), most=99)
-    with cache_of(front, tmp_path, attempts=2 if is_dead else 1) as cache:
+    with cache_of(front, tmp_path, attempts=7 if is_dead else 1) as cache:
         assert cache.open("s3://lab/d/a b.tar").read() == SHARD
 
 

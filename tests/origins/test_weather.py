@@ -198,6 +198,16 @@ def test_checksums_are_requested_once_from_a_store_without_them(store, open_cach
     assert sum("x-amz-checksum-mode" in head for head in heads) == 1
 
 
+def test_checksums_are_requested_after_a_refusal_for_another_reason(store, open_cache):
+    cache = open_cache()
+    assert cache.open("s3://lab/a.tar").read() == SHARD
+    store.refuse = lambda head: answer("400 Bad Request")
+    assert len(cache.prewarm("s3://lab/a.tar", refresh=True).failures) == 1
+    store.refuse = lambda head: None
+    assert cache.prewarm("s3://lab/a.tar", refresh=True).cached == 1
+    assert "x-amz-checksum-mode" in store.server.heads[-1].lower()
+
+
 def test_requests_are_signed_with_the_time_of_the_store(store, open_cache, caplog):
     now = datetime.now(UTC) + timedelta(minutes=40)
 

@@ -47,14 +47,17 @@ class RepeatError(Exception):
 
     Args:
         remedy: what the next request does differently; `retry.BOUNDS` limits how often.
-        error: the error to raise at that limit.
-        apply: applies the remedy, or returns False if it cannot; then ``error`` is raised.
+        error: returns the error to raise at that limit.
+        apply: applies the remedy, or returns False if it cannot, which is the limit as well.
     """
 
     def __init__(
-        self, remedy: str, error: Exception, apply: Callable[[], object] = lambda: True
+        self,
+        remedy: str,
+        error: Callable[[], Exception],
+        apply: Callable[[], object] = lambda: True,
     ) -> None:
-        super().__init__(f"{error} ({remedy})")
+        super().__init__(remedy)
         self.remedy = remedy
         self.error = error
         self.apply = apply

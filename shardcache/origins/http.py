@@ -74,7 +74,7 @@ def unanswered(exn: Exception, shard: ShardURL, server: str, secrets: Collection
     if isinstance(exn, OSError):
         timed_out = isinstance(exn, TimeoutError)
         error = TransientError(f"{server} does not answer: {reason}", timed_out=timed_out)
-        return RepeatError("connection", error) if isinstance(exn, StaleError) else error
+        return RepeatError("connection", lambda: error) if isinstance(exn, StaleError) else error
     text = f"{shard} cannot be requested from {server}: {reason}. "
     return ConfigError(f"{text}Check the endpoint, URL and proxy.", url=str(shard))
 
@@ -105,7 +105,8 @@ def redirected(
     route.servers.append(server)
     text = f"{shard}: the server redirects more than {BOUNDS['redirect']} times "
     text += f"({', '.join(dict.fromkeys(route.servers))}). Check the URL and the endpoint."
-    return RepeatError("redirect", ConfigError(text, url=str(shard)), partial(route.follow, target))
+    error = partial(ConfigError, text, url=str(shard))
+    return RepeatError("redirect", error, partial(route.follow, target))
 
 
 def object_info(response: Response, size: int | None) -> ObjectInfo:

@@ -162,7 +162,7 @@ class Attempts:
                     except RepeatError as exn:
                         repeats[exn.remedy] += 1
                         if repeats[exn.remedy] > BOUNDS[exn.remedy] or exn.apply() is False:
-                            raise exn.error from None
+                            raise exn.error() from None
                         raise
             except TransientError as exn:
                 repeats.clear()

@@ -320,7 +320,12 @@ class S3Origin:
         if is_proven is False and headers != given:  # the header was not the reason
             store.without_checksums.pop(name, None)
         code, reason, elsewhere = _read_refusal(response)
-        error = self._refusal(method, shard, response, code, f"{store.name}{sent.after}", reason)
+        where = store.name
+        if target:
+            where = f"{bucket.server.partition('://')[2]}{sent.after}"
+        # Not yet: finding out whether a code means throttling imports much of botocore.
+        reason = f"{where} answered {response.status} {reason}".rstrip()
+        error = partial(self._refusal, method, shard, response, code, reason)
         if elsewhere not in (None, bucket.region):
             raise RepeatError("region", error, partial(self._move, shard, elsewhere, sent))
         is_signed = keys is not None
@@ -338,7 +343,7 @@ class S3Origin:
         if not _CHECKSUM.keys().isdisjoint(headers) and (response.status == 501 or is_unknown):
             omit = partial(store.without_checksums.__setitem__, name, False)
             raise RepeatError("checksum", error, omit)
-        raise error
+        raise error()
 
     def _move(self, shard: ShardURL, region: str, sent: Route) -> None:
         """Send later requests for a bucket to another region."""
@@ -347,7 +352,13 @@ class S3Origin:
         sent.target = ""
 
     def _refusal(
-        self, method: str, shard: ShardURL, response: Response, code: str, server: str, reason: str
+        self,
+        method: str,
+        shard: ShardURL,
+        response: Response,
+        code: str,
+        answered: str,
+        reason: str,
     ) -> Exception:
         """Return the error for a refused request that no remedy helps."""
         if code in _EXPIRED and self.prepare().worked:
@@ -358,7 +369,7 @@ class S3Origin:
         return refusal(
             shard,
             500 if code in transient else status,
-            f"{server} answered {response.status} {reason}".rstrip(),
+            reason,
             hint=_HINTS.get(code, _MAY_NOT),
             headers=response.headers,
             throttled=code in throttled or response.status == 503,

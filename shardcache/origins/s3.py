@@ -323,8 +323,8 @@ class S3Origin:
         where = store.name
         if target:
             where = f"{bucket.server.partition('://')[2]}{sent.after}"
-        # Not yet: finding out whether a code means throttling imports much of botocore.
         reason = f"{where} answered {response.status} {reason}".rstrip()
+        # Not yet: `throttling_codes` imports much of botocore.
         error = partial(self._refusal, method, shard, response, code, reason)
         if elsewhere not in (None, bucket.region):
             raise RepeatError("region", error, partial(self._move, shard, elsewhere, sent))
@@ -352,13 +352,7 @@ class S3Origin:
         sent.target = ""
 
     def _refusal(
-        self,
-        method: str,
-        shard: ShardURL,
-        response: Response,
-        code: str,
-        answered: str,
-        reason: str,
+        self, method: str, shard: ShardURL, response: Response, code: str, reason: str
     ) -> Exception:
         """Return the error for a refused request that no remedy helps."""
         if code in _EXPIRED and self.prepare().worked:

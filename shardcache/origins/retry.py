@@ -161,9 +161,10 @@ class Attempts:
                         return function()
                     except RepeatError as exn:
                         repeats[exn.remedy] += 1
-                        if repeats[exn.remedy] > BOUNDS[exn.remedy] or exn.apply() is False:
-                            raise exn.error() from None
-                        raise
+                        if repeats[exn.remedy] <= BOUNDS[exn.remedy] and exn.apply() is not False:
+                            raise
+                        error = exn.error()
+                    raise error  # not in the block above: a RepeatError may hold a signed URL
             except TransientError as exn:
                 repeats.clear()
                 _routes.by_request = {}

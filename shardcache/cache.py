@@ -27,7 +27,7 @@ from shardcache.errors import ConfigError, ShardNotFoundError
 from shardcache.faults import ignoring
 from shardcache.files import Modes
 from shardcache.locks.notices import log_unusable
-from shardcache.origins.endpoints import parser
+from shardcache.origins.aws import parser
 from shardcache.process import ProcessCache
 from shardcache.ranks import detect, run_of_this_process
 from shardcache.reading.stream import open_shard, pin_shard

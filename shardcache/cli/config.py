@@ -7,7 +7,7 @@ import os
 from shardcache.cli.main import Invocation, command
 from shardcache.cli.output import fields_of
 from shardcache.config import describe
-from shardcache.origins.endpoints import s3_access
+from shardcache.origins.aws import s3_access
 
 
 @command("config")

@@ -29,9 +29,9 @@ from shardcache.config import Config
 from shardcache.errors import AccessDeniedError, ShardCacheError, ShardNotFoundError
 from shardcache.layout import Layout, read_manifest
 from shardcache.locks.mounts import lock_kind, mount_of
+from shardcache.origins.aws import endpoint_of, parser, s3_access, scheme_options
 from shardcache.origins.base import ObjectInfo, TransientError
 from shardcache.origins.connection import Transport
-from shardcache.origins.endpoints import endpoint_of, parser, s3_access, scheme_options
 from shardcache.origins.listing import expand_braces, is_pattern
 from shardcache.origins.resolve import Origins
 from shardcache.origins.retry import RetryPolicy

@@ -33,7 +33,7 @@ from shardcache.faults import is_local_error
 from shardcache.locks.notices import Notices
 from shardcache.origins.base import Body, Origin, TransientError, VersionChangedError, skip
 from shardcache.origins.resolve import Origins
-from shardcache.origins.retry import Attempts, RetryPolicy
+from shardcache.origins.retry import Attempts, RetryPolicy, once
 from shardcache.stats.counters import Counters
 from shardcache.store.digest import BLOCK, MismatchError, block_digest, compare, tree_digest
 from shardcache.store.directory import Metadata
@@ -419,11 +419,11 @@ class Transfer:
     def _describe(self) -> None:
         """Request the checksum, without retries: it is not worth delaying a complete shard."""
         try:
-            stated = self._origin.stat(self._shard)
+            stated = once(str(self._shard), lambda: self._origin.stat(self._shard))
         except VersionChangedError as exn:
             self._fail(exn)
             return
-        except (ShardCacheError, TransientError) as exn:
+        except ShardCacheError as exn:
             # An origin that allows reading may forbid the HEAD request, or not support it.
             logger.info("%s: no checksum to compare with: %s", self._shard, exn)
             return

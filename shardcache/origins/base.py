@@ -8,9 +8,10 @@ exception inside ``except`` and raises it after the block. If it were raised ins
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -41,8 +42,36 @@ class TransientError(Exception):
         self.timed_out = timed_out  # the origin was silent; it did not refuse
 
 
+class RepeatError(Exception):
+    """The request has to be sent again at once, because its response said how.
+
+    Args:
+        remedy: what the next request does differently; `retry.BOUNDS` limits how often.
+        error: returns the error to raise at that limit.
+        apply: applies the remedy, or returns False if it cannot, which is the limit as well.
+    """
+
+    def __init__(
+        self,
+        remedy: str,
+        error: Callable[[], Exception],
+        apply: Callable[[], object] = lambda: True,
+    ) -> None:
+        super().__init__(remedy)
+        self.remedy = remedy
+        self.error = error
+        self.apply = apply
+
+
 class VersionChangedError(Exception):
     """The object no longer has the requested version (status 412), or became shorter (416)."""
+
+
+def failure(kind: type[OSError], text: str) -> OSError:
+    """Return an error of a connection, with an ``errno``, without which a handler raised it."""
+    error = kind(text)
+    error.errno = errno.EPROTO
+    return error
 
 
 def refusal(
@@ -159,11 +188,7 @@ class Body(Protocol):
     proven: bool = True
 
     def readinto(self, buffer: memoryview) -> int:
-        """Read into ``buffer`` and return the number of bytes, or 0 at the end.
-
-        Raises:
-            TransientError: the connection failed.
-        """
+        """Read into ``buffer``; return the number of bytes, 0 at the end. Raises TransientError."""
         ...
 
     def abort(self) -> None:

@@ -1,10 +1,9 @@
 """Read shards from the output of shell commands: WebDataset's ``pipe:`` URLs.
 
 These URLs need ``allow_schemes=["pipe"]``, because a command from a shard list runs with the rights
-of this process. The output of a command has no version and no known size. So the text of the
-command is the shard's identity, and a failed download begins again with the first byte. A command
-that only reads a URL, such as ``aws s3 cp s3://bucket/key -``, is not run: shardcache reads the URL
-itself (`commands.read_command`).
+of this process. Its output has no version and no known size. So its text is the shard's identity,
+and a failed download begins again with the first byte. A command that only reads a URL, such as
+``aws s3 cp s3://bucket/key -``, is not run (`commands.read_command`).
 """
 
 from __future__ import annotations

@@ -12,7 +12,9 @@ thread; only `Response.abort` may be called by others.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import random
 import re
 import select
 import socket
@@ -22,14 +24,16 @@ import weakref
 from base64 import b64encode
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from itertools import zip_longest
+from queue import Empty
+from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
 
 from httptools import HttpParserError, HttpResponseParser
 
+from shardcache import clock, threads
 from shardcache.faults import is_local_error, os_error
-from shardcache.origins.addresses import Dialer, failure
-from shardcache.origins.base import ObjectInfo, TransientError
+from shardcache.origins.base import ObjectInfo, TransientError, failure
 
 if TYPE_CHECKING:
     from shardcache.origins.tls import TLSStream
@@ -59,8 +63,18 @@ _MAX_FRAMING = 1024 * 1024  # most bytes in a row of a chunked body that hold no
 #: Otherwise each packet, or each record of TLS, would wake it.
 _WAKE_AT = 512 * 1024
 
+#: Seconds after which the next address is tried in parallel. RFC 8305 recommends this value.
+_STAGGER = 0.25
+#: Seconds after a failure during which an address is tried last.
+_AVOIDED = 60.0
+
+#: A generator of its own: the user's program may have seeded the shared one of `random`.
+_random = random.SystemRandom()
+
+_Address = tuple[int, Any]  # the address family, and the argument of `socket.connect`
+
 #: Matches scheme, authority and path. `urlsplit` would change some paths.
-_URL = re.compile(r"(https?)://([^/?#]+)([^#]*)")
+_URL = re.compile(r"(https?)://([^/?#]+)([^#]*)", re.IGNORECASE)
 _CONTROL = re.compile(r"[\r\n\0]")
 
 
@@ -70,7 +84,7 @@ def split_url(url: str) -> tuple[str, str, str]:
     if found is None:
         raise ValueError("it is not the URL of a web server")
     scheme, authority, path = found.groups()
-    return scheme, authority, path if path.startswith("/") else f"/{path}"
+    return scheme.lower(), authority, path if path.startswith("/") else f"/{path}"
 
 
 def basic_login(user: str) -> str:
@@ -120,6 +134,94 @@ def _covers(entry: str, host: str, port: int) -> bool:
         return name == "*" or (domain != "" and f".{host}".rstrip(".").endswith(f".{domain}"))
 
 
+class Dialer:
+    """Connects to hosts and remembers which addresses failed.
+
+    Threads may share a `Dialer`, because each access to its dict is atomic.
+    """
+
+    def __init__(self) -> None:
+        self._failed: dict[_Address, float] = {}  # time of the last failure
+
+    def connect(self, host: str, port: int, timeout: float) -> socket.socket:
+        """Return a non-blocking socket that is connected to one of a host's addresses.
+
+        ``timeout`` is in seconds, for the DNS lookup and again for all addresses together. Raises
+        an OSError of the type of the last failure if no address can be reached.
+        """
+        try:
+            untried = threads.call(lambda: self._addresses(host, port), timeout, "shardcache-dns")
+        except Empty:
+            raise failure(
+                TimeoutError, f"no address of {host} from DNS after {timeout:g} s"
+            ) from None
+        count, end = len(untried), time.monotonic() + timeout
+        pending: dict[_Address, socket.socket] = {}  # the oldest attempt first
+        failed: dict[_Address, str] = {}
+        kind = OSError
+        try:
+            while (untried or pending) and (left := end - time.monotonic()) > 0:
+                pause = min(left, _STAGGER) if untried[1:] else left
+                slower = []
+                for address in [*pending, *untried[:1]]:
+                    family, place = address
+                    try:
+                        if address not in pending:
+                            pending[address] = socket.socket(family, socket.SOCK_STREAM)
+                            pending[address].setblocking(False)
+                        pending[address].connect(place)  # a repeated call reports the outcome
+                    except BlockingIOError:
+                        slower.append(address)
+                    except os_error() as exn:
+                        if exn.errno in (errno.EMFILE, errno.ENFILE):  # not the address's fault
+                            raise
+                        # A firewall may forbid one address of many. That error is final, so it is
+                        # raised only if it concerns all of them.
+                        if not (failed and isinstance(exn, PermissionError)):
+                            kind = type(exn)
+                        failed[address] = exn.strerror or str(exn)
+                        if sock := pending.pop(address, None):
+                            sock.close()
+                        pause = 0.0
+                    else:
+                        failed |= dict.fromkeys(slower, "slow")
+                        return pending.pop(address)
+                del untried[:1]
+                poller = select.poll()
+                for sock in pending.values():
+                    poller.register(sock, select.POLLOUT)
+                poller.poll(1000 * pause)
+            if pending:
+                kind = TimeoutError
+                failed |= dict.fromkeys(pending, "no answer")
+        finally:
+            self._failed.update(dict.fromkeys(failed, clock.monotonic()))
+            for sock in pending.values():
+                sock.close()
+        reasons = ", ".join(f"{place[0]} ({reason})" for (_, place), reason in failed.items())
+        text = f"no connection to {host}; tried {len(failed)} of {count} addresses: {reasons}"
+        raise failure(kind, text)
+
+    def _addresses(self, host: str, port: int) -> list[_Address]:
+        """Look up a host's addresses and return them in the order in which to try them.
+
+        They are shuffled to spread the connections over them. IPv6 and IPv4 addresses alternate,
+        and addresses that failed recently come last.
+        """
+        families: dict[int, list[_Address]] = {}  # the family that the system prefers is first
+        for family, _, _, _, place in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+            families.setdefault(family, []).append((family, place))
+        for addresses in families.values():
+            _random.shuffle(addresses)
+        in_turn = [each for row in zip_longest(*families.values()) for each in row if each]
+        oldest = clock.monotonic() - _AVOIDED
+        return sorted(in_turn, key=lambda address: self._failed.get(address, oldest) > oldest)
+
+
+class StaleError(ConnectionError):
+    """A kept connection had ended before a response began. A new connection may work."""
+
+
 class _Connection:
     """A socket that serves one request and its response at a time."""
 
@@ -135,7 +237,7 @@ class _Connection:
         self.held = b""  # bytes received after the last head
         self._timeout = timeout
         self._slice = wait = min(_SLICE, timeout)
-        self._spent, self._came = 0.0, 0  # seconds and bytes since the rate was last checked
+        self._spent, self.came = 0.0, 0  # seconds and bytes since the rate was last checked
         self._wakes_at = 1  # the value of SO_RCVLOWAT
         # The socket blocks, with a timeout of the kernel (SO_RCVTIMEO): Python's own timeouts would
         # add a `poll` to each call.
@@ -153,11 +255,6 @@ class _Connection:
         with contextlib.suppress(OSError):
             self.socket.shutdown(socket.SHUT_RDWR)
 
-    @property
-    def is_unanswered(self) -> bool:
-        """Whether no byte of a response to the last request has been received."""
-        return self._came == 0
-
     def is_quiet(self) -> bool:
         """Return whether the server has neither sent data nor closed the idle connection."""
         if self.held or (self.tls is not None and self.tls.pending()):
@@ -168,7 +265,7 @@ class _Connection:
 
     def exchange(self, request: bytes) -> _Message:
         """Send a request, receive the head of the final response and return it."""
-        self._spent, self._came = 0.0, 0
+        self._spent, self.came = 0.0, 0
         (self.tls or self.socket).sendall(request)
         for _ in range(_INTERIM):
             message = _Message()
@@ -244,8 +341,7 @@ class _Connection:
     def _receive(self, view: memoryview, flags: int) -> int:
         """Return the number of bytes received: 0 if closed, -1 after `_slice` seconds of silence.
 
-        Raises:
-            TimeoutError: in ``timeout`` seconds of receiving, the rate was below `_MIN_RATE`.
+        Raises TimeoutError if the rate was below `_MIN_RATE` for ``timeout`` seconds.
         """
         started = time.monotonic()
         try:
@@ -253,11 +349,11 @@ class _Connection:
         except BlockingIOError:
             count = -1
         self._spent += time.monotonic() - started
-        self._came += max(0, count)
+        self.came += max(0, count)
         if self._spent >= self._timeout:
-            if self._came < self._spent * _MIN_RATE:
-                raise failure(TimeoutError, f"only {self._came} bytes in {self._spent:.0f} s")
-            self._spent, self._came = 0.0, 0
+            if self.came < self._spent * _MIN_RATE:
+                raise failure(TimeoutError, f"only {self.came} bytes in {self._spent:.0f} s")
+            self._spent, self.came = 0.0, 0
         return count
 
 
@@ -321,10 +417,6 @@ class Response:
         self._chunked = bool(coding)
         #: Whether the end of the body proves that no bytes are missing.
         self.proven = self._chunked or self._left is not None
-
-    def describe(self, info: ObjectInfo, start: int, stop: int | None) -> None:
-        """Set the version and the range of the body, as `http.checked` read them from the head."""
-        self.info, self.start, self.stop = info, start, stop
 
     def readinto(self, buffer: memoryview) -> int:
         """Read the bytes of the next second into ``buffer``; return their number, 0 at the end."""
@@ -413,35 +505,34 @@ class Transport:
             headers: the request headers without Host.
 
         Raises:
+            StaleError: the server had closed the kept connection.
             PermissionError: the proxy refuses to connect to the server, or demands a login.
             OSError: the connection failed, or no response came in time.
             ValueError: the server, a header or the proxy's URL is malformed; nothing was sent.
             ConfigError: the certificate file cannot be read.
         """
-        reused = self._take(server)
-        while True:
-            connection = reused or self._connect(server)
-            try:
-                lines = [f"{name}: {value}" for name, value in headers.items()]
-                lines = [f"Host: {server.partition('://')[2]}", *lines, *connection.login]
-                request = _head(method, f"{connection.prefix}{path}", lines)
-                response = Response(self, connection, request, bodiless=method == "HEAD")
-                response.url = f"{server}{path}"
-                return response
-            except BaseException as exn:
-                self.take_back(connection, reusable=False)
-                if not is_local_error(exn):  # a signal handler raised, or the request is wrong
-                    raise
-                if reused and isinstance(exn, TimeoutError):
-                    # If a NAT or a load balancer forgot this connection, it forgot the other idle
-                    # ones as well, and each of them would cost an attempt.
-                    with contextlib.suppress(IndexError):  # none is left
-                        while True:
-                            self.take_back(self._idle[server].pop(), reusable=False)
+        kept = self._take(server)
+        connection = kept or self._connect(server)
+        try:
+            lines = [f"{name}: {value}" for name, value in headers.items()]
+            lines = [f"Host: {server.partition('://')[2]}", *lines, *connection.login]
+            request = _head(method, f"{connection.prefix}{path}", lines)
+            response = Response(self, connection, request, bodiless=method == "HEAD")
+        except BaseException as exn:
+            self.take_back(connection, reusable=False)
+            # Not if a signal handler raised, or the request is wrong.
+            if kept is not None and is_local_error(exn):
+                # If the server or a NAT forgot this connection, it forgot the other idle ones as
+                # well, and each of them would cost a request.
+                with contextlib.suppress(IndexError):  # none is left
+                    while True:
+                        self.take_back(self._idle[server].pop(), reusable=False)
                 # A server may close an idle connection at any moment (RFC 9112, 9.3.1).
-                if not (reused and isinstance(exn, ConnectionError) and connection.is_unanswered):
-                    raise
-                reused = None
+                if isinstance(exn, ConnectionError) and connection.came == 0:
+                    raise failure(StaleError, str(exn)) from None
+            raise
+        response.url = f"{server}{path}"
+        return response
 
     def _take(self, server: str) -> _Connection | None:
         """Return an idle connection that seems to be alive, or None if there is none."""

@@ -1,12 +1,9 @@
 """Read shards through any fsspec filesystem: gs, az, hf, memory, slow mounts.
 
-S3 buckets are read in this way if shardcache's own client cannot sign or send the requests
-(`endpoints.needs_s3fs`).
-
-fsspec cannot insist on a version, so `FsspecOrigin.conditional` is false: a download calls `stat`
-again after the last byte, and starts over if the object has changed. Filesystems have no common
-timeout, and a call to a hung mount cannot be interrupted. So each call runs in another thread, and
-the caller gives up after ``timeout`` seconds.
+It also reads S3 buckets that shardcache's own client cannot (`aws.needs_s3fs`). fsspec cannot
+insist on a version, so a download calls `stat` again after the last byte. Filesystems have no
+common timeout, and a call to a hung mount cannot be interrupted. So each call runs in another
+thread, which the caller abandons after ``timeout`` seconds.
 """
 
 from __future__ import annotations
@@ -25,9 +22,8 @@ from typing import Any, TypeVar
 
 from shardcache import threads
 from shardcache.errors import ConfigError, ShardCacheError
+from shardcache.origins.aws import chain_error, s3fs_options
 from shardcache.origins.base import ObjectInfo, TransientError, VersionChangedError, refusal
-from shardcache.origins.credentials import chain_error
-from shardcache.origins.endpoints import s3fs_options
 from shardcache.threads import Results, undivided
 from shardcache.urls import ShardURL, quoted, redact
 
@@ -198,8 +194,7 @@ def s3fs_origin(
 ) -> FsspecOrigin:
     """Return the origin of an S3 bucket that only s3fs can read; ``reason`` says why.
 
-    Raises:
-        ConfigError: the installed aiobotocore, which s3fs uses, cannot read the bucket either.
+    Raises ConfigError if the installed aiobotocore cannot read the bucket either.
     """
     with undivided():  # a fork must not copy the locks of an import
         import aiobotocore.utils

@@ -1,16 +1,13 @@
 """Read shards from web servers, and check the responses of all HTTP servers, including S3's.
 
 ``http://`` and ``https://`` URLs do not go through fsspec: its ``info`` reports every failure, even
-a refused connection, as "file not found", and its reads cannot insist on a version. The requests of
-this module carry ``If-Match`` if the server has stated a strong ETag, like the requests to S3.
-
-Proxies come from the environment (``https_proxy``, ``no_proxy``), and certificates from the system
-and the variables of `tls`.
+a refused connection, as "file not found", and its reads cannot insist on a version.
 """
 
 from __future__ import annotations
 
 import re
+import string
 from collections.abc import Callable, Collection
 from functools import partial
 from urllib.parse import parse_qsl, quote, urljoin
@@ -21,20 +18,20 @@ from shardcache.faults import os_error
 from shardcache.origins.base import (
     Checksum,
     ObjectInfo,
+    RepeatError,
     TransientError,
     VersionChangedError,
     read_all,
     refusal,
 )
-from shardcache.origins.connection import Response, Transport, basic_login, split_url
+from shardcache.origins.connection import Response, StaleError, Transport, basic_login, split_url
+from shardcache.origins.retry import BOUNDS, Route, route
 from shardcache.urls import ShardURL, quoted, secret_forms
 
 #: The headers of every request.
 HEADERS = {"Accept-Encoding": "identity", "User-Agent": f"shardcache/{__version__}"}
 #: Limit for reading the body of a refused request, in bytes.
 _PAGE = 64 * 1024
-#: Most redirects to follow for one request.
-_REDIRECTS = 5
 #: Bytes of a range that ends early. With less, a shard would take thousands of requests.
 _LEAST = 4096
 #: Content types of error pages and login portals, which may arrive with status 200. So a response
@@ -76,29 +73,40 @@ def unanswered(exn: Exception, shard: ShardURL, server: str, secrets: Collection
         return AccessDeniedError(text, url=str(shard))
     if isinstance(exn, OSError):
         timed_out = isinstance(exn, TimeoutError)
-        return TransientError(f"{server} does not answer: {reason}", timed_out=timed_out)
+        error = TransientError(f"{server} does not answer: {reason}", timed_out=timed_out)
+        return RepeatError("connection", lambda: error) if isinstance(exn, StaleError) else error
     text = f"{shard} cannot be requested from {server}: {reason}. "
     return ConfigError(f"{text}Check the endpoint, URL and proxy.", url=str(shard))
 
 
-def redirect(response: Response, shard: ShardURL, servers: list[str]) -> str:
-    """Return the URL that a response redirects to, or "" if it is no redirect.
+def redirected(
+    response: Response, shard: ShardURL, route: Route, is_signed: bool = False
+) -> Exception | None:
+    """Return the exception to raise for a redirect, or None if the response is none.
 
-    ``servers`` lists those that have redirected the request; this one is added. Raises ConfigError
-    after `_REDIRECTS` times.
+    It is a RepeatError, or a ConfigError if the request may not be sent to the target. A signed
+    request may only leave a server with TLS for another one with TLS.
     """
     location = response.headers.get("location")
     if response.status not in (301, 302, 303, 307, 308) or not location:
-        return ""
-    servers.append(response.url.split("/")[2].rpartition("@")[2])
-    if len(servers) > _REDIRECTS:
-        text = f"{shard}: the server redirects more than {_REDIRECTS} times "
-        text += f"({', '.join(dict.fromkeys(servers))}). Check the URL and the endpoint."
-        raise ConfigError(text, url=str(shard))
+        return None
+    server = response.url.split("/")[2].rpartition("@")[2]
+    # `connection` decodes headers as Latin-1, but servers send UTF-8.
+    location = quote(location.encode("latin-1"), safe=string.printable)
     try:
-        return urljoin(response.url, location)
+        split_url(target := urljoin(response.url, location))
     except ValueError:
-        return location  # the next request refuses it
+        text = f"{shard}: {server} redirects to a URL that is no valid one of a web server"
+        text += f" ({quoted(location.partition(':')[0])}). Check the URL and the endpoint."
+        return ConfigError(text, url=str(shard))
+    if is_signed and response.url.startswith("https:") and not target.startswith("https:"):
+        text = f"{shard}: {server} redirects credentials to a host without TLS. Check endpoint_url."
+        return ConfigError(text, url=str(shard))
+    route.servers.append(server)
+    text = f"{shard}: the server redirects more than {BOUNDS['redirect']} times "
+    text += f"({', '.join(dict.fromkeys(route.servers))}). Check the URL and the endpoint."
+    error = partial(ConfigError, text, url=str(shard))
+    return RepeatError("redirect", error, partial(route.follow, target))
 
 
 def object_info(response: Response, size: int | None) -> ObjectInfo:
@@ -174,22 +182,36 @@ def checked(response: Response, start: int, stop: int | None) -> Response:
     text = headers.get("content-range")
     wrong = f"asked for bytes {start} to {stop}, the origin sent {text!r} with {length} bytes"
     if response.status != 206:  # the range was ignored: the whole object follows
-        response.describe(object_info(response, length), 0, length)
+        response.info, response.start, response.stop = object_info(response, length), 0, length
         page = headers.get("content-type", "")
         if response.info.identifiable or not page.lower().startswith(_PAGES):
             return response
         wrong = f"a page of {page} arrived instead of the object"
     elif match := _CONTENT_RANGE.match(text or ""):
-        first, last, total = (int(group) for group in match.groups())
+        first, last, total = map(int, match.groups())
         wanted = total if stop is None else min(total, stop)
-        info = object_info(response, total)
+        response.info, response.start, response.stop = object_info(response, total), start, last + 1
         is_right = first == start <= last < wanted and length in (None, last + 1 - start)
-        may_end_early = length is not None and length >= _LEAST and info.identifiable
+        may_end_early = length is not None and length >= _LEAST and response.info.identifiable
         if is_right and (last + 1 == wanted or may_end_early):
-            response.describe(info, start, last + 1)
             return response
     response.close()
     raise TransientError(quoted(wrong, response.secrets))
+
+
+def stat(request: Callable[[], Response], first: Callable[[], Response]) -> ObjectInfo:
+    """Return the version that the response to a HEAD states, or to a request for the first byte.
+
+    A presigned URL may permit GET only, and the response to a HEAD states no reason.
+    """
+    try:
+        response = request()
+        info = object_info(response, response.length)
+    except (AccessDeniedError, ConfigError):
+        response = first()
+        info = response.info
+    response.close()
+    return info
 
 
 class WebOrigin:
@@ -209,56 +231,57 @@ class WebOrigin:
 
     def stat(self, shard: ShardURL) -> ObjectInfo:
         """Return the current version of the object, without a checksum."""
-        try:
-            response = self._request("HEAD", shard, {})
-            info = object_info(response, response.length)
-        except (AccessDeniedError, ConfigError):  # a presigned URL may permit GET only
-            response = self.open(shard, 0, 1)
-            info = response.info
-        response.close()
-        return info
+        return stat(partial(self._request, "HEAD", shard, {}), partial(self.open, shard, 0, 1))
 
     def _request(self, method: str, shard: ShardURL, headers: dict[str, str]) -> Response:
-        """Send a request, follow redirects, and return a response of status 200 or 206."""
-        target, server, name, servers = shard.raw, "", "", list[str]()
-        given = dict(shard.options).get("authorization")  # from a `pipe:` command such as curl
-        login = {"Authorization": given} if given else {}
-        secrets = [*secret_forms(given, *(given or "").split())]
-        while True:
-            error: Exception | None = None
-            try:
-                before = server
-                scheme, name, path = split_url(target)
-                user, at, name = name.rpartition("@")
-                server = f"{scheme}://{name}"
-                if at:
-                    login = {"Authorization": basic_login(user)}
-                elif before not in ("", server):  # another server must not receive the login
-                    login = {}
-                query = path.partition("?")[2]
-                secrets += secret_forms(*user.split(":"), *login.values(), query)
-                secrets += secret_forms(*(value for _, value in parse_qsl(query)))
-                path = quote(path, safe=_SAFE)
-                response = self._transport.request(
-                    method, server, path, {**HEADERS, **login, **headers}
-                )
-                response.secrets = secrets
-            except (os_error(), ValueError) as exn:
-                error = unanswered(exn, shard, f"{name}{self._transport.via(server)}", secrets)
-            if error is not None:
-                raise error
-            if response.status in (200, 206):
-                coding = response.headers.get("content-encoding", "")
-                if coding.strip().lower() in ("", "identity"):
-                    return response
-                response.close()
-                raise ConfigError(
-                    f"{shard}: the server sends it with Content-Encoding "
-                    f"{quoted(coding, secrets)}, although the request asks for identity. Let the "
-                    "server send shards as they are stored.",
-                    url=str(shard),
-                )
-            refused(response)
-            if not (target := redirect(response, shard, servers)):
-                reason = f"{name}{self._transport.via(server)} answered {response.status}"
-                raise refusal(shard, response.status, reason, headers=response.headers)
+        """Send a request, and return a response of status 200 or 206."""
+        given = dict(shard.options).get("authorization", "")  # from a `pipe:` command such as curl
+        sent, name, server = route(method, shard), "", ""
+        error: Exception | None = None
+        secrets: tuple[str, ...] = ()
+        try:
+            scheme, name, path = split_url(sent.target or shard.raw)
+            user, at, name = name.rpartition("@")
+            server = f"{scheme}://{name}"
+            if at:
+                sent.login = basic_login(user)
+            elif not sent.server:
+                sent.login = given
+            elif sent.server != server:  # another server must not receive the login
+                sent.login = ""
+            sent.server = server
+            query = path.partition("?")[2]
+            values = (value for _, value in parse_qsl(query))
+            sent.secrets.update(
+                (given, *given.split(), *user.split(":"), sent.login, query, *values)
+            )
+            secrets = secret_forms(*sent.secrets)
+            login = {"Authorization": sent.login} if sent.login else {}
+            path = quote(path, safe=_SAFE)
+            response = self._transport.request(
+                method, server, path, {**HEADERS, **login, **headers}
+            )
+            response.secrets = secrets
+        except (os_error(), ValueError) as exn:
+            error = unanswered(
+                exn, shard, f"{name}{self._transport.via(server)}{sent.after}", secrets
+            )
+        if error is not None:
+            raise error
+        if response.status in (200, 206):
+            coding = response.headers.get("content-encoding", "")
+            if coding.strip().lower() in ("", "identity"):
+                return response
+            response.close()
+            raise ConfigError(
+                f"{shard}: the server sends it with Content-Encoding {quoted(coding, secrets)}, "
+                "although the request asks for identity. Let the server send shards as they are "
+                "stored.",
+                url=str(shard),
+            )
+        refused(response)
+        where = f"{name}{self._transport.via(server)}{sent.after}"
+        reason = f"{where} answered {response.status}"
+        raise redirected(response, shard, sent) or refusal(
+            shard, response.status, reason, headers=response.headers
+        )

@@ -12,12 +12,13 @@ import logging
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import TypeVar
 
 from shardcache import clock
 from shardcache.config import Config
 from shardcache.errors import AccessDeniedError, ConfigError, ShardCacheError, ShardNotFoundError
-from shardcache.origins.endpoints import needs_s3fs, scheme_options
+from shardcache.origins.aws import needs_s3fs, scheme_options
 from shardcache.origins.filesystem import FsspecOrigin, s3fs_origin
 from shardcache.origins.retry import RetryPolicy
 from shardcache.origins.s3 import S3Origin
@@ -215,9 +216,8 @@ class Listing:
         query, tokens = {**query, "max-keys": str(_PAGE)}, set[str]()
         while True:
             try:
-                found, token = self._retried(
-                    location, attempts, lambda: self._s3.list_page(shard, query)
-                )
+                page = partial(self._s3.list_page, shard, query)
+                found, token = self._retried(location, attempts, page)
             except AccessDeniedError as exn:
                 raise AccessDeniedError(
                     f"{exn.message} Listing needs s3:ListBucket; names in braces, such as "
@@ -242,16 +242,14 @@ class Listing:
         config = self._config
         if reason:
             shard = ShardURL(directory, "s3", directory, "", "")
-            endpoint = config.endpoint_url
-            origin = s3fs_origin(reason, self._s3_options, endpoint, config.timeout)
+            origin = s3fs_origin(reason, self._s3_options, config.endpoint_url, config.timeout)
         else:
             shard = parse_url(directory, endpoint=None, allow_schemes=config.allow_schemes)
             refuse_local(shard, config)  # instead of listing a whole disk
             options = scheme_options(config, shard.scheme)
             origin = FsspecOrigin(shard.scheme, options, timeout=config.timeout)
-        return self._retried(
-            str(shard), config.attempts, lambda: origin.names_below(shard, deep=deep)
-        )
+        names = partial(origin.names_below, shard, deep=deep)
+        return self._retried(str(shard), config.attempts, names)
 
     def sizes(self, shards: Sequence[ShardURL]) -> dict[str, int]:
         """Return the sizes of shards by key, as far as S3 listings and local files reveal them.

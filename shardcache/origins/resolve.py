@@ -3,17 +3,14 @@
     upstream 1 has the shard? ---- no, or no response ----> upstream 2 ... ----> the origin
 
 An upstream holds ``s3://bucket/key`` as ``<upstream>/bucket/key``, and any other URL by its part
-after ``://``. So copies that another program made (``aws s3 sync``) are found as well; their
-version is the one that the upstream states. A copy that shardcache made (``write_back``) comes with
-a sidecar, ``<name>.shardcache.json``. It states the version at the origin, and a digest with which
-the downloaded bytes are compared. A download that began with it can continue at the origin.
+after ``://``, so that it may be the copy of another program (``aws s3 sync``). A copy that
+shardcache made (``write_back``) comes with a sidecar, ``<name>.shardcache.json``. It states the
+version at the origin, which may continue the download, and a digest of the bytes.
 
-A fault of an upstream never fails a download. After two failures in a row, the upstream is not used
-for a minute. Upstreams are not searched for URLs with a query or a version id, nor for ``pipe:``
-commands, unless the command only reads a URL and has no client options.
-
-Origins belong to the process that made them. A forked child makes its own `Origins`, because it
-must not share sockets, event loops or locks with its parent.
+A fault of an upstream never fails a download. Upstreams are not searched for URLs with a query or a
+version id, nor for ``pipe:`` commands, unless the command only reads a URL and has no client
+options. A forked child makes its own `Origins`, because it must not share sockets, event loops or
+locks with its parent.
 """
 
 from __future__ import annotations
@@ -24,7 +21,6 @@ import os
 import shutil
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +28,7 @@ from shardcache.config import Config, Upstream
 from shardcache.errors import AccessDeniedError, ConfigError, ShardNotFoundError, TransferError
 from shardcache.faults import Breaker
 from shardcache.files import random_token
+from shardcache.origins.aws import for_command, needs_s3fs, s3fs_options, scheme_options
 from shardcache.origins.base import (
     Body,
     ObjectInfo,
@@ -40,7 +37,7 @@ from shardcache.origins.base import (
     VersionChangedError,
     read_all,
 )
-from shardcache.origins.endpoints import for_command, needs_s3fs, s3fs_options, scheme_options
+from shardcache.origins.retry import once
 from shardcache.threads import lazy
 from shardcache.urls import ShardURL, parse_url, redact
 
@@ -50,7 +47,7 @@ _SIDECAR = ".shardcache.json"
 #: Limit for reading a sidecar, in bytes; most sidecars have about 700.
 _MOST = 64 * 1024
 #: Errors of an upstream after which the next one is tried.
-_FAULTS = (AccessDeniedError, ConfigError, TransientError, VersionChangedError)
+_FAULTS = (AccessDeniedError, ConfigError, TransferError, TransientError, VersionChangedError)
 #: Longest component of a copy's path, in bytes. Filesystems allow 255; temporary names are longer.
 _MAX_NAME = 200
 #: Failures in a row after which an upstream is not used for a minute.
@@ -60,9 +57,7 @@ _FAILURES = 2
 class Origins:
     """The origins and the upstreams of one configuration. Threads may share it.
 
-    Args:
-        config: the options.
-        is_new: returns whether a kind of warning is the first of its job on this node.
+    ``is_new`` returns whether a kind of warning is the first of its job on this node.
     """
 
     def __init__(self, config: Config, is_new: Callable[[str], bool] = lambda kind: True) -> None:
@@ -92,11 +87,7 @@ class Origins:
             return self._made[key]
 
     def prepare(self, shard: ShardURL) -> None:
-        """Set up the client that reads a shard, so that a later request need not.
-
-        Raises:
-            ConfigError: the client cannot be set up.
-        """
+        """Set up the client that reads a shard, so that a later request need not."""
         prepare = getattr(self.of(shard), "prepare", None)
         if prepare is not None:  # only S3's client takes time to set up
             prepare()
@@ -147,20 +138,28 @@ def _make(
     return FsspecOrigin(scheme, options, timeout=timeout)
 
 
-@dataclass(slots=True)
 class UpstreamOrigin:
-    """The copy of one shard in an upstream, as a `base.Origin` that reads only this shard."""
+    """The copy of one shard in an upstream, as a `base.Origin` that reads only this shard.
 
-    name: str  # the name of the upstream, for messages
-    failed: Callable[[Exception], None]  # counts a fault; after some, the upstream is left alone
-    _origin: Origin
-    _copy: ShardURL
-    _found: ObjectInfo  # the version in the upstream
-    _info: ObjectInfo  # the version at the origin if a sidecar states it, otherwise `_found`
-    digest: str | None  # tree digest of the bytes, if a sidecar states it
-    conditional: bool
+    Attributes:
+        name: the name of the upstream, for messages.
+        failed: counts a fault; after some, the upstream is left alone.
+        digest: tree digest of the bytes, if a sidecar states it.
+    """
 
     states_checksums = False  # the digest proves more than a checksum
+
+    def __init__(
+        self,
+        upstream: _Upstream,
+        copy: ShardURL,
+        found: ObjectInfo,  # the version in the upstream
+        info: ObjectInfo,  # the version at the origin if a sidecar states it, otherwise `found`
+        digest: str | None,
+    ) -> None:
+        self.name, self.failed, self.digest = upstream.name, upstream.failed, digest
+        self.conditional = upstream.origin.conditional
+        self._origin, self._copy, self._found, self._info = upstream.origin, copy, found, info
 
     def open(
         self, shard: ShardURL, start: int, stop: int | None, expected: ObjectInfo | None = None
@@ -183,12 +182,11 @@ class _Upstream:
     def __init__(self, config: Upstream, timeout: float, is_new: Callable[[str], bool]) -> None:
         self.config = config
         self._is_new = is_new
-        self._name = redact(config.url)
+        self.name = redact(config.url)
         self._scheme = config.url.partition("://")[0].lower() if "://" in config.url else "file"
         self._breaker = Breaker(threshold=_FAILURES)
-        options = config.storage_options
         inside = self._parse(f"{config.url.rstrip('/')}/x")
-        self._origin = _make(inside, options, config.endpoint_url, timeout)
+        self.origin = _make(inside, config.storage_options, config.endpoint_url, timeout)
 
     def _copy_of(self, shard: ShardURL) -> ShardURL | None:
         """Return the URL of the shard's copy, or None if upstreams are not searched for it."""
@@ -206,47 +204,44 @@ class _Upstream:
 
     def find(self, shard: ShardURL) -> UpstreamOrigin | None:
         """Return the upstream's copy of the shard, or None if it has no usable one."""
-        origin, copy = self._origin, self._copy_of(shard)
+        origin, copy = self.origin, self._copy_of(shard)
         if copy is None or self._breaker.left:
             return None
         found, sidecar = None, b""
         try:
-            found = origin.stat(copy)
+            found = once(str(copy), lambda: origin.stat(copy))
             beside = self._parse(f"{copy.raw}{_SIDECAR}")
-            sidecar = read_all(origin.open(beside, 0, _MOST), _MOST)
+            opened = once(str(beside), lambda: origin.open(beside, 0, _MOST))
+            sidecar = read_all(opened, _MOST)
         except ShardNotFoundError:
             pass  # there is no copy, or the copy has no sidecar
         except _FAULTS as exn:
-            self._failed(exn)
+            self.failed(exn)
             return None
         self._breaker.succeeded()
         if found is None or found.size is None:
             return None
         if not sidecar:
-            return UpstreamOrigin(
-                self._name, self._failed, origin, copy, found, found, None, origin.conditional
-            )
+            return UpstreamOrigin(self, copy, found, found, None)
         try:
             record = json.loads(sidecar)
             if (record["key"], record["size"]) != (shard.key, found.size):
                 raise ValueError("the sidecar belongs to another shard")
             info, digest = ObjectInfo.from_record(record["object"]), str(record["digest"])
         except (KeyError, TypeError, ValueError, RecursionError) as exn:
-            logger.info("%s: ignoring the copy in %s: %r", shard, self._name, exn)
+            logger.info("%s: ignoring the copy in %s: %r", shard, self.name, exn)
             return None
-        return UpstreamOrigin(
-            self._name, self._failed, origin, copy, found, info, digest, origin.conditional
-        )
+        return UpstreamOrigin(self, copy, found, info, digest)
 
-    def _failed(self, exn: Exception) -> None:
+    def failed(self, exn: Exception) -> None:
         """Count a fault. The first time that a job leaves the upstream alone is a warning."""
         reason = exn.__cause__ if isinstance(exn, TransferError) else exn
         opened = self._breaker.failed()
         level = (
-            logging.WARNING if opened and self._is_new(f"upstream-{self._name}") else logging.INFO
+            logging.WARNING if opened and self._is_new(f"upstream-{self.name}") else logging.INFO
         )
         text = "not using the upstream %s for a while: %s" if opened else "the upstream %s: %s"
-        logger.log(level, text, self._name, redact(str(reason)))
+        logger.log(level, text, self.name, redact(str(reason)))
 
     def write(self, shard: ShardURL, data: Path, sidecar: bytes) -> None:
         """Copy an entry unless the upstream has it. Faults are logged.
@@ -273,7 +268,7 @@ class _Upstream:
                 writer.put_file(os.fspath(data), path)
                 writer.pipe_file(f"{path}{_SIDECAR}", sidecar)
         except Exception as exn:  # noqa: BLE001 - every filesystem has its own exceptions
-            self._failed(OSError(redact(f"it cannot be written: {type(exn).__name__}: {exn}")))
+            self.failed(OSError(redact(f"it cannot be written: {type(exn).__name__}: {exn}")))
         else:
             self._breaker.succeeded()
 

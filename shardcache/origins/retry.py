@@ -1,30 +1,62 @@
-"""Retry failed requests. No other layer does.
+"""Repeat requests, in one loop. No other layer repeats any.
 
-Neither the layers below (botocore, connections) nor those above repeat a request, so attempts do
-not multiply. Only a `TransientError` is retried. If it is patient, as after throttling, it does not
-count as an attempt: the request is repeated for up to ``patience`` seconds, at the rate of `pace`.
+    what ended the request           the next one                      at most
+    the connection or server failed  comes after a random pause        ``attempts`` in a row
+    the server throttles, or there   comes after the pause of `Pace`   for ``patience``
+      are no credentials for now
+    a redirect                       goes to its target                `BOUNDS`: 5 times
+    a target refuses                 goes to the first server again    once
+    the bucket is in another region  goes there                        once
+    the credentials are refused      has new ones                      once
+    the clocks differ                is signed with the server's time  once
+    checksums are not known          asks for none                     once
+    a kept connection had ended      uses a new connection             once
+
+A TransientError is one of the first two. All others are a RepeatError: the request is sent again at
+once, and that counts as no failure. After a failure, the counts of `BOUNDS` begin again. The
+``deadline`` limits all of it.
+
+A server that throttles limits the requests of this process:
+
+    throttled ---> half as many requests at once, after a pause that doubles each time
+    served ------> twice as many per round up to half of the old number, then one more per round
+
+This is TCP's congestion control (RFC 5681) with requests in place of segments. All shards that a
+process reads from one bucket or web server share a `Pace`, so a single request probes an overloaded
+store while the others wait.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeVar
+import random
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
 
 from shardcache import clock
 from shardcache.errors import TransferError, TransferTimeoutError
-from shardcache.origins.base import TransientError
-from shardcache.origins.pace import RETRY_AFTER_CAP, Pace
+from shardcache.origins.base import RepeatError, TransientError
 from shardcache.units import format_duration
 from shardcache.urls import redact
-
-if TYPE_CHECKING:
-    from tenacity import RetryCallState
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
+#: How often a request is sent again at once, for each `RepeatError.remedy`.
+BOUNDS = {
+    "redirect": 5,
+    "target": 1,
+    "region": 1,
+    "credentials": 1,
+    "clock": 1,
+    "checksum": 1,
+    "connection": 1,
+}
 #: A pause before a retry is random: between 0 and BASE * 2^attempt seconds, at most CAP. This is
 #: the full jitter of "Exponential Backoff And Jitter" (AWS Architecture Blog), which found that it
 #: needs the fewest calls of all variants.
@@ -32,6 +64,14 @@ BASE = 0.25
 CAP = 20.0
 #: Bytes that an attempt must receive to count as progress.
 PROGRESS = 64 * 1024
+#: Length of the first and of the longest pause, in seconds. A process notices at most one longest
+#: pause late that a store has recovered.
+_FIRST, _LONGEST = 0.25, 8.0
+#: Longest pause, in seconds, that a server can request with a Retry-After header.
+RETRY_AFTER_CAP = 60.0
+#: Seconds after which a waiting request checks again whether it may be sent.
+_POLL = 0.25
+_ANNOUNCE_EVERY = 60.0
 
 
 class RetryPolicy:
@@ -50,18 +90,15 @@ class RetryPolicy:
         self._paces: dict[str, Pace] = {}  # by bucket or web server
 
     def started(self, url: str, attempts: int | None = None) -> Attempts:
-        """Return the `Attempts` of a download that starts now.
+        """Return the retries of a download of ``url`` that starts now.
 
-        Args:
-            url: the shard's URL, which errors quote.
-            attempts: replaces the ``attempts`` of this policy.
+        ``attempts`` replaces that of this policy.
         """
         server = "/".join(url.split("/")[:3])
         pace = self._paces.get(server) or self._paces.setdefault(
             server, Pace(server, self.patience)
         )
-        end = None if self.deadline is None else clock.monotonic() + self.deadline
-        return Attempts(self, url, pace, end, attempts or self.attempts)
+        return Attempts(self, url, pace, attempts or self.attempts)
 
 
 class Attempts:
@@ -69,27 +106,21 @@ class Attempts:
 
     Attributes:
         end: when the deadline passes, on the monotonic clock; None without a deadline.
-        most: number of failures in a row that ends the download.
         retries: number of requests that failed and were repeated so far.
     """
 
-    def __init__(
-        self, policy: RetryPolicy, url: str, pace: Pace, end: float | None, most: int
-    ) -> None:
-        self.policy = policy
-        self.url = url
-        self.end = end
-        self.most = most
+    def __init__(self, policy: RetryPolicy, url: str, pace: Pace, most: int) -> None:
+        self.end = None if policy.deadline is None else clock.monotonic() + policy.deadline
         self.retries = 0
-        self._pace = pace
+        self._policy, self._url, self._pace, self._most = policy, url, pace, most
 
     def check(self) -> None:
         """Raise TransferTimeoutError if the deadline of the whole download has passed."""
         if self._is_late(0):
             raise TransferTimeoutError(
-                f"{self.url} was not downloaded within the deadline of {self.policy.deadline:g} s. "
-                "Raise deadline, or run again to continue.",
-                url=self.url,
+                f"{self._url} was not downloaded within the deadline of "
+                f"{self._policy.deadline:g} s. Raise deadline, or run again to continue.",
+                url=self._url,
             )
 
     def forgives(self, received: int) -> bool:
@@ -109,43 +140,11 @@ class Attempts:
 
         Raises:
             TransferError, TransferTimeoutError: the last attempt also failed.
-            Exceptions of ``function`` other than TransientError, and of ``sleep``, at once.
+            Exceptions of ``function`` other than TransientError and RepeatError, and of ``sleep``,
+            at once.
         """
-        try:
-            return self._attempt(function, sleep)
-        except TransientError as exn:
-            failed = [exn]
-
-        # Imported after a failure only: the import takes 40 ms, and most first attempts succeed.
-        import tenacity
-
-        def repeat() -> T:
-            if failed:
-                raise failed.pop()  # so that tenacity counts the attempt above
-            return self._attempt(function, sleep)
-
-        jitter = tenacity.wait_random_exponential(multiplier=BASE, max=CAP)
-        retrying = tenacity.Retrying(
-            retry=tenacity.retry_if_exception(self._is_repeated),
-            stop=self._is_over,
-            # The jitter is added to Retry-After, because many clients get the same number.
-            wait=lambda state: (
-                min(_error_of(state).retry_after or 0.0, RETRY_AFTER_CAP) + jitter(state)
-            ),
-            sleep=sleep,
-            before_sleep=self._report,
-            reraise=True,
-        )
-        try:
-            return retrying(repeat)
-        except TransientError as exn:
-            raise self._final(exn, retrying.statistics["attempt_number"]) from exn
-        finally:
-            # `iter_state` refers to `retrying`. This cycle would keep the download's frames alive.
-            retrying.iter_state.reset()
-
-    def _attempt(self, function: Callable[[], T], sleep: Callable[[float], None]) -> T:
-        """Call ``function`` once, or repeatedly as long as its errors are patient ones."""
+        repeats, failures, pause = Counter[str](), 0, 0.0
+        _routes.by_request = {}  # of this call
 
         def wait(seconds: float) -> None:
             self.check()
@@ -153,54 +152,231 @@ class Attempts:
             sleep(max(0.0, min(seconds, left)))
             self.check()
 
-        while True:
+        def attempt() -> T:
+            nonlocal failures, pause
+            pause = 0.0
             try:
-                with self._pace.turn(wait):
-                    return function()
+                with self._pace.turn(wait):  # waits if the server throttles
+                    try:
+                        return function()
+                    except RepeatError as exn:
+                        repeats[exn.remedy] += 1
+                        if repeats[exn.remedy] <= BOUNDS[exn.remedy] and exn.apply() is not False:
+                            raise
+                        error = exn.error()
+                    raise error  # not in the block above: a RepeatError may hold a signed URL
             except TransientError as exn:
-                if self._is_repeated(exn) or self._pace.is_over or self._is_late(0):
-                    raise
-            self.retries += 1
+                repeats.clear()
+                _routes.by_request = {}
+                if self._is_patient(exn):
+                    is_last = self._pace.is_over or self._is_late(0)
+                else:
+                    # The jitter is added to Retry-After, because many clients get the same number.
+                    pause = random.uniform(0, min(CAP, BASE * 2**failures))  # noqa: S311
+                    pause += min(exn.retry_after or 0.0, RETRY_AFTER_CAP)
+                    failures += 1
+                    is_last = failures >= self._most or self._is_late(pause)
+                if is_last:
+                    raise self._final(exn, failures) from exn
+                self.retries += 1
+                if not self._is_patient(exn):  # the pace logs the others
+                    text = "%s: %s; attempt %d of %d failed, next in %.1f s"
+                    values = self._url, redact(str(exn)), failures, self._most, pause
+                    extra = {"event": "retry", "shard": self._url, "attempt": failures}
+                    logger.warning(text, *values, extra=extra)
+                raise
+
+        try:
+            return attempt()
+        except (TransientError, RepeatError) as exn:
+            first = [exn]
+        # Imported after a failure only: the import takes 40 ms, and most first requests succeed.
+        import tenacity
+
+        def repeat() -> T:
+            if first:
+                raise first.pop()  # so that tenacity counts the request above
+            return attempt()
+
+        retrying = tenacity.Retrying(
+            retry=tenacity.retry_if_exception_type((TransientError, RepeatError)),
+            wait=lambda state: pause,
+            sleep=sleep,
+        )
+        try:
+            return retrying(repeat)
+        finally:
+            # `iter_state` refers to `retrying`. This cycle would keep the download's frames alive.
+            retrying.iter_state.reset()
 
     def _is_late(self, pause: float) -> bool:
         return self.end is not None and clock.monotonic() + pause > self.end
 
-    def _is_repeated(self, exn: BaseException) -> bool:
-        """Return whether an error counts as a failed attempt. Patient errors are waited out."""
-        return isinstance(exn, TransientError) and not (exn.patient and self.policy.patience > 0)
+    def _is_patient(self, exn: TransientError) -> bool:
+        """Return whether an error is waited out, and does not count as a failed attempt."""
+        return exn.patient and self._policy.patience > 0
 
-    def _is_over(self, state: RetryCallState) -> bool:
-        return state.attempt_number >= self.most or self._is_late(state.upcoming_sleep)
-
-    def _report(self, state: RetryCallState) -> None:
-        self.retries += 1
-        logger.warning(
-            "%s: %s; attempt %d of %d failed, next in %.1f s",
-            self.url,
-            redact(str(_error_of(state))),
-            state.attempt_number,
-            self.most,
-            state.upcoming_sleep,
-            extra={"event": "retry", "shard": self.url, "attempt": state.attempt_number},
-        )
-
-    def _final(self, exn: TransientError, attempts: int) -> TransferError:
+    def _final(self, exn: TransientError, failures: int) -> TransferError:
         late, advice = self._is_late(0), "Check the endpoint and the network, then try again"
-        failures = attempts if self._is_repeated(exn) else attempts - 1
         ended = f"{failures} attempt{'s' if failures != 1 else ''} failed"
-        if not late and not self._is_repeated(exn):
-            ended = f"for {format_duration(self.policy.patience)}, the limit set by patience"
+        if not late and self._is_patient(exn):
+            ended = f"for {format_duration(self._policy.patience)}, the limit set by patience"
             advice = "Try again later, or raise patience"
-        elif failures < self.most:
-            late, ended = True, f"the deadline of {self.policy.deadline:g} s has passed"
+        elif failures < self._most:
+            late, ended = True, f"the deadline of {self._policy.deadline:g} s has passed"
         kind = TransferTimeoutError if late or exn.timed_out else TransferError
         return kind(
-            f"{self.url} could not be downloaded: {redact(str(exn))} ({ended}). {advice}.",
-            url=self.url,
+            f"{self._url} could not be downloaded: {redact(str(exn))} ({ended}). {advice}.",
+            url=self._url,
         )
 
 
-def _error_of(state: RetryCallState) -> TransientError:
-    exn = state.outcome and state.outcome.exception()
-    assert isinstance(exn, TransientError)
-    return exn
+def once(url: str, function: Callable[[], T]) -> T:
+    """Call ``function`` without retries after a failure, and without patience."""
+    return RetryPolicy(1, None, 0).started(url).call(function, sleep=clock.sleep)
+
+
+class Route:
+    """Where servers have redirected a request.
+
+    Attributes:
+        target: the URL to use; "" without a redirect.
+        servers: the servers that have redirected the request.
+        server: the last server that received the request; "" at first.
+        login: the Authorization header for that server.
+        secrets: the secrets of all requests on the way.
+    """
+
+    def __init__(self) -> None:
+        self.target = self.server = self.login = ""
+        self.servers: list[str] = []
+        self.secrets: set[str] = set()
+
+    def follow(self, target: str) -> None:
+        """Send the next request to ``target``."""
+        self.target = target
+
+    @property
+    def after(self) -> str:
+        """A phrase for errors that names the last redirect, if any."""
+        return f" (after a redirect of {self.servers[-1]})" if self.servers else ""
+
+
+class _Routes(threading.local):
+    """The routes of the requests of the `Attempts.call` that a thread is in."""
+
+    def __init__(self) -> None:
+        self.by_request: dict[object, Route] = {}
+
+
+_routes = _Routes()
+
+
+def route(*request: object) -> Route:
+    """Return the route of a request, until the `Attempts.call` of this thread fails or ends."""
+    return _routes.by_request.setdefault(request, Route())
+
+
+class _Turn:
+    """A request in flight."""
+
+
+class Pace:
+    """Limits the requests of one process to one bucket or web server. Threads may share it.
+
+    Args:
+        server: the name of the bucket or server in logs, such as ``s3://bucket``.
+        patience: seconds to wait for a server that throttles; 0 never limits the requests.
+    """
+
+    def __init__(self, server: str, patience: float) -> None:
+        self._server = server
+        self._patience = patience
+        self._guard = threading.Lock()
+        # Requests in flight. They leave the set even if a signal handler raises around `turn`.
+        self._turns: weakref.WeakSet[_Turn] = weakref.WeakSet()
+        self._limit = math.inf  # most requests in flight at once
+        self._goal = math.inf  # the limit doubles per round until it reaches this number
+        self._full = 0  # requests in flight when throttling began; a limit this high is lifted
+        self._pauses = 0  # pauses in a row, without a served request in between
+        self._next = 0.0  # no request is sent before this time (monotonic clock)
+        self._since: float | None = None  # when the throttling began; None if not throttled
+        self._refused_since: float | None = None  # first refusal since the last served request
+        self._announced = 0.0
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the server has refused all requests for ``patience`` seconds."""
+        since = self._refused_since
+        return since is not None and clock.monotonic() - since >= self._patience
+
+    @contextmanager
+    def turn(self, sleep: Callable[[float], None]) -> Iterator[None]:
+        """Wait until the caller may send a request; ``sleep`` waits, and may raise to cancel."""
+        turn = _Turn()
+        while True:
+            with self._guard:
+                seconds = 0.0 if self._since is None else self._wait()
+                if seconds <= 0:
+                    self._turns.add(turn)
+                    break
+            sleep(seconds)
+        level, message = logging.INFO, ""
+        try:
+            yield
+            if self._since is not None:
+                with self._guard:
+                    message = self._speed_up()
+        except TransientError as exn:
+            if exn.patient and self._patience:
+                with self._guard:
+                    level, message = logging.WARNING, self._slow_down(exn)
+            raise
+        finally:
+            with self._guard:
+                self._turns.discard(turn)
+            if message:
+                extra = {"event": "throttled", "server": self._server}
+                logger.log(level, "%s %s", self._server, message, extra=extra)
+
+    def _wait(self) -> float:
+        """Return the seconds until a throttling server may get a request; 0 or less means now."""
+        if self.is_over:
+            return 0.0
+        if len(self._turns) >= self._limit:
+            return _POLL * random.uniform(0.5, 1.0)  # noqa: S311 - jitter
+        return self._next - clock.monotonic()
+
+    def _slow_down(self, exn: TransientError) -> str:
+        """Halve the limit and set the next pause. Return the text to log, or "" if none is due."""
+        now = clock.monotonic()
+        if self._since is None:
+            self._since, self._full = now, len(self._turns)
+            self._goal = self._full / 2
+        if self._refused_since is None:
+            self._refused_since = now
+        if now >= self._next:  # the refusals of one round count once
+            self._limit = max(1, min(self._limit, len(self._turns)) // 2)
+            pause = min(_LONGEST, _FIRST * 2**self._pauses) * random.uniform(0.5, 1.0)  # noqa: S311
+            self._next = now + max(pause, min(exn.retry_after or 0.0, RETRY_AFTER_CAP))
+            self._pauses += 1
+        for_now = now - self._since
+        if for_now and now - self._announced < _ANNOUNCE_EVERY:
+            return ""
+        self._announced = now
+        passed = f" ({format_duration(for_now)} so far)" if for_now >= _ANNOUNCE_EVERY else ""
+        patience = format_duration(self._patience)
+        return f"is not ready: {exn}; requests wait for up to {patience}{passed}"
+
+    def _speed_up(self) -> str:
+        """Raise or lift the limit. Return the text to log if it was lifted, or ""."""
+        self._pauses, self._refused_since = 0, None
+        if self._since is None or math.isinf(self._limit):
+            return ""
+        self._limit += 1 if self._limit < self._goal else 1 / self._limit
+        if self._limit < self._full:
+            return ""
+        passed = clock.monotonic() - self._since
+        # A pause that is left would keep the next refusal from setting a limit.
+        self._since, self._next, self._limit, self._goal = None, 0.0, math.inf, math.inf
+        return f"responds again after {format_duration(passed)}"

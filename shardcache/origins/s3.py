@@ -1,13 +1,11 @@
 """Read shards from S3, and from stores with the same protocol.
 
-Botocore, a dependency of s3fs, finds the credentials, the region and the address of a bucket. This
-module signs the requests (Signature Version 4) and sends them with `connection`. Making a client of
-botocore takes 60 ms, so `_usual_address` composes the usual addresses without one. Where the keys
-are written down, `written_settings` reads them, without the slow import of `botocore.session`.
+Botocore, a dependency of s3fs, finds the credentials, the region and the address of a bucket if
+`aws.written_settings` and `_usual_address` do not know them: its client takes 60 ms to make. This
+module signs the requests (Signature Version 4) and sends them with `connection`.
 
-`_stores` holds the credentials, addresses and other knowledge of a process about each store. A
-forked child inherits it, so the workers of a DataLoader do not search for credentials as long as
-those of their parent are fresh.
+A forked child inherits `_stores`, so the workers of a DataLoader do not search for credentials as
+long as those of their parent are fresh.
 """
 
 from __future__ import annotations
@@ -24,26 +22,28 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
-from urllib.parse import parse_qsl, quote, unquote, unquote_plus, urlsplit
+from urllib.parse import parse_qsl, quote, unquote_plus, unquote_to_bytes, urlsplit
 from xml.etree import ElementTree
 
 from shardcache.errors import AccessDeniedError, ConfigError, ShardCacheError
 from shardcache.faults import is_local_error
 from shardcache.origins import http
-from shardcache.origins.base import ObjectInfo, TransientError, read_all, refusal
-from shardcache.origins.connection import Response, Transport, split_url
-from shardcache.origins.credentials import (
+from shardcache.origins.aws import (
     KEY_NAMES,
-    Keys,
+    aws_files,
     chain_error,
     login_ended,
     one_at_a_time,
+    s3_endpoint,
+    session,
     throttling_codes,
     within_timeout,
-    written_settings,
 )
-from shardcache.origins.endpoints import aws_files, s3_endpoint
+from shardcache.origins.base import ObjectInfo, RepeatError, TransientError, read_all, refusal
+from shardcache.origins.connection import Response, Transport, split_url
+from shardcache.origins.retry import Route, route
 from shardcache.threads import undivided
 from shardcache.units import format_duration
 from shardcache.urls import ShardURL, quoted, redact, secret_forms
@@ -107,8 +107,10 @@ class _Store:
     region: str  # the region to try first
     proxies: Mapping[str, str] | None
     trusted: str | bool | None  # the argument of `Transport`
-    buckets: dict[str, _Bucket] = field(default_factory=dict)
-    without_checksums: set[str] = field(default_factory=set)  # buckets that refuse `_CHECKSUM`
+    regions: dict[str, str] = field(default_factory=dict)  # of buckets elsewhere
+    buckets: dict[tuple[str, str], _Bucket] = field(default_factory=dict)  # by name and region
+    #: Buckets that refuse `_CHECKSUM`. False until a request without it has succeeded.
+    without_checksums: dict[str, bool] = field(default_factory=dict)
     keys: Any = None  # botocore's frozen credentials
     fresh_until: float = 0.0  # when to renew `keys`, on the clock of `time.time`
     expire_at: float = 0.0  # when `keys` expire; 0 if the store has refused them
@@ -147,11 +149,7 @@ class S3Origin:
         self._moved: dict[str, str] = {}  # targets of the store's redirects, by shard and query
 
     def prepare(self) -> _Store:
-        """Return the store; the first call determines its address, region and settings.
-
-        Raises:
-            ConfigError: the options, the profile, the endpoint or the certificates are not valid.
-        """
+        """Return the store. The first call determines its settings, or raises ConfigError."""
         with self._guard:
             if self._store is None:
                 with undivided():  # a fork must not copy the locks of an import
@@ -176,7 +174,7 @@ class S3Origin:
         if time.time() < store.fresh_until:
             return store.keys
         try:
-            return within_timeout(functools.partial(self._renewed_keys, shard))
+            return within_timeout(partial(self._renewed_keys, shard))
         except (TransientError, ShardCacheError) as exn:
             if isinstance(exn, TransientError):
                 self._chain = threading.Lock()  # so that the next run does not wait for this one
@@ -188,30 +186,26 @@ class S3Origin:
 
     def _renewed_keys(self, shard: ShardURL) -> Any:
         """Run botocore's credential chain in a thread, where no signal handler may raise."""
-        try:
-            return self._run_chain()
-        except Exception as exn:  # noqa: BLE001 - botocore has its own exceptions
-            raise chain_error(exn, shard, self._profile, worked=self.prepare().worked) from None
-
-    def _run_chain(self) -> Any:
-        """Run botocore's credential chain, and raise what it raises."""
         store = self.prepare()
-        with self._chain:
-            if self._credentials is None:
-                # Processes take turns only after a failure, so that the workers of a node need not
-                # wait for each other if the chain works.
-                with one_at_a_time() if self._chain_failed else contextlib.nullcontext():
-                    self._chain_failed = True
-                    with undivided():  # a fork must not copy the locks of a TLS handshake
-                        self._credentials = _session(self._options).get_credentials()
-                    if self._credentials is None:
-                        from botocore.exceptions import NoCredentialsError
+        try:
+            with self._chain:
+                if self._credentials is None:
+                    # Processes take turns only after a failure, so that the workers of a node need
+                    # not wait for each other if the chain works.
+                    with one_at_a_time() if self._chain_failed else contextlib.nullcontext():
+                        self._chain_failed = True
+                        with undivided():  # a fork must not copy the locks of a TLS handshake
+                            self._credentials = session(self._options).get_credentials()
+                        if self._credentials is None:
+                            from botocore.exceptions import NoCredentialsError
 
-                        raise NoCredentialsError
-                self._chain_failed = False
-            credentials = self._credentials
-        with undivided():  # as above: this call may renew the credentials
-            keys = credentials.get_frozen_credentials()
+                            raise NoCredentialsError
+                    self._chain_failed = False
+                credentials = self._credentials
+            with undivided():  # as above: this call may renew the credentials
+                keys = credentials.get_frozen_credentials()
+        except Exception as exn:  # noqa: BLE001 - botocore has its own exceptions
+            raise chain_error(exn, shard, self._profile, worked=store.worked) from None
         expiry = getattr(credentials, "_expiry_time", None)
         end = expiry.timestamp() if expiry else math.inf
         store.fresh_until = end - _RENEWED_BEFORE
@@ -222,19 +216,15 @@ class S3Origin:
 
     def server(self, shard: ShardURL) -> str:
         """Return the scheme, host and port of the server that stores a shard."""
-        return self._bucket(shard.bucket_and_key()[0], None).server
+        return self._bucket(shard.bucket_and_key()[0]).server
 
     def accepts_credentials(self) -> bool:
         """Return whether the response to a signed request proves that the credentials are valid.
 
-        The request is for the names of all buckets. Valid credentials that may not list the names
-        are accepted as well.
-
-        Raises:
-            AccessDeniedError: the store refuses the credentials, or there are none.
-            ConfigError, TransientError: the store cannot be reached.
+        The request is for the names of all buckets, which valid credentials may not list. Raises
+        AccessDeniedError if the store refuses the credentials, and the other errors of `open`.
         """
-        *_, response = self._send("GET", ShardURL("", "s3", "s3://", "", ""), None, {}, {})
+        *_, response = self._send("GET", ShardURL("", "s3", "s3://", "", ""), {}, {}, "", Route())
         code, reason, _ = _read_refusal(response)
         if code in _INVALID:
             name = self.prepare().name
@@ -258,13 +248,8 @@ class S3Origin:
 
     def stat(self, shard: ShardURL) -> ObjectInfo:
         """Return the current version of the object, with its checksum if S3 has one."""
-        try:
-            response = self._request("HEAD", shard, _CHECKSUM, _version(shard))
-            info = http.object_info(response, response.length)
-        except AccessDeniedError:  # the response to a HEAD states no reason
-            response = self.open(shard, 0, 1)
-            info = response.info
-        response.close()
+        head = partial(self._request, "HEAD", shard, _CHECKSUM, _version(shard))
+        info = http.stat(head, partial(self.open, shard, 0, 1))
         if info.size is None:  # without a size, versions cannot be compared
             raise ConfigError(f"{shard}: the origin describes it without a size.", url=str(shard))
         return info
@@ -272,12 +257,8 @@ class S3Origin:
     def list_page(self, shard: ShardURL, query: Mapping[str, str]) -> tuple[dict[str, int], str]:
         """List one page of the objects whose keys begin with the key of ``shard``.
 
-        Args:
-            shard: names the bucket and the prefix.
-            query: further parameters of ListObjectsV2.
-
-        Returns:
-            The sizes by object key, and the token for the next page, or "" on the last page.
+        ``query`` has further parameters of ListObjectsV2. Returns the sizes by object key, and the
+        token for the next page, or "" on the last one.
         """
         response = self._request(
             "GET", shard, {}, {"list-type": "2", "encoding-type": "url", **query}
@@ -310,67 +291,83 @@ class S3Origin:
     ) -> Response:
         """Send a request and return a response of status 200 or 206.
 
-        A refused request is sent again, at most once with each remedy that its error suggests: the
-        bucket's region, new credentials, the store's time, no `_CHECKSUM`. If the store redirects
-        it, it is signed again for the new host. Later requests go there at once, for as long as
-        there is a connection to that host.
+        Raises a RepeatError with the remedy that a refusal suggests. After a redirect, the request
+        is signed again for the new host, where later requests go at once, for as long as there is
+        a connection to that host.
         """
         if self._options.get("requester_pays"):
             headers = {**headers, "x-amz-request-payer": "requester"}
-        plain = {name: value for name, value in headers.items() if name not in _CHECKSUM}
-        bucket, store = shard.bucket_and_key()[0], self.prepare()
-        if bucket in store.without_checksums:
-            headers = plain
-        region, tried, servers = None, set[str](), list[str]()
+        name, store, given = shard.bucket_and_key()[0], self.prepare(), headers
+        # False while the first request without `_CHECKSUM` is on its way.
+        is_proven = store.without_checksums.get(name)
+        if is_proven is not None:
+            headers = {key: value for key, value in headers.items() if key not in _CHECKSUM}
         if len(self._moved) >= 1000:  # takes no more than half a megabyte
             self._moved.clear()
-        target = self._moved.get(place := f"{shard} {query}", "")
-        if target and not self._transport.is_connected(target):
-            target = ""
-        while True:
-            used, keys, response = self._send(method, shard, region, headers, query, target)
-            if response.status in (200, 206):
-                if servers:
-                    self._moved[place] = target
-                if "plain" in tried:
-                    store.without_checksums.add(bucket)
-                store.worked |= keys is not None
-                return response
-            code, reason, elsewhere = _read_refusal(response)
-            if elsewhere not in (None, used) and region is None:
-                logger.info("%s is in %s", shard, elsewhere)
-                region, target = elsewhere, ""
-            elif code != "PermanentRedirect" and (moved := http.redirect(response, shard, servers)):
-                if keys and response.url.startswith("https:") and not moved.startswith("https:"):
-                    text = f"{shard}: {servers[-1]} redirects credentials to a host without TLS. "
-                    raise ConfigError(f"{text}Check endpoint_url.", url=str(shard))
-                target = moved
-            elif target and not servers:  # the object is no longer where it was
-                target = self._moved.pop(place, "") and ""
-            elif code in _INVALID and "keys" not in tried and self._renew(keys, shard):
-                logger.info("the credentials for %s are not valid and were renewed", store.name)
-                tried.add("keys")
-            elif code == _SKEWED and "time" not in tried and self._set_clock(response):
-                tried.add("time")
-            elif len(headers) > len(plain) and (
-                response.status == 501 or (response.status == 400 and code in _UNKNOWN_HEADER)
-            ):
-                headers = plain
-                tried.add("plain")
-            elif code in _EXPIRED and store.worked:
-                raise login_ended(self._profile)
-            else:
-                throttled, transient = throttling_codes() if code else ((), ())
-                refused = method == "HEAD" and response.status in (400, 405)
-                status = 403 if refused else _STATUS.get(code, response.status)
-                raise refusal(
-                    shard,
-                    500 if code in transient else status,
-                    f"{store.name} answered {response.status} {reason}".rstrip(),
-                    hint=_HINTS.get(code, _MAY_NOT),
-                    headers=response.headers,
-                    throttled=code in throttled or response.status == 503,
-                )
+        sent, place = route(method, shard, str(query)), f"{shard} {query}"
+        target = sent.target or self._moved.get(place, "")
+        is_old = bool(target and not sent.target)
+        if is_old and not self._transport.is_connected(target):
+            target, is_old = "", False
+        bucket, keys, response = self._send(method, shard, headers, query, target, sent)
+        if response.status in (200, 206):
+            if sent.target:
+                self._moved[place] = target
+            if is_proven is False and headers != given:
+                store.without_checksums[name] = True
+            store.worked |= keys is not None
+            return response
+        if is_proven is False and headers != given:  # the header was not the reason
+            store.without_checksums.pop(name, None)
+        code, reason, elsewhere = _read_refusal(response)
+        where = store.name
+        if target:
+            where = f"{bucket.server.partition('://')[2]}{sent.after}"
+        reason = f"{where} answered {response.status} {reason}".rstrip()
+        # Not yet: `throttling_codes` imports much of botocore.
+        error = partial(self._refusal, method, shard, response, code, reason)
+        if elsewhere not in (None, bucket.region):
+            raise RepeatError("region", error, partial(self._move, shard, elsewhere, sent))
+        is_signed = keys is not None
+        if code != "PermanentRedirect" and (
+            moved := http.redirected(response, shard, sent, is_signed)
+        ):
+            raise moved
+        if is_old:  # the object is no longer where it was
+            raise RepeatError("target", error, partial(self._moved.pop, place, None))
+        if code in _INVALID and is_signed:
+            raise RepeatError("credentials", error, partial(self._renew, keys, shard))
+        if code == _SKEWED:
+            raise RepeatError("clock", error, partial(self._set_clock, response))
+        is_unknown = response.status == 400 and code in _UNKNOWN_HEADER
+        if not _CHECKSUM.keys().isdisjoint(headers) and (response.status == 501 or is_unknown):
+            omit = partial(store.without_checksums.__setitem__, name, False)
+            raise RepeatError("checksum", error, omit)
+        raise error()
+
+    def _move(self, shard: ShardURL, region: str, sent: Route) -> None:
+        """Send later requests for a bucket to another region."""
+        logger.info("%s is in %s", shard, region)
+        self.prepare().regions[shard.bucket_and_key()[0]] = region
+        sent.target = ""
+
+    def _refusal(
+        self, method: str, shard: ShardURL, response: Response, code: str, reason: str
+    ) -> Exception:
+        """Return the error for a refused request that no remedy helps."""
+        if code in _EXPIRED and self.prepare().worked:
+            return login_ended(self._profile)
+        throttled, transient = throttling_codes() if code else ((), ())
+        refused = method == "HEAD" and response.status in (400, 405)
+        status = 403 if refused else _STATUS.get(code, response.status)
+        return refusal(
+            shard,
+            500 if code in transient else status,
+            reason,
+            hint=_HINTS.get(code, _MAY_NOT),
+            headers=response.headers,
+            throttled=code in throttled or response.status == 503,
+        )
 
     def _set_clock(self, response: Response) -> bool:
         """Sign with the store's time from now on. Return False if the response has no Date."""
@@ -400,25 +397,31 @@ class S3Origin:
         self,
         method: str,
         shard: ShardURL,
-        region: str | None,
         headers: Mapping[str, str],
         query: Mapping[str, str],
-        target: str = "",  # the URL to which the store has redirected the request
-    ) -> tuple[str, Any, Response]:
-        """Sign and send one request. Return its region, its credentials and the response."""
+        target: str,  # the URL to which the store has redirected the request, or ""
+        sent: Route,
+    ) -> tuple[_Bucket, Any, Response]:
+        """Sign and send one request. Return its bucket, its credentials and the response."""
         name, key = shard.bucket_and_key()
-        secrets, server = list[str](), ""
+        secrets, where = list[str](), f"{self.prepare().name}{sent.after}"
         try:
-            bucket = self._bucket(name, region)
+            bucket = self._bucket(name)
             path, values = f"{bucket.path}/{quote(key, safe='/~')}", [*query.items()]
             if "list-type" in query:
                 path, values = bucket.path or "/", [*values, ("prefix", key)]
             if target:
                 scheme, authority, path = split_url(target)
                 path, _, text = path.partition("?")
-                path, values = quote(unquote(path), safe="/~"), parse_qsl(text, True)
-                bucket = bucket._replace(server=f"{scheme}://{authority.rpartition('@')[2]}")
+                path, values = quote(unquote_to_bytes(path), safe="/~"), parse_qsl(text, True)
+                authority = authority.rpartition("@")[2]
+                bucket = bucket._replace(server=f"{scheme}://{authority}")
+                where = f"{authority}{sent.after}"
                 secrets = [*secret_forms(*(value for _, value in values))]
+                if "X-Amz-Signature" in dict(values):  # stores refuse a second signature
+                    bucket = bucket._replace(service="")
+                    # They also refuse headers that the signature does not cover.
+                    headers = {n: v for n, v in headers.items() if not n.startswith("x-amz-")}
             pairs = sorted((quote(n, safe="~"), quote(v, safe="~")) for n, v in values)
             if pairs:
                 path += "?" + "&".join(f"{name}={value}" for name, value in pairs)
@@ -429,18 +432,17 @@ class S3Origin:
                 headers |= _signature(method, bucket, path, headers, keys, now)
                 signature = headers["Authorization"].rpartition("=")[2]
                 secrets += [*secret_forms(keys.secret_key, keys.token), signature]
-            server = bucket.server
-            response = self._transport.request(method, server, path, headers)
+            where += self._transport.via(bucket.server)
+            response = self._transport.request(method, bucket.server, path, headers)
             response.secrets = secrets
-            return bucket.region, keys, response
+            return bucket, keys, response
         except ShardCacheError:
             raise
         except Exception as exn:  # noqa: BLE001 - botocore has its own exceptions
-            store, error = self.prepare(), exn
+            error = exn
             if type(exn).__module__.startswith("botocore"):  # its types may not be imported
-                error = chain_error(exn, shard, self._profile, worked=store.worked)
+                error = chain_error(exn, shard, self._profile, worked=self.prepare().worked)
             elif is_local_error(exn) or isinstance(exn, (ValueError, TypeError, AttributeError)):
-                where = f"{store.name}{self._transport.via(server)}"
                 error = http.unanswered(exn, shard, where, secrets)
         raise error
 
@@ -448,39 +450,15 @@ class S3Origin:
     def _profile(self) -> str | None:
         return self._options.get("profile") or os.environ.get("AWS_PROFILE")
 
-    def _bucket(self, name: str, region: str | None) -> _Bucket:
+    def _bucket(self, name: str) -> _Bucket:
         if name.endswith(".mrap"):
             raise ConfigError(
                 f"{name} is the alias of a multi-region access point; give its ARN, "
                 f"s3://arn:aws:s3::ACCOUNT:accesspoint/{name}/key."
             )
         store = self.prepare()
-        bucket = store.buckets.get(name)
-        if bucket is None or region not in (None, bucket.region):
-            bucket = store.buckets[name] = store.address(name, region or store.region)
-        return bucket
-
-
-def _session(options: Mapping[str, Any], *, botocore_only: bool = False) -> Any:
-    """Return a session of botocore, or the same settings without its slow import.
-
-    Credentials in the options take precedence over those of the environment and the files.
-    """
-    profile, keys = options.get("profile"), None
-    client = options.get("client_kwargs") or {}
-    for given, names in ((options, ("key", "secret", "token")), (client, KEY_NAMES)):
-        if given.get(names[0]):  # `client_kwargs` take precedence
-            keys = Keys(*map(given.get, names))
-    if not botocore_only:
-        unsigned = Keys("", "") if options.get("anon") else None
-        if (settings := written_settings(profile, keys or unsigned)) is not None:
-            return settings
-    import botocore.session
-
-    session = botocore.session.Session(profile=profile)
-    if keys is not None:
-        session.set_credentials(*keys)
-    return session
+        place = name, store.regions.get(name, store.region)
+        return store.buckets.get(place) or store.buckets.setdefault(place, store.address(*place))
 
 
 def _look_up(options: Mapping[str, Any], endpoint: str) -> _Store:
@@ -501,7 +479,7 @@ def _look_up(options: Mapping[str, Any], endpoint: str) -> _Store:
         from botocore.config import Config
 
         # This client only composes addresses. Its dummy credentials keep it from running the chain.
-        return _session(options, botocore_only=True).create_client(
+        return session(options, botocore_only=True).create_client(
             "s3",
             region,
             aws_access_key_id="none",
@@ -527,22 +505,22 @@ def _look_up(options: Mapping[str, Any], endpoint: str) -> _Store:
         return _Bucket(server, path, region, service)
 
     try:
-        session = _session(options)
+        made = session(options)
         # Any region of the right partition will do, because S3 answers with the bucket's region.
-        region = client_kwargs.pop("region_name", None) or session.get_config_variable("region")
+        region = client_kwargs.pop("region_name", None) or made.get_config_variable("region")
         if not endpoint:  # at AWS, AWS_REGION comes last
             region = region or os.environ.get("AWS_REGION")
         region = region or "us-east-1"
         verify = client_kwargs.get("verify")
         if verify is None:
-            verify = session.get_config_variable("ca_bundle") or True
+            verify = made.get_config_variable("ca_bundle") or True
         is_plain = not (
             client_kwargs.keys() - {"endpoint_url", "verify"}
             or options.get("config_kwargs")
             or not options.get("use_ssl", True)
-            or session.get_scoped_config().get("s3")
-            or session.get_config_variable("use_dualstack_endpoint")
-            or session.get_config_variable("use_fips_endpoint")
+            or made.get_scoped_config().get("s3")
+            or made.get_config_variable("use_dualstack_endpoint")
+            or made.get_config_variable("use_fips_endpoint")
         )
         client_kwargs.pop("endpoint_url", None)
         if not (is_plain and _usual_address(endpoint, "bucket", region)):

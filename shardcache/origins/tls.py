@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from shardcache.errors import ConfigError
-from shardcache.origins.addresses import failure
+from shardcache.origins.base import failure
 from shardcache.threads import undivided
 
 #: Bytes of ciphertext to receive at once. They fit into a processor's second-level cache.
@@ -33,14 +33,9 @@ _guard = threading.Lock()
 class TLSStream:
     """Encrypts and decrypts the bytes of a socket that blocks for at most SO_RCVTIMEO.
 
-    The methods behave like those of a socket.
-
-    Args:
-        sock: a connected socket, which the caller closes.
-        host: the name or address that the certificate must be valid for.
-        trusted: as for `connection.Transport`.
-
-    Sessions are not resumed, because that saves only 0.25 ms of a handshake's processor time.
+    The methods are those of a socket. The caller closes ``sock``. The certificate must be valid for
+    ``host``; ``trusted`` is as for `connection.Transport`. Sessions are not resumed, because that
+    saves only 0.25 ms of a handshake's processor time.
     """
 
     def __init__(self, sock: socket.socket, host: str, trusted: str | bool | None) -> None:
@@ -86,10 +81,8 @@ class TLSStream:
         """Fill ``view`` with decrypted bytes as `socket.recv_into` does; return their number.
 
         May return fewer bytes, but at least one, without MSG_WAITALL, after SO_RCVTIMEO, or if the
-        server closes the connection. Returns 0 if the connection was already closed.
-
-        Raises:
-            BlockingIOError: no complete record has come yet.
+        server closes the connection; 0 if it was closed. Raises BlockingIOError if no complete
+        record has come yet.
         """
         got, length, more = 0, len(view), True
         read: Callable[[int, memoryview], int] = self._object.read  # type: ignore[assignment]
@@ -113,9 +106,7 @@ class TLSStream:
     def _receive(self, wanted: int, flags: int) -> bool:
         """Receive ciphertext. Return whether all requested bytes came, so more may be on the way.
 
-        Args:
-            wanted: decrypted bytes that the caller waits for.
-            flags: the flags of `socket.recv_into`.
+        ``wanted`` is how many decrypted bytes the caller waits for.
         """
         self._flush()  # what OpenSSL answers by itself, such as a new key
         # With MSG_WAITALL, wait for fewer bytes than must come: `wanted`, without those of a record
@@ -142,13 +133,8 @@ def context(trusted: str | bool | None) -> ssl.SSLContext:
     """Return the settings for connections, including the certificates to trust.
 
     All origins of a process share them, and so do forked processes, if the settings were made
-    before: the 144 certificates of a system take 30 ms to load.
-
-    Args:
-        trusted: as for `connection.Transport`.
-
-    Raises:
-        ConfigError: the certificate file cannot be read.
+    before: the 144 certificates of a system take 30 ms to load. Raises ConfigError if a file of
+    certificates cannot be read.
     """
     # A fork must copy neither OpenSSL's locks nor this one.
     with undivided(), _guard:

@@ -387,9 +387,13 @@ class OriginReader:
         info = self.info if self.info is not None and self.info.size is not None else None
         body = self._origin.open(self._shard, self._position, None, info)
         try:
-            # Responses without a version cannot be compared, so they count as another version.
-            is_same = body.info.version == self._version and body.info.identifiable
-            if self._version is not None and not is_same:
+            if self._version is not None and not body.info.identifiable:
+                raise TransferError(
+                    f"{self._shard} cannot be continued at byte {self._position}, because its "
+                    "origin names no version (ETag or Last-Modified). Read the shard again.",
+                    url=str(self._shard),
+                )
+            if self._version not in (None, body.info.version):
                 raise VersionChangedError(str(self._shard))
             if passed := skip(body, self._position):
                 self._cache.counters.read(passed, self._counter)

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from shardcache import Cache, TransferError
-from shardcache.origins.addresses import Dialer
 from shardcache.origins.base import TransientError
+from shardcache.origins.connection import Dialer
 from shardcache.origins.http import WebOrigin
 from shardcache.urls import parse_url
 from tests.support.storetools import PATIENCE, few_descriptors

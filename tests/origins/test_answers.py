@@ -172,11 +172,13 @@ def replaced_without_ranges(request: Request) -> bytes:
     return stated + (body if request.number else body[:2_000_000])
 
 
-def moved(location: str, status: str = "302 Found") -> Callable[[Request], bytes]:
+def moved(
+    location: str, status: str = "302 Found", path: str = "/b.tar"
+) -> Callable[[Request], bytes]:
     """Redirect to b.tar, and serve that."""
 
     def sent(request: Request) -> bytes:
-        if request.path.endswith("/b.tar"):
+        if request.path.endswith(path):
             return whole()
         where = location.format(base=request.base, host=request.base.partition("//")[2])
         return answer(status, Location=where, Connection=None)
@@ -495,9 +497,12 @@ def redirect_rows() -> Iterator[Row]:
         "to a file": "file:///etc/passwd",
         "to no URL": "http://[::1",
     }.items():
-        message = {"a.tar": "redirects more than 5 times", "": "302"}.get(location, "cannot be")
+        message = {"a.tar": "redirects more than 5 times", "": "302"}.get(location, "redirects to")
         yield Row(f"redirect {name}", moved(location), Refused(ConfigError, message))
     yield Row("redirect without Location", answer("302 Found", SMALL), Refused(ConfigError, "302"))
+    yield Row("redirect in UTF-8", moved("{base}/\xfc/b.tar", path="/%C3%BC/b.tar"), RIGHT)
+    dead = moved("http://127.0.0.1:1/b.tar")
+    yield Row("redirect to no server", dead, Refused(TransferError, ":1 (after a redirect of "))
     yield Row("redirect after an interim answer", lambda r: HINTS + moved("b.tar")(r), RIGHT)
 
 
@@ -709,6 +714,17 @@ def test_a_kept_connection_that_ends_costs_no_attempt(wire, servers, tmp_path, m
         for name in ("a.tar", "b.tar"):
             assert read(cache, f"{base}/{name}") == SMALL
     assert next(numbers) == 3
+
+
+def test_a_stream_that_cannot_be_continued_is_not_said_to_be_replaced(serve, tmp_path):
+    """The server states no version, so nothing is known about the rest."""
+    server = serve(answer("200 OK", LARGE, ETag=None)[:2_000_000], most=1)
+    message = "cannot be continued.*names no version"
+    with (
+        Cache(tmp_path, min_free=0, attempts=2, max_size=MIB) as cache,
+        pytest.raises(TransferError, match=message),
+    ):
+        read(cache, f"{server.url}/a.tar")
 
 
 def test_connections_that_a_network_forgot_cost_one_attempt(serve, tmp_path, monkeypatch):

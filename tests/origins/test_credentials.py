@@ -8,7 +8,7 @@ from pathlib import Path
 import botocore.session
 import pytest
 
-from shardcache.origins.credentials import written_settings
+from shardcache.origins.aws import written_settings
 
 _KEYS = "aws_access_key_id = {0}\naws_secret_access_key = {0}secret\n"
 _CONFIGS = (

@@ -7,7 +7,7 @@ import botocore.session
 import pytest
 
 from shardcache import Cache, TransferError
-from shardcache.origins.endpoints import s3_endpoint, s3_region
+from shardcache.origins.aws import s3_endpoint, s3_region
 from shardcache.origins.s3 import _usual_address
 from shardcache.urls import parse_url
 from tests.support.webservers import Files, answer, running

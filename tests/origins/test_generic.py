@@ -54,6 +54,7 @@ def test_a_url_that_is_signed_again_is_a_hit(cache, web):
     ("form", "header"),
     [
         ("http://me:canary@{}/a.tar", "Basic bWU6Y2FuYXJ5"),
+        ("HTTP://me:canary@{}/a.tar", "Basic bWU6Y2FuYXJ5"),
         ("pipe:curl -H 'Authorization: Bearer canary' http://{}/a.tar", "Bearer canary"),
     ],
 )

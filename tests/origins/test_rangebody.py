@@ -13,8 +13,10 @@ from botocore.awsrequest import AWSRequest
 from botocore.credentials import Credentials
 
 from shardcache import AccessDeniedError, Cache, ConfigError, TransferError
+from shardcache.origins import retry
 from shardcache.origins.base import ObjectInfo, Origin, TransientError
 from shardcache.origins.http import WebOrigin
+from shardcache.origins.retry import once
 from shardcache.origins.s3 import S3Origin
 from shardcache.urls import ShardURL, parse_url
 from tests.support.tars import make_tar
@@ -152,7 +154,7 @@ def test_all_requests_after_a_redirect_go_to_the_region_of_the_bucket(serve, hea
     keys = {"key": "AK", "secret": "SK", "endpoint_url": server.url}
     origin, url = S3Origin(keys, timeout=20), parse_url("s3://lab/a.bin")
     for _ in range(2):
-        assert read_all(origin, url, 0, 5) == b"hello"
+        assert once("", lambda: read_all(origin, url, 0, 5)) == b"hello"
     assert len(server.heads) == 3
 
 
@@ -243,13 +245,34 @@ def test_a_redirect_of_a_store_is_followed_with_a_new_signature(serve, node, tmp
     assert len(front.heads) == 2  # for the listing, and the first for the shard
 
 
-def test_a_target_that_no_longer_has_the_object_is_left(serve, node, tmp_path):
-    """The store moved the object to another node after the first part."""
+def test_a_target_with_a_signature_of_its_own_is_not_signed_again(serve, node, tmp_path):
+    target = f"{node.url}/d/a?X-Amz-Signature=s1gned&X-Amz-Expires=9"
+    front = serve(answer("307 Moved", Location=target, Connection=None), most=99)
+    with cache_of(front, tmp_path) as cache:
+        assert cache.open("s3://lab/d/a b.tar").read() == SHARD
+    heads = [head for head in node.heads if "\r\nauthorization:" in head.lower()]
+    assert node.heads and not heads
+    assert "x-amz-" not in "".join(head.partition("\r\n")[2] for head in node.heads).lower()
+
+
+def test_the_error_of_a_dead_target_names_the_target(serve, tmp_path):
+    front = serve(answer("307 Moved", Location="http://127.0.0.1:1/lab/a.tar"), most=99)
+    message = f": 127.0.0.1:1 .after a redirect of {front.url.removeprefix('http://')}. does not"
+    with cache_of(front, tmp_path) as cache, pytest.raises(TransferError, match=message):
+        cache.open("s3://lab/a.tar")
+
+
+@pytest.mark.parametrize("is_dead", [True, False])
+def test_the_store_is_asked_again_after_a_target_without_the_object(
+    serve, node, tmp_path, monkeypatch, is_dead
+):
+    """Six targets are dead, or the store moved the object to a new node after the first part."""
+    monkeypatch.setattr(retry, "BASE", 0)
     gone = answer("404 Not Found", Connection=None)
     old = serve(lambda h: gone if "=1048576" in h else node.answer(h), most=99)
-    targets = iter([old, node])
-    front = serve(lambda head: redirect("307", next(targets).url)(head), most=99)
-    with cache_of(front, tmp_path) as cache:
+    targets = iter([*(["http://127.0.0.1:1"] * 6 if is_dead else [old.url]), node.url])
+    front = serve(lambda head: redirect("307", next(targets))(head), most=99)
+    with cache_of(front, tmp_path, attempts=7 if is_dead else 1) as cache:
         assert cache.open("s3://lab/d/a b.tar").read() == SHARD
 
 

@@ -18,7 +18,7 @@ import pytest
 from shardcache import AccessDeniedError, Cache, TransferError
 from shardcache.origins import s3
 from shardcache.origins.base import TransientError
-from shardcache.origins.pace import Pace
+from shardcache.origins.retry import Pace
 from tests.support.caches import warnings
 from tests.support.fakes import FakeClock
 from tests.support.storetools import PATIENCE, Parent, forked
@@ -135,6 +135,7 @@ def until(clock: FakeClock, seconds: float, refused: bytes) -> Callable[[str], b
         refusal("400 Bad Request", "ThrottlingException"),
         refusal("400 Bad Request", "RequestLimitExceeded"),
         refusal("400 Bad Request", "SlowDown"),
+        answer("503 Busy", Retry_After="Wed, 21 Oct 2065 07:28:00 GMT"),
     ],
     ids=lambda refused: refused.split(b"</")[0].decode()[9:].replace("\r\n", " ")[:12],
 )
@@ -197,6 +198,16 @@ def test_checksums_are_requested_once_from_a_store_without_them(store, open_cach
     assert sum("x-amz-checksum-mode" in head for head in heads) == 1
 
 
+def test_checksums_are_requested_after_a_refusal_for_another_reason(store, open_cache):
+    cache = open_cache()
+    assert cache.open("s3://lab/a.tar").read() == SHARD
+    store.refuse = lambda head: answer("400 Bad Request")
+    assert len(cache.prewarm("s3://lab/a.tar", refresh=True).failures) == 1
+    store.refuse = lambda head: None
+    assert cache.prewarm("s3://lab/a.tar", refresh=True).cached == 1
+    assert "x-amz-checksum-mode" in store.server.heads[-1].lower()
+
+
 def test_requests_are_signed_with_the_time_of_the_store(store, open_cache, caplog):
     now = datetime.now(UTC) + timedelta(minutes=40)
 
@@ -241,7 +252,7 @@ def test_a_read_waits_for_credentials(open_cache, clock, request, name, refused)
 
 
 def test_a_read_waits_for_a_silent_metadata_service(open_cache, metadata, clock, monkeypatch):
-    monkeypatch.setattr("shardcache.origins.credentials._TIMEOUT", 0.2)
+    monkeypatch.setattr("shardcache.origins.aws._TIMEOUT", 0.2)
     ended = threading.Event()
 
     def stall(head: str) -> bytes | None:
@@ -256,13 +267,25 @@ def test_a_read_waits_for_a_silent_metadata_service(open_cache, metadata, clock,
         ended.set()
 
 
-def test_a_machine_without_a_role_fails_at_once(open_cache, metadata, clock):
-    metadata.refuse = lambda head: None if head.startswith("PUT") else answer("404 Not Found")
+def no_role(head: str) -> bytes | None:
+    return None if head.startswith("PUT") else answer("404 Not Found")
+
+
+@pytest.mark.parametrize(
+    ("name", "refuse", "message"),
+    [
+        ("metadata", no_role, "Log in"),
+        ("sts", lambda head: sts_error("403 Forbidden", "AccessDenied"), "AccessDenied"),
+    ],
+)
+def test_a_machine_without_a_role_fails_at_once(open_cache, clock, request, name, refuse, message):
+    service = request.getfixturevalue(name)
+    service.refuse = refuse
     cache = open_cache(storage_options={})
-    with pytest.raises(AccessDeniedError, match="Log in"):
+    with pytest.raises(AccessDeniedError, match=message):
         cache.open("s3://lab/a.tar")
     assert clock.elapsed < 1
-    metadata.refuse = lambda head: None
+    service.refuse = lambda head: None
     assert cache.open("s3://lab/a.tar").read() == SHARD
 
 
@@ -325,13 +348,6 @@ def test_a_read_through_s3fs_waits_until_the_throttling_ends(store, open_cache, 
     assert clock.naps
 
 
-def test_a_role_that_sts_refuses_fails_at_once(open_cache, sts, clock):
-    sts.refuse = lambda head: sts_error("403 Forbidden", "AccessDenied")
-    with pytest.raises(AccessDeniedError, match="AccessDenied"):
-        open_cache(storage_options={}).open("s3://lab/a.tar")
-    assert clock.elapsed < 1
-
-
 SSO = {
     "legacy": "[profile lab]\nsso_start_url = https://start\nsso_region = us-east-1\n",
     "session": "[sso-session on]\nsso_start_url = https://start\nsso_region = us-east-1\n"
@@ -369,7 +385,7 @@ def test_a_program_without_valid_credentials_fails_at_once(
 
 
 def test_a_program_that_prints_no_credentials_is_not_waited_for(login, open_cache, monkeypatch):
-    monkeypatch.setattr("shardcache.origins.credentials.CHAIN_TIMEOUT", 0.2)
+    monkeypatch.setattr("shardcache.origins.aws.CHAIN_TIMEOUT", 0.2)
     login("sleep 3")
     cache = open_cache(storage_options={}, patience=1)
     with pytest.raises(TransferError, match=r"has not answered for 0\.2 s \(for 1.0 s"):
@@ -399,7 +415,7 @@ def test_what_a_signal_handler_raises_is_no_error_of_the_source_of_credentials(
 def test_a_source_of_credentials_that_hangs_holds_up_no_other_read(
     login, store, open_cache, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("shardcache.origins.credentials.CHAIN_TIMEOUT", 0.5)
+    monkeypatch.setattr("shardcache.origins.aws.CHAIN_TIMEOUT", 0.5)
     keys = json.dumps(EXPIRED | {"Expiration": "2099-01-01T00:00:00Z"})
     program, hangs = tmp_path / "program", tmp_path / "hangs"
     program.write_text(f"echo '{keys}'; while [ -e {hangs} ]; do sleep 0.05; done")
@@ -468,52 +484,48 @@ def test_a_read_waits_for_a_new_sso_login(
     assert any("aws sso login --profile lab" in text for text in warnings(caplog))
 
 
+def refuse(pace: Pace, clock: FakeClock, requests: int, served: int = 0, **more: float) -> None:
+    """Refuse some of several requests that a pace sends at once, and serve the others."""
+    turns = [pace.turn(clock.sleep) for _ in range(requests)]
+    for turn in turns:
+        turn.__enter__()
+    for number, turn in enumerate(turns):
+        error = TransientError("503 SlowDown", patient=True, **more)
+        is_served = number >= requests - served
+        assert not turn.__exit__(*((None,) * 3 if is_served else (TransientError, error, None)))
+
+
+def serve_one(pace: Pace, clock: FakeClock) -> None:
+    with pace.turn(clock.sleep):
+        pass
+
+
 def test_patience_starts_again_with_each_successful_request(clock):
     pace = Pace("s3://lab", 60)
-    # Four refusals at once, so that one success after each later refusal does not end it.
-    for _ in range(100):
-        turns = [pace.turn(clock.sleep) for _ in range(4 if clock.elapsed == 0 else 1)]
-        for turn in turns:
-            turn.__enter__()
-        for turn in turns:
-            refused = TransientError("503 SlowDown", patient=True)
-            assert not turn.__exit__(TransientError, refused, None)
+    for number in range(100):
+        # Four refusals at once, so that one success after each later refusal does not end it.
+        refuse(pace, clock, 1 if number else 4)
         clock.sleep(10)
-        with pace.turn(clock.sleep):
-            pass
+        serve_one(pace, clock)
         assert not pace.is_over
 
 
 def test_throttling_that_ended_in_its_first_pause_does_not_last(clock):
     pace = Pace("s3://lab", 60)
-    refused = TransientError("503 SlowDown", patient=True, retry_after=30)
-    two = [pace.turn(clock.sleep), pace.turn(clock.sleep)]
-    for turn in two:
-        turn.__enter__()
-    two[0].__exit__(TransientError, refused, None)
-    two[1].__exit__(None, None, None)
-    with pytest.raises(TransientError), pace.turn(clock.sleep):
-        raise refused
+    refuse(pace, clock, 2, served=1, retry_after=30)
+    refuse(pace, clock, 1, retry_after=30)
     for _ in range(10):
         clock.sleep(10)
-        with pace.turn(clock.sleep):
-            pass
+        serve_one(pace, clock)
     assert not pace.is_over
 
 
 def test_one_refusal_after_a_long_time_without_requests_is_waited_for(clock):
     pace = Pace("s3://lab", 60)
-    refused = TransientError("503 SlowDown", patient=True)
-    turns = [pace.turn(clock.sleep) for _ in range(8)]
-    for turn in turns:
-        turn.__enter__()
-    for turn in turns:
-        turn.__exit__(TransientError, refused, None)
-    with pace.turn(clock.sleep):
-        pass
+    refuse(pace, clock, 8)
+    serve_one(pace, clock)
     clock.sleep(600)
-    with pytest.raises(TransientError), pace.turn(clock.sleep):
-        raise refused
+    refuse(pace, clock, 1)
     assert not pace.is_over
 
 
@@ -536,47 +548,37 @@ def test_an_error_page_may_have_any_encoding(store, open_cache, coding):
     assert open_cache().open("s3://lab/a.tar").read() == SHARD
 
 
-def test_a_web_server_that_states_a_date_is_waited_for(store, open_cache, clock):
-    busy = answer("503 Busy", Retry_After="Wed, 21 Oct 2065 07:28:00 GMT")
-    store.refuse = until(clock, 60, busy)
-    assert open_cache().open(f"{store.server.url}/a.tar").read() == SHARD
-
-
 def written_keys(tmp_path, monkeypatch, key: str) -> None:
     text = "[lab]\naws_access_key_id = {}\naws_secret_access_key = SK\n"
     (tmp_path / "keys").write_text(text.format(key))
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "keys"))
 
 
-@pytest.mark.parametrize("code", ["InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidToken"])
-def test_rotated_keys_are_read_again(store, open_cache, tmp_path, monkeypatch, code):
-    written_keys(tmp_path, monkeypatch, "OLD")
-    cache = open_cache(storage_options={"profile": "lab"})
-    assert cache.open("s3://lab/a.tar").read() == SHARD
-    written_keys(tmp_path, monkeypatch, "NEW")
-    store.refuse = lambda h: refusal("403 Forbidden", code) if "=OLD/" in h else None
-    assert cache.open("s3://lab/b.tar").read() == SHARD
-
-
-def test_a_refused_head_is_remedied_as_a_get(store, open_cache, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("status", "code"),
+    [
+        ("403 Forbidden", "InvalidAccessKeyId"),
+        ("403 Forbidden", "SignatureDoesNotMatch"),
+        ("403 Forbidden", "InvalidToken"),
+        ("400 Bad Request", "ExpiredToken"),
+    ],
+)
+def test_rotated_keys_are_read_again(store, open_cache, tmp_path, monkeypatch, status, code):
     written_keys(tmp_path, monkeypatch, "OLD")
     cache = open_cache(storage_options={"profile": "lab"})
     assert cache.open("s3://lab/a.tar").read() == SHARD
     written_keys(tmp_path, monkeypatch, "NEW")
 
     def refuse(head: str) -> bytes | None:
-        if "=OLD/" not in head:
-            return None
-        is_head = head.startswith("HEAD")  # its response has no body
-        return (
-            refusal("400 Bad Request", "ExpiredToken").partition(b"<")[0]
-            if is_head
-            else (refusal("400 Bad Request", "ExpiredToken"))
-        )
+        refused = refusal(status, code)
+        if head.startswith("HEAD"):  # its response has no body
+            refused = refused.partition(b"<")[0]
+        return refused if "=OLD/" in head else None
 
     store.refuse = refuse
     report = cache.prewarm("s3://lab/a.tar", refresh=True)
     assert (report.cached, report.failures) == (1, {})
+    assert cache.open("s3://lab/b.tar").read() == SHARD
 
 
 SIGNED_FOR_GET = "{}/a.tar?sv=1&se=2&sig=c0ffee"

@@ -17,7 +17,7 @@ import pytest
 import shardcache
 from shardcache import TransferError, threads
 from shardcache.origins.base import TransientError
-from shardcache.origins.pace import Pace
+from shardcache.origins.retry import Pace
 from tests.support.caches import read
 from tests.support.storetools import PATIENCE, descriptors, no_descriptor_left, wait_until
 from tests.support.tars import make_tar

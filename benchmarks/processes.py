@@ -19,7 +19,7 @@ from statistics import median
 
 from benchmarks.buckets import BUCKET, PREFIX, WORKLOADS, Workload, write_bucket
 from benchmarks.peers import clean_environment
-from benchmarks.results import ROOT, Row, arguments_of, machine, save, say, table, touched_pages
+from benchmarks.results import ROOT, Row, arguments_of, begun, save, say, table, touched_pages
 from benchmarks.servers.links import Target, target
 
 #: Numbers of processes that are measured, and cores of the machine that is reckoned.
@@ -83,13 +83,11 @@ def _measure(source: Target, workload: Workload, repeats: int, directory: Path) 
 
 def main() -> None:
     """Run the benchmark."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--ram", type=Path, default=Path("/dev/shm"), help="a RAM disk")
-    options = arguments_of(parser, repeats=5)
+    options = arguments_of(argparse.ArgumentParser(description=__doc__), repeats=5)
     workload = WORKLOADS["shards"][options.quick]
     with tempfile.TemporaryDirectory(prefix=PREFIX, dir=options.ram) as ram:
         directory = Path(ram)
-        facts = {"machine": machine(), "repeats": options.repeats, "quick": options.quick}
+        facts = begun(options)
         write_bucket(directory / "objects", [workload])
         with target("nginx-tls", directory / "objects", directory) as source:
             facts |= _measure(source, workload, options.repeats, directory)

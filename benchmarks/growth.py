@@ -13,7 +13,6 @@ import json
 import multiprocessing
 import os
 import random
-import subprocess
 import sys
 import tempfile
 import time
@@ -26,6 +25,7 @@ from typing import Any
 
 import fsspec
 
+from benchmarks.peers import measure
 from benchmarks.results import Row, arguments_of, begun, save, say, table
 from shardcache import Cache
 from shardcache.clock import boot_id
@@ -150,13 +150,8 @@ def _command(root: Path, *arguments: str) -> tuple[float, float]:
     """Run ``shardcache``; return its seconds and its peak memory in MB."""
     command = [sys.executable, "-m", "shardcache", *arguments]
     environment = {**os.environ, "SHARDCACHE_DIR": str(root), "SHARDCACHE_MIN_FREE": "0"}
-    start = time.perf_counter()
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, env=environment) as process:
-        _, status, usage = os.wait4(process.pid, 0)
-        process.returncode = os.waitstatus_to_exitcode(status)
-    if process.returncode:
-        raise RuntimeError(f"{' '.join(arguments)}: exit code {process.returncode}")
-    return time.perf_counter() - start, usage.ru_maxrss / 1000
+    costs = measure(command, environment, root.parent)
+    return costs["wall_seconds"], costs["peak_rss_bytes"] / 1e6
 
 
 def _clean_webdataset(files: Path, count: int) -> Row:

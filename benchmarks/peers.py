@@ -135,7 +135,7 @@ def run(
         job = commands.Job(target, workload.keys, destination, scratch)
         result = scratch / "library.json"
         command = _library(peer, job, result) if peer.command is None else peer.command(job)
-        costs = _measure(command, clean_environment(target), scratch)
+        costs = measure(command, clean_environment(target), scratch)
         row = {
             "seconds": costs["wall_seconds"],
             "cpu_seconds": costs["cpu_seconds"],
@@ -194,8 +194,12 @@ def clean_environment(target: Target) -> dict[str, str]:
     return {**kept, **own, **target.environment}
 
 
-def _measure(command: list[str], environment: Mapping[str, str], scratch: Path) -> Row:
-    """Run a command, and return what `benchmarks.costs` measured."""
+def measure(command: list[str], environment: Mapping[str, str], scratch: Path) -> Row:
+    """Run a command, and return what `benchmarks.costs` measured.
+
+    Raises:
+        PeerError: the command has failed.
+    """
     result, log = scratch / "costs.json", scratch / "log.txt"
     around = [sys.executable, "-I", "-S", str(_COSTS), str(result), f"{_TIMEOUT}", str(log), "--"]
     process = subprocess.Popen([*around, *command], env=environment, cwd=ROOT)

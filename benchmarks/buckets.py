@@ -12,8 +12,6 @@ import tarfile
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["BUCKET", "PREFIX", "WORKLOADS", "Workload", "write_bucket"]
-
 BUCKET = "bench"
 #: Prefix of directories on a RAM disk. It differs from the package's, whose leftovers tests remove.
 PREFIX = "bench-"

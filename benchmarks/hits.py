@@ -11,36 +11,32 @@ import argparse
 import tempfile
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import BinaryIO
 
 import fsspec
 
-from benchmarks.results import Row, arguments_of, machine, save, say, table
+from benchmarks.results import Row, arguments_of, begun, middle, ratio, rounds, save, table
 from shardcache import Cache
 
 _REFERENCE = "plain open"
 
 
-def _timed(streams: Iterable[BinaryIO]) -> float:
+def _timed(open_all: Callable[[], Iterable[BinaryIO]], count: int) -> float:
     """Return the microseconds that it takes to open, read and close a shard."""
-    count, start = 0, time.perf_counter()
-    for stream in streams:
+    start = time.perf_counter()
+    for stream in open_all():
         with stream:
             stream.read(512)
-        count += 1
     return (time.perf_counter() - start) / count * 1e6
 
 
 def report(facts: Row) -> str:
     """Return the table of a result in Markdown."""
-    figures: dict[str, list[float]] = facts["microseconds"]
-    rows = []
-    for name, values in figures.items():
-        ratios = [a / b for a, b in zip(values, figures[_REFERENCE], strict=True)]
-        spread = f"{min(values):.1f} - {max(values):.1f}"
-        rows.append([name, f"{median(values):.1f}", spread, f"{median(ratios):.2f}"])
+    figures = facts["microseconds"]
+    plain = figures[_REFERENCE]
+    rows = [[name, *middle(values), ratio(values, plain)] for name, values in figures.items()]
     return table(["", "median us", "min - max", f"x {_REFERENCE}"], rows)
 
 
@@ -76,20 +72,12 @@ def main() -> None:
                 open(filecache.get_file(web[url]), "rb") for url in urls
             ),
         }
-        figures: dict[str, list[float]] = {name: [] for name in contestants}
-        for round_number in range(arguments.repeats + 1):  # the first round only warms up
-            for name, streams in contestants.items():  # in turn: a slow moment hits them alike
-                figure = _timed(streams())
-                say(f"  {name}: {figure:.4g}")
-                if round_number:
-                    figures[name].append(figure)
+        facts = begun(arguments, disk=home)
+        facts["microseconds"] = rounds(
+            {name: partial(_timed, each, shards) for name, each in contestants.items()},
+            arguments.repeats,
+        )
         cache.close()
-        facts: Row = {
-            "machine": machine(disk=home),
-            "quick": arguments.quick,
-            "shards": shards,
-            "microseconds": figures,
-        }
     save(arguments.json, facts)
     print(report(facts))
 

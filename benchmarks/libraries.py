@@ -25,8 +25,6 @@ from typing import Any
 
 from benchmarks.buckets import BUCKET, MIB
 
-__all__ = ["ADAPTERS", "Download", "Plan"]
-
 #: ``destination``, ``endpoint`` and ``authority`` of the run, the ``keys`` of its objects, and the
 #: key of a small object (``warm``).
 Plan = Mapping[str, Any]

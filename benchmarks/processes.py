@@ -9,17 +9,14 @@ from __future__ import annotations
 
 import argparse
 import os
-import resource
-import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from statistics import median
 
 from benchmarks.buckets import BUCKET, PREFIX, WORKLOADS, Workload, write_bucket
-from benchmarks.peers import clean_environment
-from benchmarks.results import ROOT, Row, arguments_of, machine, save, say, table, touched_pages
+from benchmarks.peers import clean_environment, measure
+from benchmarks.results import Row, arguments_of, begun, save, say, table, touched_pages
 from benchmarks.servers.links import Target, target
 
 #: Numbers of processes that are measured, and cores of the machine that is reckoned.
@@ -42,12 +39,8 @@ def _run(source: Target, workload: Workload, count: int, directory: Path) -> Row
         pass
     with tempfile.TemporaryDirectory(dir=directory) as cache:
         command = [sys.executable, "-c", code, cache, *urls]
-        before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
-        subprocess.run(command, env=clean_environment(source), cwd=ROOT, check=True)
-        seconds = time.perf_counter() - start
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    return {"seconds": seconds, "cpu_seconds": cpu}
+        costs = measure(command, clean_environment(source), directory)
+    return {"seconds": costs["wall_seconds"], "cpu_seconds": costs["cpu_seconds"]}
 
 
 def report(facts: Row) -> str:
@@ -83,13 +76,11 @@ def _measure(source: Target, workload: Workload, repeats: int, directory: Path) 
 
 def main() -> None:
     """Run the benchmark."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--ram", type=Path, default=Path("/dev/shm"), help="a RAM disk")
-    options = arguments_of(parser, repeats=5)
+    options = arguments_of(argparse.ArgumentParser(description=__doc__), repeats=5)
     workload = WORKLOADS["shards"][options.quick]
     with tempfile.TemporaryDirectory(prefix=PREFIX, dir=options.ram) as ram:
         directory = Path(ram)
-        facts = {"machine": machine(), "repeats": options.repeats, "quick": options.quick}
+        facts = begun(options)
         write_bucket(directory / "objects", [workload])
         with target("nginx-tls", directory / "objects", directory) as source:
             facts |= _measure(source, workload, options.repeats, directory)

@@ -16,27 +16,18 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from statistics import median
+from typing import Any, TypeVar
 
 from shardcache.locks.mounts import mount_of
 
-__all__ = [
-    "ROOT",
-    "Row",
-    "arguments_of",
-    "machine",
-    "picked",
-    "save",
-    "say",
-    "table",
-    "touched_pages",
-]
-
 ROOT = Path(__file__).resolve().parents[1]
 Row = dict[str, Any]
+Figures = dict[str, list[float]]
+T = TypeVar("T")
 _BLOCK = 1 << 20
 
 
@@ -57,6 +48,9 @@ def arguments_of(parser: argparse.ArgumentParser, *, repeats: int = 3) -> argpar
     parser.add_argument(
         "--disk", type=Path, default=Path(tempfile.gettempdir()), help="directory on a disk"
     )
+    parser.add_argument(
+        "--ram", type=Path, default=Path("/dev/shm"), help="directory on a RAM disk"
+    )
     arguments = parser.parse_args()
     arguments.repeats = arguments.repeats or (1 if arguments.quick else repeats)
     arguments.only = [name for name in arguments.only.split(",") if name]
@@ -76,12 +70,18 @@ def picked(only: Sequence[str], *kinds: Iterable[str]) -> list[list[str]]:
     return [[name for name in kind if name in only] or list(kind) for kind in kinds]
 
 
-def machine(**directories: Path) -> Row:
-    """Describe this machine.
+def begun(arguments: argparse.Namespace, **directories: Path) -> Row:
+    """Return a result without figures, which describes the run and this machine.
 
     Args:
+        arguments: those of the benchmark.
         directories: name -> a directory that the benchmark writes to; its filesystem is named.
     """
+    run = {"repeats": arguments.repeats, "quick": arguments.quick}
+    return {"machine": _machine(directories), **run}
+
+
+def _machine(directories: dict[str, Path]) -> Row:
     cpu = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
     names = [line.partition(":")[2].strip() for line in cpu if line.startswith("model name")]
     pages = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -115,6 +115,34 @@ def save(path: Path | None, facts: Row) -> None:
     temporary = path.with_suffix(".partial")
     temporary.write_text(json.dumps(facts, indent=1) + "\n", "utf-8")
     temporary.replace(path)
+
+
+def in_turn(items: Sequence[T], number: int) -> list[T]:
+    """Return the items, from another one on in each round, so that no place favours one of them."""
+    turn = number % len(items)
+    return [*items[turn:], *items[:turn]]
+
+
+def rounds(contestants: dict[str, Callable[[], float]], repeats: int) -> Figures:
+    """Return the figures of all contestants, which take turns after a round of warming up."""
+    figures: Figures = {name: [] for name in contestants}
+    for number in range(repeats + 1):
+        for name in in_turn(list(contestants), number):
+            figure = contestants[name]()
+            say(f"  {name}: {figure:.4g}")
+            if number:
+                figures[name].append(figure)
+    return figures
+
+
+def middle(values: Sequence[float], form: str = ".1f") -> list[str]:
+    """Return the cells of a table for the median and the range of some figures."""
+    return [f"{median(values):{form}}", f"{min(values):{form}} - {max(values):{form}}"]
+
+
+def ratio(values: Sequence[float], others: Sequence[float]) -> str:
+    """Return the median of the ratios to the figures of the same rounds."""
+    return f"{median(a / b for a, b in zip(values, others, strict=True)):.2f}"
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

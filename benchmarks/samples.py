@@ -30,7 +30,19 @@ from typing import Any
 import fsspec
 
 from benchmarks.buckets import PREFIX
-from benchmarks.results import Row, arguments_of, machine, picked, save, say, table
+from benchmarks.results import (
+    Figures,
+    Row,
+    arguments_of,
+    begun,
+    middle,
+    picked,
+    ratio,
+    rounds,
+    save,
+    say,
+    table,
+)
 from benchmarks.resumes import BATCH, WAYS, full_epoch, rest_of_epoch, stacked
 from shardcache import Cache, ShardBatchSampler, TarDataset
 from shardcache.dataset.index import OpenShard, write_index_file
@@ -40,7 +52,6 @@ _FRACTIONS = (0.1, 0.5, 0.9)
 #: Parts that use PyTorch's DataLoader.
 _WITH_TORCH = ("epoch", "resume")
 _NOT_INSTALLED = "not installed"
-Figures = dict[str, list[float]]
 
 
 def _archive(first: int, samples: int, size: int, *, files: int = 2, pax: bool = False) -> bytes:
@@ -92,18 +103,6 @@ def _has(module: str) -> bool:
     return importlib.util.find_spec(module) is not None
 
 
-def _rounds(contestants: dict[str, Callable[[], float]], repeats: int) -> Figures:
-    """Measure all contestants in turn, each time in another order, after a round of warming up."""
-    names, figures = list(contestants), Figures()
-    for number in range(repeats + 1):
-        for name in names[number % len(names) :] + names[: number % len(names)]:
-            figure = contestants[name]()
-            say(f"  {name}: {figure:.4g}")
-            if number:
-                figures.setdefault(name, []).append(figure)
-    return {name: figures[name] for name in names}
-
-
 def _seconds(act: Callable[[], Any]) -> float:
     """Return the processor time of a call. It waits for nothing, and other programs may run."""
     start = time.process_time()
@@ -148,7 +147,7 @@ def _read_form(
             peer = _wids(folder, samples, size)
             assert peer[picks[0]][".bin"].read() == data[picks[0]]["bin"]
             contestants[f"wids, LRU of {title}"] = partial(each, peer.__getitem__, some, len(some))
-    figures = _rounds(contestants, repeats)
+    figures = rounds(contestants, repeats)
     for fd in {place[0] for place in places}:
         os.close(fd)
     return figures
@@ -175,18 +174,23 @@ def _first(home: Path, quick: bool, repeats: int) -> Row:
         contestants: Row = {f"without {INDEX}": partial(ours, index, False)}
         contestants[f"with {INDEX}"] = partial(ours, index, True)
         contestants |= {"wids": partial(peer, index)} if _has("wids") else {}
-        found[title] = _rounds(contestants, repeats)
+        found[title] = rounds(contestants, repeats)
     cache.close()
     return {"samples": samples, "milliseconds": found}
 
 
-def _epoch(home: Path, index: Path, quick: bool, repeats: int) -> Row:
+def _epoch_index(home: Path, quick: bool) -> Path:
+    shards, samples = (4, 160) if quick else (20, 512)
+    return _cached(home, "epoch", shards, samples, 100_000)
+
+
+def _epoch(home: Path, quick: bool, repeats: int) -> Row:
     """Read epochs through a DataLoader with four workers."""
     import webdataset as wds
     from torch.utils.data import DataLoader
 
     cache = Cache(home / "cache", min_free=0)
-    data = TarDataset(index, cache=cache)
+    data = TarDataset(_epoch_index(home, quick), cache=cache)
     pipeline = cache.attach(wds.WebDataset(list(map(str, data.shards)), shardshuffle=False))
     costs = Figures()  # microseconds of all processes per sample
 
@@ -205,7 +209,7 @@ def _epoch(home: Path, index: Path, quick: bool, repeats: int) -> Row:
         "TarDataset, ShardBatchSampler": partial(DataLoader, data, batch_sampler=sampler),
         "the same with `shuffle=0`": partial(DataLoader, data, batch_sampler=ordered),
     }
-    figures = _rounds({n: partial(read, n, loader) for n, loader in loaders.items()}, repeats)
+    figures = rounds({n: partial(read, n, loader) for n, loader in loaders.items()}, repeats)
     cache.close()
     costs = {name: values[1:] for name, values in costs.items()}
     return {"samples": len(data), "per_second": figures, "microseconds": costs}
@@ -217,8 +221,9 @@ def _alone(function: Callable[..., Any], *arguments: Any) -> Any:
         return pool.submit(function, *arguments).result()
 
 
-def _resume(home: Path, index: Path, quick: bool, repeats: int) -> Row:
+def _resume(home: Path, quick: bool, repeats: int) -> Row:
     """Resume in fresh processes, in seconds from the state to the first batch."""
+    index = _epoch_index(home, quick)
     ways = [way for way, (_, module, _) in WAYS.items() if _has(module)]
     rows: Row = {title: None for title, _, _ in WAYS.values()}
     rows |= {WAYS[way][0]: {str(fraction): [] for fraction in _FRACTIONS} for way in ways}
@@ -271,7 +276,7 @@ def _scale(home: Path, quick: bool, repeats: int) -> Row:
     return {"shards": shards, "samples": shards * 10_000, "runs": runs}
 
 
-def _mixing(home: Path, quick: bool) -> Row:
+def _mixing(home: Path, quick: bool, repeats: int) -> Row:
     """Count the shards of each batch: 200 shards of 1,000 samples in one lane."""
     index, found = home / "mixing.json", {}
     write_index_file(index, {f"s3://lab/train-{n:06d}.tar": 1000 for n in range(200)})
@@ -287,14 +292,6 @@ def _mixing(home: Path, quick: bool) -> Row:
 # -- tables ------------------------------------------------------------------------------------
 
 
-def _middle(values: Sequence[float], form: str = ".1f") -> list[str]:
-    return [f"{median(values):{form}}", f"{min(values):{form}} - {max(values):{form}}"]
-
-
-def _ratio(values: Sequence[float], others: Sequence[float]) -> str:
-    return f"{median(a / b for a, b in zip(values, others, strict=True)):.2f}"
-
-
 def _read_report(facts: Row) -> str:
     tables = []
     for title, figures in facts["microseconds"].items():
@@ -302,7 +299,7 @@ def _read_report(facts: Row) -> str:
         rows = []
         for name, values in figures.items():
             more = median(a - b for a, b in zip(values, plain, strict=True))
-            rows.append([name, *_middle(values), f"{more:.1f}", _ratio(values, ours)])
+            rows.append([name, *middle(values), f"{more:.1f}", ratio(values, ours)])
         if not any("wids" in name for name in figures):
             rows.append(["wids", _NOT_INSTALLED, "", "", ""])
         heads = ["", "us per sample, median", "min - max", "more than pread, us", "x `data[i]`"]
@@ -314,7 +311,7 @@ def _read_report(facts: Row) -> str:
 def _first_report(facts: Row) -> str:
     forms: dict[str, Figures] = facts["milliseconds"]
     names = dict.fromkeys(name for figures in forms.values() for name in figures)
-    rows = [[kind, *(_middle(figures[n])[0] for n in names)] for kind, figures in forms.items()]
+    rows = [[kind, *(middle(figures[n])[0] for n in names)] for kind, figures in forms.items()]
     heads = ["files per sample", *(f"{name}, ms" for name in names)]
     return (
         f"#### The first sample of a cached shard of {facts['samples']:,} samples\n\n"
@@ -327,7 +324,7 @@ def _epoch_report(facts: Row) -> str:
     first, rows = next(iter(figures.values())), []
     for name, values in figures.items():
         cost = median(facts["microseconds"][name])
-        rows.append([name, *_middle(values, ",.0f"), _ratio(values, first), f"{cost:.0f}"])
+        rows.append([name, *middle(values, ",.0f"), ratio(values, first), f"{cost:.0f}"])
     heads = ["", "samples per second, median", "min - max", "x WebDataset"]
     heads += ["processor time per sample, us"]
     return (
@@ -347,7 +344,7 @@ def _resume_report(rows: Row) -> str:
         rest = f"no: {worst['missing']:,} missing, {worst['repeated']:,} repeated"
         if not worst["missing"] + worst["repeated"]:
             rest = "yes" if all(run["same"] for run in runs) else "yes, in another order"
-        cells = [_middle([run["seconds"] for run in some], ".3f")[0] for some in row.values()]
+        cells = [middle([run["seconds"] for run in some], ".3f")[0] for some in row.values()]
         lines.append([title, *cells, rest])
     heads = ["", *(f"at {fraction:.0%}, s" for fraction in _FRACTIONS)]
     heads += ["are the other samples exactly the rest?"]
@@ -355,7 +352,7 @@ def _resume_report(rows: Row) -> str:
 
 
 def _scale_report(facts: Row) -> str:
-    cells = _middle([run["seconds"] for run in facts["runs"]], ".2f")
+    cells = middle([run["seconds"] for run in facts["runs"]], ".2f")
     cells += [f"{median(run['bytes'] for run in facts['runs']) / 1e6:.0f}"]
     title = f"{facts['samples']:,} samples in {facts['shards']:,} shards, 64 lanes and ranks"
     heads = ["seconds, median", "min - max", "MB of memory"]
@@ -368,19 +365,20 @@ def _mixing_report(facts: Row) -> str:
     return f"#### Batches of {BATCH} from 200 shards in one lane\n\n{table(heads, rows)}"
 
 
-_REPORTS = {
-    "read": _read_report,
-    "first": _first_report,
-    "epoch": _epoch_report,
-    "resume": _resume_report,
-    "scale": _scale_report,
-    "mixing": _mixing_report,
+#: part -> the functions that measure it and make its tables.
+_PARTS: dict[str, tuple[Callable[[Path, bool, int], Row], Callable[[Row], str]]] = {
+    "read": (_read, _read_report),
+    "first": (_first, _first_report),
+    "epoch": (_epoch, _epoch_report),
+    "resume": (_resume, _resume_report),
+    "scale": (_scale, _scale_report),
+    "mixing": (_mixing, _mixing_report),
 }
 
 
 def report(facts: Row) -> str:
     """Return the tables of a result in Markdown."""
-    tables = [make(facts[name]) for name, make in _REPORTS.items() if name in facts]
+    tables = [make(facts[name]) for name, (_, make) in _PARTS.items() if name in facts]
     if facts["without_torch"]:
         tables.append(
             f"torch is not installed, so there are no figures of {' and '.join(_WITH_TORCH)}."
@@ -390,31 +388,19 @@ def report(facts: Row) -> str:
 
 def main() -> None:
     """Run the benchmark."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--ram", type=Path, default=Path("/dev/shm"), help="a RAM disk")
-    arguments = arguments_of(parser, repeats=5)
-    (parts,) = picked(arguments.only, _REPORTS)
-    quick, repeats = arguments.quick, arguments.repeats
+    arguments = arguments_of(argparse.ArgumentParser(description=__doc__), repeats=5)
+    (parts,) = picked(arguments.only, _PARTS)
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
     with tempfile.TemporaryDirectory(prefix=PREFIX, dir=arguments.ram) as ram:
-        facts: Row = {"machine": machine(ram=Path(ram)), "quick": quick}
+        facts = begun(arguments, ram=Path(ram))
         facts["without_torch"] = not _has("torch")
         for part in parts:
             if part in _WITH_TORCH and facts["without_torch"]:
                 continue
             say(part)
             with tempfile.TemporaryDirectory(dir=ram) as name:
-                home = Path(name)
-                if part in _WITH_TORCH:
-                    index = _cached(home, "epoch", *((4, 160) if quick else (20, 512)), 100_000)
-                    act = _epoch if part == "epoch" else _resume
-                    facts[part] = act(home, index, quick, repeats)
-                elif part == "mixing":
-                    facts[part] = _mixing(home, quick)
-                else:
-                    act = {"read": _read, "first": _first, "scale": _scale}[part]
-                    facts[part] = act(home, quick, repeats)
+                facts[part] = _PARTS[part][0](Path(name), arguments.quick, arguments.repeats)
             save(arguments.json, facts)
     print(report(facts))
 

@@ -24,7 +24,17 @@ from statistics import median
 
 from benchmarks.buckets import PREFIX, WORKLOADS, Workload, write_bucket
 from benchmarks.peers import PEERS, WARM, Peer, PeerError, run, versions
-from benchmarks.results import Row, arguments_of, machine, picked, save, say, table, touched_pages
+from benchmarks.results import (
+    Row,
+    arguments_of,
+    begun,
+    in_turn,
+    picked,
+    save,
+    say,
+    table,
+    touched_pages,
+)
 from benchmarks.servers.links import TARGETS, Target, UnavailableError, target
 
 #: Limit of objects on the target whose responses have a delay. It is enough to see how many
@@ -52,8 +62,7 @@ def _measure(
         peer.name: {"peer": peer.name, "title": peer.title, "runs": []} for peer in peers
     }
     for number in range(repeats):
-        turn = number % len(peers)
-        for peer in [*peers[turn:], *peers[:turn]]:
+        for peer in in_turn(peers, number):
             row = rows[peer.name]
             if "failure" in row or _is_slow(row, rows.values()):
                 continue
@@ -150,19 +159,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--ram", type=Path, default=Path("/dev/shm"), help="a RAM disk")
     arguments = arguments_of(parser, repeats=5)
     names, targets, peers = picked(arguments.only, WORKLOADS, TARGETS, PEERS)
     workloads = [WORKLOADS[name][arguments.quick] for name in names]
     with tempfile.TemporaryDirectory(prefix=PREFIX, dir=arguments.ram) as ram:
         directory = Path(ram)
-        facts: Row = {
-            "machine": machine(ram=directory),
-            "versions": versions(),
-            "repeats": arguments.repeats,
-            "quick": arguments.quick,
-            "groups": [],
-        }
+        facts = begun(arguments, ram=directory) | {"versions": versions(), "groups": []}
         write_bucket(directory / "objects", [*workloads, WARM])
         for name in targets:
             chosen = [PEERS[peer] for peer in peers]

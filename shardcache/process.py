@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from queue import Empty, SimpleQueue
+from queue import Empty
 from typing import TYPE_CHECKING
 
 from shardcache import clock, threads
@@ -274,7 +274,7 @@ class ProcessCache:
 
     def _download(self, download: Download) -> Opened:
         """Run a download that no other reader shares, and return the entry."""
-        done = SimpleQueue[None]()  # `Download.wait` would wake up at each block
+        done = threads.Queue[None]()  # `Download.wait` would wake up at each block
 
         def work() -> None:
             self._work(download, insist=True)

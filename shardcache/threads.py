@@ -18,19 +18,20 @@ import codecs
 import contextlib
 import functools
 import importlib
+import math
 import os
 import sys
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable
-from queue import SimpleQueue
+from queue import Empty
 from typing import Any, Generic, TypeAlias, TypeVar, cast
 
 T = TypeVar("T")
-#: Receives the outcome of a call: its result, or a list with its exception. A `SimpleQueue` has no
-#: lock that a garbage collection in the same thread could need.
-Results: TypeAlias = "SimpleQueue[tuple[T | None, list[BaseException]]]"
+#: Receives the outcome of a call: its result, or a list with its exception.
+Results: TypeAlias = "Queue[tuple[T | None, list[BaseException]]]"
 
 #: Maximum seconds that a fork waits for other threads: an import from a slow disk may take as long.
 #: Then the fork proceeds, and the child may hang.
@@ -61,6 +62,35 @@ class _Own(threading.local):
 
 
 _own = _Own()
+
+
+class Queue(Generic[T]):
+    """A queue from which one thread gets items, and into which even a garbage collection may put.
+
+    If a signal interrupts `queue.SimpleQueue.get` just before its time is up, CPython waits for the
+    negative rest of that time, which is forever. The kernel delivers the signal to any thread while
+    the main thread starts one.
+    """
+
+    def __init__(self) -> None:
+        self._items: deque[T] = deque()
+        self._is_empty = threading.Lock()  # the thread that gets waits until this is released
+        self._is_empty.acquire()
+
+    def put(self, item: T) -> None:
+        """Add an item."""
+        self._items.append(item)
+        with contextlib.suppress(RuntimeError):  # released for an item before
+            self._is_empty.release()
+
+    def get(self, timeout: float | None = None) -> T:
+        """Wait for an item, and remove it. Raises `Empty` after ``timeout`` seconds."""
+        end = math.inf if timeout is None else time.monotonic() + timeout
+        while not self._items:
+            left = min(max(0.0, end - time.monotonic()), threading.TIMEOUT_MAX)
+            if not self._is_empty.acquire(timeout=left):
+                raise Empty
+        return self._items.popleft()
 
 
 class lazy(Generic[T]):  # noqa: N801 - used as a decorator
@@ -97,7 +127,7 @@ def start(function: Callable[[], object], name: str) -> threading.Thread:
         _started.add(thread)
 
     if is_main():
-        results: Results[None] = SimpleQueue()
+        results: Results[None] = Queue()
         _thread.start_new_thread(put_result, (begin, results))
         get_result(results, None)
     else:
@@ -117,7 +147,7 @@ def call(function: Callable[[], T], seconds: float | None, name: str) -> T:
     threads and, since Python 3.12, while the interpreter shuts down. Raises Empty if ``function``
     has not returned within ``seconds``; its thread stays behind.
     """
-    results: Results[T] = SimpleQueue()
+    results: Results[T] = Queue()
     try:
         start(lambda: put_result(function, results), name)
     except RuntimeError:

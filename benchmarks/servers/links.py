@@ -33,8 +33,6 @@ from urllib.parse import quote
 from benchmarks.buckets import BUCKET
 from benchmarks.results import ROOT
 
-__all__ = ["LINKS", "TARGETS", "Target", "UnavailableError", "link", "target"]
-
 #: name -> title of `linkserver` in tables, seconds to the first byte, bytes per second of one
 #: connection (0: no limit). In one region, S3 takes 20 to 50 ms and sends 50 to 100 MB/s.
 LINKS = {

@@ -26,7 +26,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache as cached
 from pathlib import Path
-from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
@@ -322,7 +321,7 @@ def count_samples(
             return exn
 
     waiting = deque(enumerate(shards))
-    results: threads.Results[tuple[int, tuple[int, int] | Exception]] = SimpleQueue()
+    results: threads.Results[tuple[int, tuple[int, int] | Exception]] = threads.Queue()
     started = list[threading.Thread]()
 
     def work() -> None:

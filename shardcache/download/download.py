@@ -21,10 +21,10 @@ import time
 from collections.abc import Callable, Iterator
 from enum import Enum
 from pathlib import Path
-from queue import Empty, SimpleQueue
+from queue import Empty
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
-from shardcache import clock
+from shardcache import clock, threads
 from shardcache.errors import CacheFullError, FetchCancelledError, LockTimeoutError, ShardCacheError
 from shardcache.urls import ShardURL
 
@@ -108,7 +108,7 @@ class Download:
         self._table = table
         self._lock = threading.RLock() if table is None else table.lock
         # Not a `Condition`: if a signal handler raises in its methods, it keeps or loses the lock.
-        self._waiters: set[SimpleQueue[None]] = set()
+        self._waiters: set[threads.Queue[None]] = set()
         self._size: int | None = None
         self._written = self._received = self._retries = 0
         self._is_to_finish = False
@@ -130,7 +130,7 @@ class Download:
 
     def wait(self, is_over: Callable[[], bool], seconds: float = _FOREVER) -> float:
         """Block until ``is_over()``, called with the lock held. Return the seconds it took."""
-        start, waiter = time.monotonic(), SimpleQueue[None]()
+        start, waiter = time.monotonic(), threads.Queue[None]()
         with contextlib.suppress(Empty):
             while True:
                 with self._lock:

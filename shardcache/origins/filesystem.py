@@ -255,7 +255,7 @@ class FsspecBody:
     def __post_init__(self) -> None:
         self._at = self.start
         self.proven = self.stop is not None
-        self._results: Results[bytes] = SimpleQueue()
+        self._results: Results[bytes] = threads.Queue()
         self._sizes: SimpleQueue[int | None] | None = SimpleQueue()  # None without a thread
         file = _files[id(self._file)] = self._file
         origin, shard = self._origin, self._shard  # the thread must not keep this body alive

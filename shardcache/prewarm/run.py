@@ -261,7 +261,7 @@ class Pool:
         self._lock = threading.RLock()  # guards all of the above
         # Gets an item when a thread or a helper ends. Not a `Condition`: if a signal handler raises
         # in its methods, it keeps or loses the lock.
-        self._ended: SimpleQueue[None] = SimpleQueue()
+        self._ended = threads.Queue[None]()
 
     def run(self, report: Callable[[list[Started | Finished]], None]) -> None:
         """Download the shards until all are done or the pool is stopped.

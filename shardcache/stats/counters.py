@@ -21,7 +21,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from queue import Empty, SimpleQueue
+from queue import Empty
 
 from shardcache import clock, threads
 from shardcache.faults import os_error
@@ -112,7 +112,7 @@ class Counters:
         self._written: Counter[str] = Counter()  # the counts that are already in the database
         self._due = 0.0  # time of the next write, on the monotonic clock
         self._soon = False  # whether a thread is about to write
-        self._flushed: SimpleQueue[None] = SimpleQueue()  # wakes that thread, which then ends
+        self._flushed = threads.Queue[None]()  # wakes that thread, which then ends
         _all.add(self)
 
     def add(self, counts: Mapping[str, int]) -> None:

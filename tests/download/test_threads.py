@@ -1,10 +1,12 @@
 """Preparation in the background, and the threads that a fork waits for."""
 
+import contextlib
 import ctypes
 import gc
 import importlib
 import logging
 import os
+import signal
 import socket
 import ssl
 import subprocess
@@ -12,6 +14,7 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from queue import Empty
 
 import pytest
 import webdataset as wds
@@ -24,6 +27,21 @@ from shardcache.store.digest import BLOCK
 from shardcache.urls import parse_url
 from tests.support.storetools import PATIENCE, forked, no_thread, wait_until
 from tests.support.tars import make_tar
+
+
+def test_a_wait_ends_in_time_although_signals_arrive():
+    """`queue.SimpleQueue.get` would wait forever."""
+
+    def work(parent):
+        signal.signal(signal.SIGALRM, lambda *_: None)
+        signal.setitimer(signal.ITIMER_REAL, 1e-4, 1e-4)
+        for _ in range(200):
+            with contextlib.suppress(Empty):
+                threads.Queue().get(timeout=0.002)
+        parent.say("in time")
+
+    with forked(work) as child:
+        assert child.hear() == "in time"
 
 
 def test_a_fork_waits_until_a_thread_that_has_ended_is_gone():

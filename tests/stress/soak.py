@@ -36,7 +36,7 @@ import time
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import BinaryIO, TypeVar
@@ -44,7 +44,7 @@ from typing import BinaryIO, TypeVar
 import webdataset as wds
 
 from shardcache import Cache
-from tests.stress.origin import FAULTS, MIB, die_with_parent
+from tests.stress.origin import FAULTS, MIB
 from tests.stress.storm import Shared, arguments, below, end_stuck, leftovers, report
 from tests.support.storetools import PATIENCE, age, descriptors, wait_until
 from tests.support.webservers import certificate
@@ -130,13 +130,6 @@ class Soak(Shared):
             text = f"{len(found)} bytes for {len(expected)}, of which {at} are right"
             self.wrong("bytes", f"{what}: {text}; then {found[at:][:128]!r}")
 
-    @contextlib.contextmanager
-    def no_error(self, what: str) -> Iterator[None]:
-        try:
-            yield
-        except Exception:
-            self.wrong("errors", f"{what}: {traceback.format_exc()[-3000:]}")
-
     def count(self, figures: Counter[str]) -> None:
         with open(self.figures, "ab", buffering=0) as file:
             file.write(f"{json.dumps(figures)}\n".encode())
@@ -147,27 +140,13 @@ class Soak(Shared):
         return sum(map(Counter, lines), Counter(requests))
 
 
-def fork(soak: Soak, name: str, work: Callable[..., None], *args: object) -> int:
-    """Fork a process that does some work; returns its process id."""
-    if (pid := os.fork()) == 0:
-        status = 1
-        try:
-            die_with_parent()
-            with soak.no_error(name):
-                work(*args)
-            status = 0
-        finally:
-            os._exit(status)
-    return pid
-
-
 class Worker:
     """The work of one thread of a parent, or of a child that it forks."""
 
     def __init__(self, soak: Soak, cache: Cache, parent: int, seed: str) -> None:
         self.soak, self.cache, self.parent = soak, cache, parent
         self.draw, self.counts = random.Random(seed), Counter[str]()
-        self.interrupted = list[str]()  # the stack of the last alarm
+        self.interrupted = ""  # the stack of the last alarm
 
     def work(self, end: float) -> None:
         while time.monotonic() < end:
@@ -261,7 +240,9 @@ class Worker:
         ):
             return
         self.counts["alarms"] += 1
-        self.interrupted = traceback.format_stack(frame, 8)
+        # Without source lines, which `linecache` would keep: 45,000 blocks of memory.
+        frames = [(f.f_code, line) for f, line in traceback.walk_stack(frame)][7::-1]
+        self.interrupted = "".join(f"\n{c.co_filename}:{at} in {c.co_name}" for c, at in frames)
         raise self.draw.choice((Deadline, Alarm))
 
     def _alarmed(self, call: Callable[..., T], *args: object) -> T | None:
@@ -275,14 +256,13 @@ class Worker:
             signal.setitimer(signal.ITIMER_REAL, 0)
         except (Deadline, Alarm):
             return None
-        stack = "".join(self.interrupted)
         # Python drops what `tell` raises in `BufferedReader(stream)`, and `close` in a finalizer.
         if (
             self.counts["alarms"] > alarms
             and self._dropped() == dropped
-            and not re.search(r"in (tell|close)\b", stack)
+            and not re.search(r"in (tell|close)\b", self.interrupted)
         ):
-            self.soak.wrong("errors", f"lost in {stack}")
+            self.soak.wrong("errors", f"lost in {self.interrupted}")
         return result
 
     def _dropped(self) -> list[int]:
@@ -308,7 +288,7 @@ class Worker:
         (fate,) = self.draw.choices(fates, (6, 2, 2))
         self.counts[f"children: {fate[0][1].name if fate else 'not disturbed'}"] += 1
         child = Worker(self.soak, self.cache, self.parent, f"{self.draw.random()}")
-        pid = fork(self.soak, "a child", child.be_child, readings)
+        pid = self.soak.fork("a child", child.be_child, readings)
         thread = threading.Thread(target=disturb, args=(pid, fate))
         thread.start()
         return pid, thread, -signal.SIGKILL if fate is fates[1] else 0
@@ -376,7 +356,11 @@ def measure() -> Counter[str]:
     """Wait until all other threads have ended, and count what this process still holds."""
     gc.collect()
     # Not `threading.active_count`, which counts threads that an alarm kept from starting.
-    wait_until(lambda: len(os.listdir("/proc/self/task")) == 1)
+    try:
+        wait_until(lambda: len(os.listdir("/proc/self/task")) == 1)
+    except AssertionError:
+        faulthandler.dump_traceback()
+        raise
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     sockets = sum("socket:" in each for each in descriptors())
@@ -388,7 +372,7 @@ def measure() -> Counter[str]:
 def watch(soak: Soak, seconds: float) -> None:
     """Start the parents, and look at the budget until they have ended."""
     end = time.monotonic() + seconds
-    parents = {fork(soak, f"parent {n}", be_parent, soak, n, end) for n in range(_PARENTS)}
+    parents = {soak.fork(f"parent {n}", be_parent, soak, n, end) for n in range(_PARENTS)}
     while parents and time.monotonic() < end + 2 * PATIENCE:
         time.sleep(0.1)
         first, second = soak.stored(), soak.stored()

@@ -39,7 +39,7 @@ from shardcache import Cache, errors
 from tests.stress.brokenflock import broken_environment
 from tests.stress.origin import MIB, Origin, die_with_parent
 from tests.support.disktools import disk
-from tests.support.storetools import Parent, age, forked
+from tests.support.storetools import age
 
 #: Processes that use the cache at any time.
 _WORKERS = 8
@@ -77,6 +77,27 @@ class Shared(Origin):
         with open(self.wrongs, "ab", buffering=0) as file:
             seconds = time.monotonic() - self.begun
             file.write(f"{seconds:.1f} s: {promise}: {text}\0".encode())
+
+    @contextlib.contextmanager
+    def no_error(self, what: str) -> Iterator[None]:
+        """Record any exception of the body."""
+        try:
+            yield
+        except Exception:
+            self.wrong("errors", f"{what}: {traceback.format_exc()[-3000:]}")
+
+    def fork(self, what: str, work: Callable[..., object], *args: object) -> int:
+        """Fork a process that does some work without an error; returns its process id."""
+        if (pid := os.fork()) == 0:
+            status = 1
+            try:
+                die_with_parent()
+                with self.no_error(what):
+                    work(*args)
+                status = 0
+            finally:
+                os._exit(status)
+        return pid
 
     def violations(self) -> list[str]:
         return self.wrongs.read_text().split("\0")[:-1]
@@ -218,17 +239,13 @@ class Worker:
 
     def _forked(self, url: str, name: str) -> None:
         """Read in a forked child through the same cache."""
-        if (pid := os.fork()) == 0:
-            status = 1
-            try:
-                die_with_parent()
-                with self._call("read", name):
-                    self._read(url, name)
-                self.cache.close()
-                status = 0
-            finally:
-                os._exit(status)
-        assert os.waitpid(pid, 0)[1] == 0
+
+        def read() -> None:
+            with self._call("read", name):
+                self._read(url, name)
+            self.cache.close()
+
+        assert os.waitpid(self.storm.fork("a child", read), 0)[1] == 0
 
     def _remove(self, url: str, name: str) -> None:
         self.cache.remove(url)
@@ -477,16 +494,8 @@ def audit(storm: Storm) -> None:
 
 def alone(storm: Storm, work: Callable[[], object]) -> None:
     """Run a function that must not fail in a child, without a time limit."""
-
-    def act(parent: Parent) -> None:
-        try:
-            work()
-        except Exception:
-            storm.wrong("the end", traceback.format_exc())
-
-    with forked(act) as child:
-        if status := child.wait():
-            storm.wrong("the end", f"{work} ended with status {status}")
+    if status := os.waitpid(storm.fork("the end", work), 0)[1]:
+        storm.wrong("the end", f"{work} ended with status {status}")
 
 
 def blow(seconds: float, seed: int, lying: bool) -> tuple[dict[str, int], list[str]]:

@@ -7,7 +7,6 @@ import signal
 import pytest
 
 from shardcache import sync
-from shardcache.sync import find
 from tests.stress.fuse import Shim
 from tests.support.storetools import PATIENCE, crowd, forked, together
 from tests.sync.test_once import at_work

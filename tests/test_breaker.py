@@ -1,6 +1,9 @@
 """The breaker opens for a minute after faults in a row."""
 
-from shardcache.faults import Breaker
+import errno
+
+from shardcache.errors import TransferError
+from shardcache.faults import FULL, Breaker, is_disk_fault
 
 
 def test_faults_in_a_row_open_the_breaker(clock):
@@ -21,3 +24,11 @@ def test_faults_in_a_row_open_the_breaker(clock):
     breaker.succeeded()
     assert breaker.closed and not breaker.faults
     assert breaker.failed(at_once=True) and breaker.left == 60
+
+
+def test_only_faults_of_the_disk_count():
+    for number in (errno.EIO, errno.EROFS, errno.ESTALE, errno.EUCLEAN, errno.EACCES):
+        assert is_disk_fault(OSError(number, "text"))
+    for number in (*FULL, errno.EMFILE, errno.ENOMEM, errno.ENOENT, errno.EFBIG):
+        assert not is_disk_fault(OSError(number, "text"))
+    assert not is_disk_fault(TransferError("reset"))

@@ -247,14 +247,18 @@ def plan(
     def last_used(links: Links) -> float:
         return max(map(policy.last_used, links))
 
+    def is_aged(links: Links) -> bool:
+        return limits.max_age is not None and policy.now - last_used(links) > limits.max_age
+
     def order(links: Links) -> tuple[object, ...]:
-        return not is_replaced(links), last_used(links), *links[0]
+        # Aged shards go in any case, so they make room for others, whatever the policy's rank.
+        return not is_replaced(links), not is_aged(links), last_used(links), *links[0]
 
     removed: list[Removal] = []
     for links in sorted(files, key=order):
         if limits.everything:
             reason = Reason.ALL
-        elif limits.max_age is not None and policy.now - last_used(links) > limits.max_age:
+        elif is_aged(links):
             reason = Reason.MAX_AGE
         elif max(over, short) + spare > 0:
             reason = Reason.MAX_SIZE if over + spare > 0 else Reason.MIN_FREE

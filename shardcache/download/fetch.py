@@ -86,6 +86,7 @@ _FIRST_POLL, _LAST_POLL = 0.02, 0.25
 _ANNOUNCE_EVERY = 10.0
 #: Seconds after which `shardcache top` shows a wait. Most waits are too short for people to see.
 _NOTE_AFTER = 0.5
+_DAMAGED = "%s: the copy in %s is damaged or was replaced, and is not used"
 
 _Lock: TypeAlias = KeyLock | KeyLease
 
@@ -285,14 +286,18 @@ def _download(
             partial.close()
         if response is not None:
             response.close()
-        is_ours = isinstance(exn, (FetchCancelledError, CacheFullError))
-        if upstream is not None and isinstance(exn, ShardCacheError) and not is_ours:
+        if upstream is None or isinstance(exn, (FetchCancelledError, CacheFullError)):
+            raise
+        if isinstance(exn, (VersionChangedError, MismatchError)):
+            logger.warning(_DAMAGED, shard, upstream.name)
+        elif isinstance(exn, ShardCacheError):
             upstream.failed(exn)
-            raise _UpstreamError from exn
-        raise
+        else:
+            raise
+        raise _UpstreamError from exn
     if upstream is not None and upstream.digest not in (None, metadata.digest):
         partial.discard()
-        logger.warning("%s: the copy in %s is damaged and is not used", shard, upstream.name)
+        logger.warning(_DAMAGED, shard, upstream.name)
         raise _UpstreamError
     return _publish(tiers, engine, download, partial, metadata, proven=transfer.is_proven)
 

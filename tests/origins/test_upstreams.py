@@ -101,6 +101,29 @@ def test_a_damaged_copy_is_not_used(node, origin, nas, damage, caplog):
     assert list((other.dir / "v1/partial").iterdir()) == []
 
 
+def test_a_copy_with_a_wrong_checksum_or_that_is_replaced_is_not_used(
+    node, origin, nas, monkeypatch, caplog
+):
+    origin.state_checksum(URL, DATA)
+    with node(writable(nas), fill="complete") as first:
+        assert first.open(URL).read() == DATA
+    copy = nas / "lab/train/0.tar"
+    DAMAGE["flipped"](copy, None)
+    assert node(nas, fill="complete").open(URL).read() == DATA
+    copy.write_bytes(DATA)
+    real = FsspecBody.readinto
+
+    def readinto(self, buffer):
+        if self.start == 0 and copy.stat().st_size == len(DATA):
+            DAMAGE["cut"](copy, None)
+        return real(self, buffer)
+
+    monkeypatch.setattr(FsspecBody, "readinto", readinto)
+    assert node(nas).open(URL).read() == DATA
+    assert copy.stat().st_size < len(DATA)
+    assert caplog.text.count("the copy in") == 2
+
+
 def test_a_download_that_loses_its_upstream_continues_at_the_origin(
     node, origin, nas, monkeypatch, caplog
 ):

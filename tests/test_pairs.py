@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import webdataset.tariterators  # noqa: F401 - so that not each job imports it
-from shardcache.cli.demo import S3Server
 
 from shardcache import Cache, TarDataset
+from shardcache.cli.demo import S3Server
 from shardcache.store.digest import BLOCK
 from tests.support.clitools import command
 from tests.support.disktools import disk, needs_mounts, remount

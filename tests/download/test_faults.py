@@ -220,11 +220,13 @@ NO_ETAG, THEN = {"ETag": None}, "Mon, 02 Nov 2020 10:00:00 GMT"
 #: claim -> (fault of all responses to this method, expected ranges)
 IN_PARTS = [(at, min(at + MIB, SIZE)) for at in range(0, SIZE, MIB)]
 IN_ONE = [IN_PARTS[0], None]
+#: A store that refuses HEAD describes the object in response to a GET.
+BY_GET = [*IN_PARTS, (0, 1)]
 LACKING: dict[str, tuple[Fault, str | None, list[tuple[int, int] | None]]] = {
-    "HEAD is refused": (Fault(answer=page(403, "AccessDenied")), "HEAD", [*IN_PARTS, (0, 1)]),
-    "HEAD is unknown": (Fault(answer=page(501, "NotImplemented")), "HEAD", IN_PARTS),
+    "HEAD is refused": (Fault(answer=page(403, "AccessDenied")), "HEAD", BY_GET),
+    "HEAD is unknown": (Fault(answer=page(501, "NotImplemented")), "HEAD", BY_GET),
     "HEAD is throttled": (Fault(answer=page(503, "SlowDown")), "HEAD", IN_PARTS),
-    "HEAD is redirected": (Fault(answer=page(301, "PermanentRedirect")), "HEAD", IN_PARTS),
+    "HEAD is redirected": (Fault(answer=page(301, "PermanentRedirect")), "HEAD", BY_GET),
     "HEAD returns a page": (Fault(answer=HTML), "HEAD", IN_PARTS),
     "a HEAD without an ETag is no change": (Fault(headers=NO_ETAG), "HEAD", IN_PARTS),
     "a HEAD without a length is no change": (

@@ -10,7 +10,7 @@ import pytest
 
 from shardcache.locks.mounts import read_mounts
 
-needs_mounts = pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="mounts filesystems, or changes users")
 
 
 @contextlib.contextmanager

@@ -26,19 +26,12 @@ _TUNED_RCLONE = (
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One run of a peer.
+    """One run of a peer."""
 
-    Attributes:
-        target: the server to download from.
-        keys: keys of the objects.
-        destination: directory for the objects.
-        scratch: directory for the list of objects.
-    """
-
-    target: Target
-    keys: Sequence[str]
-    destination: Path
-    scratch: Path
+    target: Target  # the server to download from
+    keys: Sequence[str]  # keys of the objects
+    destination: Path  # directory for the objects
+    scratch: Path  # directory for the list of objects
 
     def files(self) -> dict[str, Path]:
         """Return the file of each object."""

@@ -53,22 +53,15 @@ class PeerError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """One of the clients that are compared.
+    """One of the clients that are compared."""
 
-    Attributes:
-        name: name in JSON and for ``--only``.
-        title: title in tables.
-        package: distribution that it needs; may be empty.
-        program: program on the PATH that it needs; may be empty.
-        command: returns the command of a run; None for a library.
-        files: returns where the objects are after a command has run.
-    """
-
-    name: str
-    title: str
-    package: str = ""
-    program: str = ""
+    name: str  # name in JSON and for ``--only``
+    title: str  # title in tables
+    package: str = ""  # distribution that it needs; may be empty
+    program: str = ""  # program on the PATH that it needs; may be empty
+    # returns the command of a run; None for a library
     command: Callable[[commands.Job], list[str]] | None = None
+    # returns where the objects are after a command has run
     files: Callable[[commands.Job], dict[str, Path]] = field(default=lambda job: job.files())
 
 
@@ -110,14 +103,9 @@ PEERS: dict[str, Peer] = {
 def run(
     peer: Peer, target: Target, workload: Workload, destination: Path, source: Path | None = None
 ) -> Row:
-    """Run a peer once.
+    """Run a peer once, and compare the objects with those in ``source``, or else their sizes.
 
-    Args:
-        peer: the peer.
-        target: the server to download from.
-        workload: the objects.
-        destination: directory for the objects; emptied before the run and removed afterwards.
-        source: directory of buckets to compare the bytes with; None compares sizes alone.
+    The directory ``destination`` is emptied before the run and removed afterwards.
 
     Returns:
         ``seconds`` and ``cpu_seconds`` of the transfer; for a command, of the whole command.

@@ -47,10 +47,9 @@ from benchmarks.resumes import BATCH, WAYS, full_epoch, rest_of_epoch, stacked
 from shardcache import Cache, ShardBatchSampler, TarDataset
 from shardcache.dataset.index import OpenShard, write_index_file
 from shardcache.layout import INDEX
+from tests.support.tars import tar_of
 
 _FRACTIONS = (0.1, 0.5, 0.9)
-#: Parts that use PyTorch's DataLoader.
-_WITH_TORCH = ("epoch", "resume")
 _NOT_INSTALLED = "not installed"
 
 
@@ -58,15 +57,12 @@ def _archive(first: int, samples: int, size: int, *, files: int = 2, pax: bool =
     """Return a shard whose ``.cls`` files hold numbers from ``first`` on, after a ``.bin`` of
     ``size`` bytes. With ``pax``, it has the extended headers that ShardWriter writes.
     """
-    noise, made = random.Random(first).randbytes(size + samples), io.BytesIO()
-    with tarfile.open(fileobj=made, mode="w", format=tarfile.PAX_FORMAT) as out:
-        for number in range(samples):
-            contents = {"bin": noise[number : number + size], "cls": b"%d" % (first + number)}
-            for suffix, content in list(contents.items())[:files]:
-                info = tarfile.TarInfo(f"{first + number:08d}.{suffix}")
-                info.size, info.mtime = len(content), 1_700_000_000.5 if pax else 1_700_000_000
-                out.addfile(info, io.BytesIO(content))
-    return made.getvalue()
+    noise, members = random.Random(first).randbytes(size + samples), []
+    for number in range(first, first + samples):
+        data = noise[number - first :][:size]
+        both = [(f"{number:08d}.bin", data), (f"{number:08d}.cls", b"%d" % number)]
+        members += both[:files]
+    return tar_of(members, tarfile.PAX_FORMAT, modified=1_700_000_000.5 if pax else 0)
 
 
 def _cached(home: Path, name: str, shards: int, samples: int, size: int, **form: Any) -> Path:
@@ -378,12 +374,7 @@ _PARTS: dict[str, tuple[Callable[[Path, bool, int], Row], Callable[[Row], str]]]
 
 def report(facts: Row) -> str:
     """Return the tables of a result in Markdown."""
-    tables = [make(facts[name]) for name, (_, make) in _PARTS.items() if name in facts]
-    if facts["without_torch"]:
-        tables.append(
-            f"torch is not installed, so there are no figures of {' and '.join(_WITH_TORCH)}."
-        )
-    return "\n\n".join(tables)
+    return "\n\n".join(make(facts[name]) for name, (_, make) in _PARTS.items() if name in facts)
 
 
 def main() -> None:
@@ -394,10 +385,7 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
     with tempfile.TemporaryDirectory(prefix=PREFIX, dir=arguments.ram) as ram:
         facts = begun(arguments, ram=Path(ram))
-        facts["without_torch"] = not _has("torch")
         for part in parts:
-            if part in _WITH_TORCH and facts["without_torch"]:
-                continue
             say(part)
             with tempfile.TemporaryDirectory(dir=ram) as name:
                 facts[part] = _PARTS[part][0](Path(name), arguments.quick, arguments.repeats)

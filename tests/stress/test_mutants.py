@@ -140,8 +140,8 @@ Errors: a missing object is requested again
 
 Secrecy: the user of a URL is part of its name
     urls.py
-    -host, slash = _web_host(url, scheme, host), "/"
-    +host, slash = user + at + _web_host(url, scheme, host), "/"
+    -host, slash = _web_host(url, scheme, netloc), "/"
+    +host, slash = user + at + _web_host(url, scheme, netloc), "/"
     tests/test_secrecy.py -k signed_urls
 
 Secrecy: a command shows the value of a variable

@@ -45,13 +45,9 @@ def overlay(lower: Path, scratch: Path) -> Iterator[Path]:
             unmount(merged)
 
 
-def is_mounted(path: Path) -> bool:
-    """Unlike `os.path.ismount`, this recognises bind mounts."""
-    return any(mount.point == str(path) for mount in read_mounts())
-
-
 def unmount(path: Path) -> None:
-    while is_mounted(path):
+    # `os.path.ismount` does not recognise bind mounts.
+    while any(mount.point == str(path) for mount in read_mounts()):
         subprocess.run(["umount", "-l", str(path)], check=True)
 
 

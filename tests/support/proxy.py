@@ -111,7 +111,7 @@ class Request:
 
 
 class Proxy(Scripted):
-    """A proxy, as a context manager; clients connect to ``endpoint_url``."""
+    """A proxy, as a context manager; clients connect to its ``url``."""
 
     def __init__(self, server: S3Server) -> None:
         super().__init__(lambda head: b"", most=sys.maxsize)
@@ -128,10 +128,6 @@ class Proxy(Scripted):
 
     def __exit__(self, *exc: object) -> None:
         self.close()
-
-    @property
-    def endpoint_url(self) -> str:
-        return self.url
 
     def requests(self) -> list[Request]:
         """Return the requests since the start, `reset` or `script`, in order of arrival."""

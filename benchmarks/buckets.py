@@ -20,17 +20,11 @@ KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Objects of one size.
+    """Objects of one size."""
 
-    Attributes:
-        name: name in tables and for ``--only``.
-        count: number of objects.
-        size: bytes of each object, a multiple of 512.
-    """
-
-    name: str
-    count: int
-    size: int
+    name: str  # name in tables and for ``--only``
+    count: int  # number of objects
+    size: int  # bytes of each object, a multiple of 512
 
     @property
     def keys(self) -> tuple[str, ...]:

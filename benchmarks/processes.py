@@ -11,6 +11,7 @@ import argparse
 import os
 import sys
 import tempfile
+from itertools import product
 from pathlib import Path
 from statistics import median
 
@@ -65,25 +66,19 @@ def report(facts: Row) -> str:
     )
 
 
-def _measure(source: Target, workload: Workload, repeats: int, directory: Path) -> Row:
-    runs: dict[str, list[Row]] = {str(count): [] for count in _MEASURED}
-    for _ in range(repeats):
-        for count, each in runs.items():
-            each.append(_run(source, workload, int(count), directory))
-            say(f"  {count} processes: {workload.total / each[-1]['seconds'] / 1e6:.0f} MB/s")
-    return {"bytes": workload.total, "runs": runs}
-
-
 def main() -> None:
     """Run the benchmark."""
     options = arguments_of(argparse.ArgumentParser(description=__doc__), repeats=5)
     workload = WORKLOADS["shards"][options.quick]
     with tempfile.TemporaryDirectory(prefix=PREFIX, dir=options.ram) as ram:
         directory = Path(ram)
-        facts = begun(options)
+        runs: dict[str, list[Row]] = {str(count): [] for count in _MEASURED}
+        facts = begun(options) | {"bytes": workload.total, "runs": runs}
         write_bucket(directory / "objects", [workload])
         with target("nginx-tls", directory / "objects", directory) as source:
-            facts |= _measure(source, workload, options.repeats, directory)
+            for _, (count, each) in product(range(options.repeats), runs.items()):
+                each.append(_run(source, workload, int(count), directory))
+                say(f"  {count} processes: {workload.total / each[-1]['seconds'] / 1e6:.0f} MB/s")
         save(options.json, facts)
     print(report(facts))
 

@@ -93,12 +93,7 @@ def _machine(results: dict[str, Row]) -> str:
 
 
 def render(results: dict[str, Row], folder: Path) -> Path:
-    """Write the page to a folder, and the chart to the README above it. Return the page's path.
-
-    Args:
-        results: the results that exist, by name of `PAGES`.
-        folder: the folder.
-    """
+    """Write the page to a folder, and the chart to the README above it. Return the page's path."""
     parts = [_ABOUT]
     if any(facts.get("quick") for facts in results.values()):
         parts.append("**A quick run: small objects, one round. These figures mean nothing.**\n")

@@ -35,10 +35,6 @@ def arguments_of(parser: argparse.ArgumentParser, *, repeats: int = 3) -> argpar
     """Parse the command line with the options of every benchmark.
 
     Also makes SIGTERM raise SystemExit, so that a benchmark removes its files and ends its servers.
-
-    Args:
-        parser: has the benchmark's own options.
-        repeats: default number of rounds.
     """
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     parser.add_argument("--only", default="", help="names, separated by commas")
@@ -71,17 +67,7 @@ def picked(only: Sequence[str], *kinds: Iterable[str]) -> list[list[str]]:
 
 
 def begun(arguments: argparse.Namespace, **directories: Path) -> Row:
-    """Return a result without figures, which describes the run and this machine.
-
-    Args:
-        arguments: those of the benchmark.
-        directories: name -> a directory that the benchmark writes to; its filesystem is named.
-    """
-    run = {"repeats": arguments.repeats, "quick": arguments.quick}
-    return {"machine": _machine(directories), **run}
-
-
-def _machine(directories: dict[str, Path]) -> Row:
+    """Return a result without figures: the run, this machine, and filesystems of directories."""
     cpu = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
     names = [line.partition(":")[2].strip() for line in cpu if line.startswith("model name")]
     pages = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -93,7 +79,7 @@ def _machine(directories: dict[str, Path]) -> Row:
     describe = ["git", "describe", "--always", "--dirty", "--exclude=*"]
     commit = subprocess.run(describe, cwd=ROOT, capture_output=True, text=True, check=False)
     control = Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text("ascii").strip()
-    return {
+    machine = {
         "cores": os.cpu_count(),
         "processor": names[0] if names else platform.machine(),
         "memory_gib": round(pages / 2**30, 1),
@@ -105,6 +91,7 @@ def _machine(directories: dict[str, Path]) -> Row:
         "load": os.getloadavg()[0],
         "commit": commit.stdout.strip() or "unknown",
     }
+    return {"machine": machine, "repeats": arguments.repeats, "quick": arguments.quick}
 
 
 def save(path: Path | None, facts: Row) -> None:

@@ -1,16 +1,19 @@
 """Measure random access to samples, and resuming an epoch: ``python -m benchmarks.samples``.
 
 All shards are cached on a RAM disk, so the figures are those of the code. Peers read the same
-files: wids, WebDataset in sequence, and for resuming also Hugging Face datasets
-(`benchmarks.resumes`). A peer that is not installed has a row that says so.
+files: wids, WebDataset in sequence, and for resuming also Hugging Face datasets. A peer that is not
+installed has a row that says so.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import importlib.util
 import io
+import itertools
+import json
 import multiprocessing
 import os
 import random
@@ -19,13 +22,13 @@ import tarfile
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from itertools import pairwise, product
 from pathlib import Path
 from statistics import mean, median
-from typing import Any
+from typing import Any, NamedTuple
 
 import fsspec
 
@@ -43,14 +46,15 @@ from benchmarks.results import (
     say,
     table,
 )
-from benchmarks.resumes import BATCH, WAYS, full_epoch, rest_of_epoch, stacked
 from shardcache import Cache, ShardBatchSampler, TarDataset
 from shardcache.dataset.index import OpenShard, write_index_file
 from shardcache.layout import INDEX
+from tests.support.tars import tar_of
 
+BATCH = 64
+#: Samples in the buffers of WebDataset and of Hugging Face datasets.
+_BUFFER = 1000
 _FRACTIONS = (0.1, 0.5, 0.9)
-#: Parts that use PyTorch's DataLoader.
-_WITH_TORCH = ("epoch", "resume")
 _NOT_INSTALLED = "not installed"
 
 
@@ -58,15 +62,12 @@ def _archive(first: int, samples: int, size: int, *, files: int = 2, pax: bool =
     """Return a shard whose ``.cls`` files hold numbers from ``first`` on, after a ``.bin`` of
     ``size`` bytes. With ``pax``, it has the extended headers that ShardWriter writes.
     """
-    noise, made = random.Random(first).randbytes(size + samples), io.BytesIO()
-    with tarfile.open(fileobj=made, mode="w", format=tarfile.PAX_FORMAT) as out:
-        for number in range(samples):
-            contents = {"bin": noise[number : number + size], "cls": b"%d" % (first + number)}
-            for suffix, content in list(contents.items())[:files]:
-                info = tarfile.TarInfo(f"{first + number:08d}.{suffix}")
-                info.size, info.mtime = len(content), 1_700_000_000.5 if pax else 1_700_000_000
-                out.addfile(info, io.BytesIO(content))
-    return made.getvalue()
+    noise, members = random.Random(first).randbytes(size + samples), []
+    for number in range(first, first + samples):
+        data = noise[number - first :][:size]
+        both = [(f"{number:08d}.bin", data), (f"{number:08d}.cls", b"%d" % number)]
+        members += both[:files]
+    return tar_of(members, tarfile.PAX_FORMAT, modified=1_700_000_000.5 if pax else 0)
 
 
 def _cached(home: Path, name: str, shards: int, samples: int, size: int, **form: Any) -> Path:
@@ -213,6 +214,126 @@ def _epoch(home: Path, quick: bool, repeats: int) -> Row:
     cache.close()
     costs = {name: values[1:] for name, values in costs.items()}
     return {"samples": len(data), "per_second": figures, "microseconds": costs}
+
+
+class Reader(NamedTuple):
+    """A way of reading, ready to begin."""
+
+    batches: Callable[[], Iterable[Sequence[Any]]]  #: begins, and returns the samples' numbers
+    save: Callable[[int], Any]  #: returns the state after a number of batches
+    load: Callable[[Any], Any]
+
+
+def stacked(samples: Sequence[dict[str, Any]]) -> tuple[Any, list[int]]:
+    """Collate samples: a tensor of their bytes, and their numbers."""
+    import numpy as np
+    import torch
+
+    data = np.stack([np.frombuffer(sample["bin"], np.uint8) for sample in samples])
+    return torch.from_numpy(data), [int(sample["cls"]) for sample in samples]
+
+
+def _tar_dataset(index: Path) -> Reader:
+    from torch.utils.data import DataLoader
+
+    data = TarDataset(index, cache=Cache(index.parent / "cache", min_free=0))
+    sampler = ShardBatchSampler(data, BATCH, seed=1)
+    loader = DataLoader(data, batch_sampler=sampler, collate_fn=stacked)
+    return Reader(
+        lambda: (numbers for _, numbers in loader),
+        lambda count: sampler.state_dict(batch=count),
+        sampler.load_state_dict,
+    )
+
+
+def _webdataset(index: Path) -> Reader:
+    import webdataset as wds
+
+    paths = [str(path) for path in sorted((index.parent / index.stem).iterdir())]
+    pipeline = wds.WebDataset(paths, shardshuffle=False).compose(wds.detshuffle(_BUFFER, seed=1))
+    skipped = []
+
+    def batches() -> Iterator[list[int]]:
+        samples = itertools.islice(pipeline, BATCH * sum(skipped), None)
+        return (numbers for _, numbers in _Batches(samples))
+
+    return Reader(batches, lambda count: count, skipped.append)
+
+
+class _Batches:
+    """The batches of samples that are read in this process."""
+
+    def __init__(self, samples: Iterable[dict[str, Any]]) -> None:
+        self._samples = iter(samples)
+
+    def __iter__(self) -> Iterator[Any]:
+        while some := list(itertools.islice(self._samples, BATCH)):
+            yield stacked(some)
+
+
+def _datasets(index: Path, *, shuffle: bool) -> Reader:
+    from datasets import load_dataset
+
+    paths = [str(path) for path in sorted((index.parent / index.stem).iterdir())]
+    data = load_dataset("webdataset", data_files={"train": paths}, split="train", streaming=True)
+    if shuffle:
+        data = data.shuffle(seed=1, buffer_size=_BUFFER)
+    return Reader(
+        lambda: (numbers for _, numbers in _Batches(data)),
+        lambda count: data.state_dict(),
+        data.load_state_dict,
+    )
+
+
+#: way -> title, the module that it needs, and a function that makes a reader of an index file.
+WAYS: dict[str, tuple[str, str, Callable[[Path], Reader]]] = {
+    "shardcache": ("TarDataset, ShardBatchSampler", "shardcache", _tar_dataset),
+    "webdataset": (f"WebDataset, `detshuffle({_BUFFER})`, skips", "webdataset", _webdataset),
+    "datasets": (
+        "HF datasets, `state_dict`, no shuffle",
+        "datasets",
+        lambda index: _datasets(index, shuffle=False),
+    ),
+    "datasets-shuffle": (
+        f"HF datasets, `state_dict`, `shuffle({_BUFFER})`",
+        "datasets",
+        lambda index: _datasets(index, shuffle=True),
+    ),
+}
+
+
+def _ready(way: str, index: Path) -> Reader:
+    for module in ("numpy", "torch", "webdataset"):  # so that no figure includes an import
+        importlib.import_module(module)
+    return WAYS[way][2](index)
+
+
+def full_epoch(way: str, index: Path, fractions: Sequence[float]) -> Any:
+    """Read an epoch; return the numbers of its samples in order, and how many were read before each
+    state, with the state.
+    """
+    reader = _ready(way, index)
+    total = sum(shard["nsamples"] for shard in json.loads(index.read_bytes())["shardlist"])
+    at = {int(total // BATCH * fraction) for fraction in fractions}
+    order, states = [], []
+    for number, numbers in enumerate(reader.batches(), 1):
+        order += map(int, numbers)
+        if number in at:
+            states.append((len(order), reader.save(number)))
+    return order, states
+
+
+def rest_of_epoch(way: str, index: Path, state: Any) -> tuple[float, list[int]]:
+    """Read on from a state; return the seconds to the first batch, and the samples in order."""
+    reader = _ready(way, index)
+    start = time.perf_counter()
+    reader.load(state)
+    batches = iter(reader.batches())
+    order = [*next(batches, [])]  # a shuffle that loses its buffer may leave nothing
+    seconds = time.perf_counter() - start
+    for numbers in batches:
+        order += numbers
+    return seconds, list(map(int, order))
 
 
 def _alone(function: Callable[..., Any], *arguments: Any) -> Any:
@@ -378,12 +499,7 @@ _PARTS: dict[str, tuple[Callable[[Path, bool, int], Row], Callable[[Row], str]]]
 
 def report(facts: Row) -> str:
     """Return the tables of a result in Markdown."""
-    tables = [make(facts[name]) for name, (_, make) in _PARTS.items() if name in facts]
-    if facts["without_torch"]:
-        tables.append(
-            f"torch is not installed, so there are no figures of {' and '.join(_WITH_TORCH)}."
-        )
-    return "\n\n".join(tables)
+    return "\n\n".join(make(facts[name]) for name, (_, make) in _PARTS.items() if name in facts)
 
 
 def main() -> None:
@@ -394,10 +510,7 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
     with tempfile.TemporaryDirectory(prefix=PREFIX, dir=arguments.ram) as ram:
         facts = begun(arguments, ram=Path(ram))
-        facts["without_torch"] = not _has("torch")
         for part in parts:
-            if part in _WITH_TORCH and facts["without_torch"]:
-                continue
             say(part)
             with tempfile.TemporaryDirectory(dir=ram) as name:
                 facts[part] = _PARTS[part][0](Path(name), arguments.quick, arguments.repeats)

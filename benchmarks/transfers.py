@@ -51,12 +51,7 @@ def _measure(
 ) -> list[Row]:
     """Run every peer in each round, and return a row for each peer.
 
-    Args:
-        source: a running target.
-        workload: the objects to download.
-        peers: the peers, in the order of tables.
-        repeats: number of rounds.
-        directory: has the objects (``objects``), and gets the files of one run at a time.
+    The directory has the ``objects``, and gets the files of one run at a time.
     """
     rows: dict[str, Row] = {
         peer.name: {"peer": peer.name, "title": peer.title, "runs": []} for peer in peers

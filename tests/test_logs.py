@@ -14,9 +14,10 @@ from shardcache.origins.base import TransientError
 from shardcache.stats.summary import METRICS
 from shardcache.units import exact_bytes
 from tests.support.caches import held_elsewhere, read
+from tests.support.disktools import needs_root
 from tests.support.fakes import Fault
 from tests.support.shop import Shop
-from tests.support.storetools import PATIENCE, forked, needs_root, room, together
+from tests.support.storetools import PATIENCE, forked, room, together
 from tests.support.tars import make_tar
 
 HERE = Path(__file__).resolve().parent.parent

@@ -13,7 +13,7 @@ from shardcache import Cache, TarDataset
 from shardcache.cli.demo import S3Server
 from shardcache.store.digest import BLOCK
 from tests.support.clitools import command
-from tests.support.disktools import disk, needs_mounts, remount
+from tests.support.disktools import disk, needs_root, remount
 from tests.support.proxy import Proxy
 from tests.support.storetools import Parent, age, forked, room, wait_until
 from tests.support.tars import make_tar
@@ -125,7 +125,7 @@ def test_the_rows_cover_all_pairs():
         assert set(zip(one, two, strict=True)) == set(itertools.product(one, two))
 
 
-@needs_mounts
+@needs_root
 @pytest.mark.locks_work
 @pytest.mark.usefixtures("s3_environment")
 @pytest.mark.parametrize("row", ROWS.strip().splitlines(), ids=lambda row: "-".join(row.split()))

@@ -83,19 +83,13 @@ class UnavailableError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A running server.
+    """A running server."""
 
-    Attributes:
-        endpoint: URL for S3 clients, with path-style addresses.
-        environment: variables from which clients find the endpoint, a profile and its credentials.
-        authority: file of the certificate authority to trust; None without TLS.
-        log: file with a line per response; None if the server keeps no log.
-    """
-
-    endpoint: str
+    endpoint: str  # URL for S3 clients, with path-style addresses
+    # variables from which clients find the endpoint, a profile and its credentials
     environment: Mapping[str, str] = field(default_factory=dict)
-    authority: Path | None = None
-    log: Path | None = None
+    authority: Path | None = None  # file of the certificate authority to trust; None without TLS
+    log: Path | None = None  # file with a line per response; None if the server keeps no log
 
     def http_url(self, key: str) -> str:
         """Return the URL at which any HTTP client can read an object."""
@@ -135,12 +129,7 @@ def _environment(home: Path, endpoint: str, authority: Path | None = None) -> di
 
 @contextlib.contextmanager
 def target(name: str, root: Path, parent: Path) -> Iterator[Target]:
-    """Run a target over the buckets in ``root``.
-
-    Args:
-        name: a key of `TARGETS`.
-        root: directory of buckets.
-        parent: directory in which the target makes its own.
+    """Run one of `TARGETS` over the buckets in ``root``, with its files below ``parent``.
 
     Raises:
         UnavailableError: a program is not installed.
@@ -159,15 +148,10 @@ def target(name: str, root: Path, parent: Path) -> Iterator[Target]:
 def link(
     root: Path, home: Path, name: str, *, processes: int = 1, log: bool = False, tls: bool = False
 ) -> Iterator[Target]:
-    """Run `benchmarks.servers.linkserver` over the buckets in ``root``.
+    """Run one of `LINKS` over the buckets in ``root``, with its files in ``home``.
 
-    Args:
-        root: directory of buckets.
-        home: directory for its files.
-        name: a key of `LINKS`.
-        processes: number of server processes.
-        log: write a log, for `Target.object_fetches`.
-        tls: yield the nginx before it, which has no log.
+    With ``log``, `Target.object_fetches` counts. With ``tls``, yield the nginx before the link; it
+    has no log.
     """
     _, delay, rate = LINKS[name]
     written = home / f"{name}.log"

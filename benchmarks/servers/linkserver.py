@@ -102,19 +102,12 @@ def etag(path: Path, status: os.stat_result) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """Serves the connections of one process.
+    """Serves the connections of one process."""
 
-    Attributes:
-        root: directory of buckets.
-        delay: seconds to the first byte of a response.
-        rate: bytes per second of each connection; 0 for no limit.
-        log: descriptor that gets a line per response, or None.
-    """
-
-    root: Path
-    delay: float
-    rate: float
-    log: int | None
+    root: Path  # directory of buckets
+    delay: float  # seconds to the first byte of a response
+    rate: float  # bytes per second of each connection; 0 for no limit
+    log: int | None  # descriptor that gets a line per response, or None
 
     def serve(self, client: socket.socket) -> None:
         """Respond to the requests of one connection until it is closed."""

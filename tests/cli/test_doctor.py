@@ -13,7 +13,7 @@ from email.utils import format_datetime
 import pytest
 
 from shardcache.cache import Cache
-from tests.support.disktools import disk, needs_mounts, remount, unmount
+from tests.support.disktools import disk, needs_root, remount, unmount
 from tests.support.shop import Shop
 from tests.support.storetools import tree
 from tests.support.tars import make_tar
@@ -69,7 +69,7 @@ def test_findings_have_fixes_and_quiet_prints_failures_only(run, ask, tmp_path):
         assert code == 4 and advice in of(rows, "owner", "fail")["fix"]
 
 
-@needs_mounts
+@needs_root
 def test_a_read_only_disk_and_one_without_inodes_fail(ask, tmp_path):
     with disk(tmp_path / "disk", "size=10m,nr_inodes=6") as path:
         for number in range(4):
@@ -81,7 +81,7 @@ def test_a_read_only_disk_and_one_without_inodes_fail(ask, tmp_path):
         assert code == 4 and f"mount -o remount,rw {path}" in of(rows, "owner", "fail")["fix"]
 
 
-@needs_mounts
+@needs_root
 def test_a_dead_mount_fails_without_a_hang(ask, tmp_path, monkeypatch):
     monkeypatch.setattr("shardcache.cli.doctor._PATIENCE", 0.5)
     (dead := tmp_path / "dead").mkdir()
@@ -97,7 +97,7 @@ def test_a_dead_mount_fails_without_a_hang(ask, tmp_path, monkeypatch):
     assert of(rows, "credentials")
 
 
-@needs_mounts
+@needs_root
 def test_impossible_limits_are_named(ask, tmp_path, monkeypatch):
     shop = Shop(tmp_path, 6)
     with disk(tmp_path / "disk", "size=10m") as path:
@@ -238,7 +238,7 @@ def test_a_pod_without_a_limit_is_warned_of_the_kubelet(ask, monkeypatch):
     assert of(ask()[1], "space")["level"] == "ok"
 
 
-@needs_mounts
+@needs_root
 def test_a_small_dev_shm_keeps_room_for_the_batches_of_workers(run, tmp_path):
     """Docker's /dev/shm has 64 MB. The mount is made in a namespace of its own."""
     for number in range(4):

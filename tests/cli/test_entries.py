@@ -197,7 +197,7 @@ def test_every_command_takes_patterns(run, warm, bucket, pattern):
 
 
 def test_shards_of_another_endpoint_are_named_by_patterns(run, warm, proxy, monkeypatch, tmp_path):
-    theirs = proxy.endpoint_url.removeprefix("http://")
+    theirs = proxy.url.removeprefix("http://")
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", f"http://{theirs.replace('127.0.0.1', 'localhost')}")
     assert run("prewarm", warm[0])[0] == 0
     lines = run("ls", "--sort", "fetched:desc")[1].splitlines()

@@ -16,7 +16,7 @@ from shardcache.cache import Cache
 from shardcache.cli.main import _COMMANDS, ExitCode, command_line
 from shardcache.units import format_bytes
 from tests.support.clitools import Command
-from tests.support.disktools import disk, needs_mounts
+from tests.support.disktools import disk, needs_root
 from tests.support.proxy import Answer, Fault, Rule
 from tests.support.storetools import PATIENCE, tree, wait_until
 
@@ -173,7 +173,7 @@ def test_options_select_the_log_level(run, spec, bucket, proxy):
     assert run("path", f"s3://{bucket}/none.tar", "-vv")[2].count("Traceback") == 1
 
 
-@needs_mounts
+@needs_root
 def test_a_full_disk_is_explained(run, tmp_path):
     with disk(tmp_path / "disk", "size=1m") as path:
         with contextlib.suppress(OSError):

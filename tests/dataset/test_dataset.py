@@ -30,7 +30,7 @@ from shardcache import (
 from shardcache.dataset import dataset as module
 from shardcache.layout import INDEX
 from tests.support.caches import warnings
-from tests.support.disktools import disk, needs_mounts
+from tests.support.disktools import disk, needs_root
 from tests.support.storetools import forked, no_descriptor_left, wait_until
 from tests.support.tars import sample_tar, tar_of
 from tests.support.trainingtools import DataSet
@@ -315,7 +315,7 @@ def _fill(cache):
             pass
 
 
-@needs_mounts
+@needs_root
 @pytest.mark.parametrize("fault", [_delete, _truncate, _fill])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_fault_in_the_middle_of_an_epoch_costs_no_sample(

@@ -16,9 +16,9 @@ import pytest
 from shardcache import Cache, TransferError
 from shardcache.layout import META, Layout
 from tests.support.caches import warnings
-from tests.support.disktools import disk, remount, unmount
+from tests.support.disktools import disk, needs_root, remount, unmount
 from tests.support.fakes import Fault
-from tests.support.storetools import few_descriptors, needs_root, wait_until
+from tests.support.storetools import few_descriptors, wait_until
 from tests.support.tars import make_tar
 
 URL = "s3://lab/train-0000.tar"

@@ -14,7 +14,8 @@ from shardcache.config import Config
 from shardcache.files import IDLE_GRACE
 from shardcache.locks.keys import Holder, KeyLease, remove_locks
 from shardcache.store.root import make_root
-from tests.support.storetools import Parent, age, forked, layout_of, needs_root, wait_until
+from tests.support.disktools import needs_root
+from tests.support.storetools import Parent, age, forked, layout_of, wait_until
 from tests.support.tars import make_tar
 
 KEY = "0123456789abcdef" * 2

@@ -187,7 +187,7 @@ def test_a_command_of_an_s3_client_is_replaced_by_a_request(
     monkeypatch.setenv("PATH", str(tmp_path))  # no aws command
     s3.put(bucket, "a.tar", make_tar(8))
     url = f"s3://{bucket}/a.tar"
-    client = f"--endpoint-url {proxy.endpoint_url} --profile lab"
+    client = f"--endpoint-url {proxy.url} --profile lab"
     cache = make_cache(strict=True)
     for command in (f"aws {client} s3 cp {url} -", f"s5cmd {client} cat '{url}'"):
         with cache.open(f"pipe:{command}") as stream:

@@ -184,7 +184,7 @@ def test_an_upstream_can_be_an_object_store(s3, bucket, proxy, tmp_path):
         s3.put(bucket, f"train/{number}.tar", make_tar(number, members=40, size=50_000))
     s3.create_bucket("near")
     with Proxy(s3) as to_near:
-        near, found, requests = store(to_near.endpoint_url, s3.access_key, s3.secret_key), [], []
+        near, found, requests = store(to_near.url, s3.access_key, s3.secret_key), [], []
         for name in ("a", "b"):
             to_near.reset()
             with Cache(tmp_path / name, min_free=0, upstreams=[near]) as cache:

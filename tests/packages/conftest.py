@@ -63,5 +63,5 @@ def bench(s3, s3_environment, proxy, tmp_path, monkeypatch):
         "RAY_USAGE_STATS_ENABLED": "0",
     }.items():
         monkeypatch.setenv(name, value)
-    assert os.environ["AWS_ENDPOINT_URL_S3"] == proxy.endpoint_url
+    assert os.environ["AWS_ENDPOINT_URL_S3"] == proxy.url
     yield made

@@ -23,7 +23,7 @@ from shardcache.store.partial import Partial
 from shardcache.store.root import make_root
 from shardcache.urls import parse_url
 from tests.support.caches import read
-from tests.support.disktools import disk, needs_mounts
+from tests.support.disktools import disk, needs_root
 from tests.support.fakes import FakeClock
 from tests.support.shop import Shop
 from tests.support.storetools import begin, begun, fill, metadata_for, payload, publish, room, taken
@@ -311,7 +311,7 @@ def test_the_count_survives_a_boot_and_samples_correct_it(large: Bench) -> None:
     assert large.used() <= large.space.max_size
 
 
-@pytest.mark.parametrize("kind", ["local", pytest.param("tmpfs", marks=needs_mounts), "network"])
+@pytest.mark.parametrize("kind", ["local", pytest.param("tmpfs", marks=needs_root), "network"])
 def test_small_shards_take_no_more_of_the_disk_than_max_size(tmp_path, monkeypatch, kind) -> None:
     shop, real = Shop(tmp_path, count=12), os.statvfs
     limit = 6 * shop.size

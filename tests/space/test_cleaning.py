@@ -21,7 +21,7 @@ from shardcache.space.eviction import CleanReport, Limits, Reason, total_bytes
 from shardcache.store.entry import Store, set_aside
 from shardcache.urls import parse_url
 from tests.support.caches import read
-from tests.support.disktools import needs_mounts, overlay
+from tests.support.disktools import needs_root, overlay
 from tests.support.shop import Shop
 from tests.support.storetools import (
     age,
@@ -175,7 +175,7 @@ def test_remove_dir_leaves_nothing_unless_something_must_stay(run, tmp_path, sta
             assert cache.fetch(shop.urls[1]).data.exists()
 
 
-@needs_mounts
+@needs_root
 @pytest.mark.parametrize("command", ["remove", "clean"])
 def test_shards_in_the_image_of_a_container_can_be_removed(tmp_path, command):
     """A directory in the lower layer of an overlay cannot be renamed."""
@@ -201,7 +201,7 @@ def test_shards_in_the_image_of_a_container_can_be_removed(tmp_path, command):
     assert baked.data.read_bytes() == data  # the image is unchanged
 
 
-@needs_mounts
+@needs_root
 def test_a_damaged_shard_in_the_image_of_a_container_is_downloaded_again(tmp_path):
     shop = Shop(tmp_path, count=1)
     with Cache(shop.path, cache_local=True, min_free=0) as cache:

@@ -15,7 +15,7 @@ import pytest
 from shardcache.cache import Cache
 from shardcache.locks.keys import Holder, KeyLock
 from tests.support.clitools import run_process
-from tests.support.disktools import disk, needs_mounts
+from tests.support.disktools import disk, needs_root
 from tests.support.shop import Shop
 from tests.support.storetools import Parent, crowd, forked, layout_of
 from tests.support.tars import make_tar
@@ -72,7 +72,7 @@ def test_a_job_keeps_its_shards_until_they_have_been_unused_for_a_day(shop):
         assert numbers(shop) == [0, 2, 3, 4]
 
 
-@needs_mounts
+@needs_root
 def test_min_free_stays_free(shop: Shop) -> None:
     with disk(shop.path, "size=1m"), Cache(shop.path, cache_local=True, min_free="850kB") as cache:
         for url in shop.urls:
@@ -150,7 +150,7 @@ def disk_bytes(base: Path) -> int:
     return total
 
 
-@needs_mounts
+@needs_root
 @pytest.mark.parametrize("policy", ["working-set", "lru"])
 def test_sixteen_processes_never_pass_the_limit_and_never_see_a_full_disk(tmp_path, policy):
     shards = {str(tmp_path / f"{number}.tar"): make_tar(number, 10, 50_000) for number in range(24)}

@@ -15,7 +15,7 @@ from shardcache.errors import CacheFullError
 from shardcache.store.partial import Partial
 from tests.support.caches import read, warnings
 from tests.support.clitools import command
-from tests.support.disktools import disk, limited_group, needs_mounts
+from tests.support.disktools import disk, limited_group, needs_root
 from tests.support.shop import Shop
 from tests.support.storetools import layout_of, no_descriptor_left
 from tests.support.tars import make_tar
@@ -59,7 +59,7 @@ def test_shards_go_to_the_first_tier_that_has_room(shop: Shop, ram: Path, fill: 
         assert len(list(cache.entries())) == 5
 
 
-@needs_mounts
+@needs_root
 def test_a_tier_that_cannot_be_made_is_skipped(shop, ram, caplog):
     with disk(ram, "ro"):
         with opened(shop, ram / "cache", None) as cache:
@@ -84,7 +84,7 @@ def test_a_damaged_entry_in_one_tier_does_not_hide_one_in_another(shop, ram):
         assert len(read(cache, url)) == shop.size
 
 
-@needs_mounts
+@needs_root
 def test_a_ram_disk_that_another_program_fills_is_skipped(shop, ram, tmp_path, monkeypatch):
     big, real = tmp_path / "big.tar", Partial.write
     big.write_bytes(make_tar(2, members=100, size=60_000))
@@ -182,7 +182,7 @@ with Cache(home, cache_local=True, min_free=0, tiers=[ram]) as cache:
 """
 
 
-@needs_mounts
+@needs_root
 @pytest.mark.locks_work
 def test_a_ram_disk_uses_only_the_memory_that_its_cgroup_leaves(tmp_path, ram):
     """The job grows by 120 MiB in a cgroup of 256. If no shard were evicted, it would be killed."""

@@ -15,8 +15,9 @@ from shardcache.stats import counters as module
 from shardcache.stats.counters import Counters
 from shardcache.stats.database import add, expire, samples
 from shardcache.stats.summary import by_rank, summed
+from tests.support.disktools import needs_root
 from tests.support.fakes import FakeClock
-from tests.support.storetools import forked, needs_root, no_descriptor_left, refusing
+from tests.support.storetools import forked, no_descriptor_left, refusing
 
 HOUR = 3600.0
 #: Begins a minute and an hour.

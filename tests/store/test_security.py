@@ -24,16 +24,8 @@ from shardcache.urls import parse_url
 from shardcache.wds import url_opener
 from tests.support.caches import read, warnings
 from tests.support.clitools import command
-from tests.support.disktools import needs_mounts, unmount
-from tests.support.storetools import (
-    begin,
-    begun,
-    fill,
-    layout_of,
-    metadata_for,
-    needs_root,
-    public_directory,
-)
+from tests.support.disktools import needs_root, unmount
+from tests.support.storetools import begin, begun, fill, layout_of, metadata_for, public_directory
 from tests.support.tars import make_tar
 from tests.support.users import ANNA, BELA, ask
 
@@ -257,7 +249,7 @@ def test_files_of_other_programs_outlive_the_shard_beside_them(make_cache, origi
         subprocess.run(["rm", "-rf", layout.partial, layout.objects], check=True)
 
 
-@needs_mounts
+@needs_root
 @pytest.mark.parametrize("at", ["mnt", "", "a.tar"])
 def test_nothing_behind_a_mount_is_removed(make_cache, origin, tmp_path, at) -> None:
     origin.objects[URL], cache = SHARD, make_cache()

@@ -16,15 +16,9 @@ import rich.table  # noqa: F401 - the children cannot import it as other users
 from shardcache import Cache
 from shardcache.download.download import Download
 from tests.support.clitools import command
+from tests.support.disktools import needs_root
 from tests.support.fakes import Fault, MemoryOrigin
-from tests.support.storetools import (
-    Parent,
-    layout_of,
-    needs_root,
-    public_directory,
-    tree,
-    wait_until,
-)
+from tests.support.storetools import Parent, layout_of, public_directory, tree, wait_until
 from tests.support.tars import make_tar
 from tests.support.users import ANNA, BELA, GROUP, User, ask, running
 

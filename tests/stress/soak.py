@@ -47,6 +47,7 @@ from shardcache import Cache
 from tests.stress.origin import FAULTS, MIB
 from tests.stress.storm import Shared, arguments, below, end_stuck, leftovers, report
 from tests.support.storetools import PATIENCE, age, descriptors, wait_until
+from tests.support.tars import difference
 from tests.support.webservers import certificate
 
 _PARENTS, _THREADS, _STREAMS, _SHARDS = 4, 3, 4, 40
@@ -124,11 +125,8 @@ class Soak(Shared):
         return found
 
     def check(self, what: str, found: bytes, expected: bytes) -> None:
-        if found != expected:
-            pairs = enumerate(zip([*found, None], [*expected, None], strict=False))
-            at = next(at for at, (one, other) in pairs if one != other)
-            text = f"{len(found)} bytes for {len(expected)}, of which {at} are right"
-            self.wrong("bytes", f"{what}: {text}; then {found[at:][:128]!r}")
+        if wrong := difference(found, expected):
+            self.wrong("bytes", f"{what}: {wrong}")
 
     def count(self, figures: Counter[str]) -> None:
         with open(self.figures, "ab", buffering=0) as file:

@@ -1,35 +1,24 @@
 """A fresh installation of the wheel in a new virtual environment."""
 
 import json
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.support import trainingtools
 from tests.support.tars import make_tar
+from tests.support.trainingtools import ROOT
 
-HOME = Path(__file__).resolve().parents[2]
 #: Seconds; pip may be slow.
 _PATIENCE = 540
 
 
 def run(*command, **environment):
-    """Run a program outside this checkout, and check that it succeeds; returns its output."""
-    known = {name: text for name, text in os.environ.items() if not name.startswith("PYTHON")}
-    done = subprocess.run(
-        [*map(str, command)],
-        cwd="/",
-        env={**known, **environment},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=_PATIENCE,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    """Run a program outside this checkout; returns its output."""
+    command = [*map(str, command)]
+    return trainingtools.run(command, _PATIENCE, Path("/"), PYTHONPATH="", **environment).stdout
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +26,7 @@ def fresh(tmp_path_factory):
     """Install the wheel with the extra of the demo; returns the directory of programs."""
     home = tmp_path_factory.mktemp("fresh")
     pip = [sys.executable, "-m", "pip"]
-    run(*pip, "wheel", "--quiet", "--no-deps", "--wheel-dir", home, HOME)
+    run(*pip, "wheel", "--quiet", "--no-deps", "--wheel-dir", home, ROOT)
     (wheel,) = home.glob("shardcache-*.whl")
     run(sys.executable, "-m", "venv", home / "venv")
     run(home / "venv" / "bin" / "python", "-m", "pip", "install", "--quiet", f"{wheel}[demo]")
@@ -54,7 +43,7 @@ def test_the_demo_keeps_its_promise(fresh, tmp_path):
 def test_the_readme_trains_from_s3(fresh, s3, bucket, s3_environment, tmp_path):
     for number in range(3):
         s3.put(bucket, f"train-{number:04d}.tar", make_tar(number))
-    (lines,) = re.findall(r"```python\n(.*?)```", (HOME / "README.md").read_text(), re.DOTALL)
+    (lines,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     lines = "".join(line for line in lines.splitlines(True) if "DataLoader" not in line)
     code = lines.replace(", torch", "").replace("~/.cache/shards", str(tmp_path / "cache"))
     code = code.replace("s3://bucket/train-{0000..2047}", f"s3://{bucket}/train-{{0000..0002}}")

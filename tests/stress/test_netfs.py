@@ -186,14 +186,6 @@ def test_a_lost_reply_fails_no_read_and_leaves_nothing(far, shim, op, number, do
     pytest.fail("100 requests did not reach the end")
 
 
-def test_a_root_below_a_directory_just_made_by_another_node(far, nodes):
-    here, there = nodes
-    there.set(delay=2.0, negative=0.4)
-    (here.root / "deep").mkdir()
-    with far.cache(there.root / "deep" / "cache") as cache:
-        assert far.read(cache)
-
-
 def test_nodes_share_shards_although_names_appear_late(far, nodes):
     for node in nodes:
         node.set(delay=0.4, negative=0.4, stale=True)

@@ -79,7 +79,7 @@ class Cluster:
 
     def add(self, name):
         """Start a raylet."""
-        environment = self._s3.environment() | {"AWS_ENDPOINT_URL_S3": self.proxy.endpoint_url}
+        environment = self._s3.environment() | {"AWS_ENDPOINT_URL_S3": self.proxy.url}
         environment |= {"SHARDCACHE_DIR": str(self.root / name), "SHARDCACHE_MIN_FREE": "0"}
         self._address = self._raylets.ask((name, environment))
 

@@ -10,7 +10,7 @@ import pytest
 
 from shardcache.locks.mounts import read_mounts
 
-needs_mounts = pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="mounts filesystems, or changes users")
 
 
 @contextlib.contextmanager
@@ -45,13 +45,9 @@ def overlay(lower: Path, scratch: Path) -> Iterator[Path]:
             unmount(merged)
 
 
-def is_mounted(path: Path) -> bool:
-    """Unlike `os.path.ismount`, this recognises bind mounts."""
-    return any(mount.point == str(path) for mount in read_mounts())
-
-
 def unmount(path: Path) -> None:
-    while is_mounted(path):
+    # `os.path.ismount` does not recognise bind mounts.
+    while any(mount.point == str(path) for mount in read_mounts()):
         subprocess.run(["umount", "-l", str(path)], check=True)
 
 

@@ -94,7 +94,7 @@ def proxy(s3: S3Server) -> Iterator[Proxy]:
 @pytest.fixture
 def s3_environment(s3: S3Server, proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """Point S3 clients at the server, through the proxy."""
-    environment = {**s3.environment(), "AWS_ENDPOINT_URL_S3": proxy.endpoint_url}
+    environment = {**s3.environment(), "AWS_ENDPOINT_URL_S3": proxy.url}
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     return environment

@@ -12,18 +12,17 @@ import contextlib
 import http.client
 import select
 import socket
-import struct
+import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler
-from socketserver import TCPServer, ThreadingMixIn
-from typing import Any, Literal, NamedTuple, Self
+from typing import Literal, NamedTuple, NoReturn, Self
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 from shardcache.cli.demo import S3Server
 from tests.support.storetools import wait_until
+from tests.support.webservers import Connection, Scripted
 
 #: Seconds between two pieces of a body whose rate is limited.
 _TICK = 0.02
@@ -111,54 +110,24 @@ class Request:
         return self.status in (200, 206)
 
 
-class _HungUpError(Exception):
-    """Ends a connection."""
-
-
-class _Server(ThreadingMixIn, TCPServer):
-    """Accepts connections for a proxy; one thread serves each."""
-
-    allow_reuse_address = True
-    request_queue_size = 256
-    daemon_threads = True
-    block_on_close = False
-
-    def __init__(self, proxy: Proxy, address: tuple[str, int]) -> None:
-        self.proxy = proxy
-        super().__init__(address, _Connection)
-
-    def process_request(self, client: Any, address: Any) -> None:
-        self.proxy.clients.add(client)
-        super().process_request(client, address)
-
-    def shutdown_request(self, client: Any) -> None:
-        client.close()  # without a FIN of its own: it may be a reset
-        self.proxy.clients.discard(client)
-
-
-class Proxy:
-    """A proxy, as a context manager; clients connect to ``endpoint_url``."""
+class Proxy(Scripted):
+    """A proxy, as a context manager; clients connect to its ``url``."""
 
     def __init__(self, server: S3Server) -> None:
+        super().__init__(lambda head: b"", most=sys.maxsize)
+        self.RequestHandlerClass = _Exchange  # answers
         self.upstream = urlsplit(server.endpoint_url)
-        self.clients: set[socket.socket] = set()
         self.limit: int | None = None  # bytes to pass of each body
         self._lock = threading.Lock()
         self._rules: list[Rule] = []
         self._requests: list[Request] = []
-        self._server: _Server | None = None
-        self._address = ("127.0.0.1", 0)
 
     def __enter__(self) -> Self:
-        self.listen()
+        self._serve()
         return self
 
     def __exit__(self, *exc: object) -> None:
         self.close()
-
-    @property
-    def endpoint_url(self) -> str:
-        return f"http://127.0.0.1:{self._address[1]}"
 
     def requests(self) -> list[Request]:
         """Return the requests since the start, `reset` or `script`, in order of arrival."""
@@ -202,19 +171,20 @@ class Proxy:
         self.limit = None
 
     def listen(self) -> None:
-        """Accept connections, on the same port as before."""
-        self._server = _Server(self, self._address)
-        self._address = self._server.server_address
-        threading.Thread(target=self._server.serve_forever, args=(_TICK,), daemon=True).start()
+        """Accept connections again, on the same port."""
+        self.socket = socket.create_server(self.server_address, backlog=self.request_queue_size)
+        self._serve()
+
+    def _serve(self) -> None:
+        threading.Thread(target=self.serve_forever, args=(_TICK,), daemon=True).start()
 
     def refuse(self) -> None:
         """Refuse new connections until `listen`."""
-        server, self._server = self._server, None
-        if server is not None:
-            server.shutdown()
+        if self.socket.fileno() >= 0:
+            self.shutdown()
             # A forked child may hold the descriptor and with it the port.
-            server.socket.shutdown(socket.SHUT_RDWR)
-            server.server_close()
+            self.socket.shutdown(socket.SHUT_RDWR)
+            self.server_close()
 
     def close(self) -> None:
         """End all connections, as a server that stops, and wait until all are closed."""
@@ -225,54 +195,50 @@ class Proxy:
         wait_until(lambda: not self.clients)
 
 
-class _Connection(BaseHTTPRequestHandler):
+class _Exchange(Connection):
     """Serves the requests of one connection."""
 
-    protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = True
-    server: _Server
+    server: Proxy
 
-    def handle(self) -> None:
-        with contextlib.suppress(_HungUpError, OSError, http.client.HTTPException):
-            super().handle()
-
-    def log_message(self, *_: Any) -> None:
-        """Print nothing: the proxy records the requests."""
-
-    def _exchange(self) -> None:
-        payload = self.rfile.read(int(self.headers.get("content-length", 0)))
-        request = _request(self.command, self.path, self.headers.get("range", ""))
-        fault = self.server.proxy.meet(request)
+    def answer(self, head: str) -> Iterator[bytes]:
+        first, *lines = head.rstrip().split("\r\n")
+        method, target, _ = first.split(" ")
+        pairs = (line.partition(":") for line in lines)
+        given = [(name, value.strip()) for name, _, value in pairs]
+        fields = {name.lower(): value for name, value in given}
+        payload = self.rfile.read(int(fields.get("content-length", 0)))
+        request = _request(method, target, fields.get("range", ""))
+        fault = self.server.meet(request)
         if fault.before is not None:
             fault.before()
         if fault.hang_up:
-            self._finish(fault.hang_up)
-        answer = fault.answer or self._ask(payload)
+            self._hang_up(fault.hang_up)
+        answer = fault.answer or self._ask(method, target, given, payload)
         body = answer.body if fault.body is None else fault.body(answer.body)
         headers: dict[str, str | None] = {name.title(): value for name, value in answer.headers}
-        if self.command != "HEAD" or fault.answer:
+        if method != "HEAD" or fault.answer:
             headers["Content-Length"] = str(len(body))
         headers |= {name.title(): value for name, value in fault.headers.items()}
         span = headers.get("Content-Range") or "bytes 0-"
         request.first = int(span.split()[-1].partition("-")[0]) if span[6:7].isdigit() else None
         request.status = answer.status
-        head = [f"HTTP/1.1 {answer.status} {answer.reason or '-'}"]
-        head += [f"{name}: {value}" for name, value in headers.items() if value is not None]
-        self.connection.sendall("\r\n".join([*head, "", ""]).encode("latin-1"))
-        if self.command != "HEAD":
-            self._send(request, body[: fault.cut], fault)
+        stated = [f"HTTP/1.1 {answer.status} {answer.reason or '-'}"]
+        stated += [f"{name}: {value}" for name, value in headers.items() if value is not None]
+        yield "\r\n".join([*stated, "", ""]).encode("latin-1")
+        if method != "HEAD":
+            yield from self._pieces(request, body[: fault.cut], fault.rate)
         if fault.cut is not None:
-            self._finish(fault.how)
+            self._hang_up(fault.how)
 
-    do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = _exchange
-
-    def _ask(self, payload: bytes) -> Answer:
+    def _ask(
+        self, method: str, target: str, headers: list[tuple[str, str]], payload: bytes
+    ) -> Answer:
         """Forward the request; returns the server's response."""
-        upstream = self.server.proxy.upstream
+        upstream = self.server.upstream
         connection = http.client.HTTPConnection(str(upstream.hostname), upstream.port, 60)
         with contextlib.closing(connection) as server:
-            server.putrequest(self.command, self.path, skip_host=True, skip_accept_encoding=True)
-            for name, value in self.headers.items():
+            server.putrequest(method, target, skip_host=True, skip_accept_encoding=True)
+            for name, value in headers:
                 if name.lower() != "expect":
                     server.putheader(name, value)
             server.endheaders(payload)
@@ -281,22 +247,19 @@ class _Connection(BaseHTTPRequestHandler):
             kept = [(n, v) for n, v in found.getheaders() if n.lower() not in hop]
             return Answer(found.status, kept, found.read(), found.reason)
 
-    def _send(self, request: Request, data: bytes, fault: Fault) -> None:
+    def _pieces(self, request: Request, data: bytes, rate: float | None) -> Iterator[bytes]:
+        """Yield a body at a rate, and pause it at the proxy's limit."""
         view = memoryview(data)
         while view:
-            rate, limit = fault.rate, self.server.proxy.limit
             room = len(view) if rate is None else max(1, int(rate * _TICK))
-            if limit is not None:
+            if (limit := self.server.limit) is not None:
                 room = min(room, max(0, limit - request.body_bytes))
-            if not room:
-                if self._gone(_TICK):
-                    raise _HungUpError
-                continue
             piece, view = view[:room], view[room:]
             request.body_bytes += len(piece)
-            self.connection.sendall(piece)
-            if rate is not None and self._gone(len(piece) / rate):
-                raise _HungUpError
+            yield piece
+            pause = _TICK if not piece else len(piece) / rate if rate else 0.0
+            if pause and self._gone(pause):
+                raise ConnectionAbortedError
 
     def _gone(self, seconds: float | None) -> bool:
         """Wait; returns whether the client hung up."""
@@ -304,14 +267,11 @@ class _Connection(BaseHTTPRequestHandler):
         poller.register(self.connection, select.POLLRDHUP | select.POLLHUP | select.POLLERR)
         return bool(poller.poll(None if seconds is None else seconds * 1000.0))
 
-    def _finish(self, how: str) -> None:
+    def _hang_up(self, how: str) -> NoReturn:
         """End the connection early."""
         if how == "stall":
             self._gone(None)
-        if how == "reset":
-            linger = struct.pack("ii", 1, 0)  # 0 s: close() sends RST instead of FIN
-            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
-        raise _HungUpError
+        raise ConnectionResetError if how == "reset" else ConnectionAbortedError
 
 
 def _request(method: str, target: str, range_header: str) -> Request:

@@ -18,8 +18,6 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from shardcache.clock import boot_id
 from shardcache.layout import Layout
 from shardcache.locks.keys import Holder, KeyLock
@@ -33,8 +31,6 @@ from shardcache.urls import parse_url
 
 #: Seconds after which a test that hangs fails.
 PATIENCE = 120.0
-
-needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="changes users")
 
 
 def payload(size: int, seed: int = 1) -> bytes:

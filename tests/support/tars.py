@@ -12,6 +12,7 @@ def tar_of(
     members: Iterable[tuple[str, bytes]],
     style: int = tarfile.DEFAULT_FORMAT,
     *,
+    modified: float = 0,
     whole_records: bool = True,
 ) -> bytes:
     """Return a tar archive of the members, given as name and content.
@@ -22,7 +23,7 @@ def tar_of(
     with tarfile.open(fileobj=buffer, mode="w", format=style) as archive:
         for name, data in members:
             info = tarfile.TarInfo(name)
-            info.size = len(data)
+            info.size, info.mtime = len(data), modified
             archive.addfile(info, io.BytesIO(data))
         end = archive.offset + 2 * tarfile.BLOCKSIZE
     return buffer.getvalue() if whole_records else buffer.getvalue()[:end]

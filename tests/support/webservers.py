@@ -11,6 +11,7 @@ import subprocess
 import threading
 from collections.abc import Callable, Iterator, MutableSequence
 from pathlib import Path
+from typing import Any
 
 
 class Scripted(socketserver.ThreadingTCPServer):
@@ -37,6 +38,7 @@ class Scripted(socketserver.ThreadingTCPServer):
         self.close_notify = close_notify
         self.heads: MutableSequence[str] = []
         self.connections = 0
+        self.clients: set[socket.socket] = set()  # of open connections
         self.scheme = "http"
         super().__init__(address, Connection)
 
@@ -52,12 +54,17 @@ class Scripted(socketserver.ThreadingTCPServer):
         )
         self.scheme = "https"
 
-    def shutdown_request(self, request: socket.socket | ssl.SSLSocket) -> None:
+    def process_request(self, request: Any, client_address: Any) -> None:
+        self.clients.add(request)
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
         if self.close_notify and isinstance(request, ssl.SSLSocket):
             with contextlib.suppress(OSError, ValueError):  # either side may have closed it
                 request.settimeout(0)  # do not wait for the client's close_notify
                 request.unwrap()
         super().shutdown_request(request)
+        self.clients.discard(request)
 
 
 class Connection(socketserver.StreamRequestHandler):
@@ -74,7 +81,7 @@ class Connection(socketserver.StreamRequestHandler):
                         return
                     head += line.decode("latin-1")
                 self.server.heads.append(head)
-                response = self.server.answer(head)
+                response = self.answer(head)
                 for piece in [response] if isinstance(response, bytes) else response:
                     self.wfile.write(piece)
         except ConnectionResetError:
@@ -83,6 +90,9 @@ class Connection(socketserver.StreamRequestHandler):
             os.close(self.connection.detach())
         except OSError:
             pass  # the client may have gone
+
+    def answer(self, head: str) -> bytes | Iterator[bytes]:
+        return self.server.answer(head)
 
 
 def answer(status: str, body: bytes = b"", **headers: object) -> bytes:

@@ -11,11 +11,10 @@ import webdataset.tariterators  # noqa: F401 - so that not each job imports it
 from shardcache.demo import S3Server
 
 from shardcache import Cache, TarDataset
-from shardcache.store.digest import BLOCK
 from tests.support.clitools import command
 from tests.support.disktools import disk, needs_mounts, remount
 from tests.support.proxy import Proxy
-from tests.support.storetools import Parent, age, forked, room, wait_until
+from tests.support.storetools import BLOCK, Parent, age, forked, room, wait_until
 from tests.support.tars import make_tar
 from tests.support.users import GROUP
 

@@ -13,9 +13,8 @@ import pytest
 
 from shardcache import Cache
 from shardcache.layout import Layout
-from shardcache.store.digest import BLOCK
 from shardcache.store.partial import read_progress
-from tests.support.storetools import crowd, forked, together, wait_until
+from tests.support.storetools import BLOCK, crowd, forked, together, wait_until
 from tests.support.tars import make_tar
 
 pytestmark = pytest.mark.usefixtures("s3_environment")

@@ -8,7 +8,6 @@ import pytest
 from torch.utils.data import DataLoader
 
 from shardcache import Cache, ShardBatchSampler, TarDataset
-from shardcache.cli.demo import S3Server
 from shardcache.dataset.index import write_index_file
 from tests.support.caches import warnings
 from tests.support.storetools import room, together
@@ -19,7 +18,7 @@ WINDOW, EPOCHS = 4, 3
 
 
 @pytest.fixture
-def urls(s3: S3Server, bucket, s3_environment, tmp_path) -> list[str]:
+def urls(s3, bucket, s3_environment, tmp_path) -> list[str]:
     for number, count in enumerate(COUNTS):
         s3.put(bucket, f"{number}.tar", sample_tar(number, count))
     urls = [f"s3://{bucket}/{number}.tar" for number in range(len(COUNTS))]

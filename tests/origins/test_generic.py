@@ -19,9 +19,8 @@ from shardcache import (
 )
 from shardcache.origins.base import TransientError, VersionChangedError
 from shardcache.origins.filesystem import FsspecOrigin
-from shardcache.store.digest import BLOCK
 from shardcache.urls import parse_url
-from tests.support.storetools import PATIENCE
+from tests.support.storetools import BLOCK, PATIENCE
 from tests.support.tars import make_tar
 from tests.support.webservers import Files, running
 

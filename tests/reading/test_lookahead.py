@@ -9,11 +9,9 @@ import pytest
 import webdataset as wds
 
 from shardcache.errors import ShardNotFoundError, TransferError
-from shardcache.origins.base import TransientError
 from shardcache.reading.readers import DownloadReader
-from shardcache.store.digest import BLOCK
 from tests.support.caches import held_elsewhere
-from tests.support.storetools import wait_until
+from tests.support.storetools import BLOCK, wait_until
 from tests.support.tars import make_tar
 
 SHARDS = 6
@@ -135,7 +133,7 @@ def test_errors_are_raised_in_the_order_of_the_shards(make_cache, origin):
 @pytest.mark.parametrize("origins", [False, True])
 def test_only_disk_errors_of_a_download_ahead_are_retried(make_cache, monkeypatch, origin, origins):
     cache = make_cache(prefetch=1, attempts=1)
-    failures = [TransientError("reset") if origins else OSError(28, "No space left on device")]
+    failures = [TransferError("reset") if origins else OSError(28, "No space left on device")]
     real = origin.open
 
     def failing(shard, *arguments):

@@ -17,10 +17,9 @@ from shardcache.cache import Cache
 from shardcache.download import download
 from shardcache.download.download import Downloads
 from shardcache.errors import ShardNotFoundError
-from shardcache.store.digest import BLOCK
 from shardcache.store.partial import Partial
 from tests.support.fakes import Fault
-from tests.support.storetools import PATIENCE, descriptors, forked, no_thread, room
+from tests.support.storetools import BLOCK, PATIENCE, descriptors, forked, no_thread, room
 from tests.support.tars import make_tar
 from tests.support.webservers import Files, running
 

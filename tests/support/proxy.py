@@ -22,7 +22,6 @@ from socketserver import TCPServer, ThreadingMixIn
 from typing import Any, Literal, NamedTuple, Self
 from urllib.parse import parse_qsl, unquote, urlsplit
 
-from shardcache.cli.demo import S3Server
 from tests.support.storetools import wait_until
 
 #: Seconds between two pieces of a body whose rate is limited.
@@ -139,8 +138,8 @@ class _Server(ThreadingMixIn, TCPServer):
 class Proxy:
     """A proxy, as a context manager; clients connect to ``endpoint_url``."""
 
-    def __init__(self, server: S3Server) -> None:
-        self.upstream = urlsplit(server.endpoint_url)
+    def __init__(self, s3) -> None:
+        self.upstream = urlsplit(s3.endpoint_url)
         self.clients: set[socket.socket] = set()
         self.limit: int | None = None  # bytes to pass of each body
         self._lock = threading.Lock()

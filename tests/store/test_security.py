@@ -30,7 +30,6 @@ from tests.support.storetools import (
     metadata_for,
     needs_root,
     public_directory,
-    taken,
 )
 from tests.support.tars import make_tar
 from tests.support.users import ANNA, BELA, ask
@@ -205,7 +204,6 @@ def killed_download(layout) -> Path:
     partial = begin(layout, metadata_for(BIG_URL, BIG, etag=etag))
     fill(partial, BIG, range(1))
     partial.close()
-    taken(layout.key_lock(partial.metadata.key), partial=partial.path.name).release()
     return partial.path
 
 

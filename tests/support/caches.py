@@ -18,10 +18,10 @@ def read(cache: Cache, url: str) -> bytes:
         return stream.read()
 
 
-def held_elsewhere(cache: Cache, url: str, now: float = 0.0) -> Any:
+def held_elsewhere(cache: Cache, url: str, now: float = 0.0, **holder: Any) -> Any:
     """Take the lock of a shard in the name of a process in another container."""
     path = Layout.of_root(cache.dir).key_lock(cache.parse(url).key)
-    return taken(path, pid=4711, host="node-7", rank=3, job="job", started=now)
+    return taken(path, pid=4711, host="node-7", rank=3, job="job", started=now, **holder)
 
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:

@@ -128,8 +128,9 @@ def layout_of(root: Path) -> Layout:
 
 def taken(path: Path, **holder: Any) -> KeyLock:
     """Take a lock in the name of this process, or of the one that ``holder`` describes."""
-    lock = KeyLock(path)
-    assert lock.try_acquire(replace(Holder.this_process(), **holder))
+    lock, record = KeyLock(path), replace(Holder.this_process(), **holder)
+    assert lock.try_acquire(record)
+    lock.update(record)  # with its partial, in place of that of an earlier holder
     return lock
 
 

@@ -15,9 +15,8 @@ from shardcache.cache import PrewarmOptions
 from shardcache.layout import Layout
 from shardcache.prewarm import prewarm
 from shardcache.process import ProcessCache
-from shardcache.store.digest import BLOCK
 from tests.support.fakes import Fault
-from tests.support.storetools import forked, wait_until
+from tests.support.storetools import BLOCK, forked, wait_until
 from tests.support.tars import make_tar
 
 URL, OTHER = "s3://lab/train-0000.tar", "s3://lab/train-0001.tar"

@@ -10,12 +10,10 @@ import pytest
 import webdataset.tariterators  # noqa: F401 - so that not each job imports it
 
 from shardcache import Cache, TarDataset
-from shardcache.cli.demo import S3Server
-from shardcache.store.digest import BLOCK
 from tests.support.clitools import command
 from tests.support.disktools import disk, needs_root, remount
 from tests.support.proxy import Proxy
-from tests.support.storetools import Parent, age, forked, room, wait_until
+from tests.support.storetools import BLOCK, Parent, age, forked, room, wait_until
 from tests.support.tars import make_tar
 from tests.support.users import GROUP
 

@@ -234,11 +234,10 @@ def test_the_first_signal_leaves_partials_that_are_resumed(slow, proxy, run, tmp
 
 def test_the_second_signal_ends_at_once(slow, run, tmp_path):
     script = """if True:
-        import sys
-        from shardcache.cli.main import main
+        import runpy, sys
         from shardcache.download.download import Download
         Download.cancel = lambda self: print("calling off", file=sys.stderr, flush=True)
-        sys.exit(main())
+        runpy.run_module("shardcache", run_name="__main__")
     """
     directory = tmp_path / "cache"
     words = ["prewarm", slow, "-j", "1", "--no-progress"]

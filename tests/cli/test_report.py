@@ -7,13 +7,10 @@ import sys
 import pytest
 
 from shardcache.cache import Cache
-from shardcache.config import Config
 from shardcache.space import budget
-from shardcache.store.entry import Store
-from shardcache.store.root import make_root
 from shardcache.units import format_bytes
 from tests.support.shop import Shop
-from tests.support.storetools import publish, room
+from tests.support.storetools import room
 
 
 @pytest.fixture
@@ -56,12 +53,13 @@ def test_the_report_of_an_empty_cache_escapes_names(run, tmp_path):
     assert "Nothing was counted" in page.read_text() and "<b>cache" not in page.read_text()
 
 
-def test_report_and_top_estimate_a_large_cache(run, tmp_path, monkeypatch):
+def test_report_and_top_estimate_a_large_cache(run, make_cache, origin, tmp_path, monkeypatch):
     monkeypatch.setattr(budget, "_COUNTED", 50)  # instead of 10,000
     root = tmp_path / "cache"
-    store = Store(make_root(Config(root)))
-    for n in range(200):
-        publish(store, f"s3://lab/{n}.tar", bytes(1000))
+    with make_cache(dir=root) as cache:
+        for n in range(200):
+            origin.objects[f"s3://lab/{n}.bin"] = bytes(1000)
+            cache.fetch(f"s3://lab/{n}.bin")
     (tier,) = json.loads(run("top", "--json", "--interval", "0.2")[1])["tiers"]
     assert tier["estimated"] and 150 < tier["shards"] < 250
     assert tier["bytes"] == pytest.approx(1000 * tier["shards"], rel=0.01)

@@ -1,5 +1,6 @@
 """Two nodes train on one S3 server: each shard crosses the network once, or once per epoch."""
 
+import json
 import multiprocessing
 import time
 from collections import Counter
@@ -8,8 +9,6 @@ import pytest
 from torch.utils.data import DataLoader
 
 from shardcache import Cache, ShardBatchSampler, TarDataset
-from shardcache.cli.demo import S3Server
-from shardcache.dataset.index import write_index_file
 from tests.support.caches import warnings
 from tests.support.storetools import room, together
 from tests.support.tars import sample_tar
@@ -19,11 +18,13 @@ WINDOW, EPOCHS = 4, 3
 
 
 @pytest.fixture
-def urls(s3: S3Server, bucket, s3_environment, tmp_path) -> list[str]:
+def urls(s3, bucket, s3_environment, tmp_path) -> list[str]:
     for number, count in enumerate(COUNTS):
         s3.put(bucket, f"{number}.tar", sample_tar(number, count))
     urls = [f"s3://{bucket}/{number}.tar" for number in range(len(COUNTS))]
-    write_index_file(tmp_path / "train.json", dict(zip(urls, COUNTS, strict=True)))
+    shards = [{"url": url, "nsamples": n} for url, n in zip(urls, COUNTS, strict=True)]
+    index = {"wids_version": 1, "shardlist": shards}
+    (tmp_path / "train.json").write_text(json.dumps(index))
     return urls
 
 

@@ -10,8 +10,8 @@ import time
 import numpy as np
 import pytest
 
+from shardcache import ShardBatchSampler
 from shardcache.dataset import sampler as module
-from shardcache.dataset.sampler import ShardBatchSampler
 from shardcache.errors import ConfigError
 from tests.support.caches import warnings
 from tests.support.storetools import age, wait_until

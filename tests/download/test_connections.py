@@ -9,9 +9,8 @@ import pytest
 
 from shardcache import Cache
 from shardcache.locks.sessions import Downloaders
-from shardcache.store.digest import BLOCK
 from tests.support.caches import read
-from tests.support.storetools import PATIENCE, crowd, payload, wait_until
+from tests.support.storetools import BLOCK, PATIENCE, crowd, payload, wait_until
 from tests.support.webservers import Scripted, part_of, running
 
 NODE, PROCESS, FEW = 64, 32, 2  # limits of connections

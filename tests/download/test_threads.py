@@ -21,11 +21,8 @@ import webdataset as wds
 
 from shardcache import threads
 from shardcache.cache import Cache
-from shardcache.origins.base import TransientError
-from shardcache.origins.http import WebOrigin
-from shardcache.store.digest import BLOCK
-from shardcache.urls import parse_url
-from tests.support.storetools import PATIENCE, forked, no_thread, wait_until
+from shardcache.errors import TransferError
+from tests.support.storetools import BLOCK, PATIENCE, forked, no_thread, wait_until
 from tests.support.tars import make_tar
 
 
@@ -156,7 +153,9 @@ def test_a_fork_does_not_wait_for_running_threads_and_not_for_ever(monkeypatch):
         thread.join()
 
 
-def test_a_fork_waits_for_openssl_in_a_tls_handshake_but_not_for_the_server(monkeypatch):
+def test_a_fork_waits_for_openssl_in_a_tls_handshake_but_not_for_the_server(
+    make_cache, monkeypatch
+):
     has_begun, end = threading.Event(), threading.Event()
     may_fork = []
 
@@ -172,7 +171,8 @@ def test_a_fork_waits_for_openssl_in_a_tls_handshake_but_not_for_the_server(monk
     watch(ssl.SSLContext, "wrap_bio")
     watch(ssl.SSLObject, "do_handshake")
     with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor() as pool:
-        shard = parse_url(f"https://127.0.0.1:{server.getsockname()[1]}/a.tar")
+        url = f"https://127.0.0.1:{server.getsockname()[1]}/a.tar"
+        cache = make_cache(attempts=1)
 
         def serve():
             connection, _ = server.accept()
@@ -182,12 +182,12 @@ def test_a_fork_waits_for_openssl_in_a_tls_handshake_but_not_for_the_server(monk
                 end.wait(PATIENCE)
 
         pool.submit(serve)
-        reading = pool.submit(WebOrigin(timeout=PATIENCE).open, shard, 0, 1)
+        reading = pool.submit(cache.fetch, url)
         assert has_begun.wait(PATIENCE)
         with forked(lambda parent: parent.say("here")) as child:
             assert child.hear() == "here"
         end.set()
-        assert isinstance(reading.exception(PATIENCE), TransientError)
+        assert isinstance(reading.exception(PATIENCE), TransferError)
     assert may_fork == [False, False]
 
 

@@ -12,16 +12,21 @@ from shardcache.download import transfer
 from shardcache.download.download import Download
 from shardcache.errors import FetchCancelledError, ShardNotFoundError
 from shardcache.origins.base import TransientError
-from shardcache.store.digest import BLOCK
 from shardcache.urls import parse_url
 from tests.support.caches import held_elsewhere, read
 from tests.support.fakes import Fault, MemoryBody
-from tests.support.storetools import PATIENCE, no_descriptor_left, no_thread, payload, wait_until
+from tests.support.storetools import (
+    BLOCK,
+    PATIENCE,
+    no_descriptor_left,
+    no_thread,
+    payload,
+    wait_until,
+)
 
 URL = "s3://lab/train-0000.bin"
 SIZE = 5 * BLOCK + 777
 DATA, NEWER = payload(SIZE), payload(SIZE)[::-1]
-RESET = TransientError("reset")
 
 
 @pytest.fixture
@@ -65,7 +70,7 @@ def test_every_byte_arrives_once(make, origin, size, sizes):
 
 
 def test_progress_resets_the_attempts_and_no_byte_arrives_twice(make, origin):
-    origin.faults.extend(Fault(after=100_000, error=RESET) for _ in range(6))
+    origin.faults.extend(Fault(after=100_000) for _ in range(6))
     assert fetched(make(attempts=3, connections=1)) == DATA
     assert origin.delivered == SIZE
 
@@ -88,7 +93,7 @@ def test_a_response_without_a_version_is_repeated_not_continued(make, origin, si
     origin.etags, origin.sizes = False, sizes
     if sizes:
         origin.faults.append(Fault())  # none in the first response
-    origin.faults.append(Fault(after=3 * BLOCK, error=RESET))
+    origin.faults.append(Fault(after=3 * BLOCK, error=TransientError("reset")))
     origin.faults.append(Fault(before=lambda: origin.objects.update({URL: NEWER})))
     assert fetched(make()) == NEWER
 

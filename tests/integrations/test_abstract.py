@@ -6,10 +6,8 @@ import fsspec
 import pytest
 from fsspec.tests.abstract import AbstractFixtures, AbstractGetTests, AbstractOpenTests
 
-from shardcache.integrations.fsspec import ShardCacheFileSystem
 
-
-class Writable(ShardCacheFileSystem):
+class Writable(fsspec.get_filesystem_class("shardcache")):
     """Passes writing on to the target, because the tests make their files through it."""
 
     def _open(self, path, mode="rb", **options):

@@ -13,9 +13,7 @@ from fsspec.callbacks import Callback
 from fsspec.implementations.dirfs import DirFileSystem
 
 from shardcache import ConfigError, default_cache
-from shardcache.integrations.fsspec import ShardCacheFileSystem
-from shardcache.store.digest import BLOCK
-from tests.support.storetools import forked
+from tests.support.storetools import BLOCK, forked
 from tests.support.tars import make_tar
 from tests.support.webservers import Files, running
 
@@ -130,9 +128,9 @@ def test_writing_and_a_chain_without_an_origin_are_refused(url, default):
     with pytest.raises(ConfigError, match=r"sig=\*\*\* .* mode 'wb'"):
         fsspec.open("shardcache::https://h/k?sig=secret").fs.open("https://h/k?sig=secret", "wb")
     with pytest.raises(ConfigError, match="URL of the origin"):
-        ShardCacheFileSystem(skip_instance_cache=True)
+        fsspec.filesystem("shardcache", skip_instance_cache=True)
     with pytest.raises(ConfigError, match="only fs="):
-        ShardCacheFileSystem("s3", fs=fsspec.filesystem("memory"))
+        fsspec.filesystem("shardcache", target_protocol="s3", fs=fsspec.filesystem("memory"))
 
 
 def test_the_path_can_be_in_the_first_link_of_a_chain(url, default):

@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 
 from shardcache.cli.entries import partials
-from shardcache.store.digest import BLOCK
 from tests.support import caches
-from tests.support.storetools import forked, wait_until
+from tests.support.storetools import BLOCK, forked, wait_until
 from tests.support.tars import make_tar
 
 URL = "s3://lab/a.tar"

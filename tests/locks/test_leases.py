@@ -5,15 +5,13 @@ import os
 import socket
 import time
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from shardcache.cache import Cache
-from shardcache.config import Config
 from shardcache.files import IDLE_GRACE
+from shardcache.layout import Layout
 from shardcache.locks.keys import Holder, KeyLease, remove_locks
-from shardcache.store.root import make_root
 from tests.support.disktools import needs_root
 from tests.support.storetools import Parent, age, forked, layout_of, wait_until
 from tests.support.tars import make_tar
@@ -23,8 +21,8 @@ ME = Holder(1, "node-1", 0, "job", 1.0)
 
 
 @pytest.fixture
-def layout(tmp_path: Path):
-    return replace(make_root(Config(tmp_path / "cache")), grace=IDLE_GRACE)
+def layout(layout: Layout) -> Layout:
+    return replace(layout, grace=IDLE_GRACE)
 
 
 def test_a_lease_is_granted_where_the_file_is_no_valid_lease(tmp_path, layout):

@@ -13,7 +13,6 @@ from shardcache.errors import ConfigError
 from shardcache.files import IDLE_GRACE
 from shardcache.locks import mounts
 from shardcache.locks.mounts import Mount, mount_of, node_namespace
-from shardcache.store.root import make_root
 from tests.support.caches import read
 from tests.support.storetools import age, layout_of
 from tests.support.tars import make_tar
@@ -80,7 +79,7 @@ def on(kind: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("kind", ["ext4", "tmpfs", "nfs4", "lustre", "fuse.juicefs", "9p", None])
 def test_only_local_filesystems_are_locked_by_flock(root, node, monkeypatch, kind):
     on(kind, monkeypatch)
-    make_root(Config(root))
+    Cache(root).pin(URL)
     found = node_namespace(Config(root))
     if kind in ("ext4", "tmpfs"):
         assert found == layout_of(root)
@@ -99,7 +98,7 @@ def test_caches_of_a_root_share_a_node_directory(root, node, monkeypatch, tmp_pa
 
     (tmp_path / "link").symlink_to(root)
     for name in ("cache", "cache2"):
-        make_root(Config(tmp_path / name))
+        Cache(tmp_path / name).pin(URL)
     first, other = local(), tmp_path / "other-node"
     assert first is not None and first.parent == node
     assert local("link") == first != local("cache2")
@@ -162,7 +161,7 @@ def test_all_processes_lock_as_the_one_that_made_the_cache(make_cache, origin, r
     ],
 )
 def test_another_kind_of_lock_is_refused(root, run, monkeypatch, made, locks, kind, fix):
-    make_root(Config(root, locks=made))
+    Cache(root, locks=made).pin(URL)
     on(kind, monkeypatch)
     monkeypatch.setenv("SHARDCACHE_LOCKS", locks)
     with pytest.raises(ConfigError, match=f"locked by {made}, and .*{fix}"):

@@ -7,7 +7,6 @@ import botocore.session
 import pytest
 
 from shardcache import Cache, TransferError
-from shardcache.origins.aws import s3_endpoint, s3_region
 from shardcache.origins.s3 import _usual_address
 from shardcache.urls import parse_url
 from tests.support.webservers import Files, answer, running
@@ -84,7 +83,9 @@ def test_the_endpoint_is_that_of_botocore(environment, options, endpoint, tmp_pa
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "aws"))
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    assert s3_endpoint(options) == endpoint
+    with Cache(tmp_path / "cache", storage_options=options) as cache:
+        host = (endpoint or "").removeprefix("http://")
+        assert cache.parse("s3://lab/a.tar").endpoint == host
     session = botocore.session.Session(profile=options.get("profile"))
     client = session.create_client("s3", "us-east-1", endpoint_url=options.get("endpoint_url"))
     assert client.meta.endpoint_url == (endpoint or "https://s3.amazonaws.com")
@@ -153,10 +154,10 @@ def test_a_broken_aws_configuration_does_not_affect_local_files(text, tmp_path, 
     (tmp_path / "aws").write_bytes(text)
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "aws"))
     monkeypatch.setenv("AWS_PROFILE", "missing")
-    assert s3_endpoint({}) is s3_region({}) is None
     (tmp_path / "shard.bin").write_bytes(b"bytes")
     with Cache(tmp_path / "cache", cache_local=True, min_free=0) as cache:
         assert cache.open(str(tmp_path / "shard.bin")).read() == b"bytes"
+        assert cache.parse("s3://lab/a.tar").endpoint == ""
 
 
 @pytest.mark.parametrize("name", ["lab", "my.shards", "a" * 63, "Old_Bucket"])

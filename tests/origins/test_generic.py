@@ -3,7 +3,7 @@
 import os
 import threading
 from collections.abc import Callable
-from contextlib import closing
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import fsspec
@@ -17,11 +17,8 @@ from shardcache import (
     TransferError,
     TransferTimeoutError,
 )
-from shardcache.origins.base import TransientError, VersionChangedError
-from shardcache.origins.filesystem import FsspecOrigin
-from shardcache.store.digest import BLOCK
-from shardcache.urls import parse_url
-from tests.support.storetools import PATIENCE
+from shardcache.results import Stopped
+from tests.support.storetools import BLOCK, PATIENCE, no_thread
 from tests.support.tars import make_tar
 from tests.support.webservers import Files, running
 
@@ -80,13 +77,15 @@ def test_the_version_of_a_file_is_its_modification_time(cache, tmp_path):
         cache.open("gs://bucket/a.tar")
 
 
-def test_two_readers_of_a_file_in_memory_share_no_position():
-    shard = parse_url("memory://lab/shared.tar")
+def test_two_readers_of_a_file_in_memory_share_no_position(make_cache):
     MemoryFileSystem().pipe_file("/lab/shared.tar", SHARD)
-    origin = FsspecOrigin("memory", {}, timeout=PATIENCE)
-    with closing(origin.open(shard, 0, 1024)) as first, closing(origin.open(shard, 1024, 2048)):
-        buffer = memoryview(bytearray(512))
-        assert first.readinto(buffer) == 512 and buffer == SHARD[:512]
+    cache = make_cache(max_size=1)  # streamed
+    url = "memory://lab/shared.tar"
+    with cache.open(url) as first, cache.open(url) as second:
+        got = [b"", b""]
+        while sum(map(len, got)) < 2 * len(SHARD):
+            got = [got[0] + first.read(100_000), got[1] + second.read(70_000)]
+    assert got == [SHARD, SHARD]
 
 
 class Hooked(MemoryFileSystem):
@@ -113,6 +112,7 @@ class Hooked(MemoryFileSystem):
         file = super().open(path, mode, **options)
         read = file.read
         file.read = lambda size=-1: self.hook("read") or read(size)
+        file.close = lambda: self.hook("close")
         return file
 
 
@@ -192,43 +192,49 @@ def test_errors_of_a_filesystem_become_errors_of_the_library(hooked_cache, set_h
     assert isinstance(caught.value, TransferError) == issubclass(error, TransferError)
 
 
-def test_a_file_that_became_shorter_is_another_version(set_hook):
-    url = parse_url(URL, allow_schemes={"hooked"})
-    origin = FsspecOrigin("hooked", {}, timeout=60)
-    pin = origin.stat(url)
-    Hooked().pipe_file(URL, SHARD[:-512])
-    body = origin.open(url, len(SHARD) - 512, None, pin)
-    with pytest.raises(VersionChangedError, match="became shorter"):
-        body.readinto(memoryview(bytearray(512)))
-    body.close()
+def test_a_file_that_becomes_shorter_is_another_version(hooked_cache, set_hook):
+    newer, reads = make_tar(5, members=2, size=BLOCK), []
+
+    def hook(call: str) -> None:
+        if call == "read":
+            reads.append(call)
+            if len(reads) == 2:
+                Hooked().pipe_file(URL, newer)
+
+    set_hook(hook)
+    cache = hooked_cache(connections=1, part_size=BLOCK)
+    assert cache.fetch(URL).data.read_bytes() == newer
 
 
-def test_a_blocked_read_of_a_filesystem_can_be_aborted(set_hook):
+def test_a_blocked_read_of_a_filesystem_can_be_aborted(hooked_cache, set_hook):
     reading, released = threading.Event(), threading.Event()
     set_hook(lambda name: name == "read" and (reading.set(), released.wait()))
-    url = parse_url(URL, allow_schemes={"hooked"})
-    body = FsspecOrigin("hooked", {}, timeout=600).open(url, 0, None)
-    threading.Thread(target=lambda: reading.wait() and body.abort()).start()
-    with pytest.raises(TransientError, match="cancelled"):
-        body.readinto(memoryview(bytearray(100)))
+    stop, cache = threading.Event(), hooked_cache(timeout=8 * PATIENCE)
+    with ThreadPoolExecutor() as pool:
+        running = pool.submit(cache.prewarm, [URL], stop=stop)
+        assert reading.wait(PATIENCE)
+        stop.set()
+        assert running.result(PATIENCE).stopped is Stopped.REQUESTED
+        no_thread("-prewarm")
     released.set()
-    body.close()
 
 
-def test_closing_a_file_waits_for_no_thread(set_hook, monkeypatch):
+def test_closing_a_file_waits_for_no_thread(hooked_cache, set_hook, monkeypatch):
     """A new thread may collect garbage first, which may need a lock of the closing thread."""
-    url = parse_url(URL, allow_schemes={"hooked"})
-    body = FsspecOrigin("hooked", {}, timeout=PATIENCE).open(url, 0, None)
-    assert body.readinto(memoryview(bytearray(100))) == 100
-    monkeypatch.setattr("threading.Thread.start", lambda thread: pytest.fail("a thread starts"))
     closed = threading.Event()
-    body._file.close = closed.set
-    body.close()
+    set_hook(lambda name: name == "close" and closed.set())
+    stream = hooked_cache(max_size=1).open(URL)  # streamed
+    assert stream.read(100) == SHARD[:100]
+    closed.clear()
+    monkeypatch.setattr("threading.Thread.start", lambda thread: pytest.fail("a thread starts"))
+    stream.close()
     assert closed.wait(PATIENCE)
 
 
 @pytest.mark.parametrize("has_server", [True, False])
-def test_google_credentials_are_not_sought_where_no_server_gives_any(has_server, monkeypatch):
+def test_google_credentials_are_not_sought_where_no_server_gives_any(
+    make_cache, has_server, monkeypatch
+):
     class Google(MemoryFileSystem):
         def __init__(self, **options):
             super().__init__(**options)
@@ -247,4 +253,4 @@ def test_google_credentials_are_not_sought_where_no_server_gives_any(has_server,
     monkeypatch.setattr("socket.create_connection", Socket)
     monkeypatch.setattr("fsspec.filesystem", lambda *names, **options: Google(**options))
     with pytest.raises(ShardNotFoundError):
-        FsspecOrigin("gs", {}, timeout=PATIENCE).stat(parse_url("gs://lab/none.tar"))
+        make_cache().fetch("gs://lab/none.tar")

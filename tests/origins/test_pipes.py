@@ -7,7 +7,6 @@ import pytest
 
 from shardcache import ConfigError, TransferError, TransferTimeoutError
 from shardcache.commands import read_command
-from shardcache.origins.command import PipeOrigin
 from shardcache.urls import parse_url
 from tests.support.tars import make_tar
 
@@ -56,10 +55,11 @@ def test_a_command_ends_with_its_reader(make_cache, tmp_path, options, command, 
     assert not Path(f"/proc/{(tmp_path / 'pid').read_text().strip()}").exists()
 
 
-def test_a_pickled_command_is_not_run():
-    shard = parse_url("pipe:cat /etc/passwd", allow_schemes=["pipe"])
-    with pytest.raises(ConfigError, match="pickling removed"):
-        PipeOrigin(1.0).open(pickle.loads(pickle.dumps(shard)), 0, None)
+def test_a_pickled_command_is_not_run(make_cache):
+    cache = make_cache(allow_schemes=["pipe"])
+    shard = pickle.loads(pickle.dumps(cache.parse("pipe:echo shard | tr a b")))
+    [error] = cache.prewarm([shard]).failures.values()
+    assert isinstance(error, ConfigError) and "pickling removed" in str(error)
 
 
 OTHER = ("endpoint_url", "http://h:1"), ("profile", "p"), ("region_name", "r")

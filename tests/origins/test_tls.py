@@ -8,7 +8,8 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import closing, suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from itertools import product
 from resource import RUSAGE_THREAD, getrusage
 
@@ -16,11 +17,11 @@ import pytest
 
 from shardcache import Cache, ConfigError
 from shardcache.origins import connection
-from shardcache.origins.base import TransientError, read_all
 from shardcache.origins.http import WebOrigin
 from shardcache.origins.tls import TLSStream
+from shardcache.results import Stopped
 from shardcache.urls import parse_url
-from tests.support.storetools import PATIENCE
+from tests.support.storetools import PATIENCE, no_thread, wait_until
 from tests.support.tars import make_tar
 from tests.support.webservers import Connection, Files, Scripted, answer, certificate, running
 
@@ -93,7 +94,7 @@ def test_credentials_do_not_follow_a_redirect_to_a_server_without_tls(
     assert not node.heads
 
 
-def test_tls_requests_share_one_tunnel_through_a_proxy(context, authority, monkeypatch):
+def test_tls_requests_share_one_tunnel_through_a_proxy(make_cache, context, authority, monkeypatch):
     class Tunnel(Connection):
         """A proxy that is also the server."""
 
@@ -104,30 +105,31 @@ def test_tls_requests_share_one_tunnel_through_a_proxy(context, authority, monke
             for _ in range(3):
                 super().handle()
 
-    file = answer("206 Partial", SHARD[:9], Content_Range="bytes 0-8/99", Connection=None)
+    file = answer("200 OK", SHARD, Connection=None)
     proxy = Scripted(lambda head: b"HTTP/1.1 200 OK\r\n\r\n" if "CONNECT" in head else file)
     proxy.RequestHandlerClass = Tunnel
     monkeypatch.setenv("https_proxy", proxy.url.removeprefix("http://"))
     monkeypatch.setenv("SSL_CERT_FILE", authority[0])
-    origin = WebOrigin(timeout=60)
-    with running(proxy):
-        for _ in range(3):
-            body = origin.open(parse_url("https://127.0.0.1:9/a.tar"), 0, 9)
-            assert read_all(body, 99) == SHARD[:9]
+    with running(proxy), make_cache() as cache:
+        for name in "abc":
+            assert cache.open(f"https://127.0.0.1:9/{name}.tar").read() == SHARD
     firsts = [head.split(" HTTP")[0] for head in proxy.heads]
-    assert firsts == ["CONNECT 127.0.0.1:9", *["GET /a.tar"] * 3]
+    assert firsts == ["CONNECT 127.0.0.1:9", "GET /a.tar", "GET /b.tar", "GET /c.tar"]
 
 
-def test_a_blocked_read_of_tls_can_be_aborted(context, authority, monkeypatch):
+def test_a_blocked_read_of_tls_can_be_aborted(make_cache, context, authority, monkeypatch):
     half = b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\nhalf"
     server = Scripted(lambda head: half, most=2)
     monkeypatch.setenv("SSL_CERT_FILE", authority[0])
-    url = parse_url(f"{server.url.replace('http:', 'https:')}/a")
-    with running(server, context), closing(WebOrigin(timeout=60).open(url, 0, None)) as body:
-        assert body.readinto(memoryview(bytearray(4))) == 4
-        threading.Timer(0.2, body.abort).start()
-        with pytest.raises(TransientError, match="cancelled"):
-            body.readinto(memoryview(bytearray(96)))
+    url, stop = f"{server.url.replace('http:', 'https:')}/a", threading.Event()
+    cache = make_cache(timeout=8 * PATIENCE)
+    with running(server, context), ThreadPoolExecutor() as pool:
+        prewarm = pool.submit(cache.prewarm, [url], stop=stop)
+        wait_until(lambda: server.heads)
+        time.sleep(0.2)  # until the read blocks
+        stop.set()
+        assert prewarm.result(PATIENCE).stopped is Stopped.REQUESTED
+        no_thread("-prewarm")
 
 
 @pytest.mark.parametrize("tls", [False, True])

@@ -5,11 +5,10 @@ import pickle
 import socket
 
 import pytest
+from fsspec.implementations.local import LocalFileOpener
 
 from shardcache.cache import Cache
 from shardcache.config import Config, StorageOptions, Upstream
-from shardcache.origins.base import TransientError
-from shardcache.origins.filesystem import FsspecBody
 from tests.support.proxy import Proxy
 from tests.support.storetools import no_descriptor_left
 from tests.support.tars import make_tar
@@ -130,15 +129,15 @@ def test_a_download_that_loses_its_upstream_continues_at_the_origin(
     origin.objects[URL] = make_tar(3, members=200, size=60_000)
     with node(writable(nas)) as first:
         first.open(URL).read()
-    real, counts = FsspecBody.readinto, []
+    real, counts = LocalFileOpener.read, []
 
-    def readinto(self, buffer):
+    def read(file, size):
         if sum(counts) > 4 << 20:
-            raise TransientError("the server went away")
-        counts.append(real(self, buffer))
-        return counts[-1]
+            raise OSError("the server went away")
+        counts.append(len(data := real(file, size)))
+        return data
 
-    monkeypatch.setattr(FsspecBody, "readinto", readinto)
+    monkeypatch.setattr(LocalFileOpener, "read", read)
     origin.requests.clear()
     assert node(nas, connections=1).open(URL).read() == origin.objects[URL]
     starts = [start for _, start, _ in origin.requests]

@@ -1,13 +1,24 @@
 """Splitting shards by node, as WebDataset's splitter gives them to the ranks of a node."""
 
+import json
+
 import pytest
 import webdataset as wds
 
-from shardcache.errors import ConfigError
-from shardcache.origins.listing import Listing
-from shardcache.prewarm.plan import Share, own_share, wanted_shards
+SPEC = "/nas/train-{0000..0030}.tar::/nas/extra-{a,b,b,a}.tar"
 
-SPEC = "s3://lab/train-{0000..0030}.tar::s3://lab/extra-{a,b,b,a}.tar"
+
+@pytest.fixture
+def share(run, monkeypatch):
+    """Returns a function that runs the command, and returns the shards of the node's share."""
+    monkeypatch.setenv("SHARDCACHE_CACHE_LOCAL", "1")
+
+    def share(*options):
+        code, out, err = run("prewarm", SPEC, "-n", "--json", "--shard-by-node", *options)
+        assert code != 2, err
+        return [shard["url"].removeprefix("file://") for shard in json.loads(out)["shards"]]
+
+    return share
 
 
 def of_ranks(monkeypatch, ranks, world):
@@ -21,13 +32,13 @@ def of_ranks(monkeypatch, ranks, world):
 
 
 @pytest.mark.parametrize(("nodes", "ranks"), [(1, 8), (3, 1), (3, 4), (40, 2)])
-def test_a_node_gets_the_shards_of_its_ranks_each_once(monkeypatch, make_cache, nodes, ranks):
-    cache, everything = make_cache(), set()
+def test_a_node_gets_the_shards_of_its_ranks_each_once(monkeypatch, share, nodes, ranks):
+    everything = set()
     for node in range(nodes):
         mine = range(node * ranks, (node + 1) * ranks)
         wanted = of_ranks(monkeypatch, mine, nodes * ranks)
-        share = Share(node, nodes, ranks)
-        shards = [str(s) for s in wanted_shards(cache, [SPEC], Listing(cache.config), share)]
+        number = "--node-rank", node, "--node-count", nodes
+        shards = share(*number, "--ranks-per-node", ranks)
         assert shards == list(dict.fromkeys(wanted))
         everything.update(shards)
     assert len(everything) == 33
@@ -43,14 +54,15 @@ def test_a_node_gets_the_shards_of_its_ranks_each_once(monkeypatch, make_cache, 
         ({"SLURM_NODEID": "4", "SLURM_NNODES": "4"}, "not one of 4"),
     ],
 )
-def test_the_launcher_sets_the_share_of_a_node(monkeypatch, environ, expected):
+def test_the_launcher_sets_the_share_of_a_node(monkeypatch, run, share, environ, expected):
     for name in ("GROUP_RANK", "GROUP_WORLD_SIZE"):  # fixtures clear those of Slurm
         monkeypatch.delenv(name, raising=False)
     for name, text in environ.items():
         monkeypatch.setenv(name, text)
     if isinstance(expected, str):
-        with pytest.raises(ConfigError, match=expected):
-            own_share(None, None, 1)
+        code, _, err = run("prewarm", SPEC, "-n", "--shard-by-node")
+        assert code == 2 and expected in err
     else:
-        assert own_share(None, None, 8) == Share(*expected, 8)
-    assert own_share(0, 9, 1) == Share(0, 9, 1)  # arguments win
+        node, count = expected
+        assert share() == share("--node-rank", node, "--node-count", count)
+    assert len(share("--node-rank", 0, "--node-count", 9)) == 4  # arguments win

@@ -13,9 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from shardcache import TransferError
-from shardcache.store.digest import BLOCK
 from tests.support.caches import read, warnings
-from tests.support.storetools import no_descriptor_left, payload
+from tests.support.storetools import BLOCK, no_descriptor_left, payload
 from tests.support.tars import make_tar
 
 URL, SMALL_URL = "s3://lab/train-0000.tar", "s3://lab/small.bin"

@@ -12,10 +12,8 @@ import pytest
 from shardcache.cache import Cache
 from shardcache.errors import FetchCancelledError, IntegrityError, TransferError
 from shardcache.layout import Layout
-from shardcache.origins.base import TransientError
-from shardcache.store.digest import BLOCK
 from tests.support.fakes import Fault
-from tests.support.storetools import PATIENCE, forked, no_thread, wait_until
+from tests.support.storetools import BLOCK, PATIENCE, forked, no_thread, wait_until
 from tests.support.tars import make_tar
 from tests.support.webservers import Files, running
 
@@ -138,7 +136,7 @@ def test_the_error_of_a_download_persists(make_cache, origin, how):
     if how == "an error page":
         origin.objects[URL] = b"<html>no such bucket</html>" * 200_000
     else:
-        origin.faults.extend([Fault(after=BLOCK, error=TransientError("reset")), Fault(after=None)])
+        origin.faults.extend([Fault(after=BLOCK), Fault(after=None)])
     # The download may fail before or after `open` returns.
     with pytest.raises(error), one(make_cache).open(URL) as stream:
         with pytest.raises(error):
@@ -178,7 +176,7 @@ def test_resumed_bytes_wait_for_their_version(
             return body
 
         monkeypatch.setattr(origin, "open", misstated)
-    origin.faults.append(Fault(after=2 * BLOCK + 9, error=TransientError("reset")))
+    origin.faults.append(Fault(after=2 * BLOCK + 9))
     origin.faults.append(Fault(after=None))
     with pytest.raises(TransferError):
         one(make_cache).fetch(URL)

@@ -3,9 +3,8 @@
 import pytest
 
 from shardcache import Cache, TransferError
-from shardcache.store.digest import BLOCK
 from tests.origins.test_tls import authority, context  # noqa: F401
-from tests.support.storetools import forked
+from tests.support.storetools import BLOCK, forked
 from tests.support.tars import make_tar
 from tests.support.webservers import Files, running
 

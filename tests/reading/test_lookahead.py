@@ -9,11 +9,9 @@ import pytest
 import webdataset as wds
 
 from shardcache.errors import ShardNotFoundError, TransferError
-from shardcache.origins.base import TransientError
-from shardcache.reading.readers import DownloadReader
-from shardcache.store.digest import BLOCK
 from tests.support.caches import held_elsewhere
-from tests.support.storetools import wait_until
+from tests.support.fakes import Fault
+from tests.support.storetools import BLOCK, wait_until
 from tests.support.tars import make_tar
 
 SHARDS = 6
@@ -135,7 +133,7 @@ def test_errors_are_raised_in_the_order_of_the_shards(make_cache, origin):
 @pytest.mark.parametrize("origins", [False, True])
 def test_only_disk_errors_of_a_download_ahead_are_retried(make_cache, monkeypatch, origin, origins):
     cache = make_cache(prefetch=1, attempts=1)
-    failures = [TransientError("reset") if origins else OSError(28, "No space left on device")]
+    failures = [TransferError("reset") if origins else OSError(28, "No space left on device")]
     real = origin.open
 
     def failing(shard, *arguments):
@@ -171,9 +169,11 @@ def test_a_shard_that_another_process_downloads_is_left_to_it(make_cache, origin
 @pytest.mark.locks_work
 def test_the_processes_of_a_node_share_a_limit_of_downloads_ahead(make_cache, origin, monkeypatch):
     monkeypatch.setattr("shardcache.download.fetch._AHEAD", 1)
-    one, other = make_cache(), make_cache(prefetch=2)
-    event = origin.hold(0)
-    ahead = DownloadReader(one.process, one.parse(URLS[1]), ahead=True)
+    one, other = make_cache(prefetch=1), make_cache(prefetch=2)
+    origin.faults.append(Fault())
+    event = origin.hold(0)  # the second shard
+    first = one.url_opener(URLS[:2])
+    assert next(first)["stream"].read() == DATA[0]
     wait_until(lambda: URLS[1] in requested(origin))
     second = other.url_opener(URLS[2:5])
     assert next(second)["stream"].read() == DATA[2]
@@ -181,4 +181,4 @@ def test_the_processes_of_a_node_share_a_limit_of_downloads_ahead(make_cache, or
     assert URLS[3] not in requested(origin)
     assert next(second)["stream"].read() == DATA[3]  # the limit does not apply to a waiting reader
     event.set()
-    ahead.close()
+    assert next(first)["stream"].read() == DATA[1]

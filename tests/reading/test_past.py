@@ -4,15 +4,13 @@ import gc
 import os
 
 import pytest
+from fsspec.implementations.local import LocalFileOpener
 
 from shardcache import TransferError
 from shardcache.errors import CacheFullError
-from shardcache.origins.base import TransientError
-from shardcache.origins.filesystem import FsspecBody
-from shardcache.store.digest import BLOCK
 from tests.support import caches
 from tests.support.fakes import Fault
-from tests.support.storetools import no_descriptor_left
+from tests.support.storetools import BLOCK, no_descriptor_left
 from tests.support.tars import make_tar
 
 URLS = [f"s3://lab/{name}/0.tar" for name in "abc"]
@@ -117,11 +115,11 @@ def test_the_version_of_a_streamed_file_is_compared(full, tmp_path, monkeypatch,
         new.rename(path)
         if when == "before it is continued":
 
-            def broken(body, view):
+            def broken(file, size):
                 monkeypatch.undo()
-                raise TransientError("reset")
+                raise OSError("reset")
 
-            monkeypatch.setattr(FsspecBody, "readinto", broken)
+            monkeypatch.setattr(LocalFileOpener, "read", broken)
         with pytest.raises(TransferError, match="was replaced"):
             stream.raw.readall()
 
@@ -175,18 +173,18 @@ def test_when_a_copy_is_replaced_the_rest_has_the_same_version(near, copy, origi
 @pytest.mark.parametrize("piece", [10_007, 2 * BLOCK])
 def test_a_read_after_an_error_skips_no_bytes(near, origin, monkeypatch, piece):
     """The copy fails within a block, and the origin fails once."""
-    got, served, errors, real = bytearray(), 0, 0, FsspecBody.readinto
+    got, served, errors, real = bytearray(), 0, 0, LocalFileOpener.read
 
-    def readinto(self, buffer):
+    def read_file(file, size):
         nonlocal served
         if served >= BLOCK + BLOCK // 2:
-            raise TransientError("the NAS hangs")
-        served += (count := real(self, buffer[: BLOCK // 4]))
-        return count
+            raise OSError("the NAS hangs")
+        served += len(data := real(file, min(size, BLOCK // 4)))
+        return data
 
     with near.open(URL) as stream:
-        monkeypatch.setattr(FsspecBody, "readinto", readinto)
-        origin.faults.append(Fault(None, TransientError("503")))
+        monkeypatch.setattr(LocalFileOpener, "read", read_file)
+        origin.faults.append(Fault(None))
         while errors < 3:
             try:
                 if not (found := stream.read(piece)):

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from shardcache.errors import ShardNotFoundError, TransferError
-from shardcache.origins.base import TransientError
 from tests.support import caches
 from tests.support.storetools import room
 from tests.support.tars import make_tar
@@ -108,7 +107,7 @@ def test_prewarm_refresh_downloads_and_counts_replaced_shards(run, spec, warm, s
     assert Path(out.strip()).read_bytes() == make_tar(51)
 
 
-@pytest.mark.parametrize("error", [TransientError("503"), ShardNotFoundError("gone", url=URL)])
+@pytest.mark.parametrize("error", [TransferError("503"), ShardNotFoundError("gone", url=URL)])
 def test_a_refresh_without_a_response_fails_and_keeps_the_entry(make_cache, origin, error):
     cache = make_cache(attempts=1)
     assert read(cache) == OLD

@@ -14,13 +14,11 @@ from shardcache.cache import Cache
 from shardcache.clock import boot_id
 from shardcache.config import Config
 from shardcache.errors import CacheFullError
+from shardcache.layout import Layout
 from shardcache.locks.sessions import Session
 from shardcache.space import budget
 from shardcache.space.budget import Space
-from shardcache.space.eviction import total_bytes
 from shardcache.store.entry import Entry, Store
-from shardcache.store.partial import Partial
-from shardcache.store.root import make_root
 from shardcache.urls import parse_url
 from tests.support.caches import read
 from tests.support.disktools import disk, needs_root
@@ -38,19 +36,18 @@ class Bench:
 
     def __init__(
         self,
-        path: Path,
+        layout: Layout,
         monkeypatch: pytest.MonkeyPatch,
         holds: Sequence[int] = (),
         **options: object,
     ) -> None:
-        self.layout = make_root(Config(path / "cache"))
-        self.store = Store(self.layout)
+        self.layout, self.store = layout, Store(layout)
         self.clock = FakeClock(monkeypatch, now=10_000.0)
         self.free = 100 * GB
         monkeypatch.setattr(os, "statvfs", lambda path: self._statvfs())
         if holds:
-            options["max_size"] = room(path, *holds)
-        config = Config(path / "cache", **{"min_free": 0, **options})
+            options["max_size"] = self.room(*holds)
+        config = Config(layout.base.parent, **{"min_free": 0, **options})
         self.space = Space(self.layout, lambda: [self.store], config)
         self.counts = 0  # how often the first part of the cache was listed
         self.real_entries = self.store.entries
@@ -68,7 +65,7 @@ class Bench:
         urls = (f"s3://lab/{number:04d}.tar" for number in range(count))
         return [publish(self.store, url, bytes(size), used=n) for n, url in enumerate(urls, 1)]
 
-    def admit(self, url: str = NEW, size: int | None = 0) -> Partial:
+    def admit(self, url: str = NEW, size: int | None = 0):
         with self.space.reserved(parse_url(url), size):
             return begin(self.layout, metadata_for(url, b"", size=size))
 
@@ -81,7 +78,7 @@ class Bench:
         partial.close()
 
     def used(self) -> int:
-        entries = total_bytes(Store(self.layout).entries(), self.space.allocated)
+        entries = self.room(*(entry.size for entry in Store(self.layout).entries()))
         return entries + sum(flight.reserved for flight in self.space.flights())
 
     def room(self, *sizes: int) -> int:
@@ -89,8 +86,8 @@ class Bench:
 
 
 @pytest.fixture
-def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Bench]:
-    return lambda *holds, **options: Bench(tmp_path, monkeypatch, holds, **options)
+def make(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Bench]:
+    return lambda *holds, **options: Bench(layout, monkeypatch, holds, **options)
 
 
 @pytest.fixture

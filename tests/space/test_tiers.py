@@ -12,7 +12,6 @@ import pytest
 
 from shardcache.cache import Cache
 from shardcache.errors import CacheFullError
-from shardcache.store.partial import Partial
 from tests.support.caches import read, warnings
 from tests.support.clitools import command
 from tests.support.disktools import disk, limited_group, needs_root
@@ -86,16 +85,16 @@ def test_a_damaged_entry_in_one_tier_does_not_hide_one_in_another(shop, ram):
 
 @needs_root
 def test_a_ram_disk_that_another_program_fills_is_skipped(shop, ram, tmp_path, monkeypatch):
-    big, real = tmp_path / "big.tar", Partial.write
+    big, real = tmp_path / "big.tar", os.pwrite
     big.write_bytes(make_tar(2, members=100, size=60_000))
     with disk(ram, "size=16m"), opened(shop, ram, None) as cache:
 
-        def hog(*arguments: Any) -> None:  # takes the room after the admission
-            if not (ram / "hog").exists():
+        def hog(fd: int, data: memoryview, offset: int) -> int:  # takes the admitted room
+            if len(data) > 10_000 and not (ram / "hog").exists():
                 (ram / "hog").write_bytes(bytes(shutil.disk_usage(ram).free - 2 * MIB))
-            real(*arguments)
+            return real(fd, data, offset)
 
-        monkeypatch.setattr(Partial, "write", hog)
+        monkeypatch.setattr(os, "pwrite", hog)
         assert read(cache, str(big)) == big.read_bytes()
         assert (ram / "hog").exists() and tier(cache, ram, str(big)) == "home"
         assert list(layout_of(ram).partial.iterdir()) == []

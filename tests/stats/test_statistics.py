@@ -8,13 +8,11 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from shardcache.cache import Cache
-from shardcache.errors import ConfigError, IntegrityError, ShardNotFoundError
-from shardcache.origins.base import TransientError
-from shardcache.store.digest import BLOCK
+from shardcache.errors import ConfigError, IntegrityError, ShardNotFoundError, TransferError
 from shardcache.units import format_bytes
 from tests.support.fakes import Fault
 from tests.support.shop import Shop
-from tests.support.storetools import room, wait_until
+from tests.support.storetools import BLOCK, room, wait_until
 from tests.support.tars import make_tar
 
 
@@ -72,7 +70,7 @@ def test_a_reader_that_leaves_after_its_download_failed_has_missed(make_cache, o
     """Not coalesced: that would count as bytes saved."""
     origin.objects[urls[0]] = make_tar(1, members=3, size=BLOCK)
     has_read = threading.Event()
-    failure = Fault(after=BLOCK + 5, error=TransientError("reset"), wait=has_read)
+    failure = Fault(after=BLOCK + 5, error=TransferError("reset"), wait=has_read)
     origin.faults.extend([failure, Fault(after=None)])
     cache = make_cache(connections=1, attempts=1)
     with cache.open(urls[0]) as stream:
@@ -88,7 +86,7 @@ def test_retries_errors_removals_and_upstreams_are_counted(make_cache, origin, u
     near.parent.mkdir(parents=True)
     near.write_bytes(origin.objects[urls[1]])
     origin.objects[urls[2]] = b"no archive at all" * 1000
-    origin.faults.extend(Fault(after=100, error=TransientError("reset")) for _ in range(2))
+    origin.faults.extend(Fault(after=100) for _ in range(2))
     cache = make_cache(upstreams=[tmp_path / "nas"])
     cache.fetch(urls[0])
     with pytest.raises(IntegrityError, match=r"c\.tar"):

@@ -12,7 +12,6 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from shardcache.layout import META, PROGRESS, Layout, parse_partial_name
-from shardcache.store.digest import BLOCK
 from shardcache.store.directory import Metadata
 from shardcache.store.partial import (
     Partial,
@@ -23,6 +22,7 @@ from shardcache.store.partial import (
     remove_unnamed,
 )
 from tests.support.storetools import (
+    BLOCK,
     age,
     begin,
     fill,

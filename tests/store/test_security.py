@@ -16,10 +16,7 @@ from pathlib import Path
 import pytest
 
 from shardcache import Cache, ConfigError
-from shardcache.config import Config
 from shardcache.layout import MANIFEST, PROGRESS
-from shardcache.locks.keys import Holder, KeyLock
-from shardcache.store.root import make_root
 from shardcache.urls import parse_url
 from shardcache.wds import url_opener
 from tests.support.caches import read, warnings
@@ -86,7 +83,7 @@ def directory(uid: int, mode: int, fix: str) -> Callable[[Path], str]:
 
 
 def cache_of_a_group(root: Path) -> str:
-    make_root(Config(root))
+    assert fetch_in(root) == ""
     for path in (root, *root.rglob("*")):
         os.chown(path, ANNA.uid, ANNA.uid)
     root.chmod(0o770)
@@ -199,9 +196,6 @@ def killed_download(layout) -> Path:
     partial = begin(layout, metadata_for(BIG_URL, BIG, etag=etag))
     fill(partial, BIG, range(1))
     partial.close()
-    lock = KeyLock(layout.key_lock(partial.metadata.key))
-    assert lock.try_acquire(Holder(4711, "node-7", 0, "job", 1.0, partial=partial.path.name))
-    lock.release()
     return partial.path
 
 

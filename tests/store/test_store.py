@@ -15,12 +15,12 @@ import pytest
 
 from shardcache.files import try_flock
 from shardcache.layout import META
-from shardcache.store.digest import BLOCK
 from shardcache.store.directory import DamagedError
 from shardcache.store.entry import Entry, Opened, Store, set_aside
 from shardcache.store.partial import in_flight, remove_leftover
 from shardcache.urls import parse_url
 from tests.support.storetools import (
+    BLOCK,
     begin,
     begun,
     few_descriptors,

@@ -12,7 +12,6 @@ import pytest
 from shardcache.cache import Cache
 from shardcache.layout import META
 from shardcache.store import verify as engine
-from shardcache.store.entry import Entry
 from shardcache.store.verify import State, VerifyStatus
 from tests.support.caches import read
 from tests.support.shop import Shop
@@ -32,8 +31,8 @@ def opened(shop: Shop, **options: Any) -> Cache:
     return Cache(shop.path, cache_local=True, min_free=0, **options)
 
 
-def flip(entry: Entry, at: int) -> None:
-    """Flip a bit as a failing disk does, without changing the size and times of the file."""
+def flip(entry, at: int) -> None:
+    """Flip a bit of an entry as a failing disk does, without changing its size and times."""
     times = os.stat(entry.data)
     with open(entry.data, "r+b") as file:
         file.seek(at, os.SEEK_END if at < 0 else os.SEEK_SET)

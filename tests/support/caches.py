@@ -2,13 +2,13 @@
 
 import logging
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import pytest
 
 from shardcache.cache import Cache
 from shardcache.layout import Layout
-from shardcache.locks.keys import Holder, KeyLock
+from tests.support.storetools import taken
 
 MakeCache: TypeAlias = Callable[..., Cache]
 
@@ -18,11 +18,10 @@ def read(cache: Cache, url: str) -> bytes:
         return stream.read()
 
 
-def held_elsewhere(cache: Cache, url: str, now: float = 0.0) -> KeyLock:
+def held_elsewhere(cache: Cache, url: str, now: float = 0.0, **holder: Any) -> Any:
     """Take the lock of a shard in the name of a process in another container."""
-    lock = KeyLock(Layout.of_root(cache.dir).key_lock(cache.parse(url).key))
-    assert lock.try_acquire(Holder(4711, "node-7", 3, "job", now))
-    return lock
+    path = Layout.of_root(cache.dir).key_lock(cache.parse(url).key)
+    return taken(path, pid=4711, host="node-7", rank=3, job="job", started=now, **holder)
 
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:

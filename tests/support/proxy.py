@@ -17,10 +17,9 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, NoReturn, Self
+from typing import Any, Literal, NamedTuple, NoReturn, Self
 from urllib.parse import parse_qsl, unquote, urlsplit
 
-from shardcache.cli.demo import S3Server
 from tests.support.storetools import wait_until
 from tests.support.webservers import Connection, Scripted
 
@@ -113,10 +112,10 @@ class Request:
 class Proxy(Scripted):
     """A proxy, as a context manager; clients connect to its ``url``."""
 
-    def __init__(self, server: S3Server) -> None:
+    def __init__(self, s3: Any) -> None:
         super().__init__(lambda head: b"", most=sys.maxsize)
         self.RequestHandlerClass = _Exchange  # answers
-        self.upstream = urlsplit(server.endpoint_url)
+        self.upstream = urlsplit(s3.endpoint_url)
         self.limit: int | None = None  # bytes to pass of each body
         self._lock = threading.Lock()
         self._rules: list[Rule] = []

@@ -2,10 +2,10 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
 from shardcache.cache import Cache
 from shardcache.layout import Layout
-from shardcache.store.entry import Entry
 from tests.support.storetools import room
 from tests.support.tars import make_tar
 
@@ -29,13 +29,13 @@ class Shop:
         """Return the bytes on disk of cached shards that ``links`` ranks link each."""
         return int(shards * room(self.path, self.size, *(links - 1) * [0]))
 
-    def entries(self) -> dict[str, Entry]:
+    def entries(self) -> dict[str, Any]:
         """Return the cached entries by the path of their shard."""
         return {url: links[0] for url, links in self.links().items()}
 
-    def links(self) -> dict[str, list[Entry]]:
+    def links(self) -> dict[str, list[Any]]:
         """Return the entries of all namespaces by the path of their shard."""
-        found: dict[str, list[Entry]] = {}
+        found: dict[str, list[Any]] = {}
         with Cache(self.path, cache_local=True) as cache:
             for entry in cache.entries():
                 url = entry.metadata().url.removeprefix("file://")

@@ -14,6 +14,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from shardcache.layout import Layout
 from shardcache.locks.keys import Holder, KeyLock
 from shardcache.origins.base import ObjectInfo
 from shardcache.space.memory import allocation
-from shardcache.store.digest import BLOCK, block_digest, tree_digest
+from shardcache.store.digest import block_digest, tree_digest
 from shardcache.store.directory import Metadata
 from shardcache.store.entry import Entry, Store
 from shardcache.store.partial import Partial
@@ -31,6 +32,9 @@ from shardcache.urls import parse_url
 
 #: Seconds after which a test that hangs fails.
 PATIENCE = 120.0
+
+#: Bytes that a download hashes and records at once.
+BLOCK = 1 << 20
 
 
 def payload(size: int, seed: int = 1) -> bytes:
@@ -118,10 +122,11 @@ def layout_of(root: Path) -> Layout:
     return Layout.of_root(root)
 
 
-def taken(path: Path) -> KeyLock:
-    """Take a lock in the name of this process."""
-    lock = KeyLock(path)
-    assert lock.try_acquire(Holder.this_process())
+def taken(path: Path, **holder: Any) -> KeyLock:
+    """Take a lock in the name of this process, or of the one that ``holder`` describes."""
+    lock, record = KeyLock(path), replace(Holder.this_process(), **holder)
+    assert lock.try_acquire(record)
+    lock.update(record)  # with its partial, in place of that of an earlier holder
     return lock
 
 

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardcache.cli.demo import S3Server
 from tests.support.proxy import Proxy
 from tests.support.storetools import wait_until
 from tests.support.tars import sample_tar
@@ -23,11 +22,9 @@ EXAMPLES = ROOT / "examples"
 class DataSet:
     """Shards ``train-0000.tar``, ``train-0001.tar`` ... in a bucket."""
 
-    def __init__(
-        self, server: S3Server, bucket: str, proxy: Proxy, shards: int = 4, members: int = 6
-    ) -> None:
+    def __init__(self, s3, bucket: str, proxy: Proxy, shards: int = 4, members: int = 6) -> None:
         for seed in range(shards):
-            server.put(bucket, f"train-{seed:04d}.tar", sample_tar(seed, members))
+            s3.put(bucket, f"train-{seed:04d}.tar", sample_tar(seed, members))
         self.bucket = bucket
         self.spec = f"s3://{bucket}/train-{{0000..{shards - 1:04d}}}.tar"
         self.paths = [f"{bucket}/train-{seed:04d}.tar" for seed in range(shards)]

@@ -44,7 +44,7 @@ SIZE, LATE = len(SHARDS[0]), make_tar(9, 4, BLOCK // 2)
 class World:
     """A cache with the settings of one row, and its jobs."""
 
-    def __init__(self, row: str, path: Path, s3: S3Server, bucket: str, proxy: Proxy) -> None:
+    def __init__(self, row: str, path: Path, s3: Any, bucket: str, proxy: Proxy) -> None:
         self.settings = settings = dict(zip(SETTINGS.split(), row.split(), strict=True))
         self.root, self.ram, self.proxy = path / "disk/cache", path / "ram", proxy
         one = room(path, SIZE, *3 * [0])  # the links of ranks have sidecars of their own

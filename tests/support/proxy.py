@@ -205,6 +205,8 @@ class _Exchange(Connection):
         pairs = (line.partition(":") for line in lines)
         given = [(name, value.strip()) for name, _, value in pairs]
         fields = {name.lower(): value for name, value in given}
+        if fields.get("expect", "").lower() == "100-continue":
+            self.wfile.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         payload = self.rfile.read(int(fields.get("content-length", 0)))
         request = _request(method, target, fields.get("range", ""))
         fault = self.server.meet(request)

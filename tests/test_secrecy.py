@@ -179,6 +179,7 @@ def test_secrets_in_unusual_places(watch, url):
     for schemes in ([], ["pipe"]):
         watch.read(watch.cache(allow_schemes=schemes), url)
     watch.command("ls")
+    assert watch.failures and watch.seen
 
 
 @pytest.mark.parametrize(("url", "answered"), dict.fromkeys(SIGNED))

@@ -89,7 +89,7 @@ def index_command(
     absent = {url: exn for url, exn in errors.items() if isinstance(exn, ShardNotFoundError)}
     option = "" if skip_missing else ", or pass --skip-missing,"
     advice = f"Upload the missing shards{option} and run" if absent else "Run"
-    absent = absent if skip_missing and counts else {}  # an empty FILE serves nobody
+    absent = absent if skip_missing and counts else {}  # an empty FILE is of no use
     errors = {url: exn for url, exn in errors.items() if url not in absent}
     seconds, total = round(time.monotonic() - began, 3), sum(counts.values())
     summary = {"shards": len(shards), "samples": total, "failed": len(errors), "wrong": wrong}

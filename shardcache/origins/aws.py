@@ -1,4 +1,4 @@
-"""What AWS's environment, files and services say: the endpoint, the region and the credentials.
+"""Read endpoints, regions and credentials from the variables, files and services of AWS.
 
 The endpoint and the AWS partition are part of a shard's key, because the same bucket name at two
 endpoints or in two partitions means two buckets. Both the keys and the clients take them from here.

@@ -176,7 +176,7 @@ def test_a_handler_may_end_a_fetch_that_waits_for_a_connection(make_cache, files
 
     with ThreadPoolExecutor(1) as pool:
         for _ in interrupted(fetch, within="Condition."):
-            pool.submit(len, ()).result(20)
+            assert pool.submit(cache.fetch, f"{files.url}/a.tar").result(20).size == len(DATA)
 
 
 def test_a_first_read_in_a_hook_of_atexit_works(files, tmp_path):
@@ -246,11 +246,11 @@ def test_no_fork_waits_for_undivided_work_that_a_handler_ended(monkeypatch):
     def fork():
         if not (pid := os.fork()):
             os._exit(0)
-        os.waitpid(pid, 0)
+        return os.waitpid(pid, 0)[1]
 
     with ThreadPoolExecutor(1) as pool:
         for _ in interrupted(work):
-            pool.submit(fork).result(20)
+            assert pool.submit(fork).result(20) == 0
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")

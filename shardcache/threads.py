@@ -2,10 +2,10 @@
 
 A forked child inherits the locks that other threads hold at that moment, but not the threads, so
 nothing in the child releases the locks. Imports hold such locks, and OpenSSL does while it creates
-a context, *during a handshake* and *while a thread that used it ends*: with four threads that did
-handshakes, one fork in a thousand produced a child that waited for its first context forever
-(OpenSSL 3.0). So a fork waits for imports in other threads, for code inside `undivided`, and for
-ended threads of shardcache until the kernel no longer lists them.
+a context, *during a handshake*, while it reads session tickets, and *while a thread that used it
+ends*: with four threads that did handshakes, one fork in a thousand produced a child that waited
+for its first context forever (OpenSSL 3.0). So a fork waits for imports in other threads, for code
+inside `undivided`, and for ended threads of shardcache until the kernel no longer lists them.
 
 A signal handler may raise between any two calls of the main thread. `threading.Thread.start` then
 leaves a lock held, and the new thread waits for it forever. So another thread calls it (`start`).

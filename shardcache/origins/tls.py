@@ -8,6 +8,7 @@ forks need no code of their own for TLS.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import socket
@@ -86,9 +87,13 @@ class TLSStream:
         """
         got, length, more = 0, len(view), True
         read: Callable[[int, memoryview], int] = self._object.read  # type: ignore[assignment]
+        # The first bytes of a connection, never read with MSG_WAITALL, bring the session tickets,
+        # for which OpenSSL takes locks.
+        reading = contextlib.nullcontext() if flags else undivided()
         while got < length:
             try:
-                count = read(length - got, view[got:])
+                with reading:
+                    count = read(length - got, view[got:])
             except ssl.SSLWantReadError:
                 if not more:
                     break

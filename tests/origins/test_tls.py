@@ -1,5 +1,6 @@
 """TLS: certificates, proxies and aborted reads."""
 
+import os
 import random
 import shutil
 import socket
@@ -184,3 +185,31 @@ def test_a_read_waits_for_no_more_bytes_than_come(context, authority, size):
         stream.sendall(bytes(8))
         assert stream.recv_into(memoryview(bytearray(9)), 0, socket.MSG_WAITALL) == 0
     server.join(PATIENCE)
+
+
+def test_a_fork_waits_while_openssl_reads_the_session_tickets(
+    make_cache, context, authority, monkeypatch
+):
+    original, reading, forked = ssl.SSLObject.read, threading.Event(), threading.Event()
+    early = list[bool]()
+
+    def read(self: ssl.SSLObject, *args: object) -> object:
+        if not early:
+            reading.set()
+            early.append(forked.wait(0.3))
+        return original(self, *args)
+
+    monkeypatch.setenv("SSL_CERT_FILE", authority[0])
+    server = Files()
+    server.files = {"/a.tar": SHARD}
+    cache = make_cache()
+    with running(server, context), ThreadPoolExecutor() as pool:
+        monkeypatch.setattr(ssl.SSLObject, "read", read)
+        fetched = pool.submit(lambda: cache.open(f"{server.url}/a.tar").read())
+        assert reading.wait(PATIENCE)
+        if (child := os.fork()) == 0:
+            os._exit(0)
+        forked.set()
+        os.waitpid(child, 0)
+        assert fetched.result(PATIENCE) == SHARD
+    assert early == [False]

@@ -32,7 +32,7 @@ RUN_VARIABLE = "SHARDCACHE_RUN"
 #: The variables of each launcher for rank, world size, local rank, local world size and job:
 #: torchrun (torch/distributed/run.py), mpirun of Open MPI ("Environment variables set for MPI
 #: applications"), Hydra of MPICH and Intel MPI, srun(1).
-_LAUNCHERS: dict[Source, tuple[str, ...]] = {
+LAUNCHERS: dict[Source, tuple[str, ...]] = {
     "torch": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID"),
     "openmpi": (
         *("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
@@ -80,7 +80,7 @@ def detect(environ: Mapping[str, str] | None = None) -> Ranks:
         ConfigError: a variable is not a whole number, or the rank is not below the world size.
     """
     env = os.environ if environ is None else environ
-    launched = (_from_launcher(env, source) for source in _LAUNCHERS if source != "slurm")
+    launched = (_from_launcher(env, source) for source in LAUNCHERS if source != "slurm")
     ranks = next(filter(None, launched), None) or _from_slurm(env) or Ranks()
     if (rank := whole_number(env, RANK_VARIABLE)) is not None:
         # The launcher's local rank is valid only for the rank that the launcher set. If the user's
@@ -117,7 +117,7 @@ def _from_slurm(env: Mapping[str, str]) -> Ranks | None:
 
 def _from_launcher(env: Mapping[str, str], source: Source) -> Ranks | None:
     """Return the `Ranks` that a launcher set, or None if it did not set rank and world size."""
-    *numbers, job_name = _LAUNCHERS[source]
+    *numbers, job_name = LAUNCHERS[source]
     # Other programs may export RANK or WORLD_SIZE, so one alone is ignored, even if malformed.
     if not (_text(env, numbers[0]) and _text(env, numbers[1])):
         return None

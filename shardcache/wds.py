@@ -31,7 +31,7 @@ from shardcache.cache import Cache, default_cache
 from shardcache.errors import AccessDeniedError, ConfigError
 from shardcache.locks.mounts import mount_of
 from shardcache.origins.listing import SHARD
-from shardcache.ranks import run_of_this_process
+from shardcache.ranks import LAUNCHERS, detect, run_of_this_process
 from shardcache.reading.lookahead import Lookahead
 from shardcache.reading.stream import stream_file
 from shardcache.urls import DEFAULT_SCHEMES, ShardURL, shown_url
@@ -80,6 +80,7 @@ def url_opener(
     def parsed(item: Any) -> ShardURL:
         return cache.parse(item["url"] if isinstance(item, dict) else item)
 
+    _warn_of_ranks(cache)
     ahead, opened, failed, first = Lookahead(cache.process, data, parsed), 0, 0, None
     for item in ahead:
         sample: dict[str, Any] = item if isinstance(item, dict) else {"url": item}
@@ -323,6 +324,24 @@ def _check_readers(data: Any, shards: int, by_node: bool, by_worker: bool, cache
     return data
 
 
+def _warn_of_ranks(cache: Cache) -> None:
+    """Log, once per job, that WebDataset does not see the ranks of the job."""
+    from webdataset.utils import pytorch_worker_info  # which its splitters use
+
+    ranks = detect()
+    if ranks.source not in LAUNCHERS or pytorch_worker_info()[1] > 1 or ranks.world_size == 1:
+        return
+    if is_new("ranks", cache):
+        number, size = LAUNCHERS[ranks.source][:2]
+        logger.warning(
+            "this job has %d ranks (%s), but WebDataset sees one, so split_by_node gives all "
+            "shards to every rank, which then read the same samples. Add these lines before the "
+            "pipeline, unless you split the shards yourself: os.environ.setdefault('RANK', "
+            "os.environ['%s']); os.environ.setdefault('WORLD_SIZE', os.environ['%s'])",
+            *(ranks.world_size, size, number, size),
+        )
+
+
 def _call_of(stage: Any) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     """Return the function of a stage, and the arguments that follow its input data."""
     return getattr(stage, "f", stage), getattr(stage, "args", ()), getattr(stage, "kw", {})
@@ -386,6 +405,7 @@ def _cached(
             if mode == "rb":
                 cache, rewritten = cache_of(), rewrite(url)
                 if is_tried := _is_shard(rewritten, cache, is_archive):
+                    _warn_of_ranks(cache)
                     return cache.open(rewritten)
         except Exception as exn:
             scheme = url.partition(":")[0]

@@ -28,12 +28,21 @@ BLOCKS = {
     for page in PAGES
     if page.name != "integrations.md"
 }
-#: Stubs for Slurm with one node, and for pip.
+#: Stubs for Slurm with one node of two ranks, and for pip.
 STUBS = {
     "pip": '[[ "$*" == "install shardcache"* ]]',
-    "srun": '[[ $1 == --ntasks=1 ]] && shift 2\nexec "$@"',
+    "srun": """
+        [[ $1 == --ntasks=1 ]] && shift 2 && exec "$@"
+        export SLURM_NTASKS=2 SLURM_STEP_ID=0
+        for SLURM_PROCID in 0 1; do SLURM_PROCID=$SLURM_PROCID "$@" || exit 1; done
+    """,
 }
 SLURM = {"SLURM_JOB_NUM_NODES": "1", "SLURM_NNODES": "1", "SLURM_NODEID": "0"}
+#: Lines that a page appends to the program for training.
+LIST = """
+with open("samples", "a") as file:
+    file.writelines(sample["__key__"] + "\\n" for sample in loader)
+"""
 #: Pages whose job has several ranks.
 RANKS = {"docs/sync.md": 3}
 
@@ -62,13 +71,13 @@ def test_every_block_of_a_page_runs(page, s3, proxy, s3_environment, tmp_path, m
         return code.replace("num_workers=8", "num_workers=2")
 
     s3.create_bucket("bucket")
-    DataSet(s3, "bucket", proxy)
+    data, samples = DataSet(s3, "bucket", proxy), tmp_path / "samples"
     project = tmp_path / "home" / "me" / "project"
     project.mkdir(parents=True)
     monkeypatch.setenv("HOME", str(project.parent))  # of ~/.cache/shards
     (code,) = (code for language, code in BLOCKS["README.md"] if language == "python")
     for directory in (tmp_path, project):
-        (directory / "train.py").write_text(here(code))
+        (directory / "train.py").write_text(here(code) + LIST)
     for name, value in {
         "PATH": programs(tmp_path / "bin", **STUBS),
         "SHARDCACHE_JOB": tmp_path.name,
@@ -91,6 +100,7 @@ def test_every_block_of_a_page_runs(page, s3, proxy, s3_environment, tmp_path, m
                 assert json.loads(code)
             case _:
                 assert language == "text", "a block without a language"
+    assert page != "docs/clusters.md" or data.complete(samples.read_text().split())
 
 
 @pytest.mark.usefixtures("s3_environment")

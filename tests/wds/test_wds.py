@@ -323,6 +323,35 @@ def test_attach_warns_once_of_readers_without_shards(
     assert log.count("readers get none") == bool(idle) and (idle or "") in log
 
 
+@pytest.mark.parametrize("through", ["attach", "gopen"])
+@pytest.mark.parametrize(
+    ("variables", "hint"),
+    [
+        ({"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_STEP_ID": "0"}, "SLURM_PROCID"),
+        ({"PMI_RANK": "1", "PMI_SIZE": "2"}, "PMI_SIZE"),
+        ({"PMI_RANK": "0", "PMI_SIZE": "1"}, None),
+        ({"PMI_RANK": "1", "PMI_SIZE": "2", "RANK": "1", "WORLD_SIZE": "2"}, None),
+    ],
+)
+def test_a_rank_that_webdataset_does_not_see_is_named_once(
+    variables, hint, through, make_cache, monkeypatch, caplog
+):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    cache = make_cache()
+    dataset = wds.DataPipeline(
+        wds.SimpleShardList(SPEC), wds.split_by_node, wds.tarfile_to_samples()
+    )
+    if through == "attach":
+        cache.attach(dataset)
+    else:
+        monkeypatch.setitem(wds.gopen_schemes, "s3", None)
+        register("s3", cache)
+    assert len(keys(dataset)) == len(keys(dataset)) == (20 if "RANK" not in variables else 10)
+    warned = [each.message for each in caplog.records if "2 ranks" in each.message]
+    assert len(warned) == bool(hint) and all(f"os.environ['{hint}']" in each for each in warned)
+
+
 @pytest.mark.parametrize(
     ("kind", "options"), [("nfs4", {}), ("ext4", {}), ("lustre", {"cache_local": True})]
 )

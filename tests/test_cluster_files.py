@@ -131,3 +131,18 @@ def test_kubernetes_accepts_the_daemon_set(spy, tmp_path, specs):
     subprocess.run(container["command"], check=True, env=variables, timeout=60)
     warm = ["prewarm", "--best-effort", "--", *specs]
     assert called(tmp_path) == [warm] * len(specs) + [CLEAN]
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_kubernetes_prewarms_before_the_job_trains(spy, tmp_path, code):
+    found = yaml.safe_load(text_of("job.yaml"))
+    kubernetes_validate.validate(found, "1.31", strict=True)
+    pod = found["spec"]["template"]["spec"]
+    [prewarm], [train] = pod["initContainers"], pod["containers"]
+    for container in (prewarm, train):
+        [mount] = container["volumeMounts"]
+        assert container["env"] == [{"name": "SHARDCACHE_DIR", "value": mount["mountPath"]}]
+        assert container["image"] == prewarm["image"] and mount["name"] == pod["volumes"][0]["name"]
+    variables = {"PATH": f"{tmp_path}:/usr/bin:/bin", "CODE": str(code)}
+    subprocess.run(prewarm["command"], check=True, env=variables, timeout=60)
+    assert called(tmp_path) == [["prewarm", "--best-effort", "--deadline", "30m", SPEC]]

@@ -30,7 +30,7 @@ BLOCKS = {
 }
 #: Stubs for Slurm with one node of two ranks, and for pip.
 STUBS = {
-    "pip": '[[ "$*" == "install shardcache"* ]]',
+    "pip": r'[[ "$*" =~ ^install\ (shardcache|boto3\ awscli\ botocore==[0-9.]+$) ]]',
     "srun": """
         [[ $1 == --ntasks=1 ]] && shift 2 && exec "$@"
         export SLURM_NTASKS=2 SLURM_STEP_ID=0

@@ -14,7 +14,7 @@ from typing import Any
 import fsspec
 import ray
 
-from shardcache.prewarm import expand
+from shardcache import expand
 from shardcache.prewarm.ray import prewarm_nodes
 
 

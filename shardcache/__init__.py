@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from shardcache.config import __version__
     from shardcache.dataset.dataset import TarDataset
     from shardcache.dataset.sampler import ShardBatchSampler
+    from shardcache.prewarm import expand
 
 __all__ = [
     "AccessDeniedError",
@@ -45,6 +46,7 @@ __all__ = [
     "__version__",
     "attach",
     "default_cache",
+    "expand",
     "sync",
     "url_opener",
     "wds",
@@ -58,6 +60,7 @@ _ON_FIRST_USE = {
     "__version__": "shardcache.config",
     "attach": "shardcache.cache",
     "default_cache": "shardcache.cache",
+    "expand": "shardcache.prewarm.plan",
     "sync": "shardcache.sync",
     "url_opener": "shardcache.cache",
     "wds": "shardcache.wds",

@@ -30,7 +30,7 @@ from shardcache.archive import MALFORMED, REPEATED, TarWalk, is_meta, key_and_fi
 from shardcache.cache import Cache, default_cache
 from shardcache.errors import AccessDeniedError, ConfigError
 from shardcache.locks.mounts import mount_of
-from shardcache.origins.listing import SHARD
+from shardcache.origins.listing import SHARD, Listing, is_pattern
 from shardcache.ranks import LAUNCHERS, detect, run_of_this_process
 from shardcache.reading.lookahead import Lookahead
 from shardcache.reading.stream import stream_file
@@ -49,6 +49,10 @@ _EXPANDER_OPTIONS = ("handler", "select_files", "rename_files")
 _Gopen = Callable[..., Any]
 #: The modules of WebDataset that call ``gopen`` for archives, and only for archives.
 _READERS = frozenset({"webdataset.cache", "webdataset.tariterators"})
+_TWICE = (
+    "the pipeline also keeps each shard in WebDataset's cache_dir, so the node stores all shards "
+    "twice. Remove cache_dir, or call cache.attach(dataset), which replaces it."
+)
 #: Schemes that WebDataset reads with programs that have credentials of their own.
 _WEBDATASETS = frozenset({"gs", "hf"})
 #: Kinds of messages that this process, or its parent before the fork, has logged. They are logged
@@ -199,8 +203,10 @@ def attach(dataset: _Pipeline, cache: Cache, *, fast_tar: bool = True) -> _Pipel
 
     Replaces the stage that opens URLs, and keeps its handler. Also replaces WebDataset's
     ``tar_file_expander`` by `tar_files`, which yields the same files in less time. A second call
-    replaces the cache. Logs a warning, once per job, if the shards have the same order in every
-    epoch, are fewer than their readers, or lie on a network filesystem, where they are not cached.
+    replaces the cache. If the shards are a list, prefixes and names with ``*`` in it are replaced
+    by the shards that they match. Logs a warning, once per job, if the shards have the same order
+    in every epoch, are fewer than their readers, or lie on a network filesystem, where they are not
+    cached.
 
     Args:
         dataset: a ``WebDataset`` or any ``DataPipeline``.
@@ -211,7 +217,8 @@ def attach(dataset: _Pipeline, cache: Cache, *, fast_tar: bool = True) -> _Pipel
         ``dataset`` itself.
 
     Raises:
-        ConfigError: ``dataset`` has no stage that opens URLs, or a URL is a wildcard.
+        ConfigError: ``dataset`` has no stage that opens URLs.
+        ShardNotFoundError, AccessDeniedError, TransferError: a pattern cannot be expanded.
     """
     from webdataset import filters, shardlists
 
@@ -237,8 +244,11 @@ def attach(dataset: _Pipeline, cache: Cache, *, fast_tar: bool = True) -> _Pipel
         )
     urls = getattr(stages[0], "urls", None)
     urls = [url for url in urls if isinstance(url, str)] if isinstance(urls, list) else []
-    for url in [url for url in urls if "*" in url][:1]:
-        cache.open(url).close()  # raises an error, unless an object has this name
+    if any(map(is_pattern, urls)):
+        listing = Listing(cache.config)
+        found = [listing.matches(url) if is_pattern(url) else [url] for url in urls]
+        urls = [url for group in found for url in group]
+        stages[0].urls = urls
     if not cache.config.cache_local:
         _warn_of_mounts(urls, cache)
     splits = [each in functions for each in (shardlists.split_by_node, shardlists.split_by_worker)]
@@ -400,12 +410,15 @@ def _cached(
     """Return a ``gopen`` that reads shards through a cache; other calls go to ``original``."""
 
     def gopen(url: str, mode: str = "rb", bufsize: int = 8192, **options: Any) -> Any:
-        cache, is_archive, is_tried = None, _is_archive_opened(), False
+        module, function = _caller()
+        cache, is_archive, is_tried = None, module in _READERS, False
         try:
             if mode == "rb":
                 cache, rewritten = cache_of(), rewrite(url)
                 if is_tried := _is_shard(rewritten, cache, is_archive):
                     _warn_of_ranks(cache)
+                    if function == "download" and is_new("cache_dir", cache):
+                        logger.warning(_TWICE)
                     return cache.open(rewritten)
         except Exception as exn:
             scheme = url.partition(":")[0]
@@ -437,12 +450,12 @@ def _uncached(cache_of: Callable[[], Cache], original: _Gopen) -> _Gopen:
     return gopen
 
 
-def _is_archive_opened() -> bool:
-    """Return whether the caller of ``gopen`` reads an archive."""
+def _caller() -> tuple[str, str]:
+    """Return the module and the name of the function that calls ``gopen``."""
     frame = sys._getframe(2)
     while frame.f_back is not None and frame.f_globals.get("__name__") == "webdataset.gopen":
         frame = frame.f_back  # WebDataset's `gopen`, which calls what `register` has set
-    return frame.f_globals.get("__name__") in _READERS
+    return frame.f_globals.get("__name__", ""), frame.f_code.co_name
 
 
 def _is_shard(url: str, cache: Cache, is_archive: bool) -> bool:

@@ -167,6 +167,11 @@ class Listing:
         )
         self._sizes: dict[tuple[str, str], int] = {}  # by bucket and key
 
+    def expand(self, spec: str) -> Iterator[str]:
+        """Yield the URLs of a specification, in order."""
+        for url in expand_braces(spec):
+            yield from self.matches(url) if is_pattern(url) else [url]
+
     def matches(self, pattern: str) -> list[str]:
         """Return the URLs of the shards that match a pattern or prefix, in lexical order.
 

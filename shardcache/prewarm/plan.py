@@ -17,12 +17,13 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from shardcache import clock
+from shardcache.cache import default_cache
 from shardcache.download.download import Progress
 from shardcache.download.fetch import evict_outdated
 from shardcache.errors import ConfigError, ShardCacheError
 from shardcache.faults import os_error
 from shardcache.origins.base import ObjectInfo
-from shardcache.origins.listing import Listing, expand_braces, is_pattern, refuse_local
+from shardcache.origins.listing import Listing, refuse_local
 from shardcache.ranks import whole_number
 from shardcache.results import Finished, Outcome, PrewarmPlan, ShardResult, Started
 from shardcache.space.eviction import Limits, disk_bytes, linked
@@ -92,23 +93,18 @@ def expand(specs: str | Iterable[str], cache: Cache | None = None) -> list[str]:
     """Return the URLs that shard specifications stand for, in order and without duplicates.
 
     Args:
-        specs: one shard specification, or several.
-        cache: the cache whose options are used to list prefixes (``s3://bucket/prefix/`` stands for
-            every tar file below it) and names with ``*`` or ``?``. None returns them unexpanded.
+        specs: one shard specification, or several. A prefix (``s3://bucket/prefix/``) stands for
+            every tar file below it, and a name with ``*`` or ``?`` for those that match.
+        cache: the cache whose options are used to list them; default: the default cache.
 
     Raises:
         ConfigError: a specification is malformed, or names a variable that is not set.
         ShardNotFoundError: nothing matches a prefix or a pattern.
         AccessDeniedError, TransferError: a prefix or a pattern cannot be listed.
     """
-    listing = None if cache is None else Listing(cache.config)
+    listing = Listing((cache or default_cache()).config)
     specs = [specs] if isinstance(specs, str) else specs
-    return list(dict.fromkeys(url for spec in specs for url in _expand(spec, listing)))
-
-
-def _expand(spec: str, listing: Listing | None) -> Iterator[str]:
-    for url in expand_braces(spec):
-        yield from listing.matches(url) if listing and is_pattern(url) else [url]
+    return list(dict.fromkeys(url for spec in specs for url in listing.expand(spec)))
 
 
 def wanted_shards(
@@ -122,7 +118,7 @@ def wanted_shards(
     """
     shards: list[ShardURL] = []
     for each in wanted:
-        shards += [each] if isinstance(each, ShardURL) else map(cache.parse, _expand(each, listing))
+        shards += [each] if isinstance(each, ShardURL) else map(cache.parse, listing.expand(each))
     by_key: dict[str, ShardURL] = {}
     for shard in shards if share is None else share.of(shards):
         refuse_local(shard, cache.config)

@@ -31,7 +31,8 @@ from shardcache import clock
 from shardcache import config as configuration
 from shardcache.cache import Cache
 from shardcache.errors import ConfigError, ShardCacheError
-from shardcache.prewarm.plan import Share, expand
+from shardcache.origins.listing import expand_braces
+from shardcache.prewarm.plan import Share
 from shardcache.prewarm.run import JOBS, prewarm
 from shardcache.results import (
     Event,
@@ -147,7 +148,8 @@ def prewarm_nodes(
         KeyboardInterrupt: raised after the tasks were cancelled.
     """
     specs = [urls] if isinstance(urls, str) else list(urls)
-    expanded = expand(specs)  # here, so that a mistake is reported once, not by every node
+    # Here, so that a mistake is reported once, not by every node.
+    expanded = list(dict.fromkeys(url for spec in specs for url in expand_braces(spec)))
     if any("${" in spec for spec in specs):
         specs = expanded  # the nodes may lack these variables
     file = None if config_file is None else configuration.absolute(config_file)

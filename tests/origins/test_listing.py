@@ -3,9 +3,9 @@
 import fsspec
 import pytest
 
+from shardcache import expand
 from shardcache.errors import AccessDeniedError, ConfigError, ShardNotFoundError, TransferError
 from shardcache.origins.listing import Listing, is_pattern
-from shardcache.prewarm import expand
 from tests.support.tars import make_tar
 from tests.support.webservers import answer
 

@@ -6,8 +6,7 @@ import moto.settings
 import pytest
 from moto.server import ThreadedMotoServer
 
-from shardcache import AccessDeniedError, Cache
-from shardcache.prewarm import expand
+from shardcache import AccessDeniedError, Cache, expand
 from tests.support import caches
 from tests.support.tars import make_tar
 

@@ -16,7 +16,6 @@ from webdataset.filters import FilterFunction, pipelinefilter
 
 import shardcache
 from shardcache import Cache, ConfigError, ShardNotFoundError
-from shardcache.prewarm import expand
 from shardcache.wds import attach, read_through_cache, register, tar_files, tar_samples
 from tests.support.tars import make_tar, tar_of
 from tests.support.trainingtools import ROOT, DataSet
@@ -367,19 +366,42 @@ def test_attach_warns_once_of_shards_on_a_network_filesystem(
     assert sum("read in place" in text for text in caplog.messages) == (kind == "nfs4")
 
 
-def test_a_wildcard_is_refused_with_the_way_to_expand_it(s3, bucket, s3_environment, tmp_path):
-    for name in ("a.tar", "odd *,.tar"):
-        s3.put(bucket, name, SHARDS[0])
-    cache = Cache(tmp_path / "cache", min_free=0)
-    odd = cache.attach(wds.WebDataset([f"s3://{bucket}/odd *,.tar"], shardshuffle=False))
-    assert len(keys(odd)) == 5
-    for url in (f"s3://{bucket}/a*.tar", f"{tmp_path}/*.tar"):
-        for use in (cache.open, lambda url: cache.attach(wds.WebDataset(url, shardshuffle=False))):
-            with pytest.raises(ConfigError, match="`from shardcache.prewarm import expand`"):
-                use(url)
-    with pytest.raises(ConfigError, match="`from shardcache.prewarm import expand`"):
-        cache.open(f"s3://{bucket}/a/")
-    assert expand(f"s3://{bucket}/a*.tar", cache) == [f"s3://{bucket}/a.tar"]
+def test_attach_expands_patterns_and_an_open_says_how_to(s3, bucket, s3_environment, tmp_path):
+    for number, name in enumerate(("b/c.tar", "b/a.tar", "odd *,.tar")):
+        s3.put(bucket, name, SHARDS[number])
+    cache, b = Cache(tmp_path / "cache", min_free=0), f"s3://{bucket}/b"
+    for url, order in (
+        ("odd *,.tar", "2"),
+        ("b/*.tar", "10"),
+        ("b/{c,a}*.tar", "01"),
+        ("b/", "10"),
+    ):
+        urls = [f"s3://{bucket}/{url}"] if url.endswith("/") else f"s3://{bucket}/{url}"
+        shards = wds.SimpleShardList(urls)
+        dataset = cache.attach(wds.DataPipeline(shards, wds.tarfile_to_samples()))
+        found = [sample["__key__"][3] for sample in dataset]
+        assert found == [digit for digit in order for _ in range(5)], url
+    with pytest.raises(ShardNotFoundError, match="nothing matches"):
+        cache.attach(wds.WebDataset(f"{b}/x*.tar", shardshuffle=False))
+    for url in (f"{b}/a*.tar", f"{tmp_path}/*.tar", f"{b}/none/"):
+        with pytest.raises(ConfigError, match=re.escape("Pass shardcache.expand(SPEC)")):
+            cache.open(url)
+    assert shardcache.expand(f"{b}/a*.tar", cache) == [f"{b}/a.tar"]
+
+
+@pytest.mark.parametrize("through", ["attach", "gopen"])
+def test_a_second_copy_in_the_cache_of_webdataset_is_named(
+    through, make_cache, tmp_path, monkeypatch, caplog
+):
+    monkeypatch.setitem(wds.gopen_schemes, "s3", None)
+    (tmp_path / "own").mkdir()
+    dataset = wds.WebDataset(SPEC, shardshuffle=False, cache_dir=str(tmp_path / "own"))
+    if through == "attach":
+        make_cache().attach(dataset)
+    else:
+        register("s3", make_cache())
+    assert keys(dataset) == KEYS
+    assert caplog.text.count("all shards twice") == (through == "gopen")
 
 
 def test_a_cache_that_cannot_be_pickled_stops_no_spawned_process(make_cache, monkeypatch, caplog):

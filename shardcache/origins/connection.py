@@ -381,9 +381,8 @@ class Response:
         self.status, self.headers = message.status, message.headers
         coding = self.headers.get("transfer-encoding", "").lower()
         length = "" if coding else self.headers.get("content-length", "")
-        #: Content-Length in bytes; None if it is missing or malformed.
-        # 64 bits need 19 digits, and `int` raises for texts with thousands of digits.
-        self.length = int(length) if length.isdecimal() and len(length) < 20 else None
+        #: Content-Length in bytes, which llhttp has checked; None if it is missing.
+        self.length = int(length) if length else None
         #: Bytes not yet read; None for chunks, and for a body that ends with the connection.
         self._left = self.length
         if bodiless or self.status in (204, 304):

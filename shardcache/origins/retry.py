@@ -247,23 +247,17 @@ class Pace:
                     self._turns.add(turn)
                     break
             sleep(seconds)
-        level, message = logging.INFO, ""
         try:
             yield
             if self._since is not None:
-                with self._guard:
-                    message = self._speed_up()
+                self._speed_up()
         except TransientError as exn:
             if exn.patient and self._patience:
-                with self._guard:
-                    level, message = logging.WARNING, self._slow_down(exn)
+                self._slow_down(exn)
             raise
         finally:
             with self._guard:
                 self._turns.discard(turn)
-            if message:
-                extra = {"event": "throttled", "server": self._server}
-                logger.log(level, "%s %s", self._server, message, extra=extra)
 
     def _wait(self) -> float:
         """Return the seconds until a throttling server may get a request; 0 or less means now."""
@@ -273,36 +267,42 @@ class Pace:
             return _POLL * random.uniform(0.5, 1.0)  # noqa: S311 - jitter
         return self._next - clock.monotonic()
 
-    def _slow_down(self, exn: TransientError) -> str:
-        """Halve the limit and set the next pause. Return the text to log, or "" if none is due."""
-        now = clock.monotonic()
-        if self._since is None:
-            self._since, self._full = now, len(self._turns)
-            self._goal = self._full / 2
-        if self._refused_since is None:
-            self._refused_since = now
-        if now >= self._next:  # the refusals of one round count once
-            self._limit = max(1, min(self._limit, len(self._turns)) // 2)
-            pause = min(_LONGEST, _FIRST * 2**self._pauses) * random.uniform(0.5, 1.0)  # noqa: S311
-            self._next = now + max(pause, min(exn.retry_after or 0.0, RETRY_AFTER_CAP))
-            self._pauses += 1
-        for_now = now - self._since
-        if for_now and now - self._announced < _ANNOUNCE_EVERY:
-            return ""
-        self._announced = now
+    def _slow_down(self, exn: TransientError) -> None:
+        """Halve the limit and set the next pause."""
+        with self._guard:
+            now = clock.monotonic()
+            if self._since is None:
+                self._since, self._full = now, len(self._turns)
+                self._goal = self._full / 2
+            if self._refused_since is None:
+                self._refused_since = now
+            if now >= self._next:  # the refusals of one round count once
+                self._limit = max(1, min(self._limit, len(self._turns)) // 2)
+                pause = min(_LONGEST, _FIRST * 2**self._pauses) * random.uniform(0.5, 1.0)  # noqa: S311
+                self._next = now + max(pause, min(exn.retry_after or 0.0, RETRY_AFTER_CAP))
+                self._pauses += 1
+            for_now = now - self._since
+            if for_now and now - self._announced < _ANNOUNCE_EVERY:
+                return
+            self._announced = now
         passed = f" ({format_duration(for_now)} so far)" if for_now >= _ANNOUNCE_EVERY else ""
-        patience = format_duration(self._patience)
-        return f"is not ready: {exn}; requests wait for up to {patience}{passed}"
+        text = f"{exn}; requests wait for up to {format_duration(self._patience)}{passed}"
+        self._log(logging.WARNING, f"is not ready: {text}")
 
-    def _speed_up(self) -> str:
-        """Raise or lift the limit. Return the text to log if it was lifted, or ""."""
-        self._pauses, self._refused_since = 0, None
-        if self._since is None or math.isinf(self._limit):
-            return ""
-        self._limit += 1 if self._limit < self._goal else 1 / self._limit
-        if self._limit < self._full:
-            return ""
-        passed = clock.monotonic() - self._since
-        # A pause that is left would keep the next refusal from setting a limit.
-        self._since, self._next, self._limit, self._goal = None, 0.0, math.inf, math.inf
-        return f"responds again after {format_duration(passed)}"
+    def _speed_up(self) -> None:
+        """Raise or lift the limit."""
+        with self._guard:
+            self._pauses, self._refused_since = 0, None
+            if self._since is None or math.isinf(self._limit):
+                return
+            self._limit += 1 if self._limit < self._goal else 1 / self._limit
+            if self._limit < self._full:
+                return
+            passed = clock.monotonic() - self._since
+            # A pause that is left would keep the next refusal from setting a limit.
+            self._since, self._next, self._limit, self._goal = None, 0.0, math.inf, math.inf
+        self._log(logging.INFO, f"responds again after {format_duration(passed)}")
+
+    def _log(self, level: int, message: str) -> None:
+        extra = {"event": "throttled", "server": self._server}
+        logger.log(level, "%s %s", self._server, message, extra=extra)

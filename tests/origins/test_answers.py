@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 from itertools import chain, count, islice, product, repeat
 from typing import NamedTuple, TypeAlias
 
@@ -47,10 +48,6 @@ class Request(NamedTuple):
     number: int  # of earlier requests for this path
 
     @property
-    def path(self) -> str:
-        return self.head.split(" ")[1]
-
-    @property
     def is_first(self) -> bool:
         """Whether its range begins with the first byte."""
         return "bytes=0-" in self.head or "\r\nRange:" not in self.head
@@ -77,7 +74,6 @@ class Row(NamedTuple):
     wanted: str | Refused
     objects: tuple[bytes, ...] = (SMALL,)  # the correct versions
     closes: bool = False  # the server closes the connection, against its own headers
-    file: str = "a.tar"
 
 
 def raw(*lines: str, body: bytes = SMALL, end: str = "\r\n") -> bytes:
@@ -94,9 +90,9 @@ def unframed(*lines: str, body: bytes = SMALL) -> bytes:
     return raw("HTTP/1.1 200 OK", 'ETag: "1"', "Connection: close", *lines, body=body)
 
 
-def chunks(data: bytes, line: str = "{:x}", end: bytes = b"0\r\n\r\n") -> bytes:
+def chunks(data: bytes, end: bytes = b"0\r\n\r\n") -> bytes:
     pieces = [data[at : at + 4000] for at in range(0, len(data), 4000)]
-    return b"".join(b"%b\r\n%b\r\n" % (line.format(len(p)).encode(), p) for p in pieces) + end
+    return b"".join(b"%x\r\n%b\r\n" % (len(piece), piece) for piece in pieces) + end
 
 
 def coded(*lines: str, body: bytes, coding: str = "chunked") -> bytes:
@@ -118,18 +114,13 @@ def ranged(first: dict[str, object], later: dict[str, object]) -> Callable[[Requ
 
 
 def replaced(
-    before: dict[str, object],
-    after: dict[str, object] | None = None,
-    *,
-    cut: int | None = None,
-    ranges: bool = True,
+    before: dict[str, object], after: dict[str, object], cut: int | None = None
 ) -> Callable[[Request], bytes]:
     """Replace the object after the first request, whose response ends after ``cut`` bytes."""
 
     def sent(request: Request) -> bytes:
-        request = request if ranges else request._replace(head="")
         if request.number:
-            return part(REPLACED, request, **(before if after is None else after))
+            return part(REPLACED, request, **after)
         return part(LARGE, request, **before)[:cut]
 
     return sent
@@ -140,6 +131,10 @@ def insisting(request: Request) -> bytes:
     if request.number and 'If-Match: "1"' in request.head:
         return answer("412 Precondition Failed")
     return replaced({}, {"ETag": '"2"'})(request)
+
+
+def later_ignored(request: Request) -> bytes:
+    return part(LARGE, request) if request.is_first else whole(body=LARGE)
 
 
 def capped(data: bytes, most: int, **headers: object) -> Callable[[Request], bytes]:
@@ -161,7 +156,7 @@ def moved(
     """Redirect to b.tar, and serve that."""
 
     def sent(request: Request) -> bytes:
-        if request.path.endswith(path):
+        if request.head.split(" ")[1].endswith(path):
             return whole()
         where = location.format(base=request.base, host=request.base.partition("//")[2])
         return answer(status, Location=where, Connection=None)
@@ -169,22 +164,24 @@ def moved(
     return sent
 
 
-def cut_at(size: int) -> Callable[[Request], bytes]:
+def cut_at(size: int, **headers: object) -> Callable[[Request], bytes]:
     """End every response after ``size`` bytes of its body."""
 
     def sent(request: Request) -> bytes:
-        head, body = part_of(MIDDLE, request.head, Connection="close")
+        head, body = part_of(MIDDLE, request.head, Connection="close", **headers)
         return head + body[:size]
 
     return sent
 
 
+page = partial(answer, "200 OK", b"<html>" * 99, Content_Type="Text/HTML; charset=utf-8")
 SIZE, HALF = len(SMALL), len(SMALL) // 2
 SPAN = f"Content-Range: bytes 0-{SIZE - 1}/{SIZE}"
 KEPT = whole()
 INTERIM = b"HTTP/1.1 100 Continue\r\n\r\n"
 HINTS = b"HTTP/1.1 103 Early Hints\r\nLink: </a>; rel=preload\r\nLink: </b>; rel=preload\r\n\r\n"
 PARTIAL = raw("HTTP/1.1 206 Partial", 'ETag: "1"', SPAN, "Transfer-Encoding: chunked", body=b"")
+SHORT = PARTIAL.replace(b"-%d/" % (SIZE - 1), b"-%d/" % HALF)
 CHUNKED = raw("HTTP/1.1 200 OK", "Transfer-Encoding: chunked", body=chunks(SMALL))
 BROKEN, REFUSED = Refused(TransferError), Refused(ShardCacheError)
 GONE = Refused(ShardNotFoundError, "not found")
@@ -221,10 +218,8 @@ SPANS = {
     "wrong start": f"bytes 512-{MIB - 1}/{len(LARGE)}",
     "wrong end": f"bytes 0-{MIB}/{len(LARGE)}",
     "backwards": f"bytes {MIB}-0/{len(LARGE)}",
-    "total below the end": f"bytes 0-{MIB - 1}/512",
     "smaller first total": f"bytes 0-{MIB - 1}/{2 * MIB}",
     "larger first total": f"bytes 0-{MIB - 1}/{len(LARGE) + MIB}",
-    "another unit": f"blocks 0-{MIB - 1}/{len(LARGE)}",
     "no span": f"bytes */{len(LARGE)}",
     "missing": None,
 }
@@ -233,7 +228,6 @@ REPLACEMENTS = {
     "weak ETag stays": (WEAK, WEAK),
     "weak ETag becomes strong": (WEAK, {"ETag": '"1"'}),
     "strong ETag changes": ({"ETag": '"1"'}, {"ETag": '"2"'}),
-    "ETag without quotes changes": ({"ETag": "abc"}, {"ETag": "abd"}),
     "ETag goes": ({"ETag": '"1"'}, NO_TAG),
     "empty ETag stays": ({"ETag": '""'}, {"ETag": '""'}),
     "Last-Modified of this second stays": (SAME_SECOND, SAME_SECOND),
@@ -262,7 +256,6 @@ ROWS = [
     Row("HTTP/0.9", SMALL, BROKEN, closes=True),
     # Interim responses
     Row("interim in its own packet", lambda r: iter([INTERIM, HINTS, INTERIM, KEPT]), RIGHT),
-    Row("interim on each request", lambda r: HINTS + part(LARGE, r), RIGHT, (LARGE,)),
     Row("interim with a length", whole(status="HTTP/1.1 103 Hints", body=b"") + KEPT, RIGHT),
     Row("interim without an end", lambda r: repeat(INTERIM), BROKEN),
     Row("interim and nothing else", INTERIM, BROKEN, closes=True),
@@ -270,26 +263,18 @@ ROWS = [
     # Content-Length
     *(
         Row(f"length {length}", unframed(f"Content-Length: {length}"), BROKEN)
-        for length in ("-5", "1" * 30, "10_240", f"{HALF}, {SIZE}")
+        for length in ("-5", "1" * 30, "10_240", f"{SIZE}, {SIZE}", "")
     ),
     Row("two lengths", whole(f"Content-Length: {HALF}"), BROKEN),
     Row("length too long", unframed(f"Content-Length: {SIZE + 512}"), BROKEN, closes=True),
     Row("cut before the length", whole(body=MIDDLE)[:-10_240], BROKEN, (MIDDLE,), closes=True),
-    *(
-        Row(
-            f"length of a range: {length}",
-            raw("HTTP/1.1 206 Partial", 'ETag: "1"', SPAN, f"Content-Length: {length}"),
-            BROKEN,
-            closes=True,
-        )
-        for length in (SIZE - 512, SIZE + 512)
-    ),
+    Row("short length of a range", parts(SMALL, Content_Length=SIZE - 512), BROKEN, closes=True),
+    Row("long length of a range", parts(SMALL, Content_Length=SIZE + 512), BROKEN, closes=True),
     Row("cut parts go on", cut_at(100_000), RIGHT, (MIDDLE,), closes=True),
     Row("cut parts without progress", cut_at(1000), BROKEN, (MIDDLE,), closes=True),
     # The body ends with its connection.
     Row("closed, large", unframed(body=LARGE), STREAMED, (LARGE,), closes=True),
     Row("closed, no validator", raw("HTTP/1.1 200 OK"), STREAMED, closes=True),
-    Row("closed, compressed", unframed(body=PACKED), STREAMED, (PACKED,), file="a.tar.gz"),
     *(
         Row(f"closed {name}", unframed(body=data[:size]), TRUNCATED, (data,), closes=True)
         for name, data, size in [
@@ -300,18 +285,11 @@ ROWS = [
         ]
     ),
     Row("closed range", parts(MIDDLE, Content_Length=None), RIGHT, (MIDDLE,), closes=True),
-    Row(
-        "closed range, cut",
-        lambda r: part(MIDDLE, r, Content_Length=None)[:-10_240],
-        BROKEN,
-        (MIDDLE,),
-        closes=True,
-    ),
+    Row("closed range, cut", cut_at(1000, Content_Length=None), BROKEN, (MIDDLE,), closes=True),
     # Chunks
     Row("chunks, no validator", CHUNKED, RIGHT),
     Row("chunks, large", coded(body=chunks(LARGE)), RIGHT, (LARGE,)),
     Row("chunks in many packets", lambda r: iter(PIECES), RIGHT),
-    Row("chunks with extensions", coded(body=chunks(SMALL, '{:X};name="a;b"')), RIGHT),
     Row("chunks with trailers", coded(body=TRAILERS), RIGHT),
     Row("no end of trailers", lambda r: chain([coded(body=b"0\r\n")], ENDLESS), BROKEN),
     Row("no end of an extension", lambda r: chain([coded(body=b"9;")], ENDLESS), BROKEN),
@@ -319,18 +297,9 @@ ROWS = [
     Row("too few chunks of a range", PARTIAL + chunks(SMALL[:-512]), BROKEN),
     Row("too many chunks of a range", PARTIAL + chunks(SMALL + bytes(512)), RIGHT_OR_REFUSED),
     Row("no last chunk", coded(body=chunks(SMALL, end=b"")), BROKEN, closes=True),
-    Row("cut in a chunk", coded(body=chunks(SMALL)[:-1000]), BROKEN, closes=True),
-    Row("no size of a chunk", coded(body=chunks(SMALL, "")), BROKEN),
     Row("no chunk", coded(body=chunks(b"")), EMPTY),
     # Codings
-    *(
-        Row(
-            f"chunks and length {length}",
-            coded(f"Content-Length: {length}", body=chunks(SMALL)),
-            RIGHT_OR_REFUSED,
-        )
-        for length in (SIZE, HALF)
-    ),
+    Row("chunks, short", coded(f"Content-Length: {HALF}", body=chunks(SMALL)), RIGHT_OR_REFUSED),
     *(
         Row(f"transfer coding {coding}", coded(body=chunks(PACKED), coding=coding), REFUSED)
         for coding in ("gzip, chunked", "chunked, gzip", "gzip")
@@ -338,17 +307,11 @@ ROWS = [
     Row("two lines", coded("Transfer-Encoding: gzip", body=chunks(SMALL)), REFUSED),
     Row("content coding", whole("Content-Encoding: gzip", body=PACKED), GZIP),
     Row("content coding of a range", parts(PACKED, Content_Encoding="gzip"), GZIP),
-    Row("content codings", whole("Content-Encoding: identity, gzip", body=PACKED), GZIP),
     Row("content coding identity", whole("Content-Encoding: identity"), RIGHT),
     # Ranges
     Row("ranges", parts(LARGE), RIGHT, (LARGE,)),
     Row("ranges ignored", lambda r: whole(body=LARGE), RIGHT, (LARGE,)),
-    Row(
-        "later ranges ignored",
-        lambda r: part(LARGE, r) if r.is_first else whole(body=LARGE),
-        RIGHT,
-        (LARGE,),
-    ),
+    Row("later ranges ignored", later_ignored, RIGHT, (LARGE,)),
     *(
         Row(f"Content-Range: {name}", ranged({"Content_Range": span}, {}), BROKEN, (LARGE,))
         for name, span in SPANS.items()
@@ -360,11 +323,7 @@ ROWS = [
     Row("ranges of 5,000 bytes", capped(MIDDLE, 5_000), RIGHT, (MIDDLE,)),
     # Two of them may be of two versions.
     Row("short ranges without a validator", capped(LARGE, 700_001, ETag=None), BROKEN, (LARGE,)),
-    Row(
-        "a longer body than its short range",
-        PARTIAL.replace(b"-%d/" % (SIZE - 1), b"-%d/" % HALF) + chunks(SMALL),
-        BROKEN,
-    ),
+    Row("long body of a short range", SHORT + chunks(SMALL), BROKEN),
     # Validators
     *(
         Row(name, parts(LARGE, **headers), RIGHT, (LARGE,))
@@ -374,14 +333,13 @@ ROWS = [
             "Last-Modified of yesterday": OLD,
             "a Last-Modified that is no date": {**NO_TAG, "Last_Modified": "yesterday"},
             "no validator": {"ETag": None},
-            "an ETag without quotes": {"ETag": "abc"},
             "an empty ETag": {"ETag": '""'},
         }.items()
     ),
     *(
         Row(
             f"{name}, first response {'cut' if cut else 'whole'}",
-            replaced(before, after, cut=cut),
+            replaced(before, after, cut),
             RIGHT_OR_REFUSED,
             BOTH,
             closes=cut is not None,
@@ -392,7 +350,7 @@ ROWS = [
     Row("If-Match is honoured", insisting, RIGHT_OR_REFUSED, BOTH),
     Row(
         "replaced without ranges",
-        replaced(WEAK, cut=2_000_000, ranges=False),
+        lambda r: replaced(WEAK, WEAK, 2_000_000)(r._replace(head="")),
         RIGHT_OR_REFUSED,
         BOTH,
         closes=True,
@@ -405,20 +363,10 @@ ROWS = [
     *(Row(f"redirect to {place!r}", moved(place), wanted) for place, wanted in LOCATIONS.items()),
     Row("redirect in UTF-8", moved("{base}/\xfc/b.tar", path="/%C3%BC/b.tar"), RIGHT),
     # Heads and pages
-    Row("names in odd case", raw("HTTP/1.1 200 OK", f"cOnTeNt-LeNgTh:\t{SIZE} \t"), RIGHT),
-    Row("header bytes outside ASCII", whole("X-Note: \xe4\xff\x80"), RIGHT),
     Row("bare LF", raw("HTTP/1.1 200 OK", f"Content-Length: {SIZE}", end="\n"), RIGHT),
     Row("head without an end", KEPT[:40] + b"x" * 200_000, BROKEN),
-    Row(
-        "page without an ETag",
-        answer("200 OK", b"<html>" * 9, ETag=None, Content_Type="Text/HTML; charset=utf-8"),
-        Refused(TransferError, "Text/HTML"),
-    ),
-    Row(
-        "page with an ETag",
-        answer("200 OK", b"<html>" * 99, Content_Type="text/html"),
-        Refused(IntegrityError, "not a tar archive"),
-    ),
+    Row("page without an ETag", page(ETag=None), Refused(TransferError, "Text/HTML")),
+    Row("page with an ETag", page(), Refused(IntegrityError, "not a tar archive")),
     Row("empty object", answer("200 OK"), EMPTY),
     # Connections
     *(
@@ -507,7 +455,7 @@ def test_a_response_is_read_correctly_or_refused(row, wire, servers, tmp_path, m
 
     def answered(head: str) -> Iterator[bytes]:
         request = Request(head, base, next(counts[head.split(" ")[1]]))
-        if request.path == "/next.tar":
+        if "/next.tar" in head:
             yield NEXT.sent
             return
         try:
@@ -530,7 +478,7 @@ def test_a_response_is_read_correctly_or_refused(row, wire, servers, tmp_path, m
         with Cache(tmp_path / fill, fill=fill, min_free=0, **options) as cache:
             outcomes = {}
             for way, get in {**ways, "next": read}.items():
-                url = f"{base}/next.tar" if way == "next" else f"{base}/{way}/{row.file}"
+                url = f"{base}/next.tar" if way == "next" else f"{base}/{way}/a.tar"
                 data = error = None
                 try:
                     data = get(cache, url)

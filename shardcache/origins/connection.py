@@ -52,7 +52,7 @@ _KEEPALIVE = 60
 _LONGEST_HEAD = 64 * 1024
 _HEAD_AT_ONCE = 8 * 1024
 _END_OF_HEAD = re.compile(rb"\n\r?\n")
-#: What llhttp rejects and RFC 9112 permits: a Transfer-Encoding that overrides a Content-Length
+#: RFC 9112 permits, and llhttp rejects, a Transfer-Encoding that overrides a Content-Length
 #: (6.3), and lines that end with a bare LF (2.2).
 _LENIENT = {"lenient_chunked_length": True, "lenient_optional_cr_before_lf": True}
 _INTERIM = 16  # most responses (1xx) before the final one

@@ -234,7 +234,7 @@ REPLACEMENTS = {
     "Last-Modified changes": (OLD, {**OLD, "Last_Modified": "Sat, 05 Nov 1994 08:49:38 GMT"}),
     "no validator": (NO_TAG, NO_TAG),
 }
-#: What a server may send behind a response on a kept connection.
+#: Bytes that a server sends behind a response on a kept connection.
 SURPLUS = {"garbage": b"garbage", "a forged answer": whole(body=FORGED)}
 LOCATIONS = {
     "b.tar": RIGHT,

@@ -127,83 +127,79 @@ def _covers(entry: str, host: str, port: int) -> bool:
         return name == "*" or (domain != "" and f".{host}".rstrip(".").endswith(f".{domain}"))
 
 
-class Dialer:
-    """Connects to hosts and remembers which addresses failed. Threads may share a `Dialer`."""
+def connect(host: str, port: int, timeout: float, failures: dict[_Address, float]) -> socket.socket:
+    """Return a non-blocking socket that is connected to one of a host's addresses.
 
-    def __init__(self) -> None:
-        self._failed: dict[_Address, float] = {}  # time of the last failure
-
-    def connect(self, host: str, port: int, timeout: float) -> socket.socket:
-        """Return a non-blocking socket that is connected to one of a host's addresses.
-
-        ``timeout`` is in seconds, for the DNS lookup and again for all addresses together. The
-        type of an OSError is that of the last failure.
-        """
-        try:
-            untried = threads.call(lambda: self._addresses(host, port), timeout, "shardcache-dns")
-        except Empty:
-            text = f"no address of {host} from DNS after {timeout:g} s"
-            raise failure(TimeoutError, text) from None
-        count, end = len(untried), time.monotonic() + timeout
-        pending: dict[_Address, socket.socket] = {}  # the oldest attempt first
-        failed: dict[_Address, str] = {}
-        kind = OSError
-        try:
-            while (untried or pending) and (left := end - time.monotonic()) > 0:
-                pause = min(left, _STAGGER) if untried[1:] else left
-                slower = []
-                for address in [*pending, *untried[:1]]:
-                    family, place = address
-                    try:
-                        if address not in pending:
-                            pending[address] = socket.socket(family, socket.SOCK_STREAM)
-                            pending[address].setblocking(False)
-                        pending[address].connect(place)  # a repeated call reports the outcome
-                    except BlockingIOError:
-                        slower.append(address)
-                    except os_error() as exn:
-                        if exn.errno in (errno.EMFILE, errno.ENFILE):  # not the address's fault
-                            raise
-                        # A firewall may forbid one address of many. That error is final, so it is
-                        # raised only if it concerns all of them.
-                        if not (failed and isinstance(exn, PermissionError)):
-                            kind = type(exn)
-                        failed[address] = exn.strerror or str(exn)
-                        if sock := pending.pop(address, None):
-                            sock.close()
-                        pause = 0.0
-                    else:
-                        failed |= dict.fromkeys(slower, "slow")
-                        return pending.pop(address)
-                del untried[:1]
-                poller = select.poll()
-                for sock in pending.values():
-                    poller.register(sock, select.POLLOUT)
-                poller.poll(1000 * pause)
-            if pending:
-                kind = TimeoutError
-                failed |= dict.fromkeys(pending, "no answer")
-        finally:
-            self._failed.update(dict.fromkeys(failed, clock.monotonic()))
+    ``timeout`` is in seconds, for the DNS lookup and again for all addresses together.
+    ``failures`` has the time of the last failure of addresses; threads may share it. The type of
+    an OSError is that of the last failure.
+    """
+    try:
+        untried = threads.call(lambda: _addresses(host, port, failures), timeout, "shardcache-dns")
+    except Empty:
+        text = f"no address of {host} from DNS after {timeout:g} s"
+        raise failure(TimeoutError, text) from None
+    count, end = len(untried), time.monotonic() + timeout
+    pending: dict[_Address, socket.socket] = {}  # the oldest attempt first
+    failed: dict[_Address, str] = {}
+    kind = OSError
+    try:
+        while (untried or pending) and (left := end - time.monotonic()) > 0:
+            pause = min(left, _STAGGER) if untried[1:] else left
+            slower = []
+            for address in [*pending, *untried[:1]]:
+                family, place = address
+                try:
+                    if address not in pending:
+                        pending[address] = socket.socket(family, socket.SOCK_STREAM)
+                        pending[address].setblocking(False)
+                    pending[address].connect(place)  # a repeated call reports the outcome
+                except BlockingIOError:
+                    slower.append(address)
+                except os_error() as exn:
+                    if exn.errno in (errno.EMFILE, errno.ENFILE):  # not the address's fault
+                        raise
+                    # A firewall may forbid one address of many. That error is final, so it is
+                    # raised only if it concerns all of them.
+                    if not (failed and isinstance(exn, PermissionError)):
+                        kind = type(exn)
+                    failed[address] = exn.strerror or str(exn)
+                    if sock := pending.pop(address, None):
+                        sock.close()
+                    pause = 0.0
+                else:
+                    failed |= dict.fromkeys(slower, "slow")
+                    return pending.pop(address)
+            del untried[:1]
+            poller = select.poll()
             for sock in pending.values():
-                sock.close()
-        reasons = ", ".join(f"{place[0]} ({reason})" for (_, place), reason in failed.items())
-        text = f"no connection to {host}; tried {len(failed)} of {count} addresses: {reasons}"
-        raise failure(kind, text)
+                poller.register(sock, select.POLLOUT)
+            poller.poll(1000 * pause)
+        if pending:
+            kind = TimeoutError
+            failed |= dict.fromkeys(pending, "no answer")
+    finally:
+        failures.update(dict.fromkeys(failed, clock.monotonic()))
+        for sock in pending.values():
+            sock.close()
+    reasons = ", ".join(f"{place[0]} ({reason})" for (_, place), reason in failed.items())
+    text = f"no connection to {host}; tried {len(failed)} of {count} addresses: {reasons}"
+    raise failure(kind, text)
 
-    def _addresses(self, host: str, port: int) -> list[_Address]:
-        """Look up a host's addresses, and return those that failed recently last.
 
-        They are shuffled to spread the connections over them. IPv6 and IPv4 addresses alternate.
-        """
-        families: dict[int, list[_Address]] = {}  # the family that the system prefers is first
-        for family, _, _, _, place in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
-            families.setdefault(family, []).append((family, place))
-        for addresses in families.values():
-            _random.shuffle(addresses)
-        in_turn = [each for row in zip_longest(*families.values()) for each in row if each]
-        oldest = clock.monotonic() - _AVOIDED
-        return sorted(in_turn, key=lambda address: self._failed.get(address, oldest) > oldest)
+def _addresses(host: str, port: int, failures: Mapping[_Address, float]) -> list[_Address]:
+    """Look up a host's addresses, and return those that failed recently last.
+
+    They are shuffled to spread the connections over them. IPv6 and IPv4 addresses alternate.
+    """
+    families: dict[int, list[_Address]] = {}  # the family that the system prefers is first
+    for family, _, _, _, place in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+        families.setdefault(family, []).append((family, place))
+    for addresses in families.values():
+        _random.shuffle(addresses)
+    in_turn = [each for row in zip_longest(*families.values()) for each in row if each]
+    oldest = clock.monotonic() - _AVOIDED
+    return sorted(in_turn, key=lambda address: failures.get(address, oldest) > oldest)
 
 
 class StaleError(ConnectionError):
@@ -463,7 +459,7 @@ class Transport:
         trusted: str | bool | None = None,
     ) -> None:
         self._timeout, self._proxies, self._trusted = timeout, proxies, trusted
-        self._dialer = Dialer()
+        self._failures: dict[_Address, float] = {}  # the argument of `connect`
         self._idle: dict[str, deque[_Connection]] = {}  # by server
         # Strong references to all open connections. Otherwise the garbage collector, when it
         # finalises a response in a cycle, could finalise the connection that `close` releases.
@@ -544,7 +540,7 @@ class Transport:
         login = [f"Proxy-Authorization: {basic_login(user)}"] if user else []
         timeout = min(self._timeout, _CONNECT_TIMEOUT)
         hop = _host_and_port(f"http://{proxy}") if proxy else (host, port)
-        sock = self._dialer.connect(*hop, timeout)
+        sock = connect(*hop, timeout, self._failures)
         try:
             if scheme == "https" and proxy:
                 self._tunnel(sock, host, port, login)

@@ -406,12 +406,12 @@ def _metadata_service_is_busy() -> bool:
     """
     if os.environ.get("AWS_EC2_METADATA_DISABLED", "").lower() == "true":
         return False
-    from shardcache.origins.connection import Dialer, Transport  # here: a hit needs neither
+    from shardcache.origins.connection import Transport, connect  # here: a hit needs neither
 
     service = os.environ.get("AWS_EC2_METADATA_SERVICE_ENDPOINT") or _METADATA
     parts = urlsplit(service)
     try:
-        Dialer().connect(parts.hostname or "", parts.port or 80, _TIMEOUT).close()
+        connect(parts.hostname or "", parts.port or 80, _TIMEOUT, {}).close()
     except (OSError, ValueError):
         return False
     server, latest = f"{parts.scheme}://{parts.netloc}", f"{parts.path.rstrip('/')}/latest"

@@ -46,9 +46,9 @@ class RepeatError(Exception):
     """The request has to be sent again at once, because its response said how.
 
     Args:
-        remedy: what the next request does differently; `retry.BOUNDS` limits how often.
-        error: returns the error to raise at that limit.
-        apply: applies the remedy, or returns False if it cannot, which is the limit as well.
+        remedy: what the next request does differently. `retry` applies each remedy once.
+        error: returns the error to raise if the remedy does not help.
+        apply: applies the remedy, or returns False if it cannot.
     """
 
     def __init__(
@@ -58,9 +58,7 @@ class RepeatError(Exception):
         apply: Callable[[], object] = lambda: True,
     ) -> None:
         super().__init__(remedy)
-        self.remedy = remedy
-        self.error = error
-        self.apply = apply
+        self.remedy, self.error, self.apply = remedy, error, apply
 
 
 class VersionChangedError(Exception):
@@ -107,19 +105,15 @@ def refusal(
     if status in (404, 410):
         text = f"{shard}: not found ({reason}). Check the pattern and the endpoint."
         if shard.scheme == "s3" and "NoSuchBucket" in reason:
-            name, _ = shard.bucket_and_key()
-            text = (
-                f"{shard}: there is no bucket {name} ({reason}). Check the name and the endpoint."
-            )
+            text = f"{shard}: there is no bucket {shard.bucket_and_key()[0]} ({reason}). "
+            text += "Check the name and the endpoint."
         return ShardNotFoundError(text, url=str(shard))
     if status == 407:
         hint = "the proxy demands a login; check http_proxy and https_proxy"
     if status in (401, 403, 407):
         return AccessDeniedError(f"{shard}: access denied ({reason}): {hint}.", url=str(shard))
-    text = (
-        f"{shard}: the request is refused ({reason}). Check the region, the endpoint and the URL."
-    )
-    return ConfigError(text, url=str(shard))
+    text = f"{shard}: the request is refused ({reason}). Check the region, the endpoint and "
+    return ConfigError(f"{text}the URL.", url=str(shard))
 
 
 class Checksum(NamedTuple):
@@ -176,14 +170,10 @@ class ObjectInfo:
 class Body(Protocol):
     """The body of one response, while it is received."""
 
-    #: The version that the bytes belong to.
-    info: ObjectInfo
-    #: Offset of the first byte in the object; 0 if the origin ignored the requested range.
-    start: int
-    #: Offset after the last byte; None if unknown: the body then extends to the object's end.
-    stop: int | None
-    #: Seconds from the request to the first byte of the response; 0 if unknown.
-    waited: float = 0.0
+    info: ObjectInfo  # the version that the bytes belong to
+    start: int  # offset of the first byte; 0 if the origin ignored the requested range
+    stop: int | None  # offset after the last byte; None if unknown, for the object's end
+    waited: float = 0.0  # seconds from the request to the first byte of the response, if known
     #: Whether a length, a last chunk or an exit status proves that no bytes are missing.
     proven: bool = True
 

@@ -52,11 +52,10 @@ _KEEPALIVE = 60
 _LONGEST_HEAD = 64 * 1024
 _HEAD_AT_ONCE = 8 * 1024
 _END_OF_HEAD = re.compile(rb"\n\r?\n")
-#: What llhttp rejects and RFC 9112 permits: a Transfer-Encoding that overrides a Content-Length
+#: RFC 9112 permits, and llhttp rejects, a Transfer-Encoding that overrides a Content-Length
 #: (6.3), and lines that end with a bare LF (2.2).
 _LENIENT = {"lenient_chunked_length": True, "lenient_optional_cr_before_lf": True}
-#: Limit of interim responses (1xx) before the final one.
-_INTERIM = 16
+_INTERIM = 16  # most responses (1xx) before the final one
 _CHUNKS_AT_ONCE = 256 * 1024  # bytes of a chunked body requested by one call
 _MAX_FRAMING = 1024 * 1024  # most bytes in a row of a chunked body that hold no data
 #: Bytes that the kernel collects before it wakes a thread that receives a long body (SO_RCVLOWAT).
@@ -93,10 +92,7 @@ def basic_login(user: str) -> str:
 
 
 def _proxy_of(server: str, proxies: Mapping[str, str] | None) -> tuple[str, str]:
-    """Return the authority of the proxy for a server, or "", and the user in the proxy's URL.
-
-    ``proxies`` is an argument of `Transport`. Raises ValueError if a URL is malformed.
-    """
+    """Return the authority of the proxy for a server, or "", and the user in the proxy's URL."""
     if proxies is None:
         if not any(name.lower().endswith("_proxy") for name in os.environ):
             return "", ""
@@ -116,10 +112,7 @@ def _proxy_of(server: str, proxies: Mapping[str, str] | None) -> tuple[str, str]
 
 
 def _covers(entry: str, host: str, port: int) -> bool:
-    """Return whether an entry of ``no_proxy`` covers a host.
-
-    An entry is a domain, an address, a network (``10.0.0.0/8``) or ``*``, and may end with a port.
-    """
+    """Return whether an entry of ``no_proxy`` covers a host; it may be a network or ``*``."""
     import ipaddress  # here: few programs have a proxy
 
     name, _, last = entry.rpartition(":")
@@ -134,88 +127,79 @@ def _covers(entry: str, host: str, port: int) -> bool:
         return name == "*" or (domain != "" and f".{host}".rstrip(".").endswith(f".{domain}"))
 
 
-class Dialer:
-    """Connects to hosts and remembers which addresses failed.
+def connect(host: str, port: int, timeout: float, failures: dict[_Address, float]) -> socket.socket:
+    """Return a non-blocking socket that is connected to one of a host's addresses.
 
-    Threads may share a `Dialer`, because each access to its dict is atomic.
+    ``timeout`` is in seconds, for the DNS lookup and again for all addresses together.
+    ``failures`` has the time of the last failure of addresses; threads may share it. The type of
+    an OSError is that of the last failure.
     """
-
-    def __init__(self) -> None:
-        self._failed: dict[_Address, float] = {}  # time of the last failure
-
-    def connect(self, host: str, port: int, timeout: float) -> socket.socket:
-        """Return a non-blocking socket that is connected to one of a host's addresses.
-
-        ``timeout`` is in seconds, for the DNS lookup and again for all addresses together. Raises
-        an OSError of the type of the last failure if no address can be reached.
-        """
-        try:
-            untried = threads.call(lambda: self._addresses(host, port), timeout, "shardcache-dns")
-        except Empty:
-            raise failure(
-                TimeoutError, f"no address of {host} from DNS after {timeout:g} s"
-            ) from None
-        count, end = len(untried), time.monotonic() + timeout
-        pending: dict[_Address, socket.socket] = {}  # the oldest attempt first
-        failed: dict[_Address, str] = {}
-        kind = OSError
-        try:
-            while (untried or pending) and (left := end - time.monotonic()) > 0:
-                pause = min(left, _STAGGER) if untried[1:] else left
-                slower = []
-                for address in [*pending, *untried[:1]]:
-                    family, place = address
-                    try:
-                        if address not in pending:
-                            pending[address] = socket.socket(family, socket.SOCK_STREAM)
-                            pending[address].setblocking(False)
-                        pending[address].connect(place)  # a repeated call reports the outcome
-                    except BlockingIOError:
-                        slower.append(address)
-                    except os_error() as exn:
-                        if exn.errno in (errno.EMFILE, errno.ENFILE):  # not the address's fault
-                            raise
-                        # A firewall may forbid one address of many. That error is final, so it is
-                        # raised only if it concerns all of them.
-                        if not (failed and isinstance(exn, PermissionError)):
-                            kind = type(exn)
-                        failed[address] = exn.strerror or str(exn)
-                        if sock := pending.pop(address, None):
-                            sock.close()
-                        pause = 0.0
-                    else:
-                        failed |= dict.fromkeys(slower, "slow")
-                        return pending.pop(address)
-                del untried[:1]
-                poller = select.poll()
-                for sock in pending.values():
-                    poller.register(sock, select.POLLOUT)
-                poller.poll(1000 * pause)
-            if pending:
-                kind = TimeoutError
-                failed |= dict.fromkeys(pending, "no answer")
-        finally:
-            self._failed.update(dict.fromkeys(failed, clock.monotonic()))
+    try:
+        untried = threads.call(lambda: _addresses(host, port, failures), timeout, "shardcache-dns")
+    except Empty:
+        text = f"no address of {host} from DNS after {timeout:g} s"
+        raise failure(TimeoutError, text) from None
+    count, end = len(untried), time.monotonic() + timeout
+    pending: dict[_Address, socket.socket] = {}  # the oldest attempt first
+    failed: dict[_Address, str] = {}
+    kind = OSError
+    try:
+        while (untried or pending) and (left := end - time.monotonic()) > 0:
+            pause = min(left, _STAGGER) if untried[1:] else left
+            slower = []
+            for address in [*pending, *untried[:1]]:
+                family, place = address
+                try:
+                    if address not in pending:
+                        pending[address] = socket.socket(family, socket.SOCK_STREAM)
+                        pending[address].setblocking(False)
+                    pending[address].connect(place)  # a repeated call reports the outcome
+                except BlockingIOError:
+                    slower.append(address)
+                except os_error() as exn:
+                    if exn.errno in (errno.EMFILE, errno.ENFILE):  # not the address's fault
+                        raise
+                    # A firewall may forbid one address of many. That error is final, so it is
+                    # raised only if it concerns all of them.
+                    if not (failed and isinstance(exn, PermissionError)):
+                        kind = type(exn)
+                    failed[address] = exn.strerror or str(exn)
+                    if sock := pending.pop(address, None):
+                        sock.close()
+                    pause = 0.0
+                else:
+                    failed |= dict.fromkeys(slower, "slow")
+                    return pending.pop(address)
+            del untried[:1]
+            poller = select.poll()
             for sock in pending.values():
-                sock.close()
-        reasons = ", ".join(f"{place[0]} ({reason})" for (_, place), reason in failed.items())
-        text = f"no connection to {host}; tried {len(failed)} of {count} addresses: {reasons}"
-        raise failure(kind, text)
+                poller.register(sock, select.POLLOUT)
+            poller.poll(1000 * pause)
+        if pending:
+            kind = TimeoutError
+            failed |= dict.fromkeys(pending, "no answer")
+    finally:
+        failures.update(dict.fromkeys(failed, clock.monotonic()))
+        for sock in pending.values():
+            sock.close()
+    reasons = ", ".join(f"{place[0]} ({reason})" for (_, place), reason in failed.items())
+    text = f"no connection to {host}; tried {len(failed)} of {count} addresses: {reasons}"
+    raise failure(kind, text)
 
-    def _addresses(self, host: str, port: int) -> list[_Address]:
-        """Look up a host's addresses and return them in the order in which to try them.
 
-        They are shuffled to spread the connections over them. IPv6 and IPv4 addresses alternate,
-        and addresses that failed recently come last.
-        """
-        families: dict[int, list[_Address]] = {}  # the family that the system prefers is first
-        for family, _, _, _, place in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
-            families.setdefault(family, []).append((family, place))
-        for addresses in families.values():
-            _random.shuffle(addresses)
-        in_turn = [each for row in zip_longest(*families.values()) for each in row if each]
-        oldest = clock.monotonic() - _AVOIDED
-        return sorted(in_turn, key=lambda address: self._failed.get(address, oldest) > oldest)
+def _addresses(host: str, port: int, failures: Mapping[_Address, float]) -> list[_Address]:
+    """Look up a host's addresses, and return those that failed recently last.
+
+    They are shuffled to spread the connections over them. IPv6 and IPv4 addresses alternate.
+    """
+    families: dict[int, list[_Address]] = {}  # the family that the system prefers is first
+    for family, _, _, _, place in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+        families.setdefault(family, []).append((family, place))
+    for addresses in families.values():
+        _random.shuffle(addresses)
+    in_turn = [each for row in zip_longest(*families.values()) for each in row if each]
+    oldest = clock.monotonic() - _AVOIDED
+    return sorted(in_turn, key=lambda address: failures.get(address, oldest) > oldest)
 
 
 class StaleError(ConnectionError):
@@ -268,10 +252,16 @@ class _Connection:
         self._spent, self.came = 0.0, 0
         (self.tls or self.socket).sendall(request)
         for _ in range(_INTERIM):
+            while (end := _END_OF_HEAD.search(self.held)) is None:
+                if len(self.held) > _LONGEST_HEAD:
+                    raise failure(ConnectionError, "the headers of the response do not end")
+                before, self.held = self.held, b""
+                self.held = before + self.receive_some(_HEAD_AT_ONCE)
+            head, self.held = self.held[: end.end()], self.held[end.end() :]
             message = _Message()
             self.parser = HttpResponseParser(message)
             self.parser.set_dangerous_leniencies(**_LENIENT)
-            self.parse(message, self._receive_head())
+            self.parse(message, head)
             message.status = self.parser.get_status_code()
             if message.status == 101:
                 raise failure(ConnectionError, "the server switched to another protocol")
@@ -292,23 +282,12 @@ class _Connection:
                 raise failure(ConnectionError, f"the response is not HTTP: {exn}") from None
             message.keeps_alive = False
 
-    def _receive_head(self) -> bytes:
-        """Receive and return the next head, including the empty line that ends it."""
-        while (found := _END_OF_HEAD.search(self.held)) is None:
-            if len(self.held) > _LONGEST_HEAD:
-                raise failure(ConnectionError, "the headers of the response do not end")
-            before, self.held = self.held, b""
-            self.held = before + self.receive_some(_HEAD_AT_ONCE)
-        head, self.held = self.held[: found.end()], self.held[found.end() :]
-        return head
-
     def receive_some(self, most: int) -> bytes:
         """Return the next bytes, or b"" if the server sent nothing for `_slice` seconds."""
         if self.held:
             data, self.held = self.held, b""
             return data
-        view = memoryview(bytearray(most))
-        count = self._receive(view, 0)
+        count = self._receive(view := memoryview(bytearray(most)), 0)
         if count == 0:
             raise failure(ConnectionResetError, "the server closed the connection")
         return bytes(view[: max(0, count)])
@@ -316,14 +295,16 @@ class _Connection:
     def fill(self, view: memoryview, rest: int) -> int:
         """Fill ``view``, or part of it after `_slice` seconds; return the count, 0 if closed.
 
-        ``rest`` is how many bytes of the body will follow those for ``view``, as far as is known.
+        ``rest`` is the known number of bytes that follow in the body.
         """
         got = min(len(view), len(self.held))
         view[:got], self.held = self.held[:got], self.held[got:]
         # The thread may only wait for bytes that will come, and part of the rest may have come:
         # `TLSStream` holds up to 256 KiB.
-        is_long = len(view) >= _WAKE_AT and rest >= 2 * _WAKE_AT
-        self._wake_at(_WAKE_AT if is_long else 1)
+        wakes_at = _WAKE_AT if len(view) >= _WAKE_AT and rest >= 2 * _WAKE_AT else 1
+        if wakes_at != self._wakes_at:
+            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, wakes_at)
+            self._wakes_at = wakes_at
         started = time.monotonic()
         while got < len(view):
             count = self._receive(view[got:], socket.MSG_WAITALL)
@@ -332,17 +313,8 @@ class _Connection:
                 break
         return got
 
-    def _wake_at(self, count: int) -> None:
-        """Make the kernel wake a waiting thread only when ``count`` bytes have been received."""
-        if count != self._wakes_at:
-            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, count)
-            self._wakes_at = count
-
     def _receive(self, view: memoryview, flags: int) -> int:
-        """Return the number of bytes received: 0 if closed, -1 after `_slice` seconds of silence.
-
-        Raises TimeoutError if the rate was below `_MIN_RATE` for ``timeout`` seconds.
-        """
+        """Return the number of bytes received: 0 if closed, -1 if none came for `_slice` s."""
         started = time.monotonic()
         try:
             count = (self.tls or self.socket).recv_into(view, 0, flags)
@@ -405,9 +377,8 @@ class Response:
         self.status, self.headers = message.status, message.headers
         coding = self.headers.get("transfer-encoding", "").lower()
         length = "" if coding else self.headers.get("content-length", "")
-        #: Content-Length in bytes; None if it is missing or malformed.
-        # 64 bits need 19 digits, and `int` raises for texts with thousands of digits.
-        self.length = int(length) if length.isdecimal() and len(length) < 20 else None
+        #: Content-Length in bytes, which llhttp has checked; None if it is missing.
+        self.length = int(length) if length else None
         #: Bytes not yet read; None for chunks, and for a body that ends with the connection.
         self._left = self.length
         if bodiless or self.status in (204, 304):
@@ -488,7 +459,7 @@ class Transport:
         trusted: str | bool | None = None,
     ) -> None:
         self._timeout, self._proxies, self._trusted = timeout, proxies, trusted
-        self._dialer = Dialer()
+        self._failures: dict[_Address, float] = {}  # the argument of `connect`
         self._idle: dict[str, deque[_Connection]] = {}  # by server
         # Strong references to all open connections. Otherwise the garbage collector, when it
         # finalises a response in a cycle, could finalise the connection that `close` releases.
@@ -499,7 +470,6 @@ class Transport:
         """Send a request, and return the response after its head has been received.
 
         Args:
-            method: the HTTP method.
             server: scheme and authority without a user, in ASCII.
             path: path and query in ASCII, sent unchanged.
             headers: the request headers without Host.
@@ -509,7 +479,6 @@ class Transport:
             PermissionError: the proxy refuses to connect to the server, or demands a login.
             OSError: the connection failed, or no response came in time.
             ValueError: the server, a header or the proxy's URL is malformed; nothing was sent.
-            ConfigError: the certificate file cannot be read.
         """
         kept = self._take(server)
         connection = kept or self._connect(server)
@@ -570,9 +539,8 @@ class Transport:
         proxy, user = _proxy_of(server, self._proxies)
         login = [f"Proxy-Authorization: {basic_login(user)}"] if user else []
         timeout = min(self._timeout, _CONNECT_TIMEOUT)
-        sock = self._dialer.connect(
-            *_host_and_port(f"http://{proxy}" if proxy else server), timeout
-        )
+        hop = _host_and_port(f"http://{proxy}") if proxy else (host, port)
+        sock = connect(*hop, timeout, self._failures)
         try:
             if scheme == "https" and proxy:
                 self._tunnel(sock, host, port, login)

@@ -6,10 +6,12 @@ a refused connection, as "file not found", and its reads cannot insist on a vers
 
 from __future__ import annotations
 
+import contextlib
 import re
 import string
 from collections.abc import Callable, Collection
 from functools import partial
+from typing import NamedTuple
 from urllib.parse import parse_qsl, quote, urljoin
 
 from shardcache.config import __version__
@@ -25,7 +27,6 @@ from shardcache.origins.base import (
     refusal,
 )
 from shardcache.origins.connection import Response, StaleError, Transport, basic_login, split_url
-from shardcache.origins.retry import BOUNDS, Route, route
 from shardcache.urls import ShardURL, quoted, secret_forms
 
 #: The headers of every request.
@@ -34,6 +35,8 @@ HEADERS = {"Accept-Encoding": "identity", "User-Agent": f"shardcache/{__version_
 _PAGE = 64 * 1024
 #: Bytes of a range that ends early. With less, a shard would take thousands of requests.
 _LEAST = 4096
+#: Most redirects in a row of one request.
+_REDIRECTS = 5
 #: Content types of error pages and login portals, which may arrive with status 200. So a response
 #: of such a type is taken for a shard only if it has a version.
 _PAGES = ("text/html", "text/xml", "application/xml", "application/xhtml+xml")
@@ -79,34 +82,48 @@ def unanswered(exn: Exception, shard: ShardURL, server: str, secrets: Collection
     return ConfigError(f"{text}Check the endpoint, URL and proxy.", url=str(shard))
 
 
-def redirected(
-    response: Response, shard: ShardURL, route: Route, is_signed: bool = False
-) -> Exception | None:
-    """Return the exception to raise for a redirect, or None if the response is none.
+class Route(NamedTuple):
+    """The redirects that a request has followed."""
 
-    It is a RepeatError, or a ConfigError if the request may not be sent to the target. A signed
-    request may only leave a server with TLS for another one with TLS.
-    """
-    location = response.headers.get("location")
-    if response.status not in (301, 302, 303, 307, 308) or not location:
-        return None
-    server = response.url.split("/")[2].rpartition("@")[2]
-    # `connection` decodes headers as Latin-1, but servers send UTF-8.
-    location = quote(location.encode("latin-1"), safe=string.printable)
-    try:
-        split_url(target := urljoin(response.url, location))
-    except ValueError:
-        text = f"{shard}: {server} redirects to a URL that is no valid one of a web server"
-        text += f" ({quoted(location.partition(':')[0])}). Check the URL and the endpoint."
-        return ConfigError(text, url=str(shard))
-    if is_signed and response.url.startswith("https:") and not target.startswith("https:"):
-        text = f"{shard}: {server} redirects credentials to a host without TLS. Check endpoint_url."
-        return ConfigError(text, url=str(shard))
-    route.servers.append(server)
-    text = f"{shard}: the server redirects more than {BOUNDS['redirect']} times "
-    text += f"({', '.join(dict.fromkeys(route.servers))}). Check the URL and the endpoint."
-    error = partial(ConfigError, text, url=str(shard))
-    return RepeatError("redirect", error, partial(route.follow, target))
+    target: str = ""  # the URL to request; "" for that of the shard
+    servers: tuple[str, ...] = ()  # those that redirected the request
+    login: str = ""  # the Authorization header for the server of ``target``
+    secrets: tuple[str, ...] = ()  # of all requests on the way
+
+    @property
+    def after(self) -> str:
+        """A phrase for errors that names the last redirect, if any."""
+        return f" (after a redirect of {self.servers[-1]})" if self.servers else ""
+
+    def redirected(
+        self, response: Response, shard: ShardURL, is_signed: bool = False
+    ) -> Route | None:
+        """Return the route to the target of a redirect, or None if the response is none.
+
+        A signed request may only leave a server with TLS for another one with TLS, and no other
+        server receives the login. Raises ConfigError if the request may not be sent to the target.
+        """
+        location = response.headers.get("location")
+        if response.status not in (301, 302, 303, 307, 308) or not location:
+            return None
+        here, there = split_url(response.url)[:2], None
+        server = here[1].rpartition("@")[2]
+        # `connection` decodes headers as Latin-1, but servers send UTF-8.
+        location = quote(location.encode("latin-1"), safe=string.printable)
+        with contextlib.suppress(ValueError):
+            there = split_url(target := urljoin(response.url, location))[:2]
+        servers = (*self.servers, server)
+        if there is None:
+            text = f"{server} redirects to a URL that is no valid one of a web server "
+            text += f"({quoted(location.partition(':')[0])}). Check the URL and the endpoint."
+        elif is_signed and here[0] == "https" != there[0]:
+            text = f"{server} redirects credentials to a host without TLS. Check endpoint_url."
+        elif len(servers) > _REDIRECTS:
+            text = f"the server redirects more than {_REDIRECTS} times "
+            text += f"({', '.join(dict.fromkeys(servers))}). Check the URL and the endpoint."
+        else:
+            return Route(target, servers, self.login if there == here else "", self.secrets)
+        raise ConfigError(f"{shard}: {text}", url=str(shard))
 
 
 def object_info(response: Response, size: int | None) -> ObjectInfo:
@@ -121,12 +138,10 @@ def object_info(response: Response, size: int | None) -> ObjectInfo:
         for name, value in response.headers.items()
         if not any(form in value for form in response.secrets)
     }
-    checksum = None
-    if headers.get("x-amz-checksum-type") != "COMPOSITE":
-        for algorithm in _CHECKSUMS:
-            if value := headers.get(f"x-amz-checksum-{algorithm}"):
-                checksum = Checksum(algorithm, value)
-                break
+    stated = ((name, headers.get(f"x-amz-checksum-{name}")) for name in _CHECKSUMS)
+    checksum = next((Checksum(name, value) for name, value in stated if value), None)
+    if headers.get("x-amz-checksum-type") == "COMPOSITE":
+        checksum = None
     etag, version = headers.get("etag"), headers.get("x-amz-version-id")
     if not etag or etag.startswith("W/") or etag == '""':
         etag = None
@@ -175,8 +190,8 @@ def open_range(
 def checked(response: Response, start: int, stop: int | None) -> Response:
     """Return ``response``, with its version and range set; TransientError if the range differs.
 
-    The range may end early if the response states its length, and its version, which allows a
-    later response to continue.
+    The range may end early if the response states its length and its version, so that a later
+    response can continue.
     """
     headers, length = response.headers, response.length
     text = headers.get("content-range")
@@ -226,46 +241,36 @@ class WebOrigin:
     def open(
         self, shard: ShardURL, start: int, stop: int | None, expected: ObjectInfo | None = None
     ) -> Response:
-        """Request a range of bytes, with the arguments and errors of `base.Origin.open`."""
+        """Request a range of bytes."""
         return open_range(partial(self._request, "GET", shard), start, stop, expected)
 
     def stat(self, shard: ShardURL) -> ObjectInfo:
         """Return the current version of the object, without a checksum."""
         return stat(partial(self._request, "HEAD", shard, {}), partial(self.open, shard, 0, 1))
 
-    def _request(self, method: str, shard: ShardURL, headers: dict[str, str]) -> Response:
-        """Send a request, and return a response of status 200 or 206."""
-        given = dict(shard.options).get("authorization", "")  # from a `pipe:` command such as curl
-        sent, name, server = route(method, shard), "", ""
-        error: Exception | None = None
-        secrets: tuple[str, ...] = ()
+    def _request(
+        self, method: str, shard: ShardURL, headers: dict[str, str], route: Route | None = None
+    ) -> Response:
+        """Send a request, follow redirects, and return a response of status 200 or 206."""
+        if route is None:  # the login is from a `pipe:` command such as curl
+            route = Route(shard.raw, login=dict(shard.options).get("authorization", ""))
+        name, server, secrets, error = "", "", tuple[str, ...](), None
         try:
-            scheme, name, path = split_url(sent.target or shard.raw)
+            scheme, name, path = split_url(route.target)
             user, at, name = name.rpartition("@")
-            server = f"{scheme}://{name}"
-            if at:
-                sent.login = basic_login(user)
-            elif not sent.server:
-                sent.login = given
-            elif sent.server != server:  # another server must not receive the login
-                sent.login = ""
-            sent.server = server
-            query = path.partition("?")[2]
+            server, query = f"{scheme}://{name}", path.partition("?")[2]
+            login = basic_login(user) if at else route.login
             values = (value for _, value in parse_qsl(query))
-            sent.secrets.update(
-                (given, *given.split(), *user.split(":"), sent.login, query, *values)
-            )
-            secrets = secret_forms(*sent.secrets)
-            login = {"Authorization": sent.login} if sent.login else {}
-            path = quote(path, safe=_SAFE)
+            used = (*route.secrets, *login.split(), *user.split(":"), query, *values)
+            route, secrets = route._replace(login=login, secrets=used), secret_forms(*used)
+            given = {"Authorization": login, **headers} if login else headers
             response = self._transport.request(
-                method, server, path, {**HEADERS, **login, **headers}
+                method, server, quote(path, safe=_SAFE), {**HEADERS, **given}
             )
             response.secrets = secrets
         except (os_error(), ValueError) as exn:
-            error = unanswered(
-                exn, shard, f"{name}{self._transport.via(server)}{sent.after}", secrets
-            )
+            where = f"{name}{self._transport.via(server)}{route.after}"
+            error = unanswered(exn, shard, where, secrets)
         if error is not None:
             raise error
         if response.status in (200, 206):
@@ -280,8 +285,7 @@ class WebOrigin:
                 url=str(shard),
             )
         refused(response)
-        where = f"{name}{self._transport.via(server)}{sent.after}"
-        reason = f"{where} answered {response.status}"
-        raise redirected(response, shard, sent) or refusal(
-            shard, response.status, reason, headers=response.headers
-        )
+        if (moved := route.redirected(response, shard)) is not None:
+            return self._request(method, shard, headers, moved)
+        reason = f"{name}{self._transport.via(server)}{route.after} answered {response.status}"
+        raise refusal(shard, response.status, reason, headers=response.headers)

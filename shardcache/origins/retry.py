@@ -1,20 +1,15 @@
 """Repeat requests, in one loop. No other layer repeats any.
 
-    what ended the request           the next one                      at most
-    the connection or server failed  comes after a random pause        ``attempts`` in a row
-    the server throttles, or there   comes after the pause of `Pace`   for ``patience``
+    what ended the request           the next one                     at most
+    the connection or server failed  comes after a random pause       ``attempts`` in a row
+    the server throttles, or there   comes after the pause of `Pace`  for ``patience``
       are no credentials for now
-    a redirect                       goes to its target                `BOUNDS`: 5 times
-    a target refuses                 goes to the first server again    once
-    the bucket is in another region  goes there                        once
-    the credentials are refused      has new ones                      once
-    the clocks differ                is signed with the server's time  once
-    checksums are not known          asks for none                     once
-    a kept connection had ended      uses a new connection             once
+    a RepeatError                    is sent at once, with a remedy   once for each remedy
 
-A TransientError is one of the first two. All others are a RepeatError: the request is sent again at
-once, and that counts as no failure. After a failure, the counts of `BOUNDS` begin again. The
-``deadline`` limits all of it.
+A TransientError is one of the first two. The remedies are: the region of the bucket, new
+credentials, the server's time, no checksum, the first server instead of one it redirected to
+before, and a new connection. After a failure, each may help again. The ``deadline`` limits all of
+it.
 
 A server that throttles limits the requests of this process:
 
@@ -33,7 +28,6 @@ import math
 import random
 import threading
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
@@ -47,16 +41,6 @@ from shardcache.urls import redact
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-#: How often a request is sent again at once, for each `RepeatError.remedy`.
-BOUNDS = {
-    "redirect": 5,
-    "target": 1,
-    "region": 1,
-    "credentials": 1,
-    "clock": 1,
-    "checksum": 1,
-    "connection": 1,
-}
 #: A pause before a retry is random: between 0 and BASE * 2^attempt seconds, at most CAP. This is
 #: the full jitter of "Exponential Backoff And Jitter" (AWS Architecture Blog), which found that it
 #: needs the fewest calls of all variants.
@@ -84,20 +68,15 @@ class RetryPolicy:
     """
 
     def __init__(self, attempts: int, deadline: float | None, patience: float) -> None:
-        self.attempts = attempts
-        self.deadline = deadline
-        self.patience = patience
+        self.attempts, self.deadline, self.patience = attempts, deadline, patience
         self._paces: dict[str, Pace] = {}  # by bucket or web server
 
     def started(self, url: str, attempts: int | None = None) -> Attempts:
-        """Return the retries of a download of ``url`` that starts now.
-
-        ``attempts`` replaces that of this policy.
-        """
+        """Return the retries of a download of ``url`` that starts now."""
         server = "/".join(url.split("/")[:3])
-        pace = self._paces.get(server) or self._paces.setdefault(
-            server, Pace(server, self.patience)
-        )
+        pace = self._paces.get(server)
+        if pace is None:
+            pace = self._paces.setdefault(server, Pace(server, self.patience))
         return Attempts(self, url, pace, attempts or self.attempts)
 
 
@@ -124,7 +103,7 @@ class Attempts:
             )
 
     def forgives(self, received: int) -> bool:
-        """Return whether an attempt that failed after some bytes is repeated without counting."""
+        """Return whether an attempt that received some bytes and failed does not count."""
         self.retries += received >= PROGRESS
         return received >= PROGRESS
 
@@ -143,8 +122,7 @@ class Attempts:
             Exceptions of ``function`` other than TransientError and RepeatError, and of ``sleep``,
             at once.
         """
-        repeats, failures, pause = Counter[str](), 0, 0.0
-        _routes.by_request = {}  # of this call
+        applied, failures, pause = set[str](), 0, 0.0
 
         def wait(seconds: float) -> None:
             self.check()
@@ -160,26 +138,24 @@ class Attempts:
                     try:
                         return function()
                     except RepeatError as exn:
-                        repeats[exn.remedy] += 1
-                        if repeats[exn.remedy] <= BOUNDS[exn.remedy] and exn.apply() is not False:
+                        if exn.remedy not in applied and exn.apply() is not False:
+                            applied.add(exn.remedy)
                             raise
                         error = exn.error()
                     raise error  # not in the block above: a RepeatError may hold a signed URL
             except TransientError as exn:
-                repeats.clear()
-                _routes.by_request = {}
-                if self._is_patient(exn):
-                    is_last = self._pace.is_over or self._is_late(0)
-                else:
+                applied.clear()
+                is_patient = exn.patient and self._policy.patience > 0
+                if not is_patient:
                     # The jitter is added to Retry-After, because many clients get the same number.
                     pause = random.uniform(0, min(CAP, BASE * 2**failures))  # noqa: S311
                     pause += min(exn.retry_after or 0.0, RETRY_AFTER_CAP)
                     failures += 1
-                    is_last = failures >= self._most or self._is_late(pause)
-                if is_last:
-                    raise self._final(exn, failures) from exn
+                is_last = self._pace.is_over if is_patient else failures >= self._most
+                if is_last or self._is_late(pause):
+                    raise self._final(exn, failures, is_patient) from exn
                 self.retries += 1
-                if not self._is_patient(exn):  # the pace logs the others
+                if not is_patient:  # the pace logs the others
                     text = "%s: %s; attempt %d of %d failed, next in %.1f s"
                     values = self._url, redact(str(exn)), failures, self._most, pause
                     extra = {"event": "retry", "shard": self._url, "attempt": failures}
@@ -188,23 +164,19 @@ class Attempts:
 
         try:
             return attempt()
-        except (TransientError, RepeatError) as exn:
-            first = [exn]
+        except (TransientError, RepeatError):
+            pass
         # Imported after a failure only: the import takes 40 ms, and most first requests succeed.
         import tenacity
 
-        def repeat() -> T:
-            if first:
-                raise first.pop()  # so that tenacity counts the request above
-            return attempt()
-
+        sleep(pause)
         retrying = tenacity.Retrying(
             retry=tenacity.retry_if_exception_type((TransientError, RepeatError)),
             wait=lambda state: pause,
             sleep=sleep,
         )
         try:
-            return retrying(repeat)
+            return retrying(attempt)
         finally:
             # `iter_state` refers to `retrying`. This cycle would keep the download's frames alive.
             retrying.iter_state.reset()
@@ -212,14 +184,10 @@ class Attempts:
     def _is_late(self, pause: float) -> bool:
         return self.end is not None and clock.monotonic() + pause > self.end
 
-    def _is_patient(self, exn: TransientError) -> bool:
-        """Return whether an error is waited out, and does not count as a failed attempt."""
-        return exn.patient and self._policy.patience > 0
-
-    def _final(self, exn: TransientError, failures: int) -> TransferError:
+    def _final(self, exn: TransientError, failures: int, is_patient: bool) -> TransferError:
         late, advice = self._is_late(0), "Check the endpoint and the network, then try again"
         ended = f"{failures} attempt{'s' if failures != 1 else ''} failed"
-        if not late and self._is_patient(exn):
+        if not late and is_patient:
             ended = f"for {format_duration(self._policy.patience)}, the limit set by patience"
             advice = "Try again later, or raise patience"
         elif failures < self._most:
@@ -236,47 +204,6 @@ def once(url: str, function: Callable[[], T]) -> T:
     return RetryPolicy(1, None, 0).started(url).call(function, sleep=clock.sleep)
 
 
-class Route:
-    """Where servers have redirected a request.
-
-    Attributes:
-        target: the URL to use; "" without a redirect.
-        servers: the servers that have redirected the request.
-        server: the last server that received the request; "" at first.
-        login: the Authorization header for that server.
-        secrets: the secrets of all requests on the way.
-    """
-
-    def __init__(self) -> None:
-        self.target = self.server = self.login = ""
-        self.servers: list[str] = []
-        self.secrets: set[str] = set()
-
-    def follow(self, target: str) -> None:
-        """Send the next request to ``target``."""
-        self.target = target
-
-    @property
-    def after(self) -> str:
-        """A phrase for errors that names the last redirect, if any."""
-        return f" (after a redirect of {self.servers[-1]})" if self.servers else ""
-
-
-class _Routes(threading.local):
-    """The routes of the requests of the `Attempts.call` that a thread is in."""
-
-    def __init__(self) -> None:
-        self.by_request: dict[object, Route] = {}
-
-
-_routes = _Routes()
-
-
-def route(*request: object) -> Route:
-    """Return the route of a request, until the `Attempts.call` of this thread fails or ends."""
-    return _routes.by_request.setdefault(request, Route())
-
-
 class _Turn:
     """A request in flight."""
 
@@ -290,8 +217,7 @@ class Pace:
     """
 
     def __init__(self, server: str, patience: float) -> None:
-        self._server = server
-        self._patience = patience
+        self._server, self._patience = server, patience
         self._guard = threading.Lock()
         # Requests in flight. They leave the set even if a signal handler raises around `turn`.
         self._turns: weakref.WeakSet[_Turn] = weakref.WeakSet()
@@ -321,23 +247,17 @@ class Pace:
                     self._turns.add(turn)
                     break
             sleep(seconds)
-        level, message = logging.INFO, ""
         try:
             yield
             if self._since is not None:
-                with self._guard:
-                    message = self._speed_up()
+                self._speed_up()
         except TransientError as exn:
             if exn.patient and self._patience:
-                with self._guard:
-                    level, message = logging.WARNING, self._slow_down(exn)
+                self._slow_down(exn)
             raise
         finally:
             with self._guard:
                 self._turns.discard(turn)
-            if message:
-                extra = {"event": "throttled", "server": self._server}
-                logger.log(level, "%s %s", self._server, message, extra=extra)
 
     def _wait(self) -> float:
         """Return the seconds until a throttling server may get a request; 0 or less means now."""
@@ -347,36 +267,42 @@ class Pace:
             return _POLL * random.uniform(0.5, 1.0)  # noqa: S311 - jitter
         return self._next - clock.monotonic()
 
-    def _slow_down(self, exn: TransientError) -> str:
-        """Halve the limit and set the next pause. Return the text to log, or "" if none is due."""
-        now = clock.monotonic()
-        if self._since is None:
-            self._since, self._full = now, len(self._turns)
-            self._goal = self._full / 2
-        if self._refused_since is None:
-            self._refused_since = now
-        if now >= self._next:  # the refusals of one round count once
-            self._limit = max(1, min(self._limit, len(self._turns)) // 2)
-            pause = min(_LONGEST, _FIRST * 2**self._pauses) * random.uniform(0.5, 1.0)  # noqa: S311
-            self._next = now + max(pause, min(exn.retry_after or 0.0, RETRY_AFTER_CAP))
-            self._pauses += 1
-        for_now = now - self._since
-        if for_now and now - self._announced < _ANNOUNCE_EVERY:
-            return ""
-        self._announced = now
+    def _slow_down(self, exn: TransientError) -> None:
+        """Halve the limit and set the next pause."""
+        with self._guard:
+            now = clock.monotonic()
+            if self._since is None:
+                self._since, self._full = now, len(self._turns)
+                self._goal = self._full / 2
+            if self._refused_since is None:
+                self._refused_since = now
+            if now >= self._next:  # the refusals of one round count once
+                self._limit = max(1, min(self._limit, len(self._turns)) // 2)
+                pause = min(_LONGEST, _FIRST * 2**self._pauses) * random.uniform(0.5, 1.0)  # noqa: S311
+                self._next = now + max(pause, min(exn.retry_after or 0.0, RETRY_AFTER_CAP))
+                self._pauses += 1
+            for_now = now - self._since
+            if for_now and now - self._announced < _ANNOUNCE_EVERY:
+                return
+            self._announced = now
         passed = f" ({format_duration(for_now)} so far)" if for_now >= _ANNOUNCE_EVERY else ""
-        patience = format_duration(self._patience)
-        return f"is not ready: {exn}; requests wait for up to {patience}{passed}"
+        text = f"{exn}; requests wait for up to {format_duration(self._patience)}{passed}"
+        self._log(logging.WARNING, f"is not ready: {text}")
 
-    def _speed_up(self) -> str:
-        """Raise or lift the limit. Return the text to log if it was lifted, or ""."""
-        self._pauses, self._refused_since = 0, None
-        if self._since is None or math.isinf(self._limit):
-            return ""
-        self._limit += 1 if self._limit < self._goal else 1 / self._limit
-        if self._limit < self._full:
-            return ""
-        passed = clock.monotonic() - self._since
-        # A pause that is left would keep the next refusal from setting a limit.
-        self._since, self._next, self._limit, self._goal = None, 0.0, math.inf, math.inf
-        return f"responds again after {format_duration(passed)}"
+    def _speed_up(self) -> None:
+        """Raise or lift the limit."""
+        with self._guard:
+            self._pauses, self._refused_since = 0, None
+            if self._since is None or math.isinf(self._limit):
+                return
+            self._limit += 1 if self._limit < self._goal else 1 / self._limit
+            if self._limit < self._full:
+                return
+            passed = clock.monotonic() - self._since
+            # A pause that is left would keep the next refusal from setting a limit.
+            self._since, self._next, self._limit, self._goal = None, 0.0, math.inf, math.inf
+        self._log(logging.INFO, f"responds again after {format_duration(passed)}")
+
+    def _log(self, level: int, message: str) -> None:
+        extra = {"event": "throttled", "server": self._server}
+        logger.log(level, "%s %s", self._server, message, extra=extra)

@@ -3,9 +3,6 @@
 Botocore, a dependency of s3fs, finds the credentials, the region and the address of a bucket if
 `aws.written_settings` and `_usual_address` do not know them: its client takes 60 ms to make. This
 module signs the requests (Signature Version 4) and sends them with `connection`.
-
-A forked child inherits `_stores`, so the workers of a DataLoader do not search for credentials as
-long as those of their parent are fresh.
 """
 
 from __future__ import annotations
@@ -43,7 +40,6 @@ from shardcache.origins.aws import (
 )
 from shardcache.origins.base import ObjectInfo, RepeatError, TransientError, read_all, refusal
 from shardcache.origins.connection import Response, Transport, split_url
-from shardcache.origins.retry import Route, route
 from shardcache.threads import undivided
 from shardcache.units import format_duration
 from shardcache.urls import ShardURL, quoted, redact, secret_forms
@@ -118,7 +114,8 @@ class _Store:
     ahead: float = 0.0  # seconds by which the store's clock is ahead of this machine's
 
 
-#: The stores, keyed by the options, the endpoint, and AWS's environment variables and files.
+#: The stores, keyed by the options, the endpoint, and AWS's environment variables and files. A
+#: forked child inherits them, with the credentials of its parent.
 _stores: dict[str, _Store] = {}
 
 
@@ -222,9 +219,9 @@ class S3Origin:
         """Return whether the response to a signed request proves that the credentials are valid.
 
         The request is for the names of all buckets, which valid credentials may not list. Raises
-        AccessDeniedError if the store refuses the credentials, and the other errors of `open`.
+        AccessDeniedError if the store refuses the credentials.
         """
-        *_, response = self._send("GET", ShardURL("", "s3", "s3://", "", ""), {}, {}, "", Route())
+        *_, response = self._send("GET", ShardURL("", "s3", "s3://", "", ""), {}, {}, http.Route())
         code, reason, _ = _read_refusal(response)
         if code in _INVALID:
             name = self.prepare().name
@@ -260,9 +257,8 @@ class S3Origin:
         ``query`` has further parameters of ListObjectsV2. Returns the sizes by object key, and the
         token for the next page, or "" on the last one.
         """
-        response = self._request(
-            "GET", shard, {}, {"list-type": "2", "encoding-type": "url", **query}
-        )
+        query = {"list-type": "2", "encoding-type": "url", **query}
+        response = self._request("GET", shard, {}, query)
         try:
             page = ElementTree.fromstring(read_all(response, _LISTING_BYTES))  # noqa: S314 - by expat
             kind = page.tag.rpartition("}")[2]
@@ -287,13 +283,17 @@ class S3Origin:
         return keys, token
 
     def _request(
-        self, method: str, shard: ShardURL, headers: Mapping[str, str], query: Mapping[str, str]
+        self,
+        method: str,
+        shard: ShardURL,
+        headers: Mapping[str, str],
+        query: Mapping[str, str],
+        route: http.Route | None = None,
     ) -> Response:
-        """Send a request and return a response of status 200 or 206.
+        """Send a request, follow redirects, and return a response of status 200 or 206.
 
-        Raises a RepeatError with the remedy that a refusal suggests. After a redirect, the request
-        is signed again for the new host, where later requests go at once, for as long as there is
-        a connection to that host.
+        Later requests go to the target of a redirect at once, for as long as there is a connection
+        to it. Raises a RepeatError with the remedy that a refusal suggests.
         """
         if self._options.get("requester_pays"):
             headers = {**headers, "x-amz-request-payer": "requester"}
@@ -302,17 +302,16 @@ class S3Origin:
         is_proven = store.without_checksums.get(name)
         if is_proven is not None:
             headers = {key: value for key, value in headers.items() if key not in _CHECKSUM}
-        if len(self._moved) >= 1000:  # takes no more than half a megabyte
-            self._moved.clear()
-        sent, place = route(method, shard, str(query)), f"{shard} {query}"
-        target = sent.target or self._moved.get(place, "")
-        is_old = bool(target and not sent.target)
-        if is_old and not self._transport.is_connected(target):
-            target, is_old = "", False
-        bucket, keys, response = self._send(method, shard, headers, query, target, sent)
+        place = f"{shard} {query}"
+        if route is None:
+            target = self._moved.get(place, "")
+            route = http.Route(target if self._transport.is_connected(target) else "")
+        bucket, keys, response = self._send(method, shard, headers, query, route)
         if response.status in (200, 206):
-            if sent.target:
-                self._moved[place] = target
+            if route.servers:
+                if len(self._moved) >= 1000:  # takes no more than half a megabyte
+                    self._moved.clear()
+                self._moved[place] = route.target
             if is_proven is False and headers != given:
                 store.without_checksums[name] = True
             store.worked |= keys is not None
@@ -320,20 +319,17 @@ class S3Origin:
         if is_proven is False and headers != given:  # the header was not the reason
             store.without_checksums.pop(name, None)
         code, reason, elsewhere = _read_refusal(response)
-        where = store.name
-        if target:
-            where = f"{bucket.server.partition('://')[2]}{sent.after}"
+        where = bucket.server.partition("://")[2] + route.after if route.target else store.name
         reason = f"{where} answered {response.status} {reason}".rstrip()
         # Not yet: `throttling_codes` imports much of botocore.
         error = partial(self._refusal, method, shard, response, code, reason)
         if elsewhere not in (None, bucket.region):
-            raise RepeatError("region", error, partial(self._move, shard, elsewhere, sent))
+            logger.info("%s is in %s", shard, elsewhere)
+            raise RepeatError("region", error, lambda: store.regions.update({name: elsewhere}))
         is_signed = keys is not None
-        if code != "PermanentRedirect" and (
-            moved := http.redirected(response, shard, sent, is_signed)
-        ):
-            raise moved
-        if is_old:  # the object is no longer where it was
+        if code != "PermanentRedirect" and (moved := route.redirected(response, shard, is_signed)):
+            return self._request(method, shard, given, query, moved)
+        if route.target and not route.servers:  # the object is no longer where it was
             raise RepeatError("target", error, partial(self._moved.pop, place, None))
         if code in _INVALID and is_signed:
             raise RepeatError("credentials", error, partial(self._renew, keys, shard))
@@ -345,16 +341,9 @@ class S3Origin:
             raise RepeatError("checksum", error, omit)
         raise error()
 
-    def _move(self, shard: ShardURL, region: str, sent: Route) -> None:
-        """Send later requests for a bucket to another region."""
-        logger.info("%s is in %s", shard, region)
-        self.prepare().regions[shard.bucket_and_key()[0]] = region
-        sent.target = ""
-
     def _refusal(
         self, method: str, shard: ShardURL, response: Response, code: str, reason: str
     ) -> Exception:
-        """Return the error for a refused request that no remedy helps."""
         if code in _EXPIRED and self.prepare().worked:
             return login_ended(self._profile)
         throttled, transient = throttling_codes() if code else ((), ())
@@ -388,7 +377,6 @@ class S3Origin:
         """Get new credentials, unless another thread did. Return whether they are different."""
         store = self.prepare()
         # Without `_chain`, which a thread may hold for as long as its source of credentials hangs.
-        # If another thread has just renewed them, they are renewed once more.
         if store.keys == refused:
             store.fresh_until, store.expire_at, self._credentials = 0.0, 0.0, None
         return bool(self._keys(shard) != refused)
@@ -399,24 +387,23 @@ class S3Origin:
         shard: ShardURL,
         headers: Mapping[str, str],
         query: Mapping[str, str],
-        target: str,  # the URL to which the store has redirected the request, or ""
-        sent: Route,
+        route: http.Route,
     ) -> tuple[_Bucket, Any, Response]:
         """Sign and send one request. Return its bucket, its credentials and the response."""
         name, key = shard.bucket_and_key()
-        secrets, where = list[str](), f"{self.prepare().name}{sent.after}"
+        secrets, where = list[str](), f"{self.prepare().name}{route.after}"
         try:
             bucket = self._bucket(name)
             path, values = f"{bucket.path}/{quote(key, safe='/~')}", [*query.items()]
             if "list-type" in query:
                 path, values = bucket.path or "/", [*values, ("prefix", key)]
-            if target:
-                scheme, authority, path = split_url(target)
+            if route.target:
+                scheme, authority, path = split_url(route.target)
                 path, _, text = path.partition("?")
                 path, values = quote(unquote_to_bytes(path), safe="/~"), parse_qsl(text, True)
                 authority = authority.rpartition("@")[2]
                 bucket = bucket._replace(server=f"{scheme}://{authority}")
-                where = f"{authority}{sent.after}"
+                where = f"{authority}{route.after}"
                 secrets = [*secret_forms(*(value for _, value in values))]
                 if "X-Amz-Signature" in dict(values):  # stores refuse a second signature
                     bucket = bucket._replace(service="")
@@ -539,9 +526,8 @@ def _look_up(options: Mapping[str, Any], endpoint: str) -> _Store:
 def _usual_address(endpoint: str, name: str, region: str) -> tuple[str, str] | None:
     """Return the server and the path of a bucket, as a botocore client would compose them.
 
-    At a custom endpoint, the bucket is part of the path; at AWS, it is part of the host name
-    (https://docs.aws.amazon.com/AmazonS3/latest/userguide/VirtualHosting.html). Return None for
-    unusual addresses: ARNs, names with dots, S3 Accelerate, and other partitions of AWS.
+    At a custom endpoint, the bucket is part of the path; at AWS, it is part of the host name.
+    Return None for unusual addresses: ARNs, names with dots, S3 Accelerate, other partitions.
     """
     if re.fullmatch(r"[a-z0-9][a-z0-9-]{1,61}[a-z0-9]", name):
         if re.fullmatch(_USUAL_ENDPOINT, endpoint):
@@ -576,9 +562,8 @@ def _signature(
     return added
 
 
-@functools.lru_cache(maxsize=16)
+@functools.lru_cache(maxsize=16)  # it is the same for a day
 def _signing_key(secret: str, scope: str) -> bytes:
-    """Return the key that signs the requests of one day to one region and service."""
     key = f"AWS4{secret}".encode()
     for part in scope.split("/"):
         key = hmac.digest(key, part.encode(), "sha256")
@@ -593,8 +578,8 @@ def _version(shard: ShardURL) -> dict[str, str]:
 
 def _reason(page: ElementTree.Element, response: Response) -> tuple[str, str]:
     """Return the error code of a page, and a text with code and message."""
-    code = quoted(page.findtext(".//{*}Code") or "", response.secrets)
-    message = quoted(page.findtext(".//{*}Message") or "", response.secrets)
+    texts = (page.findtext(f".//{{*}}{name}") or "" for name in ("Code", "Message"))
+    code, message = (quoted(text, response.secrets) for text in texts)
     return code, ": ".join(filter(None, (code, message)))
 
 

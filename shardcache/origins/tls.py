@@ -34,9 +34,8 @@ _guard = threading.Lock()
 class TLSStream:
     """Encrypts and decrypts the bytes of a socket that blocks for at most SO_RCVTIMEO.
 
-    The methods are those of a socket. The caller closes ``sock``. The certificate must be valid for
-    ``host``; ``trusted`` is as for `connection.Transport`. Sessions are not resumed, because that
-    saves only 0.25 ms of a handshake's processor time.
+    The methods are those of a socket. ``trusted`` is as for `connection.Transport`. Sessions are
+    not resumed, because that saves only 0.25 ms of a handshake's processor time.
     """
 
     def __init__(self, sock: socket.socket, host: str, trusted: str | bool | None) -> None:
@@ -49,12 +48,7 @@ class TLSStream:
             )
 
     def handshake(self, timeout: float) -> None:
-        """Negotiate keys and verify the certificate of the server, in at most ``timeout`` seconds.
-
-        Raises:
-            ssl.SSLCertVerificationError: the certificate is not trusted.
-            OSError: the connection failed, or no response came in time.
-        """
+        """Negotiate keys and verify the certificate of the server within ``timeout`` seconds."""
         end = time.monotonic() + timeout
         while True:
             try:
@@ -137,9 +131,8 @@ class TLSStream:
 def context(trusted: str | bool | None) -> ssl.SSLContext:
     """Return the settings for connections, including the certificates to trust.
 
-    All origins of a process share them, and so do forked processes, if the settings were made
-    before: the 144 certificates of a system take 30 ms to load. Raises ConfigError if a file of
-    certificates cannot be read.
+    All origins of a process and its forked children share them: the 144 certificates of a system
+    take 30 ms to load. Raises ConfigError if a file of certificates cannot be read.
     """
     # A fork must copy neither OpenSSL's locks nor this one.
     with undivided(), _guard:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from shardcache import TransferError, TransferTimeoutError
-from shardcache.origins.connection import Dialer
+from shardcache.origins.connection import connect
 from shardcache.origins.http import WebOrigin
 from shardcache.urls import parse_url
 from tests.support.storetools import PATIENCE, few_descriptors
@@ -148,7 +148,7 @@ def test_a_lack_of_descriptors_is_no_fault_of_an_address(monkeypatch):
     found = socket.getaddrinfo(LIVE, 80, type=socket.SOCK_STREAM)
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **options: found)
     with few_descriptors(0), pytest.raises(OSError) as caught:
-        Dialer().connect(LIVE, 80, 1.0)
+        connect(LIVE, 80, 1.0, {})
     assert caught.value.errno == errno.EMFILE
 
 

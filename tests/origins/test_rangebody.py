@@ -14,32 +14,19 @@ from botocore.credentials import Credentials
 
 from shardcache import AccessDeniedError, Cache, ConfigError, TransferError
 from shardcache.origins import retry
-from shardcache.origins.base import ObjectInfo, Origin, TransientError
+from shardcache.origins.base import TransientError
 from shardcache.origins.http import WebOrigin
 from shardcache.origins.retry import once
 from shardcache.origins.s3 import S3Origin
-from shardcache.urls import ShardURL, parse_url
+from shardcache.urls import parse_url
 from tests.support.tars import make_tar
 from tests.support.webservers import Scripted, answer, part_of
 
 SHARD = make_tar(3, members=3, size=1_200_000)
 
 
-def part(span: str, body: bytes, **headers: object) -> bytes:
-    return answer("206 Partial Content", body, Content_Range=f"bytes {span}", **headers)
-
-
-def web_origin(server: Scripted) -> tuple[WebOrigin, ShardURL]:
-    return WebOrigin(timeout=20), parse_url(f"{server.url}/a.bin")
-
-
-def read_all(origin: Origin, url: ShardURL, start: int, stop: int) -> bytes:
-    buffer, received = memoryview(bytearray(1000)), b""
-    pin = ObjectInfo(size=100, etag='"v1"')
-    with contextlib.closing(origin.open(url, start, stop, pin)) as body:
-        while count := body.readinto(buffer):
-            received += bytes(buffer[:count])
-    return received
+def part(span: str, body: bytes) -> bytes:
+    return answer("206 Partial Content", body, Content_Range=f"bytes {span}")
 
 
 #: Five bytes; the connection stays open.
@@ -49,30 +36,12 @@ HELLO = (
 )
 
 
-def test_a_request_states_its_range_and_version_and_accepts_no_compression(serve) -> None:
-    server = serve(part("0-4/100", b"hello"))
-    assert read_all(*web_origin(server), 0, 5) == b"hello"
-    head = server.heads[0].lower()
-    assert 'if-match: "v1"' in head and "range: bytes=0-4" in head
-    assert "accept-encoding: gzip" not in head
-
-
 @pytest.mark.parametrize("status", ["500", "503", "429"])
 def test_a_refusal_states_the_pause_that_the_server_requests(serve, status):
     server = serve(answer(status, Retry_After=7))
     with pytest.raises(TransientError, match=status) as caught:
-        read_all(*web_origin(server), 10, 20)
+        WebOrigin(timeout=20).open(parse_url(f"{server.url}/a.bin"), 10, 20)
     assert (caught.value.retry_after, len(server.heads)) == (7, 1)
-
-
-def test_a_weak_etag_is_compared_but_not_sent_in_if_match(serve) -> None:
-    refused, weak = answer("412 Precondition Failed"), part("0-4/5", b"hello", ETag='W/"a"')
-    origin, url = web_origin(serve(lambda head: refused if "If-Match" in head else weak))
-    pin = None
-    for _ in range(2):
-        with contextlib.closing(origin.open(url, 0, 5, pin)) as body:
-            assert pin is None or pin.version == body.info.version
-            pin = body.info
 
 
 @pytest.mark.parametrize(
@@ -154,7 +123,7 @@ def test_all_requests_after_a_redirect_go_to_the_region_of_the_bucket(serve, hea
     keys = {"key": "AK", "secret": "SK", "endpoint_url": server.url}
     origin, url = S3Origin(keys, timeout=20), parse_url("s3://lab/a.bin")
     for _ in range(2):
-        assert once("", lambda: read_all(origin, url, 0, 5)) == b"hello"
+        once("", lambda: origin.open(url, 0, 5).close())
     assert len(server.heads) == 3
 
 
@@ -239,6 +208,7 @@ def test_a_redirect_of_a_store_is_followed_with_a_new_signature(serve, node, tmp
         assert cache.prewarm("s3://lab/d/a b.tar", refresh=True).failures == {}
     for server in (front, second, node):
         for head in server.heads:
+            assert "\r\nAccept-Encoding: identity\r\n" in head
             assert_signed(head, f"{server.url}{head.split(' ')[1]}")
     parts = [head for head in node.heads if head.startswith("GET") and "Range: bytes=" in head]
     assert len(parts) == 7 and all('If-Match: "v1"' in head for head in parts[1:])

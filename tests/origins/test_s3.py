@@ -118,13 +118,7 @@ def test_a_request_for_a_replaced_version_fails(origin, s3, bucket):
     ("options", "url", "kind", "message", "requests"),
     [
         ({}, "@/none.tar", ShardNotFoundError, r"@/none.tar: not found", 1),
-        (
-            {},
-            "s3://no-such-bucket/a.tar",
-            ShardNotFoundError,
-            "there is no bucket no-such-bucket .*NoSuchBucket",
-            1,
-        ),
+        ({}, "s3://none/a.tar", ShardNotFoundError, "there is no bucket none .*NoSuchBucket", 1),
         ({"key": "WRONG", "secret": "x"}, "@/a.tar", AccessDeniedError, "AWS_ACCESS_KEY_ID", 1),
         ({"anon": True}, "@/a.tar", AccessDeniedError, "access denied", 1),
         (None, "@/a.tar", AccessDeniedError, "Unable to locate credentials", 0),
@@ -150,38 +144,34 @@ def test_a_permanent_error_costs_at_most_one_request_and_states_its_cause(
     assert len(proxy.requests()) == requests
 
 
-class Store:
-    """Opens sessions, lists one key and serves one shard, for every host and bucket."""
-
-    SHARD = make_tar(7, members=3, size=3_000_000)
-    SESSION = (
-        "<CreateSessionResult><Credentials><SessionToken>TOKEN</SessionToken><SecretAccessKey>S"
-        "</SecretAccessKey><AccessKeyId>SESSION</AccessKeyId><Expiration>2199-01-01T00:00:00Z"
-        "</Expiration></Credentials></CreateSessionResult>"
-    )
-    LISTED = (
-        "<ListBucketResult><Contents><Key>d/k.tar</Key><Size>1</Size></Contents></ListBucketResult>"
-    )
-
-    def answer(self, head):
-        target = head.split(" ")[1]
-        if "?session" in target or "list-type=2" in target:
-            text = self.SESSION if "?session" in target else self.LISTED
-            return answer("200 OK", text.encode())
-        stated, body = part_of(self.SHARD, head)
-        return stated if head.startswith("HEAD") else stated + body
+SHARD = make_tar(7, members=3, size=3_000_000)
+SESSION = (
+    b"<CreateSessionResult><Credentials><SessionToken>TOKEN</SessionToken><SecretAccessKey>S"
+    b"</SecretAccessKey><AccessKeyId>SESSION</AccessKeyId><Expiration>2199-01-01T00:00:00Z"
+    b"</Expiration></Credentials></CreateSessionResult>"
+)
+LISTED = (
+    b"<ListBucketResult><Contents><Key>d/k.tar</Key><Size>1</Size></Contents></ListBucketResult>"
+)
 
 
 @pytest.fixture
 def store(serve, monkeypatch):
-    """A server of `Store` under every name below localhost."""
+    """A server for every host below localhost: it opens sessions, and lists and serves a shard."""
     resolve = socket.getaddrinfo
 
     def resolved(host, *args, **named):
         return resolve("127.0.0.1" if str(host).endswith("localhost") else host, *args, **named)
 
+    def respond(head):
+        target = head.split(" ")[1]
+        if "?session" in target or "list-type=2" in target:
+            return answer("200 OK", SESSION if "?session" in target else LISTED)
+        stated, body = part_of(SHARD, head)
+        return stated if head.startswith("HEAD") else stated + body
+
     monkeypatch.setattr(socket, "getaddrinfo", resolved)
-    return serve(Store().answer, most=1000)
+    return serve(respond, most=1000)
 
 
 def header(head, name):
@@ -193,7 +183,7 @@ def test_an_s3_express_bucket_is_read_in_a_session(tmp_path, store, caplog, name
     caplog.set_level("INFO", "shardcache")
     with Cache(tmp_path / "cache", min_free=0, endpoint_url=store.url) as cache:
         cache.prewarm([f"s3://{EXPRESS}/{name}"])
-        assert cache.open(f"s3://{EXPRESS}/d/k.tar").read() == Store.SHARD
+        assert cache.open(f"s3://{EXPRESS}/d/k.tar").read() == SHARD
     rest = [head for head in store.heads if "?session" not in head]
     assert len(store.heads) - len(rest) <= 2  # one for the listing, one for the reads
     assert all("/us-east-1/s3express/" in header(head, "authorization") for head in store.heads)
@@ -209,7 +199,7 @@ def test_an_access_point_is_read_by_its_arn(tmp_path, store, monkeypatch, files)
     endpoint = store.url.replace("127.0.0.1", "localhost")
     with Cache(tmp_path / "cache", min_free=0, endpoint_url=endpoint) as cache:
         cache.prewarm([f"s3://{POINT}/d/"])
-        assert cache.open(f"s3://{POINT}/d/k.tar").read() == Store.SHARD
+        assert cache.open(f"s3://{POINT}/d/k.tar").read() == SHARD
     hosts = {header(head, "host").partition(":")[0] for head in store.heads}
     assert hosts == {"point-123456789012.localhost"}
     assert {head.split(" ")[1].partition("?")[0] for head in store.heads} == {"/", "/d/k.tar"}
@@ -228,7 +218,7 @@ def test_a_multi_region_access_point_is_signed_for_all_regions(tmp_path, store):
     session.register("before-send.s3", redirect)
     with Cache(tmp_path / "cache", min_free=0, storage_options={"session": session}) as cache:
         cache.prewarm([f"s3://{MRAP}/d/{{k,none}}.tar::s3://{MRAP}/d/*.tar"])
-        assert cache.open(f"s3://{MRAP}/d/k.tar").read() == Store.SHARD
+        assert cache.open(f"s3://{MRAP}/d/k.tar").read() == SHARD
     assert set(urls) == {"https://point.mrap.accesspoint.s3-global.amazonaws.com"}
     assert all("aws4-ecdsa-p256" in header(head, "authorization") for head in store.heads)
     assert {header(head, "x-amz-region-set") for head in store.heads} == {"*"}

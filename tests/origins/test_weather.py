@@ -11,7 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
 from itertools import count, product
-from pathlib import Path
 
 import pytest
 
@@ -29,12 +28,13 @@ SHARD = make_tar(1, members=40, size=100_000)
 KEYS = {"key": "AK", "secret": "SK"}
 CREDENTIALS = {"AccessKeyId": "AK", "SecretAccessKey": "SK", "Token": "T", "Code": "Success"}
 CREDENTIALS["Expiration"] = "2099-01-01T00:00:00Z"
+EXPIRED = {"Version": 1, "AccessKeyId": "A", "SecretAccessKey": "S"}
+EXPIRED["Expiration"] = "2001-01-01T00:00:00Z"
 STS_CREDENTIALS = b"""<AssumeRoleWithWebIdentityResponse><AssumeRoleWithWebIdentityResult>
 <Credentials>
 <AccessKeyId>AK</AccessKeyId><SecretAccessKey>SK</SecretAccessKey><SessionToken>T</SessionToken>
 <Expiration>2099-01-01T00:00:00Z</Expiration></Credentials></AssumeRoleWithWebIdentityResult>
 </AssumeRoleWithWebIdentityResponse>"""
-Respond = Callable[[str], bytes]
 
 
 def refusal(status: str, code: str, **headers: object) -> bytes:
@@ -49,7 +49,7 @@ def sts_error(status: str, code: str) -> bytes:
 class Service:
     """Responds with ``respond(head)`` unless ``refuse(head)`` returns another response."""
 
-    def __init__(self, serve: Callable[..., Scripted], respond: Respond) -> None:
+    def __init__(self, serve: Callable[..., Scripted], respond: Callable[[str], bytes]) -> None:
         self.refuse: Callable[[str], bytes | None] = lambda head: None
         self.server = serve(lambda head: self.refuse(head) or respond(head), most=1000)
 
@@ -69,41 +69,44 @@ def store(serve: Callable[..., Scripted]) -> Service:
     return Service(serve, respond)
 
 
+#: The variables that name a source of credentials: a service, or a program.
+SOURCES = {
+    "metadata": {
+        "AWS_EC2_METADATA_DISABLED": "false",
+        "AWS_EC2_METADATA_SERVICE_ENDPOINT": "{url}",
+    },
+    "container": {"AWS_CONTAINER_CREDENTIALS_FULL_URI": "{url}/credentials"},
+    "sts": {
+        "AWS_ENDPOINT_URL_STS": "{url}",
+        "AWS_MAX_ATTEMPTS": "1",  # botocore's own retries sleep in real time
+        "AWS_ROLE_ARN": "arn:aws:iam::123456789012:role/lab",
+        "AWS_WEB_IDENTITY_TOKEN_FILE": "{home}/token",
+    },
+    "program": {"AWS_CONFIG_FILE": "{home}/config"},
+}
+
+
 @pytest.fixture
-def metadata(serve: Callable[..., Scripted], monkeypatch: pytest.MonkeyPatch) -> Service:
-    """The metadata service of EC2."""
+def source(serve, monkeypatch, tmp_path) -> Callable[..., Service]:
+    """Return a function that starts a source of credentials, and makes it that of the process."""
 
     def respond(head: str) -> bytes:
         if head.startswith("PUT"):
             return answer("200 OK", b"token")
         if head.split()[1].endswith("/security-credentials/"):
             return answer("200 OK", b"role")
-        return answer("200 OK", json.dumps(CREDENTIALS).encode())
+        is_sts = head.startswith("POST")
+        return answer("200 OK", STS_CREDENTIALS if is_sts else json.dumps(CREDENTIALS).encode())
 
-    service = Service(serve, respond)
-    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "false")
-    monkeypatch.setenv("AWS_EC2_METADATA_SERVICE_ENDPOINT", service.server.url)
-    return service
+    def start(name: str, program: str = "") -> Service:
+        service = Service(serve, respond)
+        (tmp_path / "token").write_text("token")
+        (tmp_path / "config").write_text(f"[default]\ncredential_process = {program}\n")
+        for variable, value in SOURCES[name].items():
+            monkeypatch.setenv(variable, value.format(url=service.server.url, home=tmp_path))
+        return service
 
-
-@pytest.fixture
-def container(serve: Callable[..., Scripted], monkeypatch: pytest.MonkeyPatch) -> Service:
-    """The service that gives credentials to a container."""
-    service = Service(serve, lambda head: answer("200 OK", json.dumps(CREDENTIALS).encode()))
-    monkeypatch.setenv("AWS_CONTAINER_CREDENTIALS_FULL_URI", f"{service.server.url}/credentials")
-    return service
-
-
-@pytest.fixture
-def sts(serve: Callable[..., Scripted], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Service:
-    """STS, which gives credentials for the token of a pod."""
-    (tmp_path / "token").write_text("token")
-    service = Service(serve, lambda head: answer("200 OK", STS_CREDENTIALS))
-    monkeypatch.setenv("AWS_ENDPOINT_URL_STS", service.server.url)
-    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")  # botocore's own retries sleep in real time
-    monkeypatch.setenv("AWS_ROLE_ARN", "arn:aws:iam::123456789012:role/lab")
-    monkeypatch.setenv("AWS_WEB_IDENTITY_TOKEN_FILE", str(tmp_path / "token"))
-    return service
+    return start
 
 
 @pytest.fixture
@@ -127,26 +130,39 @@ def until(clock: FakeClock, seconds: float, refused: bytes) -> Callable[[str], b
 
 
 @pytest.mark.parametrize(
-    "refused",
+    ("name", "refused"),
     [
-        refusal("503 Slow Down", "SlowDown"),
-        refusal("503 Service Unavailable", ""),
-        refusal("429 Too Many Requests", ""),
-        refusal("400 Bad Request", "ThrottlingException"),
-        refusal("400 Bad Request", "RequestLimitExceeded"),
-        refusal("400 Bad Request", "SlowDown"),
-        answer("503 Busy", Retry_After="Wed, 21 Oct 2065 07:28:00 GMT"),
+        ("store", refusal("503 Slow Down", "SlowDown")),
+        ("store", refusal("503 Service Unavailable", "")),
+        ("store", refusal("429 Too Many Requests", "")),
+        ("store", refusal("400 Bad Request", "ThrottlingException")),
+        ("store", refusal("400 Bad Request", "RequestLimitExceeded")),
+        ("store", refusal("400 Bad Request", "SlowDown")),
+        ("store", answer("503 Busy", Retry_After="Wed, 21 Oct 2065 07:28:00 GMT")),
+        ("metadata", answer("429 Too Many Requests")),
+        ("metadata", answer("500 Oh")),
+        ("container", answer("429 Slow")),
+        ("sts", sts_error("503 Service Unavailable", "ServiceUnavailable")),
+        ("sts", sts_error("429 Too Many Requests", "TooManyRequests")),
+        ("sts", sts_error("400 Bad Request", "Throttling")),
+        ("sts", sts_error("400 Bad Request", "IDPCommunicationError")),
     ],
-    ids=lambda refused: refused.split(b"</")[0].decode()[9:].replace("\r\n", " ")[:12],
 )
-def test_a_read_waits_until_the_throttling_ends(store, open_cache, clock, caplog, refused):
-    store.refuse = until(clock, 180, refused)
-    assert open_cache().open("s3://lab/a.tar").read() == SHARD
-    found = warnings(caplog)
-    assert 3 <= len(found) <= 4 and all("s3://lab is not ready" in text for text in found)
+def test_a_read_waits_for_the_store_and_for_credentials(
+    store, source, open_cache, clock, caplog, name, refused
+):
+    service = store if name == "store" else source(name)
+    service.refuse = until(clock, 150, refused)
+    cache = open_cache(storage_options=KEYS if name == "store" else {})
+    assert cache.open("s3://lab/a.tar").read() == SHARD
+    assert 145 < clock.elapsed < 160
+    found = [text for text in warnings(caplog) if "s3://lab is not ready" in text]
+    assert len(found) == 3  # one a minute
     assert "requests wait for up to 5m" in found[0] and "2m" in found[-1]
-    assert clock.elapsed < 180 + 10  # seconds lost after the throttling
-    assert store.requests < 60
+    requests = service.requests
+    assert requests < 120
+    assert cache.open("s3://lab/b.tar").read() == SHARD
+    assert name == "store" or service.requests == requests
 
 
 def test_the_wait_for_a_store_ends_after_patience(store, open_cache, clock):
@@ -228,30 +244,7 @@ def test_requests_are_signed_with_the_time_of_the_store(store, open_cache, caplo
         open_cache().open("s3://lab/a.tar")
 
 
-@pytest.mark.parametrize(
-    ("name", "refused"),
-    [
-        ("metadata", answer("429 Too Many Requests")),
-        ("metadata", answer("500 Oh")),
-        ("container", answer("429 Slow")),
-        ("sts", sts_error("503 Service Unavailable", "ServiceUnavailable")),
-        ("sts", sts_error("429 Too Many Requests", "TooManyRequests")),
-        ("sts", sts_error("400 Bad Request", "Throttling")),
-        ("sts", sts_error("400 Bad Request", "IDPCommunicationError")),
-    ],
-)
-def test_a_read_waits_for_credentials(open_cache, clock, request, name, refused):
-    service = request.getfixturevalue(name)
-    service.refuse = until(clock, 60, refused)
-    cache = open_cache(storage_options={})
-    assert cache.open("s3://lab/a.tar").read() == SHARD
-    assert 55 < clock.elapsed < 75
-    assert (requests := service.requests) < {"sts": 30}.get(name, 60)
-    assert cache.open("s3://lab/b.tar").read() == SHARD
-    assert service.requests == requests
-
-
-def test_a_read_waits_for_a_silent_metadata_service(open_cache, metadata, clock, monkeypatch):
+def test_a_read_waits_for_a_silent_metadata_service(open_cache, source, clock, monkeypatch):
     monkeypatch.setattr("shardcache.origins.aws._TIMEOUT", 0.2)
     ended = threading.Event()
 
@@ -260,7 +253,7 @@ def test_a_read_waits_for_a_silent_metadata_service(open_cache, metadata, clock,
             ended.wait(30)
         return None
 
-    metadata.refuse = stall
+    source("metadata").refuse = stall
     try:
         assert open_cache(storage_options={}).open("s3://lab/a.tar").read() == SHARD
     finally:
@@ -276,17 +269,23 @@ def no_role(head: str) -> bytes | None:
     [
         ("metadata", no_role, "Log in"),
         ("sts", lambda head: sts_error("403 Forbidden", "AccessDenied"), "AccessDenied"),
+        ("program", "/no/such/program", r"No such file.*\. Log in"),
+        ("program", "echo not json", r"Expecting value.*\. Log in"),
+        ("program", f"echo '{json.dumps(EXPIRED)}'", r"still expired.*\. Log in"),
     ],
 )
-def test_a_machine_without_a_role_fails_at_once(open_cache, clock, request, name, refuse, message):
-    service = request.getfixturevalue(name)
+def test_a_machine_without_credentials_fails_at_once(
+    store, open_cache, clock, source, name, refuse, message
+):
+    service = source(name, refuse)
     service.refuse = refuse
     cache = open_cache(storage_options={})
     with pytest.raises(AccessDeniedError, match=message):
         cache.open("s3://lab/a.tar")
-    assert clock.elapsed < 1
-    service.refuse = lambda head: None
-    assert cache.open("s3://lab/a.tar").read() == SHARD
+    assert (clock.elapsed < 1, store.requests) == (True, 0)
+    if name != "program":
+        service.refuse = lambda head: None
+        assert cache.open("s3://lab/a.tar").read() == SHARD
 
 
 def read_in_child(parent: Parent, cache: Cache) -> None:
@@ -294,7 +293,8 @@ def read_in_child(parent: Parent, cache: Cache) -> None:
 
 
 @pytest.mark.parametrize("is_fresh", [True, False])
-def test_a_child_uses_fresh_credentials_of_its_parent(open_cache, metadata, monkeypatch, is_fresh):
+def test_a_child_uses_fresh_credentials_of_its_parent(open_cache, source, monkeypatch, is_fresh):
+    metadata = source("metadata")
     if not is_fresh:
         monkeypatch.setattr("shardcache.origins.s3._RENEWED_BEFORE", 200 * 365 * 86400)
         monkeypatch.setattr("shardcache.origins.s3._RENEWAL_PAUSE", 0.0)
@@ -306,32 +306,31 @@ def test_a_child_uses_fresh_credentials_of_its_parent(open_cache, metadata, monk
     assert (metadata.requests == requests) == is_fresh
 
 
-@pytest.mark.parametrize("written", [1000, 40, 2, 0])
-def test_a_read_waits_for_a_new_login(
-    store, open_cache, clock, tmp_path, monkeypatch, caplog, written
-):
-    """While it waits, the file has the old credentials, or the first bytes of new ones."""
+@pytest.fixture
+def keys(tmp_path, monkeypatch) -> Callable[..., None]:
+    """Return a function that writes the credentials of a profile, or their first bytes."""
     file = tmp_path / "credentials"
-    text = "[lab]\naws_access_key_id = AK\naws_secret_access_key = SK\naws_session_token = {}\n"
-    file.write_text(text.format("old"))
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(file))
+    text = "[lab]\naws_access_key_id = {0}\naws_secret_access_key = SK\naws_session_token = {0}\n"
+    return lambda name, most=None: file.write_text(text.format(name)[:most])
+
+
+@pytest.mark.parametrize("written", [1000, 40, 2, 0])
+def test_a_read_waits_for_a_new_login(store, open_cache, clock, keys, monkeypatch, caplog, written):
+    """While it waits, the file has the old credentials, or the first bytes of new ones."""
+    keys("OLD")
     cache = open_cache(storage_options={"profile": "lab"})
     assert cache.open("s3://lab/a.tar").read() == SHARD
-
-    def expired(head: str) -> bytes | None:
-        old = "x-amz-security-token: old" in head
-        return refusal("400 Bad Request", "ExpiredToken") if old else None
-
-    store.refuse = expired
-    file.write_text(text.format("old")[:written])
-    new = text.format("new")
-    clock.on_sleep.append(lambda: file.write_text(new) if clock.elapsed > 100 else None)
+    expired = refusal("400 Bad Request", "ExpiredToken")
+    store.refuse = lambda head: expired if "x-amz-security-token: OLD" in head else None
+    keys("OLD", written)
+    clock.on_sleep.append(lambda: keys("NEW") if clock.elapsed > 100 else None)
     assert cache.open("s3://lab/b.tar").read() == SHARD
     assert 100 < clock.elapsed < 115
     found = warnings(caplog)
     assert "aws sso login --profile lab" in found[0] and len(found) <= 3
     requests = store.requests
-    store.refuse = lambda head: refusal("400 Bad Request", "ExpiredToken")
+    store.refuse = lambda head: expired
     monkeypatch.setattr("shardcache.origins.s3._stores", {})  # as in a new process
     with pytest.raises(AccessDeniedError, match="log in again"):
         open_cache(storage_options={"profile": "lab"}).open("s3://lab/c.tar")
@@ -355,49 +354,12 @@ SSO = {
 }
 
 
-EXPIRED = {"Version": 1, "AccessKeyId": "A", "SecretAccessKey": "S"}
-EXPIRED["Expiration"] = "2001-01-01T00:00:00Z"
-
-
-@pytest.fixture
-def login(tmp_path, monkeypatch) -> Callable[[str], None]:
-    """Set the program that prints credentials."""
-    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
-    text = "[default]\ncredential_process = {}\n"
-    return lambda program: (tmp_path / "config").write_text(text.format(program))
-
-
-@pytest.mark.parametrize(
-    ("program", "message"),
-    [
-        ("/no/such/program", "No such file"),
-        ("echo not json", "Expecting value"),
-        (f"echo '{json.dumps(EXPIRED)}'", "still expired"),
-    ],
-)
-def test_a_program_without_valid_credentials_fails_at_once(
-    login, store, open_cache, program, message
-):
-    login(program)
-    with pytest.raises(AccessDeniedError, match=rf"{message}.*\. Log in"):
-        open_cache(storage_options={}).open("s3://lab/a.tar")
-    assert store.requests == 0
-
-
-def test_a_program_that_prints_no_credentials_is_not_waited_for(login, open_cache, monkeypatch):
-    monkeypatch.setattr("shardcache.origins.aws.CHAIN_TIMEOUT", 0.2)
-    login("sleep 3")
-    cache = open_cache(storage_options={}, patience=1)
-    with pytest.raises(TransferError, match=r"has not answered for 0\.2 s \(for 1.0 s"):
-        cache.open("s3://lab/a.tar")
-
-
 def test_what_a_signal_handler_raises_is_no_error_of_the_source_of_credentials(
-    login, store, open_cache, tmp_path
+    source, store, open_cache, tmp_path
 ):
     program = tmp_path / "program"
     program.write_text("kill -ALRM $PPID; sleep 0.5")
-    login(f"sh {program}")
+    source("program", f"sh {program}")
     cache = open_cache(storage_options={})
     shard = cache.parse("s3://lab/a.tar")
 
@@ -413,13 +375,13 @@ def test_what_a_signal_handler_raises_is_no_error_of_the_source_of_credentials(
 
 
 def test_a_source_of_credentials_that_hangs_holds_up_no_other_read(
-    login, store, open_cache, tmp_path, monkeypatch
+    source, store, open_cache, tmp_path, monkeypatch
 ):
     monkeypatch.setattr("shardcache.origins.aws.CHAIN_TIMEOUT", 0.5)
     keys = json.dumps(EXPIRED | {"Expiration": "2099-01-01T00:00:00Z"})
     program, hangs = tmp_path / "program", tmp_path / "hangs"
     program.write_text(f"echo '{keys}'; while [ -e {hangs} ]; do sleep 0.05; done")
-    login(f"sh {program}")
+    source("program", f"sh {program}")
     cache = open_cache(storage_options={}, patience=1)
     assert cache.open("s3://lab/first.tar").read() == SHARD
     hangs.touch()
@@ -436,7 +398,7 @@ def test_a_source_of_credentials_that_hangs_holds_up_no_other_read(
         slow = pool.submit(cache.open, "s3://lab/slow.tar")
         sent.wait(PATIENCE)
         try:
-            with pytest.raises(TransferError, match="has not answered"):
+            with pytest.raises(TransferError, match=r"has not answered for 0\.5 s \(for 1.0 s"):
                 cache.open("s3://lab/second.tar")
             answered.set()
             assert "has not answered" in str(slow.exception(PATIENCE))
@@ -484,49 +446,28 @@ def test_a_read_waits_for_a_new_sso_login(
     assert any("aws sso login --profile lab" in text for text in warnings(caplog))
 
 
-def refuse(pace: Pace, clock: FakeClock, requests: int, served: int = 0, **more: float) -> None:
-    """Refuse some of several requests that a pace sends at once, and serve the others."""
-    turns = [pace.turn(clock.sleep) for _ in range(requests)]
-    for turn in turns:
-        turn.__enter__()
-    for number, turn in enumerate(turns):
-        error = TransientError("503 SlowDown", patient=True, **more)
-        is_served = number >= requests - served
-        assert not turn.__exit__(*((None,) * 3 if is_served else (TransientError, error, None)))
-
-
-def serve_one(pace: Pace, clock: FakeClock) -> None:
-    with pace.turn(clock.sleep):
-        pass
-
-
-def test_patience_starts_again_with_each_successful_request(clock):
-    pace = Pace("s3://lab", 60)
-    for number in range(100):
+@pytest.mark.parametrize(
+    ("retry_after", "rounds"),
+    [
         # Four refusals at once, so that one success after each later refusal does not end it.
-        refuse(pace, clock, 1 if number else 4)
-        clock.sleep(10)
-        serve_one(pace, clock)
+        pytest.param(None, [(0, 4, 0), *[(10, 0, 1), (0, 1, 0)] * 100], id="in turn"),
+        pytest.param(30, [(0, 1, 1), (0, 1, 0), *[(10, 0, 1)] * 10], id="in the first pause"),
+        pytest.param(None, [(0, 8, 0), (0, 0, 1), (600, 1, 0)], id="after a long time"),
+    ],
+)
+def test_patience_is_for_refusals_without_a_success_in_between(clock, retry_after, rounds):
+    """A round is a pause in seconds, and the numbers of requests refused and served at once."""
+    pace = Pace("s3://lab", 60)
+    error = TransientError("503 SlowDown", patient=True, retry_after=retry_after)
+    for pause, refused, served in rounds:
+        clock.sleep(pause)
+        turns = [pace.turn(clock.sleep) for _ in range(refused + served)]
+        for turn in turns:
+            turn.__enter__()
+        for number, turn in enumerate(turns):
+            is_refused = number < refused
+            assert not turn.__exit__(*((type(error), error, None) if is_refused else [None] * 3))
         assert not pace.is_over
-
-
-def test_throttling_that_ended_in_its_first_pause_does_not_last(clock):
-    pace = Pace("s3://lab", 60)
-    refuse(pace, clock, 2, served=1, retry_after=30)
-    refuse(pace, clock, 1, retry_after=30)
-    for _ in range(10):
-        clock.sleep(10)
-        serve_one(pace, clock)
-    assert not pace.is_over
-
-
-def test_one_refusal_after_a_long_time_without_requests_is_waited_for(clock):
-    pace = Pace("s3://lab", 60)
-    refuse(pace, clock, 8)
-    serve_one(pace, clock)
-    clock.sleep(600)
-    refuse(pace, clock, 1)
-    assert not pace.is_over
 
 
 def test_a_versioned_bucket_needs_no_permission_for_its_versions(store, open_cache):
@@ -548,12 +489,6 @@ def test_an_error_page_may_have_any_encoding(store, open_cache, coding):
     assert open_cache().open("s3://lab/a.tar").read() == SHARD
 
 
-def written_keys(tmp_path, monkeypatch, key: str) -> None:
-    text = "[lab]\naws_access_key_id = {}\naws_secret_access_key = SK\n"
-    (tmp_path / "keys").write_text(text.format(key))
-    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "keys"))
-
-
 @pytest.mark.parametrize(
     ("status", "code"),
     [
@@ -563,19 +498,16 @@ def written_keys(tmp_path, monkeypatch, key: str) -> None:
         ("400 Bad Request", "ExpiredToken"),
     ],
 )
-def test_rotated_keys_are_read_again(store, open_cache, tmp_path, monkeypatch, status, code):
-    written_keys(tmp_path, monkeypatch, "OLD")
+def test_rotated_keys_are_read_again(store, open_cache, keys, status, code):
+    keys("OLD")
     cache = open_cache(storage_options={"profile": "lab"})
     assert cache.open("s3://lab/a.tar").read() == SHARD
-    written_keys(tmp_path, monkeypatch, "NEW")
-
-    def refuse(head: str) -> bytes | None:
-        refused = refusal(status, code)
-        if head.startswith("HEAD"):  # its response has no body
-            refused = refused.partition(b"<")[0]
-        return refused if "=OLD/" in head else None
-
-    store.refuse = refuse
+    keys("NEW")
+    refused = refusal(status, code)
+    bodiless = refused.partition(b"<")[0]  # the response to a HEAD
+    store.refuse = lambda head: (
+        None if "=OLD/" not in head else bodiless if head.startswith("HEAD") else refused
+    )
     report = cache.prewarm("s3://lab/a.tar", refresh=True)
     assert (report.cached, report.failures) == (1, {})
     assert cache.open("s3://lab/b.tar").read() == SHARD
@@ -601,8 +533,9 @@ def test_a_shard_is_refreshed_although_its_server_refuses_heads(store, open_cach
 
 
 def test_valid_credentials_are_used_while_their_service_fails(
-    open_cache, container, clock, monkeypatch
+    open_cache, source, clock, monkeypatch
 ):
+    container = source("container")
     soon = datetime.now(UTC) + timedelta(minutes=5)
     monkeypatch.setitem(CREDENTIALS, "Expiration", soon.strftime("%Y-%m-%dT%H:%M:%SZ"))
     cache = open_cache(storage_options={})
@@ -614,11 +547,11 @@ def test_valid_credentials_are_used_while_their_service_fails(
 
 
 def test_credentials_are_waited_for_without_a_temporary_directory(
-    open_cache, container, clock, monkeypatch
+    open_cache, source, clock, monkeypatch
 ):
     def missing() -> str:
         raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found")
 
     monkeypatch.setattr("tempfile.gettempdir", missing)
-    container.refuse = until(clock, 60, answer("429 Slow"))
+    source("container").refuse = until(clock, 60, answer("429 Slow"))
     assert open_cache(storage_options={}).open("s3://lab/a.tar").read() == SHARD

@@ -11,7 +11,6 @@ import errno
 import json
 import logging
 import os
-import re
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -61,17 +60,6 @@ def readable(directory: str = "") -> Iterator[None]:
         if exn.errno not in _UNREADABLE:
             raise
         raise DamagedError(f"it cannot be read ({exn.strerror})", directory) from exn
-
-
-_TEXT = r"[ !#-\[\]-~]*"  # without quotes, escapes and control characters
-#: Matches the output of `Metadata.encode` if no text before the ``object`` has escapes. This takes
-#: 3 us, and `Metadata.decode` 14.
-HEADING = re.compile(
-    rf'{{"schema": {SCHEMA}, "url": "(?P<url>{_TEXT})", "key": "(?P<key>{_TEXT})", '
-    rf'"size": (?P<size>[0-9]+), "digest": "{_TEXT}", "checked": (?:null|"{_TEXT}"), '
-    rf'"fetched_at": "(?P<fetched_at>[0-9T:.-]+\+00:00)", "boot": "(?P<boot>{_TEXT})", '
-    rf'"library": "{_TEXT}", "endpoint": (?:null|"(?P<endpoint>{_TEXT})"), "object": {{.*}}}}\n'
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,16 +142,20 @@ def _stated_name(directory: Path | str) -> str | None:
 
 
 def hold(
-    directory: Path | str, grace: float | None, *, shared: bool = False, remove: bool = False
+    directory: Path | str,
+    grace: float | None,
+    *,
+    data: Path | None = None,
+    shared: bool = False,
+    remove: bool = False,
 ) -> AbstractContextManager[bool | None]:
-    """Hold the flock of a directory's data file with `files.locked`; enter as whether it is free.
+    """Hold the flock of a data file, by default the directory's; enter as whether it is free.
 
-    With leases, nothing is locked, and a shard is free after ``grace`` seconds without a write or a
-    touch.
+    With leases, nothing is locked: it is free after ``grace`` seconds without a write or a touch.
     """
     if grace is not None:
         return contextlib.nullcontext(files.is_idle(Path(directory), grace))
-    data = data_file(directory) or directory
+    data = data or data_file(directory) or Path(directory)
     return files.locked(data, shared=shared, remove=remove, of=directory)
 
 

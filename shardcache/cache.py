@@ -26,7 +26,7 @@ from shardcache.download.download import Download
 from shardcache.errors import ConfigError, ShardNotFoundError
 from shardcache.faults import ignoring
 from shardcache.files import Modes
-from shardcache.locks.notices import log_unusable
+from shardcache.notices import log_unusable
 from shardcache.origins.aws import parser
 from shardcache.process import ProcessCache
 from shardcache.ranks import detect, run_of_this_process

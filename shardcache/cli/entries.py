@@ -24,7 +24,7 @@ from shardcache.space.eviction import Policy, disk_bytes, linked
 from shardcache.space.tiers import lock_layout
 from shardcache.store.directory import DamagedError
 from shardcache.store.entry import Entry
-from shardcache.store.partial import in_flight, read_progress
+from shardcache.store.partial import in_flight, read_journal
 from shardcache.store.root import is_cache
 from shardcache.units import counted, exact_duration, format_age, format_bytes
 from shardcache.urls import ShardURL, advise_scheme
@@ -229,14 +229,14 @@ def partials(cache: Cache) -> Iterator[Row]:
         for partial in in_flight(store.layout):
             if not partial.key:
                 continue  # an entry that is being removed
-            progress = read_progress(partial.path)
-            metadata = progress.metadata if progress else None
+            journal = read_journal(partial.path)
+            metadata = journal.metadata if journal else None
             holder = read_holder(locks.holder(partial.key)) if partial.live else None
             state = "resumable" if metadata and metadata.resumable else "orphan"
             yield {
                 "url": metadata.url if metadata else None,
                 "size": partial.size,
-                "written_bytes": progress.written if progress else partial.occupied,
+                "written_bytes": journal.written if journal else partial.occupied,
                 "state": "live" if partial.live else state,
                 "begun_at": utc(metadata.fetched_at) if metadata else None,
                 "holder": str(holder) if holder else None,

@@ -16,7 +16,7 @@ from shardcache.cli.main import ExitCode, Invocation, command, flag
 from shardcache.cli.output import Position, Positions, Row, display, fields_of, printable
 from shardcache.config import describe
 from shardcache.space.eviction import CleanReport, Reason, Removal
-from shardcache.store.partial import read_progress
+from shardcache.store.partial import read_journal
 from shardcache.store.root import is_cache
 from shardcache.store.verify import EntryState, Finding, VerifyStatus
 from shardcache.units import Limit, counted, format_bytes, format_duration
@@ -117,8 +117,8 @@ def _url_of(removal: Removal) -> str:
     """Return the URL of a removed entry or partial, or its directory if the URL is unknown."""
     if removal.entries:
         return removal.entries[0].name() or removal.name
-    progress = read_progress(Path(removal.name))
-    return progress.metadata.url if progress else removal.name
+    journal = read_journal(Path(removal.name))
+    return journal.metadata.url if journal else removal.name
 
 
 def _summary(report: CleanReport) -> str:

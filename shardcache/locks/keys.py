@@ -3,8 +3,8 @@
     KeyLock    flock(2), which the kernel frees when its holder dies; also for locks of the node
     KeyLease   a marker file, for all nodes that share a directory on a network filesystem
 
-Callers stay correct if a lock is refused, is granted to two processes, or loses its file. Locks are
-taken in a fixed order: first the key, then the budget, then single entries without waiting.
+Locks are taken in a fixed order: first the key, then the budget, then single entries without
+waiting.
 
 The holder of a lease keeps updating the timestamp of its marker (`filelock.SoftFileLease`). A node
 that sees no update for `LEASE_SECONDS` of its own monotonic clock may take the lease. A holder that
@@ -52,8 +52,7 @@ _REFUSALS = FULL | {errno.EROFS, errno.EACCES}
 class Holder:
     """The record of a process that downloads a key or waits for the download.
 
-    The record informs people, and names the partial (the unfinished download) that the next holder
-    can resume. No decision depends on whether the record is true.
+    No decision depends on whether the record is true.
     """
 
     pid: int  #: process id in the pid namespace of the process
@@ -103,8 +102,6 @@ def read_holder(path: Path) -> Holder | None:
 class KeyLock:
     """The lock of a key or of the node, which one process of the node holds.
 
-    A forked child closes the lock file, so that only the parent keeps the lock.
-
     Attributes:
         partial: the name of the partial in the record of this holder. Until this holder has one,
             it is that of the previous holder, so that a second kill does not lose it.
@@ -119,8 +116,8 @@ class KeyLock:
     def try_acquire(self, holder: Holder) -> bool:
         """Take the lock if it is free, and record ``holder``. Return whether the lock was taken.
 
-        On a filesystem without flock, or without room for the file, every process gets the lock.
-        Raises OSError if the lock file cannot be created (read-only, denied).
+        Without flock, or without room for the file, every process gets the lock. Raises OSError if
+        the lock file cannot be created (read-only, denied).
         """
         for _ in range(_ATTEMPTS):
             try:
@@ -200,8 +197,8 @@ class KeyLease:
     def try_acquire(self, holder: Holder) -> bool:
         """Take the lease if it is free, and record ``holder``. Return whether the lease was taken.
 
-        Where the marker cannot be created, every process gets the lease, but OSError is raised if
-        shards cannot be stored there either (read-only, denied, full).
+        If the marker cannot be created, every process gets the lease, but OSError is raised if
+        shards cannot be stored either (read-only, denied, full).
         """
         from filelock import SoftFileLease, Timeout
 

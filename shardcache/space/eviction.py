@@ -3,10 +3,6 @@
     working-set   the least recently used first, but none that was used since running jobs began
     lru           the least recently used first
 
-A pin is a small file, named after the shard's key. It may be created before the shard is
-downloaded, and stays when the shard's version changes. No policy, no ``clean --all`` and no ``rm``
-removes a pinned shard.
-
 A file to which several ranks have hard links counts once. Its last use is the latest use of any
 link, and it is removed with all its links or not at all. Timestamps come from wall clocks, and a
 timestamp in the future counts as long ago. So a wrong clock may evict a shard too early, but never
@@ -136,10 +132,6 @@ class Policy:
         """Return whether an entry stays because it was used since the running jobs began."""
         return self.since is not None and self.last_used(entry) >= self.since
 
-    def keeps(self, entry: Entry) -> bool:
-        """Return whether an entry stays even if the cache then exceeds its limits."""
-        return entry.key in self.pinned or self.protects(entry)
-
 
 def pin(layout: Layout, shard: ShardURL, until: float | None) -> None:
     """Pin a shard until a time in seconds since the epoch; None pins it forever."""
@@ -226,8 +218,7 @@ def plan(
     """Choose the shards to evict, replaced versions first; return the report of a dry run.
 
     ``reserved`` are the bytes on disk of the shards in flight and of the shard that needs room.
-    ``in_use`` is called only for candidates for eviction. ``allocated`` computes the bytes on disk
-    of a shard from its size.
+    ``allocated`` computes the bytes on disk of a shard from its size.
     """
     files = linked(entries)
     total = sum(disk_bytes(links, allocated) for links in files)
@@ -264,8 +255,8 @@ def plan(
             reason = Reason.MAX_SIZE if over + spare > 0 else Reason.MIN_FREE
         else:
             continue
-        kept = any(map(policy.keeps, links)) and not is_replaced(links)
-        if kept or any(map(in_use, links)):
+        kept = links[0].key in policy.pinned or any(map(policy.protects, links))
+        if (kept and not is_replaced(links)) or any(map(in_use, links)):
             continue
         size = disk_bytes(links, allocated)
         removed.append(Removal(links[0].directory, size, reason, links))
@@ -283,7 +274,7 @@ def sweep(
     """Remove the partials, sessions and locks of dead processes, and damaged entries.
 
     Yields the partials and entries; with ``dry_run``, only that. Partials stay for ``keep`` seconds
-    after their last write, so that they can be resumed. Exhaust the iterator: sessions come last.
+    after their last write. Exhaust the iterator: sessions come last.
     """
     layout = store.layout
     for each in in_flight(layout):

@@ -24,8 +24,8 @@ from shardcache.files import is_directory, list_names, read_json
 from shardcache.layout import Layout, is_rank_name
 from shardcache.locks.keys import Holder, KeyLease, KeyLock
 from shardcache.locks.mounts import node_namespace
-from shardcache.locks.notices import Notices
 from shardcache.locks.sessions import Session, live_sessions
+from shardcache.notices import Notices
 from shardcache.ranks import Ranks, safe_name
 from shardcache.space.budget import Space
 from shardcache.stats.counters import Counters
@@ -57,17 +57,12 @@ class Tier:
     ``config`` has the ``dir`` and the limits of this tier. ``started`` is when the job began to use
     the cache, in seconds since the epoch; None for a command. The pins of ``home``, the directory
     of the cache, hold in all tiers.
-
-    Attributes:
-        node: the node's namespace.
-        store: the namespace that this process stores into.
-        space: the budget of the directory.
-        made: whether the last call of `make` succeeded.
     """
 
-    node: Layout
-    store: Store
-    space: Space
+    node: Layout  #: the node's namespace
+    store: Store  #: the namespace that this process stores into
+    space: Space  #: the budget of the directory
+    made = False  #: whether the last call of `make` succeeded
 
     def __init__(
         self,
@@ -86,7 +81,6 @@ class Tier:
         self._counters = counters
         self._session: Session | None = None
         self._identity: Identity | None = None
-        self.made = False
         self._locate()
 
     def _locate(self) -> None:
@@ -124,7 +118,7 @@ class Tier:
     def make(self) -> None:
         """Create the directories that are missing, and a session for this process.
 
-        Raises ConfigError if the directory must not be used as this cache; OSError if it cannot be.
+        Raises ConfigError or OSError if the directory must not or cannot be used.
         """
         self.end_session()
         self.made = False

@@ -1,8 +1,4 @@
-"""The directory of one shard on disk, an entry or a partial.
-
-This module reads the sidecar (`Metadata`), finds and locks the data file, and removes the directory
-without touching the files of other programs.
-"""
+"""The directory of one entry or partial: its sidecar and data file, its lock and its removal."""
 
 from __future__ import annotations
 
@@ -84,7 +80,7 @@ class Metadata:
 
     @property
     def basename(self) -> str:
-        """The name of the data file. Raises DamagedError if the URL cannot be parsed."""
+        """The name of the data file. Raises DamagedError."""
         try:
             return parse_url(self.url, allow_schemes=[self.url.partition(":")[0]]).basename
         except ConfigError as exn:
@@ -162,10 +158,6 @@ def hold(
 def hide(directory: Path, layout: Layout, key: str) -> Path | None:
     """Rename an entry or a partial to a name that readers ignore and the next sweep removes.
 
-    A directory in a lower layer of an overlay, as in a container's image, cannot be renamed. Its
-    files are removed where they are, the data first, so that it never looks complete. Files of
-    other programs move to the new name.
-
     Returns the new path, or None if the directory is gone or is a mount point.
     """
     hidden = layout.new_evicted(key)
@@ -176,6 +168,8 @@ def hide(directory: Path, layout: Layout, key: str) -> Path | None:
             return None
         if exn.errno != errno.EXDEV:
             raise
+    # A directory in a lower layer of an overlay, as in a container's image, cannot be renamed. Its
+    # files are removed where they are, the data first, so that it never looks complete.
     if foreign := _remove_files(directory):
         layout.modes.new_directory(hidden)
         for name in foreign:

@@ -1,10 +1,10 @@
 """Entries: published shards, which any number of processes and threads may read at the same time.
 
-There is no index: `Store.open` opens the data file and takes a shared flock on it. The open file
-can be read to its end, even if another process removes the entry. Publishing is one rename.
-Evicting takes the exclusive flock, which no process gets while a reader has the file open, renames
-the directory out of sight, and deletes it. The data of an entry never changes. Its sidecar may be
-replaced, to record under which boot the data was last verified, and `samples.idx` may be added.
+`Store.open` opens the data file and takes a shared flock on it. The open file can be read to its
+end, even if another process removes the entry. Evicting takes the exclusive flock, which no process
+gets while a reader has the file open, renames the directory out of sight, and deletes it. The data
+of an entry never changes. Its sidecar may be replaced, to record under which boot the data was last
+verified, and `samples.idx` may be added.
 """
 
 from __future__ import annotations
@@ -139,11 +139,7 @@ def _stored(directory: str) -> int:
 
 
 def versions(layout: Layout, key: str) -> list[tuple[str, int]]:
-    """Return the directory and the size of each version of a shard, the newest first.
-
-    The time of the data file orders them. `Store.publish` makes it later than those of all other
-    versions, regardless of the clock, and `Store.mark_replaced` sets it to 0.
-    """
+    """Return the directory and the size of each version of a shard, the newest first."""
     key_dir, listed = str(layout.key_dir(key)), []
     for name in files.list_names(key_dir):
         parsed, directory = parse_entry_name(name), f"{key_dir}/{name}"
@@ -245,8 +241,7 @@ def open_data(directory: str, path: str, size: int, grace: float | None) -> Open
 class Store:
     """The entries of one namespace.
 
-    With ``verify_after_boot``, each entry that was stored under another boot is hashed before its
-    first use: after a power loss, a rename may have survived without the data.
+    With ``verify_after_boot``, each entry of another boot is hashed before its first use.
     """
 
     def __init__(self, layout: Layout, *, verify_after_boot: bool = True) -> None:
@@ -334,11 +329,8 @@ class Store:
     def publish(self, partial: Partial, metadata: Metadata, *, sync: bool = False) -> Path:
         """Turn a complete, checked partial into an entry; return the entry that readers find.
 
-        The partial, which the caller must close, is dropped if an intact entry of the same version
-        exists. It is also dropped if another version was published after the partial was created:
-        either version may be the newer one, and a process that has read the published version must
-        not read an older one next. With ``sync``, everything is flushed to the disk (fsync). Raises
-        LostError.
+        The partial, which the caller must close, is dropped if an intact entry of its version
+        exists. With ``sync``, everything is flushed to the disk (fsync). Raises LostError.
         """
         key, name = metadata.key, partial.data.name
         partial.seal(metadata, self.layout.modes, sync=sync)
@@ -348,6 +340,8 @@ class Store:
         others = [Path(row[0]) for row in versions(self.layout, key) if row[0] != str(entry)]
         for newcomer in others:
             if newcomer.name not in partial.earlier:
+                # Either may be the newer version, but a process that has read the published one
+                # must not read an older one next.
                 logger.info("%s came before %s, which is dropped", newcomer.name, entry.name)
                 remove_directory(partial.path, name)
                 return newcomer
@@ -403,11 +397,11 @@ class Store:
     def mark_replaced(self, entry: Entry) -> bool:
         """Set the time of an entry's data to 0, so that processes that know it list the versions.
 
-        Returns False if only another user may do so.
+        Returns False if another user owns the file, or it is read-only.
         """
         try:
             os.utime(entry.data, (0, 0), follow_symlinks=False)
-        except (DamagedError, os_error()) as exn:  # another user owns the file, or it is read-only
+        except (DamagedError, os_error()) as exn:
             logger.info("%s cannot be marked as replaced: %s", entry.path.name, exn)
             return False
         return True
@@ -415,13 +409,10 @@ class Store:
     def entries(self, prefix: str | None = None) -> Iterator[Entry]:
         """Yield the entries, or those whose keys have this prefix of two digits, in any order."""
         objects = str(self.layout.objects)
-        if prefix is None:
-            prefixes = [each.name for each in _directories(objects)]
-        else:
-            prefixes = [prefix] if files.is_directory(f"{objects}/{prefix}") else []
-        for prefix in prefixes:
-            for key in _directories(f"{objects}/{prefix}"):
-                if is_key(key.name) and key.name[:2] == prefix:
+        for name in [prefix] if prefix else files.list_names(objects):
+            path = f"{objects}/{name}"
+            for key in _directories(path) if files.is_directory(path) else ():
+                if is_key(key.name) and key.name[:2] == name:
                     for child in _directories(key.path):
                         if (parsed := parse_entry_name(child.name)) is not None:
                             yield Entry(child.path, key.name, *parsed, _last_use(child.path))
@@ -469,8 +460,7 @@ class Store:
 def set_aside(directory: Path, reason: str) -> bool:
     """Move a damaged entry to where no reader looks; return whether this call moved it.
 
-    Processes that have the entry open can still read it. The caller must hold the key's lock,
-    because an intact entry may replace the damaged one.
+    The caller must hold the key's lock, because an intact entry may replace the damaged one.
     """
     hidden = hide(directory, _namespace(directory), directory.parent.name)
     if hidden is not None:

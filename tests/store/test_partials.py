@@ -17,7 +17,7 @@ from shardcache.store.partial import (
     Partial,
     PartialSource,
     in_flight,
-    read_progress,
+    read_journal,
     remove_leftover,
     remove_unnamed,
 )
@@ -112,7 +112,7 @@ def test_only_proven_blocks_are_resumed(tmp_path_factory, name, flips, cut, more
         if partial.digests:
             partial.show(5)  # no effect: the blocks are longer
         assert seen.limit() == min(len(partial.digests), 3) * BLOCK
-        found = read_progress(partial.path)
+        found = read_journal(partial.path)
         assert found is not None and (found.total, found.written) == (SIZE, partial.written)
         seen.close()
     finally:
@@ -178,7 +178,7 @@ def test_a_partial_is_resumed_after_its_last_thread_has_closed_it(layout):
         fill(heir, DATA, iter([2]))
         assert heir.written == SIZE  # a repeated block counts once
         heir.restart()
-        assert list(heir.missing()) == [(0, SIZE)] and read_progress(heir.path).written == 0
+        assert list(heir.missing()) == [(0, SIZE)] and read_journal(heir.path).written == 0
         fill(heir, DATA)
         heir.seal(metadata_for(data=DATA), layout.modes, sync=False)
         assert sorted(os.listdir(heir.path)) == [NAME, META]

@@ -174,13 +174,11 @@ def check_own(path: str | os.PathLike[str], status: os.stat_result) -> None:
 
 
 def owned(function: Callable[..., int], *args: tuple[object]) -> io.FileIO:
-    """Call `os.open` or `os.dup`, each argument in a tuple; return a file that owns the descriptor.
-
-    A signal handler may raise after any call. Here, ``extend`` calls and keeps the descriptor.
-    """
+    """Call `os.open` or `os.dup`, each argument in a tuple; return a file that owns the result."""
     found: list[int] = []
     files: list[io.FileIO] = []
     try:
+        # A signal handler may raise after any call. Here, one call makes and keeps the descriptor.
         found.extend(map(function, *args))
         files.extend(map(io.FileIO, found))
         return files[0]
@@ -387,10 +385,7 @@ _exclusive: weakref.WeakSet[io.FileIO] = weakref.WeakSet()
 
 
 def open_exclusive(path: str | os.PathLike[str], flags: int, modes: Modes = PRIVATE) -> io.FileIO:
-    """Open a file with `open_file`. A forked child closes it before the child's own code runs.
-
-    A file that may be new (O_CREAT) gets the mode ``modes.file``, regardless of the umask.
-    """
+    """Open a file with `open_file`. A forked child closes it before the child's own code runs."""
     with undivided():
         file = open_file(path, flags, modes.file)
         _exclusive.add(file)

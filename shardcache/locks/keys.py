@@ -50,10 +50,7 @@ _REFUSALS = FULL | {errno.EROFS, errno.EACCES}
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """The record of a process that downloads a key or waits for the download.
-
-    No decision depends on whether the record is true.
-    """
+    """The record of a process that downloads a key or waits for it; no decision depends on it."""
 
     pid: int  #: process id in the pid namespace of the process
     host: str
@@ -162,10 +159,7 @@ class KeyLock:
             logger.debug("%s: no record of its holder: %s", self.path, exn)
 
     def release(self, *, keep: bool = False) -> None:
-        """Release the lock, and remove a key's lock file unless ``keep`` is set.
-
-        ``keep`` is for a record that names a partial that can be resumed.
-        """
+        """Release the lock. With ``keep``, a key's file stays and its partial can be resumed."""
         file, self._file = self._file, None
         if file is not None and not file.closed:  # a forked child has closed it: the parent's lock
             with ignoring(OSError):
@@ -180,8 +174,7 @@ class KeyLock:
 class KeyLease:
     """The lease of a key, which one process among all nodes holds, with the methods of `KeyLock`.
 
-    One object makes all attempts of a caller, because it remembers when it last saw the marker
-    change. After ``seconds`` without a change, the holder counts as dead.
+    It remembers when it last saw the marker change, so one object makes all attempts of a caller.
     """
 
     def __init__(self, layout: Layout, key: str, seconds: float = LEASE_SECONDS) -> None:
@@ -222,10 +215,8 @@ class KeyLease:
         return True
 
     def _break_expired(self, lease: SoftFileLease) -> None:
-        """Remove the marker of a dead holder, so that the next attempt finds the lease free.
-
-        filelock does this only on filesystems that can exchange two names, which NFS cannot.
-        """
+        """Remove the marker of a dead holder, so that the next attempt finds the lease free."""
+        # filelock does this only on filesystems that can exchange two names, which NFS cannot.
         with ignoring(OSError):
             status, now = self.path.stat(), time.monotonic()
             marker = (status.st_ino, status.st_mtime_ns)

@@ -112,10 +112,7 @@ def node_namespace(config: Config) -> Layout:
 
 
 def node_directory(identity: str, modes: Modes = PRIVATE) -> Path | None:
-    """Return a directory on this node for one ``identity``, which all processes of the user share.
-
-    Returns None if there cannot be one.
-    """
+    """Return a directory of this node and user for one ``identity``; None if it cannot be made."""
     owner = os.geteuid() if modes.group is None else f"g{modes.group}"
     for parent in _NODE_DIRECTORIES:
         mount = mount_of(parent)

@@ -145,10 +145,7 @@ def _files(layout: Layout, suffix: str) -> list[Path]:
 
 
 def _live_since(path: Path) -> float | None:
-    """Return the file's mtime, or remove the file and return None if its process is dead.
-
-    Where that is unknown, the process counts as alive only until its file is an hour old.
-    """
+    """Return the file's mtime, or remove the file and return None if its process is dead."""
     try:
         with files.locked(path, remove=True) as free:
             status = path.lstat()

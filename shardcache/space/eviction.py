@@ -22,13 +22,13 @@ from typing import Any
 
 from shardcache.config import Config
 from shardcache.faults import ignoring
-from shardcache.files import is_idle, list_names, read_json
-from shardcache.layout import Layout, is_pin_name
+from shardcache.files import is_idle, list_names, read_json, remove_old
+from shardcache.layout import Layout, is_pin_name, is_temporary_name
 from shardcache.locks.keys import remove_locks
 from shardcache.locks.sessions import live_sessions, remove_dead
 from shardcache.store.directory import DamagedError
 from shardcache.store.entry import Entry, Store
-from shardcache.store.partial import in_flight, remove_leftover, remove_unnamed
+from shardcache.store.partial import in_flight, remove_leftover
 from shardcache.units import format_bytes
 from shardcache.urls import ShardURL
 
@@ -242,7 +242,7 @@ def plan(
         return limits.max_age is not None and policy.now - last_used(links) > limits.max_age
 
     def order(links: Links) -> tuple[object, ...]:
-        # Aged shards go in any case, so they make room for others, whatever the policy's rank.
+        # Aged shards are evicted in any case, so they make room for others.
         return not is_replaced(links), not is_aged(links), last_used(links), *links[0]
 
     removed: list[Removal] = []
@@ -284,5 +284,6 @@ def sweep(
             yield Removal(str(each.path), allocated(each.occupied), Reason.ORPHAN)
     if not dry_run:
         remove_dead(layout)
-        remove_unnamed(layout)
+        for name in filter(is_temporary_name, list_names(layout.partial)):
+            remove_old(layout.partial / name)
         remove_locks(layout)

@@ -190,10 +190,7 @@ def stated_limits(layout: Layout) -> dict[str, Any]:
 
 
 def lock_layout(home: Tier, base: Path) -> Layout:
-    """Return the namespace that holds the locks of the keys of the namespace at ``base``.
-
-    All tiers share the locks in the last one, ``home``. A rank's or job's namespace has its own.
-    """
+    """Return the namespace in the last tier, ``home``, with the locks for the one at ``base``."""
     return home.node.rank(base.name) if base.parent.name == "ranks" else home.node
 
 

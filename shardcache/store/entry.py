@@ -56,21 +56,13 @@ _REMEMBERED = 100_000
 
 
 class Entry(NamedTuple):
-    """A published shard. A tuple of plain values, because a scan makes a hundred thousand of them.
+    """A published shard. A tuple of plain values, because a scan makes many of them."""
 
-    Attributes:
-        directory: the directory of the entry, which holds the shard and its sidecar.
-        key: the key of the URL.
-        version: the version of the object.
-        size: bytes of the shard.
-        used: the last use, in seconds since the epoch, to within ten minutes.
-    """
-
-    directory: str
-    key: str
-    version: str
-    size: int
-    used: float
+    directory: str  #: the directory that holds the shard and its sidecar
+    key: str  #: the key of the URL
+    version: str  #: the version of the object
+    size: int  #: bytes of the shard
+    used: float  #: the last use, in seconds since the epoch, to within ten minutes
 
     @classmethod
     def at(cls, directory: Path | str) -> Entry:

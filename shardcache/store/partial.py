@@ -28,14 +28,7 @@ from typing import NamedTuple
 
 from shardcache import files
 from shardcache.faults import ignoring, os_error
-from shardcache.layout import (
-    META,
-    PROGRESS,
-    Layout,
-    is_evicted_name,
-    is_temporary_name,
-    parse_partial_name,
-)
+from shardcache.layout import META, PROGRESS, Layout, is_evicted_name, parse_partial_name
 from shardcache.store.digest import BLOCK, block_digest
 from shardcache.store.directory import (
     MAX_SIDECAR,
@@ -73,7 +66,7 @@ def record_size(size: int) -> int:
 
 
 class Journal(NamedTuple):
-    """What the journal of a partial states."""
+    """The content of a partial's journal."""
 
     metadata: Metadata  #: the sidecar, as far as the writer knows it
     written: int  #: bytes on disk
@@ -116,8 +109,7 @@ def read_journal(path: Path) -> Journal | None:
 class PartialSource:
     """A partial that is open for reading while its writer fills it.
 
-    ``data`` and ``info`` are the open data file and the version of the object. Raises OSError if
-    the partial is gone, and DamagedError if it cannot be followed.
+    Raises OSError if the partial is gone, and DamagedError if it cannot be followed.
     """
 
     def __init__(self, path: Path, basename: str) -> None:
@@ -165,15 +157,7 @@ class PartialSource:
 
 
 class Partial:
-    """A partial that this process writes. Use `create` or `claim` to make one.
-
-    Attributes:
-        metadata: the sidecar. Its size and digest are final after `seal`.
-        earlier: directory names of the versions that existed when the partial was created.
-        confirmed: False for a resumed partial until a response shows that the origin still has this
-            version. Until then, no process reads the partial.
-        written: number of bytes on disk.
-    """
+    """A partial that this process writes. Use `create` or `claim` to make one."""
 
     def __init__(
         self,
@@ -186,10 +170,13 @@ class Partial:
     ) -> None:
         self.path = data.parent
         self.data = data
-        self.metadata = metadata
+        self.metadata = metadata  #: the sidecar; its size and digest are final after `seal`
+        #: Directory names of the versions that existed when the partial was created.
         self.earlier = frozenset(files.list_names(layout.key_dir(metadata.key)))
+        #: False until a response shows that the origin still has the version of a resumed partial,
+        #: which no process reads until then.
         self.confirmed = True
-        self.written = 0
+        self.written = 0  #: bytes on disk
         self._file = file
         self._journal = journal
         self._records_at = records_at
@@ -438,9 +425,3 @@ def remove_leftover(layout: Layout, path: Path) -> bool:
     """Remove a directory of `in_flight` unless a process uses it; return whether it is gone."""
     key = path.name.removeprefix("evict.").partition(".")[0]
     return files.is_directory(path) and remove_free(path, layout, key)
-
-
-def remove_unnamed(layout: Layout) -> None:
-    """Remove temporary files and directories that dead processes did not rename to their place."""
-    for name in filter(is_temporary_name, files.list_names(layout.partial)):
-        files.remove_old(layout.partial / name)

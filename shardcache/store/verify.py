@@ -37,20 +37,13 @@ class EntryState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The result of `Cache.verify` for one entry.
-
-    Attributes:
-        url: the URL of the entry's shard; None if the sidecar is damaged.
-        state: the result.
-        reason: why the state is not ``ok``.
-        set_aside: whether the entry was set aside, so that the next reader downloads the shard.
-    """
+    """The result of `Cache.verify` for one entry."""
 
     entry: Entry
-    url: str | None
+    url: str | None  #: the URL of the entry's shard; None if the sidecar is damaged
     state: EntryState
-    reason: str = ""
-    set_aside: bool = False
+    reason: str = ""  #: why the state is not ``ok``
+    set_aside: bool = False  #: whether it was set aside, so that the next reader downloads it
 
 
 @dataclass(slots=True)

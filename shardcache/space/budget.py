@@ -30,19 +30,8 @@ from shardcache.faults import ignoring, os_error
 from shardcache.files import is_directory, list_names, read_json
 from shardcache.layout import Layout, parse_partial_name
 from shardcache.locks.keys import Holder, KeyLock, read_holder
-from shardcache.space.eviction import (
-    CleanReport,
-    Limits,
-    Links,
-    Policy,
-    Removal,
-    disk_bytes,
-    linked,
-    pinned,
-    plan,
-    sweep,
-    total_bytes,
-)
+from shardcache.space import eviction
+from shardcache.space.eviction import CleanReport, Limits, Removal
 from shardcache.space.memory import Volume, allocation
 from shardcache.stats.counters import Counters
 from shardcache.store.entry import Entry, Store
@@ -320,15 +309,15 @@ class Space:
 
     def holdings(self) -> Holdings:
         """Count the shards on the disk; estimate a large cache from a fixed sample of its parts."""
-        stores, files, share = self.stores(), list[Links](), 0.0
+        stores, files, share = self.stores(), list[eviction.Links](), 0.0
         for n in range(_PARTS):
             part = f"{n * _STRIDE % _PARTS:02x}"
-            files += linked(entry for store in stores for entry in store.entries(part))
+            files += eviction.linked(entry for store in stores for entry in store.entries(part))
             share = (n + 1) / _PARTS
             if len(files) >= _COUNTED:
                 break
         size = sum(links[0].size for links in files)
-        used = sum(disk_bytes(links, self.allocated) for links in files)
+        used = sum(eviction.disk_bytes(links, self.allocated) for links in files)
         shards, size, used = (round(each / share) for each in (len(files), size, used))
         return Holdings(shards, size, used, estimated=share < 1)
 
@@ -350,7 +339,7 @@ class Space:
             )
             if any(each.live and each.key and each.size is None for each in flights.get(part, ())):
                 usage.growing.add(part)
-            held = total_bytes(entries, self.allocated)
+            held = eviction.total_bytes(entries, self.allocated)
             usage.held[part] = held + reserved
             yield entries, held
 
@@ -449,14 +438,16 @@ class Space:
         if entries is None:
             entries = [entry for store in self.stores() for entry in store.entries()]
         keys, now = {entry.key for entry in entries}, clock.time()
-        pins = pinned((self.node, self._home), now, keys)
-        policy = Policy.of(self._config, self.node, now, pins, jobs=jobs)
+        pins = eviction.pinned((self.node, self._home), now, keys)
+        policy = eviction.Policy.of(self._config, self.node, now, pins, jobs=jobs)
         in_use, allocated = self.stores()[0].in_use, self.allocated
-        return plan(entries, limits, policy, reserved=reserved, in_use=in_use, allocated=allocated)
+        return eviction.plan(
+            entries, limits, policy, reserved=reserved, in_use=in_use, allocated=allocated
+        )
 
     def _sweep(self, usage: _Usage) -> int:
         """Remove partials of dead processes and half-removed entries; return the bytes freed."""
-        removals = [one for store in self.stores() for one in sweep(store, self.allocated)]
+        removals = [one for store in self.stores() for one in eviction.sweep(store, self.allocated)]
         for removal in removals:
             logger.info("removed %s, %d bytes", removal.name, removal.size)
             usage.held[_part(Path(removal.name).name)] = None

@@ -29,16 +29,9 @@ from shardcache.notices import Notices
 from shardcache.ranks import Ranks, safe_name
 from shardcache.space.budget import Space
 from shardcache.stats.counters import Counters
+from shardcache.store import root
 from shardcache.store.directory import DamagedError
 from shardcache.store.entry import Opened, Store, open_first, set_aside
-from shardcache.store.root import (
-    Identity,
-    check_links,
-    check_manifest,
-    identity,
-    is_cache,
-    make_root,
-)
 from shardcache.threads import lazy
 from shardcache.units import format_duration
 from shardcache.urls import ShardURL
@@ -80,7 +73,7 @@ class Tier:
         self._notices = notices
         self._counters = counters
         self._session: Session | None = None
-        self._identity: Identity | None = None
+        self._identity: root.Identity | None = None
         self._locate()
 
     def _locate(self) -> None:
@@ -107,13 +100,13 @@ class Tier:
 
     def check(self) -> None:
         """Raise ConfigError if the directory must not be used."""
-        check_manifest(self.config)
-        check_links(self.store.layout)
+        root.check_manifest(self.config)
+        root.check_links(self.store.layout)
 
     @property
     def present(self) -> bool:
         """Whether there is a cache in the directory."""
-        return self.made or is_cache(self.config.dir)
+        return self.made or root.is_cache(self.config.dir)
 
     def make(self) -> None:
         """Create the directories that are missing, and a session for this process.
@@ -122,15 +115,15 @@ class Tier:
         """
         self.end_session()
         self.made = False
-        node = make_root(self.config)
+        node = root.make_root(self.config)
         self._locate()  # again, because the manifest names the directory of this node
-        check_links(self.store.layout)
+        root.check_links(self.store.layout)
         if self.store.layout != node:
             self.store.layout.make()
         self._session = Session(self.node, self._started or clock.time())
         if self._started is not None:
             _state_limits(self.node, self._started, self.config.limits())
-        self._identity = identity(self.config.dir, self.store.layout)
+        self._identity = root.identity(self.config.dir, self.store.layout)
         self.made = self._identity is not None
         if self.node.grace is not None and self.config.locks == "auto":
             self._notices.warn(
@@ -144,7 +137,7 @@ class Tier:
 
     def changed(self) -> bool:
         """Return whether the directory is gone, was replaced, or was never set up by `make`."""
-        return not self.made or identity(self.config.dir, self.store.layout) != self._identity
+        return not self.made or root.identity(self.config.dir, self.store.layout) != self._identity
 
     def limited(self, config: Config) -> Space:
         """Return the budget of this tier with the limits of ``config``."""

@@ -295,7 +295,7 @@ class Store:
         if file_digest(fd) != metadata.digest:
             raise DamagedError("its bytes changed since they were downloaded")
         with ignoring(OSError):  # if the disk is full or read-only, verify again later
-            self.put(directory, META, replace(metadata, boot=self._boot).encode())
+            self.layout.write(Path(directory, META), replace(metadata, boot=self._boot).encode())
 
     def is_intact(self, entry: Entry, basename: str) -> bool:
         """Return whether `open` would open an entry without hashing it; False in case of doubt."""
@@ -308,10 +308,6 @@ class Store:
         is_data = stat.S_ISREG(status.st_mode) and status.st_size == entry.size
         is_replaced = status.st_mtime == 0.0  # by `mark_replaced`
         return is_data and not is_replaced and (not self._boot or boot == self._boot)
-
-    def put(self, directory: str, name: str, data: bytes) -> None:
-        """Write a side file of an entry, in place of an earlier one. Raises OSError."""
-        self.layout.write(Path(directory, name), data)
 
     def _remember(self, key: str, directory: str, basename: str, size: int) -> None:
         if len(self._known) >= _REMEMBERED:

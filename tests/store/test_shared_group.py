@@ -221,7 +221,8 @@ def test_the_newest_version_does_not_depend_on_who_stored_or_indexed_it(area, wh
         with open_cache(root, origin, shared_group=GROUP, **options) as cache:
             if who == "member":
                 replace(cache, origin, old)
-            cache.process.tier_of(old).store.put(old, "samples.idx", b"")  # as a `TarDataset`
+            store = cache.process.tier_of(old).store
+            store.layout.write(Path(old, "samples.idx"), b"")  # as a `TarDataset`
         with open_cache(root, origin, shared_group=GROUP, **options) as cache:
             return cache.open(URL).read() == SHARDS[URL]
 

@@ -26,7 +26,7 @@ from shardcache.download.download import Download
 from shardcache.errors import ConfigError, ShardNotFoundError
 from shardcache.faults import ignoring
 from shardcache.files import Modes
-from shardcache.locks.notices import log_unusable
+from shardcache.notices import log_unusable
 from shardcache.origins.aws import parser
 from shardcache.process import ProcessCache
 from shardcache.ranks import detect, run_of_this_process
@@ -501,17 +501,17 @@ class Cache:
             ShardNotFoundError: nothing in the cache matches a specification.
             OSError: the directory cannot be read.
         """
-        from shardcache.store.verify import Verifier, VerifyStatus
+        from shardcache.store.verify import VerifyStatus, verify
 
         require_cache(self.dir)
         process = self.process
-        return Verifier(
+        return verify(
             list(self._chosen(specs)),
             quick=quick,
-            sole=process.prepare().locked if repair else None,
+            locked=process.prepare().locked if repair else None,
             status=status or VerifyStatus(),
             stop=stop or threading.Event(),
-        ).findings()
+        )
 
     def pin(self, specs: Specs, seconds: float | None = None) -> list[ShardURL]:
         """Pin shards, so that no process evicts them, not even ``clean --all``. Return the shards.

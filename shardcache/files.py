@@ -39,12 +39,11 @@ _RETRY = 0.1
 #: With the pause above, they take up to 10 s.
 _ATTEMPTS = 100
 #: Without flock: seconds without use after which an entry may be evicted, and without a write after
-#: which a download counts as dead. A live download writes its journal with every block and drops a
-#: silent connection after ``timeout``, by default 30 s. An hour also covers nodes whose clocks
-#: differ. If the guess is wrong, the download starts over, or the reader continues from the origin.
+#: which a download counts as dead. A live download writes its journal with every block. An hour
+#: also covers nodes whose clocks differ. If the guess is wrong, the download starts over, or the
+#: reader continues from the origin.
 IDLE_GRACE = 3600.0
-#: Errors of a filesystem without flock. Locks there count as granted, because a second download
-#: only costs bandwidth, while a refusal would end the run.
+#: Errors of a filesystem without flock, where every process gets the lock.
 _UNSUPPORTED = frozenset({errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP})
 #: Seconds between attempts to take a lock that another process holds briefly: planning an eviction
 #: takes microseconds, and closing a partial after its publication takes a few milliseconds.
@@ -85,17 +84,14 @@ class Modes:
         return cls(group, 0o2770, 0o660, 0o440)
 
     def new_directory(self, path: Path) -> None:
-        """Create one directory. Raise FileExistsError if its name exists.
-
-        A directory of a group gets its name by a rename after it has its permissions. Otherwise the
-        other members could not enter it for a moment, or ever if this process is killed then.
-        """
+        """Create one directory. Raise FileExistsError if its name exists."""
         if self.group is None:
             path.mkdir(mode=self.directory)
             return
         # Check first, because rename(2) would replace an empty directory.
         if os.path.lexists(path):
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
+        # Members could not enter a directory that has its name before its permissions.
         unnamed = path.with_name(f".new.{random_token()}")
         unnamed.mkdir(mode=0o700)
         try:
@@ -118,7 +114,7 @@ class Modes:
             except FileExistsError:
                 if path.is_dir():
                     return
-                if os.path.lexists(path) and not path.is_dir():
+                if os.path.lexists(path):
                     raise
                 clock.sleep(_RETRY)
             except FileNotFoundError:
@@ -178,13 +174,11 @@ def check_own(path: str | os.PathLike[str], status: os.stat_result) -> None:
 
 
 def owned(function: Callable[..., int], *args: tuple[object]) -> io.FileIO:
-    """Call `os.open` or `os.dup`, each argument in a tuple; return a file that owns the descriptor.
-
-    A signal handler may raise after any call. Here, ``extend`` calls and keeps the descriptor.
-    """
+    """Call `os.open` or `os.dup`, each argument in a tuple; return a file that owns the result."""
     found: list[int] = []
     files: list[io.FileIO] = []
     try:
+        # A signal handler may raise after any call. Here, one call makes and keeps the descriptor.
         found.extend(map(function, *args))
         files.extend(map(io.FileIO, found))
         return files[0]
@@ -269,8 +263,7 @@ def is_idle(path: Path, grace: float = IDLE_GRACE) -> bool:
     for each in [path / name for name in list_names(path)] or [path]:
         with contextlib.suppress(FileNotFoundError):
             status = each.lstat()
-            # A process may set a modification time in the future. Only the kernel sets the change
-            # time, so the earlier of the two counts.
+            # A modification time may be in the future, but only the kernel sets the change time.
             latest = max(latest, min(status.st_mtime, status.st_ctime))
     return time.time() - latest > grace
 
@@ -352,10 +345,10 @@ def locked(
     that was replaced after it was opened is not free. If it is the data file ``of`` a directory, a
     link is free, and an unknown one after an hour without a write or a touch.
     """
-    file = None
-    try:
+    with contextlib.ExitStack() as stack:
         try:
-            file = open_file(path)
+            file = stack.enter_context(open_file(path))
+            stack.callback(unlock, file.fileno())
             free = try_flock(file.fileno(), shared=shared)
             if free and remove:
                 free = is_file(path, file.fileno())
@@ -369,10 +362,6 @@ def locked(
         if free is None and of is not None:
             free = is_idle(Path(of))
         yield free
-    finally:
-        if file is not None:
-            unlock(file.fileno())
-            file.close()
 
 
 def unlock(fd: int) -> None:
@@ -396,10 +385,7 @@ _exclusive: weakref.WeakSet[io.FileIO] = weakref.WeakSet()
 
 
 def open_exclusive(path: str | os.PathLike[str], flags: int, modes: Modes = PRIVATE) -> io.FileIO:
-    """Open a file with `open_file`. A forked child closes it before the child's own code runs.
-
-    A file that may be new (O_CREAT) gets the mode ``modes.file``, regardless of the umask.
-    """
+    """Open a file with `open_file`. A forked child closes it before the child's own code runs."""
     with undivided():
         file = open_file(path, flags, modes.file)
         _exclusive.add(file)

@@ -1,8 +1,7 @@
 """The names of files and directories in a cache. docs/design.md shows the tree.
 
 Only this module makes and parses the names. A file whose name does not match was not made by
-shardcache and is never touched. The names of entries and partials contain version and size, so that
-a hit, a scan and the budget need not read files.
+shardcache and is never touched.
 """
 
 from __future__ import annotations
@@ -84,8 +83,7 @@ class Layout:
     #: With leases (see `shardcache.locks.mounts`): a directory on this node for the sessions,
     #: counters and locks, except the leases of keys. None with flock, or if it cannot be created.
     local: Path | None = None
-    #: With leases: seconds without use after which an entry or a partial counts as unused. None
-    #: with flock.
+    #: With leases: seconds after which an unused entry or partial is free. None with flock.
     grace: float | None = None
     modes: Modes = PRIVATE
 

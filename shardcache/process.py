@@ -26,7 +26,7 @@ from shardcache.config import Config
 from shardcache.errors import ConfigError
 from shardcache.faults import Disk, fault_kind, ignoring, os_error
 from shardcache.layout import Layout
-from shardcache.locks.notices import Notices, log_unusable
+from shardcache.notices import Notices, log_unusable
 from shardcache.ranks import RUN_VARIABLE, Ranks
 from shardcache.stats.counters import Counters
 from shardcache.stats.summary import stats_of

@@ -24,7 +24,7 @@ from shardcache.space.eviction import Policy, disk_bytes, linked
 from shardcache.space.tiers import lock_layout
 from shardcache.store.directory import DamagedError
 from shardcache.store.entry import Entry
-from shardcache.store.partial import in_flight, read_progress
+from shardcache.store.partial import in_flight, read_journal
 from shardcache.store.root import is_cache
 from shardcache.units import counted, exact_duration, format_age, format_bytes
 from shardcache.urls import ShardURL, advise_scheme
@@ -87,7 +87,7 @@ def ls_command(
     with invocation.cache() as cache:
         if not is_cache(cache.dir):
             console.hint(f"Nothing was cached in {cache.dir} yet.")
-        listed = _list_partials(cache) if partial else _list_shards(cache, whole=console.json)
+        listed = _list_partials(cache) if partial else _list_shards(cache)
         rows, summary, footer = listed
         selections = cache.selections(specs)
     found = [row for row in rows if not specs or any((row["url"] or "") in s for s in selections)]
@@ -132,11 +132,8 @@ def _cell(row: Row, title: str) -> str:
     return format_bytes(value) if isinstance(value, int) else value or "-"
 
 
-def _list_shards(cache: Cache, *, whole: bool) -> tuple[list[Row], Row, str]:
-    """Return a row for each shard, and the totals as a row and as text.
-
-    Unless ``whole``, rows may lack fields that no table shows, because reading them takes longer.
-    """
+def _list_shards(cache: Cache) -> tuple[list[Row], Row, str]:
+    """Return a row for each shard, and the totals as a row and as text."""
     home, pins = cache.process.home, cache.pins()
     endpoint = cache.parse("s3://bucket/key").endpoint
     policy = Policy.of(cache.config, home.node, time.time(), pins)
@@ -146,20 +143,15 @@ def _list_shards(cache: Cache, *, whole: bool) -> tuple[list[Row], Row, str]:
         row = _SHARD | {"state": "damaged", "key": entry.key, "version": entry.version}
         row |= {"size": entry.size, "used_at": utc(entry.used)}
         try:
-            if not whole and (heading := entry.heading()):
-                url, origin = heading["url"], heading["endpoint"]
-                row["fetched_at"] = datetime.fromisoformat(heading["fetched_at"])
-            else:
-                metadata = entry.metadata()
-                url, origin, row["digest"] = metadata.url, metadata.endpoint, metadata.digest
-                row["etag"], row["checked"] = metadata.info.etag, metadata.checked
-                row["fetched_at"] = utc(metadata.fetched_at)
-            row["url"] = url
-            if url.startswith("s3://") and origin != endpoint:
-                row["endpoint"] = _other_endpoint(cache, entry.key, url)
-            row["path"], in_use = home.store.examine(entry, url)
-            is_pinned = entry.key in policy.pinned
-            row["state"] = "pinned" if is_pinned else "in_use" if in_use else "ok"
+            metadata = entry.metadata()
+            row |= {"url": metadata.url, "digest": metadata.digest, "checked": metadata.checked}
+            row |= {"etag": metadata.info.etag, "fetched_at": utc(metadata.fetched_at)}
+            if metadata.url.startswith("s3://") and metadata.endpoint != endpoint:
+                row["endpoint"] = _other_endpoint(cache, entry.key, metadata.url)
+            row["path"] = str(data := entry.data)
+            if data.lstat().st_size == entry.size:
+                row["state"] = "in_use" if home.store.in_use(entry, data) else "ok"
+                row["state"] = "pinned" if entry.key in policy.pinned else row["state"]
         except (DamagedError, OSError, ValueError):  # ValueError: the sidecar has no valid date
             if not entry.path.exists():
                 continue  # another process has evicted it
@@ -237,14 +229,14 @@ def partials(cache: Cache) -> Iterator[Row]:
         for partial in in_flight(store.layout):
             if not partial.key:
                 continue  # an entry that is being removed
-            progress = read_progress(partial.path)
-            metadata = progress.metadata if progress else None
+            journal = read_journal(partial.path)
+            metadata = journal.metadata if journal else None
             holder = read_holder(locks.holder(partial.key)) if partial.live else None
             state = "resumable" if metadata and metadata.resumable else "orphan"
             yield {
                 "url": metadata.url if metadata else None,
                 "size": partial.size,
-                "written_bytes": progress.written if progress else partial.occupied,
+                "written_bytes": journal.written if journal else partial.occupied,
                 "state": "live" if partial.live else state,
                 "begun_at": utc(metadata.fetched_at) if metadata else None,
                 "holder": str(holder) if holder else None,

@@ -21,7 +21,7 @@ import shardcache
 from shardcache.cli.main import ExitCode, Invocation, command
 from shardcache.config import absolute, load
 from shardcache.layout import Layout
-from shardcache.locks.notices import log_unusable
+from shardcache.notices import log_unusable
 from shardcache.ranks import RUN_VARIABLE, detect
 from shardcache.stats.database import samples
 from shardcache.stats.summary import stats_of, summed

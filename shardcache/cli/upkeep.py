@@ -16,9 +16,9 @@ from shardcache.cli.main import ExitCode, Invocation, command, flag
 from shardcache.cli.output import Position, Positions, Row, display, fields_of, printable
 from shardcache.config import describe
 from shardcache.space.eviction import CleanReport, Reason, Removal
-from shardcache.store.partial import read_progress
+from shardcache.store.partial import read_journal
 from shardcache.store.root import is_cache
-from shardcache.store.verify import Finding, State, VerifyStatus
+from shardcache.store.verify import EntryState, Finding, VerifyStatus
 from shardcache.units import Limit, counted, format_bytes, format_duration
 
 
@@ -117,8 +117,8 @@ def _url_of(removal: Removal) -> str:
     """Return the URL of a removed entry or partial, or its directory if the URL is unknown."""
     if removal.entries:
         return removal.entries[0].name() or removal.name
-    progress = read_progress(Path(removal.name))
-    return progress.metadata.url if progress else removal.name
+    journal = read_journal(Path(removal.name))
+    return journal.metadata.url if journal else removal.name
 
 
 def _summary(report: CleanReport) -> str:
@@ -166,7 +166,7 @@ def verify_command(
     """
     if dry_run and not repair:
         raise click.UsageError("-n needs --repair; without it nothing is changed.")
-    console, counts, wrong = invocation.console, Counter[State](), list[Finding]()
+    console, counts, wrong = invocation.console, Counter[EntryState](), list[Finding]()
     size, began, status = 0, time.monotonic(), VerifyStatus()
 
     def positions() -> Positions:
@@ -190,29 +190,32 @@ def verify_command(
             with contextlib.closing(findings), display(console, positions):
                 for finding in findings:
                     counts[finding.state] += 1
-                    size += 0 if finding.state is State.UNCHECKED else finding.entry.size
-                    if finding.state is not State.OK:
+                    size += 0 if finding.state is EntryState.UNCHECKED else finding.entry.size
+                    if finding.state is not EntryState.OK:
                         wrong.append(finding)
                         label = console.styled(f"{finding.state:<11}", "yellow", sys.stdout)
                         aside = " (set aside)" if finding.set_aside else ""
                         name = finding.url or finding.entry.directory
                         console.data(f"{label}  {printable(f'{name}  {finding.reason}')}{aside}")
     stopped, seconds = invocation.stop.is_set(), round(time.monotonic() - began, 3)
-    verified, set_aside = counts.total() - counts[State.UNCHECKED], sum(f.set_aside for f in wrong)
+    verified, set_aside = (
+        counts.total() - counts[EntryState.UNCHECKED],
+        sum(f.set_aside for f in wrong),
+    )
     rows = [{**fields_of(each), "entry": fields_of(each.entry)} for each in wrong]
     summary: Row = {"interrupted": stopped, "verified": verified, "verified_bytes": size}
-    summary |= {"seconds": seconds, **{state.value: counts[state] for state in State}}
+    summary |= {"seconds": seconds, **{state.value: counts[state] for state in EntryState}}
     console.object("verify", findings=rows, summary={**summary, "set_aside": set_aside})
-    notes = [f"{counts[state]:,} {state}" for state in [*State][1:] if counts[state]]
-    if counts[State.DAMAGED] and repair:
+    notes = [f"{counts[state]:,} {state}" for state in [*EntryState][1:] if counts[state]]
+    if counts[EntryState.DAMAGED] and repair:
         notes[0] += ", to be set aside" if dry_run else f", {set_aside:,} set aside"
     console.info(
         f"{'interrupted: ' if stopped else ''}{'compared the sizes of' if quick else 'verified'} "
         f"{counted(verified, 'shard')}, {format_bytes(size)} in {format_duration(seconds)}: "
         f"{', '.join(notes) or 'nothing is wrong'}"
     )
-    if counts[State.DAMAGED] and not repair:
+    if counts[EntryState.DAMAGED] and not repair:
         console.hint("Pass --repair to set damaged shards aside; readers download them again.")
-    if counts[State.DAMAGED] or counts[State.MALFORMED]:
+    if counts[EntryState.DAMAGED] or counts[EntryState.MALFORMED]:
         return ExitCode.DAMAGED
-    return ExitCode.SOME_FAILED if counts[State.UNCHECKED] else ExitCode.DONE
+    return ExitCode.SOME_FAILED if counts[EntryState.UNCHECKED] else ExitCode.DONE

@@ -281,7 +281,7 @@ class OpenShard:
         """Write the offsets into the entry."""
         store = self._cache.process.tier_of(self._path).store
         try:
-            store.put(self._directory, INDEX, record + self._checksum(record))
+            store.layout.write(Path(self._directory, INDEX), record + self._checksum(record))
         except (os_error(), ConfigError) as exn:  # the disk is full, read-only or unmounted
             logger.debug("%s gets no %s: %s", self._directory, INDEX, exn)
 

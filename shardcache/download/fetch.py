@@ -54,7 +54,7 @@ from shardcache.space.tiers import Directories, Tier
 from shardcache.store.digest import BLOCK, MismatchError
 from shardcache.store.directory import DamagedError, Metadata
 from shardcache.store.entry import Opened, open_first
-from shardcache.store.partial import LostError, Partial, Progress, read_progress
+from shardcache.store.partial import Journal, LostError, Partial, read_journal
 from shardcache.units import format_bytes, format_duration
 
 if TYPE_CHECKING:
@@ -488,8 +488,8 @@ class _Wait:
         if self._note is not None:
             self._note.close()
 
-    def _read_holder(self) -> tuple[Holder | None, Progress | None]:
-        """Return the record of the lock's holder, and the progress of its partial."""
+    def _read_holder(self) -> tuple[Holder | None, Journal | None]:
+        """Return the record of the lock's holder, and the journal of its partial."""
         holder = read_holder(self._directories.layout.holder(self._shard.key))
         name = holder.partial if holder else None
         # Another program may have damaged the file, so only a valid name is used, never a path.
@@ -498,7 +498,7 @@ class _Wait:
         paths = [tier.store.layout.partial / name for tier in self._directories.tiers]
         partial = next((path for path in paths[:-1] if is_directory(path)), paths[-1])
         self._download.waiting(partial)
-        return holder, read_progress(partial)
+        return holder, read_journal(partial)
 
     def _announce(self, waited: float) -> None:
         """Log the wait. docs/observing.md describes the fields."""

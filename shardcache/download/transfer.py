@@ -30,7 +30,7 @@ from shardcache.download.download import Download
 from shardcache.download.pool import Connections, Work
 from shardcache.errors import FetchCancelledError, IntegrityError, ShardCacheError
 from shardcache.faults import is_local_error
-from shardcache.locks.notices import Notices
+from shardcache.notices import Notices
 from shardcache.origins.base import Body, Origin, TransientError, VersionChangedError, skip
 from shardcache.origins.resolve import Origins
 from shardcache.origins.retry import Attempts, RetryPolicy, once

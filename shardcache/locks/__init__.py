@@ -1,9 +1,6 @@
 """Locks between processes, and records of the processes that are alive.
 
-    keys      locks of keys and of the node, by flock or by lease
-    mounts    the type of a path's filesystem, which determines the kind of lock
-    sessions  live processes that use the cache, that wait for a download, and that download
-    notices   warnings that appear once in a process, or once per job and node
-
-Locks only save bandwidth: readers get the right bytes even if the locks do not work.
+keys      locks of keys and of the node, by flock or by lease
+mounts    the type of a path's filesystem, which determines the kind of lock
+sessions  live processes that use the cache, that wait for a download, and that download
 """

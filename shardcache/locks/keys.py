@@ -3,8 +3,8 @@
     KeyLock    flock(2), which the kernel frees when its holder dies; also for locks of the node
     KeyLease   a marker file, for all nodes that share a directory on a network filesystem
 
-Callers stay correct if a lock is refused, is granted to two processes, or loses its file. Locks are
-taken in a fixed order: first the key, then the budget, then single entries without waiting.
+Locks are taken in a fixed order: first the key, then the budget, then single entries without
+waiting.
 
 The holder of a lease keeps updating the timestamp of its marker (`filelock.SoftFileLease`). A node
 that sees no update for `LEASE_SECONDS` of its own monotonic clock may take the lease. A holder that
@@ -50,11 +50,7 @@ _REFUSALS = FULL | {errno.EROFS, errno.EACCES}
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """The record of a process that downloads a key or waits for the download.
-
-    The record informs people, and names the partial (the unfinished download) that the next holder
-    can resume. No decision depends on whether the record is true.
-    """
+    """The record of a process that downloads a key or waits for it; no decision depends on it."""
 
     pid: int  #: process id in the pid namespace of the process
     host: str
@@ -103,8 +99,6 @@ def read_holder(path: Path) -> Holder | None:
 class KeyLock:
     """The lock of a key or of the node, which one process of the node holds.
 
-    A forked child closes the lock file, so that only the parent keeps the lock.
-
     Attributes:
         partial: the name of the partial in the record of this holder. Until this holder has one,
             it is that of the previous holder, so that a second kill does not lose it.
@@ -119,8 +113,8 @@ class KeyLock:
     def try_acquire(self, holder: Holder) -> bool:
         """Take the lock if it is free, and record ``holder``. Return whether the lock was taken.
 
-        On a filesystem without flock, or without room for the file, every process gets the lock.
-        Raises OSError if the lock file cannot be created (read-only, denied).
+        Without flock, or without room for the file, every process gets the lock. Raises OSError if
+        the lock file cannot be created (read-only, denied).
         """
         for _ in range(_ATTEMPTS):
             try:
@@ -165,10 +159,7 @@ class KeyLock:
             logger.debug("%s: no record of its holder: %s", self.path, exn)
 
     def release(self, *, keep: bool = False) -> None:
-        """Release the lock, and remove a key's lock file unless ``keep`` is set.
-
-        ``keep`` is for a record that names a partial that can be resumed.
-        """
+        """Release the lock. With ``keep``, a key's file stays and its partial can be resumed."""
         file, self._file = self._file, None
         if file is not None and not file.closed:  # a forked child has closed it: the parent's lock
             with ignoring(OSError):
@@ -183,8 +174,7 @@ class KeyLock:
 class KeyLease:
     """The lease of a key, which one process among all nodes holds, with the methods of `KeyLock`.
 
-    One object makes all attempts of a caller, because it remembers when it last saw the marker
-    change. After ``seconds`` without a change, the holder counts as dead.
+    It remembers when it last saw the marker change, so one object makes all attempts of a caller.
     """
 
     def __init__(self, layout: Layout, key: str, seconds: float = LEASE_SECONDS) -> None:
@@ -200,8 +190,8 @@ class KeyLease:
     def try_acquire(self, holder: Holder) -> bool:
         """Take the lease if it is free, and record ``holder``. Return whether the lease was taken.
 
-        Where the marker cannot be created, every process gets the lease, but OSError is raised if
-        shards cannot be stored there either (read-only, denied, full).
+        If the marker cannot be created, every process gets the lease, but OSError is raised if
+        shards cannot be stored either (read-only, denied, full).
         """
         from filelock import SoftFileLease, Timeout
 
@@ -225,10 +215,8 @@ class KeyLease:
         return True
 
     def _break_expired(self, lease: SoftFileLease) -> None:
-        """Remove the marker of a dead holder, so that the next attempt finds the lease free.
-
-        filelock does this only on filesystems that can exchange two names, which NFS cannot.
-        """
+        """Remove the marker of a dead holder, so that the next attempt finds the lease free."""
+        # filelock does this only on filesystems that can exchange two names, which NFS cannot.
         with ignoring(OSError):
             status, now = self.path.stat(), time.monotonic()
             marker = (status.st_ino, status.st_mtime_ns)

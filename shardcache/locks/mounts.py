@@ -1,10 +1,8 @@
 """Find the filesystem of a path, and decide which kind of lock to use on it.
 
 On a local filesystem, flock(2) works. On any other (NFS, Lustre, GPFS, FUSE, unknown), flock may be
-refused, be granted to several processes, or hang, so there are leases (docs/design.md, "Locks").
-
-`os.statvfs` and `os.stat` may hang on a dead server. So the type is looked up in
-``/proc/self/mountinfo`` (proc(5)) with the text of the path after symbolic links are resolved.
+refused, be granted to several processes, or hang, so there are leases. `os.statvfs` may hang, too,
+so the type is looked up in ``/proc/self/mountinfo`` (proc(5)).
 """
 
 from __future__ import annotations
@@ -114,10 +112,7 @@ def node_namespace(config: Config) -> Layout:
 
 
 def node_directory(identity: str, modes: Modes = PRIVATE) -> Path | None:
-    """Return a directory on this node for one ``identity``, which all processes of the user share.
-
-    Returns None if none of the possible parents allows it.
-    """
+    """Return a directory of this node and user for one ``identity``; None if it cannot be made."""
     owner = os.geteuid() if modes.group is None else f"g{modes.group}"
     for parent in _NODE_DIRECTORIES:
         mount = mount_of(parent)

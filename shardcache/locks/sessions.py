@@ -6,11 +6,6 @@ session's file is the time when the job began to use the cache. A child (a DataL
 or spawned) creates a session with its parent's start, so that the workers of a later epoch do not
 look like a new job. The processes of a job share its notes, ``<job>-<kind>.streamed``. The next
 process that lists the sessions removes the files of dead processes.
-
-A cache that downloads holds a record lock on one random byte of ``downloads.lock``, and counts the
-locks of the others. The locks belong to the open file (F_OFD_SETLK), so two caches of one process
-count as two, and the kernel frees the locks when the process dies. Where such locks do not work,
-each cache counts only itself.
 """
 
 from __future__ import annotations
@@ -50,8 +45,8 @@ _INTERVAL = 1.0
 class Session:
     """A file in ``sessions`` that this process keeps locked until `close`, or until it exits.
 
-    ``started`` is when the job began to use the cache, in seconds since the epoch. With ``waits``,
-    a key and the record of this process, a ``.wait`` file is created instead of a session.
+    ``started`` is in seconds since the epoch. With ``waits``, a key and the record of this process,
+    a ``.wait`` file is created instead of a session.
     """
 
     _file: io.FileIO | None = None  # None if no file could be created
@@ -150,10 +145,7 @@ def _files(layout: Layout, suffix: str) -> list[Path]:
 
 
 def _live_since(path: Path) -> float | None:
-    """Return the file's mtime, or remove the file and return None if its process is dead.
-
-    Where that is unknown, the process counts as alive only until its file is an hour old.
-    """
+    """Return the file's mtime, or remove the file and return None if its process is dead."""
     try:
         with files.locked(path, remove=True) as free:
             status = path.lstat()
@@ -171,7 +163,9 @@ def _live_since(path: Path) -> float | None:
 class Downloaders:
     """Registers a cache as a downloader of its node, and counts the node's downloaders.
 
-    Only one thread at a time may call `join` or `leave`. ``node`` returns the node's namespace.
+    A downloader holds a record lock on one random byte of ``downloads.lock``. The lock belongs to
+    the open file (F_OFD_SETLK), so two caches of one process count as two. Where such locks do not
+    work, each cache counts only itself. Only one thread at a time may call `join` or `leave`.
     """
 
     def __init__(self, node: Callable[[], Layout]) -> None:

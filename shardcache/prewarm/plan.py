@@ -31,7 +31,7 @@ from shardcache.space.memory import Volume
 from shardcache.space.tiers import Tier
 from shardcache.store.directory import DamagedError
 from shardcache.store.entry import Entry
-from shardcache.store.partial import in_flight, read_progress
+from shardcache.store.partial import in_flight, read_journal
 from shardcache.urls import ShardURL
 
 if TYPE_CHECKING:
@@ -255,7 +255,7 @@ def same_version(then: ObjectInfo, now: ObjectInfo) -> bool:
 def _resumable(tier: Tier, wanted: Collection[str]) -> int:
     """Return the bytes of the wanted shards that a tier holds from interrupted downloads."""
     parts = (each for store in tier.stores() for each in in_flight(store.layout))
-    found = (read_progress(each.path) for each in parts if each.key in wanted and not each.live)
+    found = (read_journal(each.path) for each in parts if each.key in wanted and not each.live)
     return sum(each.written for each in found if each and each.metadata.resumable)
 
 

@@ -1,15 +1,12 @@
 """Reserve room for a shard before its first byte is written.
 
 The node keeps one file, ``usage``: the bytes on disk of all entries, and of all shards in flight at
-their final sizes. It has a number for each part of the cache. A part is the shards whose keys begin
-with the same two digits. Keys are hashes, so any set of parts is a random sample of the cache.
+their final sizes. It has a number for each part of the cache, the shards whose keys begin with the
+same two digits. Keys are hashes, so any set of parts is a random sample of the cache.
 
-The file is only written under the budget lock. To evict, an admission lists the next parts in turn,
-corrects their numbers, and evicts the least recently used of a thousand entries or more. It lists
-all parts only before it refuses a shard. A refusal is remembered for a minute, or until a process
-cleans the cache or a job ends. If locks fail, each process may exceed the budget by the shards that
-others admit at the same moment. Nodes that share a directory do not share the numbers, so they
-count entries and partials for every new shard.
+The file is only written under the budget lock. If locks fail, each process may exceed the budget by
+the shards that others admit at the same moment. Nodes that share a directory do not share the
+numbers, so they count entries and partials for every new shard.
 """
 
 from __future__ import annotations
@@ -33,19 +30,8 @@ from shardcache.faults import ignoring, os_error
 from shardcache.files import is_directory, list_names, read_json
 from shardcache.layout import Layout, parse_partial_name
 from shardcache.locks.keys import Holder, KeyLock, read_holder
-from shardcache.space.eviction import (
-    CleanReport,
-    Limits,
-    Links,
-    Policy,
-    Removal,
-    disk_bytes,
-    linked,
-    pinned,
-    plan,
-    sweep,
-    total_bytes,
-)
+from shardcache.space import eviction
+from shardcache.space.eviction import CleanReport, Limits, Removal
 from shardcache.space.memory import Volume, allocation
 from shardcache.stats.counters import Counters
 from shardcache.store.entry import Entry, Store
@@ -65,7 +51,7 @@ _SAMPLE = 1000
 #: only the least recently used 2 % of a sample.
 _SHARE = 50
 #: With this many entries or more, an eviction removes an extra 2 % of the sample, but at most 1 %
-#: of the cache, so that one admission in twenty lists a sample, or one in a hundred a small cache.
+#: of the cache, so that one admission in twenty lists a sample.
 _MANY = 100
 #: `Space.holdings` counts at least this many shards, or all if there are fewer, which takes 0.2 s.
 #: In 60 simulated caches of 100,000 shards, the estimates were off by 1.1 % (root mean square) and
@@ -85,8 +71,7 @@ _PLANS = 6
 #: Shards that the processes of a node may admit at the same moment, before they see each other's
 #: partials: 8 ranks with 8 workers each.
 _AT_ONCE = 64
-#: Seconds to wait for the budget lock. Its holder counts and evicts. A holder that takes longer was
-#: probably stopped, so the shard is then admitted without the lock.
+#: Seconds to wait for the budget lock, whose holder counts and evicts.
 _BUDGET_SECONDS = 60.0
 _POLL = 0.01
 _ANNOUNCE_EVERY = 10.0
@@ -171,8 +156,7 @@ class Space:
     def reserved(self, shard: ShardURL, size: int | None) -> Iterator[None]:
         """Reserve room for a shard, evicting others if necessary. The body must create the partial.
 
-        The size is None if it is unknown, or if the partial exists. Raises CacheFullError if there
-        is too little room, and too few shards may be evicted.
+        The size is None if it is unknown, or if the partial exists. Raises CacheFullError.
         """
         if size is not None:
             if too_large := self._too_large(str(shard), size):
@@ -285,8 +269,8 @@ class Space:
     ) -> CleanReport:
         """Plan an eviction from a sample of the cache or, if that is too little, from all of it.
 
-        Corrects ``usage`` where entries are listed. ``need`` are the bytes on disk of the shard
-        that needs room. With ``few``, a sample must do. ``extra`` entries are evicted in addition.
+        Corrects ``usage`` where entries are listed. With ``few``, a sample must do. ``extra``
+        entries are evicted in addition.
         """
         over = self._over(usage, limits, need)
         order = [(usage.next + n) % _PARTS for n in range(_PARTS)]
@@ -325,15 +309,15 @@ class Space:
 
     def holdings(self) -> Holdings:
         """Count the shards on the disk; estimate a large cache from a fixed sample of its parts."""
-        stores, files, share = self.stores(), list[Links](), 0.0
+        stores, files, share = self.stores(), list[eviction.Links](), 0.0
         for n in range(_PARTS):
             part = f"{n * _STRIDE % _PARTS:02x}"
-            files += linked(entry for store in stores for entry in store.entries(part))
+            files += eviction.linked(entry for store in stores for entry in store.entries(part))
             share = (n + 1) / _PARTS
             if len(files) >= _COUNTED:
                 break
         size = sum(links[0].size for links in files)
-        used = sum(disk_bytes(links, self.allocated) for links in files)
+        used = sum(eviction.disk_bytes(links, self.allocated) for links in files)
         shards, size, used = (round(each / share) for each in (len(files), size, used))
         return Holdings(shards, size, used, estimated=share < 1)
 
@@ -355,14 +339,13 @@ class Space:
             )
             if any(each.live and each.key and each.size is None for each in flights.get(part, ())):
                 usage.growing.add(part)
-            held = total_bytes(entries, self.allocated)
+            held = eviction.total_bytes(entries, self.allocated)
             usage.held[part] = held + reserved
             yield entries, held
 
     def _count(self, usage: _Usage) -> None:
         """Count the parts whose bytes are unknown."""
-        unknown = [part for part, held in enumerate(usage.held) if held is None]
-        if unknown:
+        if unknown := [part for part, held in enumerate(usage.held) if held is None]:
             deque(self._list(usage, unknown), maxlen=0)
         if len(unknown) == _PARTS:
             usage.listed_to(usage.next - 1)
@@ -455,14 +438,16 @@ class Space:
         if entries is None:
             entries = [entry for store in self.stores() for entry in store.entries()]
         keys, now = {entry.key for entry in entries}, clock.time()
-        pins = pinned((self.node, self._home), now, keys)
-        policy = Policy.of(self._config, self.node, now, pins, jobs=jobs)
+        pins = eviction.pinned((self.node, self._home), now, keys)
+        policy = eviction.Policy.of(self._config, self.node, now, pins, jobs=jobs)
         in_use, allocated = self.stores()[0].in_use, self.allocated
-        return plan(entries, limits, policy, reserved=reserved, in_use=in_use, allocated=allocated)
+        return eviction.plan(
+            entries, limits, policy, reserved=reserved, in_use=in_use, allocated=allocated
+        )
 
     def _sweep(self, usage: _Usage) -> int:
         """Remove partials of dead processes and half-removed entries; return the bytes freed."""
-        removals = [one for store in self.stores() for one in sweep(store, self.allocated)]
+        removals = [one for store in self.stores() for one in eviction.sweep(store, self.allocated)]
         for removal in removals:
             logger.info("removed %s, %d bytes", removal.name, removal.size)
             usage.held[_part(Path(removal.name).name)] = None

@@ -89,8 +89,7 @@ def remove(
 ) -> tuple[int, int, int]:
     """Remove the cached versions of a shard that no process reads; none if it is ``pinned``.
 
-    Returns the number of versions that were removed (or would be, with ``dry_run``), their bytes,
-    and the number of versions that stay. A file with several links counts once.
+    Returns the number of versions that were removed, their bytes, and the number that stay.
     """
     removed = freed = stay = 0
     in_use, evict = stores[0].in_use, stores[0].evict

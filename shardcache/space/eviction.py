@@ -3,10 +3,6 @@
     working-set   the least recently used first, but none that was used since running jobs began
     lru           the least recently used first
 
-A pin is a small file, named after the shard's key. It may be created before the shard is
-downloaded, and stays when the shard's version changes. No policy, no ``clean --all`` and no ``rm``
-removes a pinned shard.
-
 A file to which several ranks have hard links counts once. Its last use is the latest use of any
 link, and it is removed with all its links or not at all. Timestamps come from wall clocks, and a
 timestamp in the future counts as long ago. So a wrong clock may evict a shard too early, but never
@@ -26,13 +22,13 @@ from typing import Any
 
 from shardcache.config import Config
 from shardcache.faults import ignoring
-from shardcache.files import is_idle, list_names, read_json
-from shardcache.layout import Layout, is_pin_name
+from shardcache.files import is_idle, list_names, read_json, remove_old
+from shardcache.layout import Layout, is_pin_name, is_temporary_name
 from shardcache.locks.keys import remove_locks
 from shardcache.locks.sessions import live_sessions, remove_dead
 from shardcache.store.directory import DamagedError
 from shardcache.store.entry import Entry, Store
-from shardcache.store.partial import in_flight, remove_leftover, remove_unnamed
+from shardcache.store.partial import in_flight, remove_leftover
 from shardcache.units import format_bytes
 from shardcache.urls import ShardURL
 
@@ -136,10 +132,6 @@ class Policy:
         """Return whether an entry stays because it was used since the running jobs began."""
         return self.since is not None and self.last_used(entry) >= self.since
 
-    def keeps(self, entry: Entry) -> bool:
-        """Return whether an entry stays even if the cache then exceeds its limits."""
-        return entry.key in self.pinned or self.protects(entry)
-
 
 def pin(layout: Layout, shard: ShardURL, until: float | None) -> None:
     """Pin a shard until a time in seconds since the epoch; None pins it forever."""
@@ -226,8 +218,7 @@ def plan(
     """Choose the shards to evict, replaced versions first; return the report of a dry run.
 
     ``reserved`` are the bytes on disk of the shards in flight and of the shard that needs room.
-    ``in_use`` is called only for candidates for eviction. ``allocated`` computes the bytes on disk
-    of a shard from its size.
+    ``allocated`` computes the bytes on disk of a shard from its size.
     """
     files = linked(entries)
     total = sum(disk_bytes(links, allocated) for links in files)
@@ -251,7 +242,7 @@ def plan(
         return limits.max_age is not None and policy.now - last_used(links) > limits.max_age
 
     def order(links: Links) -> tuple[object, ...]:
-        # Aged shards go in any case, so they make room for others, whatever the policy's rank.
+        # Aged shards are evicted in any case, so they make room for others.
         return not is_replaced(links), not is_aged(links), last_used(links), *links[0]
 
     removed: list[Removal] = []
@@ -264,8 +255,8 @@ def plan(
             reason = Reason.MAX_SIZE if over + spare > 0 else Reason.MIN_FREE
         else:
             continue
-        kept = any(map(policy.keeps, links)) and not is_replaced(links)
-        if kept or any(map(in_use, links)):
+        kept = links[0].key in policy.pinned or any(map(policy.protects, links))
+        if (kept and not is_replaced(links)) or any(map(in_use, links)):
             continue
         size = disk_bytes(links, allocated)
         removed.append(Removal(links[0].directory, size, reason, links))
@@ -283,7 +274,7 @@ def sweep(
     """Remove the partials, sessions and locks of dead processes, and damaged entries.
 
     Yields the partials and entries; with ``dry_run``, only that. Partials stay for ``keep`` seconds
-    after their last write, so that they can be resumed. Exhaust the iterator: sessions come last.
+    after their last write. Exhaust the iterator: sessions come last.
     """
     layout = store.layout
     for each in in_flight(layout):
@@ -293,5 +284,6 @@ def sweep(
             yield Removal(str(each.path), allocated(each.occupied), Reason.ORPHAN)
     if not dry_run:
         remove_dead(layout)
-        remove_unnamed(layout)
+        for name in filter(is_temporary_name, list_names(layout.partial)):
+            remove_old(layout.partial / name)
         remove_locks(layout)

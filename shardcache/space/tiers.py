@@ -24,21 +24,14 @@ from shardcache.files import is_directory, list_names, read_json
 from shardcache.layout import Layout, is_rank_name
 from shardcache.locks.keys import Holder, KeyLease, KeyLock
 from shardcache.locks.mounts import node_namespace
-from shardcache.locks.notices import Notices
 from shardcache.locks.sessions import Session, live_sessions
+from shardcache.notices import Notices
 from shardcache.ranks import Ranks, safe_name
 from shardcache.space.budget import Space
 from shardcache.stats.counters import Counters
+from shardcache.store import root
 from shardcache.store.directory import DamagedError
 from shardcache.store.entry import Opened, Store, open_first, set_aside
-from shardcache.store.root import (
-    Identity,
-    check_links,
-    check_manifest,
-    identity,
-    is_cache,
-    make_root,
-)
 from shardcache.threads import lazy
 from shardcache.units import format_duration
 from shardcache.urls import ShardURL
@@ -57,17 +50,12 @@ class Tier:
     ``config`` has the ``dir`` and the limits of this tier. ``started`` is when the job began to use
     the cache, in seconds since the epoch; None for a command. The pins of ``home``, the directory
     of the cache, hold in all tiers.
-
-    Attributes:
-        node: the node's namespace.
-        store: the namespace that this process stores into.
-        space: the budget of the directory.
-        made: whether the last call of `make` succeeded.
     """
 
-    node: Layout
-    store: Store
-    space: Space
+    node: Layout  #: the node's namespace
+    store: Store  #: the namespace that this process stores into
+    space: Space  #: the budget of the directory
+    made = False  #: whether the last call of `make` succeeded
 
     def __init__(
         self,
@@ -85,8 +73,7 @@ class Tier:
         self._notices = notices
         self._counters = counters
         self._session: Session | None = None
-        self._identity: Identity | None = None
-        self.made = False
+        self._identity: root.Identity | None = None
         self._locate()
 
     def _locate(self) -> None:
@@ -113,30 +100,30 @@ class Tier:
 
     def check(self) -> None:
         """Raise ConfigError if the directory must not be used."""
-        check_manifest(self.config)
-        check_links(self.store.layout)
+        root.check_manifest(self.config)
+        root.check_links(self.store.layout)
 
     @property
     def present(self) -> bool:
         """Whether there is a cache in the directory."""
-        return self.made or is_cache(self.config.dir)
+        return self.made or root.is_cache(self.config.dir)
 
     def make(self) -> None:
         """Create the directories that are missing, and a session for this process.
 
-        Raises ConfigError if the directory must not be used as this cache; OSError if it cannot be.
+        Raises ConfigError or OSError if the directory must not or cannot be used.
         """
         self.end_session()
         self.made = False
-        node = make_root(self.config)
+        node = root.make_root(self.config)
         self._locate()  # again, because the manifest names the directory of this node
-        check_links(self.store.layout)
+        root.check_links(self.store.layout)
         if self.store.layout != node:
             self.store.layout.make()
         self._session = Session(self.node, self._started or clock.time())
         if self._started is not None:
             _state_limits(self.node, self._started, self.config.limits())
-        self._identity = identity(self.config.dir, self.store.layout)
+        self._identity = root.identity(self.config.dir, self.store.layout)
         self.made = self._identity is not None
         if self.node.grace is not None and self.config.locks == "auto":
             self._notices.warn(
@@ -150,7 +137,7 @@ class Tier:
 
     def changed(self) -> bool:
         """Return whether the directory is gone, was replaced, or was never set up by `make`."""
-        return not self.made or identity(self.config.dir, self.store.layout) != self._identity
+        return not self.made or root.identity(self.config.dir, self.store.layout) != self._identity
 
     def limited(self, config: Config) -> Space:
         """Return the budget of this tier with the limits of ``config``."""
@@ -196,10 +183,7 @@ def stated_limits(layout: Layout) -> dict[str, Any]:
 
 
 def lock_layout(home: Tier, base: Path) -> Layout:
-    """Return the namespace that holds the locks of the keys of the namespace at ``base``.
-
-    All tiers share the locks in the last one, ``home``. A rank's or job's namespace has its own.
-    """
+    """Return the namespace in the last tier, ``home``, with the locks for the one at ``base``."""
     return home.node.rank(base.name) if base.parent.name == "ranks" else home.node
 
 

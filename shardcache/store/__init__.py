@@ -5,7 +5,7 @@
     partial    shards in flight, their journals, and the partials of dead processes
     directory  the directory of one shard: sidecar, data file, lock, removal
     digest     digests and checksums
-    verify     compares entries with their digests and with the origin
+    verify     compares entries with their digests
 
 All functions here raise OSError if the disk fails.
 """

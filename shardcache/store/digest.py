@@ -28,15 +28,13 @@ _HASHES = ("sha256", "sha1")
 
 
 def block_digest(block: bytes | bytearray | memoryview) -> bytes:
-    """Return the xxh3-128 digest of one block, which is 16 bytes long."""
-    digest: bytes = xxh3_128_digest(block)
-    return digest
+    """Return the digest of one block, which is 16 bytes long."""
+    return xxh3_128_digest(block)
 
 
 def tree_digest(blocks: Iterable[bytes]) -> str:
     """Return the tree digest of a shard, as hex, from the digests of its blocks in order."""
-    text: str = xxh3_128(b"".join(blocks)).hexdigest()
-    return text
+    return xxh3_128(b"".join(blocks)).hexdigest()
 
 
 def read_blocks(fd: int) -> Iterator[memoryview]:
@@ -95,14 +93,11 @@ class MismatchError(Exception):
 def compare(fd: int, checksum: Checksum | None) -> str | None:
     """Compare a complete file with the checksum that its origin states; return the algorithm.
 
-    Returns None if the checksum cannot be compared: the composite checksum of a multipart upload
-    (``...-3``) is one of the checksums of its parts. Raises MismatchError.
+    Returns None if the checksum cannot be compared. Raises MismatchError.
     """
-    if checksum is None or "-" in checksum.value:
+    if checksum is None or "-" in checksum.value:  # a checksum of the checksums of parts
         return None
     computed = file_checksum(fd, checksum.algorithm)
-    if computed is None:
-        return None
-    if computed != checksum.value:
+    if computed not in (None, checksum.value):
         raise MismatchError(checksum, computed)
-    return checksum.algorithm
+    return computed and checksum.algorithm

@@ -1,8 +1,4 @@
-"""The directory of one shard on disk, an entry or a partial.
-
-This module reads the sidecar (`Metadata`), finds and locks the data file, and removes the directory
-without touching the files of other programs.
-"""
+"""The directory of one entry or partial: its sidecar and data file, its lock and its removal."""
 
 from __future__ import annotations
 
@@ -11,7 +7,6 @@ import errno
 import json
 import logging
 import os
-import re
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -63,17 +58,6 @@ def readable(directory: str = "") -> Iterator[None]:
         raise DamagedError(f"it cannot be read ({exn.strerror})", directory) from exn
 
 
-_TEXT = r"[ !#-\[\]-~]*"  # without quotes, escapes and control characters
-#: Matches the output of `Metadata.encode` if no text before the ``object`` has escapes. This takes
-#: 3 us, and `Metadata.decode` 14.
-HEADING = re.compile(
-    rf'{{"schema": {SCHEMA}, "url": "(?P<url>{_TEXT})", "key": "(?P<key>{_TEXT})", '
-    rf'"size": (?P<size>[0-9]+), "digest": "{_TEXT}", "checked": (?:null|"{_TEXT}"), '
-    rf'"fetched_at": "(?P<fetched_at>[0-9T:.-]+\+00:00)", "boot": "(?P<boot>{_TEXT})", '
-    rf'"library": "{_TEXT}", "endpoint": (?:null|"(?P<endpoint>{_TEXT})"), "object": {{.*}}}}\n'
-)
-
-
 @dataclass(frozen=True, slots=True)
 class Metadata:
     """The sidecar of a shard."""
@@ -96,7 +80,7 @@ class Metadata:
 
     @property
     def basename(self) -> str:
-        """The name of the data file. Raises DamagedError if the URL cannot be parsed."""
+        """The name of the data file. Raises DamagedError."""
         try:
             return parse_url(self.url, allow_schemes=[self.url.partition(":")[0]]).basename
         except ConfigError as exn:
@@ -154,25 +138,25 @@ def _stated_name(directory: Path | str) -> str | None:
 
 
 def hold(
-    directory: Path | str, grace: float | None, *, shared: bool = False, remove: bool = False
+    directory: Path | str,
+    grace: float | None,
+    *,
+    data: Path | None = None,
+    shared: bool = False,
+    remove: bool = False,
 ) -> AbstractContextManager[bool | None]:
-    """Hold the flock of a directory's data file with `files.locked`; enter as whether it is free.
+    """Hold the flock of a data file, by default the directory's; enter as whether it is free.
 
-    With leases, nothing is locked, and a shard is free after ``grace`` seconds without a write or a
-    touch.
+    With leases, nothing is locked: it is free after ``grace`` seconds without a write or a touch.
     """
     if grace is not None:
         return contextlib.nullcontext(files.is_idle(Path(directory), grace))
-    data = data_file(directory) or directory
+    data = data or data_file(directory) or Path(directory)
     return files.locked(data, shared=shared, remove=remove, of=directory)
 
 
 def hide(directory: Path, layout: Layout, key: str) -> Path | None:
     """Rename an entry or a partial to a name that readers ignore and the next sweep removes.
-
-    A directory in a lower layer of an overlay, as in a container's image, cannot be renamed. Its
-    files are removed where they are, the data first, so that it never looks complete. Files of
-    other programs move to the new name.
 
     Returns the new path, or None if the directory is gone or is a mount point.
     """
@@ -184,6 +168,8 @@ def hide(directory: Path, layout: Layout, key: str) -> Path | None:
             return None
         if exn.errno != errno.EXDEV:
             raise
+    # A directory in a lower layer of an overlay, as in a container's image, cannot be renamed. Its
+    # files are removed where they are, the data first, so that it never looks complete.
     if foreign := _remove_files(directory):
         layout.modes.new_directory(hidden)
         for name in foreign:

@@ -1,18 +1,14 @@
 """Partials: shards that are still being downloaded.
 
-The journal of a partial, ``progress``, states which blocks are on disk. The size of the data file
-proves nothing, because a file whose tail was written first has its full size, and holes. A shard of
-one block has no journal, because no process can resume or follow it.
-
-    progress:  a header, the known part of the sidecar, and a record for each block: its digest and
-               length, or zeros if the block is not on disk
+The journal of a partial, the file ``progress``, states which blocks are on disk: a header, the
+known part of the sidecar, and a record for each block, with its digest and length, or zeros if the
+block is not on disk. A shard of one block has no journal.
 
 The process that holds the exclusive flock on the data file is the writer; its threads may write and
 record different blocks at the same time. When it dies, the kernel frees the flock. Another process
 may then take the partial over (`Partial.claim`) or remove it (`remove_leftover`). Both first rename
-the directory, so if several processes try, only one succeeds. A process that takes a partial over
-compares the blocks with the journal before it trusts them. If locks do not work, a live writer may
-lose its partial in this way and not notice, but it writes only the same bytes of the same version.
+the directory, so if several processes try, only one succeeds. If locks do not work, a live writer
+may lose its partial in this way, but it writes only the same bytes of the same version.
 """
 
 from __future__ import annotations
@@ -28,17 +24,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count, groupby, takewhile
 from pathlib import Path
+from typing import NamedTuple
 
 from shardcache import files
 from shardcache.faults import ignoring, os_error
-from shardcache.layout import (
-    META,
-    PROGRESS,
-    Layout,
-    is_evicted_name,
-    is_temporary_name,
-    parse_partial_name,
-)
+from shardcache.layout import META, PROGRESS, Layout, is_evicted_name, parse_partial_name
 from shardcache.store.digest import BLOCK, block_digest
 from shardcache.store.directory import (
     MAX_SIDECAR,
@@ -60,7 +50,7 @@ _SIDECAR = 700
 #: Records that a reader reads in one call: 6 KiB of the journal describe 256 MiB of data.
 _RECORDS_PER_READ = 256
 #: Largest journal in bytes. S3's largest object, of 5 TB, has a journal of 120 MB.
-_MAX_PROGRESS = 1 << 27
+_MAX_JOURNAL = 1 << 27
 _CREATE = os.O_RDWR | os.O_CREAT | os.O_EXCL
 #: Errors of claiming a partial that is gone, another user's, or in a lower layer of an overlay.
 _UNCLAIMED = files.GONE | files.NOT_DATA | {errno.EBUSY, errno.EACCES, errno.EPERM, errno.EXDEV}
@@ -75,9 +65,8 @@ def record_size(size: int) -> int:
     return _SIDECAR + -(-size // BLOCK) * _RECORD.size
 
 
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """How much of a shard in flight is on disk."""
+class Journal(NamedTuple):
+    """The content of a partial's journal."""
 
     metadata: Metadata  #: the sidecar, as far as the writer knows it
     written: int  #: bytes on disk
@@ -107,28 +96,27 @@ def _records(data: bytes) -> Iterator[tuple[bytes, int]]:
     return _RECORD.iter_unpack(data[: len(data) // _RECORD.size * _RECORD.size])
 
 
-def read_progress(path: Path) -> Progress | None:
+def read_journal(path: Path) -> Journal | None:
     """Read the journal of a partial; return None if it is missing or damaged."""
     try:
-        data = files.read_file(path / PROGRESS, _MAX_PROGRESS)
+        data = files.read_file(path / PROGRESS, _MAX_JOURNAL)
         metadata, records_at, _ = _parse(path, data)
     except (os_error(), DamagedError):
         return None
-    return Progress(metadata, sum(min(length, BLOCK) for _, length in _records(data[records_at:])))
+    return Journal(metadata, sum(min(length, BLOCK) for _, length in _records(data[records_at:])))
 
 
 class PartialSource:
     """A partial that is open for reading while its writer fills it.
 
-    ``data`` and ``info`` are the open data file and the version of the object. Raises OSError if
-    the partial is gone, and DamagedError if it cannot be followed.
+    Raises OSError if the partial is gone, and DamagedError if it cannot be followed.
     """
 
     def __init__(self, path: Path, basename: str) -> None:
         with contextlib.ExitStack() as stack:
             self.data = stack.enter_context(files.open_file(path / basename))
-            self._progress = stack.enter_context(files.open_file(path / PROGRESS))
-            header = os.pread(self._progress.fileno(), MAX_SIDECAR, 0)
+            self._journal = stack.enter_context(files.open_file(path / PROGRESS))
+            header = os.pread(self._journal.fileno(), MAX_SIDECAR, 0)
             metadata, self._records_at, self._confirmed = _parse(path, header)
             self.info = metadata.info
             if not self.info.identifiable:
@@ -139,7 +127,7 @@ class PartialSource:
 
     def limit(self) -> int:
         """Return the watermark: how many bytes may be read, up to a gap or the last block."""
-        fd = self._progress.fileno()
+        fd = self._journal.fileno()
         if not self._confirmed:
             self._confirmed = bool(_HEADER.unpack(os.pread(fd, _HEADER.size, 0))[2])
             if not self._confirmed:
@@ -160,7 +148,7 @@ class PartialSource:
     @property
     def sealed(self) -> bool:
         """Whether the partial is being published, or was removed."""
-        return os.fstat(self._progress.fileno()).st_nlink == 0
+        return os.fstat(self._journal.fileno()).st_nlink == 0
 
     def close(self) -> None:
         """Close the files."""
@@ -169,15 +157,7 @@ class PartialSource:
 
 
 class Partial:
-    """A partial that this process writes. Use `create` or `claim` to make one.
-
-    Attributes:
-        metadata: the sidecar. Its size and digest are final after `seal`.
-        confirmed: False for a resumed partial until a response shows that the origin still has this
-            version. Until then, no process reads the partial.
-        written: number of bytes on disk.
-        earlier: directory names of the versions that existed when the partial was created.
-    """
+    """A partial that this process writes. Use `create` or `claim` to make one."""
 
     def __init__(
         self,
@@ -185,17 +165,20 @@ class Partial:
         data: Path,
         metadata: Metadata,
         file: io.FileIO,
-        progress: io.FileIO | None,
+        journal: io.FileIO | None,
         records_at: int,
     ) -> None:
         self.path = data.parent
         self.data = data
-        self.metadata = metadata
+        self.metadata = metadata  #: the sidecar; its size and digest are final after `seal`
+        #: Directory names of the versions that existed when the partial was created.
         self.earlier = frozenset(files.list_names(layout.key_dir(metadata.key)))
+        #: False until a response shows that the origin still has the version of a resumed partial,
+        #: which no process reads until then.
         self.confirmed = True
-        self.written = 0
+        self.written = 0  #: bytes on disk
         self._file = file
-        self._progress = progress
+        self._journal = journal
         self._records_at = records_at
         self._digests: dict[int, tuple[bytes, int]] = {}
         self._guard = threading.Lock()
@@ -215,14 +198,14 @@ class Partial:
                 raise LostError(f"{path.name} was swept as soon as it was made") from exn
             if layout.grace is None and files.wait_flock(file.fileno()) is False:
                 raise LostError(f"{path.name} was locked by another process")
-            progress, sidecar = None, b""
+            journal, sidecar = None, b""
             if size is None or size > BLOCK:
-                progress = files.open_exclusive(path / PROGRESS, _CREATE, modes)
-                stack.enter_context(progress)
+                journal = files.open_exclusive(path / PROGRESS, _CREATE, modes)
+                stack.enter_context(journal)
                 sidecar = metadata.encode()
                 sidecar += b" " * (-len(sidecar) % 8)  # so that no record's length crosses a page
             records_at = _HEADER.size + len(sidecar)
-            partial = cls(layout, data, metadata, file, progress, records_at)
+            partial = cls(layout, data, metadata, file, journal, records_at)
             partial._write_header(sidecar)
             stack.pop_all()
         return partial
@@ -246,15 +229,15 @@ class Partial:
                 if not (free and files.is_file(path / basename, file.fileno()) and own):
                     return None
                 path.rename(claimed)  # succeeds for only one of several processes
-                data = files.read_file(claimed / PROGRESS, _MAX_PROGRESS)
+                data = files.read_file(claimed / PROGRESS, _MAX_JOURNAL)
                 metadata, records_at, _ = _parse(claimed, data)
-                progress = stack.enter_context(files.open_exclusive(claimed / PROGRESS, os.O_RDWR))
+                journal = stack.enter_context(files.open_exclusive(claimed / PROGRESS, os.O_RDWR))
                 if metadata.info.size is None or not metadata.resumable:
                     raise DamagedError("its size or version is unknown")
                 (claimed / META).unlink(missing_ok=True)  # left if the writer was killed in `seal`
                 if status.st_size > metadata.info.size:
                     os.ftruncate(file.fileno(), metadata.info.size)
-                partial = cls(layout, claimed / basename, metadata, file, progress, records_at)
+                partial = cls(layout, claimed / basename, metadata, file, journal, records_at)
                 partial._prove(_records(data[records_at:]), metadata.info.size)
             except (os_error(), DamagedError) as exn:
                 if isinstance(exn, OSError) and exn.errno not in _UNCLAIMED:
@@ -307,13 +290,13 @@ class Partial:
                 self._write_record(0, bytes(16), length)
 
     def restart(self) -> None:
-        """Discard all bytes that were written, and start over."""
+        """Discard all bytes."""
         with self._guard:
             self._digests.clear()
             self.written = 0
             if not self._file.closed:
-                if self._progress is not None:
-                    os.ftruncate(self._progress.fileno(), self._records_at)
+                if self._journal is not None:
+                    os.ftruncate(self._journal.fileno(), self._records_at)
                 os.ftruncate(self.fd, 0)
 
     def confirm(self) -> None:
@@ -329,14 +312,14 @@ class Partial:
         self._digests[index] = (digest, length)
 
     def _write_record(self, index: int, digest: bytes, length: int) -> None:
-        if self._progress is not None:
+        if self._journal is not None:
             at = self._records_at + index * _RECORD.size
-            os.pwrite(self._progress.fileno(), _RECORD.pack(digest, length), at)
+            os.pwrite(self._journal.fileno(), _RECORD.pack(digest, length), at)
 
     def _write_header(self, sidecar: bytes = b"") -> None:
-        if self._progress is not None:
+        if self._journal is not None:
             header = _HEADER.pack(_MAGIC, self._records_at, self.confirmed)
-            os.pwrite(self._progress.fileno(), header + sidecar, 0)
+            os.pwrite(self._journal.fileno(), header + sidecar, 0)
 
     @property
     def digests(self) -> list[bytes]:
@@ -358,14 +341,10 @@ class Partial:
         return files.dup_exclusive(self._file)
 
     def seal(self, metadata: Metadata, modes: files.Modes, *, sync: bool) -> None:
-        """Write the sidecar, remove the journal and make the data read-only, as in an entry.
-
-        With ``sync``, flush everything to the disk. Raises LostError if another process took the
-        partial.
-        """
+        """Write the sidecar, remove the journal and make the data read-only, as in an entry."""
         try:
             files.write_new(f"{self.path}/{META}", metadata.encode(), modes.file, sync=sync)
-            if self._progress is not None:
+            if self._journal is not None:
                 os.unlink(f"{self.path}/{PROGRESS}")  # noqa: PTH108 - no Path per shard
             os.fchmod(self.fd, modes.published)
             if sync:
@@ -379,8 +358,8 @@ class Partial:
         """Close the files. The data stays on disk, so that the download can be resumed."""
         with self._guard:
             self._file.close()
-            if self._progress is not None:
-                self._progress.close()
+            if self._journal is not None:
+                self._journal.close()
 
     def discard(self) -> None:
         """Close and remove the partial. Does nothing in a forked child, whose file is closed."""
@@ -446,9 +425,3 @@ def remove_leftover(layout: Layout, path: Path) -> bool:
     """Remove a directory of `in_flight` unless a process uses it; return whether it is gone."""
     key = path.name.removeprefix("evict.").partition(".")[0]
     return files.is_directory(path) and remove_free(path, layout, key)
-
-
-def remove_unnamed(layout: Layout) -> None:
-    """Remove temporary files and directories that dead processes did not rename to their place."""
-    for name in filter(is_temporary_name, files.list_names(layout.partial)):
-        files.remove_old(layout.partial / name)

@@ -54,7 +54,7 @@ You may delete any entry by hand: the next reader downloads it again.
 def make_root(config: Config) -> Layout:
     """Turn an empty or missing directory into a root, or check one; return the node's namespace.
 
-    Raises ConfigError if it must not be used as a cache; OSError if it cannot be made or written.
+    Raises ConfigError or OSError if it must not or cannot be used as a cache.
     """
     root, modes = config.dir, Modes.of(config.shared_group)
     if modes.group is None:  # directories above the cache get the permissions of the umask
@@ -120,12 +120,8 @@ def unusable(root: Path, exn: OSError) -> ConfigError:
 
 
 def _check_foreign(root: Path) -> None:
-    """Raise ConfigError if ``root`` is a file, has links, or is neither a cache nor empty."""
+    """Raise ConfigError if ``root`` has links, or is neither a cache nor empty."""
     check_links(Layout.of_root(root))
-    if root.exists() and not root.is_dir():
-        raise ConfigError(
-            f"{root} is not a shardcache directory: it is a file. Set dir to a directory."
-        )
     names = [] if is_cache(root) else sorted(list_names(root.resolve()))
     if strange := [n for n in names if n not in _ROOT_NAMES and not is_temporary_name(n)]:
         shown = ", ".join(strange[:3]) + (", ..." if strange[3:] else "")
@@ -209,14 +205,12 @@ def check_manifest(config: Config) -> None:
             "the group, or remove this one first."
         )
     elif manifest.get(_LOCKS) == other:
-        fix = (
-            "Set locks to lease here, too"
-            if other == "lease"
-            else (
+        fix = "Set locks to lease here, too"
+        if other == "flock":
+            fix = (
                 f"End all processes that use it, delete {root / MANIFEST}, and set locks to lease "
                 "(SHARDCACHE_LOCKS=lease) for all of them"
             )
-        )
         reason = (
             f"{root} is locked by {other}, and this process would lock it by {kind}, so each would "
             f"evict shards that the others read. {fix}, or use another directory."

@@ -11,7 +11,7 @@ import contextlib
 import errno
 import os
 import threading
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -26,7 +26,7 @@ from shardcache.store.directory import DamagedError, Metadata, readable
 from shardcache.store.entry import Entry, Store, open_data, set_aside
 
 
-class State(StrEnum):
+class EntryState(StrEnum):
     """The result for one entry."""
 
     OK = "ok"
@@ -37,20 +37,13 @@ class State(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The result of `Cache.verify` for one entry.
-
-    Attributes:
-        url: the URL of the entry's shard; None if the sidecar is damaged.
-        state: the result.
-        reason: why the state is not ``ok``.
-        set_aside: whether the entry was set aside, so that the next reader downloads the shard.
-    """
+    """The result of `Cache.verify` for one entry."""
 
     entry: Entry
-    url: str | None
-    state: State
-    reason: str = ""
-    set_aside: bool = False
+    url: str | None  #: the URL of the entry's shard; None if the sidecar is damaged
+    state: EntryState
+    reason: str = ""  #: why the state is not ``ok``
+    set_aside: bool = False  #: whether it was set aside, so that the next reader downloads it
 
 
 @dataclass(slots=True)
@@ -62,133 +55,118 @@ class VerifyStatus:
     done: int = 0  #: entries that were checked
     passed: int = 0  #: bytes of the entries that were checked
 
-    def expect(self, entries: Iterable[Entry]) -> None:
-        """Add entries to check."""
-        sizes = [entry.size for entry in entries]
-        self.shards += len(sizes)
-        self.bytes += sum(sizes)
-
-    def add(self, shards: int = 0, size: int = 0) -> None:
-        """Count entries and bytes that were checked."""
-        self.done += shards
-        self.passed += size
-
 
 #: Number of shards to check at once. Flash disks serve a few reads as fast as one, but more would
 #: slow down the jobs that read from the same disk.
 _THREADS = 4
+#: Computes the digest of an open data file.
+_Digest = Callable[[int], str]
+#: Holds the lock of an entry's key, if it is free (`Directories.locked`).
+_Locked = Callable[[Path], AbstractContextManager[bool]]
 
 
-class Verifier:
-    """Checks entries, with the options of `Cache.verify`. Call `findings` only once.
+def verify(
+    entries: Iterable[tuple[Store, Entry]],
+    *,
+    quick: bool,
+    locked: _Locked | None,
+    status: VerifyStatus,
+    stop: threading.Event,
+) -> Generator[Finding, None, None]:
+    """Check entries, and yield the finding for each, with the options of `Cache.verify`.
 
-    Damaged entries are set aside under the lock of their key, ``sole`` (`Directories.locked`), if
-    any.
+    Damaged entries are set aside under the lock of their key, unless ``locked`` is None.
     """
+    shards: dict[str, list[tuple[Store, Entry]]] = {}
+    for store, entry in entries:
+        shards.setdefault(entry.key, []).append((store, entry))
+        status.shards += 1
+        status.bytes += entry.size
+    is_closed = False
 
-    def __init__(
-        self,
-        entries: Sequence[tuple[Store, Entry]],
-        *,
-        quick: bool,
-        sole: Callable[[Path], AbstractContextManager[bool]] | None,
-        status: VerifyStatus,
-        stop: threading.Event,
-    ) -> None:
-        self._shards: dict[str, list[tuple[Store, Entry]]] = {}
-        for store, entry in entries:
-            self._shards.setdefault(entry.key, []).append((store, entry))
-        status.expect(entry for _, entry in entries)
-        self._quick = quick
-        self._sole = sole
-        self._status = status
-        self._stop = stop
-        self._ended = False
-        self._guard = threading.Lock()  # guards `VerifyStatus.passed`
-        self._digests: dict[tuple[str, int, int], str] = {}  # by key, device and inode
-
-    def findings(self) -> Generator[Finding, None, None]:
-        """Check the entries, and yield the result for each in no particular order."""
-        pool = ThreadPoolExecutor(_THREADS, "shardcache-verify")
-        try:
-            shards = self._shards.values()
-            for copies, results in zip(shards, pool.map(self._shard, shards), strict=True):
-                self._status.add(shards=len(copies))
-                yield from results
-        finally:
-            self._ended = True
-            pool.shutdown(cancel_futures=True)
-
-    def _check_stopped(self) -> None:
-        if self._ended or self._stop.is_set():
+    def check_stopped() -> None:
+        if is_closed or stop.is_set():
             raise CancelledError
 
-    def _shard(self, copies: Iterable[tuple[Store, Entry]]) -> list[Finding]:
-        """Check the entries of one shard until the verification is stopped."""
-        results: list[Finding] = []
+    def check(copies: list[tuple[Store, Entry]]) -> list[Finding]:
+        digests: dict[tuple[int, int], str] = {}  # by device and inode, because some are links
+
+        def digest(fd: int) -> str:
+            file = os.fstat(fd)
+            if (name := (file.st_dev, file.st_ino)) not in digests:
+                digests[name] = tree_digest(_block_digests(fd, check_stopped))
+            return digests[name]
+
+        findings: list[Finding] = []
         with contextlib.suppress(CancelledError):
             for store, entry in copies:
-                self._check_stopped()
-                try:
-                    results.append(self._entry(store, entry))
-                except os_error() as exn:
-                    if exn.errno not in GONE:  # an evicted entry has no result
-                        reason = exn.strerror or str(exn)
-                        results.append(Finding(entry, None, State.UNCHECKED, reason))
-        return results
+                check_stopped()
+                findings += _check(store, entry, None if quick else digest, locked)
+        return findings
 
-    def _entry(self, store: Store, entry: Entry) -> Finding:
-        """Check one entry. Raises OSError if the entry is gone or the disk fails."""
-        url = None
+    pool = ThreadPoolExecutor(_THREADS, "shardcache-verify")
+    try:
+        for copies, findings in zip(shards.values(), pool.map(check, shards.values()), strict=True):
+            status.done += len(copies)
+            status.passed += sum(entry.size for _, entry in copies)
+            yield from findings
+    finally:
+        is_closed = True
+        pool.shutdown(cancel_futures=True)
+
+
+def _block_digests(fd: int, check_stopped: Callable[[], None]) -> Iterator[bytes]:
+    for block in read_blocks(fd):
+        check_stopped()
+        yield block_digest(block)
+
+
+def _check(
+    store: Store, entry: Entry, digest: _Digest | None, locked: _Locked | None
+) -> list[Finding]:
+    """Check one entry, and set it aside if it is damaged; return no finding if it is gone."""
+    url = None
+    try:
+        before = os.lstat(entry.directory)
         try:
-            before = os.lstat(entry.directory)
             with readable():
                 metadata = entry.metadata()
                 url = metadata.url
-                problem = self._check_data(store, entry, metadata)
+                problem = _check_data(store, entry, metadata, digest)
         except DamagedError as exn:
-            return self._damaged(Finding(entry, url, State.DAMAGED, str(exn)), before)
-        finally:
-            with self._guard:
-                self._status.add(size=entry.size)
-        return Finding(entry, url, State.MALFORMED if problem else State.OK, problem)
+            return [_damaged(Finding(entry, url, EntryState.DAMAGED, str(exn)), before, locked)]
+    except os_error() as exn:
+        if exn.errno in GONE:
+            return []
+        return [Finding(entry, None, EntryState.UNCHECKED, exn.strerror or str(exn))]
+    return [Finding(entry, url, EntryState.MALFORMED if problem else EntryState.OK, problem)]
 
-    def _check_data(self, store: Store, entry: Entry, metadata: Metadata) -> str:
-        """Open the data file and, unless ``quick``, hash it; return what is wrong inside it."""
-        path = f"{entry.directory}/{metadata.basename}"
-        opened = open_data(entry.directory, path, entry.size, store.layout.grace)
-        if opened is None:
-            raise DamagedError("its data file is missing")
-        with opened.file:
-            if self._quick:
-                return ""
-            if self._digest(entry.key, opened.fd) != metadata.digest:
-                raise DamagedError("its bytes changed since they were downloaded")
-            return archive_problem(opened.fd, metadata.basename, entry.size)
 
-    def _digest(self, key: str, fd: int) -> str:
-        status = os.fstat(fd)
-        file = key, status.st_dev, status.st_ino
-        if file not in self._digests:
-            digests = []
-            for block in read_blocks(fd):
-                self._check_stopped()
-                digests.append(block_digest(block))
-            self._digests[file] = tree_digest(digests)
-        return self._digests[file]
+def _check_data(store: Store, entry: Entry, metadata: Metadata, digest: _Digest | None) -> str:
+    """Open the data file and compare its digest; return what is wrong inside it."""
+    path = f"{entry.directory}/{metadata.basename}"
+    opened = open_data(entry.directory, path, entry.size, store.layout.grace)
+    if opened is None:
+        raise DamagedError("its data file is missing")
+    with opened.file:
+        if digest is None:
+            return ""
+        if digest(opened.fd) != metadata.digest:
+            raise DamagedError("its bytes changed since they were downloaded")
+        return archive_problem(opened.fd, metadata.basename, entry.size)
 
-    def _damaged(self, finding: Finding, before: os.stat_result) -> Finding:
-        """Set a damaged entry aside, unless a new entry has replaced it since it was read."""
-        path = finding.entry.path
-        if not os.path.samestat(path.lstat(), before):
-            raise FileNotFoundError(errno.ENOENT, "it is gone", str(path))
-        try:
-            with self._sole(path) if self._sole else contextlib.nullcontext(False) as alone:
-                # Publishing takes this lock, so no process can replace the entry now.
-                if alone and os.path.samestat(path.lstat(), before):
-                    set_aside(path, f"found by verify: {finding.reason}")
-                    return replace(finding, set_aside=True)
-        except os_error() as exn:
-            reason = f"{finding.reason}; not set aside: {exn.strerror or exn}"
-            return replace(finding, reason=reason)
-        return finding
+
+def _damaged(finding: Finding, before: os.stat_result, locked: _Locked | None) -> Finding:
+    """Set a damaged entry aside, unless a new entry has replaced it since it was read."""
+    path = finding.entry.path
+    if not os.path.samestat(path.lstat(), before):
+        raise FileNotFoundError(errno.ENOENT, "it is gone", str(path))
+    try:
+        with locked(path) if locked else contextlib.nullcontext(False) as is_locked:
+            # Publishing takes this lock, so no process can replace the entry now.
+            if is_locked and os.path.samestat(path.lstat(), before):
+                set_aside(path, f"found by verify: {finding.reason}")
+                return replace(finding, set_aside=True)
+    except os_error() as exn:
+        return replace(finding, reason=f"{finding.reason}; not set aside: {exn.strerror or exn}")
+    return finding

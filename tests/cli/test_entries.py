@@ -64,15 +64,6 @@ def test_ls_shows_damaged_entries(run, warm, tmp_path):
     assert {str(truncated.data), str(scribbled.data), str(gone.data)}.issubset(paths)
 
 
-def test_ls_shows_a_shard_whose_file_has_another_name_than_its_url(run, tmp_path):
-    (tmp_path / "a b.bin").write_bytes(b"shard")
-    with Cache(tmp_path / "cache", cache_local=True, min_free=0) as cache:
-        cache.fetch(url := str(tmp_path / "a b.bin"))
-        with cache.open(url):
-            (row,) = json.loads(run("ls", "--json")[1])["shards"]
-    assert row["state"] == "in_use" and row["path"].endswith("/a_b.bin")
-
-
 def test_a_cache_without_a_manifest_is_empty(run, tmp_path):
     code, out, err = run("ls")
     assert (code, out) == (0, "0 shards, 0 B\n") and "Nothing was cached" in err

@@ -78,10 +78,3 @@ def test_a_killed_download_is_resumed_after_a_cleaning(request, make, origin):
     cache.clean()
     assert caches.read(cache, URL) == BIG
     assert [start for _, start, _ in origin.requests] == [2 * BLOCK]
-
-
-def test_no_lock_file_is_left_after_a_download(make, origin, tmp_path):
-    origin.objects[URL] = BIG
-    cache = make()
-    assert caches.read(cache, URL) == BIG
-    assert [path for path in tmp_path.rglob("locks/??/*") if path.is_file()] == []

@@ -170,25 +170,17 @@ def test_a_shard_that_fits_is_admitted_without_counting(library: Bench) -> None:
     assert library.counts == 3 and library.used() <= library.space.max_size
 
 
-def test_a_shard_that_is_published_during_a_count_counts_once(make, monkeypatch) -> None:
-    bench = make(MIB, MIB)
-    partial = begun(bench.layout, "s3://lab/0.tar", bytes(MIB))
-    flights = bench.space.flights()
-    bench.store.publish(partial, partial.metadata)
-    bench.layout.usage.unlink(missing_ok=True)
-    monkeypatch.setattr(bench.space, "flights", lambda: flights)  # from before
-    bench.admit("s3://lab/1.tar", MIB).discard()  # not refused for want of room
-    partial.close()
-
-
 @pytest.mark.locks_work("flock")
-def test_a_second_download_of_a_published_shard_counts_too(make) -> None:
+def test_a_published_shard_and_a_second_download_of_it_count_both(make, monkeypatch) -> None:
     bench = make(MIB, MIB, MIB)
-    # Its process was stopped, so another process published the shard.
-    second = begun(bench.layout, "s3://lab/0.tar", bytes(MIB))
-    publish(bench.store, "s3://lab/0.tar", bytes(MIB), used=1.0)
+    first, second = (begun(bench.layout, "s3://lab/0.tar", bytes(MIB)) for _ in range(2))
+    flights = bench.space.flights()
+    bench.store.publish(first, first.metadata)
+    first.close()
     bench.layout.usage.unlink(missing_ok=True)
+    monkeypatch.setattr(bench.space, "flights", lambda: flights)  # listed before the publication
     bench.admit("s3://lab/1.tar", MIB).discard()
+    assert len(list(bench.store.entries())) == 1
     bench.layout.usage.unlink(missing_ok=True)
     bench.admit("s3://lab/2.tar", 2 * MIB).discard()  # evicts the published shard
     assert list(bench.store.entries()) == []

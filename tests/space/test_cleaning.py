@@ -86,13 +86,14 @@ def test_a_dry_run_changes_nothing_and_reports_what_a_run_removes(layout, case):
     live.discard()
 
 
-def test_a_dead_partial_is_kept_for_an_hour(layout) -> None:
-    partial = leave(layout)
+def test_dead_partials_and_unnamed_files_are_kept_for_an_hour(layout) -> None:
+    partial, unnamed = leave(layout), layout.partial / f".meta.json.{'0' * 32}"
+    unnamed.touch()
     with Cache(layout.base.parent, min_free=0) as cache:
         for seconds, removed in ((0.0, 0), (3500.0, 0), (3700.0, 1)):
-            age(partial, seconds)
+            age(layout.partial, seconds)
             assert len(cache.clean().removed) == removed
-    assert not partial.exists()
+            assert partial.exists() == unnamed.exists() == (not removed)
 
 
 @pytest.mark.locks_work

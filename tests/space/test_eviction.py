@@ -115,7 +115,7 @@ def test_running_jobs_protect_recently_used_shards(layout, tmp_path, used, start
         ("lru", True, False),
     ):
         config = Config(tmp_path / "cache", policy=kind)
-        assert Policy.of(config, layout, now, (), jobs=jobs).keeps(entry) is keeps
+        assert Policy.of(config, layout, now, (), jobs=jobs).protects(entry) is keeps
     for session in sessions:
         session.close()
 

@@ -16,7 +16,7 @@ from tests.support.caches import read, warnings
 from tests.support.clitools import command
 from tests.support.disktools import disk, limited_group, needs_root
 from tests.support.shop import Shop
-from tests.support.storetools import layout_of, no_descriptor_left
+from tests.support.storetools import layout_of
 from tests.support.tars import make_tar
 
 MIB = 1 << 20
@@ -40,22 +40,6 @@ def opened(shop: Shop, ram: Path, size: int | None, **options: Any) -> Cache:
 def tier(cache: Cache, ram: Path, url: str) -> str | None:
     path = cache.path(url)
     return path and ("ram" if ram in path.parents else "home")
-
-
-@pytest.mark.locks_work("flock")
-@pytest.mark.parametrize("fill", ["follow", "complete"])
-def test_shards_go_to_the_first_tier_that_has_room(shop: Shop, ram: Path, fill: str) -> None:
-    data = {url: Path(url).read_bytes() for url in shop.urls}
-    with opened(shop, ram, shop.room(2), fill=fill, max_size=shop.room(3)) as cache:
-        assert {url: read(cache, url) for url in shop.urls} == data
-        assert [tier(cache, ram, url) for url in shop.urls] == [*2 * ["ram"], *3 * ["home"], None]
-    # Another cache reads both tiers.
-    with opened(shop, ram, shop.room(2)) as cache:
-        shutil.rmtree(shop.origin)
-        assert all(read(cache, url) == data[url] for url in shop.urls[:5])
-        with no_descriptor_left():
-            assert all(read(cache, url) == data[url] for url in shop.urls[:5])
-        assert len(list(cache.entries())) == 5
 
 
 @needs_root
@@ -113,12 +97,6 @@ def test_prewarm_and_clean_apply_the_limits_of_all_tiers(shop, ram):
         report = cache.clean(max_size=shop.room(1))
         assert (len(report.removed), report.kept) == (3, 3)
         assert [tier(cache, ram, url) for url in shop.urls].count("ram") == 2
-        assert cache.remove(next(u for u in shop.urls if tier(cache, ram, u) == "ram"))[0] > 0
-        for url in shop.urls:
-            cache.pin(url)  # in every tier
-        assert cache.clean(everything=True).removed == ()
-        assert all(cache.unpin(url) for url in shop.urls)
-        assert cache.clean(everything=True).kept == 0
 
 
 def test_commands_find_the_tiers_of_a_job(shop, ram):

@@ -1,9 +1,11 @@
 """Making the root of a cache, and the namespaces in it."""
 
+import errno
 import json
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -58,6 +60,21 @@ def test_the_umask_applies_to_directories_above_a_root(tmp_path: Path) -> None:
         os.umask(before)
     modes = [path.stat().st_mode & 0o777 for path in (tmp_path / "scratch", layout.base.parent)]
     assert modes == [0o750, 0o700]
+
+
+def test_a_root_that_another_node_has_made_may_appear_late(tmp_path, monkeypatch, clock) -> None:
+    """An NFS client remembers for some seconds that a name was absent."""
+    root, mkdir = tmp_path / "cache", Path.mkdir
+
+    def refuse(path: Path, *args: Any, **options: Any) -> None:
+        if path == root and not root.exists():
+            raise FileExistsError(errno.EEXIST, "it exists", str(path))
+        mkdir(path, *args, **options)
+
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    clock.on_sleep.append(lambda: clock.elapsed > 5 and mkdir(root, 0o700, exist_ok=True))
+    make_root(Config(root))
+    assert is_cache(root) and clock.elapsed < 10
 
 
 def test_many_processes_make_one_root_at_once(tmp_path: Path) -> None:

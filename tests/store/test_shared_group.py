@@ -1,6 +1,5 @@
 """One cache for all users of a group, with real users and several umasks."""
 
-import contextlib
 import os
 import shutil
 import stat
@@ -156,21 +155,6 @@ def test_only_the_same_user_resumes_a_download(area: Path) -> None:
         shutil.rmtree(root)
 
 
-def test_processes_of_both_users_download_every_shard_once(area: Path) -> None:
-    def take_part(parent: Parent) -> None:
-        parent.hear()
-        parent.say(fetch(area / "cache", *SHARDS, shared_group=GROUP))
-
-    crowd = [(user, umask) for user in (ANNA, BELA) for umask in (0, 0o027, 0o077)]
-    with contextlib.ExitStack() as stack:
-        children = [stack.enter_context(running(u, take_part, umask=m)) for u, m in crowd]
-        for child in children:
-            child.tell()
-        found = [row for child in children for row in child.hear()]
-    assert all(right for _, right, _ in found)
-    assert sum(requests for _, _, requests in found) == len(SHARDS)
-
-
 @pytest.mark.parametrize(
     ("mode", "group"), [(0o2750, GROUP), (0o770, GROUP), (0o2770, OTHER_GROUP)]
 )
@@ -237,7 +221,8 @@ def test_the_newest_version_does_not_depend_on_who_stored_or_indexed_it(area, wh
         with open_cache(root, origin, shared_group=GROUP, **options) as cache:
             if who == "member":
                 replace(cache, origin, old)
-            cache.process.tier_of(old).store.put(old, "samples.idx", b"")  # as a `TarDataset`
+            store = cache.process.tier_of(old).store
+            store.layout.write(Path(old, "samples.idx"), b"")  # as a `TarDataset`
         with open_cache(root, origin, shared_group=GROUP, **options) as cache:
             return cache.open(URL).read() == SHARDS[URL]
 

@@ -21,9 +21,7 @@ from shardcache.store.partial import in_flight, remove_leftover
 from shardcache.urls import parse_url
 from tests.support.storetools import (
     BLOCK,
-    begin,
     begun,
-    few_descriptors,
     make_store,
     metadata_for,
     no_descriptor_left,
@@ -161,21 +159,6 @@ def test_a_read_error_is_damage_and_other_faults_are_errors(store, monkeypatch, 
         read(store)
     assert isinstance(caught.value, DamagedError) == (number == errno.EIO)
     assert entry.path.exists()
-
-
-def test_a_lack_of_descriptors_removes_nothing(store: Store) -> None:
-    entry = publish(store)
-    partial = begin(store.layout, metadata_for(data=payload(BLOCK + 1)))
-    with few_descriptors(0):
-        for call in (
-            lambda: store.evict(entry),
-            lambda: store.in_use(entry),
-            lambda: remove_leftover(store.layout, partial.path),
-        ):
-            with pytest.raises(OSError, match="Too many open files"):
-                call()
-    assert entry.data.exists() and partial.data.exists()
-    partial.discard()
 
 
 def reboot(entry: Entry) -> None:

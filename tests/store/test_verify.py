@@ -12,7 +12,7 @@ import pytest
 from shardcache.cache import Cache
 from shardcache.layout import META
 from shardcache.store import verify as engine
-from shardcache.store.verify import State, VerifyStatus
+from shardcache.store.verify import EntryState, VerifyStatus
 from tests.support.caches import read
 from tests.support.shop import Shop
 
@@ -62,7 +62,7 @@ def test_an_entry_that_cannot_be_opened_is_damaged_and_repaired(shop, harm, reas
     harm(entry.path, shop.entries()[shop.urls[1]].path)
     with opened(shop) as cache:
         for options in ({"quick": True}, {}, {"repair": True}):
-            (finding,) = [f for f in cache.verify(**options) if f.state is State.DAMAGED]
+            (finding,) = [f for f in cache.verify(**options) if f.state is EntryState.DAMAGED]
             assert finding.reason.startswith(reason)
             assert (finding.entry.key, finding.set_aside) == (entry.key, "repair" in options)
         assert states(cache) == ["ok"] * 5
@@ -82,7 +82,7 @@ def test_linked_entries_are_read_once_and_set_aside_together(shop, monkeypatch):
     flip(shop.entries()[url], 5)
     for finding in linked[0].verify(repair=True):
         # At the first finding, all links have been set aside.
-        if finding.state is State.DAMAGED:
+        if finding.state is EntryState.DAMAGED:
             assert finding.set_aside
             assert read(linked[2], url) == Path(url).read_bytes()
     for cache in linked:
@@ -118,5 +118,5 @@ def test_entries_that_are_removed_during_verify_are_skipped(shop: Shop) -> None:
     with opened(shop) as cache, opened(shop) as other:
         findings = cache.verify(status=status, repair=True)
         other.remove(shop.urls[1:3])  # listed, but not yet read
-        assert [found.state for found in findings] == [State.OK] * 4
+        assert [found.state for found in findings] == [EntryState.OK] * 4
         assert status.done == status.shards

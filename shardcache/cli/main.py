@@ -71,7 +71,7 @@ _COMMANDS = {
     "run": "run", "prewarm": "prewarm", "index": "index", "ls": "entries", "path": "entries",
     "rm": "entries", "pin": "entries", "unpin": "entries", "clean": "upkeep",
     "verify": "upkeep", "stats": "stats", "top": "stats", "report": "stats", "config": "config",
-    "dir": "config", "doctor": "doctor", "demo": "demo",
+    "dir": "config", "doctor": "doctor",
 }  # fmt: skip
 
 

@@ -78,7 +78,7 @@ def main() -> None:
         for row in steps
     ]
     titles = ["STEP", "REQUESTS", "FROM ORIGIN", "SAMPLES", "TIME"]
-    console.table(titles, rows, right=titles[1:])
+    console.table(titles, rows)
     samples, total = SHARDS * SAMPLES, sum(row["origin_bytes"] for row in steps)
     if total != SHARDS * size or any(row["samples"] not in (None, samples) for row in steps):
         sys.exit(

@@ -105,7 +105,7 @@ def ls_command(
     always, more = _PARTIAL_TITLES if partial else _SHARD_TITLES
     titles = [*always, *more] if long else always
     cells = ([_cell(row, title) for title in titles] for row in shown)
-    console.table(titles, cells, right=("SIZE", "USED", "WRITTEN", "DONE", "BEGUN"))
+    console.table(titles, cells)
     console.data(footer)
 
 

@@ -15,7 +15,7 @@ import sys
 import threading
 import traceback
 from collections import defaultdict
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
@@ -38,6 +38,11 @@ _UNLIMITED = 100_000
 SKIPPED = 100
 #: Minimum width in columns of a shortened name.
 _NAME = 16
+#: Titles of columns of words. All columns but these and the first one have figures.
+_WORDS = {
+    "STATE", "VERSION", "PATH", "HOLDER", "DIR", "REASON", "PROCESS", "WAITS FOR", "VALUE",
+    "SOURCE",
+}  # fmt: skip
 #: Maximum number of rows of a table that rich draws: 10,000 take 2.5 s.
 _DRAWN = 1000
 #: Colours of progress bars. By default, rich uses red, which is for errors here.
@@ -118,9 +123,7 @@ class Console:
             terminal.print(drawing)
         self.data("\n".join(line.rstrip() for line in captured.get().splitlines()))
 
-    def table(
-        self, titles: Sequence[str], rows: Iterable[Sequence[str]], right: Container[str] = ()
-    ) -> None:
+    def table(self, titles: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
         """Print a table, unless there are no rows.
 
         On a terminal, rich draws it, and shortens the names of shards that do not fit. Each row is
@@ -130,7 +133,7 @@ class Console:
         if self.json or not (cells := [list(map(printable, row)) for row in rows]):
             return
         if len(cells) <= _DRAWN and (sys.stdout.isatty() or self.colored(sys.stdout)):
-            table = text_table(titles, cells, right)
+            table = text_table(titles, cells)
             terminal = self.terminal(sys.stdout)
             endless = terminal.options.update(width=_UNLIMITED)
             if terminal.measure(table, options=endless).minimum <= terminal.width:
@@ -182,10 +185,8 @@ class Shortened:
         yield Text(text, no_wrap=True, overflow="ellipsis")
 
 
-def text_table(
-    titles: Sequence[str], rows: Iterable[Sequence[str]], right: Container[str] = ()
-) -> Table:
-    """Return a table without borders. The columns with titles in ``right`` are aligned there.
+def text_table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+    """Return a table without borders.
 
     On a narrow terminal, the names of shards are shortened, and other first columns are folded.
     """
@@ -194,7 +195,7 @@ def text_table(
 
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     for number, title in enumerate(titles):
-        justify: Any = "right" if title in right else "left"
+        justify: Any = "right" if number and title not in _WORDS else "left"
         table.add_column(title, justify=justify, no_wrap=number > 0, overflow="fold")
     first = Shortened if titles[0] == "SHARD" else Text
     for name, *rest in rows:

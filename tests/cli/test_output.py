@@ -11,7 +11,7 @@ from shardcache.cli.output import Console, Position, display
 
 def test_values_are_escaped(capsys):
     name = "s3://b/\ta\nb\x1b[31m\udc80[red]:boom:"
-    Console().table(["SHARD", "SIZE"], [(name, "1 B")], ["SIZE"])
+    Console().table(["SHARD", "SIZE"], [(name, "1 B")])
     assert capsys.readouterr().out.splitlines() == [
         "SHARD\tSIZE",
         "s3://b/\\ta\\nb\\x1b[31m\\udc80[red]:boom:\t1 B",

@@ -220,7 +220,6 @@ def other_copies(cache: Cache, urls: Container[str]) -> dict[str, str]:
 
 
 def _list_partials(cache: Cache) -> tuple[list[Row], Row, str]:
-    """Return the rows of `partials`, and the totals as a row and as text."""
     rows = list(partials(cache))
     states, written = Counter(row["state"] for row in rows), sum(r["written_bytes"] for r in rows)
     live, resumable, orphans = (states[state] for state in ("live", "resumable", "orphan"))
@@ -295,10 +294,7 @@ def path_command(invocation: Invocation, specs: tuple[str, ...], fetch: bool) ->
 def _print(
     console: Console, name: str, rows: list[Row], text: str, errors: Mapping[str, str], summary: Row
 ) -> ExitCode:
-    """Print the result of a command, and return its exit code.
-
-    ``errors`` maps each state that is an error to the message that follows the URL of the row.
-    """
+    """Print the result of a command, with the message of each state that is an error."""
     console.object(name, shards=rows, summary=summary)
     console.info(text)
     for row in rows:

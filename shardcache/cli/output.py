@@ -1,8 +1,7 @@
 """The output of all commands: results, messages, tables and progress.
 
-Data goes to stdout, all other text to stderr. A command calls the methods for JSON as well as those
-for text: with ``--json`` only `Console.object` prints to stdout, without it only the others do.
-rich is imported only when a table or a display is drawn.
+Data goes to stdout, all other text to stderr. With ``--json``, only `Console.object` prints to
+stdout; without it, only the others do. rich is imported when something is drawn.
 """
 
 from __future__ import annotations
@@ -126,8 +125,7 @@ class Console:
     def table(self, titles: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
         """Print a table, unless there are no rows.
 
-        On a terminal, rich draws it, and shortens the names of shards that do not fit. Each row is
-        a line, with tabs between the cells, if there is no terminal, if the other columns do not
+        Each row is a line with tabs between the cells without a terminal, if the columns do not
         fit, and if there are many rows.
         """
         if self.json or not (cells := [list(map(printable, row)) for row in rows]):
@@ -219,8 +217,7 @@ Positions = Mapping[str, Position]
 def display(console: Console, positions: Callable[[], Positions]) -> Iterator[None]:
     """Show progress on stderr during a ``with`` block, below any printed lines.
 
-    A terminal gets bars, anything else a line every ten seconds. A background thread calls
-    ``positions`` to get the progress.
+    A terminal gets bars, anything else a line every ten seconds. A thread calls ``positions``.
     """
     if console.quiet or console.no_progress:
         yield
@@ -323,8 +320,7 @@ def reason(exn: Exception) -> str:
 def grouped(reasons: Mapping[str, Any], *, everything: bool, shown: int = 1) -> Iterator[str]:
     """Yield lines that say why shards failed, from their errors or the reasons by URL.
 
-    Thousands of shards may fail for one reason, so only the first ``shown`` of them are named,
-    unless ``everything`` is set.
+    Unless ``everything`` is set, only the first ``shown`` shards with one reason are named.
     """
     by_reason = defaultdict[str, list[str]](list)
     for url, why in reasons.items():
@@ -359,7 +355,7 @@ def _is_dumb() -> bool:
 
 
 def _write(stream: TextIO, text: str) -> None:
-    """Write and flush text. If a pipe's reader has ended (``| head``), drop all further output."""
+    """Write text. If the reader of a pipe has ended (``| head``), drop all further output."""
     try:
         stream.write(text)
         stream.flush()

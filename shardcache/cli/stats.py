@@ -1,7 +1,6 @@
 """``shardcache stats``, ``report`` and ``top``: the counters of a node as text, charts and rates.
 
-The report is the template ``report.html`` with charts by matplotlib (the extra ``report``). It
-needs no scripts or other files, and is readable on a phone, and in light and dark mode.
+The report is the template ``report.html`` with charts by matplotlib (the extra ``report``).
 """
 
 from __future__ import annotations
@@ -195,7 +194,6 @@ def _write_text(path: Path, text: str) -> None:
 
 
 def _figures(stats: Stats) -> str:
-    """Return all figures as lines of text."""
     if not stats.opens and not stats.fetches:
         return "Nothing was counted."
     lines = [f"Opens         {stats.opens:>13,}"]
@@ -247,21 +245,10 @@ def _waits(waits: Waits) -> str:
 
 def _cells(stats: Stats, seconds: float | None = None) -> list[str]:
     """Return the cells of the columns `_ROW_TITLES`; with ``seconds``, as rates over that time."""
-
-    def number(n: int) -> str:
-        return f"{n:,}" if seconds is None else f"{n / seconds:,.1f}/s"
-
-    def size(n: int) -> str:
-        return format_bytes(n) if seconds is None else format_rate(n / seconds)
-
-    return [
-        number(stats.opens),
-        _percentage(stats.hit_rate),
-        size(stats.bytes_streamed),
-        size(stats.bytes_fetched),
-        size(stats.bytes_saved),
-        short_duration(stats.all_waits.mean),
-    ]
+    opens = f"{stats.opens:,}" if seconds is None else f"{stats.opens / seconds:,.1f}/s"
+    sizes = stats.bytes_streamed, stats.bytes_fetched, stats.bytes_saved
+    shown = (format_bytes(n) if seconds is None else format_rate(n / seconds) for n in sizes)
+    return [opens, _percentage(stats.hit_rate), *shown, short_duration(stats.all_waits.mean)]
 
 
 @command("report")
@@ -312,10 +299,7 @@ def report_command(invocation: Invocation, since: float | None, output: Path) ->
 
 
 def _tiers(cache: Cache, config: Config) -> Iterator[Row]:
-    """Yield a row with the `Holdings` and the limit (in ``config``) of each tier.
-
-    The limit is None if only min_free applies, or if the tier has no directory yet.
-    """
+    """Yield a row with the `Holdings` and the limit of each tier: None if there is none."""
     present = {tier.config.dir: tier for tier in cache.process.present}
     for number, tier in enumerate(config.by_tier(), 1):
         known = present.get(tier.dir)
@@ -341,7 +325,6 @@ def _fill_text(tier: Row) -> str:
 
 
 def _meter(tier: Row) -> str:
-    """Return HTML that shows how full a tier is."""
     used, limit = tier["disk_bytes"], tier["max_size"]
     text = f"{tier['dir']}: {_fill_text(tier)}"
     if not limit:
@@ -406,7 +389,6 @@ def _charts(samples: Sequence[Sample]) -> str:
 
 
 def _label(unit: str, value: float, position: int | None) -> str:
-    """Return a label of an axis, with the units of the rest of the page."""
     return format_bytes(value).replace(".0 ", " ") if unit == "B" else f"{value:,.0f}{unit}"
 
 

@@ -397,13 +397,7 @@ def unpin_command(invocation: Invocation, specs: tuple[str, ...]) -> ExitCode:
       shardcache unpin 's3://lab/val-{0000..0031}.tar'
     """
     with invocation.cache() as cache:
-        try:
-            shards = cache.select(specs, pinned=True)
-        except ShardNotFoundError as exn:
-            spec = getattr(exn, "url", "")
-            cache.select(spec)  # raises an error if nothing is cached, either
-            text = f"{spec}: nothing that matches is pinned in {cache.dir}. See `shardcache ls`."
-            raise ShardNotFoundError(text, url=spec) from None
+        shards = cache.select(specs, pinned=True)
         ended = cache.unpin(shards)
     counts = {"unpinned": len(ended), "not_pinned": len(shards) - len(ended)}
     rows = [

@@ -3,15 +3,11 @@
 import os
 import signal
 import threading
-from io import StringIO
-
-from rich.console import Console as Terminal
 
 from shardcache.cli.output import Console
 from shardcache.cli.stats import frame, snapshots
 from shardcache.layout import Layout
 from shardcache.stats import database
-from shardcache.stats.summary import stats_of
 from tests.support.clitools import Screen
 from tests.support.storetools import PATIENCE, begin, metadata_for, wait_until
 from tests.support.tars import make_tar
@@ -69,20 +65,6 @@ def test_a_running_download_is_shown_with_its_process(make_cache, origin, monkey
     left = begin(Layout.of_root(cache.dir), metadata_for("s3://lab/dead.tar", DATA))
     left.close()  # as if its process had been killed
     assert "0 downloads running" in shown()
-
-
-def test_large_figures_fit_80_columns(make_cache):
-    cache = make_cache(max_size="800GB")
-    snapshot = next(snapshots(cache, lambda: cache.config))
-    figures = {"hits": 123_456, "bytes_opened": 246_912_000, "bytes_origin": 246_912_000}
-    total = stats_of({**figures, "bytes_streamed": 123_456_000})
-    tier = {**snapshot["tiers"][0], "dir": f"/{70 * 'x'}", "shards": 1_848, "disk_bytes": 4e11}
-    terminal = Terminal(width=80, file=StringIO(), color_system=None)
-    terminal.print(frame({**snapshot, "seconds": 1.0, "total": total, "tiers": [tier]}))
-    _, _, directory, gauge, titles, rates, *_ = terminal.file.getvalue().splitlines()
-    assert directory.rstrip() == tier["dir"] and titles.endswith("MEAN WAIT")
-    assert gauge.rstrip().endswith("50%  1,848 shards, 400.0 GB of 800.0 GB on disk")
-    assert "━" in gauge and rates.startswith("all   123,456.0/s   100.00%  123.5 MB/s")
 
 
 def test_on_a_terminal_it_redraws_until_an_interrupt_ends_it_quietly(make_cache):

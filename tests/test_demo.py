@@ -46,18 +46,3 @@ def test_an_interrupted_demo_leaves_nothing(tmp_path):
     assert code == 130 and "Traceback" not in output + errors
     wait_until(lambda: processes_of(tmp_path) == [])
     assert list(tmp_path.iterdir()) == []
-
-
-OWNER = """
-import os, signal, sys
-from pathlib import Path
-from examples.demo import S3Server
-with S3Server(Path(sys.argv[1])) as server:
-    os.kill(os.getpid(), signal.SIGKILL)
-"""
-
-
-def test_the_server_ends_with_a_killed_owner(tmp_path):
-    done = subprocess.run([sys.executable, "-c", OWNER, str(tmp_path)], timeout=120)
-    assert done.returncode == -signal.SIGKILL
-    wait_until(lambda: processes_of(tmp_path) == [])

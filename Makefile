@@ -67,7 +67,7 @@ $(VENV)/.bench: pyproject.toml
 		"boto3==$$($(BIN)/python -c 'import botocore; print(botocore.__version__)')"
 
 demo: $(VENV)/.demo
-	@$(BIN)/shardcache demo
+	@$(BIN)/python examples/demo.py
 
 # The oldest WebDataset that is supported, beside the one in the environment.
 $(VENV)/webdataset-0.2.86: $(VENV)/.test

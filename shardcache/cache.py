@@ -360,7 +360,7 @@ class Cache:
             if selection.patterns:
                 shards += [shard for shard in known.values() if str(shard) in selection]
             if not shards:
-                raise self._nothing(selection)
+                raise self._nothing(selection, " that is pinned" if pinned else "")
             found |= {shard.key: shard for shard in shards}
         return list(found.values())
 
@@ -410,8 +410,8 @@ class Cache:
                         return endpoint or "AWS"
         return "unknown"
 
-    def _nothing(self, selection: Selection) -> ShardNotFoundError:
-        text = f"{selection.text}: nothing in {self.dir} matches. See `shardcache ls`."
+    def _nothing(self, selection: Selection, which: str = "") -> ShardNotFoundError:
+        text = f"{selection.text}: nothing{which} in {self.dir} matches. See `shardcache ls`."
         return ShardNotFoundError(text, url=selection.text)
 
     def clean(

@@ -17,6 +17,7 @@ REMOVED = {
     "option stats": "Every process counts; leave the option out.",
     "option touch_interval": "A last use is recorded at most every ten minutes.",
     "policy fifo": "fifo was removed. Use lru, which keeps what is still read.",
+    "shardcache demo": "Run examples/demo.py of the repository.",
     "shardcache recipe": "Copy a file from the folder examples of the repository.",
     "shardcache.lightning": "Copy the callback from docs/integrations.md, section Lightning.",
     "shardcache.telemetry": "OpenTelemetry collectors read `shardcache stats --format prometheus`.",

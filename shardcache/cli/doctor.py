@@ -1,7 +1,4 @@
-"""``shardcache doctor``: check that the machine fits the configuration.
-
-Each check yields findings with the level ok, warn or fail, and advice. No check changes anything.
-"""
+"""``shardcache doctor``: check that the machine fits the configuration, and change nothing."""
 
 from __future__ import annotations
 
@@ -114,10 +111,7 @@ def _examine(config: Config, url: str | None) -> Iterator[dict[str, str]]:
 
 
 def _in_time(function: Callable[[], T]) -> T | None:
-    """Return the result of ``function``, or None if it exceeds the time limit or fails.
-
-    It runs in a thread, because nothing can interrupt a call to a dead filesystem.
-    """
+    """Return the result of ``function``, or None if it fails or hangs on a dead filesystem."""
     with contextlib.suppress(Exception):
         return threads.call(function, _PATIENCE, "shardcache-doctor")
     return None
@@ -126,10 +120,7 @@ def _in_time(function: Callable[[], T]) -> T | None:
 def _run(
     check: Callable[..., Findings], subject: str, *args: object, timeout: str = ""
 ) -> list[dict[str, str]]:
-    """Return the findings of a check, which has a time limit if ``timeout`` is not empty.
-
-    An exception is a finding, too, and so is a missed limit, with ``timeout`` as the advice.
-    """
+    """Return the findings of a check: also its error, and with ``timeout`` a missed time limit."""
 
     def run() -> list[tuple[str, str, str]]:
         findings = list[tuple[str, str, str]]()
@@ -146,7 +137,6 @@ def _run(
 
 
 def _existing(directory: Path) -> Path:
-    """Return the directory, or its nearest parent that exists."""
     return next(path for path in (directory, *directory.parents) if path.exists())
 
 
@@ -182,7 +172,6 @@ def _filesystem(tier: Config) -> Findings:
 
 
 def _space(tier: Config) -> Findings:
-    """Check max_size and min_free against the disk, and on a RAM disk against the memory."""
     disk = Volume.of(path := _existing(tier.dir))
     held = total_bytes(Store(Layout.of_root(tier.dir)).entries(), allocation(path))
     floor, limit = tier.min_free.of(disk.size), disk.budget(tier)
@@ -244,7 +233,6 @@ def _credentials(config: Config) -> Findings:
 
 
 def _endpoint(config: Config, url: str | None) -> Findings:
-    """Check that all addresses of the S3 endpoint accept connections, and that the clocks agree."""
     server = endpoint_of(config)
     with contextlib.suppress(ShardCacheError):  # `_read` reports the error
         if url is not None:
@@ -293,7 +281,6 @@ def _dead_address(row: tuple[Any, ...]) -> str:
 
 
 def _read(config: Config, url: str) -> Findings:
-    """Read the start of a shard as the cache would, and measure the time."""
     shard = parser(config)(url)
     if advice := advise_scheme(shard):
         raise ShardNotFoundError(f"{shard.local_path} does not exist. {advice}")

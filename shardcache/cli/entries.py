@@ -105,7 +105,7 @@ def ls_command(
     always, more = _PARTIAL_TITLES if partial else _SHARD_TITLES
     titles = [*always, *more] if long else always
     cells = ([_cell(row, title) for title in titles] for row in shown)
-    console.table(titles, cells, right=("SIZE", "USED", "WRITTEN", "DONE", "BEGUN"))
+    console.table(titles, cells)
     console.data(footer)
 
 
@@ -212,7 +212,6 @@ def other_copies(cache: Cache, urls: Container[str]) -> dict[str, str]:
 
 
 def _list_partials(cache: Cache) -> tuple[list[Row], Row, str]:
-    """Return the rows of `partials`, and the totals as a row and as text."""
     rows = list(partials(cache))
     states, written = Counter(row["state"] for row in rows), sum(r["written_bytes"] for r in rows)
     live, resumable, orphans = (states[state] for state in ("live", "resumable", "orphan"))
@@ -287,10 +286,7 @@ def path_command(invocation: Invocation, specs: tuple[str, ...], fetch: bool) ->
 def _print(
     console: Console, name: str, rows: list[Row], text: str, errors: Mapping[str, str], summary: Row
 ) -> ExitCode:
-    """Print the result of a command, and return its exit code.
-
-    ``errors`` maps each state that is an error to the message that follows the URL of the row.
-    """
+    """Print the result of a command, with the message of each state that is an error."""
     console.object(name, shards=rows, summary=summary)
     console.info(text)
     for row in rows:
@@ -393,13 +389,7 @@ def unpin_command(invocation: Invocation, specs: tuple[str, ...]) -> ExitCode:
       shardcache unpin 's3://lab/val-{0000..0031}.tar'
     """
     with invocation.cache() as cache:
-        try:
-            shards = cache.select(specs, pinned=True)
-        except ShardNotFoundError as exn:
-            spec = getattr(exn, "url", "")
-            cache.select(spec)  # raises an error if nothing is cached, either
-            text = f"{spec}: nothing that matches is pinned in {cache.dir}. See `shardcache ls`."
-            raise ShardNotFoundError(text, url=spec) from None
+        shards = cache.select(specs, pinned=True)
         ended = cache.unpin(shards)
     counts = {"unpinned": len(ended), "not_pinned": len(shards) - len(ended)}
     rows = [

@@ -1,11 +1,8 @@
 """The parts that all commands share: global options, exit codes, signals, errors.
 
-A command's module is imported only when the command is called, because ``shardcache dir`` runs at
-the start of every job and must start fast. Global options may precede or follow the name of the
-command; the later one wins.
-
-At the first SIGINT or SIGTERM, a command cleans up and ends; the second ends the process at once.
-In both cases, partial downloads stay on disk, and the next run resumes them.
+A command's module is imported when the command is called, because ``shardcache dir`` runs at the
+start of every job and must start fast. At the first SIGINT or SIGTERM, a command cleans up and
+ends; the second ends the process at once.
 """
 
 from __future__ import annotations
@@ -71,7 +68,7 @@ _COMMANDS = {
     "run": "run", "prewarm": "prewarm", "index": "index", "ls": "entries", "path": "entries",
     "rm": "entries", "pin": "entries", "unpin": "entries", "clean": "upkeep",
     "verify": "upkeep", "stats": "stats", "top": "stats", "report": "stats", "config": "config",
-    "dir": "config", "doctor": "doctor", "demo": "demo",
+    "dir": "config", "doctor": "doctor",
 }  # fmt: skip
 
 
@@ -93,10 +90,9 @@ class Invocation:
         return load({"dir": self.dir}, files=files)
 
     def loaded_with_job_limits(self, *names: str) -> Loaded:
-        """Return the configuration, with the last job's limits and tiers where it sets none.
+        """Return the configuration, completed by the limits and tiers that the last job had.
 
-        Commands need these values, because a job may set them in its code. With ``names``, only
-        these options are completed.
+        A job may set them in its code. With ``names``, only these options are completed.
         """
         from shardcache.layout import Layout
         from shardcache.space.tiers import stated_limits
@@ -121,10 +117,10 @@ class Invocation:
             return loaded
 
     def cache(self, loaded: Loaded | None = None, **options: Any) -> Cache:
-        """Open the cache, with ``strict=True``: its faults raise errors.
+        """Open the cache of ``loaded`` (default: `loaded_with_job_limits`); faults raise errors.
 
-        ``loaded`` is the configuration (default: `loaded_with_job_limits`). Raises ConfigError if
-        the directory is no cache and cannot be one: a mistyped one must not look like an empty one.
+        Raises ConfigError if the directory is no cache and cannot be one: a mistyped one must not
+        look like an empty one.
         """
         from shardcache.cache import Cache
         from shardcache.store.root import check_usable, is_cache

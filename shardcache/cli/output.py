@@ -1,8 +1,7 @@
 """The output of all commands: results, messages, tables and progress.
 
-Data goes to stdout, all other text to stderr. A command calls the methods for JSON as well as those
-for text: with ``--json`` only `Console.object` prints to stdout, without it only the others do.
-rich is imported only when a table or a display is drawn.
+Data goes to stdout, all other text to stderr. With ``--json``, only `Console.object` prints to
+stdout; without it, only the others do. rich is imported when something is drawn.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import sys
 import threading
 import traceback
 from collections import defaultdict
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
@@ -38,6 +37,11 @@ _UNLIMITED = 100_000
 SKIPPED = 100
 #: Minimum width in columns of a shortened name.
 _NAME = 16
+#: Titles of columns of words. All columns but these and the first one have figures.
+_WORDS = {
+    "STATE", "VERSION", "PATH", "HOLDER", "DIR", "REASON", "PROCESS", "WAITS FOR", "VALUE",
+    "SOURCE",
+}  # fmt: skip
 #: Maximum number of rows of a table that rich draws: 10,000 take 2.5 s.
 _DRAWN = 1000
 #: Colours of progress bars. By default, rich uses red, which is for errors here.
@@ -118,19 +122,16 @@ class Console:
             terminal.print(drawing)
         self.data("\n".join(line.rstrip() for line in captured.get().splitlines()))
 
-    def table(
-        self, titles: Sequence[str], rows: Iterable[Sequence[str]], right: Container[str] = ()
-    ) -> None:
+    def table(self, titles: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
         """Print a table, unless there are no rows.
 
-        On a terminal, rich draws it, and shortens the names of shards that do not fit. Each row is
-        a line, with tabs between the cells, if there is no terminal, if the other columns do not
+        Each row is a line with tabs between the cells without a terminal, if the columns do not
         fit, and if there are many rows.
         """
         if self.json or not (cells := [list(map(printable, row)) for row in rows]):
             return
         if len(cells) <= _DRAWN and (sys.stdout.isatty() or self.colored(sys.stdout)):
-            table = text_table(titles, cells, right)
+            table = text_table(titles, cells)
             terminal = self.terminal(sys.stdout)
             endless = terminal.options.update(width=_UNLIMITED)
             if terminal.measure(table, options=endless).minimum <= terminal.width:
@@ -182,10 +183,8 @@ class Shortened:
         yield Text(text, no_wrap=True, overflow="ellipsis")
 
 
-def text_table(
-    titles: Sequence[str], rows: Iterable[Sequence[str]], right: Container[str] = ()
-) -> Table:
-    """Return a table without borders. The columns with titles in ``right`` are aligned there.
+def text_table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+    """Return a table without borders.
 
     On a narrow terminal, the names of shards are shortened, and other first columns are folded.
     """
@@ -194,7 +193,7 @@ def text_table(
 
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     for number, title in enumerate(titles):
-        justify: Any = "right" if title in right else "left"
+        justify: Any = "right" if number and title not in _WORDS else "left"
         table.add_column(title, justify=justify, no_wrap=number > 0, overflow="fold")
     first = Shortened if titles[0] == "SHARD" else Text
     for name, *rest in rows:
@@ -218,8 +217,7 @@ Positions = Mapping[str, Position]
 def display(console: Console, positions: Callable[[], Positions]) -> Iterator[None]:
     """Show progress on stderr during a ``with`` block, below any printed lines.
 
-    A terminal gets bars, anything else a line every ten seconds. A background thread calls
-    ``positions`` to get the progress.
+    A terminal gets bars, anything else a line every ten seconds. A thread calls ``positions``.
     """
     if console.quiet or console.no_progress:
         yield
@@ -322,8 +320,7 @@ def reason(exn: Exception) -> str:
 def grouped(reasons: Mapping[str, Any], *, everything: bool, shown: int = 1) -> Iterator[str]:
     """Yield lines that say why shards failed, from their errors or the reasons by URL.
 
-    Thousands of shards may fail for one reason, so only the first ``shown`` of them are named,
-    unless ``everything`` is set.
+    Unless ``everything`` is set, only the first ``shown`` shards with one reason are named.
     """
     by_reason = defaultdict[str, list[str]](list)
     for url, why in reasons.items():
@@ -358,7 +355,7 @@ def _is_dumb() -> bool:
 
 
 def _write(stream: TextIO, text: str) -> None:
-    """Write and flush text. If a pipe's reader has ended (``| head``), drop all further output."""
+    """Write text. If the reader of a pipe has ended (``| head``), drop all further output."""
     try:
         stream.write(text)
         stream.flush()

@@ -308,7 +308,7 @@ def _failures(
 
 @contextlib.contextmanager
 def bars(on_event: Callable[[Event], None] | None) -> Iterator[Callable[[Event], None]]:
-    """Show the progress of a prewarm. Yields a handler for its events that calls ``on_event``."""
+    """Show the progress of a prewarm. Yields a handler of its events that calls ``on_event``."""
     progress = PrewarmProgress()
 
     def handle(event: Event) -> None:

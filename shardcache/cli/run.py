@@ -1,7 +1,6 @@
 """``shardcache run``: run an unchanged program whose WebDataset reads through the cache.
 
-Each Python interpreter that the program starts imports ``autoload/sitecustomize.py``, which makes
-WebDataset use the cache.
+Each Python that the program starts imports ``autoload/sitecustomize.py``.
 """
 
 from __future__ import annotations

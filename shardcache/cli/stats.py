@@ -1,7 +1,6 @@
 """``shardcache stats``, ``report`` and ``top``: the counters of a node as text, charts and rates.
 
-The report is the template ``report.html`` with charts by matplotlib (the extra ``report``). It
-needs no scripts or other files, and is readable on a phone, and in light and dark mode.
+The report is the template ``report.html`` with charts by matplotlib (the extra ``report``).
 """
 
 from __future__ import annotations
@@ -17,9 +16,9 @@ import string
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -178,7 +177,7 @@ def stats_command(
             records = [{by: key, **stats.as_dict()} for key, stats in groups.items()]
             console.object("stats", **{f"{by}s": records}, summary=total)
             rows = ([_group_name(key), *_cells(stats)] for key, stats in groups.items())
-            console.table([by.upper(), *_ROW_TITLES], rows, _ROW_TITLES)
+            console.table([by.upper(), *_ROW_TITLES], rows)
             console.data(f"{counted(total.opens, 'open')}, {_percentage(total.hit_rate)} hits")
 
 
@@ -195,7 +194,6 @@ def _write_text(path: Path, text: str) -> None:
 
 
 def _figures(stats: Stats) -> str:
-    """Return all figures as lines of text."""
     if not stats.opens and not stats.fetches:
         return "Nothing was counted."
     lines = [f"Opens         {stats.opens:>13,}"]
@@ -247,21 +245,10 @@ def _waits(waits: Waits) -> str:
 
 def _cells(stats: Stats, seconds: float | None = None) -> list[str]:
     """Return the cells of the columns `_ROW_TITLES`; with ``seconds``, as rates over that time."""
-
-    def number(n: int) -> str:
-        return f"{n:,}" if seconds is None else f"{n / seconds:,.1f}/s"
-
-    def size(n: int) -> str:
-        return format_bytes(n) if seconds is None else format_rate(n / seconds)
-
-    return [
-        number(stats.opens),
-        _percentage(stats.hit_rate),
-        size(stats.bytes_streamed),
-        size(stats.bytes_fetched),
-        size(stats.bytes_saved),
-        short_duration(stats.all_waits.mean),
-    ]
+    opens = f"{stats.opens:,}" if seconds is None else f"{stats.opens / seconds:,.1f}/s"
+    sizes = stats.bytes_streamed, stats.bytes_fetched, stats.bytes_saved
+    shown = (format_bytes(n) if seconds is None else format_rate(n / seconds) for n in sizes)
+    return [opens, _percentage(stats.hit_rate), *shown, short_duration(stats.all_waits.mean)]
 
 
 @command("report")
@@ -312,10 +299,7 @@ def report_command(invocation: Invocation, since: float | None, output: Path) ->
 
 
 def _tiers(cache: Cache, config: Config) -> Iterator[Row]:
-    """Yield a row with the `Holdings` and the limit (in ``config``) of each tier.
-
-    The limit is None if only min_free applies, or if the tier has no directory yet.
-    """
+    """Yield a row with the `Holdings` and the limit of each tier: None if there is none."""
     present = {tier.config.dir: tier for tier in cache.process.present}
     for number, tier in enumerate(config.by_tier(), 1):
         known = present.get(tier.dir)
@@ -341,7 +325,6 @@ def _fill_text(tier: Row) -> str:
 
 
 def _meter(tier: Row) -> str:
-    """Return HTML that shows how full a tier is."""
     used, limit = tier["disk_bytes"], tier["max_size"]
     text = f"{tier['dir']}: {_fill_text(tier)}"
     if not limit:
@@ -406,44 +389,22 @@ def _charts(samples: Sequence[Sample]) -> str:
 
 
 def _label(unit: str, value: float, position: int | None) -> str:
-    """Return a label of an axis, with the units of the rest of the page."""
     return format_bytes(value).replace(".0 ", " ") if unit == "B" else f"{value:,.0f}{unit}"
 
 
-@dataclass(frozen=True, slots=True)
-class Snapshot:
-    """The state of a cache at one moment, and its counters since an earlier one."""
+def snapshots(cache: Cache, config: Callable[[], Config]) -> Iterator[Row]:
+    """Yield the state of a cache, with its counters over the last `_SMOOTH` intervals.
 
-    at: datetime
-    seconds: float | None  #: seconds that the counters cover; None in the first snapshot
-    processes: int  #: number of processes that use the cache
-    total: Stats  #: the counters of all ranks together
-    ranks: Mapping[int | None, Stats]  #: the counters of each rank that opened shards
-    fetches: Sequence[Row]  #: rows of running downloads (`partials`), most bytes written first
-    tiers: Sequence[Row]  #: rows of `_tiers`
-    waits: Sequence[Row]  #: processes that wait for another's download, the longest wait first
-
-
-class Watcher:
-    """Takes snapshots of a cache, and remembers the last ones to compute rates."""
-
-    def __init__(self, cache: Cache) -> None:
-        self._cache = cache
-        #: For each of the last snapshots: its time, the counters (samples by start and rank), and
-        #: the bytes written by partial.
-        self._history: deque[tuple[float, dict[Any, Sample], dict[str, int]]] = deque(
-            maxlen=_SMOOTH + 1
-        )
-
-    def snapshot(self, config: Config | None = None) -> Snapshot:
-        """Return a snapshot whose counters and rates cover the last `_SMOOTH` intervals.
-
-        ``config`` has the current limits, which change when a job starts (default: the cache's).
-        """
-        now, history = clock.monotonic(), self._history
+    ``config`` returns the current limits, which change when a job starts.
+    """
+    # For each of the last snapshots: its time, the counters (samples by start and rank), and the
+    # bytes written by partial.
+    history = deque[tuple[float, dict[Any, Sample], dict[str, int]]](maxlen=_SMOOTH + 1)
+    while True:
+        now = clock.monotonic()
         # The samples of the last hour, which is longer than any rate is averaged over.
-        after = {(each.start, each.rank): each for each in self._cache.samples(3600.0)}
-        live = [row for row in partials(self._cache) if row["state"] == "live"]
+        after = {(each.start, each.rank): each for each in cache.samples(3600.0)}
+        live = [row for row in partials(cache) if row["state"] == "live"]
         history.append((now, after, {row["dir"]: row["written_bytes"] for row in live}))
         for row in live:
             name = row["dir"]
@@ -455,32 +416,31 @@ class Watcher:
             replace(each, counters=each.counters - before[key].counters) if key in before else each
             for key, each in after.items()
         ]
-        return Snapshot(
-            at=utc(clock.time()),
-            seconds=max(1e-3, now - began) if len(history) > 1 else None,
-            processes=len(live_sessions(self._cache.process.home.node)),
-            total=summed(changed),
-            ranks={rank: each for rank, each in by_rank(changed).items() if each.opens},
-            fetches=sorted(live, key=lambda row: (-row["written_bytes"], row["url"])),
-            tiers=list(_tiers(self._cache, config or self._cache.config)),
-            waits=self._waits(),
-        )
+        yield {
+            "at": utc(clock.time()),
+            "seconds": max(1e-3, now - began) if len(history) > 1 else None,
+            "processes": len(live_sessions(cache.process.home.node)),
+            "total": summed(changed),
+            "ranks": {rank: each for rank, each in by_rank(changed).items() if each.opens},
+            "fetches": sorted(live, key=lambda row: (-row["written_bytes"], row["url"])),
+            "tiers": list(_tiers(cache, config())),
+            "waits": sorted(_waiting(cache), key=lambda row: (-row["seconds"], row["url"])),
+        }
 
-    def _waits(self) -> list[Row]:
-        now, rows, process = clock.time(), list[Row](), self._cache.process
-        for store in process.stores():
-            for key, waiter in live_waits(store.layout):
-                locks = lock_layout(process.home, store.layout.base)
-                holder = read_holder(locks.holder(key))
-                row = {
-                    "url": waiter.url or key,
-                    **_process(waiter),
-                    "since": utc(waiter.started),
-                    "seconds": max(0.0, now - waiter.started),
-                    "holder": _process(holder) if holder else None,
-                }
-                rows.append(row)
-        return sorted(rows, key=lambda row: (-row["seconds"], row["url"]))
+
+def _waiting(cache: Cache) -> Iterator[Row]:
+    """Yield the processes that wait for the download of another one."""
+    for store in cache.process.stores():
+        locks = lock_layout(cache.process.home, store.layout.base)
+        for key, waiter in live_waits(store.layout):
+            holder = read_holder(locks.holder(key))
+            yield {
+                "url": waiter.url or key,
+                **_process(waiter),
+                "since": utc(waiter.started),
+                "seconds": max(0.0, clock.time() - waiter.started),
+                "holder": _process(holder) if holder else None,
+            }
 
 
 def _process(holder: Holder) -> Row:
@@ -510,8 +470,8 @@ def top_command(invocation: Invocation, interval: float, count: int | None) -> N
     console = invocation.console
     count = count or (1 if console.json else None)
     with invocation.cache() as cache, contextlib.suppress(KeyboardInterrupt), ExitStack() as stack:
-        watcher = Watcher(cache)
-        snapshot = watcher.snapshot()  # the first rates are relative to this snapshot
+        states = snapshots(cache, lambda: invocation.loaded_with_job_limits().config)
+        snapshot = next(states)  # the first rates are relative to this snapshot
         display: Live | None = None
         hint = "  Ctrl-C to quit"
         if console.live and sys.stdout.isatty() and not console.json:
@@ -524,66 +484,61 @@ def top_command(invocation: Invocation, interval: float, count: int | None) -> N
             display.start(refresh=True)
         for _ in itertools.count() if count is None else range(count):
             time.sleep(interval)
-            snapshot = watcher.snapshot(invocation.loaded_with_job_limits().config)
-            ranks = [{"rank": n, **stats.as_dict()} for n, stats in snapshot.ranks.items()]
-            console.object("top", snapshot, ranks=ranks)
+            snapshot = next(states)
+            ranks = [{"rank": n, **stats.as_dict()} for n, stats in snapshot["ranks"].items()]
+            console.object("top", **{**snapshot, "ranks": ranks})
             if display is not None:
                 display.update(frame(snapshot, hint), refresh=True)
             elif not console.json:
                 console.render(frame(snapshot))
 
 
-def frame(snapshot: Snapshot, hint: str = "") -> RenderableType:
-    """Draw a snapshot, with a hint in its heading."""
+def frame(snapshot: Row, hint: str = "") -> RenderableType:
+    """Draw one of `snapshots`, with a hint in its heading."""
     from rich.console import Group
     from rich.progress_bar import ProgressBar
     from rich.table import Table
     from rich.text import Text
 
-    using = counted(snapshot.processes, "process", "processes")
-    head = f"  {snapshot.at.astimezone():%H:%M:%S}  {using}{hint}\n"
+    using = counted(snapshot["processes"], "process", "processes")
+    head = f"  {snapshot['at'].astimezone():%H:%M:%S}  {using}{hint}\n"
     parts: list[RenderableType] = [Text.assemble(("shardcache top", "bold"), head)]
-    for tier in snapshot.tiers:
-        parts.append(Shortened(printable(tier["dir"])))
+    for tier in snapshot["tiers"]:
         cells_of_tier: list[RenderableType] = [_fill_text(tier)]
         if limit := tier["max_size"]:
             used = tier["disk_bytes"] / limit
             color = "yellow" if used > _NEARLY_FULL else "green"
             bar = ProgressBar(1.0, used, _GAUGE, complete_style=color, finished_style=color)
             cells_of_tier = [bar, f"{used:.0%}", *cells_of_tier]
-        parts.append(grid := Table.grid(padding=(0, 2, 0, 0)))
+        grid = Table.grid(padding=(0, 2, 0, 0))
         grid.add_row(*cells_of_tier)
-    ranks = {_group_name(rank): stats for rank, stats in snapshot.ranks.items()}
-    seconds = snapshot.seconds  # the first snapshot has no rates yet
+        parts += [Shortened(printable(tier["dir"])), grid]
+    ranks = {_group_name(rank): stats for rank, stats in snapshot["ranks"].items()}
+    seconds = snapshot["seconds"]  # the first snapshot has no rates yet
     rates = [
         [rank, *(_cells(stats, seconds) if seconds else ["-"] * len(_ROW_TITLES))]
-        for rank, stats in {"all": snapshot.total, **(ranks if len(ranks) > 1 else {})}.items()
+        for rank, stats in {"all": snapshot["total"], **(ranks if len(ranks) > 1 else {})}.items()
     ]
-    parts.append(text_table(["RANK", *_ROW_TITLES], rates, _ROW_TITLES))
-    running = f"\n{counted(len(snapshot.fetches), 'download')} running"
-    parts.append(Text(running, "green" if snapshot.fetches else ""))
-    if snapshot.fetches:
-        rows = [
-            [each["url"], _share(each), format_rate(each["bytes_per_second"]), _name(each)]
-            for each in snapshot.fetches
-        ]
-        titles = ["SHARD", "DONE", "RATE", "PROCESS"]
-        parts.append(text_table(titles, rows, ["DONE", "RATE"]))
-    if snapshot.waits:
-        waiting = counted(len(snapshot.waits), "waiting process", "waiting processes")
-        parts.append(Text(f"\n{waiting}", "yellow"))
+    parts.append(text_table(["RANK", *_ROW_TITLES], rates))
+    fetches, waits = snapshot["fetches"], snapshot["waits"]
+    running = f"\n{counted(len(fetches), 'download')} running"
+    parts.append(Text(running, "green" if fetches else ""))
+    if fetches:
+        rows = []
+        for each in fetches:
+            done = f"{each['written_bytes'] / each['size']:.0%}" if each["size"] else "?"
+            rate = format_rate(each["bytes_per_second"])
+            rows.append([each["url"], done, rate, _name(each)])
+        parts.append(text_table(["SHARD", "DONE", "RATE", "PROCESS"], rows))
+    if waits:
+        waiting = counted(len(waits), "waiting process", "waiting processes")
         rows = [
             [each["url"], _name(each), _name(each["holder"] or {}), short_duration(each["seconds"])]
-            for each in snapshot.waits
+            for each in waits
         ]
         titles = ["SHARD", "PROCESS", "WAITS FOR", "TIME"]
-        parts.append(text_table(titles, rows, ["TIME"]))
+        parts += [Text(f"\n{waiting}", "yellow"), text_table(titles, rows)]
     return Group(*parts)
-
-
-def _share(row: Row) -> str:
-    written, size = row["written_bytes"], row["size"]
-    return "?" if written is None or not size else f"{written / size:.0%}"
 
 
 def _name(process: Row) -> str:

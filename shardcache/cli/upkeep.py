@@ -94,7 +94,7 @@ def clean_command(
         console.object("clean", report, freed=report.freed, job_limits=job_limits)
         if dry_run:
             rows = [(_url_of(r), format_bytes(r.size), r.reason) for r in report.removed]
-            console.table(("SHARD", "SIZE", "REASON"), rows, right=("SIZE",))
+            console.table(("SHARD", "SIZE", "REASON"), rows)
         console.info(_summary(report))
         if report.missing:
             console.warning(

@@ -1,13 +1,12 @@
 """Count the events of one process in memory, and add the counts to the node's database.
 
-The counts are written on three occasions: a thread writes them one second after bytes were read,
-any other event writes them if the last write was at least a second ago, and the process writes them
-when it ends. So a process that is killed, as DataLoader workers are, loses at most one second of
-counts. If the database (`database`) cannot be written, nothing else fails.
+A thread writes the counts one second after bytes were read, any other event writes them if the last
+write was at least a second ago, and the process writes them when it ends. If the database cannot be
+written, nothing else fails.
 
-Counting is thread-safe and reentrant: the garbage collector may close a stream while the same
-thread is counting, and the closed stream is counted as well. A forked child makes its own
-`Counters`; the `Counters` of its parent count nothing in the child.
+Counting is reentrant: the garbage collector may close a stream while the same thread is counting,
+and the closed stream is counted as well. In a forked child, the `Counters` of its parent count
+nothing.
 """
 
 from __future__ import annotations
@@ -106,8 +105,7 @@ class Counters:
         self._where: Callable[[], Layout] | None = where  # None in a forked child
         self._rank = database.NO_RANK if ranks is None or ranks.source == "none" else ranks.rank
         self._allowed = allowed
-        self._guard = threading.RLock()
-        self._writing = threading.RLock()
+        self._guard, self._writing = threading.RLock(), threading.RLock()
         self._counted: defaultdict[str, int] = defaultdict(int)
         self._written: Counter[str] = Counter()  # the counts that are already in the database
         self._due = 0.0  # time of the next write, on the monotonic clock
@@ -172,9 +170,9 @@ class Counters:
         upstream: bool,
         done: bool,
     ) -> None:
-        """Count and log a finished or failed download, whose bytes were counted as they arrived.
+        """Count a download that ended, and log it if it is ``done``: the shard is in the cache now.
 
-        ``upstream`` means that an upstream served the shard, ``done`` that it is now in the cache.
+        Its bytes were counted as they arrived. ``upstream``: an upstream served the shard.
         """
         if not done:
             self.add({"fetches_failed": 1, "retries": retries})
@@ -182,8 +180,8 @@ class Counters:
         if logger.isEnabledFor(logging.INFO):
             source = "upstream" if upstream else "origin"
             extra = {"event": "fetched", "shard": str(shard), "bytes": size, "seconds": seconds}
-            took = format_bytes(size), source, format_duration(seconds)
             extra |= {"retries": retries, "source": source}
+            took = format_bytes(size), source, format_duration(seconds)
             logger.info("%s: fetched %s from its %s in %s", shard, *took, extra=extra)
         counts = {"fetches": 1, "fetches_upstream": int(upstream), "bytes_stored": size}
         self.add({**counts, "retries": retries})
@@ -195,7 +193,7 @@ class Counters:
             self._flushed.put(None)
 
     def snapshot(self) -> Counter[str]:
-        """Return all counts of this process so far, whether written to the database or not."""
+        """Return all counts of this process so far."""
         with self._guard:
             return Counter(self._counted)
 
@@ -208,8 +206,7 @@ class Counters:
     def _write(self, wait: float) -> None:
         """Add the counts since the last write to the database.
 
-        If the disk has failed recently, or other threads and processes write for longer than
-        ``wait`` seconds, the counts stay in memory until the next write.
+        They stay in memory if the disk failed recently, or if others write longer than ``wait``.
         """
         self._due = clock.monotonic() + _INTERVAL  # set first, so that other threads do not write
         try:

@@ -1,14 +1,11 @@
 """Store the counts of all processes of a node in ``stats.db``, an SQLite database.
 
 A row holds what one rank counted under one name in ten minutes. After thirty days, it is added to
-the row of that name for all earlier time, so that the totals for Prometheus never fall.
+the row of that name for all earlier time, so that the totals for Prometheus never fall. The file is
+never synced to disk: a power failure may damage it, and then counting starts again from zero.
 
-Each function opens the database and closes it before it returns. A fork waits for that
-(`threads.undivided`), so no child inherits a connection. The database is never synced to disk: a
-power failure may damage it, and then counting starts again from zero.
-
-In all functions, ``layout`` is the node's namespace. If the database is locked, read-only, full or
-failing, they raise OSError, never ``sqlite3.Error``. A missing database counts as empty.
+Each function opens the database of the node's namespace ``layout`` and closes it before it returns.
+A missing one counts as empty. If it cannot be used, they raise OSError, never ``sqlite3.Error``.
 """
 
 from __future__ import annotations
@@ -64,10 +61,7 @@ class Sample:
 
 
 def add(layout: Layout, rank: int, now: float, row: Mapping[str, int], busy: float) -> None:
-    """Add the counts of a process (``row``, by name) to the period of ``now``, in one transaction.
-
-    Waits up to ``busy`` seconds for other writers.
-    """
+    """Add counts by name to the period of ``now``. Waits ``busy`` seconds for other writers."""
     start = int(now // PERIOD) * PERIOD
     _make(layout)
     with _opened(layout, busy, repair=True) as db:
@@ -104,11 +98,8 @@ def zero(layout: Layout) -> None:
 def _opened(layout: Layout, busy: float, *, repair: bool = False) -> Iterator[sqlite3.Connection]:
     """Open the database for one transaction, which is committed when the body ends.
 
-    Waits up to ``busy`` seconds for other processes. With ``repair``, a damaged database is
-    removed. Without ``repair``, a missing one is replaced by an empty database in memory.
-
-    Raises:
-        OSError: the database cannot be used, or a file of another program has its name.
+    With ``repair``, a damaged database is removed. Without it, an empty one in memory replaces a
+    missing one. A fork waits until the database is closed, so no child inherits a connection.
     """
     import sqlite3  # not at the top, because a process that counts nothing does not need it
 
@@ -140,11 +131,7 @@ def _opened(layout: Layout, busy: float, *, repair: bool = False) -> Iterator[sq
 
 
 def _make(layout: Layout) -> None:
-    """Create the database file, with the cache's file mode, if it is missing.
-
-    Raises:
-        OSError: other nodes would share the file, or the cache belongs to another user.
-    """
+    """Create the database file unless it exists, or unless it would be shared with other nodes."""
     path = layout.stats
     if layout.grace is not None and layout.local is None:
         raise OSError(errno.ENOTSUP, "other nodes would share it", str(path))

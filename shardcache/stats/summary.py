@@ -31,7 +31,7 @@ class Waits:
 
     @property
     def mean(self) -> float | None:
-        """The seconds that a reader waited on average; None if none waited."""
+        """The average of the waits in seconds; None if no reader waited."""
         return self.seconds / self.count if self.count else None
 
     def as_dict(self) -> dict[str, Any]:
@@ -127,13 +127,12 @@ def _named(prefix: str) -> dict[str, str]:
 
 def summed(samples: Iterable[Sample]) -> Stats:
     """Return the sum of the samples, for the period from the first start to the last end."""
-    samples = list(samples)
-    counters: Counter[str] = Counter()
+    counters, starts = Counter[str](), list[int]()
     for sample in samples:
         counters.update(sample.counters)
-    start = min((sample.start for sample in samples), default=None)
-    end = max((sample.start + PERIOD for sample in samples), default=None)
-    return stats_of(counters, start, end)
+        starts.append(sample.start)
+    period = (min(starts), max(starts) + PERIOD) if starts else (None, None)
+    return stats_of(counters, *period)
 
 
 def stats_of(

@@ -81,6 +81,7 @@ def test_every_command_has_help_with_examples_that_parse(run, command, tmp_path,
         ("stats --zero --by rank", "--zero"),
         ("stats --format prometheus --since 1h", "prometheus"),
         ("recipe cron", "was removed. Copy a file from the folder examples"),
+        ("demo", "was removed. Run examples/demo.py"),
         ("pin", "SPEC"),
         ("prewarm", "No shards given"),
         ("prewarm -f folder/file", "The list contains no shards"),
@@ -133,6 +134,7 @@ ENDS = {
     "path --fetch s3://{bucket}/large.tar": ExitCode.FULL,
     "report -o /dev/full": ExitCode.FULL,
     "report -o /nowhere/x": ExitCode.FAILED,
+    "index {0} -o /nowhere/x": ExitCode.FAILED,
     "rm -y {0}": ExitCode.BUSY,
     "clean --no-wait": ExitCode.BUSY,
 }
@@ -156,6 +158,8 @@ def test_exit_codes_and_error_messages(run, warm, bucket, s3, tmp_path, monkeypa
             assert "Traceback" not in err
             if line.startswith("report"):
                 assert re.match(rf"error: {words[-1]}: No s(uch file|pace left)", err), err
+            if line.startswith("index"):
+                assert err.startswith("error: there is no directory /nowhere. Make it, or write ")
     assert {*ENDS.values()} == {code for code in ExitCode if code < 128}
 
 

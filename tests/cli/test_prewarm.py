@@ -4,18 +4,7 @@ import json
 import re
 from pathlib import Path
 
-from shardcache.cli.prewarm import PrewarmProgress
-from shardcache.download.download import Progress
-from shardcache.results import (
-    Finished,
-    Outcome,
-    Planned,
-    PrewarmPlan,
-    PrewarmReport,
-    ShardResult,
-    Started,
-    Stopped,
-)
+from shardcache.results import Outcome, PrewarmPlan, PrewarmReport, ShardResult, Stopped
 from shardcache.urls import parse_url
 from tests.support.storetools import room
 from tests.support.tars import make_tar
@@ -130,34 +119,12 @@ def test_path_prints_just_a_path_and_downloads_on_request(run, spec, bucket, dat
     assert run("path", shard) == (0, f"{shard}\n", "")
 
 
-SHARDS = tuple(parse_url(f"s3://b/x-{n}.tar") for n in range(14))
-CACHED = {SHARDS[0].key: type("Entry", (), {"size": 100})()}
-PLAN = PrewarmPlan(SHARDS, CACHED, {s.key: 1000 for s in SHARDS[1:]}, 10**9, 0, 0)
-
-
-def test_progress_follows_events_and_running_fetches():
-    progress = PrewarmProgress()
-    progress(Planned(PLAN))
-    for number, shard in enumerate(SHARDS[:12]):
-        now = Progress(1000 if number else None, 500, retries=2 if number == 3 else 0)
-        progress(Started(shard, lambda now=now: now))
-    whole, *parts = progress.positions().values()
-    assert len(parts) == 8 and (whole.done, whole.total) == (6000, 13_000)
-    assert parts[0].text == "x-0.tar  waiting" and parts[3].text == "x-3.tar  retry 2"
-    progress(Finished(SHARDS[0], ShardResult("u", Outcome.CACHED, 100)))
-    for shard in SHARDS[1:11]:
-        progress(Finished(shard, ShardResult("u", Outcome.FETCHED, 1000, received=1000)))
-    progress(Finished(SHARDS[11], ShardResult("u", Outcome.FAILED, 1000)))
-    progress(Finished(SHARDS[12], ShardResult("u", Outcome.NOT_STARTED, 1000)))
-    (whole,) = progress.positions().values()
-    assert whole.text == "11/13 shards, 1 failed, 11.0 KB of 13.0 KB"
-
-
 def test_a_report_in_words():
     kinds = [outcome for outcome in Outcome if outcome is not Outcome.MISSING]
     results = [ShardResult(f"s3://b/x-{n}.tar", kind, 1000) for n, kind in enumerate(kinds)]
     results[1] = ShardResult("s3://b/x-1.tar", Outcome.FETCHED, 1000, received=1000, retries=1)
-    plan = PrewarmPlan(SHARDS[: len(kinds)], {}, {}, 10**9, 0, 0)
+    shards = tuple(parse_url(each.url) for each in results)
+    plan = PrewarmPlan(shards, {}, {}, 10**9, 0, 0)
     assert str(PrewarmReport(plan, tuple(results), 2.0, Stopped.DEADLINE)) == (
         "Warmed 3 of 7 shards (3.0 KB, 1.0 KB received) in 2.0 s, 500 B/s; 1 failed, "
         "1 skipped because they do not exist, 1 retried, 1 fetched by other processes, 1 linked, "

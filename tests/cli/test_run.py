@@ -67,13 +67,6 @@ def test_the_last_line_counts_the_opens_of_this_run_only(program, spec, bucket, 
     assert code == 0 and "no shard was opened through the cache" in err, err
 
 
-def test_words_after_the_program_are_its_arguments(program, tmp_path):
-    words = ["-v", "--config", "train.yaml", "--dir", "X", "--", "--json"]
-    command = program("import sys; print(sys.argv[1:])")
-    code, out, err = run_process("run", *command, *words, directory=tmp_path / "cache")
-    assert (code, out) == (0, f"{words}\n"), err
-
-
 @pytest.mark.parametrize(
     ("shards", "directory", "samples", "line", "last"),
     [
@@ -173,16 +166,23 @@ def test_the_file_of_a_run_may_be_damaged_or_missing(run, monkeypatch, command, 
     assert code == 0 and "no shard was opened" in err and "Traceback" not in err
 
 
-def test_the_last_line_tells_that_the_hook_was_not_loaded(tmp_path):
-    program = sys.executable, "-I", "-c", ""
-    _, _, err = run_process("run", "--", *program, directory=tmp_path / "cache")
-    assert "is PYTHONPATH replaced?" in err
+WORDS = ["-v", "--config", "train.yaml", "--dir", "X", "--", "--json"]
 
 
-def test_a_program_in_another_environment_needs_shardcache(program, tmp_path):
-    text = "import sys; sys.modules['shardcache'] = None; import webdataset"
-    code, _, err = run_process("run", "--", *program(text), directory=tmp_path / "cache")
-    assert code == 1 and f"shardcache is not installed for {sys.executable}" in err
+@pytest.mark.parametrize(
+    ("words", "code", "out", "message"),
+    [
+        (["-c", "import sys; print(sys.argv[1:])", *WORDS], 0, f"{WORDS}\n", "no shard was opened"),
+        (["-I", "-c", ""], 0, "", "is PYTHONPATH replaced?"),
+        (
+            *(["-c", "import sys; sys.modules['shardcache'] = None; import webdataset"], 1, ""),
+            f"shardcache is not installed for {sys.executable}",
+        ),
+    ],
+)
+def test_the_program_gets_its_words_and_an_explanation(words, code, out, message, tmp_path):
+    done = run_process("run", sys.executable, *words, directory=tmp_path / "cache")
+    assert done[:2] == (code, out) and message in done[2], done
 
 
 def test_signals_and_exit_codes_pass_through(program, tmp_path):

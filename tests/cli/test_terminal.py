@@ -25,11 +25,13 @@ def test_without_a_terminal_there_is_no_bar_no_escape_and_no_prompt(run, spec, b
     assert "\x1b[1mSHARD" in run("ls", "--color", "always")[1]
 
 
-def test_a_terminal_shows_progress_and_gets_its_cursor_back(slow, tmp_path):
-    with Screen("prewarm", slow, directory=tmp_path / "cache") as screen:
+def test_a_terminal_shows_progress_and_gets_its_cursor_back(slow, bucket, tmp_path):
+    words, short = ["prewarm", slow, f"s3://{bucket}/absent.tar"], {"SHARDCACHE_TIMEOUT": "1s"}
+    with Screen(*words, directory=tmp_path / "cache", environment=short) as screen:
         screen.read(until=r"big-0\.tar +\d+%")
         assert "\x1b[?25l" in screen.text  # the cursor is hidden
-        assert re.search(r"\x1b\[[39]\dm.*0/3.*MB", screen.text)
+        screen.read(until=r"\x1b\[[39]\dm.*1/4 shards, 1 failed, [\d.]+ MB")
+        screen.read(until=r"big-1\.tar  retry \d +\d+%")
         os.killpg(screen.command.process.pid, signal.SIGINT)
         text, code = screen.end()
     assert code == 130

@@ -3,13 +3,9 @@
 import os
 import signal
 import threading
-from dataclasses import replace
-from io import StringIO
-
-from rich.console import Console as Terminal
 
 from shardcache.cli.output import Console
-from shardcache.cli.stats import Watcher, frame
+from shardcache.cli.stats import frame, snapshots
 from shardcache.layout import Layout
 from shardcache.stats import database
 from tests.support.clitools import Screen
@@ -24,26 +20,26 @@ def test_rates_cover_the_time_between_two_snapshots(make_cache, origin, clock, c
     origin.objects[URL] = DATA
     cache = make_cache(max_size=2 * len(DATA))
     cache.open(URL).read()
-    watcher = Watcher(cache)
-    first = watcher.snapshot()
-    assert (first.seconds, first.total.opens) == (None, 0)
+    states = snapshots(cache, lambda: cache.config)
+    first = next(states)
+    assert (first["seconds"], first["total"].opens) == (None, 0)
     Console().render(frame(first))
     assert "0.0/s" not in capsys.readouterr().out  # nothing is measured yet
     for _ in range(10):
         cache.open(URL).close()
     cache.process.counters.flush()
     clock.sleep(2.0)
-    second = watcher.snapshot()
-    assert (second.seconds, second.total.hits) == (2.0, 10)
-    assert second.total.misses == 0 and second.total.hit_rate == 1.0
-    assert (second.tiers[0]["shards"], second.tiers[0]["bytes"]) == (1, len(DATA))
-    assert second.tiers[0]["max_size"] == 2 * len(DATA) and second.processes == 1
+    second = next(states)
+    total, (tier,) = second["total"], second["tiers"]
+    assert (second["seconds"], total.hits, total.misses, total.hit_rate) == (2.0, 10, 0, 1.0)
+    assert (tier["shards"], tier["bytes"], tier["max_size"]) == (1, len(DATA), 2 * len(DATA))
+    assert second["processes"] == 1
     clock.sleep(2.0)
-    third = watcher.snapshot()
-    assert (third.seconds, third.total.hits) == (4.0, 10)  # a longer window steadies the rate
+    third = next(states)
+    assert (third["seconds"], third["total"].hits) == (4.0, 10)  # a longer window steadies rates
     database.zero(Layout.of_root(cache.dir))
     clock.sleep(1.0)
-    assert min(watcher.snapshot().total.counters.values()) == 0
+    assert min(next(states)["total"].counters.values()) == 0
 
 
 def test_a_running_download_is_shown_with_its_process(make_cache, origin, monkeypatch, capsys):
@@ -51,40 +47,24 @@ def test_a_running_download_is_shown_with_its_process(make_cache, origin, monkey
     origin.objects[URL] = DATA
     gate = threading.Event()
     cache = make_cache(validate=lambda path: gate.wait(PATIENCE) or None)
-    watcher = Watcher(cache)
+    states = snapshots(cache, lambda: cache.config)
 
     def shown():
-        Console().render(frame(watcher.snapshot()))
+        Console().render(frame(next(states)))
         return capsys.readouterr().out.splitlines()
 
     with cache.open(URL) as stream:
         assert stream.read(10) == DATA[:10]
-        wait_until(lambda: watcher.snapshot().fetches[0]["written_bytes"] == len(DATA))
-        (flight,) = watcher.snapshot().fetches
-        assert (flight["url"], flight["size"]) == (URL, len(DATA))
-        assert (flight["pid"], flight["rank"]) == (os.getpid(), 3)
+        wait_until(lambda: next(states)["fetches"][0]["written_bytes"] == len(DATA))
         *_, title, _, last = shown()
         assert title == "1 download running" and last.split()[0] == URL
         assert "100%" in last and f"rank 3, pid {os.getpid()}" in last
         gate.set()
         stream.read()
-    wait_until(lambda: not watcher.snapshot().fetches)
+    wait_until(lambda: not next(states)["fetches"])
     left = begin(Layout.of_root(cache.dir), metadata_for("s3://lab/dead.tar", DATA))
     left.close()  # as if its process had been killed
     assert "0 downloads running" in shown()
-
-
-def test_large_figures_fit_80_columns(make_cache):
-    snapshot = Watcher(make_cache(max_size="800GB")).snapshot()
-    figures = {"hits": 123_456, "bytes_opened": 246_912_000, "bytes_origin": 246_912_000}
-    total = replace(snapshot.total, **figures, bytes_streamed=123_456_000)
-    tier = {**snapshot.tiers[0], "dir": f"/{70 * 'x'}", "shards": 1_848, "disk_bytes": 4e11}
-    terminal = Terminal(width=80, file=StringIO(), color_system=None)
-    terminal.print(frame(replace(snapshot, seconds=1.0, total=total, tiers=[tier])))
-    _, _, directory, gauge, titles, rates, *_ = terminal.file.getvalue().splitlines()
-    assert directory.rstrip() == tier["dir"] and titles.endswith("MEAN WAIT")
-    assert gauge.rstrip().endswith("50%  1,848 shards, 400.0 GB of 800.0 GB on disk")
-    assert "━" in gauge and rates.startswith("all   123,456.0/s   100.00%  123.5 MB/s")
 
 
 def test_on_a_terminal_it_redraws_until_an_interrupt_ends_it_quietly(make_cache):

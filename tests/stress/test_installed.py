@@ -9,7 +9,7 @@ import pytest
 
 from tests.support import trainingtools
 from tests.support.tars import make_tar
-from tests.support.trainingtools import ROOT
+from tests.support.trainingtools import EXAMPLES, ROOT
 
 #: Seconds; pip may be slow.
 _PATIENCE = 540
@@ -34,7 +34,7 @@ def fresh(tmp_path_factory):
 
 
 def test_the_demo_keeps_its_promise(fresh, tmp_path):
-    found = json.loads(run(fresh / "shardcache", "demo", "--json", TMPDIR=str(tmp_path)))
+    found = json.loads(run(fresh / "python", EXAMPLES / "demo.py", "--json", TMPDIR=str(tmp_path)))
     size = found["summary"]["shards"] * found["summary"]["shard_bytes"]
     assert sum(step["origin_bytes"] for step in found["steps"]) == size
     assert list(tmp_path.iterdir()) == []

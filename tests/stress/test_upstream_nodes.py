@@ -18,7 +18,7 @@ import sys
 
 import pytest
 
-from shardcache.cli.demo import S3Server
+from examples.demo import S3Server
 from tests.stress.fuse import mounted
 from tests.support.storetools import PATIENCE, forked, wait_until
 from tests.support.tars import make_tar

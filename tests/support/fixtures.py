@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from examples.demo import S3Server
 from shardcache.cache import Cache
-from shardcache.cli.demo import S3Server
 from shardcache.config import Config
 from shardcache.layout import Layout, read_manifest
 from shardcache.locks.mounts import node_namespace

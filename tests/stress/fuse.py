@@ -21,6 +21,7 @@ import functools
 import os
 import resource
 import select
+import signal
 import struct
 import time
 from collections.abc import Callable, Iterator
@@ -42,6 +43,8 @@ OPERATIONS = {
     29: ("releasedir", "Q"), 30: ("fsyncdir", "Q"), 32: ("setlk", "4QI"), 33: ("setlk", "4QI"),
     35: ("create", "2I8x"),
 }  # fmt: skip
+#: Operations that change what is on the disk.
+CHANGES = "create mkdir rename unlink rmdir link write setattr"
 #: Requests whose arguments end in names.
 _NAMED = {"lookup", "mkdir", "unlink", "rmdir", "rename", "link", "create"}
 _INIT, _NO_ANSWER, _ROOT = 26, (2, 36, 42), 1  # forget, interrupt, forget many
@@ -59,7 +62,8 @@ class Rule:
 
     ops: list[str]  # names of operations (``rename``, ``lookup``, ...)
     pattern: str  # shell pattern of paths relative to the mount
-    error: int  # errno of the reply
+    error: int = errno.EIO  # of the reply
+    kill: bool = False  # whether to kill the process with SIGKILL
     done: bool = False  # whether to carry out the operation first
     times: int = 1  # requests to hit; -1 for all
     skip: int = 0  # requests to pass first
@@ -187,7 +191,7 @@ class _Files:
             data = os.read(self.device, _MAX_WRITE + 4096)
         except OSError as exn:
             return exn.errno != errno.ENODEV  # other errors mean an interrupted request
-        _length, op, unique, number = struct.unpack_from("<2I2Q", data)
+        _length, op, unique, number, _uid, _gid, pid = struct.unpack_from("<2I2Q3I", data)
         body, answer, error = data[40:], b"", 0
         if op in _NO_ANSWER:
             return True
@@ -195,7 +199,7 @@ class _Files:
             if op == _INIT:
                 answer = self._agreed(body)
             elif op in OPERATIONS:
-                answer = self._carry_out(*OPERATIONS[op], self._node(number), body)
+                answer = self._carry_out(*OPERATIONS[op], self._node(number), pid, body)
             else:
                 error = errno.ENOSYS
         except OSError as exn:
@@ -212,11 +216,14 @@ class _Files:
         first = (major, min(minor, 38), readahead, flags, 16, 12, _MAX_WRITE, 1, 256, 0)
         return struct.pack("<4I2H2I2HIH26x", *first, extra, 0)
 
-    def _carry_out(self, op: str, layout: str, node: int, body: bytes) -> bytes:
+    def _carry_out(self, op: str, layout: str, node: int, pid: int, body: bytes) -> bytes:
         given = struct.unpack_from(f"<{layout}", body)
         rest = body[struct.calcsize(f"<{layout}") :]
         names = rest.split(b"\0")[:-1] if op in _NAMED else []
         rule = self._rule(op, node, given, names)
+        if rule is not None and rule.kill and pid:
+            with contextlib.suppress(ProcessLookupError):  # the number may be that of a thread
+                os.kill(pid, signal.SIGKILL)
         if not op.startswith("release"):
             self._check(node)
         if rule is None or rule.done:

@@ -2,7 +2,7 @@
 
 ``python -m benchmarks.epochs`` compares a cold and a warm epoch, and the time to the first sample,
 with streaming and with other caches. It also measures how long eight processes take to read the
-same cold shard. It counts downloads in the log of the server. Over TLS, it measures fresh processes
+same cold shard. The server counts the downloads. Over TLS, it measures fresh processes
 up to their first sample, and how fast shards come while the main thread runs Python code without a
 pause. Each run uses fresh processes and an empty cache. The shards are in memory, the caches on
 ``--disk``.
@@ -91,14 +91,14 @@ class _Bench:
             The figures of each process in each step, and the downloads of the first step.
         """
         plan = self._plan(task, way, keys)
-        before = self._target.object_fetches() if self._target.log else 0
+        before = self._target.fetches.value if self._target.fetches else 0
         with contextlib.ExitStack() as stack:
             with touched_pages(self._disk, self._needed):
                 workers = [stack.enter_context(_worker(plan)) for _ in range(processes)]
                 for worker in workers:
                     worker.recv()
             figures = [_step(workers)]
-            fetches = self._target.object_fetches() - before if self._target.log else 0
+            fetches = self._target.fetches.value - before if self._target.fetches else 0
             figures += [_step(workers) for _ in range(steps - 1)]
         return figures, fetches
 
@@ -294,7 +294,7 @@ def main() -> None:
             group: Row = {"link": name, "title": title, "shards": shards}
             group["shard_bytes"] = (memory / BUCKET / keys[0]).stat().st_size
             group |= {part: [] for part in _PARTS}
-            with link(memory, memory, name, processes=2, log=True) as target:
+            with link(memory, memory, name, processes=2) as target:
                 bench = _Bench(target, Path(disk), shards * samples * SAMPLE_BYTES)
                 if "epochs" in parts:
                     group["epochs"] = _epochs(bench, keys, shards * samples, arguments.repeats)

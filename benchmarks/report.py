@@ -38,7 +38,7 @@ PAGES = {
     "epochs": (
         "Epochs",
         "One process reads every sample through WebDataset and does nothing with it. `x streaming` "
-        "is the time relative to the cold epoch streamed by curl. The log of the server shows the "
+        "is the time relative to the cold epoch streamed by curl. The server counts the "
         "downloads.",
         epochs.report,
     ),

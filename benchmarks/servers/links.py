@@ -91,7 +91,8 @@ class Target:
     # variables from which clients find the endpoint, a profile and its credentials
     environment: Mapping[str, str] = field(default_factory=dict)
     authority: Path | None = None  # file of the certificate authority to trust; None without TLS
-    fetches: Any = None  # shared number of downloads that began with an object's first byte
+    #: shared number of downloads that began with an object's first byte; nginx does not count
+    fetches: Any = field(default_factory=lambda: multiprocessing.Value("q"))
 
     def http_url(self, key: str) -> str:
         """Return the URL at which any HTTP client can read an object."""
@@ -123,8 +124,7 @@ def _environment(home: Path, endpoint: str, authority: Path | None = None) -> di
 def target(name: str, root: Path, parent: Path) -> Iterator[Target]:
     """Run one of `TARGETS` over the buckets in ``root``, with its files below ``parent``.
 
-    Raises:
-        UnavailableError: a program is not installed.
+    Raises `UnavailableError`.
     """
     with tempfile.TemporaryDirectory(prefix="shardcache-link-", dir=parent) as directory:
         home = Path(directory)
@@ -159,10 +159,15 @@ def link(
         yield running
 
 
+def which(program: str) -> str | None:
+    """Return the path of a program, also of one for administrators."""
+    return shutil.which(program, path=f"{os.environ.get('PATH', '')}:/usr/sbin")
+
+
 @contextlib.contextmanager
 def _nginx(source: str, home: Path, *, tls: bool) -> Iterator[Target]:
     """Run nginx, with a directive that says where it finds the objects."""
-    program = shutil.which("nginx", path=f"{os.environ.get('PATH', '')}:/usr/sbin")
+    program = which("nginx")
     if program is None:
         raise UnavailableError("nginx is not installed (Debian: apt-get install nginx-light)")
     if shutil.which("openssl") is None:

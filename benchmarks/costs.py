@@ -17,14 +17,12 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 
 
 def main() -> None:
     """Run the command after ``--``, and write its costs and exit code to RESULT."""
     result, seconds, log, _, *command = sys.argv[1:]
-    timed_out = threading.Event()
     with open(log, "wb") as output:
         start = time.perf_counter()
         process = subprocess.Popen(
@@ -34,24 +32,15 @@ def main() -> None:
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-
-        def kill(*_: object) -> None:
-            timed_out.set()
-            os.killpg(process.pid, signal.SIGKILL)
-
         # The command has a session of its own, so signals to ours do not reach it.
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, kill)
-        timer = threading.Timer(float(seconds), kill)
-        timer.start()
-        try:
-            _, status, usage = os.wait4(process.pid, 0)
-        finally:
-            timer.cancel()
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGALRM):
+            signal.signal(number, lambda *_: os.killpg(process.pid, signal.SIGKILL))
+        signal.setitimer(signal.ITIMER_REAL, float(seconds))
+        _, status, usage = os.wait4(process.pid, 0)
         wall = time.perf_counter() - start
     costs = {
         "exit_code": os.waitstatus_to_exitcode(status),
-        "timed_out": timed_out.is_set(),
+        "timed_out": wall >= float(seconds),
         "wall_seconds": wall,
         "cpu_seconds": usage.ru_utime + usage.ru_stime,
         "peak_rss_bytes": usage.ru_maxrss * 1024,

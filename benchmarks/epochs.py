@@ -2,7 +2,7 @@
 
 ``python -m benchmarks.epochs`` compares a cold and a warm epoch, and the time to the first sample,
 with streaming and with other caches. It also measures how long eight processes take to read the
-same cold shard. It counts downloads in the log of the server. Over TLS, it measures fresh processes
+same cold shard. The server counts the downloads. Over TLS, it measures fresh processes
 up to their first sample, and how fast shards come while the main thread runs Python code without a
 pause. Each run uses fresh processes and an empty cache. The shards are in memory, the caches on
 ``--disk``.
@@ -10,7 +10,6 @@ pause. Each run uses fresh processes and an empty cache. The shards are in memor
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import multiprocessing
@@ -37,7 +36,7 @@ from benchmarks.results import (
     picked,
     save,
     say,
-    table,
+    section,
     touched_pages,
 )
 from benchmarks.servers.links import LINKS, Target, link
@@ -87,18 +86,17 @@ class _Bench:
     ) -> tuple[list[list[Row]], int]:
         """Run a task in several processes, on a cache that is empty at first.
 
-        Returns:
-            The figures of each process in each step, and the downloads of the first step.
+        Returns the figures of each process in each step, and the downloads of the first step.
         """
         plan = self._plan(task, way, keys)
-        before = self._target.object_fetches() if self._target.log else 0
+        self._target.fetches.value = 0
         with contextlib.ExitStack() as stack:
             with touched_pages(self._disk, self._needed):
                 workers = [stack.enter_context(_worker(plan)) for _ in range(processes)]
                 for worker in workers:
                     worker.recv()
             figures = [_step(workers)]
-            fetches = self._target.object_fetches() - before if self._target.log else 0
+            fetches = self._target.fetches.value
             figures += [_step(workers) for _ in range(steps - 1)]
         return figures, fetches
 
@@ -206,9 +204,9 @@ def report(facts: Row) -> str:
         rows = [[title, f"{each:.2f}", f"{each / first:.2f}"] for title, each in middles.items()]
         heads = ["", "whole process s", f"x {WAYS[_STARTS[0]][0]}"]
         rate, kept = (median(run[name] for run in busy) for name in ("rate", "kept"))
+        title = f"The first sample of a fresh process, {LINKS[_TLS][0]}, TLS"
         parts.append(
-            f"#### The first sample of a fresh process, {LINKS[_TLS][0]}, TLS\n\n"
-            f"{table(heads, rows)}\n\n"
+            f"{section(title, heads, rows)}\n\n"
             "While the main thread ran Python code without a pause, 8 connections of one process "
             f"received {rate / 1e6:.0f} MB/s over the same link. The thread kept {kept:.0%} of its "
             "speed."
@@ -271,15 +269,13 @@ def _link_report(group: Row) -> str:
     heads += ["warm epoch s", "x streaming", "first sample ms", "downloads, both epochs"]
     shards = f"{group['shards']} shards of {group['shard_bytes'] / 1e6:.0f} MB"
     titles = ["", "processes", "until the last has read it s", "once more s", "downloads"]
-    return (
-        f"#### {shards}, {group['title']}\n\n{table(heads, epochs)}\n\n"
-        f"#### One cold shard, {group['title']}\n\n{table(titles, sharing)}"
-    )
+    one = section(f"{shards}, {group['title']}", heads, epochs)
+    return one + "\n\n" + section(f"One cold shard, {group['title']}", titles, sharing)
 
 
 def main() -> None:
     """Run the benchmark."""
-    arguments = arguments_of(argparse.ArgumentParser(description=__doc__))
+    arguments = arguments_of(__doc__)
     names, parts = picked(arguments.only, LINKS, _PARTS)
     shards, samples, processes = _QUICK if arguments.quick else _SIZES
     with (
@@ -294,7 +290,7 @@ def main() -> None:
             group: Row = {"link": name, "title": title, "shards": shards}
             group["shard_bytes"] = (memory / BUCKET / keys[0]).stat().st_size
             group |= {part: [] for part in _PARTS}
-            with link(memory, memory, name, processes=2, log=True) as target:
+            with link(memory, memory, name, processes=2) as target:
                 bench = _Bench(target, Path(disk), shards * samples * SAMPLE_BYTES)
                 if "epochs" in parts:
                     group["epochs"] = _epochs(bench, keys, shards * samples, arguments.repeats)

@@ -8,7 +8,6 @@ files. Then 1, 8 and 64 processes read the same cold shards, in an empty cache a
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
@@ -254,7 +253,7 @@ def draw(facts: Row, path: Path) -> None:
 
 def main() -> None:
     """Run the benchmark."""
-    arguments = arguments_of(argparse.ArgumentParser(description=__doc__), repeats=1)
+    arguments = arguments_of(__doc__, repeats=1)
     facts = begun(arguments, disk=arguments.disk) | {"rows": [], "crowds": []}
     fetches = 50 if arguments.quick else 1000
     counts = [200, 400] if arguments.quick else [1000, 10_000, 100_000]

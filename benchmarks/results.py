@@ -31,22 +31,24 @@ T = TypeVar("T")
 _BLOCK = 1 << 20
 
 
-def arguments_of(parser: argparse.ArgumentParser, *, repeats: int = 3) -> argparse.Namespace:
-    """Parse the command line with the options of every benchmark.
+def arguments_of(
+    about: str | None, *, repeats: int = 3, **more: dict[str, Any]
+) -> argparse.Namespace:
+    """Parse the command line with the options of every benchmark, and ``more`` of its own.
 
     Also makes SIGTERM raise SystemExit, so that a benchmark removes its files and ends its servers.
     """
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=about, formatter_class=raw)
+    for name, option in more.items():
+        parser.add_argument(f"--{name}", **option)
+    for name, path in (("disk", tempfile.gettempdir()), ("ram", "/dev/shm")):
+        parser.add_argument(f"--{name}", type=Path, default=Path(path), help="a directory on it")
     parser.add_argument("--only", default="", help="names, separated by commas")
     parser.add_argument("--repeats", type=int, help=f"rounds (default {repeats}, --quick 1)")
     parser.add_argument("--quick", action="store_true", help="measure little, to see that it runs")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures")
-    parser.add_argument(
-        "--disk", type=Path, default=Path(tempfile.gettempdir()), help="directory on a disk"
-    )
-    parser.add_argument(
-        "--ram", type=Path, default=Path("/dev/shm"), help="directory on a RAM disk"
-    )
     arguments = parser.parse_args()
     arguments.repeats = arguments.repeats or (1 if arguments.quick else repeats)
     arguments.only = [name for name in arguments.only.split(",") if name]
@@ -139,6 +141,11 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
         return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
 
     return "\n".join([line(heads), f"|{'---|' * len(heads)}", *map(line, rows)])
+
+
+def section(title: str, heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a table in Markdown under its title."""
+    return f"#### {title}\n\n{table(heads, rows)}"
 
 
 def say(text: str) -> None:

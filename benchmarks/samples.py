@@ -7,7 +7,6 @@ installed has a row that says so.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import importlib
 import importlib.util
@@ -44,7 +43,7 @@ from benchmarks.results import (
     rounds,
     save,
     say,
-    table,
+    section,
 )
 from shardcache import Cache, ShardBatchSampler, TarDataset
 from shardcache.dataset.index import OpenShard, write_index_file
@@ -255,49 +254,37 @@ def _webdataset(index: Path) -> Reader:
 
     def batches() -> Iterator[list[int]]:
         samples = itertools.islice(pipeline, BATCH * sum(skipped), None)
-        return (numbers for _, numbers in _Batches(samples))
+        return _numbers(samples)
 
     return Reader(batches, lambda count: count, skipped.append)
 
 
-class _Batches:
-    """The batches of samples that are read in this process."""
-
-    def __init__(self, samples: Iterable[dict[str, Any]]) -> None:
-        self._samples = iter(samples)
-
-    def __iter__(self) -> Iterator[Any]:
-        while some := list(itertools.islice(self._samples, BATCH)):
-            yield stacked(some)
+def _numbers(samples: Iterable[dict[str, Any]]) -> Iterator[list[int]]:
+    """Yield the numbers of each batch of samples that are read in this process."""
+    left = iter(samples)
+    while some := list(itertools.islice(left, BATCH)):
+        yield stacked(some)[1]
 
 
-def _datasets(index: Path, *, shuffle: bool) -> Reader:
+def _datasets(index: Path, *, shuffle: bool = False) -> Reader:
     from datasets import load_dataset
 
     paths = [str(path) for path in sorted((index.parent / index.stem).iterdir())]
     data = load_dataset("webdataset", data_files={"train": paths}, split="train", streaming=True)
     if shuffle:
         data = data.shuffle(seed=1, buffer_size=_BUFFER)
-    return Reader(
-        lambda: (numbers for _, numbers in _Batches(data)),
-        lambda count: data.state_dict(),
-        data.load_state_dict,
-    )
+    return Reader(lambda: _numbers(data), lambda count: data.state_dict(), data.load_state_dict)
 
 
 #: way -> title, the module that it needs, and a function that makes a reader of an index file.
 WAYS: dict[str, tuple[str, str, Callable[[Path], Reader]]] = {
     "shardcache": ("TarDataset, ShardBatchSampler", "shardcache", _tar_dataset),
     "webdataset": (f"WebDataset, `detshuffle({_BUFFER})`, skips", "webdataset", _webdataset),
-    "datasets": (
-        "HF datasets, `state_dict`, no shuffle",
-        "datasets",
-        lambda index: _datasets(index, shuffle=False),
-    ),
+    "datasets": ("HF datasets, `state_dict`, no shuffle", "datasets", _datasets),
     "datasets-shuffle": (
         f"HF datasets, `state_dict`, `shuffle({_BUFFER})`",
         "datasets",
-        lambda index: _datasets(index, shuffle=True),
+        partial(_datasets, shuffle=True),
     ),
 }
 
@@ -425,7 +412,7 @@ def _read_report(facts: Row) -> str:
             rows.append(["wids", _NOT_INSTALLED, "", "", ""])
         heads = ["", "us per sample, median", "min - max", "more than pread, us", "x `data[i]`"]
         kind = f"{facts['shards']:,} shards of {facts['samples']} samples, 10 KB in two files"
-        tables.append(f"#### One sample of {kind}, {title}\n\n{table(heads, rows)}")
+        tables.append(section(f"One sample of {kind}, {title}", heads, rows))
     return "\n\n".join(tables)
 
 
@@ -434,10 +421,8 @@ def _first_report(facts: Row) -> str:
     names = dict.fromkeys(name for figures in forms.values() for name in figures)
     rows = [[kind, *(middle(figures[n])[0] for n in names)] for kind, figures in forms.items()]
     heads = ["files per sample", *(f"{name}, ms" for name in names)]
-    return (
-        f"#### The first sample of a cached shard of {facts['samples']:,} samples\n\n"
-        f"{table(heads, rows)}"
-    )
+    title = f"The first sample of a cached shard of {facts['samples']:,} samples"
+    return section(title, heads, rows)
 
 
 def _epoch_report(facts: Row) -> str:
@@ -448,10 +433,8 @@ def _epoch_report(facts: Row) -> str:
         rows.append([name, *middle(values, ",.0f"), ratio(values, first), f"{cost:.0f}"])
     heads = ["", "samples per second, median", "min - max", "x WebDataset"]
     heads += ["processor time per sample, us"]
-    return (
-        f"#### An epoch of {facts['samples']:,} samples of 100 KB, DataLoader with 4 workers\n\n"
-        f"{table(heads, rows)}"
-    )
+    title = f"An epoch of {facts['samples']:,} samples of 100 KB, DataLoader with 4 workers"
+    return section(title, heads, rows)
 
 
 def _resume_report(rows: Row) -> str:
@@ -469,7 +452,7 @@ def _resume_report(rows: Row) -> str:
         lines.append([title, *cells, rest])
     heads = ["", *(f"at {fraction:.0%}, s" for fraction in _FRACTIONS)]
     heads += ["are the other samples exactly the rest?"]
-    return f"#### From the saved state to the first batch, in one process\n\n{table(heads, lines)}"
+    return section("From the saved state to the first batch, in one process", heads, lines)
 
 
 def _scale_report(facts: Row) -> str:
@@ -477,13 +460,13 @@ def _scale_report(facts: Row) -> str:
     cells += [f"{median(run['bytes'] for run in facts['runs']) / 1e6:.0f}"]
     title = f"{facts['samples']:,} samples in {facts['shards']:,} shards, 64 lanes and ranks"
     heads = ["seconds, median", "min - max", "MB of memory"]
-    return f"#### From the saved state to the first indices: {title}\n\n{table(heads, [cells])}"
+    return section(f"From the saved state to the first indices: {title}", heads, [cells])
 
 
 def _mixing_report(facts: Row) -> str:
     rows = [[k, f"{row['mean']:.1f}", str(row["min"])] for k, row in facts.items()]
     heads = ["`shuffle`", "shards per batch, mean", "min"]
-    return f"#### Batches of {BATCH} from 200 shards in one lane\n\n{table(heads, rows)}"
+    return section(f"Batches of {BATCH} from 200 shards in one lane", heads, rows)
 
 
 #: part -> the functions that measure it and make its tables.
@@ -504,7 +487,7 @@ def report(facts: Row) -> str:
 
 def main() -> None:
     """Run the benchmark."""
-    arguments = arguments_of(argparse.ArgumentParser(description=__doc__), repeats=5)
+    arguments = arguments_of(__doc__, repeats=5)
     (parts,) = picked(arguments.only, _PARTS)
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))

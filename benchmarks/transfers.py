@@ -15,7 +15,6 @@ shards,s3-like,shardcache,s5cmd``.
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -32,6 +31,7 @@ from benchmarks.results import (
     picked,
     save,
     say,
+    section,
     table,
     touched_pages,
 )
@@ -124,17 +124,16 @@ def _cell(row: Row, total: int) -> str:
     return f"{figures} ({failure})" if failure else figures
 
 
-def _starts(row: Row) -> list[str]:
-    """Return the cells of a library's row in the table of start-up times."""
-    return [row["title"], *(f"{median(run[name] for run in row['runs']):.2f}" for name in _STARTS)]
-
-
 def report(facts: Row) -> str:
     """Return the tables of a result in Markdown."""
     rows = next((g["rows"] for g in facts["groups"] if not g.get("unavailable")), [])
-    libraries = [r for r in rows if r["runs"] and r["runs"][0][_STARTS[0]]]
-    starts = table(["", "start-up s", "first object s"], map(_starts, libraries))
-    parts = [f"#### Start-up of the libraries, without TLS\n\n{starts}"]
+    starts = [
+        [row["title"], *(f"{median(run[name] for run in row['runs']):.2f}" for name in _STARTS)]
+        for row in rows
+        if row["runs"] and row["runs"][0].get(_STARTS[0])
+    ]
+    heads = ["", "start-up s", "first object s"]
+    parts = [section("Start-up of the libraries, without TLS", heads, starts)]
     for name in dict.fromkeys(group["target_title"] for group in facts["groups"]):
         groups = [group for group in facts["groups"] if group["target_title"] == name]
         text = f"Not run: {groups[0].get('unavailable')}"
@@ -151,10 +150,7 @@ def report(facts: Row) -> str:
 
 def main() -> None:
     """Run the benchmark."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    arguments = arguments_of(parser, repeats=5)
+    arguments = arguments_of(__doc__, repeats=5)
     names, targets, peers = picked(arguments.only, WORKLOADS, TARGETS, PEERS)
     workloads = [WORKLOADS[name][arguments.quick] for name in names]
     with tempfile.TemporaryDirectory(prefix=PREFIX, dir=arguments.ram) as ram:

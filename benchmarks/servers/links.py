@@ -18,20 +18,22 @@ credentials in a profile of a credentials file.
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import shutil
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
 from benchmarks.buckets import BUCKET
-from benchmarks.results import ROOT
+from benchmarks.servers.linkserver import serve
+from tests.support.storetools import forked
 
 #: name -> title of `linkserver` in tables, seconds to the first byte, bytes per second of one
 #: connection (0: no limit). In one region, S3 takes 20 to 50 ms and sends 50 to 100 MB/s.
@@ -89,21 +91,12 @@ class Target:
     # variables from which clients find the endpoint, a profile and its credentials
     environment: Mapping[str, str] = field(default_factory=dict)
     authority: Path | None = None  # file of the certificate authority to trust; None without TLS
-    log: Path | None = None  # file with a line per response; None if the server keeps no log
+    #: shared number of downloads that began with an object's first byte; nginx does not count
+    fetches: Any = field(default_factory=lambda: multiprocessing.Value("q"))
 
     def http_url(self, key: str) -> str:
         """Return the URL at which any HTTP client can read an object."""
         return f"{self.endpoint}/{BUCKET}/{quote(key)}"
-
-    def object_fetches(self) -> int:
-        """Return how often, by the log, the first byte of an object was sent."""
-        assert self.log is not None
-        count = 0
-        for line in self.log.read_text("utf-8").splitlines():
-            method, status, start, stop, path = line.split(" ", 4)
-            is_object = method == "GET" and status in ("200", "206") and "/" in path.rstrip("/")
-            count += is_object and start == "0" != stop
-        return count
 
 
 def _environment(home: Path, endpoint: str, authority: Path | None = None) -> dict[str, str]:
@@ -131,58 +124,50 @@ def _environment(home: Path, endpoint: str, authority: Path | None = None) -> di
 def target(name: str, root: Path, parent: Path) -> Iterator[Target]:
     """Run one of `TARGETS` over the buckets in ``root``, with its files below ``parent``.
 
-    Raises:
-        UnavailableError: a program is not installed.
+    Raises `UnavailableError`.
     """
     with tempfile.TemporaryDirectory(prefix="shardcache-link-", dir=parent) as directory:
         home = Path(directory)
-        if name in LINKS:
-            opened = link(root, home, name)
-        else:
-            opened = _nginx(f"root {root};", home, tls=name == "nginx-tls")
-        with opened as running:
+        with (
+            link(root, home, name)
+            if name in LINKS
+            else _nginx(f"root {root};", home, tls=name == "nginx-tls")
+        ) as running:
             yield running
 
 
 @contextlib.contextmanager
 def link(
-    root: Path, home: Path, name: str, *, processes: int = 1, log: bool = False, tls: bool = False
+    root: Path, home: Path, name: str, *, processes: int = 1, tls: bool = False
 ) -> Iterator[Target]:
     """Run one of `LINKS` over the buckets in ``root``, with its files in ``home``.
 
-    With ``log``, `Target.object_fetches` counts. With ``tls``, yield the nginx before the link; it
-    has no log.
+    With ``tls``, yield an nginx before the link.
     """
     _, delay, rate = LINKS[name]
-    written = home / f"{name}.log"
-    command = [sys.executable, "-m", "benchmarks.servers.linkserver", "--root", str(root)]
-    command += ["--delay", f"{delay}", "--rate", f"{rate}", "--processes", str(processes)]
-    if log:
-        written.touch()
-        command += ["--log", str(written)]
-    pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, cwd=ROOT) as process:
-        assert process.stdin is not None and process.stdout is not None
-        port = process.stdout.readline()
-        if not port:
-            raise RuntimeError(f"the link server did not start: exit code {process.wait()}")
-        endpoint = f"http://127.0.0.1:{int(port)}"
-        try:
-            if tls:
-                # A new request on a kept connection would wait for the rate of the last one.
-                source = f"location / {{ proxy_pass {endpoint}; proxy_buffering off; }}"
-                with _nginx(source, home, tls=True) as front:
-                    yield front
-            else:
-                yield Target(endpoint, _environment(home, endpoint), log=written if log else None)
-        finally:
-            process.stdin.close()  # which ends the server
+    fetches, port = multiprocessing.Value("q"), 0
+    with contextlib.ExitStack() as stack:
+        for _ in range(processes):
+            process = stack.enter_context(forked(serve, port, root, delay, rate, fetches))
+            port = process.hear()
+        endpoint = f"http://127.0.0.1:{port}"
+        running = Target(endpoint, _environment(home, endpoint), fetches=fetches)
+        if tls:
+            # A new request on a kept connection would wait for the rate of the last one.
+            source = f"location / {{ proxy_pass {endpoint}; proxy_buffering off; }}"
+            running = stack.enter_context(_nginx(source, home, tls=True))
+        yield running
+
+
+def which(program: str) -> str | None:
+    """Return the path of a program, also of one for administrators."""
+    return shutil.which(program, path=f"{os.environ.get('PATH', '')}:/usr/sbin")
 
 
 @contextlib.contextmanager
 def _nginx(source: str, home: Path, *, tls: bool) -> Iterator[Target]:
     """Run nginx, with a directive that says where it finds the objects."""
-    program = shutil.which("nginx", path=f"{os.environ.get('PATH', '')}:/usr/sbin")
+    program = which("nginx")
     if program is None:
         raise UnavailableError("nginx is not installed (Debian: apt-get install nginx-light)")
     if shutil.which("openssl") is None:

@@ -21,6 +21,7 @@ import functools
 import os
 import resource
 import select
+import signal
 import struct
 import time
 from collections.abc import Callable, Iterator
@@ -35,13 +36,15 @@ from tests.support.storetools import Child, Parent, forked
 
 #: Opcode -> the method that serves the request, and the layout of its arguments.
 OPERATIONS = {
-    1: ("lookup", ""), 3: ("getattr", "16x"), 4: ("setattr", "2I6Q7I"), 9: ("mkdir", "I4x"),
-    10: ("unlink", ""), 11: ("rmdir", ""), 12: ("rename", "Q"), 13: ("link", "Q"),
-    14: ("open", "I"), 15: ("read", "2QI"), 16: ("write", "2QI20x"), 17: ("statfs", ""),
-    18: ("release", "Q"), 20: ("fsync", "Q"), 27: ("opendir", "I"), 28: ("readdir", "2QI"),
-    29: ("releasedir", "Q"), 30: ("fsyncdir", "Q"), 32: ("setlk", "4QI"), 33: ("setlk", "4QI"),
-    35: ("create", "2I8x"),
+    1: ("lookup", ""), 3: ("getattr", "16x"), 4: ("setattr", "I12xQ8x2Q8x2I4xI4x2I4x"),
+    9: ("mkdir", "I4x"), 10: ("unlink", ""), 11: ("rmdir", ""), 12: ("rename", "Q"),
+    13: ("link", "Q"), 14: ("open", "I"), 15: ("read", "2QI"), 16: ("write", "2QI20x"),
+    17: ("statfs", ""), 18: ("release", "Q"), 20: ("fsync", "Q"), 27: ("opendir", "I"),
+    28: ("readdir", "2QI"), 29: ("releasedir", "Q"), 30: ("fsyncdir", "Q"),
+    32: ("setlk", "Q24xI"), 33: ("setlk", "Q24xI"), 35: ("create", "2I8x"),
 }  # fmt: skip
+#: Operations that change what is on the disk.
+CHANGES = "create mkdir rename unlink rmdir link write setattr"
 #: Requests whose arguments end in names.
 _NAMED = {"lookup", "mkdir", "unlink", "rmdir", "rename", "link", "create"}
 _INIT, _NO_ANSWER, _ROOT = 26, (2, 36, 42), 1  # forget, interrupt, forget many
@@ -49,7 +52,7 @@ _MAX_WRITE = 1 << 20
 #: The accepted features: parallel reads, large writes, flock.
 _FLAGS = 1 | 1 << 5 | 1 << 10 | 1 << 18 | 1 << 22
 _EXTENDED, _DIRECT_IO_MMAP = 1 << 30, 1 << 4
-_MODE, _UID, _GID, _SIZE, _ATIME, _MTIME, _FH, _ATIME_NOW, _MTIME_NOW = (1 << n for n in range(9))
+_MODE, _UID, _GID, _SIZE, _ATIME, _MTIME = (1 << n for n in range(6))
 _LOCKS = {fcntl.F_RDLCK: fcntl.LOCK_SH, fcntl.F_WRLCK: fcntl.LOCK_EX, fcntl.F_UNLCK: fcntl.LOCK_UN}
 
 
@@ -59,7 +62,8 @@ class Rule:
 
     ops: list[str]  # names of operations (``rename``, ``lookup``, ...)
     pattern: str  # shell pattern of paths relative to the mount
-    error: int  # errno of the reply
+    error: int = errno.EIO  # of the reply
+    kill: bool = False  # whether to kill the process with SIGKILL
     done: bool = False  # whether to carry out the operation first
     times: int = 1  # requests to hit; -1 for all
     skip: int = 0  # requests to pass first
@@ -187,7 +191,7 @@ class _Files:
             data = os.read(self.device, _MAX_WRITE + 4096)
         except OSError as exn:
             return exn.errno != errno.ENODEV  # other errors mean an interrupted request
-        _length, op, unique, number = struct.unpack_from("<2I2Q", data)
+        _length, op, unique, number, _uid, _gid, pid = struct.unpack_from("<2I2Q3I", data)
         body, answer, error = data[40:], b"", 0
         if op in _NO_ANSWER:
             return True
@@ -195,7 +199,7 @@ class _Files:
             if op == _INIT:
                 answer = self._agreed(body)
             elif op in OPERATIONS:
-                answer = self._carry_out(*OPERATIONS[op], self._node(number), body)
+                answer = self._carry_out(*OPERATIONS[op], self._node(number), pid, body)
             else:
                 error = errno.ENOSYS
         except OSError as exn:
@@ -212,11 +216,14 @@ class _Files:
         first = (major, min(minor, 38), readahead, flags, 16, 12, _MAX_WRITE, 1, 256, 0)
         return struct.pack("<4I2H2I2HIH26x", *first, extra, 0)
 
-    def _carry_out(self, op: str, layout: str, node: int, body: bytes) -> bytes:
+    def _carry_out(self, op: str, layout: str, node: int, pid: int, body: bytes) -> bytes:
         given = struct.unpack_from(f"<{layout}", body)
         rest = body[struct.calcsize(f"<{layout}") :]
         names = rest.split(b"\0")[:-1] if op in _NAMED else []
         rule = self._rule(op, node, given, names)
+        if rule is not None and rule.kill and pid:
+            with contextlib.suppress(ProcessLookupError):  # the number may be that of a thread
+                os.kill(pid, signal.SIGKILL)
         if not op.startswith("release"):
             self._check(node)
         if rule is None or rule.done:
@@ -228,13 +235,12 @@ class _Files:
 
     def _rule(self, op: str, node: int, given: tuple[int, ...], names: list[bytes]) -> Rule | None:
         """Return the rule that hits this request, or None."""
-        rules = [rule for rule in self.rules if op in rule.ops and rule.times]
         directories = [node, self._node(given[0])] if op == "rename" else [node]
         paths = []
-        for directory, name in zip(directories, names or [b""], strict=True) if rules else ():
+        for directory, name in zip(directories, names or [b""], strict=True):
             path = os.path.join(os.readlink(f"/proc/self/fd/{directory}"), os.fsdecode(name))
             paths.append(os.path.relpath(path, self.backing))
-        for rule in rules:
+        for rule in [rule for rule in self.rules if op in rule.ops and rule.times]:
             if any(fnmatch.fnmatchcase(path, rule.pattern) for path in paths):
                 if not rule.skip:
                     rule.times -= rule.times > 0
@@ -351,21 +357,20 @@ class _Files:
     def getattr(self, node: int) -> bytes:
         return struct.pack("<Q2I", 0, 0, 0) + _attributes(os.fstat(node))
 
-    def setattr(self, node: int, valid: int, _: int, handle: int, size: int, *more: int) -> bytes:
-        _owner, atime, mtime, _ctime, atime_n, mtime_n, _ctime_n, mode, _, uid, gid = more
-        path = f"/proc/self/fd/{node}"
+    def setattr(self, node: int, valid: int, size: int, *more: int) -> bytes:
+        atime, mtime, atime_n, mtime_n, mode, uid, gid = more
+        path, found = f"/proc/self/fd/{node}", os.fstat(node)
         if valid & _MODE:
             os.chmod(path, mode & 0o7777)
         if valid & (_UID | _GID):
             os.chown(path, uid if valid & _UID else -1, gid if valid & _GID else -1)
         if valid & _SIZE:
-            os.truncate(handle if valid & _FH else path, size)
+            os.truncate(path, size)
         if valid & (_ATIME | _MTIME):
-            now, found = time.time_ns(), os.fstat(node)
-            used = now if valid & _ATIME_NOW else atime * 10**9 + atime_n
-            changed = now if valid & _MTIME_NOW else mtime * 10**9 + mtime_n
-            used = used if valid & _ATIME else found.st_atime_ns
-            os.utime(path, ns=(used, changed if valid & _MTIME else found.st_mtime_ns))
+            used = atime * 10**9 + atime_n if valid & _ATIME else found.st_atime_ns
+            os.utime(
+                path, ns=(used, mtime * 10**9 + mtime_n if valid & _MTIME else found.st_mtime_ns)
+            )
         return self.getattr(node)
 
     def statfs(self, node: int) -> bytes:
@@ -393,8 +398,6 @@ class _Files:
 
     opendir, fsyncdir, releasedir = open, fsync, release
 
-    def setlk(
-        self, node: int, handle: int, _owner: int, _start: int, _end: int, kind: int
-    ) -> bytes:
+    def setlk(self, node: int, handle: int, kind: int) -> bytes:
         fcntl.flock(handle, _LOCKS[kind] | fcntl.LOCK_NB)
         return b""

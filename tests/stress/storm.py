@@ -89,12 +89,14 @@ class Shared(Origin):
     def fork(self, what: str, work: Callable[..., object], *args: object) -> int:
         """Fork a process that does some work without an error; returns its process id."""
         if (pid := os.fork()) == 0:
-            status = 1
+            status: Any = 1
             try:
                 die_with_parent()
                 with self.no_error(what):
                     work(*args)
                 status = 0
+            except SystemExit as exn:
+                status = exn.code
             finally:
                 os._exit(status)
         return pid
@@ -113,8 +115,7 @@ class Storm(Shared):
         #: Less than half of the data, so that workers evict.
         self.max_size = max(int(sum(self.sizes.values()) * 0.45), 12 * MIB)
         self.replaced = RawArray("d", len(self.names))  # times of the last replacements
-        #: The number of calls, the bytes that were compared, and the longest call in ms.
-        self.counts = [RawArray("q", 3) for _ in range(_WORKERS)]
+        self.calls = RawArray("q", _WORKERS)
 
     def cache(self, **options: Any) -> Cache:
         return Cache(
@@ -137,6 +138,9 @@ class Worker:
     """A process that uses the cache."""
 
     def __init__(self, storm: Storm, slot: int, life: int) -> None:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: sys.exit(_TERMINATED))
+        faulthandler.register(signal.SIGUSR1)
         self.storm, self.slot = storm, slot
         self.draw = random.Random(f"{storm.seed}/{slot}.{life}")
         os.environ["SHARDCACHE_RANK"] = str(slot)
@@ -148,12 +152,15 @@ class Worker:
 
     def live(self) -> None:
         """Make calls until the storm ends."""
-        while not self.storm.stop_file.exists():
-            (call,) = self.draw.choices(list(_CALLS), list(_CALLS.values()))
-            name = self._choose()
-            with self._call(call, name):
-                getattr(self, f"_{call}")(self.storm.url(name), name)
-            time.sleep(self.draw.expovariate(250))
+        try:
+            while not self.storm.stop_file.exists():
+                (call,) = self.draw.choices(list(_CALLS), list(_CALLS.values()))
+                name = self._choose()
+                with self._call(call, name):
+                    getattr(self, f"_{call}")(self.storm.url(name), name)
+                time.sleep(self.draw.expovariate(250))
+        finally:
+            self.cache.close()
 
     def _choose(self) -> str:
         """Choose a shard, mostly one that is popular now."""
@@ -163,16 +170,14 @@ class Worker:
     @contextlib.contextmanager
     def _call(self, op: str, name: str) -> Iterator[None]:
         """Check that a call ends in time, and that its error has a reason."""
-        counts, began = self.storm.counts[self.slot], time.monotonic()
-        counts[0] += 1
+        began = time.monotonic()
+        self.storm.calls[self.slot] += 1
         try:
             yield
         except Exception as exn:
             if not self._explained(exn, op in ("pinned", "fetch"), name, began):
                 self.storm.wrong("errors", f"{op} of {name}: {traceback.format_exc()[-3000:]}")
-        took = time.monotonic() - began
-        counts[2] = max(counts[2], int(took * 1000))
-        if took > LOCK_TIMEOUT + _SLACK:
+        if (took := time.monotonic() - began) > LOCK_TIMEOUT + _SLACK:
             self.storm.wrong("bounded wait", f"{op} of {name} took {took:.0f} s")
 
     def _explained(self, exn: Exception, stores: bool, name: str, began: float) -> bool:
@@ -193,7 +198,6 @@ class Worker:
             wrong = f"version {version} was not stored when it ended"
         if wrong is not None:
             self.storm.wrong("bytes", f"{name}: {wrong}")
-        self.storm.counts[self.slot][1] += len(data)
 
     def _read(self, url: str, name: str) -> None:
         with self.cache.open(url) as stream:
@@ -259,26 +263,6 @@ class Worker:
     def _restart(self, url: str, name: str) -> None:
         self.cache.close()
         self._open_cache()
-
-
-def live(storm: Storm, slot: int, life: int) -> None:
-    """Be a worker, in a forked process, and end it."""
-    die_with_parent()
-    status = 0
-    try:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: sys.exit(_TERMINATED))
-        faulthandler.register(signal.SIGUSR1)
-        worker = Worker(storm, slot, life)
-        try:
-            worker.live()
-        finally:
-            worker.cache.close()
-    except SystemExit:
-        status = _TERMINATED
-    except BaseException:
-        storm.wrong("errors", f"worker {slot}.{life}: {traceback.format_exc()[-3000:]}")
-    os._exit(status)
 
 
 def below(directory: Path, suffix: str = "") -> list[Path]:
@@ -380,9 +364,9 @@ class Boss:
 
     def _spawn(self, slot: int) -> None:
         if not self.storm.stop_file.exists():
-            if (pid := os.fork()) == 0:
-                live(self.storm, slot, self.done["lives"])
-            self.slots[pid] = slot
+            life = self.done["lives"]
+            work = lambda: Worker(self.storm, slot, life).live()  # noqa: E731
+            self.slots[self.storm.fork(f"worker {slot}.{life}", work)] = slot
 
     def _kill(self) -> None:
         """Kill or terminate a running worker."""
@@ -516,11 +500,10 @@ def blow(seconds: float, seed: int, lying: bool) -> tuple[dict[str, int], list[s
         fetches = sum(storm.fetches)
         boss.read_again([path for path, _ in published(storm.root).values()])
         audit(storm)
-        calls, compared, longest = zip(*storm.counts, strict=True)
-        if fetches > 1.5 * sum(calls) + len(storm.names):
-            storm.wrong("economy", f"{fetches} fetches by {sum(calls)} calls")
-        figures = {"calls": sum(calls), "bytes compared": sum(compared), "longest ms": max(longest)}
-        return {**figures, **boss.done, "fetches": fetches}, storm.violations()
+        calls = sum(storm.calls)
+        if fetches > 1.5 * calls + len(storm.names):
+            storm.wrong("economy", f"{fetches} fetches by {calls} calls")
+        return {"calls": calls, **boss.done, "fetches": fetches}, storm.violations()
 
 
 def arguments(doc: str, name: str) -> argparse.Namespace:

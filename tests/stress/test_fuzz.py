@@ -2,7 +2,6 @@
 
 import os
 import random
-import shutil
 import sys
 import tempfile
 from contextlib import suppress
@@ -11,7 +10,6 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from shardcache import Cache
 from shardcache.errors import ShardCacheError
@@ -24,75 +22,19 @@ TRIES = int(os.environ.get("FUZZ", "1"))
 SHARDS = {f"{number}.tar": make_tar(number, 2 + 2 * number, 200) for number in range(3)}
 SHARDS["big.tar"] = make_tar(9, 700, 1500)  # of several blocks
 KINDS = ["flip", "flip", "flip", "cut", "grow", "noise", "gone", "link", "pipe", "directory"]
-names = st.sampled_from(sorted(SHARDS))
 
 
-class DamagedCache(RuleBasedStateMachine):
-    """Damages files of a cache at random; every read has the right bytes, and repairs its shard."""
-
-    boots = 0
-
-    def __init__(self):
-        super().__init__()
-        self.patch = pytest.MonkeyPatch()
-        self.home = Path(tempfile.mkdtemp(prefix="shardcache-fuzz-"))
-        self.root = self.home / "cache"
-        (self.home / "origin").mkdir()
-        for name, data in SHARDS.items():
-            (self.home / "origin" / name).write_bytes(data)
-        self.cache: Cache | None = None
-        self.reboot()
-
-    def teardown(self):
-        self.cache.close()
-        shutil.rmtree(self.home)
-        self.patch.undo()
-
-    def reboot(self):
-        """Open the cache again, as after a reboot: entries must be verified."""
-        if self.cache is not None:
-            self.cache.close()
-        DamagedCache.boots += 1
-        boot = f"boot-{DamagedCache.boots}"
-        for name, module in list(sys.modules.items()):
-            if name.startswith("shardcache") and hasattr(module, "boot_id"):
-                self.patch.setattr(module, "boot_id", lambda: boot)
-        self.cache = Cache(self.root, min_free=0, attempts=1, cache_local=True)
-
-    def url(self, name):
-        return f"file://{self.home}/origin/{name}"
-
-    @rule(name=names)
-    def read(self, name):
-        with self.cache.open(self.url(name)) as stream:
-            assert stream.read() == SHARDS[name]
-
-    @rule(name=names)
-    def leave(self, name):
-        """Read the beginning, and close the stream."""
-        with self.cache.open(self.url(name)) as stream:
-            assert stream.read(1000) == SHARDS[name][:1000]
-
-    @rule(kind=st.sampled_from(KINDS), seed=st.integers(0, 1 << 30))
-    def damage(self, kind, seed):
-        """Damage any file of the root."""
-        self.reboot()  # ends downloads, which would remove files while they are listed
-        files = sorted(p for p in self.root.rglob("*") if p.is_file() and not p.is_symlink())
-        path = files[seed % len(files)] if files else None
-        if path and (path.name != "manifest.json" or kind not in ("link", "pipe", "directory")):
-            self.spoil(path, kind, seed)  # the cache refuses other kinds of manifests
-
-    @rule(name=names, meta=st.booleans(), kind=st.sampled_from(KINDS), seed=st.integers(0, 1 << 30))
-    def damage_and_read(self, name, meta, kind, seed):
-        """Damage a file that is read next."""
-        self.read(name)
-        if path := self.cache.path(self.url(name)):  # None if it was streamed
-            self.spoil(path.with_name("meta.json") if meta else path, kind, seed)
-            self.read(name)
-
-    def spoil(self, path, kind, seed):
-        draw = random.Random(seed)
-        content = bytearray(path.read_bytes())
+def spoil(path, kind, draw):
+    """Damage a file, or put something else in its place."""
+    content = bytearray(path.read_bytes())
+    path.unlink()
+    if kind == "link":
+        path.symlink_to("/nowhere")
+    elif kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "directory":
+        path.mkdir()
+    elif kind != "gone":
         if kind == "flip" and content:
             content[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
         elif kind == "cut":
@@ -100,39 +42,40 @@ class DamagedCache(RuleBasedStateMachine):
         elif kind == "grow":
             content += draw.randbytes(draw.randrange(1, 2000))
         elif kind == "noise":
-            content = bytearray(draw.randbytes(draw.randrange(2000)))
-        path.unlink()
-        if kind == "link":
-            path.symlink_to(self.home / "nowhere")
-        elif kind == "pipe":
-            os.mkfifo(path)
-        elif kind == "directory":
-            path.mkdir()
-        elif kind != "gone":
-            path.write_bytes(content)
-        self.reboot()
-
-    @rule(everything=st.booleans())
-    def clean(self, everything):
-        if (self.root / "manifest.json").is_file():
-            try:
-                self.cache.clean(everything=everything)
-            except OSError as exn:  # a link or a directory in place of the lock file
-                lock = Path(exn.filename)
-                assert lock.parent.name == "locks" and (lock.is_symlink() or lock.is_dir())
-
-    @invariant()
-    def nothing_was_written_outside(self):
-        assert sorted(os.listdir(self.home)) == ["cache", "origin"][not self.root.exists() :]
+            content = draw.randbytes(draw.randrange(2000))
+        path.write_bytes(content)
 
 
-DamagedCache.TestCase.settings = settings(
-    max_examples=25 * TRIES,
-    stateful_step_count=12,
-    deadline=None,
-    suppress_health_check=list(HealthCheck),
-)
-TestDamagedCache = DamagedCache.TestCase
+@pytest.mark.parametrize("seed", range(25 * TRIES))
+def test_reads_from_a_damaged_cache_are_right_and_repair_it(seed, tmp_path, monkeypatch):
+    draw, root, origin = random.Random(seed), tmp_path / "cache", tmp_path / "origin"
+    origin.mkdir()
+    for name, data in SHARDS.items():
+        (origin / name).write_bytes(data)
+    modules = [each for name, each in sys.modules.items() if name.startswith("shardcache")]
+    for step in range(12):
+        # As after a reboot: entries must be verified.
+        for module in [each for each in modules if hasattr(each, "boot_id")]:
+            monkeypatch.setattr(module, "boot_id", lambda step=step: f"boot-{seed}-{step}")
+        with Cache(root, min_free=0, attempts=1, cache_local=True) as cache:
+            for name in draw.sample(sorted(SHARDS), 2):
+                with cache.open(f"file://{origin}/{name}") as stream:
+                    most = draw.choice((-1, 1000))
+                    assert stream.read(most) == SHARDS[name][: most if most > 0 else None]
+            if draw.random() < 0.2 and (root / "manifest.json").is_file():
+                try:
+                    cache.clean(everything=draw.random() < 0.5)
+                except OSError as exn:  # a link or a directory in place of the lock file
+                    lock = Path(exn.filename)
+                    assert lock.parent.name == "locks" and (lock.is_symlink() or lock.is_dir())
+        assert sorted(os.listdir(tmp_path)) == ["cache", "origin"]
+        files = sorted(p for p in root.rglob("*") if p.is_file() and not p.is_symlink())
+        if draw.random() < 0.6:  # of an entry
+            files = [path for path in files if "objects" in path.parts]
+        path, kind = draw.choice([*files, None]), draw.choice(KINDS)
+        # The cache refuses other kinds of manifests.
+        if path and (path.name != "manifest.json" or kind not in ("link", "pipe", "directory")):
+            spoil(path, kind, draw)
 
 
 HEADERS = {

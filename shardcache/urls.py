@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import os
@@ -36,9 +37,8 @@ _LOGINS = frozenset({"ftp", "http", "https", "sftp", "smb", "ssh", "webdav", "we
 #: Maximum length of a URL in bytes. S3 keys have up to 1 KiB; servers refuse more than 8 KiB.
 _MAX_CANONICAL = 8192
 
-#: Query parameters of signed URLs: those that a complete signature must have, and a pattern that
-#: matches every parameter of the signature. Alibaba's are listed one by one, because a pattern
-#: would also match ``x-oss-process``, which changes the bytes.
+#: Query parameters of signed URLs: those that a complete signature must have, and a pattern of all
+#: that belong to it. Alibaba's are listed one by one: ``x-oss-process`` changes the bytes.
 _SIGNATURES = (
     # Signature version 4 of AWS and of Google.
     ("x-amz-algorithm x-amz-credential x-amz-signature", r"x-amz-.+"),
@@ -100,19 +100,16 @@ _PROGRAM = r"(?a)\s*(?:\w+=(?:'[^']*'|\"[^\"`$\\]*\"|[\w./:@%+,-])*\s+)*([\w./+-
 _ADDRESS = r"(?:://(?:[^/\s]*@)?|--(?:endpoint-url|region)[= ])([^\s|;<>]*)"
 _CONTROL = r"[\x00-\x1f\x7f]"
 _DEFAULT_PORTS = {"http": ":80", "https": ":443"}
-#: Maximum length of a file name. Common filesystems allow 255 bytes; temporary names are longer.
-_MAX_BASENAME = 120
+_MAX_BASENAME = 120  #: filesystems allow 255 bytes; temporary names are longer
 #: The ARN of an access point of S3, of S3 on Outposts or of S3 Object Lambda.
 _ARN = (
     r"arn:[a-z-]+:s3[a-z-]*:[a-z0-9-]*:[0-9]{12}:(?:outpost[/:][^/:@]+[/:])?accesspoint[/:][^/:@]+"
 )
-#: The text that replaces a secret option in a pickle.
-_HIDDEN = "***"
+_HIDDEN = "***"  #: replaces a secret option in a pickle
 #: Schemes whose canonical URLs never hide values of query parameters.
 _NEVER_MASKED = frozenset({"file", "pipe", "s3"})
 #: Files that shardcache writes next to the data file of a shard. A data file has no such name.
 SIDE_FILES = frozenset({"meta.json", "progress", "samples.idx"})
-
 # In these schemes, a name before the @ is a login only if a password follows the name.
 _NAMED = "(?:abfss?|az|oci)://"
 #: A web URL in a text: the part before the query (group 1), the query (group 2), and a fragment
@@ -131,10 +128,8 @@ _REDACTED = {
     + "|".join(map(re.escape, sorted(_SECRETS)))
     + r")=)[^&\s\"'<>]+": r"\1***",
 }
-#: Maximum number of characters of a server's text that an error shows.
-_SHOWN = 300
-#: Minimum length of the texts that `secret_forms` returns: any text may contain shorter ones.
-_SECRET = 4
+_SHOWN = 300  #: maximum number of characters of a server's text in an error
+_SECRET = 4  #: minimum length of a secret that is removed: any text may contain shorter ones
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,16 +210,10 @@ def advise_scheme(shard: ShardURL, otherwise: str = "") -> str:
 def parse_url(
     url: str, *, endpoint: str | None = None, allow_schemes: Collection[str] = ()
 ) -> ShardURL:
-    """Parse the URL or the plain path of a shard.
+    """Parse the URL or the plain path of a shard; raise ConfigError if it is not valid.
 
-    Args:
-        url: the URL or path.
-        endpoint: the S3 endpoint in use, which becomes part of the key of ``s3`` URLs. None means
-            AWS's standard partition.
-        allow_schemes: schemes to allow in addition to `DEFAULT_SCHEMES`.
-
-    Raises:
-        ConfigError: the URL is malformed or too long, or its scheme is not allowed.
+    ``endpoint`` is the S3 endpoint in use, a part of the key of ``s3`` URLs; None stands for AWS's
+    standard partition. ``allow_schemes`` are allowed in addition to `DEFAULT_SCHEMES`.
     """
     if not isinstance(url, str):
         raise ConfigError(f"a shard URL must be a string, not {type(url).__name__}")
@@ -253,7 +242,6 @@ def parse_url(
         )
     rest = url[match.end() if match else 0 :]
     version_id = key = authority = None
-    is_masked = False
     if scheme == "file":
         canonical = identity = name = _file(url, rest)
     elif scheme == "s3":
@@ -266,22 +254,19 @@ def parse_url(
         if masked := re.fullmatch(_MASKED, rest):
             rest, key = masked.groups()
         canonical, identity, name = _generic(url, scheme, rest)
-        is_masked = key is not None or canonical != identity
-    try:
+    encoded = b""
+    with contextlib.suppress(UnicodeEncodeError):  # it would quote the URL
         # Paths may contain arbitrary bytes, but all other URLs must be text.
         encoded = identity.encode("utf-8", "surrogateescape" if scheme == "file" else "strict")
-    except UnicodeEncodeError:  # it quotes the URL, so it is no context of the error below
-        encoded = b""
     if not encoded:
         raise ConfigError(f"{shown_url(url)!r} cannot be encoded as UTF-8")
     if len(encoded) > _MAX_CANONICAL:
         raise ConfigError(
             f"{shown_url(url)[:80]}... has {len(encoded)} bytes; the limit is {_MAX_CANONICAL}"
         )
+    hides = scheme not in _NEVER_MASKED and (key is not None or canonical != identity)
     key = key or hashlib.blake2b(encoded, digest_size=16, usedforsecurity=False).hexdigest()
-    if is_masked:
-        canonical = f"{canonical}#{key}"
-    names = (scheme, canonical, key, _basename(name), version_id)
+    names = (scheme, f"{canonical}#{key}" if hides else canonical, key, _basename(name), version_id)
     return ShardURL(url, *names, endpoint=authority)
 
 
@@ -289,8 +274,7 @@ def _file(url: str, path: str) -> str:
     if not path:
         raise ConfigError(f"{url!r} names no file")
     try:
-        # Do not resolve "..", because the parent of a symbolic link's target is another directory.
-        return f"file://{Path(path).absolute()}"
+        return f"file://{Path(path).absolute()}"  # with "..", which follows symbolic links
     except FileNotFoundError as exn:
         raise ConfigError(f"{url!r} is relative to a directory that was removed") from exn
 

@@ -237,7 +237,7 @@ class Listing:
         origin: Any = self._origins.of(shard)
         if shard.scheme in ("http", "https"):  # fsspec lists the links on a page
             options = scheme_options(config, shard.scheme)
-            origin = FsspecOrigin(shard.scheme, options, timeout=config.timeout)
+            origin = FsspecOrigin(shard.scheme, options, config.timeout)
         if not hasattr(origin, "names_below"):
             raise ConfigError(
                 f"{shard}: {shard.scheme}:// cannot be listed. Write ranges as {{0000..0127}}.",

@@ -223,13 +223,16 @@ def send_secret(config, found):
 
 def test_only_spawned_workers_get_secrets_in_a_pickle():
     options = {"key": "AK", "secret": SECRET, "profile": "p", "client_kwargs": {"verify": False}}
-    config = only(storage_options=options, validate=send_secret).config
-    assert deepcopy(config) == config
+    upstreams = [{"url": "s3://b/x", "storage_options": options}]
+    given = {"storage_options": options, "upstreams": upstreams}
+    config = only(**given, validate=send_secret).config
+    assert deepcopy(config) == config and SECRET not in repr(config)
     pickled = pickle.dumps(config)
     assert SECRET.encode() not in pickled
     copy = pickle.loads(pickled)
-    assert dict(copy.storage_options) == {"profile": "p", "client_kwargs": {"verify": False}}
-    assert copy.replace(storage_options=options) == config
+    for found in copy.storage_options, copy.upstreams[0].storage_options:
+        assert dict(found) == {"profile": "p", "client_kwargs": {"verify": False}}
+    assert copy.replace(**given) == config
     context = multiprocessing.get_context("spawn")
     found = context.SimpleQueue()
     process = context.Process(target=send_secret, args=(config, found))

@@ -1,6 +1,7 @@
 """Shards behind web servers and fsspec filesystems: memory, plain files, a silent one."""
 
 import os
+import socket
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -36,15 +37,6 @@ def web():
 @pytest.fixture
 def cache(make_cache):
     return make_cache(attempts=2, cache_local=True)
-
-
-def test_a_url_that_is_signed_again_is_a_hit(cache, web):
-    signed = f"{web.url}/a.tar?x=1&X-Amz-Algorithm=A&X-Amz-Credential=C&X-Amz-Signature="
-    assert cache.open(f"{signed}canary1").read() == SHARD
-    assert any("canary1" in request for request in web.requests)
-    web.heads.clear()
-    assert cache.open(f"{signed}canary2").read() == SHARD
-    assert web.requests == []
 
 
 @pytest.mark.parametrize(
@@ -235,22 +227,18 @@ def test_closing_a_file_waits_for_no_thread(hooked_cache, set_hook, monkeypatch)
 def test_google_credentials_are_not_sought_where_no_server_gives_any(
     make_cache, has_server, monkeypatch
 ):
-    class Google(MemoryFileSystem):
-        def __init__(self, **options):
-            super().__init__(**options)
-            assert os.environ.get("NO_GCE_CHECK", "false") == ("false" if has_server else "true")
+    def connect(*address, timeout):
+        if not has_server:
+            raise TimeoutError
+        return socket.socket()
 
-    class Socket:
-        def __init__(self, *address, timeout):
-            if not has_server:
-                raise TimeoutError
-
-        def close(self):
-            """The answer is not needed."""
+    def google(*names, **options):
+        assert os.environ.get("NO_GCE_CHECK") == (None if has_server else "true")
+        return MemoryFileSystem(**options)
 
     monkeypatch.setenv("NO_GCE_CHECK", "")
     monkeypatch.delenv("NO_GCE_CHECK")
-    monkeypatch.setattr("socket.create_connection", Socket)
-    monkeypatch.setattr("fsspec.filesystem", lambda *names, **options: Google(**options))
+    monkeypatch.setattr("socket.create_connection", connect)
+    monkeypatch.setattr("fsspec.filesystem", google)
     with pytest.raises(ShardNotFoundError):
         make_cache().fetch("gs://lab/none.tar")

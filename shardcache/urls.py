@@ -71,11 +71,6 @@ _SIGNATURES = (
 _VERSIONS = frozenset({"generation", "snapshot", "versionid"})
 #: A canonical URL with hidden values, which ends with the key. The groups are the URL and the key.
 _MASKED = r"([^?]*\?.*\*\*\*.*)#([0-9a-f]{32})"
-#: Names of query parameters whose values are hidden in any text.
-_SECRETS = frozenset(
-    {"access_token", "api_key", "apikey", "auth_token", "authorization", "awsaccesskeyid"}
-    | {"googleaccessid", "password", "secret", "security-token", "sig", "signature", "token"}
-)
 #: The partitions of AWS except the standard one, by the prefix of their regions. Buckets in two
 #: partitions may have the same name.
 PARTITIONS = r"cn|us-gov|us-iso[a-z]?|eu-isoe|eusc"
@@ -92,20 +87,16 @@ _SCHEME = r"([A-Za-z][A-Za-z0-9+.-]*):(//)?"
 _FSSPEC = r"^shardcache:(:|//(?=[A-Za-z][A-Za-z0-9+.-]*://))"  # both forms of our fsspec names
 #: Several URLs in one text. One space or comma may be a part of an object's name.
 _SEVERAL = r"(?i)^[a-z0-9+.-]+::|::[a-z0-9+.-]+:/|^[^?]*[\s,](\w+://|pipe:)|\.t(ar|gz)\s+/"
-_UNSAFE = r"[^A-Za-z0-9._-]+"
-_TARGET = r"[a-z][a-z0-9+.-]*://[^\s\"'|;<>()]+"
 #: Assignments to variables, and the program of a command. Only a shell can read other beginnings.
 _PROGRAM = r"(?a)\s*(?:\w+=(?:'[^']*'|\"[^\"`$\\]*\"|[\w./:@%+,-])*\s+)*([\w./+-]+)(?=[\s;|&<>]|\Z)"
 #: The parts of a command that choose a server: URLs without their logins, and options.
 _ADDRESS = r"(?:://(?:[^/\s]*@)?|--(?:endpoint-url|region)[= ])([^\s|;<>]*)"
-_CONTROL = r"[\x00-\x1f\x7f]"
 _DEFAULT_PORTS = {"http": ":80", "https": ":443"}
 _MAX_BASENAME = 120  #: filesystems allow 255 bytes; temporary names are longer
 #: The ARN of an access point of S3, of S3 on Outposts or of S3 Object Lambda.
 _ARN = (
     r"arn:[a-z-]+:s3[a-z-]*:[a-z0-9-]*:[0-9]{12}:(?:outpost[/:][^/:@]+[/:])?accesspoint[/:][^/:@]+"
 )
-_HIDDEN = "***"  #: replaces a secret option in a pickle
 #: Schemes whose canonical URLs never hide values of query parameters.
 _NEVER_MASKED = frozenset({"file", "pipe", "s3"})
 #: Files that shardcache writes next to the data file of a shard. A data file has no such name.
@@ -124,9 +115,9 @@ _REDACTED = {
     rf"(?i)\b(?!{_NAMED})([a-z][a-z0-9+.-]*://)[^/\s@\"']+@": r"\1",
     # Headers and parameters.
     r"(?i)\b((?:proxy-)?authorization:\s*(?:[a-z]+\s+)?)[^\s\"']+": r"\1***",
-    r"(?i)\b((?:x-(?:amz|goog|oss|cos)-[a-z0-9-]+|key-pair-id|policy|"
-    + "|".join(map(re.escape, sorted(_SECRETS)))
-    + r")=)[^&\s\"'<>]+": r"\1***",
+    r"(?i)\b((?:x-(?:amz|goog|oss|cos)-[a-z0-9-]+|key-pair-id|policy|access_token|api_?key|auth_token|"
+    r"authorization|awsaccesskeyid|googleaccessid|password|secret|security-token|sig(?:nature)?|"
+    r"token)=)[^&\s\"'<>]+": r"\1***",
 }
 _SHOWN = 300  #: maximum number of characters of a server's text in an error
 _SECRET = 4  #: minimum length of a secret that is removed: any text may contain shorter ones
@@ -155,7 +146,7 @@ class ShardURL:
         raw, options = self.raw, self.options
         if get_spawning_popen() is None:  # any part of a command may be a secret
             raw = "" if self.scheme == "pipe" else self.canonical
-            options = tuple((k, _HIDDEN if k == "authorization" else v) for k, v in options)
+            options = tuple((k, "***" if k == "authorization" else v) for k, v in options)
         names = (self.scheme, self.canonical, self.key, self.basename, self.version_id)
         return ShardURL, (raw, *names, options, self.endpoint)
 
@@ -165,9 +156,8 @@ class ShardURL:
     @property
     def is_masked(self) -> bool:
         """Whether secrets that an origin needs to read the shard are missing from this URL."""
-        if ("authorization", _HIDDEN) in self.options:
-            return True
-        return self.scheme not in _NEVER_MASKED and re.fullmatch(_MASKED, self.raw) is not None
+        masked = self.scheme not in _NEVER_MASKED and re.fullmatch(_MASKED, self.raw)
+        return bool(masked) or ("authorization", "***") in self.options
 
     @property
     def is_local(self) -> bool:
@@ -201,10 +191,10 @@ def unexpanded(shard: ShardURL) -> ConfigError | None:
 
 def advise_scheme(shard: ShardURL, otherwise: str = "") -> str:
     """Return advice for a relative path without a file, which may be an ``s3`` URL."""
-    raw = shard.raw
-    if not shard.is_local or re.match(r"[/.]|file:|[^/]*$", raw) or shard.local_path.exists():
+    is_path = re.match(r"[/.]|file:|[^/]*$", shard.raw)
+    if not shard.is_local or is_path or shard.local_path.exists():
         return otherwise
-    return f"If it is an object, write s3://{redact(raw)}."
+    return f"If it is an object, write s3://{redact(shard.raw)}."
 
 
 def parse_url(
@@ -222,9 +212,9 @@ def parse_url(
         url = re.sub(_FSSPEC, "", url)
     if not url:
         raise ConfigError("a shard URL must not be empty")
-    if not url.isprintable() and re.search(_CONTROL, url):
+    if not url.isprintable() and re.search(control := r"[\x00-\x1f\x7f]", url):
         # Replace the characters first: `redact` would show what follows a newline in a signature.
-        shown = shown_url(re.sub(_CONTROL, "\N{REPLACEMENT CHARACTER}", url))
+        shown = shown_url(re.sub(control, "\N{REPLACEMENT CHARACTER}", url))
         raise ConfigError(f"{shown!r} contains a control character. Strip line ends from URLs.")
     match = re.match(_SCHEME, url)
     scheme = match.group(1).lower() if match else "file"
@@ -290,7 +280,7 @@ def name_command(command: str) -> str:
     All other parts may be credentials (``-u me:secret``, ``X-Api-Key: ...``).
     """
     program = found[1].rpartition("/")[2] if (found := re.match(_PROGRAM, command)) else "sh"
-    target = re.search(_TARGET, command)
+    target = re.search(r"[a-z][a-z0-9+.-]*://[^\s\"'|;<>()]+", command)
     reads = f" {redact(target.group())}" if target else ""
     digest = hashlib.blake2b(command.encode("utf-8", "surrogatepass"), digest_size=4)
     return f"pipe:{program}{reads} #{digest.hexdigest()}"
@@ -400,7 +390,8 @@ def _web_host(url: str, scheme: str, netloc: str, what: str = "") -> str:
 
 
 def _basename(name: str) -> str:
-    safe = re.sub(_UNSAFE, "_", name.rstrip("/").rpartition("/")[2])[-_MAX_BASENAME:].lstrip(".")
+    safe = re.sub(r"[^A-Za-z0-9._-]+", "_", name.rstrip("/").rpartition("/")[2])
+    safe = safe[-_MAX_BASENAME:].lstrip(".")
     return f"shard-{safe}" if safe in SIDE_FILES else safe or "shard"
 
 

@@ -159,8 +159,8 @@ def s3_endpoint(options: Mapping[str, Any], endpoint_url: str | None = None) -> 
             return None
         own = found.get_scoped_config()
         services = found.full_config.get("services", {}).get(own.get("services"), {})
-        url = services.get("s3", {}).get("endpoint_url") or own.get("endpoint_url")
-        return named or url or None
+        near = services.get("s3", {}).get("endpoint_url")
+        return named or near or own.get("endpoint_url") or None
 
     return _from_files(options, configured)
 
@@ -179,10 +179,7 @@ def needs_s3fs(bucket: str, options: Mapping[str, Any]) -> str:
 
 
 def s3fs_options(options: Mapping[str, Any], endpoint_url: str | None = None) -> dict[str, Any]:
-    """Return options with which s3fs uses the endpoint and region of shardcache's own client.
-
-    The options for the profile, the credentials and anonymous access have the same names in both.
-    """
+    """Return options with which s3fs uses the endpoint and region of shardcache's own client."""
     endpoint = s3_endpoint(options, endpoint_url)
     client = {**(options.get("client_kwargs") or {})}
     client.pop("endpoint_url", None)  # s3fs refuses two endpoints
@@ -196,8 +193,8 @@ def s3fs_options(options: Mapping[str, Any], endpoint_url: str | None = None) ->
 def s3_region(options: Mapping[str, Any]) -> str | None:
     """Return the region that a client with these options tries first at AWS, or None.
 
-    The precedence is botocore's, and AWS_REGION comes last. The files are parsed only if they or
-    AWS_REGION name a region outside AWS's standard partition; otherwise, the result may be None.
+    The precedence is botocore's, and AWS_REGION comes last. The result may be None if neither the
+    files nor AWS_REGION name a region outside AWS's standard partition.
     """
     passed = (options.get("client_kwargs") or {}).get("region_name")
     if first := passed or os.environ.get("AWS_DEFAULT_REGION"):
@@ -342,9 +339,8 @@ def _login(profile: str | None) -> str:
 def chain_error(exn: Exception, shard: ShardURL, profile: str | None, *, worked: bool) -> Exception:
     """Return the exception that an origin raises for one of botocore's credential chain.
 
-    A program that prints no valid credentials raises one of Python: FileNotFoundError, ValueError,
-    or RuntimeError if they have expired. An ended login is waited for only if the store ``worked``
-    with credentials of this process before.
+    A program that prints no valid credentials raises FileNotFoundError, ValueError, or RuntimeError
+    if they have expired. An ended login is waited for only if the store ``worked`` before.
     """
     reason = quoted(str(exn)).rstrip(".")
     kinds = {kind.__name__ for kind in type(exn).__mro__}
@@ -376,10 +372,7 @@ def chain_error(exn: Exception, shard: ShardURL, profile: str | None, *, worked:
 
 
 def _metadata_service_is_busy() -> bool:
-    """Return whether this EC2 instance has a role, but cannot get its credentials at the moment.
-
-    Botocore raises the same NoCredentialsError on a machine without a metadata service.
-    """
+    """Return whether this is an EC2 instance whose role gives no credentials at the moment."""
     if os.environ.get("AWS_EC2_METADATA_DISABLED", "").lower() == "true":
         return False
     from shardcache.origins.connection import Dialer, Transport  # here: a hit needs neither

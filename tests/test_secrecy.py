@@ -311,8 +311,10 @@ def test_the_command_line(watch, serve, tmp_path, monkeypatch, options):
         (0, "verify"),
         (1, "rm", "-y", good, bad),
         (0, "clean", "--all", "-y"),
+        (2, "index", "-o", str(tmp_path / "x.json"), f"{served.url}/a.tar?file=1"),
     ):
         assert watch.command(*options, *arguments) == expected, arguments
+    assert "Pass the URLs to TarDataset" in watch.seen[-1] and not (tmp_path / "x.json").exists()
 
 
 def test_a_broken_config_file(watch, tmp_path, monkeypatch):

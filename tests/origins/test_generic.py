@@ -27,14 +27,6 @@ SHARD = make_tar(4, members=3, size=BLOCK)
 
 
 @pytest.fixture
-def web():
-    server = Files()
-    server.files["/a.tar"] = SHARD
-    with running(server):
-        yield server
-
-
-@pytest.fixture
 def cache(make_cache):
     return make_cache(attempts=2, cache_local=True)
 
@@ -47,12 +39,13 @@ def cache(make_cache):
         ("pipe:curl -H 'Authorization: Bearer canary' http://{}/a.tar", "Bearer canary"),
     ],
 )
-def test_a_login_is_sent_as_a_header_but_not_after_a_redirect(cache, web, form, header):
-    with running(Files()) as first:
+def test_a_login_is_sent_as_a_header_but_not_after_a_redirect(cache, form, header):
+    with running(Files()) as web, running(Files()) as first:
+        web.files["/a.tar"] = SHARD
         first.redirects = {"/a.tar": f"{web.url}/a.tar"}
         assert cache.open(form.format(first.url.removeprefix("http://"))).read() == SHARD
         assert f"\r\nAuthorization: {header}\r\n" in first.heads[0]
-    assert "\r\nAuthorization:" not in "".join(web.heads)
+        assert "\r\nAuthorization:" not in "".join(web.heads)
 
 
 def test_the_version_of_a_file_is_its_modification_time(cache, tmp_path):

@@ -7,6 +7,7 @@ import pytest
 
 from shardcache import ConfigError, TransferError, TransferTimeoutError
 from shardcache.commands import read_command
+from tests.support.caches import read
 from tests.support.tars import make_tar
 
 
@@ -22,9 +23,9 @@ def test_a_command_runs_once_and_its_output_is_cached(make_cache, tmp_path):
 def test_output_that_is_too_long_for_the_cache_is_streamed(make_cache, tmp_path):
     (tmp_path / "a.tar").write_bytes(make_tar(8, members=20, size=100_000))
     url = f"pipe:cat {tmp_path}/a.tar | tail -c +1"
-    with make_cache(allow_schemes=["pipe"], max_size="1MB") as cache, cache.open(url) as stream:
-        assert stream.read() == make_tar(8, members=20, size=100_000)
-        assert url not in cache
+    cache = make_cache(allow_schemes=["pipe"], max_size="1MB")
+    assert read(cache, url) == make_tar(8, members=20, size=100_000)
+    assert url not in cache
 
 
 def test_the_values_of_variables_tell_outputs_apart_and_credentials_do_not(
@@ -36,8 +37,8 @@ def test_the_values_of_variables_tell_outputs_apart_and_credentials_do_not(
     for number, token, seed in (0, "a", 0), (1, "a", 1), (0, "b", 0):
         monkeypatch.setenv("N", str(number))
         monkeypatch.setenv("MYTOKEN", token)
-        with make_cache(allow_schemes=["pipe"]) as cache, cache.open(url) as stream:
-            assert stream.read() == make_tar(seed)
+        with make_cache(allow_schemes=["pipe"]) as cache:
+            assert read(cache, url) == make_tar(seed)
     assert len(list(cache.entries())) == 2
 
 
@@ -172,7 +173,6 @@ def test_a_command_of_an_s3_client_is_replaced_by_a_request(
     client = f"--endpoint-url {proxy.url} --profile lab"
     cache = make_cache(strict=True)
     for command in (f"aws {client} s3 cp {url} -", f"s5cmd {client} cat '{url}'"):
-        with cache.open(f"pipe:{command}") as stream:
-            assert stream.read() == make_tar(8)
+        assert read(cache, f"pipe:{command}") == make_tar(8)
     assert proxy.fetches() == {f"{bucket}/a.tar": 1}
     assert cache.path(url) is None  # the key for the endpoint of the environment

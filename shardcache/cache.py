@@ -27,7 +27,7 @@ from shardcache.errors import ConfigError, ShardNotFoundError
 from shardcache.faults import ignoring
 from shardcache.files import Modes
 from shardcache.notices import log_unusable
-from shardcache.origins.aws import parser
+from shardcache.origins.aws import url_parser
 from shardcache.process import ProcessCache
 from shardcache.ranks import detect, run_of_this_process
 from shardcache.reading.stream import open_shard, pin_shard
@@ -133,7 +133,7 @@ class Cache:
         with undivided():  # from here on, forks wait for imports in other threads
             self._ranks = detect()
         # Each epoch repeats the URLs, and parsing one takes longer than opening a cached shard.
-        self._parse = lru_cache(_REMEMBERED)(parser(config))
+        self._parse = lru_cache(_REMEMBERED)(url_parser(config))
 
     @lazy
     def process(self) -> ProcessCache:

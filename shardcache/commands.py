@@ -105,19 +105,12 @@ _AUTHORIZATION = r"(?i)authorization:\s*(\S.*)"
 def read_command(
     command: str, environ: Mapping[str, str] = os.environ
 ) -> tuple[str, tuple[tuple[str, str], ...]]:
-    """Return the URL or path that a command reads, and the options with which it reads it.
+    """Return the URL or path that a command (the text after ``pipe:``) reads, and its options.
 
-    Args:
-        command: the text after ``pipe:``.
-        environ: the environment variables. Only a credential of the command may refer to them.
-
-    Returns:
-        The URL or path, and pairs of an option and its value, sorted by option: ``anon``,
-        ``authorization`` (the value of the header), ``endpoint_url``, ``profile``,
-        ``region_name``, ``requester_pays``.
-
-    Raises:
-        ConfigError: the command must be left to a shell. The message is the reason.
+    The options are sorted pairs of a name and a value: ``anon``, ``authorization`` (the value of
+    the header, which alone may refer to variables), ``endpoint_url``, ``profile``,
+    ``region_name``, ``requester_pays``. Raises ConfigError with the reason if the command must be
+    left to a shell.
     """
     command = re.sub(_PAYER, "--request-payer=requester", re.sub(_ENDINGS, "", command.strip()))
     name, *words = _words(command) or [""]
@@ -140,8 +133,7 @@ def read_command(
             value = re.sub(_MARKED, partial(_value, environ), value)
             if option in ("-u", "--user"):
                 value = f"Authorization: Basic {base64.b64encode(value.encode()).decode()}"
-            header = re.fullmatch(_AUTHORIZATION, value)
-            if header is None:
+            if (header := re.fullmatch(_AUTHORIZATION, value)) is None:
                 raise ConfigError("it sends a header that is not Authorization")
             value = header[1]
         if ours is not None:

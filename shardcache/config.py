@@ -1,8 +1,7 @@
 """The options of the library: types, defaults, help texts, and the sources of their values.
 
-The fields of `Config` declare each option once: for the keyword arguments of ``Cache``, the keys of
-TOML files, the ``SHARDCACHE_*`` variables, docs/options.md and ``shardcache config``. For each
-option, the first source that sets it wins::
+The fields of `Config` declare each option once, for all sources of values, docs/options.md and
+``shardcache config``. For each option, the first source that sets it wins::
 
     argument > SHARDCACHE_* > TOML files > WDS_CACHE, WDS_CACHE_SIZE > default
 
@@ -60,17 +59,16 @@ _NO_GROUP = (1 << 32) - 1
 
 
 class StorageOptions(dict[str, object]):
-    """Options for fsspec or S3 (key, secret, token, ...). The repr hides all values."""
+    """Options for fsspec or S3 (key, secret, token, ...). The repr hides all values.
+
+    A pickle has the secrets only while multiprocessing is spawning a process: a spawned worker must
+    read the same bucket and receives the pickle through a pipe, but any other may become a file.
+    """
 
     def __hash__(self) -> int:  # type: ignore[override]  # defaults of dataclasses must be hashable
         return hash(frozenset(self))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the options, with secrets only while multiprocessing is spawning a process.
-
-        A spawned worker must read the same bucket and receives the pickle through a pipe, but any
-        other pickle may be stored in a file.
-        """
         from multiprocessing.context import get_spawning_popen
 
         return StorageOptions, (dict(self) if get_spawning_popen() else _public(self),)
@@ -108,12 +106,13 @@ def absolute(path: str | os.PathLike[str]) -> Path:
     try:
         return Path(path).absolute()
     except FileNotFoundError:
-        advice = "Give an absolute path, or change to another directory."
-        text = f"{path} is relative to the working directory, which was removed. {advice}"
-        raise ConfigError(text) from None
+        raise ConfigError(
+            f"{path} is relative to the working directory, which was removed. Give an absolute "
+            "path, or change to another directory."
+        ) from None
 
 
-# -- parsers of values; the text of a ValueError completes a sentence that begins with the value ---
+# The text of a ValueError of a parser completes a sentence that begins with the value.
 
 
 def _directory(value: object) -> Path:
@@ -163,16 +162,16 @@ def _schemes(value: object) -> tuple[str, ...]:
 
 def _tables(value: object, cls: Any, *names: str) -> tuple[Any, ...]:
     """Parse a list of ``cls`` objects, tables, or texts: values of ``names`` separated by ``=``."""
-    found = []
-    for item in _items(value):
+
+    def parsed(item: Any) -> Any:
         if isinstance(item, str | Path):
-            parts = str(item).strip().split("=", len(names) - 1)
-            item = dict(zip(names, parts, strict=False))
-        try:
-            found.append(item if isinstance(item, cls) else cls(**item))
-        except TypeError:  # not a table, or unknown fields, which the TypeError would show
-            raise ValueError("has an item that is not valid") from None
-    return tuple(found)
+            item = dict(zip(names, str(item).strip().split("=", len(names) - 1), strict=False))
+        return item if isinstance(item, cls) else cls(**item)
+
+    try:
+        return tuple(map(parsed, _items(value)))
+    except TypeError:  # not a table, or unknown fields, which the TypeError would show
+        raise ValueError("has an item that is not valid") from None
 
 
 def _store(value: object) -> str:
@@ -312,11 +311,7 @@ UPSTREAMS = Kind("list of paths, URLs or tables", lambda x: _tables(x, Upstream,
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """The validated options of a cache. Text values are parsed into the type of the option.
-
-    Raises:
-        ConfigError: a value is not valid; the message names the option and the accepted values.
-    """
+    """The options of a cache, parsed into their types; ConfigError if a value is not valid."""
 
     dir: Path = _opt(PATH, MISSING, "Directory of the cache, on a local disk.")
     _: KW_ONLY
@@ -437,8 +432,6 @@ class Options(TypedDict, total=False):
     shared_group: int | str | None
 
 
-# -- sources of values -----------------------------------------------------------------------------
-
 _PREFIX = "SHARDCACHE_"
 #: Variables that are not options: those of this module, `ranks` and `sync`, and those that
 #: Kubernetes sets for a Service named "shardcache" or "shardcache-x".
@@ -454,10 +447,7 @@ class Loaded(NamedTuple):
     sources: dict[str, str]  #: ``argument``, ``environment NAME``, ``file PATH`` or ``default``
 
     def completed(self, limits: Mapping[str, Any], source: str) -> Loaded:
-        """Return a copy in which ``limits`` replace the limits that no source has set.
-
-        ``source`` is recorded as theirs. Raises ConfigError if a value is not valid.
-        """
+        """Return a copy in which ``limits`` of ``source`` replace those that no source has set."""
         changes = {
             name: limits[name]
             for name, value in self.config.limits().items()
@@ -479,9 +469,7 @@ def load(
         environ: the environment (default: ``os.environ``). Empty variables count as unset.
         files: the files to read, which must exist (default: `_usual_files`).
 
-    Raises:
-        ConfigError: a name is unknown, a value is not valid, a file cannot be read, or no source
-            sets ``dir`` and the user has no home directory.
+    Raises ConfigError if a name or a value is not valid, or a file cannot be read.
     """
     env = {k: v for k, v in (os.environ if environ is None else environ).items() if v.strip()}
     values: dict[str, Any] = {}
@@ -509,10 +497,8 @@ def load(
 
 def _user_directory(env: Mapping[str, str]) -> Path:
     caches = env.get("XDG_CACHE_HOME", "")
-    if not caches.startswith("/"):  # the XDG specification says to ignore relative paths
-        caches = "~/.cache"
-    try:
-        return _directory(f"{caches}/shardcache")
+    try:  # the XDG specification says to ignore relative paths
+        return _directory(f"{caches if caches.startswith('/') else '~/.cache'}/shardcache")
     except ValueError:
         raise ConfigError(
             "no cache directory is set, and this user has no home directory. Pass a directory "
@@ -590,9 +576,6 @@ def _parse(option: dataclasses.Field[Any], value: object, source: str) -> object
         message += "." if option.default is not None else f", or {NONE}."
     message = REMOVED.get(f"{option.name} {value}", message)
     raise ConfigError(f"{option.name} ({source}): {message}")
-
-
-# -- options for people ----------------------------------------------------------------------------
 
 
 class Option(NamedTuple):

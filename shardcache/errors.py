@@ -1,9 +1,8 @@
 """The exceptions that shardcache raises on purpose.
 
-A message says what happened, to which shard, and what to do next. It contains no credentials,
-because callers pass redacted URLs. Most classes also derive from the built-in exception that other
-code would catch (``FileNotFoundError``, ...). An error can be pickled, even after a handler of
-WebDataset has appended the URL to its ``args``.
+A message says what happened, to which shard, and what to do next, without credentials. Most
+classes also derive from the built-in exception that other code would catch. An error can be
+pickled, even after a handler of WebDataset has appended the URL to its ``args``.
 """
 
 from __future__ import annotations
@@ -30,10 +29,8 @@ REMOVED = {
 class ShardCacheError(Exception):
     """The base class of all errors raised by shardcache.
 
-    Args:
-        message: what happened, to which shard, and what to do, in one or two sentences.
-        *appended: further ``args``, which unpickling passes.
-        **fields: details for programs, such as ``url``; each becomes an attribute.
+    ``fields`` are details for programs, such as ``url``; each becomes an attribute. Unpickling
+    passes the ``args`` that a handler has appended.
     """
 
     def __init__(self, message: str, *appended: object, **fields: Any) -> None:

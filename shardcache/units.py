@@ -40,11 +40,11 @@ _SECONDS = (("d", 86_400), ("h", 3_600), ("m", 60), ("s", 1))
 _TRUTHS = dict.fromkeys(("1", "true", "yes", "on"), True)
 _TRUTHS |= dict.fromkeys(("0", "false", "no", "off"), False)
 
-_ACCEPT_SIZE = (
+_SIZES = (
     "a number with B, KB, MB, GB, TB, PB (powers of 1000) or KiB, MiB, GiB, TiB, PiB "
     "(powers of 1024), for example 800GB or 1.5 TiB; in Python also an int of bytes"
 )
-_ACCEPT_DURATION = (
+_DURATIONS = (
     "a number of seconds, or w, d, h, m (minutes), s and ms, largest first, "
     "for example 90, 1h30m, 14d or 350ms"
 )
@@ -59,9 +59,8 @@ def _refuse(value: object, noun: str, accepted: str) -> ConfigError:
 def parse_bytes(value: str | int | float) -> int:
     """Convert a number, or text such as ``800GB``, ``1.5 TB``, ``1GiB`` or ``512k``, to bytes.
 
-    Units are case-insensitive; K and KB are 1000, Ki and KiB are 1024. Text below 100,000 needs a
-    unit, because a user who writes 800 rarely means bytes. Programs, such as Kubernetes, state
-    larger numbers of bytes. Fractions of a byte in text are dropped.
+    K and KB are 1000, Ki and KiB are 1024. Text below 100,000 needs a unit, because a user who
+    writes 800 rarely means bytes; programs, such as Kubernetes, state larger numbers of bytes.
     """
     number: float = -1
     if isinstance(value, int | float) and not isinstance(value, bool):
@@ -73,7 +72,7 @@ def parse_bytes(value: str | int | float) -> int:
             number = (int if found[1].isdigit() else float)(found[1]) * unit
             number = number if unit == 1 else int(number)
     if not 0 <= number <= MAX_BYTES or number % 1:
-        raise _refuse(value, "a size", _ACCEPT_SIZE)
+        raise _refuse(value, "a size", _SIZES)
     size = int(number)
     if 0 < size < 100_000 and isinstance(value, str) and (text := value.strip())[-1].isdigit():
         raise ConfigError(f"{text} has no unit. Write {size}GB.")
@@ -82,14 +81,11 @@ def parse_bytes(value: str | int | float) -> int:
 
 def format_bytes(n: float) -> str:
     """Return ``n`` bytes as text such as ``924.3 GB``, in decimal units or whole bytes."""
-    # Use the next unit where rounding would reach 1000: 999,960 is 1.0 MB, not 1000.0 KB.
     if abs(n) < 999.5:
         return f"{n:.0f} B"
-    for unit in _DECIMAL:
-        n /= 1000
-        if abs(n) < 999.95 or unit == _DECIMAL[-1]:
-            break
-    return f"{n:.1f} {unit}"
+    # Use the next unit where rounding would reach 1000: 999,960 is 1.0 MB, not 1000.0 KB.
+    power = next((p for p in range(1, 6) if abs(n) < 999.95 * 1000**p), 6)
+    return f"{n / 1000**power:.1f} {_DECIMAL[power - 1]}"
 
 
 def counted(number: int, noun: str, plural: str = "") -> str:
@@ -114,10 +110,7 @@ def exact_bytes(n: int) -> str:
 
 
 def parse_duration(value: str | float) -> float:
-    """Convert a number, or text such as ``90``, ``1h30m``, ``14d`` or ``350ms``, to seconds.
-
-    ``m`` means minutes. Units must be in descending order, each at most once.
-    """
+    """Convert a number, or text such as ``90``, ``1h30m``, ``14d`` or ``350ms``, to seconds."""
     number = -1.0
     if isinstance(value, str) and 0 < len(text := value.strip()) <= _MAX_TEXT:
         if found := re.fullmatch(_DURATION, text.lower()):
@@ -129,7 +122,7 @@ def parse_duration(value: str | float) -> float:
     elif isinstance(value, int | float) and not isinstance(value, bool):
         number = value
     if not 0 <= number <= MAX_SECONDS:
-        raise _refuse(value, "a duration", _ACCEPT_DURATION)
+        raise _refuse(value, "a duration", _DURATIONS)
     return float(number)
 
 
@@ -201,7 +194,7 @@ def parse_limit(value: str | int | float | Limit) -> Limit:
     with contextlib.suppress(ValueError):
         if 0 <= (percent := float(value.rstrip()[:-1])) <= 100:
             return Limit(percent=percent)
-    raise _refuse(value, "a limit", f"a percentage from 0% to 100%, or {_ACCEPT_SIZE}")
+    raise _refuse(value, "a limit", f"a percentage from 0% to 100%, or {_SIZES}")
 
 
 def parse_choice(value: str, choices: Sequence[str]) -> str:

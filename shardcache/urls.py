@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import os
@@ -36,9 +37,8 @@ _LOGINS = frozenset({"ftp", "http", "https", "sftp", "smb", "ssh", "webdav", "we
 #: Maximum length of a URL in bytes. S3 keys have up to 1 KiB; servers refuse more than 8 KiB.
 _MAX_CANONICAL = 8192
 
-#: Query parameters of signed URLs: those that a complete signature must have, and a pattern that
-#: matches every parameter of the signature. Alibaba's are listed one by one, because a pattern
-#: would also match ``x-oss-process``, which changes the bytes.
+#: Query parameters of signed URLs: those that a complete signature must have, and a pattern of all
+#: that belong to it. Alibaba's are listed one by one: ``x-oss-process`` changes the bytes.
 _SIGNATURES = (
     # Signature version 4 of AWS and of Google.
     ("x-amz-algorithm x-amz-credential x-amz-signature", r"x-amz-.+"),
@@ -71,11 +71,6 @@ _SIGNATURES = (
 _VERSIONS = frozenset({"generation", "snapshot", "versionid"})
 #: A canonical URL with hidden values, which ends with the key. The groups are the URL and the key.
 _MASKED = r"([^?]*\?.*\*\*\*.*)#([0-9a-f]{32})"
-#: Names of query parameters whose values are hidden in any text.
-_SECRETS = frozenset(
-    {"access_token", "api_key", "apikey", "auth_token", "authorization", "awsaccesskeyid"}
-    | {"googleaccessid", "password", "secret", "security-token", "sig", "signature", "token"}
-)
 #: The partitions of AWS except the standard one, by the prefix of their regions. Buckets in two
 #: partitions may have the same name.
 PARTITIONS = r"cn|us-gov|us-iso[a-z]?|eu-isoe|eusc"
@@ -92,27 +87,20 @@ _SCHEME = r"([A-Za-z][A-Za-z0-9+.-]*):(//)?"
 _FSSPEC = r"^shardcache:(:|//(?=[A-Za-z][A-Za-z0-9+.-]*://))"  # both forms of our fsspec names
 #: Several URLs in one text. One space or comma may be a part of an object's name.
 _SEVERAL = r"(?i)^[a-z0-9+.-]+::|::[a-z0-9+.-]+:/|^[^?]*[\s,](\w+://|pipe:)|\.t(ar|gz)\s+/"
-_UNSAFE = r"[^A-Za-z0-9._-]+"
-_TARGET = r"[a-z][a-z0-9+.-]*://[^\s\"'|;<>()]+"
 #: Assignments to variables, and the program of a command. Only a shell can read other beginnings.
 _PROGRAM = r"(?a)\s*(?:\w+=(?:'[^']*'|\"[^\"`$\\]*\"|[\w./:@%+,-])*\s+)*([\w./+-]+)(?=[\s;|&<>]|\Z)"
 #: The parts of a command that choose a server: URLs without their logins, and options.
 _ADDRESS = r"(?:://(?:[^/\s]*@)?|--(?:endpoint-url|region)[= ])([^\s|;<>]*)"
-_CONTROL = r"[\x00-\x1f\x7f]"
 _DEFAULT_PORTS = {"http": ":80", "https": ":443"}
-#: Maximum length of a file name. Common filesystems allow 255 bytes; temporary names are longer.
-_MAX_BASENAME = 120
+_MAX_BASENAME = 120  #: filesystems allow 255 bytes; temporary names are longer
 #: The ARN of an access point of S3, of S3 on Outposts or of S3 Object Lambda.
 _ARN = (
     r"arn:[a-z-]+:s3[a-z-]*:[a-z0-9-]*:[0-9]{12}:(?:outpost[/:][^/:@]+[/:])?accesspoint[/:][^/:@]+"
 )
-#: The text that replaces a secret option in a pickle.
-_HIDDEN = "***"
 #: Schemes whose canonical URLs never hide values of query parameters.
 _NEVER_MASKED = frozenset({"file", "pipe", "s3"})
 #: Files that shardcache writes next to the data file of a shard. A data file has no such name.
 SIDE_FILES = frozenset({"meta.json", "progress", "samples.idx"})
-
 # In these schemes, a name before the @ is a login only if a password follows the name.
 _NAMED = "(?:abfss?|az|oci)://"
 #: A web URL in a text: the part before the query (group 1), the query (group 2), and a fragment
@@ -127,14 +115,12 @@ _REDACTED = {
     rf"(?i)\b(?!{_NAMED})([a-z][a-z0-9+.-]*://)[^/\s@\"']+@": r"\1",
     # Headers and parameters.
     r"(?i)\b((?:proxy-)?authorization:\s*(?:[a-z]+\s+)?)[^\s\"']+": r"\1***",
-    r"(?i)\b((?:x-(?:amz|goog|oss|cos)-[a-z0-9-]+|key-pair-id|policy|"
-    + "|".join(map(re.escape, sorted(_SECRETS)))
-    + r")=)[^&\s\"'<>]+": r"\1***",
+    r"(?i)\b((?:x-(?:amz|goog|oss|cos)-[a-z0-9-]+|key-pair-id|policy|access_token|api_?key|auth_token|"
+    r"authorization|awsaccesskeyid|googleaccessid|password|secret|security-token|sig(?:nature)?|"
+    r"token)=)[^&\s\"'<>]+": r"\1***",
 }
-#: Maximum number of characters of a server's text that an error shows.
-_SHOWN = 300
-#: Minimum length of the texts that `secret_forms` returns: any text may contain shorter ones.
-_SECRET = 4
+_SHOWN = 300  #: maximum number of characters of a server's text in an error
+_SECRET = 4  #: minimum length of a secret that is removed: any text may contain shorter ones
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +146,7 @@ class ShardURL:
         raw, options = self.raw, self.options
         if get_spawning_popen() is None:  # any part of a command may be a secret
             raw = "" if self.scheme == "pipe" else self.canonical
-            options = tuple((k, _HIDDEN if k == "authorization" else v) for k, v in options)
+            options = tuple((k, "***" if k == "authorization" else v) for k, v in options)
         names = (self.scheme, self.canonical, self.key, self.basename, self.version_id)
         return ShardURL, (raw, *names, options, self.endpoint)
 
@@ -170,9 +156,8 @@ class ShardURL:
     @property
     def is_masked(self) -> bool:
         """Whether secrets that an origin needs to read the shard are missing from this URL."""
-        if ("authorization", _HIDDEN) in self.options:
-            return True
-        return self.scheme not in _NEVER_MASKED and re.fullmatch(_MASKED, self.raw) is not None
+        masked = self.scheme not in _NEVER_MASKED and re.fullmatch(_MASKED, self.raw)
+        return bool(masked) or ("authorization", "***") in self.options
 
     @property
     def is_local(self) -> bool:
@@ -206,25 +191,19 @@ def unexpanded(shard: ShardURL) -> ConfigError | None:
 
 def advise_scheme(shard: ShardURL, otherwise: str = "") -> str:
     """Return advice for a relative path without a file, which may be an ``s3`` URL."""
-    raw = shard.raw
-    if not shard.is_local or re.match(r"[/.]|file:|[^/]*$", raw) or shard.local_path.exists():
+    is_path = re.match(r"[/.]|file:|[^/]*$", shard.raw)
+    if not shard.is_local or is_path or shard.local_path.exists():
         return otherwise
-    return f"If it is an object, write s3://{redact(raw)}."
+    return f"If it is an object, write s3://{redact(shard.raw)}."
 
 
 def parse_url(
     url: str, *, endpoint: str | None = None, allow_schemes: Collection[str] = ()
 ) -> ShardURL:
-    """Parse the URL or the plain path of a shard.
+    """Parse the URL or the plain path of a shard; raise ConfigError if it is not valid.
 
-    Args:
-        url: the URL or path.
-        endpoint: the S3 endpoint in use, which becomes part of the key of ``s3`` URLs. None means
-            AWS's standard partition.
-        allow_schemes: schemes to allow in addition to `DEFAULT_SCHEMES`.
-
-    Raises:
-        ConfigError: the URL is malformed or too long, or its scheme is not allowed.
+    ``endpoint`` is the S3 endpoint in use, a part of the key of ``s3`` URLs; None stands for AWS's
+    standard partition. ``allow_schemes`` are allowed in addition to `DEFAULT_SCHEMES`.
     """
     if not isinstance(url, str):
         raise ConfigError(f"a shard URL must be a string, not {type(url).__name__}")
@@ -233,9 +212,9 @@ def parse_url(
         url = re.sub(_FSSPEC, "", url)
     if not url:
         raise ConfigError("a shard URL must not be empty")
-    if not url.isprintable() and re.search(_CONTROL, url):
+    if not url.isprintable() and re.search(control := r"[\x00-\x1f\x7f]", url):
         # Replace the characters first: `redact` would show what follows a newline in a signature.
-        shown = shown_url(re.sub(_CONTROL, "\N{REPLACEMENT CHARACTER}", url))
+        shown = shown_url(re.sub(control, "\N{REPLACEMENT CHARACTER}", url))
         raise ConfigError(f"{shown!r} contains a control character. Strip line ends from URLs.")
     match = re.match(_SCHEME, url)
     scheme = match.group(1).lower() if match else "file"
@@ -253,7 +232,6 @@ def parse_url(
         )
     rest = url[match.end() if match else 0 :]
     version_id = key = authority = None
-    is_masked = False
     if scheme == "file":
         canonical = identity = name = _file(url, rest)
     elif scheme == "s3":
@@ -266,22 +244,19 @@ def parse_url(
         if masked := re.fullmatch(_MASKED, rest):
             rest, key = masked.groups()
         canonical, identity, name = _generic(url, scheme, rest)
-        is_masked = key is not None or canonical != identity
-    try:
+    encoded = b""
+    with contextlib.suppress(UnicodeEncodeError):  # it would quote the URL
         # Paths may contain arbitrary bytes, but all other URLs must be text.
         encoded = identity.encode("utf-8", "surrogateescape" if scheme == "file" else "strict")
-    except UnicodeEncodeError:  # it quotes the URL, so it is no context of the error below
-        encoded = b""
     if not encoded:
         raise ConfigError(f"{shown_url(url)!r} cannot be encoded as UTF-8")
     if len(encoded) > _MAX_CANONICAL:
         raise ConfigError(
             f"{shown_url(url)[:80]}... has {len(encoded)} bytes; the limit is {_MAX_CANONICAL}"
         )
+    hides = scheme not in _NEVER_MASKED and (key is not None or canonical != identity)
     key = key or hashlib.blake2b(encoded, digest_size=16, usedforsecurity=False).hexdigest()
-    if is_masked:
-        canonical = f"{canonical}#{key}"
-    names = (scheme, canonical, key, _basename(name), version_id)
+    names = (scheme, f"{canonical}#{key}" if hides else canonical, key, _basename(name), version_id)
     return ShardURL(url, *names, endpoint=authority)
 
 
@@ -289,8 +264,7 @@ def _file(url: str, path: str) -> str:
     if not path:
         raise ConfigError(f"{url!r} names no file")
     try:
-        # Do not resolve "..", because the parent of a symbolic link's target is another directory.
-        return f"file://{Path(path).absolute()}"
+        return f"file://{Path(path).absolute()}"  # with "..", which follows symbolic links
     except FileNotFoundError as exn:
         raise ConfigError(f"{url!r} is relative to a directory that was removed") from exn
 
@@ -306,7 +280,7 @@ def name_command(command: str) -> str:
     All other parts may be credentials (``-u me:secret``, ``X-Api-Key: ...``).
     """
     program = found[1].rpartition("/")[2] if (found := re.match(_PROGRAM, command)) else "sh"
-    target = re.search(_TARGET, command)
+    target = re.search(r"[a-z][a-z0-9+.-]*://[^\s\"'|;<>()]+", command)
     reads = f" {redact(target.group())}" if target else ""
     digest = hashlib.blake2b(command.encode("utf-8", "surrogatepass"), digest_size=4)
     return f"pipe:{program}{reads} #{digest.hexdigest()}"
@@ -416,7 +390,8 @@ def _web_host(url: str, scheme: str, netloc: str, what: str = "") -> str:
 
 
 def _basename(name: str) -> str:
-    safe = re.sub(_UNSAFE, "_", name.rstrip("/").rpartition("/")[2])[-_MAX_BASENAME:].lstrip(".")
+    safe = re.sub(r"[^A-Za-z0-9._-]+", "_", name.rstrip("/").rpartition("/")[2])
+    safe = safe[-_MAX_BASENAME:].lstrip(".")
     return f"shard-{safe}" if safe in SIDE_FILES else safe or "shard"
 
 

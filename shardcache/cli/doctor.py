@@ -26,7 +26,7 @@ from shardcache.config import Config
 from shardcache.errors import AccessDeniedError, ShardCacheError, ShardNotFoundError
 from shardcache.layout import Layout, read_manifest
 from shardcache.locks.mounts import lock_kind, mount_of
-from shardcache.origins.aws import endpoint_of, parser, s3_access, scheme_options
+from shardcache.origins.aws import endpoint_of, s3_access, scheme_options, url_parser
 from shardcache.origins.base import ObjectInfo, TransientError
 from shardcache.origins.connection import Transport
 from shardcache.origins.listing import expand_braces, is_pattern
@@ -236,7 +236,7 @@ def _endpoint(config: Config, url: str | None) -> Findings:
     server = endpoint_of(config)
     with contextlib.suppress(ShardCacheError):  # `_read` reports the error
         if url is not None:
-            origin = Origins(config).of(shard := parser(config)(url))
+            origin = Origins(config).of(shard := url_parser(config)(url))
             server = origin.server(shard) if isinstance(origin, S3Origin) else server
     if server is None:
         yield "ok", "not contacted: no endpoint is set, and --url names no S3 shard", ""
@@ -281,7 +281,7 @@ def _dead_address(row: tuple[Any, ...]) -> str:
 
 
 def _read(config: Config, url: str) -> Findings:
-    shard = parser(config)(url)
+    shard = url_parser(config)(url)
     if advice := advise_scheme(shard):
         raise ShardNotFoundError(f"{shard.local_path} does not exist. {advice}")
     origins = Origins(config)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -13,7 +14,7 @@ from shardcache.cache import Cache
 from shardcache.cli.main import ExitCode, Invocation, command, flag, skip_missing_option
 from shardcache.cli.output import SKIPPED, Position, Positions, display, grouped
 from shardcache.dataset.index import count_samples, read_index_file, write_index_file
-from shardcache.errors import ShardNotFoundError
+from shardcache.errors import ConfigError, ShardNotFoundError
 from shardcache.prewarm.plan import expand
 from shardcache.units import counted, format_bytes, format_duration
 
@@ -65,6 +66,12 @@ def index_command(
             stated = dict(zip(map(str, shards), numbers, strict=True))
         else:
             shards = [cache.parse(url) for url in expand(specs, cache)]
+            for shard in shards:
+                if replace(shard, raw=str(shard)).is_masked:
+                    raise ConfigError(
+                        f"{shard}: the values of its parameters may be secrets, which FILE does "
+                        "not hold. Pass the URLs to TarDataset, without an index file."
+                    )
             names = set(map(str, shards))
             if journal.exists():
                 for line in journal.read_text("utf-8").splitlines():

@@ -1,10 +1,8 @@
 """Read endpoints, regions and credentials from the variables, files and services of AWS.
 
-The endpoint and the AWS partition are part of a shard's key, because the same bucket name at two
-endpoints or in two partitions means two buckets. Both the keys and the clients take them from here.
-
-Importing `botocore.session` takes a tenth of a fresh process with torch. So the endpoint, the
-region and the keys are read without it in the usual configurations.
+The endpoint and the AWS partition are part of a shard's key, so `url_parser` takes them from here,
+as the clients do. Importing `botocore.session` takes a tenth of a fresh process with torch. So the
+endpoint, the region and the keys are read without it in the usual configurations.
 
 Services that give credentials (of EC2 instances, of containers, STS) throttle their clients, and
 botocore's chain of providers then ends as if there were none. `chain_error` tells the two apart: a
@@ -39,15 +37,12 @@ T = TypeVar("T")
 
 #: Suffixes in the names of S3 Express buckets and of their access points.
 EXPRESS = ("--x-s3", "--xa-s3")
-#: Options that only s3fs understands. Options in `s3_additional_kwargs` that only affect uploads
-#: are not listed, because shards are only read.
+#: Options that only s3fs understands, without those that only affect uploads.
 _ONLY_S3FS = (
     *("session", "username"),
     *("ExpectedBucketOwner", "RequestPayer", "SSECustomerKey"),  # of s3_additional_kwargs
     *("client_cert", "proxies_config", "signature_version"),  # of config_kwargs
 )
-
-
 #: botocore errors that a new login resolves: an SSO token is missing or has expired.
 _LOGIN = frozenset({"LoginError", "SSOError", "TokenRetrievalError"})
 #: botocore errors for files without credentials, or without valid ones. A program that renews them
@@ -62,12 +57,10 @@ _SERVICE = frozenset(
 #: Error code of STS, with status 400, if the provider of a web identity does not respond.
 _NO_PROVIDER = "IDPCommunicationError"
 _METADATA = "http://169.254.169.254"
-#: Timeout for the metadata service in seconds. Short, because the service is on the same machine.
-_TIMEOUT = 2.0
+_TIMEOUT = 2.0  #: seconds; the metadata service is on the same machine
 #: Seconds that a process waits for its turn: more than a chain of several services needs.
 _TURN = 30.0
-#: Seconds that a process keeps its turn after a failure, so that the service gets a pause.
-_REST = 1.0
+_REST = 1.0  #: seconds that a process keeps its turn after a failure, as a pause for the service
 #: Seconds after which the chain is no longer waited for. Botocore limits its requests, but waits
 #: forever for a program that a profile names (`credential_process`).
 CHAIN_TIMEOUT = 60.0
@@ -83,10 +76,7 @@ _OPTIONS = {*KEY_NAMES, "region", "output"}
 
 
 def scheme_options(config: Config, scheme: str) -> Mapping[str, Any]:
-    """Return the storage options of one scheme.
-
-    They are the table with the scheme's name. Without a table ``s3``, all options belong to S3.
-    """
+    """Return the table of one scheme. Without a table ``s3``, all storage options belong to S3."""
     own = config.storage_options.get(scheme)
     if isinstance(own, Mapping):
         return own
@@ -98,7 +88,7 @@ def endpoint_of(config: Config) -> str | None:
     return s3_endpoint(scheme_options(config, "s3"), config.endpoint_url)
 
 
-def authority_of(config: Config) -> str | None:
+def _authority(config: Config) -> str | None:
     """Return the endpoint for keys, at AWS the region's host; None means the standard partition."""
     if endpoint := endpoint_of(config):
         return endpoint
@@ -123,9 +113,9 @@ def for_command(config: Config, options: Collection[tuple[str, str]]) -> Config:
     return config.replace(endpoint_url=endpoint, storage_options=merged)
 
 
-def parser(config: Config) -> Callable[[str], ShardURL]:
+def url_parser(config: Config) -> Callable[[str], ShardURL]:
     """Return a function that parses URLs, and commands that only read one, for a configuration."""
-    endpoint, schemes = authority_of(config), config.allow_schemes
+    endpoint, schemes = _authority(config), config.allow_schemes
 
     def parse(url: str) -> ShardURL:
         if not (isinstance(url, str) and url.startswith("pipe:")):
@@ -142,7 +132,7 @@ def parser(config: Config) -> Callable[[str], ShardURL]:
                 "Pass allow_schemes=['pipe'] to cache its output, if you trust the authors of all "
                 "shard lists."
             ) from None
-        own = authority_of(for_command(config, options)) if options else endpoint
+        own = _authority(for_command(config, options)) if options else endpoint
         shard = parse_url(target, endpoint=own, allow_schemes=schemes)
         return dataclasses.replace(shard, options=options)
 
@@ -155,9 +145,8 @@ def s3_endpoint(options: Mapping[str, Any], endpoint_url: str | None = None) -> 
     The precedence is botocore's: the arguments (``endpoint_url`` first), AWS_ENDPOINT_URL_S3,
     AWS_ENDPOINT_URL, the profile's ``services`` section, the profile's ``endpoint_url``.
     """
-    passed = endpoint_url or options.get("endpoint_url")
-    passed = passed or (options.get("client_kwargs") or {}).get("endpoint_url")
-    if passed:
+    client = options.get("client_kwargs") or {}
+    if passed := endpoint_url or options.get("endpoint_url") or client.get("endpoint_url"):
         return str(passed)
     named = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or None
     ignored = os.environ.get("AWS_IGNORE_CONFIGURED_ENDPOINT_URLS")
@@ -170,8 +159,8 @@ def s3_endpoint(options: Mapping[str, Any], endpoint_url: str | None = None) -> 
             return None
         own = found.get_scoped_config()
         services = found.full_config.get("services", {}).get(own.get("services"), {})
-        url = services.get("s3", {}).get("endpoint_url") or own.get("endpoint_url")
-        return named or url or None
+        near = services.get("s3", {}).get("endpoint_url")
+        return named or near or own.get("endpoint_url") or None
 
     return _from_files(options, configured)
 
@@ -182,18 +171,15 @@ def needs_s3fs(bucket: str, options: Mapping[str, Any]) -> str:
         return "S3 Express buckets"
     if bucket.startswith("arn:") and bucket.endswith(".mrap"):
         return "multi-region access points"
-    given = dict(options)
+    given = {**options}
     for holder in ("s3_additional_kwargs", "config_kwargs"):
         given |= options.get(holder) or {}
-    found = (name for name in _ONLY_S3FS if given.get(name) not in (None, "", "s3v4"))
-    return f"the option {name}" if (name := next(found, "")) else ""
+    found = [name for name in _ONLY_S3FS if given.get(name) not in (None, "", "s3v4")]
+    return f"the option {found[0]}" if found else ""
 
 
 def s3fs_options(options: Mapping[str, Any], endpoint_url: str | None = None) -> dict[str, Any]:
-    """Return options with which s3fs uses the endpoint and region of shardcache's own client.
-
-    The options for the profile, the credentials and anonymous access have the same names in both.
-    """
+    """Return options with which s3fs uses the endpoint and region of shardcache's own client."""
     endpoint = s3_endpoint(options, endpoint_url)
     client = {**(options.get("client_kwargs") or {})}
     client.pop("endpoint_url", None)  # s3fs refuses two endpoints
@@ -207,8 +193,8 @@ def s3fs_options(options: Mapping[str, Any], endpoint_url: str | None = None) ->
 def s3_region(options: Mapping[str, Any]) -> str | None:
     """Return the region that a client with these options tries first at AWS, or None.
 
-    The precedence is botocore's, and AWS_REGION comes last. The files are parsed only if they or
-    AWS_REGION name a region outside AWS's standard partition; otherwise, the result may be None.
+    The precedence is botocore's, and AWS_REGION comes last. The result may be None if neither the
+    files nor AWS_REGION name a region outside AWS's standard partition.
     """
     passed = (options.get("client_kwargs") or {}).get("region_name")
     if first := passed or os.environ.get("AWS_DEFAULT_REGION"):
@@ -240,11 +226,8 @@ def aws_paths() -> tuple[str, str]:
     config = os.environ.get("AWS_CONFIG_FILE", "~/.aws/config")
     credentials = os.environ.get("AWS_SHARED_CREDENTIALS_FILE", "~/.aws/credentials")
     # `Path.expanduser` raises if no home directory is known, as for any uid in a container.
-    config, credentials = (
-        os.path.expanduser(os.path.expandvars(path))  # noqa: PTH111
-        for path in (config, credentials)
-    )
-    return config, credentials
+    expand = os.path.expanduser
+    return expand(os.path.expandvars(config)), expand(os.path.expandvars(credentials))
 
 
 def aws_files() -> bytes:
@@ -269,28 +252,17 @@ class Keys(NamedTuple):
 
 
 class Settings(NamedTuple):
-    """Settings that need no botocore, with the methods of a botocore session."""
+    """Settings that need no botocore, as the methods of a botocore session return them."""
 
-    variables: Mapping[str, str | None]
-    keys: Keys
-
-    def get_config_variable(self, name: str) -> str | None:
-        """Return the ``region`` or the ``ca_bundle``. All others have their defaults."""
-        return self.variables.get(name)
-
-    def get_scoped_config(self) -> Mapping[str, Any]:
-        """Return the profile's options for S3. There are none."""
-        return {}
-
-    def get_credentials(self) -> Keys:
-        """Return the keys."""
-        return self.keys
+    get_config_variable: Callable[[str], str | None]  #: of the ``region`` and the ``ca_bundle``
+    get_credentials: Callable[[], Keys]
+    get_scoped_config: Callable[[], Mapping[str, Any]] = dict  #: there are no options for S3
 
 
 def session(options: Mapping[str, Any], *, botocore_only: bool = False) -> Any:
     """Return a session of botocore, or the same settings without its slow import.
 
-    Credentials in the options take precedence over those of the environment and the files.
+    Credentials in the options precede those of the environment and the files.
     """
     profile, keys = options.get("profile"), None
     client = options.get("client_kwargs") or {}
@@ -314,7 +286,7 @@ def written_settings(profile: str | None, keys: Keys | None) -> Settings | None:
 
     Each variable of AWS and each option of the profile must be known here. So botocore handles
     roles, SSO, programs that print credentials, and any provider that it may add to its chain.
-    A ``profile`` that the caller passed precedes the keys in the environment, and ``keys`` all.
+    A passed ``profile`` precedes the keys in the environment, and ``keys`` all.
     """
     from botocore.configloader import load_config, raw_config_parse
     from botocore.exceptions import ConfigNotFound, ConfigParseError
@@ -342,7 +314,8 @@ def written_settings(profile: str | None, keys: Keys | None) -> Settings | None:
         if not (keys.access_key and keys.secret_key):
             return None
     region = env.get("AWS_DEFAULT_REGION", options.get("region"))
-    return Settings({"region": region, "ca_bundle": env.get("AWS_CA_BUNDLE")}, keys)
+    variables = {"region": region, "ca_bundle": env.get("AWS_CA_BUNDLE")}
+    return Settings(variables.get, lambda: keys)
 
 
 @functools.cache
@@ -356,19 +329,18 @@ def throttling_codes() -> tuple[frozenset[str], frozenset[str]]:
 
 def login_ended(profile: str | None) -> TransientError:
     """Return the error for credentials that expired while a process was using them."""
-    return TransientError(f"the login has ended. Log in: {_command(profile)}", patient=True)
+    return TransientError(f"the login has ended. Log in: {_login(profile)}", patient=True)
 
 
-def _command(profile: str | None) -> str:
+def _login(profile: str | None) -> str:
     return f"aws sso login --profile {profile}" if profile else "aws sso login"
 
 
 def chain_error(exn: Exception, shard: ShardURL, profile: str | None, *, worked: bool) -> Exception:
     """Return the exception that an origin raises for one of botocore's credential chain.
 
-    A program that prints no valid credentials raises one of Python: FileNotFoundError, ValueError,
-    or RuntimeError if they have expired. An ended login is waited for only if the store ``worked``
-    with credentials of this process before.
+    A program that prints no valid credentials raises FileNotFoundError, ValueError, or RuntimeError
+    if they have expired. An ended login is waited for only if the store ``worked`` before.
     """
     reason = quoted(str(exn)).rstrip(".")
     kinds = {kind.__name__ for kind in type(exn).__mro__}
@@ -382,8 +354,8 @@ def chain_error(exn: Exception, shard: ShardURL, profile: str | None, *, worked:
     if kinds & {"ParamValidationError", "InvalidRegionError"}:
         text = f"{shard} cannot be read: {reason}. Check the URL and the region."
         return ConfigError(text, url=str(shard))
-    busy = is_throttled or status == 429 or status >= 500
-    if busy or (kinds & _SERVICE and not is_program):
+    is_busy = is_throttled or status == 429 or status >= 500
+    if is_busy or (kinds & _SERVICE and not is_program):
         return TransientError(f"the source of credentials does not answer: {reason}", patient=True)
     if "NoCredentialsError" in kinds and _metadata_service_is_busy():
         text = "the metadata service of this machine gives no credentials now"
@@ -392,7 +364,7 @@ def chain_error(exn: Exception, shard: ShardURL, profile: str | None, *, worked:
         return login_ended(profile)
     clock_too = "Check this machine's clock. " if "RuntimeError" in kinds else ""
     return AccessDeniedError(
-        f"{shard} cannot be read: {reason}. {clock_too}Log in ({_command(profile)}), set "
+        f"{shard} cannot be read: {reason}. {clock_too}Log in ({_login(profile)}), set "
         "AWS_PROFILE or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or pass "
         "storage_options={'anon': True} for a public bucket.",
         url=str(shard),
@@ -400,10 +372,7 @@ def chain_error(exn: Exception, shard: ShardURL, profile: str | None, *, worked:
 
 
 def _metadata_service_is_busy() -> bool:
-    """Return whether this EC2 instance has a role, but cannot get its credentials at the moment.
-
-    Botocore raises the same NoCredentialsError on a machine without a metadata service.
-    """
+    """Return whether this is an EC2 instance whose role gives no credentials at the moment."""
     if os.environ.get("AWS_EC2_METADATA_DISABLED", "").lower() == "true":
         return False
     from shardcache.origins.connection import Transport, connect  # here: a hit needs neither
@@ -432,11 +401,10 @@ def _metadata_service_is_busy() -> bool:
 
 def within_timeout(chain: Callable[[], T]) -> T:
     """Call ``chain`` in a thread; raise TransientError after `CHAIN_TIMEOUT` without a result."""
-    try:
+    with contextlib.suppress(Empty):
         return threads.call(chain, CHAIN_TIMEOUT, "shardcache-credentials")
-    except Empty:
-        text = f"the source of credentials has not answered for {CHAIN_TIMEOUT:g} s"
-        raise TransientError(text, patient=True) from None
+    text = f"the source of credentials has not answered for {CHAIN_TIMEOUT:g} s"
+    raise TransientError(text, patient=True)
 
 
 @contextlib.contextmanager
@@ -449,28 +417,24 @@ def one_at_a_time() -> Iterator[None]:
 
     from filelock import FileLock
 
-    lock = None
-    # A timeout, a lock file of another user, or no directory for temporary files.
-    with contextlib.suppress(OSError):
-        path = Path(tempfile.gettempdir(), f"shardcache-credentials-{os.getuid()}.lock")
-        lock = FileLock(path, timeout=_TURN, mode=0o600)
-        lock.acquire()
-    try:
-        yield
-    except Exception:
-        clock.sleep(_REST)
-        raise
-    finally:
-        if lock is not None:
-            lock.release()
+    with contextlib.ExitStack() as stack:
+        # A timeout, a lock file of another user, or no directory for temporary files.
+        with contextlib.suppress(OSError):
+            path = Path(tempfile.gettempdir(), f"shardcache-credentials-{os.getuid()}.lock")
+            stack.enter_context(FileLock(path, timeout=_TURN, mode=0o600))
+        try:
+            yield
+        except Exception:
+            clock.sleep(_REST)
+            raise
 
 
 class S3Access(NamedTuple):
     """The endpoint in use, and where the credentials come from, without any secret."""
 
     endpoint: str
-    credentials: str | None  # their source, such as ``env``, and their expiry; None if not found
-    problem: str = ""  # the error that botocore raised during the search
+    credentials: str | None  #: their source, such as ``env``, and their expiry; None if not found
+    problem: str = ""  #: the error that botocore raised during the search
 
     def __str__(self) -> str:
         source = f"credentials from {self.credentials}" if self.credentials else "no credentials"

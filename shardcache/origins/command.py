@@ -1,9 +1,8 @@
 """Read shards from the output of shell commands: WebDataset's ``pipe:`` URLs.
 
 These URLs need ``allow_schemes=["pipe"]``, because a command from a shard list runs with the rights
-of this process. Its output has no version and no known size. So its text is the shard's identity,
-and a failed download begins again with the first byte. A command that only reads a URL, such as
-``aws s3 cp s3://bucket/key -``, is not run (`commands.read_command`).
+of this process. Its output has no version, so a failed download begins again with the first byte. A
+command that only reads a URL is not run (`commands.read_command`).
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ class PipeOrigin:
     def open(
         self, shard: ShardURL, start: int, stop: int | None, expected: ObjectInfo | None = None
     ) -> PipeBody:
-        """Start the command. The range and the version are ignored: all output will be returned."""
+        """Start the command, whose whole output is returned, without regard to the range."""
         if not shard.raw:
             raise ConfigError(
                 f"{shard}: pickling removed the command, which may hold secrets. Pass the URL as "

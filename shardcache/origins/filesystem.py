@@ -35,13 +35,8 @@ T = TypeVar("T")
 _READING: dict[str, Any] = {"block_size": 4 << 20, "cache_type": "readahead"}
 _VALIDATORS = ("ETag", "etag", "generation", "md5Hash", "content_md5", "Content-MD5", "Digest")
 _TIMES = (
-    "mtime",
-    "LastModified",
-    "last_modified",
-    "Last-Modified",
-    "updated",
-    "modified",
-    "created",
+    *("mtime", "LastModified", "last_modified", "Last-Modified"),
+    *("updated", "modified", "created"),
 )
 #: botocore errors for requests that got no complete response. Another attempt may succeed.
 _NO_RESPONSE = frozenset({"ConnectionError", "HTTPClientError", "IncompleteReadError"})
@@ -58,11 +53,8 @@ class FsspecOrigin:
     conditional = False
     states_checksums = False
 
-    def __init__(
-        self, protocol: str, storage_options: Mapping[str, Any], *, timeout: float
-    ) -> None:
-        self._protocol = protocol
-        self._options = dict(storage_options)
+    def __init__(self, protocol: str, storage_options: Mapping[str, Any], timeout: float) -> None:
+        self._protocol, self._options = protocol, dict(storage_options)
         self.timeout = timeout
         self._made: Any = None
         self._guard = threading.Lock()
@@ -134,28 +126,24 @@ class FsspecOrigin:
         import fsspec
 
         with self._guard:
-            if self._made is None:
-                if self._protocol == "gs":
-                    _skip_google_metadata()
-                try:
-                    # Not fsspec's shared instance: it may belong to the parent process, and other
-                    # parts of the program use its cache of listings.
-                    self._made = fsspec.filesystem(
-                        self._protocol, skip_instance_cache=True, **self._options
-                    )
-                    if self._protocol == "s3":
-                        self._made.retries = 1  # s3fs makes one attempt: `retry` makes the others
-                except (ImportError, OSError, ValueError, TypeError) as exn:
-                    reason = redact(str(exn))
-            if self._made is None:
-                raise ConfigError(f"{self._protocol}:// cannot be read here: {reason}")
-            return self._made
+            if self._made is not None:
+                return self._made
+            if self._protocol == "gs":
+                _skip_google_metadata()
+            # Not fsspec's shared instance: it may belong to the parent process, and other parts of
+            # the program use its cache of listings.
+            options = {**self._options, "skip_instance_cache": True}
+            try:
+                self._made = fsspec.filesystem(self._protocol, **options)
+                if self._protocol == "s3":
+                    self._made.retries = 1  # s3fs makes one attempt: `retry` makes the others
+                return self._made
+            except (ImportError, OSError, ValueError, TypeError) as exn:
+                reason = redact(str(exn))
+        raise ConfigError(f"{self._protocol}:// cannot be read here: {reason}")
 
     def _call(self, shard: ShardURL, function: Callable[[], T], *, timed: bool = True) -> T:
-        """Call ``function`` in a thread; return its result, or raise as `Origin.open`.
-
-        ``timed`` says whether the call fails after the timeout.
-        """
+        """Call ``function`` in a thread; return its result, or raise as `Origin.open`."""
         seconds = self.timeout if timed else None
         call = partial(self.translated, shard, function)
         return self.result(lambda: threads.call(call, seconds, _THREAD))
@@ -211,7 +199,7 @@ def s3fs_origin(
     logger.info("%s: reading through s3fs, which is slower", reason)
     # The SDK below s3fs also makes one attempt, because `retry` makes the others.
     settings = {"retries": {"total_max_attempts": 1}, **(options.get("config_kwargs") or {})}
-    return FsspecOrigin("s3", {**options, "config_kwargs": settings}, timeout=timeout)
+    return FsspecOrigin("s3", {**options, "config_kwargs": settings}, timeout)
 
 
 def _error_for(exn: Exception, shard: ShardURL, profile: str | None) -> Exception:

@@ -1,8 +1,7 @@
 """Resolve shard specifications, and find out the sizes of many shards with few requests.
 
-A specification is text with URLs, ``{braces}``, wildcards and prefixes. shardcache's own S3 client
-lists buckets, a thousand keys per request; fsspec filesystems list other origins. The sizes serve
-only for planning: each download determines the size of its shard again.
+A specification is text with URLs, ``{braces}``, wildcards and prefixes. The sizes serve only for
+planning: each download determines the size of its shard again.
 """
 
 from __future__ import annotations
@@ -13,15 +12,15 @@ import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from shardcache import clock
 from shardcache.config import Config
 from shardcache.errors import AccessDeniedError, ConfigError, ShardCacheError, ShardNotFoundError
 from shardcache.origins.aws import needs_s3fs, scheme_options
-from shardcache.origins.filesystem import FsspecOrigin, s3fs_origin
+from shardcache.origins.filesystem import FsspecOrigin
+from shardcache.origins.resolve import Origins
 from shardcache.origins.retry import RetryPolicy
-from shardcache.origins.s3 import S3Origin
 from shardcache.urls import CREDENTIAL, ShardURL, advise_scheme, parse_url, shown_url, split_bucket
 
 logger = logging.getLogger(__name__)
@@ -36,8 +35,7 @@ _VERSION = re.compile(r"\?versionId=[^&?]+\Z")
 _GLOB = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
 #: Separates the parts of a specification. The ARN of a multi-region access point also has ``::``.
 _SEPARATOR = r"::(?![0-9]{12}:accesspoint)"
-#: A specification without any of these is one URL.
-_SPECIAL = re.compile(r"::|[{}$\\]")
+_SPECIAL = re.compile(r"::|[{}$\\]")  # a specification without any of these is one URL
 _VARIABLE = re.compile(r"\$\{(\w+)\}")
 #: ListObjectsV2 returns at most this many keys per request.
 _PAGE = 1000
@@ -62,10 +60,8 @@ def expand_braces(spec: str) -> Iterator[str]:
     """Yield the URLs, patterns and prefixes of a specification, in order.
 
     The rules are WebDataset's: split at ``::``, replace ``${X}`` by the environment variable
-    ``WDS_X``, and expand braces. Importing WebDataset's own function would import torch.
-
-    Raises:
-        ConfigError: the specification is malformed, or a variable is not set.
+    ``WDS_X``, and expand braces. Importing WebDataset's own function would import torch. Raises
+    ConfigError if the specification is malformed, or a variable is not set.
     """
     if _SPECIAL.search(spec) is None:  # otherwise each URL of a list would take 9 us
         yield spec
@@ -160,11 +156,7 @@ class Listing:
     def __init__(self, config: Config) -> None:
         self._config = config
         self._s3_options = scheme_options(config, "s3")
-        self._s3 = S3Origin(
-            self._s3_options,
-            endpoint_url=config.endpoint_url,
-            timeout=min(config.timeout, _TIMEOUT),
-        )
+        self._origins = Origins(config.replace(timeout=min(config.timeout, _TIMEOUT)))
         self._sizes: dict[tuple[str, str], int] = {}  # by bucket and key
 
     def expand(self, spec: str) -> Iterator[str]:
@@ -182,25 +174,24 @@ class Listing:
             ShardNotFoundError: no shard matches.
             AccessDeniedError, ConfigError, TransferError: the origin cannot be listed.
         """
-        parse_url(f"{pattern}x", allow_schemes=self._config.allow_schemes)  # refuses two patterns
+        # Refuses two patterns, too.
+        scheme = parse_url(f"{pattern}x", allow_schemes=self._config.allow_schemes).scheme
         root, wanted, deep = _split(pattern)
-        is_s3 = pattern.partition(":")[0].lower() in ("s3", "s3a", "s3n")
-        bucket, rest = split_bucket(root.partition("://")[2]) if is_s3 else ("", "")
-        if is_s3 and not (bucket and root.endswith(f"{bucket}/{rest}")):
+        # The prefix stays exactly as the user wrote it, because it is part of the shards' identity.
+        base, slash, rest = root.rpartition("/")
+        bucket, prefix = split_bucket(root.partition("://")[2]) if scheme == "s3" else ("", "")
+        if scheme == "s3" and not (bucket and root.endswith(f"{bucket}/{prefix}")):
             raise ConfigError(f"{shown_url(pattern)}: a bucket's name has to be given in full")
-        reason = needs_s3fs(bucket, self._s3_options) if is_s3 else ""
-        if is_s3 and not reason:
+        if scheme == "s3" and not needs_s3fs(bucket, self._s3_options):
             query = {} if deep else {"delimiter": "/"}
-            pages = self._pages(bucket, rest, query, self._config.attempts)
-            names = [key for page in pages for key in page if not key.endswith("/")]
+            pages = self._pages(bucket, prefix, query, self._config.attempts)
+            start = len(prefix) - len(rest)
+            names = [key[start:] for page in pages for key in page if not key.endswith("/")]
         else:
-            inside, rest = f"s3://{bucket}/{rest}", root[root.rfind("/") + 1 :]
-            directory = (inside if is_s3 else root).removesuffix(rest) or "./"
-            names = self._files(directory, reason, deep)
-        # Keep the prefix exactly as the user wrote it, because it is part of the shards' identity.
-        base = root.removesuffix(rest)
+            directory = f"s3://{bucket}/{prefix.removesuffix(rest)}" if bucket else base + slash
+            names = self._files(directory or "./", deep)
         urls = [
-            f"{base}{name}"
+            f"{base}{slash}{name}"
             for name in sorted(names)
             if name.startswith(rest) and wanted(name.removeprefix(rest))
         ]
@@ -218,10 +209,11 @@ class Listing:
         """Yield the object keys below ``prefix``, page by page, and remember their sizes."""
         location = f"s3://{bucket}/{prefix}"
         shard = ShardURL(location, "s3", location, "", "")
+        origin: Any = self._origins.of(shard)
         query, tokens = {**query, "max-keys": str(_PAGE)}, set[str]()
         while True:
             try:
-                page = partial(self._s3.list_page, shard, query)
+                page = partial(origin.list_page, shard, query)
                 found, token = self._retried(location, attempts, page)
             except AccessDeniedError as exn:
                 raise AccessDeniedError(
@@ -239,20 +231,23 @@ class Listing:
             query["continuation-token"] = token
             tokens.add(token)
 
-    def _files(self, directory: str, reason: str, deep: bool) -> list[str]:
-        """Return the names of the files in a directory, through fsspec.
-
-        ``reason`` is why s3fs has to list an S3 directory (`needs_s3fs`), or "" for other ones.
-        """
+    def _files(self, directory: str, deep: bool) -> list[str]:
+        """Return the names of the files in a directory, through fsspec."""
         config = self._config
-        if reason:
+        if directory.startswith("s3://"):
             shard = ShardURL(directory, "s3", directory, "", "")
-            origin = s3fs_origin(reason, self._s3_options, config.endpoint_url, config.timeout)
         else:
-            shard = parse_url(directory, endpoint=None, allow_schemes=config.allow_schemes)
+            shard = parse_url(directory, allow_schemes=config.allow_schemes)
             refuse_local(shard, config)  # instead of listing a whole disk
+        origin: Any = self._origins.of(shard)
+        if shard.scheme in ("http", "https"):  # fsspec lists the links on a page
             options = scheme_options(config, shard.scheme)
-            origin = FsspecOrigin(shard.scheme, options, timeout=config.timeout)
+            origin = FsspecOrigin(shard.scheme, options, config.timeout)
+        if not hasattr(origin, "names_below"):
+            raise ConfigError(
+                f"{shard}: {shard.scheme}:// cannot be listed. Write ranges as {{0000..0127}}.",
+                url=str(shard),
+            )
         names = partial(origin.names_below, shard, deep=deep)
         return self._retried(str(shard), config.attempts, names)
 

@@ -7,10 +7,8 @@ after ``://``, so that it may be the copy of another program (``aws s3 sync``). 
 shardcache made (``write_back``) comes with a sidecar, ``<name>.shardcache.json``. It states the
 version at the origin, which may continue the download, and a digest of the bytes.
 
-A fault of an upstream never fails a download. Upstreams are not searched for URLs with a query or a
-version id, nor for ``pipe:`` commands, unless the command only reads a URL and has no client
-options. A forked child makes its own `Origins`, because it must not share sockets, event loops or
-locks with its parent.
+A fault of an upstream never fails a download. A forked child makes its own `Origins`, because it
+must not share sockets, event loops or locks with its parent.
 """
 
 from __future__ import annotations
@@ -21,6 +19,8 @@ import os
 import shutil
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,14 +44,12 @@ from shardcache.urls import ShardURL, parse_url, redact
 logger = logging.getLogger(__name__)
 
 _SIDECAR = ".shardcache.json"
-#: Limit for reading a sidecar, in bytes; most sidecars have about 700.
-_MOST = 64 * 1024
+_MOST = 64 * 1024  #: bytes that are read of a sidecar; most have about 700
 #: Errors of an upstream after which the next one is tried.
 _FAULTS = (AccessDeniedError, ConfigError, TransferError, TransientError, VersionChangedError)
 #: Longest component of a copy's path, in bytes. Filesystems allow 255; temporary names are longer.
 _MAX_NAME = 200
-#: Failures in a row after which an upstream is not used for a minute.
-_FAILURES = 2
+_FAILURES = 2  #: in a row, after which an upstream is not used for a minute
 
 
 class Origins:
@@ -74,15 +72,14 @@ class Origins:
                 "logs, lists and pickles. Pass the whole URL.",
                 url=str(shard),
             )
-        config, scheme = self._config, shard.scheme
         # S3 Express buckets and multi-region access points need another client than other buckets.
-        kind = needs_s3fs(shard.bucket_and_key()[0], {}) if scheme == "s3" else ""
-        key = scheme, shard.options, kind
+        kind = needs_s3fs(shard.bucket_and_key()[0], {}) if shard.scheme == "s3" else ""
+        key = shard.scheme, shard.options, kind
         with self._guard:
             if key not in self._made:
-                if shard.options:
-                    config = for_command(config, shard.options)
-                options = scheme_options(config, scheme)
+                config = self._config
+                config = for_command(config, shard.options) if shard.options else config
+                options = scheme_options(config, shard.scheme)
                 self._made[key] = _make(shard, options, config.endpoint_url, config.timeout)
             return self._made[key]
 
@@ -135,31 +132,22 @@ def _make(
         return PipeOrigin(timeout)
     from shardcache.origins.filesystem import FsspecOrigin
 
-    return FsspecOrigin(scheme, options, timeout=timeout)
+    return FsspecOrigin(scheme, options, timeout)
 
 
+@dataclass(eq=False)
 class UpstreamOrigin:
-    """The copy of one shard in an upstream, as a `base.Origin` that reads only this shard.
+    """The copy of one shard in an upstream, as a `base.Origin` that reads only this shard."""
 
-    Attributes:
-        name: the name of the upstream, for messages.
-        failed: counts a fault; after some, the upstream is left alone.
-        digest: tree digest of the bytes, if a sidecar states it.
-    """
-
-    states_checksums = False  # the digest proves more than a checksum
-
-    def __init__(
-        self,
-        upstream: _Upstream,
-        copy: ShardURL,
-        found: ObjectInfo,  # the version in the upstream
-        info: ObjectInfo,  # the version at the origin if a sidecar states it, otherwise `found`
-        digest: str | None,
-    ) -> None:
-        self.name, self.failed, self.digest = upstream.name, upstream.failed, digest
-        self.conditional = upstream.origin.conditional
-        self._origin, self._copy, self._found, self._info = upstream.origin, copy, found, info
+    name: str  #: of the upstream, for messages
+    failed: Callable[[Exception], None]  #: counts a fault; after some, the upstream is left alone
+    conditional: bool
+    _origin: Origin
+    _copy: ShardURL
+    _found: ObjectInfo  #: the version in the upstream
+    _info: ObjectInfo  #: the version at the origin if a sidecar states it, otherwise `_found`
+    digest: str | None  #: tree digest of the bytes, if a sidecar states it
+    states_checksums: bool = False  # the digest proves more than a checksum
 
     def open(
         self, shard: ShardURL, start: int, stop: int | None, expected: ObjectInfo | None = None
@@ -180,13 +168,11 @@ class _Upstream:
     """An upstream of the configuration, with its origin and its breaker."""
 
     def __init__(self, config: Upstream, timeout: float, is_new: Callable[[str], bool]) -> None:
-        self.config = config
-        self._is_new = is_new
-        self.name = redact(config.url)
+        self.config, self._is_new, self.name = config, is_new, redact(config.url)
         self._scheme = config.url.partition("://")[0].lower() if "://" in config.url else "file"
         self._breaker = Breaker(threshold=_FAILURES)
-        inside = self._parse(f"{config.url.rstrip('/')}/x")
-        self.origin = _make(inside, config.storage_options, config.endpoint_url, timeout)
+        options = config.storage_options
+        self.origin = _make(self._parse("x"), options, config.endpoint_url, timeout)
 
     def _copy_of(self, shard: ShardURL) -> ShardURL | None:
         """Return the URL of the shard's copy, or None if upstreams are not searched for it."""
@@ -196,10 +182,10 @@ class _Upstream:
         parts = name.split("/")
         if any(part in ("", ".", "..") or len(part.encode()) > _MAX_NAME for part in parts):
             return None
-        return self._parse(f"{self.config.url.rstrip('/')}/{name}")
+        return self._parse(name)
 
-    def _parse(self, url: str) -> ShardURL:
-        endpoint = self.config.endpoint_url
+    def _parse(self, name: str) -> ShardURL:
+        url, endpoint = f"{self.config.url.rstrip('/')}/{name}", self.config.endpoint_url
         return parse_url(url, endpoint=endpoint, allow_schemes={self._scheme})
 
     def find(self, shard: ShardURL) -> UpstreamOrigin | None:
@@ -210,7 +196,7 @@ class _Upstream:
         found, sidecar = None, b""
         try:
             found = once(str(copy), lambda: origin.stat(copy))
-            beside = self._parse(f"{copy.raw}{_SIDECAR}")
+            beside = parse_url(f"{copy.raw}{_SIDECAR}", allow_schemes={self._scheme})
             opened = once(str(beside), lambda: origin.open(beside, 0, _MOST))
             sidecar = read_all(opened, _MOST)
         except ShardNotFoundError:
@@ -221,8 +207,9 @@ class _Upstream:
         self._breaker.succeeded()
         if found is None or found.size is None:
             return None
+        made = partial(UpstreamOrigin, self.name, self.failed, origin.conditional, origin, copy)
         if not sidecar:
-            return UpstreamOrigin(self, copy, found, found, None)
+            return made(found, found, None)
         try:
             record = json.loads(sidecar)
             if (record["key"], record["size"]) != (shard.key, found.size):
@@ -231,23 +218,19 @@ class _Upstream:
         except (KeyError, TypeError, ValueError, RecursionError) as exn:
             logger.info("%s: ignoring the copy in %s: %r", shard, self.name, exn)
             return None
-        return UpstreamOrigin(self, copy, found, info, digest)
+        return made(found, info, digest)
 
     def failed(self, exn: Exception) -> None:
         """Count a fault. The first time that a job leaves the upstream alone is a warning."""
-        reason = exn.__cause__ if isinstance(exn, TransferError) else exn
-        opened = self._breaker.failed()
-        level = (
-            logging.WARNING if opened and self._is_new(f"upstream-{self.name}") else logging.INFO
-        )
-        text = "not using the upstream %s for a while: %s" if opened else "the upstream %s: %s"
-        logger.log(level, text, self.name, redact(str(reason)))
+        reason = redact(str(exn.__cause__ if isinstance(exn, TransferError) else exn))
+        if not self._breaker.failed():
+            logger.info("the upstream %s: %s", self.name, reason)
+            return
+        level = logging.WARNING if self._is_new(f"upstream-{self.name}") else logging.INFO
+        logger.log(level, "not using the upstream %s for a while: %s", self.name, reason)
 
     def write(self, shard: ShardURL, data: Path, sidecar: bytes) -> None:
-        """Copy an entry unless the upstream has it. Faults are logged.
-
-        The sidecar is written last, so that it always describes a complete copy.
-        """
+        """Copy an entry unless the upstream has it, and then its sidecar. Faults are logged."""
         copy = self._copy_of(shard)
         if copy is None or self._breaker.left:
             return
@@ -274,7 +257,7 @@ class _Upstream:
 
 
 def _copy_file(data: Path, path: Path, sidecar: bytes) -> None:
-    """Copy a file and write its sidecar. Each appears under its name only when it is complete."""
+    """Copy a file and write its sidecar; each gets its name only when it is complete."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{random_token()}")
     try:

@@ -65,7 +65,8 @@ def test_settings_equal_those_of_botocore(tmp_path: Path, monkeypatch: pytest.Mo
             known += 1
             session = botocore.session.Session(profile=profile)
             keys = session.get_credentials().get_frozen_credentials()
-            assert tuple(found.keys) == (keys.access_key, keys.secret_key, keys.token or "")
+            known_keys = keys.access_key, keys.secret_key, keys.token or ""
+            assert tuple(found.get_credentials()) == known_keys
             for name in ("region", "ca_bundle", "use_fips_endpoint", "use_dualstack_endpoint"):
                 assert found.get_config_variable(name) == session.get_config_variable(name)
             assert "s3" not in session.get_scoped_config()

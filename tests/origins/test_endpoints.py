@@ -1,8 +1,5 @@
 """The key of a shard on S3 contains its endpoint and partition, from any source of options."""
 
-import json
-from typing import Any
-
 import botocore.session
 import pytest
 
@@ -11,34 +8,17 @@ from shardcache.origins.s3 import _usual_address
 from shardcache.urls import parse_url
 from tests.support.webservers import Files, answer, running
 
-LAB = "[profile lab]\nservices = near\n[services near]\ns3 =\n  endpoint_url = @\n"
-#: Options of a cache, the environment ("env") and configuration files by their variables. "@" is
-#: the endpoint.
-WAYS: list[dict[str, Any]] = [
-    {"endpoint_url": "@"},
-    {"storage_options": {"endpoint_url": "@"}},
-    {"storage_options": {"client_kwargs": {"endpoint_url": "@"}}},
-    {"storage_options": {"s3": {"endpoint_url": "@"}}},
-    {"env": {"AWS_ENDPOINT_URL_S3": "@"}},
-    {"env": {"AWS_PROFILE": "lab"}, "AWS_SHARED_CREDENTIALS_FILE": "[lab]\nendpoint_url = @\n"},
-    {"storage_options": {"profile": "lab", "key": "me", "secret": "x"}, "AWS_CONFIG_FILE": LAB},
-]
+KEYS = {"AWS_ACCESS_KEY_ID": "me", "AWS_SECRET_ACCESS_KEY": "mine"}
 
 
-@pytest.mark.parametrize("way", WAYS, ids=str)
-def test_shards_of_two_endpoints_have_different_entries(way, tmp_path, monkeypatch):
+def test_shards_of_two_endpoints_have_different_entries(tmp_path, monkeypatch):
+    for name, value in KEYS.items():
+        monkeypatch.setenv(name, value)
     with running(Files()) as one, running(Files()) as other:
         for server in (one, other, one, other):
             server.files["/lab/a.bin"] = f"bytes of {server.url}".encode()
-            options = json.loads(json.dumps(way).replace("@", server.url))
-            keys = {"AWS_ACCESS_KEY_ID": "me", "AWS_SECRET_ACCESS_KEY": "mine"}
-            for variable, value in (keys | options.pop("env", {})).items():
-                monkeypatch.setenv(variable, value)
-            for variable in ("AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE"):
-                (tmp_path / variable).write_text(options.pop(variable, ""))
-                monkeypatch.setenv(variable, str(tmp_path / variable))
             with (
-                Cache(tmp_path / "cache", min_free=0, **options) as cache,
+                Cache(tmp_path / "cache", min_free=0, endpoint_url=server.url) as cache,
                 cache.open("s3://lab/a.bin") as stream,
             ):
                 assert stream.read() == server.files["/lab/a.bin"]
@@ -46,85 +26,67 @@ def test_shards_of_two_endpoints_have_different_entries(way, tmp_path, monkeypat
             assert [request[:3] for request in server.requests].count("GET") == 1
 
 
-AWS_CONFIG = """
+CONFIG = """
 [default]
-endpoint_url = http://default
+endpoint_url = https://default
 [profile lab]
 services = near
-endpoint_url = http://lab
-[profile plain]
-region = eu-west-1
-[profile aws]
-endpoint_url = http://never
-ignore_configured_endpoint_urls = true
-[services near]
-s3 =
-  endpoint_url = http://lab-s3
-"""
-ANY = {"AWS_ENDPOINT_URL": "http://any"}
-
-
-@pytest.mark.parametrize(
-    ("environment", "options", "endpoint"),
-    [
-        ({}, {}, "http://default"),
-        ({"AWS_PROFILE": "plain"}, {}, None),
-        ({"AWS_PROFILE": "plain", "AWS_DEFAULT_PROFILE": "lab"}, {}, "http://lab-s3"),
-        ({"AWS_PROFILE": "plain"}, {"profile": "lab"}, "http://lab-s3"),
-        ({"AWS_PROFILE": "lab", **ANY}, {}, "http://any"),
-        ({**ANY, "AWS_ENDPOINT_URL_S3": "http://s3"}, {}, "http://s3"),
-        (ANY, {"endpoint_url": "http://mine"}, "http://mine"),
-        ({"AWS_PROFILE": "aws", **ANY}, {}, None),
-        ({"AWS_IGNORE_CONFIGURED_ENDPOINT_URLS": "true", **ANY}, {}, None),
-    ],
-)
-def test_the_endpoint_is_that_of_botocore(environment, options, endpoint, tmp_path, monkeypatch):
-    (tmp_path / "aws").write_text(AWS_CONFIG)
-    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "aws"))
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    with Cache(tmp_path / "cache", storage_options=options) as cache:
-        host = (endpoint or "").removeprefix("http://")
-        assert cache.parse("s3://lab/a.tar").endpoint == host
-    session = botocore.session.Session(profile=options.get("profile"))
-    client = session.create_client("s3", "us-east-1", endpoint_url=options.get("endpoint_url"))
-    assert client.meta.endpoint_url == (endpoint or "https://s3.amazonaws.com")
-
-
-REGIONS = """
+endpoint_url = https://lab
 [profile eu]
 region = eu-west-1
 [profile gov]
 region = us-gov-west-1
+[profile aws]
+endpoint_url = https://never
+ignore_configured_endpoint_urls = true
+[services near]
+s3 =
+  endpoint_url = https://near
 """
 CHINA = "lab.s3.cn-north-1.amazonaws.com.cn"
 STANDARD = "lab.s3.us-east-1.amazonaws.com"
 IRELAND = "lab.s3.eu-west-1.amazonaws.com"
 GOVERNMENT = "lab.s3.us-gov-west-1.amazonaws.com"
+ANY = {"AWS_ENDPOINT_URL": "https://any"}
+NONE = {"AWS_CONFIG_FILE": "/dev/null"}
 
 
 @pytest.mark.parametrize(
     ("environment", "options", "host"),
     [
-        ({}, {}, STANDARD),
+        ({}, {}, "default"),
+        ({"AWS_PROFILE": "lab"}, {}, "near"),
+        ({"AWS_PROFILE": "shared"}, {}, "shared"),
+        ({"AWS_PROFILE": "eu", "AWS_DEFAULT_PROFILE": "lab"}, {}, "near"),
+        ({"AWS_PROFILE": "eu"}, {"profile": "lab", "key": "me", "secret": "x"}, "near"),
+        ({"AWS_PROFILE": "lab", **ANY}, {}, "any"),
+        ({**ANY, "AWS_ENDPOINT_URL_S3": "https://s3"}, {}, "s3"),
+        (ANY, {"endpoint_url": "https://mine"}, "mine"),
+        (ANY, {"client_kwargs": {"endpoint_url": "https://mine"}}, "mine"),
+        (ANY, {"s3": {"endpoint_url": "https://mine"}}, "mine"),
+        ({"AWS_PROFILE": "aws", **ANY}, {}, STANDARD),
+        ({"AWS_IGNORE_CONFIGURED_ENDPOINT_URLS": "true", **ANY}, {}, STANDARD),
+        (NONE, {}, STANDARD),
+        (NONE, {"endpoint_url": f"https://{CHINA[4:]}"}, CHINA[4:]),
         ({"AWS_DEFAULT_REGION": "cn-north-1", "AWS_PROFILE": "gov"}, {}, CHINA),
         ({"AWS_DEFAULT_REGION": "eu-west-1", "AWS_PROFILE": "gov"}, {}, IRELAND),
         ({"AWS_PROFILE": "gov", "AWS_REGION": "eu-west-1"}, {}, GOVERNMENT),
         ({"AWS_PROFILE": "eu", "AWS_REGION": "cn-north-1"}, {}, IRELAND),
-        ({"AWS_REGION": "cn-north-1"}, {}, CHINA),
+        ({"AWS_REGION": "cn-north-1", **NONE}, {}, CHINA),
         ({"AWS_PROFILE": "eu"}, {"profile": "gov", "key": "me", "secret": "x"}, GOVERNMENT),
         ({"AWS_PROFILE": "gov"}, {"client_kwargs": {"region_name": "cn-north-1"}}, CHINA),
-        ({}, {"endpoint_url": f"https://{CHINA[4:]}"}, CHINA[4:]),
     ],
 )
 @pytest.mark.parametrize("form", ["{}", "pipe:aws s3 cp {} -"])
-def test_the_key_has_the_partition_of_the_request(
+def test_the_key_has_the_endpoint_and_partition_of_the_request(
     form, environment, options, host, tmp_path, monkeypatch, serve
 ):
-    (tmp_path / "aws").write_text(REGIONS)
+    (tmp_path / "config").write_text(CONFIG)
+    (tmp_path / "credentials").write_text("[shared]\nendpoint_url = https://shared\n")
     proxy = serve(answer("502 Bad Gateway"))
-    keys = {"AWS_ACCESS_KEY_ID": "me", "AWS_SECRET_ACCESS_KEY": "mine", "https_proxy": proxy.url}
-    for name, value in {"AWS_CONFIG_FILE": str(tmp_path / "aws"), **keys, **environment}.items():
+    files = {"AWS_CONFIG_FILE": "config", "AWS_SHARED_CREDENTIALS_FILE": "credentials"}
+    given = {name: str(tmp_path / file) for name, file in files.items()} | KEYS | environment
+    for name, value in {**given, "https_proxy": proxy.url}.items():
         monkeypatch.setenv(name, value)
     url = form.format("s3://lab/a.tar")
     with Cache(tmp_path / "cache", min_free=0, attempts=1, storage_options=options) as cache:
@@ -134,6 +96,11 @@ def test_the_key_has_the_partition_of_the_request(
         with pytest.raises(TransferError):
             cache.open(url).read()
     assert proxy.heads[0].startswith(f"CONNECT {host}:443 ")
+    if not options:
+        client = botocore.session.Session().create_client("s3", "us-east-1")
+        at_aws = client.meta.endpoint_url == "https://s3.amazonaws.com"
+        assert at_aws == host.startswith("lab.s3.")
+        assert at_aws or client.meta.endpoint_url == f"https://{host}"
 
 
 def test_the_region_of_a_command_sets_its_partition(tmp_path):

@@ -1,6 +1,7 @@
 """Shards behind web servers and fsspec filesystems: memory, plain files, a silent one."""
 
 import os
+import socket
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -26,25 +27,8 @@ SHARD = make_tar(4, members=3, size=BLOCK)
 
 
 @pytest.fixture
-def web():
-    server = Files()
-    server.files["/a.tar"] = SHARD
-    with running(server):
-        yield server
-
-
-@pytest.fixture
 def cache(make_cache):
     return make_cache(attempts=2, cache_local=True)
-
-
-def test_a_url_that_is_signed_again_is_a_hit(cache, web):
-    signed = f"{web.url}/a.tar?x=1&X-Amz-Algorithm=A&X-Amz-Credential=C&X-Amz-Signature="
-    assert cache.open(f"{signed}canary1").read() == SHARD
-    assert any("canary1" in request for request in web.requests)
-    web.heads.clear()
-    assert cache.open(f"{signed}canary2").read() == SHARD
-    assert web.requests == []
 
 
 @pytest.mark.parametrize(
@@ -55,12 +39,13 @@ def test_a_url_that_is_signed_again_is_a_hit(cache, web):
         ("pipe:curl -H 'Authorization: Bearer canary' http://{}/a.tar", "Bearer canary"),
     ],
 )
-def test_a_login_is_sent_as_a_header_but_not_after_a_redirect(cache, web, form, header):
-    with running(Files()) as first:
+def test_a_login_is_sent_as_a_header_but_not_after_a_redirect(cache, form, header):
+    with running(Files()) as web, running(Files()) as first:
+        web.files["/a.tar"] = SHARD
         first.redirects = {"/a.tar": f"{web.url}/a.tar"}
         assert cache.open(form.format(first.url.removeprefix("http://"))).read() == SHARD
         assert f"\r\nAuthorization: {header}\r\n" in first.heads[0]
-    assert "\r\nAuthorization:" not in "".join(web.heads)
+        assert "\r\nAuthorization:" not in "".join(web.heads)
 
 
 def test_the_version_of_a_file_is_its_modification_time(cache, tmp_path):
@@ -235,22 +220,18 @@ def test_closing_a_file_waits_for_no_thread(hooked_cache, set_hook, monkeypatch)
 def test_google_credentials_are_not_sought_where_no_server_gives_any(
     make_cache, has_server, monkeypatch
 ):
-    class Google(MemoryFileSystem):
-        def __init__(self, **options):
-            super().__init__(**options)
-            assert os.environ.get("NO_GCE_CHECK", "false") == ("false" if has_server else "true")
+    def connect(*address, timeout):
+        if not has_server:
+            raise TimeoutError
+        return socket.socket()
 
-    class Socket:
-        def __init__(self, *address, timeout):
-            if not has_server:
-                raise TimeoutError
-
-        def close(self):
-            """The answer is not needed."""
+    def google(*names, **options):
+        assert os.environ.get("NO_GCE_CHECK") == (None if has_server else "true")
+        return MemoryFileSystem(**options)
 
     monkeypatch.setenv("NO_GCE_CHECK", "")
     monkeypatch.delenv("NO_GCE_CHECK")
-    monkeypatch.setattr("socket.create_connection", Socket)
-    monkeypatch.setattr("fsspec.filesystem", lambda *names, **options: Google(**options))
+    monkeypatch.setattr("socket.create_connection", connect)
+    monkeypatch.setattr("fsspec.filesystem", google)
     with pytest.raises(ShardNotFoundError):
         make_cache().fetch("gs://lab/none.tar")

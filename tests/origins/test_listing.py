@@ -5,7 +5,7 @@ import pytest
 
 from shardcache import expand
 from shardcache.errors import AccessDeniedError, ConfigError, ShardNotFoundError, TransferError
-from shardcache.origins.listing import Listing, is_pattern
+from shardcache.origins.listing import Listing
 from tests.support.tars import make_tar
 from tests.support.webservers import answer
 
@@ -43,15 +43,20 @@ def test_an_invalid_specification_is_refused_without_its_secret(spec, message, m
 
 
 @pytest.mark.parametrize(
-    ("pattern", "urls"),
+    "url",
     [
-        (True, "s3://b/p/ s3://b/x-*.tar s3://b/x-?.tar https://h/x-*.tar /nas/*.tar"),
-        (False, "s3://b/x.tar s3://b/x.tar?versionId=abc https://h/dir/ pipe:/x/*.tar"),
-        (False, "https://h/x.tar?sig=1 https://h/x.tar?a=*&b=?"),
+        *("s3://b/x.tar", "s3://b/x.tar?versionId=abc", "pipe:/x/*.tar"),
+        *("https://h/dir/", "https://h/x.tar?sig=1", "https://h/x.tar?a=*&b=?"),
     ],
 )
-def test_only_wildcards_and_s3_directories_need_a_listing(pattern, urls):
-    assert {is_pattern(url) for url in urls.split()} == {pattern}
+def test_other_urls_need_no_listing(url, make_cache):
+    assert expand(url, make_cache()) == [url]
+
+
+def test_patterns_of_an_origin_that_lists_nothing_are_refused(make_cache, origin, monkeypatch):
+    monkeypatch.setattr("shardcache.origins.resolve._make", lambda *arguments: origin)
+    with pytest.raises(ConfigError, match=r"own:// cannot be listed. Write ranges"):
+        expand("own://lab/*.tar", make_cache(allow_schemes=["own"]))
 
 
 FILES = ["a.tar", "b.tar", "b.tar.idx", "deep/c.tar.gz", "deep/er/d.tgz", "notes.txt"]

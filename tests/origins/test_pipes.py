@@ -7,7 +7,7 @@ import pytest
 
 from shardcache import ConfigError, TransferError, TransferTimeoutError
 from shardcache.commands import read_command
-from shardcache.urls import parse_url
+from tests.support.caches import read
 from tests.support.tars import make_tar
 
 
@@ -23,9 +23,9 @@ def test_a_command_runs_once_and_its_output_is_cached(make_cache, tmp_path):
 def test_output_that_is_too_long_for_the_cache_is_streamed(make_cache, tmp_path):
     (tmp_path / "a.tar").write_bytes(make_tar(8, members=20, size=100_000))
     url = f"pipe:cat {tmp_path}/a.tar | tail -c +1"
-    with make_cache(allow_schemes=["pipe"], max_size="1MB") as cache, cache.open(url) as stream:
-        assert stream.read() == make_tar(8, members=20, size=100_000)
-        assert url not in cache
+    cache = make_cache(allow_schemes=["pipe"], max_size="1MB")
+    assert read(cache, url) == make_tar(8, members=20, size=100_000)
+    assert url not in cache
 
 
 def test_the_values_of_variables_tell_outputs_apart_and_credentials_do_not(
@@ -37,8 +37,8 @@ def test_the_values_of_variables_tell_outputs_apart_and_credentials_do_not(
     for number, token, seed in (0, "a", 0), (1, "a", 1), (0, "b", 0):
         monkeypatch.setenv("N", str(number))
         monkeypatch.setenv("MYTOKEN", token)
-        with make_cache(allow_schemes=["pipe"]) as cache, cache.open(url) as stream:
-            assert stream.read() == make_tar(seed)
+        with make_cache(allow_schemes=["pipe"]) as cache:
+            assert read(cache, url) == make_tar(seed)
     assert len(list(cache.entries())) == 2
 
 
@@ -110,10 +110,7 @@ def test_commands_that_only_read_an_object_are_recognised(command, url, options)
     [
         ("aws s3 cp s3://b/k /tmp/x", "form"),
         ("aws s3 cp - s3://b/k", "form"),
-        ("aws s3 ls s3://b/k", "form"),
-        ("aws", "form"),
         ("aws s3 cp s3://b/k - | gunzip", "'|'"),
-        ("aws s3 cp s3://b/k - | zcat", "'|'"),
         ("aws s3 cp s3://b/k - || cat", "'|'"),
         ("aws s3 cp s3://b/k - --sse-c AES256", "--sse-c"),
         ("aws s3 cp s3://b/$WORDS -", r"shell expands its \$WORDS"),
@@ -127,10 +124,8 @@ def test_commands_that_only_read_an_object_are_recognised(command, url, options)
         ("curl https://h/k?a=1&b=2", "'&'"),
         ("curl -sk https://h/k", "-k"),
         ("curl -so x https://h/k", "standard output"),
-        ("curl https://h/k https://h/l", "form"),
         ("curl 'https://h/k", '"\'"'),
         ("wget -q https://h/k", "standard output"),
-        ("cat /x.tar /y.tar", "form"),
         ("zcat /x.tar", "program"),
         ("", "program"),
     ],
@@ -140,38 +135,26 @@ def test_other_commands_are_left_to_a_shell(make_cache, command, reason):
         read_command(command, {"WORDS": "a b", "AWS_SESSION_TOKEN": "s3cret"})
 
 
+MINIO = {"S3_ENDPOINT_URL": "http://minio:9000"}
+
+
 @pytest.mark.parametrize(
-    ("host", "endpoint"),
-    [("minio:9000", "http://minio:9000"), ("s3.eu-west-1.amazonaws.com", None), (None, None)],
+    ("command", "environ", "endpoint"),
+    [
+        ("s5cmd cat s3://b/k", MINIO, "http://minio:9000"),
+        ("s5cmd --endpoint-url http://own:9000 cat s3://b/k", MINIO, "http://own:9000"),
+        ("s3cmd get s3://b/k -", {"S3CMD_CONFIG": "minio:9000"}, "http://minio:9000"),
+        ("s3cmd get s3://b/k -", {"S3CMD_CONFIG": "s3.eu-west-1.amazonaws.com"}, None),
+        ("s3cmd get s3://b/k -", {}, None),
+    ],
 )
-def test_the_endpoint_of_s3cmd_is_that_of_its_configuration(tmp_path, host, endpoint):
-    if host:
-        (tmp_path / "s3cfg").write_text(f"[default]\nhost_base = {host}\nuse_https = False\n")
-    _, options = read_command("s3cmd get s3://b/k -", {"S3CMD_CONFIG": str(tmp_path / "s3cfg")})
-    assert dict(options).get("endpoint_url") == endpoint
-
-
-def test_s3cmd_needs_no_home_directory(monkeypatch):
+def test_the_endpoint_is_that_of_the_program(command, environ, endpoint, tmp_path, monkeypatch):
+    if host := environ.get("S3CMD_CONFIG"):
+        (tmp_path / host).write_text(f"[default]\nhost_base = {host}\nuse_https = False\n")
+    monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("HOME")
-    monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)
-    assert read_command("s3cmd get s3://b/k -", {}) == ("s3://b/k", ())
-
-
-def test_the_endpoint_of_s5cmd_may_come_from_its_variable():
-    environ = {"S3_ENDPOINT_URL": "http://minio:9000"}
-    for option, host in (("", "minio"), ("--endpoint-url http://own:9000 ", "own")):
-        _, options = read_command(f"s5cmd {option}cat s3://b/k", environ)
-        assert options == (("endpoint_url", f"http://{host}:9000"),)
-
-
-def test_only_spawned_children_get_the_token_of_a_command(make_cache, monkeypatch):
-    shard = make_cache().parse("pipe:curl -H 'Authorization: Bearer s3cret' https://h/k")
-    assert shard.key == parse_url("https://h/k").key
-    data = pickle.dumps(shard)
-    assert "s3cret" not in data.decode("latin-1") + str(shard) + repr(shard)
-    assert pickle.loads(data).is_masked
-    monkeypatch.setattr("multiprocessing.context.get_spawning_popen", object)
-    assert pickle.loads(pickle.dumps(shard)) == shard
+    monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)  # a uid of a container
+    assert dict(read_command(command, environ)[1]).get("endpoint_url") == endpoint
 
 
 def test_a_command_of_an_s3_client_is_replaced_by_a_request(
@@ -190,7 +173,6 @@ def test_a_command_of_an_s3_client_is_replaced_by_a_request(
     client = f"--endpoint-url {proxy.url} --profile lab"
     cache = make_cache(strict=True)
     for command in (f"aws {client} s3 cp {url} -", f"s5cmd {client} cat '{url}'"):
-        with cache.open(f"pipe:{command}") as stream:
-            assert stream.read() == make_tar(8)
+        assert read(cache, f"pipe:{command}") == make_tar(8)
     assert proxy.fetches() == {f"{bucket}/a.tar": 1}
     assert cache.path(url) is None  # the key for the endpoint of the environment

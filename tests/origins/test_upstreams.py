@@ -1,14 +1,12 @@
 """Upstreams: reading copies from them, writing copies to them, and damaged copies."""
 
 import logging
-import pickle
 import socket
 
 import pytest
 from fsspec.implementations.local import LocalFileOpener
 
 from shardcache.cache import Cache
-from shardcache.config import Config, StorageOptions, Upstream
 from tests.support.proxy import Proxy
 from tests.support.storetools import no_descriptor_left
 from tests.support.tars import make_tar
@@ -204,11 +202,3 @@ def test_an_upstream_that_is_down_is_left_alone_for_a_while(node, origin, caplog
         for url in urls:
             assert cache.open(url).read() == origin.objects[url]
     assert caplog.text.count("not using the upstream") == 1
-
-
-def test_the_secrets_of_an_upstream_are_neither_shown_nor_pickled(tmp_path):
-    options = StorageOptions({"key": "AK", "secret": "hush", "anon": False})
-    config = Config(tmp_path, upstreams=[Upstream("s3://b/x", storage_options=options)])
-    assert "hush" not in repr(config) and b"hush" not in pickle.dumps(config)
-    [copy] = pickle.loads(pickle.dumps(config)).upstreams
-    assert dict(copy.storage_options) == {"anon": False}

@@ -225,7 +225,7 @@ class Cache:
         Returns:
             The shard's entry. Its `data` is the path of the shard, and its `size` is in bytes.
         """
-        opened = self.process.obtain(Download(self._one(url)))
+        opened = self.process.obtain(Download(self.process.downloads, self._one(url)))
         opened.close()
         return opened.entry
 

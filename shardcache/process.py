@@ -7,7 +7,6 @@ a background thread). A forked child begins anew, with connections and locks of 
 from __future__ import annotations
 
 import atexit
-import contextlib
 import errno
 import logging
 import os
@@ -15,16 +14,15 @@ import sys
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from queue import Empty
 from typing import TYPE_CHECKING
 
 from shardcache import clock, threads
 from shardcache.config import Config
-from shardcache.errors import ConfigError
-from shardcache.faults import Disk, fault_kind, ignoring, os_error
+from shardcache.download.download import Download, Downloads, State
+from shardcache.errors import ConfigError, FetchCancelledError
+from shardcache.faults import Disk, PausedError, fault_kind, ignoring, os_error
 from shardcache.layout import Layout
 from shardcache.locks.notices import Notices, log_unusable
 from shardcache.ranks import RUN_VARIABLE, Ranks
@@ -36,7 +34,6 @@ from shardcache.store.root import UnusableError, unusable
 from shardcache.urls import ShardURL, advise_scheme
 
 if TYPE_CHECKING:
-    from shardcache.download.download import Download
     from shardcache.space.clean import Housekeeper
     from shardcache.space.tiers import Directories, Tier
 
@@ -50,6 +47,8 @@ LAST_COPIES = 5.0
 _TOUCH_INTERVAL = 600.0
 #: Seconds to wait for a cancelled worker: it ends at once, unless it hangs in another library.
 _FAREWELL = 5.0
+#: Seconds until a caller that waits for a shared download notices that its own was cancelled.
+_POLL = 0.1
 
 
 class ProcessCache:
@@ -84,8 +83,7 @@ class ProcessCache:
     def _begin(self) -> None:
         """Make the parts that belong to a process. A forked child calls this again."""
         # Imported here, because these modules would slow `import shardcache`.
-        from shardcache.download.download import Downloads
-        from shardcache.download.pool import Connections
+        from shardcache.download.connections import Connections
         from shardcache.download.transfer import Engine
         from shardcache.locks.sessions import Downloaders
         from shardcache.origins.resolve import Origins
@@ -255,108 +253,122 @@ class ProcessCache:
         return opened
 
     def obtain(self, download: Download) -> Opened:
-        """Return the shard's entry, which is downloaded if necessary. The caller must close it.
+        """Return the entry of a new download's shard, which is downloaded if necessary.
 
-        The caller needs a local file, so the disk is used even while it is paused after faults.
-        This does not count as an open. Raises the errors of `Cache.open` with ``strict``.
+        The caller must close it. Another running download of the shard takes the place of
+        ``download``. This does not count as an open. Raises the errors of `Cache.open` with
+        ``strict``.
         """
-        shard = download.shard
+        shard, opened = download.shard, None
         self.refuse_in_place(shard)
-        opened = self.lookup(shard, download.outdated, insist=True)
-        if opened is None:
-            opened = self._download(download)
-        else:
-            download.outcome = "hit"
+        while opened is None:
+            opened = self.lookup(shard, download.outdated, insist=True)
+            if opened is None:
+                opened = self._download(download)
+            else:
+                download.outcome = "hit"
         self.touch(opened, clock.monotonic())
         facts = {"event": download.outcome, "shard": str(shard)}
         logger.debug("%s: %s", shard, download.outcome, extra=facts)
         return opened
 
-    def _download(self, download: Download) -> Opened:
-        """Run a download that no other reader shares, and return the entry."""
-        done = threads.Queue[None]()  # `Download.wait` would wake up at each block
+    def _download(self, own: Download) -> Opened | None:
+        """Run a download, or wait for the one that other readers share, and return the entry.
 
-        def work() -> None:
-            self._work(download, insist=True)
-            done.put(None)
-
-        download.join()
+        Returns None if the shared one was of no use to this caller, so that ``own`` must run.
+        """
+        download = self.downloads.join(own)
         try:
             # A signal handler could raise in the main thread, at any step of a download.
-            if not (threads.is_main() and self._start_worker(download, work)):
-                work()
-            done.get()
+            if not (download.is_claimed or (threads.is_main() and self._start_worker(download))):
+                self._work(download)
+            while not download.ended:
+                download.wait(lambda: download.ended, _POLL)
+                if download is not own:
+                    own.check()
             opened = download.open()
+            if opened is not None and opened.entry.version in own.outdated:
+                opened.close()
+                opened = None
+        except (FetchCancelledError, PausedError):
+            own.check()
+            opened = None
         except BaseException:
-            download.cancel()
-            if not download.ended:
-                with contextlib.suppress(Empty):
-                    done.get(timeout=_FAREWELL)
+            download.cancel_unless_shared()
+            if download.state is State.CANCELLED:
+                download.wait(lambda: download.ended, _FAREWELL)
             raise
         finally:
             download.leave()
-        assert opened is not None  # only a download ahead gives way
         return opened
 
-    def join(self, shard: ShardURL, **options: bool) -> tuple[Download, bool]:
-        """Call `Downloads.join`, and start the worker; OSError if no thread can be started."""
-        download, is_new = self.downloads.join(shard, **options)
+    def join(
+        self, shard: ShardURL, *, finish: bool = False, ahead: bool = False
+    ) -> tuple[Download, bool]:
+        """Add a reader to the shard's download; return it, and whether this call started it.
+
+        Args:
+            finish: whether to complete the download even if all readers leave.
+            ahead: whether the reader does not need the shard until it calls `Download.attend`.
+
+        Raises OSError if no thread can be started.
+        """
+        new = Download(self.downloads, shard, can_bypass=True, ahead=ahead)
+        download = self.downloads.join(new, finish=finish)
         try:
             # An older download may still lack its worker, for ever if a signal handler raised here.
             # Not under the lock of the downloads: `start` waits for the thread, which may take it.
-            work = partial(self._work, download, insist=False)
-            if not (download.is_claimed or self._start_worker(download, work)):
+            if not (download.is_claimed or self._start_worker(download)):
                 error = OSError(errno.EAGAIN, "the process cannot start a thread")
                 download.end(None, error)
                 raise error
         except BaseException:
             download.leave()
             raise
-        return download, is_new
+        return download, download is new
 
-    def _start_worker(self, download: Download, work: Callable[[], None]) -> bool:
+    def _start_worker(self, download: Download) -> bool:
         """Start the worker's thread. Return False if the process cannot start a thread."""
         try:
-            threads.start(work, f"shardcache-{download.shard.key[:8]}-fetch")
+            name = f"shardcache-{download.shard.key[:8]}-fetch"
+            threads.start(partial(self._work, download), name)
         except RuntimeError as exn:
             logger.info("%s: %s", download.shard, exn)
             return False
         return True
 
-    def _work(self, download: Download, *, insist: bool) -> None:
+    def _work(self, download: Download) -> None:
         """Run a download as its worker, and report its result or error to the readers."""
         if not download.claim():
             return
         try:
-            opened = self.fetch(download, insist=insist)
+            opened = self.fetch(download)
         except BaseException as exn:  # noqa: BLE001 - its readers raise it
             if not download.end(None, exn):
                 logger.info("%s: not downloaded in the background: %s", download.shard, exn)
         else:
             download.end(opened)
 
-    def fetch(self, download: Download, *, insist: bool) -> Opened | None:
-        """Fetch a shard, return its entry like `download.fetch.fetch`, and count its bytes.
-
-        This is the only loop over attempts at a shard. `download.fetch.Recovery` ends it. If
-        ``insist`` is set, use the disk even while it is paused, and wait for copies to upstreams.
-        """
-        from shardcache.download.fetch import Recovery, fetch
+    def fetch(self, download: Download) -> Opened | None:
+        """Fetch a shard, return its entry like `Fetch.attempt`, and count its bytes."""
+        from shardcache.download.fetch import Fetch
 
         started, writing = clock.monotonic(), self.disk.writing
         if started >= self.clean_due:
             self.clean_if_due()
-        self.disk.check(writing, insist=insist)
-        opened, recovery = None, Recovery(self.engine, download)
+        self.disk.check(writing, insist=not download.can_bypass)
+        opened, attempts = None, Fetch(self.engine, download)
         try:
             while True:
                 directories = self.check()
                 try:
-                    opened = fetch(directories, self.engine, download, recovery)
+                    opened = attempts.attempt(directories)
                     break
                 except Exception as exn:
-                    unmounted = bool(self._changed_tiers())
-                    if not recovery.recover(exn, directories, unmounted=unmounted):
+                    unmounted = False
+                    with ignoring(OSError):  # it would hide the error of the attempt
+                        unmounted = bool(self._changed_tiers())
+                    if not attempts.recover(exn, unmounted=unmounted):
                         raise
         except os_error() as exn:
             self.disk.failed(writing, exn)
@@ -377,7 +389,7 @@ class ProcessCache:
             if writing.faults:
                 writing.succeeded()
             if any(upstream.write_back for upstream in self.config.upstreams):
-                self._write_back(download.shard, opened.path, wait=insist)
+                self._write_back(download.shard, opened.path, wait=not download.can_bypass)
         return opened
 
     def touch(self, opened: Opened, now: float) -> None:

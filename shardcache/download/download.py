@@ -8,8 +8,7 @@ writes a partial. A download returns to WAITING if a full or replaced disk made 
 and another process took the lock. Only the methods of `Download` change the state.
 
 Readers share a download through the table of the process (`Downloads`). A download counts its
-readers and holds no reference to them. `prewarm` and `Cache.fetch` run downloads outside the table.
-`docs/design.md` says why the lock of the downloads is reentrant.
+readers and holds no reference to them. `docs/design.md` says why their lock is reentrant.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from shardcache.errors import CacheFullError, FetchCancelledError, LockTimeoutEr
 from shardcache.urls import ShardURL
 
 if TYPE_CHECKING:
-    from shardcache.download.pool import Throttle
+    from shardcache.download.connections import Throttle
     from shardcache.origins.base import Body
     from shardcache.store.entry import Opened
     from shardcache.store.partial import Partial
@@ -61,12 +60,14 @@ class Download:
     """The state of one shard that is brought into the cache. Safe between threads.
 
     Args:
+        table: the downloads of this process.
         shard: the shard to bring into the cache.
         listed: the size of the shard in a listing, which may be outdated.
         outdated: versions to replace, even if they are cached.
         throttle: limits the bytes per second of this and other downloads.
+        can_bypass: whether the reader can bypass the cache. For one that cannot, the disk is used
+            even while it is paused, and copies to upstreams are complete when the download ends.
         ahead: whether no reader needs the shard yet, so that the worker gives way to others.
-        table: the table that contains this download, if any.
 
     Attributes, which only the methods change:
         partial: the partial, written by this or another process; None if unknown.
@@ -82,18 +83,20 @@ class Download:
 
     def __init__(
         self,
+        table: Downloads,
         shard: ShardURL,
         *,
         listed: int | None = None,
         outdated: frozenset[str] = frozenset(),
         throttle: Throttle | None = None,
+        can_bypass: bool = False,
         ahead: bool = False,
-        table: Downloads | None = None,
     ) -> None:
         self.shard = shard
         self.listed = listed
         self.outdated = outdated
         self.throttle = throttle
+        self.can_bypass = can_bypass
         self.state = State.WAITING
         self.partial: Path | None = None
         self.changes = 0
@@ -106,9 +109,9 @@ class Download:
         self.starter = threading.get_ident()
         self._pid = os.getpid()
         self._table = table
-        self._lock = threading.RLock() if table is None else table.lock
+        self._lock = table.lock
         # Not a `Condition`: if a signal handler raises in its methods, it keeps or loses the lock.
-        self._waiters: set[threads.Queue[None]] = set()
+        self._waiters: dict[threads.Queue[None], Callable[[], bool]] = {}
         self._size: int | None = None
         self._written = self._received = self._retries = 0
         self._is_to_finish = False
@@ -131,15 +134,16 @@ class Download:
     def wait(self, is_over: Callable[[], bool], seconds: float = _FOREVER) -> float:
         """Block until ``is_over()``, called with the lock held. Return the seconds it took."""
         start, waiter = time.monotonic(), threads.Queue[None]()
-        with contextlib.suppress(Empty):
-            while True:
-                with self._lock:
-                    if is_over():
-                        break
-                    self._waiters.add(waiter)
-                waiter.get(timeout=max(0.0, start + seconds - time.monotonic()))
         with self._lock:
-            self._waiters.discard(waiter)
+            if is_over():
+                return 0.0
+            self._waiters[waiter] = is_over
+        try:
+            with contextlib.suppress(Empty):
+                waiter.get(timeout=seconds)
+        finally:
+            with self._lock:
+                del self._waiters[waiter]
         return time.monotonic() - start
 
     def open(self) -> Opened | None:
@@ -174,13 +178,6 @@ class Download:
                 return True
             return self._opened is not None or self._response is not None
 
-    def join(self, *, finish: bool = False, ahead: bool = False) -> None:
-        """Count one more reader; the arguments are those of `Downloads.join`."""
-        with self._lock:
-            self.readers += 1
-            self._is_to_finish |= finish
-            self.is_ahead &= ahead
-
     def leave(self) -> None:
         """Count one reader less. The garbage collector may call this in any thread.
 
@@ -209,6 +206,12 @@ class Download:
             abort = self._abort
         if abort is not None:
             abort()
+
+    def cancel_unless_shared(self) -> None:
+        """Cancel the download, unless more than one reader has joined it."""
+        with self._lock:
+            if self.readers <= 1:
+                self.cancel()
 
     # -- the worker and its threads ------------------------------------------------
 
@@ -301,7 +304,7 @@ class Download:
     def _enter(self, state: State) -> None:
         if self.state is not State.CANCELLED:
             self.state = state
-        if self._table is not None and state not in (State.WAITING, State.RUNNING):
+        if state not in (State.WAITING, State.RUNNING):
             running = self._table.running  # so that no further reader can join this download
             if running.get(self.shard.key) is self:
                 del running[self.shard.key]
@@ -309,8 +312,9 @@ class Download:
 
     def _notify(self) -> None:
         self.changes += 1
-        for waiter in self._waiters:
-            waiter.put(None)
+        for waiter, is_over in self._waiters.items():
+            if is_over():
+                waiter.put(None)
 
     def _drop(self) -> None:
         """Release the entry, error and response, after the last reader has left."""
@@ -329,27 +333,22 @@ class Downloads:
         self.lock = threading.RLock()  # guards the table and its downloads
         self.running: dict[str, Download] = {}  # by key; those that have ended are removed
 
-    def join(
-        self, shard: ShardURL, *, finish: bool = False, ahead: bool = False
-    ) -> tuple[Download, bool]:
-        """Add a reader to the download of a shard; return it, and whether it is new.
+    def join(self, new: Download, *, finish: bool = False) -> Download:
+        """Add a reader to the shard's running download, or to ``new`` if none runs; return it.
 
-        Args:
-            finish: whether to complete the download even if all readers leave.
-            ahead: whether the reader does not need the shard until it calls `Download.attend`.
+        With ``finish``, the download is completed even if all readers leave.
         """
         with self.lock:
             while True:
-                download = self.running.get(shard.key)
-                is_new = download is None
-                if download is None:
-                    download = Download(shard, ahead=ahead, table=self)
-                    self.running[shard.key] = download
-                download.join(finish=finish, ahead=ahead)
-                if self.running.get(shard.key) is download:
-                    return download, is_new
+                new.check()
+                download = self.running.setdefault(new.shard.key, new)
+                download.readers += 1
+                download._is_to_finish |= finish
+                download.is_ahead &= new.is_ahead
+                if self.running.get(new.shard.key) is download:
+                    return download
                 # The garbage collector closed the last other reader before this one was counted,
-                # which cancelled the download, so try again with a new one.
+                # which cancelled the download.
                 download.leave()
 
     def unfinished(self) -> list[Download]:

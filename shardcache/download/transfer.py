@@ -4,20 +4,16 @@
     part -> requests, one after the other until it is complete -> blocks of 1 MiB
     block: received -> hashed while it is in the processor's cache -> written -> recorded
 
-* The first range request returns size and version, so no request precedes it, and its response
-  delivers the first part. All further requests insist on that version. If a listing or the size of
-  other shards in the folder suggests that one part is the whole shard, the request has no range: S3
-  then adds the checksum, and a single request is enough.
-* A thread that loses its connection continues at the byte that it had reached.
-* Each connection needs one block of memory, for a shard of any size.
-* The worker of the download fetches parts itself, so small shards need no other thread. Helper
-  threads of `pool` fetch other parts.
+The response to the first request states size and version, and delivers the first part. The worker
+of the download receives parts itself, so small shards need no other thread; helper threads of
+`connections` receive others. Each connection needs one block of memory, for a shard of any size.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import sys
 import threading
 from collections.abc import Iterator
@@ -26,8 +22,8 @@ from typing import NamedTuple
 
 from shardcache import clock, threads
 from shardcache.config import Config
+from shardcache.download.connections import Connections, Work
 from shardcache.download.download import Download
-from shardcache.download.pool import Connections, Work
 from shardcache.errors import FetchCancelledError, IntegrityError, ShardCacheError
 from shardcache.faults import is_local_error
 from shardcache.locks.notices import Notices
@@ -44,15 +40,14 @@ __all__ = ["Engine", "Source", "Transfer", "first_response"]
 
 logger = logging.getLogger(__name__)
 
-#: Bytes, about one sample, that readers get before the first block of a shard is complete. At the
-#: 80 MB/s of an S3 connection, waiting for the block would delay the first sample by 13 ms.
+#: Bytes, about one sample, that readers get before the first block of a shard is complete. Over a
+#: connection of S3, with 80 MB/s, the first sample comes 13 ms earlier.
 _EARLY = 128 * 1024
-#: Seconds that a complete shard waits for the origin's checksum. A response takes milliseconds, and
-#: the checksum is only an additional proof, so readers need not wait longer.
+#: Seconds that a complete shard waits for the origin's checksum, which is an additional proof.
 _LAST_RESPONSE = 5.0
 #: Seconds that the worker of a failed transfer waits for its helpers to end.
 _FAREWELL = 5.0
-#: Seconds until a thread that sleeps notices that the transfer has failed.
+#: Seconds until a thread that waits notices that the transfer has failed.
 _NAP = 0.1
 #: Number of folders whose largest shard is remembered.
 _FOLDERS = 256
@@ -99,7 +94,7 @@ class Source(NamedTuple):
     upstream: bool = False  # whether ``origin`` is an upstream
     #: Whether the shard may find no room. The first request then asks for the whole shard, so that
     #: readers can use the response. If there is room, the response is cut off after one part.
-    roomless: bool = False
+    may_not_fit: bool = False
 
 
 def first_response(engine: Engine, source: Source, download: Download) -> tuple[Body, bool]:
@@ -107,7 +102,7 @@ def first_response(engine: Engine, source: Source, download: Download) -> tuple[
     origin, shard, part = source.origin, download.shard, engine.connections.part
     likely = engine.sizes.likely(download)
     is_small = likely is not None and 0 < likely <= part
-    is_whole = is_small or source.roomless
+    is_whole = is_small or source.may_not_fit
     response = origin.open(shard, 0, None if is_whole else part)
     engine.connections.answered(response.waited)
     if not response.info.identifiable:
@@ -116,7 +111,7 @@ def first_response(engine: Engine, source: Source, download: Download) -> tuple[
         # Without a version, two parts could not be compared, so one response must have all bytes.
         response.close()
         return origin.open(shard, 0, None), True
-    if is_small and not source.roomless and response.stop is not None:
+    if is_small and not source.may_not_fit and response.stop is not None:
         response.stop = min(response.stop, part)  # it is larger: other connections fetch the rest
     return response, is_whole
 
@@ -187,7 +182,7 @@ class Transfer:
         self._counters = engine.counters
         self._counter = "bytes_upstream" if source.upstream else "bytes_origin"
         self._origin = source.origin
-        self._roomless = source.roomless
+        self._may_not_fit = source.may_not_fit
         self._download = download
         self._shard = download.shard
         self._throttle = download.throttle
@@ -234,8 +229,12 @@ class Transfer:
         """Wait for the helpers, check the shard, and return its metadata, or raise the error."""
         with self._download.transferring(self._cancel):
             self._work.end()
-        if self._describer is not None:
-            self._describer.join(_LAST_RESPONSE)
+            end = min(clock.monotonic() + _LAST_RESPONSE, self._attempts.end or math.inf)
+            thread = self._describer
+            while thread is not None and self._error is None and clock.monotonic() < end:
+                thread.join(_NAP)
+                if not thread.is_alive():
+                    break
         if self._error is not None:
             raise self._error
         if not self._origin.conditional:
@@ -269,7 +268,7 @@ class Transfer:
     def _lead(self, first: Body) -> _Part:
         """Return the part that the first response delivers; its later bytes are ignored."""
         size, stop = self._info.size, first.stop
-        if size is not None and self._roomless and stop == size and self._info.identifiable:
+        if size is not None and self._may_not_fit and stop == size and self._info.identifiable:
             stop = min(size, self._connections.part)
         elif size is not None and stop is not None:
             # The response may be shorter than its part; the next part begins with a whole block.

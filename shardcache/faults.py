@@ -19,7 +19,7 @@ from shardcache.config import Config
 from shardcache.errors import ShardCacheError
 from shardcache.units import format_duration
 
-#: Errors of a full disk or quota. They do not count as faults, because healthy disks fill up, too.
+#: Errors of a full disk or quota, which are no faults.
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 #: Errors of a disk that is broken, read-only, missing or another user's. The last three rows come
 #: from network filesystems, FUSE and the block layer (blk_errors in the kernel's block/blk-core.c).
@@ -80,7 +80,7 @@ class Breaker:
 
     def __init__(self, threshold: int = 3) -> None:
         self._threshold = threshold
-        self.faults = 0
+        self.faults = 0  # in a row
         self._until = 0.0
 
     @property

@@ -39,8 +39,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: Seconds that closing waits for copies to upstreams, enough for a shard or two to a NAS. An
-#: upstream that hangs must not delay the end of a job; the next job uses the origin instead.
+#: Seconds that closing waits for copies to upstreams, enough for a shard or two to a NAS.
 LAST_COPIES = 5.0
 #: Seconds between two records of a last use by one process. A hit must not write to the disk each
 #: time, and with leases an entry may be evicted an hour (`IDLE_GRACE`) after the last record.
@@ -62,11 +61,7 @@ class ProcessCache:
     Attributes:
         tiers: the tiers, fastest first; the last one is ``dir``, which holds the locks.
         directories: the `Directories` that were found, or None until `prepare` has made them.
-        disk: counts faults of the disk, and pauses its use.
-        engine: the connections, retries and counters that all transfers share.
-        origins, counters, notices: the origins, counters and warnings of this process.
-        downloads: the downloads of this process.
-        clean_due: when to call `clean_if_due` again, on the monotonic clock.
+        disk, engine, origins, counters, notices, downloads: the parts of this process.
     """
 
     def __init__(self, config: Config, ranks: Ranks, started: float | None) -> None:
@@ -110,7 +105,7 @@ class ProcessCache:
         self.downloads = Downloads()
         self.directories: Directories | None = None
         self._housekeepers: list[Housekeeper] = []
-        self.clean_due = 0.0
+        self._clean_due = 0.0  # when to look again whether a cleaning is due
         self._touched: dict[str, float] = {}
         self._copying: list[threading.Thread] = []
         self._logged: Counter[str] = Counter()  # the counts that `end` has already logged
@@ -140,10 +135,8 @@ class ProcessCache:
     def prepare(self) -> Directories:
         """Return the directories; the first call makes them.
 
-        Raises:
-            ConfigError: the directory must not be used as a cache; without ``strict``, this is an
-                UnusableError.
-            OSError: the directory cannot be created or written; with ``strict`` only.
+        Raises ConfigError if they must not be used as a cache (without ``strict``, UnusableError);
+        with ``strict`` also OSError, if they cannot be written.
         """
         return self.directories or self.check()
 
@@ -151,8 +144,7 @@ class ProcessCache:
         """Return the directories; make them again if one of them was replaced.
 
         A disk may be unmounted, mounted again or emptied while a job runs. Only misses need this
-        check, because a shard whose directory is gone is a miss. Raises the errors of `prepare`,
-        and OSError if the directory cannot be created again.
+        check, because a shard whose directory is gone is a miss. Raises as `prepare`, and OSError.
         """
         found = self.directories
         if found is None or self._changed_tiers():
@@ -177,7 +169,7 @@ class ProcessCache:
         usable = [tier for tier in self.tiers if tier.made or tier is self.home]
         self._end_housekeeping()
         self._housekeepers = [Housekeeper(tier) for tier in usable]
-        self.clean_due = 0.0
+        self._clean_due = 0.0
         self._touched.clear()
         # Child processes of multiprocessing end without running atexit handlers.
         if self.directories is None and (util := sys.modules.get("multiprocessing.util")):
@@ -231,10 +223,7 @@ class ProcessCache:
     ) -> Opened | None:
         """Open the shard's entry, except ``outdated`` versions; return None if it is not cached.
 
-        Raises:
-            PausedError: the disk is paused after faults, and the caller does not ``insist``.
-            UnusableError: the directory must not be used as a cache.
-            OSError: reading the disk fails.
+        Raises PausedError while the disk is paused, unless ``insist`` is set, and as `prepare`.
         """
         disk = self.disk
         disk.check(disk.reading, insist=insist)
@@ -253,11 +242,9 @@ class ProcessCache:
         return opened
 
     def obtain(self, download: Download) -> Opened:
-        """Return the entry of a new download's shard, which is downloaded if necessary.
+        """Return the entry of the shard of a new download, which runs only if necessary.
 
-        The caller must close it. Another running download of the shard takes the place of
-        ``download``. This does not count as an open. Raises the errors of `Cache.open` with
-        ``strict``.
+        This does not count as an open. Raises the errors of `Cache.open` with ``strict``.
         """
         shard, opened = download.shard, None
         self.refuse_in_place(shard)
@@ -307,11 +294,8 @@ class ProcessCache:
     ) -> tuple[Download, bool]:
         """Add a reader to the shard's download; return it, and whether this call started it.
 
-        Args:
-            finish: whether to complete the download even if all readers leave.
-            ahead: whether the reader does not need the shard until it calls `Download.attend`.
-
-        Raises OSError if no thread can be started.
+        With ``finish``, it completes even if all readers leave. With ``ahead``, the reader does not
+        need the shard until it calls `Download.attend`. Raises OSError if no thread can be started.
         """
         new = Download(self.downloads, shard, can_bypass=True, ahead=ahead)
         download = self.downloads.join(new, finish=finish)
@@ -354,8 +338,7 @@ class ProcessCache:
         from shardcache.download.fetch import Fetch
 
         started, writing = clock.monotonic(), self.disk.writing
-        if started >= self.clean_due:
-            self.clean_if_due()
+        self._clean_if_due(started)
         self.disk.check(writing, insist=not download.can_bypass)
         opened, attempts = None, Fetch(self.engine, download)
         try:
@@ -396,18 +379,18 @@ class ProcessCache:
         """Record that an entry is used: on first use by this process, then at intervals."""
         directory = opened.directory
         last = self._touched.get(directory)
-        if now >= self.clean_due:
-            self.clean_if_due()
+        if now >= self._clean_due:  # hot path: keep the number of calls small
+            self._clean_if_due(now)
         if last is None or now - last >= _TOUCH_INTERVAL:
             self._touched[directory] = now
             self.tier_of(directory).store.touch(directory, clock.time())
 
-    def clean_if_due(self) -> None:
+    def _clean_if_due(self, now: float) -> None:
         """Start a cleaning of the cache in the background if one is due."""
-        if self.disk.is_well:
+        if now >= self._clean_due and self.disk.is_well:
             for housekeeper in self._housekeepers:
                 housekeeper.check()
-            self.clean_due = min((one.due for one in self._housekeepers), default=0.0)
+            self._clean_due = min((one.due for one in self._housekeepers), default=0.0)
 
     def _write_back(self, shard: ShardURL, path: str, *, wait: bool) -> None:
         """Copy a shard to the upstreams that have ``write_back`` set, in a thread or ``wait``."""
@@ -432,7 +415,7 @@ class ProcessCache:
     # -- files that are not cached -------------------------------------------------
 
     def is_in_place(self, shard: ShardURL) -> bool:
-        """Return whether a shard is a local file that is read in place and not cached."""
+        """Whether a shard is a local file that is read in place and not cached."""
         return shard.is_local and not self.config.cache_local
 
     def refuse_in_place(self, shard: ShardURL) -> None:

@@ -1,14 +1,13 @@
 """Background threads, and safe forks of a process that has background threads.
 
-A forked child inherits the locks that other threads hold at that moment, but not the threads, so
-nothing in the child releases the locks. Imports hold such locks, and OpenSSL does while it creates
-a context, *during a handshake* and *while a thread that used it ends*: with four threads that did
-handshakes, one fork in a thousand produced a child that waited for its first context forever
-(OpenSSL 3.0). So a fork waits for imports in other threads, for code inside `undivided`, and for
-ended threads of shardcache until the kernel no longer lists them.
+A forked child inherits the locks that other threads hold, but not the threads, so nothing releases
+the locks. Imports hold such locks, and OpenSSL 3.0 does while it creates a context, during a
+handshake and while a thread that used it ends: with four such threads, one fork in a thousand
+produced a child that waited for its first context forever. So a fork waits for imports in other
+threads, for code inside `undivided`, and until the kernel no longer lists ended threads.
 
-A signal handler may raise between any two calls of the main thread. `threading.Thread.start` then
-leaves a lock held, and the new thread waits for it forever. So another thread calls it (`start`).
+If a signal handler raises in `threading.Thread.start`, which only the main thread can experience,
+the new thread waits for a lock forever. So another thread calls it (`start`).
 """
 
 from __future__ import annotations

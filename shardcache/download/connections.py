@@ -3,12 +3,7 @@
 A worker holds one connection until its shard is complete. Helpers fetch other parts, while there
 are parts left and connections to spare. A worker that waits for its first connection takes
 precedence over helpers, so every shard gets its first bytes before any shard gets its last.
-
-S3 sends 50 to 100 MB/s over one connection and responds after 30 ms, so many connections help. A
-server in the same room fills the link over a few connections. So a process uses all its connections
-if the first response is slow. Otherwise it begins with a few, and doubles them while it waits for
-the origin more than it computes. Processes that download at the same time share the connections of
-the node equally.
+`docs/design.md` explains how many connections a process uses.
 """
 
 from __future__ import annotations
@@ -54,7 +49,7 @@ _PATIENCE = 1.0
 class Work:
     """A queue of the parts of one shard that still have to be fetched, by its worker and helpers.
 
-    The lock of ``connections`` guards it. Helpers call ``fetch`` with a part; it must not raise.
+    Helpers call ``fetch`` with a part; it must not raise.
     """
 
     def __init__(self, connections: Connections, fetch: Callable[[range], None]) -> None:
@@ -91,12 +86,9 @@ class Work:
 
 
 class Connections:
-    """Hands out the connections of a process to workers and helpers. Safe between threads.
+    """Hands out up to ``most`` connections of a process to workers and helpers.
 
-    Args:
-        most: the largest number of connections of this process (option ``connections``).
-        part: bytes of one request; None for `PART`.
-        downloaders: the processes of the node that use a connection.
+    Safe between threads. ``part`` is the number of bytes of one request; None stands for `PART`.
     """
 
     def __init__(self, most: int, part: int | None, downloaders: Downloaders) -> None:

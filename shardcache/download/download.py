@@ -3,12 +3,8 @@
     WAITING <---> RUNNING ---> DONE | FAILED
        '------------'--------> CANCELLED
 
-WAITING: no byte was requested yet, or another process holds the key's lock. RUNNING: this process
-writes a partial. A download returns to WAITING if a full or replaced disk made it release the lock
-and another process took the lock. Only the methods of `Download` change the state.
-
-Readers share a download through the table of the process (`Downloads`). A download counts its
-readers and holds no reference to them. `docs/design.md` says why their lock is reentrant.
+Only the methods of `Download` change the state. Readers share a download through the table of the
+process (`Downloads`). `docs/design.md` explains the states, and why the lock is reentrant.
 """
 
 from __future__ import annotations
@@ -60,8 +56,6 @@ class Download:
     """The state of one shard that is brought into the cache. Safe between threads.
 
     Args:
-        table: the downloads of this process.
-        shard: the shard to bring into the cache.
         listed: the size of the shard in a listing, which may be outdated.
         outdated: versions to replace, even if they are cached.
         throttle: limits the bytes per second of this and other downloads.
@@ -69,16 +63,14 @@ class Download:
             even while it is paused, and copies to upstreams are complete when the download ends.
         ahead: whether no reader needs the shard yet, so that the worker gives way to others.
 
-    Attributes, which only the methods change:
+    Attributes:
         partial: the partial, written by this or another process; None if unknown.
         changes: number of changes of the state or of the bytes that can be read.
         is_claimed: whether a thread has become the worker.
         ended: whether the worker has released the lock, the partial and the connections.
         readers: number of readers that have joined and not left.
-        is_ahead: whether no reader waits for the shard yet.
         starter: the id of the thread that made the download.
-        is_upstream: whether the bytes come from an upstream instead of the origin.
-        outcome: how the shard is obtained, as far as that is known yet. The worker sets it.
+        outcome: how the shard is obtained, as far as that is known yet.
     """
 
     def __init__(
@@ -165,9 +157,8 @@ class Download:
     def attend(self) -> bool:
         """Turn a download ahead into one that a reader waits for.
 
-        Returns False if the reader must open the shard again, because the download ended without a
-        result. An error of the origin or a kept response is a result, like an entry, because a new
-        download would only repeat the request.
+        Returns False if the reader must open the shard again. It must not if an error of the origin
+        ended the download, which a new download would only repeat.
         """
         with self._lock:
             self.is_ahead = False
@@ -197,8 +188,7 @@ class Download:
     def cancel(self) -> None:
         """Cancel the download, unless it has ended. The bytes that have arrived are kept.
 
-        Readers see the new state at once. Blocked connections are aborted, and the worker ends at
-        its next check. The garbage collector and signal handlers may call this.
+        The worker ends at its next check. The garbage collector may call this.
         """
         with self._lock:
             if self.state in (State.WAITING, State.RUNNING):

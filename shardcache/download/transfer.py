@@ -60,13 +60,13 @@ class _Sizes:
         self._largest: dict[str, int] = {}
 
     def likely(self, download: Download) -> int | None:
-        """Return the probable maximum size of a shard, or None if nothing is known about it."""
+        """Return the listed or probable size of a shard, or None if nothing is known about it."""
         if download.listed is not None:
             return download.listed
         return self._largest.get(download.shard.canonical.rpartition("/")[0])
 
     def learn(self, shard: ShardURL, size: int | None) -> None:
-        """Note the size of a shard, or None if its origin does not state the size."""
+        """Note the size of a shard; None if its origin does not state it."""
         folder = shard.canonical.rpartition("/")[0]
         known = self._largest.get(folder, 0)
         if len(self._largest) >= _FOLDERS and not known:
@@ -131,23 +131,16 @@ _buffer = _Buffer()
 
 
 class _Part:
-    """A range of bytes of the object, and how much of the range has arrived.
-
-    Attributes:
-        stop: offset after the last byte; None for an object of unknown size.
-        next: offset at which the block in the buffer begins.
-        filled: number of bytes of that block that have arrived.
-        shown: number of bytes of an incomplete first block that readers may see.
-        response: an open response that delivers this part; None if it must be requested.
-    """
+    """A range of bytes of the object, and how much of the range has arrived."""
 
     __slots__ = ("complete", "filled", "next", "response", "shown", "stop")
 
     def __init__(self, start: int, stop: int | None, response: Body | None = None) -> None:
-        self.next = start
-        self.stop = stop
-        self.response = response
-        self.filled = self.shown = 0
+        self.next = start  # offset at which the block in the buffer begins
+        self.stop = stop  # None for an object of unknown size
+        self.response = response  # an open response that delivers this part
+        self.filled = 0  # bytes of the block that have arrived
+        self.shown = 0  # bytes of an incomplete first block that readers may see
         self.complete = start == stop
 
     @property
@@ -165,7 +158,7 @@ class _Part:
 class Transfer:
     """Receives one version of an object. Used once, by the thread that made it.
 
-    ``described`` says that the first response stated any checksum, so that none is requested.
+    If ``described`` is set, the first response stated any checksum, so none is requested.
     """
 
     def __init__(
@@ -348,7 +341,7 @@ class Transfer:
     def _drain(self, response: Body, part: _Part, fd: int) -> None:
         """Receive bytes from a response until the part is complete or the connection fails.
 
-        Hot path: keep the number of calls small, because they delay the threads of all connections.
+        Hot path: calls delay the threads of all connections.
         """
         self._responses.add(response)
         received = 0  # bytes since the last event

@@ -81,12 +81,8 @@ class Breaker:
     def __init__(self, threshold: int = 3) -> None:
         self._threshold = threshold
         self.faults = 0  # in a row
+        self.closed = True  # whether there are fewer faults than the threshold
         self._until = 0.0
-
-    @property
-    def closed(self) -> bool:
-        """Whether there are fewer faults in a row than the threshold."""
-        return self.faults < self._threshold
 
     @property
     def left(self) -> float:
@@ -99,6 +95,7 @@ class Breaker:
             return False  # the call began before the pause, so its fault does not prolong the pause
         was_closed = self.closed
         self.faults += self._threshold if at_once else 1
+        self.closed = self.faults < self._threshold
         if not self.closed:
             self._until = clock.monotonic() + _PAUSE
         return was_closed and not self.closed
@@ -106,7 +103,7 @@ class Breaker:
     def succeeded(self) -> None:
         """Reset the count of faults after a success, unless it is of a call before the pause."""
         if not self.left:
-            self.faults = 0
+            self.faults, self.closed = 0, True
 
 
 class PausedError(OSError):

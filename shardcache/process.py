@@ -59,7 +59,8 @@ class ProcessCache:
         started: when the job began to use the cache, for the session; None for a command.
 
     Attributes:
-        tiers: the tiers, fastest first; the last one is ``dir``, which holds the locks.
+        tiers: the tiers, fastest first.
+        home: the last tier, which is ``dir`` and holds the locks.
         directories: the `Directories` that were found, or None until `prepare` has made them.
         disk, engine, origins, counters, notices, downloads: the parts of this process.
     """
@@ -92,6 +93,7 @@ class ProcessCache:
         self.counters = Counters(lambda: self.home.node, ranks, lambda: self.disk.is_well)
         parts = ranks, self._started, self.notices, self.counters, config.dir
         self.tiers = [Tier(each, *parts) for each in config.by_tier()]
+        self.home = self.tiers[-1]
         self.origins = Origins(config, self.notices.is_new)
         downloaders = Downloaders(lambda: self.home.node)
         self.engine = Engine(
@@ -111,11 +113,6 @@ class ProcessCache:
         self._logged: Counter[str] = Counter()  # the counts that `end` has already logged
 
     # -- directories -------------------------------------------------------------
-
-    @property
-    def home(self) -> Tier:
-        """The last tier, which all `Directories` include."""
-        return self.tiers[-1]
 
     @property
     def present(self) -> list[Tier]:
@@ -249,11 +246,10 @@ class ProcessCache:
         shard, opened = download.shard, None
         self.refuse_in_place(shard)
         while opened is None:
-            opened = self.lookup(shard, download.outdated, insist=True)
-            if opened is None:
-                opened = self._download(download)
+            if (opened := self.lookup(shard, download.outdated, insist=True)) is not None:
+                download.obtained(opened, "hit")
             else:
-                download.outcome = "hit"
+                opened = self._download(download)
         self.touch(opened, clock.monotonic())
         facts = {"event": download.outcome, "shard": str(shard)}
         logger.debug("%s: %s", shard, download.outcome, extra=facts)

@@ -28,9 +28,8 @@ __all__ = ["LEAST", "NODE", "Connections", "Throttle", "Work", "parse_rate"]
 #: parts of 8 MiB, 1,647 MB/s with 16 MiB, and 1,633 MB/s with 64 MiB.
 PART = 16 << 20
 #: Connections to start with. More bring nothing if the server is near and fast: on two cores shared
-#: with it, 2, 4 and 8 of them fetched a shard of 1 GiB from nginx with 2,011, 2,006 and 1,908 MB/s,
-#: over TLS with 867, 793 and 698 MB/s, and shards of 256 MiB from SeaweedFS with 592, 604 and 584
-#: MB/s (medians of 3 to 5, November 2026).
+#: with nginx, 2, 4 and 8 fetched a shard of 1 GiB with 2,011, 2,006 and 1,908 MB/s, and over TLS
+#: with 867, 793 and 698 MB/s (medians of 3 to 5, November 2026).
 _FEW = 2
 #: Seconds. If the first response takes `_FAR` or more, as S3's does, all connections are used. They
 #: are few again at the first response within `_NEAR`: the first one was late for another reason.

@@ -37,8 +37,6 @@ Outcome: TypeAlias = Literal["hit", "coalesced", "linked", "fetched"]
 
 #: The bytes of one request. If no more are missing, they arrive before a new download would begin.
 _ALMOST_COMPLETE = 16 << 20
-#: Seconds until a worker that sleeps notices that its download was cancelled.
-_NAP = 0.1
 #: Seconds that a reader waits at most; Python's locks accept no infinite time.
 _FOREVER = 1e8
 
@@ -110,7 +108,7 @@ class Download:
         self._opened: Opened | None = None
         self._error: BaseException | None = None
         self._response: Body | None = None
-        self._abort: Callable[[], None] | None = None
+        self._abort: Callable[[FetchCancelledError], None] | None = None
 
     # -- any thread --------------------------------------------------------------
 
@@ -195,7 +193,7 @@ class Download:
                 self._enter(State.CANCELLED)
             abort = self._abort
         if abort is not None:
-            abort()
+            abort(self._cancelled())
 
     def cancel_unless_shared(self) -> None:
         """Cancel the download, unless more than one reader has joined it."""
@@ -233,6 +231,11 @@ class Download:
                 self._written = partial.written  # with the lock held, so that it never falls
                 self._notify()
 
+    def obtained(self, opened: Opened, outcome: Outcome) -> Opened:
+        """Note how the entry was obtained, and return it."""
+        self.outcome = outcome
+        return opened
+
     def retried(self, retries: int) -> None:
         """Note the total number of repeated requests."""
         self._retries = retries
@@ -253,7 +256,7 @@ class Download:
             self._response = response if self.readers else None
 
     @contextlib.contextmanager
-    def transferring(self, abort: Callable[[], None]) -> Iterator[None]:
+    def transferring(self, abort: Callable[[FetchCancelledError], None]) -> Iterator[None]:
         """Let `cancel` call ``abort`` during the body. Raises FetchCancelledError like `check`."""
         self._abort = abort
         try:
@@ -265,19 +268,15 @@ class Download:
     def check(self) -> None:
         """Raise FetchCancelledError if the download was cancelled."""
         if self.state is State.CANCELLED:
-            raise FetchCancelledError(
-                f"{self.shard}: the download was cancelled; the bytes that have arrived "
-                "are kept. Run it again.",
-                url=str(self.shard),
-            )
+            raise self._cancelled()
+
+    def _cancelled(self) -> FetchCancelledError:
+        text = "the download was cancelled; the bytes that have arrived are kept. Run it again."
+        return FetchCancelledError(f"{self.shard}: {text}", url=str(self.shard))
 
     def sleep(self, seconds: float) -> None:
         """Sleep for ``seconds``. Raise FetchCancelledError as soon as the download is cancelled."""
-        self.check()
-        while seconds > 0:
-            clock.sleep(min(seconds, _NAP))
-            seconds -= _NAP
-            self.check()
+        clock.nap(seconds, self.check)
 
     def end(self, opened: Opened | None, error: BaseException | None = None) -> bool:
         """Note the entry or the error. Returns False if no reader is left to receive it."""

@@ -27,7 +27,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from shardcache import clock
 from shardcache.archive import MALFORMED, archive_problem, check_archive
@@ -206,14 +206,14 @@ class Fetch:
                     break
                 wait.pause()
                 if (opened := directories.lookup(shard, download.outdated)) is not None:
-                    return self._obtained(opened, "coalesced")
+                    return download.obtained(opened, "coalesced")
             if wait is not None:
                 wait.close()
             opened = directories.lookup(shard, download.outdated, condemn=lock is not None)
             if opened is not None:
-                return self._obtained(opened, "coalesced")
+                return download.obtained(opened, "coalesced")
             if (opened := self._link()) is not None:
-                return self._obtained(opened, "linked")
+                return download.obtained(opened, "linked")
             entry = self._download_entry(lock)
             if download.outdated:
                 evict_outdated(directories, shard.key, download.outdated)
@@ -288,10 +288,6 @@ class Fetch:
             logger.warning(_DAMAGED, shard, upstream.name)
             raise _UpstreamError
         return self._publish(partial, metadata, proven=transfer.is_proven)
-
-    def _obtained(self, opened: Opened, outcome: Literal["coalesced", "linked"]) -> Opened:
-        self._download.outcome = outcome
-        return opened
 
     def _link(self) -> Opened | None:
         """Hard-link the newest entry of the sibling namespaces, or open it where it is, if any.

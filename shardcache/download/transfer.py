@@ -24,7 +24,7 @@ from shardcache import clock, threads
 from shardcache.config import Config
 from shardcache.download.connections import Connections, Work
 from shardcache.download.download import Download
-from shardcache.errors import FetchCancelledError, IntegrityError, ShardCacheError
+from shardcache.errors import IntegrityError, ShardCacheError
 from shardcache.faults import is_local_error
 from shardcache.locks.notices import Notices
 from shardcache.origins.base import Body, Origin, TransientError, VersionChangedError, skip
@@ -47,8 +47,6 @@ _EARLY = 128 * 1024
 _LAST_RESPONSE = 5.0
 #: Seconds that the worker of a failed transfer waits for its helpers to end.
 _FAREWELL = 5.0
-#: Seconds until a thread that waits notices that the transfer has failed.
-_NAP = 0.1
 #: Number of folders whose largest shard is remembered.
 _FOLDERS = 256
 
@@ -148,12 +146,6 @@ class _Part:
         """Offset of the next byte to receive."""
         return self.next + self.filled
 
-    def end_block(self) -> None:
-        """Advance to the next block. If the size is unknown, a short block is the last one."""
-        self.next += self.filled
-        self.complete = self.filled < BLOCK if self.stop is None else self.next == self.stop
-        self.filled = 0
-
 
 class Transfer:
     """Receives one version of an object. Used once, by the thread that made it.
@@ -200,7 +192,7 @@ class Transfer:
         lead = None if first is None else self._lead(first)
         self._work.parts.extend(self._missing(lead))
         try:
-            with self._download.transferring(self._cancel):
+            with self._download.transferring(self._fail):
                 if not self._is_described:
                     # Not a helper, which would first need a connection, and all may be busy.
                     with contextlib.suppress(RuntimeError):  # too many threads: no checksum
@@ -220,12 +212,12 @@ class Transfer:
 
     def finish(self) -> Metadata:
         """Wait for the helpers, check the shard, and return its metadata, or raise the error."""
-        with self._download.transferring(self._cancel):
+        with self._download.transferring(self._fail):
             self._work.end()
             end = min(clock.monotonic() + _LAST_RESPONSE, self._attempts.end or math.inf)
             thread = self._describer
             while thread is not None and self._error is None and clock.monotonic() < end:
-                thread.join(_NAP)
+                thread.join(0.1)
                 if not thread.is_alive():
                     break
         if self._error is not None:
@@ -386,7 +378,7 @@ class Transfer:
                 self._download.advanced(received)
 
     def _write(self, part: _Part, block: memoryview, fd: int) -> None:
-        """Hash, write and record a block, which may be empty at the end of the object."""
+        """Hash, write and record a block, and advance. It may be empty at the end of the object."""
         if block:
             digest = block_digest(block)
             # After an abort, the buffer may hold other bytes than the object's. If they were
@@ -395,7 +387,10 @@ class Transfer:
                 raise _FailedError
             self._partial.write(part.next, block, fd)
             self._partial.record(part.next // BLOCK, digest, len(block))
-        part.end_block()
+        part.next += part.filled
+        # If the size is unknown, a short block is the last one.
+        part.complete = part.filled < BLOCK if part.stop is None else part.next == part.stop
+        part.filled = 0
 
     def _show(self, part: _Part, block: memoryview, fd: int) -> None:
         """Let readers see the received bytes of the shard's first block."""
@@ -426,15 +421,8 @@ class Transfer:
 
     # -- the end -------------------------------------------------------------------
 
-    def _cancel(self) -> None:
-        """End all threads if the download was cancelled. The garbage collector may call this."""
-        try:
-            self._download.check()
-        except FetchCancelledError as exn:
-            self._fail(exn)
-
     def _fail(self, exn: BaseException) -> None:
-        """End all threads of the transfer with its first error. Takes no lock, like `_cancel`."""
+        """End all threads with the first error. Takes no lock: the garbage collector may cancel."""
         if self._error is None:
             self._error = exn
         for response in self._responses.copy():
@@ -447,7 +435,4 @@ class Transfer:
 
     def _sleep(self, seconds: float) -> None:
         """Sleep for ``seconds``. Raise _FailedError as soon as the transfer has failed."""
-        end = clock.monotonic() + seconds
-        while (left := end - clock.monotonic()) > 0:
-            clock.sleep(min(left, _NAP))
-            self._check()
+        clock.nap(seconds, self._check)

@@ -99,20 +99,6 @@ def test_a_response_without_a_version_is_repeated_not_continued(make, origin, si
     assert fetched(make()) == NEWER
 
 
-def test_many_threads_share_the_connections(make, origin):
-    urls = [f"s3://lab/{number}.bin" for number in range(12)]
-    origin.objects.update(dict.fromkeys(urls, DATA))
-    cache, running = make(), []
-
-    def count():
-        running.append(1 + sum(not body.closed for body in list(origin.bodies)))
-
-    origin.faults.extend(Fault(before=count) for _ in range(100))
-    with ThreadPoolExecutor(12) as pool:
-        assert list(pool.map(lambda url: fetched(cache, url), urls)) == [DATA] * 12
-    assert max(running) <= 4
-
-
 def test_a_process_that_cannot_start_threads_still_reads_and_caches(make, monkeypatch):
     def refuse(self):
         raise RuntimeError("can't start new thread")

@@ -40,8 +40,7 @@ class _NoError(OSError):
 def os_error() -> type[OSError]:
     """Return the class for ``except os_error():``, which lets errors of a signal handler pass.
 
-    A handler may raise in any call, such as a TimeoutError after an alarm. The errors of the kernel
-    and of shardcache have an ``errno``; a handler's have none.
+    A handler may raise a TimeoutError after an alarm, which has no ``errno``, in any call.
     """
     return OSError if getattr(sys.exc_info()[1], "errno", None) is not None else _NoError
 

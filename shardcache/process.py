@@ -1,7 +1,7 @@
 """`ProcessCache`: a cache as one process uses it.
 
 It opens entries that are cached (`lookup`), and downloads those that are not (`fetch`, or `join` in
-a background thread). A forked child begins anew, with connections and locks of its own.
+a background thread). A forked child has connections and locks of its own.
 """
 
 from __future__ import annotations
@@ -456,7 +456,7 @@ class ProcessCache:
 
 
 #: All `ProcessCache` objects of this process: it ends them when it exits, and a forked child begins
-#: them anew.
+#: them again.
 _all: weakref.WeakSet[ProcessCache] = weakref.WeakSet()
 
 

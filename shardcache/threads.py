@@ -49,7 +49,7 @@ _started: set[threading.Thread] = set()
 #: The lock of each thread, which the thread holds inside `undivided`, and a fork takes. No signal
 #: handler can raise while Python enters or leaves a lock.
 _locks: weakref.WeakSet[Any] = weakref.WeakSet()
-#: Held during a fork, so that no thread makes its lock meanwhile.
+#: Held during a fork, so that no thread makes its lock.
 _gate = threading.RLock()
 
 
@@ -66,9 +66,8 @@ _own = _Own()
 class Queue(Generic[T]):
     """A queue from which one thread gets items, and into which even a garbage collection may put.
 
-    If a signal interrupts `queue.SimpleQueue.get` just before its time is up, CPython waits for the
-    negative rest of that time, which is forever. The kernel delivers the signal to any thread while
-    the main thread starts one.
+    If a signal interrupts `queue.SimpleQueue.get` just before its time is up, CPython waits forever
+    (for the negative rest of that time).
     """
 
     def __init__(self) -> None:
@@ -142,9 +141,8 @@ def is_main() -> bool:
 def call(function: Callable[[], T], seconds: float | None, name: str) -> T:
     """Call ``function`` in a thread of its own, and return its result or raise its exception.
 
-    If no thread can be started, ``function`` is called in this one. That happens at the limit of
-    threads and, since Python 3.12, while the interpreter shuts down. Raises Empty if ``function``
-    has not returned within ``seconds``; its thread stays behind.
+    If no thread can be started (at a limit, or while the interpreter shuts down), ``function`` is
+    called in this one. Raises Empty if it has not returned within ``seconds``.
     """
     results: Results[T] = Queue()
     try:
@@ -188,10 +186,9 @@ def _ending() -> set[threading.Thread]:
 def _register_hooks(again: bool) -> None:
     """Make every fork call `_before_fork` before the hooks of other modules.
 
-    Python first calls the hook that was registered last. The modules of `_HOOKS` hold their locks
-    during a fork. If such a hook came first, the fork would wait for a thread inside `undivided`,
-    and that thread for the lock of the module. So this registers the hook ``again`` when filelock
-    has been imported in the meantime. The gate can be taken twice.
+    Python first calls the hook that was registered last. If a hook of `_HOOKS` came first, the fork
+    would wait for a thread inside `undivided`, and that thread for the lock of the module. So this
+    registers the hook ``again`` when filelock has been imported in the meantime.
     """
     with contextlib.suppress(RuntimeError):  # in a handler of `atexit`, where no fork follows
         importlib.import_module(_HOOKS[0])

@@ -31,17 +31,17 @@ PART = 16 << 20
 #: with nginx, 2, 4 and 8 fetched a shard of 1 GiB with 2,011, 2,006 and 1,908 MB/s, and over TLS
 #: with 867, 793 and 698 MB/s (medians of 3 to 5, November 2026).
 _FEW = 2
-#: Seconds. If the first response takes `_FAR` or more, as S3's does, all connections are used. They
-#: are few again at the first response within `_NEAR`: the first one was late for another reason.
+#: Seconds. If the first response takes `_FAR` or more, like S3's, all connections are used until a
+#: response within `_NEAR` shows that the first one was late for another reason.
 _FAR, _NEAR = 0.020, 0.005
-#: The few connections are doubled after this many seconds in which they were in use for at least a
-#: quarter of the time, while the process needed less than `_BUSY` of a processor. Where the origin
-#: is not the bottleneck, a process needs 0.6 or more.
+#: The few connections are doubled after this many seconds in which they were in use for a quarter
+#: of the time, while the process needed less than `_BUSY` of a processor. If the origin is not the
+#: bottleneck, a process needs 0.6 or more.
 _INTERVAL, _BUSY = 0.1, 0.5
 #: Connections of all processes of a node together, unless one process may have more. Over an
 #: S3-like link, 64 reached 1,671 MB/s, and 32 reached 1,647 MB/s.
 NODE = 64
-#: Seconds between two checks, by a waiting worker, whether its process may use more connections.
+#: Seconds between two checks of a waiting worker.
 _PATIENCE = 1.0
 
 
@@ -155,8 +155,7 @@ class Connections:
         with self.lock:
             self._waiting += 1
             try:
-                # One connection is always allowed, so the first one needs no `limit`, which counts
-                # the downloaders.
+                # The first connection needs no `limit`, which counts the downloaders.
                 while self._busy and self._busy >= self.limit:
                     self._free.wait(_PATIENCE)
                     self._measure()  # all connections may be stuck
@@ -189,10 +188,9 @@ class Connections:
                 return
             self._use(1)
         try:
-            # The lock is released, because starting waits until the new thread runs, and all other
-            # threads would wait with it.
+            # Not under the lock, because starting waits until the new thread runs.
             threads.start(self._help, "shardcache-part")
-        except RuntimeError:  # no more threads are allowed, so the workers fetch alone
+        except RuntimeError:  # the limit of threads is reached, so the workers fetch alone
             with self.lock:
                 self._use(-1)
                 self._work.clear()

@@ -248,7 +248,7 @@ class Download:
             return self.is_ahead
 
     def keep(self, response: Body) -> None:
-        """Keep the origin's first response, so that a reader can stream a shard without room."""
+        """Keep the origin's first response, for a reader that streams a shard without room."""
         with self._lock:
             for old in (self.take_response(), None if self.readers else response):
                 if old is not None:
@@ -336,8 +336,7 @@ class Downloads:
                 download.is_ahead &= new.is_ahead
                 if self.running.get(new.shard.key) is download:
                     return download
-                # The garbage collector closed the last other reader before this one was counted,
-                # which cancelled the download.
+                # The garbage collector closed the last other reader before, which cancelled it.
                 download.leave()
 
     def unfinished(self) -> list[Download]:

@@ -66,24 +66,21 @@ logger = logging.getLogger(__name__)
 
 #: Downloads per node that ignore the lock of a stale holder, which must not cause a storm.
 _PRIVATE = 2
-#: Downloads ahead (of shards that no reader needs yet) per node: enough to keep a fast link busy
-#: with eight connections each, few compared with the shards that the node's workers wait for.
+#: Downloads per node of shards that no reader needs yet: enough to keep a fast link busy.
 _AHEAD = 16
-#: Assumed bytes of a shard of unknown size. If there is no room for that many, the shard may have
-#: to be streamed, so the first request asks for the whole shard.
+#: Assumed bytes of a shard of unknown size.
 _USUAL_SIZE = 64 << 20
 #: Headers that a download reads to find an end marker amid the archive. They take 10 ms.
 _HEADERS = 2000
 #: How often a shard is fetched again after a failure of each kind. An object that changes more
-#: often is still being written. An entry may vanish between publish and open, and a process whose
-#: locks do not work may remove a partial, but hardly this often in a row.
+#: often is still being written. Where locks do not work, an entry or a partial may vanish.
 _CHANGED, _MISMATCHED, _LOST = 3, 1, 4
-#: Seconds between two polls of a wait. They begin short, because the download may be about to end,
-#: and grow, because many processes may wait for a long time, and each poll opens two files.
+#: Seconds between the first two polls of a wait, and the longest time between two: the download may
+#: be about to end, but many processes may wait for long, and each poll opens two files.
 _FIRST_POLL, _LAST_POLL = 0.02, 0.25
 #: Seconds between two log records about a wait.
 _ANNOUNCE_EVERY = 10.0
-#: Seconds after which `shardcache top` shows a wait. Most waits are too short for people to see.
+#: Seconds after which `shardcache top` shows a wait.
 _NOTE_AFTER = 0.5
 _DAMAGED = "%s: the copy in %s is damaged or was replaced, and is not used"
 
@@ -103,7 +100,7 @@ class Fetch:
     an upstream failed             uses the next upstream, or the origin       once each
     the partial or entry vanished  begins again                                4 times
     the disk is full               evicts first, or uses the last tier only    once
-    a disk was unmounted           uses the directories that are made anew     once
+    a disk was unmounted           uses the directories that are made again    once
     """
 
     def __init__(self, engine: Engine, download: Download) -> None:
@@ -169,18 +166,10 @@ class Fetch:
         return True
 
     def attempt(self, directories: Directories) -> Opened | None:
-        """Return the entry: wait for another process, link a sibling's entry, or download.
+        """Return the entry, or None if a download ahead gave way to another process or to readers.
 
-        Returns None if a download ahead gave way to another process or to readers.
-
-        Raises:
-            ShardNotFoundError, AccessDeniedError, ConfigError, TransferError, IntegrityError: the
-                origin cannot deliver the shard.
-            CacheFullError: the shard cannot be stored.
-            LockTimeoutError: another process has been downloading it for too long.
-            FetchCancelledError: the download was cancelled.
-            OSError: the local disk failed.
-            VersionChangedError, MismatchError, LostError, _UpstreamError: see `recover`.
+        Raises the errors of `Cache.open` with ``strict``, FetchCancelledError, and those that
+        `recover` handles.
         """
         self._directories = directories
         shard, download, connections = self._shard, self._download, self._engine.connections
@@ -290,10 +279,7 @@ class Fetch:
         return self._publish(partial, metadata, proven=transfer.is_proven)
 
     def _link(self) -> Opened | None:
-        """Hard-link the newest entry of the sibling namespaces, or open it where it is, if any.
-
-        Damaged entries are left to the processes of their namespaces, which set them aside.
-        """
+        """Hard-link the newest entry of the sibling namespaces, or open it where it is, if any."""
         shard, outdated, directories = self._shard, self._download.outdated, self._directories
         siblings = [sibling for tier in directories.tiers for sibling in tier.stores()[1:]]
         other = opened = None
@@ -337,8 +323,8 @@ class Fetch:
             if partial is None:
                 continue
             logger.info("%s: resuming at %d bytes", shard, partial.written)
-            # The reservation ended with the dead process, and other shards may have taken its room,
-            # so the limits are checked again. The claimed partial counts with its final size.
+            # Other shards may have taken the room that the dead process had reserved. The claimed
+            # partial counts with its final size.
             try:
                 with tier.space.reserved(shard, None):
                     return partial

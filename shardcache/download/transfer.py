@@ -194,7 +194,7 @@ class Transfer:
         try:
             with self._download.transferring(self._fail):
                 if not self._is_described:
-                    # Not a helper, which would first need a connection, and all may be busy.
+                    # Not a helper, which would first need a connection.
                     with contextlib.suppress(RuntimeError):  # too many threads: no checksum
                         self._describer = threads.start(self._describe, "shardcache-checksum")
                 if self._work.parts:
@@ -273,8 +273,8 @@ class Transfer:
         """Receive a part in a helper's thread."""
         try:
             self._check()
-            # This thread needs a descriptor of its own: when the transfer fails, the worker closes
-            # the partial, and the number of its descriptor may then belong to another file.
+            # When the transfer fails, the worker closes the partial, and the number of its
+            # descriptor may then belong to another file.
             with self._partial.handle() as file:
                 self._receive(_Part(part.start, part.stop), file.fileno())
         except _FailedError:
@@ -310,7 +310,7 @@ class Transfer:
 
     def _request(self, part: _Part) -> Body:
         """Send a request for the rest of a part, and return the response."""
-        # An object of unknown size is always sent from its start, so no version is insisted on.
+        # An object of unknown size is always sent from its start.
         expected = self._info if self._info.size is not None else None
         response = self._origin.open(self._shard, part.position, part.stop, expected)
         try:
@@ -381,8 +381,7 @@ class Transfer:
         """Hash, write and record a block, and advance. It may be empty at the end of the object."""
         if block:
             digest = block_digest(block)
-            # After an abort, the buffer may hold other bytes than the object's. If they were
-            # recorded, a process that resumes would trust them.
+            # After an abort, the buffer may hold other bytes than the object's.
             if self._error is not None:
                 raise _FailedError
             self._partial.write(part.next, block, fd)
@@ -411,7 +410,6 @@ class Transfer:
             self._fail(exn)
             return
         except ShardCacheError as exn:
-            # An origin that allows reading may forbid the HEAD request, or not support it.
             logger.info("%s: no checksum to compare with: %s", self._shard, exn)
             return
         if stated.version == self._info.version:

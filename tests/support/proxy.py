@@ -169,11 +169,6 @@ class Proxy(Scripted):
         """Continue all bodies."""
         self.limit = None
 
-    def listen(self) -> None:
-        """Accept connections again, on the same port."""
-        self.socket = socket.create_server(self.server_address, backlog=self.request_queue_size)
-        self._serve()
-
     def _serve(self) -> None:
         threading.Thread(target=self.serve_forever, args=(_TICK,), daemon=True).start()
 

@@ -167,6 +167,13 @@ class Download:
                 return True
             return self._opened is not None or self._response is not None
 
+    def join(self, *, finish: bool, ahead: bool) -> None:
+        """Count one more reader; see `Downloads.join`."""
+        with self._lock:
+            self.readers += 1
+            self._is_to_finish |= finish
+            self.is_ahead &= ahead
+
     def leave(self) -> None:
         """Count one reader less. The garbage collector may call this in any thread.
 
@@ -331,9 +338,7 @@ class Downloads:
             while True:
                 new.check()
                 download = self.running.setdefault(new.shard.key, new)
-                download.readers += 1
-                download._is_to_finish |= finish
-                download.is_ahead &= new.is_ahead
+                download.join(finish=finish, ahead=new.is_ahead)
                 if self.running.get(new.shard.key) is download:
                     return download
                 # The garbage collector closed the last other reader before, which cancelled it.

@@ -146,6 +146,16 @@ class _Part:
         """Offset of the next byte to receive."""
         return self.next + self.filled
 
+    def restart(self) -> None:
+        """Begin again with the first byte of the object."""
+        self.next = self.filled = self.shown = 0
+
+    def end_block(self) -> None:
+        """Advance to the next block. If the size is unknown, a short block is the last one."""
+        self.next += self.filled
+        self.complete = self.filled < BLOCK if self.stop is None else self.next == self.stop
+        self.filled = 0
+
 
 class Transfer:
     """Receives one version of an object. Used once, by the thread that made it.
@@ -299,7 +309,7 @@ class Transfer:
             if not self._info.identifiable:
                 # The next response may be of another version, so all bytes are received again.
                 self._partial.restart()
-                part.next = part.filled = part.shown = 0
+                part.restart()
                 raise
             if not self._attempts.forgives(part.position - before):
                 raise
@@ -386,10 +396,7 @@ class Transfer:
                 raise _FailedError
             self._partial.write(part.next, block, fd)
             self._partial.record(part.next // BLOCK, digest, len(block))
-        part.next += part.filled
-        # If the size is unknown, a short block is the last one.
-        part.complete = part.filled < BLOCK if part.stop is None else part.next == part.stop
-        part.filled = 0
+        part.end_block()
 
     def _show(self, part: _Part, block: memoryview, fd: int) -> None:
         """Let readers see the received bytes of the shard's first block."""

@@ -203,12 +203,13 @@ def test_faults_of_a_streamed_shard_are_healed(lab):
     assert not list(cache.entries())
 
 
-NO_ETAG, THEN = {"ETag": None}, "Mon, 02 Nov 2020 10:00:00 GMT"
-#: claim -> (fault of all responses to this method, expected ranges)
+NO_ETAG, NO_LENGTH, NO_TIME = {"ETag": None}, {"Content-Length": None}, {"Last-Modified": None}
+OLD = {"Last-Modified": "Mon, 02 Nov 2020 10:00:00 GMT"}
+NOW = {**OLD, "Date": OLD["Last-Modified"]}
+#: Expected ranges. A store that refuses HEAD describes the object in response to a GET.
 IN_PARTS = [(at, min(at + MIB, SIZE)) for at in range(0, SIZE, MIB)]
-IN_ONE = [IN_PARTS[0], None]
-#: A store that refuses HEAD describes the object in response to a GET.
-BY_GET = [*IN_PARTS, (0, 1)]
+IN_ONE, BY_GET = [IN_PARTS[0], None], [*IN_PARTS, (0, 1)]
+#: claim -> (fault of all responses to this method, expected ranges)
 LACKING: dict[str, tuple[Fault, str | None, list[tuple[int, int] | None]]] = {
     "HEAD is refused": (Fault(answer=page(403, "AccessDenied")), "HEAD", BY_GET),
     "HEAD is unknown": (Fault(answer=page(501, "NotImplemented")), "HEAD", BY_GET),
@@ -216,26 +217,10 @@ LACKING: dict[str, tuple[Fault, str | None, list[tuple[int, int] | None]]] = {
     "HEAD is redirected": (Fault(answer=page(301, "PermanentRedirect")), "HEAD", BY_GET),
     "HEAD returns a page": (Fault(answer=HTML), "HEAD", IN_PARTS),
     "a HEAD without an ETag is no change": (Fault(headers=NO_ETAG), "HEAD", IN_PARTS),
-    "a HEAD without a length is no change": (
-        Fault(headers={"Content-Length": None}),
-        "HEAD",
-        IN_PARTS,
-    ),
-    "without ETags, times identify versions": (
-        Fault(headers={**NO_ETAG, "Last-Modified": THEN}),
-        None,
-        IN_PARTS,
-    ),
-    "times within a minute of the response do not": (
-        Fault(headers={**NO_ETAG, "Last-Modified": THEN, "Date": THEN}),
-        None,
-        IN_ONE,
-    ),
-    "without a version the shard is read in one response": (
-        Fault(headers={**NO_ETAG, "Last-Modified": None}),
-        None,
-        IN_ONE,
-    ),
+    "a HEAD without a length is no change": (Fault(headers=NO_LENGTH), "HEAD", IN_PARTS),
+    "without ETags, times identify versions": (Fault(headers=NO_ETAG | OLD), None, IN_PARTS),
+    "times within a minute of the response do not": (Fault(headers=NO_ETAG | NOW), None, IN_ONE),
+    "without a version, one response has all": (Fault(headers=NO_ETAG | NO_TIME), None, IN_ONE),
 }
 
 
@@ -307,23 +292,15 @@ def test_a_persistent_fault_ends_after_the_attempts(lab, claim):
     assert lab.gets() <= requests
 
 
+ELSEWHERE = page(301, "PermanentRedirect", Location="http://127.0.0.1:9/x")
+REGION = page(301, "PermanentRedirect", **{"x-amz-bucket-region": "eu-west-1"})
 #: claim -> (response, error, a part of its message, requests)
 PERMANENT: dict[str, tuple[Answer, type[ShardCacheError], str, int]] = {
     "404": (page(404, "NoSuchKey"), ShardNotFoundError, "not found", 1),
     "a wrong clock": (page(403, "RequestTimeTooSkewed"), AccessDeniedError, "clock", 1),
     "an expired token": (page(400, "ExpiredToken"), AccessDeniedError, "log in again", 1),
-    "another host": (
-        page(301, "PermanentRedirect", Location="http://127.0.0.1:9/x"),
-        ConfigError,
-        "301",
-        1,
-    ),
-    "another region": (
-        page(301, "PermanentRedirect", **{"x-amz-bucket-region": "eu-west-1"}),
-        ConfigError,
-        "Check the region",
-        2,  # the second one to that region
-    ),
+    "another host": (ELSEWHERE, ConfigError, "301", 1),
+    "another region": (REGION, ConfigError, "Check the region", 2),  # the second one to that region
     "a shard in cold storage": (page(403, "InvalidObjectState"), AccessDeniedError, "403", 1),
 }
 

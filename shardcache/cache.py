@@ -1,8 +1,4 @@
-"""`Cache`, the main class of the library.
-
-Threads may share a `Cache`, and it may be pickled and used after a fork. Each process creates its
-own file descriptors, clients, locks and session when it first needs them.
-"""
+"""`Cache`, the main class of the library, and the default cache."""
 
 from __future__ import annotations
 
@@ -81,7 +77,8 @@ class Cache:
     """A cache of shards in a directory on a local disk.
 
     If the cache fails, shardcache logs a warning and streams shards from their origin, unless
-    ``strict`` is set. The directory is created on first use.
+    ``strict`` is set. The directory is created on first use. Threads may share a `Cache`, and it
+    may be pickled and used after a fork.
 
     Args:
         dir: the directory. The default comes from ``SHARDCACHE_DIR``, a configuration file or
@@ -115,10 +112,8 @@ class Cache:
     def from_config(cls, config: Config, *, started: float | None = None) -> Cache:
         """Create a cache from a configuration alone, without reading the environment.
 
-        Args:
-            config: the options.
-            started: when the job began to use the cache, in seconds since the epoch. None for a
-                command, so that its limits are not recorded as the limits of a job.
+        ``started`` is when the job began to use the cache, in seconds since the epoch; None for a
+        command, whose limits are not recorded as those of a job.
         """
         made = cls.__new__(cls)
         made._setup(config, started)
@@ -152,11 +147,7 @@ class Cache:
         return self.config.dir
 
     def parse(self, url: str) -> ShardURL:
-        """Parse a URL with the endpoint and the schemes of this cache.
-
-        Raises:
-            ConfigError: the URL is malformed, or its scheme is not allowed.
-        """
+        """Parse a URL with the endpoint and the schemes of this cache. Raises ConfigError."""
         return self._parse(url)
 
     # -- reading ---------------------------------------------------------------
@@ -212,12 +203,9 @@ class Cache:
         if self.process.is_in_place(shard):
             with open_shard(self.process, shard):  # raises an error if the file cannot be read
                 yield shard.local_path
-            return
-        opened = pin_shard(self.process, shard)
-        try:
-            yield Path(opened.path)
-        finally:
-            opened.close()
+        else:
+            with contextlib.closing(pin_shard(self.process, shard)) as opened:
+                yield Path(opened.path)
 
     def fetch(self, url: str) -> Entry:
         """Download the shard unless it is cached. Raises the same errors as `pinned`.
@@ -225,7 +213,7 @@ class Cache:
         Returns:
             The shard's entry. Its `data` is the path of the shard, and its `size` is in bytes.
         """
-        opened = self.process.obtain(Download(self._one(url)))
+        opened = self.process.obtain(Download(self.process.downloads, self._one(url)))
         opened.close()
         return opened.entry
 
@@ -282,7 +270,7 @@ class Cache:
         Args:
             data: URLs, or dicts with a ``url``.
             handler: an error handler of WebDataset; the default raises the error.
-            **kw: other arguments that WebDataset's function accepts; they are ignored.
+            **kw: other arguments of WebDataset's function, which are ignored.
         """
         from shardcache import wds
 
@@ -380,7 +368,7 @@ class Cache:
         return shards[0] if shards else self.parse(spec)
 
     def selections(self, specs: Specs) -> list[Selection]:
-        """Parse specifications. Raise ConfigError if one is malformed."""
+        """Parse specifications. Raises ConfigError if one is malformed."""
         from shardcache.origins.listing import Selection
 
         each = [specs] if isinstance(specs, str | ShardURL) else specs
@@ -400,7 +388,7 @@ class Cache:
         return found
 
     def other_endpoint(self, shard: ShardURL) -> str | None:
-        """Return the S3 endpoint that a shard of `select` came from, None if it is this cache's."""
+        """Return the S3 endpoint of a shard of `select`, None if it is this cache's."""
         if shard.scheme != "s3" or shard.key == self.parse(str(shard)).key:
             return None
         for store in self.process.stores():
@@ -496,10 +484,7 @@ class Cache:
             status: an object that is updated with the progress.
             stop: an event that ends the verification early when it is set.
 
-        Raises:
-            ConfigError: the directory is not a cache.
-            ShardNotFoundError: nothing in the cache matches a specification.
-            OSError: the directory cannot be read.
+        Raises the errors of `select`; ConfigError if the directory is not a cache, and OSError.
         """
         from shardcache.store.verify import VerifyStatus, verify
 
@@ -520,10 +505,8 @@ class Cache:
             specs: the shards, as in `select`.
             seconds: how long to pin the shards; None pins them until `unpin` is called.
 
-        Raises:
-            ConfigError: the directory cannot be a cache, or a shard is a file that is not cached.
-            ShardNotFoundError: nothing in the cache matches a specification.
-            OSError: the disk is full, read-only or failing.
+        Raises the errors of `select`; ConfigError if a shard is a file that is not cached, or the
+        directory cannot be a cache; OSError if the disk is full, read-only or failing.
         """
         from shardcache.space import eviction
 
@@ -561,15 +544,8 @@ class Cache:
             specs: the shards, as in `select`.
             dry_run: remove nothing; the result states what would be removed.
 
-        Returns:
-            The size of the removed entries in bytes, and the number of entries that remain because
-            they are pinned or in use.
-
-        Raises:
-            ConfigError: the directory is not a cache, it uses another kind of lock, or a URL is
-                malformed.
-            ShardNotFoundError: nothing in the cache matches a specification.
-            OSError: the filesystem is read-only or failing.
+        Returns the size of the removed entries in bytes, and the number of entries that remain.
+        Raises the errors of `select` and `clean`.
         """
         from shardcache.space import clean as cleaning
 
@@ -594,9 +570,7 @@ class Cache:
             since: the length of the period that ends now, in seconds or as text such as "24h"; the
                 default is all 30 days that are stored.
 
-        Raises:
-            ConfigError: ``since`` is not a duration.
-            OSError: the directory cannot be read.
+        Raises ConfigError if ``since`` is not a duration, and OSError.
         """
         from shardcache.stats.summary import summed
 
@@ -605,7 +579,7 @@ class Cache:
     def samples(self, since: float | str | None = None, *, ever: bool = False) -> list[Sample]:
         """Return the counters of `stats`, one sample per rank and period of ten minutes.
 
-        With ``ever``, one more sample sums all counters older than 30 days. Its start is 0.
+        With ``ever``, one more sample, whose start is 0, sums all older counters.
         """
         from shardcache.stats.database import samples
 
@@ -631,8 +605,7 @@ class Cache:
 def default_cache() -> Cache:
     """Return the cache that environment and configuration files describe. All callers share it.
 
-    Raises:
-        ConfigError: an option is unknown or not valid, or a configuration file cannot be read.
+    Raises the errors of `Cache`.
     """
     return Cache()
 

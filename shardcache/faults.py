@@ -19,7 +19,7 @@ from shardcache.config import Config
 from shardcache.errors import ShardCacheError
 from shardcache.units import format_duration
 
-#: Errors of a full disk or quota. They do not count as faults, because healthy disks fill up, too.
+#: Errors of a full disk or quota, which are no faults.
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 #: Errors of a disk that is broken, read-only, missing or another user's. The last three rows come
 #: from network filesystems, FUSE and the block layer (blk_errors in the kernel's block/blk-core.c).
@@ -40,8 +40,7 @@ class _NoError(OSError):
 def os_error() -> type[OSError]:
     """Return the class for ``except os_error():``, which lets errors of a signal handler pass.
 
-    A handler may raise in any call, such as a TimeoutError after an alarm. The errors of the kernel
-    and of shardcache have an ``errno``; a handler's have none.
+    A handler may raise a TimeoutError after an alarm, which has no ``errno``, in any call.
     """
     return OSError if getattr(sys.exc_info()[1], "errno", None) is not None else _NoError
 
@@ -80,13 +79,9 @@ class Breaker:
 
     def __init__(self, threshold: int = 3) -> None:
         self._threshold = threshold
-        self.faults = 0
+        self.faults = 0  # in a row
+        self.closed = True  # whether there are fewer faults than the threshold
         self._until = 0.0
-
-    @property
-    def closed(self) -> bool:
-        """Whether there are fewer faults in a row than the threshold."""
-        return self.faults < self._threshold
 
     @property
     def left(self) -> float:
@@ -99,6 +94,7 @@ class Breaker:
             return False  # the call began before the pause, so its fault does not prolong the pause
         was_closed = self.closed
         self.faults += self._threshold if at_once else 1
+        self.closed = self.faults < self._threshold
         if not self.closed:
             self._until = clock.monotonic() + _PAUSE
         return was_closed and not self.closed
@@ -106,7 +102,7 @@ class Breaker:
     def succeeded(self) -> None:
         """Reset the count of faults after a success, unless it is of a call before the pause."""
         if not self.left:
-            self.faults = 0
+            self.faults, self.closed = 0, True
 
 
 class PausedError(OSError):

@@ -1,13 +1,12 @@
 """`ProcessCache`: a cache as one process uses it.
 
 It opens entries that are cached (`lookup`), and downloads those that are not (`fetch`, or `join` in
-a background thread). A forked child begins anew, with connections and locks of its own.
+a background thread). A forked child has connections and locks of its own.
 """
 
 from __future__ import annotations
 
 import atexit
-import contextlib
 import errno
 import logging
 import os
@@ -15,16 +14,15 @@ import sys
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from queue import Empty
 from typing import TYPE_CHECKING
 
 from shardcache import clock, threads
 from shardcache.config import Config
-from shardcache.errors import ConfigError
-from shardcache.faults import Disk, fault_kind, ignoring, os_error
+from shardcache.download.download import Download, Downloads, State
+from shardcache.errors import ConfigError, FetchCancelledError
+from shardcache.faults import Disk, PausedError, fault_kind, ignoring, os_error
 from shardcache.layout import Layout
 from shardcache.notices import Notices, log_unusable
 from shardcache.ranks import RUN_VARIABLE, Ranks
@@ -36,20 +34,20 @@ from shardcache.store.root import UnusableError, unusable
 from shardcache.urls import ShardURL, advise_scheme
 
 if TYPE_CHECKING:
-    from shardcache.download.download import Download
     from shardcache.space.clean import Housekeeper
     from shardcache.space.tiers import Directories, Tier
 
 logger = logging.getLogger(__name__)
 
-#: Seconds that closing waits for copies to upstreams, enough for a shard or two to a NAS. An
-#: upstream that hangs must not delay the end of a job; the next job uses the origin instead.
+#: Seconds that closing waits for copies to upstreams, enough for a shard or two to a NAS.
 LAST_COPIES = 5.0
 #: Seconds between two records of a last use by one process. A hit must not write to the disk each
 #: time, and with leases an entry may be evicted an hour (`IDLE_GRACE`) after the last record.
 _TOUCH_INTERVAL = 600.0
 #: Seconds to wait for a cancelled worker: it ends at once, unless it hangs in another library.
 _FAREWELL = 5.0
+#: Seconds until a caller that waits for a shared download notices that its own was cancelled.
+_POLL = 0.1
 
 
 class ProcessCache:
@@ -61,13 +59,10 @@ class ProcessCache:
         started: when the job began to use the cache, for the session; None for a command.
 
     Attributes:
-        tiers: the tiers, fastest first; the last one is ``dir``, which holds the locks.
+        tiers: the tiers, fastest first.
+        home: the last tier, which is ``dir`` and holds the locks.
         directories: the `Directories` that were found, or None until `prepare` has made them.
-        disk: counts faults of the disk, and pauses its use.
-        engine: the connections, retries and counters that all transfers share.
-        origins, counters, notices: the origins, counters and warnings of this process.
-        downloads: the downloads of this process.
-        clean_due: when to call `clean_if_due` again, on the monotonic clock.
+        disk, engine, origins, counters, notices, downloads: the parts of this process.
     """
 
     def __init__(self, config: Config, ranks: Ranks, started: float | None) -> None:
@@ -84,8 +79,7 @@ class ProcessCache:
     def _begin(self) -> None:
         """Make the parts that belong to a process. A forked child calls this again."""
         # Imported here, because these modules would slow `import shardcache`.
-        from shardcache.download.download import Downloads
-        from shardcache.download.pool import Connections
+        from shardcache.download.connections import Connections
         from shardcache.download.transfer import Engine
         from shardcache.locks.sessions import Downloaders
         from shardcache.origins.resolve import Origins
@@ -99,6 +93,7 @@ class ProcessCache:
         self.counters = Counters(lambda: self.home.node, ranks, lambda: self.disk.is_well)
         parts = ranks, self._started, self.notices, self.counters, config.dir
         self.tiers = [Tier(each, *parts) for each in config.by_tier()]
+        self.home = self.tiers[-1]
         self.origins = Origins(config, self.notices.is_new)
         downloaders = Downloaders(lambda: self.home.node)
         self.engine = Engine(
@@ -112,17 +107,12 @@ class ProcessCache:
         self.downloads = Downloads()
         self.directories: Directories | None = None
         self._housekeepers: list[Housekeeper] = []
-        self.clean_due = 0.0
+        self._clean_due = 0.0  # when to look again whether a cleaning is due
         self._touched: dict[str, float] = {}
         self._copying: list[threading.Thread] = []
         self._logged: Counter[str] = Counter()  # the counts that `end` has already logged
 
     # -- directories -------------------------------------------------------------
-
-    @property
-    def home(self) -> Tier:
-        """The last tier, which all `Directories` include."""
-        return self.tiers[-1]
 
     @property
     def present(self) -> list[Tier]:
@@ -142,10 +132,8 @@ class ProcessCache:
     def prepare(self) -> Directories:
         """Return the directories; the first call makes them.
 
-        Raises:
-            ConfigError: the directory must not be used as a cache; without ``strict``, this is an
-                UnusableError.
-            OSError: the directory cannot be created or written; with ``strict`` only.
+        Raises ConfigError if they must not be used as a cache (without ``strict``, UnusableError);
+        with ``strict`` also OSError, if they cannot be written.
         """
         return self.directories or self.check()
 
@@ -153,8 +141,7 @@ class ProcessCache:
         """Return the directories; make them again if one of them was replaced.
 
         A disk may be unmounted, mounted again or emptied while a job runs. Only misses need this
-        check, because a shard whose directory is gone is a miss. Raises the errors of `prepare`,
-        and OSError if the directory cannot be created again.
+        check, because a shard whose directory is gone is a miss. Raises as `prepare`, and OSError.
         """
         found = self.directories
         if found is None or self._changed_tiers():
@@ -179,7 +166,7 @@ class ProcessCache:
         usable = [tier for tier in self.tiers if tier.made or tier is self.home]
         self._end_housekeeping()
         self._housekeepers = [Housekeeper(tier) for tier in usable]
-        self.clean_due = 0.0
+        self._clean_due = 0.0
         self._touched.clear()
         # Child processes of multiprocessing end without running atexit handlers.
         if self.directories is None and (util := sys.modules.get("multiprocessing.util")):
@@ -233,10 +220,7 @@ class ProcessCache:
     ) -> Opened | None:
         """Open the shard's entry, except ``outdated`` versions; return None if it is not cached.
 
-        Raises:
-            PausedError: the disk is paused after faults, and the caller does not ``insist``.
-            UnusableError: the directory must not be used as a cache.
-            OSError: reading the disk fails.
+        Raises PausedError while the disk is paused, unless ``insist`` is set, and as `prepare`.
         """
         disk = self.disk
         disk.check(disk.reading, insist=insist)
@@ -255,108 +239,115 @@ class ProcessCache:
         return opened
 
     def obtain(self, download: Download) -> Opened:
-        """Return the shard's entry, which is downloaded if necessary. The caller must close it.
+        """Return the entry of the shard of a new download, which runs only if necessary.
 
-        The caller needs a local file, so the disk is used even while it is paused after faults.
         This does not count as an open. Raises the errors of `Cache.open` with ``strict``.
         """
-        shard = download.shard
+        shard, opened = download.shard, None
         self.refuse_in_place(shard)
-        opened = self.lookup(shard, download.outdated, insist=True)
-        if opened is None:
-            opened = self._download(download)
-        else:
-            download.outcome = "hit"
+        while opened is None:
+            if (opened := self.lookup(shard, download.outdated, insist=True)) is not None:
+                download.obtained(opened, "hit")
+            else:
+                opened = self._download(download)
         self.touch(opened, clock.monotonic())
         facts = {"event": download.outcome, "shard": str(shard)}
         logger.debug("%s: %s", shard, download.outcome, extra=facts)
         return opened
 
-    def _download(self, download: Download) -> Opened:
-        """Run a download that no other reader shares, and return the entry."""
-        done = threads.Queue[None]()  # `Download.wait` would wake up at each block
+    def _download(self, own: Download) -> Opened | None:
+        """Run a download, or wait for the one that other readers share, and return the entry.
 
-        def work() -> None:
-            self._work(download, insist=True)
-            done.put(None)
-
-        download.join()
+        Returns None if the shared one was of no use to this caller, so that ``own`` must run.
+        """
+        download = self.downloads.join(own)
         try:
             # A signal handler could raise in the main thread, at any step of a download.
-            if not (threads.is_main() and self._start_worker(download, work)):
-                work()
-            done.get()
+            if not (download.is_claimed or (threads.is_main() and self._start_worker(download))):
+                self._work(download)
+            while not download.ended:
+                download.wait(lambda: download.ended, _POLL)
+                if download is not own:
+                    own.check()
             opened = download.open()
+            if opened is not None and opened.entry.version in own.outdated:
+                opened.close()
+                opened = None
+        except (FetchCancelledError, PausedError):
+            own.check()
+            opened = None
         except BaseException:
-            download.cancel()
-            if not download.ended:
-                with contextlib.suppress(Empty):
-                    done.get(timeout=_FAREWELL)
+            download.cancel_unless_shared()
+            if download.state is State.CANCELLED:
+                download.wait(lambda: download.ended, _FAREWELL)
             raise
         finally:
             download.leave()
-        assert opened is not None  # only a download ahead gives way
         return opened
 
-    def join(self, shard: ShardURL, **options: bool) -> tuple[Download, bool]:
-        """Call `Downloads.join`, and start the worker; OSError if no thread can be started."""
-        download, is_new = self.downloads.join(shard, **options)
+    def join(
+        self, shard: ShardURL, *, finish: bool = False, ahead: bool = False
+    ) -> tuple[Download, bool]:
+        """Add a reader to the shard's download; return it, and whether this call started it.
+
+        With ``finish``, it completes even if all readers leave. With ``ahead``, the reader does not
+        need the shard until it calls `Download.attend`. Raises OSError if no thread can be started.
+        """
+        new = Download(self.downloads, shard, can_bypass=True, ahead=ahead)
+        download = self.downloads.join(new, finish=finish)
         try:
             # An older download may still lack its worker, for ever if a signal handler raised here.
             # Not under the lock of the downloads: `start` waits for the thread, which may take it.
-            work = partial(self._work, download, insist=False)
-            if not (download.is_claimed or self._start_worker(download, work)):
+            if not (download.is_claimed or self._start_worker(download)):
                 error = OSError(errno.EAGAIN, "the process cannot start a thread")
                 download.end(None, error)
                 raise error
         except BaseException:
             download.leave()
             raise
-        return download, is_new
+        return download, download is new
 
-    def _start_worker(self, download: Download, work: Callable[[], None]) -> bool:
+    def _start_worker(self, download: Download) -> bool:
         """Start the worker's thread. Return False if the process cannot start a thread."""
         try:
-            threads.start(work, f"shardcache-{download.shard.key[:8]}-fetch")
+            name = f"shardcache-{download.shard.key[:8]}-fetch"
+            threads.start(partial(self._work, download), name)
         except RuntimeError as exn:
             logger.info("%s: %s", download.shard, exn)
             return False
         return True
 
-    def _work(self, download: Download, *, insist: bool) -> None:
+    def _work(self, download: Download) -> None:
         """Run a download as its worker, and report its result or error to the readers."""
         if not download.claim():
             return
         try:
-            opened = self.fetch(download, insist=insist)
+            opened = self.fetch(download)
         except BaseException as exn:  # noqa: BLE001 - its readers raise it
             if not download.end(None, exn):
                 logger.info("%s: not downloaded in the background: %s", download.shard, exn)
         else:
             download.end(opened)
 
-    def fetch(self, download: Download, *, insist: bool) -> Opened | None:
-        """Fetch a shard, return its entry like `download.fetch.fetch`, and count its bytes.
-
-        This is the only loop over attempts at a shard. `download.fetch.Recovery` ends it. If
-        ``insist`` is set, use the disk even while it is paused, and wait for copies to upstreams.
-        """
-        from shardcache.download.fetch import Recovery, fetch
+    def fetch(self, download: Download) -> Opened | None:
+        """Fetch a shard, return its entry like `Fetch.attempt`, and count its bytes."""
+        from shardcache.download.fetch import Fetch
 
         started, writing = clock.monotonic(), self.disk.writing
-        if started >= self.clean_due:
-            self.clean_if_due()
-        self.disk.check(writing, insist=insist)
-        opened, recovery = None, Recovery(self.engine, download)
+        self._clean_if_due(started)
+        self.disk.check(writing, insist=not download.can_bypass)
+        opened, attempts = None, Fetch(self.engine, download)
         try:
             while True:
                 directories = self.check()
                 try:
-                    opened = fetch(directories, self.engine, download, recovery)
+                    opened = attempts.attempt(directories)
                     break
                 except Exception as exn:
-                    unmounted = bool(self._changed_tiers())
-                    if not recovery.recover(exn, directories, unmounted=unmounted):
+                    unmounted = False
+                    with ignoring(OSError):  # it would hide the error of the attempt
+                        unmounted = bool(self._changed_tiers())
+                    if not attempts.recover(exn, unmounted=unmounted):
                         raise
         except os_error() as exn:
             self.disk.failed(writing, exn)
@@ -377,25 +368,25 @@ class ProcessCache:
             if writing.faults:
                 writing.succeeded()
             if any(upstream.write_back for upstream in self.config.upstreams):
-                self._write_back(download.shard, opened.path, wait=insist)
+                self._write_back(download.shard, opened.path, wait=not download.can_bypass)
         return opened
 
     def touch(self, opened: Opened, now: float) -> None:
         """Record that an entry is used: on first use by this process, then at intervals."""
         directory = opened.directory
         last = self._touched.get(directory)
-        if now >= self.clean_due:
-            self.clean_if_due()
+        if now >= self._clean_due:  # hot path: keep the number of calls small
+            self._clean_if_due(now)
         if last is None or now - last >= _TOUCH_INTERVAL:
             self._touched[directory] = now
             self.tier_of(directory).store.touch(directory, clock.time())
 
-    def clean_if_due(self) -> None:
+    def _clean_if_due(self, now: float) -> None:
         """Start a cleaning of the cache in the background if one is due."""
-        if self.disk.is_well:
+        if now >= self._clean_due and self.disk.is_well:
             for housekeeper in self._housekeepers:
                 housekeeper.check()
-            self.clean_due = min((one.due for one in self._housekeepers), default=0.0)
+            self._clean_due = min((one.due for one in self._housekeepers), default=0.0)
 
     def _write_back(self, shard: ShardURL, path: str, *, wait: bool) -> None:
         """Copy a shard to the upstreams that have ``write_back`` set, in a thread or ``wait``."""
@@ -420,7 +411,7 @@ class ProcessCache:
     # -- files that are not cached -------------------------------------------------
 
     def is_in_place(self, shard: ShardURL) -> bool:
-        """Return whether a shard is a local file that is read in place and not cached."""
+        """Whether a shard is a local file that is read in place and not cached."""
         return shard.is_local and not self.config.cache_local
 
     def refuse_in_place(self, shard: ShardURL) -> None:
@@ -465,7 +456,7 @@ class ProcessCache:
 
 
 #: All `ProcessCache` objects of this process: it ends them when it exits, and a forked child begins
-#: them anew.
+#: them again.
 _all: weakref.WeakSet[ProcessCache] = weakref.WeakSet()
 
 

@@ -179,7 +179,7 @@ class PrewarmPlan:
 
 
 class _Count:
-    """A read-only attribute of a report: the number of its shards with one outcome."""
+    """The number of the shards of a report with one outcome."""
 
     def __init__(self, outcome: Outcome) -> None:
         self._outcome = outcome

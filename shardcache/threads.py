@@ -1,14 +1,14 @@
 """Background threads, and safe forks of a process that has background threads.
 
-A forked child inherits the locks that other threads hold at that moment, but not the threads, so
-nothing in the child releases the locks. Imports hold such locks, and OpenSSL does while it creates
-a context, *during a handshake*, while it reads session tickets, and *while a thread that used it
-ends*: with four threads that did handshakes, one fork in a thousand produced a child that waited
-for its first context forever (OpenSSL 3.0). So a fork waits for imports in other threads, for code
-inside `undivided`, and for ended threads of shardcache until the kernel no longer lists them.
+A forked child inherits the locks that other threads hold, but not the threads, so nothing releases
+the locks. Imports hold such locks, and OpenSSL 3.0 does while it creates a context, during a
+handshake, while it reads session tickets and while a thread that used it ends: with four such
+threads, one fork in a thousand produced a child that waited for its first context forever. So a
+fork waits for imports in other threads, for code inside `undivided`, and until the kernel no longer
+lists ended threads.
 
-A signal handler may raise between any two calls of the main thread. `threading.Thread.start` then
-leaves a lock held, and the new thread waits for it forever. So another thread calls it (`start`).
+If a signal handler raises in `threading.Thread.start`, which only the main thread can experience,
+the new thread waits for a lock forever. So another thread calls it (`start`).
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _started: set[threading.Thread] = set()
 #: The lock of each thread, which the thread holds inside `undivided`, and a fork takes. No signal
 #: handler can raise while Python enters or leaves a lock.
 _locks: weakref.WeakSet[Any] = weakref.WeakSet()
-#: Held during a fork, so that no thread makes its lock meanwhile.
+#: Held during a fork, so that no thread makes its lock.
 _gate = threading.RLock()
 
 
@@ -67,9 +67,8 @@ _own = _Own()
 class Queue(Generic[T]):
     """A queue from which one thread gets items, and into which even a garbage collection may put.
 
-    If a signal interrupts `queue.SimpleQueue.get` just before its time is up, CPython waits for the
-    negative rest of that time, which is forever. The kernel delivers the signal to any thread while
-    the main thread starts one.
+    If a signal interrupts `queue.SimpleQueue.get` just before its time is up, CPython waits forever
+    (for the negative rest of that time).
     """
 
     def __init__(self) -> None:
@@ -143,9 +142,8 @@ def is_main() -> bool:
 def call(function: Callable[[], T], seconds: float | None, name: str) -> T:
     """Call ``function`` in a thread of its own, and return its result or raise its exception.
 
-    If no thread can be started, ``function`` is called in this one. That happens at the limit of
-    threads and, since Python 3.12, while the interpreter shuts down. Raises Empty if ``function``
-    has not returned within ``seconds``; its thread stays behind.
+    If no thread can be started (at a limit, or while the interpreter shuts down), ``function`` is
+    called in this one. Raises Empty if it has not returned within ``seconds``.
     """
     results: Results[T] = Queue()
     try:
@@ -189,10 +187,9 @@ def _ending() -> set[threading.Thread]:
 def _register_hooks(again: bool) -> None:
     """Make every fork call `_before_fork` before the hooks of other modules.
 
-    Python first calls the hook that was registered last. The modules of `_HOOKS` hold their locks
-    during a fork. If such a hook came first, the fork would wait for a thread inside `undivided`,
-    and that thread for the lock of the module. So this registers the hook ``again`` when filelock
-    has been imported in the meantime. The gate can be taken twice.
+    Python first calls the hook that was registered last. If a hook of `_HOOKS` came first, the fork
+    would wait for a thread inside `undivided`, and that thread for the lock of the module. So this
+    registers the hook ``again`` when filelock has been imported in the meantime.
     """
     with contextlib.suppress(RuntimeError):  # in a handler of `atexit`, where no fork follows
         importlib.import_module(_HOOKS[0])

@@ -59,16 +59,6 @@ def test_a_shard_in_use_survives_every_form_of_clean(make_cache):
     assert list(cache.entries()) == []
 
 
-@pytest.mark.locks_work("answers")
-def test_a_sweep_of_orphans_ignores_limits(make_cache):
-    with make_cache() as cache:
-        read(cache)
-    small = make_cache(max_size=1)
-    assert small.clean(orphans=True).removed == ()
-    assert len(small.clean(orphans=True, max_size=1, dry_run=True).removed) == 1
-    assert len(small.clean().removed) == 1
-
-
 def test_local_files_are_cached_only_on_request(make_cache, tmp_path):
     file = tmp_path / "here.tar"
     file.write_bytes(DATA)

@@ -2,9 +2,6 @@
 
 import itertools
 import os
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import webdataset.tariterators  # noqa: F401 - so that not each job imports it
@@ -12,8 +9,7 @@ import webdataset.tariterators  # noqa: F401 - so that not each job imports it
 from shardcache import Cache, TarDataset
 from tests.support.clitools import command
 from tests.support.disktools import disk, needs_root, remount
-from tests.support.proxy import Proxy
-from tests.support.storetools import BLOCK, Parent, age, forked, room, wait_until
+from tests.support.storetools import BLOCK, age, forked, room, wait_until
 from tests.support.tars import make_tar
 from tests.support.users import GROUP
 
@@ -44,7 +40,7 @@ SIZE, LATE = len(SHARDS[0]), make_tar(9, 4, BLOCK // 2)
 class World:
     """A cache with the settings of one row, and its jobs."""
 
-    def __init__(self, row: str, path: Path, s3: Any, bucket: str, proxy: Proxy) -> None:
+    def __init__(self, row, path, s3, bucket, proxy):
         self.settings = settings = dict(zip(SETTINGS.split(), row.split(), strict=True))
         self.root, self.ram, self.proxy = path / "disk/cache", path / "ram", proxy
         one = room(path, SIZE, *3 * [0])  # the links of ranks have sidecars of their own
@@ -52,7 +48,7 @@ class World:
         options = {"isolation": settings["isolation"], "locks": settings["locks"]}
         options |= {"shared_group": str(GROUP)} if self.has("group") else {}
         self.environment = {f"SHARDCACHE_{name.upper()}": value for name, value in options.items()}
-        self.options: dict[str, Any] = {**options, "max_size": limits.get(settings["room"])}
+        self.options = {**options, "max_size": limits.get(settings["room"])}
         self.options["fill"] = "complete" if self.has("complete") else "follow"
         if self.has("tiers"):
             self.options["tiers"] = [{"dir": self.ram, "max_size": int(1.5 * one), "min_free": 0}]
@@ -65,13 +61,13 @@ class World:
             s3.put(bucket, url.rpartition("/")[2], data)
         self.opens = self.received = 0
 
-    def has(self, value: str) -> bool:
+    def has(self, value):
         return value in self.settings.values()
 
-    def job(self, number: int, use: Callable[[Cache], Any]) -> Any:
+    def job(self, number, use):
         """Run ``use(cache)`` as a job of one process; count what it received."""
 
-        def work(parent: Parent) -> None:
+        def work(parent):
             os.environ |= {"SHARDCACHE_JOB": f"job{number}", "SHARDCACHE_RANK": str(number)}
             with Cache(self.root, min_free=0, **self.options) as cache:
                 result = use(cache)
@@ -83,7 +79,7 @@ class World:
         self.received += self.proxy.received()
         return result
 
-    def read(self, cache: Cache) -> int:
+    def read(self, cache):
         """Read all shards but the late one; return how many are stored then."""
         if self.has("samples"):
             data = TarDataset(self.urls[:3], cache=cache)
@@ -95,7 +91,7 @@ class World:
                     assert stream.read() == shard
         return sum(url in cache for url in self.urls[:3])
 
-    def epoch(self, number: int, misses: int) -> None:
+    def epoch(self, number, misses):
         """Read all shards as a job: stored ones from the disk, others with one request each."""
         assert self.job(number, self.read) == self.stored
         self.opens += 3
@@ -103,14 +99,14 @@ class World:
         if self.stored == 3 or not self.has("samples"):
             assert self.proxy.fetches().total() == 3 - self.stored + misses
 
-    def cli(self, *words: str, code: int = 0) -> None:
+    def cli(self, *words, code=0):
         found, text = command("--dir", self.root, *words, **self.environment)
         assert found == code, text
 
-    def files(self, pattern: str = "objects/*/*/*/*.tar") -> list[Path]:
+    def files(self, pattern="objects/*/*/*/*.tar"):
         return [path for root in (self.root, self.ram) for path in root.glob(f"v1/**/{pattern}")]
 
-    def wait_an_hour(self) -> None:
+    def wait_an_hour(self):
         """With leases, nothing is evicted before that."""
         if self.has("lease"):
             for root in (self.root, self.ram):
@@ -147,7 +143,7 @@ def test_any_two_options_keep_all_promises(row, tmp_path, s3, bucket, proxy):
             add_up(world)
 
 
-def damage_and_repair(world: World) -> None:
+def damage_and_repair(world):
     victim = world.files()[0]
     links = [path for path in world.files() if path.samefile(victim)]
     assert len(links) == (1 if world.has("node") else 2)
@@ -162,8 +158,8 @@ def damage_and_repair(world: World) -> None:
     world.cli("verify")
 
 
-def kill_and_resume(world: World) -> None:
-    def begin(parent: Parent) -> None:
+def kill_and_resume(world):
+    def begin(parent):
         os.environ |= {"SHARDCACHE_JOB": "job0", "SHARDCACHE_RANK": "0"}
         Cache(world.root, min_free=0, **world.options).open(world.urls[3]).read()
 
@@ -184,8 +180,8 @@ def kill_and_resume(world: World) -> None:
     world.wait_an_hour()
 
 
-def remove(world: World) -> None:
-    def names() -> set[str]:
+def remove(world):
+    def names():
         return {path.name for path in world.files()}
 
     if world.has("pins"):
@@ -203,7 +199,7 @@ def remove(world: World) -> None:
     world.epoch(3, misses=0 if world.has("upstream") else world.stored)
 
 
-def add_up(world: World) -> None:
+def add_up(world):
     with Cache(world.root, **world.options) as cache:
         found = cache.stats()
     assert found.failed == 0

@@ -27,7 +27,7 @@ from shardcache.cli.output import (
     reason,
 )
 from shardcache.config import absolute
-from shardcache.download.pool import parse_rate
+from shardcache.download.connections import parse_rate
 from shardcache.errors import ConfigError, ShardNotFoundError
 from shardcache.origins.listing import SHARD, is_pattern
 from shardcache.prewarm.plan import own_share

@@ -346,9 +346,8 @@ def count_samples(
         while any(thread.is_alive() for thread in started) and clock.monotonic() < end:
             with downloads.lock:
                 for download in downloads.unfinished():
-                    # A reader of another thread may have joined it.
-                    if download.starter in own and download.readers <= 1:
-                        download.cancel()
+                    if download.starter in own:
+                        download.cancel_unless_shared()
             clock.sleep(_POLL)
 
 

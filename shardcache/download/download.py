@@ -3,13 +3,8 @@
     WAITING <---> RUNNING ---> DONE | FAILED
        '------------'--------> CANCELLED
 
-WAITING: no byte was requested yet, or another process holds the key's lock. RUNNING: this process
-writes a partial. A download returns to WAITING if a full or replaced disk made it release the lock
-and another process took the lock. Only the methods of `Download` change the state.
-
-Readers share a download through the table of the process (`Downloads`). A download counts its
-readers and holds no reference to them. `prewarm` and `Cache.fetch` run downloads outside the table.
-`docs/design.md` says why the lock of the downloads is reentrant.
+Only the methods of `Download` change the state. Readers share a download through the table of the
+process (`Downloads`). `docs/design.md` explains the states, and why the lock is reentrant.
 """
 
 from __future__ import annotations
@@ -29,7 +24,7 @@ from shardcache.errors import CacheFullError, FetchCancelledError, LockTimeoutEr
 from shardcache.urls import ShardURL
 
 if TYPE_CHECKING:
-    from shardcache.download.pool import Throttle
+    from shardcache.download.connections import Throttle
     from shardcache.origins.base import Body
     from shardcache.store.entry import Opened
     from shardcache.store.partial import Partial
@@ -42,8 +37,6 @@ Outcome: TypeAlias = Literal["hit", "coalesced", "linked", "fetched"]
 
 #: The bytes of one request. If no more are missing, they arrive before a new download would begin.
 _ALMOST_COMPLETE = 16 << 20
-#: Seconds until a worker that sleeps notices that its download was cancelled.
-_NAP = 0.1
 #: Seconds that a reader waits at most; Python's locks accept no infinite time.
 _FOREVER = 1e8
 
@@ -61,39 +54,39 @@ class Download:
     """The state of one shard that is brought into the cache. Safe between threads.
 
     Args:
-        shard: the shard to bring into the cache.
         listed: the size of the shard in a listing, which may be outdated.
         outdated: versions to replace, even if they are cached.
         throttle: limits the bytes per second of this and other downloads.
+        can_bypass: whether the reader can bypass the cache. For one that cannot, the disk is used
+            even while it is paused, and copies to upstreams are complete when the download ends.
         ahead: whether no reader needs the shard yet, so that the worker gives way to others.
-        table: the table that contains this download, if any.
 
-    Attributes, which only the methods change:
+    Attributes:
         partial: the partial, written by this or another process; None if unknown.
         changes: number of changes of the state or of the bytes that can be read.
         is_claimed: whether a thread has become the worker.
         ended: whether the worker has released the lock, the partial and the connections.
         readers: number of readers that have joined and not left.
-        is_ahead: whether no reader waits for the shard yet.
         starter: the id of the thread that made the download.
-        is_upstream: whether the bytes come from an upstream instead of the origin.
-        outcome: how the shard is obtained, as far as that is known yet. The worker sets it.
+        outcome: how the shard is obtained, as far as that is known yet.
     """
 
     def __init__(
         self,
+        table: Downloads,
         shard: ShardURL,
         *,
         listed: int | None = None,
         outdated: frozenset[str] = frozenset(),
         throttle: Throttle | None = None,
+        can_bypass: bool = False,
         ahead: bool = False,
-        table: Downloads | None = None,
     ) -> None:
         self.shard = shard
         self.listed = listed
         self.outdated = outdated
         self.throttle = throttle
+        self.can_bypass = can_bypass
         self.state = State.WAITING
         self.partial: Path | None = None
         self.changes = 0
@@ -106,16 +99,16 @@ class Download:
         self.starter = threading.get_ident()
         self._pid = os.getpid()
         self._table = table
-        self._lock = threading.RLock() if table is None else table.lock
+        self._lock = table.lock
         # Not a `Condition`: if a signal handler raises in its methods, it keeps or loses the lock.
-        self._waiters: set[threads.Queue[None]] = set()
+        self._waiters: dict[threads.Queue[None], Callable[[], bool]] = {}
         self._size: int | None = None
         self._written = self._received = self._retries = 0
         self._is_to_finish = False
         self._opened: Opened | None = None
         self._error: BaseException | None = None
         self._response: Body | None = None
-        self._abort: Callable[[], None] | None = None
+        self._abort: Callable[[FetchCancelledError], None] | None = None
 
     # -- any thread --------------------------------------------------------------
 
@@ -131,15 +124,16 @@ class Download:
     def wait(self, is_over: Callable[[], bool], seconds: float = _FOREVER) -> float:
         """Block until ``is_over()``, called with the lock held. Return the seconds it took."""
         start, waiter = time.monotonic(), threads.Queue[None]()
-        with contextlib.suppress(Empty):
-            while True:
-                with self._lock:
-                    if is_over():
-                        break
-                    self._waiters.add(waiter)
-                waiter.get(timeout=max(0.0, start + seconds - time.monotonic()))
         with self._lock:
-            self._waiters.discard(waiter)
+            if is_over():
+                return 0.0
+            self._waiters[waiter] = is_over
+        try:
+            with contextlib.suppress(Empty):
+                waiter.get(timeout=seconds)
+        finally:
+            with self._lock:
+                del self._waiters[waiter]
         return time.monotonic() - start
 
     def open(self) -> Opened | None:
@@ -161,9 +155,8 @@ class Download:
     def attend(self) -> bool:
         """Turn a download ahead into one that a reader waits for.
 
-        Returns False if the reader must open the shard again, because the download ended without a
-        result. An error of the origin or a kept response is a result, like an entry, because a new
-        download would only repeat the request.
+        Returns False if the reader must open the shard again. It must not if an error of the origin
+        ended the download, which a new download would only repeat.
         """
         with self._lock:
             self.is_ahead = False
@@ -174,8 +167,8 @@ class Download:
                 return True
             return self._opened is not None or self._response is not None
 
-    def join(self, *, finish: bool = False, ahead: bool = False) -> None:
-        """Count one more reader; the arguments are those of `Downloads.join`."""
+    def join(self, *, finish: bool, ahead: bool) -> None:
+        """Count one more reader; see `Downloads.join`."""
         with self._lock:
             self.readers += 1
             self._is_to_finish |= finish
@@ -200,15 +193,20 @@ class Download:
     def cancel(self) -> None:
         """Cancel the download, unless it has ended. The bytes that have arrived are kept.
 
-        Readers see the new state at once. Blocked connections are aborted, and the worker ends at
-        its next check. The garbage collector and signal handlers may call this.
+        The worker ends at its next check. The garbage collector may call this.
         """
         with self._lock:
             if self.state in (State.WAITING, State.RUNNING):
                 self._enter(State.CANCELLED)
             abort = self._abort
         if abort is not None:
-            abort()
+            abort(self._cancelled())
+
+    def cancel_unless_shared(self) -> None:
+        """Cancel the download, unless more than one reader has joined it."""
+        with self._lock:
+            if self.readers <= 1:
+                self.cancel()
 
     # -- the worker and its threads ------------------------------------------------
 
@@ -240,6 +238,11 @@ class Download:
                 self._written = partial.written  # with the lock held, so that it never falls
                 self._notify()
 
+    def obtained(self, opened: Opened, outcome: Outcome) -> Opened:
+        """Note how the entry was obtained, and return it."""
+        self.outcome = outcome
+        return opened
+
     def retried(self, retries: int) -> None:
         """Note the total number of repeated requests."""
         self._retries = retries
@@ -252,7 +255,7 @@ class Download:
             return self.is_ahead
 
     def keep(self, response: Body) -> None:
-        """Keep the origin's first response, so that a reader can stream a shard without room."""
+        """Keep the origin's first response, for a reader that streams a shard without room."""
         with self._lock:
             for old in (self.take_response(), None if self.readers else response):
                 if old is not None:
@@ -260,7 +263,7 @@ class Download:
             self._response = response if self.readers else None
 
     @contextlib.contextmanager
-    def transferring(self, abort: Callable[[], None]) -> Iterator[None]:
+    def transferring(self, abort: Callable[[FetchCancelledError], None]) -> Iterator[None]:
         """Let `cancel` call ``abort`` during the body. Raises FetchCancelledError like `check`."""
         self._abort = abort
         try:
@@ -272,19 +275,15 @@ class Download:
     def check(self) -> None:
         """Raise FetchCancelledError if the download was cancelled."""
         if self.state is State.CANCELLED:
-            raise FetchCancelledError(
-                f"{self.shard}: the download was cancelled; the bytes that have arrived "
-                "are kept. Run it again.",
-                url=str(self.shard),
-            )
+            raise self._cancelled()
+
+    def _cancelled(self) -> FetchCancelledError:
+        text = "the download was cancelled; the bytes that have arrived are kept. Run it again."
+        return FetchCancelledError(f"{self.shard}: {text}", url=str(self.shard))
 
     def sleep(self, seconds: float) -> None:
         """Sleep for ``seconds``. Raise FetchCancelledError as soon as the download is cancelled."""
-        self.check()
-        while seconds > 0:
-            clock.sleep(min(seconds, _NAP))
-            seconds -= _NAP
-            self.check()
+        clock.nap(seconds, self.check)
 
     def end(self, opened: Opened | None, error: BaseException | None = None) -> bool:
         """Note the entry or the error. Returns False if no reader is left to receive it."""
@@ -301,7 +300,7 @@ class Download:
     def _enter(self, state: State) -> None:
         if self.state is not State.CANCELLED:
             self.state = state
-        if self._table is not None and state not in (State.WAITING, State.RUNNING):
+        if state not in (State.WAITING, State.RUNNING):
             running = self._table.running  # so that no further reader can join this download
             if running.get(self.shard.key) is self:
                 del running[self.shard.key]
@@ -309,8 +308,9 @@ class Download:
 
     def _notify(self) -> None:
         self.changes += 1
-        for waiter in self._waiters:
-            waiter.put(None)
+        for waiter, is_over in self._waiters.items():
+            if is_over():
+                waiter.put(None)
 
     def _drop(self) -> None:
         """Release the entry, error and response, after the last reader has left."""
@@ -329,27 +329,19 @@ class Downloads:
         self.lock = threading.RLock()  # guards the table and its downloads
         self.running: dict[str, Download] = {}  # by key; those that have ended are removed
 
-    def join(
-        self, shard: ShardURL, *, finish: bool = False, ahead: bool = False
-    ) -> tuple[Download, bool]:
-        """Add a reader to the download of a shard; return it, and whether it is new.
+    def join(self, new: Download, *, finish: bool = False) -> Download:
+        """Add a reader to the shard's running download, or to ``new`` if none runs; return it.
 
-        Args:
-            finish: whether to complete the download even if all readers leave.
-            ahead: whether the reader does not need the shard until it calls `Download.attend`.
+        With ``finish``, the download is completed even if all readers leave.
         """
         with self.lock:
             while True:
-                download = self.running.get(shard.key)
-                is_new = download is None
-                if download is None:
-                    download = Download(shard, ahead=ahead, table=self)
-                    self.running[shard.key] = download
-                download.join(finish=finish, ahead=ahead)
-                if self.running.get(shard.key) is download:
-                    return download, is_new
-                # The garbage collector closed the last other reader before this one was counted,
-                # which cancelled the download, so try again with a new one.
+                new.check()
+                download = self.running.setdefault(new.shard.key, new)
+                download.join(finish=finish, ahead=new.is_ahead)
+                if self.running.get(new.shard.key) is download:
+                    return download
+                # The garbage collector closed the last other reader before, which cancelled it.
                 download.leave()
 
     def unfinished(self) -> list[Download]:

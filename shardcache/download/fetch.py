@@ -9,8 +9,8 @@
     3. receive all parts
     4. publish -------------------------------------------------> fetched
 
-`fetch` is one attempt. After a failure, `Recovery` says what the next attempt does differently;
-`process.ProcessCache.fetch` has the loop. Every step gives the right bytes without locks.
+`process.ProcessCache.fetch` repeats `Fetch.attempt` while `Fetch.recover` allows it. Every step
+gives the right bytes without locks.
 
 A process that waits for the holder of the lock (`_Wait`) never takes the lock away. The holder is
 stale if its partial has not grown for ``stale_after`` seconds.
@@ -24,7 +24,7 @@ import functools
 import logging
 import random
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
@@ -50,7 +50,7 @@ from shardcache.layout import parse_partial_name
 from shardcache.locks.keys import Holder, KeyLease, KeyLock, read_holder
 from shardcache.locks.sessions import Session
 from shardcache.origins.base import Body, ObjectInfo, VersionChangedError
-from shardcache.space.tiers import Directories, Tier
+from shardcache.space.tiers import Directories
 from shardcache.store.digest import BLOCK, MismatchError
 from shardcache.store.directory import DamagedError, Metadata
 from shardcache.store.entry import Opened, open_first
@@ -60,31 +60,27 @@ from shardcache.units import format_bytes, format_duration
 if TYPE_CHECKING:
     from shardcache.origins.resolve import UpstreamOrigin
 
-__all__ = ["Recovery", "evict_outdated", "fetch"]
+__all__ = ["Fetch", "evict_outdated"]
 
 logger = logging.getLogger(__name__)
 
-#: Downloads per node that ignore the lock of a stale holder: enough for readers to continue, too
-#: few for one stuck process to cause a download storm.
+#: Downloads per node that ignore the lock of a stale holder, which must not cause a storm.
 _PRIVATE = 2
-#: Downloads ahead (of shards that no reader needs yet) per node: enough to keep a fast link busy
-#: with eight connections each, few compared with the shards that the node's workers wait for.
+#: Downloads per node of shards that no reader needs yet: enough to keep a fast link busy.
 _AHEAD = 16
-#: Assumed bytes of a shard of unknown size. If there is no room for that many, the shard may have
-#: to be streamed, so the first request asks for the whole shard.
+#: Assumed bytes of a shard of unknown size.
 _USUAL_SIZE = 64 << 20
 #: Headers that a download reads to find an end marker amid the archive. They take 10 ms.
 _HEADERS = 2000
 #: How often a shard is fetched again after a failure of each kind. An object that changes more
-#: often is still being written. An entry may vanish between publish and open, and a process whose
-#: locks do not work may remove a partial, but hardly this often in a row.
+#: often is still being written. Where locks do not work, an entry or a partial may vanish.
 _CHANGED, _MISMATCHED, _LOST = 3, 1, 4
-#: Seconds between two polls of a wait. They begin short, because the download may be about to end,
-#: and grow, because many processes may wait for a long time, and each poll opens two files.
+#: Seconds between the first two polls of a wait, and the longest time between two: the download may
+#: be about to end, but many processes may wait for long, and each poll opens two files.
 _FIRST_POLL, _LAST_POLL = 0.02, 0.25
 #: Seconds between two log records about a wait.
 _ANNOUNCE_EVERY = 10.0
-#: Seconds after which `shardcache top` shows a wait. Most waits are too short for people to see.
+#: Seconds after which `shardcache top` shows a wait.
 _NOTE_AFTER = 0.5
 _DAMAGED = "%s: the copy in %s is damaged or was replaced, and is not used"
 
@@ -95,8 +91,8 @@ class _UpstreamError(Exception):
     """An upstream failed, or its copy is damaged. The next source continues at the same byte."""
 
 
-class Recovery:
-    """What the next attempt to fetch a shard does differently after a failure.
+class Fetch:
+    """The attempts to fetch a shard, and what the next one does differently after a failure.
 
     failure                        the next attempt                            at most
     the object changed             begins again                                3 times
@@ -104,28 +100,22 @@ class Recovery:
     an upstream failed             uses the next upstream, or the origin       once each
     the partial or entry vanished  begins again                                4 times
     the disk is full               evicts first, or uses the last tier only    once
-    a disk was unmounted           uses the directories that are made anew     once
+    a disk was unmounted           uses the directories that are made again    once
     """
 
     def __init__(self, engine: Engine, download: Download) -> None:
-        self.is_narrow = False  # whether only the last tier may take the shard
         self._engine = engine
         self._download = download
+        self._shard = download.shard
+        self._directories: Directories  # of the current attempt
+        self._is_for_last_tier = False  # because the disk was full
         self._counts = Counter[type[BaseException]]()
         self._upstreams: Iterator[UpstreamOrigin | None] | None = None
-        self._upstream: UpstreamOrigin | None = None
+        self._upstream: UpstreamOrigin | None = None  # to read from; None for the origin
 
-    def source(self) -> UpstreamOrigin | None:
-        """Return the upstream to read from; None for the origin, which alone has a new version."""
-        if self._upstreams is None:
-            found = self._engine.origins.upstreams(self._download.shard)
-            self._upstreams = iter(()) if self._download.outdated else found
-            self._upstream = next(self._upstreams, None)
-        return self._upstream
-
-    def recover(self, exn: Exception, directories: Directories, *, unmounted: bool) -> bool:
+    def recover(self, exn: Exception, *, unmounted: bool) -> bool:
         """Prepare the next attempt. Return False if ``exn`` is final; raise what it means."""
-        shard = self._download.shard
+        shard, directories = self._shard, self._directories
         self._counts[type(exn)] += 1
         count = self._counts[type(exn)]
         if isinstance(exn, _UpstreamError):
@@ -162,10 +152,10 @@ class Recovery:
             self._engine.notices.warn("lost", "%s: %s; starting over", shard, exn)
         elif is_local_error(exn) and unmounted and count == 1:
             logger.info("%s: the disk was unmounted or replaced (%s)", shard, exn)
-        elif is_local_error(exn) and exn.errno in FULL and not self.is_narrow:
+        elif is_local_error(exn) and exn.errno in FULL and not self._is_for_last_tier:
             # The failed attempt has removed its partial and released the lock.
             logger.info("%s: the disk is full (%s); making room", shard, exn)
-            self.is_narrow = True
+            self._is_for_last_tier = True
             if (response := self._download.take_response()) is not None:
                 response.close()
             if len(directories.tiers) == 1:  # otherwise the next tier may have room
@@ -175,131 +165,224 @@ class Recovery:
             return False
         return True
 
+    def attempt(self, directories: Directories) -> Opened | None:
+        """Return the entry, or None if a download ahead gave way to another process or to readers.
 
-def fetch(
-    directories: Directories, engine: Engine, download: Download, recovery: Recovery
-) -> Opened | None:
-    """Obtain the entry of a shard: wait for another process, link a sibling's entry, or download.
-
-    Returns None if a download ahead gave way to another process or to readers.
-
-    Raises:
-        ShardNotFoundError, AccessDeniedError, ConfigError, TransferError, IntegrityError: the
-            origin cannot deliver the shard.
-        CacheFullError: the shard cannot be stored.
-        LockTimeoutError: another process has been downloading it for too long.
-        FetchCancelledError: the download was cancelled.
-        OSError: the local disk failed.
-        VersionChangedError, MismatchError, LostError, _UpstreamError: see `Recovery`.
-    """
-    shard, wait = download.shard, None
-    lock: _Lock | None
-    with contextlib.ExitStack() as stack:
-        is_crowded = download.is_ahead and (
-            engine.connections.crowded or not stack.enter_context(directories.slot("ahead", _AHEAD))
-        )
-        if is_crowded and download.give_way():
-            return None
-        lock = directories.key_lock(shard.key)
-        stack.callback(directories.release, lock)
-        while not lock.try_acquire(directories.holder()):
-            if download.give_way():
+        Raises the errors of `Cache.open` with ``strict``, FetchCancelledError, and those that
+        `recover` handles.
+        """
+        self._directories = directories
+        shard, download, connections = self._shard, self._download, self._engine.connections
+        lock: _Lock | None
+        with contextlib.ExitStack() as stack:
+            is_crowded = download.is_ahead and (
+                connections.crowded or not stack.enter_context(directories.slot("ahead", _AHEAD))
+            )
+            if is_crowded and download.give_way():
                 return None
-            if wait is None:
-                wait = _Wait(download, directories, engine.config)
-                stack.callback(wait.close)
-            if wait.is_stale and stack.enter_context(directories.slot("private", _PRIVATE)):
-                logger.warning("%s: %s; downloading it here, too", shard, wait.describe())
-                lock = None
-                break
-            wait.pause()
-            if (opened := directories.lookup(shard, download.outdated)) is not None:
-                download.outcome = "coalesced"
+            lock = directories.key_lock(shard.key)
+            stack.callback(directories.release, lock)
+            wait: _Wait | None = None
+            while not lock.try_acquire(directories.holder()):
+                if download.give_way():
+                    return None
+                if wait is None:
+                    wait = _Wait(download, directories, self._engine.config)
+                    stack.callback(wait.close)
+                if wait.is_stale and stack.enter_context(directories.slot("private", _PRIVATE)):
+                    logger.warning("%s: %s; downloading it here, too", shard, wait.describe())
+                    lock = None
+                    break
+                wait.pause()
+                if (opened := directories.lookup(shard, download.outdated)) is not None:
+                    return download.obtained(opened, "coalesced")
+            if wait is not None:
+                wait.close()
+            opened = directories.lookup(shard, download.outdated, condemn=lock is not None)
+            if opened is not None:
+                return download.obtained(opened, "coalesced")
+            if (opened := self._link()) is not None:
+                return download.obtained(opened, "linked")
+            entry = self._download_entry(lock)
+            if download.outdated:
+                evict_outdated(directories, shard.key, download.outdated)
+            if (opened := directories.lookup(shard)) is not None:
                 return opened
-        if wait is not None:
-            wait.close()
-        opened = directories.lookup(shard, download.outdated, condemn=lock is not None)
-        if opened is not None:
-            download.outcome = "coalesced"
-            return opened
-        if (opened := _link(directories, download)) is not None:
-            download.outcome = "linked"
-            return opened
-        entry = _download(directories, engine, download, recovery, lock)
-        if download.outdated:
-            evict_outdated(directories, shard.key, download.outdated)
-        if (opened := directories.lookup(shard)) is not None:
-            return opened
-        if is_directory(entry):  # the disk cannot read it, and another download would not help
-            raise OSError(errno.EIO, "the stored shard cannot be read", str(entry))
-        raise LostError(f"{entry.name} vanished after it was published")
+            if is_directory(entry):  # the disk cannot read it, and a new download would not help
+                raise OSError(errno.EIO, "the stored shard cannot be read", str(entry))
+            raise LostError(f"{entry.name} vanished after it was published")
 
-
-def _download(
-    directories: Directories,
-    engine: Engine,
-    download: Download,
-    recovery: Recovery,
-    lock: _Lock | None,
-) -> Path:
-    """Download the shard, and return its published entry. ``lock`` is None if it is not held."""
-    shard, tiers = download.shard, directories.tiers
-    upstream = recovery.source()
-    # An upstream has one attempt: the next upstream, or the origin, continues at the same byte.
-    attempts = engine.policy.started(str(shard), None if upstream is None else 1)
-    left = None if lock is None else lock.partial
-    partial = None if left is None else _resume(tiers, download, left)
-    is_roomless = partial is None and _may_not_fit(tiers, engine, download)
-    source = Source(upstream or engine.origins.of(shard), upstream is not None, is_roomless)
-    response: Body | None = None
-    transfer = None
-    is_described = False
-    try:
-        with engine.connections.one():
-            download.check()
-            if partial is None:
-                response, is_described = attempts.call(
-                    functools.partial(first_response, engine, source, download),
-                    sleep=download.sleep,
-                )
-                engine.sizes.learn(shard, response.info.size)
+    def _download_entry(self, lock: _Lock | None) -> Path:
+        """Download the shard; return its published entry. ``lock`` is None if it is not held."""
+        shard, download, engine = self._shard, self._download, self._engine
+        if self._upstreams is None:  # only the origin has a new version
+            found = engine.origins.upstreams(shard)
+            self._upstreams = iter(()) if download.outdated else found
+            self._upstream = next(self._upstreams, None)
+        upstream = self._upstream
+        # An upstream has one attempt: the next upstream, or the origin, continues at the same byte.
+        attempts = engine.policy.started(str(shard), None if upstream is None else 1)
+        left = None if lock is None else lock.partial
+        partial = None if left is None else self._resume(left)
+        may_not_fit = partial is None and self._may_not_fit()
+        source = Source(upstream or engine.origins.of(shard), upstream is not None, may_not_fit)
+        response: Body | None = None
+        transfer = None
+        is_described = False
+        try:
+            with engine.connections.one():
                 download.check()
-                try:
-                    partial = _begin(tiers, download, response.info, narrow=recovery.is_narrow)
-                except os_error():  # no room, so a reader streams the shard from this response
-                    if upstream is None:
-                        download.keep(response)
-                        response = None
-                    raise
-            size = partial.metadata.info.size
-            # Waiting processes find the partial by its name in the lock. A partial of one block has
-            # no journal, so no process could follow it.
-            if lock is not None and (size is None or size > BLOCK):
-                lock.update(replace(directories.holder(), partial=partial.path.name))
-            transfer = Transfer(engine, source, download, partial, attempts, described=is_described)
-            transfer.receive(response)
-        metadata = transfer.finish()
-    except BaseException as exn:
-        if transfer is not None:
-            transfer.abandon(exn)
-        elif partial is not None:
-            partial.close()
-        if response is not None:
-            response.close()
-        if upstream is None or isinstance(exn, (FetchCancelledError, CacheFullError)):
-            raise
-        if isinstance(exn, (VersionChangedError, MismatchError)):
+                if partial is None:
+                    response, is_described = attempts.call(
+                        functools.partial(first_response, engine, source, download),
+                        sleep=download.sleep,
+                    )
+                    engine.sizes.learn(shard, response.info.size)
+                    download.check()
+                    try:
+                        partial = self._begin(response.info)
+                    except os_error():  # no room, so a reader streams the shard from this response
+                        if upstream is None:
+                            download.keep(response)
+                            response = None
+                        raise
+                size = partial.metadata.info.size
+                # Waiting processes find the partial by its name in the lock. A partial of one block
+                # has no journal, so no process could follow it.
+                if lock is not None and (size is None or size > BLOCK):
+                    lock.update(replace(self._directories.holder(), partial=partial.path.name))
+                transfer = Transfer(
+                    engine, source, download, partial, attempts, described=is_described
+                )
+                transfer.receive(response)
+            metadata = transfer.finish()
+        except BaseException as exn:
+            if transfer is not None:
+                transfer.abandon(exn)
+            elif partial is not None:
+                partial.close()
+            if response is not None:
+                response.close()
+            if upstream is None or isinstance(exn, (FetchCancelledError, CacheFullError)):
+                raise
+            if isinstance(exn, (VersionChangedError, MismatchError)):
+                logger.warning(_DAMAGED, shard, upstream.name)
+            elif isinstance(exn, ShardCacheError):
+                upstream.failed(exn)
+            else:
+                raise
+            raise _UpstreamError from exn
+        if upstream is not None and upstream.digest not in (None, metadata.digest):
+            partial.discard()
             logger.warning(_DAMAGED, shard, upstream.name)
-        elif isinstance(exn, ShardCacheError):
-            upstream.failed(exn)
-        else:
+            raise _UpstreamError
+        return self._publish(partial, metadata, proven=transfer.is_proven)
+
+    def _link(self) -> Opened | None:
+        """Hard-link the newest entry of the sibling namespaces, or open it where it is, if any."""
+        shard, outdated, directories = self._shard, self._download.outdated, self._directories
+        siblings = [sibling for tier in directories.tiers for sibling in tier.stores()[1:]]
+        other = opened = None
+        with contextlib.suppress(DamagedError):
+            other = open_first(siblings, shard.key, shard.basename, outdated)
+        if other is None:
+            return None
+        tier = next(tier for tier in directories.tiers if tier.owns(other.directory))
+        try:
+            with tier.space.reserved(shard, 0):
+                if tier.store.link(other, other.entry.metadata(), shard.basename):
+                    opened = directories.lookup(shard, outdated)
+        except (DamagedError, os_error()) as exn:  # full or read-only, or it was evicted
+            logger.info("%s: not linked, but read where it is: %s", shard, exn)
+        if opened is None:
+            return other
+        other.close()
+        return opened
+
+    def _may_not_fit(self) -> bool:
+        """Return whether the shard may find no room; CacheFullError if it certainly has none."""
+        size = self._engine.sizes.likely(self._download) or _USUAL_SIZE
+        tiers = self._directories.tiers
+        refusals = [tier.space.refuses(str(self._shard), size) for tier in tiers]
+        if None in refusals:
+            return False
+        if self._download.listed is not None and refusals[-1] is not None:
+            raise refusals[-1]
+        return True
+
+    def _resume(self, name: str) -> Partial | None:
+        """Take over the partial of this name; return None if it is gone or its writer is alive."""
+        shard = self._shard
+        # The name was read from a file that another program may have damaged, so it is checked.
+        parsed = parse_partial_name(name)
+        if parsed is None or parsed[0] != shard.key:
+            return None
+        for tier in self._directories.tiers:
+            layout = tier.store.layout
+            partial = Partial.claim(layout, layout.partial / name, shard.basename)
+            if partial is None:
+                continue
+            logger.info("%s: resuming at %d bytes", shard, partial.written)
+            # Other shards may have taken the room that the dead process had reserved. The claimed
+            # partial counts with its final size.
+            try:
+                with tier.space.reserved(shard, None):
+                    return partial
+            except Exception:
+                partial.close()
+                raise
+        return None
+
+    def _begin(self, info: ObjectInfo) -> Partial:
+        """Create a partial in the fastest tier that has room."""
+        shard, tiers = self._shard, self._directories.tiers
+        made = clock.time(), boot_id(), __version__, shard.endpoint
+        metadata = Metadata(str(shard), shard.key, info, info.size or 0, "", None, *made)
+        if self._is_for_last_tier or info.size is None:  # the last tier usually has the most room
+            tiers = tiers[-1:]
+        for tier in tiers:
+            try:
+                with tier.space.reserved(shard, info.size):
+                    return Partial.create(tier.store.layout, metadata, shard.basename)
+            except os_error() as exn:  # CacheFullError is a subclass
+                if tier is tiers[-1] or isinstance(exn, LockTimeoutError):
+                    raise
+                logger.debug("%s: not into %s: %s", shard, tier.store.layout.base, exn)
+        raise AssertionError("there is always a tier")
+
+    def _publish(self, partial: Partial, metadata: Metadata, *, proven: bool) -> Path:
+        """Publish a received shard and return its entry, or discard it if a check refuses it."""
+        shard, config = self._shard, self._engine.config
+        try:
+            check_archive(partial.fd, shard.basename, str(shard))
+            if problem := archive_problem(partial.fd, shard.basename, metadata.size, _HEADERS):
+                self._engine.notices.warn(f"{shard.key} {problem}", MALFORMED, shard, problem)
+            if not (proven or metadata.checked):
+                raise UnprovenError(
+                    f"{shard} is not stored: its response has no length and ends with the "
+                    "connection, so it may be incomplete. Let the server send a Content-Length.",
+                    url=str(shard),
+                )
+            if config.validate is not None:
+                try:
+                    config.validate(partial.data)
+                except Exception as exn:  # the hook may raise any exception to refuse the shard
+                    raise IntegrityError(
+                        f"{shard} was refused by the validate hook: {type(exn).__name__}: {exn}. "
+                        "Look at the object, or at the hook.",
+                        url=str(shard),
+                    ) from exn
+            tier = next(t for t in self._directories.tiers if t.owns(str(partial.path)))
+            is_unknown = metadata.info.size is None  # so the budget was not checked before
+            if is_unknown and (refusal := tier.space.refuses(str(shard), metadata.size)):
+                raise refusal
+            metadata = replace(metadata, fetched_at=clock.time(), boot=boot_id())
+            entry = tier.store.publish(partial, metadata, sync=config.fsync == "fsync")
+        except Exception:
+            partial.discard()
             raise
-        raise _UpstreamError from exn
-    if upstream is not None and upstream.digest not in (None, metadata.digest):
-        partial.discard()
-        logger.warning(_DAMAGED, shard, upstream.name)
-        raise _UpstreamError
-    return _publish(tiers, engine, download, partial, metadata, proven=transfer.is_proven)
+        partial.close()
+        return entry
 
 
 def evict_outdated(directories: Directories, key: str, outdated: frozenset[str]) -> None:
@@ -317,127 +400,6 @@ def evict_outdated(directories: Directories, key: str, outdated: frozenset[str])
                     "know it read it until they end",
                     entry.path,
                 )
-
-
-def _link(directories: Directories, download: Download) -> Opened | None:
-    """Hard-link the newest entry of the sibling namespaces, or open it where it is, if any has it.
-
-    Damaged entries are left to the processes of their namespaces, which set them aside.
-    """
-    shard, outdated, tiers = download.shard, download.outdated, directories.tiers
-    siblings = [sibling for tier in tiers for sibling in tier.stores()[1:]]
-    other = opened = None
-    with contextlib.suppress(DamagedError):
-        other = open_first(siblings, shard.key, shard.basename, outdated)
-    if other is None:
-        return None
-    tier = next(tier for tier in tiers if tier.owns(other.directory))
-    try:
-        with tier.space.reserved(shard, 0):
-            if tier.store.link(other, other.entry.metadata(), shard.basename):
-                opened = directories.lookup(shard, outdated)
-    except (DamagedError, os_error()) as exn:  # full or read-only, or another process evicted it
-        logger.info("%s: not linked, but read where it is: %s", shard, exn)
-    if opened is None:
-        return other
-    other.close()
-    return opened
-
-
-def _may_not_fit(tiers: Sequence[Tier], engine: Engine, download: Download) -> bool:
-    """Return whether the shard may find no room. Raise CacheFullError if it certainly has none."""
-    size = engine.sizes.likely(download) or _USUAL_SIZE
-    refusals = [tier.space.refuses(str(download.shard), size) for tier in tiers]
-    if None in refusals:
-        return False
-    if download.listed is not None and refusals[-1] is not None:
-        raise refusals[-1]
-    return True
-
-
-def _resume(tiers: Sequence[Tier], download: Download, name: str) -> Partial | None:
-    """Take over the partial of this name; return None if it is gone or its writer is alive."""
-    shard = download.shard
-    # The name was read from a file that another program may have damaged, so it is checked.
-    parsed = parse_partial_name(name)
-    if parsed is None or parsed[0] != shard.key:
-        return None
-    for tier in tiers:
-        layout = tier.store.layout
-        partial = Partial.claim(layout, layout.partial / name, shard.basename)
-        if partial is None:
-            continue
-        logger.info("%s: resuming at %d bytes", shard, partial.written)
-        # The reservation ended with the dead process, and other shards may have taken its room, so
-        # the limits are checked again. The claimed partial already counts with its final size.
-        try:
-            with tier.space.reserved(shard, None):
-                return partial
-        except Exception:
-            partial.close()
-            raise
-    return None
-
-
-def _begin(tiers: Sequence[Tier], download: Download, info: ObjectInfo, *, narrow: bool) -> Partial:
-    """Create a partial in the fastest tier that has room, or in the last one if ``narrow``."""
-    shard, made = download.shard, (clock.time(), boot_id(), __version__, download.shard.endpoint)
-    metadata = Metadata(str(shard), shard.key, info, info.size or 0, "", None, *made)
-    if narrow or info.size is None:  # the last tier usually has the most room
-        tiers = tiers[-1:]
-    for tier in tiers:
-        try:
-            with tier.space.reserved(shard, info.size):
-                return Partial.create(tier.store.layout, metadata, shard.basename)
-        except os_error() as exn:  # CacheFullError is a subclass
-            if tier is tiers[-1] or isinstance(exn, LockTimeoutError):
-                raise
-            logger.debug("%s: not into %s: %s", shard, tier.store.layout.base, exn)
-    raise AssertionError("there is always a tier")
-
-
-def _publish(
-    tiers: Sequence[Tier],
-    engine: Engine,
-    download: Download,
-    partial: Partial,
-    metadata: Metadata,
-    *,
-    proven: bool,
-) -> Path:
-    """Publish a received shard and return its entry, or discard it if a check refuses it."""
-    shard = download.shard
-    try:
-        check_archive(partial.fd, shard.basename, str(shard))
-        if problem := archive_problem(partial.fd, shard.basename, metadata.size, _HEADERS):
-            engine.notices.warn(f"{shard.key} {problem}", MALFORMED, shard, problem)
-        if not (proven or metadata.checked):
-            raise UnprovenError(
-                f"{shard} is not stored: its response has no length and ends with the connection, "
-                "so it may be incomplete. Let the server send a Content-Length.",
-                url=str(shard),
-            )
-        if engine.config.validate is not None:
-            try:
-                engine.config.validate(partial.data)
-            except Exception as exn:  # the hook may raise any exception to refuse the shard
-                raise IntegrityError(
-                    f"{shard} was refused by the validate hook: {type(exn).__name__}: {exn}. "
-                    "Look at the object, or at the hook.",
-                    url=str(shard),
-                ) from exn
-        above = partial.path.parent
-        tier = next(each for each in tiers if each.store.layout.partial == above)
-        is_unknown = metadata.info.size is None  # so the budget was not checked before
-        if is_unknown and (refusal := tier.space.refuses(str(shard), metadata.size)):
-            raise refusal
-        metadata = replace(metadata, fetched_at=clock.time(), boot=boot_id())
-        entry = tier.store.publish(partial, metadata, sync=engine.config.fsync == "fsync")
-    except Exception:
-        partial.discard()
-        raise
-    partial.close()
-    return entry
 
 
 class _Wait:
@@ -492,7 +454,7 @@ class _Wait:
         """Return the record of the lock's holder, and the journal of its partial."""
         holder = read_holder(self._directories.layout.holder(self._shard.key))
         name = holder.partial if holder else None
-        # Another program may have damaged the file, so only a valid name is used, never a path.
+        # Another program may have damaged the record.
         if name is None or parse_partial_name(name) is None:
             return holder, None
         paths = [tier.store.layout.partial / name for tier in self._directories.tiers]

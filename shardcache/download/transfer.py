@@ -4,20 +4,16 @@
     part -> requests, one after the other until it is complete -> blocks of 1 MiB
     block: received -> hashed while it is in the processor's cache -> written -> recorded
 
-* The first range request returns size and version, so no request precedes it, and its response
-  delivers the first part. All further requests insist on that version. If a listing or the size of
-  other shards in the folder suggests that one part is the whole shard, the request has no range: S3
-  then adds the checksum, and a single request is enough.
-* A thread that loses its connection continues at the byte that it had reached.
-* Each connection needs one block of memory, for a shard of any size.
-* The worker of the download fetches parts itself, so small shards need no other thread. Helper
-  threads of `pool` fetch other parts.
+The response to the first request states size and version, and delivers the first part. The worker
+of the download receives parts itself, so small shards need no other thread; helper threads of
+`connections` receive others. Each connection needs one block of memory, for a shard of any size.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import sys
 import threading
 from collections.abc import Iterator
@@ -26,9 +22,9 @@ from typing import NamedTuple
 
 from shardcache import clock, threads
 from shardcache.config import Config
+from shardcache.download.connections import Connections, Work
 from shardcache.download.download import Download
-from shardcache.download.pool import Connections, Work
-from shardcache.errors import FetchCancelledError, IntegrityError, ShardCacheError
+from shardcache.errors import IntegrityError, ShardCacheError
 from shardcache.faults import is_local_error
 from shardcache.notices import Notices
 from shardcache.origins.base import Body, Origin, TransientError, VersionChangedError, skip
@@ -44,16 +40,13 @@ __all__ = ["Engine", "Source", "Transfer", "first_response"]
 
 logger = logging.getLogger(__name__)
 
-#: Bytes, about one sample, that readers get before the first block of a shard is complete. At the
-#: 80 MB/s of an S3 connection, waiting for the block would delay the first sample by 13 ms.
+#: Bytes, about one sample, that readers get before the first block of a shard is complete. Over a
+#: connection of S3, with 80 MB/s, the first sample comes 13 ms earlier.
 _EARLY = 128 * 1024
-#: Seconds that a complete shard waits for the origin's checksum. A response takes milliseconds, and
-#: the checksum is only an additional proof, so readers need not wait longer.
+#: Seconds that a complete shard waits for the origin's checksum, which is an additional proof.
 _LAST_RESPONSE = 5.0
 #: Seconds that the worker of a failed transfer waits for its helpers to end.
 _FAREWELL = 5.0
-#: Seconds until a thread that sleeps notices that the transfer has failed.
-_NAP = 0.1
 #: Number of folders whose largest shard is remembered.
 _FOLDERS = 256
 
@@ -65,13 +58,13 @@ class _Sizes:
         self._largest: dict[str, int] = {}
 
     def likely(self, download: Download) -> int | None:
-        """Return the probable maximum size of a shard, or None if nothing is known about it."""
+        """Return the listed or probable size of a shard, or None if nothing is known about it."""
         if download.listed is not None:
             return download.listed
         return self._largest.get(download.shard.canonical.rpartition("/")[0])
 
     def learn(self, shard: ShardURL, size: int | None) -> None:
-        """Note the size of a shard, or None if its origin does not state the size."""
+        """Note the size of a shard; None if its origin does not state it."""
         folder = shard.canonical.rpartition("/")[0]
         known = self._largest.get(folder, 0)
         if len(self._largest) >= _FOLDERS and not known:
@@ -99,7 +92,7 @@ class Source(NamedTuple):
     upstream: bool = False  # whether ``origin`` is an upstream
     #: Whether the shard may find no room. The first request then asks for the whole shard, so that
     #: readers can use the response. If there is room, the response is cut off after one part.
-    roomless: bool = False
+    may_not_fit: bool = False
 
 
 def first_response(engine: Engine, source: Source, download: Download) -> tuple[Body, bool]:
@@ -107,7 +100,7 @@ def first_response(engine: Engine, source: Source, download: Download) -> tuple[
     origin, shard, part = source.origin, download.shard, engine.connections.part
     likely = engine.sizes.likely(download)
     is_small = likely is not None and 0 < likely <= part
-    is_whole = is_small or source.roomless
+    is_whole = is_small or source.may_not_fit
     response = origin.open(shard, 0, None if is_whole else part)
     engine.connections.answered(response.waited)
     if not response.info.identifiable:
@@ -116,7 +109,7 @@ def first_response(engine: Engine, source: Source, download: Download) -> tuple[
         # Without a version, two parts could not be compared, so one response must have all bytes.
         response.close()
         return origin.open(shard, 0, None), True
-    if is_small and not source.roomless and response.stop is not None:
+    if is_small and not source.may_not_fit and response.stop is not None:
         response.stop = min(response.stop, part)  # it is larger: other connections fetch the rest
     return response, is_whole
 
@@ -136,29 +129,26 @@ _buffer = _Buffer()
 
 
 class _Part:
-    """A range of bytes of the object, and how much of the range has arrived.
-
-    Attributes:
-        stop: offset after the last byte; None for an object of unknown size.
-        next: offset at which the block in the buffer begins.
-        filled: number of bytes of that block that have arrived.
-        shown: number of bytes of an incomplete first block that readers may see.
-        response: an open response that delivers this part; None if it must be requested.
-    """
+    """A range of bytes of the object, and how much of the range has arrived."""
 
     __slots__ = ("complete", "filled", "next", "response", "shown", "stop")
 
     def __init__(self, start: int, stop: int | None, response: Body | None = None) -> None:
-        self.next = start
-        self.stop = stop
-        self.response = response
-        self.filled = self.shown = 0
+        self.next = start  # offset at which the block in the buffer begins
+        self.stop = stop  # None for an object of unknown size
+        self.response = response  # an open response that delivers this part
+        self.filled = 0  # bytes of the block that have arrived
+        self.shown = 0  # bytes of an incomplete first block that readers may see
         self.complete = start == stop
 
     @property
     def position(self) -> int:
         """Offset of the next byte to receive."""
         return self.next + self.filled
+
+    def restart(self) -> None:
+        """Begin again with the first byte of the object."""
+        self.next = self.filled = self.shown = 0
 
     def end_block(self) -> None:
         """Advance to the next block. If the size is unknown, a short block is the last one."""
@@ -170,7 +160,7 @@ class _Part:
 class Transfer:
     """Receives one version of an object. Used once, by the thread that made it.
 
-    ``described`` says that the first response stated any checksum, so that none is requested.
+    If ``described`` is set, the first response stated any checksum, so none is requested.
     """
 
     def __init__(
@@ -187,7 +177,7 @@ class Transfer:
         self._counters = engine.counters
         self._counter = "bytes_upstream" if source.upstream else "bytes_origin"
         self._origin = source.origin
-        self._roomless = source.roomless
+        self._may_not_fit = source.may_not_fit
         self._download = download
         self._shard = download.shard
         self._throttle = download.throttle
@@ -212,9 +202,9 @@ class Transfer:
         lead = None if first is None else self._lead(first)
         self._work.parts.extend(self._missing(lead))
         try:
-            with self._download.transferring(self._cancel):
+            with self._download.transferring(self._fail):
                 if not self._is_described:
-                    # Not a helper, which would first need a connection, and all may be busy.
+                    # Not a helper, which would first need a connection.
                     with contextlib.suppress(RuntimeError):  # too many threads: no checksum
                         self._describer = threads.start(self._describe, "shardcache-checksum")
                 if self._work.parts:
@@ -232,10 +222,14 @@ class Transfer:
 
     def finish(self) -> Metadata:
         """Wait for the helpers, check the shard, and return its metadata, or raise the error."""
-        with self._download.transferring(self._cancel):
+        with self._download.transferring(self._fail):
             self._work.end()
-        if self._describer is not None:
-            self._describer.join(_LAST_RESPONSE)
+            end = min(clock.monotonic() + _LAST_RESPONSE, self._attempts.end or math.inf)
+            thread = self._describer
+            while thread is not None and self._error is None and clock.monotonic() < end:
+                thread.join(0.1)
+                if not thread.is_alive():
+                    break
         if self._error is not None:
             raise self._error
         if not self._origin.conditional:
@@ -269,7 +263,7 @@ class Transfer:
     def _lead(self, first: Body) -> _Part:
         """Return the part that the first response delivers; its later bytes are ignored."""
         size, stop = self._info.size, first.stop
-        if size is not None and self._roomless and stop == size and self._info.identifiable:
+        if size is not None and self._may_not_fit and stop == size and self._info.identifiable:
             stop = min(size, self._connections.part)
         elif size is not None and stop is not None:
             # The response may be shorter than its part; the next part begins with a whole block.
@@ -289,8 +283,8 @@ class Transfer:
         """Receive a part in a helper's thread."""
         try:
             self._check()
-            # This thread needs a descriptor of its own: when the transfer fails, the worker closes
-            # the partial, and the number of its descriptor may then belong to another file.
+            # When the transfer fails, the worker closes the partial, and the number of its
+            # descriptor may then belong to another file.
             with self._partial.handle() as file:
                 self._receive(_Part(part.start, part.stop), file.fileno())
         except _FailedError:
@@ -315,7 +309,7 @@ class Transfer:
             if not self._info.identifiable:
                 # The next response may be of another version, so all bytes are received again.
                 self._partial.restart()
-                part.next = part.filled = part.shown = 0
+                part.restart()
                 raise
             if not self._attempts.forgives(part.position - before):
                 raise
@@ -326,7 +320,7 @@ class Transfer:
 
     def _request(self, part: _Part) -> Body:
         """Send a request for the rest of a part, and return the response."""
-        # An object of unknown size is always sent from its start, so no version is insisted on.
+        # An object of unknown size is always sent from its start.
         expected = self._info if self._info.size is not None else None
         response = self._origin.open(self._shard, part.position, part.stop, expected)
         try:
@@ -349,7 +343,7 @@ class Transfer:
     def _drain(self, response: Body, part: _Part, fd: int) -> None:
         """Receive bytes from a response until the part is complete or the connection fails.
 
-        Hot path: keep the number of calls small, because they delay the threads of all connections.
+        Hot path: calls delay the threads of all connections.
         """
         self._responses.add(response)
         received = 0  # bytes since the last event
@@ -394,11 +388,10 @@ class Transfer:
                 self._download.advanced(received)
 
     def _write(self, part: _Part, block: memoryview, fd: int) -> None:
-        """Hash, write and record a block, which may be empty at the end of the object."""
+        """Hash, write and record a block, and advance. It may be empty at the end of the object."""
         if block:
             digest = block_digest(block)
-            # After an abort, the buffer may hold other bytes than the object's. If they were
-            # recorded, a process that resumes would trust them.
+            # After an abort, the buffer may hold other bytes than the object's.
             if self._error is not None:
                 raise _FailedError
             self._partial.write(part.next, block, fd)
@@ -424,7 +417,6 @@ class Transfer:
             self._fail(exn)
             return
         except ShardCacheError as exn:
-            # An origin that allows reading may forbid the HEAD request, or not support it.
             logger.info("%s: no checksum to compare with: %s", self._shard, exn)
             return
         if stated.version == self._info.version:
@@ -434,15 +426,8 @@ class Transfer:
 
     # -- the end -------------------------------------------------------------------
 
-    def _cancel(self) -> None:
-        """End all threads if the download was cancelled. The garbage collector may call this."""
-        try:
-            self._download.check()
-        except FetchCancelledError as exn:
-            self._fail(exn)
-
     def _fail(self, exn: BaseException) -> None:
-        """End all threads of the transfer with its first error. Takes no lock, like `_cancel`."""
+        """End all threads with the first error. Takes no lock: the garbage collector may cancel."""
         if self._error is None:
             self._error = exn
         for response in self._responses.copy():
@@ -455,7 +440,4 @@ class Transfer:
 
     def _sleep(self, seconds: float) -> None:
         """Sleep for ``seconds``. Raise _FailedError as soon as the transfer has failed."""
-        end = clock.monotonic() + seconds
-        while (left := end - clock.monotonic()) > 0:
-            clock.sleep(min(left, _NAP))
-            self._check()
+        clock.nap(seconds, self._check)

@@ -40,8 +40,8 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from shardcache import clock, threads
+from shardcache.download.connections import NODE, Throttle, parse_rate
 from shardcache.download.download import Download, Progress
-from shardcache.download.pool import NODE, Throttle, parse_rate
 from shardcache.errors import (
     AccessDeniedError,
     CacheFullError,
@@ -302,7 +302,7 @@ class Pool:
             report(_drain(self._events))
             if self._cancelled_at is not None:
                 for download in list(self._running.values()):
-                    download.cancel()
+                    download.cancel_unless_shared()
                 for helper in list(self._helpers):
                     helper.stop()
                 is_busy = self._running or self._helpers
@@ -434,8 +434,13 @@ class Pool:
                     continue
                 outdated = self.plan.outdated.get(shard.key, frozenset())
                 listed = self.plan.size_of(shard)
-                rate = self._throttle
-                download = Download(shard, listed=listed, outdated=outdated, throttle=rate)
+                download = Download(
+                    self.cache.process.downloads,
+                    shard,
+                    listed=listed,
+                    outdated=outdated,
+                    throttle=self._throttle,
+                )
                 self._running[shard.key] = download
                 self._events.put(Started(shard, download.progress))
                 return download

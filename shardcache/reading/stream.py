@@ -118,7 +118,7 @@ def pin_shard(cache: ProcessCache, shard: ShardURL) -> Opened:
     """Return an entry that stays at its path until closed; see `ProcessCache.obtain`."""
     started = clock.monotonic()
     while True:
-        opened = cache.obtain(download := Download(shard))
+        opened = cache.obtain(download := Download(cache.downloads, shard))
         waited = clock.monotonic() - started
         if not opened.stuck and is_file(opened.path, opened.fd):
             cache.counters.opened(download.outcome, waited)

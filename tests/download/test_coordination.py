@@ -5,6 +5,7 @@ import fcntl
 import logging
 import os
 import shutil
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -62,6 +63,22 @@ def test_threads_share_one_download_and_a_hit_sends_no_request(make_cache, origi
     origin.stats.clear()
     assert read(cache) == read(make_cache()) == DATA
     assert (origin.requests, origin.stats) == ([], [])
+
+
+def test_all_uses_of_a_shard_in_a_process_share_one_download(make_cache, origin, clock, caplog):
+    cache, more, stop = make_cache(connections=1), origin.hold(2 * BLOCK), threading.Event()
+    with ThreadPoolExecutor() as pool:
+        stream = cache.open(URL)
+        fetching = pool.submit(cache.fetch, URL)
+        prewarms = [pool.submit(cache.prewarm, URL, stop=event) for event in (None, stop)]
+        (download,) = cache.process.downloads.unfinished()
+        wait_until(lambda: download.readers == 4)
+        stop.set()  # which cancels the download of no other reader
+        assert prewarms[1].result(PATIENCE).not_started == 1
+        more.set()
+        assert stream.read() == DATA and fetching.result(PATIENCE).size == len(DATA)
+        assert prewarms[0].result(PATIENCE).coalesced == 1
+    assert (origin.fetches, caches.warnings(caplog)) == (1, [])
 
 
 def test_a_download_looks_the_shard_up_again_after_taking_the_lock(make_cache, origin, monkeypatch):

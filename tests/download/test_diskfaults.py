@@ -7,9 +7,7 @@ tests/stress/test_netfs.py, a filesystem fails at single calls.
 import contextlib
 import errno
 import os
-import resource
 import shutil
-import signal
 
 import pytest
 
@@ -62,23 +60,6 @@ def test_a_full_disk_streams_until_another_job_evicts(make_cache, origin, tmp_pa
             assert all(read(second, url, origin) for url in urls[:-8:-1])
             assert len(list(second.entries())) > 5  # few are evicted
         assert len(warnings(caplog)) == 1
-
-
-def test_a_shard_above_the_file_size_limit_is_streamed(make_cache, origin, caplog):
-    """With RLIMIT_FSIZE. Filesystems such as vfat have such limits, too."""
-    origin.objects[URL] = make_tar(1, members=1, size=MIB)
-    cache = make_cache()
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # as Python starts
-    resource.setrlimit(resource.RLIMIT_FSIZE, (MIB // 2, hard))
-    try:
-        assert [read(cache, URL, origin) for _ in range(5)] == [False] * 5
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        signal.signal(signal.SIGXFSZ, handler)
-    assert len(warnings(caplog)) == 1 and "File too large" in warnings(caplog)[0]
-    assert leftovers(cache) == []
-    assert read(cache, URL, origin)
 
 
 @pytest.mark.parametrize("left", [*range(8), 10])

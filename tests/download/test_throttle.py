@@ -7,8 +7,8 @@ import threading
 import pytest
 
 from shardcache.cache import Cache
-from shardcache.download import pool as module
-from shardcache.download.pool import Throttle, parse_rate
+from shardcache.download import connections as module
+from shardcache.download.connections import Throttle, parse_rate
 from shardcache.errors import ConfigError
 from shardcache.results import Stopped
 from tests.support.clitools import run_process

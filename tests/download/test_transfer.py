@@ -61,7 +61,8 @@ def stated(origin, data, url=URL):
 @pytest.mark.parametrize("size", [0, 1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, SIZE])
 def test_every_byte_arrives_once(make, origin, size, sizes):
     origin.objects[URL], origin.sizes = DATA[:size], sizes
-    cache, download = make(), Download(parse_url(URL))
+    cache = make()
+    download = Download(cache.process.downloads, parse_url(URL))
     with no_descriptor_left():
         assert run(cache, download).data.read_bytes() == DATA[:size]
     progress = download.progress()
@@ -96,20 +97,6 @@ def test_a_response_without_a_version_is_repeated_not_continued(make, origin, si
     origin.faults.append(Fault(after=3 * BLOCK, error=TransientError("reset")))
     origin.faults.append(Fault(before=lambda: origin.objects.update({URL: NEWER})))
     assert fetched(make()) == NEWER
-
-
-def test_many_threads_share_the_connections(make, origin):
-    urls = [f"s3://lab/{number}.bin" for number in range(12)]
-    origin.objects.update(dict.fromkeys(urls, DATA))
-    cache, running = make(), []
-
-    def count():
-        running.append(1 + sum(not body.closed for body in list(origin.bodies)))
-
-    origin.faults.extend(Fault(before=count) for _ in range(100))
-    with ThreadPoolExecutor(12) as pool:
-        assert list(pool.map(lambda url: fetched(cache, url), urls)) == [DATA] * 12
-    assert max(running) <= 4
 
 
 def test_a_process_that_cannot_start_threads_still_reads_and_caches(make, monkeypatch):
@@ -188,7 +175,8 @@ def test_a_late_thread_writes_into_no_other_file(make, origin, tmp_path, monkeyp
 def test_a_small_shard_that_was_listed_takes_one_request(make, origin, size, etags, rest):
     stated(origin, DATA[:size])
     origin.etags = etags
-    entry = run(make(), Download(parse_url(URL), listed=BLOCK))
+    cache = make()
+    entry = run(cache, Download(cache.process.downloads, parse_url(URL), listed=BLOCK))
     assert entry.data.read_bytes() == DATA[:size]
     assert entry.metadata().checked == "crc32"
     assert (ranges(origin), origin.stats) == ([(0, None), *rest], [])
@@ -205,9 +193,13 @@ def test_after_a_small_shard_its_neighbour_takes_one_request(make, origin):
     assert (ranges(origin), origin.stats) == ([(0, 2 * BLOCK), (0, None)], [URL])
 
 
-@pytest.mark.parametrize("is_silent", [False, True])
-def test_a_complete_shard_does_not_wait_for_its_checksum(make, origin, monkeypatch, is_silent):
-    monkeypatch.setattr(transfer, "_LAST_RESPONSE", 0.1)
+@pytest.mark.parametrize(
+    ("is_silent", "most", "deadline"), [(False, 0.1, None), (True, 0.1, None), (True, 999, 0.2)]
+)
+def test_a_complete_shard_does_not_wait_for_its_checksum(
+    make, origin, monkeypatch, is_silent, most, deadline
+):
+    monkeypatch.setattr(transfer, "_LAST_RESPONSE", most)
     over, stats = threading.Event(), []
 
     def stat(url):
@@ -218,7 +210,7 @@ def test_a_complete_shard_does_not_wait_for_its_checksum(make, origin, monkeypat
 
     origin.stat = stat  # type: ignore[method-assign]
     start = time.monotonic()
-    assert fetched(make()) == DATA
+    assert fetched(make(deadline=deadline)) == DATA
     assert time.monotonic() - start < PATIENCE
     assert len(stats) == 1
     over.set()
@@ -236,24 +228,33 @@ def test_closing_waits_a_limited_time_for_copies_to_an_upstream(make, tmp_path, 
     hangs.set()
 
 
-@pytest.mark.parametrize("during", ["another download", "retries", "silence"])
-def test_a_waiting_download_can_be_cancelled(make, origin, during):
-    cache, download = make(attempts=100), Download(parse_url(URL))
+@pytest.mark.parametrize("during", ["another download", "retries", "silence", "checksum"])
+def test_a_waiting_download_can_be_cancelled(make, origin, monkeypatch, during):
+    monkeypatch.setattr(transfer, "_LAST_RESPONSE", 2 * PATIENCE)
+    cache = make(attempts=100)
+    download, real = Download(cache.process.downloads, parse_url(URL)), origin.stat
+    over = threading.Event()
     if during == "another download":
         lock = held_elsewhere(cache, URL)
     elif during == "retries":
         origin.faults.extend(Fault(after=None) for _ in range(100))
-    else:
+    elif during == "silence":
         origin.hold(BLOCK + 10)
+    else:
+        monkeypatch.setattr(origin, "stat", lambda shard: over.wait(3 * PATIENCE) and real(shard))
     with ThreadPoolExecutor() as pool:
         fetching = pool.submit(run, cache, download)
         if during == "retries":
             wait_until(lambda: len(origin.requests) >= 3)
         elif during == "silence":
             wait_until(lambda: download.progress().written >= BLOCK)
+        elif during == "checksum":
+            wait_until(lambda: download.progress().written == SIZE)
         download.cancel()
         assert isinstance(fetching.exception(PATIENCE), FetchCancelledError)
     if during == "another download":
         lock.release()
+    over.set()
+    monkeypatch.undo()
     origin.faults.clear()
     assert fetched(cache) == DATA

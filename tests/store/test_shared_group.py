@@ -50,7 +50,8 @@ def fetch(root: Path, *urls: str, **options: Any) -> list[tuple[str, bool, int]]
     with open_cache(root, origin, **options) as cache:
         for url in urls or (URL,):
             before = len(origin.requests)
-            cache.process.obtain(download := Download(cache.parse(url))).close()
+            download = Download(cache.process.downloads, cache.parse(url))
+            cache.process.obtain(download).close()
             with cache.open(url) as stream:
                 right = stream.read() == SHARDS[url]
             found.append((download.outcome, right, len(origin.requests) - before))
@@ -194,7 +195,8 @@ def test_a_shared_cache_is_refused_without_its_group_and_vice_versa(area, monkey
 def replace(cache: Cache, origin: MemoryOrigin, old: str) -> None:
     """Replace a shard as `prewarm --refresh` does."""
     origin.objects[URL] = SHARDS[URL]
-    newer = Download(cache.parse(URL), outdated=frozenset({Path(old).name.partition("-")[0]}))
+    outdated = frozenset({Path(old).name.partition("-")[0]})
+    newer = Download(cache.process.downloads, cache.parse(URL), outdated=outdated)
     cache.process.obtain(newer).close()
 
 

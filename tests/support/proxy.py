@@ -169,25 +169,16 @@ class Proxy(Scripted):
         """Continue all bodies."""
         self.limit = None
 
-    def listen(self) -> None:
-        """Accept connections again, on the same port."""
-        self.socket = socket.create_server(self.server_address, backlog=self.request_queue_size)
-        self._serve()
-
     def _serve(self) -> None:
         threading.Thread(target=self.serve_forever, args=(_TICK,), daemon=True).start()
 
-    def refuse(self) -> None:
-        """Refuse new connections until `listen`."""
+    def close(self) -> None:
+        """End all connections, as a server that stops, and wait until all are closed."""
         if self.socket.fileno() >= 0:
             self.shutdown()
             # A forked child may hold the descriptor and with it the port.
             self.socket.shutdown(socket.SHUT_RDWR)
             self.server_close()
-
-    def close(self) -> None:
-        """End all connections, as a server that stops, and wait until all are closed."""
-        self.refuse()
         for client in list(self.clients):
             with contextlib.suppress(OSError):  # already closed
                 client.shutdown(socket.SHUT_RDWR)

@@ -3,12 +3,7 @@
 A worker holds one connection until its shard is complete. Helpers fetch other parts, while there
 are parts left and connections to spare. A worker that waits for its first connection takes
 precedence over helpers, so every shard gets its first bytes before any shard gets its last.
-
-S3 sends 50 to 100 MB/s over one connection and responds after 30 ms, so many connections help. A
-server in the same room fills the link over a few connections. So a process uses all its connections
-if the first response is slow. Otherwise it begins with a few, and doubles them while it waits for
-the origin more than it computes. Processes that download at the same time share the connections of
-the node equally.
+`docs/design.md` explains how many connections a process uses.
 """
 
 from __future__ import annotations
@@ -33,28 +28,27 @@ __all__ = ["LEAST", "NODE", "Connections", "Throttle", "Work", "parse_rate"]
 #: parts of 8 MiB, 1,647 MB/s with 16 MiB, and 1,633 MB/s with 64 MiB.
 PART = 16 << 20
 #: Connections to start with. More bring nothing if the server is near and fast: on two cores shared
-#: with it, 2, 4 and 8 of them fetched a shard of 1 GiB from nginx with 2,011, 2,006 and 1,908 MB/s,
-#: over TLS with 867, 793 and 698 MB/s, and shards of 256 MiB from SeaweedFS with 592, 604 and 584
-#: MB/s (medians of 3 to 5, November 2026).
+#: with nginx, 2, 4 and 8 fetched a shard of 1 GiB with 2,011, 2,006 and 1,908 MB/s, and over TLS
+#: with 867, 793 and 698 MB/s (medians of 3 to 5, November 2026).
 _FEW = 2
-#: Seconds. If the first response takes `_FAR` or more, as S3's does, all connections are used. They
-#: are few again at the first response within `_NEAR`: the first one was late for another reason.
+#: Seconds. If the first response takes `_FAR` or more, like S3's, all connections are used until a
+#: response within `_NEAR` shows that the first one was late for another reason.
 _FAR, _NEAR = 0.020, 0.005
-#: The few connections are doubled after this many seconds in which they were in use for at least a
-#: quarter of the time, while the process needed less than `_BUSY` of a processor. Where the origin
-#: is not the bottleneck, a process needs 0.6 or more.
+#: The few connections are doubled after this many seconds in which they were in use for a quarter
+#: of the time, while the process needed less than `_BUSY` of a processor. If the origin is not the
+#: bottleneck, a process needs 0.6 or more.
 _INTERVAL, _BUSY = 0.1, 0.5
 #: Connections of all processes of a node together, unless one process may have more. Over an
 #: S3-like link, 64 reached 1,671 MB/s, and 32 reached 1,647 MB/s.
 NODE = 64
-#: Seconds between two checks, by a waiting worker, whether its process may use more connections.
+#: Seconds between two checks of a waiting worker.
 _PATIENCE = 1.0
 
 
 class Work:
     """A queue of the parts of one shard that still have to be fetched, by its worker and helpers.
 
-    The lock of ``connections`` guards it. Helpers call ``fetch`` with a part; it must not raise.
+    Helpers call ``fetch`` with a part; it must not raise.
     """
 
     def __init__(self, connections: Connections, fetch: Callable[[range], None]) -> None:
@@ -91,12 +85,9 @@ class Work:
 
 
 class Connections:
-    """Hands out the connections of a process to workers and helpers. Safe between threads.
+    """Hands out up to ``most`` connections of a process to workers and helpers.
 
-    Args:
-        most: the largest number of connections of this process (option ``connections``).
-        part: bytes of one request; None for `PART`.
-        downloaders: the processes of the node that use a connection.
+    Safe between threads. ``part`` is the number of bytes of one request; None stands for `PART`.
     """
 
     def __init__(self, most: int, part: int | None, downloaders: Downloaders) -> None:
@@ -164,8 +155,7 @@ class Connections:
         with self.lock:
             self._waiting += 1
             try:
-                # One connection is always allowed, so the first one needs no `limit`, which counts
-                # the downloaders.
+                # The first connection needs no `limit`, which counts the downloaders.
                 while self._busy and self._busy >= self.limit:
                     self._free.wait(_PATIENCE)
                     self._measure()  # all connections may be stuck
@@ -198,10 +188,9 @@ class Connections:
                 return
             self._use(1)
         try:
-            # The lock is released, because starting waits until the new thread runs, and all other
-            # threads would wait with it.
+            # Not under the lock, because starting waits until the new thread runs.
             threads.start(self._help, "shardcache-part")
-        except RuntimeError:  # no more threads are allowed, so the workers fetch alone
+        except RuntimeError:  # the limit of threads is reached, so the workers fetch alone
             with self.lock:
                 self._use(-1)
                 self._work.clear()

@@ -2,7 +2,7 @@
 
 Each reader delivers the bytes of one version. Its ``readinto(buffer, position)`` returns a count, 0
 at the end of the shard, or None while there are no bytes yet. A reader ends with its first error,
-and `fallback` chooses the next reader.
+and `stream.ShardStream` chooses the next reader.
 
 In a forked child, a reader drops the parent's download and sockets, and continues with the clients
 of the child.

@@ -55,7 +55,7 @@ Economy: every process downloads
     tests/test_processes.py -k eight_processes
 
 Economy: a streamed shard is requested twice
-    reading/fallback.py
+    reading/stream.py
     -response = failed.take_response() if failed is not None and position == 0 else None
     +response = None
     tests/reading/test_past.py
@@ -127,7 +127,7 @@ Ownership: files of other programs are removed with a shard
     tests/store/test_security.py -k outlive
 
 Degrade: the reader gets a fault of the disk
-    reading/fallback.py
+    reading/stream.py
     -elif is_local_error(fault):
     +elif False:
     tests/download/test_diskfaults.py -k read_only_mount

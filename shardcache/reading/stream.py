@@ -147,7 +147,7 @@ def _buffered(
 
 
 def stream_file(cache: ProcessCache, file: ShardURL) -> BinaryIO:
-    """Return a stream of a file without storing it. Raises the errors of `Cache.open`."""
+    """Return a stream of a file without storing it."""
     return _buffered(cache, file, _nearest(cache, file))
 
 
@@ -287,7 +287,7 @@ class ShardStream(io.RawIOBase):
         self._position = 0
 
     def wait(self, *, whole: bool) -> None:
-        """Wait for a partial or, with ``whole``, for the entry. Raises the errors of `readinto`."""
+        """Wait for a partial or, with ``whole``, for the entry."""
         while self._error is None and isinstance(reader := self._reader, DownloadReader):
             if not reader.wait(whole=whole):
                 return
@@ -306,10 +306,7 @@ class ShardStream(io.RawIOBase):
     def readinto(self, buffer: WriteableBuffer, /) -> int:
         """See `io.RawIOBase.readinto`; waits for bytes that are still being downloaded.
 
-        Raises:
-            TransferError, IntegrityError, ShardNotFoundError, AccessDeniedError: the origin
-                cannot deliver the shard, or no longer has this version.
-            CacheFullError, LockTimeoutError, OSError: with ``strict`` only.
+        Raises the errors of `Cache.open`, and TransferError if the origin has another version.
         """
         if self.closed:
             raise ValueError("I/O operation on closed file")
@@ -329,7 +326,7 @@ class ShardStream(io.RawIOBase):
         raise self._error
 
     def readall(self) -> bytes:
-        """See `io.RawIOBase.readall`. Raises the errors of `readinto`."""
+        """See `io.RawIOBase.readall`."""
         reader, data = self._reader, b""
         if isinstance(reader, Opened) and self._error is None and not self.closed:
             left = max(0, reader.size - self._position)  # in one system call, if less than 2 GiB
@@ -355,10 +352,7 @@ class ShardStream(io.RawIOBase):
         return self._position
 
     def seek(self, position: int, whence: int = os.SEEK_SET, /) -> int:
-        """See `io.IOBase.seek`; a seek from the end waits until the size is known.
-
-        Raises io.UnsupportedOperation if the origin does not state it, and as `readinto`.
-        """
+        """See `io.IOBase.seek`; a seek from the end waits until the size is known."""
         if whence == os.SEEK_CUR:
             position += self._position
         elif whence == os.SEEK_END:

@@ -4,7 +4,9 @@ import io
 import json
 import random
 import re
+import struct
 import tarfile
+from zlib import crc32
 
 import pytest
 from hypothesis import given, settings
@@ -141,6 +143,23 @@ def other_index(cache, origin) -> bytes:
     origin.objects["s3://lab/b.tar"] = tar_of(files)
     TarDataset("s3://lab/b.tar", cache=cache)
     return cache.path("s3://lab/b.tar").with_name(INDEX).read_bytes()
+
+
+SENSELESS = [b"", b"[]", b"{\0", b"1\0", b"[]\0", b"[]\0" + bytes(7)]
+SENSELESS += [b"[]\0" + struct.pack("101q", *each) for each in ([-1] * 101, [1 << 62] * 101)]
+SENSELESS.append(b"[]\0" + struct.pack("101q", *range(101 * 512, 0, -512)))
+
+
+@pytest.mark.parametrize("record", SENSELESS)
+def test_senseless_offsets_are_made_anew(cache, record):
+    data = TarDataset(URL, cache=cache)
+    sound = index_of(cache).read_bytes()
+    *_, key, name, _ = index_of(cache).parts
+    checksum = crc32(record, crc32(f"{module._FORMAT} {key} {name}".encode()))
+    index_of(cache).write_bytes(record + checksum.to_bytes(4, "little"))
+    data._open.clear()
+    assert len({sample["__key__"] for sample in data}) == 100
+    assert index_of(cache).read_bytes() == sound
 
 
 @pytest.mark.parametrize("change", ["empty", "cut", "damaged", "of another shard"])

@@ -126,7 +126,7 @@ class DownloadReader:
     def advance(self, position: int) -> Opened | None:
         """Wait a moment for bytes after ``position``; return the entry once it is published.
 
-        Raises the error that ended the download, or if the bytes that were read are not the entry's.
+        Raises the error that ended the download, or if the entry has other bytes than were read.
         """
         download = self._joined()
         # Read these before the checks below, so that nothing is missed: a later change ends the

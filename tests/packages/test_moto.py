@@ -7,7 +7,6 @@ import pytest
 from moto.server import ThreadedMotoServer
 
 from shardcache import AccessDeniedError, Cache
-from shardcache.prewarm import expand
 from tests.support import caches
 from tests.support.tars import make_tar
 
@@ -45,9 +44,9 @@ def cache(client, server, tmp_path):
         yield cache
 
 
-def put(client, key, seed=1, **options):
-    """Upload a shard of 3 MB that depends on ``seed``, and return it."""
-    data = make_tar(seed, members=30, size=50_000)
+def put(client, key, **options):
+    """Upload a shard of 3 MB, and return it."""
+    data = make_tar(1, members=30, size=50_000)
     client.put_object(Bucket="lab", Key=key, Body=data, **options)
     return data
 
@@ -63,28 +62,11 @@ def test_a_shard_is_read_in_parts_under_any_key(cache, client, key):
     assert cache.path(f"s3://lab/{key}").read_bytes() == data
 
 
-def test_a_prefix_is_prewarmed_and_a_pattern_listed(cache, client):
-    shards = {f"s3://lab/train/{n}.tar": put(client, f"train/{n}.tar", n) for n in range(3)}
-    put(client, "validation/0.tar")
-    assert expand("s3://lab/train/*.tar", cache) == sorted(shards)
-    assert cache.prewarm("s3://lab/train/").fetched == 3
-    assert {url: cache.path(url).read_bytes() for url in shards} == shards
-
-
 @pytest.mark.parametrize("algorithm", ["CRC32", "CRC32C", "CRC64NVME", "SHA1", "SHA256"])
 def test_a_stated_checksum_is_compared(cache, client, algorithm):
     data = put(client, "a.tar", ChecksumAlgorithm=algorithm)
     assert read(cache, "a.tar") == data
     assert cache.entry("s3://lab/a.tar").metadata().checked == algorithm.lower()
-
-
-def test_a_version_id_in_the_url_is_honoured(cache, client):
-    client.put_bucket_versioning(Bucket="lab", VersioningConfiguration={"Status": "Enabled"})
-    old, new = put(client, "a.tar", 1), put(client, "a.tar", 2)
-    listed = client.list_object_versions(Bucket="lab")["Versions"]
-    (first,) = (found["VersionId"] for found in listed if not found["IsLatest"])
-    assert read(cache, f"a.tar?versionId={first}") == old
-    assert read(cache, "a.tar") == new
 
 
 def test_unknown_keys_are_denied(cache, client, monkeypatch):

@@ -108,8 +108,8 @@ class Prefetcher:
         self.size: int | None = None
         self._cache = cache
         self._lock = threading.Lock()
-        self._coming = deque[ShardURL]()
-        self._running = deque["Download"]()
+        self._coming: deque[ShardURL] = deque()
+        self._running: deque[Download] = deque()
         self._has_thread = False
 
     def want(self, shards: Iterable[ShardURL]) -> None:

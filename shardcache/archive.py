@@ -1,8 +1,5 @@
 """Read the files of tar archives as WebDataset does, in less time.
 
-`TarWalk` yields the same names and bytes in the same order as WebDataset's expander, with the same
-exceptions. `members` finds the same files by their headers alone, for random access.
-
 Nearly all headers of a shard are plain: they describe a regular file with a name and a size. This
 module parses them with one regular expression and a checksum in C. At the first other header
 (sparse files, global headers, unusual numbers, damage, compression), it passes the same bytes and
@@ -99,10 +96,8 @@ def key_and_field(name: str) -> Any:
 class TarWalk:
     """Iterates over the names of the regular files in an archive; `read` returns a file's data.
 
-    Iteration and `read` raise the exceptions of tarfile in mode ``r|*``.
-
-    Args:
-        stream: the archive, or its rest behind a member if ``before`` is `_NOT_FIRST`.
+    The names, their order, the data and the exceptions are those of WebDataset's expander. With
+    ``before=_NOT_FIRST``, the stream begins behind a member.
     """
 
     def __init__(self, stream: Any, before: bytes = b"") -> None:
@@ -181,15 +176,12 @@ class TarWalk:
 
 
 def members(read: Callable[[int, int], bytes], end: int) -> Iterator[tuple[int, str]]:
-    """Find the regular files of an archive without reading their data.
+    """Find the regular files of an archive of ``end`` bytes without reading their data.
 
-    Args:
-        read: returns up to ``size`` bytes at an offset: ``read(size, offset)``.
-        end: size of the archive in bytes.
-
-    Yields the offset at which a file ends, and its name; headers that concern the next file are
-    behind that offset. At last, yields the offset at which tarfile stops, and "". Of its TarErrors,
-    CompressionError means a compressed archive, StreamError one to be read in sequence only.
+    ``read(size, offset)`` returns up to ``size`` bytes. Yields the offset at which a file ends, and
+    its name; headers that concern the next file are behind that offset. At last, yields the offset
+    at which tarfile stops, and "". A CompressionError means a compressed archive, and a StreamError
+    one that can only be read in sequence.
     """
     if read(_BLOCK, 0).startswith(_COMPRESSED):
         raise tarfile.CompressionError("it is compressed")

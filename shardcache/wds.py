@@ -188,20 +188,17 @@ def tar_samples(
 
 
 def attach(dataset: _Pipeline, cache: Cache, *, fast_tar: bool = True) -> _Pipeline:
-    """Make a pipeline read its shards through ``cache``.
+    """Make a pipeline read its shards through ``cache``, and return the pipeline itself.
 
-    Replaces the stage that opens URLs, and keeps its handler. Also replaces WebDataset's
-    ``tar_file_expander`` by `tar_files`, which yields the same files in less time. A second call
-    replaces the cache. Logs a warning, once per job, if the shards have the same order in every
-    epoch, are fewer than their readers, or lie on a network filesystem, where they are not cached.
+    Replaces the stage that opens URLs, and keeps its handler. A second call replaces the cache.
+    Logs a warning, once per job, if the shards have the same order in every epoch, are fewer than
+    their readers, or lie on a network filesystem, where they are not cached.
 
     Args:
         dataset: a ``WebDataset`` or any ``DataPipeline``.
         cache: the cache to read through.
-        fast_tar: whether to replace ``tar_file_expander``.
-
-    Returns:
-        ``dataset`` itself.
+        fast_tar: whether to replace WebDataset's ``tar_file_expander`` by `tar_files`, which yields
+            the same files in less time.
 
     Raises:
         ConfigError: ``dataset`` has no stage that opens URLs, or a URL is a wildcard.

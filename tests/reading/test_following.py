@@ -130,20 +130,6 @@ def test_the_last_block_is_withheld_until_the_shard_is_checked(make_cache, origi
     assert got == DATA[:limit]
 
 
-@pytest.mark.parametrize("how", ["an error page", "an origin that is gone"])
-def test_the_error_of_a_download_persists(make_cache, origin, how):
-    error = TransferError if how == "an origin that is gone" else IntegrityError
-    if how == "an error page":
-        origin.objects[URL] = b"<html>no such bucket</html>" * 200_000
-    else:
-        origin.faults.extend([Fault(after=BLOCK), Fault(after=None)])
-    # The download may fail before or after `open` returns.
-    with pytest.raises(error), one(make_cache).open(URL) as stream:
-        with pytest.raises(error):
-            stream.read()
-        stream.read()
-
-
 @pytest.mark.parametrize("is_read", [True, False])
 def test_closing_the_cache_cancels_downloads_without_readers(make_cache, origin, more, is_read):
     cache = one(make_cache, part_size=BLOCK)

@@ -11,8 +11,7 @@ import itertools
 import lzma
 import random
 import tarfile
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -319,21 +318,3 @@ def test_nothing_is_read_beyond_the_current_member(form):
     stream = io.BytesIO(small(form))
     data = next(tar_files([{"url": "u", "stream": stream}]))["data"]
     assert stream.getvalue()[stream.tell() - len(data) : stream.tell()] == data
-
-
-def test_at_most_one_shard_is_held_when_the_next_is_opened():
-    alive: list[weakref.ref[OnlyRead]] = []
-    counts = []
-
-    def opened() -> Iterator[dict[str, Any]]:
-        for number in range(4):
-            counts.append(sum(ref() is not None for ref in alive))
-            stream = OnlyRead(make_tar(number))
-            alive.append(weakref.ref(stream))
-            source = {"url": "u", "stream": stream}
-            del stream
-            yield source
-            del source
-
-    assert len(list(tar_samples(opened()))) == 16
-    assert max(counts) <= 1

@@ -9,13 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from shardcache.cache import Cache
 from shardcache.errors import FetchCancelledError, IntegrityError, TransferError
 from shardcache.layout import Layout
 from tests.support.fakes import Fault
-from tests.support.storetools import BLOCK, PATIENCE, forked, no_thread, wait_until
+from tests.support.storetools import BLOCK, PATIENCE, no_thread, wait_until
 from tests.support.tars import make_tar
-from tests.support.webservers import Files, running
 
 URL = "s3://lab/train-0000.tar"
 DATA = make_tar(1, members=3, size=BLOCK)
@@ -191,26 +189,6 @@ def test_a_read_after_a_seek_waits_for_its_bytes(make_cache, more):
         assert os.pread(stream.fileno(), 10, 0) == DATA[:10]
         stream.seek(1)
         assert stream.read() == DATA[1:]
-
-
-def test_a_child_follows_the_download_of_its_parent(tmp_path):
-    server = Files()
-    server.files["/a.tar"] = DATA
-    more = server.hold("/a.tar", 3 * BLOCK + 5)
-
-    def work(parent):
-        parent.say("ready")
-        parent.say(stream.read() == DATA[10:])
-
-    with running(server), Cache(tmp_path / "cache", min_free=0) as cache:
-        stream = cache.open(f"{server.url}/a.tar")
-        assert stream.read(10) == DATA[:10]
-        with stream, forked(work) as child:
-            assert child.hear() == "ready"
-            more.set()
-            assert stream.read() == DATA[10:]
-            assert child.hear()
-    assert len(server.heads) == 1
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,5 @@
 """Read the files of tar archives as WebDataset does, in less time.
 
-`TarWalk` yields the same names and bytes in the same order as WebDataset's expander, with the same
-exceptions. `members` finds the same files by their headers alone, for random access.
-
 Nearly all headers of a shard are plain: they describe a regular file with a name and a size. This
 module parses them with one regular expression and a checksum in C. At the first other header
 (sparse files, global headers, unusual numbers, damage, compression), it passes the same bytes and
@@ -99,14 +96,17 @@ def key_and_field(name: str) -> Any:
 class TarWalk:
     """Iterates over the names of the regular files in an archive; `read` returns a file's data.
 
-    Iteration and `read` raise the exceptions of tarfile in mode ``r|*``.
+    The names, their order, the data and the exceptions are those of WebDataset's expander. With
+    ``before=_NOT_FIRST``, the stream begins behind a member.
     """
 
-    def __init__(self, stream: Any) -> None:
+    def __init__(self, stream: Any, before: bytes = b"") -> None:
         self._stream = stream
+        self._before = before
         self._size = 0  # bytes of the current member
         self._left = 0  # bytes until the next header
         self._archive: Any = None  # tarfile's reader, once it has taken over
+        self._begin = 0  # where it began to read, with `_Headers`
         self._member: tarfile.TarInfo | None = None  # current member, once tarfile has taken over
 
     def read(self) -> bytes:
@@ -122,15 +122,14 @@ class TarWalk:
         return data
 
     def __iter__(self) -> Iterator[str]:
-        stream = self._stream
+        stream, before = self._stream, self._before
         # Streams of these types return as many bytes as requested, except at the end.
-        is_exact = type(stream) in (io.BufferedReader, io.BytesIO)
+        is_exact = type(stream) in (io.BufferedReader, io.BytesIO, _Headers)
         header = stream.read(_BLOCK) if is_exact and tarfile.ENCODING == "utf-8" else b""
         fields = _fields(header)
-        if fields is None or header.startswith(_COMPRESSED):
-            yield from self._by_tarfile(header)
+        if fields is None or (header.startswith(_COMPRESSED) and not before):
+            yield from self._by_tarfile(before + header)
             return
-        before = b""
         while True:
             if fields is not None and fields[2] in _EXTENDED:
                 rest = stream.read(_behind(fields))
@@ -140,28 +139,33 @@ class TarWalk:
                 self._size = size
                 self._left = size + (-size & 511)
                 yield name
-            elif header == _ZEROS:
-                return
             elif fields is None or fields[2] not in _WITHOUT_DATA:
-                yield from self._by_tarfile(before + header)
+                if header not in (_ZEROS, b"") or type(stream) is _Headers:
+                    yield from self._by_tarfile(before + header)
                 return
             before, header = _NOT_FIRST, self._next_header()
             fields = _fields(header)
 
     def _next_header(self) -> bytes:
         """Return the block after the current member. It may be short at the end of the stream."""
-        left, self._left = self._left, 0
+        stream, left = self._stream, self._left
+        self._left = 0
+        if left and type(stream) is _Headers:
+            stream.at += left
+            left = 0
         while left > _PIECE:  # skip a member that was not read
-            if len(self._stream.read(_PIECE)) < _PIECE:
+            if len(stream.read(_PIECE)) < _PIECE:
                 raise _ended()
             left -= _PIECE
-        block: bytes = self._stream.read(left + _BLOCK)
+        block: bytes = stream.read(left + _BLOCK)
         if len(block) < left:
             raise _ended()
         return block[left:] if left else block
 
     def _by_tarfile(self, pending: bytes) -> Iterator[str]:
         """Yield the names that tarfile finds in ``pending`` and in the rest of the stream."""
+        if type(self._stream) is _Headers:
+            self._begin = self._stream.at - len(pending)
         rest: Any = _Rejoined(pending, self._stream)
         self._archive = tarfile.open(fileobj=rest, mode="r|*")  # noqa: SIM115 - never closed
         for info in self._archive:
@@ -172,63 +176,39 @@ class TarWalk:
 
 
 def members(read: Callable[[int, int], bytes], end: int) -> Iterator[tuple[int, str]]:
-    """Find the regular files of an archive without reading their data.
+    """Find the regular files of an archive of ``end`` bytes without reading their data.
 
-    Args:
-        read: returns up to ``size`` bytes at an offset: ``read(size, offset)``.
-        end: size of the archive in bytes.
-
-    Yields the offset at which a file ends, and its name; headers that concern the next file are
-    behind that offset. At last, yields the offset at which tarfile stops, and "". Of its TarErrors,
-    CompressionError means a compressed archive, StreamError one to be read in sequence only.
+    ``read(size, offset)`` returns up to ``size`` bytes. Yields the offset at which a file ends, and
+    its name; headers that concern the next file are behind that offset. At last, yields the offset
+    at which tarfile stops, and "". A CompressionError means a compressed archive, and a StreamError
+    one that can only be read in sequence.
     """
     if read(_BLOCK, 0).startswith(_COMPRESSED):
         raise tarfile.CompressionError("it is compressed")
-    at = 0
-    for name, _, _, at in _plain(read, end):
+    stream = _Headers(read)
+    walk = TarWalk(stream)
+    for name in walk:
+        at = stream.at + walk._left
+        if walk._archive is not None:
+            if any(map(_redefines, walk._archive.pax_headers)):
+                raise tarfile.StreamError(
+                    "it has a global header, which concerns all later members"
+                )
+            at = walk._begin + walk._archive.offset
         if at > end:
             raise _ended()
         yield at, name
-    walk, before = TarWalk(_From(read, at)), _NOT_FIRST if at else b""
-    base = at - len(before)
-    for name in walk._by_tarfile(before):
-        if any(map(_redefines, walk._archive.pax_headers)):
-            raise tarfile.StreamError("it has a global header, which concerns all later members")
-        if (at := base + walk._archive.offset) > end:
-            raise _ended()
-        yield at, name
-    yield base + walk._archive.offset, ""
+    yield walk._begin + walk._archive.offset, ""
 
 
 def files_in(data: bytes, shard: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the files in the bytes from one member of an archive to another. Raises TarError."""
-    found, at, end = [], 0, len(data)
-    for name, start, stop, at in _plain(lambda size, at: data[at : at + size], end):  # noqa: B007
-        if name[:2] != "__" or not is_meta(name):
-            found.append({"fname": name, "data": data[start:stop], **shard})
-    if at == end:
-        return found
-    walk = TarWalk(io.BytesIO(data))
-    names = (name for name in walk._by_tarfile(_NOT_FIRST) if not is_meta(name))
-    return [{"fname": name, "data": walk.read(), **shard} for name in names]
-
-
-def _plain(read: Callable[[int, int], bytes], end: int) -> Iterator[tuple[str, int, int, int]]:
-    """Yield the files up to another member: name, begin and end of the data, the next header."""
-    at, end = 0, end if tarfile.ENCODING == "utf-8" else 0
-    while at < end:
-        header = read(_BLOCK, at)
-        fields = _known(header) if header.startswith(_EXTENDED_NAME) else _parsed(header)
-        at += _BLOCK
-        if fields is not None and fields[2] in _EXTENDED:
-            size = _behind(fields)
-            fields = _extended(fields, read(size, at))
-            at += size
-        if fields is not None and fields[2] in _REGULAR:
-            stop = at + fields[1]
-            yield fields[0], at, stop, (at := stop + (-stop & 511))
-        elif fields is None or fields[2] not in _WITHOUT_DATA:
-            return
+    walk = TarWalk(io.BytesIO(data), _NOT_FIRST)
+    return [
+        {"fname": name, "data": walk.read(), **shard}
+        for name in walk
+        if name[:2] != "__" or not is_meta(name)
+    ]
 
 
 def unread(read: Callable[[int, int], bytes], at: int) -> str:
@@ -245,12 +225,12 @@ def unread(read: Callable[[int, int], bytes], at: int) -> str:
     return f"readers stop at {what} at byte {at} and miss the data from byte {position} on"
 
 
-class _From:
-    """A stream of the bytes from the offset ``at`` on, of which only headers are read."""
+class _Headers:
+    """A stream of an archive in which `TarWalk` moves from header to header."""
 
-    def __init__(self, read: Callable[[int, int], bytes], at: int) -> None:
+    def __init__(self, read: Callable[[int, int], bytes]) -> None:
         self._read = read
-        self.at = at
+        self.at = 0
 
     def read(self, size: int) -> bytes:
         data = self._read(size, self.at)

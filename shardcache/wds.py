@@ -1,15 +1,13 @@
 """Make WebDataset read shards through a cache, and read tar archives in less time.
 
-`attach` replaces stages in the list of stages that a pipeline is. It changes no global state, so it
-works whether workers are started by fork, spawn or forkserver.
+`attach` replaces stages of a pipeline, and changes no global state.
 
 `register` replaces WebDataset's ``gopen``, for pipelines that cannot be changed. Only shards are
 read through the cache: files that WebDataset's own readers of archives open, and files that are
 named like archives. Other calls, such as writes and reads of local files, go to the original
-function. So do shards that the cache cannot read but WebDataset may be able to: commands for a
-shell, and ``gs://`` URLs without gcsfs or without its credentials. WebDataset has no function for
-some schemes, such as ``s3``. Files with these schemes that are not shards, such as timm's
-``_info.json``, are read from their origin and not stored.
+function. So do shards that only WebDataset may be able to read: commands for a shell, and ``gs://``
+URLs without gcsfs or without its credentials. If WebDataset has no function for a scheme, as for
+``s3``, files that are not shards, such as timm's ``_info.json``, are read and not stored.
 """
 
 from __future__ import annotations
@@ -77,8 +75,7 @@ def url_opener(
 
     Yields:
         The same dicts, with ``stream``, which the consumer may close, and ``local_path``: the path
-        of the cached shard, or its URL while it has no path. The field is never missing, because
-        all samples of a batch need the same fields.
+        of the cached shard, or its URL, because all samples of a batch need the same fields.
     """
 
     def parsed(item: Any) -> ShardURL:
@@ -108,7 +105,7 @@ def url_opener(
 
 
 def reraise(exn: Exception) -> bool:
-    """Raise the exception. This is the default handler."""
+    """Raise the exception: the default handler."""
     raise exn
 
 
@@ -187,10 +184,7 @@ def tar_samples(
     select_files: Callable[[str], bool] | None = None,
     rename_files: Callable[[str], str] | None = None,
 ) -> Iterator[dict[str, Any]]:
-    """Expand opened shards into samples, with `tar_files` and WebDataset's ``group_by_keys``.
-
-    Takes the arguments of `tar_files`. Yields ``dict(__key__=..., __url__=..., field=bytes, ...)``.
-    """
+    """Expand opened shards into samples: `tar_files`, then WebDataset's ``group_by_keys``."""
     from webdataset.tariterators import group_by_keys
 
     files = tar_files(data, handler, select_files, rename_files)
@@ -199,22 +193,18 @@ def tar_samples(
 
 
 def attach(dataset: _Pipeline, cache: Cache, *, fast_tar: bool = True) -> _Pipeline:
-    """Make a pipeline read its shards through ``cache``.
+    """Make a pipeline read its shards through ``cache``, and return the pipeline itself.
 
-    Replaces the stage that opens URLs, and keeps its handler. Also replaces WebDataset's
-    ``tar_file_expander`` by `tar_files`, which yields the same files in less time. A second call
-    replaces the cache. If the shards are a list, prefixes and names with ``*`` in it are replaced
-    by the shards that they match. Logs a warning, once per job, if the shards have the same order
-    in every epoch, are fewer than their readers, or lie on a network filesystem, where they are not
-    cached.
+    Replaces the stage that opens URLs, and keeps its handler. A second call replaces the cache. In
+    a list of shards, prefixes and names with ``*`` are replaced by the shards that they match. Logs
+    a warning, once per job, if the shards have the same order in every epoch, are fewer than their
+    readers, or lie on a network filesystem, where they are not cached.
 
     Args:
         dataset: a ``WebDataset`` or any ``DataPipeline``.
         cache: the cache to read through.
-        fast_tar: whether to replace ``tar_file_expander``.
-
-    Returns:
-        ``dataset`` itself.
+        fast_tar: whether to replace WebDataset's ``tar_file_expander`` by `tar_files`, which yields
+            the same files in less time.
 
     Raises:
         ConfigError: ``dataset`` has no stage that opens URLs.
@@ -399,9 +389,9 @@ class _Registered:
 
 def read_through_cache(module: Any) -> None:
     """Replace ``gopen`` in ``module``, `webdataset.gopen`, by one that uses the default cache."""
-    schemes, rewrite = module.gopen_schemes, module.rewrite_url
+    schemes = module.gopen_schemes
     schemes["__default__"] = _uncached(default_cache, schemes["__default__"])
-    module.gopen = _cached(default_cache, module.gopen, rewrite)
+    module.gopen = _cached(default_cache, module.gopen, module.rewrite_url)
 
 
 def _cached(

@@ -1,8 +1,7 @@
 """The offsets of the samples of a shard, and the index file that states the samples per shard.
 
-The offsets of a cached shard are in its entry, in the file ``samples.idx``, which is evicted with
-the shard. They are a hint: `OpenShard` replaces a file that does not fit the shard, and never
-returns a range of bytes that is not exactly one sample.
+The file ``samples.idx`` in an entry has the offsets of its samples. They are a hint: `OpenShard`
+replaces a file that does not fit the shard, and never returns bytes that are not one sample.
 
     problems   what is wrong with the archive, as JSON, and a NUL
     offsets    64 bits for each sample, and one more for the end of the last sample
@@ -109,15 +108,9 @@ class OpenShard:
 
     Attributes:
         size: bytes of the shard, or 0 if it is streamed past the cache.
-        offsets: the offset of each sample, and of the end of the last one.
-        problems: what is wrong with the archive, as `find_samples` returns it.
+        offsets, problems: as `find_samples` returns them.
         is_lost: whether the disk has failed, so that the shard should be opened again.
         used: when a sample was last read, on the monotonic clock.
-
-    Raises:
-        ConfigError: the shard is compressed.
-        IntegrityError: the shard is not a complete tar archive.
-        The errors of `Cache.open`.
     """
 
     def __init__(self, cache: Cache, shard: ShardURL) -> None:
@@ -160,18 +153,15 @@ class OpenShard:
 
         The caller counts the bytes, once per batch. The handler is called with the exception if a
         file cannot be added to the sample, as by WebDataset's ``group_by_keys``.
-
-        Raises:
-            IntegrityError: the sample is damaged.
-            The errors of `Cache.open`, if the disk fails.
         """
         self.used = clock.monotonic()
         while True:
             offsets = self.offsets
             start, stop = offsets[number], offsets[number + 1]
-            data = self._read(stop - start, start)
+            is_sound = 0 <= start <= stop <= (self.size or sys.maxsize)
+            data = self._read(stop - start, start) if is_sound else b""
             try:
-                if len(data) != stop - start:
+                if not is_sound or len(data) != stop - start:
                     raise tarfile.ReadError("unexpected end of data")
                 shard = {"__url__": self._url, "__local_path__": self._path}
                 files = files_in(data, shard)
@@ -226,10 +216,13 @@ class OpenShard:
             return False
         if len(data) < 4 or data[-4:] != self._checksum(memoryview(data)[:-4]):
             return False
-        start = data.index(b"\0") + 1
-        self.problems = json.loads(data[: start - 1])
-        self.offsets = memoryview(data)[start:-4].cast("q")
-        return True
+        problems, _, _ = data.partition(b"\0")
+        try:
+            self.problems = list(map(str, json.loads(problems)))
+            self.offsets = memoryview(data)[len(problems) + 1 : -4].cast("q")
+        except (ValueError, TypeError):
+            return False
+        return len(self.offsets) > 0
 
     def _checksum(self, record: bytes | memoryview) -> bytes:
         """Return a checksum that also tells apart shards of the same size and layout."""
@@ -270,7 +263,7 @@ class OpenShard:
             return find_samples(self._read_on, sys.maxsize)
 
     def _read_on(self, size: int, offset: int) -> bytes:
-        """Read at an offset without a seek over many bytes, which would be another request."""
+        """Read at an offset; a seek over many bytes would be another request."""
         while (left := offset - self._stream.tell()) > 0:
             if not self._stream.read(min(left, _PIECE)):
                 raise tarfile.ReadError("unexpected end of data")
@@ -278,7 +271,6 @@ class OpenShard:
         return self._stream.read(size)
 
     def _store(self, record: bytes) -> None:
-        """Write the offsets into the entry."""
         store = self._cache.process.tier_of(self._path).store
         try:
             store.layout.write(Path(self._directory, INDEX), record + self._checksum(record))
@@ -287,7 +279,7 @@ class OpenShard:
 
 
 def refuse_compressed(shard: ShardURL) -> None:
-    """Raise ConfigError if a shard is compressed according to its name."""
+    """Raise ConfigError if the name of a shard is that of a compressed archive."""
     if shard.basename.lower().endswith(_COMPRESSED):
         raise _compressed(shard)
 

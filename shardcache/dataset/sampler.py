@@ -1,7 +1,7 @@
 """`ShardBatchSampler` gives the samples of a `TarDataset` to the ranks, and resumes exactly.
 
-A state is a position in the order of `shardcache.dataset.order`. The workers of a DataLoader have
-no state, so the world size, the batch size and the workers may change at every resume.
+A state is a position in the order of `shardcache.dataset.order`, so the world size, the batch size
+and the workers may change at every resume.
 """
 
 from __future__ import annotations
@@ -197,7 +197,6 @@ class ShardBatchSampler(Sampler[list[int]]):
         self._start = self._taken = (epoch, taken) if self._batches(taken) else (epoch + 1, 0)
 
     def _state(self, epoch: int, taken: int) -> dict[str, int | str]:
-        """Return the state of a position."""
         state = {"version": VERSION, "epoch": epoch, "taken": taken, "seed": self._seed}
         state |= {"lanes": self.order.lanes, "shuffle": self.shuffle}
         return {**state, "global_batch": self.global_batch, "data": self._fingerprint}
@@ -211,8 +210,7 @@ class ShardBatchSampler(Sampler[list[int]]):
             return _whole(f"the state's {name}", state.get(name), *limits)
 
         for name, own in {"version": VERSION, "data": self._fingerprint, **self._given}.items():
-            found = state.get(name)
-            if isinstance(found, bool | float):  # equal to numbers, but no part of any state
+            if isinstance(found := state.get(name), bool | float):  # may equal a number
                 saved(name)
             if own is not None and found != own:
                 what = "shards or counts of samples" if name == "data" else name

@@ -51,7 +51,6 @@ class ShardFile(io.BufferedReader):
     """A file that is open for reading through the cache.
 
     fsspec's block cache requires ``blocksize``, ``path`` and ``_fetch_range``, and sets ``closed``.
-    It caches no block of this file, which is on this node already.
     """
 
     blocksize = BUFFER

@@ -2,7 +2,6 @@
 
     stream      opens a shard; the stream that users read, over one reader at a time
     readers     the readers of a running download and of the origin
-    fallback    chooses the reader that replaces a failed one, and warns about the failure
     lookahead   downloads the next shards of a pipeline
 
 The reader of an entry is `store.entry.Opened`. Readers know neither `stream` nor each other.

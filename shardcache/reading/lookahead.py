@@ -32,7 +32,7 @@ class Lookahead:
     The consumer never waits for these downloads. A shard that another process downloads is left to
     that process, and a cached shard is opened at once, so that it is not evicted. The downloads end
     when the consumer stops. An error of ``data``, which may have no end, is raised after the items
-    before it. For one thread.
+    before it.
     """
 
     def __init__(

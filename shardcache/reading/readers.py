@@ -2,7 +2,7 @@
 
 Each reader delivers the bytes of one version. Its ``readinto(buffer, position)`` returns a count, 0
 at the end of the shard, or None while there are no bytes yet. A reader ends with its first error,
-and `fallback` chooses the next reader.
+and `stream.ShardStream` chooses the next reader.
 
 In a forked child, a reader drops the parent's download and sockets, and continues with the clients
 of the child.
@@ -57,11 +57,9 @@ _OWN_POLL = 0.25
 class DownloadReader:
     """Reads a shard while this process or another one downloads it.
 
-    The last block is withheld until the entry is published. That happens only after its digest and
-    checksum were verified, so reading a damaged shard ends in an error. If another process is
-    downloading the shard and dies, the worker of this process takes the lock and continues.
-
-    The arguments are those of `Downloads.join`. Raises OSError if no thread can be started.
+    The last block is withheld until the entry is published, because its digest and checksum were
+    verified by then. If another process is downloading the shard and dies, the worker of this
+    process takes the lock and continues. The arguments are those of `Downloads.join`.
     """
 
     path = None
@@ -128,8 +126,7 @@ class DownloadReader:
     def advance(self, position: int) -> Opened | None:
         """Wait a moment for bytes after ``position``; return the entry once it is published.
 
-        Raises the error that ended the download, or if the bytes that were read are not the entry's
-        (TransferError, IntegrityError).
+        Raises the error that ended the download, or if the entry has other bytes than were read.
         """
         download = self._joined()
         # Read these before the checks below, so that nothing is missed: a later change ends the
@@ -191,8 +188,7 @@ class DownloadReader:
     def _check(self, opened: Opened) -> None:
         """Close the entry and raise if the bytes that were read do not belong to it.
 
-        A partial that another process resumed or published is still the same file. A different file
-        means that the partial was lost or damaged, and damage is noticed only at its end.
+        They are in the same file, unless the partial was lost or damaged.
         """
         if not self._read or self._partial is None:
             return
@@ -246,10 +242,6 @@ class OriginReader:
     Attributes:
         info, size: the version, and the size in bytes; None until they are known.
         nearer: the upstream that is read, or None for the origin.
-
-    Raises:
-        TransferError: all retries failed, or the object is no longer the expected version.
-        ShardNotFoundError, AccessDeniedError, ConfigError: the origin refuses the shard for good.
     """
 
     path = None

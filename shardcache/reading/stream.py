@@ -7,12 +7,20 @@
     its watermark ---- the end ---------'                              |
           '---- the cache fails ---------------------------------------'
 
-The watermark is the end of the bytes of a partial that may be read. When a reader ends or fails,
-the stream continues at the same byte with another reader of the same version. If there is none, it
+The watermark is the end of the bytes of a partial that may be read. When a reader fails, another
+one continues at the same byte:
+
+    failed     replacement
+    entry      the entry, reopened once if its handle is stale; otherwise an upstream or the origin
+    download   an upstream or the origin, bypassing the cache
+    upstream   the origin
+    origin     none, so the user gets the error
+
+Once bytes were delivered, the rest must be of the same version. A stream without a replacement
 stays failed: `io.BufferedReader` drops its buffer on an error, so later reads would skip bytes.
 
-With ``strict``, the cache is never bypassed, and its faults are raised. The same holds for
-`pin_shard`, whose caller needs a local path.
+A fault of the cache is logged as one warning per kind of fault. With ``strict``, it is raised. The
+same holds for `pin_shard`, whose caller needs a local path.
 """
 
 from __future__ import annotations
@@ -25,15 +33,32 @@ from typing import TYPE_CHECKING, BinaryIO
 
 from shardcache import clock
 from shardcache.download.download import Download
-from shardcache.errors import LockTimeoutError, ShardCacheError, ShardNotFoundError
-from shardcache.faults import os_error
+from shardcache.errors import (
+    AccessDeniedError,
+    CacheFullError,
+    FetchCancelledError,
+    IntegrityError,
+    LockTimeoutError,
+    ShardCacheError,
+    ShardNotFoundError,
+    TransferError,
+    UnprovenError,
+)
+from shardcache.faults import (
+    PausedError,
+    fault_kind,
+    ignoring,
+    is_disk_fault,
+    is_local_error,
+    os_error,
+)
 from shardcache.files import is_file
 from shardcache.process import ProcessCache
-from shardcache.reading.fallback import next_reader, read_nearest, read_past
 from shardcache.reading.readers import DownloadReader, OriginReader
 from shardcache.store.digest import BLOCK
 from shardcache.store.directory import DamagedError
-from shardcache.store.entry import Opened
+from shardcache.store.entry import Opened, set_aside
+from shardcache.store.root import UnusableError
 from shardcache.urls import ShardURL, advise_scheme, unexpanded
 
 if TYPE_CHECKING:
@@ -48,6 +73,18 @@ _STUCK_POLL = 0.25
 #: Bytes of a stream's buffer. WebDataset reads 10 KiB at a time, and with Python's default buffer
 #: each read would be a system call.
 BUFFER = 1 << 18
+_TOO_MANY_FILES = frozenset({errno.EMFILE, errno.ENFILE})
+#: The counter of an error. The first class in the error's MRO that is listed here decides.
+_COUNTERS = {
+    CacheFullError: "streamed_full",
+    LockTimeoutError: "errors_lock",
+    IntegrityError: "errors_integrity",
+    FetchCancelledError: None,
+    ShardCacheError: "errors_origin",
+    PausedError: None,
+    UnusableError: "errors_disk",
+    OSError: "errors_disk",
+}
 
 
 def open_shard(
@@ -87,7 +124,7 @@ def open_shard(
                     opened = cache.lookup(shard)
         reader = opened or ahead or DownloadReader(cache, shard, finish=finish)
     except (ShardCacheError, os_error()) as exn:
-        return _buffered(cache, shard, read_past(cache, shard, exn))
+        return _buffered(cache, shard, _bypass(cache, shard, exn))
     if opened is None:
         return _buffered(cache, shard, reader, whole=whole)
     stream = ShardStream(cache, shard, reader)
@@ -110,8 +147,8 @@ def _buffered(
 
 
 def stream_file(cache: ProcessCache, file: ShardURL) -> BinaryIO:
-    """Return a stream of a file without storing it. Raises the errors of `Cache.open`."""
-    return _buffered(cache, file, read_nearest(cache, file))
+    """Return a stream of a file without storing it."""
+    return _buffered(cache, file, _nearest(cache, file))
 
 
 def pin_shard(cache: ProcessCache, shard: ShardURL) -> Opened:
@@ -145,6 +182,91 @@ def _open_in_place(shard: ShardURL) -> BinaryIO:
         ) from exn
 
 
+def _bypass(
+    cache: ProcessCache,
+    shard: ShardURL,
+    fault: Exception,
+    failed: DownloadReader | None = None,
+    position: int = 0,
+    *,
+    fixed: bool = False,
+) -> OriginReader:
+    """Return a reader that bypasses the cache after a fault, and count and log the fault.
+
+    With ``fixed``, the version must be that of ``failed``. Raises ``fault`` with ``strict`` or if
+    it is an error of the origin.
+    """
+    counter = next(_COUNTERS[kind] for kind in type(fault).__mro__ if kind in _COUNTERS)
+    counts = {} if counter is None else {counter: 1}
+    try:
+        _warn(cache, shard, fault)
+        if failed is not None and fixed:
+            reader = OriginReader(cache, shard, position, info=failed.info)
+        else:
+            reader = _nearest(cache, shard, position, failed)
+    except Exception as exn:
+        cache.counters.add({"failed": 1, **counts})
+        number = getattr(fault, "errno", None)
+        is_final = exn is fault or isinstance(exn, (ShardNotFoundError, AccessDeniedError))
+        if is_final or number not in _TOO_MANY_FILES:
+            raise
+        raise TransferError(
+            f"{shard} cannot be opened: there are too many open files ({exn}). "
+            "Close streams that were read to their end, or raise the limit (ulimit -n).",
+            url=str(shard),
+            errno=number,
+        ) from exn
+    cache.counters.add({"streamed": 1, **counts})
+    return reader
+
+
+def _warn(cache: ProcessCache, shard: ShardURL, fault: Exception) -> None:
+    """Log why a shard is streamed. Raises ``fault`` if the shard must not be streamed."""
+    if isinstance(fault, (CacheFullError, LockTimeoutError, UnprovenError, UnusableError)):
+        kind, reason = type(fault).__name__, fault.message
+    elif is_local_error(fault):
+        kind, reason = fault_kind(fault), str(fault.strerror or fault)
+        place = str(fault.filename or cache.config.dir)
+        if place not in reason:
+            reason = f"{place}: {reason}"
+    else:  # an error of the origin, which streaming would only repeat
+        raise fault
+    if cache.config.strict:
+        raise fault
+    text = "%s is streamed, not cached: %s"
+    facts = {"event": "streamed", "shard": str(shard), "reason": kind}
+    if isinstance(fault, (PausedError, UnusableError)):  # logged before
+        logger.info(text, shard, reason, extra=facts)
+    elif not isinstance(fault, CacheFullError):
+        cache.notices.warn(kind, text, shard, reason, extra=facts)
+    elif not cache.notices.is_new("full"):
+        logger.info(text, shard, reason, extra=facts)
+    else:
+        config = cache.config
+        most = "" if config.max_size is None else f"max_size {config.max_size}, "
+        logger.warning(
+            "%s is full (%smin_free %s): shards that find no room are streamed each time they are "
+            "read; the first is %s. Raise max_size, lower min_free, or free the disk. This is "
+            "logged once per job; `shardcache stats` counts them.",
+            *(config.dir, most, config.min_free, shard),
+            extra=facts,
+        )
+
+
+def _nearest(
+    cache: ProcessCache, shard: ShardURL, position: int = 0, failed: DownloadReader | None = None
+) -> OriginReader:
+    """Return a reader of the response that ``failed`` kept, or of an upstream, or of the origin."""
+    response = failed.take_response() if failed is not None and position == 0 else None
+    if position == 0 and response is None:
+        for upstream in cache.origins.upstreams(shard):
+            try:
+                return OriginReader(cache, shard, nearer=upstream)
+            except (ShardCacheError, os_error()) as exn:
+                upstream.failed(exn)
+    return OriginReader(cache, shard, position, response=response)
+
+
 class ShardStream(io.RawIOBase):
     """A stream of one version of a shard. For one thread at a time, as `io.BufferedReader` ensures.
 
@@ -165,7 +287,7 @@ class ShardStream(io.RawIOBase):
         self._position = 0
 
     def wait(self, *, whole: bool) -> None:
-        """Wait for a partial or, with ``whole``, for the entry. Raises the errors of `readinto`."""
+        """Wait for a partial or, with ``whole``, for the entry."""
         while self._error is None and isinstance(reader := self._reader, DownloadReader):
             if not reader.wait(whole=whole):
                 return
@@ -184,10 +306,7 @@ class ShardStream(io.RawIOBase):
     def readinto(self, buffer: WriteableBuffer, /) -> int:
         """See `io.RawIOBase.readinto`; waits for bytes that are still being downloaded.
 
-        Raises:
-            TransferError, IntegrityError, ShardNotFoundError, AccessDeniedError: the origin
-                cannot deliver the shard, or no longer has this version.
-            CacheFullError, LockTimeoutError, OSError: with ``strict`` only.
+        Raises the errors of `Cache.open`, and TransferError if the origin has another version.
         """
         if self.closed:
             raise ValueError("I/O operation on closed file")
@@ -207,7 +326,7 @@ class ShardStream(io.RawIOBase):
         raise self._error
 
     def readall(self) -> bytes:
-        """See `io.RawIOBase.readall`. Raises the errors of `readinto`."""
+        """See `io.RawIOBase.readall`."""
         reader, data = self._reader, b""
         if isinstance(reader, Opened) and self._error is None and not self.closed:
             left = max(0, reader.size - self._position)  # in one system call, if less than 2 GiB
@@ -233,10 +352,7 @@ class ShardStream(io.RawIOBase):
         return self._position
 
     def seek(self, position: int, whence: int = os.SEEK_SET, /) -> int:
-        """See `io.IOBase.seek`; a seek from the end waits until the size is known.
-
-        Raises io.UnsupportedOperation if the origin does not state it, and as `readinto`.
-        """
+        """See `io.IOBase.seek`; a seek from the end waits until the size is known."""
         if whence == os.SEEK_CUR:
             position += self._position
         elif whence == os.SEEK_END:
@@ -287,12 +403,50 @@ class ShardStream(io.RawIOBase):
     def _replace(self, fault: ShardCacheError | OSError) -> None:
         """Continue with the reader that replaces the failed one. Raises if there is none."""
         try:
-            reader, position, fixed = self._reader, self._position, self._version_fixed
-            self._use(next_reader(self._cache, self._shard, reader, fault, position, fixed))
+            self._use(self._replacement(fault))
         except (ShardCacheError, os_error()) as exn:
             self._error = exn
             self._reader.close()
             raise
+
+    def _replacement(self, fault: ShardCacheError | OSError) -> Reader:
+        cache, shard, failed, position = self._cache, self._shard, self._reader, self._position
+        if isinstance(failed, Opened) and is_local_error(fault) and is_disk_fault(fault):
+            return self._replace_entry(failed, fault)
+        if isinstance(failed, DownloadReader):
+            return _bypass(cache, shard, fault, failed, position, fixed=self._version_fixed)
+        if isinstance(failed, OriginReader) and failed.nearer is not None:
+            logger.info("%s: the upstream failed, so the origin serves the rest: %s", shard, fault)
+            info = failed.info if self._version_fixed else None
+            return OriginReader(cache, shard, position, info=info)
+        raise fault  # nothing can replace the origin
+
+    def _replace_entry(self, opened: Opened, fault: OSError) -> Reader:
+        """Reopen an entry whose handle is stale. Set any other aside, and bypass the cache."""
+        cache, shard, entry, info = self._cache, self._shard, opened.entry, None
+        with ignoring(DamagedError, OSError):
+            if fault.errno == errno.ESTALE and not opened.reopened:
+                grace = cache.tier_of(entry.directory).store.layout.grace
+                if (again := opened.reopen(grace)) is not None:
+                    return again
+            info = entry.metadata().info
+        cache.disk.failed(cache.disk.reading, fault)
+        try:
+            with cache.prepare().locked(entry.path) as is_locked:
+                # Publishing takes this lock, so the path names the same file until the lock is
+                # released. If the path names another file now, ours was already replaced.
+                if is_locked and is_file(opened.path, opened.fd):
+                    set_aside(entry.path, f"{shard}: {fault.strerror}")
+        except os_error() as exn:
+            logger.info("%s: %s cannot be set aside: %s", shard, opened.path, exn)
+        if cache.config.strict:
+            raise fault
+        text = "%s cannot be read at byte %d of %s (%s); the rest is streamed"
+        facts = shard, self._position, opened.path, fault.strerror
+        cache.notices.warn(fault_kind(fault), text, *facts)
+        if not self._version_fixed:
+            return _nearest(cache, shard, self._position)
+        return OriginReader(cache, shard, self._position, info=info, stored=entry)
 
     def _use(self, reader: Reader) -> None:
         failed, self._reader = self._reader, reader

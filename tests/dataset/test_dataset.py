@@ -3,13 +3,11 @@
 import contextlib
 import copy
 import errno
-import multiprocessing
 import os
 import pickle
-import shutil
 import threading
 import time
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import numpy as np
@@ -30,7 +28,6 @@ from shardcache import (
 from shardcache.dataset import dataset as module
 from shardcache.layout import INDEX
 from tests.support.caches import warnings
-from tests.support.disktools import disk, needs_root
 from tests.support.storetools import forked, no_descriptor_left, wait_until
 from tests.support.tars import sample_tar, tar_of
 from tests.support.trainingtools import DataSet
@@ -125,19 +122,6 @@ def test_a_copy_in_the_middle_of_an_epoch_continues_on_its_own(make_cache, copie
     assert (other.epoch, sampler.epoch, len(other.data)) == (2, 0, 24)
     assert list(rest) == list(batches) == epochs[0][2:]
     assert sampler.epoch == 1
-
-
-@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
-def test_another_process_may_iterate(make_cache, method):
-    data = TarDataset(SPEC, cache=make_cache())
-    sampler = ShardBatchSampler(data, 4, shuffle=2)
-    batches = iter(sampler)
-    first = next(batches)
-    context = multiprocessing.get_context(method)
-    with ProcessPoolExecutor(1, mp_context=context) as pool:
-        found = pool.submit(list, sampler).result()
-        assert pool.submit(list, batches).result() == found[1:] == list(batches)
-    assert found[0] == first and found[0][0].epoch == 0
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
@@ -296,43 +280,6 @@ def test_a_shard_that_is_replaced_while_it_is_streamed_is_opened_again(make_cach
         assert caught.value.__notes__ == [f"while reading sample 300 of {URL}"]
         with result:
             assert keys(data.__getitems__([200, 8])) == ["0009-00200", "0009-00008"]
-
-
-def _delete(cache):
-    for entry in cache.entries():
-        shutil.rmtree(entry.path)
-
-
-def _truncate(cache):
-    for entry in cache.entries():
-        os.truncate(entry.data, 5000)
-
-
-def _fill(cache):
-    _delete(cache)
-    with contextlib.suppress(OSError), open(cache.dir.parent / "large", "wb", 0) as file:
-        while file.write(bytes(1 << 12)):
-            pass
-
-
-@needs_root
-@pytest.mark.parametrize("fault", [_delete, _truncate, _fill])
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_fault_in_the_middle_of_an_epoch_costs_no_sample(
-    s3, bucket, proxy, s3_environment, tmp_path, fault, workers
-):
-    shards = DataSet(s3, bucket, proxy, shards=12)
-    with disk(tmp_path / "disk", "size=2m") as path, Cache(path / "cache", min_free=0) as cache:
-        data = TarDataset(shards.spec, cache=cache)
-        sampler = ShardBatchSampler(data, 4, shuffle=3)
-        loader = DataLoader(data, batch_sampler=sampler, num_workers=workers, collate_fn=keys)
-        seen = []
-        for batch, found in enumerate(loader):
-            seen += found
-            if batch == 5:
-                fault(cache)
-        assert shards.complete(seen)
-        del data, loader, sampler
 
 
 def _cut(data):

@@ -74,14 +74,6 @@ def test_seeds_and_epochs_are_not_added_up():
     assert chained(0, 1, 2) != chained(0, 2, 1)
 
 
-def test_lanes_keep_their_shards_in_every_epoch():
-    order = Order([10, 0, 25, 40, 7, 18], seed=0, lanes=4, shuffle=2)
-    one, other = lanes_of(order, 0), lanes_of(order, 1)
-    assert [set(each) for each in one] == [set(each) for each in other]
-    assert [each.tolist() for each in one] != [each.tolist() for each in other]
-    assert [len(each) for each in one] == [25] * 4
-
-
 def test_no_more_shards_are_in_use_than_the_window_has():
     shards, count, window = 60, 30, 7
     lane = Order([count] * shards, seed=2, lanes=1, shuffle=window).lane(0, 0)

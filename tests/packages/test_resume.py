@@ -73,17 +73,11 @@ def test_epochs_are_exact_with_other_ranks_and_workers(block, train, bench):
     assert len({tuple(batch) for batch in batches}) == 18  # the order differs in each epoch
 
 
-#: Passes the loader to accelerate, too.
-PREPARED = (
-    "model, optimizer = accelerator.prepare(model, optimizer)",
-    "model, optimizer, loader = accelerator.prepare(model, optimizer, loader)",
-)
-
-
 def test_accelerate_may_split_batches_of_all_ranks(train, bench):
     code = PROGRAMS["accelerate"].here(bench.directory)
     for old, new in (
-        PREPARED,
+        ("model, optimizer = acc", "model, optimizer, loader = acc"),
+        ("prepare(model, optimizer)", "prepare(model, optimizer, loader)"),
         ("global_batch=4)", "global_batch=4, rank=0, world_size=1)"),
         ("sampler.set_epoch", "loader.set_epoch"),
         ("Accelerator(cpu=True)", "Accelerator(cpu=True, dataloader_config=splitting)"),
@@ -98,19 +92,3 @@ def test_accelerate_may_split_batches_of_all_ranks(train, bench):
     batches, _ = train((code, 2, 9), (code, 1, 7), (code, 2, None))
     for epoch in batches[:6], batches[6:12], batches[12:]:
         assert sorted(itertools.chain(*epoch)) == list(range(SAMPLES))
-
-
-@pytest.mark.parametrize(
-    ("section", "old", "new"),
-    [
-        ("accelerate", *PREPARED),
-        ("Hugging Face Trainer", "ignore_data_skip=True", "ignore_data_skip=False"),
-    ],
-    ids=["accelerate", "Hugging"],
-)
-def test_batches_are_left_out_without_the_advice(section, old, new, train, bench):
-    code = PROGRAMS[section].here(bench.directory)
-    assert old in code
-    code = code.replace(old, new)
-    batches, _ = train((code, 2, 3), (code, 2, None))
-    assert len(batches) < 18

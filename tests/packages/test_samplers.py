@@ -1,4 +1,4 @@
-"""Samplers in torch's and torchdata's loaders, in spawned ranks, and in Lightning."""
+"""Samplers in torch's and torchdata's loaders, and in spawned ranks of Lightning."""
 
 import json
 
@@ -72,40 +72,6 @@ def test_a_stateful_loader_continues_in_the_seventh_epoch(bench, form, method):
     assert bench.run(COMMON + LOADERS, form, method).endswith("passed\n")
 
 
-SPAWN = """
-def rank(number, sampler, port):
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=number, world_size=2)
-    found = []
-    for method in None, "fork", "spawn", "forkserver":
-        workers = {"num_workers": 2, "multiprocessing_context": method} if method else {}
-        each = copy.deepcopy(sampler)
-        found += numbers(DataLoader(each.data, batch_sampler=each, **workers))
-    print(json.dumps([number, found]), flush=True)
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
-
-if __name__ == "__main__":
-    import socket
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    _, sampler = made()
-    batches = iter(sampler)
-    next(batches), next(batches)  # in the middle of an epoch
-    sampler.load_state_dict(sampler.state_dict())
-    torch.multiprocessing.spawn(rank, (sampler, port), nprocs=2)
-    print(json.dumps([-1, [[[int(n) for n in batch], 0] for batch in batches] * 4]))
-"""
-
-
-def test_spawned_ranks_share_the_batches_of_a_sampler_that_was_made_before(bench):
-    lines = bench.run(COMMON + SPAWN).splitlines()
-    found = dict(json.loads(line) for line in lines if line.startswith("["))
-    assert len(found[-1]) == 16
-    parts = zip(found[0], found[1], strict=True)
-    assert [[first + second, epoch] for (first, epoch), (second, _) in parts] == found[-1]
-
-
 LIGHTNING = """
 import lightning
 
@@ -155,21 +121,3 @@ def test_lightning_spawns_ranks_and_predicts(bench):
         assert sorted(seen) == [*range(24)]
     assert [part for world, _, part in steps if world == 1] == [[*range(24)]]
     assert ["batch_size=None" in text for world, _, text in steps if world == 0] == [True]
-
-
-CLOUDPICKLE = """
-import cloudpickle
-
-_, sampler = made()
-sampler.data.stages = [wds.map(lambda sample: sample["__index__"])]
-batches = iter(sampler)
-first = next(batches)
-loaded, rest = cloudpickle.loads(cloudpickle.dumps((sampler, batches)))
-assert list(rest) == list(batches)
-assert loaded.data[first] == [int(n) for n in first]
-print("passed")
-"""
-
-
-def test_cloudpickle_takes_a_sampler_in_the_middle_of_an_epoch(bench):
-    assert bench.run(COMMON + CLOUDPICKLE).endswith("passed\n")

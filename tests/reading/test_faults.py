@@ -75,18 +75,6 @@ def test_after_a_read_error_the_rest_is_streamed(warm, break_reads, origin, capl
     assert len(warnings(caplog)) == 1 and "the rest is streamed" in caplog.text
 
 
-def test_a_truncated_file_does_not_end_the_shard(warm, origin, caplog):
-    with warm.open(URL) as stream:
-        assert stream.read(1000) == DATA[:1000]
-        os.truncate(stream.name, 2 * PART)
-        assert stream.read() == DATA[1000:]
-        assert stream.read(10) == b"" == stream.raw.readall()
-        with pytest.raises(io.UnsupportedOperation):
-            stream.fileno()
-    assert origin.requests == [(URL, 2 * PART, None)]
-    assert len(warnings(caplog)) == 1
-
-
 @pytest.mark.parametrize("sidecar", [True, False])
 @pytest.mark.parametrize("at", [0, PART])
 def test_two_versions_are_never_spliced(warm, break_reads, origin, at, sidecar):

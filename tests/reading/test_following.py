@@ -9,13 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from shardcache.cache import Cache
 from shardcache.errors import FetchCancelledError, IntegrityError, TransferError
 from shardcache.layout import Layout
 from tests.support.fakes import Fault
-from tests.support.storetools import BLOCK, PATIENCE, forked, no_thread, wait_until
+from tests.support.storetools import BLOCK, PATIENCE, no_thread, wait_until
 from tests.support.tars import make_tar
-from tests.support.webservers import Files, running
 
 URL = "s3://lab/train-0000.tar"
 DATA = make_tar(1, members=3, size=BLOCK)
@@ -130,20 +128,6 @@ def test_the_last_block_is_withheld_until_the_shard_is_checked(make_cache, origi
     assert got == DATA[:limit]
 
 
-@pytest.mark.parametrize("how", ["an error page", "an origin that is gone"])
-def test_the_error_of_a_download_persists(make_cache, origin, how):
-    error = TransferError if how == "an origin that is gone" else IntegrityError
-    if how == "an error page":
-        origin.objects[URL] = b"<html>no such bucket</html>" * 200_000
-    else:
-        origin.faults.extend([Fault(after=BLOCK), Fault(after=None)])
-    # The download may fail before or after `open` returns.
-    with pytest.raises(error), one(make_cache).open(URL) as stream:
-        with pytest.raises(error):
-            stream.read()
-        stream.read()
-
-
 @pytest.mark.parametrize("is_read", [True, False])
 def test_closing_the_cache_cancels_downloads_without_readers(make_cache, origin, more, is_read):
     cache = one(make_cache, part_size=BLOCK)
@@ -205,26 +189,6 @@ def test_a_read_after_a_seek_waits_for_its_bytes(make_cache, more):
         assert os.pread(stream.fileno(), 10, 0) == DATA[:10]
         stream.seek(1)
         assert stream.read() == DATA[1:]
-
-
-def test_a_child_follows_the_download_of_its_parent(tmp_path):
-    server = Files()
-    server.files["/a.tar"] = DATA
-    more = server.hold("/a.tar", 3 * BLOCK + 5)
-
-    def work(parent):
-        parent.say("ready")
-        parent.say(stream.read() == DATA[10:])
-
-    with running(server), Cache(tmp_path / "cache", min_free=0) as cache:
-        stream = cache.open(f"{server.url}/a.tar")
-        assert stream.read(10) == DATA[:10]
-        with stream, forked(work) as child:
-            assert child.hear() == "ready"
-            more.set()
-            assert stream.read() == DATA[10:]
-            assert child.hear()
-    assert len(server.heads) == 1
 
 
 @pytest.mark.parametrize(

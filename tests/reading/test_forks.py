@@ -1,4 +1,6 @@
-"""Forks while a stream reads past the cache: parent and child continue independently."""
+"""Forks while a stream reads: the child follows the download, or continues independently."""
+
+import threading
 
 import pytest
 
@@ -18,7 +20,7 @@ def reach(
     context,  # noqa: F811
     authority,  # noqa: F811
 ):
-    """Returns a function that makes a cache without room, and the URL of a shard."""
+    """Returns a function that makes a cache, without room but for one, and the URL of a shard."""
     with running(Files()) as plain, running(Files(), context) as tls:
         plain.files["/a.tar"] = tls.files["/a.tar"] = DATA
         path = tmp_path / "nas" / plain.url.removeprefix("http://") / "a.tar"
@@ -31,11 +33,15 @@ def reach(
             "file": str(path),
             "upstream": f"{plain.url}/a.tar",
             "pipe": f"pipe:cat {path} | tail -c +1",
+            "download": f"{plain.url}/a.tar",
         }
 
         def make(kind):
             options = {"upstreams": [tmp_path / "nas"]} if kind == "upstream" else {}
-            given = {"min_free": "1000TB", "cache_local": True, "attempts": 1}
+            room = 0 if kind == "download" else "1000TB"
+            given = {"min_free": room, "cache_local": True, "attempts": 1}
+            if kind == "download":
+                threading.Timer(0.3, plain.hold("/a.tar", 3 * BLOCK + 5).set).start()
             cache = Cache(tmp_path / "cache", allow_schemes=["pipe"], **given, **options)
             return cache, urls[kind]
 
@@ -43,7 +49,7 @@ def reach(
 
 
 @pytest.mark.parametrize("order", ["parent first", "child first", "child closes"])
-@pytest.mark.parametrize("kind", ["http", "https", "file", "upstream", "pipe"])
+@pytest.mark.parametrize("kind", ["http", "https", "file", "upstream", "pipe", "download"])
 def test_parent_and_child_both_read_the_rest(reach, kind, order):
     cache, url = reach(kind)
 
@@ -63,6 +69,7 @@ def test_parent_and_child_both_read_the_rest(reach, kind, order):
             if order == "parent first":
                 heard = child.ask()
     assert begin + rest == DATA
+    assert kind != "download" or cache.stats().bytes_origin == len(DATA)
     if order == "child closes":
         assert heard is None
     elif kind == "pipe":  # a command cannot be continued

@@ -1,12 +1,10 @@
 """A pipeline downloads its next shards ahead, and stops when the pipeline ends."""
 
 import gc
-import itertools
 import threading
 from pathlib import Path
 
 import pytest
-import webdataset as wds
 
 from shardcache.errors import ShardNotFoundError, TransferError
 from tests.support.caches import held_elsewhere
@@ -89,14 +87,6 @@ def test_downloads_end_with_their_pipeline(make_cache, origin, how):
     wait_until(lambda: not running())
     assert not list(cache.entries())
     assert len(requested(origin)) == 2
-
-
-def test_an_endless_pipeline_ends_with_its_consumer(make_cache, origin):
-    cache = make_cache(prefetch=2)
-    dataset = cache.attach(wds.WebDataset(URLS, resampled=True, shardshuffle=False))
-    assert len(list(itertools.islice(dataset, 100))) == 100
-    wait_until(lambda: not running())
-    assert len(origin.requests) <= SHARDS
 
 
 def test_cached_shards_ahead_are_not_evicted(make_cache):

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -31,17 +32,11 @@ class Deadline(Exception):
     """Raised by a handler."""
 
 
-def interrupted(
-    function: Callable[[], object], *, step: int = 1, within: str = ""
-) -> Iterator[int]:
-    """Call a function once for each of its moments, at which a handler of the thread raises.
-
-    Only the moments in methods of the class ``within`` count, if it is given.
-    """
+def interrupted(function: Callable[[], object], step: int) -> Iterator[int]:
+    """Call a function once for each of its moments, at which a handler of the thread raises."""
 
     def handler(frame, event, _):
-        counts = event in ("call", "c_return") and frame.f_code.co_qualname.startswith(within)
-        if left and counts and not (left.pop() or left):
+        if left and event in ("call", "c_return") and not (left.pop() or left):
             raise Deadline
 
     function()  # imports its modules
@@ -113,16 +108,6 @@ def test_the_caller_gets_what_its_handler_raises_and_may_read_on(
         dropped.clear()
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_a_handler_that_raises_in_open_leaves_no_descriptor(make_cache, files):
-    cache, url = make_cache(), f"{files.url}/a.tar"
-    read(cache, url)
-    with no_descriptor_left():
-        for _ in interrupted(lambda: cache.open(url).close()):
-            assert url in cache
-    assert cache.remove(url) == (len(DATA), 0)
-
-
 def test_a_fetch_that_a_handler_ends_has_released_the_shard(make_cache, files, monkeypatch):
     cache, url = make_cache(), f"{files.url}/a.tar"
     held = files.hold("/a.tar", 1_000_000)
@@ -146,37 +131,77 @@ def test_a_fetch_that_a_handler_ends_has_released_the_shard(make_cache, files, m
     assert cache.fetch(url).data.read_bytes() == DATA
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_after_a_handler_ended_an_open_the_next_reader_gets_the_shard(make_cache, files):
-    """No download is left without a worker, and no lock is held."""
-    cache, url = make_cache(), f"{files.url}/a.tar"
-    with ThreadPoolExecutor(1) as pool:
-        for _ in interrupted(lambda: cache.open(url).close(), step=5):
-            assert pool.submit(read, cache, url).result(20) == DATA
-            cache.clean(everything=True)
+def opening(cache, url, pool):
+    """A download without a worker, or a lock, would stop the next reader."""
+    read_again = partial(pool.submit, read, cache, url)
+    return lambda: cache.open(
+        url
+    ).close(), lambda: read_again().result(20) == DATA and cache.clean(everything=True)
+
+
+def opening_a_cached_shard(cache, url, pool):
+    read(cache, url)
+    return lambda: cache.open(url).close(), lambda: url in cache
+
+
+def counting(cache, url, pool):
+    counters = cache.process.counters
+
+    def write():
+        counters.add({"hits": 1})
+        counters.flush()
+        return counters.snapshot() == counters._written
+
+    return write, lambda: pool.submit(write).result(20)
+
+
+def requesting(cache, url, pool):
+    """A request in flight would keep others from a server that throttles."""
+    pace = Pace("s3://lab", 60.0)
+
+    def request():
+        with contextlib.suppress(TransientError), pace.turn(time.sleep):
+            raise TransientError("throttled", patient=True)
+
+    return request, lambda: not pace._turns
+
+
+def starting_a_thread(cache, url, pool):
+    """In `Thread.start`, it would raise other exceptions, and keep a lock of the new thread."""
+    tasks = len(os.listdir("/proc/self/task"))
+    start = partial(threads.start, lambda: None, "shardcache-test")
+    return lambda: start().join(PATIENCE), lambda: wait_until(
+        lambda: len(os.listdir("/proc/self/task")) <= tasks
+    )
+
+
+def undivided_work(cache, url, pool):
+    def work():
+        with threads.undivided(), threads.undivided():
+            pass
+
+    def fork():
+        if not (pid := os.fork()):
+            os._exit(0)
+        return os.waitpid(pid, 0)[1] == 0
+
+    return work, lambda: pool.submit(fork).result(20)
+
+
+CALLS = {opening: 5, opening_a_cached_shard: 1, counting: 3}
+CALLS |= {requesting: 1, starting_a_thread: 1, undivided_work: 1}
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_a_handler_may_end_a_fetch_that_waits_for_a_connection(make_cache, files):
-    """The methods of Python's conditions would then lose their lock."""
-    cache = make_cache(connections=1)
-    files.files["/b.tar"] = DATA
-
-    def occupy():
-        """Let another thread use the only connection for a moment."""
-        pool.submit(cache.clean, everything=True).result(20)  # after the last one
-        seen, held = files.requests.count("GET /b.tar"), files.hold("/b.tar", 1000)
-        pool.submit(cache.fetch, f"{files.url}/b.tar")
-        wait_until(lambda: files.requests.count("GET /b.tar") > seen)
-        threading.Timer(0.2, held.set).start()
-
-    def fetch():
-        threads.call(occupy, PATIENCE, "shardcache-test")
-        cache.fetch(f"{files.url}/a.tar")
-
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of a fork beside threads
+@pytest.mark.parametrize(("made", "step"), CALLS.items())
+def test_a_handler_may_end_a_call_at_any_moment(make_cache, files, monkeypatch, made, step):
+    monkeypatch.setattr(threads, "_BEFORE_FORK", PATIENCE)
     with ThreadPoolExecutor(1) as pool:
-        for _ in interrupted(fetch, within="Condition."):
-            assert pool.submit(cache.fetch, f"{files.url}/a.tar").result(20).size == len(DATA)
+        call, is_well = made(make_cache(), f"{files.url}/a.tar", pool)
+        with no_descriptor_left() if made is opening_a_cached_shard else contextlib.nullcontext():
+            for _ in interrupted(call, step):
+                assert is_well()
 
 
 def test_a_first_read_in_a_hook_of_atexit_works(files, tmp_path):
@@ -214,56 +239,3 @@ def test_a_long_shard_is_read_once(make_cache, files, monkeypatch):
     monkeypatch.setattr(os, "preadv", lambda *args: starts.append(args[2]) or preadv(*args))
     assert read(cache, url) == DATA
     assert min(starts) == 1_000_000
-
-
-def test_a_request_that_a_handler_ended_does_not_count_as_in_flight():
-    """Otherwise, it would keep others from a server that throttles."""
-    pace = Pace("s3://lab", 60.0)
-
-    def request():
-        with contextlib.suppress(TransientError), pace.turn(time.sleep):
-            raise TransientError("throttled", patient=True)
-
-    for _ in interrupted(request):
-        assert not pace._turns
-
-
-def test_a_handler_that_raises_while_a_thread_starts_leaves_no_thread_that_hangs():
-    """In `Thread.start`, it would raise other exceptions, and keep a lock of the new thread."""
-    tasks = len(os.listdir("/proc/self/task"))
-    for _ in interrupted(lambda: threads.start(lambda: None, "shardcache-test").join(PATIENCE)):
-        wait_until(lambda: len(os.listdir("/proc/self/task")) <= tasks)
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of a fork beside threads
-def test_no_fork_waits_for_undivided_work_that_a_handler_ended(monkeypatch):
-    monkeypatch.setattr(threads, "_BEFORE_FORK", PATIENCE)
-
-    def work():
-        with threads.undivided(), threads.undivided():
-            pass
-
-    def fork():
-        if not (pid := os.fork()):
-            os._exit(0)
-        return os.waitpid(pid, 0)[1]
-
-    with ThreadPoolExecutor(1) as pool:
-        for _ in interrupted(work):
-            assert pool.submit(fork).result(20) == 0
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_counts_are_written_after_a_handler_ended_their_writing(make_cache, files):
-    cache, url = make_cache(), f"{files.url}/a.tar"
-    read(cache, url)
-    counters = cache.process.counters
-
-    def write():
-        counters.add({"hits": 1})
-        counters.flush()
-
-    with ThreadPoolExecutor(1) as pool:
-        for _ in interrupted(write, step=3):
-            pool.submit(write).result(20)
-            assert counters.snapshot() == counters._written

@@ -85,7 +85,7 @@ Ownership: any directory passes for a cache
     tests/store/test_security.py -k "removed or touched"
 
 Degrade: the reader gets a fault of the disk
-    reading/fallback.py
+    reading/stream.py
     -elif is_local_error(fault):
     +elif False:
     tests/download/test_diskfaults.py -k read_only_mount

@@ -176,20 +176,25 @@ def test_url_opener_keeps_keys_and_calls_the_handler(make_cache, monkeypatch):
 
 
 @pytest.mark.locks_work("answers")
-def test_a_dropped_shard_is_not_pinned_during_the_next_download(make_cache, origin):
+@pytest.mark.parametrize(("is_attached", "most"), [(False, 0), (True, 1)])
+def test_a_dropped_shard_is_not_pinned_during_the_next_download(
+    make_cache, origin, is_attached, most
+):
     cache = make_cache(fill="complete", prefetch=0)
-    evictable: list[bool] = []
+    in_use: list[int] = []
     real = origin.open
 
     def look(*args):
-        found = len(cache.clean(everything=True, dry_run=True).removed)
-        evictable.append(found == len(list(cache.entries())))
+        evictable = cache.clean(everything=True, dry_run=True).removed
+        in_use.append(len(list(cache.entries())) - len(evictable))
         return real(*args)
 
     origin.open = look
-    for sample in cache.url_opener(wds.SimpleShardList(SPEC)):
+    shards = wds.SimpleShardList(SPEC)
+    pipeline = wds.DataPipeline(shards, wds.tarfile_to_samples())
+    for sample in cache.attach(pipeline) if is_attached else cache.url_opener(shards):
         sample.clear()
-    assert len(evictable) >= len(SHARDS) and all(evictable)
+    assert len(in_use) >= len(SHARDS) and max(in_use) == most
     opener = cache.url_opener(wds.SimpleShardList(SPEC))
     stream = next(opener)["stream"]
     opener.close()

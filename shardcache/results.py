@@ -301,12 +301,20 @@ class Started(NamedTuple):
     shard: ShardURL
     progress: Callable[[], Progress]
 
+    def portable(self) -> Started:
+        """Return an event that another process can unpickle, which reports no progress."""
+        return Started(self.shard, Progress)
+
 
 class Finished(NamedTuple):
     """The event that work on a shard has ended, with its result."""
 
     shard: ShardURL
     result: ShardResult
+
+    def portable(self) -> Finished:
+        """Return an event that another process can unpickle."""
+        return Finished(self.shard, self.result.portable())
 
 
 Event = Planned | Started | Finished

@@ -42,7 +42,7 @@ from shardcache import clock
 from shardcache.errors import TransferError, TransferTimeoutError
 from shardcache.origins.base import RepeatError, TransientError
 from shardcache.units import format_duration
-from shardcache.urls import redact
+from shardcache.urls import redact, server_of
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -94,7 +94,7 @@ class RetryPolicy:
 
         ``attempts`` replaces that of this policy.
         """
-        server = "/".join(url.split("/")[:3])
+        server = server_of(url)
         pace = self._paces.get(server) or self._paces.setdefault(
             server, Pace(server, self.patience)
         )

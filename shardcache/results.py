@@ -320,7 +320,7 @@ class Finished(NamedTuple):
 Event = Planned | Started | Finished
 
 
-def portable(error: Exception) -> Exception:
+def portable(error: BaseException) -> Exception:
     """Return an error that any process can unpickle: ``error`` itself, or one with its text."""
     if isinstance(error, ShardCacheError | OSError):
         return error

@@ -31,6 +31,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from multiprocessing.connection import Connection, wait
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -67,7 +68,6 @@ from shardcache.units import format_bytes
 from shardcache.urls import ShardURL
 
 if TYPE_CHECKING:
-    from multiprocessing.connection import Connection
     from multiprocessing.process import BaseProcess
 
     from shardcache.cache import Cache
@@ -93,8 +93,6 @@ _TICK, _FIRST_TICK = 0.1, 0.01
 #: Seconds to wait for cancelled downloads, most of which end within milliseconds, and for threads
 #: without one. If a signal handler raised while a thread was started, it may not exist.
 _CANCEL_TIMEOUT, _THREAD_TIMEOUT = 5.0, 0.5
-#: Names of threads: of one that downloads, and of one that listens to a helper.
-_WORKER, _LISTENER = "shardcache-prewarm", "shardcache-prewarm-helper"
 #: Takes the place of a server for faults of this machine, such as of its disk.
 _THIS_MACHINE = ""
 
@@ -248,8 +246,8 @@ class Pool:
         self._running: dict[str, Download] = {}
         self._helped = defaultdict[str, Progress](Progress)  # by key, of the helpers' shards
         self._helpers: dict[Connection[Any, Any], BaseProcess] = {}
-        self._threads = Counter[str]()  # by name
-        self._failures = 0
+        self._channels: list[Connection[Any, Any]] = []  # to the helpers that have not ended
+        self._threads = self._failures = 0
         self._misfits = 0  # shards in a row that found no room
         self._refused = Counter[str]()  # by server, or _THIS_MACHINE
         self._succeeded: set[str] = set()
@@ -265,8 +263,6 @@ class Pool:
         exceptions, and KeyboardInterrupt, are raised after the downloads have ended.
         """
         self._throttle = None if self.rate is None else Throttle(self.rate)
-        for channel in self._helpers:
-            self._start(_LISTENER, partial(self._listen, channel))
         try:
             self._supervise(report)
             if self._helpers and not self.stopped and (lost := self._missing()):
@@ -285,9 +281,14 @@ class Pool:
         """Start threads, report events and watch for reasons to stop, until all work is done."""
         connections = self.cache.process.engine.connections
         while self._start_threads(connections.limit):
+            tick = _TICK if connections.known else _FIRST_TICK
             with suppress(Empty):
-                if self._threads.total():
-                    self._ended.get(timeout=_TICK if connections.known else _FIRST_TICK)
+                if self._threads:
+                    self._ended.get(timeout=tick)
+                elif self._channels:
+                    wait(self._channels, tick)
+            for channel in self._channels.copy():
+                self._receive(channel)
             if self.stop.is_set():
                 self._halt(Stopped.REQUESTED)
             elif clock.monotonic() >= self.deadline:
@@ -297,7 +298,7 @@ class Pool:
                 for download in list(self._running.values()):
                     download.cancel()
                 self._stop_helpers()
-                is_busy = self._running or self._threads[_LISTENER]
+                is_busy = self._running or self._channels
                 limit = _CANCEL_TIMEOUT if is_busy else _THREAD_TIMEOUT
                 if clock.monotonic() - self._cancelled_at > limit:
                     break
@@ -305,33 +306,18 @@ class Pool:
 
     def _start_threads(self, count: int) -> bool:
         """Start up to ``count`` threads, or download in this one. Return False if all is done."""
-        while self._queue and self._threads[_WORKER] < min(self.jobs, count):
-            if not self._start(_WORKER, self._download_shards):
-                if not self._threads[_WORKER]:
+        while self._queue and self._threads < min(self.jobs, count):
+            with self._lock:
+                self._threads += 1
+            try:
+                threads.start(self._download_shards, "shardcache-prewarm")
+            except RuntimeError:  # the limit of threads is reached
+                with self._lock:
+                    self._threads -= 1
+                if not self._threads:
                     self._download_next()
                 break
-        return bool(self._threads.total() or self._queue)
-
-    def _start(self, name: str, function: Callable[[], object]) -> bool:
-        """Call a function in a thread. Return False if the limit of threads is reached."""
-
-        def run() -> None:
-            try:
-                function()
-            finally:
-                with self._lock:
-                    self._threads[name] -= 1
-                self._ended.put(None)
-
-        with self._lock:
-            self._threads[name] += 1
-        try:
-            threads.start(run, name)
-        except RuntimeError:
-            with self._lock:
-                self._threads[name] -= 1
-            return False
-        return True
+        return bool(self._threads or self._channels or self._queue)
 
     # -- helpers ---------------------------------------------------------------
 
@@ -360,6 +346,7 @@ class Pool:
                 process.start()
                 end.close()
                 self._helpers[channel] = process
+        self._channels = [*self._helpers]
         self.jobs = jobs - self.jobs * len(self._helpers)
 
     def _stop_helpers(self) -> None:
@@ -403,11 +390,11 @@ class Pool:
         with suppress(Exception), self.cache:
             self.run(report)
 
-    def _listen(self, channel: Connection[Any, Any]) -> None:
-        """Receive the events, log records and progress of a helper until it ends."""
-        stopped: Stopped | None = None
-        with suppress(EOFError, OSError, pickle.UnpicklingError):  # the helper has ended
-            while True:
+    def _receive(self, channel: Connection[Any, Any]) -> None:
+        """Take the events, log records and progress that a helper has sent."""
+        self._channels.remove(channel)  # for good if the helper has ended, or an interrupt cuts in
+        with suppress(EOFError, OSError, pickle.UnpicklingError):
+            while channel.poll():
                 events, records, progress, stopped = channel.recv()
                 for record in records:
                     logging.getLogger(record.name).handle(record)
@@ -418,14 +405,19 @@ class Pool:
                     else:
                         self._finish(event)
                 self._helped |= progress
-        with self._lock:
-            self.stopped = self.stopped or stopped
+                self.stopped = self.stopped or stopped
+            self._channels.append(channel)
 
     # -- the threads of the pool -----------------------------------------------
 
     def _download_shards(self) -> None:
-        while self._download_next():
-            pass
+        try:
+            while self._download_next():
+                pass
+        finally:
+            with self._lock:
+                self._threads -= 1
+            self._ended.put(None)
 
     def _download_next(self) -> bool:
         """Download the next shard. Return False if there is none."""
@@ -505,7 +497,7 @@ class Pool:
         return [shard for shard in self.plan.shards if shard.key not in done]
 
     def _is_hopeless(self, scope: str) -> bool:
-        limit = max(_REFUSALS, self._threads[_WORKER])
+        limit = max(_REFUSALS, self._threads)
         return self._refused[scope] >= limit and scope not in self._succeeded
 
     def _halt(self, reason: Stopped) -> None:

@@ -2,8 +2,8 @@
 
     node-1 ... node-4, a cache each --- nginx as in docs/clusters.md, or a NAS --- origin
 
-Each of the nodes, nginx and the origin (SeaweedFS, and a log of what it sends) has a network
-namespace of its own.
+Each of the nodes, nginx and the origin (SeaweedFS behind a proxy that counts what it sends) has a
+network namespace of its own.
 """
 
 import contextlib
@@ -20,6 +20,7 @@ import pytest
 
 from shardcache.cli.demo import S3Server
 from tests.stress.fuse import mounted
+from tests.support.proxy import Proxy
 from tests.support.storetools import PATIENCE, forked, wait_until
 from tests.support.tars import make_tar
 from tests.support.trainingtools import ROOT
@@ -40,16 +41,6 @@ http {
     %s
 }
 """
-#: A slow origin, so that the engine can die in the middle.
-COUNTING = """
-log_format sent '$request_method $uri $body_bytes_sent';
-server {
-    listen 9000; access_log HOME/sent sent;
-    location / {
-        proxy_pass %s; proxy_set_header Host $http_host; proxy_buffering off; limit_rate 2m;
-    }
-}
-"""
 
 
 def ip(*arguments):
@@ -61,9 +52,8 @@ def ip(*arguments):
 @pytest.fixture(scope="module")
 def prefix():
     """Make the namespaces, and a switch between them; yields the first part of their names."""
-    for program in ("ip", "nginx"):
-        if os.geteuid() or not shutil.which(program):
-            pytest.skip(f"needs root and the program {program}")
+    if os.geteuid() or not shutil.which("ip"):
+        pytest.skip("needs root and the program ip")
     prefix, names = f"shardcache-{os.getpid()}-", ["switch", *ADDRESSES]
     switch = f"{prefix}switch"
     try:
@@ -83,32 +73,38 @@ def prefix():
 
 
 def serve(parent, namespace, home):
-    """Run an S3 server with the shards in a namespace; says the environment of its clients."""
+    """Run an S3 server with the shards in a namespace, and say the environment of its clients.
+
+    Then hear a limit, after which the proxy pauses each body, and say how many bytes it has sent.
+    """
     with open(f"/run/netns/{namespace}") as file:
         assert ctypes.CDLL(None).setns(file.fileno(), 0) == 0
-    with S3Server(directory=home) as server:
+    with S3Server(directory=home) as server, Proxy(server, (ADDRESSES["origin"], 9000)) as proxy:
         server.create_bucket("lab")
         server.client().put_bucket_policy(Bucket="lab", Policy=ANYONE)
         for name, data in SHARDS.items():
             server.put("lab", name, data)
         parent.say(server.environment())
-        parent.hear()
+        while (limit := parent.hear()) != "end":
+            proxy.limit = limit
+            parent.say(proxy.received())
     parent.say()
 
 
 class Cluster:
     """The processes in the namespaces."""
 
-    def __init__(self, prefix, home, environment):
-        self._prefix, self._home, self._environment = prefix, home, environment
+    def __init__(self, prefix, home, s3):
+        self._prefix, self._home, self._s3 = prefix, home, s3
+        self._environment = os.environ | s3.hear() | {"AWS_ENDPOINT_URL_S3": ORIGIN}
 
     def _start(self, name, *command, **options):
         return subprocess.Popen(["ip", "netns", "exec", self._prefix + name, *command], **options)
 
     @contextlib.contextmanager
-    def nginx(self, name, http):
+    def nginx(self, http):
         """Run nginx; yields a function that kills it."""
-        (home := self._home / name).mkdir()
+        (home := self._home / "engine").mkdir()
         (home / "nginx.conf").write_text((NGINX % http).replace("HOME", str(home)))
         command = ["nginx", "-c", home / "nginx.conf", "-g", "user root;"]
 
@@ -117,7 +113,7 @@ class Cluster:
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
 
-        process = self._start(name, *command, start_new_session=True)
+        process = self._start("engine", *command, start_new_session=True)
         try:
             wait_until((home / "pid").exists)
             yield kill
@@ -126,13 +122,13 @@ class Cluster:
 
     def prewarm(self, upstream, *arguments, midway=None):
         """Prewarm all nodes, and call ``midway`` in the middle; returns each node's warnings."""
+        self._s3.ask(1_000_000 if midway else None)
         started = []
         for number, name in enumerate(NODES):
             (self._home / name).mkdir(exist_ok=True)
             config = self._home / name / "shardcache.toml"
             config.write_text(f'dir = "{config.parent}/cache"\nmin_free = "0"\n{upstream}')
-            environment = os.environ | self._environment
-            environment |= {"AWS_ENDPOINT_URL_S3": ORIGIN, "SHARDCACHE_CONFIG": str(config)}
+            environment = self._environment | {"SHARDCACHE_CONFIG": str(config)}
             environment |= {"SLURM_NODEID": str(number), "SLURM_NNODES": str(len(NODES))}
             command = [sys.executable, "-m", "shardcache", "prewarm", "-v", SPEC, *arguments]
             pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
@@ -142,6 +138,7 @@ class Cluster:
             wait_until(lambda: all(path.exists() for path in begun))
             wait_until(lambda: any(any(self._files(name, "partial/*")) for name in NODES))
             midway()
+            self._s3.ask(None)
         ends = [process.communicate(timeout=3 * PATIENCE)[1] for process in started]
         assert not any(process.returncode for process in started), ends
         return [[line for line in end.splitlines() if "warning:" in line] for end in ends]
@@ -155,18 +152,14 @@ class Cluster:
         for name in NODES:
             files = self._files(name, "objects/*/*/*")
             assert {hashlib.md5(path.read_bytes()).digest() for path in files} == digests
-        rows = map(str.split, (self._home / "origin" / "sent").read_text().splitlines())
-        sent = sum(int(size) for method, path, size in rows if method == "GET" and ".tar" in path)
-        return sent / sum(map(len, SHARDS.values()))
+        return self._s3.ask(None) / sum(map(len, SHARDS.values()))
 
 
 @pytest.fixture
 def cluster(prefix, tmp_path):
     with forked(serve, f"{prefix}origin", tmp_path) as s3:
-        cluster = Cluster(prefix, tmp_path, environment := s3.hear())
-        with cluster.nginx("origin", COUNTING % environment["AWS_ENDPOINT_URL_S3"]):
-            yield cluster
-        s3.ask()
+        yield Cluster(prefix, tmp_path, s3)
+        s3.ask("end")
 
 
 def one_each(warnings, upstream):
@@ -177,11 +170,13 @@ def one_each(warnings, upstream):
 
 @pytest.mark.parametrize("dies", [False, True])
 def test_nginx_fetches_each_shard_once(cluster, dies):
+    if not shutil.which("nginx"):
+        pytest.skip("needs the program nginx")
     text = (ROOT / "docs" / "clusters.md").read_text("utf-8")
     [http] = re.findall(r"```text\n(proxy_cache_path .*?)```", text, re.DOTALL)
     http = http.replace("https://s3.us-east-1.amazonaws.com", ORIGIN)
     upstream = f"http://{ADDRESSES['engine']}:8080"
-    with cluster.nginx("engine", http.replace("/var/cache/nginx", "HOME")) as kill:
+    with cluster.nginx(http.replace("/var/cache/nginx", "HOME")) as kill:
         warnings = cluster.prewarm(f'upstreams = ["{upstream}"]', midway=kill if dies else None)
     if dies:
         assert 1 < cluster.fetches() < len(NODES) + 1 and one_each(warnings, upstream)

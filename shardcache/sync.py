@@ -310,7 +310,7 @@ def _store_for(per: str, directory: PathLike | None, job: str | None) -> tuple[A
         return PrefixStore(f"shardcache/{name}", store), "the store of torch.distributed"
     place = None
     if directory := directory or os.environ.get(_DIRECTORY_VARIABLE, "").strip():
-        place = Path(directory).absolute() / ".shardcache-sync"  # beside the files of the run
+        place = Path(directory).absolute() / ".shardcache-sync"
     elif per == "node" or world_size() in (1, detect().local_size):
         place = node_directory("sync")
     if place is None:

@@ -27,9 +27,9 @@ import signal
 import threading
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection, wait
 from queue import Empty, SimpleQueue
@@ -168,12 +168,13 @@ def prewarm(
     listing = Listing(cache.config)
     specs = [urls] if isinstance(urls, str | ShardURL) else urls
     shards = wanted_shards(cache, specs, listing, share)
-    if not (check or dry_run):
+    only_plans = check or dry_run
+    if not only_plans:
         _make_directory(cache)
     plan = make_plan(
         cache, shards, listing, best_effort=best_effort, list_sizes=not check, refresh=refresh
     )
-    if check or dry_run:
+    if only_plans:
         report([Planned(plan)])
         results = plan.results({}, Outcome.MISSING)
         return PrewarmReport(plan, results, clock.monotonic() - start)
@@ -190,9 +191,9 @@ def prewarm(
     stop = stop or threading.Event()
     events = list(confirm(cache, plan, stop))
     known = {each.shard.key: each.result for each in events if isinstance(each, Finished)}
-    limits = best_effort, max_failures, skip_missing
-    pool = Pool(cache, plan, stop, jobs, *limits, rate, results=known)
-    pool.deadline = math.inf if deadline is None else start + deadline
+    end = math.inf if deadline is None else start + deadline
+    limits = best_effort, max_failures, skip_missing, rate, end
+    pool = Pool(cache, plan, stop, jobs, *limits, results=known)
     with contextlib.closing(pool):
         pool.fork(processes)  # before `report`, which may start a thread
         report([Planned(plan), *events])
@@ -225,13 +226,13 @@ class Pool:
     plan: PrewarmPlan
     stop: threading.Event
     jobs: int
-    best_effort: bool = False
-    max_failures: int | None = None
-    skip_missing: bool = False
-    rate: int | None = None  #: bytes per second for all connections together
-    deadline: float = math.inf  #: on the monotonic clock
+    best_effort: bool
+    max_failures: int | None
+    skip_missing: bool
+    rate: int | None  #: bytes per second for all connections together
+    deadline: float  #: on the monotonic clock
     #: The results of the shards by key. Those that have one when the pool is made are not tried.
-    results: dict[str, ShardResult] = field(default_factory=dict)
+    results: dict[str, ShardResult]
     stopped: Stopped | None = None  #: why no further shard is started
 
     def __post_init__(self) -> None:
@@ -239,8 +240,12 @@ class Pool:
             error = self.plan.unconfirmed.get(shard.key)
             if self.skip_missing and isinstance(error, ShardNotFoundError):
                 self.results[shard.key] = ShardResult(str(shard), Outcome.SKIPPED, error=error)
-        self._queue = _Queue(self._missing())
+        self._queue = self._missing()
         self.jobs = min(self.jobs, len(self._queue))
+        # The offset of this file is the position in the queue. Helpers share it, and the kernel
+        # changes it in one step, so no lock is needed that a killed process could hold.
+        self._position = os.memfd_create("shardcache-prewarm")
+        weakref.finalize(self, os.close, self._position)
         self._events: SimpleQueue[Started | Finished] = SimpleQueue()
         self._cancelled_at: float | None = None
         self._running: dict[str, Download] = {}
@@ -268,7 +273,8 @@ class Pool:
             if self._helpers and not self.stopped and (lost := self._missing()):
                 text = "a helper process died; the main process downloads its %d shards"
                 logger.warning(text, len(lost))
-                self._queue.refill(lost)
+                self._queue = lost
+                os.lseek(self._position, 0, os.SEEK_SET)
                 self._supervise(report)
         except BaseException:
             self._halt(Stopped.REQUESTED)
@@ -306,7 +312,7 @@ class Pool:
 
     def _start_threads(self, count: int) -> bool:
         """Start up to ``count`` threads, or download in this one. Return False if all is done."""
-        while self._queue and self._threads < min(self.jobs, count):
+        while self._is_waiting() and self._threads < min(self.jobs, count):
             with self._lock:
                 self._threads += 1
             try:
@@ -317,7 +323,11 @@ class Pool:
                 if not self._threads:
                     self._download_next()
                 break
-        return bool(self._threads or self._channels or self._queue)
+        return bool(self._threads or self._channels or self._is_waiting())
+
+    def _is_waiting(self) -> bool:
+        """Return whether the queue holds a shard."""
+        return os.lseek(self._position, 0, os.SEEK_CUR) < len(self._queue)
 
     # -- helpers ---------------------------------------------------------------
 
@@ -428,7 +438,8 @@ class Pool:
     def _next(self) -> Download | None:
         """Return a download of the next shard of a bucket that was not given up, if any."""
         with self._lock:
-            while (shard := self._queue.take()) is not None:
+            while (number := os.lseek(self._position, 1, os.SEEK_CUR)) <= len(self._queue):
+                shard = self._queue[number - 1]
                 if self._is_hopeless(_THIS_MACHINE) or self._is_hopeless(shard.server):
                     self.stopped = self.stopped or Stopped.REFUSED
                     continue
@@ -507,37 +518,9 @@ class Pool:
         """
         with self._lock:
             self.stopped = self.stopped or reason
-            self._queue.clear()
+            os.lseek(self._position, len(self._queue), os.SEEK_SET)
             if reason is not Stopped.FULL and self._cancelled_at is None:
                 self._cancelled_at = clock.monotonic()
-
-
-class _Queue:
-    """A queue of shards, from which this process and the helpers that it forks take."""
-
-    def __init__(self, shards: Sequence[ShardURL]) -> None:
-        self._shards = shards
-        # The offset of this file is the position in the queue. Forked processes share it, and the
-        # kernel changes it in one step, so no lock is needed that a killed process could hold.
-        self._fd = os.memfd_create("shardcache-prewarm")
-        weakref.finalize(self, os.close, self._fd)
-
-    def take(self) -> ShardURL | None:
-        """Return the next shard, if any."""
-        position = os.lseek(self._fd, 1, os.SEEK_CUR) - 1
-        return self._shards[position] if position < len(self._shards) else None
-
-    def clear(self) -> None:
-        """Drop the shards that are left, for all processes."""
-        os.lseek(self._fd, len(self._shards), os.SEEK_SET)
-
-    def refill(self, shards: Sequence[ShardURL]) -> None:
-        """Replace the shards. Not while other processes take from the queue."""
-        self._shards = shards
-        os.lseek(self._fd, 0, os.SEEK_SET)
-
-    def __len__(self) -> int:
-        return max(0, len(self._shards) - os.lseek(self._fd, 0, os.SEEK_CUR))
 
 
 def _drain(queue: SimpleQueue[T]) -> list[T]:

@@ -112,8 +112,8 @@ class Request:
 class Proxy(Scripted):
     """A proxy, as a context manager; clients connect to its ``url``."""
 
-    def __init__(self, s3: Any, address: tuple[str, int] = ("127.0.0.1", 0)) -> None:
-        super().__init__(lambda head: b"", sys.maxsize, address)
+    def __init__(self, s3: Any) -> None:
+        super().__init__(lambda head: b"", most=sys.maxsize)
         self.RequestHandlerClass = _Exchange  # answers
         self.upstream = urlsplit(s3.endpoint_url)
         self.limit: int | None = None  # bytes to pass of each body

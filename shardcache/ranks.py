@@ -53,9 +53,6 @@ _MAX_NORMAL_STEP = 0xFFFFFFF0
 #: Launchers increase these when they restart the ranks (torchrun, Slurm) or start a job step.
 _COUNTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT", "SLURM_STEP_ID")
 
-_PLAIN = r"(?![.-])[A-Za-z0-9._-]{1,64}"
-_HASHED = r".*--[0-9a-f]{12}"
-
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
@@ -74,10 +71,7 @@ def detect(environ: Mapping[str, str] | None = None) -> Ranks:
 
     The order of precedence is ``SHARDCACHE_RANK`` and ``SHARDCACHE_JOB``, torchrun, MPI, Slurm. MPI
     comes before Slurm because mpirun may start its daemons with srun, and the ranks then inherit
-    the daemon's ``SLURM_PROCID``. Empty variables count as unset.
-
-    Raises:
-        ConfigError: a variable is not a whole number, or the rank is not below the world size.
+    the daemon's ``SLURM_PROCID``.
     """
     env = os.environ if environ is None else environ
     launched = (_from_launcher(env, source) for source in LAUNCHERS if source != "slurm")
@@ -151,10 +145,10 @@ def whole_number(env: Mapping[str, str], name: str) -> int | None:
 def safe_name(job: str) -> str:
     """Convert a job id to a name for a directory: ``[A-Za-z0-9._-]{1,64}``, not ``.`` or ``..``.
 
-    An id of this form is returned unchanged. Any other id, and one that ends as if it had a hash,
-    gets a hash of 48 bits at its end, so that two ids never share a name.
+    Any other id, and one that ends as if it had a hash, gets a hash of 48 bits at its end, so that
+    two ids never share a name.
     """
-    if re.fullmatch(_PLAIN, job) and not re.fullmatch(_HASHED, job):
+    if re.fullmatch(r"(?!.*--[0-9a-f]{12}\Z)(?![.-])[A-Za-z0-9._-]{1,64}", job):
         return job
     # A leading dot would hide the directory, a leading dash would look like an option.
     kept = re.sub(r"^[.-]|[^A-Za-z0-9._-]", "_", job)[:50] or "_"  # 50 + "--" + 12 digits = 64
@@ -219,9 +213,6 @@ def job_name(job: str | None = None) -> str:
 
     The name is ``job`` if it is given. Otherwise it consists of the launcher's id and restart
     counts, so that a restarted job does not find the notes of its former run.
-
-    Raises:
-        ConfigError: the ranks have no id in common, or ``job`` is empty.
     """
     if job is not None:
         if not job.strip():

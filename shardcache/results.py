@@ -301,6 +301,10 @@ class Started(NamedTuple):
     shard: ShardURL
     progress: Callable[[], Progress]
 
+    def portable(self) -> Started:
+        """Return an event that another process can unpickle, which reports no progress."""
+        return Started(self.shard, Progress)
+
 
 class Finished(NamedTuple):
     """The event that work on a shard has ended, with its result."""
@@ -308,11 +312,15 @@ class Finished(NamedTuple):
     shard: ShardURL
     result: ShardResult
 
+    def portable(self) -> Finished:
+        """Return an event that another process can unpickle."""
+        return Finished(self.shard, self.result.portable())
+
 
 Event = Planned | Started | Finished
 
 
-def portable(error: Exception) -> Exception:
+def portable(error: BaseException) -> Exception:
     """Return an error that any process can unpickle: ``error`` itself, or one with its text."""
     if isinstance(error, ShardCacheError | OSError):
         return error

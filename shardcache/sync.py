@@ -1,23 +1,13 @@
 """Avoid the usual race conditions of training scripts: ``from shardcache import sync``.
 
-    sync.makedirs("/nfs/run/trace")                   a directory that this node can see at once
-    sync.wait_for("/nfs/run/ckpt", by="rank 0")       wait for a path that another rank makes
-    sync.once("unpack", unpack, archive, per="node")  one rank works, the others get its result
-    sync.barrier("checkpoint")                        wait until all ranks have arrived
-    with sync.atomic_write("/nfs/run/best.pt") as f:  write a file that is complete or absent
-        ...
-    sync.rank(), sync.world_size()
-
-They work with any launcher, with and without torch. docs/sync.md states their guarantees.
-
-`once` and `barrier` leave notes in a store: that of torch.distributed, or a `FileStore`. A note is
-a text under a name, and of several ranks that create one name, one succeeds.
+docs/sync.md states what each function promises. All of them wait with `poll`, and look names up
+with `find`. `once` and `barrier` leave notes in a store: that of torch.distributed, or a
+`FileStore`. A note is a text under a name, and of several ranks that create one name, one succeeds.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import logging
 import math
@@ -44,7 +34,7 @@ from shardcache.errors import (
     ShardCacheError,
     WaitTimeoutError,
 )
-from shardcache.files import sync_directory
+from shardcache.files import GONE, sync_directory
 from shardcache.locks.mounts import node_directory
 from shardcache.ranks import detect, job_name, rank, safe_name, torch_store, world_size
 from shardcache.units import format_duration, parse_choice, parse_duration
@@ -64,8 +54,6 @@ DEFAULT_TIMEOUT = 1800.0
 #: Seconds for which a filesystem may contradict itself: twice the default of acdirmax.
 _MKDIR_TIMEOUT = 120.0
 _DIRECTORY_VARIABLE = "SHARDCACHE_SYNC_DIR"
-#: Notes are below this name in the user's directory, because the directory may hold other files.
-_NAME = ".shardcache-sync"
 #: Seconds without a heartbeat after which a runner counts as dead, and the number of heartbeats in
 #: that time: with five, one heartbeat may be lost and another one late.
 _LEASE, _BEATS = 90.0, 5
@@ -81,9 +69,8 @@ _RUN = secrets.token_hex(8)
 def poll(timeout: Timeout, what: Callable[[], str]) -> Iterator[float]:
     """Yield the seconds waited so far, first 0, with a pause after each, until the timeout.
 
-    The pauses grow from 10 ms to a second, because a thousand ranks that poll every 10 ms would
-    overload a file server. Every ten seconds, a warning says what is waited for: the text that
-    ``what`` returns. At the end, a `WaitTimeoutError` does.
+    Every ten seconds, a warning says what is waited for: the text that ``what`` returns. At the
+    end, a `WaitTimeoutError` does.
     """
     limit = math.inf if timeout is None else parse_duration(timeout)
     start, pause, warned = clock.monotonic(), 0.01, 0.0
@@ -95,16 +82,15 @@ def poll(timeout: Timeout, what: Callable[[], str]) -> Iterator[float]:
         if waited - warned >= 10.0:
             warned = waited
             logger.warning("after %s: waiting %s", format_duration(waited), what())
-        # Without this jitter, ranks that start together would poll together.
+        # A thousand ranks that poll every 10 ms, or all at the same time, would overload a file
+        # server. So the pauses grow to a second, and have jitter.
         clock.sleep(min(pause * random.uniform(0.5, 1.0), limit - waited))  # noqa: S311
         pause = min(pause * 1.5, 1.0)
 
 
 class _ignoring_absence(contextlib.AbstractContextManager[Any]):  # noqa: N801 - used like a function
-    """Ignores errors that mean that a name is absent; ESTALE, of NFS: its directory was removed."""
-
     def __exit__(self, *raised: Any) -> bool:
-        return getattr(raised[1], "errno", None) in (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
+        return getattr(raised[1], "errno", None) in GONE
 
 
 def find(path: PathLike) -> os.stat_result | None:
@@ -119,10 +105,10 @@ def find(path: PathLike) -> os.stat_result | None:
     parent = os.path.dirname(path) or "."  # noqa: PTH120
     if parent == path or find(parent) is None:
         return None
-    # When a directory is opened, an NFS client checks the absent names that it remembers there
-    # (close-to-open consistency). When a name is about to be created, no kernel trusts a remembered
-    # absence (FUSE: `fuse_dentry_revalidate`). So try to make `path` a link to /proc, which always
-    # fails because /proc is a directory.
+    # When a directory is opened, an NFS client checks the absent names that it remembers there.
+    # When a name is about to be created, no kernel trusts a remembered absence (FUSE:
+    # `fuse_dentry_revalidate`). So try to make `path` a link to /proc, which always fails because
+    # /proc is a directory.
     try:
         os.close(os.open(parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
         os.link("/proc/.", path)
@@ -284,7 +270,7 @@ class FileStore:
         return b""
 
     def set(self, name: str, text: str) -> None:
-        """Post a note, replacing an existing note with the same name."""
+        """Post a note, in place of an existing one."""
         with atomic_write(self._directory / name, "w", sync=False) as file:
             file.write(text)
 
@@ -324,7 +310,7 @@ def _store_for(per: str, directory: PathLike | None, job: str | None) -> tuple[A
         return PrefixStore(f"shardcache/{name}", store), "the store of torch.distributed"
     place = None
     if directory := directory or os.environ.get(_DIRECTORY_VARIABLE, "").strip():
-        place = Path(directory).absolute() / _NAME
+        place = Path(directory).absolute() / ".shardcache-sync"
     elif per == "node" or world_size() in (1, detect().local_size):
         place = node_directory("sync")
     if place is None:

@@ -36,7 +36,7 @@ from shardcache import clock
 from shardcache.errors import TransferError, TransferTimeoutError
 from shardcache.origins.base import RepeatError, TransientError
 from shardcache.units import format_duration
-from shardcache.urls import redact
+from shardcache.urls import redact, server_of
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -73,7 +73,7 @@ class RetryPolicy:
 
     def started(self, url: str, attempts: int | None = None) -> Attempts:
         """Return the retries of a download of ``url`` that starts now."""
-        server = "/".join(url.split("/")[:3])
+        server = server_of(url)
         pace = self._paces.get(server)
         if pace is None:
             pace = self._paces.setdefault(server, Pace(server, self.patience))

@@ -1,7 +1,5 @@
 """Plan a prewarm: which shards it has to download, and whether they fit.
 
-    expand: specifications -> URLs      wanted_shards: URLs -> shards      make_plan: shards -> plan
-
 Planning reads names and sizes, and opens no shard. If other processes add or evict entries in the
 meantime, `confirm` and the downloads notice it.
 """
@@ -110,11 +108,10 @@ def expand(specs: str | Iterable[str], cache: Cache | None = None) -> list[str]:
 def wanted_shards(
     cache: Cache, wanted: Iterable[str | ShardURL], listing: Listing, share: Share | None = None
 ) -> tuple[ShardURL, ...]:
-    """Expand and parse shard specifications, and return each shard once, in order.
+    """Expand and parse shard specifications, and return each shard of the share once, in order.
 
-    With ``share``, return only the shards that this node reads. As in WebDataset, a shard that is
-    named twice counts twice in the split. Items of ``wanted`` that are parsed are not expanded.
-    Raises the errors of `expand`.
+    As in WebDataset, a shard that is named twice counts twice in the split. Items of ``wanted``
+    that are parsed are not expanded. Raises the errors of `expand`.
     """
     shards: list[ShardURL] = []
     for each in wanted:
@@ -141,10 +138,8 @@ def make_plan(
 ) -> PrewarmPlan:
     """Compare the wanted shards, each once, with the cache, and return what to download.
 
-    Args:
-        best_effort: leave out the shards that do not fit. Earlier shards take precedence.
-        list_sizes: query the origins for the sizes of the missing shards.
-        refresh: query the origins for newer versions of the cached shards.
+    With ``best_effort``, the last of the shards that do not fit are left out. With ``list_sizes``,
+    the origins state the sizes of the missing shards, and with ``refresh``, newer versions.
     """
     wanted = {shard.key for shard in shards}
     entries = list(cache.entries())

@@ -1,11 +1,10 @@
 """Prewarm the caches of all nodes of a Ray cluster.
 
     prewarm_nodes -> one task pinned to each live node -> `prewarm` of that node's cache
-                  <- a batch of news every second (a streaming generator) <-
+                  <- a batch of its events every second, and at the end its report or error <-
 
-A batch of news holds events of a node's prewarm, and the last batch also its report. Each node uses
-its own cache, configuration and credentials, from the environment in which ``ray start`` ran there.
-If a node fails or dies, its report says so, and the other nodes complete.
+Each node uses its own cache, configuration and credentials, from the environment in which ``ray
+start`` ran there. If a node fails or dies, its report says so, and the other nodes complete.
 """
 
 from __future__ import annotations
@@ -46,16 +45,14 @@ from shardcache.results import (
     portable,
 )
 
-#: Seconds between two batches of news from a node; and between two checks, in the calling process,
-#: for news and for a request to stop.
+#: Seconds between two batches of news from a node; and between two checks in the calling process.
 _NEWS_EVERY, _TICK = 1.0, 0.2
 #: Seconds to wait for nodes whose tasks were cancelled. A prewarm takes up to 5 to stop
 #: (`run._CANCEL_TIMEOUT`); the rest is for news in transit.
 _CANCEL_TIMEOUT = 20.0
 #: Seconds to test whether an address accepts connections; Ray itself would try for minutes.
 _CONNECT_SECONDS = 10.0
-#: A batch of news: events, and at the end a report, or an exception in place of the report.
-_News = list[Event | PrewarmReport | Exception]
+_News = list[Planned | Finished | PrewarmReport | Exception]
 
 
 class NodeLostError(ShardCacheError):
@@ -64,7 +61,7 @@ class NodeLostError(ShardCacheError):
 
 @dataclass(slots=True)
 class NodeReport:
-    """The state of one node's prewarm, according to the news received so far."""
+    """The prewarm of one node, according to the news received so far."""
 
     name: str  #: the node's name, and the start of its id if several nodes have this name
     number: int  #: from 0, in the order of addresses and then names
@@ -245,9 +242,6 @@ def _connected() -> Iterator[Any]:
         ray.shutdown()
 
 
-# -- on the nodes --------------------------------------------------------------
-
-
 def _prewarm_here(
     specs: Sequence[str],
     settings: Mapping[str, Any],
@@ -259,26 +253,22 @@ def _prewarm_here(
 
     `ray.cancel` raises KeyboardInterrupt in this function. After that, Ray delivers no more news.
     """
-    news, stop = queue.SimpleQueue[Event | PrewarmReport | Exception](), threading.Event()
+    news, stop = queue.SimpleQueue[Planned | Finished](), threading.Event()
 
     def on_event(event: Event) -> None:
-        if isinstance(event, Finished):
-            news.put(event._replace(result=event.result.portable()))
-        elif isinstance(event, Planned):
+        if isinstance(event, Planned):
             news.put(event)
+        elif isinstance(event, Finished):
+            news.put(event.portable())
 
-    def work() -> None:
-        try:
-            files = None if config_file is None else [config_file]
-            config = configuration.load(settings, files=files).config
-            connections = max(config.connections, options.get("jobs", JOBS))
-            config = config.replace(strict=True, connections=connections)
-            with Cache.from_config(config) as cache:
-                report = prewarm(cache, specs, share=share, on_event=on_event, stop=stop, **options)
-            results = tuple(result.portable() for result in report.results)
-            news.put(replace(report, results=results))
-        except Exception as exn:  # noqa: BLE001 - it is sent to the caller
-            news.put(portable(exn))
+    def work() -> PrewarmReport:
+        files = None if config_file is None else [config_file]
+        config = configuration.load(settings, files=files).config
+        connections = max(config.connections, options.get("jobs", JOBS))
+        config = config.replace(strict=True, connections=connections)
+        with Cache.from_config(config) as cache:
+            report = prewarm(cache, specs, share=share, on_event=on_event, stop=stop, **options)
+        return replace(report, results=tuple(result.portable() for result in report.results))
 
     with ThreadPoolExecutor(1) as pool:
         future = pool.submit(work)
@@ -288,3 +278,5 @@ def _prewarm_here(
                 yield [news.get() for _ in range(news.qsize())]
         finally:
             stop.set()
+    exn = future.exception()
+    yield [future.result() if exn is None else portable(exn)]

@@ -1,8 +1,5 @@
 """Prewarm a cache: expand shard specifications, make a plan, refuse what cannot fit, download.
 
-Several prewarms may run on one cache at the same time, in one process or in several. Like all
-readers, they share downloads: each shard is downloaded once.
-
 * In the end, each shard that was tried has one result, and the other shards have none.
 * The failure of one shard does not stop the others, unless they would all fail alike: after some
   refusals (credentials, endpoint, configuration, local disk) without a success, the pool skips the
@@ -13,17 +10,14 @@ readers, they share downloads: each shard is downloaded once.
 For small shards, one interpreter is the bottleneck. On loopback, with two cores shared with the
 server, 2,000 shards of 100 KiB took 2.8 s with one process and 1.4 s with two, 256 of 4 MiB 1.05
 and 0.67 s, 48 of 64 MiB 1.39 and 1.18 s (medians of 3, November 2026). So the main process, the
-owner, forks helpers before it starts threads. All of them take shards from one queue. A helper ends
-when the queue is empty or the owner has died. At each tick, it sends the owner its events, log
-records and progress, and the reason if it stopped. If a helper dies, the owner downloads the shards
-that the helper had taken.
+owner, forks helpers before it starts threads. All of them take shards from one queue. If a helper
+dies, the owner downloads the shards that the helper had taken.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import importlib
 import logging
 import math
 import multiprocessing
@@ -31,11 +25,13 @@ import os
 import pickle
 import signal
 import threading
+import weakref
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
+from multiprocessing.connection import Connection, wait
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -72,7 +68,7 @@ from shardcache.units import format_bytes
 from shardcache.urls import ShardURL
 
 if TYPE_CHECKING:
-    from multiprocessing.connection import Connection
+    from multiprocessing.process import BaseProcess
 
     from shardcache.cache import Cache
 
@@ -97,9 +93,7 @@ _TICK, _FIRST_TICK = 0.1, 0.01
 #: Seconds to wait for cancelled downloads, most of which end within milliseconds, and for threads
 #: without one. If a signal handler raised while a thread was started, it may not exist.
 _CANCEL_TIMEOUT, _THREAD_TIMEOUT = 5.0, 0.5
-#: Modules that are imported before the helpers are forked, so that they need not import them again.
-_ENGINE = ("shardcache.download.fetch", "shardcache.space.clean", "shardcache.stats.database")
-#: Takes the place of a bucket's name for faults of this machine, such as of its disk.
+#: Takes the place of a server for faults of this machine, such as of its disk.
 _THIS_MACHINE = ""
 
 
@@ -165,7 +159,6 @@ def prewarm(
         raise ConfigError(f"jobs is {jobs}. Give at least 1.", option="jobs")
     rate = None if limit_rate is None else parse_rate(limit_rate)
     start = clock.monotonic()
-    specs = [urls] if isinstance(urls, str | ShardURL) else list(urls)
 
     def report(events: Iterable[Event]) -> None:
         for event in events:
@@ -173,13 +166,15 @@ def prewarm(
                 on_event(event)
 
     listing = Listing(cache.config)
+    specs = [urls] if isinstance(urls, str | ShardURL) else urls
     shards = wanted_shards(cache, specs, listing, share)
-    if not (check or dry_run):
+    only_plans = check or dry_run
+    if not only_plans:
         _make_directory(cache)
     plan = make_plan(
         cache, shards, listing, best_effort=best_effort, list_sizes=not check, refresh=refresh
     )
-    if check or dry_run:
+    if only_plans:
         report([Planned(plan)])
         results = plan.results({}, Outcome.MISSING)
         return PrewarmReport(plan, results, clock.monotonic() - start)
@@ -196,9 +191,9 @@ def prewarm(
     stop = stop or threading.Event()
     events = list(confirm(cache, plan, stop))
     known = {each.shard.key: each.result for each in events if isinstance(each, Finished)}
-    limits = best_effort, max_failures, skip_missing
-    pool = Pool(cache, plan, stop, jobs, *limits, rate, results=known)
-    pool.deadline = math.inf if deadline is None else start + deadline
+    end = math.inf if deadline is None else start + deadline
+    limits = best_effort, max_failures, skip_missing, rate, end
+    pool = Pool(cache, plan, stop, jobs, *limits, results=known)
     with contextlib.closing(pool):
         pool.fork(processes)  # before `report`, which may start a thread
         report([Planned(plan), *events])
@@ -231,13 +226,13 @@ class Pool:
     plan: PrewarmPlan
     stop: threading.Event
     jobs: int
-    best_effort: bool = False
-    max_failures: int | None = None
-    skip_missing: bool = False
-    rate: int | None = None  #: bytes per second for all connections together
-    deadline: float = math.inf  #: on the monotonic clock
+    best_effort: bool
+    max_failures: int | None
+    skip_missing: bool
+    rate: int | None  #: bytes per second for all connections together
+    deadline: float  #: on the monotonic clock
     #: The results of the shards by key. Those that have one when the pool is made are not tried.
-    results: dict[str, ShardResult] = field(default_factory=dict)
+    results: dict[str, ShardResult]
     stopped: Stopped | None = None  #: why no further shard is started
 
     def __post_init__(self) -> None:
@@ -245,22 +240,25 @@ class Pool:
             error = self.plan.unconfirmed.get(shard.key)
             if self.skip_missing and isinstance(error, ShardNotFoundError):
                 self.results[shard.key] = ShardResult(str(shard), Outcome.SKIPPED, error=error)
-        self._queue = _Queue(self._missing())
+        self._queue = self._missing()
         self.jobs = min(self.jobs, len(self._queue))
-        self._throttle = None if self.rate is None else Throttle(self.rate)
+        # The offset of this file is the position in the queue. Helpers share it, and the kernel
+        # changes it in one step, so no lock is needed that a killed process could hold.
+        self._position = os.memfd_create("shardcache-prewarm")
+        weakref.finalize(self, os.close, self._position)
         self._events: SimpleQueue[Started | Finished] = SimpleQueue()
         self._cancelled_at: float | None = None
         self._running: dict[str, Download] = {}
         self._helped = defaultdict[str, Progress](Progress)  # by key, of the helpers' shards
-        self._helpers: list[Helper] = []  # that have not ended
-        self._forked: list[Helper] = []
+        self._helpers: dict[Connection[Any, Any], BaseProcess] = {}
+        self._channels: list[Connection[Any, Any]] = []  # to the helpers that have not ended
         self._threads = self._failures = 0
         self._misfits = 0  # shards in a row that found no room
-        self._refused: Counter[str] = Counter()  # by bucket, or _THIS_MACHINE
+        self._refused = Counter[str]()  # by server, or _THIS_MACHINE
         self._succeeded: set[str] = set()
         self._lock = threading.RLock()  # guards all of the above
-        # Gets an item when a thread or a helper ends. Not a `Condition`: if a signal handler raises
-        # in its methods, it keeps or loses the lock.
+        # Gets an item when a thread ends. Not a `Condition`: if a signal handler raises in its
+        # methods, it keeps or loses the lock.
         self._ended = threads.Queue[None]()
 
     def run(self, report: Callable[[list[Started | Finished]], None]) -> None:
@@ -269,17 +267,14 @@ class Pool:
         ``report`` is called in the calling thread with the events since its last call. Its
         exceptions, and KeyboardInterrupt, are raised after the downloads have ended.
         """
-        for helper in self._forked:
-            try:
-                threads.start(partial(self._follow, helper), "shardcache-prewarm-helper")
-            except RuntimeError:  # the limit of threads is reached
-                self._helpers.remove(helper)
+        self._throttle = None if self.rate is None else Throttle(self.rate)
         try:
             self._supervise(report)
-            if self._forked and not self.stopped and (lost := self._missing()):
+            if self._helpers and not self.stopped and (lost := self._missing()):
                 text = "a helper process died; the main process downloads its %d shards"
                 logger.warning(text, len(lost))
-                self._queue.refill(lost)
+                self._queue = lost
+                os.lseek(self._position, 0, os.SEEK_SET)
                 self._supervise(report)
         except BaseException:
             self._halt(Stopped.REQUESTED)
@@ -292,9 +287,14 @@ class Pool:
         """Start threads, report events and watch for reasons to stop, until all work is done."""
         connections = self.cache.process.engine.connections
         while self._start_threads(connections.limit):
+            tick = _TICK if connections.known else _FIRST_TICK
             with suppress(Empty):
-                if self._threads or self._helpers:
-                    self._ended.get(timeout=_TICK if connections.known else _FIRST_TICK)
+                if self._threads:
+                    self._ended.get(timeout=tick)
+                elif self._channels:
+                    wait(self._channels, tick)
+            for channel in self._channels.copy():
+                self._receive(channel)
             if self.stop.is_set():
                 self._halt(Stopped.REQUESTED)
             elif clock.monotonic() >= self.deadline:
@@ -303,9 +303,8 @@ class Pool:
             if self._cancelled_at is not None:
                 for download in list(self._running.values()):
                     download.cancel_unless_shared()
-                for helper in list(self._helpers):
-                    helper.stop()
-                is_busy = self._running or self._helpers
+                self._stop_helpers()
+                is_busy = self._running or self._channels
                 limit = _CANCEL_TIMEOUT if is_busy else _THREAD_TIMEOUT
                 if clock.monotonic() - self._cancelled_at > limit:
                     break
@@ -313,7 +312,7 @@ class Pool:
 
     def _start_threads(self, count: int) -> bool:
         """Start up to ``count`` threads, or download in this one. Return False if all is done."""
-        while self._queue and self._threads < min(self.jobs, count):
+        while self._is_waiting() and self._threads < min(self.jobs, count):
             with self._lock:
                 self._threads += 1
             try:
@@ -324,7 +323,11 @@ class Pool:
                 if not self._threads:
                     self._download_next()
                 break
-        return bool(self._threads or self._helpers or self._queue)
+        return bool(self._threads or self._channels or self._is_waiting())
+
+    def _is_waiting(self) -> bool:
+        """Return whether the queue holds a shard."""
+        return os.lseek(self._position, 0, os.SEEK_CUR) < len(self._queue)
 
     # -- helpers ---------------------------------------------------------------
 
@@ -337,50 +340,59 @@ class Pool:
         count = min(count, self.jobs)
         if count < 2 or threading.active_count() > 1:
             return
-        for name in _ENGINE:
-            importlib.import_module(name)
+        import shardcache.space.clean  # here, so that the helpers need not import them again
+        import shardcache.stats.database  # noqa: F401
+
         with suppress(ConfigError):  # the downloads raise it
             self.cache.process.origins.prepare(self._missing()[0])
-        if self.rate is not None:
-            self.rate //= count
-            self._throttle = Throttle(self.rate)
+        self.rate = self.rate and self.rate // count
         jobs, self.jobs = self.jobs, self.jobs // count
         with suppress(OSError):  # the limit of processes is reached, so fewer download
             for _ in range(count - 1):
-                self._forked.append(Helper(self))
-        self._helpers = self._forked.copy()
-        self.jobs = jobs - self.jobs * len(self._forked)
+                channel, end = multiprocessing.Pipe()
+                process = multiprocessing.get_context("fork").Process(
+                    target=self._help, args=(channel, end), daemon=True
+                )
+                process.start()
+                end.close()
+                self._helpers[channel] = process
+        self._channels = [*self._helpers]
+        self.jobs = jobs - self.jobs * len(self._helpers)
+
+    def _stop_helpers(self) -> None:
+        for channel in self._helpers:
+            with suppress(OSError):  # it has ended
+                channel.send(None)
 
     def close(self) -> None:
-        """Stop the helpers, and wait until they have ended."""
-        for helper in self._forked:
-            helper.close()
+        """Stop the helpers, wait until they have ended, and kill those that take too long."""
+        self._stop_helpers()
+        for channel, process in self._helpers.items():
+            process.join(_CANCEL_TIMEOUT)
+            process.kill()  # if it is alive; its partials can be resumed
+            process.join()
+            channel.close()
 
-    def help(self, owner: Connection[Any, Any], owners_end: Connection[Any, Any]) -> None:
-        """Download shards in a helper process, until the owner sends a message or none is left.
+    def _help(self, channel: Connection[Any, Any], owner: Connection[Any, Any]) -> None:
+        """Download shards in a helper, until no shard is left or the owner sends a message or ends.
 
-        Log records go to the owner, so that only one process writes to the terminal.
+        At each tick, the helper sends the owner its events, its log records, so that only one
+        process writes to the terminal, its progress, and the reason if it stopped.
         """
         from logging.handlers import QueueHandler  # here, because the owner does not need it
 
-        owners_end.close()  # otherwise the helper would not notice that its owner has died
+        channel.close()  # otherwise the helper would not notice that its owner has died
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the owner sends a message to stop the helper
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        self._forked.clear()  # earlier helpers, which are children of the owner
+        self._helpers.clear()  # children of the owner
         self.stop, records = threading.Event(), SimpleQueue[logging.LogRecord]()
         logging.getLogger("shardcache").handlers[:] = [QueueHandler(records)]
 
         def report(events: list[Started | Finished]) -> None:
             if owner.poll():
-                owner.recv()
                 self.stop.set()
-            portable = [
-                Started(event.shard, Progress)
-                if isinstance(event, Started)
-                else event._replace(result=event.result.portable())
-                for event in events
-            ]
             progress = {key: each.progress() for key, each in list(self._running.items())}
+            portable = [event.portable() for event in events]
             owner.send((portable, _drain(records), progress, self.stopped))
 
         # After an error, the owner downloads the shards that have no result, and reports the error
@@ -388,12 +400,12 @@ class Pool:
         with suppress(Exception), self.cache:
             self.run(report)
 
-    def _follow(self, helper: Helper) -> None:
-        """Receive the events, log records and progress of a helper until it ends."""
-        stopped: Stopped | None = None
-        with suppress(EOFError, OSError, pickle.UnpicklingError):  # the helper has ended
-            while True:
-                events, records, progress, stopped = helper.channel.recv()
+    def _receive(self, channel: Connection[Any, Any]) -> None:
+        """Take the events, log records and progress that a helper has sent."""
+        self._channels.remove(channel)  # for good if the helper has ended, or an interrupt cuts in
+        with suppress(EOFError, OSError, pickle.UnpicklingError):
+            while channel.poll():
+                events, records, progress, stopped = channel.recv()
                 for record in records:
                     logging.getLogger(record.name).handle(record)
                 for event in events:
@@ -403,10 +415,8 @@ class Pool:
                     else:
                         self._finish(event)
                 self._helped |= progress
-        with self._lock:
-            self.stopped = self.stopped or stopped
-            self._helpers.remove(helper)
-        self._ended.put(None)
+                self.stopped = self.stopped or stopped
+            self._channels.append(channel)
 
     # -- the threads of the pool -----------------------------------------------
 
@@ -428,18 +438,19 @@ class Pool:
     def _next(self) -> Download | None:
         """Return a download of the next shard of a bucket that was not given up, if any."""
         with self._lock:
-            while (shard := self._queue.take()) is not None:
-                if self._is_hopeless(_THIS_MACHINE) or self._is_hopeless(_bucket(shard)):
+            while (number := os.lseek(self._position, 1, os.SEEK_CUR)) <= len(self._queue):
+                shard = self._queue[number - 1]
+                if self._is_hopeless(_THIS_MACHINE) or self._is_hopeless(shard.server):
                     self.stopped = self.stopped or Stopped.REFUSED
                     continue
                 outdated = self.plan.outdated.get(shard.key, frozenset())
-                listed = self.plan.size_of(shard)
+                listed, throttle = self.plan.size_of(shard), self._throttle
                 download = Download(
                     self.cache.process.downloads,
                     shard,
                     listed=listed,
                     outdated=outdated,
-                    throttle=self._throttle,
+                    throttle=throttle,
                 )
                 self._running[shard.key] = download
                 self._events.put(Started(shard, download.progress))
@@ -486,7 +497,7 @@ class Pool:
                     self._halt(Stopped.FULL)
             elif result.outcome is Outcome.FAILED:
                 if isinstance(error, AccessDeniedError | ConfigError | TransferError):
-                    self._refused[_bucket(shard)] += 1
+                    self._refused[shard.server] += 1
                 elif error is not None and is_local_error(error):
                     self._refused[_THIS_MACHINE] += 1
                 self._failures += 1
@@ -494,7 +505,7 @@ class Pool:
                     self._halt(Stopped.FAILURES)
             elif result.outcome not in (Outcome.CACHED, Outcome.SKIPPED):
                 self._misfits = 0
-                self._succeeded |= {_THIS_MACHINE, _bucket(shard)}
+                self._succeeded |= {_THIS_MACHINE, shard.server}
         self._events.put(event)
 
     def _missing(self) -> list[ShardURL]:
@@ -513,73 +524,11 @@ class Pool:
         """
         with self._lock:
             self.stopped = self.stopped or reason
-            self._queue.clear()
+            os.lseek(self._position, len(self._queue), os.SEEK_SET)
             if reason is not Stopped.FULL and self._cancelled_at is None:
                 self._cancelled_at = clock.monotonic()
-
-
-class _Queue:
-    """A queue of shards, from which this process and the helpers that it forks take."""
-
-    def __init__(self, shards: Sequence[ShardURL]) -> None:
-        self._shards = shards
-        # The offset of this file is the position in the queue. Forked processes share it, and the
-        # kernel changes it in one step, so no lock is needed that a killed process could hold.
-        self._fd = os.memfd_create("shardcache-prewarm")
-
-    def __del__(self) -> None:
-        if hasattr(self, "_fd"):  # no signal handler raised in the constructor
-            os.close(self._fd)
-
-    def take(self) -> ShardURL | None:
-        """Return the next shard, if any."""
-        position = os.lseek(self._fd, 1, os.SEEK_CUR) - 1
-        return self._shards[position] if position < len(self._shards) else None
-
-    def clear(self) -> None:
-        """Drop the shards that are left, for all processes."""
-        os.lseek(self._fd, len(self._shards), os.SEEK_SET)
-
-    def refill(self, shards: Sequence[ShardURL]) -> None:
-        """Replace the shards. Not while other processes take from the queue."""
-        self._shards = shards
-        os.lseek(self._fd, 0, os.SEEK_SET)
-
-    def __len__(self) -> int:
-        return max(0, len(self._shards) - os.lseek(self._fd, 0, os.SEEK_CUR))
 
 
 def _drain(queue: SimpleQueue[T]) -> list[T]:
     """Return the items that a queue holds now. Never blocks, even if other threads add items."""
     return [queue.get() for _ in range(queue.qsize())]
-
-
-def _bucket(shard: ShardURL) -> str:
-    """Return the scheme and the bucket or host, for which credentials and endpoints are valid."""
-    return "/".join(shard.canonical.split("/")[:3])
-
-
-class Helper:
-    """A forked process that takes shards from the queue of a pool and downloads them."""
-
-    def __init__(self, pool: Pool) -> None:
-        self.channel, owner = multiprocessing.Pipe()
-        self._process = multiprocessing.get_context("fork").Process(
-            target=pool.help, args=(owner, self.channel), daemon=True
-        )
-        self._process.start()
-        owner.close()
-
-    def stop(self) -> None:
-        """Tell the helper to stop. Does nothing if it has ended."""
-        with suppress(OSError):
-            self.channel.send(None)
-
-    def close(self) -> None:
-        """Tell the helper to stop, and wait until it has ended; kill it if it takes too long."""
-        self.stop()
-        self._process.join(_CANCEL_TIMEOUT)
-        if self._process.is_alive():  # its partials can be resumed
-            self._process.kill()
-            self._process.join()
-        self.channel.close()

@@ -221,6 +221,7 @@ def test_cached_shards_are_opened_only_in_doubt(make_cache, origin, listed, fill
     assert sorted(opened) == urls[:5]
 
 
+POINTS = "arn:aws:s3:us-west-2:123456789012:accesspoint"
 DENIED, MISTAKEN, GONE = AccessDeniedError("no"), ConfigError("no"), ShardNotFoundError("no")
 
 
@@ -234,6 +235,7 @@ DENIED, MISTAKEN, GONE = AccessDeniedError("no"), ConfigError("no"), ShardNotFou
         # To credentials without s3:ListBucket, a missing object looks like a refusal.
         ([DENIED, None, DENIED, DENIED, None, *[DENIED] * 3], ["b"], "F.FF.FFF..", None),
         ([MISTAKEN] * 3, ["bad", "good"], "FFF---......", Stopped.REFUSED),
+        ([DENIED] * 3, [f"{POINTS}/bad", f"{POINTS}/good"], "FFF---......", Stopped.REFUSED),
     ],
 )
 def test_failures_end_a_run_beyond_a_limit_or_if_a_bucket_refuses_all_shards(

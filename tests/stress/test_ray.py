@@ -5,14 +5,13 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import tempfile
 
 import pytest
 
 from shardcache.layout import Layout
 from shardcache.store.partial import in_flight
+from tests.support.clitools import Command
 from tests.support.proxy import Proxy
 from tests.support.storetools import PATIENCE, forked, wait_until
 from tests.support.tars import make_tar
@@ -27,7 +26,7 @@ FILES = ["big-0.tar", "big-1.tar", "small-0.tar", "small-1.tar"]
 #: Bytes of a body that the proxy passes: a small shard, or two MiB of a big one.
 HANGS_AFTER = 2_500_000
 #: The cluster declares a silent node dead after two seconds instead of some twenty.
-_SETTINGS = {
+SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_health_check_period_ms": "500",
     "RAY_health_check_timeout_ms": "5000",
@@ -46,7 +45,7 @@ def serve(parent, directory):
     """Run a Ray cluster in its own process: Ray's client has threads, and the tests fork."""
     for name in [name for name in os.environ if name.startswith("AWS_")]:
         del os.environ[name]
-    os.environ |= {**_SETTINGS, "RAY_TMPDIR": directory}
+    os.environ |= {**SETTINGS, "RAY_TMPDIR": directory}
     os.setsid()
     silence = os.open(os.devnull, os.O_RDWR)
     for fd in range(3):
@@ -100,39 +99,14 @@ class Cluster:
         found = in_flight(Layout.of_root(self.root / name))
         return [each.occupied for each in found if each.live]
 
-    def fetches(self, start):
-        """Return the paths of the objects downloaded since request ``start``."""
-        return [r.path for r in self.proxy.requests()[start:] if r.is_object_fetch]
-
     def prewarm(self, *arguments):
         """Start the command, without a cache and credentials."""
-        environment = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
-        return subprocess.Popen(
-            [sys.executable, "-m", "shardcache", "prewarm", "--ray", *arguments],
-            env={**environment, "RAY_ADDRESS": self._address},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
+        return Command(
+            *("prewarm", "--ray", *arguments),
+            directory="",
+            environment={"RAY_ADDRESS": self._address},
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
         )
-
-
-def end(command):
-    out, err = command.communicate(timeout=5 * PATIENCE)
-    return command.returncode, out, err
-
-
-def nodes_in(out):
-    return json.loads(out)["summary"]["nodes"]
-
-
-def put(s3, bucket, count):
-    """Store small shards; returns the names."""
-    names = [f"{number}.tar" for number in range(count)]
-    for number, name in enumerate(names):
-        s3.put(bucket, name, make_tar(number, 20))
-    return names
 
 
 @pytest.fixture(scope="module")
@@ -169,63 +143,64 @@ def half_done(cluster, bucket):
     )
 
 
-def test_one_command_fills_the_cache_of_every_node(cluster, s3, bucket):
-    names = put(s3, bucket, 4)
+@pytest.mark.parametrize("split", [False, True])
+def test_one_command_fills_the_cache_of_every_node(cluster, s3, bucket, split):
+    names = [f"{number}.tar" for number in range(6)]
+    for name in names:
+        s3.put(bucket, name, SMALL)
     start = len(cluster.proxy.requests())
-    code, out, err = end(cluster.prewarm(f"s3://{bucket}/{{0..3}}.tar", "--no-progress"))
+    shares = {node: names[n::3] if split else names for n, node in enumerate(NODES)}
+    options = ["--no-progress", *["--shard-by-node"] * split]
+    with cluster.prewarm(f"s3://{bucket}/{{0..5}}.tar", *options) as command:
+        code, out, err = command.end()
     assert (code, err) == (0, "")
     assert out.startswith("3 nodes: node-a, node-b, node-c\n")
-    for node in NODES:
-        assert f"{node}  Need 4 shards" in out
-        assert f"{node}  Warmed 4 of 4 shards" in out
-        assert cluster.cached(node, bucket) == names
+    for node, share in shares.items():
+        assert f"{node}  Need {len(share)} shards" in out
+        assert f"{node}  Warmed {len(share)} of {len(share)} shards" in out
+        assert cluster.cached(node, bucket) == share
     assert out.splitlines()[-1].startswith("Warmed 3 of 3 nodes in ")
-    assert sorted(cluster.fetches(start)) == sorted(f"{bucket}/{name}" for name in names * 3)
-
-
-def test_each_node_gets_the_shards_of_its_ranks(cluster, s3, bucket):
-    names = put(s3, bucket, 6)
-    command = cluster.prewarm(f"s3://{bucket}/{{0..5}}.tar", "--shard-by-node", "--json")
-    code, out, err = end(command)
-    assert code == 0, err
-    for name, node in nodes_in(out).items():
-        assert cluster.cached(name, bucket) == names[node["number"] :: 3]
+    fetches = [r.path for r in cluster.proxy.requests()[start:] if r.is_object_fetch]
+    wanted = [f"{bucket}/{name}" for share in shares.values() for name in share]
+    assert sorted(fetches) == sorted(wanted)
 
 
 def test_a_killed_node_is_named_and_the_others_complete(cluster, spec, bucket):
-    command = cluster.prewarm(spec, "--json")
-    wait_until(lambda: half_done(cluster, bucket))
-    cluster.kill("node-c")
-    cluster.proxy.resume()
-    code, out, err = end(command)
+    with cluster.prewarm(spec, "--json") as command:
+        wait_until(lambda: half_done(cluster, bucket))
+        cluster.kill("node-c")
+        cluster.proxy.resume()
+        code, out, err = command.end()
     assert code == 3
-    nodes = nodes_in(out)
+    nodes = json.loads(out)["summary"]["nodes"]
     assert [name for name in NODES if nodes[name]["lost"]] == ["node-c"]
     assert "lost  node-c: the node died" in err
-    assert cluster.cached("node-a", bucket) == cluster.cached("node-b", bucket) == FILES
-    assert cluster.cached("node-c", bucket) == FILES[2:]
+    assert [cluster.cached(name, bucket) for name in NODES] == [FILES, FILES, FILES[2:]]
 
     cluster.add("node-c")
     start = len(cluster.proxy.requests())
-    code, out, err = end(cluster.prewarm(spec, "--json"))
+    with cluster.prewarm(spec, "--json") as command:
+        code, out, err = command.end()
     assert code == 0, err
-    assert [node["cached"] for node in nodes_in(out).values()] == [4, 4, 2]
+    nodes = json.loads(out)["summary"]["nodes"]
+    assert [node["cached"] for node in nodes.values()] == [4, 4, 2]
     assert cluster.cached("node-c", bucket) == FILES
-    assert cluster.fetches(start) == []  # node-c resumed what it had of the big ones
+    # node-c resumed what it had of the big ones
+    assert not any(r.is_object_fetch for r in cluster.proxy.requests()[start:])
 
 
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)]
 )
 def test_all_nodes_stop_when_the_command_ends(cluster, spec, bucket, number, code):
-    command = cluster.prewarm(spec, "--json")
-    wait_until(lambda: half_done(cluster, bucket))
-    assert all(cluster.under_way(name) for name in NODES)
-    command.send_signal(number)
-    ended, out, err = end(command)
+    with cluster.prewarm(spec, "--json") as command:
+        wait_until(lambda: half_done(cluster, bucket))
+        command.process.send_signal(number)
+        ended, out, err = command.end()
     assert ended == code, err
     if number != signal.SIGKILL:
-        assert all(node["interrupted"] for node in nodes_in(out).values())
+        nodes = json.loads(out)["summary"]["nodes"]
+        assert all(node["interrupted"] for node in nodes.values())
     wait_until(lambda: not any(cluster.under_way(name) for name in NODES))
     for name in NODES:
         assert cluster.cached(name, bucket) == FILES[2:]

@@ -2,14 +2,12 @@
 
 import errno
 import os
-import signal
 
 import pytest
 
 from shardcache import sync
 from tests.stress.fuse import Shim
-from tests.support.storetools import PATIENCE, crowd, forked, together
-from tests.sync.test_once import at_work
+from tests.support.storetools import PATIENCE, crowd, together
 
 Nodes = tuple[Shim, Shim]
 
@@ -41,20 +39,6 @@ def test_a_cached_absence_is_bypassed(nodes):
     assert not path.exists() and not path.parent.exists()
     sync.wait_for(path, timeout=PATIENCE)
     assert path.read_text() == "there"  # the wait has refreshed the kernel's cache
-
-
-def test_a_runner_presumed_dead_gets_its_successors_result(nodes):
-    root = nodes[0].root
-    with forked(at_work, root, 1.0, "first") as first:
-        assert first.hear() == "at work"
-        first.kill(signal.SIGSTOP)  # ends the heartbeat
-        with forked(at_work, root, 1.0, "second") as second:
-            assert second.hear() == "at work"
-            second.tell()
-            assert second.hear() == "second"
-        first.kill(signal.SIGCONT)
-        first.tell()
-        assert first.hear() == "second"
 
 
 def meet(number, root):

@@ -1,38 +1,31 @@
 """Four nodes want the same shards at once, and their origin sends each shard once.
 
-    node-1 ... node-4, a cache each --- nginx as in docs/clusters.md, or a NAS --- origin
-
-Each of the nodes, nginx and the origin (SeaweedFS, and a log of what it sends) has a network
-namespace of its own.
+the caches of four nodes --- nginx as in docs/clusters.md, or a NAS --- origin
 """
 
 import contextlib
-import ctypes
 import hashlib
+import json
 import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
-import sys
+from contextlib import ExitStack
 
 import pytest
 
-from examples.demo import S3Server
 from tests.stress.fuse import mounted
-from tests.support.storetools import PATIENCE, forked, wait_until
+from tests.support.clitools import Command
+from tests.support.storetools import wait_until
 from tests.support.tars import make_tar
 from tests.support.trainingtools import ROOT
 
 pytestmark = pytest.mark.timeout(600)
 
-NODES = [f"node-{number}" for number in range(4)]
-ADDRESSES = {name: f"10.88.0.{n}" for n, name in enumerate(["origin", "engine", *NODES], 1)}
-ORIGIN = f"http://{ADDRESSES['origin']}:9000"
+NODES = 4
 SHARDS = {f"train-{n}.tar": make_tar(n, members=24, size=250_000) for n in range(8)}
-SPEC = f"s3://lab/train-{{0..{len(SHARDS) - 1}}}.tar"
-ANYONE = """{"Version": "2012-10-17", "Statement": [{"Effect": "Allow", "Principal": "*",
-    "Action": "s3:GetObject", "Resource": "arn:aws:s3:::lab/*"}]}"""
 NGINX = """
 daemon off; error_log HOME/errors; pid HOME/pid; events { worker_connections 4096; }
 http {
@@ -40,133 +33,91 @@ http {
     %s
 }
 """
-#: A slow origin, so that the engine can die in the middle.
-COUNTING = """
-log_format sent '$request_method $uri $body_bytes_sent';
-server {
-    listen 9000; access_log HOME/sent sent;
-    location / {
-        proxy_pass %s; proxy_set_header Host $http_host; proxy_buffering off; limit_rate 2m;
-    }
-}
-"""
 
 
-def ip(*arguments):
-    done = subprocess.run(["ip", *arguments], capture_output=True, text=True)
-    if done.returncode:
-        pytest.skip(f"needs network namespaces: ip {' '.join(arguments)}: {done.stderr.strip()}")
+class Nodes:
+    """Nodes that prewarm their caches from one bucket."""
 
-
-@pytest.fixture(scope="module")
-def prefix():
-    """Make the namespaces, and a switch between them; yields the first part of their names."""
-    for program in ("ip", "nginx"):
-        if os.geteuid() or not shutil.which(program):
-            pytest.skip(f"needs root and the program {program}")
-    prefix, names = f"shardcache-{os.getpid()}-", ["switch", *ADDRESSES]
-    switch = f"{prefix}switch"
-    try:
-        for name in names:
-            ip("netns", "add", prefix + name)
-        ip("-n", switch, "link", "add", "bridge", "up", "type", "bridge")
-        for name, address in ADDRESSES.items():
-            peer = ["type", "veth", "peer", "name", "eth0", "netns", prefix + name]
-            ip("-n", switch, "link", "add", name, "up", "master", "bridge", *peer)
-            ip("-n", prefix + name, "address", "add", f"{address}/24", "dev", "eth0")
-            for device in ("eth0", "lo"):
-                ip("-n", prefix + name, "link", "set", device, "up")
-        yield prefix
-    finally:
-        for name in names:
-            subprocess.run(["ip", "netns", "delete", prefix + name], capture_output=True)
-
-
-def serve(parent, namespace, home):
-    """Run an S3 server with the shards in a namespace; says the environment of its clients."""
-    with open(f"/run/netns/{namespace}") as file:
-        assert ctypes.CDLL(None).setns(file.fileno(), 0) == 0
-    with S3Server(directory=home) as server:
-        server.create_bucket("lab")
-        server.client().put_bucket_policy(Bucket="lab", Policy=ANYONE)
-        for name, data in SHARDS.items():
-            server.put("lab", name, data)
-        parent.say(server.environment())
-        parent.hear()
-    parent.say()
-
-
-class Cluster:
-    """The processes in the namespaces."""
-
-    def __init__(self, prefix, home, environment):
-        self._prefix, self._home, self._environment = prefix, home, environment
-
-    def _start(self, name, *command, **options):
-        return subprocess.Popen(["ip", "netns", "exec", self._prefix + name, *command], **options)
-
-    @contextlib.contextmanager
-    def nginx(self, name, http):
-        """Run nginx; yields a function that kills it."""
-        (home := self._home / name).mkdir()
-        (home / "nginx.conf").write_text((NGINX % http).replace("HOME", str(home)))
-        command = ["nginx", "-c", home / "nginx.conf", "-g", "user root;"]
-
-        def kill():
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-
-        process = self._start(name, *command, start_new_session=True)
-        try:
-            wait_until((home / "pid").exists)
-            yield kill
-        finally:
-            kill()
+    def __init__(self, bucket, proxy, home):
+        self.spec, self._proxy = f"s3://{bucket}/train-{{0..{len(SHARDS) - 1}}}.tar", proxy
+        self._homes = [home / f"node-{number}" for number in range(NODES)]
 
     def prewarm(self, upstream, *arguments, midway=None):
         """Prewarm all nodes, and call ``midway`` in the middle; returns each node's warnings."""
-        started = []
-        for number, name in enumerate(NODES):
-            (self._home / name).mkdir(exist_ok=True)
-            config = self._home / name / "shardcache.toml"
-            config.write_text(f'dir = "{config.parent}/cache"\nmin_free = "0"\n{upstream}')
-            environment = os.environ | self._environment
-            environment |= {"AWS_ENDPOINT_URL_S3": ORIGIN, "SHARDCACHE_CONFIG": str(config)}
-            environment |= {"SLURM_NODEID": str(number), "SLURM_NNODES": str(len(NODES))}
-            command = [sys.executable, "-m", "shardcache", "prewarm", "-v", SPEC, *arguments]
-            pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
-            started.append(self._start(name, *command, env=environment, **pipes))
-        if midway is not None:
-            begun = [self._home / name / "cache" / "v1" for name in NODES]
-            wait_until(lambda: all(path.exists() for path in begun))
-            wait_until(lambda: any(any(self._files(name, "partial/*")) for name in NODES))
-            midway()
-        ends = [process.communicate(timeout=3 * PATIENCE)[1] for process in started]
-        assert not any(process.returncode for process in started), ends
-        return [[line for line in end.splitlines() if "warning:" in line] for end in ends]
-
-    def _files(self, name, where):
-        return (self._home / name).glob(f"cache/v1/{where}/*.tar")
+        self._proxy.limit = 1_000_000 if midway else None
+        with ExitStack() as stack:
+            commands = []
+            for number, home in enumerate(self._homes):
+                home.mkdir(exist_ok=True)
+                (home / "shardcache.toml").write_text(upstream)
+                environment = {"SHARDCACHE_CONFIG": str(home / "shardcache.toml")}
+                environment |= {"SLURM_NODEID": str(number), "SLURM_NNODES": str(NODES)}
+                options = {"directory": home / "cache", "environment": environment}
+                command = Command("prewarm", "-v", self.spec, *arguments, **options)
+                commands.append(stack.enter_context(command))
+            if midway is not None:
+                wait_until(lambda: all((home / "cache/v1").exists() for home in self._homes))
+                wait_until(lambda: any(any(_files(home, "partial/*")) for home in self._homes))
+                midway()
+                self._proxy.resume()
+            ends = [command.end() for command in commands]
+        assert not any(code for code, *_ in ends), ends
+        return [[line for line in err.splitlines() if "warning:" in line] for *_, err in ends]
 
     def fetches(self):
         """Check the bytes of every node. Return how often the origin sent the data set."""
         digests = {hashlib.md5(data).digest() for data in SHARDS.values()}
-        for name in NODES:
-            files = self._files(name, "objects/*/*/*")
+        for home in self._homes:
+            files = _files(home, "objects/*/*/*")
             assert {hashlib.md5(path.read_bytes()).digest() for path in files} == digests
-        rows = map(str.split, (self._home / "origin" / "sent").read_text().splitlines())
-        sent = sum(int(size) for method, path, size in rows if method == "GET" and ".tar" in path)
-        return sent / sum(map(len, SHARDS.values()))
+        return self._proxy.received() / sum(map(len, SHARDS.values()))
+
+
+def _files(home, where):
+    return home.glob(f"cache/v1/{where}/*.tar")
 
 
 @pytest.fixture
-def cluster(prefix, tmp_path):
-    with forked(serve, f"{prefix}origin", tmp_path) as s3:
-        cluster = Cluster(prefix, tmp_path, environment := s3.hear())
-        with cluster.nginx("origin", COUNTING % environment["AWS_ENDPOINT_URL_S3"]):
-            yield cluster
-        s3.ask()
+def nodes(s3, bucket, s3_environment, proxy, tmp_path):
+    for name, data in SHARDS.items():
+        s3.put(bucket, name, data)
+    return Nodes(bucket, proxy, tmp_path)
+
+
+@pytest.fixture
+def nginx(s3, bucket, s3_environment, proxy, tmp_path):
+    """Run nginx; returns its URL, and a function that kills it."""
+    if not shutil.which("nginx"):
+        pytest.skip("needs the program nginx")
+    resource = f"arn:aws:s3:::{bucket}/*"
+    allow = {"Effect": "Allow", "Principal": "*", "Action": "s3:GetObject", "Resource": resource}
+    policy = json.dumps({"Version": "2012-10-17", "Statement": [allow]})
+    s3.client().put_bucket_policy(Bucket=bucket, Policy=policy)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    text = (ROOT / "docs" / "clusters.md").read_text("utf-8")
+    [http] = re.findall(r"```text\n(proxy_cache_path .*?)```", text, re.DOTALL)
+    for name, value in {
+        "https://s3.us-east-1.amazonaws.com": proxy.url,
+        "/var/cache/nginx": "HOME",
+        "listen 8080": f"listen {port}",
+    }.items():
+        http = http.replace(name, value)
+    (home := tmp_path / "nginx").mkdir()
+    (home / "nginx.conf").write_text((NGINX % http).replace("HOME", str(home)))
+    command = ["nginx", "-c", home / "nginx.conf", "-g", "user root;" if not os.geteuid() else ""]
+    process = subprocess.Popen(command, start_new_session=True)
+
+    def kill():
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+    try:
+        wait_until((home / "pid").exists)
+        yield f"http://127.0.0.1:{port}", kill
+    finally:
+        kill()
 
 
 def one_each(warnings, upstream):
@@ -176,28 +127,24 @@ def one_each(warnings, upstream):
 
 
 @pytest.mark.parametrize("dies", [False, True])
-def test_nginx_fetches_each_shard_once(cluster, dies):
-    text = (ROOT / "docs" / "clusters.md").read_text("utf-8")
-    [http] = re.findall(r"```text\n(proxy_cache_path .*?)```", text, re.DOTALL)
-    http = http.replace("https://s3.us-east-1.amazonaws.com", ORIGIN)
-    upstream = f"http://{ADDRESSES['engine']}:8080"
-    with cluster.nginx("engine", http.replace("/var/cache/nginx", "HOME")) as kill:
-        warnings = cluster.prewarm(f'upstreams = ["{upstream}"]', midway=kill if dies else None)
+def test_nginx_fetches_each_shard_once(nodes, nginx, dies):
+    upstream, kill = nginx
+    warnings = nodes.prewarm(f'upstreams = ["{upstream}"]', midway=kill if dies else None)
     if dies:
-        assert 1 < cluster.fetches() < len(NODES) + 1 and one_each(warnings, upstream)
+        assert 1 < nodes.fetches() < NODES + 1 and one_each(warnings, upstream)
     else:
-        assert cluster.fetches() == 1 and not any(warnings)
+        assert nodes.fetches() == 1 and not any(warnings)
 
 
 @pytest.mark.parametrize("dies", [False, True])
-def test_two_steps_over_a_nas_fetch_each_shard_once(cluster, dies, tmp_path):
+def test_two_steps_over_a_nas_fetch_each_shard_once(nodes, dies, tmp_path):
     with mounted(tmp_path, "nas") as nas:
         upstream = f'[[upstreams]]\nurl = "{nas.root}"\nwrite_back = true'
-        assert not any(any(lines) for lines in cluster.prewarm(upstream, "--shard-by-node"))
+        assert not any(any(lines) for lines in nodes.prewarm(upstream, "--shard-by-node"))
         if dies:
             nas.crash()
-        warnings = cluster.prewarm(upstream)
+        warnings = nodes.prewarm(upstream)
     if dies:
-        assert cluster.fetches() == len(NODES) and one_each(warnings, nas.root)
+        assert nodes.fetches() == NODES and one_each(warnings, nas.root)
     else:
-        assert cluster.fetches() == 1 and not any(warnings)
+        assert nodes.fetches() == 1 and not any(warnings)

@@ -1,6 +1,7 @@
 """`sync.once`: one rank works, the others get its result or failure, or take over if it dies."""
 
 import os
+import signal
 import threading
 
 import pytest
@@ -84,17 +85,22 @@ def at_work(parent, directory, lease, value, again=False):
     parent.say(sync.once("k", work, dir=directory, job="j", lease=lease, again=again))
 
 
-def test_another_rank_takes_over_from_a_killed_one(tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_another_rank_takes_over_from_one_without_a_heartbeat(tmp_path, number):
     with forked(at_work, tmp_path, 60.0, "first") as first:
         assert first.hear() == "at work"
         with forked(at_work, tmp_path, 60.0, "patient") as patient:
             assert not patient.speaks(0.4)
-            first.kill()
+            first.kill(number)
             with forked(at_work, tmp_path, 1.0, "heir") as heir:
                 assert heir.hear() == "at work"
                 assert not patient.speaks(0.4)
                 heir.tell()
                 assert heir.hear() == patient.hear() == "heir"
+        if number == signal.SIGSTOP:
+            first.kill(signal.SIGCONT)
+            first.tell()
+            assert first.hear() == "heir"  # the first outcome counts
 
 
 @pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt])

@@ -65,8 +65,8 @@ class ExitCode(enum.IntEnum):
 
 #: Command -> its module in this package, in the order of the help text.
 _COMMANDS = {
-    "run": "run", "prewarm": "prewarm", "index": "index", "ls": "entries", "path": "entries",
-    "rm": "entries", "pin": "entries", "unpin": "entries", "clean": "upkeep",
+    "run": "run", "prewarm": "prewarm", "expand": "expand", "index": "index", "ls": "entries",
+    "path": "entries", "rm": "entries", "pin": "entries", "unpin": "entries", "clean": "upkeep",
     "verify": "upkeep", "stats": "stats", "top": "stats", "report": "stats", "config": "config",
     "dir": "config", "doctor": "doctor",
 }  # fmt: skip

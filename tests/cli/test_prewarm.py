@@ -30,6 +30,15 @@ def test_prewarm_prints_its_plan_and_result(run, spec, bucket):
     assert code == 3 and "there is no bucket nowhere" in err and "--max-failures" not in err
 
 
+def test_expand_prints_the_urls_of_a_specification(run, spec, data, bucket):
+    urls = [f"s3://{bucket}/{name}" for name in sorted(data)]
+    for given in (spec, f"s3://{bucket}/train-*.tar", f"s3://{bucket}/"):
+        assert run("expand", given) == (0, "".join(f"{url}\n" for url in urls), "")
+        assert run("expand", "-0", given) == (0, "".join(f"{url}\0" for url in urls), "")
+    code, _, err = run("expand", f"s3://{bucket}/none-*.tar")
+    assert code == 1 and "nothing matches" in err
+
+
 def test_a_plan_that_does_not_fit_is_exit_5(run, spec, data, proxy, tmp_path):
     size = room(tmp_path, len(data["train-0000.tar"]))
     half = "prewarm", spec, "--max-size", f"{2 * size}B"

@@ -188,6 +188,11 @@ def _store(value: object) -> str:
 
 
 def _storage_options(value: object) -> StorageOptions:
+    if isinstance(value, str):
+        import json  # here, because few users set the variable
+
+        with contextlib.suppress(ValueError):
+            value = json.loads(value)
     if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
         return StorageOptions(value)
     raise ValueError("is not a table whose keys are text")
@@ -258,7 +263,7 @@ POSITIVE_LIMIT = Kind("size or % above 0", units.parse_limit, above_zero=True)
 SIZE = Kind("size above 0", units.parse_bytes, units.exact_bytes, True)
 PART_SIZE = Kind("multiple of 1MiB up to 1GiB", _part_size, units.exact_bytes)
 FUNCTION = Kind("function of a path", _function, lambda f: getattr(f, "__name__", "function"))
-TABLE = Kind("dict in code, table in TOML", _storage_options)
+TABLE = Kind("dict, TOML table or JSON object", _storage_options)
 SCHEMES = Kind("list of URL schemes", _schemes, _listed)
 GROUP = Kind("name or number of a group", _group, group_name)
 ENDPOINT = Kind("http(s) URL without credentials", _endpoint)
@@ -356,7 +361,7 @@ class Config:
     )
     cache_local: bool = _opt(BOOL, False, "Also cache paths and file:// URLs, for slow mounts.")
     storage_options: StorageOptions = _opt(
-        TABLE, StorageOptions(), "Options for fsspec or S3; no variable sets them."
+        TABLE, StorageOptions(), "Options for fsspec or S3; in a variable, as JSON."
     )
     endpoint_url: str | None = _opt(ENDPOINT, None, "URL of the S3 endpoint, if not AWS.")
     shared_group: int | None = _opt(

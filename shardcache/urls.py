@@ -236,10 +236,15 @@ def parse_url(
     if scheme not in DEFAULT_SCHEMES and scheme not in allow_schemes:
         # Show nothing of a command, because any part of it may be a secret.
         shown = "'pipe:' URLs run a shell command" if scheme == "pipe" else redact(url)
+        import difflib  # here, because it is rarely needed
+
         known = ", ".join(sorted(DEFAULT_SCHEMES))
+        similar = difflib.get_close_matches(scheme, DEFAULT_SCHEMES, n=1)
+        hint = f"Did you mean {similar[0]}://? If not, set" if similar else "Set"
         raise ConfigError(
-            f"{shown}: the scheme {scheme!r} is not one of {known}. Pass "
-            f"allow_schemes=[{scheme!r}] if you trust the authors of all shard lists."
+            f"{shown}: the scheme {scheme!r} is not one of {known}. {hint} "
+            f"allow_schemes=[{scheme!r}] in code, or SHARDCACHE_ALLOW_SCHEMES={scheme}, if you "
+            "trust the authors of all shard lists."
         )
     rest = url[match.end() if match else 0 :]
     version_id = key = authority = None

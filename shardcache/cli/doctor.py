@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 import click
 
 from shardcache import threads
-from shardcache.cli.main import ExitCode, Invocation, command
+from shardcache.cli.main import ExitCode, Invocation, command, store_options
 from shardcache.cli.output import printable, reason
 from shardcache.config import Config
 from shardcache.errors import AccessDeniedError, ShardCacheError, ShardNotFoundError
@@ -62,6 +62,7 @@ _SKEW = 300
 
 @command("doctor")
 @click.option("--url", metavar="URL", help="Also read the start of this shard, with timing.")
+@store_options
 def doctor_command(invocation: Invocation, url: str | None) -> ExitCode:
     """Check that the machine fits the configuration.
 

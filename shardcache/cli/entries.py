@@ -249,6 +249,7 @@ def partials(cache: Cache) -> Iterator[Row]:
 @command("path")
 @flag("--fetch", help="Download shards that are not cached.")
 @specs_argument
+@cli.store_options
 def path_command(invocation: Invocation, specs: tuple[str, ...], fetch: bool) -> None:
     """Print the local paths of cached shards, one per line, and nothing else.
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import click
 
 from shardcache.cli.entries import specs_argument
-from shardcache.cli.main import Invocation, command, flag
+from shardcache.cli.main import Invocation, command, flag, store_options
 from shardcache.prewarm.plan import expand
 
 
 @command("expand")
 @flag("-0", "--null", help="End each URL with a NUL instead of a newline, as for `xargs -0`.")
 @specs_argument
+@store_options
 def expand_command(invocation: Invocation, specs: tuple[str, ...], null: bool) -> None:
     """Print the URLs that SPECs stand for, one per line, in order.
 

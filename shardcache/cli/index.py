@@ -11,7 +11,14 @@ from pathlib import Path
 import click
 
 from shardcache.cache import Cache
-from shardcache.cli.main import ExitCode, Invocation, command, flag, skip_missing_option
+from shardcache.cli.main import (
+    ExitCode,
+    Invocation,
+    command,
+    flag,
+    skip_missing_option,
+    store_options,
+)
 from shardcache.cli.output import SKIPPED, Position, Positions, display, grouped
 from shardcache.dataset.index import count_samples, read_index_file, write_index_file
 from shardcache.errors import ConfigError, ShardNotFoundError
@@ -24,6 +31,7 @@ from shardcache.units import counted, format_bytes, format_duration
 @flag("--check", help="Write nothing; check that FILE states the right numbers (exit 4 if not).")
 @click.option("-o", "--output", "file", required=True, metavar="FILE", help="The index file.")
 @click.argument("specs", nargs=-1, metavar="[SPEC]...")
+@store_options
 def index_command(
     invocation: Invocation, specs: tuple[str, ...], file: str, check: bool, skip_missing: bool
 ) -> ExitCode:

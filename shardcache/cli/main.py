@@ -79,6 +79,8 @@ class Invocation:
         self.console = Console()
         self.dir: str | None = None
         self.config: str | None = None
+        self.endpoint_url: str | None = None
+        self.storage_options: dict[str, Any] = {}
         self.received: int | None = None  #: the number of the first signal, once it was received
         self.stop = threading.Event()  #: set by the first signal
         #: Whether the command polls `stop`. If not, the first signal raises KeyboardInterrupt.
@@ -87,7 +89,11 @@ class Invocation:
     def loaded(self) -> Loaded:
         """Return the configuration and the source of each option."""
         files = None if self.config is None else [Path(self.config)]
-        return load({"dir": self.dir}, files=files)
+        loaded = load({"dir": self.dir, "endpoint_url": self.endpoint_url}, files=files)
+        if self.storage_options:
+            merged = {**loaded.config.storage_options, **self.storage_options}
+            loaded = loaded._replace(config=loaded.config.replace(storage_options=merged))
+        return loaded
 
     def loaded_with_job_limits(self, *names: str) -> Loaded:
         """Return the configuration, completed by the limits and tiers that the last job had.
@@ -236,6 +242,29 @@ def _take(context: click.Context, parameter: click.Parameter, value: Any) -> Non
         invocation.console.verbosity += value
     elif value:
         setattr(invocation if name in ("dir", "config") else invocation.console, name, value)
+
+
+def _take_store(context: click.Context, parameter: click.Parameter, value: Any) -> None:
+    """Store the value of an option of `store_options`."""
+    invocation = context.ensure_object(Invocation)
+    if value and parameter.name == "endpoint_url":
+        invocation.endpoint_url = value
+    elif value:
+        option = {"client_kwargs": {"region_name": value}}, {str(parameter.name): value}
+        invocation.storage_options |= option[parameter.name != "region"]
+
+
+def store_options(command: Any) -> Any:
+    """Add the options of a command that reads from S3, with the names that the AWS CLI has."""
+    option = functools.partial(click.option, expose_value=False, callback=_take_store)
+    for decorate in (
+        option("--no-sign-request", "anon", is_flag=True, help="S3: send no credentials."),
+        option("--region", metavar="NAME", help="S3: the region of the bucket."),
+        option("--profile", metavar="NAME", help="S3: the profile with the credentials."),
+        option("--endpoint-url", metavar="URL", help="S3: the endpoint, if not AWS."),
+    ):
+        command = decorate(command)
+    return command
 
 
 def _with_global_options(command: Any) -> Any:

@@ -14,7 +14,7 @@ import click
 
 from shardcache.cli import main as cli
 from shardcache.cli.entries import other_copies
-from shardcache.cli.main import ExitCode, Invocation, command, flag, number_option
+from shardcache.cli.main import ExitCode, Invocation, command, flag, number_option, store_options
 from shardcache.cli.output import (
     SKIPPED,
     Console,
@@ -85,6 +85,7 @@ _RUNNING = 8
     help="Read SPECs from a file, one per line; - is stdin. May be repeated.",
 )
 @click.argument("specs", nargs=-1, metavar="SPEC...")
+@store_options
 def prewarm_command(
     invocation: Invocation,
     specs: tuple[str, ...],
@@ -220,7 +221,9 @@ def _prewarm_ray(
     console, began = invocation.console, time.monotonic()
     latest: deque[Sequence[NodeReport]] = deque([()], maxlen=1)
     only_plans = options["check"] or options["dry_run"]
-    settings = {"dir": invocation.dir and absolute(invocation.dir)}
+    settings: dict[str, Any] = {"dir": invocation.dir and absolute(invocation.dir)}
+    settings |= {"endpoint_url": invocation.endpoint_url}
+    settings |= {"storage_options": invocation.storage_options or None}
     invocation.polls_stop = True
     with display(console, lambda: _positions(latest[-1])):
         nodes = prewarm_nodes(

@@ -6,6 +6,7 @@ Each Python that the program starts imports ``autoload/sitecustomize.py``.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shlex
 import signal
@@ -17,7 +18,7 @@ from pathlib import Path
 import click
 
 import shardcache
-from shardcache.cli.main import ExitCode, Invocation, command
+from shardcache.cli.main import ExitCode, Invocation, command, store_options
 from shardcache.config import absolute, load
 from shardcache.layout import Layout
 from shardcache.notices import log_unusable
@@ -43,6 +44,7 @@ _FORWARDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 )
 @click.option("--env", "show", is_flag=True, help="Print variables for a shell instead.")
 @click.argument("program", nargs=-1, type=click.UNPROCESSED)
+@store_options
 def run_command(
     invocation: Invocation, options: tuple[str, ...], show: bool, program: tuple[str, ...]
 ) -> int:
@@ -123,6 +125,10 @@ def _variables(invocation: Invocation, options: tuple[str, ...]) -> dict[str, st
     """Return the variables to add to the environment of the program."""
     paths = {"SHARDCACHE_CONFIG": invocation.config, "SHARDCACHE_DIR": invocation.dir}
     variables = {name: str(absolute(path)) for name, path in paths.items() if path is not None}
+    if invocation.endpoint_url:
+        variables["SHARDCACHE_ENDPOINT_URL"] = invocation.endpoint_url
+    if invocation.storage_options:
+        variables["SHARDCACHE_STORAGE_OPTIONS"] = json.dumps(invocation.storage_options)
     for option in options:
         name, equals, value = option.partition("=")
         if not equals:

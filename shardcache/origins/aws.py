@@ -129,8 +129,8 @@ def url_parser(config: Config) -> Callable[[str], ShardURL]:
                 return shard
             raise ConfigError(
                 f"{name_command(command)}: the command is left to a shell, because {exn.message}. "
-                "Pass allow_schemes=['pipe'] to cache its output, if you trust the authors of all "
-                "shard lists."
+                "To cache its output, set allow_schemes=['pipe'] in code, or "
+                "SHARDCACHE_ALLOW_SCHEMES=pipe, if you trust the authors of all shard lists."
             ) from None
         own = _authority(for_command(config, options)) if options else endpoint
         shard = parse_url(target, endpoint=own, allow_schemes=schemes)
@@ -365,8 +365,9 @@ def chain_error(exn: Exception, shard: ShardURL, profile: str | None, *, worked:
     clock_too = "Check this machine's clock. " if "RuntimeError" in kinds else ""
     return AccessDeniedError(
         f"{shard} cannot be read: {reason}. {clock_too}Log in ({_login(profile)}), set "
-        "AWS_PROFILE or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or pass "
-        "storage_options={'anon': True} for a public bucket.",
+        "AWS_PROFILE or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY. For a public bucket, pass "
+        "--no-sign-request, or storage_options={'anon': True} in code "
+        """(SHARDCACHE_STORAGE_OPTIONS='{"anon": true}').""",
         url=str(shard),
     )
 

@@ -115,7 +115,8 @@ class FsspecOrigin:
             if found != (*shard.bucket_and_key(), shard.version_id):
                 raise ConfigError(
                     f"{shard} cannot be read: s3fs would read another object. A versionId needs "
-                    "storage_options={'version_aware': True}.",
+                    "storage_options={'version_aware': True} in code, or "
+                    """SHARDCACHE_STORAGE_OPTIONS='{"version_aware": true}'.""",
                     url=str(shard),
                 )
             return path

@@ -49,7 +49,7 @@ _SAFE = "/?%:@!$&'()*+,;=~"
 #: Algorithms of checksums, in order of preference: the cheapest first.
 _CHECKSUMS = ("crc32", "crc32c", "crc64nvme", "sha256", "sha1")
 _CERTIFICATES = (
-    "Set SSL_CERT_FILE or AWS_CA_BUNDLE, or for s3:// "
+    "Set SSL_CERT_FILE or AWS_CA_BUNDLE, or for s3:// in code "
     "storage_options={'client_kwargs': {'verify': '/path/to/ca.pem'}}."
 )
 

@@ -217,7 +217,7 @@ class _Connection:
         self.socket = sock
         self.tls: TLSStream | None = None  # encrypts what `socket` sends
         self.server = server  # scheme and authority
-        self._pid = os.getpid()
+        self.pid = os.getpid()
         self.held = b""  # bytes received after the last head
         self._timeout = timeout
         self._slice = wait = min(_SLICE, timeout)
@@ -231,21 +231,6 @@ class _Connection:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEPALIVE)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-
-    def abort(self) -> None:
-        """Make a call that blocks in another thread return."""
-        if self._pid != os.getpid():
-            return  # a forked child must not shut down its parent's connection
-        with contextlib.suppress(OSError):
-            self.socket.shutdown(socket.SHUT_RDWR)
-
-    def is_quiet(self) -> bool:
-        """Return whether the server has neither sent data nor closed the idle connection."""
-        if self.held or (self.tls is not None and self.tls.pending()):
-            return False
-        poller = select.poll()
-        poller.register(self.socket, select.POLLIN)
-        return not poller.poll(0)
 
     def exchange(self, request: bytes) -> _Message:
         """Send a request, receive the head of the final response and return it."""
@@ -423,9 +408,11 @@ class Response:
 
     def abort(self) -> None:
         """Make a `readinto` that blocks in another thread raise soon."""
-        self._aborted = True
-        if (connection := self._connection) is not None:
-            connection.abort()
+        self._aborted, connection = True, self._connection
+        # A forked child must not shut down its parent's connection.
+        if connection is not None and connection.pid == os.getpid():
+            with contextlib.suppress(OSError):
+                connection.socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         """Release the connection for reuse, or close it if bytes are left unread.
@@ -504,12 +491,14 @@ class Transport:
         return response
 
     def _take(self, server: str) -> _Connection | None:
-        """Return an idle connection that seems to be alive, or None if there is none."""
+        """Return an idle connection that the server neither closed nor sent data on, or None."""
         idle = self._idle.get(server, ())
         while idle:
             with contextlib.suppress(IndexError):  # another thread took the last one
-                connection = idle.pop()
-                if connection.is_quiet():
+                connection, poller = idle.pop(), select.poll()
+                poller.register(connection.socket, select.POLLIN)
+                is_pending = connection.tls is not None and connection.tls.pending()
+                if not (connection.held or is_pending or poller.poll(0)):
                     return connection
                 self.take_back(connection, reusable=False)
         return None

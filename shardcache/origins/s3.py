@@ -232,20 +232,17 @@ class S3Origin:
         self, shard: ShardURL, start: int, stop: int | None, expected: ObjectInfo | None = None
     ) -> Response:
         """Request a range of bytes. The response to a request for the whole has a checksum."""
-        query = _version(shard)
         if start == 0 and stop is None and expected is None:
-            response = self._request("GET", shard, _CHECKSUM, query)
+            response = self._request("GET", shard, _CHECKSUM)
             # A gateway may compress whole objects, but not ranges. So a range is requested instead.
             if "content-encoding" not in response.headers:
                 return http.checked(response, 0, None)
             response.close()
-        return http.open_range(
-            lambda headers: self._request("GET", shard, headers, query), start, stop, expected
-        )
+        return http.open_range(partial(self._request, "GET", shard), start, stop, expected)
 
     def stat(self, shard: ShardURL) -> ObjectInfo:
         """Return the current version of the object, with its checksum if S3 has one."""
-        head = partial(self._request, "HEAD", shard, _CHECKSUM, _version(shard))
+        head = partial(self._request, "HEAD", shard, _CHECKSUM)
         info = http.stat(head, partial(self.open, shard, 0, 1))
         if info.size is None:  # without a size, versions cannot be compared
             raise ConfigError(f"{shard}: the origin describes it without a size.", url=str(shard))
@@ -287,7 +284,7 @@ class S3Origin:
         method: str,
         shard: ShardURL,
         headers: Mapping[str, str],
-        query: Mapping[str, str],
+        query: Mapping[str, str] | None = None,
         route: http.Route | None = None,
     ) -> Response:
         """Send a request, follow redirects, and return a response of status 200 or 206.
@@ -295,13 +292,17 @@ class S3Origin:
         Later requests go to the target of a redirect at once, for as long as there is a connection
         to it. Raises a RepeatError with the remedy that a refusal suggests.
         """
+        if query is None:
+            # Not the version that an earlier response stated: that would need s3:GetObjectVersion.
+            version = shard.version_id
+            query = {"versionId": version} if version and version != "null" else {}
         if self._options.get("requester_pays"):
             headers = {**headers, "x-amz-request-payer": "requester"}
         name, store, given = shard.bucket_and_key()[0], self.prepare(), headers
-        # False while the first request without `_CHECKSUM` is on its way.
         is_proven = store.without_checksums.get(name)
         if is_proven is not None:
             headers = {key: value for key, value in headers.items() if key not in _CHECKSUM}
+        is_trial = is_proven is False and headers != given  # the first one without `_CHECKSUM`
         place = f"{shard} {query}"
         if route is None:
             target = self._moved.get(place, "")
@@ -312,11 +313,11 @@ class S3Origin:
                 if len(self._moved) >= 1000:  # takes no more than half a megabyte
                     self._moved.clear()
                 self._moved[place] = route.target
-            if is_proven is False and headers != given:
+            if is_trial:
                 store.without_checksums[name] = True
             store.worked |= keys is not None
             return response
-        if is_proven is False and headers != given:  # the header was not the reason
+        if is_trial:  # the header was not the reason
             store.without_checksums.pop(name, None)
         code, reason, elsewhere = _read_refusal(response)
         where = bucket.server.partition("://")[2] + route.after if route.target else store.name
@@ -568,12 +569,6 @@ def _signing_key(secret: str, scope: str) -> bytes:
     for part in scope.split("/"):
         key = hmac.digest(key, part.encode(), "sha256")
     return key
-
-
-def _version(shard: ShardURL) -> dict[str, str]:
-    # Not the version that an earlier response stated: that would need s3:GetObjectVersion.
-    version = shard.version_id
-    return {"versionId": version} if version and version != "null" else {}
 
 
 def _reason(page: ElementTree.Element, response: Response) -> tuple[str, str]:

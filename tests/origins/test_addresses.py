@@ -18,6 +18,7 @@ from tests.support.webservers import Scripted, answer, running
 
 HOST = "shards.test"
 LIVE, REFUSING, SILENT, SILENT_6 = "127.0.0.1", "127.0.0.2", "127.0.0.3", "::1"
+FORBIDDEN = "192.0.2.1"  # by a firewall of this machine
 ANSWER = answer("206 Partial Content", b"hello", Content_Range="bytes 0-4/5")
 
 
@@ -36,6 +37,8 @@ class Network:
 
         def record(sock, address):
             self.attempts.setdefault(sock, address[0])
+            if address[0] == FORBIDDEN:
+                raise PermissionError(errno.EACCES, "Permission denied")
             return connect(sock, address)
 
         monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
@@ -152,23 +155,11 @@ def test_a_lack_of_descriptors_is_no_fault_of_an_address(monkeypatch):
     assert caught.value.errno == errno.EMFILE
 
 
-def test_a_forbidden_address_is_no_final_error_if_another_one_fails_otherwise(fetch, monkeypatch):
-    found = [
-        (socket.AF_INET, 0, 0, "", (REFUSING, 80)),
-        (socket.AF_INET, 0, 0, "", ("1.1.1.1", 80)),
-    ]
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **options: found)
-    real = socket.socket.connect
-
-    def connect(sock, place):
-        if place[0] == "1.1.1.1":
-            raise PermissionError(errno.EACCES, "Permission denied")
-        return real(sock, place)
-
-    monkeypatch.setattr(socket.socket, "connect", connect)
+def test_a_forbidden_address_is_no_final_error_if_another_one_fails_otherwise(network, fetch):
+    network.addresses = [REFUSING, FORBIDDEN]
     for _ in range(20):
         with pytest.raises(TransferError, match="Connection refused"):
-            fetch("http://host")
+            fetch(network.url)
 
 
 def test_silent_dns_ends_an_attempt(fetch, monkeypatch):

@@ -63,6 +63,14 @@ def test_a_proxy_receives_its_login(serve, monkeypatch, scheme, response, kind, 
     assert "Proxy-Authorization: Basic bWU6cGFzcw==" in head
 
 
+def test_a_login_follows_a_redirect_within_its_server(serve):
+    moved = answer("302 Found", Location="/b.bin", Connection=None)
+    server = serve(lambda head: HELLO if "/b.bin" in head else moved, most=2)
+    url = f"{server.url.replace('//', '//me:pass@')}/a.bin"
+    WebOrigin(timeout=20).open(parse_url(url), 0, 5).close()
+    assert ["Basic bWU6cGFzcw==" in head for head in server.heads] == [True, True]
+
+
 @pytest.mark.parametrize(
     ("host", "exceptions", "direct"),
     [

@@ -154,8 +154,7 @@ class TarWalk:
             stream.at += left
             left = 0
         while left > _PIECE:  # skip a member that was not read
-            if len(stream.read(_PIECE)) < _PIECE:
-                raise _ended()
+            stream.read(_PIECE)
             left -= _PIECE
         block: bytes = stream.read(left + _BLOCK)
         if len(block) < left:

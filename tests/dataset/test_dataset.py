@@ -193,14 +193,23 @@ def break_file(monkeypatch):
 
 
 @pytest.mark.parametrize("is_indexed", [True, False])
-def test_a_failing_disk_costs_no_sample(make_cache, break_file, is_indexed):
-    cache = make_cache()
+@pytest.mark.parametrize("is_cut", [True, False])
+def test_a_failing_disk_costs_no_sample(make_cache, monkeypatch, break_file, is_indexed, is_cut):
+    def cutting(fd):  # while the shard is opened
+        if os.path.samestat(os.fstat(fd), status):
+            os.truncate(broken, 5000)
+        return dup(fd)
+
+    cache, dup = make_cache(), os.dup
     data = TarDataset(SPEC, cache=cache)
     broken = cache.path(URL)
     if not is_indexed:
         broken.with_name(INDEX).unlink()
     status = broken.stat()
-    break_file(broken)
+    if is_cut:
+        monkeypatch.setattr(os, "dup", cutting)
+    else:
+        break_file(broken)
     assert keys(data) == KEYS
     assert not os.path.samestat(cache.path(URL).stat(), status)  # downloaded again
     assert keys(data) == KEYS
@@ -223,25 +232,6 @@ def test_a_failing_disk_gives_no_thread_another_file(make_cache, monkeypatch, br
     monkeypatch.setattr(os, "pread", late)
     with contextlib.ExitStack() as stack:
         assert keys([data[7]]) == KEYS[7:8]
-
-
-@pytest.mark.parametrize("is_indexed", [True, False])
-def test_a_file_that_is_cut_while_it_is_opened_costs_no_sample(make_cache, monkeypatch, is_indexed):
-    cache, dup = make_cache(), os.dup
-    data = TarDataset(SPEC, cache=cache)
-    cut = cache.path(URL)
-    if not is_indexed:
-        cut.with_name(INDEX).unlink()
-
-    def cutting(fd):
-        if os.path.samestat(os.fstat(fd), status):
-            os.truncate(cut, 5000)
-        return dup(fd)
-
-    status = cut.stat()
-    monkeypatch.setattr(os, "dup", cutting)
-    assert keys(data) == KEYS
-    assert not os.path.samestat(cache.path(URL).stat(), status)  # downloaded again
 
 
 def test_a_streamed_shard_with_unusual_headers_has_all_samples(make_cache, origin):

@@ -55,13 +55,20 @@ def test_shards_arrive_in_order_and_are_downloaded_once(make_cache, origin, fill
     assert sorted(url for url, _, _ in origin.requests) == URLS
 
 
-@pytest.mark.parametrize("prefetch", [0, 3])
-def test_a_missing_shard_is_requested_once_in_a_pipeline(make_cache, origin, prefetch):
-    missing, errors = "s3://lab/missing.tar", []
-    urls = [missing, missing, URLS[0], missing, URLS[1], missing]
+@pytest.mark.parametrize("prefetch", [0, 5])
+def test_errors_come_in_the_order_of_the_shards_and_cost_one_request(make_cache, origin, prefetch):
+    """At the end, the error of the list itself is raised."""
+    missing, errors, found = "s3://lab/missing.tar", [], []
+
+    def listed():
+        yield from (missing, missing, URLS[0], missing, URLS[1], missing)
+        raise LookupError("no more")
+
     opener = make_cache(prefetch=prefetch).url_opener
-    rows = list(opener(urls, handler=lambda exn: errors.append(exn) or True))
-    assert [row["url"] for row in rows] == URLS[:2]
+    with pytest.raises(LookupError, match="no more"):
+        for row in opener(listed(), handler=lambda exn: errors.append(exn) or True):
+            found.append((row["url"], len(errors)))
+    assert found == [(URLS[0], 2), (URLS[1], 3)]
     assert [url for url, *_ in origin.requests].count(missing) == 1
     assert [(type(exn), missing in str(exn)) for exn in errors] == [(ShardNotFoundError, True)] * 4
     assert len({id(exn) for exn in errors}) == 4
@@ -98,26 +105,6 @@ def test_cached_shards_ahead_are_not_evicted(make_cache):
     assert len(cache.clean(everything=True).removed) == SHARDS - 3
     assert [first["stream"].read(), *(next(samples)["stream"].read() for _ in range(2))] == DATA[:3]
     samples.close()
-
-
-def test_errors_are_raised_in_the_order_of_the_shards(make_cache, origin):
-    """At the end, the error of the list itself is raised."""
-    del origin.objects[URLS[1]]
-    seen: list[Exception] = []
-
-    def listed():
-        yield from URLS[:4]
-        raise LookupError("no more")
-
-    found = []
-    with pytest.raises(LookupError, match="no more"):
-        opener = make_cache(prefetch=5).url_opener(listed(), lambda exn: not seen.append(exn))
-        for sample in opener:
-            assert len(seen) == int(bool(found))
-            found.append(sample["stream"].read())
-    assert found == [DATA[0], DATA[2], DATA[3]]
-    assert [type(exn) for exn in seen] == [ShardNotFoundError]
-    assert [url for url, _, _ in origin.requests].count(URLS[1]) == 1
 
 
 @pytest.mark.parametrize("origins", [False, True])

@@ -3,7 +3,6 @@
 The collector may run at any moment, also in a thread that holds a lock which `close` needs.
 """
 
-import contextlib
 import gc
 import itertools
 import sys
@@ -14,7 +13,6 @@ import pytest
 from shardcache.cache import Cache
 from shardcache.download import download
 from shardcache.download.download import Downloads
-from shardcache.errors import ShardNotFoundError
 from tests.support.fakes import Fault
 from tests.support.storetools import BLOCK, descriptors, forked, no_thread
 from tests.support.tars import make_tar
@@ -123,23 +121,3 @@ def test_the_last_of_reader_and_download_closes_the_shard(make_cache, origin, re
     assert open_shards() == []
     assert len(cache.clean(everything=True).removed) == 1
     assert not [each for each in recwarn if each.category is ResourceWarning]
-
-
-@pytest.mark.parametrize("how", ["fetch", "pinned"])
-def test_a_handled_error_keeps_no_shard_open(make_cache, origin, how):
-    """Its traceback refers to frames, which refer to open files."""
-    other = "s3://lab/other.tar"
-    origin.objects.update({URL: DATA, other: DATA})
-    cache = make_cache(connections=1, attempts=1, part_size=2 * BLOCK)
-    cache.fetch(other)
-    origin.faults += [Fault(), Fault(before=lambda: origin.objects.pop(URL))]  # the second part
-
-    def work():
-        opened = cache.open(other)
-        assert opened.read(10) == DATA[:10]
-        cache.fetch(URL) if how == "fetch" else cache.pinned(URL).__enter__()
-
-    with contextlib.suppress(ShardNotFoundError):
-        work()
-    cache.clean(everything=True)
-    assert other not in cache

@@ -11,10 +11,8 @@ import pytest
 
 from shardcache import clock
 from shardcache.cache import Cache
-from shardcache.config import Config
 from shardcache.errors import LockTimeoutError
 from shardcache.space import clean as module
-from shardcache.space.budget import Space
 from shardcache.space.clean import clean
 from shardcache.space.eviction import CleanReport, Limits, Reason, total_bytes
 from shardcache.store.entry import Store, set_aside
@@ -60,7 +58,7 @@ CASES: dict[str, Callable[[Path], Limits]] = {
 def test_a_dry_run_changes_nothing_and_reports_what_a_run_removes(layout, case):
     store, rank = Store(layout), Store(layout.rank("job-0"))
     rank.layout.make()
-    space = Space(layout, lambda: [store, rank], Config(layout.base.parent, min_free=0))
+    space = Cache(layout.base.parent, min_free=0).process.home.space
     for n, size in enumerate(SIZES[:4]):
         publish(store, f"s3://lab/{n}.tar", bytes(size), used=n + 1.0)
     publish(rank, "s3://lab/r.tar", bytes(SIZES[4]), used=2.5)

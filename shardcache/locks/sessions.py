@@ -68,7 +68,8 @@ class Session:
 
     def __del__(self) -> None:
         # Few programs close their caches, so the session also ends with its object.
-        self.close()
+        if hasattr(self, "_lock"):  # otherwise, a signal handler has raised in `__init__`
+            self.close()
 
 
 def live_sessions(layout: Layout) -> list[float]:

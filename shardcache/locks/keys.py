@@ -97,7 +97,7 @@ def read_holder(path: Path) -> Holder | None:
 
 
 class KeyLock:
-    """The lock of a key or of the node, which one process of the node holds.
+    """A lock file, which one process of the node holds: of a key, of the node or of a session.
 
     Attributes:
         partial: the name of the partial in the record of this holder. Until this holder has one,
@@ -163,8 +163,8 @@ class KeyLock:
         file, self._file = self._file, None
         if file is not None and not file.closed:  # a forked child has closed it: the parent's lock
             with ignoring(OSError):
-                is_key_lock = is_lock_name(self.path.name) is not None
-                if is_key_lock and not keep and os.fstat(file.fileno()).st_nlink:
+                is_named = self.path.parent.name == "locks"  # `Layout.named_lock`
+                if not (keep or is_named) and os.fstat(file.fileno()).st_nlink:
                     self.path.unlink()
             with ignoring(OSError):  # the descriptor is closed nevertheless
                 files.unlock(file.fileno())

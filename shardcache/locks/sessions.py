@@ -10,7 +10,6 @@ process that lists the sessions removes the files of dead processes.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import fcntl
 import io
@@ -26,14 +25,12 @@ from pathlib import Path
 from shardcache import clock, files
 from shardcache.faults import ignoring, os_error
 from shardcache.layout import Layout
-from shardcache.locks.keys import Holder, read_holder
+from shardcache.locks.keys import Holder, KeyLock, read_holder
 
 logger = logging.getLogger(__name__)
 
 _NAME = re.compile(r"[0-9a-f]{32}\.(session|[0-9a-f]{32}\.wait)")
 _NOTE = ".streamed"
-#: Attempts to create and lock a file, because a sweep may remove the file between open and flock.
-_ATTEMPTS = 100
 #: Number of bytes to choose from, large enough that no two downloaders choose the same byte.
 _BYTES = 1 << 30
 #: `struct flock` of 64-bit Linux: type, whence, start, length, process.
@@ -49,53 +46,30 @@ class Session:
     a ``.wait`` file is created instead of a session.
     """
 
-    _file: io.FileIO | None = None  # None if no file could be created
-
     def __init__(
         self, layout: Layout, started: float, waits: tuple[str, Holder] | None = None
     ) -> None:
-        token, data = files.random_token(), b""
-        name = f"{token}.session"
-        if waits is not None:
-            name, data = f"{waits[0]}.{token}.wait", waits[1].encode()
-        self.path = layout.sessions / name
+        token, holder = files.random_token(), waits[1] if waits else Holder.this_process()
+        self.path = layout.sessions / (f"{waits[0]}.{token}.wait" if waits else f"{token}.session")
         self.started = started
+        self._lock = KeyLock(self.path, layout.modes)
         try:
             layout.modes.make_directory(layout.sessions, levels=0)
-            for _ in range(_ATTEMPTS):
-                if self._register(layout, data):
-                    break
+            while not self._lock.try_acquire(holder):
+                pass  # a process that lists the sessions tests whether this one is alive
+            os.utime(self.path, (started, started))
         except os_error() as exn:
             # Nothing can be evicted from a cache that is not writable, so no session is needed.
             logger.debug("%s was not made: %s", self.path, exn)
 
-    def _register(self, layout: Layout, data: bytes) -> bool:
-        """Create the file and lock it; return False if another process removed it in between."""
-        with contextlib.ExitStack() as stack:
-            stack.callback(self.path.unlink, missing_ok=True)
-            file = files.open_exclusive(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, layout.modes)
-            stack.enter_context(file)
-            os.pwrite(file.fileno(), data, 0)
-            os.utime(file.fileno(), (self.started, self.started))
-            fd = file.fileno()
-            if files.try_flock(fd) is False or not files.is_file(self.path, fd):
-                return False
-            stack.pop_all()
-            self._file = file
-        return True
-
     def close(self) -> None:
         """End the session. Do nothing in a forked child, because the session is the parent's."""
-        if self._file is not None and not self._file.closed:
-            with ignoring(OSError):  # a file without a lock counts as dead anyway
-                self.path.unlink()
-            with ignoring(OSError):  # the descriptor is closed nevertheless
-                files.unlock(self._file.fileno())
-                self._file.close()
+        self._lock.release()
 
     def __del__(self) -> None:
         # Few programs close their caches, so the session also ends with its object.
-        self.close()
+        if hasattr(self, "_lock"):  # otherwise, a signal handler has raised in `__init__`
+            self.close()
 
 
 def live_sessions(layout: Layout) -> list[float]:

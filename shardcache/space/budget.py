@@ -131,11 +131,11 @@ class Space:
         node: Layout,
         stores: Callable[[], Sequence[Store]],
         config: Config,
-        counters: Counters | None = None,
-        home: Layout | None = None,
+        counters: Counters,
+        home: Layout,
     ) -> None:
         self.node = node
-        self._home = home or node
+        self._home = home
         self.stores = stores
         self._counters = counters
         self._config = config
@@ -461,8 +461,7 @@ class Space:
                 key, size, reason = removal.entries[0].key, removal.entries[0].size, removal.reason
                 extra = {"event": "evicted", "key": key, "bytes": size, "reason": reason.value}
                 logger.info("evicted %s, %d bytes (%s)", key, size, reason, extra=extra)
-                if self._counters is not None:
-                    self._counters.add({f"evicted_{reason}": 1, "bytes_evicted": size})
+                self._counters.add({f"evicted_{reason}": 1, "bytes_evicted": size})
                 gone.append(removal)
         return gone
 

@@ -1,4 +1,4 @@
-"""The lock of a key is one lock, whatever options a cache has."""
+"""The lock of a key is one lock for all options of a cache."""
 
 import signal
 import threading

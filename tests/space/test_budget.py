@@ -12,12 +12,10 @@ import pytest
 
 from shardcache.cache import Cache
 from shardcache.clock import boot_id
-from shardcache.config import Config
 from shardcache.errors import CacheFullError
 from shardcache.layout import Layout
 from shardcache.locks.sessions import Session
 from shardcache.space import budget
-from shardcache.space.budget import Space
 from shardcache.store.entry import Entry, Store
 from shardcache.urls import parse_url
 from tests.support.caches import read
@@ -41,14 +39,13 @@ class Bench:
         holds: Sequence[int] = (),
         **options: object,
     ) -> None:
-        self.layout, self.store = layout, Store(layout)
-        self.clock = FakeClock(monkeypatch, now=10_000.0)
+        self.layout, self.clock = layout, FakeClock(monkeypatch, now=10_000.0)
         self.free = 100 * GB
         monkeypatch.setattr(os, "statvfs", lambda path: self._statvfs())
         if holds:
             options["max_size"] = self.room(*holds)
-        config = Config(layout.base.parent, **{"min_free": 0, **options})
-        self.space = Space(self.layout, lambda: [self.store], config)
+        tier = Cache(layout.base.parent, **{"min_free": 0, **options}).process.home
+        self.space, self.store = tier.space, tier.store
         self.counts = 0  # how often the first part of the cache was listed
         self.real_entries = self.store.entries
         monkeypatch.setattr(self.store, "entries", self._list)

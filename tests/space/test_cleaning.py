@@ -4,7 +4,6 @@ import os
 import threading
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +11,8 @@ import pytest
 
 from shardcache import clock
 from shardcache.cache import Cache
-from shardcache.config import Config
 from shardcache.errors import LockTimeoutError
 from shardcache.space import clean as module
-from shardcache.space.budget import Space
 from shardcache.space.clean import clean
 from shardcache.space.eviction import CleanReport, Limits, Reason, total_bytes
 from shardcache.store.entry import Store, set_aside
@@ -61,7 +58,7 @@ CASES: dict[str, Callable[[Path], Limits]] = {
 def test_a_dry_run_changes_nothing_and_reports_what_a_run_removes(layout, case):
     store, rank = Store(layout), Store(layout.rank("job-0"))
     rank.layout.make()
-    space = Space(layout, lambda: [store, rank], Config(layout.base.parent, min_free=0))
+    space = Cache(layout.base.parent, min_free=0).process.home.space
     for n, size in enumerate(SIZES[:4]):
         publish(store, f"s3://lab/{n}.tar", bytes(size), used=n + 1.0)
     publish(rank, "s3://lab/r.tar", bytes(SIZES[4]), used=2.5)
@@ -177,39 +174,23 @@ def test_remove_dir_leaves_nothing_unless_something_must_stay(run, tmp_path, sta
 
 
 @needs_root
-@pytest.mark.parametrize("command", ["remove", "clean"])
-def test_shards_in_the_image_of_a_container_can_be_removed(tmp_path, command):
+def test_shards_in_the_image_of_a_container_can_be_removed_and_replaced(tmp_path):
     """A directory in the lower layer of an overlay cannot be renamed."""
-    shop = Shop(tmp_path, count=1)
-    url, data = shop.urls[0], Path(shop.urls[0]).read_bytes()
+    shop = Shop(tmp_path, count=2)
+    (url, damaged), (data, other) = shop.urls, [Path(each).read_bytes() for each in shop.urls]
     with Cache(shop.path, cache_local=True, min_free=0) as cache:
         baked = cache.fetch(url)
+        os.truncate(cache.fetch(damaged).data, 100)
     (baked.path / "notes.txt").write_text("of another program")
     with (
         overlay(shop.path, tmp_path / "layers") as merged,
         Cache(merged, cache_local=True, min_free=0) as cache,
     ):
-        remove = {"remove": partial(cache.remove, url), "clean": partial(cache.clean, max_size=1)}
+        assert read(cache, damaged) == other and cache.entry(damaged).size == len(other)
         with cache.open(url) as stream:
-            remove[command]()
-            assert cache.path(url) is not None and stream.read() == data  # it is in use
-        cache.close()  # ends the session, which protects what this job has used
-        remove[command]()
-        assert cache.path(url) is None
+            assert cache.remove(url) == (0, 1) and stream.read() == data  # it is in use
+        assert cache.remove(url) == (len(data), 0) and cache.path(url) is None
         assert read(cache, url) == data and cache.path(url) is not None
         (kept,) = layout_of(merged).partial.glob("kept.*")
         assert [path.name for path in kept.iterdir()] == ["notes.txt"]
     assert baked.data.read_bytes() == data  # the image is unchanged
-
-
-@needs_root
-def test_a_damaged_shard_in_the_image_of_a_container_is_downloaded_again(tmp_path):
-    shop = Shop(tmp_path, count=1)
-    with Cache(shop.path, cache_local=True, min_free=0) as cache:
-        os.truncate(cache.fetch(shop.urls[0]).data, 100)
-    with (
-        overlay(shop.path, tmp_path / "layers") as merged,
-        Cache(merged, cache_local=True, min_free=0) as cache,
-    ):
-        assert read(cache, shop.urls[0]) == Path(shop.urls[0]).read_bytes()
-        assert cache.stats().misses == 1 and cache.entry(shop.urls[0]).size == shop.size

@@ -113,10 +113,8 @@ def test_commands_find_the_tiers_of_a_job(shop, ram):
     with Cache(shop.path, cache_local=True, min_free=0) as later:
         assert later.path(shop.urls[0]) is None and read(later, shop.urls[5])
 
-    assert "6 shards, " in run("ls") and str(ram) in run("path", "0.tar")
     assert "6 cached" in run("prewarm", "--check", *shop.urls)
     assert f"tiers {ram}=" in run("clean", "-n")
-    assert "removed 6 shards" in run("clean", "--all", "-y")
     shutil.rmtree(ram)
     run("prewarm", *shop.urls)  # not into a tier that is gone, and that no option names
     assert not ram.exists()

@@ -300,8 +300,9 @@ class Boss:
     def _spawn(self, slot: int) -> None:
         if not self.storm.stop_file.exists():
             life = self.done["lives"]
-            work = lambda: Worker(self.storm, slot, life).live()  # noqa: E731
-            self.slots[self.storm.fork(f"worker {slot}.{life}", work)] = slot
+            what = f"worker {slot}.{life}"
+            pid = self.storm.fork(what, lambda: Worker(self.storm, slot, life).live())
+            self.slots[pid] = slot
 
     def _kill(self) -> None:
         """Kill or terminate a running worker."""

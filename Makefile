@@ -91,11 +91,18 @@ coverage: $(VENV)/.test
 	COVERAGE_FILE=$(CURDIR)/.coverage $(BIN)/python -m pytest tests/stress/test_ray.py --cov \
 		--cov-append --cov-report=term-missing:skip-covered
 
+# Also runs tests with locks that fail: see tests/stress/brokenflock.py.
 stress: $(VENV)/.test
-	$(BIN)/python -m tests.stress
+	$(BIN)/python -m pytest $(PARALLEL) tests/stress
+	for flock in refused lying; do \
+		$(BIN)/python -m pytest -p tests.stress.brokenflock --flock $$flock tests/test_cache.py \
+			tests/download/test_coordination.py tests/store/test_partials.py tests/space/test_budget.py \
+			|| exit; \
+	done
 
-stress-full: $(VENV)/.test
-	$(BIN)/python -m tests.stress --full
+# FUZZ multiplies the examples, and makes storms and soaks last half an hour each.
+stress-full:
+	FUZZ=100 $(MAKE) stress
 
 # open_clip wants the oldest WebDataset, so it has an environment of its own. One command shows
 # that both install together. The version is the one in docs/integrations.md.

@@ -12,20 +12,18 @@ from __future__ import annotations
 
 import contextlib
 import json
-import multiprocessing
 import random
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from multiprocessing.connection import Connection
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 
 from benchmarks.buckets import BUCKET, PREFIX
-from benchmarks.epochwork import WAYS, Plan, work
+from benchmarks.epochwork import WAYS, work
 from benchmarks.peers import clean_environment, versions
 from benchmarks.results import (
     ROOT,
@@ -40,6 +38,7 @@ from benchmarks.results import (
     touched_pages,
 )
 from benchmarks.servers.links import LINKS, Target, link
+from tests.support.storetools import Child, crowd
 from tests.support.tars import tar_of
 
 #: Bytes of a sample: those of an average JPEG of ImageNet.
@@ -56,7 +55,7 @@ _CHARTED = {
     "shardcache": "shardcache",
 }
 _WIDTH = 45
-#: Seconds after which a worker process is killed.
+#: Seconds after which a step has failed.
 _TIMEOUT = 900.0
 #: Shards of an epoch, samples of a shard (640 of 100 KB are 64 MB), and processes that read the
 #: same shard; then the same for ``--quick``.
@@ -92,9 +91,9 @@ class _Bench:
         self._target.fetches.value = 0
         with contextlib.ExitStack() as stack:
             with touched_pages(self._disk, self._needed):
-                workers = [stack.enter_context(_worker(plan)) for _ in range(processes)]
+                workers = stack.enter_context(crowd(processes, work, plan))
                 for worker in workers:
-                    worker.recv()
+                    worker.hear(_TIMEOUT)
             figures = [_step(workers)]
             fetches = self._target.fetches.value
             figures += [_step(workers) for _ in range(steps - 1)]
@@ -126,27 +125,11 @@ class _Bench:
         return time.perf_counter() - start
 
 
-@contextlib.contextmanager
-def _worker(plan: Plan) -> Iterator[Connection]:
-    """Start a worker process, and yield the connection to it. Closing it ends the process."""
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=work, args=(plan, theirs))
-    process.start()
-    theirs.close()
-    try:
-        with ours:
-            yield ours
-        process.join(_TIMEOUT)
-    finally:
-        process.kill()
-
-
-def _step(workers: Sequence[Connection]) -> list[Row]:
+def _step(workers: Sequence[Child]) -> list[Row]:
     """Let all workers do their next step, and return their figures."""
     for worker in workers:
-        worker.send(None)
-    return [worker.recv() for worker in workers]
+        worker.tell()
+    return [worker.hear(_TIMEOUT) for worker in workers]
 
 
 def _epochs(bench: _Bench, keys: Sequence[str], samples: int, repeats: int) -> list[Row]:

@@ -2,7 +2,7 @@
 
 ``python -m benchmarks.epochwork PLAN`` reads the first sample and ends: a whole fresh process.
 
-The other tasks run in processes of `multiprocessing`. A task prepares imports and clients, and then
+The other tasks run in forked processes. A task prepares imports and clients, and then
 works in steps. The processes of a benchmark begin each step together, after all of them have
 prepared, so no figure includes an import.
 """
@@ -15,11 +15,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from benchmarks.buckets import BUCKET, MIB
+from tests.support.storetools import Parent
 
 #: Seconds between making a pipeline and its first sample. A real program makes its model in that
 #: time, and background work of the pipeline ends.
@@ -152,20 +152,13 @@ def _opener(plan: Plan) -> Callable[[], BinaryIO]:
     return lambda: gopen(_curl(plan)[0])
 
 
-def work(plan: Plan, benchmark: Connection) -> None:
-    """Run the task of a plan: send once when it is prepared, and after each step that is requested.
-
-    Ends when the benchmark closes its end of the connection.
-    """
+def work(benchmark: Parent, _: int, plan: Plan) -> None:
+    """Run the task of a plan: send once when it is prepared, and after each requested step."""
     os.environ.clear()
     os.environ.update(plan["environment"])
-    steps = {"epochs": _epochs, "read": _read, "busy": _busy}[plan["task"]](plan)
-    while True:
-        benchmark.send(next(steps))
-        try:
-            benchmark.recv()
-        except EOFError:
-            return
+    for figures in {"epochs": _epochs, "read": _read, "busy": _busy}[plan["task"]](plan):
+        benchmark.say(figures)
+        benchmark.hear()
 
 
 if __name__ == "__main__":

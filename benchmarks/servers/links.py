@@ -8,8 +8,7 @@
 
 A link can have an nginx before it that adds TLS.
 
-nginx serves a path as a path. This is enough for GET, HEAD, Range and If-Match; it checks no
-signatures and has no listings.
+nginx serves files, with ranges. It checks no signatures, and has no listings.
 
 Clients find endpoint and credentials as they do for any user: the endpoint in the environment, the
 credentials in a profile of a credentials file.

@@ -20,11 +20,11 @@ import pytest
 
 from shardcache import Cache
 from tests.stress.fuse import CHANGES, Shim
-from tests.stress.storm import leftovers
+from tests.stress.shared import leftovers
 from tests.support.storetools import age, forked, payload, room
 from tests.support.tars import tar_of
 
-#: One change in so many is a point to kill at; a random one is the first.
+#: The test kills before one change in this many, from a random one on.
 EVERY = 10 if os.environ.get("FUZZ", "1") == "1" else 1
 BIG = "big.tar"
 #: The first has several blocks, the others one.

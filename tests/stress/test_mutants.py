@@ -16,7 +16,7 @@ import pytest
 HOME = Path(__file__).resolve().parents[2]
 
 #: A promise and a naive edit; the file, and the line before and after; the tests that must fail, as
-#: arguments of pytest or Python.
+#: arguments of pytest.
 MUTANTS = """
 Bytes: ranges are requested without If-Match
     origins/http.py
@@ -112,8 +112,9 @@ In use: the same, in a storm
     files.py
     -yield free
     +yield True
-    -m tests.stress.storm --minutes 4 --seed 1
+    tests/stress/test_storm.py -k working
 """
+VARIABLES = {"PYTHONDONTWRITEBYTECODE": "1", "MINUTES": "4"}
 ROWS = [[line.strip() for line in text.splitlines()] for text in MUTANTS.strip().split("\n\n")]
 
 
@@ -128,11 +129,10 @@ def test_a_broken_promise_is_found(row, tmp_path):
     text = path.read_text("utf-8")
     assert text.count(before[1:]) == 1, f"{file} has {text.count(before[1:])} times {before[1:]}"
     path.write_text(text.replace(before[1:], after[1:]), "utf-8")
-    runner = "" if tests.startswith("-m") else "-m pytest -q -x -p no:cacheprovider "
     done = subprocess.run(
-        [sys.executable, *shlex.split(runner + tests)],
+        [*shlex.split(f"{sys.executable} -m pytest -q -x -p no:cacheprovider {tests}")],
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(tmp_path), "PYTHONDONTWRITEBYTECODE": "1"},
+        env={**os.environ, "PYTHONPATH": str(tmp_path), **VARIABLES},
         capture_output=True,
         text=True,
     )

@@ -1,4 +1,4 @@
-"""``python -m tests.stress.storm --minutes 30``: many processes, one cache, every fault at once.
+"""Many processes, one cache, every fault at once: ``MINUTES=30 pytest tests/stress/test_storm.py``.
 
 Workers open, hold, pin, link, evict, clean, remove and fork. The boss kills, terminates, stops and
 continues them, deletes lock files, replaces objects, slows the origin down, and fills the disk.
@@ -11,22 +11,19 @@ All of them record violations of these promises:
 * budget and crash: the limit holds, and a sweep removes everything of dead processes;
 * errors: a caller gets no exception without a reason.
 
-The seed decides the faults, and the kernel decides which calls they hit. Exit 1 after a violation.
+The seed decides the faults, and the kernel decides which calls they hit.
 """
 
-import argparse
 import contextlib
 import ctypes
 import errno
 import faulthandler
-import logging
 import os
 import random
 import sched
 import shutil
 import signal
 import sys
-import tempfile
 import time
 import traceback
 from collections import defaultdict
@@ -35,9 +32,12 @@ from multiprocessing.sharedctypes import RawArray
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from shardcache import Cache, errors
 from tests.stress.brokenflock import broken_environment
-from tests.stress.origin import MIB, Origin, die_with_parent
+from tests.stress.origin import MIB
+from tests.stress.shared import Result, Shared, below, check, end_stuck, leftovers
 from tests.support.disktools import disk
 from tests.support.storetools import age
 
@@ -62,47 +62,6 @@ _TICK = 0.02
 _SIGNALS, _TERMINATED = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT), 143
 #: Samples above the budget in a row that count: an entry counts twice while it moves.
 _IN_A_ROW = 3
-
-
-class Shared(Origin):
-    """An origin, and a file of violations, which many processes share."""
-
-    def __init__(self, directory: Path, count: int, seed: int) -> None:
-        super().__init__(count, seed)
-        self.seed, self.wrongs, self.begun = seed, directory / "wrong", time.monotonic()
-        self.wrongs.touch()
-
-    def wrong(self, promise: str, text: str) -> None:
-        """Record a violation."""
-        with open(self.wrongs, "ab", buffering=0) as file:
-            seconds = time.monotonic() - self.begun
-            file.write(f"{seconds:.1f} s: {promise}: {text}\0".encode())
-
-    @contextlib.contextmanager
-    def no_error(self, what: str) -> Iterator[None]:
-        """Record any exception of the body."""
-        try:
-            yield
-        except Exception:
-            self.wrong("errors", f"{what}: {traceback.format_exc()[-3000:]}")
-
-    def fork(self, what: str, work: Callable[..., object], *args: object) -> int:
-        """Fork a process that does some work without an error; returns its process id."""
-        if (pid := os.fork()) == 0:
-            status: Any = 1
-            try:
-                die_with_parent()
-                with self.no_error(what):
-                    work(*args)
-                status = 0
-            except SystemExit as exn:
-                status = exn.code
-            finally:
-                os._exit(status)
-        return pid
-
-    def violations(self) -> list[str]:
-        return self.wrongs.read_text().split("\0")[:-1]
 
 
 class Storm(Shared):
@@ -265,22 +224,6 @@ class Worker:
         self._open_cache()
 
 
-def below(directory: Path, suffix: str = "") -> list[Path]:
-    """Return the files below a directory, from which files may vanish."""
-    return sorted(
-        Path(where, name)
-        for where, _, names in os.walk(directory)
-        for name in names
-        if name.endswith(suffix)
-    )
-
-
-def leftovers(root: Path) -> list[Path]:
-    """Return unfinished downloads, sessions and temporary files, which a sweep removes."""
-    left = [path for kind in ("partial", "sessions") for path in root.glob(f"v1/**/{kind}/*")]
-    return left + [path for path in below(root) if path.name.startswith(".")]
-
-
 def published(root: Path) -> dict[int, tuple[Path, int]]:
     """Return path and size of every published file, by inode, because links take no room."""
     found = {}
@@ -289,14 +232,6 @@ def published(root: Path) -> dict[int, tuple[Path, int]]:
             with contextlib.suppress(FileNotFoundError):
                 found[path.stat().st_ino] = path, path.stat().st_size
     return found
-
-
-def end_stuck(pid: int) -> None:
-    """Let faulthandler print the stack of a child, and kill the child."""
-    os.kill(pid, signal.SIGUSR1)
-    time.sleep(1.0)
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
 
 
 class Boss:
@@ -365,8 +300,9 @@ class Boss:
     def _spawn(self, slot: int) -> None:
         if not self.storm.stop_file.exists():
             life = self.done["lives"]
-            work = lambda: Worker(self.storm, slot, life).live()  # noqa: E731
-            self.slots[self.storm.fork(f"worker {slot}.{life}", work)] = slot
+            what = f"worker {slot}.{life}"
+            pid = self.storm.fork(what, lambda: Worker(self.storm, slot, life).live())
+            self.slots[pid] = slot
 
     def _kill(self) -> None:
         """Kill or terminate a running worker."""
@@ -482,58 +418,32 @@ def alone(storm: Storm, work: Callable[[], object]) -> None:
         storm.wrong("the end", f"{work} ended with status {status}")
 
 
-def blow(seconds: float, seed: int, lying: bool) -> tuple[dict[str, int], list[str]]:
-    """Run one storm; returns figures and violations."""
-    set_child_subreaper = 36
-    ctypes.CDLL(None).prctl(set_child_subreaper, 1)
-    with contextlib.ExitStack() as stack:
-        directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="shardcache-storm-"))
-        storm = Storm(Path(directory).resolve(), seed, lying)
-        stack.enter_context(storm.serving())
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("flock", ["working", "lying"])
+def test_a_storm_breaks_no_promise(flock, tmp_path):
+    def blow(directory: Path, seed: int, seconds: float) -> Result:
+        if flock == "lying":
+            os.environ.update(broken_environment("lying"))
+            from tests.stress.brokensite import sitecustomize  # noqa: F401
+
+        set_child_subreaper = 36
+        ctypes.CDLL(None).prctl(set_child_subreaper, 1)
+        storm = Storm(directory, seed, flock == "lying")
         storm.root.parent.mkdir()
-        if own_disk := os.geteuid() == 0:
-            size = int(storm.max_size * 1.5) + 16 * MIB
-            stack.enter_context(disk(storm.root.parent, f"size={size}"))
-        alone(storm, lambda: storm.cache().fetch(storm.url(storm.names[0])))  # creates the root
-        boss = Boss(storm, own_disk)
-        boss.blow(seconds)
-        fetches = sum(storm.fetches)
-        boss.read_again([path for path, _ in published(storm.root).values()])
-        audit(storm)
-        calls = sum(storm.calls)
-        if fetches > 1.5 * calls + len(storm.names):
-            storm.wrong("economy", f"{fetches} fetches by {calls} calls")
-        return {"calls": calls, **boss.done, "fetches": fetches}, storm.violations()
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(storm.serving())
+            if own_disk := os.geteuid() == 0:
+                size = int(storm.max_size * 1.5) + 16 * MIB
+                stack.enter_context(disk(storm.root.parent, f"size={size}"))
+            alone(storm, lambda: storm.cache().fetch(storm.url(storm.names[0])))  # makes the root
+            boss = Boss(storm, own_disk)
+            boss.blow(seconds)
+            fetches = sum(storm.fetches)
+            boss.read_again([path for path, _ in published(storm.root).values()])
+            audit(storm)
+            calls = sum(storm.calls)
+            if fetches > 1.5 * calls + len(storm.names):
+                storm.wrong("economy", f"{fetches} fetches by {calls} calls")
+            return {"calls": calls, **boss.done, "fetches": fetches}, storm.violations()
 
-
-def arguments(doc: str, name: str) -> argparse.Namespace:
-    """Parse the command line of a storm or a soak."""
-    parser = argparse.ArgumentParser(prog=f"python -m tests.stress.{name}", description=doc)
-    parser.add_argument("--minutes", type=float, default=1.0)
-    parser.add_argument("--seed", type=int, default=random.randrange(1 << 31))
-    parser.add_argument("--flock", choices=["working", "lying"], default="working")
-    given = parser.parse_args()
-    if given.flock == "lying" and "BROKEN_FLOCK" not in os.environ:
-        os.execve(sys.executable, sys.orig_argv, broken_environment("lying"))
-    print(f"seed {given.seed}", flush=True)
-    logging.disable()  # warnings are expected
-    return given
-
-
-def report(seed: int, figures: dict[str, int], wrong: list[str]) -> int:
-    """Print figures and violations; returns the exit code."""
-    print("| | |\n|---|--:|")
-    for name, figure in figures.items():
-        print(f"| {name} | {figure:,} |")
-    print(*wrong[:20], sep="\n\n")
-    print(f"\nseed {seed}: {f'{len(wrong)} violations' if wrong else 'all held'}")
-    return 1 if wrong else 0
-
-
-def main() -> int:
-    given = arguments(__doc__, "storm")
-    return report(given.seed, *blow(given.minutes * 60, given.seed, given.flock == "lying"))
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    check(blow, tmp_path)

@@ -1,8 +1,7 @@
 """Recognise ``pipe:`` commands that only read an object, such as ``aws s3 cp s3://bucket/a.tar -``.
 
 shardcache requests such an object itself. It adopts the options that affect the access to the
-object, such as a profile, and ignores those that affect only the program's speed, timeouts, retries
-or messages. Any other command is left to the shell, and its output is not cached.
+object, such as a profile, and ignores those for speed, timeouts, retries and messages.
 """
 
 from __future__ import annotations

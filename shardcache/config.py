@@ -61,8 +61,7 @@ _NO_GROUP = (1 << 32) - 1
 class StorageOptions(dict[str, object]):
     """Options for fsspec or S3 (key, secret, token, ...). The repr hides all values.
 
-    A pickle has the secrets only while multiprocessing is spawning a process: a spawned worker must
-    read the same bucket and receives the pickle through a pipe, but any other may become a file.
+    A pickle has the secrets only on its way to a process that multiprocessing spawns.
     """
 
     def __hash__(self) -> int:  # type: ignore[override]  # defaults of dataclasses must be hashable
@@ -438,8 +437,7 @@ class Options(TypedDict, total=False):
 
 
 _PREFIX = "SHARDCACHE_"
-#: Variables that are not options: those of this module, `ranks` and `sync`, and those that
-#: Kubernetes sets for a Service named "shardcache" or "shardcache-x".
+#: Variables of `ranks` and `sync`, and of a Service of Kubernetes that is named "shardcache".
 _NO_OPTIONS = (
     rf"{_PREFIX}(CONFIG|RANK|JOB|RUN|SYNC_DIR|(\w+_)?(SERVICE_HOST|SERVICE_PORT|PORT)(_\w+)?)"
 )

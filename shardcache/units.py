@@ -1,8 +1,8 @@
 """Parse and format sizes, durations and other plain values.
 
 ``parse_*`` functions raise `ConfigError` for values that they do not accept. ``format_*`` functions
-return rounded text for people. ``exact_*`` functions and ``str(Limit)`` return text that parses
-back to exactly the same value. Sizes are ``int`` bytes, durations are ``float`` seconds.
+return rounded text for people; ``exact_*`` functions and ``str(Limit)`` return text that parses
+back to the same value. Sizes are ``int`` bytes, durations are ``float`` seconds.
 """
 
 from __future__ import annotations
@@ -14,12 +14,10 @@ from dataclasses import dataclass
 
 from shardcache.errors import ConfigError
 
-#: The largest file offset (a signed 64-bit off_t).
-MAX_BYTES = 2**63 - 1
+MAX_BYTES = 2**63 - 1  #: the largest file offset (a signed 64-bit off_t)
 #: 100 years. Python's locks refuse timeouts of 292 years (2^63 ns) or more.
 MAX_SECONDS = 36_500 * 86_400.0
-#: Maximum length of parsed text, in characters. int() would refuse more than 4300 digits.
-_MAX_TEXT = 64
+_MAX_TEXT = 64  #: characters of parsed text; int() would refuse more than 4300 digits
 
 _DECIMAL = ("KB", "MB", "GB", "TB", "PB", "EB")
 _BINARY = ("KiB", "MiB", "GiB", "TiB", "PiB", "EiB")

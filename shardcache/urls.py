@@ -2,12 +2,11 @@
 
 * Two URLs share a key only if they name the same object. Names of objects are exact bytes, without
   percent-decoding and without normalising ``..``, ``//`` or Unicode.
-* A web URL that is signed again keeps its key, because neither the parameters of a complete
-  signature nor a login are part of the URL's identity; all other parameters are. In an ``s3://``
-  URL, everything after the bucket is the object's name, except a final ``?versionId=``.
-* Only ``raw`` and ``options`` of a `ShardURL` contain secrets, and only origins use the secrets.
-  The canonical URL hides each value that may be a secret, and then ends with the key, so that it
-  still names exactly one shard.
+* A web URL that is signed again keeps its key: the parameters of a complete signature and a login
+  are no part of it; all other parameters are. In an ``s3://`` URL, everything after the bucket is
+  the object's name, except a final ``?versionId=``.
+* Only ``raw`` and ``options`` of a `ShardURL` contain secrets. The canonical URL hides each value
+  that may be a secret, and then ends with the key, so that it still names exactly one shard.
 """
 
 from __future__ import annotations

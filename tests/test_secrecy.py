@@ -161,6 +161,9 @@ WEB = (
         "pipe:cat /dev/null # -u me:{canary}\n",
         "pipe:cat /dev/null # -u me:{canary} {{0..1}}",
         "pipe:cat /dev/null # -u me:{canary} {{",
+        'pipe:true curl -H "Authorization: Bearer {canary}"; exit 3',
+        "pipe:true curl 'https://x.invalid/a?X-Amz-Signature={canary}'; exec >&-; sleep 9",
+        'pipe:true curl -H "Authorization: Bearer {canary}"; head -c 10240 /dev/zero',
         "http://me:a/{canary}@host/a.tar",
         "http://me:{canary}/a@host/a.tar",
         "https:/me:{canary}@host/a.tar",
@@ -169,7 +172,7 @@ WEB = (
 def test_secrets_in_unusual_places(watch, url):
     url = url.format(canary=CANARY)
     for schemes in ([], ["pipe"]):
-        watch.read(watch.cache(allow_schemes=schemes), url)
+        watch.read(watch.cache(allow_schemes=schemes, timeout=1), url)
     watch.command("ls")
     assert watch.failures and watch.seen
 
@@ -314,18 +317,6 @@ def test_filesystems_whose_errors_state_urls(watch, monkeypatch, error):
     assert watch.failures == 1
 
 
-@pytest.mark.parametrize(
-    "secret",
-    [f'-H "Authorization: Bearer {CANARY}"', f"'https://x.invalid/a?X-Amz-Signature={CANARY}'"],
-)
-@pytest.mark.parametrize("end", ["cat {shard}", "exit 3", "exec >&-; sleep 9"])
-def test_pipe_commands(watch, tmp_path, secret, end):
-    (tmp_path / "a.bin").write_bytes(SHARD)
-    cache = watch.cache(timeout=1, allow_schemes=["pipe"])
-    watch.read(cache, f"pipe:true curl {secret}; {end.format(shard=tmp_path / 'a.bin')}")
-    assert watch.failures == (not end.startswith("cat"))
-
-
 @pytest.mark.parametrize("allowed", [(), ("pipe",)], ids=str)
 @pytest.mark.parametrize(
     "url",
@@ -354,19 +345,9 @@ def test_a_list_cannot_put_a_credential_of_the_environment_into_an_address(
     assert watch.failures == 1
 
 
-@pytest.mark.parametrize(
-    ("option", "sent"),
-    [
-        ('-H "Authorization: Bearer $MYTOKEN"', f"Bearer {CANARY}"),
-        ("-u me:$MYTOKEN", f"Basic {base64.b64encode(f'me:{CANARY}'.encode()).decode()}"),
-        ("-H 'Authorization: Bearer $MYTOKEN'", "Bearer $MYTOKEN"),
-    ],
-)
-def test_the_credential_of_a_command_may_come_from_a_variable(
-    watch, serve, monkeypatch, option, sent
-):
+def test_the_credential_of_a_command_may_come_from_a_variable(watch, serve, monkeypatch):
     monkeypatch.setenv("MYTOKEN", CANARY)
-    server = serve(whole)
-    watch.read(watch.cache(), f"pipe:curl -s {option} {server.url}/a.tar")
-    assert all(f"Authorization: {sent}" in head.splitlines() for head in server.heads)
+    server, basic = serve(whole), base64.b64encode(f"me:{CANARY}".encode()).decode()
+    watch.read(watch.cache(), f"pipe:curl -s -u me:$MYTOKEN {server.url}/a.tar")
+    assert all(f"Authorization: Basic {basic}" in head.splitlines() for head in server.heads)
     assert server.heads and not watch.failures

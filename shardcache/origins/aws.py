@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import logging
 import os
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -28,11 +27,10 @@ from shardcache import clock, threads
 from shardcache.commands import read_command
 from shardcache.config import Config
 from shardcache.errors import AccessDeniedError, ConfigError
-from shardcache.origins.base import TransientError, read_all
+from shardcache.origins.base import TransientError
 from shardcache.units import format_duration
 from shardcache.urls import PARTITIONS, ShardURL, name_command, parse_url, quoted, redact
 
-logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 #: Suffixes in the names of S3 Express buckets and of their access points.
@@ -148,21 +146,16 @@ def s3_endpoint(options: Mapping[str, Any], endpoint_url: str | None = None) -> 
     client = options.get("client_kwargs") or {}
     if passed := endpoint_url or options.get("endpoint_url") or client.get("endpoint_url"):
         return str(passed)
-    named = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or None
-    ignored = os.environ.get("AWS_IGNORE_CONFIGURED_ENDPOINT_URLS")
-    # A file with `ignore_configured_endpoint_urls` also contains this word, and is parsed as well.
-    if not ignored and b"endpoint_url" not in aws_files().lower():
-        return named
-
-    def configured(found: Any) -> str | None:
-        if found.get_config_variable("ignore_configured_endpoint_urls"):
-            return None
-        own = found.get_scoped_config()
-        services = found.full_config.get("services", {}).get(own.get("services"), {})
-        near = services.get("s3", {}).get("endpoint_url")
-        return named or near or own.get("endpoint_url") or None
-
-    return _from_files(options, configured)
+    named = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+    ignored = os.environ.get("AWS_IGNORE_CONFIGURED_ENDPOINT_URLS", "")
+    # A file with `ignore_configured_endpoint_urls` also contains this word.
+    if b"endpoint_url" in aws_files().lower():
+        own, _, services = _read_profile(options.get("profile")) or ({}, {}, {})
+        ignored = str(ignored or own.get("ignore_configured_endpoint_urls"))
+        with contextlib.suppress(AttributeError):  # the section of S3 is broken
+            near = services.get(own.get("services", ""), {}).get("s3", {}).get("endpoint_url")
+            named = named or near or own.get("endpoint_url")
+    return None if ignored.lower() == "true" else named or None
 
 
 def needs_s3fs(bucket: str, options: Mapping[str, Any]) -> str:
@@ -184,9 +177,8 @@ def s3fs_options(options: Mapping[str, Any], endpoint_url: str | None = None) ->
     client = {**(options.get("client_kwargs") or {})}
     client.pop("endpoint_url", None)  # s3fs refuses two endpoints
     if not client.get("region_name"):
-        region = _from_files(options, _region)
-        region = region or (None if endpoint else os.environ.get("AWS_REGION"))
-        client["region_name"] = region or "us-east-1"
+        last = None if endpoint else os.environ.get("AWS_REGION")
+        client["region_name"] = _region(options) or last or "us-east-1"
     return {**options, "endpoint_url": endpoint, "client_kwargs": client}
 
 
@@ -202,23 +194,34 @@ def s3_region(options: Mapping[str, Any]) -> str | None:
     last = os.environ.get("AWS_REGION")
     if not re.search(rf"\b({PARTITIONS})-".encode(), aws_files() + (last or "").encode()):
         return None
-    return _from_files(options, _region) or last
+    return _region(options) or last
 
 
-def _region(found: Any) -> str | None:
-    return found.get_config_variable("region")  # type: ignore[no-any-return]
+def _region(options: Mapping[str, Any]) -> str | None:
+    own, *_ = _read_profile(options.get("profile")) or ({},)
+    return os.environ.get("AWS_DEFAULT_REGION", own.get("region"))
 
 
-def _from_files(options: Mapping[str, Any], read: Callable[[Any], str | None]) -> str | None:
-    """Return the result of ``read``, or None if AWS's configuration files cannot be read."""
-    from botocore.exceptions import BotoCoreError
+def _read_profile(profile: str | None) -> tuple[dict[str, Any], ...] | None:
+    """Return a profile's options in both of AWS's files, those in the second one, and all services.
 
+    None as the ``profile`` is that of the environment. The result is None if a file is broken.
+    """
+    from botocore.configloader import load_config, raw_config_parse
+    from botocore.exceptions import ConfigNotFound, ConfigParseError
+
+    if profile is None:
+        profile = os.environ.get("AWS_DEFAULT_PROFILE", os.environ.get("AWS_PROFILE", "default"))
+    full, written = dict[str, Any](), dict[str, Any]()
+    config, credentials = aws_paths()
     try:
-        return read(session(options, botocore_only=True))
-    except (BotoCoreError, OSError, ValueError, AttributeError) as exn:
-        # The client cannot be set up for the same reason, and that error reaches the user.
-        logger.debug("the configuration of AWS cannot be read: %s", type(exn).__name__)
+        with contextlib.suppress(ConfigNotFound):
+            full = load_config(config)
+        with contextlib.suppress(ConfigNotFound):
+            written = raw_config_parse(credentials).get(profile, {})
+    except ConfigParseError:
         return None
+    return full.get("profiles", {}).get(profile, {}) | written, written, full.get("services", {})
 
 
 def aws_paths() -> tuple[str, str]:
@@ -288,23 +291,12 @@ def written_settings(profile: str | None, keys: Keys | None) -> Settings | None:
     roles, SSO, programs that print credentials, and any provider that it may add to its chain.
     A passed ``profile`` precedes the keys in the environment, and ``keys`` all.
     """
-    from botocore.configloader import load_config, raw_config_parse
-    from botocore.exceptions import ConfigNotFound, ConfigParseError
-
     env = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
-    name = env.get("AWS_PROFILE") if profile is None else profile
-    own, options = "default" if name is None else name, dict[str, str]()
-    config, shared = aws_paths()
-    try:
-        with contextlib.suppress(ConfigNotFound):
-            options |= load_config(config)["profiles"].get(own, {})
-        written = {}
-        with contextlib.suppress(ConfigNotFound):
-            written = raw_config_parse(shared).get(own, {})
-    except ConfigParseError:
+    if (found := _read_profile(profile)) is None:
         return None
-    options |= written
-    if env.keys() - _VARIABLES or options.keys() - _OPTIONS or (name is not None and not options):
+    options, written, _ = found
+    is_missing = not options and (profile is not None or "AWS_PROFILE" in env)
+    if env.keys() - _VARIABLES or options.keys() - _OPTIONS or is_missing:
         return None
     if keys is None:
         source = {name.lower(): value for name, value in env.items()}
@@ -376,28 +368,27 @@ def _metadata_service_is_busy() -> bool:
     """Return whether this is an EC2 instance whose role gives no credentials at the moment."""
     if os.environ.get("AWS_EC2_METADATA_DISABLED", "").lower() == "true":
         return False
-    from shardcache.origins.connection import Transport, connect  # here: a hit needs neither
+    import http.client  # here: few processes need it
 
-    service = os.environ.get("AWS_EC2_METADATA_SERVICE_ENDPOINT") or _METADATA
-    parts = urlsplit(service)
+    service = urlsplit(os.environ.get("AWS_EC2_METADATA_SERVICE_ENDPOINT") or _METADATA)
+    faults = OSError, ValueError, http.client.HTTPException
+    latest = f"{service.path.rstrip('/')}/latest"
     try:
-        connect(parts.hostname or "", parts.port or 80, _TIMEOUT, {}).close()
-    except (OSError, ValueError):
+        server = http.client.HTTPConnection(service.netloc, timeout=_TIMEOUT)
+        server.connect()
+    except faults:
         return False
-    server, latest = f"{parts.scheme}://{parts.netloc}", f"{parts.path.rstrip('/')}/latest"
-    transport = Transport(timeout=_TIMEOUT, proxies={})
-    try:
-        limit = {"X-aws-ec2-metadata-token-ttl-seconds": "60", "Content-Length": "0"}
-        response = transport.request("PUT", server, f"{latest}/api/token", limit)
-        token = read_all(response, 4096).decode("latin-1")
-        if response.status == 200:
-            path = f"{latest}/meta-data/iam/security-credentials/"
-            response = transport.request("GET", server, path, {"X-aws-ec2-metadata-token": token})
-            response.close()
-            return response.status != 404  # 404: the instance has no role
-    except (OSError, TransientError):  # it accepted a connection above, so it is too busy
-        return True
-    return response.status == 429 or response.status >= 500
+    with contextlib.closing(server), contextlib.suppress(*faults):
+        limit = {"X-aws-ec2-metadata-token-ttl-seconds": "60"}
+        server.request("PUT", f"{latest}/api/token", headers=limit)
+        response = server.getresponse()
+        token = response.read().decode("latin-1")
+        if response.status != 200:
+            return response.status == 429 or response.status >= 500
+        path = f"{latest}/meta-data/iam/security-credentials/"
+        server.request("GET", path, headers={"X-aws-ec2-metadata-token": token})
+        return server.getresponse().status != 404  # 404: the instance has no role
+    return True  # it accepted a connection above, so it is too busy
 
 
 def within_timeout(chain: Callable[[], T]) -> T:

@@ -1,9 +1,8 @@
 """Read shards through any fsspec filesystem: gs, az, hf, memory, slow mounts.
 
-It also reads S3 buckets that shardcache's own client cannot (`aws.needs_s3fs`). fsspec cannot
-insist on a version, so a download calls `stat` again after the last byte. Filesystems have no
-common timeout, and a call to a hung mount cannot be interrupted. So each call runs in another
-thread, which the caller abandons after ``timeout`` seconds.
+It also reads S3 buckets that shardcache's own client cannot (`aws.needs_s3fs`). A call to a hung
+mount cannot be interrupted, so each call runs in another thread, which the caller abandons after
+``timeout`` seconds.
 """
 
 from __future__ import annotations
@@ -150,7 +149,7 @@ class FsspecOrigin:
         return self.result(lambda: threads.call(call, seconds, _THREAD))
 
     def translated(self, shard: ShardURL, function: Callable[[], T]) -> T:
-        """Call ``function``, in its thread, and raise the errors of `Origin.open` for its own."""
+        """Call ``function``, and raise the errors of `Origin.open` for those of the filesystem."""
         try:
             return function()
         except Exception as exn:  # noqa: BLE001 - every filesystem has its own exceptions
@@ -181,10 +180,7 @@ def _skip_google_metadata() -> None:
 def s3fs_origin(
     reason: str, options: Mapping[str, Any], endpoint_url: str | None, timeout: float
 ) -> FsspecOrigin:
-    """Return the origin of an S3 bucket that only s3fs can read; ``reason`` says why.
-
-    Raises ConfigError if the installed aiobotocore cannot read the bucket either.
-    """
+    """Return the origin of an S3 bucket that only s3fs can read; ``reason`` says why."""
     with undivided():  # a fork must not copy the locks of an import
         import aiobotocore.utils
         from botocore.compat import HAS_CRT
@@ -208,10 +204,11 @@ def _error_for(exn: Exception, shard: ShardURL, profile: str | None) -> Exceptio
     if isinstance(exn, (ShardCacheError, TransientError)):
         return exn
     source = exn if hasattr(exn, "response") else exn.__cause__  # s3fs wraps botocore's errors
+    hint = "check the credentials and storage_options"
     if isinstance(response := getattr(source, "response", None), dict):
         status = response.get("ResponseMetadata", {}).get("HTTPStatusCode", 500)
         reason = f"S3 answered {status} {quoted(str(response.get('Error', {}).get('Code', '')))}"
-        return refusal(shard, status, reason, hint="check the credentials and storage_options")
+        return refusal(shard, status, reason, hint=hint)
     kinds = {kind.__name__ for kind in type(exn).__mro__}
     if "BotoCoreError" in kinds and not kinds & _NO_RESPONSE:
         return chain_error(exn, shard, profile, worked=False)
@@ -221,9 +218,8 @@ def _error_for(exn: Exception, shard: ShardURL, profile: str | None) -> Exceptio
         reason += f": {redact(str(exn))}"
         status = getattr(exn, "status", None) or getattr(exn, "code", None)
     if isinstance(status, int) and 400 <= status < 500:
-        return refusal(shard, status, reason, hint="check the credentials and storage_options")
-    timed_out = isinstance(exn, TimeoutError)
-    return TransientError(f"reading failed: {reason}", timed_out=timed_out)
+        return refusal(shard, status, reason, hint=hint)
+    return TransientError(f"reading failed: {reason}", timed_out=isinstance(exn, TimeoutError))
 
 
 @dataclass(eq=False)

@@ -1,7 +1,5 @@
 """Choose where to read a shard: from an upstream with a nearer copy, or from its origin.
 
-    upstream 1 has the shard? ---- no, or no response ----> upstream 2 ... ----> the origin
-
 An upstream holds ``s3://bucket/key`` as ``<upstream>/bucket/key``, and any other URL by its part
 after ``://``, so that it may be the copy of another program (``aws s3 sync``). A copy that
 shardcache made (``write_back``) comes with a sidecar, ``<name>.shardcache.json``. It states the

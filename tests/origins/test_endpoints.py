@@ -115,6 +115,7 @@ def test_the_region_of_a_command_sets_its_partition(tmp_path):
         b"\xff\xfe endpoint_url cn-x",
         b"[default\nendpoint_url=x",
         b"[profile other]\nendpoint_url=x",
+        b"[profile missing]\nservices=x\n[services x]\ns3=endpoint_url",
     ],
 )
 def test_a_broken_aws_configuration_does_not_affect_local_files(text, tmp_path, monkeypatch):

@@ -237,7 +237,7 @@ class Fetch:
                         functools.partial(first_response, engine, source, download),
                         sleep=download.sleep,
                     )
-                    engine.sizes.learn(shard, response.info.size)
+                    engine.learn_size(shard, response.info.size)
                     download.check()
                     try:
                         partial = self._begin(response.info)
@@ -301,7 +301,7 @@ class Fetch:
 
     def _may_not_fit(self) -> bool:
         """Return whether the shard may find no room; CacheFullError if it certainly has none."""
-        size = self._engine.sizes.likely(self._download) or _USUAL_SIZE
+        size = self._engine.likely_size(self._download) or _USUAL_SIZE
         tiers = self._directories.tiers
         refusals = [tier.space.refuses(str(self._shard), size) for tier in tiers]
         if None in refusals:

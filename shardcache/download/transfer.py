@@ -51,27 +51,6 @@ _FAREWELL = 5.0
 _FOLDERS = 256
 
 
-class _Sizes:
-    """The size of the largest shard so far in each folder, to guess the size of the next one."""
-
-    def __init__(self) -> None:
-        self._largest: dict[str, int] = {}
-
-    def likely(self, download: Download) -> int | None:
-        """Return the listed or probable size of a shard, or None if nothing is known about it."""
-        if download.listed is not None:
-            return download.listed
-        return self._largest.get(download.shard.canonical.rpartition("/")[0])
-
-    def learn(self, shard: ShardURL, size: int | None) -> None:
-        """Note the size of a shard; None if its origin does not state it."""
-        folder = shard.canonical.rpartition("/")[0]
-        known = self._largest.get(folder, 0)
-        if len(self._largest) >= _FOLDERS and not known:
-            self._largest.clear()
-        self._largest[folder] = max(known, sys.maxsize if size is None else size)
-
-
 @dataclass(frozen=True, slots=True)
 class Engine:
     """The parts of a process that all its transfers share."""
@@ -82,7 +61,21 @@ class Engine:
     connections: Connections
     origins: Origins
     notices: Notices
-    sizes: _Sizes = field(default_factory=_Sizes)
+    _largest: dict[str, int] = field(default_factory=dict)  # size of the largest shard, by folder
+
+    def likely_size(self, download: Download) -> int | None:
+        """Return the listed or probable size of a shard, or None if nothing is known about it."""
+        if download.listed is not None:
+            return download.listed
+        return self._largest.get(download.shard.canonical.rpartition("/")[0])
+
+    def learn_size(self, shard: ShardURL, size: int | None) -> None:
+        """Note the size of a shard; None if its origin does not state it."""
+        folder = shard.canonical.rpartition("/")[0]
+        known = self._largest.get(folder, 0)
+        if len(self._largest) >= _FOLDERS and not known:
+            self._largest.clear()
+        self._largest[folder] = max(known, sys.maxsize if size is None else size)
 
 
 class Source(NamedTuple):
@@ -98,7 +91,7 @@ class Source(NamedTuple):
 def first_response(engine: Engine, source: Source, download: Download) -> tuple[Body, bool]:
     """Return the first response, and whether it is for the whole object, so S3 adds a checksum."""
     origin, shard, part = source.origin, download.shard, engine.connections.part
-    likely = engine.sizes.likely(download)
+    likely = engine.likely_size(download)
     is_small = likely is not None and 0 < likely <= part
     is_whole = is_small or source.may_not_fit
     response = origin.open(shard, 0, None if is_whole else part)

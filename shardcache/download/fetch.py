@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import functools
 import logging
 import random
 from collections import Counter
@@ -34,7 +33,7 @@ from shardcache.archive import MALFORMED, archive_problem, check_archive
 from shardcache.clock import boot_id
 from shardcache.config import Config, __version__
 from shardcache.download.download import Download
-from shardcache.download.transfer import Engine, Source, Transfer, first_response
+from shardcache.download.transfer import Engine, Source, Transfer
 from shardcache.errors import (
     CacheFullError,
     FetchCancelledError,
@@ -49,7 +48,7 @@ from shardcache.files import is_directory
 from shardcache.layout import parse_partial_name
 from shardcache.locks.keys import Holder, KeyLease, KeyLock, read_holder
 from shardcache.locks.sessions import Session
-from shardcache.origins.base import Body, ObjectInfo, VersionChangedError
+from shardcache.origins.base import ObjectInfo, VersionChangedError
 from shardcache.space.tiers import Directories
 from shardcache.store.digest import BLOCK, MismatchError
 from shardcache.store.directory import DamagedError, Metadata
@@ -226,43 +225,29 @@ class Fetch:
         partial = None if left is None else self._resume(left)
         may_not_fit = partial is None and self._may_not_fit()
         source = Source(upstream or engine.origins.of(shard), upstream is not None, may_not_fit)
-        response: Body | None = None
-        transfer = None
-        is_described = False
+        transfer = Transfer(engine, source, download, attempts)
         try:
             with engine.connections.one():
                 download.check()
                 if partial is None:
-                    response, is_described = attempts.call(
-                        functools.partial(first_response, engine, source, download),
-                        sleep=download.sleep,
-                    )
-                    engine.learn_size(shard, response.info.size)
+                    info = transfer.begin()
+                    engine.learn_size(shard, info.size)
                     download.check()
                     try:
-                        partial = self._begin(response.info)
+                        partial = self._begin(info)
                     except os_error():  # no room, so a reader streams the shard from this response
-                        if upstream is None:
+                        if upstream is None and (response := transfer.take_first()) is not None:
                             download.keep(response)
-                            response = None
                         raise
                 size = partial.metadata.info.size
                 # Waiting processes find the partial by its name in the lock. A partial of one block
                 # has no journal, so no process could follow it.
                 if lock is not None and (size is None or size > BLOCK):
                     lock.update(replace(self._directories.holder(), partial=partial.path.name))
-                transfer = Transfer(
-                    engine, source, download, partial, attempts, described=is_described
-                )
-                transfer.receive(response)
+                transfer.receive(partial)
             metadata = transfer.finish()
         except BaseException as exn:
-            if transfer is not None:
-                transfer.abandon(exn)
-            elif partial is not None:
-                partial.close()
-            if response is not None:
-                response.close()
+            transfer.abandon(exn, partial)
             if upstream is None or isinstance(exn, (FetchCancelledError, CacheFullError)):
                 raise
             if isinstance(exn, (VersionChangedError, MismatchError)):

@@ -112,12 +112,11 @@ _buffer = _Buffer()
 class _Part:
     """A range of bytes of the object, and how much of the range has arrived."""
 
-    __slots__ = ("complete", "filled", "next", "response", "shown", "stop")
+    __slots__ = ("complete", "filled", "next", "shown", "stop")
 
-    def __init__(self, start: int, stop: int | None, response: Body | None = None) -> None:
+    def __init__(self, start: int, stop: int | None) -> None:
         self.next = start  # offset at which the block in the buffer begins
         self.stop = stop  # None for an object of unknown size
-        self.response = response  # an open response that delivers this part
         self.filled = 0  # bytes of the block that have arrived
         self.shown = 0  # bytes of an incomplete first block that readers may see
         self.complete = start == stop
@@ -182,8 +181,7 @@ class Transfer:
         self._checksum = self._info.checksum  # of the object, as the origin states it
         upstream = self._source.upstream
         self._download.running(partial.path, self._info.size, partial.written, upstream=upstream)
-        first = self.take_first()
-        lead = None if first is None else self._lead(first)
+        lead = None if self._first is None else self._lead(self._first)
         self._work.parts.extend(self._missing(lead))
         try:
             with self._download.transferring(self._fail):
@@ -267,17 +265,13 @@ class Transfer:
     def _lead(self, first: Body) -> _Part:
         """Return the part that the first response delivers; its later bytes are ignored."""
         size, stop = self._info.size, first.stop
-        if (
-            size is not None
-            and self._source.may_not_fit
-            and stop == size
-            and self._info.identifiable
-        ):
+        may_be_cut = self._source.may_not_fit and self._info.identifiable
+        if size is not None and stop == size and may_be_cut:
             stop = min(size, self._connections.part)
         elif size is not None and stop is not None:
             # The response may be shorter than its part; the next part begins with a whole block.
             stop = min(-(-stop // BLOCK) * BLOCK, size)
-        return _Part(0, stop, first)
+        return _Part(0, stop)
 
     def _missing(self, lead: _Part | None) -> Iterator[range]:
         """Yield the missing ranges, except the first part ``lead``, cut into parts."""
@@ -305,12 +299,12 @@ class Transfer:
         """Receive one part with as many consecutive requests as necessary."""
         while not part.complete:
             self._attempts.call(lambda: self._attempt(part, fd), sleep=self._sleep)
-        if part.response is not None:  # unused, because the object is empty
-            part.response.close()
+        if part.position == 0 and (unused := self.take_first()) is not None:  # an empty object
+            unused.close()
 
     def _attempt(self, part: _Part, fd: int) -> None:
         before = part.position
-        response, part.response = part.response, None
+        response = self.take_first() if before == 0 else None
         try:
             self._drain(response or self._request(part), part, fd)
         except TransientError as exn:

@@ -227,7 +227,7 @@ class Fetch:
         source = Source(upstream or engine.origins.of(shard), upstream is not None, may_not_fit)
         transfer = Transfer(engine, source, download, attempts)
         try:
-            with engine.connections.one():
+            with engine.connections.one(download.check):
                 download.check()
                 if partial is None:
                     info = transfer.begin()

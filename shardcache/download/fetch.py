@@ -399,7 +399,7 @@ class _Wait:
         self._started = self._grew = self._announced = clock.monotonic()
         self._own = replace(directories.holder(), url=str(self._shard))
         self._note: Session | None = None
-        self._holder, self._progress = self._read_holder()
+        self._found = self._read_holder()
 
     @property
     def is_stale(self) -> bool:
@@ -411,16 +411,15 @@ class _Wait:
         self._download.sleep(self._poll * random.uniform(0.5, 1.0))  # noqa: S311 - jitter
         self._poll = min(self._poll * 1.5, _LAST_POLL)
         now, found = clock.monotonic(), self._read_holder()
-        if found != (self._holder, self._progress):
-            self._grew = now
-        self._holder, self._progress = found
+        if found != self._found:
+            self._grew, self._found = now, found
         waited = now - self._started
         if waited >= self._config.lock_timeout:
             raise LockTimeoutError(
                 f"{self._shard} was not in the cache after {format_duration(waited)}: "
                 f"{self.describe()}. Look at that process, or raise lock_timeout.",
                 url=str(self._shard),
-                holder=self._holder,
+                holder=found[0],
                 waited=waited,
             )
         if now - self._announced >= _ANNOUNCE_EVERY:
@@ -449,7 +448,7 @@ class _Wait:
 
     def _announce(self, waited: float) -> None:
         """Log the wait. docs/observing.md describes the fields."""
-        holder, progress = self._holder, self._progress
+        holder, progress = self._found
         facts = {
             "event": "waiting",
             "shard": str(self._shard),
@@ -465,7 +464,7 @@ class _Wait:
 
     def describe(self) -> str:
         """Describe the holder of the lock, how long it has held it, and its progress."""
-        holder, progress = self._holder, self._progress
+        holder, progress = self._found
         if holder is None:
             return "its lock is held by a process that left no record"
         age = format_duration(max(0.0, clock.time() - holder.started))

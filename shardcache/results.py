@@ -20,7 +20,7 @@ class Outcome(StrEnum):
 
     CACHED = "cached"  #: the shard was already cached
     FETCHED = "fetched"
-    COALESCED = "coalesced"  #: another process downloaded the shard
+    COALESCED = "coalesced"  #: another reader downloaded the shard
     LINKED = "linked"  #: hard-linked to the entry of another rank or job
     FAILED = "failed"
     NOT_STARTED = "not_started"  #: the download was not started, or was interrupted

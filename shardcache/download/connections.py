@@ -150,14 +150,18 @@ class Connections:
             self._useful = min(2 * self._useful, self._most)
 
     @contextmanager
-    def one(self) -> Iterator[None]:
-        """Hold a connection in the body; first wait while this process is at its `limit`."""
+    def one(self, check: Callable[[], None]) -> Iterator[None]:
+        """Hold a connection in the body; first wait while this process is at its `limit`.
+
+        A wait calls ``check``, which may raise, every second.
+        """
         with self.lock:
             self._waiting += 1
             try:
                 # The first connection needs no `limit`, which counts the downloaders.
                 while self._busy and self._busy >= self.limit:
                     self._free.wait(_PATIENCE)
+                    check()
                     self._measure()  # all connections may be stuck
                 self._use(1)
             finally:

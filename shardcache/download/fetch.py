@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import functools
 import logging
 import random
 from collections import Counter
@@ -34,7 +33,7 @@ from shardcache.archive import MALFORMED, archive_problem, check_archive
 from shardcache.clock import boot_id
 from shardcache.config import Config, __version__
 from shardcache.download.download import Download
-from shardcache.download.transfer import Engine, Source, Transfer, first_response
+from shardcache.download.transfer import Engine, Source, Transfer
 from shardcache.errors import (
     CacheFullError,
     FetchCancelledError,
@@ -49,7 +48,7 @@ from shardcache.files import is_directory
 from shardcache.layout import parse_partial_name
 from shardcache.locks.keys import Holder, KeyLease, KeyLock, read_holder
 from shardcache.locks.sessions import Session
-from shardcache.origins.base import Body, ObjectInfo, VersionChangedError
+from shardcache.origins.base import ObjectInfo, VersionChangedError
 from shardcache.space.tiers import Directories
 from shardcache.store.digest import BLOCK, MismatchError
 from shardcache.store.directory import DamagedError, Metadata
@@ -226,43 +225,29 @@ class Fetch:
         partial = None if left is None else self._resume(left)
         may_not_fit = partial is None and self._may_not_fit()
         source = Source(upstream or engine.origins.of(shard), upstream is not None, may_not_fit)
-        response: Body | None = None
-        transfer = None
-        is_described = False
+        transfer = Transfer(engine, source, download, attempts)
         try:
-            with engine.connections.one():
+            with engine.connections.one(download.check):
                 download.check()
                 if partial is None:
-                    response, is_described = attempts.call(
-                        functools.partial(first_response, engine, source, download),
-                        sleep=download.sleep,
-                    )
-                    engine.sizes.learn(shard, response.info.size)
+                    info = transfer.begin()
+                    engine.learn_size(shard, info.size)
                     download.check()
                     try:
-                        partial = self._begin(response.info)
+                        partial = self._begin(info)
                     except os_error():  # no room, so a reader streams the shard from this response
-                        if upstream is None:
+                        if upstream is None and (response := transfer.take_first()) is not None:
                             download.keep(response)
-                            response = None
                         raise
                 size = partial.metadata.info.size
                 # Waiting processes find the partial by its name in the lock. A partial of one block
                 # has no journal, so no process could follow it.
                 if lock is not None and (size is None or size > BLOCK):
                     lock.update(replace(self._directories.holder(), partial=partial.path.name))
-                transfer = Transfer(
-                    engine, source, download, partial, attempts, described=is_described
-                )
-                transfer.receive(response)
+                transfer.receive(partial)
             metadata = transfer.finish()
         except BaseException as exn:
-            if transfer is not None:
-                transfer.abandon(exn)
-            elif partial is not None:
-                partial.close()
-            if response is not None:
-                response.close()
+            transfer.abandon(exn, partial)
             if upstream is None or isinstance(exn, (FetchCancelledError, CacheFullError)):
                 raise
             if isinstance(exn, (VersionChangedError, MismatchError)):
@@ -301,7 +286,7 @@ class Fetch:
 
     def _may_not_fit(self) -> bool:
         """Return whether the shard may find no room; CacheFullError if it certainly has none."""
-        size = self._engine.sizes.likely(self._download) or _USUAL_SIZE
+        size = self._engine.likely_size(self._download) or _USUAL_SIZE
         tiers = self._directories.tiers
         refusals = [tier.space.refuses(str(self._shard), size) for tier in tiers]
         if None in refusals:
@@ -414,7 +399,7 @@ class _Wait:
         self._started = self._grew = self._announced = clock.monotonic()
         self._own = replace(directories.holder(), url=str(self._shard))
         self._note: Session | None = None
-        self._holder, self._progress = self._read_holder()
+        self._found = self._read_holder()
 
     @property
     def is_stale(self) -> bool:
@@ -426,16 +411,15 @@ class _Wait:
         self._download.sleep(self._poll * random.uniform(0.5, 1.0))  # noqa: S311 - jitter
         self._poll = min(self._poll * 1.5, _LAST_POLL)
         now, found = clock.monotonic(), self._read_holder()
-        if found != (self._holder, self._progress):
-            self._grew = now
-        self._holder, self._progress = found
+        if found != self._found:
+            self._grew, self._found = now, found
         waited = now - self._started
         if waited >= self._config.lock_timeout:
             raise LockTimeoutError(
                 f"{self._shard} was not in the cache after {format_duration(waited)}: "
                 f"{self.describe()}. Look at that process, or raise lock_timeout.",
                 url=str(self._shard),
-                holder=self._holder,
+                holder=found[0],
                 waited=waited,
             )
         if now - self._announced >= _ANNOUNCE_EVERY:
@@ -464,7 +448,7 @@ class _Wait:
 
     def _announce(self, waited: float) -> None:
         """Log the wait. docs/observing.md describes the fields."""
-        holder, progress = self._holder, self._progress
+        holder, progress = self._found
         facts = {
             "event": "waiting",
             "shard": str(self._shard),
@@ -480,7 +464,7 @@ class _Wait:
 
     def describe(self) -> str:
         """Describe the holder of the lock, how long it has held it, and its progress."""
-        holder, progress = self._holder, self._progress
+        holder, progress = self._found
         if holder is None:
             return "its lock is held by a process that left no record"
         age = format_duration(max(0.0, clock.time() - holder.started))

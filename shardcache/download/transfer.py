@@ -27,7 +27,14 @@ from shardcache.download.download import Download
 from shardcache.errors import IntegrityError, ShardCacheError
 from shardcache.faults import is_local_error
 from shardcache.notices import Notices
-from shardcache.origins.base import Body, Origin, TransientError, VersionChangedError, skip
+from shardcache.origins.base import (
+    Body,
+    ObjectInfo,
+    Origin,
+    TransientError,
+    VersionChangedError,
+    skip,
+)
 from shardcache.origins.resolve import Origins
 from shardcache.origins.retry import Attempts, RetryPolicy, once
 from shardcache.stats.counters import Counters
@@ -36,7 +43,7 @@ from shardcache.store.directory import Metadata
 from shardcache.store.partial import Partial
 from shardcache.urls import ShardURL
 
-__all__ = ["Engine", "Source", "Transfer", "first_response"]
+__all__ = ["Engine", "Source", "Transfer"]
 
 logger = logging.getLogger(__name__)
 
@@ -51,27 +58,6 @@ _FAREWELL = 5.0
 _FOLDERS = 256
 
 
-class _Sizes:
-    """The size of the largest shard so far in each folder, to guess the size of the next one."""
-
-    def __init__(self) -> None:
-        self._largest: dict[str, int] = {}
-
-    def likely(self, download: Download) -> int | None:
-        """Return the listed or probable size of a shard, or None if nothing is known about it."""
-        if download.listed is not None:
-            return download.listed
-        return self._largest.get(download.shard.canonical.rpartition("/")[0])
-
-    def learn(self, shard: ShardURL, size: int | None) -> None:
-        """Note the size of a shard; None if its origin does not state it."""
-        folder = shard.canonical.rpartition("/")[0]
-        known = self._largest.get(folder, 0)
-        if len(self._largest) >= _FOLDERS and not known:
-            self._largest.clear()
-        self._largest[folder] = max(known, sys.maxsize if size is None else size)
-
-
 @dataclass(frozen=True, slots=True)
 class Engine:
     """The parts of a process that all its transfers share."""
@@ -82,7 +68,21 @@ class Engine:
     connections: Connections
     origins: Origins
     notices: Notices
-    sizes: _Sizes = field(default_factory=_Sizes)
+    _largest: dict[str, int] = field(default_factory=dict)  # size of the largest shard, by folder
+
+    def likely_size(self, download: Download) -> int | None:
+        """Return the listed or probable size of a shard, or None if nothing is known about it."""
+        if download.listed is not None:
+            return download.listed
+        return self._largest.get(download.shard.canonical.rpartition("/")[0])
+
+    def learn_size(self, shard: ShardURL, size: int | None) -> None:
+        """Note the size of a shard; None if its origin does not state it."""
+        folder = shard.canonical.rpartition("/")[0]
+        known = self._largest.get(folder, 0)
+        if len(self._largest) >= _FOLDERS and not known:
+            self._largest.clear()
+        self._largest[folder] = max(known, sys.maxsize if size is None else size)
 
 
 class Source(NamedTuple):
@@ -93,25 +93,6 @@ class Source(NamedTuple):
     #: Whether the shard may find no room. The first request then asks for the whole shard, so that
     #: readers can use the response. If there is room, the response is cut off after one part.
     may_not_fit: bool = False
-
-
-def first_response(engine: Engine, source: Source, download: Download) -> tuple[Body, bool]:
-    """Return the first response, and whether it is for the whole object, so S3 adds a checksum."""
-    origin, shard, part = source.origin, download.shard, engine.connections.part
-    likely = engine.sizes.likely(download)
-    is_small = likely is not None and 0 < likely <= part
-    is_whole = is_small or source.may_not_fit
-    response = origin.open(shard, 0, None if is_whole else part)
-    engine.connections.answered(response.waited)
-    if not response.info.identifiable:
-        if response.stop in (None, response.info.size):
-            return response, is_whole
-        # Without a version, two parts could not be compared, so one response must have all bytes.
-        response.close()
-        return origin.open(shard, 0, None), True
-    if is_small and not source.may_not_fit and response.stop is not None:
-        response.stop = min(response.stop, part)  # it is larger: other connections fetch the rest
-    return response, is_whole
 
 
 class _FailedError(Exception):
@@ -131,12 +112,11 @@ _buffer = _Buffer()
 class _Part:
     """A range of bytes of the object, and how much of the range has arrived."""
 
-    __slots__ = ("complete", "filled", "next", "response", "shown", "stop")
+    __slots__ = ("complete", "filled", "next", "shown", "stop")
 
-    def __init__(self, start: int, stop: int | None, response: Body | None = None) -> None:
+    def __init__(self, start: int, stop: int | None) -> None:
         self.next = start  # offset at which the block in the buffer begins
         self.stop = stop  # None for an object of unknown size
-        self.response = response  # an open response that delivers this part
         self.filled = 0  # bytes of the block that have arrived
         self.shown = 0  # bytes of an incomplete first block that readers may see
         self.complete = start == stop
@@ -158,48 +138,50 @@ class _Part:
 
 
 class Transfer:
-    """Receives one version of an object. Used once, by the thread that made it.
+    """Receives one version of an object. Used once, by the thread that made it."""
 
-    If ``described`` is set, the first response stated any checksum, so none is requested.
-    """
+    _partial: Partial
+    _info: ObjectInfo
 
     def __init__(
-        self,
-        engine: Engine,
-        source: Source,
-        download: Download,
-        partial: Partial,
-        attempts: Attempts,
-        *,
-        described: bool = False,
+        self, engine: Engine, source: Source, download: Download, attempts: Attempts
     ) -> None:
+        self._engine = engine
         self._connections = engine.connections
         self._counters = engine.counters
         self._counter = "bytes_upstream" if source.upstream else "bytes_origin"
+        self._source = source
         self._origin = source.origin
-        self._may_not_fit = source.may_not_fit
         self._download = download
         self._shard = download.shard
         self._throttle = download.throttle
-        self._partial = partial
         self._attempts = attempts
-        self._info = partial.metadata.info
-        self._checksum = self._info.checksum  # of the object, as the origin states it
-        self._is_described = described or not source.origin.states_checksums
+        self._first: Body | None = None  # the first response
+        # Whether the origin has stated the checksum, if it ever does.
+        self._is_described = not source.origin.states_checksums
         self.is_proven = True  # by the origin's responses: no bytes are missing
         self._error: BaseException | None = None  # the first error, which ends all threads
         self._responses: set[Body] = set()  # the responses that threads are receiving
         self._describer: threading.Thread | None = None
         self._work = Work(engine.connections, self._help)
-        size, written = self._info.size, partial.written
-        download.running(partial.path, size, written, upstream=source.upstream)
 
-    def receive(self, first: Body | None) -> None:
-        """Receive the missing bytes, over the caller's connection and those of helpers.
+    def begin(self) -> ObjectInfo:
+        """Request the first part, and return the version of the object."""
+        self._first = self._attempts.call(self._open_first, sleep=self._download.sleep)
+        return self._first.info
 
-        ``first`` is an open response that begins with the first byte; None requests every part.
-        """
-        lead = None if first is None else self._lead(first)
+    def take_first(self) -> Body | None:
+        """Return the first response, which the caller must close; None if there is none."""
+        first, self._first = self._first, None
+        return first
+
+    def receive(self, partial: Partial) -> None:
+        """Receive the missing bytes, over the caller's connection and those of helpers."""
+        self._partial, self._info = partial, partial.metadata.info
+        self._checksum = self._info.checksum  # of the object, as the origin states it
+        upstream = self._source.upstream
+        self._download.running(partial.path, self._info.size, partial.written, upstream=upstream)
+        lead = None if self._first is None else self._lead(self._first)
         self._work.parts.extend(self._missing(lead))
         try:
             with self._download.transferring(self._fail):
@@ -245,30 +227,51 @@ class Transfer:
         checked = compare(partial.fd, self._checksum)
         return replace(partial.metadata, size=size, digest=tree_digest(digests), checked=checked)
 
-    def abandon(self, exn: BaseException) -> None:
+    def abandon(self, exn: BaseException, partial: Partial | None) -> None:
         """End all threads, and close the partial, or discard it if its bytes are useless."""
         self._fail(exn)
+        if (first := self.take_first()) is not None:
+            first.close()
         is_useless = isinstance(exn, (VersionChangedError, MismatchError, IntegrityError))
         try:
             self._work.end(_FAREWELL)
         finally:  # release the partial's lock even if the wait is interrupted
-            if is_useless or is_local_error(exn) or self._info.size is None:
-                self._partial.discard()
-            else:
-                self._partial.close()
+            if partial is not None:
+                if is_useless or is_local_error(exn) or partial.metadata.info.size is None:
+                    partial.discard()
+                else:
+                    partial.close()
             self._error = None  # breaks a reference cycle through the traceback
 
     # -- parts -------------------------------------------------------------------
 
+    def _open_first(self) -> Body:
+        """Return the first response. S3 adds the checksum if it is for the whole object."""
+        origin, shard, part = self._origin, self._shard, self._connections.part
+        likely, may_not_fit = self._engine.likely_size(self._download), self._source.may_not_fit
+        is_small = likely is not None and 0 < likely <= part
+        is_whole = is_small or may_not_fit
+        response = origin.open(shard, 0, None if is_whole else part)
+        self._connections.answered(response.waited)
+        if not response.info.identifiable and response.stop not in (None, response.info.size):
+            # Two parts could not be compared, so one response must have all bytes.
+            response.close()
+            response, is_whole = origin.open(shard, 0, None), True
+        elif response.info.identifiable and is_small and not may_not_fit and response.stop:
+            response.stop = min(response.stop, part)  # other connections fetch the rest
+        self._is_described |= is_whole
+        return response
+
     def _lead(self, first: Body) -> _Part:
         """Return the part that the first response delivers; its later bytes are ignored."""
         size, stop = self._info.size, first.stop
-        if size is not None and self._may_not_fit and stop == size and self._info.identifiable:
+        may_be_cut = self._source.may_not_fit and self._info.identifiable
+        if size is not None and stop == size and may_be_cut:
             stop = min(size, self._connections.part)
         elif size is not None and stop is not None:
             # The response may be shorter than its part; the next part begins with a whole block.
             stop = min(-(-stop // BLOCK) * BLOCK, size)
-        return _Part(0, stop, first)
+        return _Part(0, stop)
 
     def _missing(self, lead: _Part | None) -> Iterator[range]:
         """Yield the missing ranges, except the first part ``lead``, cut into parts."""
@@ -296,12 +299,12 @@ class Transfer:
         """Receive one part with as many consecutive requests as necessary."""
         while not part.complete:
             self._attempts.call(lambda: self._attempt(part, fd), sleep=self._sleep)
-        if part.response is not None:  # unused, because the object is empty
-            part.response.close()
+        if part.position == 0 and (unused := self.take_first()) is not None:  # an empty object
+            unused.close()
 
     def _attempt(self, part: _Part, fd: int) -> None:
         before = part.position
-        response, part.response = part.response, None
+        response = self.take_first() if before == 0 else None
         try:
             self._drain(response or self._request(part), part, fd)
         except TransientError as exn:

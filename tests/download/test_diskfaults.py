@@ -6,13 +6,15 @@ tests/stress/test_netfs.py, a filesystem fails at single calls.
 
 import contextlib
 import errno
+import functools
 import os
 import shutil
 
 import pytest
 
-from shardcache import Cache, TransferError
+from shardcache import Cache, ShardNotFoundError, TransferError
 from shardcache.layout import META, Layout
+from shardcache.space import tiers
 from tests.support.caches import warnings
 from tests.support.disktools import disk, needs_root, remount, unmount
 from tests.support.fakes import Fault
@@ -189,6 +191,17 @@ def test_a_new_root_that_others_may_write_is_not_read(make_cache, origin, ram, c
         read(cache, urls[0], origin)
         clock.sleep(60)
         assert all(read(cache, url, origin) for url in urls)
+
+
+def test_a_failing_disk_does_not_hide_the_error_of_the_origin(make_cache, origin, monkeypatch):
+    def fail(*_):
+        raise OSError(errno.EIO, "Input/output error")
+
+    cache = make_cache()
+    strike = functools.partial(monkeypatch.setattr, tiers, "identity", fail)
+    origin.faults.append(Fault(before=strike))
+    with pytest.raises(ShardNotFoundError):
+        cache.fetch(URL)
 
 
 def test_a_download_whose_disk_goes_away_starts_over(make_cache, origin, ram):

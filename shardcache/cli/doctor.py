@@ -281,6 +281,7 @@ def _dead_address(row: tuple[Any, ...]) -> str:
 
 
 def _read(config: Config, url: str) -> Findings:
+    """Read the start of a shard as the cache would, and measure the time."""
     shard = parser(config)(url)
     if advice := advise_scheme(shard):
         raise ShardNotFoundError(f"{shard.local_path} does not exist. {advice}")

@@ -219,7 +219,7 @@ class Cache:
         finally:
             opened.close()
 
-    def fetch(self, url: str) -> Entry:
+    def fetch(self, url: str | ShardURL) -> Entry:
         """Download the shard unless it is cached. Raises the same errors as `pinned`.
 
         Returns:

@@ -318,7 +318,7 @@ if __name__ == "__main__":
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         main()
-    except RuntimeError as exn:
+    except (OSError, RuntimeError) as exn:
         sys.exit(f"error: {exn}")
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)

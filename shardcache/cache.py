@@ -207,7 +207,7 @@ class Cache:
             with contextlib.closing(pin_shard(self.process, shard)) as opened:
                 yield Path(opened.path)
 
-    def fetch(self, url: str) -> Entry:
+    def fetch(self, url: str | ShardURL) -> Entry:
         """Download the shard unless it is cached. Raises the same errors as `pinned`.
 
         Returns:

@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from email.utils import parsedate_to_datetime
 from pathlib import Path
-from typing import Any, TypeVar
+from queue import Empty
+from typing import Any
 from urllib.parse import urlsplit
 
 import click
@@ -40,7 +41,6 @@ from shardcache.store.root import check_usable
 from shardcache.units import counted, format_bytes, format_duration, format_rate
 from shardcache.urls import advise_scheme, redact
 
-T = TypeVar("T")
 #: Level, text and advice of each finding. The level warn means that the cache works, but badly or
 #: not for long. The advice is one sentence, or empty for the level ok.
 Findings = Iterator[tuple[str, str, str]]
@@ -81,8 +81,9 @@ def doctor_command(invocation: Invocation, url: str | None) -> ExitCode:
     if not one or is_pattern(url or ""):
         raise click.UsageError("--url takes the URL of one shard, not a pattern or a prefix.")
     console, findings = invocation.console, list[dict[str, str]]()
-    loaded = invocation.loaded()  # load here first: errors in the thread below would be lost
-    loaded = _in_time(invocation.loaded_with_job_limits) or loaded
+    loaded = invocation.loaded()
+    with contextlib.suppress(Exception):  # a check below reports a dead filesystem
+        loaded = threads.call(invocation.loaded_with_job_limits, _PATIENCE, "shardcache-doctor")
     for each in _examine(loaded.config, url):
         findings.append(each)
         level, text = each["level"], f"{each['subject']}  {each['found']}"
@@ -111,28 +112,19 @@ def _examine(config: Config, url: str | None) -> Iterator[dict[str, str]]:
         yield from _run(_read, "pipe:" if url.startswith("pipe:") else url, config, url)
 
 
-def _in_time(function: Callable[[], T]) -> T | None:
-    """Return the result of ``function``, or None if it fails or hangs on a dead filesystem."""
-    with contextlib.suppress(Exception):
-        return threads.call(function, _PATIENCE, "shardcache-doctor")
-    return None
-
-
 def _run(
     check: Callable[..., Findings], subject: str, *args: object, timeout: str = ""
 ) -> list[dict[str, str]]:
     """Return the findings of a check: also its error, and with ``timeout`` a missed time limit."""
-
-    def run() -> list[tuple[str, str, str]]:
-        findings = list[tuple[str, str, str]]()
-        try:
-            findings += check(*args)
-        except (ShardCacheError, OSError) as exn:
-            findings.append(("fail", "it cannot be used", reason(exn)))
-        return findings
-
-    found = _in_time(run) if timeout else run()
-    found = found or [("fail", f"no response within {_PATIENCE:g} s", timeout)]
+    found = list[tuple[str, str, str]]()
+    try:  # in a thread, because nothing can interrupt a call to a dead filesystem
+        limit = _PATIENCE if timeout else None
+        threads.call(lambda: found.extend(check(*args)), limit, "shardcache-doctor")
+    except Empty:
+        found = [("fail", f"no response within {_PATIENCE:g} s", timeout)]
+    except Exception as exn:  # noqa: BLE001 - an error of another library is a finding, too
+        is_own = isinstance(exn, ShardCacheError | OSError)
+        found.append(("fail", "it cannot be used", reason(exn) if is_own else type(exn).__name__))
     names, name = ("check", "subject", "level", "found", "fix"), check.__name__.lstrip("_")
     return [dict(zip(names, map(redact, (name, subject, *row)), strict=True)) for row in found]
 

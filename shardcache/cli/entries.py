@@ -264,12 +264,11 @@ def path_command(invocation: Invocation, specs: tuple[str, ...], fetch: bool) ->
     """
     rows = list[Row]()
     with invocation.cache() as cache:
-        urls = expand(specs, cache) if fetch else cache.select(specs)
-        for url in urls:
-            shard = cache.parse(url) if isinstance(url, str) else url
+        shards = [*map(cache.parse, expand(specs, cache))] if fetch else cache.select(specs)
+        for shard in shards:
             path = cache.path(shard)
-            if path is None and isinstance(url, str):
-                cache.fetch(url)
+            if path is None and fetch:
+                cache.fetch(shard)
                 path = cache.path(shard)
             if path is None:
                 advice = "It was evicted at once." if fetch else "Pass --fetch to download it."

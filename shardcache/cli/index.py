@@ -19,7 +19,7 @@ from shardcache.cli.main import (
     skip_missing_option,
     store_options,
 )
-from shardcache.cli.output import SKIPPED, Position, Positions, display, grouped
+from shardcache.cli.output import SKIPPED, Position, Positions, display
 from shardcache.dataset.index import count_samples, read_index_file, write_index_file
 from shardcache.errors import ConfigError, ShardNotFoundError
 from shardcache.prewarm.plan import expand
@@ -113,11 +113,11 @@ def index_command(
     console.object("index", shards=rows, summary={**summary, "seconds": seconds})
     done = f"{counted(total, 'sample')} in {counted(len(counts), 'shard')}"
     done += f", {len(absent):,} skipped" if absent else ""
-    for line in grouped(absent, everything=console.verbosity > 0, shown=SKIPPED):
+    for line in console.reasons(absent, SKIPPED):
         console.message("  skipped  ", line, "red")
     console.info(f"{done}, counted in {format_duration(seconds)}")
     if errors:
-        for line in grouped(errors, everything=console.verbosity > 0):
+        for line in console.reasons(errors):
             console.message("  failed  ", line, "red")
         text = f"{counted(len(errors), 'shard')} could not be counted."
         console.error(f"{text} {advice} the command again.")

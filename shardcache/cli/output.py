@@ -154,6 +154,21 @@ class Console:
             _write(sys.stderr, "".join(traceback.format_exception(exn)))
         self.message("error: ", text, "red")
 
+    def reasons(self, failed: Mapping[str, Any], shown: int = 1) -> Iterator[str]:
+        """Yield lines that say why shards failed, from their errors or the reasons by URL.
+
+        Without -v, only the first ``shown`` shards with one reason are named.
+        """
+        by_reason = defaultdict[str, list[str]](list)
+        for url, why in failed.items():
+            text = reason(why) if isinstance(why, Exception) else why
+            line = text if url in text else f"{url}: {text}"
+            by_reason[text.replace(url.partition("://")[2], "")].append(line)
+        for lines in by_reason.values():
+            yield from lines if self.verbosity else lines[:shown]
+            if len(lines) > shown and not self.verbosity:
+                yield f"{len(lines) - shown:,} more for the same reason; -v lists them"
+
     def message(self, label: str, text: str, color: str = "") -> None:
         """Print text after a coloured label to stderr. Several threads may call this at once."""
         shown = "\n".join(map(printable, text.splitlines()))
@@ -315,22 +330,6 @@ def reason(exn: Exception) -> str:
         advice = ". Make room on that disk (see df -h and df -i), or use another one."
         return f"{where}{exn.strerror or exn}{advice if exn.errno in FULL else ''}"
     return f"{type(exn).__name__}: {exn}"
-
-
-def grouped(reasons: Mapping[str, Any], *, everything: bool, shown: int = 1) -> Iterator[str]:
-    """Yield lines that say why shards failed, from their errors or the reasons by URL.
-
-    Unless ``everything`` is set, only the first ``shown`` shards with one reason are named.
-    """
-    by_reason = defaultdict[str, list[str]](list)
-    for url, why in reasons.items():
-        text = reason(why) if isinstance(why, Exception) else why
-        line = text if url in text else f"{url}: {text}"
-        by_reason[text.replace(url.partition("://")[2], "")].append(line)
-    for lines in by_reason.values():
-        yield from lines if everything else lines[:shown]
-        if len(lines) > shown and not everything:
-            yield f"{len(lines) - shown:,} more for the same reason; -v lists them"
 
 
 def fields_of(record: Any) -> dict[str, Any]:

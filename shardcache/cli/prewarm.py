@@ -22,7 +22,6 @@ from shardcache.cli.output import (
     Positions,
     display,
     fields_of,
-    grouped,
     printable,
     reason,
 )
@@ -295,8 +294,7 @@ def _failures(
     console: Console, report: PrewarmReport, *, check: bool, cache: Cache | None = None
 ) -> Iterator[tuple[str, str]]:
     """Yield why shards failed or were skipped. In a check, missing shards have failed, too."""
-    everything = console.verbosity > 0
-    for line in grouped(report.errors(Outcome.SKIPPED), everything=everything, shown=SKIPPED):
+    for line in console.reasons(report.errors(Outcome.SKIPPED), SKIPPED):
         yield "skipped", line
     reasons: dict[str, Any] = {**report.failures}
     if check:
@@ -305,7 +303,7 @@ def _failures(
         copies = other_copies(cache, set(missing)) if cache and missing else {}
         for url, endpoint in copies.items():
             reasons[url] = f"not cached; its copy came from another endpoint ({endpoint})"
-    for line in grouped(reasons, everything=everything, shown=_MISSING if check else 1):
+    for line in console.reasons(reasons, _MISSING if check else 1):
         yield "failed", line
 
 

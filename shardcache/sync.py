@@ -97,7 +97,7 @@ def find(path: PathLike) -> os.stat_result | None:
     """Return the current status of a path at its server, following links; None if it is absent.
 
     A client of a network filesystem remembers for a while that a name was absent (3 to 60 s on NFS:
-    acdirmin and acdirmax of nfs(5)). Meanwhile, `os.path.exists` returns False although another
+    acdirmin and acdirmax of nfs(5)). `os.path.exists` then returns False although another
     node has created the path, and ``mkdir`` fails with EEXIST.
     """
     with _ignoring_absence():
@@ -435,7 +435,7 @@ def _claim(
     A claim is two notes, the claim and its heartbeat, and belongs to the rank that creates both. So
     if a user removes one of them, as people do with lock files, no second rank gets the claim. If
     the runner gives up, or sends no heartbeat for ``lease`` seconds, another rank may make the
-    claim with the next number. Of two outcomes, the first counts for both runners.
+    claim with the next number. If two runners post an outcome, both return the first one.
     """
     number, since, runner, last_beat = 0, 0.0, "an unknown rank", ""
 

@@ -168,11 +168,6 @@ class ShardURL:
         """The path of a ``file`` URL."""
         return Path(self.canonical.removeprefix("file://"))
 
-    @property
-    def server(self) -> str:
-        """The scheme with the bucket, access point or host, which share credentials and a pace."""
-        return server_of(self.canonical)
-
     def bucket_and_key(self) -> tuple[str, str]:
         """Return the bucket (or ARN of an access point) and the object key of an ``s3`` URL."""
         bucket, name = split_bucket(self.canonical.removeprefix("s3://"))
@@ -183,9 +178,9 @@ class ShardURL:
 
 
 def server_of(url: str) -> str:
-    """Return the scheme of a canonical URL with its bucket, access point or host."""
+    """Return the start of a canonical URL, up to its bucket, access point or host."""
     found = re.match(rf"s3://{_ARN}|[^/]*(?://[^/]*)?", url)
-    return found[0] if found else url
+    return found[0] if found else ""
 
 
 def unexpanded(shard: ShardURL) -> ConfigError | None:

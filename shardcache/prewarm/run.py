@@ -65,7 +65,7 @@ from shardcache.results import (
 )
 from shardcache.store.root import make_root, unusable
 from shardcache.units import format_bytes
-from shardcache.urls import ShardURL
+from shardcache.urls import ShardURL, server_of
 
 if TYPE_CHECKING:
     from multiprocessing.process import BaseProcess
@@ -440,7 +440,7 @@ class Pool:
         with self._lock:
             while (number := os.lseek(self._position, 1, os.SEEK_CUR)) <= len(self._queue):
                 shard = self._queue[number - 1]
-                if self._is_hopeless(_THIS_MACHINE) or self._is_hopeless(shard.server):
+                if self._is_hopeless(_THIS_MACHINE) or self._is_hopeless(server_of(str(shard))):
                     self.stopped = self.stopped or Stopped.REFUSED
                     continue
                 outdated = self.plan.outdated.get(shard.key, frozenset())
@@ -497,7 +497,7 @@ class Pool:
                     self._halt(Stopped.FULL)
             elif result.outcome is Outcome.FAILED:
                 if isinstance(error, AccessDeniedError | ConfigError | TransferError):
-                    self._refused[shard.server] += 1
+                    self._refused[server_of(str(shard))] += 1
                 elif error is not None and is_local_error(error):
                     self._refused[_THIS_MACHINE] += 1
                 self._failures += 1
@@ -505,7 +505,7 @@ class Pool:
                     self._halt(Stopped.FAILURES)
             elif result.outcome not in (Outcome.CACHED, Outcome.SKIPPED):
                 self._misfits = 0
-                self._succeeded |= {_THIS_MACHINE, shard.server}
+                self._succeeded |= {_THIS_MACHINE, server_of(str(shard))}
         self._events.put(event)
 
     def _missing(self) -> list[ShardURL]:

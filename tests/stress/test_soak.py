@@ -45,7 +45,7 @@ import webdataset as wds
 
 from shardcache import Cache
 from tests.stress.origin import FAULTS, MIB
-from tests.stress.shared import Result, Shared, below, check, end_stuck, leftovers
+from tests.stress.shared import MINUTES, Result, Shared, below, check, end_stuck, leftovers
 from tests.support.storetools import PATIENCE, age, descriptors, wait_until
 from tests.support.tars import difference
 from tests.support.webservers import certificate
@@ -391,7 +391,7 @@ def audit(soak: Soak) -> None:
             soak.check(f"the entry {path}", path.read_bytes(), soak.tars[path.name])
 
 
-@pytest.mark.timeout(7200)
+@pytest.mark.timeout(MINUTES * 60 + 1800)
 def test_a_soak_breaks_no_promise(tmp_path):
     def run(directory: Path, seed: int, seconds: float) -> Result:
         warnings.simplefilter("ignore")  # of forks in processes with threads

@@ -182,14 +182,14 @@ def run(
     """
     if peer.package and _version(peer.package) is None:
         raise PeerError(f"missing: {peer.package} is not installed")
-    if peer.name == "curl" and shutil.which("curl") is None:
-        raise PeerError("missing: the program curl is not installed")
     shutil.rmtree(destination, ignore_errors=True)
     destination.mkdir(parents=True)
     try:
         with tempfile.TemporaryDirectory(prefix="shardcache-peer-") as scratch:
             job = Job(target, workload.keys, destination, Path(scratch))
             command = (peer.command or _library(peer.name))(job)
+            if shutil.which(command[0]) is None:
+                raise PeerError(f"missing: the program {command[0]} is not installed")
             costs = measure(command, clean_environment(target), job.scratch)
             row = {
                 "seconds": costs["wall_seconds"],

@@ -21,14 +21,10 @@ from tests.support.shop import Shop
 def shop(tmp_path: Path) -> Shop:
     """Shards that are all cached."""
     made = Shop(tmp_path, count=6)
-    with opened(made) as cache:
+    with made.cache() as cache:
         for url in made.urls:
             cache.fetch(url)
     return made
-
-
-def opened(shop: Shop, **options: Any) -> Cache:
-    return Cache(shop.path, cache_local=True, min_free=0, **options)
 
 
 def flip(entry, at: int) -> None:
@@ -60,7 +56,7 @@ def states(cache: Cache, **options: Any) -> list[str]:
 def test_an_entry_that_cannot_be_opened_is_damaged_and_repaired(shop, harm, reason):
     entry = shop.entries()[shop.urls[0]]
     harm(entry.path, shop.entries()[shop.urls[1]].path)
-    with opened(shop) as cache:
+    with shop.cache() as cache:
         for options in ({"quick": True}, {}, {"repair": True}):
             (finding,) = [f for f in cache.verify(**options) if f.state is EntryState.DAMAGED]
             assert finding.reason.startswith(reason)
@@ -73,7 +69,7 @@ def test_linked_entries_are_read_once_and_set_aside_together(shop, monkeypatch):
     reads, linked, url = [], [], shop.urls[0]
     for rank in range(3):  # each links the entry of the node
         monkeypatch.setenv("SHARDCACHE_RANK", str(rank))
-        linked.append(opened(shop, isolation="rank"))
+        linked.append(shop.cache(isolation="rank"))
         linked[rank].fetch(url)
     real = engine.read_blocks
     monkeypatch.setattr(engine, "read_blocks", lambda fd: reads.append(fd) or real(fd))
@@ -106,7 +102,7 @@ def during_reads(monkeypatch: pytest.MonkeyPatch, function: Callable[[], None]) 
 def test_an_entry_is_pinned_while_it_is_read(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
     stayed = []
     url = shop.urls[0]
-    with opened(shop) as other, opened(shop) as cache:
+    with shop.cache() as other, shop.cache() as cache:
         during_reads(monkeypatch, lambda: stayed.append(other.remove(url)[1]))
         assert states(cache, specs=url) == ["ok"]
         assert stayed == [1]
@@ -115,7 +111,7 @@ def test_an_entry_is_pinned_while_it_is_read(shop: Shop, monkeypatch: pytest.Mon
 
 def test_entries_that_are_removed_during_verify_are_skipped(shop: Shop) -> None:
     status = VerifyStatus()
-    with opened(shop) as cache, opened(shop) as other:
+    with shop.cache() as cache, shop.cache() as other:
         findings = cache.verify(status=status, repair=True)
         other.remove(shop.urls[1:3])  # listed, but not yet read
         assert [found.state for found in findings] == [EntryState.OK] * 4

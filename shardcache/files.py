@@ -1,8 +1,5 @@
 """Permissions of the files of a cache; opening, reading, writing and locking files safely.
 
-    private    directories 0700   files 0600   published data 0400
-    shared     directories 2770   files 0660   published data 0440
-
 In a shared cache, the set-group-id bit gives new files and directories the group of their parent.
 The members of the group must trust each other, because each may remove or replace all files.
 """

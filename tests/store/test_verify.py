@@ -1,9 +1,7 @@
 """`verify`: finding damage, repairing, and running during jobs."""
 
-import os
 import shutil
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,17 +23,6 @@ def shop(tmp_path: Path) -> Shop:
         for url in made.urls:
             cache.fetch(url)
     return made
-
-
-def flip(entry, at: int) -> None:
-    """Flip a bit of an entry as a failing disk does, without changing its size and times."""
-    times = os.stat(entry.data)
-    with open(entry.data, "r+b") as file:
-        file.seek(at, os.SEEK_END if at < 0 else os.SEEK_SET)
-        byte = file.read(1)
-        file.seek(-1, os.SEEK_CUR)
-        file.write(bytes([byte[0] ^ 1]))
-    os.utime(entry.data, ns=(times.st_atime_ns, times.st_mtime_ns))
 
 
 def states(cache: Cache, **options: Any) -> list[str]:
@@ -75,7 +62,8 @@ def test_linked_entries_are_read_once_and_set_aside_together(shop, monkeypatch):
     monkeypatch.setattr(engine, "read_blocks", lambda fd: reads.append(fd) or real(fd))
     assert states(linked[0]) == ["ok"] * (6 + 3)
     assert len(reads) == 6
-    flip(shop.entries()[url], 5)
+    with open(shop.entries()[url].data, "r+b") as file:
+        file.write(b"x")
     for finding in linked[0].verify(repair=True):
         # At the first finding, all links have been set aside.
         if finding.state is EntryState.DAMAGED:
@@ -86,24 +74,16 @@ def test_linked_entries_are_read_once_and_set_aside_together(shop, monkeypatch):
         cache.close()
 
 
-def during_reads(monkeypatch: pytest.MonkeyPatch, function: Callable[[], None]) -> None:
-    """Call ``function`` once, after the first file was read and before its result."""
-    real, first = engine.read_blocks, threading.Lock()
-
-    def reading(fd: int) -> Iterator[memoryview]:
-        yield from real(fd)
-        if first.acquire(blocking=False):
-            function()
-
-    monkeypatch.setattr(engine, "read_blocks", reading)
-
-
 @pytest.mark.locks_work("flock")
 def test_an_entry_is_pinned_while_it_is_read(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
-    stayed = []
-    url = shop.urls[0]
+    url, real, stayed = shop.urls[0], engine.read_blocks, []
+
+    def read_blocks(fd: int) -> Iterator[memoryview]:
+        yield from real(fd)
+        stayed.append(other.remove(url)[1])
+
+    monkeypatch.setattr(engine, "read_blocks", read_blocks)
     with shop.cache() as other, shop.cache() as cache:
-        during_reads(monkeypatch, lambda: stayed.append(other.remove(url)[1]))
         assert states(cache, specs=url) == ["ok"]
         assert stayed == [1]
         assert other.remove(url) == (shop.size, 0)

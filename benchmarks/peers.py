@@ -23,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -142,7 +142,7 @@ class Peer:
     # returns the command of a run; None for a library
     command: Callable[[Job], list[str]] | None = None
     # returns where the objects are after a command has run
-    files: Callable[[Job], dict[str, Path]] = field(default=lambda job: job.files())
+    files: Callable[[Job], dict[str, Path]] = Job.files
 
 
 def _version(package: str) -> str | None:
@@ -182,14 +182,14 @@ def run(
     """
     if peer.package and _version(peer.package) is None:
         raise PeerError(f"missing: {peer.package} is not installed")
-    if peer.name == "curl" and shutil.which("curl") is None:
-        raise PeerError("missing: the program curl is not installed")
     shutil.rmtree(destination, ignore_errors=True)
     destination.mkdir(parents=True)
     try:
         with tempfile.TemporaryDirectory(prefix="shardcache-peer-") as scratch:
             job = Job(target, workload.keys, destination, Path(scratch))
             command = (peer.command or _library(peer.name))(job)
+            if shutil.which(command[0]) is None:
+                raise PeerError(f"missing: the program {command[0]} is not installed")
             costs = measure(command, clean_environment(target), job.scratch)
             row = {
                 "seconds": costs["wall_seconds"],

@@ -43,8 +43,9 @@ def arguments_of(
     parser = argparse.ArgumentParser(description=about, formatter_class=raw)
     for name, option in more.items():
         parser.add_argument(f"--{name}", **option)
-    for name, path in (("disk", tempfile.gettempdir()), ("ram", "/dev/shm")):
-        parser.add_argument(f"--{name}", type=Path, default=Path(path), help="a directory on it")
+    disk, ram = Path(tempfile.gettempdir()), Path("/dev/shm")
+    parser.add_argument("--disk", type=Path, default=disk, help="directory on a disk")
+    parser.add_argument("--ram", type=Path, default=ram, help="directory on a RAM disk")
     parser.add_argument("--only", default="", help="names, separated by commas")
     parser.add_argument("--repeats", type=int, help=f"rounds (default {repeats}, --quick 1)")
     parser.add_argument("--quick", action="store_true", help="measure little, to see that it runs")

@@ -210,10 +210,9 @@ def _group(value: object) -> int:
 
 def group_name(gid: int) -> str:
     """Return the name of a group, or its number if it has no name on this machine."""
-    try:
+    with contextlib.suppress(KeyError, OverflowError):
         return grp.getgrgid(gid).gr_name
-    except (KeyError, OverflowError):
-        return str(gid)
+    return str(gid)
 
 
 def _endpoint(value: object) -> str:

@@ -12,6 +12,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
+from shardcache.stats.summary import GAUGES, exposition, stats_of
 from tests.support.trainingtools import EXAMPLES
 
 PROGRAM, DIRECTORY = "/opt/venv/bin/shardcache", "/local/nvme/shards"
@@ -146,3 +147,18 @@ def test_kubernetes_prewarms_before_the_job_trains(spy, tmp_path, code):
     variables = {"PATH": f"{tmp_path}:/usr/bin:/bin", "CODE": str(code)}
     subprocess.run(prewarm["command"], check=True, env=variables, timeout=60)
     assert called(tmp_path) == [["prewarm", "--best-effort", "--deadline", "30m", SPEC]]
+
+
+def test_the_dashboard_and_the_alerts_use_metrics_that_exist():
+    checked("promtool", "check", "rules", EXAMPLES / "alerts.yaml")
+    known = exposition(stats_of({}), "/shards", {name: [("/shards", 1)] for name in GAUGES})
+    metrics = set(re.findall(r"^(shardcache_\w+)\{", known, re.MULTILINE))
+    rules = yaml.safe_load((EXAMPLES / "alerts.yaml").read_text())
+    panels = json.loads((EXAMPLES / "grafana.json").read_text())["panels"]
+    used = [rule["expr"] for group in rules["groups"] for rule in group["rules"]]
+    used += [target["expr"] for panel in panels for target in panel["targets"]]
+    for expression in used:
+        names = re.findall(r"shardcache_\w+", expression)
+        assert names and set(names) <= metrics, expression
+        for label in re.findall(r'(?:outcome|kind)="\w+"', expression):
+            assert label in known, expression

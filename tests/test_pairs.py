@@ -59,13 +59,12 @@ class World:
         self.urls = [f"s3://{bucket}/{name}.tar" for name in (0, 1, 2, "late")]
         for url, data in zip(self.urls, [*SHARDS, LATE], strict=True):
             s3.put(bucket, url.rpartition("/")[2], data)
-        self.opens = self.received = 0
 
     def has(self, value):
         return value in self.settings.values()
 
     def job(self, number, use):
-        """Run ``use(cache)`` as a job of one process; count what it received."""
+        """Run ``use(cache)`` as a job of one process."""
 
         def work(parent):
             os.environ |= {"SHARDCACHE_JOB": f"job{number}", "SHARDCACHE_RANK": str(number)}
@@ -75,9 +74,7 @@ class World:
 
         self.proxy.reset()
         with forked(work) as child:
-            result = child.hear()
-        self.received += self.proxy.received()
-        return result
+            return child.hear()
 
     def read(self, cache):
         """Read all shards but the late one; return how many are stored then."""
@@ -94,7 +91,6 @@ class World:
     def epoch(self, number, misses):
         """Read all shards as a job: stored ones from the disk, others with one request each."""
         assert self.job(number, self.read) == self.stored
-        self.opens += 3
         # A sample of a streamed shard is a request of its own.
         if self.stored == 3 or not self.has("samples"):
             assert self.proxy.fetches().total() == 3 - self.stored + misses
@@ -140,7 +136,6 @@ def test_any_two_options_keep_all_promises(row, tmp_path, s3, bucket, proxy):
                 damage_and_repair(world)
             kill_and_resume(world)
             remove(world)
-            add_up(world)
 
 
 def damage_and_repair(world):
@@ -175,7 +170,6 @@ def kill_and_resume(world):
         child.kill()
     world.proxy.resume()
     assert world.job(0, lambda cache: cache.open(world.urls[3]).read() == LATE)
-    world.opens += 1
     assert (world.proxy.received() < len(LATE)) == is_resumed
     world.wait_an_hour()
 
@@ -197,18 +191,6 @@ def remove(world):
     world.cli("clean", "--all", "-y")
     assert world.files() == world.files("partial/*") == world.files("locks/*/*") == []
     world.epoch(3, misses=0 if world.has("upstream") else world.stored)
-
-
-def add_up(world):
-    with Cache(world.root, **world.options) as cache:
-        found = cache.stats()
-    assert found.failed == 0
-    # The killed process may have counted its open and its bytes.
-    assert world.received <= found.bytes_origin <= world.received + len(LATE)
-    if not world.has("samples"):  # which opens each shard several times
-        assert found.opens - world.opens in (0, 1)
-        read = (world.opens - 1) * SIZE + len(LATE)
-        assert read <= found.bytes_opened + found.bytes_streamed <= read + len(LATE)
     world.wait_an_hour()
     world.cli("clean", "--all", "--remove-dir", "-y")
     assert not world.root.exists() and not world.ram.exists()

@@ -15,7 +15,7 @@ import os
 import string
 import sys
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -162,10 +162,13 @@ def stats_command(
             database.zero(cache.process.home.node)
             console.object("stats", zeroed=True)
             console.info("counters are reset")
-        elif form and output is not None:
-            _write_text(output, exposition(total, str(cache.dir)))
         elif form:
-            console.data(exposition(total, str(cache.dir)).rstrip())
+            config = invocation.loaded_with_job_limits().config
+            text = exposition(total, str(cache.dir), _gauges(cache, config))
+            if output is not None:
+                _write_text(output, text)
+            else:
+                console.data(text.rstrip())
         elif by is None:
             console.object("stats", total)
             console.data(_figures(total))
@@ -179,6 +182,25 @@ def stats_command(
             rows = ([_group_name(key), *_cells(stats)] for key, stats in groups.items())
             console.table([by.upper(), *_ROW_TITLES], rows)
             console.data(f"{counted(total.opens, 'open')}, {_percentage(total.hit_rate)} hits")
+
+
+def _gauges(cache: Cache, config: Config) -> dict[str, list[tuple[str, float]]]:
+    """Return the values of `GAUGES` with the directories that they belong to."""
+    here, gauges = str(cache.dir), defaultdict[str, list[tuple[str, float]]](list)
+    for tier in _tiers(cache, config):
+        of = tier["dir"]
+        gauges["entries"].append((of, tier["shards"]))
+        gauges["entries_bytes"].append((of, tier["disk_bytes"]))
+        if tier["max_size"] is not None:
+            gauges["limit_bytes"].append((of, tier["max_size"]))
+        if os.path.isdir(of):  # noqa: PTH112 - only text is needed
+            gauges["free_bytes"].append((of, Volume.of(Path(of)).free))
+    gauges["downloads"] = [(here, sum(row["state"] == "live" for row in partials(cache)))]
+    gauges["processes"] = [(here, len(live_sessions(cache.process.home.node)))]
+    with contextlib.suppress(FileNotFoundError):  # it was never cleaned
+        clean = os.lstat(cache.process.home.node.named_lock("clean"))
+        gauges["last_clean_timestamp_seconds"] = [(here, clean.st_mtime)]
+    return gauges
 
 
 def _write_text(path: Path, text: str) -> None:

@@ -113,6 +113,8 @@ class OpenShard:
         used: when a sample was last read, on the monotonic clock.
     """
 
+    _fd = -1
+
     def __init__(self, cache: Cache, shard: ShardURL) -> None:
         refuse_compressed(shard)
         self.offsets: Sequence[int] = ()
@@ -125,7 +127,7 @@ class OpenShard:
         self._lock = threading.Lock()  # held while the position of the stream matters
         self._url = shard.raw or str(shard)
         self._path = str(self._stream.name).removeprefix("file://")
-        self._fd, self.size = -1, 0
+        self.size = 0
         with contextlib.suppress(io.UnsupportedOperation):  # the shard bypasses the cache
             # When the disk fails, the stream closes its own descriptor. Another file may then get
             # the same number while another thread is about to read.
@@ -141,8 +143,8 @@ class OpenShard:
         if is_exiting():  # the functions that `close` calls may be gone
             return
         if (stream := getattr(self, "_stream", None)) is not None:
-            stream.close()
-        if getattr(self, "_fd", -1) >= 0:
+            stream.close()  # Python would warn of the file
+        if self._fd >= 0:
             os.close(self._fd)
 
     def __len__(self) -> int:

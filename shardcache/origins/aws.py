@@ -90,8 +90,13 @@ def _authority(config: Config) -> str | None:
     """Return the endpoint for keys, at AWS the region's host; None means the standard partition."""
     if endpoint := endpoint_of(config):
         return endpoint
-    region = s3_region(scheme_options(config, "s3"))
-    return f"s3.{region}.amazonaws.com" if region else None
+    options = scheme_options(config, "s3")
+    passed = (options.get("client_kwargs") or {}).get("region_name")
+    regions = f"{passed} {os.environ.get('AWS_DEFAULT_REGION')} {os.environ.get('AWS_REGION')} "
+    # Parsing the files takes longer, and few name a region outside the standard partition.
+    text = regions.encode(errors="replace") + aws_files()
+    is_elsewhere = re.search(rf"\b({PARTITIONS})-".encode(), text)
+    return f"s3.{_region(options)}.amazonaws.com" if is_elsewhere else None
 
 
 def for_command(config: Config, options: Collection[tuple[str, str]]) -> Config:
@@ -174,32 +179,19 @@ def needs_s3fs(bucket: str, options: Mapping[str, Any]) -> str:
 def s3fs_options(options: Mapping[str, Any], endpoint_url: str | None = None) -> dict[str, Any]:
     """Return options with which s3fs uses the endpoint and region of shardcache's own client."""
     endpoint = s3_endpoint(options, endpoint_url)
-    client = {**(options.get("client_kwargs") or {})}
+    client = {**(options.get("client_kwargs") or {}), "region_name": _region(options, endpoint)}
     client.pop("endpoint_url", None)  # s3fs refuses two endpoints
-    if not client.get("region_name"):
-        last = None if endpoint else os.environ.get("AWS_REGION")
-        client["region_name"] = _region(options) or last or "us-east-1"
     return {**options, "endpoint_url": endpoint, "client_kwargs": client}
 
 
-def s3_region(options: Mapping[str, Any]) -> str | None:
-    """Return the region that a client with these options tries first at AWS, or None.
-
-    The precedence is botocore's, and AWS_REGION comes last. The result may be None if neither the
-    files nor AWS_REGION name a region outside AWS's standard partition.
-    """
-    passed = (options.get("client_kwargs") or {}).get("region_name")
-    if first := passed or os.environ.get("AWS_DEFAULT_REGION"):
-        return str(first)
-    last = os.environ.get("AWS_REGION")
-    if not re.search(rf"\b({PARTITIONS})-".encode(), aws_files() + (last or "").encode()):
-        return None
-    return _region(options) or last
-
-
-def _region(options: Mapping[str, Any]) -> str | None:
-    own, *_ = _read_profile(options.get("profile")) or ({},)
-    return os.environ.get("AWS_DEFAULT_REGION", own.get("region"))
+def _region(options: Mapping[str, Any], endpoint: str | None = None) -> str:
+    """Return the region that a client tries first: botocore's, at AWS then that of AWS_REGION."""
+    if passed := (options.get("client_kwargs") or {}).get("region_name"):
+        return str(passed)
+    region = os.environ.get("AWS_DEFAULT_REGION")
+    if region is None and (found := _read_profile(options.get("profile"))):
+        region = found[0].get("region")
+    return region or (not endpoint and os.environ.get("AWS_REGION")) or "us-east-1"
 
 
 def _read_profile(profile: str | None) -> tuple[dict[str, Any], ...] | None:

@@ -73,7 +73,6 @@ _STUCK_POLL = 0.25
 #: Bytes of a stream's buffer. WebDataset reads 10 KiB at a time, and with Python's default buffer
 #: each read would be a system call.
 BUFFER = 1 << 18
-_TOO_MANY_FILES = frozenset({errno.EMFILE, errno.ENFILE})
 #: The counter of an error. The first class in the error's MRO that is listed here decides.
 _COUNTERS = {
     CacheFullError: "streamed_full",
@@ -208,7 +207,7 @@ def _bypass(
         cache.counters.add({"failed": 1, **counts})
         number = getattr(fault, "errno", None)
         is_final = exn is fault or isinstance(exn, (ShardNotFoundError, AccessDeniedError))
-        if is_final or number not in _TOO_MANY_FILES:
+        if is_final or number not in (errno.EMFILE, errno.ENFILE):
             raise
         raise TransferError(
             f"{shard} cannot be opened: there are too many open files ({exn}). "
@@ -318,7 +317,9 @@ class ShardStream(io.RawIOBase):
                 self._replace(exn)
             else:
                 if count is not None:
-                    self._count_read(count)
+                    self._version_fixed = self._version_fixed or count > 0
+                    is_past = isinstance(reader, OriginReader)
+                    self._counters.read(count, "bytes_streamed" if is_past else "bytes_opened")
                     self._position += count  # last: a signal handler may raise after any call
                     return count
                 assert isinstance(reader, DownloadReader)
@@ -341,11 +342,6 @@ class ShardStream(io.RawIOBase):
                 if len(data) == left:
                     return data
         return b"".join([data, *iter(lambda: self.read(BLOCK) or b"", b"")])
-
-    def _count_read(self, count: int) -> None:
-        self._version_fixed = self._version_fixed or count > 0
-        is_past = isinstance(self._reader, OriginReader)
-        self._counters.read(count, "bytes_streamed" if is_past else "bytes_opened")
 
     def tell(self) -> int:
         """See `io.IOBase.tell`."""

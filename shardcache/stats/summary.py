@@ -173,31 +173,53 @@ METRICS: Mapping[str, tuple[str, str, Mapping[str, str]]] = {
 }  # fmt: skip
 
 
-def exposition(stats: Stats, directory: str) -> str:
+#: Name -> help. Their values are of the moment, for each tier.
+GAUGES = {
+    "entries": "Shards in the cache.",
+    "entries_bytes": "Bytes of the shards in the cache, on disk.",
+    "limit_bytes": "Bytes on disk that the cache may hold, if max_size is set.",
+    "free_bytes": "Free bytes of the disk.",
+    "downloads": "Downloads that are running.",
+    "processes": "Processes that use the cache.",
+    "last_clean_timestamp_seconds": "Time of the last cleaning.",
+}
+
+
+def exposition(
+    stats: Stats, directory: str, gauges: Mapping[str, Iterable[tuple[str, float]]]
+) -> str:
     """Return all metrics as text for the textfile collector of Prometheus' node exporter.
 
-    The label ``dir`` is ``directory``. The sums never fall, except after ``stats --zero``, which
-    Prometheus treats as a restart. See prometheus.io/docs/instrumenting/exposition_formats.
+    The label ``dir`` is ``directory``, and for ``gauges`` (by name of `GAUGES`) the directory that
+    precedes each value. The sums never fall, except after ``stats --zero``, which Prometheus treats
+    as a restart. See prometheus.io/docs/instrumenting/exposition_formats.
     """
     lines: list[str] = []
-    escaped = directory.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
 
     def family(name: str, kind: str, help: str, values: Iterable[tuple[str, str, float]]) -> None:
         lines.append(f"# HELP shardcache_{name} {help}")
         lines.append(f"# TYPE shardcache_{name} {kind}")
         for suffix, labels, value in values:
-            lines.append(f'shardcache_{name}{suffix}{{dir="{escaped}"{labels}}} {value:.17g}')
+            lines.append(f"shardcache_{name}{suffix}{{{labels}}} {value:.17g}")
 
+    here = _dir_label(directory)
     for name, (about, label, counters) in METRICS.items():
         values = [
-            ("", label and f',{label}="{value}"', getattr(stats, counter))
+            ("", here + (label and f',{label}="{value}"'), getattr(stats, counter))
             for value, counter in counters.items()
         ]
         family(f"{name}_total", "counter", about, values)
     waits = [
-        (f"_{name}", f',for="{wait}"', value)
+        (f"_{name}", f'{here},for="{wait}"', value)
         for wait, each in stats.waits.items()
         for name, value in (("sum", each.seconds), ("count", each.count))
     ]
     family("wait_seconds", "summary", "How long readers waited for a shard, and for what.", waits)
+    for name, about in GAUGES.items():
+        family(name, "gauge", about, [("", _dir_label(of), n) for of, n in gauges.get(name, ())])
     return "\n".join(lines) + "\n"
+
+
+def _dir_label(directory: str) -> str:
+    escaped = directory.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
+    return f'dir="{escaped}"'

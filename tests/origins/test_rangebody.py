@@ -1,4 +1,4 @@
-"""Single requests over HTTP: validators, proxies, regions and signatures.
+"""Single requests over HTTP: proxies, logins, regions, signatures and redirects.
 
 `tests/origins/test_answers.py` has the refused and the malformed responses.
 """

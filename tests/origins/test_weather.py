@@ -455,8 +455,9 @@ def test_a_read_waits_for_a_new_sso_login(
         pytest.param(None, [(0, 8, 0), (0, 0, 1), (600, 1, 0)], id="after a long time"),
     ],
 )
-def test_patience_is_for_refusals_without_a_success_in_between(clock, retry_after, rounds):
+def test_patience_is_for_refusals_without_a_success_in_between(clock, caplog, retry_after, rounds):
     """A round is a pause in seconds, and the numbers of requests refused and served at once."""
+    caplog.set_level("INFO", "shardcache")
     pace = Pace("s3://lab", 60)
     error = TransientError("503 SlowDown", patient=True, retry_after=retry_after)
     for pause, refused, served in rounds:
@@ -468,6 +469,7 @@ def test_patience_is_for_refusals_without_a_success_in_between(clock, retry_afte
             is_refused = number < refused
             assert not turn.__exit__(*((type(error), error, None) if is_refused else [None] * 3))
         assert not pace.is_over
+    assert ("responds again" in caplog.messages[-1]) == (refused == 0)
 
 
 def test_a_versioned_bucket_needs_no_permission_for_its_versions(store, open_cache):

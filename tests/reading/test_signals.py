@@ -193,7 +193,7 @@ CALLS |= {requesting: 1, starting_a_thread: 1, undivided_work: 1}
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of a fork beside threads
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Python: threads and a fork
 @pytest.mark.parametrize(("made", "step"), CALLS.items())
 def test_a_handler_may_end_a_call_at_any_moment(make_cache, files, monkeypatch, made, step):
     monkeypatch.setattr(threads, "_BEFORE_FORK", PATIENCE)

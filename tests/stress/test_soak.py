@@ -23,7 +23,6 @@ import contextlib
 import ctypes
 import faulthandler
 import gc
-import json
 import os
 import random
 import re
@@ -36,6 +35,7 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable
+from multiprocessing.sharedctypes import RawValue
 from pathlib import Path
 from types import FrameType
 from typing import BinaryIO, TypeVar
@@ -45,7 +45,7 @@ import webdataset as wds
 
 from shardcache import Cache
 from tests.stress.origin import FAULTS, MIB
-from tests.stress.shared import Result, Shared, below, check, end_stuck, leftovers
+from tests.stress.shared import MINUTES, Result, Shared, below, check, end_stuck, leftovers
 from tests.support.storetools import PATIENCE, age, descriptors, wait_until
 from tests.support.tars import difference
 from tests.support.webservers import certificate
@@ -90,7 +90,7 @@ class Soak(Shared):
 
     def __init__(self, directory: Path, seed: int) -> None:
         super().__init__(directory, _SHARDS, seed)
-        self.root, self.figures = directory / "cache", directory / "figures"
+        self.root, self.compared = directory / "cache", RawValue("q")  # bytes, roughly
         self.tars = {name: super(Soak, self).data(name, 0) for name in self.names}
         # Parents and transports see each shard under four URLs.
         self.max_size = int(4 * sum(map(len, self.tars.values())) * _ROOM)
@@ -129,15 +129,7 @@ class Soak(Shared):
     def check(self, what: str, found: bytes, expected: bytes) -> None:
         if wrong := difference(found, expected):
             self.wrong("bytes", f"{what}: {wrong}")
-
-    def count(self, figures: Counter[str]) -> None:
-        with open(self.figures, "ab", buffering=0) as file:
-            file.write(f"{json.dumps(figures)}\n".encode())
-
-    def summary(self) -> Counter[str]:
-        lines = map(json.loads, self.figures.read_text().splitlines())
-        requests = {f"requests {name}": n for name, n in zip(FAULTS, self.faulty, strict=True)}
-        return sum(map(Counter, lines), Counter(requests))
+        self.compared.value += len(found)
 
 
 class Worker:
@@ -145,7 +137,7 @@ class Worker:
 
     def __init__(self, soak: Soak, cache: Cache, parent: int, seed: str) -> None:
         self.soak, self.cache, self.parent = soak, cache, parent
-        self.draw, self.counts = random.Random(seed), Counter[str]()
+        self.draw, self.alarms, self.alarms_in_finalizers = random.Random(seed), 0, 0
         self.interrupted = ""  # the stack of the last alarm
 
     def work(self, end: float) -> None:
@@ -157,21 +149,14 @@ class Worker:
                 self._finish(readings)
                 if self.draw.random() < 0.2:
                     self._pipeline()
-        self.soak.count(self.counts)
 
     def _url(self, name: str) -> str:
         return f"{self.draw.choice(('s3://lab', self.soak.addresses[self.parent % 2]))}/{name}"
-
-    def _both(self) -> list[tuple[str, str]]:
-        """Return a shard, and its URL, for S3 and for HTTP."""
-        name, server = self.soak.names[0], self.soak.addresses[self.parent % 2]
-        return [(name, f"{start}/{name}") for start in ("s3://lab", server)]
 
     def _open(self) -> Reading:
         """Open a shard and read some of it, perhaps to the very end of an answer."""
         name = self.draw.choice(self.soak.names)
         reading = name, self.cache.open(self._url(name))
-        self.counts["streams past the entries"] += "://" in str(reading[1].name)
         self._read(reading, self.draw.choice((0, self.draw.randrange(2 * MIB), MIB)))
         return reading
 
@@ -180,7 +165,6 @@ class Worker:
         name, stream = reading
         at, data = stream.tell(), stream.read(most)
         self.soak.check(f"{stream.name} at {at}", data, self.soak.tars[name][at : at + most])
-        self.counts["bytes compared"] += len(data)
         return len(data)
 
     def _finish(self, readings: list[Reading]) -> None:
@@ -195,7 +179,6 @@ class Worker:
                 continue
             unfinished.remove(chosen)
             if self.draw.random() < 0.4:
-                self.counts["streams dropped in a cycle"] += 1
                 cycle: list[object] = [stream]
                 cycle.append(cycle)
             else:
@@ -207,9 +190,11 @@ class Worker:
 
     def be_interrupted(self, end: float) -> None:
         """Open and read in the main thread, while alarms raise."""
-        self._finish([(name, self.cache.open(url)) for name, url in self._both()])
+        name = self.soak.names[0]
+        for start in ("s3://lab", self.soak.addresses[self.parent % 2]):
+            self._finish([(name, self.cache.open(f"{start}/{name}"))])
         signal.signal(signal.SIGALRM, self._raise)
-        sys.unraisablehook = lambda _: self.counts.update(("alarms in a finalizer",))
+        sys.unraisablehook = self._drop
         while time.monotonic() < end:
             # An alarm may be late.
             late = contextlib.suppress(Deadline, Alarm)
@@ -230,7 +215,9 @@ class Worker:
                         break
         signal.signal(signal.SIGALRM, signal.SIG_DFL)  # both refer to the cache
         sys.unraisablehook = sys.__unraisablehook__
-        self.soak.count(self.counts)
+
+    def _drop(self, _: object) -> None:
+        self.alarms_in_finalizers += 1
 
     def _raise(self, _: int, frame: FrameType | None) -> None:
         # Python itself would keep the lock of `logging`, or of a module that is imported.
@@ -239,7 +226,7 @@ class Worker:
             for f, _ in traceback.walk_stack(frame)
         ):
             return
-        self.counts["alarms"] += 1
+        self.alarms += 1
         # Without source lines, which `linecache` would keep: 45,000 blocks of memory.
         frames = [(f.f_code, line) for f, line in traceback.walk_stack(frame)][7::-1]
         self.interrupted = "".join(f"\n{c.co_filename}:{at} in {c.co_name}" for c, at in frames)
@@ -247,7 +234,7 @@ class Worker:
 
     def _alarmed(self, call: Callable[..., T], *args: object) -> T | None:
         """Return the result of a call, or None if the handler of an alarm raised."""
-        alarms, dropped = self.counts["alarms"], self._dropped()
+        alarms, dropped = self.alarms, self._dropped()
         try:
             signal.setitimer(
                 signal.ITIMER_REAL, self.draw.expovariate(1 / self.draw.choice(_ALARMS))
@@ -258,7 +245,7 @@ class Worker:
             return None
         # Python drops what `tell` raises in `BufferedReader(stream)`, and `close` in a finalizer.
         if (
-            self.counts["alarms"] > alarms
+            self.alarms > alarms
             and self._dropped() == dropped
             and not re.search(r"in (tell|close)\b", self.interrupted)
         ):
@@ -268,14 +255,13 @@ class Worker:
     def _dropped(self) -> list[int]:
         """Return how often this process has dropped an alarm, and a collection may have done so."""
         collections = [each["collections"] for each in gc.get_stats()]
-        return [self.counts["alarms in a finalizer"], *collections]
+        return [self.alarms_in_finalizers, *collections]
 
     def _pipeline(self) -> None:
         """Compare the samples of some shards; leave half of the pipelines early."""
         names = self.draw.sample(self.soak.names, 3)
         urls = [self._url(name) for name in names]
         pipeline = self.cache.attach(wds.WebDataset(urls, shardshuffle=False))
-        self.counts["pipelines"] += 1
         due = names[: self.draw.choice((1, 2, 3, 3, 3))]
         for name, sample in zip(due, pipeline, strict=len(due) == 3):
             (data,) = (value for field, value in sample.items() if field.endswith("txt"))
@@ -286,7 +272,6 @@ class Worker:
         soon, later = self.draw.expovariate(4), self.draw.uniform(0, 3)
         fates = [], [(soon, signal.SIGKILL)], [(soon, signal.SIGSTOP), (later, signal.SIGCONT)]
         (fate,) = self.draw.choices(fates, (6, 2, 2))
-        self.counts[f"children: {fate[0][1].name if fate else 'not disturbed'}"] += 1
         child = Worker(self.soak, self.cache, self.parent, f"{self.draw.random()}")
         pid = self.soak.fork("a child", child.be_child, readings)
         thread = threading.Thread(target=disturb, args=(pid, fate))
@@ -303,7 +288,6 @@ class Worker:
         collector.join()
         if self.draw.random() < 0.5:
             self.cache.close()
-        self.soak.count(self.counts)
 
     def _reap(self, pid: int, disturbing: threading.Thread, expected: int) -> None:
         disturbing.join()
@@ -407,7 +391,7 @@ def audit(soak: Soak) -> None:
             soak.check(f"the entry {path}", path.read_bytes(), soak.tars[path.name])
 
 
-@pytest.mark.timeout(7200)
+@pytest.mark.timeout(MINUTES * 60 + 1800)
 def test_a_soak_breaks_no_promise(tmp_path):
     def run(directory: Path, seed: int, seconds: float) -> Result:
         warnings.simplefilter("ignore")  # of forks in processes with threads
@@ -424,6 +408,7 @@ def test_a_soak_breaks_no_promise(tmp_path):
             soak.addresses = plain, secure
             watch(soak, seconds)
             audit(soak)
-        return soak.summary(), soak.violations()
+        requests = {f"requests {name}": n for name, n in zip(FAULTS, soak.faulty, strict=True)}
+        return {"bytes compared": soak.compared.value, **requests}, soak.violations()
 
     check(run, tmp_path)

@@ -37,7 +37,7 @@ import pytest
 from shardcache import Cache, errors
 from tests.stress.brokenflock import broken_environment
 from tests.stress.origin import MIB
-from tests.stress.shared import Result, Shared, below, check, end_stuck, leftovers
+from tests.stress.shared import MINUTES, Result, Shared, below, check, end_stuck, leftovers
 from tests.support.disktools import disk
 from tests.support.storetools import age
 
@@ -418,7 +418,7 @@ def alone(storm: Storm, work: Callable[[], object]) -> None:
         storm.wrong("the end", f"{work} ended with status {status}")
 
 
-@pytest.mark.timeout(7200)
+@pytest.mark.timeout(MINUTES * 60 + 1800)
 @pytest.mark.parametrize("flock", ["working", "lying"])
 def test_a_storm_breaks_no_promise(flock, tmp_path):
     def blow(directory: Path, seed: int, seconds: float) -> Result:

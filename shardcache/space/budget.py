@@ -1,12 +1,9 @@
 """Reserve room for a shard before its first byte is written.
 
-The node keeps one file, ``usage``: the bytes on disk of all entries, and of all shards in flight at
-their final sizes. It has a number for each part of the cache, the shards whose keys begin with the
-same two digits. Keys are hashes, so any set of parts is a random sample of the cache.
-
-The file is only written under the budget lock. If locks fail, each process may exceed the budget by
-the shards that others admit at the same moment. Nodes that share a directory do not share the
-numbers, so they count entries and partials for every new shard.
+The file ``usage`` has a number for each part of the cache, which are the shards whose keys begin
+with the same two digits. It is only written under the budget lock. If locks fail, each process may
+exceed the budget by the shards that others admit at the same moment. Nodes that share a directory
+do not share the numbers, so they count entries and partials for every new shard.
 """
 
 from __future__ import annotations
@@ -357,7 +354,8 @@ class Space:
         try:
             yield usage
         finally:
-            self._write(usage)
+            held = [None if n in usage.growing else size for n, size in enumerate(usage.held)]
+            self._record(self.node.usage, held, usage.next, usage.listed)
 
     def _read(self) -> _Usage:
         """Return the content of ``usage``. With leases, or if it is damaged, no part is counted."""
@@ -368,10 +366,6 @@ class Space:
                 listed = float(listed) if boot == boot_id() else -math.inf
                 return _Usage(known, int(part) % _PARTS, listed)
         return _Usage()
-
-    def _write(self, usage: _Usage) -> None:
-        held = [None if part in usage.growing else size for part, size in enumerate(usage.held)]
-        self._record(self.node.usage, held, usage.next, usage.listed)
 
     def _refusal(self, need: int, usage: _Usage | None = None) -> tuple[int, bool]:
         """Return how many of ``need`` bytes the last refusal lacks, and whether it is recent."""

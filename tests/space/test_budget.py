@@ -308,7 +308,7 @@ def test_small_shards_take_no_more_of_the_disk_than_max_size(tmp_path, monkeypat
     if kind == "network":
         monkeypatch.setattr(os, "statvfs", transfer_size)
     with disk(shop.path, "size=64m") if kind == "tmpfs" else contextlib.nullcontext():
-        with Cache(shop.path, cache_local=True, min_free=0, max_size=limit) as cache:
+        with shop.cache(max_size=limit) as cache:
             assert all(read(cache, url) == Path(url).read_bytes() for url in shop.urls)
             stored = len(list(cache.entries()))
         assert not list((shop.path / "v1/locks").glob("*/*.lock"))

@@ -82,7 +82,7 @@ def test_a_shard_of_one_block_has_no_journal_and_is_not_resumed(layout, size: in
     cut=st.none() | st.integers(0, 1 << 30),
     more=st.integers(0, 100),
 )
-@example(NAME, [(0, 1)], None, 0)
+@example(NAME, [(0, 1)], None, 5)
 @pytest.mark.locks_work("answers")
 def test_only_proven_blocks_are_resumed(tmp_path_factory, name, flips, cut, more):
     layout = make_store(tmp_path_factory.mktemp("proof")).layout
@@ -99,6 +99,7 @@ def test_only_proven_blocks_are_resumed(tmp_path_factory, name, flips, cut, more
         return
     try:
         found = partial.data.read_bytes()
+        assert len(found) <= SIZE
         absent = list(partial.missing())
         for index in range(4):
             start, stop = index * BLOCK, min((index + 1) * BLOCK, SIZE)

@@ -271,8 +271,8 @@ def remove_old(path: Path, age: float = IDLE_GRACE) -> None:
 
 def read_file(path: Path | str, limit: int) -> bytes:
     """Read up to ``limit`` bytes of a file without following a symbolic link or blocking."""
-    with open_file(path) as file:
-        return os.read(file.fileno(), limit)
+    with open_file(path) as file:  # Python allocates as many bytes as are asked for
+        return os.read(file.fileno(), min(limit, os.fstat(file.fileno()).st_size))
 
 
 def read_json(path: Path, limit: int) -> Any:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import random
 import re
 import select
 import socket
@@ -66,9 +65,6 @@ _WAKE_AT = 512 * 1024
 _STAGGER = 0.25
 #: Seconds after a failure during which an address is tried last.
 _AVOIDED = 60.0
-
-#: A generator of its own: the user's program may have seeded the shared one of `random`.
-_random = random.SystemRandom()
 
 _Address = tuple[int, Any]  # the address family, and the argument of `socket.connect`
 
@@ -196,7 +192,7 @@ def _addresses(host: str, port: int, failures: Mapping[_Address, float]) -> list
     for family, _, _, _, place in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
         families.setdefault(family, []).append((family, place))
     for addresses in families.values():
-        _random.shuffle(addresses)
+        clock.randomness.shuffle(addresses)
     in_turn = [each for row in zip_longest(*families.values()) for each in row if each]
     oldest = clock.monotonic() - _AVOIDED
     return sorted(in_turn, key=lambda address: failures.get(address, oldest) > oldest)

@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import logging
 import math
-import random
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -148,7 +147,7 @@ class Attempts:
                 is_patient = exn.patient and self._policy.patience > 0
                 if not is_patient:
                     # The jitter is added to Retry-After, because many clients get the same number.
-                    pause = random.uniform(0, min(CAP, BASE * 2**failures))  # noqa: S311
+                    pause = clock.randomness.uniform(0, min(CAP, BASE * 2**failures))
                     pause += min(exn.retry_after or 0.0, RETRY_AFTER_CAP)
                     failures += 1
                 is_last = self._pace.is_over if is_patient else failures >= self._most
@@ -264,7 +263,7 @@ class Pace:
         if self.is_over:
             return 0.0
         if len(self._turns) >= self._limit:
-            return _POLL * random.uniform(0.5, 1.0)  # noqa: S311 - jitter
+            return _POLL * clock.randomness.uniform(0.5, 1.0)
         return self._next - clock.monotonic()
 
     def _slow_down(self, exn: TransientError) -> None:
@@ -278,7 +277,7 @@ class Pace:
                 self._refused_since = now
             if now >= self._next:  # the refusals of one round count once
                 self._limit = max(1, min(self._limit, len(self._turns)) // 2)
-                pause = min(_LONGEST, _FIRST * 2**self._pauses) * random.uniform(0.5, 1.0)  # noqa: S311
+                pause = min(_LONGEST, _FIRST * 2**self._pauses) * clock.randomness.uniform(0.5, 1.0)
                 self._next = now + max(pause, min(exn.retry_after or 0.0, RETRY_AFTER_CAP))
                 self._pauses += 1
             for_now = now - self._since

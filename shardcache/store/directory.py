@@ -99,11 +99,13 @@ class Metadata:
         """Parse the output of `encode`. Raises DamagedError for anything else."""
         try:
             record = dict(json.loads(data))
-            if record.pop("schema") != SCHEMA:
+            if record["schema"] != SCHEMA:
                 raise ValueError("it has another schema")
-            record["info"] = ObjectInfo.from_record(record.pop("object"))
+            record["info"] = ObjectInfo.from_record(record["object"])
             date = datetime.fromisoformat(record["fetched_at"]).timestamp()
-            metadata = cls(**{**record, "fetched_at": max(0.0, date)})
+            record["fetched_at"] = max(0.0, date)
+            # A later version of the library may have added fields.
+            metadata = cls(**{name: record[name] for name in cls.__slots__})
             texts = metadata.url, metadata.key, metadata.digest, metadata.boot, metadata.library
             typed = type(metadata.size) is int and isinstance(metadata.checked, str | None)
             typed = typed and isinstance(metadata.endpoint, str | None)

@@ -175,6 +175,7 @@ class Partial:
         self._journal = journal
         self._records_at = records_at
         self._digests: dict[int, tuple[bytes, int]] = {}
+        self._unproven = b""  # the records of a claimed partial
         self._guard = threading.Lock()
 
     @classmethod
@@ -206,7 +207,10 @@ class Partial:
 
     @classmethod
     def claim(cls, layout: Layout, path: Path, basename: str) -> Partial | None:
-        """Take over and lock a dead process's partial; None if it is alive, gone or useless."""
+        """Take over and lock a dead process's partial; None if it is alive, gone or useless.
+
+        Then name it in the lock of its key, and call `prove`.
+        """
         named = parse_partial_name(path.name)
         if named is None or not files.is_directory(path):
             return None
@@ -232,7 +236,9 @@ class Partial:
                 if status.st_size > metadata.info.size:
                     os.ftruncate(file.fileno(), metadata.info.size)
                 partial = cls(layout, claimed / basename, metadata, file, journal, records_at)
-                partial._prove(_records(data[records_at:]), metadata.info.size)
+                partial._unproven = data[records_at:]
+                partial.confirmed = False
+                partial._write_header()
             except (os_error(), DamagedError) as exn:
                 if isinstance(exn, OSError) and exn.errno not in _UNCLAIMED:
                     raise
@@ -241,10 +247,22 @@ class Partial:
             stack.pop_all()
         return partial
 
+    def prove(self) -> bool:
+        """Keep the recorded blocks whose bytes have the recorded digest, and forget the others.
+
+        Returns False if the partial cannot be used, and has been discarded.
+        """
+        records, self._unproven = _records(self._unproven), b""
+        try:
+            self._prove(records, self.metadata.info.size or 0)
+        except os_error() as exn:
+            if exn.errno not in _UNCLAIMED:
+                raise
+            self.discard()
+            return False
+        return True
+
     def _prove(self, records: Iterator[tuple[bytes, int]], total: int) -> None:
-        """Keep the recorded blocks whose bytes have the recorded digest, and forget the others."""
-        self.confirmed = False
-        self._write_header()
         buffer = memoryview(bytearray(BLOCK))
         for index, (digest, length) in zip(range(-(-total // BLOCK)), records, strict=False):
             block = buffer[: min(BLOCK, total - index * BLOCK)]

@@ -64,6 +64,8 @@ def test_an_entry_is_visible_to_all_processes_once_it_is_published(store: Store)
     assert publish(store) == entry  # the same version twice
     assert tree(entry.path) == before
     assert list(store.layout.partial.iterdir()) == []
+    stating(a_field_of_a_later_version=1)(entry.path)
+    assert read(again(store)) == b"shard" and entry.metadata() == metadata
 
 
 def test_with_sync_the_data_is_on_disk_before_the_name(store, monkeypatch):

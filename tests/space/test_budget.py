@@ -172,6 +172,10 @@ def test_a_shard_that_fits_is_admitted_without_counting(library: Bench) -> None:
     library.clock.sleep(60)
     library.fetch(214)
     assert library.counts == 3 and library.used() <= library.space.max_size
+    for number, seconds, counts in ((215, 0, 3), (216, 60, 4)):  # also while there is room
+        library.clock.sleep(seconds)
+        library.fetch(number)
+        assert library.counts == counts
 
 
 @pytest.mark.locks_work("flock")

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
+from functools import partial
 from typing import Any, NamedTuple
 
 from shardcache.download.download import Progress
@@ -65,9 +66,10 @@ class ShardResult:
     retries: int = 0  #: number of repeated requests
     error: Exception | None = None  #: why the shard failed or was interrupted
 
-    def portable(self) -> ShardResult:
-        """Return a copy that another process can unpickle."""
-        return self if self.error is None else replace(self, error=portable(self.error))
+    def __reduce__(self) -> tuple[Any, ...]:
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        error = None if self.error is None else portable(self.error)
+        return partial(ShardResult, **values | {"error": error}), ()
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -301,9 +303,8 @@ class Started(NamedTuple):
     shard: ShardURL
     progress: Callable[[], Progress]
 
-    def portable(self) -> Started:
-        """Return an event that another process can unpickle, which reports no progress."""
-        return Started(self.shard, Progress)
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Started, (self.shard, Progress)  # another process sees no progress
 
 
 class Finished(NamedTuple):
@@ -311,10 +312,6 @@ class Finished(NamedTuple):
 
     shard: ShardURL
     result: ShardResult
-
-    def portable(self) -> Finished:
-        """Return an event that another process can unpickle."""
-        return Finished(self.shard, self.result.portable())
 
 
 Event = Planned | Started | Finished

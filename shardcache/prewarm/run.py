@@ -90,9 +90,8 @@ _MISFITS = 32
 #: cost more than handling it. Ticks are short until the first response, because its delay decides
 #: how many connections, and therefore threads, are used.
 _TICK, _FIRST_TICK = 0.1, 0.01
-#: Seconds to wait for cancelled downloads, most of which end within milliseconds, and for threads
-#: without one. If a signal handler raised while a thread was started, it may not exist.
-_CANCEL_TIMEOUT, _THREAD_TIMEOUT = 5.0, 0.5
+#: Seconds to wait for cancelled downloads, most of which end within milliseconds.
+_CANCEL_TIMEOUT = 5.0
 #: Takes the place of a server for faults of this machine, such as of its disk.
 _THIS_MACHINE = ""
 
@@ -304,9 +303,7 @@ class Pool:
                 for download in list(self._running.values()):
                     download.cancel_unless_shared()
                 self._stop_helpers()
-                is_busy = self._running or self._channels
-                limit = _CANCEL_TIMEOUT if is_busy else _THREAD_TIMEOUT
-                if clock.monotonic() - self._cancelled_at > limit:
+                if clock.monotonic() - self._cancelled_at > _CANCEL_TIMEOUT:
                     break
         report(_drain(self._events))
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from enum import StrEnum
-from functools import partial
 from typing import Any, NamedTuple
 
 from shardcache.download.download import Progress
@@ -67,9 +66,8 @@ class ShardResult:
     error: Exception | None = None  #: why the shard failed or was interrupted
 
     def __reduce__(self) -> tuple[Any, ...]:
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        error = None if self.error is None else portable(self.error)
-        return partial(ShardResult, **values | {"error": error}), ()
+        error = None if self.error is None else portable(self.error)  # which is the last field
+        return ShardResult, (*(getattr(self, name) for name in self.__slots__[:-1]), error)
 
 
 @dataclass(frozen=True, slots=True, repr=False)

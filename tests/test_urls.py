@@ -305,7 +305,8 @@ def test_names_are_safe_on_disk_and_exact_at_the_origin(scheme, host, name):
         ("file://", "no file"),
         ("s3://b/k", "endpoint .* is not a URL"),
         (None, "NoneType"),
-        (f"pipe:curl https://h/k?sig={CANARY}", "shell"),
+        (f"pipe:curl https://h/k?sig={CANARY}", r"allow_schemes=\['pipe'\]"),
+        ("shardcache::pipe:touch a", r"shell.* allow_schemes=\['pipe'\]"),
     ],
 )
 def test_a_refused_url_is_explained_without_secrets(url, says):

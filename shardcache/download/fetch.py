@@ -457,7 +457,7 @@ class _Wait:
             "holder_host": holder.host if holder else None,
             "holder_rank": holder.rank if holder else None,
             "written": progress.written if progress else None,
-            "size": progress.total if progress else None,
+            "size": progress.metadata.info.size if progress else None,
         }
         text = "%s: waiting for %s, %s"
         logger.warning(text, self._shard, format_duration(waited), self.describe(), extra=facts)
@@ -469,9 +469,8 @@ class _Wait:
             return "its lock is held by a process that left no record"
         age = format_duration(max(0.0, clock.time() - holder.started))
         text = f"{holder} has been downloading it for {age}"
-        if progress is not None and progress.total:
-            share = min(1.0, progress.written / progress.total)
-            text += f", {share:.0%} of {format_bytes(progress.total)} done"
+        if progress is not None and (size := progress.metadata.info.size):
+            text += f", {min(1.0, progress.written / size):.0%} of {format_bytes(size)} done"
         still = clock.monotonic() - self._grew
         if still >= _ANNOUNCE_EVERY:
             text += f", no progress for {format_duration(still)}"

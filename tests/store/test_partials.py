@@ -112,7 +112,7 @@ def test_only_proven_blocks_are_resumed(tmp_path_factory, name, flips, cut, more
             partial.show(5)  # no effect: the blocks are longer
         assert seen.limit() == min(len(partial.digests), 3) * BLOCK
         found = read_journal(partial.path)
-        assert found is not None and (found.total, found.written) == (SIZE, partial.written)
+        assert (found.metadata.info.size, found.written) == (SIZE, partial.written)
         seen.close()
     finally:
         partial.discard()

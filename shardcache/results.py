@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import Any, NamedTuple
 
@@ -67,7 +67,7 @@ class ShardResult:
 
     def __reduce__(self) -> tuple[Any, ...]:
         error = None if self.error is None else portable(self.error)  # which is the last field
-        return ShardResult, (*(getattr(self, name) for name in self.__slots__[:-1]), error)
+        return ShardResult, (*(getattr(self, each.name) for each in fields(self)[:-1]), error)
 
 
 @dataclass(frozen=True, slots=True, repr=False)

@@ -211,6 +211,7 @@ SPANS = {
     "backwards": f"bytes {MIB}-0/{len(LARGE)}",
     "smaller first total": f"bytes 0-{MIB - 1}/{2 * MIB}",
     "larger first total": f"bytes 0-{MIB - 1}/{len(LARGE) + MIB}",
+    "endless total": f"bytes 0-{MIB - 1}/" + "9" * 5000,
     "no span": f"bytes */{len(LARGE)}",
     "missing": None,
 }

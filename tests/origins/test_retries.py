@@ -8,7 +8,7 @@ import weakref
 import pytest
 
 from shardcache import Cache, TransferError
-from shardcache.origins.base import TransientError
+from shardcache.origins.base import RepeatError, TransientError
 from shardcache.origins.retry import BASE, CAP, RETRY_AFTER_CAP, RetryPolicy
 from tests.download.test_faults import MIB, SIZE, Lab, bucket, lab, page  # noqa: F401 - fixtures
 from tests.support.proxy import Fault, Rule
@@ -38,9 +38,9 @@ def test_pauses_are_random_and_grow_beyond_retry_after(retry_after):
 
 def test_a_repeated_call_leaves_no_reference_cycle():
     """A cycle would keep a partial and its lock until the next garbage collection."""
-    errors = [TransientError("503")]
+    errors = [TransientError("503"), RepeatError("a", lambda: TransientError("503"), lambda: False)]
 
-    def fail_once() -> None:
+    def fail() -> None:
         if errors:
             raise errors.pop()
 
@@ -48,7 +48,7 @@ def test_a_repeated_call_leaves_no_reference_cycle():
     kept = weakref.ref(sleep)
     gc.disable()
     try:
-        RetryPolicy(2, None, 0).started("s3://lab/a.tar").call(fail_once, sleep=sleep)
+        RetryPolicy(3, None, 0).started("s3://lab/a.tar").call(fail, sleep=sleep)
         del sleep
         assert kept() is None
     finally:

@@ -100,6 +100,7 @@ def source(serve, monkeypatch, tmp_path) -> Callable[..., Service]:
 
     def start(name: str, program: str = "") -> Service:
         service = Service(serve, respond)
+        monkeypatch.setattr("botocore.utils.ContainerMetadataFetcher.SLEEP_TIME", 0)
         (tmp_path / "token").write_text("token")
         (tmp_path / "config").write_text(f"[default]\ncredential_process = {program}\n")
         for variable, value in SOURCES[name].items():

@@ -5,14 +5,16 @@
 
 import contextlib
 import socket
+import time
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 from botocore.auth import S3SigV4Auth
 from botocore.awsrequest import AWSRequest
 from botocore.credentials import Credentials
 
-from shardcache import AccessDeniedError, Cache, ConfigError, TransferError
+from shardcache import AccessDeniedError, Cache, ConfigError, TransferError, TransferTimeoutError
 from shardcache.origins import retry
 from shardcache.origins.base import TransientError
 from shardcache.origins.http import WebOrigin
@@ -254,13 +256,24 @@ def test_the_store_is_asked_again_after_a_target_without_the_object(
         assert cache.open("s3://lab/d/a b.tar").read() == SHARD
 
 
-def test_a_circle_of_redirects_names_its_servers(serve, tmp_path):
+@pytest.mark.parametrize("url", ["s3://lab/a.tar", "{}/lab/a.tar"])
+@pytest.mark.parametrize(
+    ("pause", "error", "message", "requests"),
+    [
+        (0.0, ConfigError, "more than 5 times .*{0}, {1}", 6),
+        (1.2, TransferTimeoutError, "redirects of {0}, {1} outlast the timeout", 2),
+    ],
+)
+def test_a_circle_of_redirects_ends(serve, tmp_path, url, pause, error, message, requests):
     servers: list[Scripted] = []
-    for number in (1, 0):
-        target = lambda head, n=number: redirect("307", servers[n].url)(head)  # noqa: E731
-        servers.append(serve(target, most=99))
-    places = [server.url.removeprefix("http://") for server in servers]
-    message = f"more than 5 times .*{places[0]}, {places[1]}"
-    with cache_of(servers[0], tmp_path) as cache, pytest.raises(ConfigError, match=message):
-        cache.open("s3://lab/a.tar")
-    assert sum(len(server.heads) for server in servers) == 6
+
+    def respond(head: str, target: int) -> bytes:
+        time.sleep(pause)
+        return redirect("307", servers[target].url)(head)
+
+    for target in (1, 0):
+        servers.append(serve(partial(respond, target=target), most=99))
+    message = message.format(*(server.url.removeprefix("http://") for server in servers))
+    with cache_of(servers[0], tmp_path, timeout=2) as cache, pytest.raises(error, match=message):
+        cache.open(url.format(servers[0].url))
+    assert sum(len(server.heads) for server in servers) == requests

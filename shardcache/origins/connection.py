@@ -248,8 +248,6 @@ class _Connection:
             self.parser.set_dangerous_leniencies(**_LENIENT)
             self.parse(message, head)
             message.status = self.parser.get_status_code()
-            if message.status == 101:
-                raise failure(ConnectionError, "the server switched to another protocol")
             if message.status >= 200:
                 closes = "close" in message.headers.get("connection", "").lower()
                 message.keeps_alive = self.parser.get_http_version() == "1.1" and not closes

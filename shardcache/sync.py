@@ -84,7 +84,7 @@ def poll(timeout: Timeout, what: Callable[[], str]) -> Iterator[float]:
             logger.warning("after %s: waiting %s", format_duration(waited), what())
         # A thousand ranks that poll every 10 ms, or all at the same time, would overload a file
         # server. So the pauses grow to a second, and have jitter.
-        clock.sleep(min(pause * random.uniform(0.5, 1.0), limit - waited))  # noqa: S311
+        clock.sleep(min(pause * random.SystemRandom().uniform(0.5, 1.0), limit - waited))
         pause = min(pause * 1.5, 1.0)
 
 

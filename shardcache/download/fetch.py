@@ -408,7 +408,7 @@ class _Wait:
 
     def pause(self) -> None:
         """Sleep until the next poll. Raises LockTimeoutError after ``lock_timeout`` seconds."""
-        self._download.sleep(self._poll * random.uniform(0.5, 1.0))  # noqa: S311 - jitter
+        self._download.sleep(self._poll * random.SystemRandom().uniform(0.5, 1.0))
         self._poll = min(self._poll * 1.5, _LAST_POLL)
         now, found = clock.monotonic(), self._read_holder()
         if found != self._found:

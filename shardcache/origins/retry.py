@@ -39,6 +39,8 @@ from shardcache.units import format_duration
 from shardcache.urls import redact, server_of
 
 logger = logging.getLogger(__name__)
+#: Not the shared generator of `random`: the user's program may have seeded it, alike in all ranks.
+_random = random.SystemRandom()
 T = TypeVar("T")
 
 #: A pause before a retry is random: between 0 and BASE * 2^attempt seconds, at most CAP. This is
@@ -149,7 +151,7 @@ class Attempts:
                 is_patient = exn.patient and self._policy.patience > 0
                 if not is_patient:
                     # The jitter is added to Retry-After, because many clients get the same number.
-                    pause = random.uniform(0, min(CAP, BASE * 2**failures))  # noqa: S311
+                    pause = _random.uniform(0, min(CAP, BASE * 2**failures))
                     pause += min(exn.retry_after or 0.0, RETRY_AFTER_CAP)
                     failures += 1
                 is_last = self._pace.is_over if is_patient else failures >= self._most
@@ -248,7 +250,7 @@ class Pace:
         if self.is_over:
             return 0.0
         if len(self._turns) >= self._limit:
-            return _POLL * random.uniform(0.5, 1.0)  # noqa: S311 - jitter
+            return _POLL * _random.uniform(0.5, 1.0)
         return self._next - clock.monotonic()
 
     def _slow_down(self, exn: TransientError) -> None:
@@ -262,7 +264,7 @@ class Pace:
                 self._refused_since = now
             if now >= self._next:  # the refusals of one round count once
                 self._limit = max(1, min(self._limit, len(self._turns)) // 2)
-                pause = min(_LONGEST, _FIRST * 2**self._pauses) * random.uniform(0.5, 1.0)  # noqa: S311
+                pause = min(_LONGEST, _FIRST * 2**self._pauses) * _random.uniform(0.5, 1.0)
                 self._next = now + max(pause, min(exn.retry_after or 0.0, RETRY_AFTER_CAP))
                 self._pauses += 1
             for_now = now - self._since

@@ -249,8 +249,7 @@ class _Connection:
             self.parse(message, head)
             message.status = self.parser.get_status_code()
             if message.status >= 200:
-                closes = "close" in message.headers.get("connection", "").lower()
-                message.keeps_alive = self.parser.get_http_version() == "1.1" and not closes
+                message.keeps_alive = "close" not in message.headers.get("connection", "").lower()
                 return message
         raise failure(ConnectionError, "the server sends nothing but interim responses")
 

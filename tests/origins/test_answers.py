@@ -18,7 +18,6 @@ from typing import NamedTuple, TypeAlias
 
 import pytest
 
-from shardcache import Cache
 from shardcache.errors import (
     AccessDeniedError,
     ConfigError,
@@ -193,7 +192,6 @@ PIECES = [coded(body=b""), b"28", b"00\r", b"\n" + SMALL + b"\r", b"\n0", b"\r\n
 STATUSES = {
     "204 No Content": Refused(ConfigError, "204"),
     "304 Not Modified": Refused(ShardCacheError, "304"),
-    "401 Unauthorized": Refused(AccessDeniedError, "401"),
     "403 Forbidden": Refused(AccessDeniedError, "403"),
     "404 Not Found": GONE,
     "407 Proxy Authentication Required": Refused(AccessDeniedError, "proxy demands a login"),
@@ -239,7 +237,6 @@ ROWS = [
     # The body of an error is not the object, even if it has the same bytes.
     *(Row(status, answer(status, SMALL), wanted) for status, wanted in STATUSES.items()),
     Row("200", answer("200 OK", SMALL), RIGHT),
-    Row("206", parts(SMALL), RIGHT),
     Row("HTTP/1.0", whole(status="HTTP/1.0 200 OK"), RIGHT),
     # Interim responses
     Row("interim in its own packet", lambda r: iter([INTERIM, HINTS, INTERIM, KEPT]), RIGHT),
@@ -261,7 +258,6 @@ ROWS = [
             ("in a member", SMALL, 700),
             ("behind all members", SMALL, 6 * (512 + 1024)),
             ("behind 2 MiB", LARGE, 2 * MIB),
-            ("before the first byte", SMALL, 0),
         ]
     ),
     Row("closed range", parts(MIDDLE, Content_Length=None), RIGHT, (MIDDLE,), closes=True),
@@ -273,7 +269,6 @@ ROWS = [
     Row("chunks with trailers", coded(body=TRAILERS), RIGHT),
     Row("no end of trailers", lambda r: chain([coded(body=b"0\r\n")], ENDLESS), BROKEN),
     Row("too few chunks of a range", PARTIAL + chunks(SMALL[:-512]), BROKEN),
-    Row("too many chunks of a range", PARTIAL + chunks(SMALL + bytes(512)), RIGHT_OR_REFUSED),
     Row("no last chunk", coded(body=chunks(SMALL, end=b"")), BROKEN, closes=True),
     # Codings
     Row("chunks, short", coded(f"Content-Length: {HALF}", body=chunks(SMALL)), RIGHT_OR_REFUSED),
@@ -413,11 +408,10 @@ WAYS = {"fetch": lambda cache, url: cache.fetch(url).data.read_bytes(), "open": 
 
 
 @pytest.mark.parametrize(("row", "wire"), CASES)
-def test_a_response_is_read_correctly_or_refused(row, wire, servers, tmp_path, monkeypatch):
+def test_a_response_is_read_correctly_or_refused(row, wire, servers, make_cache, monkeypatch):
     trusted, by_wire = servers
     server, base = by_wire[wire]
-    found: list[str] = []
-    counts: defaultdict[str, Iterator[int]] = defaultdict(count)
+    found, counts = list[str](), defaultdict[str, Iterator[int]](count)
 
     def answered(head: str) -> Iterator[bytes]:
         request = Request(head, base, next(counts[head.split(" ")[1]]))
@@ -440,16 +434,16 @@ def test_a_response_is_read_correctly_or_refused(row, wire, servers, tmp_path, m
     monkeypatch.setenv("SSL_CERT_FILE", trusted)
     monkeypatch.setattr(retry, "BASE", 0)  # retries do not wait
     options = {"timeout": 10, "attempts": 2, "patience": 0, "connections": 2, "part_size": MIB}
-    with Cache(tmp_path, min_free=0, **options) as cache:
-        for way, get in WAYS.items():
-            url, data, error = f"{base}/{way}/a.tar", None, None
-            try:
-                data = get(cache, url)
-            except Exception as exn:
-                error = exn
-            key = cache.parse(url).key
-            entries = [entry.data.read_bytes() for entry in cache.entries() if entry.key == key]
-            found += faults(NEXT if way == "next" else row, way, data, error, entries)
+    cache = make_cache(**options)
+    for way, get in WAYS.items():
+        url, data, error = f"{base}/{way}/a.tar", None, None
+        try:
+            data = get(cache, url)
+        except Exception as exn:
+            error = exn
+        key = cache.parse(url).key
+        entries = [entry.data.read_bytes() for entry in cache.entries() if entry.key == key]
+        found += faults(NEXT if way == "next" else row, way, data, error, entries)
     assert found == []
 
 

@@ -81,7 +81,6 @@ class ProcessCache:
         # Imported here, because these modules would slow `import shardcache`.
         from shardcache.download.connections import Connections
         from shardcache.download.transfer import Engine
-        from shardcache.locks.sessions import Downloaders
         from shardcache.origins.resolve import Origins
         from shardcache.origins.retry import RetryPolicy
         from shardcache.space.tiers import Tier
@@ -95,12 +94,11 @@ class ProcessCache:
         self.tiers = [Tier(each, *parts) for each in config.by_tier()]
         self.home = self.tiers[-1]
         self.origins = Origins(config, self.notices.is_new)
-        downloaders = Downloaders(lambda: self.home.node)
         self.engine = Engine(
             config,
             RetryPolicy(config.attempts, config.deadline, config.patience),
             self.counters,
-            Connections(config.connections, config.part_size, downloaders),
+            Connections(config.connections, config.part_size, lambda: self.home.node),
             self.origins,
             self.notices,
         )

@@ -35,7 +35,7 @@ from shardcache.origins.resolve import Origins
 from shardcache.origins.retry import RetryPolicy
 from shardcache.origins.s3 import S3Origin
 from shardcache.space.eviction import total_bytes
-from shardcache.space.memory import Volume, allocation, is_memory, room_for_batches
+from shardcache.space.memory import Volume, allocation, ram_disk
 from shardcache.store.entry import Store
 from shardcache.store.root import check_usable
 from shardcache.units import counted, format_bytes, format_duration, format_rate
@@ -171,21 +171,21 @@ def _space(tier: Config) -> Findings:
     room = max(0, disk.free - floor) + held
     text = f"{format_bytes(disk.free)} of {format_bytes(disk.size)} free, "
     text += f"min_free keeps {format_bytes(floor)}"
-    if batches := room_for_batches(path):
-        text += f", {format_bytes(batches)} stay free for the batches of PyTorch's workers"
+    if disk.batches:
+        text += f", {format_bytes(disk.batches)} stay free for the batches of PyTorch's workers"
     if limit:
         text += f", max_size is {format_bytes(limit)}"
     if room == 0:
         fix = "Make room on that disk, set a smaller min_free, or point dir at another disk."
         yield "fail", f"{text}: no shard can be stored", fix
-    elif limit and limit > disk.size and is_memory(path):
+    elif limit and limit > disk.size and ram_disk(path):
         fix = f"Set max_size well below {format_bytes(disk.size)}, or give the job more memory and "
         fix += "remount with a larger size= (Kubernetes: sizeLimit of the emptyDir)."
         yield "fail", f"{text}: more than the RAM disk or the memory of the job", fix
     elif limit and limit > room:
         fix = f"Remove other files from that disk, or set max_size to {format_bytes(room)}."
         yield "warn", f"{text}: there is room for only {format_bytes(room)}", fix
-    elif "KUBERNETES_SERVICE_HOST" in os.environ and limit is None and not is_memory(path):
+    elif "KUBERNETES_SERVICE_HOST" in os.environ and limit is None and not ram_disk(path):
         fix = "Set max_size, or ephemeral_limit (SHARDCACHE_EPHEMERAL_LIMIT) to the pod's limit."
         text = f"{text}, but the kubelet evicts pods before a node's disk is full"
         yield "warn", f"{text}, and neither max_size nor ephemeral_limit is set", fix

@@ -68,7 +68,10 @@ class Download:
         ended: whether the worker has released the lock, the partial and the connections.
         readers: number of readers that have joined and not left.
         starter: the id of the thread that made the download.
+        pid: the process that made it. A forked child must not use any other member.
         outcome: how the shard is obtained, as far as that is known yet.
+        retries: number of repeated requests.
+        is_to_finish: whether it completes even if all readers leave.
     """
 
     def __init__(
@@ -97,14 +100,14 @@ class Download:
         self.is_upstream = False
         self.outcome: Outcome = "coalesced"
         self.starter = threading.get_ident()
-        self._pid = os.getpid()
+        self.pid = os.getpid()
         self._table = table
         self._lock = table.lock
         # Not a `Condition`: if a signal handler raises in its methods, it keeps or loses the lock.
         self._waiters: dict[threads.Queue[None], Callable[[], bool]] = {}
         self._size: int | None = None
-        self._written = self._received = self._retries = 0
-        self._is_to_finish = False
+        self._written = self._received = self.retries = 0
+        self.is_to_finish = False
         self._opened: Opened | None = None
         self._error: BaseException | None = None
         self._response: Body | None = None
@@ -114,12 +117,7 @@ class Download:
 
     def progress(self) -> Progress:
         """Return the progress of the download at this moment."""
-        return Progress(self._size, self._written, self._received, self._retries)
-
-    @property
-    def mine(self) -> bool:
-        """Whether this process made the download. A forked child must not use any other member."""
-        return self._pid == os.getpid()
+        return Progress(self._size, self._written, self._received, self.retries)
 
     def wait(self, is_over: Callable[[], bool], seconds: float = _FOREVER) -> float:
         """Block until ``is_over()``, called with the lock held. Return the seconds it took."""
@@ -167,13 +165,6 @@ class Download:
                 return True
             return self._opened is not None or self._response is not None
 
-    def join(self, *, finish: bool, ahead: bool) -> None:
-        """Count one more reader; see `Downloads.join`."""
-        with self._lock:
-            self.readers += 1
-            self._is_to_finish |= finish
-            self.is_ahead &= ahead
-
     def leave(self) -> None:
         """Count one reader less. The garbage collector may call this in any thread.
 
@@ -187,7 +178,7 @@ class Download:
             left = _ALMOST_COMPLETE + 1 if self._size is None else self._size - self._written
             if self.ended:
                 self._drop()
-            elif not self._is_to_finish and left > _ALMOST_COMPLETE:
+            elif not self.is_to_finish and left > _ALMOST_COMPLETE:
                 self.cancel()
 
     def cancel(self) -> None:
@@ -242,10 +233,6 @@ class Download:
         """Note how the entry was obtained, and return it."""
         self.outcome = outcome
         return opened
-
-    def retried(self, retries: int) -> None:
-        """Note the total number of repeated requests."""
-        self._retries = retries
 
     def give_way(self) -> bool:
         """Cancel the download if it is still ahead of all readers; return whether it was."""
@@ -338,7 +325,9 @@ class Downloads:
             while True:
                 new.check()
                 download = self.running.setdefault(new.shard.key, new)
-                download.join(finish=finish, ahead=new.is_ahead)
+                download.readers += 1
+                download.is_to_finish |= finish
+                download.is_ahead &= new.is_ahead
                 if self.running.get(new.shard.key) is download:
                     return download
                 # The garbage collector closed the last other reader before, which cancelled it.

@@ -99,20 +99,10 @@ class _FailedError(Exception):
     """Another thread of the same transfer has failed."""
 
 
-class _Buffer(threading.local):
-    """The buffer of each thread, which holds one block."""
-
-    def __init__(self) -> None:
-        self.block = memoryview(bytearray(BLOCK))
-
-
-_buffer = _Buffer()
-
-
 class _Part:
     """A range of bytes of the object, and how much of the range has arrived."""
 
-    __slots__ = ("complete", "filled", "next", "shown", "stop")
+    __slots__ = ("buffer", "complete", "filled", "next", "shown", "stop")
 
     def __init__(self, start: int, stop: int | None) -> None:
         self.next = start  # offset at which the block in the buffer begins
@@ -120,6 +110,7 @@ class _Part:
         self.filled = 0  # bytes of the block that have arrived
         self.shown = 0  # bytes of an incomplete first block that readers may see
         self.complete = start == stop
+        self.buffer = memoryview(bytearray(BLOCK))
 
     @property
     def position(self) -> int:
@@ -129,12 +120,6 @@ class _Part:
     def restart(self) -> None:
         """Begin again with the first byte of the object."""
         self.next = self.filled = self.shown = 0
-
-    def end_block(self) -> None:
-        """Advance to the next block. If the size is unknown, a short block is the last one."""
-        self.next += self.filled
-        self.complete = self.filled < BLOCK if self.stop is None else self.next == self.stop
-        self.filled = 0
 
 
 class Transfer:
@@ -319,7 +304,7 @@ class Transfer:
             logger.info("%s: %s; continuing at byte %d", self._shard, exn, part.position)
         finally:
             if self._attempts.retries:
-                self._download.retried(self._attempts.retries)
+                self._download.retries = self._attempts.retries
 
     def _request(self, part: _Part) -> Body:
         """Send a request for the rest of a part, and return the response."""
@@ -356,7 +341,7 @@ class Transfer:
             if passed := skip(response, part.position):
                 self._counters.read(passed, self._counter)
             self.is_proven &= response.proven or part.stop is not None
-            buffer, throttle, begun = _buffer.block, self._throttle, part.position
+            buffer, throttle, begun = part.buffer, self._throttle, part.position
             while not part.complete:
                 if self._error is not None:
                     raise _FailedError
@@ -399,7 +384,10 @@ class Transfer:
                 raise _FailedError
             self._partial.write(part.next, block, fd)
             self._partial.record(part.next // BLOCK, digest, len(block))
-        part.end_block()
+        part.next += len(block)
+        # If the size is unknown, a short block is the last one.
+        part.complete = len(block) < BLOCK if part.stop is None else part.next == part.stop
+        part.filled = 0
 
     def _show(self, part: _Part, block: memoryview, fd: int) -> None:
         """Let readers see the received bytes of the shard's first block."""

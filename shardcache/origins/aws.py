@@ -120,9 +120,7 @@ def url_parser(config: Config) -> Callable[[str], ShardURL]:
     """Return a function that parses URLs, and commands that only read one, for a configuration."""
     endpoint, schemes = _authority(config), config.allow_schemes
 
-    def parse(url: str) -> ShardURL:
-        if not (isinstance(url, str) and url.startswith("pipe:")):
-            return parse_url(url, endpoint=endpoint, allow_schemes=schemes)
+    def parse_command(url: str) -> ShardURL:
         command = url.removeprefix("pipe:").strip()
         try:
             target, options = read_command(command)
@@ -139,7 +137,9 @@ def url_parser(config: Config) -> Callable[[str], ShardURL]:
         shard = parse_url(target, endpoint=own, allow_schemes=schemes)
         return dataclasses.replace(shard, options=options)
 
-    return parse
+    return functools.partial(
+        parse_url, endpoint=endpoint, allow_schemes=schemes, commands=parse_command
+    )
 
 
 def s3_endpoint(options: Mapping[str, Any], endpoint_url: str | None = None) -> str | None:

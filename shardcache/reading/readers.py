@@ -81,7 +81,7 @@ class DownloadReader:
     def attend(self) -> bool:
         """Begin to read a shard downloaded ahead. Return False if the caller must open it again."""
         download = self._download
-        return download is None or not download.mine or download.attend()
+        return download is None or download.pid != os.getpid() or download.attend()
 
     @property
     def outcome(self) -> str:
@@ -101,8 +101,10 @@ class DownloadReader:
 
     def take_response(self) -> Body | None:
         """Return the origin's open response for a shard without room, or None if there is none."""
-        download = self._download  # in a forked child, the connection belongs to the parent
-        return download.take_response() if download is not None and download.mine else None
+        download = self._download
+        if download is None or download.pid != os.getpid():  # the connection is the parent's
+            return None
+        return download.take_response()
 
     def wait(self, *, whole: bool) -> bool:
         """Wait for a partial or, with ``whole``, for the end; return whether the download ended."""
@@ -148,7 +150,7 @@ class DownloadReader:
 
     def _joined(self) -> Download:
         """Return the download. In a forked child, or after it gave way, join a new one first."""
-        if self._download is None or not self._download.mine:
+        if self._download is None or self._download.pid != os.getpid():
             self._download, has_started = self._cache.join(self._shard, finish=self._finish)
             self._has_started |= has_started
         return self._download
@@ -216,7 +218,7 @@ class DownloadReader:
 
     def _leave(self) -> None:
         download, self._download = self._download, None
-        if download is not None and download.mine:
+        if download is not None and download.pid == os.getpid():
             download.leave()
 
     def close(self) -> None:

@@ -148,6 +148,11 @@ class Space:
         return Volume.of(self.node.base).budget(self._config)
 
     @lazy
+    def min_free(self) -> int:
+        """The bytes of the disk that must stay free."""
+        return self._config.min_free.of(Volume.of(self.node.base).size)
+
+    @lazy
     def allocated(self) -> Callable[[int], int]:
         """The function that computes the bytes on disk of a shard from its size."""
         return allocation(self.node.base)
@@ -163,8 +168,7 @@ class Space:
                 raise too_large
             if self.max_size is None:
                 # If all shards that may be admitted at this moment fit, no budget lock is needed.
-                volume = Volume.of(self.node.base)
-                spare = volume.free - self._config.min_free.of(volume.size) - self._announced()
+                spare = Volume.of(self.node.base).free - self.min_free - self._announced()
                 if spare >= _AT_ONCE * self.allocated(size):
                     yield
                     return
@@ -409,7 +413,7 @@ class Space:
         ``newcomer`` are the bytes on disk of the shard to admit; None for a cleaning.
         """
         volume = Volume.of(self.node.base)
-        free = self._config.min_free.of(volume.size)
+        free = self.min_free
         if newcomer is not None:
             free += newcomer
             if volume.free < free + self._announced():

@@ -21,7 +21,7 @@ from shardcache import clock
 from shardcache.config import Config
 from shardcache.faults import Disk, ignoring
 from shardcache.files import is_directory, list_names, read_json
-from shardcache.layout import Layout, is_rank_name
+from shardcache.layout import MANIFEST, Layout, is_rank_name
 from shardcache.locks.keys import Holder, KeyLease, KeyLock
 from shardcache.locks.mounts import node_namespace
 from shardcache.locks.sessions import Session, live_sessions
@@ -73,7 +73,7 @@ class Tier:
         self._notices = notices
         self._counters = counters
         self._session: Session | None = None
-        self._identity: root.Identity | None = None
+        self._identity: tuple[int, int] | None = None
         self._locate()
 
     def _locate(self) -> None:
@@ -123,7 +123,7 @@ class Tier:
         self._session = Session(self.node, self._started or clock.time())
         if self._started is not None:
             _state_limits(self.node, self._started, self.config.limits())
-        self._identity = root.identity(self.config.dir, self.store.layout)
+        self._identity = self._find()
         self.made = self._identity is not None
         if self.node.grace is not None and self.config.locks == "auto":
             self._notices.warn(
@@ -137,7 +137,19 @@ class Tier:
 
     def changed(self) -> bool:
         """Return whether the directory is gone, was replaced, or was never set up by `make`."""
-        return not self.made or root.identity(self.config.dir, self.store.layout) != self._identity
+        return not self.made or self._find() != self._identity
+
+    def _find(self) -> tuple[int, int] | None:
+        """Return device and inode of the directory; None if a part of the cache is gone."""
+        layout = self.store.layout
+        try:
+            status = self.config.dir.stat()
+            (self.config.dir / MANIFEST).lstat()
+            layout.base.lstat()
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        # With leases, the filesystem may be FUSE, whose inode numbers may change.
+        return status.st_dev, 0 if layout.grace is not None else status.st_ino
 
     def limited(self, config: Config) -> Space:
         """Return the budget of this tier with the limits of ``config``."""

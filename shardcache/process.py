@@ -152,7 +152,8 @@ class ProcessCache:
 
     def _changed_tiers(self) -> list[Tier]:
         """Return the tiers whose directory was replaced, and the last one if it was never made."""
-        return [t for t in self.tiers if (t.made or t is self.home) and t.changed()]
+        home = self.home
+        return [t for t in self.tiers if (t.identity() != t.made if t.made else t is home)]
 
     def _make_directories(self, tiers: list[Tier]) -> Directories:
         """Create the directories of ``tiers``, and return all usable ones."""
@@ -232,7 +233,7 @@ class ProcessCache:
             raise
         if opened is not None and disk.reading.faults:  # opening does not prove that it is readable
             with ignoring(OSError):  # the stream gets the same error, and falls back
-                os.pread(opened.fd, 1, 0)
+                os.pread(opened.file.fileno(), 1, 0)
                 disk.reading.succeeded()
         return opened
 

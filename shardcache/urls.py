@@ -348,7 +348,7 @@ def _generic(url: str, scheme: str, rest: str) -> tuple[str, str, str]:
     if web:
         rest = rest.partition("#")[0]  # a fragment is never sent; other schemes allow # in names
     place, mark, query = rest.partition("?")
-    if web and (unsigned := _without_signatures(query)) != query:
+    if web and query and (unsigned := _without_signatures(query)) != query:
         mark, query = "?" if unsigned else "", unsigned
     netloc, slash, path = place.partition("/")
     user, at, host = netloc.rpartition("@")
@@ -364,7 +364,7 @@ def _generic(url: str, scheme: str, rest: str) -> tuple[str, str, str]:
     if not (host or path):
         raise ConfigError(f"{redact(url)} names no object")
     base = f"{scheme}://{host}{slash}{path}{mark}"
-    return f"{base}{_masked(query)}", f"{base}{query}", path or host
+    return f"{base}{query and _masked(query)}", f"{base}{query}", path or host
 
 
 def _without_signatures(query: str) -> str:

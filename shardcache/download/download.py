@@ -301,11 +301,12 @@ class Download:
 
     def _drop(self) -> None:
         """Release the entry, error and response, after the last reader has left."""
-        opened, self._opened = self._opened, None
+        opened, response = self._opened, self._response
+        # An error would be part of a reference cycle through the traceback.
+        self._opened = self._response = self._error = None
         if opened is not None:
             opened.close()
-        self._error = None  # breaks a reference cycle through the traceback
-        if (response := self.take_response()) is not None:
+        if response is not None:
             response.close()
 
 

@@ -268,8 +268,9 @@ class Fetch:
         shard, outdated, directories = self._shard, self._download.outdated, self._directories
         siblings = [sibling for tier in directories.tiers for sibling in tier.stores()[1:]]
         other = opened = None
-        with contextlib.suppress(DamagedError):
-            other = open_first(siblings, shard.key, shard.basename, outdated)
+        if siblings:
+            with contextlib.suppress(DamagedError):
+                other = open_first(siblings, shard.key, shard.basename, outdated)
         if other is None:
             return None
         tier = next(tier for tier in directories.tiers if tier.owns(other.directory))

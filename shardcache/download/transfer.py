@@ -209,8 +209,9 @@ class Transfer:
                 "Please report this.",
                 url=str(self._shard),
             )
-        checked = compare(partial.fd, self._checksum)
-        return replace(partial.metadata, size=size, digest=tree_digest(digests), checked=checked)
+        checked = self._checksum and compare(partial.fd, self._checksum)
+        digest = tree_digest(b"".join(digests))
+        return replace(partial.metadata, size=size, digest=digest, checked=checked)
 
     def abandon(self, exn: BaseException, partial: Partial | None) -> None:
         """End all threads, and close the partial, or discard it if its bytes are useless."""
@@ -260,8 +261,10 @@ class Transfer:
 
     def _missing(self, lead: _Part | None) -> Iterator[range]:
         """Yield the missing ranges, except the first part ``lead``, cut into parts."""
-        missing, size, part = self._partial.missing(), self._info.size, self._connections.part
-        if lead is not None:  # without a stop, it is the whole object
+        size, part = self._info.size, self._connections.part
+        if lead is None:
+            missing = self._partial.missing()
+        else:  # without a stop, it is the whole object
             missing = iter([] if size is None or lead.stop is None else [(lead.stop, size)])
         for start, stop in missing:
             for at in range(start, stop, part):
@@ -338,8 +341,8 @@ class Transfer:
         try:
             # After `add`, because `_fail` sets the error first and then aborts the responses.
             self._check()
-            if passed := skip(response, part.position):
-                self._counters.read(passed, self._counter)
+            if response.start != part.position:
+                self._counters.read(skip(response, part.position), self._counter)
             self.is_proven &= response.proven or part.stop is not None
             buffer, throttle, begun = part.buffer, self._throttle, part.position
             while not part.complete:

@@ -10,6 +10,7 @@ of the child.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
@@ -159,7 +160,16 @@ class DownloadReader:
         """Update the watermark, and return whether there are new bytes after ``position``."""
         # After bytes were read, a new partial is not opened: only the entry can continue them.
         if path is not None and path != self._seen and not self._read:
-            self._open(path)
+            with contextlib.suppress(FileNotFoundError):  # it is being created, or was published
+                try:
+                    found = PartialSource(path, self._shard.basename)
+                except DamagedError as exn:
+                    logger.debug("%s: %s cannot be followed: %s", self._shard, path.name, exn)
+                else:
+                    if self._partial is not None:
+                        self._partial.close()
+                    self._partial, self._limit = found, 0
+                self._seen = path
         if self._partial is None:
             return False
         try:
@@ -173,19 +183,6 @@ class DownloadReader:
         has_grown = limit > max(self._limit, position)
         self._limit = limit
         return has_grown
-
-    def _open(self, path: Path) -> None:
-        try:
-            found = PartialSource(path, self._shard.basename)
-        except FileNotFoundError:
-            return  # the partial is still being created, or was published
-        except DamagedError as exn:
-            logger.debug("%s: %s cannot be followed: %s", self._shard, path.name, exn)
-        else:
-            if self._partial is not None:
-                self._partial.close()
-            self._partial, self._limit = found, 0
-        self._seen = path
 
     def _check(self, opened: Opened) -> None:
         """Close the entry and raise if the bytes that were read do not belong to it.

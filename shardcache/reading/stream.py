@@ -156,7 +156,7 @@ def pin_shard(cache: ProcessCache, shard: ShardURL) -> Opened:
     while True:
         opened = cache.obtain(download := Download(cache.downloads, shard))
         waited = clock.monotonic() - started
-        if not opened.stuck and is_file(opened.path, opened.fd):
+        if not opened.stuck and is_file(opened.path, opened.file.fileno()):
             cache.counters.opened(download.outcome, waited)
             cache.counters.read(opened.size)  # assume that the caller reads the whole file
             return opened
@@ -431,7 +431,7 @@ class ShardStream(io.RawIOBase):
             with cache.prepare().locked(entry.path) as is_locked:
                 # Publishing takes this lock, so the path names the same file until the lock is
                 # released. If the path names another file now, ours was already replaced.
-                if is_locked and is_file(opened.path, opened.fd):
+                if is_locked and is_file(opened.path, opened.file.fileno()):
                     set_aside(entry.path, f"{shard}: {fault.strerror}")
         except os_error() as exn:
             logger.info("%s: %s cannot be set aside: %s", shard, opened.path, exn)

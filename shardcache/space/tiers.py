@@ -55,7 +55,7 @@ class Tier:
     node: Layout  #: the node's namespace
     store: Store  #: the namespace that this process stores into
     space: Space  #: the budget of the directory
-    made = False  #: whether the last call of `make` succeeded
+    made: tuple[int, int] | None = None  #: `identity` after `make`; None if it failed
 
     def __init__(
         self,
@@ -73,7 +73,6 @@ class Tier:
         self._notices = notices
         self._counters = counters
         self._session: Session | None = None
-        self._identity: tuple[int, int] | None = None
         self._locate()
 
     def _locate(self) -> None:
@@ -106,7 +105,7 @@ class Tier:
     @property
     def present(self) -> bool:
         """Whether there is a cache in the directory."""
-        return self.made or root.is_cache(self.config.dir)
+        return self.made is not None or root.is_cache(self.config.dir)
 
     def make(self) -> None:
         """Create the directories that are missing, and a session for this process.
@@ -114,7 +113,7 @@ class Tier:
         Raises ConfigError or OSError if the directory must not or cannot be used.
         """
         self.end_session()
-        self.made = False
+        self.made = None
         node = root.make_root(self.config)
         self._locate()  # again, because the manifest names the directory of this node
         root.check_links(self.store.layout)
@@ -123,8 +122,7 @@ class Tier:
         self._session = Session(self.node, self._started or clock.time())
         if self._started is not None:
             _state_limits(self.node, self._started, self.config.limits())
-        self._identity = self._find()
-        self.made = self._identity is not None
+        self.made = self.identity()
         if self.node.grace is not None and self.config.locks == "auto":
             self._notices.warn(
                 "locking",
@@ -135,11 +133,7 @@ class Tier:
                 format_duration(self.node.grace),
             )
 
-    def changed(self) -> bool:
-        """Return whether the directory is gone, was replaced, or was never set up by `make`."""
-        return not self.made or self._find() != self._identity
-
-    def _find(self) -> tuple[int, int] | None:
+    def identity(self) -> tuple[int, int] | None:
         """Return device and inode of the directory; None if a part of the cache is gone."""
         layout = self.store.layout
         try:

@@ -165,11 +165,6 @@ class Opened:
     stored: int = 0  #: when the bytes were stored, as `Entry.stored`
 
     @property
-    def fd(self) -> int:
-        """The descriptor of `file`."""
-        return self.file.fileno()
-
-    @property
     def entry(self) -> Entry:
         """The entry. Each access reads its last use from the disk."""
         return Entry.at(self.directory)
@@ -183,7 +178,7 @@ class Opened:
 
     def duplicate(self) -> Opened:
         """Return another handle of the same file, which shares the flock."""
-        return replace(self, file=files.owned(os.dup, (self.fd,)))
+        return replace(self, file=files.owned(os.dup, (self.file.fileno(),)))
 
     def reopen(self, grace: float | None) -> Opened | None:
         """Open the path again, because the handle is stale; None if the file is gone."""
@@ -275,7 +270,7 @@ class Store:
             with readable(directory):
                 opened = open_data(directory, f"{directory}/{basename}", size, self._grace)
                 if opened is not None:
-                    self._check(directory, opened.fd)
+                    self._check(directory, opened.file.fileno())
                 elif files.is_directory(directory):  # if evicted, it would have none either
                     raise DamagedError("its data file is missing")
         except (DamagedError, os_error()):

@@ -94,7 +94,7 @@ def verify(
         def digest(fd: int) -> str:
             file = os.fstat(fd)
             if (name := (file.st_dev, file.st_ino)) not in digests:
-                digests[name] = tree_digest(_block_digests(fd, check_stopped))
+                digests[name] = tree_digest(b"".join(_block_digests(fd, check_stopped)))
             return digests[name]
 
         findings: list[Finding] = []
@@ -151,9 +151,9 @@ def _check_data(store: Store, entry: Entry, metadata: Metadata, digest: _Digest 
     with opened.file:
         if digest is None:
             return ""
-        if digest(opened.fd) != metadata.digest:
+        if digest(opened.file.fileno()) != metadata.digest:
             raise DamagedError("its bytes changed since they were downloaded")
-        return archive_problem(opened.fd, metadata.basename, entry.size)
+        return archive_problem(opened.file.fileno(), metadata.basename, entry.size)
 
 
 def _damaged(finding: Finding, before: os.stat_result, locked: _Locked | None) -> Finding:

@@ -27,7 +27,7 @@ from shardcache.config import Config
 from shardcache.errors import AccessDeniedError, ShardCacheError, ShardNotFoundError
 from shardcache.layout import Layout, read_manifest
 from shardcache.locks.mounts import lock_kind, mount_of
-from shardcache.origins.aws import endpoint_of, s3_access, scheme_options, url_parser
+from shardcache.origins.aws import endpoint_of, s3_access, url_parser
 from shardcache.origins.base import ObjectInfo, TransientError
 from shardcache.origins.connection import Transport
 from shardcache.origins.listing import expand_braces, is_pattern
@@ -203,7 +203,7 @@ def _credentials(config: Config) -> Findings:
     if len(missing) == 1:
         fix = f"Set {missing[0]} as well, or unset the other and use a profile or a role."
         yield "warn", f"{missing[0]} is not set, but the other key variable is", fix
-    access, options = s3_access(config, timed=True), scheme_options(config, "s3")
+    access, options = s3_access(config, timed=True), config.scheme_options("s3")
     if not access.credentials:
         fix = "Set AWS_PROFILE or AWS_ACCESS_KEY_ID, give the node a role, or set anon for public "
         fix += "buckets (storage_options)."

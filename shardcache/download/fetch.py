@@ -33,7 +33,7 @@ from shardcache.archive import MALFORMED, archive_problem, check_archive
 from shardcache.clock import boot_id
 from shardcache.config import Config, __version__
 from shardcache.download.download import Download
-from shardcache.download.transfer import Engine, Source, Transfer
+from shardcache.download.transfer import Engine, Transfer
 from shardcache.errors import (
     CacheFullError,
     FetchCancelledError,
@@ -224,8 +224,14 @@ class Fetch:
         left = None if lock is None else lock.partial
         partial = None if left is None else self._resume(left)
         may_not_fit = partial is None and self._may_not_fit()
-        source = Source(upstream or engine.origins.of(shard), upstream is not None, may_not_fit)
-        transfer = Transfer(engine, source, download, attempts)
+        transfer = Transfer(
+            engine,
+            download,
+            attempts,
+            upstream or engine.origins.of(shard),
+            upstream=upstream is not None,
+            may_not_fit=may_not_fit,
+        )
         try:
             with engine.connections.one(download.check):
                 download.check()

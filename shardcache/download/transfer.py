@@ -16,9 +16,7 @@ import logging
 import math
 import sys
 import threading
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
 
 from shardcache import clock, threads
 from shardcache.config import Config
@@ -43,7 +41,7 @@ from shardcache.store.directory import Metadata
 from shardcache.store.partial import Partial
 from shardcache.urls import ShardURL
 
-__all__ = ["Engine", "Source", "Transfer"]
+__all__ = ["Engine", "Transfer"]
 
 logger = logging.getLogger(__name__)
 
@@ -85,16 +83,6 @@ class Engine:
         self._largest[folder] = max(known, sys.maxsize if size is None else size)
 
 
-class Source(NamedTuple):
-    """Where a transfer reads the object from."""
-
-    origin: Origin
-    upstream: bool = False  # whether ``origin`` is an upstream
-    #: Whether the shard may find no room. The first request then asks for the whole shard, so that
-    #: readers can use the response. If there is room, the response is cut off after one part.
-    may_not_fit: bool = False
-
-
 class _FailedError(Exception):
     """Another thread of the same transfer has failed."""
 
@@ -123,27 +111,40 @@ class _Part:
 
 
 class Transfer:
-    """Receives one version of an object. Used once, by the thread that made it."""
+    """Receives one version of an object. Used once, by the thread that made it.
+
+    ``upstream`` states whether ``origin`` is an upstream. If the shard may find no room
+    (``may_not_fit``), the first request asks for the whole shard, so that readers can use the
+    response. If there is room, the response is cut off after one part.
+    """
 
     _partial: Partial
     _info: ObjectInfo
 
     def __init__(
-        self, engine: Engine, source: Source, download: Download, attempts: Attempts
+        self,
+        engine: Engine,
+        download: Download,
+        attempts: Attempts,
+        origin: Origin,
+        *,
+        upstream: bool,
+        may_not_fit: bool,
     ) -> None:
         self._engine = engine
         self._connections = engine.connections
         self._counters = engine.counters
-        self._counter = "bytes_upstream" if source.upstream else "bytes_origin"
-        self._source = source
-        self._origin = source.origin
+        self._counter = "bytes_upstream" if upstream else "bytes_origin"
+        self._is_upstream = upstream
+        self._may_not_fit = may_not_fit
+        self._origin = origin
         self._download = download
         self._shard = download.shard
         self._throttle = download.throttle
         self._attempts = attempts
         self._first: Body | None = None  # the first response
         # Whether the origin has stated the checksum, if it ever does.
-        self._is_described = not source.origin.states_checksums
+        self._is_described = not origin.states_checksums
         self.is_proven = True  # by the origin's responses: no bytes are missing
         self._error: BaseException | None = None  # the first error, which ends all threads
         self._responses: set[Body] = set()  # the responses that threads are receiving
@@ -152,8 +153,9 @@ class Transfer:
 
     def begin(self) -> ObjectInfo:
         """Request the first part, and return the version of the object."""
-        self._first = self._attempts.call(self._open_first, sleep=self._download.sleep)
-        return self._first.info
+        first = self._attempts.call(self._open_first, sleep=self._download.sleep)
+        self._first = first
+        return first.info
 
     def take_first(self) -> Body | None:
         """Return the first response, which the caller must close; None if there is none."""
@@ -164,10 +166,9 @@ class Transfer:
         """Receive the missing bytes, over the caller's connection and those of helpers."""
         self._partial, self._info = partial, partial.metadata.info
         self._checksum = self._info.checksum  # of the object, as the origin states it
-        upstream = self._source.upstream
+        upstream = self._is_upstream
         self._download.running(partial.path, self._info.size, partial.written, upstream=upstream)
-        lead = None if self._first is None else self._lead(self._first)
-        self._work.parts.extend(self._missing(lead))
+        lead = self._queue_parts()
         try:
             with self._download.transferring(self._fail):
                 if not self._is_described:
@@ -234,7 +235,7 @@ class Transfer:
     def _open_first(self) -> Body:
         """Return the first response. S3 adds the checksum if it is for the whole object."""
         origin, shard, part = self._origin, self._shard, self._connections.part
-        likely, may_not_fit = self._engine.likely_size(self._download), self._source.may_not_fit
+        likely, may_not_fit = self._engine.likely_size(self._download), self._may_not_fit
         is_small = likely is not None and 0 < likely <= part
         is_whole = is_small or may_not_fit
         response = origin.open(shard, 0, None if is_whole else part)
@@ -248,27 +249,23 @@ class Transfer:
         self._is_described |= is_whole
         return response
 
-    def _lead(self, first: Body) -> _Part:
-        """Return the part that the first response delivers; its later bytes are ignored."""
-        size, stop = self._info.size, first.stop
-        may_be_cut = self._source.may_not_fit and self._info.identifiable
-        if size is not None and stop == size and may_be_cut:
-            stop = min(size, self._connections.part)
-        elif size is not None and stop is not None:
-            # The response may be shorter than its part; the next part begins with a whole block.
-            stop = min(-(-stop // BLOCK) * BLOCK, size)
-        return _Part(0, stop)
-
-    def _missing(self, lead: _Part | None) -> Iterator[range]:
-        """Yield the missing ranges, except the first part ``lead``, cut into parts."""
-        size, part = self._info.size, self._connections.part
-        if lead is None:
-            missing = self._partial.missing()
-        else:  # without a stop, it is the whole object
-            missing = iter([] if size is None or lead.stop is None else [(lead.stop, size)])
+    def _queue_parts(self) -> _Part | None:
+        """Queue all missing parts, except the one that the first response delivers; return that."""
+        first, size, length = self._first, self._info.size, self._connections.part
+        if first is None:
+            lead, missing = None, self._partial.missing()
+        elif size is None or first.stop is None:  # the response has the whole object
+            lead, missing = _Part(0, first.stop), iter(())
+        else:
+            if first.stop == size and self._may_not_fit and self._info.identifiable:
+                stop = min(size, length)  # later bytes of the response are ignored
+            else:  # the response may be shorter; the next part begins with a whole block
+                stop = min(-(-first.stop // BLOCK) * BLOCK, size)
+            lead, missing = _Part(0, stop), iter([(stop, size)])
         for start, stop in missing:
-            for at in range(start, stop, part):
-                yield range(at, min(stop, at + part))
+            for at in range(start, stop, length):
+                self._work.parts.append(range(at, min(stop, at + length)))
+        return lead
 
     def _help(self, part: range) -> None:
         """Receive a part in a helper's thread."""

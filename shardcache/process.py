@@ -353,16 +353,16 @@ class ProcessCache:
             raise
         finally:
             is_fetched = opened is not None and download.outcome == "fetched"
-            progress = download.progress()
-            if is_fetched or progress.received:
+            if is_fetched:
                 self.counters.fetched(
                     download.shard,
-                    size=progress.size or (progress.written if is_fetched else 0),
+                    size=download.size or download.written,
                     seconds=clock.monotonic() - started,
-                    retries=progress.retries,
+                    retries=download.retries,
                     upstream=download.is_upstream,
-                    done=is_fetched,
                 )
+            elif download.received:
+                self.counters.add({"fetches_failed": 1, "retries": download.retries})
         if opened is not None and is_fetched:
             if writing.faults:
                 writing.succeeded()

@@ -26,7 +26,7 @@ from shardcache.cli.output import printable, reason
 from shardcache.config import Config
 from shardcache.errors import AccessDeniedError, ShardCacheError, ShardNotFoundError
 from shardcache.layout import Layout, read_manifest
-from shardcache.locks.mounts import lock_kind, mount_of
+from shardcache.locks.mounts import LOCAL_TYPES, lock_kind, mount_of
 from shardcache.origins.aws import endpoint_of, s3_access, url_parser
 from shardcache.origins.base import ObjectInfo, TransientError
 from shardcache.origins.connection import Transport
@@ -147,7 +147,7 @@ def _owner(tier: Config) -> Findings:
 
 def _filesystem(tier: Config) -> Findings:
     mount = mount_of(tier.dir)
-    local = mount is not None and mount.is_local
+    local = mount is not None and mount.type in LOCAL_TYPES
     text = f"{mount.type if mount else 'unknown filesystem'}, {'local' if local else 'network'}, "
     text += f"locks by {lock_kind(tier, read_manifest(tier.dir))}"
     if local:

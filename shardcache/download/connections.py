@@ -64,9 +64,9 @@ class Work:
 
     def __init__(self, connections: Connections, fetch: Callable[[range], None]) -> None:
         self.parts: deque[range] = deque()
-        self._fetch: Callable[[range], None] | None = fetch
-        self._helpers = 0
-        self._ended = threading.Condition(connections.lock)
+        self.fetch: Callable[[range], None] | None = fetch
+        self.helpers = 0  # that fetch a part at the moment
+        self.ended = threading.Condition(connections.lock)
         self._connections = connections
 
     def take(self) -> range | None:
@@ -75,24 +75,12 @@ class Work:
         with self._connections.lock:
             return self.parts.popleft() if self.parts else None
 
-    def start_helper(self) -> Callable[[], None]:
-        """Count a helper, and return a function that fetches its part. Call with the lock held."""
-        assert self._fetch is not None
-        self._helpers += 1
-        return partial(self._fetch, self.parts.popleft())
-
-    def end_helper(self) -> None:
-        """Note that a helper has finished its part."""
-        with self._connections.lock:
-            self._helpers -= 1
-            self._ended.notify_all()
-
     def end(self, seconds: float | None = None) -> None:
         """Drop the remaining parts, and wait up to ``seconds`` for helpers that still fetch one."""
         with self._connections.lock:
             self.parts.clear()
-            self._fetch = None  # breaks the reference cycle between this object and its transfer
-            self._ended.wait_for(lambda: self._helpers == 0, seconds)
+            self.fetch = None  # breaks the reference cycle between this object and its transfer
+            self.ended.wait_for(lambda: self.helpers == 0, seconds)
 
 
 class Connections:
@@ -237,12 +225,16 @@ class Connections:
                 if work is None:
                     self._use(-1)
                     break
-                fetch = work.start_helper()
+                assert work.fetch is not None
+                fetch = partial(work.fetch, work.parts.popleft())
+                work.helpers += 1
             self.hand_out()
             try:
                 fetch()
             finally:
-                work.end_helper()
+                with self.lock:
+                    work.helpers -= 1
+                    work.ended.notify_all()
             del work, fetch
         self.hand_out()
 

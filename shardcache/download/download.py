@@ -70,7 +70,7 @@ class Download:
         starter: the id of the thread that made the download.
         pid: the process that made it. A forked child must not use any other member.
         outcome: how the shard is obtained, as far as that is known yet.
-        retries: number of repeated requests.
+        size, written, received, retries: as in `Progress`.
         is_to_finish: whether it completes even if all readers leave.
     """
 
@@ -105,8 +105,8 @@ class Download:
         self._lock = table.lock
         # Not a `Condition`: if a signal handler raises in its methods, it keeps or loses the lock.
         self._waiters: dict[threads.Queue[None], Callable[[], bool]] = {}
-        self._size: int | None = None
-        self._written = self._received = self.retries = 0
+        self.size: int | None = None
+        self.written = self.received = self.retries = 0
         self.is_to_finish = False
         self._opened: Opened | None = None
         self._error: BaseException | None = None
@@ -117,7 +117,7 @@ class Download:
 
     def progress(self) -> Progress:
         """Return the progress of the download at this moment."""
-        return Progress(self._size, self._written, self._received, self.retries)
+        return Progress(self.size, self.written, self.received, self.retries)
 
     def wait(self, is_over: Callable[[], bool], seconds: float = _FOREVER) -> float:
         """Block until ``is_over()``, called with the lock held. Return the seconds it took."""
@@ -175,7 +175,7 @@ class Download:
             self.readers -= 1
             if self.readers:
                 return
-            left = _ALMOST_COMPLETE + 1 if self._size is None else self._size - self._written
+            left = _ALMOST_COMPLETE + 1 if self.size is None else self.size - self.written
             if self.ended:
                 self._drop()
             elif not self.is_to_finish and left > _ALMOST_COMPLETE:
@@ -217,16 +217,16 @@ class Download:
     def running(self, partial: Path, size: int | None, written: int, *, upstream: bool) -> None:
         """Note that this process writes ``partial`` from now on."""
         with self._lock:
-            self.partial, self._size, self._written = partial, size, written
+            self.partial, self.size, self.written = partial, size, written
             self.is_upstream, self.outcome = upstream, "fetched"
             self._enter(State.RUNNING)
 
     def advanced(self, received: int, partial: Partial | None = None) -> None:
         """Note bytes ``received`` since the last call, and that ``partial`` has more bytes."""
         with self._lock:
-            self._received += received
+            self.received += received
             if partial is not None:
-                self._written = partial.written  # with the lock held, so that it never falls
+                self.written = partial.written  # with the lock held, so that it never falls
                 self._notify()
 
     def obtained(self, opened: Opened, outcome: Outcome) -> Opened:

@@ -158,7 +158,7 @@ class Fetch:
             if (response := self._download.take_response()) is not None:
                 response.close()
             if len(directories.tiers) == 1:  # otherwise the next tier may have room
-                size = self._download.progress().size or 0
+                size = self._download.size or 0
                 directories.tiers[0].space.make_room(str(shard), size)
         else:
             return False
@@ -236,7 +236,7 @@ class Fetch:
             with engine.connections.one(download.check):
                 download.check()
                 if partial is None:
-                    info = transfer.begin()
+                    info = attempts.call(transfer.begin, sleep=download.sleep)
                     engine.learn_size(shard, info.size)
                     download.check()
                     try:

@@ -151,12 +151,6 @@ class Transfer:
         self._describer: threading.Thread | None = None
         self._work = Work(engine.connections, self._help)
 
-    def begin(self) -> ObjectInfo:
-        """Request the first part, and return the version of the object."""
-        first = self._attempts.call(self._open_first, sleep=self._download.sleep)
-        self._first = first
-        return first.info
-
     def take_first(self) -> Body | None:
         """Return the first response, which the caller must close; None if there is none."""
         first, self._first = self._first, None
@@ -232,8 +226,11 @@ class Transfer:
 
     # -- parts -------------------------------------------------------------------
 
-    def _open_first(self) -> Body:
-        """Return the first response. S3 adds the checksum if it is for the whole object."""
+    def begin(self) -> ObjectInfo:
+        """Request the first part, and return the version of the object.
+
+        S3 adds the checksum if the response is for the whole object.
+        """
         origin, shard, part = self._origin, self._shard, self._connections.part
         likely, may_not_fit = self._engine.likely_size(self._download), self._may_not_fit
         is_small = likely is not None and 0 < likely <= part
@@ -247,7 +244,8 @@ class Transfer:
         elif response.info.identifiable and is_small and not may_not_fit and response.stop:
             response.stop = min(response.stop, part)  # other connections fetch the rest
         self._is_described |= is_whole
-        return response
+        self._first = response
+        return response.info
 
     def _queue_parts(self) -> _Part | None:
         """Queue all missing parts, except the one that the first response delivers; return that."""

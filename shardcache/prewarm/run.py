@@ -473,13 +473,11 @@ class Pool:
                 outcome = Outcome.LEFT_OUT
             elif self.skip_missing and isinstance(exn, ShardNotFoundError):
                 outcome = Outcome.SKIPPED
-        progress, seconds = download.progress(), clock.monotonic() - start
-        if error is not None and progress.size is not None:
-            size = progress.size
-        return ShardResult(
-            *(str(download.shard), outcome, size, seconds),
-            *(progress.received, progress.retries, error),
-        )
+        seconds = clock.monotonic() - start
+        if error is not None and download.size is not None:
+            size = download.size
+        received, retries = download.received, download.retries
+        return ShardResult(str(download.shard), outcome, size, seconds, received, retries, error)
 
     def _finish(self, event: Finished) -> None:
         """Record a result, and stop the pool if further shards are not worth a try."""

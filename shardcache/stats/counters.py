@@ -162,22 +162,9 @@ class Counters:
             self._write(wait=0.0)
 
     def fetched(
-        self,
-        shard: ShardURL,
-        *,
-        size: int,
-        seconds: float,
-        retries: int,
-        upstream: bool,
-        done: bool,
+        self, shard: ShardURL, *, size: int, seconds: float, retries: int, upstream: bool
     ) -> None:
-        """Count a download that ended, and log it if it is ``done``: the shard is in the cache now.
-
-        Its bytes were counted as they arrived. ``upstream``: an upstream served the shard.
-        """
-        if not done:
-            self.add({"fetches_failed": 1, "retries": retries})
-            return
+        """Count and log a download that ended. Its bytes were counted as they arrived."""
         if logger.isEnabledFor(logging.INFO):
             source = "upstream" if upstream else "origin"
             extra = {"event": "fetched", "shard": str(shard), "bytes": size, "seconds": seconds}

@@ -1,8 +1,5 @@
 """The state of one shard that this process brings into the cache.
 
-    WAITING <---> RUNNING ---> DONE | FAILED
-       '------------'--------> CANCELLED
-
 Only the methods of `Download` change the state. Readers share a download through the table of the
 process (`Downloads`). `docs/design.md` explains the states, and why the lock is reentrant.
 """

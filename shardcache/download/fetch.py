@@ -1,16 +1,7 @@
 """Fetch a shard that is not cached, and open its entry; one download per node.
 
-    take the key's lock --- busy --> wait, look again ----------> coalesced
-      | ours                           | the holder is stale
-    look again, set damage aside       | download without the lock
-    link a sibling namespace's entry ---------------------------> linked
-    1. request the first part, which tells size and version, or resume a partial
-    2. reserve room, and create the partial
-    3. receive all parts
-    4. publish -------------------------------------------------> fetched
-
-`process.ProcessCache.fetch` repeats `Fetch.attempt` while `Fetch.recover` allows it. Every step
-gives the right bytes without locks.
+docs/design.md shows the steps; each of them gives the right bytes without locks.
+`process.ProcessCache.fetch` repeats `Fetch.attempt` while `Fetch.recover` allows it.
 
 A process that waits for the holder of the lock (`_Wait`) never takes the lock away. The holder is
 stale if its partial has not grown for ``stale_after`` seconds.

@@ -57,7 +57,7 @@ from shardcache.process import ProcessCache
 from shardcache.reading.readers import DownloadReader, OriginReader
 from shardcache.store.digest import BLOCK
 from shardcache.store.directory import DamagedError
-from shardcache.store.entry import Opened, set_aside
+from shardcache.store.entry import Opened, open_data, set_aside
 from shardcache.store.root import UnusableError
 from shardcache.urls import ShardURL, advise_scheme, unexpanded
 
@@ -423,7 +423,9 @@ class ShardStream(io.RawIOBase):
         with ignoring(DamagedError, OSError):
             if fault.errno == errno.ESTALE and not opened.reopened:
                 grace = cache.tier_of(entry.directory).store.layout.grace
-                if (again := opened.reopen(grace)) is not None:
+                again = open_data(opened.directory, opened.path, opened.size, grace)
+                if again is not None:
+                    again.reopened = True
                     return again
             info = entry.metadata().info
         cache.disk.failed(cache.disk.reading, fault)

@@ -11,8 +11,7 @@ import json
 import logging
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,6 @@ from shardcache.stats.counters import Counters
 from shardcache.store import root
 from shardcache.store.directory import DamagedError
 from shardcache.store.entry import Opened, Store, open_first, set_aside
-from shardcache.threads import lazy
 from shardcache.units import format_duration
 from shardcache.urls import ShardURL
 
@@ -193,29 +191,22 @@ def lock_layout(home: Tier, base: Path) -> Layout:
     return home.node.rank(base.name) if base.parent.name == "ranks" else home.node
 
 
-@dataclass(frozen=True, eq=False)
 class Directories:
     """The directories of a cache as a process found them: the usable tiers, fastest first.
 
     The last tier holds the locks of all keys. If a directory is unmounted or emptied, new
     `Directories` replace these. Safe between threads.
+
+    Attributes:
+        open: the function that opens an entry in the first tier that has it, like `Store.open`.
+        layout: the namespace that holds the locks.
     """
 
-    tiers: Sequence[Tier]
-    ranks: Ranks
-    disk: Disk
-    notices: Notices
-
-    @lazy
-    def open(self) -> Callable[..., Opened | None]:
-        """The function that opens an entry in the first tier that has it, like `Store.open`."""
-        stores = [tier.store for tier in self.tiers]
-        return stores[0].open if len(stores) == 1 else partial(open_first, stores)
-
-    @lazy
-    def layout(self) -> Layout:
-        """The namespace that holds the locks."""
-        return self.tiers[-1].store.layout
+    def __init__(self, tiers: Sequence[Tier], ranks: Ranks, disk: Disk, notices: Notices) -> None:
+        self.tiers, self.ranks, self.disk, self.notices = tiers, ranks, disk, notices
+        stores = [tier.store for tier in tiers]
+        self.open = stores[0].open if len(stores) == 1 else partial(open_first, stores)
+        self.layout = stores[-1].layout
 
     def lookup(
         self, shard: ShardURL, outdated: frozenset[str] = frozenset(), *, condemn: bool = False

@@ -180,11 +180,6 @@ class Opened:
         """Return another handle of the same file, which shares the flock."""
         return replace(self, file=files.owned(os.dup, (self.file.fileno(),)))
 
-    def reopen(self, grace: float | None) -> Opened | None:
-        """Open the path again, because the handle is stale; None if the file is gone."""
-        again = open_data(self.directory, self.path, self.size, grace)
-        return again and replace(again, reopened=True)
-
     def close(self) -> None:
         """Close the file, so that the entry may be evicted."""
         try:

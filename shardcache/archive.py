@@ -17,7 +17,7 @@ import os
 import re
 import tarfile
 from collections.abc import Callable, Iterator
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import islice
 from typing import Any
 from zlib import adler32
@@ -140,7 +140,7 @@ class TarWalk:
                 self._left = size + (-size & 511)
                 yield name
             elif fields is None or fields[2] not in _WITHOUT_DATA:
-                if header not in (_ZEROS, b"") or type(stream) is _Headers:
+                if header != _ZEROS and (header or type(stream) is _Headers):
                     yield from self._by_tarfile(before + header)
                 return
             before, header = _NOT_FIRST, self._next_header()
@@ -197,7 +197,8 @@ def members(read: Callable[[int, int], bytes], end: int) -> Iterator[tuple[int, 
         if at > end:
             raise _ended()
         yield at, name
-    yield walk._begin + walk._archive.offset, ""
+    is_marked = walk._archive is None  # the walk stopped at an end marker
+    yield stream.at - _BLOCK if is_marked else walk._begin + walk._archive.offset, ""
 
 
 def files_in(data: bytes, shard: dict[str, Any]) -> list[dict[str, Any]]:
@@ -363,12 +364,9 @@ def archive_problem(fd: int, basename: str, size: int, most: int | None = None) 
 
     If the file ends with zeros, as archives do, at most ``most`` headers are read.
     """
-
-    def read(count: int, offset: int) -> bytes:
-        return os.pread(fd, count, offset)
-
     if not basename.lower().endswith(_SUFFIXES):
         return ""
+    read = partial(os.pread, fd)
     if read(_BLOCK, max(0, size - _BLOCK)) != _ZEROS:
         most = None
     at, name = 0, ""

@@ -385,6 +385,13 @@ class Config:
         tiers = [{name: str(getattr(tier, name)) for name in tier.__slots__} for tier in self.tiers]
         return {**{name: _show(name, getattr(self, name)) for name in _LIMITS}, "tiers": tiers}
 
+    def scheme_options(self, scheme: str) -> Mapping[str, Any]:
+        """Return the table of one scheme. Without a table ``s3``, all options belong to S3."""
+        own = self.storage_options.get(scheme)
+        if isinstance(own, Mapping):
+            return own
+        return self.storage_options if scheme == "s3" else {}
+
     def by_tier(self) -> tuple[Config, ...]:
         """Return one configuration for each tier, the fastest tier first and ``dir`` last."""
         changes = {"tiers": (), "ephemeral_limit": None}

@@ -52,12 +52,6 @@ def random_token() -> str:
     return os.urandom(16).hex()
 
 
-def set_mode(file: int | Path, mode: int) -> None:
-    """Set the mode of a group's new file (a descriptor) or directory, regardless of the umask."""
-    if mode & 0o070:
-        os.chmod(file, mode)  # noqa: PTH101 - a file is given by its descriptor
-
-
 @dataclass(frozen=True, slots=True)
 class Modes:
     """The permissions of one cache, either `PRIVATE` or from `Modes.of`."""
@@ -93,7 +87,7 @@ class Modes:
         unnamed.mkdir(mode=0o700)
         try:
             os.chown(unnamed, -1, self.group)
-            set_mode(unnamed, self.directory)
+            unnamed.chmod(self.directory)
             unnamed.rename(path)
         except os_error() as exn:
             with ignoring(OSError):
@@ -204,7 +198,8 @@ def write_new(path: Path | str, data: bytes, mode: int, *, sync: bool = False) -
     """Create a file and write ``data`` to it. After an error, an incomplete file may remain."""
     with open_file(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode) as file:
         try:
-            set_mode(file.fileno(), mode)
+            if mode & 0o070:  # for a group, regardless of the umask
+                os.fchmod(file.fileno(), mode)
             if os.write(file.fileno(), data) != len(data):
                 raise OSError(errno.ENOSPC, "the disk is full", str(path))
             if sync:
@@ -364,9 +359,9 @@ def open_exclusive(path: str | os.PathLike[str], flags: int, modes: Modes = PRIV
     with undivided():
         file = open_file(path, flags, modes.file)
         _exclusive.add(file)
-    if flags & os.O_CREAT:
+    if flags & os.O_CREAT and modes.group is not None:  # regardless of the umask
         with contextlib.suppress(PermissionError):  # another member of the group owns the file
-            set_mode(file.fileno(), modes.file)
+            os.fchmod(file.fileno(), modes.file)
     return file
 
 

@@ -83,7 +83,6 @@ class ProcessCache:
         # Imported here, because these modules would slow `import shardcache`.
         from shardcache.download.connections import Connections
         from shardcache.download.transfer import Engine
-        from shardcache.locks.sessions import Downloaders
         from shardcache.origins.resolve import Origins
         from shardcache.origins.retry import RetryPolicy
         from shardcache.space.tiers import Tier
@@ -97,12 +96,11 @@ class ProcessCache:
         self.tiers = [Tier(each, *parts) for each in config.by_tier()]
         self.home = self.tiers[-1]
         self.origins = Origins(config, self.notices.is_new)
-        downloaders = Downloaders(lambda: self.home.node)
         self.engine = Engine(
             config,
             RetryPolicy(config.attempts, config.deadline, config.patience),
             self.counters,
-            Connections(config.connections, config.part_size, downloaders),
+            Connections(config.connections, config.part_size, lambda: self.home.node),
             self.origins,
             self.notices,
         )
@@ -156,7 +154,8 @@ class ProcessCache:
 
     def _changed_tiers(self) -> list[Tier]:
         """Return the tiers whose directory was replaced, and the last one if it was never made."""
-        return [t for t in self.tiers if (t.made or t is self.home) and t.changed()]
+        home = self.home
+        return [t for t in self.tiers if (t.identity() != t.made if t.made else t is home)]
 
     def _make_directories(self, tiers: list[Tier]) -> Directories:
         """Create the directories of ``tiers``, and return all usable ones."""
@@ -236,7 +235,7 @@ class ProcessCache:
             raise
         if opened is not None and disk.reading.faults:  # opening does not prove that it is readable
             with ignoring(OSError):  # the stream gets the same error, and falls back
-                os.pread(opened.fd, 1, 0)
+                os.pread(opened.file.fileno(), 1, 0)
                 disk.reading.succeeded()
         return opened
 
@@ -356,16 +355,16 @@ class ProcessCache:
             raise
         finally:
             is_fetched = opened is not None and download.outcome == "fetched"
-            progress = download.progress()
-            if is_fetched or progress.received:
+            if is_fetched:
                 self.counters.fetched(
                     download.shard,
-                    size=progress.size or (progress.written if is_fetched else 0),
+                    size=download.size or download.written,
                     seconds=clock.monotonic() - started,
-                    retries=progress.retries,
+                    retries=download.retries,
                     upstream=download.is_upstream,
-                    done=is_fetched,
                 )
+            elif download.received:
+                self.counters.add({"fetches_failed": 1, "retries": download.retries})
         if opened is not None and is_fetched:
             if writing.faults:
                 writing.succeeded()

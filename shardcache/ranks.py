@@ -7,6 +7,7 @@ A launcher is recognised only if it sets both a rank and a world size. An imposs
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import os
 import re
@@ -85,6 +86,7 @@ def detect(environ: Mapping[str, str] | None = None) -> Ranks:
     return replace(ranks, job=_text(env, JOB_VARIABLE) or ranks.job or _text(env, "SLURM_JOB_ID"))
 
 
+@functools.cache
 def run_of_this_process() -> tuple[float | None, str]:
     """Return the start and the file of the current `shardcache run`; (None, "") without one."""
     started, _, file = os.environ.get(RUN_VARIABLE, "").partition(":")

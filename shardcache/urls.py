@@ -16,7 +16,7 @@ import functools
 import hashlib
 import os
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -203,15 +203,22 @@ def advise_scheme(shard: ShardURL, otherwise: str = "") -> str:
 
 
 def parse_url(
-    url: str, *, endpoint: str | None = None, allow_schemes: Collection[str] = ()
+    url: str,
+    *,
+    endpoint: str | None = None,
+    allow_schemes: Collection[str] = (),
+    commands: Callable[[str], ShardURL] | None = None,
 ) -> ShardURL:
     """Parse the URL or the plain path of a shard; raise ConfigError if it is not valid.
 
     ``endpoint`` is the S3 endpoint in use, a part of the key of ``s3`` URLs; None stands for AWS's
-    standard partition. ``allow_schemes`` are allowed in addition to `DEFAULT_SCHEMES`.
+    standard partition. ``allow_schemes`` are allowed in addition to `DEFAULT_SCHEMES`. ``commands``
+    parses ``pipe:`` URLs; by default, each command is a shard of its own.
     """
     if not isinstance(url, str):
         raise ConfigError(f"a shard URL must be a string, not {type(url).__name__}")
+    if commands is not None and url.startswith("pipe:"):
+        return commands(url)
     # Lists have 100,000 URLs, and a search takes 1 us, so tests of the text come first.
     if url.startswith("shardcache:"):
         url = re.sub(_FSSPEC, "", url)
@@ -342,7 +349,7 @@ def _generic(url: str, scheme: str, rest: str) -> tuple[str, str, str]:
     if web:
         rest = rest.partition("#")[0]  # a fragment is never sent; other schemes allow # in names
     place, mark, query = rest.partition("?")
-    if web and (unsigned := _without_signatures(query)) != query:
+    if web and query and (unsigned := _without_signatures(query)) != query:
         mark, query = "?" if unsigned else "", unsigned
     netloc, slash, path = place.partition("/")
     user, at, host = netloc.rpartition("@")
@@ -358,7 +365,7 @@ def _generic(url: str, scheme: str, rest: str) -> tuple[str, str, str]:
     if not (host or path):
         raise ConfigError(f"{redact(url)} names no object")
     base = f"{scheme}://{host}{slash}{path}{mark}"
-    return f"{base}{_masked(query)}", f"{base}{query}", path or host
+    return f"{base}{query and _masked(query)}", f"{base}{query}", path or host
 
 
 def _without_signatures(query: str) -> str:

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from shardcache.archive import MALFORMED, REPEATED, TarWalk, is_meta, key_and_field
 from shardcache.cache import Cache, default_cache
 from shardcache.errors import AccessDeniedError, ConfigError
-from shardcache.locks.mounts import mount_of
+from shardcache.locks.mounts import LOCAL_TYPES, mount_of
 from shardcache.origins.listing import SHARD, Listing, is_pattern
 from shardcache.ranks import LAUNCHERS, detect, run_of_this_process
 from shardcache.reading.lookahead import Lookahead
@@ -304,7 +304,7 @@ def _warn_of_mounts(urls: list[str], cache: Cache) -> None:
     """Log, once per job, that the shards on a network filesystem are not cached."""
     paths = (re.sub("^file:(//)?", "", url) for url in urls if re.match("file:|[^:]*$", url))
     for mount in map(mount_of, {*map(os.path.dirname, paths)}):
-        if mount is not None and not mount.is_local and is_new("mount", cache):
+        if mount is not None and mount.type not in LOCAL_TYPES and is_new("mount", cache):
             text = "shards on %s (%s) are read in place, not cached: set cache_local to cache them"
             logger.warning(text, mount.point, mount.type)
 

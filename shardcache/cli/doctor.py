@@ -26,8 +26,8 @@ from shardcache.cli.output import printable, reason
 from shardcache.config import Config
 from shardcache.errors import AccessDeniedError, ShardCacheError, ShardNotFoundError
 from shardcache.layout import Layout, read_manifest
-from shardcache.locks.mounts import lock_kind, mount_of
-from shardcache.origins.aws import endpoint_of, s3_access, scheme_options, url_parser
+from shardcache.locks.mounts import LOCAL_TYPES, lock_kind, mount_of
+from shardcache.origins.aws import endpoint_of, s3_access, url_parser
 from shardcache.origins.base import ObjectInfo, TransientError
 from shardcache.origins.connection import Transport
 from shardcache.origins.listing import expand_braces, is_pattern
@@ -35,7 +35,7 @@ from shardcache.origins.resolve import Origins
 from shardcache.origins.retry import RetryPolicy
 from shardcache.origins.s3 import S3Origin
 from shardcache.space.eviction import total_bytes
-from shardcache.space.memory import Volume, allocation, is_memory, room_for_batches
+from shardcache.space.memory import Volume, allocation, ram_disk
 from shardcache.store.entry import Store
 from shardcache.store.root import check_usable
 from shardcache.units import counted, format_bytes, format_duration, format_rate
@@ -147,7 +147,7 @@ def _owner(tier: Config) -> Findings:
 
 def _filesystem(tier: Config) -> Findings:
     mount = mount_of(tier.dir)
-    local = mount is not None and mount.is_local
+    local = mount is not None and mount.type in LOCAL_TYPES
     text = f"{mount.type if mount else 'unknown filesystem'}, {'local' if local else 'network'}, "
     text += f"locks by {lock_kind(tier, read_manifest(tier.dir))}"
     if local:
@@ -171,21 +171,21 @@ def _space(tier: Config) -> Findings:
     room = max(0, disk.free - floor) + held
     text = f"{format_bytes(disk.free)} of {format_bytes(disk.size)} free, "
     text += f"min_free keeps {format_bytes(floor)}"
-    if batches := room_for_batches(path):
-        text += f", {format_bytes(batches)} stay free for the batches of PyTorch's workers"
+    if disk.batches:
+        text += f", {format_bytes(disk.batches)} stay free for the batches of PyTorch's workers"
     if limit:
         text += f", max_size is {format_bytes(limit)}"
     if room == 0:
         fix = "Make room on that disk, set a smaller min_free, or point dir at another disk."
         yield "fail", f"{text}: no shard can be stored", fix
-    elif limit and limit > disk.size and is_memory(path):
+    elif limit and limit > disk.size and ram_disk(path):
         fix = f"Set max_size well below {format_bytes(disk.size)}, or give the job more memory and "
         fix += "remount with a larger size= (Kubernetes: sizeLimit of the emptyDir)."
         yield "fail", f"{text}: more than the RAM disk or the memory of the job", fix
     elif limit and limit > room:
         fix = f"Remove other files from that disk, or set max_size to {format_bytes(room)}."
         yield "warn", f"{text}: there is room for only {format_bytes(room)}", fix
-    elif "KUBERNETES_SERVICE_HOST" in os.environ and limit is None and not is_memory(path):
+    elif "KUBERNETES_SERVICE_HOST" in os.environ and limit is None and not ram_disk(path):
         fix = "Set max_size, or ephemeral_limit (SHARDCACHE_EPHEMERAL_LIMIT) to the pod's limit."
         text = f"{text}, but the kubelet evicts pods before a node's disk is full"
         yield "warn", f"{text}, and neither max_size nor ephemeral_limit is set", fix
@@ -203,7 +203,7 @@ def _credentials(config: Config) -> Findings:
     if len(missing) == 1:
         fix = f"Set {missing[0]} as well, or unset the other and use a profile or a role."
         yield "warn", f"{missing[0]} is not set, but the other key variable is", fix
-    access, options = s3_access(config, timed=True), scheme_options(config, "s3")
+    access, options = s3_access(config, timed=True), config.scheme_options("s3")
     if not access.credentials:
         fix = "Set AWS_PROFILE or AWS_ACCESS_KEY_ID, give the node a role, or set anon for public "
         fix += "buckets (storage_options)."

@@ -1,8 +1,5 @@
 """The state of one shard that this process brings into the cache.
 
-    WAITING <---> RUNNING ---> DONE | FAILED
-       '------------'--------> CANCELLED
-
 Only the methods of `Download` change the state. Readers share a download through the table of the
 process (`Downloads`). `docs/design.md` explains the states, and why the lock is reentrant.
 """
@@ -68,7 +65,10 @@ class Download:
         ended: whether the worker has released the lock, the partial and the connections.
         readers: number of readers that have joined and not left.
         starter: the id of the thread that made the download.
+        pid: the process that made it. A forked child must not use any other member.
         outcome: how the shard is obtained, as far as that is known yet.
+        size, written, received, retries: as in `Progress`.
+        is_to_finish: whether it completes even if all readers leave.
     """
 
     def __init__(
@@ -97,14 +97,14 @@ class Download:
         self.is_upstream = False
         self.outcome: Outcome = "coalesced"
         self.starter = threading.get_ident()
-        self._pid = os.getpid()
+        self.pid = os.getpid()
         self._table = table
         self._lock = table.lock
         # Not a `Condition`: if a signal handler raises in its methods, it keeps or loses the lock.
         self._waiters: dict[threads.Queue[None], Callable[[], bool]] = {}
-        self._size: int | None = None
-        self._written = self._received = self._retries = 0
-        self._is_to_finish = False
+        self.size: int | None = None
+        self.written = self.received = self.retries = 0
+        self.is_to_finish = False
         self._opened: Opened | None = None
         self._error: BaseException | None = None
         self._response: Body | None = None
@@ -114,12 +114,7 @@ class Download:
 
     def progress(self) -> Progress:
         """Return the progress of the download at this moment."""
-        return Progress(self._size, self._written, self._received, self._retries)
-
-    @property
-    def mine(self) -> bool:
-        """Whether this process made the download. A forked child must not use any other member."""
-        return self._pid == os.getpid()
+        return Progress(self.size, self.written, self.received, self.retries)
 
     def wait(self, is_over: Callable[[], bool], seconds: float = _FOREVER) -> float:
         """Block until ``is_over()``, called with the lock held. Return the seconds it took."""
@@ -167,13 +162,6 @@ class Download:
                 return True
             return self._opened is not None or self._response is not None
 
-    def join(self, *, finish: bool, ahead: bool) -> None:
-        """Count one more reader; see `Downloads.join`."""
-        with self._lock:
-            self.readers += 1
-            self._is_to_finish |= finish
-            self.is_ahead &= ahead
-
     def leave(self) -> None:
         """Count one reader less. The garbage collector may call this in any thread.
 
@@ -184,10 +172,10 @@ class Download:
             self.readers -= 1
             if self.readers:
                 return
-            left = _ALMOST_COMPLETE + 1 if self._size is None else self._size - self._written
+            left = _ALMOST_COMPLETE + 1 if self.size is None else self.size - self.written
             if self.ended:
                 self._drop()
-            elif not self._is_to_finish and left > _ALMOST_COMPLETE:
+            elif not self.is_to_finish and left > _ALMOST_COMPLETE:
                 self.cancel()
 
     def cancel(self) -> None:
@@ -226,26 +214,22 @@ class Download:
     def running(self, partial: Path, size: int | None, written: int, *, upstream: bool) -> None:
         """Note that this process writes ``partial`` from now on."""
         with self._lock:
-            self.partial, self._size, self._written = partial, size, written
+            self.partial, self.size, self.written = partial, size, written
             self.is_upstream, self.outcome = upstream, "fetched"
             self._enter(State.RUNNING)
 
     def advanced(self, received: int, partial: Partial | None = None) -> None:
         """Note bytes ``received`` since the last call, and that ``partial`` has more bytes."""
         with self._lock:
-            self._received += received
+            self.received += received
             if partial is not None:
-                self._written = partial.written  # with the lock held, so that it never falls
+                self.written = partial.written  # with the lock held, so that it never falls
                 self._notify()
 
     def obtained(self, opened: Opened, outcome: Outcome) -> Opened:
         """Note how the entry was obtained, and return it."""
         self.outcome = outcome
         return opened
-
-    def retried(self, retries: int) -> None:
-        """Note the total number of repeated requests."""
-        self._retries = retries
 
     def give_way(self) -> bool:
         """Cancel the download if it is still ahead of all readers; return whether it was."""
@@ -314,11 +298,12 @@ class Download:
 
     def _drop(self) -> None:
         """Release the entry, error and response, after the last reader has left."""
-        opened, self._opened = self._opened, None
+        opened, response = self._opened, self._response
+        # An error would be part of a reference cycle through the traceback.
+        self._opened = self._response = self._error = None
         if opened is not None:
             opened.close()
-        self._error = None  # breaks a reference cycle through the traceback
-        if (response := self.take_response()) is not None:
+        if response is not None:
             response.close()
 
 
@@ -338,7 +323,9 @@ class Downloads:
             while True:
                 new.check()
                 download = self.running.setdefault(new.shard.key, new)
-                download.join(finish=finish, ahead=new.is_ahead)
+                download.readers += 1
+                download.is_to_finish |= finish
+                download.is_ahead &= new.is_ahead
                 if self.running.get(new.shard.key) is download:
                     return download
                 # The garbage collector closed the last other reader before, which cancelled it.

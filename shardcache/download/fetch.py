@@ -1,16 +1,7 @@
 """Fetch a shard that is not cached, and open its entry; one download per node.
 
-    take the key's lock --- busy --> wait, look again ----------> coalesced
-      | ours                           | the holder is stale
-    look again, set damage aside       | download without the lock
-    link a sibling namespace's entry ---------------------------> linked
-    1. request the first part, which tells size and version, or resume a partial
-    2. reserve room, and create the partial
-    3. receive all parts
-    4. publish -------------------------------------------------> fetched
-
-`process.ProcessCache.fetch` repeats `Fetch.attempt` while `Fetch.recover` allows it. Every step
-gives the right bytes without locks.
+docs/design.md shows the steps; each of them gives the right bytes without locks.
+`process.ProcessCache.fetch` repeats `Fetch.attempt` while `Fetch.recover` allows it.
 
 A process that waits for the holder of the lock (`_Wait`) never takes the lock away. The holder is
 stale if its partial has not grown for ``stale_after`` seconds.
@@ -32,7 +23,7 @@ from shardcache.archive import MALFORMED, archive_problem, check_archive
 from shardcache.clock import boot_id
 from shardcache.config import Config, __version__
 from shardcache.download.download import Download
-from shardcache.download.transfer import Engine, Source, Transfer
+from shardcache.download.transfer import Engine, Transfer
 from shardcache.errors import (
     CacheFullError,
     FetchCancelledError,
@@ -157,7 +148,7 @@ class Fetch:
             if (response := self._download.take_response()) is not None:
                 response.close()
             if len(directories.tiers) == 1:  # otherwise the next tier may have room
-                size = self._download.progress().size or 0
+                size = self._download.size or 0
                 directories.tiers[0].space.make_room(str(shard), size)
         else:
             return False
@@ -227,13 +218,19 @@ class Fetch:
         left = None if lock is None else lock.partial
         partial = None if lock is None or left is None else self._resume(lock, left)
         may_not_fit = partial is None and self._may_not_fit()
-        source = Source(upstream or engine.origins.of(shard), upstream is not None, may_not_fit)
-        transfer = Transfer(engine, source, download, attempts)
+        transfer = Transfer(
+            engine,
+            download,
+            attempts,
+            upstream or engine.origins.of(shard),
+            upstream=upstream is not None,
+            may_not_fit=may_not_fit,
+        )
         try:
             with engine.connections.one(download.check):
                 download.check()
                 if partial is None:
-                    info = transfer.begin()
+                    info = attempts.call(transfer.begin, sleep=download.sleep)
                     engine.learn_size(shard, info.size)
                     download.check()
                     try:
@@ -270,8 +267,9 @@ class Fetch:
         shard, outdated, directories = self._shard, self._download.outdated, self._directories
         siblings = [sibling for tier in directories.tiers for sibling in tier.stores()[1:]]
         other = opened = None
-        with contextlib.suppress(DamagedError):
-            other = open_first(siblings, shard.key, shard.basename, outdated)
+        if siblings:
+            with contextlib.suppress(DamagedError):
+                other = open_first(siblings, shard.key, shard.basename, outdated)
         if other is None:
             return None
         tier = next(tier for tier in directories.tiers if tier.owns(other.directory))

@@ -16,9 +16,7 @@ import logging
 import math
 import sys
 import threading
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
 
 from shardcache import clock, threads
 from shardcache.config import Config
@@ -43,7 +41,7 @@ from shardcache.store.directory import Metadata
 from shardcache.store.partial import Partial
 from shardcache.urls import ShardURL
 
-__all__ = ["Engine", "Source", "Transfer"]
+__all__ = ["Engine", "Transfer"]
 
 logger = logging.getLogger(__name__)
 
@@ -85,34 +83,14 @@ class Engine:
         self._largest[folder] = max(known, sys.maxsize if size is None else size)
 
 
-class Source(NamedTuple):
-    """Where a transfer reads the object from."""
-
-    origin: Origin
-    upstream: bool = False  # whether ``origin`` is an upstream
-    #: Whether the shard may find no room. The first request then asks for the whole shard, so that
-    #: readers can use the response. If there is room, the response is cut off after one part.
-    may_not_fit: bool = False
-
-
 class _FailedError(Exception):
     """Another thread of the same transfer has failed."""
-
-
-class _Buffer(threading.local):
-    """The buffer of each thread, which holds one block."""
-
-    def __init__(self) -> None:
-        self.block = memoryview(bytearray(BLOCK))
-
-
-_buffer = _Buffer()
 
 
 class _Part:
     """A range of bytes of the object, and how much of the range has arrived."""
 
-    __slots__ = ("complete", "filled", "next", "shown", "stop")
+    __slots__ = ("buffer", "complete", "filled", "next", "shown", "stop")
 
     def __init__(self, start: int, stop: int | None) -> None:
         self.next = start  # offset at which the block in the buffer begins
@@ -120,6 +98,7 @@ class _Part:
         self.filled = 0  # bytes of the block that have arrived
         self.shown = 0  # bytes of an incomplete first block that readers may see
         self.complete = start == stop
+        self.buffer = memoryview(bytearray(BLOCK))
 
     @property
     def position(self) -> int:
@@ -130,45 +109,47 @@ class _Part:
         """Begin again with the first byte of the object."""
         self.next = self.filled = self.shown = 0
 
-    def end_block(self) -> None:
-        """Advance to the next block. If the size is unknown, a short block is the last one."""
-        self.next += self.filled
-        self.complete = self.filled < BLOCK if self.stop is None else self.next == self.stop
-        self.filled = 0
-
 
 class Transfer:
-    """Receives one version of an object. Used once, by the thread that made it."""
+    """Receives one version of an object. Used once, by the thread that made it.
+
+    ``upstream`` states whether ``origin`` is an upstream. If the shard may find no room
+    (``may_not_fit``), the first request asks for the whole shard, so that readers can use the
+    response. If there is room, the response is cut off after one part.
+    """
 
     _partial: Partial
     _info: ObjectInfo
 
     def __init__(
-        self, engine: Engine, source: Source, download: Download, attempts: Attempts
+        self,
+        engine: Engine,
+        download: Download,
+        attempts: Attempts,
+        origin: Origin,
+        *,
+        upstream: bool,
+        may_not_fit: bool,
     ) -> None:
         self._engine = engine
         self._connections = engine.connections
         self._counters = engine.counters
-        self._counter = "bytes_upstream" if source.upstream else "bytes_origin"
-        self._source = source
-        self._origin = source.origin
+        self._counter = "bytes_upstream" if upstream else "bytes_origin"
+        self._is_upstream = upstream
+        self._may_not_fit = may_not_fit
+        self._origin = origin
         self._download = download
         self._shard = download.shard
         self._throttle = download.throttle
         self._attempts = attempts
         self._first: Body | None = None  # the first response
         # Whether the origin has stated the checksum, if it ever does.
-        self._is_described = not source.origin.states_checksums
+        self._is_described = not origin.states_checksums
         self.is_proven = True  # by the origin's responses: no bytes are missing
         self._error: BaseException | None = None  # the first error, which ends all threads
         self._responses: set[Body] = set()  # the responses that threads are receiving
         self._describer: threading.Thread | None = None
         self._work = Work(engine.connections, self._help)
-
-    def begin(self) -> ObjectInfo:
-        """Request the first part, and return the version of the object."""
-        self._first = self._attempts.call(self._open_first, sleep=self._download.sleep)
-        return self._first.info
 
     def take_first(self) -> Body | None:
         """Return the first response, which the caller must close; None if there is none."""
@@ -179,10 +160,9 @@ class Transfer:
         """Receive the missing bytes, over the caller's connection and those of helpers."""
         self._partial, self._info = partial, partial.metadata.info
         self._checksum = self._info.checksum  # of the object, as the origin states it
-        upstream = self._source.upstream
+        upstream = self._is_upstream
         self._download.running(partial.path, self._info.size, partial.written, upstream=upstream)
-        lead = None if self._first is None else self._lead(self._first)
-        self._work.parts.extend(self._missing(lead))
+        lead = self._queue_parts()
         try:
             with self._download.transferring(self._fail):
                 if not self._is_described:
@@ -224,8 +204,9 @@ class Transfer:
                 "Please report this.",
                 url=str(self._shard),
             )
-        checked = compare(partial.fd, self._checksum)
-        return replace(partial.metadata, size=size, digest=tree_digest(digests), checked=checked)
+        checked = self._checksum and compare(partial.fd, self._checksum)
+        digest = tree_digest(b"".join(digests))
+        return replace(partial.metadata, size=size, digest=digest, checked=checked)
 
     def abandon(self, exn: BaseException, partial: Partial | None) -> None:
         """End all threads, and close the partial, or discard it if its bytes are useless."""
@@ -234,7 +215,7 @@ class Transfer:
             first.close()
         # If an upstream has another version, the origin may still have that of the partial.
         is_useless = isinstance(exn, (MismatchError, IntegrityError)) or (
-            isinstance(exn, VersionChangedError) and not self._source.upstream
+            isinstance(exn, VersionChangedError) and not self._is_upstream
         )
         try:
             self._work.end(_FAREWELL)
@@ -248,10 +229,13 @@ class Transfer:
 
     # -- parts -------------------------------------------------------------------
 
-    def _open_first(self) -> Body:
-        """Return the first response. S3 adds the checksum if it is for the whole object."""
+    def begin(self) -> ObjectInfo:
+        """Request the first part, and return the version of the object.
+
+        S3 adds the checksum if the response is for the whole object.
+        """
         origin, shard, part = self._origin, self._shard, self._connections.part
-        likely, may_not_fit = self._engine.likely_size(self._download), self._source.may_not_fit
+        likely, may_not_fit = self._engine.likely_size(self._download), self._may_not_fit
         is_small = likely is not None and 0 < likely <= part
         is_whole = is_small or may_not_fit
         response = origin.open(shard, 0, None if is_whole else part)
@@ -263,27 +247,26 @@ class Transfer:
         elif response.info.identifiable and is_small and not may_not_fit and response.stop:
             response.stop = min(response.stop, part)  # other connections fetch the rest
         self._is_described |= is_whole
-        return response
+        self._first = response
+        return response.info
 
-    def _lead(self, first: Body) -> _Part:
-        """Return the part that the first response delivers; its later bytes are ignored."""
-        size, stop = self._info.size, first.stop
-        may_be_cut = self._source.may_not_fit and self._info.identifiable
-        if size is not None and stop == size and may_be_cut:
-            stop = min(size, self._connections.part)
-        elif size is not None and stop is not None:
-            # The response may be shorter than its part; the next part begins with a whole block.
-            stop = min(-(-stop // BLOCK) * BLOCK, size)
-        return _Part(0, stop)
-
-    def _missing(self, lead: _Part | None) -> Iterator[range]:
-        """Yield the missing ranges, except the first part ``lead``, cut into parts."""
-        missing, size, part = self._partial.missing(), self._info.size, self._connections.part
-        if lead is not None:  # without a stop, it is the whole object
-            missing = iter([] if size is None or lead.stop is None else [(lead.stop, size)])
+    def _queue_parts(self) -> _Part | None:
+        """Queue all missing parts, except the one that the first response delivers; return that."""
+        first, size, length = self._first, self._info.size, self._connections.part
+        if first is None:
+            lead, missing = None, self._partial.missing()
+        elif size is None or first.stop is None:  # the response has the whole object
+            lead, missing = _Part(0, first.stop), iter(())
+        else:
+            if first.stop == size and self._may_not_fit and self._info.identifiable:
+                stop = min(size, length)  # later bytes of the response are ignored
+            else:  # the response may be shorter; the next part begins with a whole block
+                stop = min(-(-first.stop // BLOCK) * BLOCK, size)
+            lead, missing = _Part(0, stop), iter([(stop, size)])
         for start, stop in missing:
-            for at in range(start, stop, part):
-                yield range(at, min(stop, at + part))
+            for at in range(start, stop, length):
+                self._work.parts.append(range(at, min(stop, at + length)))
+        return lead
 
     def _help(self, part: range) -> None:
         """Receive a part in a helper's thread."""
@@ -322,7 +305,7 @@ class Transfer:
             logger.info("%s: %s; continuing at byte %d", self._shard, exn, part.position)
         finally:
             if self._attempts.retries:
-                self._download.retried(self._attempts.retries)
+                self._download.retries = self._attempts.retries
 
     def _request(self, part: _Part) -> Body:
         """Send a request for the rest of a part, and return the response."""
@@ -356,10 +339,10 @@ class Transfer:
         try:
             # After `add`, because `_fail` sets the error first and then aborts the responses.
             self._check()
-            if passed := skip(response, part.position):
-                self._counters.read(passed, self._counter)
+            if response.start != part.position:
+                self._counters.read(skip(response, part.position), self._counter)
             self.is_proven &= response.proven or part.stop is not None
-            buffer, throttle, begun = _buffer.block, self._throttle, part.position
+            buffer, throttle, begun = part.buffer, self._throttle, part.position
             while not part.complete:
                 if self._error is not None:
                     raise _FailedError
@@ -402,7 +385,10 @@ class Transfer:
                 raise _FailedError
             self._partial.write(part.next, block, fd)
             self._partial.record(part.next // BLOCK, digest, len(block))
-        part.end_block()
+        part.next += len(block)
+        # If the size is unknown, a short block is the last one.
+        part.complete = len(block) < BLOCK if part.stop is None else part.next == part.stop
+        part.filled = 0
 
     def _show(self, part: _Part, block: memoryview, fd: int) -> None:
         """Let readers see the received bytes of the shard's first block."""

@@ -50,11 +50,6 @@ class Mount:
     options: frozenset[str] = frozenset()  #: options of the mount and of the filesystem
     root: str = "/"  #: the directory inside the filesystem that is mounted at ``point``
 
-    @property
-    def is_local(self) -> bool:
-        """Whether only this machine can use the filesystem."""
-        return self.type in LOCAL_TYPES
-
 
 def read_mounts() -> list[Mount]:
     """Return the mounts that this process sees, or an empty list without /proc."""
@@ -93,7 +88,7 @@ def lock_kind(config: Config, manifest: Mapping[str, object]) -> str:
     # A machine with a local disk uses leases, too, if one that mounts it made the cache.
     if manifest.get("locks") == "lease" or (mount := mount_of(config.dir)) is None:
         return "lease"
-    return "flock" if mount.is_local else "lease"
+    return "flock" if mount.type in LOCAL_TYPES else "lease"
 
 
 def node_namespace(config: Config) -> Layout:
@@ -115,7 +110,7 @@ def node_directory(identity: str, modes: Modes = PRIVATE) -> Path | None:
     owner = os.geteuid() if modes.group is None else f"g{modes.group}"
     for parent in _NODE_DIRECTORIES:
         mount = mount_of(parent)
-        if mount is not None and not mount.is_local:
+        if mount is not None and mount.type not in LOCAL_TYPES:
             continue
         directory = Path(parent, f"shardcache-{owner}-{identity}")
         try:

@@ -1,4 +1,4 @@
-"""The processes that use a cache, those that wait for a download, and those that download.
+"""The processes that use a cache, and those that wait for a download.
 
 Each process keeps its session's file locked by flock, and while it waits for a download, a
 ``.wait`` file. The modification time of a session's file is the time when the job began to use the
@@ -11,15 +11,12 @@ processes.
 from __future__ import annotations
 
 import errno
-import fcntl
-import io
 import logging
 import math
 import os
 import re
-import struct
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from shardcache import clock, files
@@ -31,12 +28,6 @@ logger = logging.getLogger(__name__)
 
 _NAME = re.compile(r"[0-9a-f]{32}\.(session|[0-9a-f]{32}\.wait)")
 _NOTE = ".streamed"
-#: Number of bytes to choose from, large enough that no two downloaders choose the same byte.
-_BYTES = 1 << 30
-#: `struct flock` of 64-bit Linux: type, whence, start, length, process.
-_FLOCK = struct.Struct("hhqqi4x")
-#: Seconds between counts. A count took 70 us with 32 downloaders, and 140 us with 64.
-_INTERVAL = 1.0
 
 
 class Session:
@@ -132,63 +123,3 @@ def _live_since(path: Path) -> float | None:
         if exn.errno not in files.NOT_DATA | files.GONE | {errno.EROFS, errno.EACCES, errno.EPERM}:
             raise
     return None
-
-
-class Downloaders:
-    """Registers a cache as a downloader of its node, and counts the node's downloaders.
-
-    A downloader holds a record lock on one random byte of ``downloads.lock``. The lock belongs to
-    the open file (F_OFD_SETLK), so two caches of one process count as two. Where such locks do not
-    work, each cache counts only itself. Only one thread at a time may call `join` or `leave`.
-    """
-
-    def __init__(self, node: Callable[[], Layout]) -> None:
-        self._node = node
-        self._file: io.FileIO | None = None  # open from `join` to `leave`
-        self._count = 1
-        self._due = 0.0
-
-    def join(self) -> None:
-        """Register this cache as a downloader."""
-        self._count, self._due, layout = 1, 0.0, self._node()
-        with ignoring(OSError):  # a read-only disk, or one without such locks
-            path, flags = layout.named_lock("downloads"), os.O_RDWR | os.O_CREAT
-            self._file = files.open_exclusive(path, flags, layout.modes)
-            # Not from `random`, because forked workers may seed it alike.
-            byte = int.from_bytes(os.urandom(4), "big") % _BYTES
-            _call(self._file, fcntl.F_OFD_SETLK, fcntl.F_WRLCK, byte, 1)
-
-    def leave(self) -> None:
-        """Stop counting this cache as a downloader."""
-        file, self._file = self._file, None
-        if file is not None:
-            with ignoring(OSError):
-                file.close()  # frees the lock, because forked children have closed the file
-
-    def count(self) -> int:
-        """Return the number of downloaders, including this one. It may be a second old."""
-        file, now = self._file, clock.monotonic()
-        if file is not None and now >= self._due:
-            with ignoring(OSError, ValueError):  # `leave` has closed the file
-                self._count = 1 + _count_others(file)
-            # Set this last: otherwise, another thread would return the previous count.
-            self._due = now + _INTERVAL
-        return self._count
-
-
-def _count_others(file: io.FileIO) -> int:
-    count, ranges = 0, [(0, _BYTES)]
-    while ranges:
-        start, stop = ranges.pop()
-        if start < stop:
-            # The kernel describes one lock in the range, not always the first: search both sides.
-            kind, _, at, _, _ = _call(file, fcntl.F_OFD_GETLK, fcntl.F_WRLCK, start, stop - start)
-            if kind != fcntl.F_UNLCK:
-                count += 1
-                ranges += [(start, at), (at + 1, stop)]
-    return count
-
-
-def _call(file: io.FileIO, command: int, kind: int, start: int, length: int) -> tuple[int, ...]:
-    request = _FLOCK.pack(kind, os.SEEK_SET, start, length, 0)
-    return _FLOCK.unpack(fcntl.fcntl(file.fileno(), command, request))

@@ -73,24 +73,16 @@ _VARIABLES = {name.upper() for name in KEY_NAMES} | {
 _OPTIONS = {*KEY_NAMES, "region", "output"}
 
 
-def scheme_options(config: Config, scheme: str) -> Mapping[str, Any]:
-    """Return the table of one scheme. Without a table ``s3``, all storage options belong to S3."""
-    own = config.storage_options.get(scheme)
-    if isinstance(own, Mapping):
-        return own
-    return config.storage_options if scheme == "s3" else {}
-
-
 def endpoint_of(config: Config) -> str | None:
     """Return the S3 endpoint of a configuration, or None for AWS."""
-    return s3_endpoint(scheme_options(config, "s3"), config.endpoint_url)
+    return s3_endpoint(config.scheme_options("s3"), config.endpoint_url)
 
 
 def _authority(config: Config) -> str | None:
     """Return the endpoint for keys, at AWS the region's host; None means the standard partition."""
     if endpoint := endpoint_of(config):
         return endpoint
-    options = scheme_options(config, "s3")
+    options = config.scheme_options("s3")
     passed = (options.get("client_kwargs") or {}).get("region_name")
     regions = f"{passed} {os.environ.get('AWS_DEFAULT_REGION')} {os.environ.get('AWS_REGION')} "
     # Parsing the files takes longer, and few name a region outside the standard partition.
@@ -102,7 +94,7 @@ def _authority(config: Config) -> str | None:
 def for_command(config: Config, options: Collection[tuple[str, str]]) -> Config:
     """Return a configuration with the client options of a ``pipe:`` command, such as a profile."""
     given = dict(options)
-    merged = {**scheme_options(config, "s3")}
+    merged = {**config.scheme_options("s3")}
     profile, anon = given.get("profile"), "anon" in given
     if profile or anon:
         credentials = ("key", "secret", "token", "anon", "profile")
@@ -120,9 +112,7 @@ def url_parser(config: Config) -> Callable[[str], ShardURL]:
     """Return a function that parses URLs, and commands that only read one, for a configuration."""
     endpoint, schemes = _authority(config), config.allow_schemes
 
-    def parse(url: str) -> ShardURL:
-        if not (isinstance(url, str) and url.startswith("pipe:")):
-            return parse_url(url, endpoint=endpoint, allow_schemes=schemes)
+    def parse_command(url: str) -> ShardURL:
         command = url.removeprefix("pipe:").strip()
         try:
             target, options = read_command(command)
@@ -139,7 +129,9 @@ def url_parser(config: Config) -> Callable[[str], ShardURL]:
         shard = parse_url(target, endpoint=own, allow_schemes=schemes)
         return dataclasses.replace(shard, options=options)
 
-    return parse
+    return functools.partial(
+        parse_url, endpoint=endpoint, allow_schemes=schemes, commands=parse_command
+    )
 
 
 def s3_endpoint(options: Mapping[str, Any], endpoint_url: str | None = None) -> str | None:
@@ -427,7 +419,7 @@ class S3Access(NamedTuple):
 
 def s3_access(config: Config, *, timed: bool = False) -> S3Access:
     """Return the access to S3 shards; with ``timed``, also say when the credentials expire."""
-    options, endpoint = scheme_options(config, "s3"), redact(endpoint_of(config) or "AWS")
+    options, endpoint = config.scheme_options("s3"), redact(endpoint_of(config) or "AWS")
     if options.get("anon"):
         return S3Access(endpoint, "nowhere: requests are anonymous (anon)")
     if options.get("key"):

@@ -150,11 +150,6 @@ class ObjectInfo:
         """Whether two responses can be compared. If not, one response must have the whole shard."""
         return bool(self.version_id or self.etag or self.modified)
 
-    def as_record(self) -> dict[str, Any]:
-        """Return the fields as JSON values. `dataclasses.asdict` would take ten times as long."""
-        record = {name: getattr(self, name) for name in self.__slots__}
-        return {**record, "checksum": self.checksum and self.checksum._asdict()}
-
     @classmethod
     def from_record(cls, record: dict[str, Any]) -> ObjectInfo:
         """Return the object of a record; raise KeyError, TypeError or ValueError if malformed."""

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from shardcache import clock
 from shardcache.config import Config
 from shardcache.errors import AccessDeniedError, ConfigError, ShardCacheError, ShardNotFoundError
-from shardcache.origins.aws import needs_s3fs, scheme_options
+from shardcache.origins.aws import needs_s3fs
 from shardcache.origins.filesystem import FsspecOrigin
 from shardcache.origins.resolve import Origins
 from shardcache.origins.retry import RetryPolicy
@@ -155,7 +155,7 @@ class Listing:
 
     def __init__(self, config: Config) -> None:
         self._config = config
-        self._s3_options = scheme_options(config, "s3")
+        self._s3_options = config.scheme_options("s3")
         self._origins = Origins(config.replace(timeout=min(config.timeout, _TIMEOUT)))
         self._sizes: dict[tuple[str, str], int] = {}  # by bucket and key
 
@@ -241,7 +241,7 @@ class Listing:
             refuse_local(shard, config)  # instead of listing a whole disk
         origin: Any = self._origins.of(shard)
         if shard.scheme in ("http", "https"):  # fsspec lists the links on a page
-            options = scheme_options(config, shard.scheme)
+            options = config.scheme_options(shard.scheme)
             origin = FsspecOrigin(shard.scheme, options, config.timeout)
         if not hasattr(origin, "names_below"):
             raise ConfigError(

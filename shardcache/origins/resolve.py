@@ -26,7 +26,7 @@ from shardcache.config import Config, Upstream
 from shardcache.errors import AccessDeniedError, ConfigError, ShardNotFoundError, TransferError
 from shardcache.faults import Breaker
 from shardcache.files import random_token
-from shardcache.origins.aws import for_command, needs_s3fs, s3fs_options, scheme_options
+from shardcache.origins.aws import for_command, needs_s3fs, s3fs_options
 from shardcache.origins.base import (
     Body,
     ObjectInfo,
@@ -77,7 +77,7 @@ class Origins:
             if key not in self._made:
                 config = self._config
                 config = for_command(config, shard.options) if shard.options else config
-                options = scheme_options(config, shard.scheme)
+                options = config.scheme_options(shard.scheme)
                 self._made[key] = _make(shard, options, config.endpoint_url, config.timeout)
             return self._made[key]
 

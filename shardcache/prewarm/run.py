@@ -459,10 +459,10 @@ class Pool:
                 outcome = Outcome.LEFT_OUT
             elif self.skip_missing and isinstance(exn, ShardNotFoundError):
                 outcome = Outcome.SKIPPED
-        progress, seconds = download.progress(), clock.monotonic() - start
-        if error is not None and progress.size is not None:
-            size = progress.size
-        counts = progress.received, progress.retries
+        seconds = clock.monotonic() - start
+        if error is not None and download.size is not None:
+            size = download.size
+        counts = download.received, download.retries
         result = ShardResult(str(download.shard), outcome, size, seconds, *counts, error)
         self._finish(Finished(download.shard, result))
 

@@ -143,7 +143,7 @@ class Prefetcher:
                 return False
             shard = self._coming.popleft()
         while self._running and self._running[0].ended:
-            self.size = self._running.popleft().progress().size or self.size
+            self.size = self._running.popleft().size or self.size
         cache = self._cache
         cache.evict_lru()
         try:

@@ -10,6 +10,7 @@ of the child.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
@@ -81,7 +82,7 @@ class DownloadReader:
     def attend(self) -> bool:
         """Begin to read a shard downloaded ahead. Return False if the caller must open it again."""
         download = self._download
-        return download is None or not download.mine or download.attend()
+        return download is None or download.pid != os.getpid() or download.attend()
 
     @property
     def outcome(self) -> str:
@@ -101,8 +102,10 @@ class DownloadReader:
 
     def take_response(self) -> Body | None:
         """Return the origin's open response for a shard without room, or None if there is none."""
-        download = self._download  # in a forked child, the connection belongs to the parent
-        return download.take_response() if download is not None and download.mine else None
+        download = self._download
+        if download is None or download.pid != os.getpid():  # the connection is the parent's
+            return None
+        return download.take_response()
 
     def wait(self, *, whole: bool) -> bool:
         """Wait for a partial or, with ``whole``, for the end; return whether the download ended."""
@@ -148,7 +151,7 @@ class DownloadReader:
 
     def _joined(self) -> Download:
         """Return the download. In a forked child, or after it gave way, join a new one first."""
-        if self._download is None or not self._download.mine:
+        if self._download is None or self._download.pid != os.getpid():
             self._download, has_started = self._cache.join(self._shard, finish=self._finish)
             self._has_started |= has_started
         return self._download
@@ -157,7 +160,16 @@ class DownloadReader:
         """Update the watermark, and return whether there are new bytes after ``position``."""
         # After bytes were read, a new partial is not opened: only the entry can continue them.
         if path is not None and path != self._seen and not self._read:
-            self._open(path)
+            with contextlib.suppress(FileNotFoundError):  # it is being created, or was published
+                try:
+                    found = PartialSource(path, self._shard.basename)
+                except DamagedError as exn:
+                    logger.debug("%s: %s cannot be followed: %s", self._shard, path.name, exn)
+                else:
+                    if self._partial is not None:
+                        self._partial.close()
+                    self._partial, self._limit = found, 0
+                self._seen = path
         if self._partial is None:
             return False
         try:
@@ -171,19 +183,6 @@ class DownloadReader:
         has_grown = limit > max(self._limit, position)
         self._limit = limit
         return has_grown
-
-    def _open(self, path: Path) -> None:
-        try:
-            found = PartialSource(path, self._shard.basename)
-        except FileNotFoundError:
-            return  # the partial is still being created, or was published
-        except DamagedError as exn:
-            logger.debug("%s: %s cannot be followed: %s", self._shard, path.name, exn)
-        else:
-            if self._partial is not None:
-                self._partial.close()
-            self._partial, self._limit = found, 0
-        self._seen = path
 
     def _check(self, opened: Opened) -> None:
         """Close the entry and raise if the bytes that were read do not belong to it.
@@ -216,7 +215,7 @@ class DownloadReader:
 
     def _leave(self) -> None:
         download, self._download = self._download, None
-        if download is not None and download.mine:
+        if download is not None and download.pid == os.getpid():
             download.leave()
 
     def close(self) -> None:

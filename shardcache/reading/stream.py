@@ -57,7 +57,7 @@ from shardcache.process import ProcessCache
 from shardcache.reading.readers import DownloadReader, OriginReader
 from shardcache.store.digest import BLOCK
 from shardcache.store.directory import DamagedError
-from shardcache.store.entry import Opened, set_aside
+from shardcache.store.entry import Opened, open_data, set_aside
 from shardcache.store.root import UnusableError
 from shardcache.urls import ShardURL, advise_scheme, unexpanded
 
@@ -156,7 +156,7 @@ def pin_shard(cache: ProcessCache, shard: ShardURL) -> Opened:
     while True:
         opened = cache.obtain(download := Download(cache.downloads, shard))
         waited = clock.monotonic() - started
-        if not opened.stuck and is_file(opened.path, opened.fd):
+        if not opened.stuck and is_file(opened.path, opened.file.fileno()):
             cache.counters.opened(download.outcome, waited)
             cache.counters.read(opened.size)  # assume that the caller reads the whole file
             return opened
@@ -423,7 +423,9 @@ class ShardStream(io.RawIOBase):
         with ignoring(DamagedError, OSError):
             if fault.errno == errno.ESTALE and not opened.reopened:
                 grace = cache.tier_of(entry.directory).store.layout.grace
-                if (again := opened.reopen(grace)) is not None:
+                again = open_data(opened.directory, opened.path, opened.size, grace)
+                if again is not None:
+                    again.reopened = True
                     return again
             info = entry.metadata().info
         cache.disk.failed(cache.disk.reading, fault)
@@ -431,7 +433,7 @@ class ShardStream(io.RawIOBase):
             with cache.prepare().locked(entry.path) as is_locked:
                 # Publishing takes this lock, so the path names the same file until the lock is
                 # released. If the path names another file now, ours was already replaced.
-                if is_locked and is_file(opened.path, opened.fd):
+                if is_locked and is_file(opened.path, opened.file.fileno()):
                     set_aside(entry.path, f"{shard}: {fault.strerror}")
         except os_error() as exn:
             logger.info("%s: %s cannot be set aside: %s", shard, opened.path, exn)

@@ -17,7 +17,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from shardcache import clock
 from shardcache.clock import boot_id
@@ -148,6 +147,11 @@ class Space:
         return Volume.of(self.node.base).budget(self._config)
 
     @lazy
+    def min_free(self) -> int:
+        """The bytes of the disk that must stay free."""
+        return self._config.min_free.of(Volume.of(self.node.base).size)
+
+    @lazy
     def allocated(self) -> Callable[[int], int]:
         """The function that computes the bytes on disk of a shard from its size."""
         return allocation(self.node.base)
@@ -163,8 +167,7 @@ class Space:
                 raise too_large
             if self.max_size is None:
                 # If all shards that may be admitted at this moment fit, no budget lock is needed.
-                volume = Volume.of(self.node.base)
-                spare = volume.free - self._config.min_free.of(volume.size) - self._announced()
+                spare = Volume.of(self.node.base).free - self.min_free - self._announced()
                 if spare >= _AT_ONCE * self.allocated(size):
                     yield
                     return
@@ -363,8 +366,8 @@ class Space:
     def _read(self) -> _Usage:
         """Return the content of ``usage``. With leases, or if it is damaged, no part is counted."""
         with contextlib.suppress(ValueError, TypeError, OverflowError):
-            boot, held, part, listed = self._recorded(self.node.usage)
-            if len(held) == _PARTS:
+            boot, held, part, listed = read_json(self.node.usage, _MAX_USAGE)
+            if len(held) == _PARTS and self.node.grace is None:
                 known = [each if isinstance(each, int) and each >= 0 else None for each in held]
                 listed = float(listed) if boot == boot_id() else -math.inf
                 return _Usage(known, int(part) % _PARTS, listed)
@@ -372,9 +375,9 @@ class Space:
 
     def _refusal(self, need: int, usage: _Usage | None = None) -> tuple[int, bool]:
         """Return how many of ``need`` bytes the last refusal lacks, and whether it is recent."""
-        if self._config.policy == "working-set":
+        if self._config.policy == "working-set" and self.node.grace is None:
             with contextlib.suppress(ValueError, TypeError, OverflowError):
-                boot, when, most = self._recorded(self.node.refusal)
+                boot, when, most = read_json(self.node.refusal, _MAX_USAGE)
                 age = clock.monotonic() - float(when)
                 if boot == boot_id() and age >= 0:
                     held = (usage or self._read()).total
@@ -385,10 +388,6 @@ class Space:
         """Forget the last refusal, because shards were removed or may be evicted now."""
         with ignoring(OSError):
             self.node.refusal.unlink()
-
-    def _recorded(self, path: Path) -> Any:
-        """Return the boot id and the values that `_record` wrote, unchecked; None without them."""
-        return read_json(path, _MAX_USAGE) if self.node.grace is None else None
 
     def _record(self, path: Path, *values: object) -> None:
         if self.node.grace is not None:
@@ -406,7 +405,7 @@ class Space:
         ``newcomer`` are the bytes on disk of the shard to admit; None for a cleaning.
         """
         volume = Volume.of(self.node.base)
-        free = self._config.min_free.of(volume.size)
+        free = self.min_free
         if newcomer is not None:
             free += newcomer
             if volume.free < free + self._announced():

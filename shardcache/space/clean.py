@@ -18,7 +18,7 @@ from shardcache.errors import LockTimeoutError
 from shardcache.faults import os_error
 from shardcache.space.budget import Space
 from shardcache.space.eviction import CleanReport, Limits, Removal, linked, remove_expired, sweep
-from shardcache.space.memory import is_memory
+from shardcache.space.memory import ram_disk
 from shardcache.space.tiers import Tier
 from shardcache.stats import database
 from shardcache.store.entry import Store
@@ -123,7 +123,7 @@ class Housekeeper:
         self.due = now + _MEMORY_INTERVAL  # set first, so that other threads return above
         try:
             space = self._tier.space
-            is_due, in_memory = now >= self._next, is_memory(space.node.base)
+            is_due, in_memory = now >= self._next, ram_disk(space.node.base) is not None
             if is_due:
                 self._next = now + INTERVAL
             if not in_memory:

@@ -45,17 +45,20 @@ class Volume:
 
     size: int
     free: int
+    batches: int = 0  # bytes that stay free for PyTorch's workers, in addition
 
     @classmethod
     def of(cls, path: Path) -> Volume:
         """Return the volume of ``path``. The limits of the cgroups apply to a RAM disk."""
         stated = os.statvfs(path)
         size, free = stated.f_frsize * stated.f_blocks, stated.f_frsize * stated.f_bavail
-        if is_memory(path) and (memory := _recent_headroom(path, free)) is not None:
+        disk = ram_disk(path)
+        batches = min(size // 2, _TENSORS) if disk == _SHARED else 0
+        if disk is not None and (memory := _recent_headroom(path, free)) is not None:
             # A ramfs states a size of 0, so only the cgroups limit it.
             free = min(free, memory.free) if size else memory.free
             size = min(size or memory.size, memory.size)
-        return cls(size, max(0, free - room_for_batches(path)))
+        return cls(size, max(0, free - batches), batches)
 
     def budget(self, config: Config) -> int | None:
         """Return the bytes that a cache on this volume may hold; None if only free space counts."""
@@ -85,24 +88,15 @@ def allocation(root: Path) -> Callable[[int], int]:
     return allocated
 
 
-def is_memory(path: Path) -> bool:
-    """Return whether ``path`` is on a RAM disk."""
-    return _ram_disk(str(path), path.stat().st_dev) is not None
+def ram_disk(path: Path) -> str | None:
+    """Return the mount point of the RAM disk that ``path`` is on, or None for another disk."""
+    return _ram_disk(str(path), path.stat().st_dev)
 
 
 @functools.cache  # by device, too, because another mount may be at the same path later
 def _ram_disk(path: str, device: int) -> str | None:
-    """Return the mount point of the RAM disk that ``path`` is on, or None for another disk."""
     mount = mount_of(path)
     return mount.point if mount is not None and mount.type in MEMORY_TYPES else None
-
-
-def room_for_batches(path: Path) -> int:
-    """Return the bytes that stay free for PyTorch's workers on the disk of ``path``."""
-    if _ram_disk(str(path), path.stat().st_dev) != _SHARED:
-        return 0
-    stated = os.statvfs(path)
-    return min(stated.f_frsize * stated.f_blocks // 2, _TENSORS)
 
 
 def _recent_headroom(disk: Path, free: int) -> Volume | None:

@@ -11,8 +11,7 @@ import json
 import logging
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from shardcache import clock
 from shardcache.config import Config
 from shardcache.faults import Disk, ignoring
 from shardcache.files import is_directory, list_names, read_json
-from shardcache.layout import Layout, is_rank_name
+from shardcache.layout import MANIFEST, Layout, is_rank_name
 from shardcache.locks.keys import Holder, KeyLease, KeyLock
 from shardcache.locks.mounts import node_namespace
 from shardcache.locks.sessions import Session, live_sessions
@@ -32,7 +31,6 @@ from shardcache.stats.counters import Counters
 from shardcache.store import root
 from shardcache.store.directory import DamagedError
 from shardcache.store.entry import Opened, Store, open_first, set_aside
-from shardcache.threads import lazy
 from shardcache.units import format_duration
 from shardcache.urls import ShardURL
 
@@ -55,7 +53,7 @@ class Tier:
     node: Layout  #: the node's namespace
     store: Store  #: the namespace that this process stores into
     space: Space  #: the budget of the directory
-    made = False  #: whether the last call of `make` succeeded
+    made: tuple[int, int] | None = None  #: `identity` after `make`; None if it failed
 
     def __init__(
         self,
@@ -73,7 +71,6 @@ class Tier:
         self._notices = notices
         self._counters = counters
         self._session: Session | None = None
-        self._identity: root.Identity | None = None
         self._locate()
 
     def _locate(self) -> None:
@@ -106,7 +103,7 @@ class Tier:
     @property
     def present(self) -> bool:
         """Whether there is a cache in the directory."""
-        return self.made or root.is_cache(self.config.dir)
+        return self.made is not None or root.is_cache(self.config.dir)
 
     def make(self) -> None:
         """Create the directories that are missing, and a session for this process.
@@ -114,7 +111,7 @@ class Tier:
         Raises ConfigError or OSError if the directory must not or cannot be used.
         """
         self.end_session()
-        self.made = False
+        self.made = None
         node = root.make_root(self.config)
         self._locate()  # again, because the manifest names the directory of this node
         root.check_links(self.store.layout)
@@ -123,8 +120,7 @@ class Tier:
         self._session = Session(self.node, self._started or clock.time())
         if self._started is not None:
             _state_limits(self.node, self._started, self.config.limits())
-        self._identity = root.identity(self.config.dir, self.store.layout)
-        self.made = self._identity is not None
+        self.made = self.identity()
         if self.node.grace is not None and self.config.locks == "auto":
             self._notices.warn(
                 "locking",
@@ -135,9 +131,17 @@ class Tier:
                 format_duration(self.node.grace),
             )
 
-    def changed(self) -> bool:
-        """Return whether the directory is gone, was replaced, or was never set up by `make`."""
-        return not self.made or root.identity(self.config.dir, self.store.layout) != self._identity
+    def identity(self) -> tuple[int, int] | None:
+        """Return device and inode of the directory; None if a part of the cache is gone."""
+        layout = self.store.layout
+        try:
+            status = self.config.dir.stat()
+            (self.config.dir / MANIFEST).lstat()
+            layout.base.lstat()
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        # With leases, the filesystem may be FUSE, whose inode numbers may change.
+        return status.st_dev, 0 if layout.grace is not None else status.st_ino
 
     def limited(self, config: Config) -> Space:
         """Return the budget of this tier with the limits of ``config``."""
@@ -187,29 +191,22 @@ def lock_layout(home: Tier, base: Path) -> Layout:
     return home.node.rank(base.name) if base.parent.name == "ranks" else home.node
 
 
-@dataclass(frozen=True, eq=False)
 class Directories:
     """The directories of a cache as a process found them: the usable tiers, fastest first.
 
     The last tier holds the locks of all keys. If a directory is unmounted or emptied, new
     `Directories` replace these. Safe between threads.
+
+    Attributes:
+        open: the function that opens an entry in the first tier that has it, like `Store.open`.
+        layout: the namespace that holds the locks.
     """
 
-    tiers: Sequence[Tier]
-    ranks: Ranks
-    disk: Disk
-    notices: Notices
-
-    @lazy
-    def open(self) -> Callable[..., Opened | None]:
-        """The function that opens an entry in the first tier that has it, like `Store.open`."""
-        stores = [tier.store for tier in self.tiers]
-        return stores[0].open if len(stores) == 1 else partial(open_first, stores)
-
-    @lazy
-    def layout(self) -> Layout:
-        """The namespace that holds the locks."""
-        return self.tiers[-1].store.layout
+    def __init__(self, tiers: Sequence[Tier], ranks: Ranks, disk: Disk, notices: Notices) -> None:
+        self.tiers, self.ranks, self.disk, self.notices = tiers, ranks, disk, notices
+        stores = [tier.store for tier in tiers]
+        self.open = stores[0].open if len(stores) == 1 else partial(open_first, stores)
+        self.layout = stores[-1].layout
 
     def lookup(
         self, shard: ShardURL, outdated: frozenset[str] = frozenset(), *, condemn: bool = False

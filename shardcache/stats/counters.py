@@ -1,8 +1,8 @@
 """Count the events of one process in memory, and add the counts to the node's database.
 
-A thread writes the counts one second after bytes were read, any other event writes them if the last
-write was at least a second ago, and the process writes them when it ends. If the database cannot be
-written, nothing else fails.
+While bytes are read, a thread writes the counts every second. Any other event writes them if the
+last write was at least a second ago, and the process writes them when it ends. If the database
+cannot be written, nothing else fails.
 
 Counting is reentrant: the garbage collector may close a stream while the same thread is counting,
 and the closed stream is counted as well. In a forked child, the `Counters` of its parent count
@@ -105,12 +105,13 @@ class Counters:
         self._where: Callable[[], Layout] | None = where  # None in a forked child
         self._rank = database.NO_RANK if ranks is None or ranks.source == "none" else ranks.rank
         self._allowed = allowed
+        self._run = run_of_this_process()[1]
         self._guard, self._writing = threading.RLock(), threading.RLock()
         self._counted: defaultdict[str, int] = defaultdict(int)
         self._written: Counter[str] = Counter()  # the counts that are already in the database
         self._due = 0.0  # time of the next write, on the monotonic clock
         self._soon = False  # whether a thread is about to write
-        self._flushed = threads.Queue[None]()  # wakes that thread, which then ends
+        self._flushed = threads.Queue[None]()  # ends that thread
         _all.add(self)
 
     def add(self, counts: Mapping[str, int]) -> None:
@@ -161,22 +162,9 @@ class Counters:
             self._write(wait=0.0)
 
     def fetched(
-        self,
-        shard: ShardURL,
-        *,
-        size: int,
-        seconds: float,
-        retries: int,
-        upstream: bool,
-        done: bool,
+        self, shard: ShardURL, *, size: int, seconds: float, retries: int, upstream: bool
     ) -> None:
-        """Count a download that ended, and log it if it is ``done``: the shard is in the cache now.
-
-        Its bytes were counted as they arrived. ``upstream``: an upstream served the shard.
-        """
-        if not done:
-            self.add({"fetches_failed": 1, "retries": retries})
-            return
+        """Count and log a download that ended. Its bytes were counted as they arrived."""
         if logger.isEnabledFor(logging.INFO):
             source = "upstream" if upstream else "origin"
             extra = {"event": "fetched", "shard": str(shard), "bytes": size, "seconds": seconds}
@@ -198,10 +186,16 @@ class Counters:
             return Counter(self._counted)
 
     def _write_soon(self) -> None:
-        with contextlib.suppress(Empty):
-            self._flushed.get(timeout=_INTERVAL)
-        self._soon = False  # from now on, `read` starts another thread
-        self._write(wait=0.0)
+        """Write the counts every second, until nothing was counted for a second."""
+        seen, has_ended = None, False
+        while not has_ended:
+            with contextlib.suppress(Empty):
+                self._flushed.get(timeout=_INTERVAL)
+                has_ended = True
+            with self._guard:  # `read` starts another thread if it counts after this
+                has_ended |= self._counted == seen
+                self._soon, seen = not has_ended, self.snapshot()
+            self._write(wait=0.0)
 
     def _write(self, wait: float) -> None:
         """Add the counts since the last write to the database.
@@ -217,8 +211,9 @@ class Counters:
             if row and self._where is not None:
                 database.add(self._where(), self._rank, clock.time(), row, max(_BUSY, wait))
                 self._written = counted
-                if run := run_of_this_process()[1]:  # whose summary must count no other jobs
-                    database.add(Layout(Path(run).parent), self._rank, 0, row, max(_BUSY, wait))
+                if self._run:  # the summary of `shardcache run` must count no other jobs
+                    layout = Layout(Path(self._run).parent)
+                    database.add(layout, self._rank, 0, row, max(_BUSY, wait))
         except os_error() as exn:
             logger.debug("the counts could not be written yet: %s", exn)
         finally:

@@ -63,7 +63,6 @@ class Sample:
 def add(layout: Layout, rank: int, now: float, row: Mapping[str, int], busy: float) -> None:
     """Add counts by name to the period of ``now``. Waits ``busy`` seconds for other writers."""
     start = int(now // PERIOD) * PERIOD
-    _make(layout)
     with _opened(layout, busy, repair=True) as db:
         db.executemany(_ADD, [(start, rank, name, n) for name, n in row.items()])
 
@@ -98,12 +97,21 @@ def zero(layout: Layout) -> None:
 def _opened(layout: Layout, busy: float, *, repair: bool = False) -> Iterator[sqlite3.Connection]:
     """Open the database for one transaction, which is committed when the body ends.
 
-    With ``repair``, a damaged database is removed. Without it, an empty one in memory replaces a
-    missing one. A fork waits until the database is closed, so no child inherits a connection.
+    With ``repair``, a missing database is created, unless other nodes would share it, and a damaged
+    one is removed. Without it, an empty one in memory replaces a missing one. A fork waits until
+    the database is closed, so no child inherits a connection.
     """
     import sqlite3  # not at the top, because a process that counts nothing does not need it
 
     path = layout.stats
+    if repair and layout.grace is not None and layout.local is None:
+        raise OSError(errno.ENOTSUP, "other nodes would share it", str(path))
+    if repair and layout.modes.group is None and os.lstat(layout.base).st_uid != os.geteuid():
+        raise PermissionError(errno.EPERM, "the cache belongs to another user", str(layout.base))
+    if repair and not path.exists():
+        # Not by a link, because the file must not have a second name at any moment: see below.
+        with undivided(), contextlib.suppress(FileExistsError):  # another process created it
+            write_new(path, b"", layout.modes.file)
     for suffix in ("", "-journal", "-wal"):  # SQLite would follow links and wait for pipes
         name = path.with_name(path.name + suffix)
         with contextlib.suppress(FileNotFoundError):
@@ -128,16 +136,3 @@ def _opened(layout: Layout, busy: float, *, repair: bool = False) -> Iterator[sq
             logger.info("%s is damaged (%s); counting starts again from zero", path, exn)
             path.unlink(missing_ok=True)
         raise OSError(errno.EIO, str(exn), str(path)) from exn
-
-
-def _make(layout: Layout) -> None:
-    """Create the database file unless it exists, or unless it would be shared with other nodes."""
-    path = layout.stats
-    if layout.grace is not None and layout.local is None:
-        raise OSError(errno.ENOTSUP, "other nodes would share it", str(path))
-    if layout.modes.group is None and os.lstat(layout.base).st_uid != os.geteuid():
-        raise PermissionError(errno.EPERM, "the cache belongs to another user", str(layout.base))
-    if not path.exists():
-        # Not by a link, because the file must not have a second name at any moment: see `_opened`.
-        with undivided(), contextlib.suppress(FileExistsError):  # another process created it
-            write_new(path, b"", layout.modes.file)

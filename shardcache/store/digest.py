@@ -11,10 +11,10 @@ import base64
 import hashlib
 import os
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 
-from xxhash import xxh3_128, xxh3_128_digest
+from xxhash import xxh3_128_digest, xxh3_128_hexdigest
 
 from shardcache.origins.base import Checksum
 
@@ -30,9 +30,8 @@ _HASHES = ("sha256", "sha1")
 block_digest = xxh3_128_digest
 
 
-def tree_digest(blocks: Iterable[bytes]) -> str:
-    """Return the tree digest of a shard, as hex, from the digests of its blocks in order."""
-    return xxh3_128(b"".join(blocks)).hexdigest()
+#: Returns the tree digest of a shard, as hex, from the joined digests of its blocks.
+tree_digest = xxh3_128_hexdigest
 
 
 def read_blocks(fd: int) -> Iterator[memoryview]:
@@ -50,7 +49,7 @@ def read_blocks(fd: int) -> Iterator[memoryview]:
 
 def file_digest(fd: int) -> str:
     """Return the tree digest of an open file."""
-    return tree_digest(map(block_digest, read_blocks(fd)))
+    return tree_digest(b"".join(map(block_digest, read_blocks(fd))))
 
 
 @cache
@@ -88,12 +87,12 @@ class MismatchError(Exception):
         self.found = found
 
 
-def compare(fd: int, checksum: Checksum | None) -> str | None:
+def compare(fd: int, checksum: Checksum) -> str | None:
     """Compare a complete file with the checksum that its origin states; return the algorithm.
 
     Returns None if the checksum cannot be compared. Raises MismatchError.
     """
-    if checksum is None or "-" in checksum.value:  # a checksum of the checksums of parts
+    if "-" in checksum.value:  # a checksum of the checksums of parts
         return None
     computed = file_checksum(fd, checksum.algorithm)
     if computed not in (None, checksum.value):

@@ -163,11 +163,6 @@ class Opened:
     stored: int = 0  #: when the bytes were stored, as `Entry.stored`
 
     @property
-    def fd(self) -> int:
-        """The descriptor of `file`."""
-        return self.file.fileno()
-
-    @property
     def entry(self) -> Entry:
         """The entry. Each access reads its last use from the disk."""
         return Entry.at(self.directory)
@@ -181,12 +176,7 @@ class Opened:
 
     def duplicate(self) -> Opened:
         """Return another handle of the same file, which shares the flock."""
-        return replace(self, file=files.owned(os.dup, (self.fd,)))
-
-    def reopen(self, grace: float | None) -> Opened | None:
-        """Open the path again, because the handle is stale; None if the file is gone."""
-        again = open_data(self.directory, self.path, self.size, grace)
-        return again and replace(again, reopened=True)
+        return replace(self, file=files.owned(os.dup, (self.file.fileno(),)))
 
     def close(self) -> None:
         """Close the file, so that the entry may be evicted."""
@@ -273,7 +263,7 @@ class Store:
             with readable(directory):
                 opened = open_data(directory, f"{directory}/{basename}", size, self._grace)
                 if opened is not None:
-                    self._check(directory, opened.fd)
+                    self._check(directory, opened.file.fileno())
                 elif files.is_directory(directory):  # if evicted, it would have none either
                     raise DamagedError("its data file is missing")
         except (DamagedError, os_error()):

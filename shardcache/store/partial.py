@@ -269,7 +269,7 @@ class Partial:
             if length == len(block) == os.preadv(self.fd, [block], index * BLOCK) and (
                 block_digest(block) == digest
             ):
-                self._note(index, digest, length)
+                self.record(index, digest, length)
             elif length:
                 self._write_record(index, bytes(16), 0)
 
@@ -293,7 +293,9 @@ class Partial:
         with self._guard:
             if not self._file.closed:  # a cancelled download may have closed the file
                 self._write_record(index, digest, length)
-                self._note(index, digest, length)
+                if index not in self._digests:
+                    self.written += length
+                self._digests[index] = (digest, length)
 
     def show(self, length: int) -> None:
         """Let readers read ``length`` bytes of the first block before it is complete."""
@@ -317,11 +319,6 @@ class Partial:
             self.confirmed = True
             if not self._file.closed:
                 self._write_header()
-
-    def _note(self, index: int, digest: bytes, length: int) -> None:
-        if index not in self._digests:
-            self.written += length
-        self._digests[index] = (digest, length)
 
     def _write_record(self, index: int, digest: bytes, length: int) -> None:
         if self._journal is not None:

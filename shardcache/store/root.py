@@ -21,7 +21,6 @@ from shardcache.layout import MANIFEST, Layout, is_record_name, is_temporary_nam
 from shardcache.locks.mounts import lock_kind
 
 #: Device and inode number.
-Identity = tuple[int, int]
 
 #: Manifest field with the number of the group that shares the cache.
 _GROUP = "shared_group"
@@ -218,15 +217,3 @@ def check_manifest(config: Config) -> None:
     else:
         return
     raise ConfigError(reason)
-
-
-def identity(root: Path, namespace: Layout) -> Identity | None:
-    """Return device and inode of a root; None if it, its manifest or ``namespace`` is gone."""
-    try:
-        status = root.stat()
-        (root / MANIFEST).lstat()
-        namespace.base.lstat()
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    # With leases, the filesystem may be FUSE, whose inode numbers may change, so 0 replaces them.
-    return status.st_dev, 0 if namespace.grace is not None else status.st_ino

@@ -99,7 +99,7 @@ def verify(
         def digest(fd: int) -> str:
             file = os.fstat(fd)
             if (name := (file.st_dev, file.st_ino)) not in digests:
-                digests[name] = tree_digest(block_digests(fd))
+                digests[name] = tree_digest(b"".join(block_digests(fd)))
             return digests[name]
 
         findings: list[Finding] = []
@@ -150,9 +150,9 @@ def _check_data(store: Store, entry: Entry, metadata: Metadata, digest: _Digest 
     with opened.file:
         if digest is None:
             return ""
-        if digest(opened.fd) != metadata.digest:
+        if digest(opened.file.fileno()) != metadata.digest:
             raise DamagedError("its bytes changed since they were downloaded")
-        return archive_problem(opened.fd, metadata.basename, entry.size)
+        return archive_problem(opened.file.fileno(), metadata.basename, entry.size)
 
 
 def _damaged(finding: Finding, before: os.stat_result, locked: _Locked | None) -> Finding:

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from shardcache import Cache
-from shardcache.locks.sessions import Downloaders
+from shardcache.download.connections import Downloaders
 from tests.support.caches import read
 from tests.support.storetools import BLOCK, PATIENCE, crowd, no_thread, payload, wait_until
 from tests.support.webservers import Scripted, part_of, running

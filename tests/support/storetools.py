@@ -54,7 +54,7 @@ def metadata_for(
             size=len(data) if size is ... else size, etag=etag or hashlib.md5(data).hexdigest()
         ),
         size=len(data),
-        digest=tree_digest(block_digest(block) for block in blocks),
+        digest=tree_digest(b"".join(map(block_digest, blocks))),
         checked=None,
         fetched_at=1_000_000.0,
         boot=boot_id(),

@@ -66,7 +66,7 @@ def ls_command(
     limit: int | None,
     partial: bool,
     long: bool,
-) -> None:
+) -> ExitCode:
     """List the shards in the cache.
 
     A SPEC is a URL with {braces}, * or ?, a prefix ending in /, or, without a slash, the
@@ -75,7 +75,8 @@ def ls_command(
     (a process reads it), pinned (see `pin`), not_cached (pinned, but not downloaded yet) and
     damaged (its next reader downloads it again). With --partial they are live (a process
     downloads it), resumable (its process is dead; the next reader continues it) and orphan
-    (no reader can continue it). `clean` removes the last two after an hour.
+    (no reader can continue it). `clean` removes the last two after an hour. Exits with 1 if
+    nothing matches.
 
     \b
     Examples:
@@ -99,7 +100,8 @@ def ls_command(
         footer = f"matching: {counted(number, noun)}, {size}; in all: {footer}"
     for selection in selections:
         if not any((row["url"] or "") in selection for row in found):
-            console.hint(f"{selection.text}: nothing in {cache.dir} matches.")
+            show = console.hint if found else console.error
+            show(f"{selection.text}: nothing in {cache.dir} matches.")
     summary |= {"matching": len(found), "shown": len(shown)}
     console.object("ls", **{f"{noun}s": shown}, summary=summary)
     always, more = _PARTIAL_TITLES if partial else _SHARD_TITLES
@@ -107,6 +109,7 @@ def ls_command(
     cells = ([_cell(row, title) for title in titles] for row in shown)
     console.table(titles, cells)
     console.data(footer)
+    return ExitCode.DONE if found or not specs else ExitCode.FAILED
 
 
 def _sorted(rows: list[Row], sort: str) -> list[Row]:
@@ -315,7 +318,7 @@ def rm_command(
       shardcache rm -n s3://lab/train-0412.tar
     """
     rows = list[Row]()
-    with invocation.cache() as cache:
+    with invocation.cache(existing=True) as cache:
         shards = cache.select(specs)
         sizes = [cache.remove(shard, dry_run=True)[0] for shard in shards]
         if any(sizes) and not (dry_run or yes):
@@ -388,7 +391,7 @@ def unpin_command(invocation: Invocation, specs: tuple[str, ...]) -> ExitCode:
     Examples:
       shardcache unpin 's3://lab/val-{0000..0031}.tar'
     """
-    with invocation.cache() as cache:
+    with invocation.cache(existing=True) as cache:
         shards = cache.select(specs, pinned=True)
         ended = cache.unpin(shards)
     counts = {"unpinned": len(ended), "not_pinned": len(shards) - len(ended)}

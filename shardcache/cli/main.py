@@ -33,7 +33,7 @@ from shardcache.errors import (
     ShardCacheError,
 )
 from shardcache.faults import FULL
-from shardcache.units import parse_age, parse_duration, parse_limit
+from shardcache.units import parse_age, parse_limit
 
 if TYPE_CHECKING:
     from shardcache.cache import Cache
@@ -70,6 +70,13 @@ _COMMANDS = {
     "verify": "upkeep", "stats": "stats", "top": "stats", "report": "stats", "config": "config",
     "dir": "config", "doctor": "doctor",
 }  # fmt: skip
+
+
+#: Command, and a part of its usage error -> advice.
+_ADVICE = {
+    ("doctor", "unexpected extra argument"): "Pass --url URL.",
+    ("stats", "'json'"): "Pass --json.",
+}
 
 
 class Invocation:
@@ -122,17 +129,21 @@ class Invocation:
         except (ConfigError, OSError, TypeError, KeyError):  # the record is damaged
             return loaded
 
-    def cache(self, loaded: Loaded | None = None, **options: Any) -> Cache:
+    def cache(
+        self, loaded: Loaded | None = None, *, existing: bool = False, **options: Any
+    ) -> Cache:
         """Open the cache of ``loaded`` (default: `loaded_with_job_limits`); faults raise errors.
 
-        Raises ConfigError if the directory is no cache and cannot be one: a mistyped one must not
-        look like an empty one.
+        Raises ConfigError if the directory is no cache and cannot be one, or with ``existing``, if
+        it is no cache yet: a mistyped one must not look like an empty one.
         """
         from shardcache.cache import Cache
-        from shardcache.store.root import check_usable, is_cache
+        from shardcache.store.root import check_usable, is_cache, require_cache
 
         config, sources = loaded or self.loaded_with_job_limits()
-        if not is_cache(config.dir):
+        if existing:
+            require_cache(config.dir)
+        elif not is_cache(config.dir):
             check_usable(config)
             if sources["dir"] == "default":
                 self.console.hint(
@@ -215,8 +226,14 @@ class Parsed(click.ParamType):  # type: ignore[type-arg]
             self.fail(exn.message, param, ctx)
 
 
-DURATION = Parsed("DURATION", parse_duration)
-AGE = Parsed("DURATION", parse_age)
+def _parse_file(text: str) -> str:
+    if text == "-":
+        raise ConfigError("- is not the name of a file. Write /dev/stdout for standard output.")
+    return text
+
+
+FILE = Parsed("FILE", _parse_file)
+DURATION = Parsed("DURATION", parse_age)
 SIZE = Parsed("SIZE", parse_limit)
 
 
@@ -366,8 +383,11 @@ def _run(invocation: Invocation, arguments: Sequence[str] | None) -> int:
         return int(returned or ExitCode.DONE)
     except click.ClickException as exn:
         context = exn.ctx if isinstance(exn, click.UsageError) else None
-        hint = f" Try '{context.command_path} --help'." if context is not None else ""
         text = " ".join(exn.format_message().split())  # click puts each choice on its own line
+        hint = f" Try '{context.command_path} --help'." if context is not None else ""
+        for (name, part), advice in _ADVICE.items():
+            if context is not None and context.info_name == name and part in text:
+                hint = f" {advice}"
         if isinstance(exn, click.NoSuchOption) and context is not None:
             gone = REMOVED.get(f"{context.info_name} {exn.option_name}")
             text, hint = (f"{exn.option_name} was removed. {gone}", "") if gone else (text, hint)

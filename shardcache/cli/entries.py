@@ -1,4 +1,4 @@
-"""``shardcache ls``, ``path``, ``rm``, ``pin`` and ``unpin``: commands for named shards."""
+"""``shardcache ls``, ``expand``, ``path``, ``rm``, ``pin`` and ``unpin``: for named shards."""
 
 from __future__ import annotations
 
@@ -249,6 +249,30 @@ def partials(cache: Cache) -> Iterator[Row]:
             }
 
 
+@command("expand")
+@flag("-0", "--null", help="End each URL with a NUL instead of a newline, as for `xargs -0`.")
+@specs_argument
+@cli.store_options
+def expand_command(invocation: Invocation, specs: tuple[str, ...], null: bool) -> None:
+    """Print the URLs that SPECs stand for, one per line, in order.
+
+    A SPEC has the form that `prewarm` accepts. Prefixes and `*` are listed at their origin.
+
+    \b
+    Examples:
+      shardcache expand 's3://lab/train-{0000..2047}.tar' > shards.txt
+      shardcache expand -0 s3://lab/val/ | xargs -0 -n 1 echo
+    """
+    with invocation.cache() as cache:
+        urls = expand(specs, cache)
+    invocation.console.object("expand", urls=urls)
+    if null and not invocation.console.json:
+        click.echo("".join(f"{url}\0" for url in urls), nl=False)
+    else:
+        for url in urls:
+            invocation.console.data(url)
+
+
 @command("path")
 @flag("--fetch", help="Download shards that are not cached.")
 @specs_argument
@@ -269,11 +293,9 @@ def path_command(invocation: Invocation, specs: tuple[str, ...], fetch: bool) ->
     with invocation.cache() as cache:
         shards = [*map(cache.parse, expand(specs, cache))] if fetch else cache.select(specs)
         for shard in shards:
-            path = cache.path(shard)
-            if path is None and fetch:
+            if fetch and cache.path(shard) is None:
                 cache.fetch(shard)
-                path = cache.path(shard)
-            if path is None:
+            if (path := cache.path(shard)) is None:
                 advice = "It was evicted at once." if fetch else "Pass --fetch to download it."
                 advice = _advice(cache, [shard])[str(shard)] or advice
                 text = f"{shard} is not cached in {cache.dir}. {advice}"

@@ -65,7 +65,7 @@ class ExitCode(enum.IntEnum):
 
 #: Command -> its module in this package, in the order of the help text.
 _COMMANDS = {
-    "run": "run", "prewarm": "prewarm", "expand": "expand", "index": "index", "ls": "entries",
+    "run": "run", "prewarm": "prewarm", "expand": "entries", "index": "index", "ls": "entries",
     "path": "entries", "rm": "entries", "pin": "entries", "unpin": "entries", "clean": "upkeep",
     "verify": "upkeep", "stats": "stats", "top": "stats", "report": "stats", "config": "config",
     "dir": "config", "doctor": "doctor",
@@ -257,28 +257,24 @@ def _take(context: click.Context, parameter: click.Parameter, value: Any) -> Non
     name, invocation = str(parameter.name), context.ensure_object(Invocation)
     if name == "verbosity":
         invocation.console.verbosity += value
+    elif value and name in ("anon", "profile"):
+        invocation.storage_options[name] = value
+    elif value and name == "region":
+        invocation.storage_options["client_kwargs"] = {"region_name": value}
     elif value:
-        setattr(invocation if name in ("dir", "config") else invocation.console, name, value)
+        setattr(invocation if hasattr(invocation, name) else invocation.console, name, value)
 
 
-def _take_store(context: click.Context, parameter: click.Parameter, value: Any) -> None:
-    """Store the value of an option of `store_options`."""
-    invocation = context.ensure_object(Invocation)
-    if value and parameter.name == "endpoint_url":
-        invocation.endpoint_url = value
-    elif value:
-        option = {"client_kwargs": {"region_name": value}}, {str(parameter.name): value}
-        invocation.storage_options |= option[parameter.name != "region"]
+_option = functools.partial(click.option, expose_value=False, callback=_take)
 
 
 def store_options(command: Any) -> Any:
     """Add the options of a command that reads from S3, with the names that the AWS CLI has."""
-    option = functools.partial(click.option, expose_value=False, callback=_take_store)
     for decorate in (
-        option("--no-sign-request", "anon", is_flag=True, help="S3: send no credentials."),
-        option("--region", metavar="NAME", help="S3: the region of the bucket."),
-        option("--profile", metavar="NAME", help="S3: the profile with the credentials."),
-        option("--endpoint-url", metavar="URL", help="S3: the endpoint, if not AWS."),
+        _option("--no-sign-request", "anon", is_flag=True, help="S3: send no credentials."),
+        _option("--region", metavar="NAME", help="S3: the region of the bucket."),
+        _option("--profile", metavar="NAME", help="S3: the profile with the credentials."),
+        _option("--endpoint-url", metavar="URL", help="S3: the endpoint, if not AWS."),
     ):
         command = decorate(command)
     return command
@@ -286,16 +282,15 @@ def store_options(command: Any) -> Any:
 
 def _with_global_options(command: Any) -> Any:
     """Add the global options to a command, after its own options."""
-    option = functools.partial(click.option, expose_value=False, callback=_take)
     for decorate in (
-        option("--dir", metavar="DIR", help="Directory of the cache."),
-        option("--config", metavar="FILE", help="Read only this configuration file."),
-        option("-q", "--quiet", is_flag=True, help="Print only data, warnings and errors."),
-        option("-v", "--verbose", "verbosity", count=True, help="Log more; -vv for debugging."),
-        option("--json", is_flag=True, help="Print one JSON object, for programs."),
-        option("--color", type=click.Choice(["auto", "always", "never"]),
-               help="Use colours; auto: on a terminal, unless NO_COLOR is set."),
-        option("--no-progress", is_flag=True, help="Do not show progress."),
+        _option("--dir", metavar="DIR", help="Directory of the cache."),
+        _option("--config", metavar="FILE", help="Read only this configuration file."),
+        _option("-q", "--quiet", is_flag=True, help="Print only data, warnings and errors."),
+        _option("-v", "--verbose", "verbosity", count=True, help="Log more; -vv for debugging."),
+        _option("--json", is_flag=True, help="Print one JSON object, for programs."),
+        _option("--color", type=click.Choice(["auto", "always", "never"]),
+                help="Use colours; auto: on a terminal, unless NO_COLOR is set."),
+        _option("--no-progress", is_flag=True, help="Do not show progress."),
         click.version_option(__version__, message="shardcache %(version)s",
                              help="Print the version."),
     ):  # fmt: skip

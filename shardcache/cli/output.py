@@ -222,21 +222,15 @@ def _fits(table: Table, terminal: Terminal) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Fitted:
-    """A table for rich. A narrow terminal leaves out columns in the order of ``spare``."""
+    """A table for rich. A narrow terminal leaves out its last columns."""
 
     titles: Sequence[str]
     rows: Sequence[Sequence[str]]
-    spare: Sequence[str]
 
     def __rich_console__(self, terminal: Terminal, options: ConsoleOptions) -> RenderResult:
-        shown = list(self.titles)
-        for title in (*self.spare, None):
-            columns = [self.titles.index(each) for each in shown]
-            table = text_table(shown, [[row[n] for n in columns] for row in self.rows])
-            if title is None or _fits(table, terminal):
-                break
-            shown.remove(title)
-        yield table
+        ends = range(len(self.titles), 0, -1)
+        tables = (text_table(self.titles[:end], [row[:end] for row in self.rows]) for end in ends)
+        yield next((table for table in tables if _fits(table, terminal)), "")
 
 
 class Position(NamedTuple):

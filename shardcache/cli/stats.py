@@ -63,8 +63,6 @@ if TYPE_CHECKING:
 #: Outcomes that `_figures` shows even if their count is 0.
 _ALWAYS = ("hits", "coalesced", "misses")
 _ROW_TITLES = ("OPENS", "HIT RATE", "STREAMED", "FETCHED", "SAVED", "MEAN WAIT")
-#: Columns of `top` that a narrow terminal leaves out, in this order.
-_SPARE = ("SAVED", "STREAMED", "MEAN WAIT", "OPENS", "FETCHED")
 _NO_RANK = "<p>Rank none: processes that no launcher has given a rank.</p>"
 _WAITS = {"disk": "for the disk", "lock": "for downloads", "network": "for the network"}
 
@@ -91,14 +89,11 @@ _GAUGE = 24
 #: The charts of sums: title, unit, and label -> counter.
 _SUMS: tuple[tuple[str, str, dict[str, str]], ...] = (
     ("Opens", "", {name: name for name in OUTCOMES}),
-    (
-        "Where bytes came from",
-        "B",
-        {"cache": "bytes_saved", "origin": "bytes_origin", "upstreams": "bytes_upstream"},
-    ),
+    ("Where bytes came from", "B",
+     {"cache": "bytes_saved", "origin": "bytes_origin", "upstreams": "bytes_upstream"}),
     ("Bytes streamed past the cache", "B", {"streamed": "bytes_streamed"}),
     ("Bytes evicted", "B", {"evicted": "bytes_evicted"}),
-)
+)  # fmt: skip
 _STYLE: dict[Any, Any] = {
     "svg.hashsalt": "shardcache",  # a fixed salt, so that equal counters make equal pages
     "svg.fonttype": "none",  # keep text as text, in the fonts of the page
@@ -486,9 +481,13 @@ def top_command(invocation: Invocation, interval: float, count: int | None) -> N
             )
             stack.callback(display.stop)  # registered before start(), which a signal may interrupt
             display.start(refresh=True)
-        keys = display is not None and stack.enter_context(_typed_keys())
+        keys = [sys.stdin] if display is not None and sys.stdin and sys.stdin.isatty() else []
+        for stdin in keys:  # keys are passed on at once, and not shown
+            stack.callback(termios.tcsetattr, stdin, termios.TCSAFLUSH, termios.tcgetattr(stdin))
+            tty.setcbreak(stdin, termios.TCSANOW)
         for _ in itertools.count() if count is None else range(count):
-            if _wait(interval, keys):
+            typed, _, _ = select.select(keys, [], [], interval)  # any key refreshes
+            if typed and os.read(typed[0].fileno(), 1) in (b"q", b""):  # empty: no more terminal
                 break
             snapshot = next(states)
             ranks = [{"rank": n, **stats.as_dict()} for n, stats in snapshot["ranks"].items()]
@@ -497,30 +496,6 @@ def top_command(invocation: Invocation, interval: float, count: int | None) -> N
                 display.update(frame(snapshot, hint), refresh=True)
             elif not console.json:
                 console.render(frame(snapshot))
-
-
-@contextlib.contextmanager
-def _typed_keys() -> Iterator[bool]:
-    """Let the terminal pass keys at once, and not show them. Yield whether stdin is a terminal."""
-    if sys.stdin is None or not sys.stdin.isatty():
-        yield False
-        return
-    before = termios.tcgetattr(sys.stdin)
-    try:
-        tty.setcbreak(sys.stdin, termios.TCSANOW)
-        yield True
-    finally:
-        termios.tcsetattr(sys.stdin, termios.TCSAFLUSH, before)
-
-
-def _wait(seconds: float, keys: bool) -> bool:
-    """Wait for this time, or with ``keys`` until the user types q; return whether q was typed."""
-    end = time.monotonic() + seconds
-    while (left := end - time.monotonic()) > 0:
-        typed, _, _ = select.select([sys.stdin] if keys else [], [], [], left)
-        if typed and os.read(sys.stdin.fileno(), 1) in (b"q", b""):  # empty: the terminal is gone
-            return True
-    return False
 
 
 def frame(snapshot: Row, hint: str = "") -> RenderableType:
@@ -549,7 +524,7 @@ def frame(snapshot: Row, hint: str = "") -> RenderableType:
         [rank, *(_cells(stats, seconds) if seconds else ["-"] * len(_ROW_TITLES))]
         for rank, stats in {"all": snapshot["total"], **(ranks if len(ranks) > 1 else {})}.items()
     ]
-    parts.append(Fitted(["RANK", *_ROW_TITLES], rates, _SPARE))
+    parts.append(Fitted(["RANK", *_ROW_TITLES], rates))
     fetches, waits = snapshot["fetches"], snapshot["waits"]
     running = f"\n{counted(len(fetches), 'download')} running"
     parts.append(Text(running, "green" if fetches else ""))
@@ -559,15 +534,15 @@ def frame(snapshot: Row, hint: str = "") -> RenderableType:
             done = f"{each['written_bytes'] / each['size']:.0%}" if each["size"] else "?"
             rate = format_rate(each["bytes_per_second"])
             rows.append([each["url"], done, rate, _name(each)])
-        parts.append(Fitted(["SHARD", "DONE", "RATE", "PROCESS"], rows, ["PROCESS", "RATE"]))
+        parts.append(Fitted(["SHARD", "DONE", "RATE", "PROCESS"], rows))
     if waits:
         waiting = counted(len(waits), "waiting process", "waiting processes")
         rows = [
-            [each["url"], _name(each), _name(each["holder"] or {}), short_duration(each["seconds"])]
+            [each["url"], short_duration(each["seconds"]), _name(each["holder"] or {}), _name(each)]
             for each in waits
         ]
-        titles = ["SHARD", "PROCESS", "WAITS FOR", "TIME"]
-        parts += [Text(f"\n{waiting}", "yellow"), Fitted(titles, rows, ["PROCESS", "WAITS FOR"])]
+        titles = ["SHARD", "TIME", "WAITS FOR", "PROCESS"]
+        parts += [Text(f"\n{waiting}", "yellow"), Fitted(titles, rows)]
     return Group(*parts)
 
 

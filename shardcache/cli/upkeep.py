@@ -65,11 +65,7 @@ def clean_command(
       17 * * * *  /opt/venv/bin/shardcache --dir /local/nvme/shards clean -q
       shardcache clean --all --remove-dir -y
     """
-    given: dict[str, Any] = {
-        name: str(value) if isinstance(value, Limit) else value
-        for name, value in limits.items()
-        if value is not None
-    }
+    given: dict[str, Any] = {n: value for n, value in limits.items() if value is not None}
     if everything and (given or orphans):
         raise click.UsageError("--all removes everything; omit limits and --orphans.")
     if remove_dir and not everything:

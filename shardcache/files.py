@@ -113,7 +113,9 @@ class Modes:
                     self.make_directory(path.parent, levels - 1)
                 elif not path.parent.exists():  # otherwise, it was missing only for a moment
                     raise
-        raise FileNotFoundError(errno.ENOENT, "another process keeps removing it", str(path))
+        raise FileNotFoundError(
+            errno.ENOENT, f"no directory can be made in {path.parent}", str(path)
+        )
 
     def objection(self, path: Path, status: os.stat_result) -> str | None:
         """Return why a directory cannot be a cache and how to fix that, or None if it can be."""

@@ -214,7 +214,8 @@ class PrewarmReport:
         to_warm = len(self.results) - self.cached
         shards = counted(to_warm or self.cached, "shard")
         if not to_warm:
-            return f"All {shards} cached ({format_bytes(self.plan.cached_bytes)})."
+            every = "All " if self.cached > 1 else ""
+            return f"{every}{shards} cached ({format_bytes(self.plan.cached_bytes)})."
         size, received = format_bytes(self.bytes), format_bytes(self.received)
         size += f", {received} received" if received != size else ""  # the rate is that of these
         text = f"Warmed {self.count(*_ADDED):,} of {shards} ({size})"
@@ -224,11 +225,11 @@ class PrewarmReport:
         notes = (
             (self.refreshed, "replaced at the origin"),
             (self.failed, "failed"),
-            (self.count(Outcome.SKIPPED), "skipped because they do not exist"),
+            (self.count(Outcome.SKIPPED), "skipped, not at the origin"),
             (self.retried, "retried"),
             (self.coalesced, "fetched by other processes"),
             (self.linked, "linked"),
-            (self.count(Outcome.LEFT_OUT), "left out because they do not fit"),
+            (self.count(Outcome.LEFT_OUT), "left out for lack of room"),
             (self.not_started, f"not done because {self.stopped.why if self.stopped else ''}"),
         )
         remarks = ", ".join(f"{number:,} {note}" for number, note in notes if number)

@@ -54,11 +54,12 @@ def _refuse(value: object, noun: str, accepted: str) -> ConfigError:
     return ConfigError(f"{shown} is not {noun}. Accepted: {accepted}.")
 
 
-def parse_bytes(value: str | int | float) -> int:
+def parse_bytes(value: str | int | float, likely: str = "GB") -> int:
     """Convert a number, or text such as ``800GB``, ``1.5 TB``, ``1GiB`` or ``512k``, to bytes.
 
     K and KB are 1000, Ki and KiB are 1024. Text below 100,000 needs a unit, because a user who
     writes 800 rarely means bytes; programs, such as Kubernetes, state larger numbers of bytes.
+    The error suggests the ``likely`` unit.
     """
     number: float = -1
     if isinstance(value, int | float) and not isinstance(value, bool):
@@ -73,7 +74,7 @@ def parse_bytes(value: str | int | float) -> int:
         raise _refuse(value, "a size", _SIZES)
     size = int(number)
     if 0 < size < 100_000 and isinstance(value, str) and (text := value.strip())[-1].isdigit():
-        raise ConfigError(f"{text} has no unit. Write {size}GB.")
+        raise ConfigError(f"{text} has no unit. Write {size}{likely}.")
     return size
 
 
@@ -113,7 +114,11 @@ def parse_duration(value: str | float) -> float:
     if isinstance(value, str) and 0 < len(text := value.strip()) <= _MAX_TEXT:
         if found := re.fullmatch(_DURATION, text.lower()):
             parts = zip(found.groups(), _DURATION_UNITS.values(), strict=True)
-            number = sum(float(count) * ms / 1000 for count, ms in parts if count)
+            number = sum(
+                float(count) * (ms // 1000) if ms > 1 else float(count) / 1000
+                for count, ms in parts
+                if count
+            )
         else:
             with contextlib.suppress(ValueError):
                 number = float(text)
@@ -125,18 +130,19 @@ def parse_duration(value: str | float) -> float:
 
 
 def parse_age(value: str | float) -> float:
-    """Convert like `parse_duration`, but text needs a unit: a user who writes 14 means 14 days."""
-    if isinstance(value, str) and (text := value.strip()).isdecimal() and int(text):
-        raise ConfigError(f"{text} has no unit. Write {text}d.")
+    """Convert like `parse_duration`, but text needs a unit: a user who writes 14 may mean days."""
+    if isinstance(value, str) and re.fullmatch("[0-9.]*[1-9][0-9.]*", text := value.strip()):
+        raise ConfigError(f"{text} has no unit. Write {text}s, {text}m, {text}h or {text}d.")
     return parse_duration(value)
 
 
 def exact_duration(seconds: float) -> str:
-    """Return text that parses to exactly ``seconds``, such as ``90m``, ``14d`` or ``0.123456``."""
+    """Return text that parses to exactly ``seconds``, such as ``90m``, ``14d`` or ``0.25s``."""
     for unit, size in _SECONDS:
         if seconds % size == 0 and (seconds or size == 1):
             return f"{int(seconds // size)}{unit}"
-    return repr(float(seconds))
+    text = repr(float(seconds))
+    return text if "e" in text else f"{text}s"
 
 
 def format_duration(seconds: float) -> str:

@@ -280,6 +280,10 @@ def parse_url(
 def _file(url: str, path: str) -> str:
     if not path:
         raise ConfigError(f"{url!r} names no file")
+    if url[0] in "\"'":
+        raise ConfigError(f"{redact(url)} begins with a quote. Remove the quotes around it.")
+    if url[:2] == "~/":
+        raise ConfigError(f"{url}: no shell has expanded the ~. Write the whole path.")
     try:
         return f"file://{Path(path).absolute()}"  # with "..", which follows symbolic links
     except FileNotFoundError as exn:

@@ -211,5 +211,6 @@ def test_a_killed_job_leaves_no_note(tmp_path):
 
 def test_every_metric_is_documented(run):
     named = re.findall(r"`shardcache_(\w+)_total`", PAGE)
+    run("pin", "s3://b/a.tar")  # creates the cache
     shown = run("stats", "--format", "prometheus")[1]
     assert named == re.findall(r"# TYPE shardcache_(\w+)_total", shown)

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardcache import units
+from shardcache.download.connections import parse_rate
 from shardcache.errors import ConfigError
 from shardcache.units import Limit
 
@@ -45,7 +46,7 @@ SHOWN: dict[Callable[..., str], dict[float, str]] = {
     },
     units.format_age: {-5: "just now", 0.9: "just now", 1: "1s ago", 125: "2m ago", 9e4: "1d ago"},
     units.exact_bytes: {0: "0", 1000: "1KB", 16 << 20: "16MiB", 1001: "1001B"},
-    units.exact_duration: {0: "0s", 90: "90s", 1800: "30m", 1_209_600: "14d", 0.25: "0.25"},
+    units.exact_duration: {0: "0s", 90: "90s", 1800: "30m", 1_209_600: "14d", 0.25: "0.25s"},
 }  # fmt: skip
 REFUSED: dict[Callable[..., Any], list[Any]] = {
     units.parse_bytes: [
@@ -80,8 +81,13 @@ def test_invalid_values_are_refused(parse):
 
 def test_a_number_without_a_unit_is_refused():
     assert units.parse_bytes("10737418240") == 10 << 30  # as Kubernetes states a limit
-    for parse, unit in (units.parse_bytes, "GB"), (units.parse_limit, "GB"), (units.parse_age, "d"):
-        with pytest.raises(ConfigError, match=f"^14 has no unit. Write 14{unit}.$"):
+    for parse, advice in (
+        (units.parse_bytes, "14GB"),
+        (units.parse_limit, "14GB"),
+        (parse_rate, "14MB"),
+        (units.parse_age, "14s, 14m, 14h or 14d"),
+    ):
+        with pytest.raises(ConfigError, match=f"^14 has no unit. Write {advice}.$"):
             parse("14")
 
 

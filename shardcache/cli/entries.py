@@ -1,4 +1,4 @@
-"""``shardcache ls``, ``path``, ``rm``, ``pin`` and ``unpin``: commands for named shards."""
+"""``shardcache ls``, ``expand``, ``path``, ``rm``, ``pin`` and ``unpin``: for named shards."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def ls_command(
     limit: int | None,
     partial: bool,
     long: bool,
-) -> None:
+) -> ExitCode:
     """List the shards in the cache.
 
     A SPEC is a URL with {braces}, * or ?, a prefix ending in /, or, without a slash, the
@@ -79,7 +79,8 @@ def ls_command(
     damaged (its next reader downloads it again). With --partial they are live (a process
     downloads it), resumable (its process is dead; the next reader continues it) and orphan
     (no reader can continue it). `clean` removes the last two after an hour. With --by prefix,
-    each row adds up the shards whose URLs differ only after the last slash.
+    each row adds up the shards whose URLs differ only after the last slash. Exits with 1 if
+    nothing matches.
 
     \b
     Examples:
@@ -106,7 +107,8 @@ def ls_command(
         footer = f"matching: {counted(number, noun)}, {size}; in all: {footer}"
     for selection in selections:
         if not any((row["url"] or "") in selection for row in found):
-            console.hint(f"{selection.text}: nothing in {cache.dir} matches.")
+            show = console.hint if found else console.error
+            show(f"{selection.text}: nothing in {cache.dir} matches.")
     summary |= {"matching": len(found), "shown": len(shown)}
     console.object("ls", **{"prefixes" if by else f"{noun}s": shown}, summary=summary)
     always, more = _PARTIAL_TITLES if partial else _SHARD_TITLES
@@ -114,6 +116,7 @@ def ls_command(
     cells = ([_cell(row, title) for title in titles] for row in shown)
     console.table(titles, cells)
     console.data(footer)
+    return ExitCode.DONE if found or not specs else ExitCode.FAILED
 
 
 def _by_prefix(rows: list[Row]) -> list[Row]:
@@ -270,6 +273,30 @@ def partials(cache: Cache) -> Iterator[Row]:
             }
 
 
+@command("expand")
+@flag("-0", "--null", help="End each URL with a NUL instead of a newline, as for `xargs -0`.")
+@specs_argument
+@cli.store_options
+def expand_command(invocation: Invocation, specs: tuple[str, ...], null: bool) -> None:
+    """Print the URLs that SPECs stand for, one per line, in order.
+
+    A SPEC has the form that `prewarm` accepts. Prefixes and `*` are listed at their origin.
+
+    \b
+    Examples:
+      shardcache expand 's3://lab/train-{0000..2047}.tar' > shards.txt
+      shardcache expand -0 s3://lab/val/ | xargs -0 -n 1 echo
+    """
+    with invocation.cache() as cache:
+        urls = expand(specs, cache)
+    invocation.console.object("expand", urls=urls)
+    if null and not invocation.console.json:
+        click.echo("".join(f"{url}\0" for url in urls), nl=False)
+    else:
+        for url in urls:
+            invocation.console.data(url)
+
+
 @command("path")
 @flag("--fetch", help="Download shards that are not cached.")
 @specs_argument
@@ -290,11 +317,9 @@ def path_command(invocation: Invocation, specs: tuple[str, ...], fetch: bool) ->
     with invocation.cache() as cache:
         shards = [*map(cache.parse, expand(specs, cache))] if fetch else cache.select(specs)
         for shard in shards:
-            path = cache.path(shard)
-            if path is None and fetch:
+            if fetch and cache.path(shard) is None:
                 cache.fetch(shard)
-                path = cache.path(shard)
-            if path is None:
+            if (path := cache.path(shard)) is None:
                 advice = "It was evicted at once." if fetch else "Pass --fetch to download it."
                 advice = _advice(cache, [shard])[str(shard)] or advice
                 text = f"{shard} is not cached in {cache.dir}. {advice}"
@@ -339,7 +364,7 @@ def rm_command(
       shardcache rm -n s3://lab/train-0412.tar
     """
     rows = list[Row]()
-    with invocation.cache() as cache:
+    with invocation.cache(existing=True) as cache:
         shards = cache.select(specs)
         sizes = [cache.remove(shard, dry_run=True)[0] for shard in shards]
         if any(sizes) and not (dry_run or yes):
@@ -412,7 +437,7 @@ def unpin_command(invocation: Invocation, specs: tuple[str, ...]) -> ExitCode:
     Examples:
       shardcache unpin 's3://lab/val-{0000..0031}.tar'
     """
-    with invocation.cache() as cache:
+    with invocation.cache(existing=True) as cache:
         shards = cache.select(specs, pinned=True)
         ended = cache.unpin(shards)
     counts = {"unpinned": len(ended), "not_pinned": len(shards) - len(ended)}

@@ -12,6 +12,7 @@ import click
 
 from shardcache.cache import Cache
 from shardcache.cli.main import (
+    FILE,
     ExitCode,
     Invocation,
     command,
@@ -29,7 +30,7 @@ from shardcache.units import counted, format_bytes, format_duration
 @command("index")
 @skip_missing_option
 @flag("--check", help="Write nothing; check that FILE states the right numbers (exit 4 if not).")
-@click.option("-o", "--output", "file", required=True, metavar="FILE", help="The index file.")
+@click.option("-o", "--output", "file", required=True, type=FILE, help="The index file.")
 @click.argument("specs", nargs=-1, metavar="[SPEC]...")
 @store_options
 def index_command(
@@ -51,10 +52,6 @@ def index_command(
         text = "--check reads the shards in FILE: omit SPEC."
         raise click.UsageError(text if check else "No shards given. Pass a SPEC.")
     console, began, journal = invocation.console, time.monotonic(), Path(f"{file}.partial")
-    if file == "-":
-        raise click.UsageError(
-            "-o needs the name of a file: an interrupted run resumes from FILE.partial."
-        )
     if not check and not journal.parent.is_dir():
         raise click.ClickException(
             f"there is no directory {journal.parent}. Make it, or write FILE to another one."
@@ -99,7 +96,8 @@ def index_command(
                 writer.write(f"\n{json.dumps([url, found[0]])}")
             elif stated[url] != found[0]:
                 wrong += 1
-                console.data(f"{url} has {found[0]} samples; {file} states {stated[url]}")
+                has = counted(found[0], "sample")
+                console.data(f"{url} has {has}; {file} states {stated[url]}")
     errors = {url: errors[url] for url in map(str, shards) if url in errors}
     absent = {url: exn for url, exn in errors.items() if isinstance(exn, ShardNotFoundError)}
     option = "" if skip_missing else ", or pass --skip-missing,"

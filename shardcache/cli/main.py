@@ -33,7 +33,7 @@ from shardcache.errors import (
     ShardCacheError,
 )
 from shardcache.faults import FULL
-from shardcache.units import parse_age, parse_duration, parse_limit
+from shardcache.units import parse_age, parse_limit
 
 if TYPE_CHECKING:
     from shardcache.cache import Cache
@@ -65,11 +65,18 @@ class ExitCode(enum.IntEnum):
 
 #: Command -> its module in this package, in the order of the help text.
 _COMMANDS = {
-    "run": "run", "prewarm": "prewarm", "expand": "expand", "index": "index", "ls": "entries",
+    "run": "run", "prewarm": "prewarm", "expand": "entries", "index": "index", "ls": "entries",
     "path": "entries", "rm": "entries", "pin": "entries", "unpin": "entries", "clean": "upkeep",
     "verify": "upkeep", "stats": "stats", "top": "stats", "report": "stats", "config": "config",
     "dir": "config", "doctor": "doctor",
 }  # fmt: skip
+
+
+#: Command, and a part of its usage error -> advice.
+_ADVICE = {
+    ("doctor", "unexpected extra argument"): "Pass --url URL.",
+    ("stats", "'json'"): "Pass --json.",
+}
 
 
 class Invocation:
@@ -122,17 +129,21 @@ class Invocation:
         except (ConfigError, OSError, TypeError, KeyError):  # the record is damaged
             return loaded
 
-    def cache(self, loaded: Loaded | None = None, **options: Any) -> Cache:
+    def cache(
+        self, loaded: Loaded | None = None, *, existing: bool = False, **options: Any
+    ) -> Cache:
         """Open the cache of ``loaded`` (default: `loaded_with_job_limits`); faults raise errors.
 
-        Raises ConfigError if the directory is no cache and cannot be one: a mistyped one must not
-        look like an empty one.
+        Raises ConfigError if the directory is no cache and cannot be one, or with ``existing``, if
+        it is no cache yet: a mistyped one must not look like an empty one.
         """
         from shardcache.cache import Cache
-        from shardcache.store.root import check_usable, is_cache
+        from shardcache.store.root import check_usable, is_cache, require_cache
 
         config, sources = loaded or self.loaded_with_job_limits()
-        if not is_cache(config.dir):
+        if existing:
+            require_cache(config.dir)
+        elif not is_cache(config.dir):
             check_usable(config)
             if sources["dir"] == "default":
                 self.console.hint(
@@ -215,8 +226,14 @@ class Parsed(click.ParamType):  # type: ignore[type-arg]
             self.fail(exn.message, param, ctx)
 
 
-DURATION = Parsed("DURATION", parse_duration)
-AGE = Parsed("DURATION", parse_age)
+def _parse_file(text: str) -> str:
+    if text == "-":
+        raise ConfigError("- is not the name of a file. Write /dev/stdout for standard output.")
+    return text
+
+
+FILE = Parsed("FILE", _parse_file)
+DURATION = Parsed("DURATION", parse_age)
 SIZE = Parsed("SIZE", parse_limit)
 
 
@@ -240,28 +257,24 @@ def _take(context: click.Context, parameter: click.Parameter, value: Any) -> Non
     name, invocation = str(parameter.name), context.ensure_object(Invocation)
     if name == "verbosity":
         invocation.console.verbosity += value
+    elif value and name in ("anon", "profile"):
+        invocation.storage_options[name] = value
+    elif value and name == "region":
+        invocation.storage_options["client_kwargs"] = {"region_name": value}
     elif value:
-        setattr(invocation if name in ("dir", "config") else invocation.console, name, value)
+        setattr(invocation if hasattr(invocation, name) else invocation.console, name, value)
 
 
-def _take_store(context: click.Context, parameter: click.Parameter, value: Any) -> None:
-    """Store the value of an option of `store_options`."""
-    invocation = context.ensure_object(Invocation)
-    if value and parameter.name == "endpoint_url":
-        invocation.endpoint_url = value
-    elif value:
-        option = {"client_kwargs": {"region_name": value}}, {str(parameter.name): value}
-        invocation.storage_options |= option[parameter.name != "region"]
+_option = functools.partial(click.option, expose_value=False, callback=_take)
 
 
 def store_options(command: Any) -> Any:
     """Add the options of a command that reads from S3, with the names that the AWS CLI has."""
-    option = functools.partial(click.option, expose_value=False, callback=_take_store)
     for decorate in (
-        option("--no-sign-request", "anon", is_flag=True, help="S3: send no credentials."),
-        option("--region", metavar="NAME", help="S3: the region of the bucket."),
-        option("--profile", metavar="NAME", help="S3: the profile with the credentials."),
-        option("--endpoint-url", metavar="URL", help="S3: the endpoint, if not AWS."),
+        _option("--no-sign-request", "anon", is_flag=True, help="S3: send no credentials."),
+        _option("--region", metavar="NAME", help="S3: the region of the bucket."),
+        _option("--profile", metavar="NAME", help="S3: the profile with the credentials."),
+        _option("--endpoint-url", metavar="URL", help="S3: the endpoint, if not AWS."),
     ):
         command = decorate(command)
     return command
@@ -269,16 +282,15 @@ def store_options(command: Any) -> Any:
 
 def _with_global_options(command: Any) -> Any:
     """Add the global options to a command, after its own options."""
-    option = functools.partial(click.option, expose_value=False, callback=_take)
     for decorate in (
-        option("--dir", metavar="DIR", help="Directory of the cache."),
-        option("--config", metavar="FILE", help="Read only this configuration file."),
-        option("-q", "--quiet", is_flag=True, help="Print only data, warnings and errors."),
-        option("-v", "--verbose", "verbosity", count=True, help="Log more; -vv for debugging."),
-        option("--json", is_flag=True, help="Print one JSON object, for programs."),
-        option("--color", type=click.Choice(["auto", "always", "never"]),
-               help="Use colours; auto: on a terminal, unless NO_COLOR is set."),
-        option("--no-progress", is_flag=True, help="Do not show progress."),
+        _option("--dir", metavar="DIR", help="Directory of the cache."),
+        _option("--config", metavar="FILE", help="Read only this configuration file."),
+        _option("-q", "--quiet", is_flag=True, help="Print only data, warnings and errors."),
+        _option("-v", "--verbose", "verbosity", count=True, help="Log more; -vv for debugging."),
+        _option("--json", is_flag=True, help="Print one JSON object, for programs."),
+        _option("--color", type=click.Choice(["auto", "always", "never"]),
+                help="Use colours; auto: on a terminal, unless NO_COLOR is set."),
+        _option("--no-progress", is_flag=True, help="Do not show progress."),
         click.version_option(__version__, message="shardcache %(version)s",
                              help="Print the version."),
     ):  # fmt: skip
@@ -366,8 +378,11 @@ def _run(invocation: Invocation, arguments: Sequence[str] | None) -> int:
         return int(returned or ExitCode.DONE)
     except click.ClickException as exn:
         context = exn.ctx if isinstance(exn, click.UsageError) else None
-        hint = f" Try '{context.command_path} --help'." if context is not None else ""
         text = " ".join(exn.format_message().split())  # click puts each choice on its own line
+        hint = f" Try '{context.command_path} --help'." if context is not None else ""
+        for (name, part), advice in _ADVICE.items():
+            if context is not None and context.info_name == name and part in text:
+                hint = f" {advice}"
         if isinstance(exn, click.NoSuchOption) and context is not None:
             gone = REMOVED.get(f"{context.info_name} {exn.option_name}")
             text, hint = (f"{exn.option_name} was removed. {gone}", "") if gone else (text, hint)

@@ -135,13 +135,10 @@ class Console:
         """
         if self.json or not (cells := [list(map(printable, row)) for row in rows]):
             return
-        if len(cells) <= _DRAWN and (sys.stdout.isatty() or self.colored(sys.stdout)):
-            table = text_table(titles, cells)
-            terminal = self.terminal(sys.stdout)
-            endless = terminal.options.update(width=_UNLIMITED)
-            if terminal.measure(table, options=endless).minimum <= terminal.width:
-                self.render(table)
-                return
+        is_drawn = len(cells) <= _DRAWN and (sys.stdout.isatty() or self.colored(sys.stdout))
+        if is_drawn and _fits(table := text_table(titles, cells), self.terminal(sys.stdout)):
+            self.render(table)
+            return
         self.data("\n".join(map("\t".join, (titles, *cells))))
 
     def hint(self, text: str) -> None:
@@ -214,11 +211,31 @@ def text_table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     for number, title in enumerate(titles):
         justify: Any = "right" if number and title not in _WORDS else "left"
-        table.add_column(title, justify=justify, no_wrap=number > 0, overflow="fold")
+        options: dict[str, Any] = {"min_width": len(title), "no_wrap": number > 0}
+        table.add_column(title, justify=justify, overflow="fold", **options)
     first = Shortened if titles[0] == "SHARD" else Text
     for name, *rest in rows:
         table.add_row(first(printable(name)), *(Text(printable(cell)) for cell in rest))
     return table
+
+
+def _fits(table: Table, terminal: Terminal) -> bool:
+    """Return whether the terminal shows all columns of a table without cutting a figure."""
+    endless = terminal.options.update(width=_UNLIMITED)
+    return terminal.measure(table, options=endless).minimum <= terminal.width
+
+
+@dataclass(frozen=True, slots=True)
+class Fitted:
+    """A table for rich. A narrow terminal leaves out its last columns."""
+
+    titles: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+    def __rich_console__(self, terminal: Terminal, options: ConsoleOptions) -> RenderResult:
+        ends = range(len(self.titles), 0, -1)
+        tables = (text_table(self.titles[:end], [row[:end] for row in self.rows]) for end in ends)
+        yield next((table for table in tables if _fits(table, terminal)), "")
 
 
 class Position(NamedTuple):

@@ -55,7 +55,7 @@ def run_command(
     All Python processes that the program starts, such as DataLoader workers and the ranks of
     torchrun, read through the cache, too. Only tar archives are cached; writes and other files
     are not affected. Invalid options end this command with exit code 2. Otherwise its exit
-    code is that of the program.
+    code is that of the program, 127 if there is no such program, and 126 if it cannot be started.
 
     If you cannot change the command line of the program, set the variables that --env prints.
 
@@ -92,7 +92,8 @@ def run_command(
         try:
             child = subprocess.Popen(program, env=environment)
         except OSError as exn:
-            raise click.ClickException(f"{program[0]} cannot be started: {exn.strerror}") from exn
+            invocation.console.error(f"{program[0]} cannot be started: {exn.strerror}.", exn)
+            return 127 if isinstance(exn, FileNotFoundError) else 126  # as shells do
         for number in _FORWARDED:
             stack.callback(signal.signal, number, signal.getsignal(number))
             signal.signal(number, lambda number, frame: child.send_signal(number))
@@ -112,6 +113,8 @@ def run_command(
         text += f"{config.dir}; {format_bytes(stats.bytes_origin)} came from the origin"
     if failed := stats.failed - stats.left:
         text += f"; {failed:,} could not be opened"
+    if code:  # a process that is killed does not write its last counts
+        text += "; counts of the last second may be missing"
     if not lines:
         text += "; the hook was not loaded by any Python process (is PYTHONPATH replaced?)"
     if left:

@@ -12,9 +12,12 @@ import io
 import itertools
 import math
 import os
+import select
 import string
 import sys
+import termios
 import time
+import tty
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -31,13 +34,13 @@ from shardcache.cli import main as cli
 from shardcache.cli.entries import partials
 from shardcache.cli.main import Invocation, command, flag
 from shardcache.cli.output import (
+    Fitted,
     Row,
     Shortened,
     fields_of,
     local_time,
     printable,
     short_duration,
-    text_table,
 )
 from shardcache.clock import utc
 from shardcache.config import Config, __version__
@@ -68,9 +71,7 @@ _since_option = click.option(
     type=cli.DURATION,
     help="Count only this last period, such as 24h.  [default: 30 days]",
 )
-_output_option = functools.partial(
-    click.option, "-o", "--output", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE"
-)
+_output_option = functools.partial(click.option, "-o", "--output", type=cli.FILE)
 #: Possible lengths of the intervals of a chart in seconds, and the maximum number of intervals.
 _STEPS = (database.PERIOD, 3600, 4 * 3600, 24 * 3600, 7 * 24 * 3600)
 _INTERVALS = 100
@@ -88,14 +89,11 @@ _GAUGE = 24
 #: The charts of sums: title, unit, and label -> counter.
 _SUMS: tuple[tuple[str, str, dict[str, str]], ...] = (
     ("Opens", "", {name: name for name in OUTCOMES}),
-    (
-        "Where bytes came from",
-        "B",
-        {"cache": "bytes_saved", "origin": "bytes_origin", "upstreams": "bytes_upstream"},
-    ),
+    ("Where bytes came from", "B",
+     {"cache": "bytes_saved", "origin": "bytes_origin", "upstreams": "bytes_upstream"}),
     ("Bytes streamed past the cache", "B", {"streamed": "bytes_streamed"}),
     ("Bytes evicted", "B", {"evicted": "bytes_evicted"}),
-)
+)  # fmt: skip
 _STYLE: dict[Any, Any] = {
     "svg.hashsalt": "shardcache",  # a fixed salt, so that equal counters make equal pages
     "svg.fonttype": "none",  # keep text as text, in the fonts of the page
@@ -129,7 +127,7 @@ def stats_command(
     since: float | None,
     by: str | None,
     form: str | None,
-    output: Path | None,
+    output: str | None,
     zero: bool,
 ) -> None:
     """Show hits, bytes and waits of all processes of this node.
@@ -154,7 +152,7 @@ def stats_command(
         raise click.UsageError(
             "--format prometheus takes no --since, --by or --json; select in Prometheus."
         )
-    with invocation.cache() as cache:
+    with invocation.cache(existing=True) as cache:
         samples = [] if zero else cache.samples(since, ever=form is not None)
         total = summed(samples)
         if zero:
@@ -203,8 +201,9 @@ def _gauges(cache: Cache, config: Config) -> dict[str, list[tuple[str, float]]]:
     return gauges
 
 
-def _write_text(path: Path, text: str) -> None:
+def _write_text(name: str, text: str) -> None:
     """Write a file atomically, so that no reader sees only a part of it."""
+    path = Path(name)
     try:
         if path.exists() and not path.is_file():  # /dev/stdout or a pipe cannot be replaced
             path.write_text(text, "utf-8")
@@ -212,7 +211,7 @@ def _write_text(path: Path, text: str) -> None:
         with atomic_write(path, "w", sync=False) as file:
             file.write(text)
     except OSError as exn:  # the error may name the temporary file, so name the file itself
-        raise OSError(exn.errno, exn.strerror, str(path)) from exn
+        raise OSError(exn.errno, exn.strerror, name) from exn
 
 
 def _figures(stats: Stats) -> str:
@@ -276,10 +275,9 @@ def _cells(stats: Stats, seconds: float | None = None) -> list[str]:
 @command("report")
 @_since_option
 @_output_option(
-    default=Path("shardcache-report.html"),
-    help="The file to write.  [default: shardcache-report.html]",
+    default="shardcache-report.html", help="The file to write.  [default: shardcache-report.html]"
 )
-def report_command(invocation: Invocation, since: float | None, output: Path) -> None:
+def report_command(invocation: Invocation, since: float | None, output: str) -> None:
     """Write an HTML page with charts.
 
     The page shows the hit rate over time, bytes from cache and origin, waits and evictions. It
@@ -291,7 +289,7 @@ def report_command(invocation: Invocation, since: float | None, output: Path) ->
       shardcache report
       shardcache report --since 24h -o /var/www/html/shardcache.html
     """
-    with invocation.cache() as cache:
+    with invocation.cache(existing=True) as cache:
         samples, gauges = cache.samples(since), map(_meter, _tiers(cache, cache.config))
         total = summed(samples)
         span = "Nothing was counted"
@@ -481,7 +479,7 @@ def _process(holder: Holder) -> Row:
 def top_command(invocation: Invocation, interval: float, count: int | None) -> None:
     """Watch rates, running downloads and disk usage.
 
-    Press Ctrl-C to quit. Without a terminal, each refresh is printed below the last one. With
+    Press q to quit. Without a terminal, each refresh is printed below the last one. With
     --json, it prints one refresh, or --count of them, one per line.
 
     \b
@@ -491,11 +489,12 @@ def top_command(invocation: Invocation, interval: float, count: int | None) -> N
     """
     console = invocation.console
     count = count or (1 if console.json else None)
-    with invocation.cache() as cache, contextlib.suppress(KeyboardInterrupt), ExitStack() as stack:
+    with invocation.cache(existing=True) as cache, ExitStack() as stack:
+        stack.enter_context(contextlib.suppress(KeyboardInterrupt))
         states = snapshots(cache, lambda: invocation.loaded_with_job_limits().config)
         snapshot = next(states)  # the first rates are relative to this snapshot
         display: Live | None = None
-        hint = "  Ctrl-C to quit"
+        hint = "  q to quit"
         if console.live and sys.stdout.isatty() and not console.json:
             from rich.live import Live
 
@@ -504,8 +503,14 @@ def top_command(invocation: Invocation, interval: float, count: int | None) -> N
             )
             stack.callback(display.stop)  # registered before start(), which a signal may interrupt
             display.start(refresh=True)
+        keys = [sys.stdin] if display is not None and sys.stdin and sys.stdin.isatty() else []
+        for stdin in keys:  # keys are passed on at once, and not shown
+            stack.callback(termios.tcsetattr, stdin, termios.TCSAFLUSH, termios.tcgetattr(stdin))
+            tty.setcbreak(stdin, termios.TCSANOW)
         for _ in itertools.count() if count is None else range(count):
-            time.sleep(interval)
+            typed, _, _ = select.select(keys, [], [], interval)  # any key refreshes
+            if typed and os.read(typed[0].fileno(), 1) in (b"q", b""):  # empty: no more terminal
+                break
             snapshot = next(states)
             ranks = [{"rank": n, **stats.as_dict()} for n, stats in snapshot["ranks"].items()]
             console.object("top", **{**snapshot, "ranks": ranks})
@@ -541,7 +546,7 @@ def frame(snapshot: Row, hint: str = "") -> RenderableType:
         [rank, *(_cells(stats, seconds) if seconds else ["-"] * len(_ROW_TITLES))]
         for rank, stats in {"all": snapshot["total"], **(ranks if len(ranks) > 1 else {})}.items()
     ]
-    parts.append(text_table(["RANK", *_ROW_TITLES], rates))
+    parts.append(Fitted(["RANK", *_ROW_TITLES], rates))
     fetches, waits = snapshot["fetches"], snapshot["waits"]
     running = f"\n{counted(len(fetches), 'download')} running"
     parts.append(Text(running, "green" if fetches else ""))
@@ -551,15 +556,15 @@ def frame(snapshot: Row, hint: str = "") -> RenderableType:
             done = f"{each['written_bytes'] / each['size']:.0%}" if each["size"] else "?"
             rate = format_rate(each["bytes_per_second"])
             rows.append([each["url"], done, rate, _name(each)])
-        parts.append(text_table(["SHARD", "DONE", "RATE", "PROCESS"], rows))
+        parts.append(Fitted(["SHARD", "DONE", "RATE", "PROCESS"], rows))
     if waits:
         waiting = counted(len(waits), "waiting process", "waiting processes")
         rows = [
-            [each["url"], _name(each), _name(each["holder"] or {}), short_duration(each["seconds"])]
+            [each["url"], short_duration(each["seconds"]), _name(each["holder"] or {}), _name(each)]
             for each in waits
         ]
-        titles = ["SHARD", "PROCESS", "WAITS FOR", "TIME"]
-        parts += [Text(f"\n{waiting}", "yellow"), text_table(titles, rows)]
+        titles = ["SHARD", "TIME", "WAITS FOR", "PROCESS"]
+        parts += [Text(f"\n{waiting}", "yellow"), Fitted(titles, rows)]
     return Group(*parts)
 
 

@@ -31,7 +31,9 @@ from shardcache.units import Limit, counted, format_bytes, format_duration
     "--wait/--no-wait", default=True, help="Wait for another clean, or exit with 6 (default: wait)."
 )
 @flag("--orphans", help="Remove only partials of dead processes, also recent ones.")
-@click.option("--max-age", type=cli.AGE, help="Evict shards not used for this long, such as 14d.")
+@click.option(
+    "--max-age", type=cli.DURATION, help="Evict shards not used for this long, such as 14d."
+)
 @click.option(
     "--min-free", type=cli.SIZE, help="Evict until this much space is free: 100GB or 10%."
 )
@@ -63,17 +65,13 @@ def clean_command(
       17 * * * *  /opt/venv/bin/shardcache --dir /local/nvme/shards clean -q
       shardcache clean --all --remove-dir -y
     """
-    given: dict[str, Any] = {n: str(value) for n, value in limits.items() if value is not None}
+    given: dict[str, Any] = {n: value for n, value in limits.items() if value is not None}
     if everything and (given or orphans):
         raise click.UsageError("--all removes everything; omit limits and --orphans.")
     if remove_dir and not everything:
         raise click.UsageError("--remove-dir needs --all.")
     console, loaded = invocation.console, invocation.loaded_with_job_limits()
-    with invocation.cache(loaded) as cache:
-        if not cache.dir.exists():
-            console.hint(f"{cache.dir} does not exist; there is nothing to clean.")
-            console.object("clean", CleanReport((), 0, 0, 0, dry_run), freed=0, job_limits={})
-            return ExitCode.DONE
+    with invocation.cache(loaded, existing=True) as cache:
         if everything and not (dry_run or yes):
             what = "Remove the directory and" if remove_dir else "Remove"
             invocation.confirm(f"{what} every shard in {cache.dir}?")
@@ -94,7 +92,7 @@ def clean_command(
         console.object("clean", report, freed=report.freed, job_limits=job_limits)
         if dry_run:
             rows = [(_url_of(r), format_bytes(r.size), r.reason) for r in report.removed]
-            console.table(("SHARD", "SIZE", "REASON"), rows)
+            console.table(("SHARD", "ON DISK", "REASON"), rows)
         console.info(_summary(report))
         if report.missing:
             console.warning(
@@ -123,7 +121,7 @@ def _url_of(removal: Removal) -> str:
 
 def _summary(report: CleanReport) -> str:
     removed, kept = ("would remove", "would keep") if report.dry_run else ("removed", "kept")
-    rest = f"{kept} {counted(report.kept, 'shard')}, {format_bytes(report.kept_bytes)}"
+    rest = f"{kept} {counted(report.kept, 'shard')}, {format_bytes(report.kept_bytes)} on disk"
     rest += f" ({report.pinned:,} pinned)" if report.pinned else ""
     if not report.removed:
         return f"nothing to remove; {rest}"
@@ -133,7 +131,7 @@ def _summary(report: CleanReport) -> str:
     what += [counted(partials, "partial download")] if partials else []
     why = ", ".join(f"{n:,} {reason}" for reason, n in reasons.items() if reason != Reason.ALL)
     size = format_bytes(report.freed)
-    return f"{removed} {' and '.join(what)}, {size}{why and f': {why}'}\n{rest}"
+    return f"{removed} {' and '.join(what)}, {size} on disk{why and f': {why}'}\n{rest}"
 
 
 @command("verify")
@@ -175,33 +173,27 @@ def verify_command(
         return {"": Position(text, status.passed, status.bytes)}
 
     invocation.polls_stop = True
-    with invocation.cache() as cache:
-        if not cache.dir.exists() or not any(cache.dir.iterdir()):
-            list(cache.entries(specs or None))  # raises an error if a SPEC matches nothing
-            console.hint(f"Nothing was cached in {cache.dir} yet.")
-        else:
-            findings = cache.verify(
-                specs or None,
-                quick=quick,
-                repair=repair and not dry_run,
-                status=status,
-                stop=invocation.stop,
-            )
-            with contextlib.closing(findings), display(console, positions):
-                for finding in findings:
-                    counts[finding.state] += 1
-                    size += 0 if finding.state is EntryState.UNCHECKED else finding.entry.size
-                    if finding.state is not EntryState.OK:
-                        wrong.append(finding)
-                        label = console.styled(f"{finding.state:<11}", "yellow", sys.stdout)
-                        aside = " (set aside)" if finding.set_aside else ""
-                        name = finding.url or finding.entry.directory
-                        console.data(f"{label}  {printable(f'{name}  {finding.reason}')}{aside}")
+    with invocation.cache(existing=True) as cache:
+        findings = cache.verify(
+            specs or None,
+            quick=quick,
+            repair=repair and not dry_run,
+            status=status,
+            stop=invocation.stop,
+        )
+        with contextlib.closing(findings), display(console, positions):
+            for finding in findings:
+                counts[finding.state] += 1
+                size += 0 if finding.state is EntryState.UNCHECKED else finding.entry.size
+                if finding.state is not EntryState.OK:
+                    wrong.append(finding)
+                    label = console.styled(f"{finding.state:<11}", "yellow", sys.stdout)
+                    aside = " (set aside)" if finding.set_aside else ""
+                    name = finding.url or finding.entry.directory
+                    console.data(f"{label}  {printable(f'{name}  {finding.reason}')}{aside}")
     stopped, seconds = invocation.stop.is_set(), round(time.monotonic() - began, 3)
-    verified, set_aside = (
-        counts.total() - counts[EntryState.UNCHECKED],
-        sum(f.set_aside for f in wrong),
-    )
+    verified = counts.total() - counts[EntryState.UNCHECKED]
+    set_aside = sum(finding.set_aside for finding in wrong)
     rows = [{**fields_of(each), "entry": fields_of(each.entry)} for each in wrong]
     summary: Row = {"interrupted": stopped, "verified": verified, "verified_bytes": size}
     summary |= {"seconds": seconds, **{state.value: counts[state] for state in EntryState}}

@@ -22,6 +22,7 @@ from shardcache.dataset.index import OpenShard, count_samples, read_index_file, 
 from shardcache.errors import ConfigError, IntegrityError
 from shardcache.prewarm.plan import expand
 from shardcache.ranks import detect
+from shardcache.units import counted
 from shardcache.urls import redact
 from shardcache.wds import reraise
 
@@ -128,12 +129,16 @@ class TarDataset:
         # The ranks of a node begin at different shards, so that each shard is counted by one rank.
         first = len(self.shards) * (ranks.local_rank or 0) // (ranks.local_size or 1)
         counts = [0] * len(self.shards)
-        for number, counted in count_samples(self.cache, self.shards[first:] + self.shards[:first]):
-            if not isinstance(counted, Exception):
-                counts[(first + number) % len(counts)] = counted[0]
-            elif not self.handler(counted):
-                raise counted
+        for number, found in count_samples(self.cache, self.shards[first:] + self.shards[:first]):
+            if not isinstance(found, Exception):
+                counts[(first + number) % len(counts)] = found[0]
+            elif not self.handler(found):
+                raise found
         return counts
+
+    def __repr__(self) -> str:
+        samples = counted(len(self), "sample")
+        return f"<TarDataset: {samples} in {counted(len(self.shards), 'shard')}>"
 
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0

@@ -26,7 +26,7 @@ from shardcache.ranks import rank as own_rank
 from shardcache.reading.lookahead import Prefetcher
 from shardcache.space.memory import Volume
 from shardcache.threads import lazy
-from shardcache.units import format_bytes
+from shardcache.units import counted, format_bytes
 
 if TYPE_CHECKING:
     from torch.utils.data import Sampler
@@ -163,6 +163,10 @@ class ShardBatchSampler(Sampler[list[int]]):
             self._start = epoch, 0
         if epoch != self._taken[0]:
             self._taken = self._start
+
+    def __repr__(self) -> str:
+        samples = counted(len(self.data), "sample")
+        return f"<ShardBatchSampler: {samples}, epoch {self.epoch}, batch {self.batch}>"
 
     def __len__(self) -> int:
         return self._batches(0)

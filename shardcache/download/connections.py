@@ -325,7 +325,7 @@ def parse_rate(value: str | int | float) -> int:
         ConfigError: ``value`` is not a rate, or is less than `LEAST`.
     """
     text = value.strip().removesuffix("/s") if isinstance(value, str) else value
-    rate = parse_bytes(text)
+    rate = parse_bytes(text, "MB")
     if rate < LEAST:
         raise ConfigError(f"{value!r} is too slow: the lowest rate is {format_rate(LEAST)}")
     return rate

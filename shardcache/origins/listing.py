@@ -37,6 +37,7 @@ _GLOB = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
 _SEPARATOR = r"::(?![0-9]{12}:accesspoint)"
 _SPECIAL = re.compile(r"::|[{}$\\]")  # a specification without any of these is one URL
 _VARIABLE = re.compile(r"\$\{(\w+)\}")
+_NO_RANGE = re.compile(r"(?<!\\)\{([0-9]+)-([0-9]+)\}")
 #: ListObjectsV2 returns at most this many keys per request.
 _PAGE = 1000
 #: `Listing.sizes` may send one request per `_PAGE` shards, and these more, because the folders of
@@ -71,6 +72,9 @@ def expand_braces(spec: str) -> Iterator[str]:
     for part in re.split(_SEPARATOR, spec):
         for _ in range(10):  # nested variables, as deep as WebDataset goes
             part = _VARIABLE.sub(_variable, part)
+        if wrong := _NO_RANGE.search(part):
+            start, end = wrong.groups()
+            raise ConfigError(f"{shown_url(part)}: write {wrong[0]} as {{{start}..{end}}}.")
         found = None
         with contextlib.suppress(braceexpand.UnbalancedBracesError):  # type: ignore[attr-defined]
             found = list(braceexpand.braceexpand(part))

@@ -9,6 +9,7 @@ start`` ran there. If a node fails or dies, its report says so, and the other no
 
 from __future__ import annotations
 
+import inspect
 import io
 import ipaddress
 import logging
@@ -142,8 +143,11 @@ def prewarm_nodes(
     Raises:
         ConfigError: Ray is not installed, no cluster can be reached, or a specification is
             malformed.
+        TypeError: `prewarm` has no argument of that name.
         KeyboardInterrupt: raised after the tasks were cancelled.
     """
+    # Here, because a node's task would only report an unknown argument.
+    inspect.signature(prewarm).bind(None, urls, share=None, on_event=None, stop=stop, **options)
     specs = [urls] if isinstance(urls, str) else list(urls)
     # Here, so that a mistake is reported once, not by every node.
     expanded = list(dict.fromkeys(url for spec in specs for url in expand_braces(spec)))

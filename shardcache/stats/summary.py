@@ -16,7 +16,7 @@ from typing import Any
 from shardcache.clock import utc
 from shardcache.stats.counters import COUNTERS, Counts
 from shardcache.stats.database import NO_RANK, PERIOD, Sample
-from shardcache.units import format_bytes, format_duration
+from shardcache.units import counted, format_bytes, format_duration
 
 #: The possible outcomes of an open, in the order in which tables show them.
 OUTCOMES = ("hits", "coalesced", "linked", "misses", "streamed", "failed")
@@ -112,7 +112,7 @@ class Stats(Counts):
 
     def __repr__(self) -> str:
         rate = "no opens" if self.hit_rate is None else f"{self.hit_rate:.2%} hits"
-        text = f"{self.opens} opens, {rate}"
+        text = f"{counted(self.opens, 'open')}, {rate}"
         if self.streamed:
             text += f", {self.streamed} streamed ({format_bytes(self.bytes_streamed)})"
         text += f", {format_bytes(self.bytes_saved)} saved"

@@ -63,6 +63,8 @@ def make_root(config: Config) -> Layout:
         modes.make_directory(root, levels=99)
     except (FileExistsError, NotADirectoryError) as exn:
         raise ConfigError(f"{exn.filename} is not a directory. Set dir to a directory.") from exn
+    except FileNotFoundError as exn:  # the filesystem is one of the kernel, such as /proc
+        raise FileNotFoundError(exn.errno, exn.strerror, str(root)) from exn
     check_manifest(config)
     check_root(config)
     layout = Layout.of_root(root, modes)
@@ -112,9 +114,12 @@ def unusable(root: Path, exn: OSError) -> ConfigError:
     """Return the error for a directory that cannot be made or written."""
     path = exn.filename or root
     how = f" (mount -o remount,rw {shlex.quote(str(path))})" if exn.errno == errno.EROFS else ""
+    is_above = not Path(path).is_relative_to(root)
+    text = f"{root} cannot be made, because " if is_above else ""
+    fix = f", or make {path} writable{how}" if how or not is_above else ""
     return ConfigError(
-        f"{path} cannot be written ({exn.strerror or exn}). Point dir (--dir, SHARDCACHE_DIR) at a "
-        f"directory that this user may write, or make this one writable{how}."
+        f"{text}{path} cannot be written ({exn.strerror or exn}). Point dir (--dir, "
+        f"SHARDCACHE_DIR) at a directory that this user may write{fix}."
     )
 
 

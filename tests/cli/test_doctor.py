@@ -78,7 +78,9 @@ def test_a_read_only_disk_and_one_without_inodes_fail(ask, tmp_path):
         assert code == 4 and "inodes free" in of(rows, "space", "fail")["found"]
         remount(path, "ro")
         code, rows = ask("--dir", path / "below" / "shards")
-        assert code == 4 and f"mount -o remount,rw {path}" in of(rows, "owner", "fail")["fix"]
+        fix = of(rows, "owner", "fail")["fix"]
+        assert code == 4 and f"mount -o remount,rw {path}" in fix
+        assert fix.startswith(f"{path}/below/shards cannot be made, because {path} cannot be ")
 
 
 @needs_root

@@ -46,6 +46,8 @@ def test_ls_selects_sorts_and_limits(run, warm, bucket, tmp_path):
     assert warm[3] in out and warm[0] not in out
     code, out, err = run("ls", "none*", "train*")
     assert (code, len(out.splitlines())) == (0, 6) and err.startswith("none*: nothing in ")
+    code, _, err = run("ls", "-q", "none*")
+    assert code == 1 and err.startswith("error: none*: nothing in ")
     with Cache(tmp_path / "cache") as cache:
         os.utime(cache.entry(warm[2]).path / "meta.json")
     assert run("ls", "--sort", "used")[1].splitlines()[1].startswith(warm[2])
@@ -71,19 +73,27 @@ def test_ls_shows_damaged_entries(run, warm, tmp_path):
 def test_a_cache_without_a_manifest_is_empty(run, tmp_path):
     code, out, err = run("ls")
     assert (code, out) == (0, "0 shards, 0 B\n") and "Nothing was cached" in err
-    assert run("clean")[:2] == run("clean", "-q")[:2] == (0, "")
     (tmp_path / "cache" / "v1").mkdir(0o700, parents=True)  # a process creates the manifest last
     assert run("ls", "--partial")[:2] == (0, "0 partials, 0 B: 0 live, 0 resumable, 0 orphans\n")
     (tmp_path / "cache" / "precious").touch()
     assert run("ls")[0] == 2
 
 
+@pytest.mark.parametrize(
+    "line",
+    ["clean -q", "rm -y a.tar", "verify", "unpin a.tar", "stats", "top --count 1", "report -o r"],
+)
+def test_a_mistyped_directory_is_no_empty_cache(run, tmp_path, line):
+    code, out, err = run(*line.split())
+    assert (code, out) == (2, "") and f"{tmp_path}/cache is not a shardcache directory" in err
+
+
 def test_clean_removes_what_is_over_the_limit(run, warm, data, tmp_path):
     limit = f"{room(tmp_path, *map(len, data.values())) - 1}B"
     _, named, first, second = run("clean", "-n", "--max-size", limit)[1].splitlines()
     assert re.fullmatch(rf"({'|'.join(warm)})\t[\d.]+ KB\tmax_size", named)
-    assert re.fullmatch(r"would remove 1 shard, [\d.]+ KB: 1 max_size", first)
-    assert re.fullmatch(r"would keep 3 shards, [\d.]+ KB", second)
+    assert re.fullmatch(r"would remove 1 shard, [\d.]+ KB on disk: 1 max_size", first)
+    assert re.fullmatch(r"would keep 3 shards, [\d.]+ KB on disk", second)
     assert run("clean", "--max-size", limit)[1].startswith("removed 1 shard, ")
     assert run("clean")[1].startswith("nothing to remove; kept 3 shards, ")
     with Cache(tmp_path / "cache") as cache, contextlib.ExitStack() as stack:
@@ -154,8 +164,8 @@ def test_rm_keeps_shards_in_use_and_exits_6(run, warm, bucket, tmp_path):
     code, _, err = run("rm", "-y", warm[0])
     assert code == 6 and "shardcache unpin" in err
     removed, kept = run("clean", "--all", "-y")[1].splitlines()
-    assert re.fullmatch(r"removed 2 shards, [\d.]+ KB", removed)
-    assert re.fullmatch(r"kept 2 shards, [\d.]+ KB \(2 pinned\)", kept)
+    assert re.fullmatch(r"removed 2 shards, [\d.]+ KB on disk", removed)
+    assert re.fullmatch(r"kept 2 shards, [\d.]+ KB on disk \(2 pinned\)", kept)
     error = f"error: {warm[2]} was not pinned in {tmp_path / 'cache'}\n"
     assert run("unpin", *warm[:3]) == (1, "unpinned 2 shards\n", error)
     assert "nothing that is pinned in" in run("unpin", "train-0001.tar")[2]

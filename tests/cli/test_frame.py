@@ -58,6 +58,15 @@ def test_every_command_has_help_with_examples_that_parse(run, command, tmp_path,
         ("prewarm --max-size 0 s3://b/a", "'0' is not above 0"),
         ("prewarm --max-size 800 s3://b/a", "800 has no unit. Write 800GB."),
         ("pin --for '12 parsecs' s3://b/a", "--for"),
+        ("pin --for 3 s3://b/a", "3 has no unit. Write 3s, 3m, 3h or 3d."),
+        ("stats --since 1.5", "1.5 has no unit"),
+        ("prewarm --limit-rate 10 s3://b/a", "10 has no unit. Write 10MB."),
+        ("pin \"'s3://b/a.tar'\"", "'s3://b/a.tar' begins with a quote."),
+        ("pin '~/a.tar'", "~/a.tar: no shell has expanded the ~."),
+        ("pin s3://b/{0000-0003}.tar", "write {0000-0003} as {0000..0003}."),
+        ("doctor s3://b/a.tar", "Pass --url URL."),
+        ("stats --format json", "Pass --json."),
+        ("report -o -", "- is not the name of a file."),
         ("top --interval \x1b[2J", "--interval"),
         ("--config folder ls", "folder"),
         ("--dir folder ls", "is not a shardcache directory"),
@@ -65,7 +74,7 @@ def test_every_command_has_help_with_examples_that_parse(run, command, tmp_path,
         ("--dir folder prewarm s3://b/a -n", "such as PWD/folder/shards"),
         ("clean --all --max-size 1B", "--all"),
         ("doctor --url s3://b/{0,1}.tar", "takes the URL of one shard"),
-        ("index s3://b/a.tar -o -", "-o needs the name of a file"),
+        ("index s3://b/a.tar -o -", "- is not the name of a file"),
         ("index -o x.json", "No shards given"),
         ("index s3://a/b.tar", "'-o' / '--output'"),
         ("index s3://a/b.tar -o x --check", "omit SPEC"),
@@ -87,7 +96,7 @@ def test_every_command_has_help_with_examples_that_parse(run, command, tmp_path,
         ("prewarm -f folder/file", "The list contains no shards"),
         ("prewarm s3://b/{0..3.tar", "s3://b/{0..3.tar"),
         ("pin gopher://x/y.tar", "gopher"),
-        ("rm -y pipe:true", "pipe:"),
+        ("pin pipe:true", "pipe:"),
         ("prewarm s3://b/x --node-rank 0", "need --shard-by-node"),
         ("prewarm s3://b/x --shard-by-node --node-rank 0", "go together"),
         ("prewarm s3://b/x --shard-by-node", "which node this is"),
@@ -135,6 +144,7 @@ ENDS = {
     "report -o /dev/full": ExitCode.FULL,
     "report -o /nowhere/x": ExitCode.FAILED,
     "index {0} -o /nowhere/x": ExitCode.FAILED,
+    "ls nosuch": ExitCode.FAILED,
     "rm -y {0}": ExitCode.BUSY,
     "clean --no-wait": ExitCode.BUSY,
 }
@@ -178,7 +188,9 @@ def test_options_select_the_log_level(run, spec, bucket, proxy):
 
 
 @needs_root
-def test_a_full_disk_is_explained(run, tmp_path):
+def test_a_disk_that_cannot_be_used_is_explained(run, tmp_path):
+    code, _, err = run("pin", "s3://b/x.tar", "--dir", "/proc/x/cache")
+    assert (code, err) == (1, "error: /proc/x/cache: no directory can be made in /proc\n")
     with disk(tmp_path / "disk", "size=1m") as path:
         with contextlib.suppress(OSError):
             (path / "others").write_bytes(bytes(2 << 20))

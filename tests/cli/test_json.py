@@ -5,6 +5,8 @@ import os
 import re
 
 from shardcache.cache import Cache
+from shardcache.config import Config
+from shardcache.store.root import make_root
 
 TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}\+00:00")
 #: Command line, whose ``{0}`` and ``{1}`` are URLs of cached shards -> keys of the object, and of
@@ -81,7 +83,7 @@ def test_json_has_the_keys_that_scripts_rely_on(run, warm, orphan, bucket, tmp_p
 
 
 def test_json_of_an_empty_cache(run, tmp_path):
+    make_root(Config(tmp_path / "cache"))
     for line in ("ls", "ls --partial", "clean", "verify", "stats", "top --interval 0.2"):
         code, out, _ = run(*line.split(), "--json")
         assert code == 0 and json.loads(out)["schema"] == 1, line
-    assert not (tmp_path / "cache").exists()

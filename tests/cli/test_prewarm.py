@@ -48,7 +48,7 @@ def test_a_plan_that_does_not_fit_is_exit_5(run, spec, data, proxy, tmp_path):
     assert proxy.received() == 0
     assert run(*half, "-n")[0] == 5
     code, out, _ = run(*half, "--best-effort")
-    assert code == 0 and "left out because they do not fit" in out
+    assert code == 0 and "left out for lack of room" in out
     assert "2 cached, 2 to fetch" in run("prewarm", spec, "--check")[1]
     assert run("prewarm", spec, "--max-size", f"{4 * size}B")[0] == 0
 
@@ -136,7 +136,7 @@ def test_a_report_in_words():
     plan = PrewarmPlan(shards, {}, {}, 10**9, 0, 0)
     assert str(PrewarmReport(plan, tuple(results), 2.0, Stopped.DEADLINE)) == (
         "Warmed 3 of 7 shards (3.0 KB, 1.0 KB received) in 2.0 s, 500 B/s; 1 failed, "
-        "1 skipped because they do not exist, 1 retried, 1 fetched by other processes, 1 linked, "
-        "1 left out because they do not fit, "
+        "1 skipped, not at the origin, 1 retried, 1 fetched by other processes, 1 linked, "
+        "1 left out for lack of room, "
         "1 not done because the deadline has passed."
     )

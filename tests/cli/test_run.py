@@ -70,7 +70,7 @@ def test_the_last_line_counts_the_opens_of_this_run_only(program, spec, bucket, 
 @pytest.mark.parametrize(
     ("shards", "directory", "samples", "line", "last"),
     [
-        (None, "/proc/c", 80, "no shard will be cached", "no shard was opened"),
+        (None, "/proc/c", 80, "no shard will be cached", "last second may be missing"),
         ("s3://nowhere/{0..9}.tar", "c", 0, "s3://nowhere/", "; 20 could not be opened"),
         ("pipe:true {0..9} | cat", "c", 0, "and WebDataset reads it", "; 10 shards not cached"),
     ],
@@ -183,6 +183,12 @@ WORDS = ["-v", "--config", "train.yaml", "--dir", "X", "--", "--json"]
 def test_the_program_gets_its_words_and_an_explanation(words, code, out, message, tmp_path):
     done = run_process("run", sys.executable, *words, directory=tmp_path / "cache")
     assert done[:2] == (code, out) and message in done[2], done
+
+
+@pytest.mark.parametrize(("program", "code"), [("nosuchprogram", 127), ("/etc/passwd", 126)])
+def test_a_program_that_cannot_be_started_has_the_code_of_shells(run, program, code):
+    ended, out, err = run("run", "--", program)
+    assert (ended, out) == (code, "") and err.startswith(f"error: {program} cannot be started: ")
 
 
 def test_signals_and_exit_codes_pass_through(program, tmp_path):

@@ -1,8 +1,11 @@
 """`top`: rates, running downloads, and their processes."""
 
 import os
+import re
 import signal
 import threading
+
+import pytest
 
 from shardcache.cli.output import Console
 from shardcache.cli.stats import frame, snapshots
@@ -67,14 +70,22 @@ def test_a_running_download_is_shown_with_its_process(make_cache, origin, monkey
     assert "0 downloads running" in shown()
 
 
-def test_on_a_terminal_it_redraws_until_an_interrupt_ends_it_quietly(make_cache):
+@pytest.mark.parametrize("key", ["q", "\x03"])
+def test_on_a_terminal_it_redraws_until_a_key_ends_it_quietly(make_cache, key):
     cache = make_cache()
     cache.pin(URL)  # creates the directory
-    with Screen("top", "--interval", "0.3", directory=cache.dir) as screen:
-        screen.read(until=r"(?s)(0 downloads running.*){3}")
-        os.killpg(screen.command.process.pid, signal.SIGINT)
+    with Screen("top", "--interval", "0.3", directory=cache.dir, columns=40) as screen:
+        screen.read(until=r"(?s)(0 downloads running.*){2}")
+        screen.type("xyz")
+        screen.read(until=r"(?s)(0 downloads running.*){4}")
+        screen.type(key)
+        if key != "q":  # the terminal of a test sends no signals
+            os.killpg(screen.command.process.pid, signal.SIGINT)
         text, code = screen.end()
-    assert code == 130 and "rror" not in text and "interrupted" not in text
-    assert "\x1b[1mshardcache top" in text and "Ctrl-C to quit" in text
+    assert code == (0 if key == "q" else 130)
+    assert not any(word in text for word in ("rror", "interrupted", "xyz", "SAVED"))
+    titles = re.sub(r"\x1b\[\d+m", "", next(x for x in text.splitlines() if "HIT RATE" in x))
+    assert re.fullmatch(r"RANK +OPENS +HIT RATE +STREAMED( +FETCHED)?\s*", titles)
+    assert "\x1b[1mshardcache top" in text and re.search(r"q\s+to quit", text)
     assert "\x1b[1A" in text  # the cursor moves up
     assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")

@@ -55,6 +55,7 @@ class Index(int):
 def test_samples_equal_those_of_a_pipeline(make_cache):
     cache = make_cache()
     data = TarDataset(SPEC, cache=cache)
+    assert repr(data) == f"<TarDataset: {len(data)} samples in {len(data.shards)} shards>"
     expected = list(cache.attach(wds.WebDataset(SPEC, shardshuffle=False)))
     for number, sample in enumerate(expected):
         assert data[number] == {**sample, "__index__": number, "__epoch__": 0}

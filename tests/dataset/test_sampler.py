@@ -121,6 +121,7 @@ def test_an_iteration_begins_where_the_last_complete_one_or_a_state_ends(make):
     other.load_state_dict({**trained, "epoch": 7, "taken": 5 * 48})
     other.set_epoch(7)  # as the loops of frameworks do
     assert (other.epoch, other.batch) == (7, 5) and whole[:3] != first
+    assert repr(other) == f"<ShardBatchSampler: {len(other.data)} samples, epoch 7, batch 5>"
     assert read([other]) == whole[5:] and other.epoch == 8
 
 

@@ -40,6 +40,11 @@ def taken(order, share=None):
     return node
 
 
+def test_an_unknown_argument_is_refused_before_anything_starts():
+    with pytest.raises(TypeError, match="nosuch"):
+        module.prewarm_nodes("s3://b/a.tar", nosuch=1)
+
+
 def test_a_node_reports_its_plan_each_shard_and_its_result(order):
     node = taken(order())
     assert node.plan is not None and len(node.plan.shards) == 4

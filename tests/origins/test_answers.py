@@ -277,7 +277,9 @@ ROWS = [
         Row(f"transfer coding {coding}", coded(body=chunks(PACKED), coding=coding), REFUSED)
         for coding in ("gzip, chunked", "chunked, gzip", "gzip")
     ),
-    Row("two lines", coded("Transfer-Encoding: gzip", body=chunks(SMALL)), REFUSED),
+    Row(
+        "two lines", coded("Transfer-Encoding: chunked", body=chunks(SMALL), coding="gzip"), REFUSED
+    ),
     Row("content coding", whole("Content-Encoding: gzip", body=PACKED), GZIP),
     Row("content coding of a range", parts(PACKED, Content_Encoding="gzip"), GZIP),
     Row("content coding identity", whole("Content-Encoding: identity"), RIGHT),

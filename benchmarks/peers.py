@@ -23,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -142,7 +142,7 @@ class Peer:
     # returns the command of a run; None for a library
     command: Callable[[Job], list[str]] | None = None
     # returns where the objects are after a command has run
-    files: Callable[[Job], dict[str, Path]] = field(default=lambda job: job.files())
+    files: Callable[[Job], dict[str, Path]] = Job.files
 
 
 def _version(package: str) -> str | None:

@@ -89,26 +89,17 @@ def _groups(
     """Measure all workloads on one target, and return a group of rows for each workload."""
     if name == _FAR:
         workloads = [replace(each, count=min(each.count, _MOST_FAR)) for each in workloads]
-    groups: list[Row] = [
-        {
-            "target": name,
-            "target_title": TARGETS[name],
-            "workload": workload.name,
-            "workload_title": workload.title,
-            "bytes": workload.total,
-            "rows": [],
-        }
-        for workload in workloads
-    ]
+    title, groups = TARGETS[name], []
     try:
         with target(name, directory / "objects", directory) as running:
-            for group, workload in zip(groups, workloads, strict=True):
-                say(f"{workload.title}, {TARGETS[name]}")
+            for workload in workloads:
+                say(f"{workload.title}, {title}")
+                group: Row = {"target_title": title, "workload_title": workload.title}
                 group["rows"] = _measure(running, workload, peers, repeats, directory)
+                groups.append({**group, "bytes": workload.total})
     except UnavailableError as exn:
-        say(f"{TARGETS[name]}: not run: {exn}")
-        for group in groups:
-            group["unavailable"] = str(exn)
+        say(f"{title}: not run: {exn}")
+        return [{"target_title": title, "unavailable": str(exn)}]
     return groups
 
 

@@ -7,12 +7,16 @@ read and for the last use of a shard. Locks, not clocks, decide whether a proces
 from __future__ import annotations
 
 import functools
+import random
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from time import monotonic, sleep, time
 
-__all__ = ["boot_id", "monotonic", "nap", "sleep", "time", "utc"]
+__all__ = ["boot_id", "monotonic", "nap", "randomness", "sleep", "time", "utc"]
+
+#: For the jitter of pauses. The program may have seeded the shared generator of `random`.
+randomness = random.SystemRandom()
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _LAST_SECOND = datetime(9999, 12, 31, tzinfo=UTC).timestamp()

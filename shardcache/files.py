@@ -1,8 +1,5 @@
 """Permissions of the files of a cache; opening, reading, writing and locking files safely.
 
-    private    directories 0700   files 0600   published data 0400
-    shared     directories 2770   files 0660   published data 0440
-
 In a shared cache, the set-group-id bit gives new files and directories the group of their parent.
 The members of the group must trust each other, because each may remove or replace all files.
 """
@@ -214,11 +211,8 @@ def write_new(path: Path | str, data: bytes, mode: int, *, sync: bool = False) -
 
 def sync_directory(path: Path) -> None:
     """Write a directory to the disk (fsync), so that the names in it survive a power loss."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
+    with open_directory(path.resolve()) as fd:
         os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 @contextlib.contextmanager
@@ -272,8 +266,8 @@ def remove_old(path: Path, age: float = IDLE_GRACE) -> None:
 
 def read_file(path: Path | str, limit: int) -> bytes:
     """Read up to ``limit`` bytes of a file without following a symbolic link or blocking."""
-    with open_file(path) as file:
-        return os.read(file.fileno(), limit)
+    with open_file(path) as file:  # Python allocates as many bytes as are asked for
+        return os.read(file.fileno(), min(limit, os.fstat(file.fileno()).st_size))
 
 
 def read_json(path: Path, limit: int) -> Any:
@@ -283,25 +277,6 @@ def read_json(path: Path, limit: int) -> Any:
     except (os_error(), ValueError, RecursionError) as exn:
         logger.debug("%s: %s", path, exn)
         return None
-
-
-def replace_file(path: Path, data: bytes, mode: int, *, via: Path, once: bool = False) -> None:
-    """Write a file in place of an existing one (unless ``once``), by renaming one in ``via``."""
-    temporary = via / f".{path.name}.{random_token()}"
-    try:
-        write_new(temporary, data, mode)
-        if once:
-            try:
-                os.link(temporary, path)
-                return
-            except FileExistsError:  # created by another process, or by this one if NFS resent it
-                return
-            except os_error():  # a filesystem without hard links: the last process wins
-                pass
-        temporary.replace(path)
-    finally:
-        with ignoring(OSError):  # after the rename, there is no temporary file
-            temporary.unlink()
 
 
 # -- locks ---------------------------------------------------------------------------------

@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from shardcache.files import PRIVATE, Modes, random_token, read_json, replace_file
+from shardcache.faults import ignoring, os_error
+from shardcache.files import PRIVATE, Modes, random_token, read_json, write_new
 from shardcache.threads import lazy
 from shardcache.urls import SIDE_FILES
 
@@ -43,7 +44,7 @@ is_lock_name = re.compile(rf"{_KEY}\.lock").fullmatch
 is_lease_name = re.compile(_LEASE).fullmatch  #: a lease or its record
 is_pin_name = re.compile(rf"{_KEY}\.pin").fullmatch
 is_evicted_name = re.compile(rf"evict\.{_KEY}\.{_RANDOM}").fullmatch  #: an entry being removed
-#: A file (`replace_file`) or directory (`Modes.new_directory`) that does not have its name yet.
+#: A file (`Layout.write`) or directory (`Modes.new_directory`) that does not have its name yet.
 is_temporary_name = re.compile(rf"\.[A-Za-z0-9.]+\.{_RANDOM}").fullmatch
 #: A file that says something about shards or processes, and holds no shard.
 is_record_name = re.compile(
@@ -161,8 +162,22 @@ class Layout:
         return next((path for path in self.directories if os.path.islink(path)), None)  # noqa: PTH114
 
     def write(self, path: Path, data: bytes, *, once: bool = False) -> None:
-        """Write a file of this cache with `files.replace_file`."""
-        replace_file(path, data, self.modes.file, via=self.partial, once=once)
+        """Write a file in place of an existing one (unless ``once``), by renaming another."""
+        temporary = self.partial / f".{path.name}.{random_token()}"
+        try:
+            write_new(temporary, data, self.modes.file)
+            if once:
+                try:
+                    os.link(temporary, path)
+                    return
+                except FileExistsError:  # by another process, or by this one if NFS resent it
+                    return
+                except os_error():  # a filesystem without hard links: the last process wins
+                    pass
+            temporary.replace(path)
+        finally:
+            with ignoring(OSError):  # after the rename, there is no temporary file
+                temporary.unlink()
 
 
 def read_manifest(root: Path) -> dict[str, Any]:

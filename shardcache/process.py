@@ -44,6 +44,8 @@ LAST_COPIES = 5.0
 #: Seconds between two records of a last use by one process. A hit must not write to the disk each
 #: time, and with leases an entry may be evicted an hour (`IDLE_GRACE`) after the last record.
 _TOUCH_INTERVAL = 600.0
+#: Entries whose last touch a process remembers.
+_REMEMBERED = 100_000
 #: Seconds to wait for a cancelled worker: it ends at once, unless it hangs in another library.
 _FAREWELL = 5.0
 #: Seconds until a caller that waits for a shared download notices that its own was cancelled.
@@ -377,6 +379,8 @@ class ProcessCache:
         if now >= self._clean_due:  # hot path: keep the number of calls small
             self._clean_if_due(now)
         if last is None or now - last >= _TOUCH_INTERVAL:
+            if len(self._touched) >= _REMEMBERED:
+                self._touched.clear()  # most of them were evicted
             self._touched[directory] = now
             self.tier_of(directory).store.touch(directory, clock.time())
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import Any, NamedTuple
 
@@ -65,9 +65,9 @@ class ShardResult:
     retries: int = 0  #: number of repeated requests
     error: Exception | None = None  #: why the shard failed or was interrupted
 
-    def portable(self) -> ShardResult:
-        """Return a copy that another process can unpickle."""
-        return self if self.error is None else replace(self, error=portable(self.error))
+    def __reduce__(self) -> tuple[Any, ...]:
+        error = None if self.error is None else portable(self.error)  # which is the last field
+        return ShardResult, (*(getattr(self, each.name) for each in fields(self)[:-1]), error)
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -301,9 +301,8 @@ class Started(NamedTuple):
     shard: ShardURL
     progress: Callable[[], Progress]
 
-    def portable(self) -> Started:
-        """Return an event that another process can unpickle, which reports no progress."""
-        return Started(self.shard, Progress)
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Started, (self.shard, Progress)  # another process sees no progress
 
 
 class Finished(NamedTuple):
@@ -311,10 +310,6 @@ class Finished(NamedTuple):
 
     shard: ShardURL
     result: ShardResult
-
-    def portable(self) -> Finished:
-        """Return an event that another process can unpickle."""
-        return Finished(self.shard, self.result.portable())
 
 
 Event = Planned | Started | Finished

@@ -12,7 +12,6 @@ import json
 import logging
 import math
 import os
-import random
 import secrets
 import socket
 import stat
@@ -84,7 +83,7 @@ def poll(timeout: Timeout, what: Callable[[], str]) -> Iterator[float]:
             logger.warning("after %s: waiting %s", format_duration(waited), what())
         # A thousand ranks that poll every 10 ms, or all at the same time, would overload a file
         # server. So the pauses grow to a second, and have jitter.
-        clock.sleep(min(pause * random.uniform(0.5, 1.0), limit - waited))  # noqa: S311
+        clock.sleep(min(pause * clock.randomness.uniform(0.5, 1.0), limit - waited))
         pause = min(pause * 1.5, 1.0)
 
 

@@ -102,11 +102,14 @@ class lazy(Generic[T]):  # noqa: N801 - used as a decorator
 
     def __init__(self, function: Callable[[Any], T]) -> None:
         self._function = function
+        self.__doc__ = function.__doc__
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
 
     def __get__(self, instance: Any, owner: type) -> T:
+        if instance is None:  # `help` and mocks read the attribute of the class
+            return cast("T", self)
         value: T = instance.__dict__.setdefault(self._name, self._function(instance))
         return value
 

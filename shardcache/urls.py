@@ -233,7 +233,7 @@ def parse_url(
     scheme = _ALIASES.get(scheme, scheme)
     if scheme != "pipe" and ("::" in url or " " in url or "," in url) and re.search(_SEVERAL, url):
         advice = "Separate shards by ::, or pass a list. Do not chain filesystems."
-        raise ConfigError(f"{redact(url)} has several URLs. {advice}")
+        raise ConfigError(f"{shown_url(url)} has several URLs. {advice}")
     if scheme not in DEFAULT_SCHEMES and scheme not in allow_schemes:
         # Show nothing of a command, because any part of it may be a secret.
         shown = "'pipe:' URLs run a shell command" if scheme == "pipe" else redact(url)
@@ -288,7 +288,8 @@ def _file(url: str, path: str) -> str:
 
 def shown_url(url: str) -> str:
     """Return a URL without secrets, and the name of a command. The URL may be malformed."""
-    return name_command(url[5:].strip()) if url.startswith("pipe:") else redact(url)
+    found = re.match(r"(?is)((?:.*?(?:::|://|[\s,]))?)pipe:(.*)", url)
+    return redact(found[1]) + name_command(found[2].strip()) if found else redact(url)
 
 
 def name_command(command: str) -> str:

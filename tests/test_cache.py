@@ -4,6 +4,7 @@ import contextlib
 import fcntl
 import inspect
 import os
+import pydoc
 import socket
 import threading
 from pathlib import Path
@@ -159,3 +160,7 @@ def test_a_cache_refuses_sockets_that_ignore_timeouts_of_the_kernel(tmp_path, mo
     monkeypatch.setattr(socket, "socket", type("GreenSocket", (), {}))
     with pytest.raises(ConfigError, match="gevent or eventlet would never time out"):
         Cache(tmp_path)
+
+
+def test_help_shows_what_is_computed_on_first_use():
+    assert "The cache as this process uses it" in pydoc.render_doc(Cache)

@@ -209,14 +209,6 @@ def test_relative_paths_need_a_working_directory(home, run):
             assert (code, out) == (2, "") and advice in err
 
 
-def test_replace_validates():
-    config = Config(DIR, max_size=Limit(bytes=5))
-    assert config.replace(timeout="1m", max_size=None) == Config(DIR, timeout=60.0)
-    for name, value in {"timeout": -1, "connections": None, "min_free": None, "dir": None}.items():
-        with pytest.raises(ConfigError, match=rf"^{name} \(argument\): "):
-            config.replace(**{name: value})
-
-
 def send_secret(config, found):
     found.put(config.storage_options["secret"])
 

@@ -38,11 +38,6 @@ MIXED = {
     "torchrun under mpirun": (f"{MPIRUN} {TORCH}", Ranks(11, 16, 3, "run-7", "torch")),
     # Without --rdzv-id, every torchrun sets "none": two jobs would share a namespace.
     "no id": (f"{TORCH} TORCHELASTIC_RUN_ID=none", Ranks(11, 16, 3, None, "torch")),
-    "no id but Slurm's": (
-        f"{TORCH} TORCHELASTIC_RUN_ID=none SLURM_JOB_ID=9",
-        Ranks(11, 16, 3, "9", "torch"),
-    ),
-    "a rank without a world": ("RANK=3", Ranks()),
     "a world without a rank": ("WORLD_SIZE=3", Ranks()),
     "a rank that is a word": (f"RANK=general {SLURM}", Ranks(5, 8, 1, "9", "slurm")),
     "for another process": (f"{SLURM} RANK=40 WORLD_SIZE=64", Ranks(40, 64, None, "9", "torch")),

@@ -154,6 +154,10 @@ WEB = (
 @pytest.mark.parametrize(
     "url",
     [
+        "pipe:touch ran; cat ran # {canary}",
+        "shardcache::pipe:touch ran # {canary}",
+        "shardcache://pipe://touch ran # {canary}",
+        "filecache::pipe:touch ran # {canary}",
         "pipe:KEY='Bearer {canary}' cat /dev/null #",
         'pipe:KEY="a {canary}"; cat /dev/null',
         "pipe:KEY=$(echo {canary} -n) cat /dev/null",
@@ -169,12 +173,15 @@ WEB = (
         "https:/me:{canary}@host/a.tar",
     ],
 )
-def test_secrets_in_unusual_places(watch, url):
+def test_secrets_in_unusual_places(watch, url, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     url = url.format(canary=CANARY)
-    for schemes in ([], ["pipe"]):
-        watch.read(watch.cache(allow_schemes=schemes, timeout=1), url)
+    watch.read(watch.cache(), url)
+    assert watch.command("path", "--fetch", url) and watch.command("prewarm", url)
+    assert watch.failures and not (tmp_path / "ran").exists()  # a refused command does not run
+    watch.read(watch.cache(allow_schemes=["pipe"], timeout=1), url)
+    assert (tmp_path / "ran").exists() == ("pipe:touch ran" in url and "file" not in url)
     watch.command("ls")
-    assert watch.failures and watch.seen
 
 
 @pytest.mark.parametrize("answered", ANSWERS)

@@ -65,14 +65,10 @@ def test_two_resources_of_the_web_never_share_a_key(resources):
         ("pipe:cat /k;1", "pipe:cat /k;2"),
         # In a bucket, the query is part of the object's name.
         ("s3://b/k.tar?token=1", "s3://b/k.tar"),
-        ("s3://b/k.tar?sig=x", "s3://b/k.tar"),
         ("s3://b/k?sig=x?token=1&versionId=1", "s3://b/k?versionId=1"),
         (f"s3://b/k?{SIGV4}", "s3://b/k"),
-        (f"gs://b/k?{SIGV4}", "gs://b/k"),
         # On the web, only complete signatures are not part of the key.
         ("https://h/k?token=AAA", "https://h/k?token=BBB"),
-        ("https://h/k?token=AAA", "https://h/k"),
-        ("https://h/k?sig=x", "https://h/k"),
         ("https://h/k?sig=x&se=1&sp=2", "https://h/k?sp=2"),
         ("https://h/k?signature=x&expires=1", "https://h/k"),
         ("https://h/k?X-Amz-Signature=x&X-Amz-Date=1", "https://h/k?X-Amz-Date=1"),
@@ -144,14 +140,11 @@ def test_signatures_are_hidden_and_not_part_of_the_key(kind, plain, data):
     ("url", "shown"),
     [
         (f"https://h/k?token={CANARY}", "https://h/k?token=***"),
-        ("https://h/k?token=A&x=1", "https://h/k?token=***&x=***"),
         (
             f"https://h/k?x?sig={CANARY};api_key={CANARY}#{CANARY}",
             "https://h/k?***?sig=***;api_key=***",
         ),
-        (f"https://h/k?se=1&sig={CANARY}", "https://h/k?se=***&sig=***"),
         (f"https://h/k?{CANARY}", "https://h/k?***"),
-        (f"https://h/k?{CANARY}==", "https://h/k?***"),
         (f"https://h/k?u={CANARY}&session=1", "https://h/k?u=***&session=***"),
         (f"https://me:{CANARY}@h/k?jwt=1", "https://h/k?jwt=***"),
         (f"https://h/k?u=http://me:{CANARY}@h/a.tar", "https://h/k?u=***"),
@@ -217,7 +210,6 @@ def test_spellings_of_one_object_share_a_key(url, canonical):
         (None, "https://s3.eu-west-1.amazonaws.com"),
         ("", "s3.amazonaws.com:443"),
         ("http://minio:9000", "https://MINIO:9000/"),
-        ("http://minio:80", "http://minio"),
         ("https://minio:443", "minio"),
         (f"http://me:{CANARY}@minio", "http://minio"),
         ("s3.cn-north-1.amazonaws.com", "https://s3.dualstack.cn-northwest-1.amazonaws.com.cn"),
@@ -287,7 +279,6 @@ def test_names_are_safe_on_disk_and_exact_at_the_origin(scheme, host, name):
         (f"https://h/k?sig=abc\n{CANARY}", "control character"),
         (f"simplecache::https://h/k?sig={CANARY}", "chain"),
         (f"s3://b/a.tar https://h/k?sig={CANARY}", "shards by ::, or pass"),
-        ("s3://b/a.tar,s3://c/d.tar", "shards by ::"),
         ("/data/a.tar pipe:cat /data/b.tar", "shards by ::"),
         ("/data/a.tar /data/b.tar", "shards by ::"),
         (f"foo://me:{CANARY}@h/k", r"allow_schemes=\['foo'\]"),
@@ -305,7 +296,8 @@ def test_names_are_safe_on_disk_and_exact_at_the_origin(scheme, host, name):
         ("file://", "no file"),
         ("s3://b/k", "endpoint .* is not a URL"),
         (None, "NoneType"),
-        (f"pipe:curl https://h/k?sig={CANARY}", "shell"),
+        (f"pipe:curl https://h/k?sig={CANARY}", r"allow_schemes=\['pipe'\]"),
+        ("shardcache::pipe:touch a", r"shell.* allow_schemes=\['pipe'\]"),
     ],
 )
 def test_a_refused_url_is_explained_without_secrets(url, says):

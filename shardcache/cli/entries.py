@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import replace
 from datetime import datetime
@@ -37,11 +37,12 @@ _SHARD: Row = dict.fromkeys(
 )  # fmt: skip
 #: Titles of the columns that are always shown, and of those that ``--long`` adds.
 _SHARD_TITLES = ("SHARD", "SIZE", "USED", "FETCHED", "STATE"), ("VERSION", "PATH")
+_PREFIX_TITLES = ("PREFIX", "SHARDS", "SIZE", "USED")
 _PARTIAL_TITLES = ("SHARD", "SIZE", "WRITTEN", "DONE", "BEGUN", "STATE"), ("HOLDER", "DIR")
 #: Title of a column -> its field, where the field is not the title in lower case.
 _FIELDS = {
     "SHARD": "url", "WRITTEN": "written_bytes", "USED": "used_at", "FETCHED": "fetched_at",
-    "BEGUN": "begun_at",
+    "BEGUN": "begun_at", "PREFIX": "url",
 }  # fmt: skip
 
 specs_argument = click.argument("specs", nargs=-1, required=True, metavar="SPEC...")
@@ -50,6 +51,7 @@ specs_argument = click.argument("specs", nargs=-1, required=True, metavar="SPEC.
 @command("ls")
 @flag("-l", "--long", help="Also show version and path.")
 @flag("--partial", help="List partial downloads instead of cached shards.")
+@click.option("--by", type=click.Choice(["prefix"]), help="One row for the shards of a prefix.")
 @cli.number_option("--limit", help="Show only the first N shards.", minimum=0)
 @click.option(
     "--sort",
@@ -62,6 +64,7 @@ specs_argument = click.argument("specs", nargs=-1, required=True, metavar="SPEC.
 def ls_command(
     invocation: Invocation,
     specs: tuple[str, ...],
+    by: str | None,
     sort: str,
     limit: int | None,
     partial: bool,
@@ -75,15 +78,19 @@ def ls_command(
     (a process reads it), pinned (see `pin`), not_cached (pinned, but not downloaded yet) and
     damaged (its next reader downloads it again). With --partial they are live (a process
     downloads it), resumable (its process is dead; the next reader continues it) and orphan
-    (no reader can continue it). `clean` removes the last two after an hour.
+    (no reader can continue it). `clean` removes the last two after an hour. With --by prefix,
+    each row adds up the shards whose URLs differ only after the last slash.
 
     \b
     Examples:
       shardcache ls 'train-04*.tar' --sort size:desc --limit 10
+      shardcache ls --by prefix --sort size:desc
       shardcache ls --partial
       shardcache ls --json | jq -r '.shards[] | select(.state == "pinned") | .url'
     """
     console = invocation.console
+    if by and partial:
+        raise click.UsageError("--by prefix adds up shards: omit --partial.")
     with invocation.cache() as cache:
         if not is_cache(cache.dir):
             console.hint(f"Nothing was cached in {cache.dir} yet.")
@@ -91,7 +98,7 @@ def ls_command(
         rows, summary, footer = listed
         selections = cache.selections(specs)
     found = [row for row in rows if not specs or any((row["url"] or "") in s for s in selections)]
-    shown = _sorted(found, sort)[:limit]
+    shown = _sorted(_by_prefix(found) if by else found, sort)[:limit]
     noun, bytes_field = ("partial", "written_bytes") if partial else ("shard", "size")
     if len(found) != len(rows):
         number = sum(row["state"] != "not_cached" for row in found)
@@ -101,12 +108,27 @@ def ls_command(
         if not any((row["url"] or "") in selection for row in found):
             console.hint(f"{selection.text}: nothing in {cache.dir} matches.")
     summary |= {"matching": len(found), "shown": len(shown)}
-    console.object("ls", **{f"{noun}s": shown}, summary=summary)
+    console.object("ls", **{"prefixes" if by else f"{noun}s": shown}, summary=summary)
     always, more = _PARTIAL_TITLES if partial else _SHARD_TITLES
-    titles = [*always, *more] if long else always
+    titles = _PREFIX_TITLES if by else [*always, *more] if long else always
     cells = ([_cell(row, title) for title in titles] for row in shown)
     console.table(titles, cells)
     console.data(footer)
+
+
+def _by_prefix(rows: list[Row]) -> list[Row]:
+    groups = defaultdict[str, list[Row]](list)
+    for row in rows:
+        groups[(row["url"] or "").rpartition("/")[0] + "/"].append(row)
+    return [
+        {
+            "url": prefix,
+            "shards": len(group),
+            "size": sum(row["size"] or 0 for row in group),
+            "used_at": max((row["used_at"] for row in group if row["used_at"]), default=None),
+        }
+        for prefix, group in groups.items()
+    ]
 
 
 def _sorted(rows: list[Row], sort: str) -> list[Row]:
@@ -123,6 +145,8 @@ def _cell(row: Row, title: str) -> str:
     if title == "DONE":
         return f"{row['written_bytes'] / row['size']:.0%}" if row["size"] else "-"
     value = row[_FIELDS.get(title, title.lower())]
+    if title == "SHARDS":
+        return f"{value:,}"
     if title == "SHARD" and row.get("endpoint"):
         return f"{value} (from {row['endpoint']})"
     if title == "FETCHED" and value:

@@ -49,6 +49,8 @@ _COLORS = {"bar.complete": "green", "bar.finished": "green", "progress.data.spee
 #: Seconds between two lines of progress without a terminal: a log gets at most 360 per hour.
 LINE_EVERY = 10.0
 _REDRAW_EVERY = 0.2
+#: The same in a notebook, where each line is a message to the browser.
+_REPLACE_EVERY = 0.5
 #: Seconds over which rates are averaged. With fewer, rates jump; with more, a stall is hidden.
 _WINDOW = 8.0
 #: Maximum width of a progress bar, and the width of the text next to it, in columns.
@@ -71,7 +73,9 @@ class Console:
     @property
     def live(self) -> bool:
         """Whether to redraw progress in place."""
-        return not (self.quiet or self.no_progress) and sys.stderr.isatty() and not _is_dumb()
+        # `!command` in a notebook gets a terminal whose output is not redrawn.
+        is_redrawn = sys.stderr.isatty() and "JPY_PARENT_PID" not in os.environ
+        return is_redrawn and not (self.quiet or self.no_progress or _is_dumb())
 
     def colored(self, stream: TextIO) -> bool:
         """Return whether to use colours on ``stream``."""
@@ -90,6 +94,7 @@ class Console:
 
         return Terminal(
             file=stream,
+            force_jupyter=False,  # rich would add a cell for each line
             force_terminal=self.colored(stream) or None,
             color_system="standard" if self.colored(stream) else None,
             theme=Theme(_COLORS),
@@ -232,13 +237,15 @@ Positions = Mapping[str, Position]
 def display(console: Console, positions: Callable[[], Positions]) -> Iterator[None]:
     """Show progress on stderr during a ``with`` block, below any printed lines.
 
-    A terminal gets bars, anything else a line every ten seconds. A thread calls ``positions``.
+    A terminal gets bars, a cell of a notebook one line that is replaced, and anything else a line
+    every ten seconds. A thread calls ``positions``.
     """
     if console.quiet or console.no_progress:
         yield
         return
     ended = threading.Event()
-    thread = threading.Thread(target=_show, args=(console, positions, ended), daemon=True)
+    cell = _cell_of_notebook()
+    thread = threading.Thread(target=_show, args=(console, positions, ended, cell), daemon=True)
     thread.start()
     try:
         yield
@@ -247,8 +254,13 @@ def display(console: Console, positions: Callable[[], Positions]) -> Iterator[No
         thread.join()
 
 
-def _show(console: Console, positions: Callable[[], Positions], ended: threading.Event) -> None:
-    if not console.live and ended.wait(LINE_EVERY):
+def _show(
+    console: Console,
+    positions: Callable[[], Positions],
+    ended: threading.Event,
+    cell: Callable[[str], None] | None,
+) -> None:
+    if not console.live and cell is None and ended.wait(LINE_EVERY):
         return  # the command was quicker than the import of rich
 
     from rich import progress
@@ -272,7 +284,8 @@ def _show(console: Console, positions: Callable[[], Positions], ended: threading
             text += "" if rate is None else f" {format_rate(rate)}"
             return Text(text if left is None else f"{text} ETA {format_duration(left)}")
 
-    every, terminal = _REDRAW_EVERY if console.live else LINE_EVERY, console.terminal(sys.stderr)
+    every = _REDRAW_EVERY if console.live else LINE_EVERY if cell is None else _REPLACE_EVERY
+    terminal = console.terminal(sys.stderr)
     bar = min(_BAR, (terminal.width - _TEXT) // 2)
     bars = progress.Progress(
         *([progress.BarColumn(bar)] if console.live and bar > 2 else []),
@@ -296,10 +309,27 @@ def _show(console: Console, positions: Callable[[], Positions], ended: threading
                 bars.update(rows[key], description=text, completed=done, total=total)
             if console.live:
                 bars.refresh()
-            else:
+            elif cell is None:
                 bars.console.print(bars)
+            else:
+                with bars.console.capture() as line:
+                    bars.console.print(bars)
+                cell(line.get().rstrip())
             if ended.wait(every):
-                return
+                break
+    if cell is not None:
+        cell("")
+
+
+def _cell_of_notebook() -> Callable[[str], None] | None:
+    """Return a function that shows a line below the current cell of a notebook, if any."""
+    kernel: Any = sys.modules.get("ipykernel.zmqshell")
+    if kernel is None or not kernel.ZMQInteractiveShell.initialized():
+        return None
+    from IPython.display import display as show  # type: ignore[import-not-found]
+
+    shown = show({"text/plain": ""}, raw=True, display_id=True)
+    return lambda text: shown.update({"text/plain": text}, raw=True)
 
 
 def local_time(moment: datetime) -> str:

@@ -139,9 +139,13 @@ class OpenShard:
         if not (self._has_entry and self._load()):
             self._make()
 
-    def __del__(self, close: Callable[[int], None] = os.close) -> None:
+    def __del__(self, is_exiting: Callable[[], bool] = sys.is_finalizing) -> None:
+        if is_exiting():  # the functions that `close` calls may be gone
+            return
+        if (stream := getattr(self, "_stream", None)) is not None:
+            stream.close()  # Python would warn of the file
         if self._fd >= 0:
-            close(self._fd)
+            os.close(self._fd)
 
     def __len__(self) -> int:
         return len(self.offsets) - 1

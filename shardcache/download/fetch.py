@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
-import random
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -179,10 +178,14 @@ class Fetch:
                 if wait is None:
                     wait = _Wait(download, directories, self._engine.config)
                     stack.callback(wait.close)
-                if wait.is_stale and stack.enter_context(directories.slot("private", _PRIVATE)):
-                    logger.warning("%s: %s; downloading it here, too", shard, wait.describe())
-                    lock = None
-                    break
+                if wait.is_stale:
+                    with contextlib.ExitStack() as private:
+                        if private.enter_context(directories.slot("private", _PRIVATE)):
+                            stack.push(private.pop_all())
+                            text = "%s: %s; downloading it here, too"
+                            logger.warning(text, shard, wait.describe())
+                            lock = None
+                            break
                 wait.pause()
                 if (opened := directories.lookup(shard, download.outdated)) is not None:
                     return download.obtained(opened, "coalesced")
@@ -213,7 +216,7 @@ class Fetch:
         # An upstream has one attempt: the next upstream, or the origin, continues at the same byte.
         attempts = engine.policy.started(str(shard), None if upstream is None else 1)
         left = None if lock is None else lock.partial
-        partial = None if left is None else self._resume(left)
+        partial = None if lock is None or left is None else self._resume(lock, left)
         may_not_fit = partial is None and self._may_not_fit()
         transfer = Transfer(
             engine,
@@ -236,11 +239,10 @@ class Fetch:
                         if upstream is None and (response := transfer.take_first()) is not None:
                             download.keep(response)
                         raise
-                size = partial.metadata.info.size
-                # Waiting processes find the partial by its name in the lock. A partial of one block
-                # has no journal, so no process could follow it.
-                if lock is not None and (size is None or size > BLOCK):
-                    lock.update(replace(self._directories.holder(), partial=partial.path.name))
+                    size = info.size
+                    # A partial of one block has no journal, so no process could follow it.
+                    if lock is not None and (size is None or size > BLOCK):
+                        self._name_partial(lock, partial)
                 transfer.receive(partial)
             metadata = transfer.finish()
         except BaseException as exn:
@@ -293,7 +295,7 @@ class Fetch:
             raise refusals[-1]
         return True
 
-    def _resume(self, name: str) -> Partial | None:
+    def _resume(self, lock: _Lock, name: str) -> Partial | None:
         """Take over the partial of this name; return None if it is gone or its writer is alive."""
         shard = self._shard
         # The name was read from a file that another program may have damaged, so it is checked.
@@ -305,16 +307,23 @@ class Fetch:
             partial = Partial.claim(layout, layout.partial / name, shard.basename)
             if partial is None:
                 continue
-            logger.info("%s: resuming at %d bytes", shard, partial.written)
+            # At once, because all that follows takes time, and the process may end in it.
+            self._name_partial(lock, partial)
             # Other shards may have taken the room that the dead process had reserved. The claimed
             # partial counts with its final size.
             try:
-                with tier.space.reserved(shard, None):
-                    return partial
-            except Exception:
+                if partial.prove():
+                    logger.info("%s: resuming at %d bytes", shard, partial.written)
+                    with tier.space.reserved(shard, None):
+                        return partial
+            except BaseException:
                 partial.close()
                 raise
         return None
+
+    def _name_partial(self, lock: _Lock, partial: Partial) -> None:
+        """Let waiting processes, and the next holder of the lock, find the partial."""
+        lock.update(replace(self._directories.holder(), partial=partial.path.name))
 
     def _begin(self, info: ObjectInfo) -> Partial:
         """Create a partial in the fastest tier that has room."""
@@ -406,7 +415,7 @@ class _Wait:
 
     def pause(self) -> None:
         """Sleep until the next poll. Raises LockTimeoutError after ``lock_timeout`` seconds."""
-        self._download.sleep(self._poll * random.uniform(0.5, 1.0))  # noqa: S311 - jitter
+        self._download.sleep(self._poll * clock.randomness.uniform(0.5, 1.0))
         self._poll = min(self._poll * 1.5, _LAST_POLL)
         now, found = clock.monotonic(), self._read_holder()
         if found != self._found:
@@ -455,7 +464,7 @@ class _Wait:
             "holder_host": holder.host if holder else None,
             "holder_rank": holder.rank if holder else None,
             "written": progress.written if progress else None,
-            "size": progress.total if progress else None,
+            "size": progress.metadata.info.size if progress else None,
         }
         text = "%s: waiting for %s, %s"
         logger.warning(text, self._shard, format_duration(waited), self.describe(), extra=facts)
@@ -467,9 +476,8 @@ class _Wait:
             return "its lock is held by a process that left no record"
         age = format_duration(max(0.0, clock.time() - holder.started))
         text = f"{holder} has been downloading it for {age}"
-        if progress is not None and progress.total:
-            share = min(1.0, progress.written / progress.total)
-            text += f", {share:.0%} of {format_bytes(progress.total)} done"
+        if progress is not None and (size := progress.metadata.info.size):
+            text += f", {min(1.0, progress.written / size):.0%} of {format_bytes(size)} done"
         still = clock.monotonic() - self._grew
         if still >= _ANNOUNCE_EVERY:
             text += f", no progress for {format_duration(still)}"

@@ -213,7 +213,10 @@ class Transfer:
         self._fail(exn)
         if (first := self.take_first()) is not None:
             first.close()
-        is_useless = isinstance(exn, (VersionChangedError, MismatchError, IntegrityError))
+        # If an upstream has another version, the origin may still have that of the partial.
+        is_useless = isinstance(exn, (MismatchError, IntegrityError)) or (
+            isinstance(exn, VersionChangedError) and not self._is_upstream
+        )
         try:
             self._work.end(_FAREWELL)
         finally:  # release the partial's lock even if the wait is interrupted

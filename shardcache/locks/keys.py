@@ -1,14 +1,7 @@
 """Locks of keys, which give one process the right to download a shard, and records of holders.
 
-    KeyLock    flock(2), which the kernel frees when its holder dies; also for locks of the node
-    KeyLease   a marker file, for all nodes that share a directory on a network filesystem
-
 Locks are taken in a fixed order: first the key, then the budget, then single entries without
 waiting.
-
-The holder of a lease keeps updating the timestamp of its marker (`filelock.SoftFileLease`). A node
-that sees no update for `LEASE_SECONDS` of its own monotonic clock may take the lease. A holder that
-was stopped for longer continues when it wakes: the shard is fetched twice.
 """
 
 from __future__ import annotations
@@ -174,7 +167,9 @@ class KeyLock:
 class KeyLease:
     """The lease of a key, which one process among all nodes holds, with the methods of `KeyLock`.
 
-    It remembers when it last saw the marker change, so one object makes all attempts of a caller.
+    The holder keeps updating the timestamp of its marker (`filelock.SoftFileLease`). A node that
+    sees no update for `LEASE_SECONDS` of its own monotonic clock may take the lease. An object
+    remembers when it last saw the marker change, so one object makes all attempts of a caller.
     """
 
     def __init__(self, layout: Layout, key: str, seconds: float = LEASE_SECONDS) -> None:

@@ -1,8 +1,7 @@
 """Find the filesystem of a path, and decide which kind of lock to use on it.
 
-On a local filesystem, flock(2) works. On any other (NFS, Lustre, GPFS, FUSE, unknown), flock may be
-refused, be granted to several processes, or hang, so there are leases. `os.statvfs` may hang, too,
-so the type is looked up in ``/proc/self/mountinfo`` (proc(5)).
+On filesystems that are not local, flock(2) may be refused, be granted to several processes, or
+hang. `os.statvfs` may hang, too, so the type is looked up in ``/proc/self/mountinfo`` (proc(5)).
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """The processes that use a cache, and those that wait for a download.
 
-Each process keeps a file in ``sessions`` locked by flock: ``<random>.session``. While it waits for
-the download of a key, it locks another file, ``<key>.<random>.wait``. The modification time of a
-session's file is the time when the job began to use the cache. A child (a DataLoader worker, forked
-or spawned) creates a session with its parent's start, so that the workers of a later epoch do not
-look like a new job. The processes of a job share its notes, ``<job>-<kind>.streamed``. The next
-process that lists the sessions removes the files of dead processes.
+Each process keeps its session's file locked by flock, and while it waits for a download, a
+``.wait`` file. The modification time of a session's file is the time when the job began to use the
+cache. A child (a DataLoader worker, forked or spawned) creates a session with its parent's start,
+so that the workers of a later epoch do not look like a new job. The processes of a job share its
+notes, ``<job>-<kind>.streamed``. The next process that lists the sessions removes the files of dead
+processes.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ a refused connection, as "file not found", and its reads cannot insist on a vers
 from __future__ import annotations
 
 import contextlib
+import math
 import re
 import string
 from collections.abc import Callable, Collection
@@ -14,6 +15,7 @@ from functools import partial
 from typing import NamedTuple
 from urllib.parse import parse_qsl, quote, urljoin
 
+from shardcache import clock
 from shardcache.config import __version__
 from shardcache.errors import AccessDeniedError, ConfigError
 from shardcache.faults import os_error
@@ -83,12 +85,17 @@ def unanswered(exn: Exception, shard: ShardURL, server: str, secrets: Collection
 
 
 class Route(NamedTuple):
-    """The redirects that a request has followed."""
+    """The redirects that a request has followed.
+
+    Between two of them, no deadline is checked and no download is cancelled, so that they may not
+    take longer than the timeout of one request.
+    """
 
     target: str = ""  # the URL to request; "" for that of the shard
     servers: tuple[str, ...] = ()  # those that redirected the request
     login: str = ""  # the Authorization header for the server of ``target``
     secrets: tuple[str, ...] = ()  # of all requests on the way
+    until: float = math.inf  # the last moment for another redirect, on the monotonic clock
 
     @property
     def after(self) -> str:
@@ -101,7 +108,8 @@ class Route(NamedTuple):
         """Return the route to the target of a redirect, or None if the response is none.
 
         A signed request may only leave a server with TLS for another one with TLS, and no other
-        server receives the login. Raises ConfigError if the request may not be sent to the target.
+        server receives the login. Raises ConfigError if the request may not be sent to the target,
+        and TransientError if the redirects take too long.
         """
         location = response.headers.get("location")
         if response.status not in (301, 302, 303, 307, 308) or not location:
@@ -113,6 +121,9 @@ class Route(NamedTuple):
         with contextlib.suppress(ValueError):
             there = split_url(target := urljoin(response.url, location))[:2]
         servers = (*self.servers, server)
+        if clock.monotonic() > self.until:
+            text = f"the redirects of {', '.join(dict.fromkeys(servers))} outlast the timeout"
+            raise TransientError(text, timed_out=True)
         if there is None:
             text = f"{server} redirects to a URL that is no valid one of a web server "
             text += f"({quoted(location.partition(':')[0])}). Check the URL and the endpoint."
@@ -122,7 +133,8 @@ class Route(NamedTuple):
             text = f"the server redirects more than {_REDIRECTS} times "
             text += f"({', '.join(dict.fromkeys(servers))}). Check the URL and the endpoint."
         else:
-            return Route(target, servers, self.login if there == here else "", self.secrets)
+            login = self.login if there == here else ""
+            return self._replace(target=target, servers=servers, login=login)
         raise ConfigError(f"{shard}: {text}", url=str(shard))
 
 
@@ -236,7 +248,7 @@ class WebOrigin:
     states_checksums = False
 
     def __init__(self, *, timeout: float) -> None:
-        self._transport = Transport(timeout=timeout)
+        self._timeout, self._transport = timeout, Transport(timeout=timeout)
 
     def open(
         self, shard: ShardURL, start: int, stop: int | None, expected: ObjectInfo | None = None
@@ -253,7 +265,8 @@ class WebOrigin:
     ) -> Response:
         """Send a request, follow redirects, and return a response of status 200 or 206."""
         if route is None:  # the login is from a `pipe:` command such as curl
-            route = Route(shard.raw, login=dict(shard.options).get("authorization", ""))
+            login = dict(shard.options).get("authorization", "")
+            route = Route(shard.raw, login=login, until=clock.monotonic() + self._timeout)
         name, server, secrets, error = "", "", tuple[str, ...](), None
         try:
             scheme, name, path = split_url(route.target)

@@ -7,8 +7,8 @@
     a RepeatError                    is sent at once, with a remedy   once for each remedy
 
 A TransientError is one of the first two. The remedies are: the region of the bucket, new
-credentials, the server's time, no checksum, the first server instead of one it redirected to
-before, and a new connection. After a failure, each may help again. The ``deadline`` limits all of
+credentials, the server's time, the first server instead of one it redirected to before, and a new
+connection. After a failure, each may help again. The ``deadline`` limits all of
 it.
 
 A server that throttles limits the requests of this process:
@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import logging
 import math
-import random
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -122,7 +121,7 @@ class Attempts:
             Exceptions of ``function`` other than TransientError and RepeatError, and of ``sleep``,
             at once.
         """
-        applied, failures, pause = set[str](), 0, 0.0
+        applied, failures = set[str](), 0
 
         def wait(seconds: float) -> None:
             self.check()
@@ -130,9 +129,8 @@ class Attempts:
             sleep(max(0.0, min(seconds, left)))
             self.check()
 
-        def attempt() -> T:
-            nonlocal failures, pause
-            pause = 0.0
+        while True:
+            pause, error = 0.0, None
             try:
                 with self._pace.turn(wait):  # waits if the server throttles
                     try:
@@ -143,12 +141,14 @@ class Attempts:
                             raise
                         error = exn.error()
                     raise error  # not in the block above: a RepeatError may hold a signed URL
+            except RepeatError:
+                pass
             except TransientError as exn:
                 applied.clear()
                 is_patient = exn.patient and self._policy.patience > 0
                 if not is_patient:
                     # The jitter is added to Retry-After, because many clients get the same number.
-                    pause = random.uniform(0, min(CAP, BASE * 2**failures))  # noqa: S311
+                    pause = clock.randomness.uniform(0, min(CAP, BASE * 2**failures))
                     pause += min(exn.retry_after or 0.0, RETRY_AFTER_CAP)
                     failures += 1
                 is_last = self._pace.is_over if is_patient else failures >= self._most
@@ -160,26 +160,9 @@ class Attempts:
                     values = self._url, redact(str(exn)), failures, self._most, pause
                     extra = {"event": "retry", "shard": self._url, "attempt": failures}
                     logger.warning(text, *values, extra=extra)
-                raise
-
-        try:
-            return attempt()
-        except (TransientError, RepeatError):
-            pass
-        # Imported after a failure only: the import takes 40 ms, and most first requests succeed.
-        import tenacity
-
-        sleep(pause)
-        retrying = tenacity.Retrying(
-            retry=tenacity.retry_if_exception_type((TransientError, RepeatError)),
-            wait=lambda state: pause,
-            sleep=sleep,
-        )
-        try:
-            return retrying(attempt)
-        finally:
-            # `iter_state` refers to `retrying`. This cycle would keep the download's frames alive.
-            retrying.iter_state.reset()
+            finally:
+                del error  # its traceback refers to this frame, and so to the frames of a download
+            sleep(pause)
 
     def _is_late(self, pause: float) -> bool:
         return self.end is not None and clock.monotonic() + pause > self.end
@@ -264,7 +247,7 @@ class Pace:
         if self.is_over:
             return 0.0
         if len(self._turns) >= self._limit:
-            return _POLL * random.uniform(0.5, 1.0)  # noqa: S311 - jitter
+            return _POLL * clock.randomness.uniform(0.5, 1.0)
         return self._next - clock.monotonic()
 
     def _slow_down(self, exn: TransientError) -> None:
@@ -278,7 +261,7 @@ class Pace:
                 self._refused_since = now
             if now >= self._next:  # the refusals of one round count once
                 self._limit = max(1, min(self._limit, len(self._turns)) // 2)
-                pause = min(_LONGEST, _FIRST * 2**self._pauses) * random.uniform(0.5, 1.0)  # noqa: S311
+                pause = min(_LONGEST, _FIRST * 2**self._pauses) * clock.randomness.uniform(0.5, 1.0)
                 self._next = now + max(pause, min(exn.retry_after or 0.0, RETRY_AFTER_CAP))
                 self._pauses += 1
             for_now = now - self._since

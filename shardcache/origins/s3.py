@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 from urllib.parse import parse_qsl, quote, unquote_plus, unquote_to_bytes, urlsplit
 from xml.etree import ElementTree
 
+from shardcache import clock
 from shardcache.errors import AccessDeniedError, ConfigError, ShardCacheError
 from shardcache.faults import is_local_error
 from shardcache.origins import http
@@ -105,8 +106,7 @@ class _Store:
     trusted: str | bool | None  # the argument of `Transport`
     regions: dict[str, str] = field(default_factory=dict)  # of buckets elsewhere
     buckets: dict[tuple[str, str], _Bucket] = field(default_factory=dict)  # by name and region
-    #: Buckets that refuse `_CHECKSUM`. False until a request without it has succeeded.
-    without_checksums: dict[str, bool] = field(default_factory=dict)
+    without_checksums: set[str] = field(default_factory=set)  # buckets that refuse `_CHECKSUM`
     keys: Any = None  # botocore's frozen credentials
     fresh_until: float = 0.0  # when to renew `keys`, on the clock of `time.time`
     expire_at: float = 0.0  # when `keys` expire; 0 if the store has refused them
@@ -298,27 +298,23 @@ class S3Origin:
             query = {"versionId": version} if version and version != "null" else {}
         if self._options.get("requester_pays"):
             headers = {**headers, "x-amz-request-payer": "requester"}
-        name, store, given = shard.bucket_and_key()[0], self.prepare(), headers
-        is_proven = store.without_checksums.get(name)
-        if is_proven is not None:
-            headers = {key: value for key, value in headers.items() if key not in _CHECKSUM}
-        is_trial = is_proven is False and headers != given  # the first one without `_CHECKSUM`
+        name, store = shard.bucket_and_key()[0], self.prepare()
+        plain = {key: value for key, value in headers.items() if key not in _CHECKSUM}
+        if name in store.without_checksums:
+            headers = plain
         place = f"{shard} {query}"
         if route is None:
             target = self._moved.get(place, "")
-            route = http.Route(target if self._transport.is_connected(target) else "")
+            target = target if self._transport.is_connected(target) else ""
+            route = http.Route(target, until=clock.monotonic() + self._timeout)
         bucket, keys, response = self._send(method, shard, headers, query, route)
         if response.status in (200, 206):
             if route.servers:
                 if len(self._moved) >= 1000:  # takes no more than half a megabyte
                     self._moved.clear()
                 self._moved[place] = route.target
-            if is_trial:
-                store.without_checksums[name] = True
             store.worked |= keys is not None
             return response
-        if is_trial:  # the header was not the reason
-            store.without_checksums.pop(name, None)
         code, reason, elsewhere = _read_refusal(response)
         where = bucket.server.partition("://")[2] + route.after if route.target else store.name
         reason = f"{where} answered {response.status} {reason}".rstrip()
@@ -329,7 +325,7 @@ class S3Origin:
             raise RepeatError("region", error, lambda: store.regions.update({name: elsewhere}))
         is_signed = keys is not None
         if code != "PermanentRedirect" and (moved := route.redirected(response, shard, is_signed)):
-            return self._request(method, shard, given, query, moved)
+            return self._request(method, shard, headers, query, moved)
         if route.target and not route.servers:  # the object is no longer where it was
             raise RepeatError("target", error, partial(self._moved.pop, place, None))
         if code in _INVALID and is_signed:
@@ -337,9 +333,10 @@ class S3Origin:
         if code == _SKEWED:
             raise RepeatError("clock", error, partial(self._set_clock, response))
         is_unknown = response.status == 400 and code in _UNKNOWN_HEADER
-        if not _CHECKSUM.keys().isdisjoint(headers) and (response.status == 501 or is_unknown):
-            omit = partial(store.without_checksums.__setitem__, name, False)
-            raise RepeatError("checksum", error, omit)
+        if headers != plain and (response.status == 501 or is_unknown):
+            response = self._request(method, shard, plain, query)
+            store.without_checksums.add(name)  # the header was the reason
+            return response
         raise error()
 
     def _refusal(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -29,7 +29,7 @@ from shardcache.space.memory import Volume
 from shardcache.space.tiers import Tier
 from shardcache.store.directory import DamagedError
 from shardcache.store.entry import Entry
-from shardcache.store.partial import in_flight, read_journal
+from shardcache.store.partial import InFlight, read_journal
 from shardcache.urls import ShardURL
 
 if TYPE_CHECKING:
@@ -165,8 +165,12 @@ def make_plan(
     needed = lacking = sum(on_disk.values())
     free = evict = resumable = 0
     for tier in process.tiers:  # a tier takes the shards for which earlier tiers lack room
-        tier_free, tier_evict, tier_lacks = _room(tier, entries, wanted, lacking)
-        resumable += _resumable(tier, sizes)
+        flights = tier.space.flights()
+        tier_free, tier_evict, tier_lacks = _room(tier, flights, entries, wanted, lacking)
+        journals = (
+            read_journal(each.path) for each in flights if each.key in sizes and not each.live
+        )
+        resumable += sum(each.written for each in journals if each and each.metadata.resumable)
         # A tier that exceeds its limits lacks more than these shards need, hence the `min`.
         lacking = min(lacking, tier_lacks)
         free, evict = free + tier_free, evict + tier_evict
@@ -247,18 +251,12 @@ def same_version(then: ObjectInfo, now: ObjectInfo) -> bool:
     raise ValueError("the origin states nothing to compare versions by")
 
 
-def _resumable(tier: Tier, wanted: Collection[str]) -> int:
-    """Return the bytes of the wanted shards that a tier holds from interrupted downloads."""
-    parts = (each for store in tier.stores() for each in in_flight(store.layout))
-    found = (read_journal(each.path) for each in parts if each.key in wanted and not each.live)
-    return sum(each.written for each in found if each and each.metadata.resumable)
-
-
-def _room(tier: Tier, entries: list[Entry], wanted: set[str], need: int) -> tuple[int, int, int]:
+def _room(
+    tier: Tier, flights: list[InFlight], entries: list[Entry], wanted: set[str], need: int
+) -> tuple[int, int, int]:
     """Return the bytes that a tier has free, would evict, and lacks to store ``need`` bytes."""
     config, space = tier.config, tier.space
     here = [entry for entry in entries if tier.owns(entry.directory)]
-    flights = space.flights()
     # These bytes of unfinished downloads are already on the disk, but `need` includes them.
     resumable = sum(flight.occupied for flight in flights if flight.key in wanted)
     others = sum(flight.reserved for flight in flights if flight.key not in wanted)

@@ -22,7 +22,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager, redirect_stdout
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +52,7 @@ _NEWS_EVERY, _TICK = 1.0, 0.2
 _CANCEL_TIMEOUT = 20.0
 #: Seconds to test whether an address accepts connections; Ray itself would try for minutes.
 _CONNECT_SECONDS = 10.0
-_News = list[Planned | Finished | PrewarmReport | Exception]
+_News = Sequence[Event | PrewarmReport | Exception]
 
 
 class NodeLostError(ShardCacheError):
@@ -253,13 +253,7 @@ def _prewarm_here(
 
     `ray.cancel` raises KeyboardInterrupt in this function. After that, Ray delivers no more news.
     """
-    news, stop = queue.SimpleQueue[Planned | Finished](), threading.Event()
-
-    def on_event(event: Event) -> None:
-        if isinstance(event, Planned):
-            news.put(event)
-        elif isinstance(event, Finished):
-            news.put(event.portable())
+    news, stop = queue.SimpleQueue[Event](), threading.Event()
 
     def work() -> PrewarmReport:
         files = None if config_file is None else [config_file]
@@ -267,8 +261,7 @@ def _prewarm_here(
         connections = max(config.connections, options.get("jobs", JOBS))
         config = config.replace(strict=True, connections=connections)
         with Cache.from_config(config) as cache:
-            report = prewarm(cache, specs, share=share, on_event=on_event, stop=stop, **options)
-        return replace(report, results=tuple(result.portable() for result in report.results))
+            return prewarm(cache, specs, share=share, on_event=news.put, stop=stop, **options)
 
     with ThreadPoolExecutor(1) as pool:
         future = pool.submit(work)

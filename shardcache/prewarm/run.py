@@ -26,7 +26,7 @@ import pickle
 import signal
 import threading
 import weakref
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -90,9 +90,8 @@ _MISFITS = 32
 #: cost more than handling it. Ticks are short until the first response, because its delay decides
 #: how many connections, and therefore threads, are used.
 _TICK, _FIRST_TICK = 0.1, 0.01
-#: Seconds to wait for cancelled downloads, most of which end within milliseconds, and for threads
-#: without one. If a signal handler raised while a thread was started, it may not exist.
-_CANCEL_TIMEOUT, _THREAD_TIMEOUT = 5.0, 0.5
+#: Seconds to wait for cancelled downloads, most of which end within milliseconds.
+_CANCEL_TIMEOUT = 5.0
 #: Takes the place of a server for faults of this machine, such as of its disk.
 _THIS_MACHINE = ""
 
@@ -254,8 +253,8 @@ class Pool:
         self._channels: list[Connection[Any, Any]] = []  # to the helpers that have not ended
         self._threads = self._failures = 0
         self._misfits = 0  # shards in a row that found no room
-        self._refused = Counter[str]()  # by server, or _THIS_MACHINE
-        self._succeeded: set[str] = set()
+        # By server, or _THIS_MACHINE; after a success, minus infinity.
+        self._refusals = defaultdict[str, float](float)
         self._lock = threading.RLock()  # guards all of the above
         # Gets an item when a thread ends. Not a `Condition`: if a signal handler raises in its
         # methods, it keeps or loses the lock.
@@ -304,9 +303,7 @@ class Pool:
                 for download in list(self._running.values()):
                     download.cancel_unless_shared()
                 self._stop_helpers()
-                is_busy = self._running or self._channels
-                limit = _CANCEL_TIMEOUT if is_busy else _THREAD_TIMEOUT
-                if clock.monotonic() - self._cancelled_at > limit:
+                if clock.monotonic() - self._cancelled_at > _CANCEL_TIMEOUT:
                     break
         report(_drain(self._events))
 
@@ -320,8 +317,8 @@ class Pool:
             except RuntimeError:  # the limit of threads is reached
                 with self._lock:
                     self._threads -= 1
-                if not self._threads:
-                    self._download_next()
+                if not self._threads and (download := self._next()):
+                    self._run(download)
                 break
         return bool(self._threads or self._channels or self._is_waiting())
 
@@ -340,9 +337,6 @@ class Pool:
         count = min(count, self.jobs)
         if count < 2 or threading.active_count() > 1:
             return
-        import shardcache.space.clean  # here, so that the helpers need not import them again
-        import shardcache.stats.database  # noqa: F401
-
         with suppress(ConfigError):  # the downloads raise it
             self.cache.process.origins.prepare(self._missing()[0])
         self.rate = self.rate and self.rate // count
@@ -392,8 +386,7 @@ class Pool:
             if owner.poll():
                 self.stop.set()
             progress = {key: each.progress() for key, each in list(self._running.items())}
-            portable = [event.portable() for event in events]
-            owner.send((portable, _drain(records), progress, self.stopped))
+            owner.send((events, _drain(records), progress, self.stopped))
 
         # After an error, the owner downloads the shards that have no result, and reports the error
         # if it recurs.
@@ -422,42 +415,35 @@ class Pool:
 
     def _download_shards(self) -> None:
         try:
-            while self._download_next():
-                pass
+            while download := self._next():
+                self._run(download)
         finally:
             with self._lock:
                 self._threads -= 1
             self._ended.put(None)
-
-    def _download_next(self) -> bool:
-        """Download the next shard. Return False if there is none."""
-        if (download := self._next()) is not None:
-            self._finish(Finished(download.shard, self._run(download)))
-        return download is not None
 
     def _next(self) -> Download | None:
         """Return a download of the next shard of a bucket that was not given up, if any."""
         with self._lock:
             while (number := os.lseek(self._position, 1, os.SEEK_CUR)) <= len(self._queue):
                 shard = self._queue[number - 1]
-                if self._is_hopeless(_THIS_MACHINE) or self._is_hopeless(server_of(str(shard))):
+                scopes = _THIS_MACHINE, server_of(str(shard))
+                if max(map(self._refusals.__getitem__, scopes)) >= max(_REFUSALS, self._threads):
                     self.stopped = self.stopped or Stopped.REFUSED
                     continue
-                outdated = self.plan.outdated.get(shard.key, frozenset())
-                listed, throttle = self.plan.size_of(shard), self._throttle
                 download = Download(
                     self.cache.process.downloads,
                     shard,
-                    listed=listed,
-                    outdated=outdated,
-                    throttle=throttle,
+                    listed=self.plan.size_of(shard),
+                    outdated=self.plan.outdated.get(shard.key, frozenset()),
+                    throttle=self._throttle,
                 )
                 self._running[shard.key] = download
                 self._events.put(Started(shard, download.progress))
                 return download
             return None
 
-    def _run(self, download: Download) -> ShardResult:
+    def _run(self, download: Download) -> None:
         start, size = clock.monotonic(), download.listed
         error: Exception | None = None
         try:
@@ -476,8 +462,9 @@ class Pool:
         seconds = clock.monotonic() - start
         if error is not None and download.size is not None:
             size = download.size
-        received, retries = download.received, download.retries
-        return ShardResult(str(download.shard), outcome, size, seconds, received, retries, error)
+        counts = download.received, download.retries
+        result = ShardResult(str(download.shard), outcome, size, seconds, *counts, error)
+        self._finish(Finished(download.shard, result))
 
     def _finish(self, event: Finished) -> None:
         """Record a result, and stop the pool if further shards are not worth a try."""
@@ -495,25 +482,22 @@ class Pool:
                     self._halt(Stopped.FULL)
             elif result.outcome is Outcome.FAILED:
                 if isinstance(error, AccessDeniedError | ConfigError | TransferError):
-                    self._refused[server_of(str(shard))] += 1
+                    self._refusals[server_of(str(shard))] += 1
                 elif error is not None and is_local_error(error):
-                    self._refused[_THIS_MACHINE] += 1
+                    self._refusals[_THIS_MACHINE] += 1
                 self._failures += 1
                 if self.max_failures is not None and self._failures > self.max_failures:
                     self._halt(Stopped.FAILURES)
             elif result.outcome not in (Outcome.CACHED, Outcome.SKIPPED):
                 self._misfits = 0
-                self._succeeded |= {_THIS_MACHINE, server_of(str(shard))}
+                succeeded = _THIS_MACHINE, server_of(str(shard))
+                self._refusals |= dict.fromkeys(succeeded, -math.inf)
         self._events.put(event)
 
     def _missing(self) -> list[ShardURL]:
         """Return the shards that are to be downloaded and have no result yet."""
         done = self.plan.left_out | self.plan.unconfirmed.keys() | self.results.keys()
         return [shard for shard in self.plan.shards if shard.key not in done]
-
-    def _is_hopeless(self, scope: str) -> bool:
-        limit = max(_REFUSALS, self._threads)
-        return self._refused[scope] >= limit and scope not in self._succeeded
 
     def _halt(self, reason: Stopped) -> None:
         """Start no further shard, and cancel the running downloads unless the cache is full.

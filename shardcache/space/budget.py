@@ -1,12 +1,9 @@
 """Reserve room for a shard before its first byte is written.
 
-The node keeps one file, ``usage``: the bytes on disk of all entries, and of all shards in flight at
-their final sizes. It has a number for each part of the cache, the shards whose keys begin with the
-same two digits. Keys are hashes, so any set of parts is a random sample of the cache.
-
-The file is only written under the budget lock. If locks fail, each process may exceed the budget by
-the shards that others admit at the same moment. Nodes that share a directory do not share the
-numbers, so they count entries and partials for every new shard.
+The file ``usage`` has a number for each part of the cache, which are the shards whose keys begin
+with the same two digits. It is only written under the budget lock. If locks fail, each process may
+exceed the budget by the shards that others admit at the same moment. Nodes that share a directory
+do not share the numbers, so they count entries and partials for every new shard.
 """
 
 from __future__ import annotations
@@ -73,6 +70,8 @@ _AT_ONCE = 64
 #: Seconds to wait for the budget lock, whose holder counts and evicts.
 _BUDGET_SECONDS = 60.0
 _POLL = 0.01
+#: The holder of a lock without a record.
+_UNKNOWN = Holder(0, "an unknown node", None, None, 0.0)
 _ANNOUNCE_EVERY = 10.0
 _MAX_USAGE = 16 << 10  #: maximum bytes to read of the file ``usage``, which has about 2,500
 
@@ -140,6 +139,7 @@ class Space:
         self._config = config
         # Lets only one thread of this process at a time poll the budget lock.
         self._threads = threading.Lock()
+        self._stuck: Holder | None = None  # had the budget lock for a minute when last seen
 
     @lazy
     def max_size(self) -> int | None:
@@ -360,7 +360,8 @@ class Space:
         try:
             yield usage
         finally:
-            self._write(usage)
+            held = [None if n in usage.growing else size for n, size in enumerate(usage.held)]
+            self._record(self.node.usage, held, usage.next, usage.listed)
 
     def _read(self) -> _Usage:
         """Return the content of ``usage``. With leases, or if it is damaged, no part is counted."""
@@ -371,10 +372,6 @@ class Space:
                 listed = float(listed) if boot == boot_id() else -math.inf
                 return _Usage(known, int(part) % _PARTS, listed)
         return _Usage()
-
-    def _write(self, usage: _Usage) -> None:
-        held = [None if part in usage.growing else size for part, size in enumerate(usage.held)]
-        self._record(self.node.usage, held, usage.next, usage.listed)
 
     def _refusal(self, need: int, usage: _Usage | None = None) -> tuple[int, bool]:
         """Return how many of ``need`` bytes the last refusal lacks, and whether it is recent."""
@@ -468,7 +465,9 @@ class Space:
     def _budget_lock(self) -> Iterator[None]:
         """Hold the node's budget lock in the body; after a minute, warn and continue without it."""
         with self._hold("budget", _BUDGET_SECONDS) as other:
-            if other is not None:
+            is_known = other is not None and other == self._stuck
+            self._stuck = other
+            if other is not None and not is_known:
                 logger.warning(
                     "%s has had the budget lock for a minute; going on without it", other
                 )
@@ -488,20 +487,23 @@ class Space:
             yield
 
     @contextlib.contextmanager
-    def _hold(self, name: str, seconds: float) -> Iterator[str | None]:
-        """Hold a lock of the node; yield None, or its holder if it is not free in ``seconds``."""
+    def _hold(self, name: str, seconds: float) -> Iterator[Holder | None]:
+        """Hold a lock of the node; yield None, or its holder if it is not free in ``seconds``.
+
+        A holder that was stuck before, and still is, is not waited for again.
+        """
         lock = KeyLock(self.node.named_lock(name), self.node.modes)
         holder = Holder.this_process()
         start = announced = clock.monotonic()
         try:
             while not (held := lock.try_acquire(holder)):
-                now, other = clock.monotonic(), read_holder(lock.path) or "another process"
-                if now - start >= seconds:
+                now, other = clock.monotonic(), read_holder(lock.path) or _UNKNOWN
+                if now - start >= seconds or other == self._stuck:
                     break
                 if now - announced >= _ANNOUNCE_EVERY:
                     announced = now
                     logger.warning("waiting for %s, which has the %s lock", other, name)
                 clock.sleep(_POLL)
-            yield None if held else str(other)
+            yield None if held else other
         finally:
             lock.release()

@@ -107,8 +107,7 @@ class Housekeeper:
     """Cleans in the background of a job, so that a node without cron stays within its limits.
 
     Every five minutes, one of the processes that use a cache does the same as ``shardcache clean``.
-    A RAM disk is checked every two seconds: the more memory the job uses, the less its cgroup
-    leaves for the RAM disk, and the kernel kills a job that exceeds the cgroup's limit.
+    Each of them checks a RAM disk every two seconds, and gives back what the job's memory needs.
     """
 
     def __init__(self, tier: Tier) -> None:
@@ -136,25 +135,23 @@ class Housekeeper:
 
     def _work(self, space: Space, is_due: bool) -> None:
         try:
-            if is_due:
-                self._clean(space)
-            else:
+            if not is_due:
                 freed = space.relieve()
                 logger.info("evicted %d bytes from %s for the job's memory", freed, space.node.base)
+                return
+            with contextlib.suppress(FileNotFoundError):  # the cache was never cleaned
+                # Each cleaning writes to the lock.
+                last = os.lstat(space.node.named_lock("clean")).st_mtime
+                if 0 <= clock.time() - last < INTERVAL:
+                    return
+            with space.sole_cleaner(wait=False):
+                report = clean(space, space.limits())
+            if report.removed:
+                logger.info("cleaned: %d removed, %d bytes", len(report.removed), report.freed)
         except LockTimeoutError as exn:
             logger.debug("%s", exn)
         except os_error() as exn:
             logger.info("background cleaning failed: %s", exn)
-
-    def _clean(self, space: Space) -> None:
-        with contextlib.suppress(FileNotFoundError):  # the cache was never cleaned
-            last = os.lstat(space.node.named_lock("clean")).st_mtime  # each cleaning writes to it
-            if 0 <= clock.time() - last < INTERVAL:
-                return
-        with space.sole_cleaner(wait=False):
-            report = clean(space, space.limits())
-        if report.removed:
-            logger.info("cleaned: %d removed, %d bytes", len(report.removed), report.freed)
 
     def close(self) -> None:
         """Wait up to two seconds for a running cleaning to end."""

@@ -1,8 +1,5 @@
 """The policies and pins: which shards are evicted first, and which stay.
 
-    working-set   the least recently used first, but none that was used since running jobs began
-    lru           the least recently used first
-
 A file to which several ranks have hard links counts once. Its last use is the latest use of any
 link, and it is removed with all its links or not at all. Timestamps come from wall clocks, and a
 timestamp in the future counts as long ago. So a wrong clock may evict a shard too early, but never

@@ -1,8 +1,7 @@
 """Measure the space that a filesystem and this process's cgroups leave, and that a shard takes.
 
-Files on a tmpfs are memory of the cgroup of the process that wrote them. At a cgroup's limit, or at
-that of a parent, writes do not fail with ENOSPC: the kernel kills the container. The page cache of
-files on disks counts as free memory, because the kernel reclaims it first. Sources: the kernel's
+Files on a tmpfs are memory of the cgroup of the process that wrote them. The page cache of files on
+disks counts as free memory, because the kernel reclaims it first. Sources: the kernel's
 admin-guide/cgroup-v2.rst and cgroup-v1/memory.rst.
 """
 

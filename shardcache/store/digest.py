@@ -2,7 +2,7 @@
 
 The tree digest of a shard is the xxh3-128 of the xxh3-128 digests of its 1 MiB blocks. So threads
 can hash blocks in any order while the blocks are in the processor's cache, and a resumed download
-can check each block on disk by itself. A digest of the whole stream allows neither.
+can check each block on disk by itself.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ BLOCK = 1 << 20
 _CRCS = {"crc32": 4, "crc32c": 4, "crc64nvme": 8}
 _HASHES = ("sha256", "sha1")
 
-
-#: Returns the digest of one block, which is 16 bytes long.
+#: Computes the digest of one block, which is 16 bytes long.
 block_digest = xxh3_128_digest
 
 

@@ -101,11 +101,13 @@ class Metadata:
         """Parse the output of `encode`. Raises DamagedError for anything else."""
         try:
             record = dict(json.loads(data))
-            if record.pop("schema") != SCHEMA:
+            if record["schema"] != SCHEMA:
                 raise ValueError("it has another schema")
-            record["info"] = ObjectInfo.from_record(record.pop("object"))
+            record["info"] = ObjectInfo.from_record(record["object"])
             date = datetime.fromisoformat(record["fetched_at"]).timestamp()
-            metadata = cls(**{**record, "fetched_at": max(0.0, date)})
+            record["fetched_at"] = max(0.0, date)
+            # A later version of the library may have added fields.
+            metadata = cls(**{name: record[name] for name in cls.__slots__})
             texts = metadata.url, metadata.key, metadata.digest, metadata.boot, metadata.library
             typed = type(metadata.size) is int and isinstance(metadata.checked, str | None)
             typed = typed and isinstance(metadata.endpoint, str | None)
@@ -218,7 +220,11 @@ def _remove_files(directory: Path, name: str | None = None) -> list[str]:
     foreign = []
     with files.open_directory(directory) as fd:
         names = os.listdir(fd)  # noqa: PTH208 - names are enough
-        data = name or _stated_name(directory) or _likely_name(names, fd)
+        data = name or _stated_name(directory)
+        if data is None and len(candidates := _data_names(names)) == 1:
+            # A lone file counts as shardcache's only if it is closed to other users, as those are.
+            is_closed = not os.lstat(candidates[0], dir_fd=fd).st_mode & 0o117
+            data = candidates[0] if is_closed or len(names) > 1 else None
         for each in sorted(names, key=is_side_file):  # data first: the sidecar states its name
             if each == data or is_side_file(each):
                 if not _remove_name(each, fd):
@@ -226,16 +232,6 @@ def _remove_files(directory: Path, name: str | None = None) -> list[str]:
             elif not each.startswith(_STILL_OPEN):
                 foreign.append(each)
     return foreign
-
-
-def _likely_name(names: list[str], fd: int) -> str | None:
-    """Guess the name of the data file in a directory without a readable sidecar, or return None."""
-    candidates = _data_names(names)
-    if len(candidates) != 1:
-        return None
-    # A lone file counts as shardcache's only if it is closed to other users, as shardcache's are.
-    is_closed = not os.lstat(candidates[0], dir_fd=fd).st_mode & 0o117
-    return candidates[0] if is_closed or len(names) > 1 else None
 
 
 def _remove_name(name: str, fd: int) -> bool:

@@ -1,10 +1,8 @@
 """Entries: published shards, which any number of processes and threads may read at the same time.
 
-`Store.open` opens the data file and takes a shared flock on it. The open file can be read to its
-end, even if another process removes the entry. Evicting takes the exclusive flock, which no process
-gets while a reader has the file open, renames the directory out of sight, and deletes it. The data
-of an entry never changes. Its sidecar may be replaced, to record under which boot the data was last
-verified, and `samples.idx` may be added.
+A reader holds a shared flock on the data file. Evicting takes the exclusive one, renames the
+directory out of sight, and deletes it. The data of an entry never changes. Its sidecar may be
+replaced, to record under which boot the data was last verified, and `samples.idx` may be added.
 """
 
 from __future__ import annotations

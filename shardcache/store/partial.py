@@ -1,14 +1,13 @@
 """Partials: shards that are still being downloaded.
 
-The journal of a partial, the file ``progress``, states which blocks are on disk: a header, the
-known part of the sidecar, and a record for each block, with its digest and length, or zeros if the
-block is not on disk. A shard of one block has no journal.
+The journal, the file ``progress``, has a header, the known part of the sidecar, and a record for
+each block, with its digest and length, or zeros if the block is not on disk.
 
 The process that holds the exclusive flock on the data file is the writer; its threads may write and
-record different blocks at the same time. When it dies, the kernel frees the flock. Another process
-may then take the partial over (`Partial.claim`) or remove it (`remove_leftover`). Both first rename
-the directory, so if several processes try, only one succeeds. If locks do not work, a live writer
-may lose its partial in this way, but it writes only the same bytes of the same version.
+record different blocks at the same time. When it dies, another process may take the partial over
+(`Partial.claim`) or remove it (`remove_leftover`). Both first rename the directory, so if several
+processes try, only one succeeds. If locks do not work, a live writer may lose its partial in this
+way, but it writes only the same bytes of the same version.
 """
 
 from __future__ import annotations
@@ -70,11 +69,6 @@ class Journal(NamedTuple):
 
     metadata: Metadata  #: the sidecar, as far as the writer knows it
     written: int  #: bytes on disk
-
-    @property
-    def total(self) -> int | None:
-        """The size of the complete shard in bytes, or None if it is unknown."""
-        return self.metadata.info.size
 
 
 def _parse(path: Path, data: bytes) -> tuple[Metadata, int, bool]:
@@ -181,6 +175,7 @@ class Partial:
         self._journal = journal
         self._records_at = records_at
         self._digests: dict[int, tuple[bytes, int]] = {}
+        self._unproven = b""  # the records of a claimed partial
         self._guard = threading.Lock()
 
     @classmethod
@@ -212,7 +207,10 @@ class Partial:
 
     @classmethod
     def claim(cls, layout: Layout, path: Path, basename: str) -> Partial | None:
-        """Take over and lock a dead process's partial; None if it is alive, gone or useless."""
+        """Take over and lock a dead process's partial; None if it is alive, gone or useless.
+
+        Then name it in the lock of its key, and call `prove`.
+        """
         named = parse_partial_name(path.name)
         if named is None or not files.is_directory(path):
             return None
@@ -238,7 +236,9 @@ class Partial:
                 if status.st_size > metadata.info.size:
                     os.ftruncate(file.fileno(), metadata.info.size)
                 partial = cls(layout, claimed / basename, metadata, file, journal, records_at)
-                partial._prove(_records(data[records_at:]), metadata.info.size)
+                partial._unproven = data[records_at:]
+                partial.confirmed = False
+                partial._write_header()
             except (os_error(), DamagedError) as exn:
                 if isinstance(exn, OSError) and exn.errno not in _UNCLAIMED:
                     raise
@@ -247,10 +247,22 @@ class Partial:
             stack.pop_all()
         return partial
 
+    def prove(self) -> bool:
+        """Keep the recorded blocks whose bytes have the recorded digest, and forget the others.
+
+        Returns False if the partial cannot be used, and has been discarded.
+        """
+        records, self._unproven = _records(self._unproven), b""
+        try:
+            self._prove(records, self.metadata.info.size or 0)
+        except os_error() as exn:
+            if exn.errno not in _UNCLAIMED:
+                raise
+            self.discard()
+            return False
+        return True
+
     def _prove(self, records: Iterator[tuple[bytes, int]], total: int) -> None:
-        """Keep the recorded blocks whose bytes have the recorded digest, and forget the others."""
-        self.confirmed = False
-        self._write_header()
         buffer = memoryview(bytearray(BLOCK))
         for index, (digest, length) in zip(range(-(-total // BLOCK)), records, strict=False):
             block = buffer[: min(BLOCK, total - index * BLOCK)]
@@ -402,20 +414,15 @@ def in_flight(layout: Layout) -> Iterator[InFlight]:
                 # locks, two processes that test at once do not mistake each other for a writer.
                 # Readers of a hidden entry hold shared locks, which only an exclusive one detects.
                 with hold(path, layout.grace, shared=parsed is not None) as free:
-                    occupied = _occupied(path)
+                    occupied = 0
+                    if (data := data_file(path)) is not None:
+                        with contextlib.suppress(FileNotFoundError):
+                            status = os.lstat(data)
+                            occupied = min(status.st_blocks * 512, status.st_size)
             except PermissionError:  # the directory belongs to another user
                 continue
             key, version, size = parsed or ("", "", None)
             yield InFlight(path, key, version, not free, occupied, size)
-
-
-def _occupied(path: Path) -> int:
-    data = data_file(path)
-    if data is not None:
-        with contextlib.suppress(FileNotFoundError):
-            status = os.lstat(data)
-            return min(status.st_blocks * 512, status.st_size)
-    return 0
 
 
 def remove_leftover(layout: Layout, path: Path) -> bool:

@@ -88,13 +88,18 @@ def verify(
         if is_closed or stop.is_set():
             raise CancelledError
 
+    def block_digests(fd: int) -> Iterator[bytes]:
+        for block in read_blocks(fd):
+            check_stopped()
+            yield block_digest(block)
+
     def check(copies: list[tuple[Store, Entry]]) -> list[Finding]:
         digests: dict[tuple[int, int], str] = {}  # by device and inode, because some are links
 
         def digest(fd: int) -> str:
             file = os.fstat(fd)
             if (name := (file.st_dev, file.st_ino)) not in digests:
-                digests[name] = tree_digest(b"".join(_block_digests(fd, check_stopped)))
+                digests[name] = tree_digest(b"".join(block_digests(fd)))
             return digests[name]
 
         findings: list[Finding] = []
@@ -113,12 +118,6 @@ def verify(
     finally:
         is_closed = True
         pool.shutdown(cancel_futures=True)
-
-
-def _block_digests(fd: int, check_stopped: Callable[[], None]) -> Iterator[bytes]:
-    for block in read_blocks(fd):
-        check_stopped()
-        yield block_digest(block)
 
 
 def _check(

@@ -49,6 +49,10 @@ def test_ls_selects_sorts_and_limits(run, warm, bucket, tmp_path):
     with Cache(tmp_path / "cache") as cache:
         os.utime(cache.entry(warm[2]).path / "meta.json")
     assert run("ls", "--sort", "used")[1].splitlines()[1].startswith(warm[2])
+    header, row, _ = run("ls", "--by", "prefix")[1].splitlines()
+    assert header.split() == ["PREFIX", "SHARDS", "SIZE", "USED"]
+    assert row.split()[:2] == [f"s3://{bucket}/", "4"]
+    assert run("ls", "--by", "prefix", "--partial")[0] == 2
 
 
 def test_ls_shows_damaged_entries(run, warm, tmp_path):

@@ -18,6 +18,7 @@ SHAPES = {
     "summary: shards samples failed wrong seconds",
     "ls": "shards: url state size used_at fetched_at key version path etag digest; summary: shards "
     "bytes disk_bytes max_size evictable_bytes matching shown not_cached",
+    "ls --by prefix": "prefixes: url shards size used_at; summary: shards",
     "ls --partial": "partials: state key dir written_bytes; "
     "summary: partials live orphans written_bytes",
     "path {0}": "shards: url path",

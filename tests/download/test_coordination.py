@@ -2,10 +2,13 @@
 
 import errno
 import fcntl
+import gc
 import logging
 import os
+import random
 import shutil
 import threading
+import types
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -148,13 +151,25 @@ def test_after_lock_timeout_a_reader_streams_unless_it_is_strict(make_cache, clo
     lock.release()
 
 
+def is_slot(found: object) -> bool:
+    return isinstance(found, types.GeneratorType) and found.__name__ == "slot"
+
+
 @pytest.mark.locks_work
 def test_only_two_pass_a_stuck_holder_by(make_cache, clock):
     cache = make_cache(stale_after=1, lock_timeout=30)
     locks = [storetools.taken(layout(cache).named_lock(f"private-{n}")) for n in range(2)]
     locks.append(held_elsewhere(cache, URL))
+    slots, polls = [], iter(range(10_000))
+
+    def count():
+        if next(polls) == 60:
+            slots.extend(filter(is_slot, gc.get_objects()))
+
+    clock.on_sleep.append(count)
     with pytest.raises(LockTimeoutError):
         cache.fetch(URL)
+    assert next(polls) > 60 and slots == []  # no poll leaves anything
     locks[0].release()
     assert cache.fetch(URL).size == len(DATA)
     for lock in locks:
@@ -174,6 +189,15 @@ def test_a_failed_download_is_resumed_unless_the_object_was_replaced(make_cache,
     assert os.listdir(layout(cache).partial) == []
 
 
+def test_a_retry_draws_no_numbers_from_the_generator_of_the_program(make_cache, origin, clock):
+    random.seed(0)
+    expected = random.random()
+    random.seed(0)
+    origin.faults += [Fault(after=None), Fault(after=BLOCK)]
+    assert read(make_cache(attempts=5)) == DATA and clock.elapsed > 0
+    assert random.random() == expected
+
+
 @pytest.mark.locks_work
 @pytest.mark.parametrize(("more", "stored"), [(0, True), (-1, False), (5 * BLOCK, False)])
 def test_a_resumed_download_needs_no_additional_room(make_cache, origin, tmp_path, more, stored):
@@ -185,6 +209,9 @@ def test_a_resumed_download_needs_no_additional_room(make_cache, origin, tmp_pat
         assert cache.fetch(OTHER).size > more
     assert streamed(cache) != stored
     assert room(tmp_path, *(entry.size for entry in cache.entries())) <= limit
+    if more < 0:  # the download that found no room has lost nothing
+        origin.requests.clear()
+        assert not streamed(make_cache()) and origin.requests[0][1] == 2 * BLOCK
 
 
 def test_a_damaged_entry_is_downloaded_not_linked(make_cache, origin, monkeypatch, caplog):

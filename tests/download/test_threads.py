@@ -3,7 +3,6 @@
 import contextlib
 import ctypes
 import gc
-import importlib
 import logging
 import os
 import signal
@@ -61,25 +60,6 @@ def test_a_fork_waits_until_a_thread_that_has_ended_is_gone():
         assert not task.exists()
         assert child.hear() == "here"
     libc.pthread_key_delete(key)
-
-
-def test_a_fork_waits_for_an_import_in_another_thread(tmp_path, monkeypatch):
-    """Otherwise the child copies the held lock of the module, and its own import never ends."""
-    started, end = threading.Event(), threading.Event()
-    (tmp_path / "slow_module.py").write_text("import builtins; builtins.slow_import()")
-    monkeypatch.syspath_prepend(tmp_path)
-    slow = lambda: started.set() or end.wait(PATIENCE)  # noqa: E731
-    monkeypatch.setattr("builtins.slow_import", slow, raising=False)
-    threads.start(lambda: importlib.import_module("slow_module"), "shardcache-test")
-    assert started.wait(PATIENCE)
-    threading.Timer(0.4, end.set).start()
-
-    def work(parent):
-        parent.say(importlib.import_module("slow_module").__name__)
-
-    with forked(work) as child:
-        assert end.is_set()
-        assert child.hear() == "slow_module"
 
 
 def test_a_fork_waits_for_the_imports_of_a_first_use_in_another_thread(tmp_path):

@@ -6,11 +6,9 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 
 import pytest
 
-from shardcache.cache import Cache
 from shardcache.locks.keys import Holder
 from shardcache.locks.sessions import Session, live_sessions, live_waits, remove_dead
 from shardcache.urls import parse_url
@@ -28,7 +26,6 @@ URL = "s3://lab/train-0000.tar"
 KEY = parse_url(URL).key
 DATA = make_tar(1, size=400_000)
 WAITER = Holder(12, "node-7", 5, None, 1_000_010.0, url=URL)
-MakeCache = Callable[..., Cache]
 
 
 def names(layout) -> list[str]:

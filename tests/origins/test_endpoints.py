@@ -3,7 +3,7 @@
 import botocore.session
 import pytest
 
-from shardcache import Cache, TransferError
+from shardcache import TransferError
 from shardcache.origins.s3 import _usual_address
 from shardcache.urls import parse_url
 from tests.support.webservers import Files, answer, running
@@ -11,17 +11,14 @@ from tests.support.webservers import Files, answer, running
 KEYS = {"AWS_ACCESS_KEY_ID": "me", "AWS_SECRET_ACCESS_KEY": "mine"}
 
 
-def test_shards_of_two_endpoints_have_different_entries(tmp_path, monkeypatch):
+def test_shards_of_two_endpoints_have_different_entries(open_cache, monkeypatch):
     for name, value in KEYS.items():
         monkeypatch.setenv(name, value)
     with running(Files()) as one, running(Files()) as other:
         for server in (one, other, one, other):
             server.files["/lab/a.bin"] = f"bytes of {server.url}".encode()
-            with (
-                Cache(tmp_path / "cache", min_free=0, endpoint_url=server.url) as cache,
-                cache.open("s3://lab/a.bin") as stream,
-            ):
-                assert stream.read() == server.files["/lab/a.bin"]
+            stream = open_cache(endpoint_url=server.url).open("s3://lab/a.bin")
+            assert stream.read() == server.files["/lab/a.bin"]
         for server in (one, other):  # the second read was a hit
             assert [request[:3] for request in server.requests].count("GET") == 1
 
@@ -79,7 +76,7 @@ NONE = {"AWS_CONFIG_FILE": "/dev/null"}
 )
 @pytest.mark.parametrize("form", ["{}", "pipe:aws s3 cp {} -"])
 def test_the_key_has_the_endpoint_and_partition_of_the_request(
-    form, environment, options, host, tmp_path, monkeypatch, serve
+    form, environment, options, host, open_cache, tmp_path, monkeypatch, serve
 ):
     (tmp_path / "config").write_text(CONFIG)
     (tmp_path / "credentials").write_text("[shared]\nendpoint_url = https://shared\n")
@@ -89,12 +86,12 @@ def test_the_key_has_the_endpoint_and_partition_of_the_request(
     for name, value in {**given, "https_proxy": proxy.url}.items():
         monkeypatch.setenv(name, value)
     url = form.format("s3://lab/a.tar")
-    with Cache(tmp_path / "cache", min_free=0, attempts=1, storage_options=options) as cache:
-        key = cache.parse(url).key
-        assert key == parse_url("s3://lab/a.tar", endpoint=host).key
-        assert (key == parse_url("s3://lab/a.tar").key) == (host in (STANDARD, IRELAND))
-        with pytest.raises(TransferError):
-            cache.open(url).read()
+    cache = open_cache(attempts=1, storage_options=options)
+    key = cache.parse(url).key
+    assert key == parse_url("s3://lab/a.tar", endpoint=host).key
+    assert (key == parse_url("s3://lab/a.tar").key) == (host in (STANDARD, IRELAND))
+    with pytest.raises(TransferError):
+        cache.open(url).read()
     assert proxy.heads[0].startswith(f"CONNECT {host}:443 ")
     if not options:
         client = botocore.session.Session().create_client("s3", "us-east-1")
@@ -103,9 +100,8 @@ def test_the_key_has_the_endpoint_and_partition_of_the_request(
         assert at_aws or client.meta.endpoint_url == f"https://{host}"
 
 
-def test_the_region_of_a_command_sets_its_partition(tmp_path):
-    with Cache(tmp_path / "cache", min_free=0) as cache:
-        found = cache.parse("pipe:aws s3 cp s3://lab/a.tar - --region cn-north-1")
+def test_the_region_of_a_command_sets_its_partition(open_cache):
+    found = open_cache().parse("pipe:aws s3 cp s3://lab/a.tar - --region cn-north-1")
     assert found.key == parse_url("s3://lab/a.tar", endpoint=CHINA).key
 
 
@@ -118,14 +114,16 @@ def test_the_region_of_a_command_sets_its_partition(tmp_path):
         b"[profile missing]\nservices=x\n[services x]\ns3=endpoint_url",
     ],
 )
-def test_a_broken_aws_configuration_does_not_affect_local_files(text, tmp_path, monkeypatch):
+def test_a_broken_aws_configuration_does_not_affect_local_files(
+    text, open_cache, tmp_path, monkeypatch
+):
     (tmp_path / "aws").write_bytes(text)
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "aws"))
     monkeypatch.setenv("AWS_PROFILE", "missing")
     (tmp_path / "shard.bin").write_bytes(b"bytes")
-    with Cache(tmp_path / "cache", cache_local=True, min_free=0) as cache:
-        assert cache.open(str(tmp_path / "shard.bin")).read() == b"bytes"
-        assert cache.parse("s3://lab/a.tar").endpoint == ""
+    cache = open_cache(cache_local=True)
+    assert cache.open(str(tmp_path / "shard.bin")).read() == b"bytes"
+    assert cache.parse("s3://lab/a.tar").endpoint == ""
 
 
 @pytest.mark.parametrize("name", ["lab", "my.shards", "a" * 63, "Old_Bucket"])

@@ -5,14 +5,16 @@
 
 import contextlib
 import socket
+import time
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 from botocore.auth import S3SigV4Auth
 from botocore.awsrequest import AWSRequest
 from botocore.credentials import Credentials
 
-from shardcache import AccessDeniedError, Cache, ConfigError, TransferError
+from shardcache import AccessDeniedError, Cache, ConfigError, TransferError, TransferTimeoutError
 from shardcache.origins import retry
 from shardcache.origins.base import TransientError
 from shardcache.origins.http import WebOrigin
@@ -23,6 +25,7 @@ from tests.support.tars import make_tar
 from tests.support.webservers import Scripted, answer, part_of
 
 SHARD = make_tar(3, members=3, size=1_200_000)
+KEYS = {"key": "AK", "secret": "SK"}
 
 
 def part(span: str, body: bytes) -> bytes:
@@ -36,10 +39,9 @@ HELLO = (
 )
 
 
-@pytest.mark.parametrize("status", ["500", "503", "429"])
-def test_a_refusal_states_the_pause_that_the_server_requests(serve, status):
-    server = serve(answer(status, Retry_After=7))
-    with pytest.raises(TransientError, match=status) as caught:
+def test_a_refusal_states_the_pause_that_the_server_requests(serve):
+    server = serve(answer("500 Oh", Retry_After=7))
+    with pytest.raises(TransientError, match="500") as caught:
         WebOrigin(timeout=20).open(parse_url(f"{server.url}/a.bin"), 10, 20)
     assert (caught.value.retry_after, len(server.heads)) == (7, 1)
 
@@ -91,7 +93,7 @@ def test_a_login_follows_a_redirect_within_its_server(serve):
     ],
 )
 def test_no_proxy_takes_names_addresses_networks_and_ports(
-    serve, tmp_path, monkeypatch, host, exceptions, direct
+    serve, make_cache, monkeypatch, host, exceptions, direct
 ):
     look_up = socket.getaddrinfo
     monkeypatch.setattr(socket, "getaddrinfo", lambda _, *a, **n: look_up("127.0.0.1", *a, **n))
@@ -99,24 +101,19 @@ def test_no_proxy_takes_names_addresses_networks_and_ports(
     port = server.server_address[1]
     monkeypatch.setenv("http_proxy", proxy.url)
     monkeypatch.setenv("no_proxy", exceptions.format(port=port))
-    with Cache(tmp_path / "cache", min_free=0) as cache:
-        assert cache.open(f"http://{host}:{port}/a.tar").read() == SHARD
+    assert make_cache().open(f"http://{host}:{port}/a.tar").read() == SHARD
     assert (bool(server.heads), bool(proxy.heads)) == (direct, not direct)
 
 
 @pytest.mark.parametrize("url", ["http://store.test/a.tar", "https://store.test/a.tar", "s3://b/a"])
 @pytest.mark.parametrize("dies", [True, False])
-def test_the_error_of_a_dead_proxy_names_the_proxy(serve, tmp_path, monkeypatch, url, dies):
+def test_the_error_of_a_dead_proxy_names_the_proxy(serve, open_cache, monkeypatch, url, dies):
     place = "127.0.0.1:1" if dies else serve(b"").url.removeprefix("http://")
     for scheme in ("http", "https"):
         monkeypatch.setenv(f"{scheme}_proxy", f"http://me:secret@{place}")
     monkeypatch.delenv("no_proxy", raising=False)
-    options = {"attempts": 1, "storage_options": {"key": "AK", "secret": "SK"}}
-    message = rf"\.test through the proxy {place} "
-    with (
-        Cache(tmp_path / "cache", min_free=0, endpoint_url="http://s3.test", **options) as cache,
-        pytest.raises(TransferError, match=message) as caught,
-    ):
+    cache = open_cache(endpoint_url="http://s3.test", storage_options=KEYS, attempts=1)
+    with pytest.raises(TransferError, match=rf"\.test through the proxy {place} ") as caught:
         cache.open(url)
     assert "secret" not in str(caught.value)
 
@@ -128,8 +125,8 @@ def test_all_requests_after_a_redirect_go_to_the_region_of_the_bucket(serve, hea
     if header:
         moved = answer("301 Moved Permanently", x_amz_bucket_region="eu-west-3")
     server = serve(lambda head: HELLO if "/eu-west-3/s3/aws4_request" in head else moved, most=9)
-    keys = {"key": "AK", "secret": "SK", "endpoint_url": server.url}
-    origin, url = S3Origin(keys, timeout=20), parse_url("s3://lab/a.bin")
+    origin = S3Origin(KEYS, endpoint_url=server.url, timeout=20)
+    url = parse_url("s3://lab/a.bin")
     for _ in range(2):
         once("", lambda: origin.open(url, 0, 5).close())
     assert len(server.heads) == 3
@@ -141,8 +138,8 @@ def test_signatures_equal_those_of_botocore(serve, style: str) -> None:
     server = serve(lambda head: answer("200 OK", page) if "list-type" in head else HELLO, most=9)
     # A proxy, because the host of the store does not exist.
     config = {"proxies": {"http": server.url}, "s3": {"addressing_style": style}}
-    options = {"key": "AK", "secret": "SK", "token": "T0", "requester_pays": True}
-    options |= {"config_kwargs": config, "endpoint_url": "http://store.invalid"}
+    options = {**KEYS, "token": "T0", "requester_pays": True, "config_kwargs": config}
+    options["endpoint_url"] = "http://store.invalid"
     origin = S3Origin(options, timeout=20)
     for key in ("a.bin?versionId=v+1", "a b/ü%+*.tar", "x/../a//b.tar"):
         origin.open(parse_url(f"s3://lab/{key}"), 0, 5).close()
@@ -200,20 +197,21 @@ def node(serve) -> Scripted:
     return serve(respond, most=99)
 
 
-def cache_of(front: Scripted, tmp_path, **options: object) -> Cache:
-    keys = {"endpoint_url": front.url, "storage_options": {"key": "AK", "secret": "SK"}}
-    more = {"min_free": 0, "attempts": 1, "connections": 1, "part_size": "1MiB", **options}
-    return Cache(tmp_path / "cache", **keys, **more)
+@pytest.fixture
+def cache_of(open_cache) -> Callable[..., Cache]:
+    """Return a function that opens a cache of the shards of a server."""
+    given = {"storage_options": KEYS, "attempts": 1, "connections": 1, "part_size": "1MiB"}
+    return lambda front, **more: open_cache(endpoint_url=front.url, **{**given, **more})
 
 
 @pytest.mark.parametrize("status", ["301 Moved", "302 Found", "307 Temporary", "308 Permanent"])
-def test_a_redirect_of_a_store_is_followed_with_a_new_signature(serve, node, tmp_path, status):
+def test_a_redirect_of_a_store_is_followed_with_a_new_signature(serve, node, cache_of, status):
     second = serve(redirect(status, node.url), most=99)
     front = serve(redirect(status, second.url), most=99)
-    with cache_of(front, tmp_path) as cache:
-        assert cache.prewarm("s3://lab/d/*.tar").failures == {}
-        assert cache.open("s3://lab/d/a b.tar").read() == SHARD
-        assert cache.prewarm("s3://lab/d/a b.tar", refresh=True).failures == {}
+    cache = cache_of(front)
+    assert cache.prewarm("s3://lab/d/*.tar").failures == {}
+    assert cache.open("s3://lab/d/a b.tar").read() == SHARD
+    assert cache.prewarm("s3://lab/d/a b.tar", refresh=True).failures == {}
     for server in (front, second, node):
         for head in server.heads:
             assert "\r\nAccept-Encoding: identity\r\n" in head
@@ -223,26 +221,25 @@ def test_a_redirect_of_a_store_is_followed_with_a_new_signature(serve, node, tmp
     assert len(front.heads) == 2  # for the listing, and the first for the shard
 
 
-def test_a_target_with_a_signature_of_its_own_is_not_signed_again(serve, node, tmp_path):
+def test_a_target_with_a_signature_of_its_own_is_not_signed_again(serve, node, cache_of):
     target = f"{node.url}/d/a?X-Amz-Signature=s1gned&X-Amz-Expires=9"
     front = serve(answer("307 Moved", Location=target, Connection=None), most=99)
-    with cache_of(front, tmp_path) as cache:
-        assert cache.open("s3://lab/d/a b.tar").read() == SHARD
+    assert cache_of(front).open("s3://lab/d/a b.tar").read() == SHARD
     heads = [head for head in node.heads if "\r\nauthorization:" in head.lower()]
     assert node.heads and not heads
     assert "x-amz-" not in "".join(head.partition("\r\n")[2] for head in node.heads).lower()
 
 
-def test_the_error_of_a_dead_target_names_the_target(serve, tmp_path):
+def test_the_error_of_a_dead_target_names_the_target(serve, cache_of):
     front = serve(answer("307 Moved", Location="http://127.0.0.1:1/lab/a.tar"), most=99)
     message = f": 127.0.0.1:1 .after a redirect of {front.url.removeprefix('http://')}. does not"
-    with cache_of(front, tmp_path) as cache, pytest.raises(TransferError, match=message):
-        cache.open("s3://lab/a.tar")
+    with pytest.raises(TransferError, match=message):
+        cache_of(front).open("s3://lab/a.tar")
 
 
 @pytest.mark.parametrize("is_dead", [True, False])
 def test_the_store_is_asked_again_after_a_target_without_the_object(
-    serve, node, tmp_path, monkeypatch, is_dead
+    serve, node, cache_of, monkeypatch, is_dead
 ):
     """Six targets are dead, or the store moved the object to a new node after the first part."""
     monkeypatch.setattr(retry, "BASE", 0)
@@ -250,17 +247,28 @@ def test_the_store_is_asked_again_after_a_target_without_the_object(
     old = serve(lambda h: gone if "=1048576" in h else node.answer(h), most=99)
     targets = iter([*(["http://127.0.0.1:1"] * 6 if is_dead else [old.url]), node.url])
     front = serve(lambda head: redirect("307", next(targets))(head), most=99)
-    with cache_of(front, tmp_path, attempts=7 if is_dead else 1) as cache:
-        assert cache.open("s3://lab/d/a b.tar").read() == SHARD
+    cache = cache_of(front, attempts=7 if is_dead else 1)
+    assert cache.open("s3://lab/d/a b.tar").read() == SHARD
 
 
-def test_a_circle_of_redirects_names_its_servers(serve, tmp_path):
+@pytest.mark.parametrize("url", ["s3://lab/a.tar", "{}/lab/a.tar"])
+@pytest.mark.parametrize(
+    ("pause", "error", "message", "requests"),
+    [
+        (0.0, ConfigError, "more than 5 times .*{0}, {1}", 6),
+        (1.2, TransferTimeoutError, "redirects of {0}, {1} outlast the timeout", 2),
+    ],
+)
+def test_a_circle_of_redirects_ends(serve, cache_of, url, pause, error, message, requests):
     servers: list[Scripted] = []
-    for number in (1, 0):
-        target = lambda head, n=number: redirect("307", servers[n].url)(head)  # noqa: E731
-        servers.append(serve(target, most=99))
-    places = [server.url.removeprefix("http://") for server in servers]
-    message = f"more than 5 times .*{places[0]}, {places[1]}"
-    with cache_of(servers[0], tmp_path) as cache, pytest.raises(ConfigError, match=message):
-        cache.open("s3://lab/a.tar")
-    assert sum(len(server.heads) for server in servers) == 6
+
+    def respond(head: str, target: int) -> bytes:
+        time.sleep(pause)
+        return redirect("307", servers[target].url)(head)
+
+    for target in (1, 0):
+        servers.append(serve(partial(respond, target=target), most=99))
+    message = message.format(*(server.url.removeprefix("http://") for server in servers))
+    with pytest.raises(error, match=message):
+        cache_of(servers[0], timeout=2).open(url.format(servers[0].url))
+    assert sum(len(server.heads) for server in servers) == requests

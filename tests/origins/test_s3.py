@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 import pytest
 from aiobotocore.session import AioSession
 
-from shardcache import AccessDeniedError, Cache, ConfigError, ShardNotFoundError
+from shardcache import AccessDeniedError, ConfigError, ShardNotFoundError
 from shardcache.origins.base import VersionChangedError, read_all
 from shardcache.origins.s3 import S3Origin
 from shardcache.urls import parse_url
@@ -38,24 +38,24 @@ def test_a_key_needs_no_botocore_and_a_read_no_session_of_it(tmp_path, s3, bucke
     assert done.stdout.split() == ["False", str(len(make_tar(1))), "False"], done.stderr
 
 
-def test_every_stated_checksum_is_compared(tmp_path, s3, bucket):
+def test_every_stated_checksum_is_compared(open_cache, s3, bucket):
     put = s3.client().put_object
-    with Cache(tmp_path / "cache", min_free=0) as cache:
-        for algorithm in ("CRC32C", "CRC64NVME", "SHA256", "SHA1"):
-            put(Bucket=bucket, Key=algorithm, Body=make_tar(1), ChecksumAlgorithm=algorithm)
-            assert cache.open(f"s3://{bucket}/{algorithm}").read() == make_tar(1)
-            entry = cache.entry(f"s3://{bucket}/{algorithm}")
-            assert entry.metadata().checked == algorithm.lower()
+    cache = open_cache()
+    for algorithm in ("CRC32C", "CRC64NVME", "SHA256", "SHA1"):
+        put(Bucket=bucket, Key=algorithm, Body=make_tar(1), ChecksumAlgorithm=algorithm)
+        assert cache.open(f"s3://{bucket}/{algorithm}").read() == make_tar(1)
+        entry = cache.entry(f"s3://{bucket}/{algorithm}")
+        assert entry.metadata().checked == algorithm.lower()
 
 
-def test_a_version_id_in_the_url_is_honoured(tmp_path, s3, bucket):
+def test_a_version_id_in_the_url_is_honoured(open_cache, s3, bucket):
     client, url = s3.client(), f"s3://{bucket}/v.tar"
     client.put_bucket_versioning(Bucket=bucket, VersioningConfiguration={"Status": "Enabled"})
     bodies = [make_tar(seed) for seed in (1, 2)]
     put = [client.put_object(Bucket=bucket, Key="v.tar", Body=body) for body in bodies]
     urls = [*(f"{url}?versionId={answer['VersionId']}" for answer in put), url]
-    with Cache(tmp_path / "cache", min_free=0) as cache:
-        assert [cache.open(url).read() for url in urls] == [*bodies, bodies[1]]
+    cache = open_cache()
+    assert [cache.open(url).read() for url in urls] == [*bodies, bodies[1]]
 
 
 @pytest.fixture
@@ -131,15 +131,15 @@ def test_a_request_for_a_replaced_version_fails(origin, s3, bucket):
     ],
 )
 def test_a_permanent_error_costs_at_most_one_request_and_states_its_cause(
-    tmp_path, s3, bucket, proxy, monkeypatch, options, url, kind, message, requests
+    open_cache, s3, bucket, proxy, monkeypatch, options, url, kind, message, requests
 ):
     """With ``options=None``, there are no credentials."""
     s3.put(bucket, "a.tar", make_tar(1))
     proxy.reset()
     for name in KEYS if options is None else ():
         monkeypatch.delenv(name)
-    cache = Cache(tmp_path / "cache", min_free=0, storage_options=options or {})
-    with cache, pytest.raises(kind, match=message.replace("@", f"s3://{bucket}")):
+    cache = open_cache(storage_options=options or {})
+    with pytest.raises(kind, match=message.replace("@", f"s3://{bucket}")):
         cache.open(url.replace("@", f"s3://{bucket}"))
     assert len(proxy.requests()) == requests
 
@@ -179,11 +179,11 @@ def header(head, name):
 
 
 @pytest.mark.parametrize("name", ["d/k.tar", "d/"])
-def test_an_s3_express_bucket_is_read_in_a_session(tmp_path, store, caplog, name):
+def test_an_s3_express_bucket_is_read_in_a_session(open_cache, store, caplog, name):
     caplog.set_level("INFO", "shardcache")
-    with Cache(tmp_path / "cache", min_free=0, endpoint_url=store.url) as cache:
-        cache.prewarm([f"s3://{EXPRESS}/{name}"])
-        assert cache.open(f"s3://{EXPRESS}/d/k.tar").read() == SHARD
+    cache = open_cache(endpoint_url=store.url)
+    cache.prewarm([f"s3://{EXPRESS}/{name}"])
+    assert cache.open(f"s3://{EXPRESS}/d/k.tar").read() == SHARD
     rest = [head for head in store.heads if "?session" not in head]
     assert len(store.heads) - len(rest) <= 2  # one for the listing, one for the reads
     assert all("/us-east-1/s3express/" in header(head, "authorization") for head in store.heads)
@@ -192,21 +192,21 @@ def test_an_s3_express_bucket_is_read_in_a_session(tmp_path, store, caplog, name
 
 
 @pytest.mark.parametrize("files", [True, False], ids=["botocore", "own client"])
-def test_an_access_point_is_read_by_its_arn(tmp_path, store, monkeypatch, files):
+def test_an_access_point_is_read_by_its_arn(open_cache, tmp_path, store, monkeypatch, files):
     if files:
         (tmp_path / "config").write_text("[default]\nregion = us-east-1\n")
         monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
     endpoint = store.url.replace("127.0.0.1", "localhost")
-    with Cache(tmp_path / "cache", min_free=0, endpoint_url=endpoint) as cache:
-        cache.prewarm([f"s3://{POINT}/d/"])
-        assert cache.open(f"s3://{POINT}/d/k.tar").read() == SHARD
+    cache = open_cache(endpoint_url=endpoint)
+    cache.prewarm([f"s3://{POINT}/d/"])
+    assert cache.open(f"s3://{POINT}/d/k.tar").read() == SHARD
     hosts = {header(head, "host").partition(":")[0] for head in store.heads}
     assert hosts == {"point-123456789012.localhost"}
     assert {head.split(" ")[1].partition("?")[0] for head in store.heads} == {"/", "/d/k.tar"}
     assert all("/us-west-2/s3/" in header(head, "authorization") for head in store.heads)
 
 
-def test_a_multi_region_access_point_is_signed_for_all_regions(tmp_path, store):
+def test_a_multi_region_access_point_is_signed_for_all_regions(open_cache, store):
     """The address is always one of AWS, so a session redirects the requests to the store."""
     session, urls = AioSession(), []
 
@@ -216,9 +216,9 @@ def test_a_multi_region_access_point_is_signed_for_all_regions(tmp_path, store):
         request.url = request.url.replace(urls[-1], store.url)
 
     session.register("before-send.s3", redirect)
-    with Cache(tmp_path / "cache", min_free=0, storage_options={"session": session}) as cache:
-        cache.prewarm([f"s3://{MRAP}/d/{{k,none}}.tar::s3://{MRAP}/d/*.tar"])
-        assert cache.open(f"s3://{MRAP}/d/k.tar").read() == SHARD
+    cache = open_cache(storage_options={"session": session})
+    cache.prewarm([f"s3://{MRAP}/d/{{k,none}}.tar::s3://{MRAP}/d/*.tar"])
+    assert cache.open(f"s3://{MRAP}/d/k.tar").read() == SHARD
     assert set(urls) == {"https://point.mrap.accesspoint.s3-global.amazonaws.com"}
     assert all("aws4-ecdsa-p256" in header(head, "authorization") for head in store.heads)
     assert {header(head, "x-amz-region-set") for head in store.heads} == {"*"}
@@ -231,14 +231,16 @@ def test_a_multi_region_access_point_is_signed_for_all_regions(tmp_path, store):
         (MRAP, ("botocore.compat.HAS_CRT", False), "install awscrt"),
     ],
 )
-def test_a_missing_package_is_an_error(tmp_path, monkeypatch, bucket, missing, message):
+def test_a_missing_package_is_an_error(open_cache, monkeypatch, bucket, missing, message):
     (monkeypatch.setattr if missing[1:] else monkeypatch.delattr)(*missing)
-    with Cache(tmp_path / "cache", min_free=0) as cache, pytest.raises(ConfigError, match=message):
-        cache.open(f"s3://{bucket}/a.tar")
+    with pytest.raises(ConfigError, match=message):
+        open_cache().open(f"s3://{bucket}/a.tar")
 
 
 @pytest.mark.parametrize("options", [{}, SSE], ids=["express", "sse-c"])
-def test_buckets_that_need_s3fs_are_listed_and_read(tmp_path, s3, bucket, monkeypatch, options):
+def test_buckets_that_need_s3fs_are_listed_and_read(
+    open_cache, tmp_path, s3, bucket, monkeypatch, options
+):
     """The server does not know the sessions of S3 Express, so the client sends no session token."""
     monkeypatch.setenv("AWS_S3_DISABLE_EXPRESS_SESSION_AUTH", "true")
     client = s3.client()
@@ -248,11 +250,11 @@ def test_buckets_that_need_s3fs_are_listed_and_read(tmp_path, s3, bucket, monkey
     more = options.get("s3_additional_kwargs", {})
     for name in names:
         client.put_object(Bucket=bucket, Key=name, Body=make_tar(len(name)), **more)
-    with Cache(tmp_path / "cache", min_free=0, storage_options=options) as cache:
-        cache.prewarm([f"s3://{bucket}/d/?.tar", f"s3://{bucket}:secret@{bucket}/d/e/"])
-        for name in names:
-            assert cache.entry(f"s3://{bucket}/{name}") is not None
-            assert cache.open(f"s3://{bucket}/{name}").read() == make_tar(len(name))
+    cache = open_cache(storage_options=options)
+    cache.prewarm([f"s3://{bucket}/d/?.tar", f"s3://{bucket}:secret@{bucket}/d/e/"])
+    for name in names:
+        assert cache.entry(f"s3://{bucket}/{name}") is not None
+        assert cache.open(f"s3://{bucket}/{name}").read() == make_tar(len(name))
     if options:
-        with Cache(tmp_path / "other", min_free=0) as cache, pytest.raises(ConfigError):
-            cache.open(f"s3://{bucket}/d/a.tar")
+        with pytest.raises(ConfigError):
+            open_cache(dir=tmp_path / "other").open(f"s3://{bucket}/d/a.tar")

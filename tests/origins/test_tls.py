@@ -16,7 +16,7 @@ from resource import RUSAGE_THREAD, getrusage
 
 import pytest
 
-from shardcache import Cache, ConfigError
+from shardcache import ConfigError
 from shardcache.origins import connection
 from shardcache.origins.http import WebOrigin
 from shardcache.origins.tls import TLSStream
@@ -44,7 +44,7 @@ def context(authority):
     return context
 
 
-def test_an_untrusted_certificate_is_refused(context, authority, tmp_path, monkeypatch):
+def test_an_untrusted_certificate_is_refused(open_cache, context, authority, tmp_path, monkeypatch):
     server = Files()
     server.files = {"/a.tar": SHARD, "/lab/a.tar": SHARD}
     base = server.url.replace("http:", "https:")
@@ -53,8 +53,7 @@ def test_an_untrusted_certificate_is_refused(context, authority, tmp_path, monke
     def read(url: str, **client: object) -> bytes:
         options = {"key": "AK", "secret": "SK", "client_kwargs": client}
         given = {"endpoint_url": base, "storage_options": options, "attempts": 1}
-        with Cache(tmp_path / f"{next(caches)}", min_free=0, **given) as cache:
-            return cache.open(url).read()
+        return open_cache(dir=tmp_path / f"{next(caches)}", **given).open(url).read()
 
     with running(server, context):
         for url, message in (("s3://lab/a.tar", "AWS_CA_BUNDLE"), (web, "SSL_CERT_FILE")):
@@ -80,17 +79,14 @@ def test_an_untrusted_certificate_is_refused(context, authority, tmp_path, monke
 
 
 def test_credentials_do_not_follow_a_redirect_to_a_server_without_tls(
-    context, authority, tmp_path, serve
+    context, authority, open_cache, serve
 ):
     node = serve(answer("200 OK", SHARD))
     front = Scripted(lambda head: answer("307 Moved", Location=f"{node.url}/lab/a.tar"))
     options = {"key": "AK", "secret": "SK", "client_kwargs": {"verify": authority[0]}}
     with running(front, context):
-        given = {"endpoint_url": front.url, "storage_options": options, "attempts": 1}
-        with (
-            Cache(tmp_path / "cache", min_free=0, **given) as cache,
-            pytest.raises(ConfigError, match="redirects credentials to a host without TLS"),
-        ):
+        cache = open_cache(endpoint_url=front.url, storage_options=options, attempts=1)
+        with pytest.raises(ConfigError, match="redirects credentials to a host without TLS"):
             cache.open("s3://lab/a.tar")
     assert not node.heads
 

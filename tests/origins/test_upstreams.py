@@ -7,8 +7,10 @@ import pytest
 from fsspec.implementations.local import LocalFileOpener
 
 from shardcache.cache import Cache
+from shardcache.errors import TransferError
+from tests.support.fakes import Fault
 from tests.support.proxy import Proxy
-from tests.support.storetools import no_descriptor_left
+from tests.support.storetools import BLOCK, no_descriptor_left
 from tests.support.tars import make_tar
 
 URL = "s3://lab/train/0.tar"
@@ -65,6 +67,23 @@ def test_upstreams_are_tried_in_order_and_the_origin_last(node, origin, tmp_path
     assert cache.open(URL).read() == DATA and requests(origin) == 0
     assert cache.entry(URL).metadata().info.etag is None
     assert node(directories[0]).open(URL).read() == DATA and requests(origin) > 0
+
+
+def test_an_older_copy_costs_nothing_that_the_origin_has_sent(node, origin, nas, tmp_path):
+    first = node(attempts=1, connections=1)
+    origin.faults += [Fault(after=BLOCK + 9), Fault(after=None)]
+    with pytest.raises(TransferError):
+        first.fetch(URL)
+    with node(writable(nas)) as other:
+        origin.objects[URL] = make_tar(9, members=50, size=40_000)
+        assert other.open(URL).read() == origin.objects[URL]
+    origin.objects[URL] = DATA
+    origin.requests.clear()
+    again = Cache(first.dir, min_free=0, upstreams=[nas], attempts=1)
+    again.process.origins._made["s3", (), ""] = origin
+    with again:
+        assert again.open(URL).read() == DATA
+    assert origin.requests[0][1] == BLOCK
 
 
 def of_another_shard(data, sidecar):

@@ -109,7 +109,7 @@ def test_only_one_process_cleans_at_a_time(tmp_path: Path) -> None:
 @pytest.mark.locks_work
 def test_one_process_of_a_node_cleans_in_the_background(layout, tmp_path, monkeypatch):
     shop, rounds, real = Shop(tmp_path, count=5), [], module.clean
-    with Cache(shop.path, cache_local=True, min_free=0) as earlier:
+    with shop.cache() as earlier:
         for number, url in enumerate(shop.urls):
             earlier.fetch(url)
             shop.use(url, 1000.0 + number)
@@ -120,7 +120,7 @@ def test_one_process_of_a_node_cleans_in_the_background(layout, tmp_path, monkey
         return real(*arguments, **options)
 
     def read() -> None:
-        with Cache(shop.path, cache_local=True, min_free=0, max_size=shop.room(4)) as cache:
+        with shop.cache(max_size=shop.room(4)) as cache:
             cache.open(shop.urls[0]).close()
             wait_until(lambda: "shardcache-clean" not in {t.name for t in threading.enumerate()})
 
@@ -150,7 +150,7 @@ def test_one_process_of_a_node_cleans_in_the_background(layout, tmp_path, monkey
 def test_remove_dir_leaves_nothing_unless_something_must_stay(run, tmp_path, stays, why):
     shop = Shop(tmp_path, 2)
     root = shop.path
-    with Cache(root, cache_local=True, min_free=0) as cache:
+    with shop.cache() as cache:
         for url in shop.urls:
             cache.fetch(url)
         if stays == "pin":
@@ -178,7 +178,7 @@ def test_shards_in_the_image_of_a_container_can_be_removed_and_replaced(tmp_path
     """A directory in the lower layer of an overlay cannot be renamed."""
     shop = Shop(tmp_path, count=2)
     (url, damaged), (data, other) = shop.urls, [Path(each).read_bytes() for each in shop.urls]
-    with Cache(shop.path, cache_local=True, min_free=0) as cache:
+    with shop.cache() as cache:
         baked = cache.fetch(url)
         os.truncate(cache.fetch(damaged).data, 100)
     (baked.path / "notes.txt").write_text("of another program")

@@ -5,7 +5,6 @@ import fcntl
 import json
 import os
 import random
-import shutil
 import threading
 import time
 from pathlib import Path
@@ -39,7 +38,7 @@ STORED, STREAMED = (True, True), (True, False)
 
 def job(parent: Parent, shop: Shop, options: dict[str, Any]) -> None:
     """Read each shard that the parent sends, until it sends None."""
-    with Cache(shop.path, cache_local=True, min_free=0, **options) as cache:
+    with shop.cache(**options) as cache:
         while (url := parent.hear()) is not None:
             with cache.open(url) as stream:
                 right = stream.read() == Path(url).read_bytes()
@@ -72,20 +71,10 @@ def test_a_job_keeps_its_shards_until_they_have_been_unused_for_a_day(shop):
         assert numbers(shop) == [0, 2, 3, 4]
 
 
-@needs_root
-def test_min_free_stays_free(shop: Shop) -> None:
-    with disk(shop.path, "size=1m"), Cache(shop.path, cache_local=True, min_free="850kB") as cache:
-        for url in shop.urls:
-            with cache.open(url) as stream:
-                assert stream.read() == Path(url).read_bytes()
-            assert shutil.disk_usage(shop.path).free >= 800_000  # statistics take room, too
-        assert 1 < sum(url in cache for url in shop.urls) < 9
-
-
 @pytest.mark.parametrize("policy", ["working-set", "lru"])
 def test_a_pinned_shard_stays_until_its_pin_expires(shop, policy):
     budget = shop.room(2)
-    with Cache(shop.path, cache_local=True, min_free=0, max_size=budget, policy=policy) as cache:
+    with shop.cache(max_size=budget, policy=policy) as cache:
         cache.pin(shop.urls[0], 3600)
         for url in shop.urls[:2]:
             cache.fetch(url)
@@ -123,7 +112,7 @@ def test_ranks_link_a_shard_and_all_links_are_evicted_together(shop):
         for entry in entries:  # the latest use of any link counts
             os.utime(entry.path / "meta.json", (1.75e9, 1.75e9 - 1000 * number))
         os.utime(entries[0].path / "meta.json", (1.75e9, 1.75e9 + number))
-    with Cache(shop.path, cache_local=True, min_free=0, max_size=shop.room(3.4, links=4)) as cache:
+    with shop.cache(max_size=shop.room(3.4, links=4)) as cache:
         cache.fetch(shop.urls[3])
         assert [len(shop.links().get(url, [])) for url in shop.urls[:4]] == [0, 4, 4, 1]
         with cache.open(shop.urls[1]) as stream:  # reads the link of a rank

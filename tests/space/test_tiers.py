@@ -34,7 +34,7 @@ def ram(tmp_path: Path) -> Path:
 
 def opened(shop: Shop, ram: Path, size: int | None, **options: Any) -> Cache:
     first = {"dir": ram, "min_free": 0, **({"max_size": size} if size else {})}
-    return Cache(shop.path, cache_local=True, min_free=0, tiers=[first], **options)
+    return shop.cache(tiers=[first], **options)
 
 
 def tier(cache: Cache, ram: Path, url: str) -> str | None:
@@ -57,7 +57,7 @@ def test_a_tier_that_cannot_be_made_is_skipped(shop, ram, caplog):
 
 def test_a_damaged_entry_in_one_tier_does_not_hide_one_in_another(shop, ram):
     url = shop.urls[0]
-    with Cache(shop.path, cache_local=True, min_free=0) as cache:
+    with shop.cache() as cache:
         cache.fetch(url)
     with Cache(ram, cache_local=True, min_free=0) as cache:
         entry = cache.fetch(url)
@@ -110,7 +110,7 @@ def test_commands_find_the_tiers_of_a_job(shop, ram):
         return text
 
     assert "on disk (50%)" in run("ls")  # of the limits of both tiers
-    with Cache(shop.path, cache_local=True, min_free=0) as later:
+    with shop.cache() as later:
         assert later.path(shop.urls[0]) is None and read(later, shop.urls[5])
 
     assert "6 cached" in run("prewarm", "--check", *shop.urls)

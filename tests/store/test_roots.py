@@ -77,15 +77,22 @@ def test_a_root_that_another_node_has_made_may_appear_late(tmp_path, monkeypatch
     assert is_cache(root) and clock.elapsed < 10
 
 
-def test_many_processes_make_one_root_at_once(tmp_path: Path) -> None:
+def test_many_processes_make_one_root_at_once(tmp_path: Path, monkeypatch) -> None:
     root = tmp_path / "deep" / "cache"
 
     def make(parent: Parent, number: int) -> None:
-        parent.hear()
+        def random_token() -> str:  # once this process has found no manifest
+            parent.say()
+            parent.hear()
+            return f"{number:032x}"
+
+        monkeypatch.setattr("shardcache.store.root.random_token", random_token)
         make_root(Config(root))
         parent.say((root / MANIFEST).read_bytes())
 
     with crowd(12, make) as children:
+        for child in children:
+            child.hear()
         for child in children:
             child.tell()
         assert len({child.hear() for child in children}) == 1

@@ -16,7 +16,7 @@ import pytest
 from shardcache.files import try_flock
 from shardcache.layout import META
 from shardcache.store.directory import DamagedError
-from shardcache.store.entry import Entry, Opened, Store, set_aside
+from shardcache.store.entry import Entry, Store, set_aside
 from shardcache.store.partial import in_flight, remove_leftover
 from shardcache.urls import parse_url
 from tests.support.storetools import (
@@ -47,12 +47,6 @@ def again(store: Store) -> Store:
     return Store(store.layout)
 
 
-def pin(store: Store) -> Opened:
-    opened = store.open(KEY, NAME)
-    assert opened is not None
-    return opened
-
-
 def test_an_entry_is_visible_to_all_processes_once_it_is_published(store: Store) -> None:
     partial = begun(store.layout)
     partial.seal(metadata := partial.metadata, store.layout.modes, sync=False)
@@ -70,6 +64,8 @@ def test_an_entry_is_visible_to_all_processes_once_it_is_published(store: Store)
     assert publish(store) == entry  # the same version twice
     assert tree(entry.path) == before
     assert list(store.layout.partial.iterdir()) == []
+    stating(a_field_of_a_later_version=1)(entry.path)
+    assert read(again(store)) == b"shard" and entry.metadata() == metadata
 
 
 def test_with_sync_the_data_is_on_disk_before_the_name(store, monkeypatch):
@@ -257,7 +253,7 @@ def test_a_stopped_evictor_causes_no_miss(store: Store) -> None:
     entry = publish(store)
     fd = os.open(entry.data, os.O_RDONLY)
     fcntl.flock(fd, fcntl.LOCK_EX)
-    opened = pin(store)  # after a bounded wait
+    opened = store.open(KEY, NAME)  # after a bounded wait
     assert opened.stuck
     entry.path.rename(store.layout.new_evicted(KEY))  # the evictor continues
     with opened.file as file:

@@ -1,9 +1,7 @@
 """`verify`: finding damage, repairing, and running during jobs."""
 
-import os
 import shutil
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,25 +19,10 @@ from tests.support.shop import Shop
 def shop(tmp_path: Path) -> Shop:
     """Shards that are all cached."""
     made = Shop(tmp_path, count=6)
-    with opened(made) as cache:
+    with made.cache() as cache:
         for url in made.urls:
             cache.fetch(url)
     return made
-
-
-def opened(shop: Shop, **options: Any) -> Cache:
-    return Cache(shop.path, cache_local=True, min_free=0, **options)
-
-
-def flip(entry, at: int) -> None:
-    """Flip a bit of an entry as a failing disk does, without changing its size and times."""
-    times = os.stat(entry.data)
-    with open(entry.data, "r+b") as file:
-        file.seek(at, os.SEEK_END if at < 0 else os.SEEK_SET)
-        byte = file.read(1)
-        file.seek(-1, os.SEEK_CUR)
-        file.write(bytes([byte[0] ^ 1]))
-    os.utime(entry.data, ns=(times.st_atime_ns, times.st_mtime_ns))
 
 
 def states(cache: Cache, **options: Any) -> list[str]:
@@ -60,7 +43,7 @@ def states(cache: Cache, **options: Any) -> list[str]:
 def test_an_entry_that_cannot_be_opened_is_damaged_and_repaired(shop, harm, reason):
     entry = shop.entries()[shop.urls[0]]
     harm(entry.path, shop.entries()[shop.urls[1]].path)
-    with opened(shop) as cache:
+    with shop.cache() as cache:
         for options in ({"quick": True}, {}, {"repair": True}):
             (finding,) = [f for f in cache.verify(**options) if f.state is EntryState.DAMAGED]
             assert finding.reason.startswith(reason)
@@ -73,13 +56,14 @@ def test_linked_entries_are_read_once_and_set_aside_together(shop, monkeypatch):
     reads, linked, url = [], [], shop.urls[0]
     for rank in range(3):  # each links the entry of the node
         monkeypatch.setenv("SHARDCACHE_RANK", str(rank))
-        linked.append(opened(shop, isolation="rank"))
+        linked.append(shop.cache(isolation="rank"))
         linked[rank].fetch(url)
     real = engine.read_blocks
     monkeypatch.setattr(engine, "read_blocks", lambda fd: reads.append(fd) or real(fd))
     assert states(linked[0]) == ["ok"] * (6 + 3)
     assert len(reads) == 6
-    flip(shop.entries()[url], 5)
+    with open(shop.entries()[url].data, "r+b") as file:
+        file.write(b"x")
     for finding in linked[0].verify(repair=True):
         # At the first finding, all links have been set aside.
         if finding.state is EntryState.DAMAGED:
@@ -90,24 +74,16 @@ def test_linked_entries_are_read_once_and_set_aside_together(shop, monkeypatch):
         cache.close()
 
 
-def during_reads(monkeypatch: pytest.MonkeyPatch, function: Callable[[], None]) -> None:
-    """Call ``function`` once, after the first file was read and before its result."""
-    real, first = engine.read_blocks, threading.Lock()
-
-    def reading(fd: int) -> Iterator[memoryview]:
-        yield from real(fd)
-        if first.acquire(blocking=False):
-            function()
-
-    monkeypatch.setattr(engine, "read_blocks", reading)
-
-
 @pytest.mark.locks_work("flock")
 def test_an_entry_is_pinned_while_it_is_read(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
-    stayed = []
-    url = shop.urls[0]
-    with opened(shop) as other, opened(shop) as cache:
-        during_reads(monkeypatch, lambda: stayed.append(other.remove(url)[1]))
+    url, real, stayed = shop.urls[0], engine.read_blocks, []
+
+    def read_blocks(fd: int) -> Iterator[memoryview]:
+        yield from real(fd)
+        stayed.append(other.remove(url)[1])
+
+    monkeypatch.setattr(engine, "read_blocks", read_blocks)
+    with shop.cache() as other, shop.cache() as cache:
         assert states(cache, specs=url) == ["ok"]
         assert stayed == [1]
         assert other.remove(url) == (shop.size, 0)
@@ -115,7 +91,7 @@ def test_an_entry_is_pinned_while_it_is_read(shop: Shop, monkeypatch: pytest.Mon
 
 def test_entries_that_are_removed_during_verify_are_skipped(shop: Shop) -> None:
     status = VerifyStatus()
-    with opened(shop) as cache, opened(shop) as other:
+    with shop.cache() as cache, shop.cache() as other:
         findings = cache.verify(status=status, repair=True)
         other.remove(shop.urls[1:3])  # listed, but not yet read
         assert [found.state for found in findings] == [EntryState.OK] * 4

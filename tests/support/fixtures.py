@@ -155,6 +155,14 @@ def make_cache(
         cache.close()
 
 
+@pytest.fixture
+def open_cache(tmp_path: Path) -> Iterator[Callable[..., Cache]]:
+    """Open caches, in one directory unless they name another."""
+    with ExitStack() as stack:
+        given = {"dir": tmp_path / "cache", "min_free": 0}
+        yield lambda **options: stack.enter_context(Cache(**{**given, **options}))
+
+
 @pytest.fixture(autouse=True)
 def _no_thread_left() -> Iterator[None]:
     """Check that the test's threads end, except the one that writes statistics each second."""

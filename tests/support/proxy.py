@@ -122,7 +122,7 @@ class Proxy(Scripted):
         self._requests: list[Request] = []
 
     def __enter__(self) -> Self:
-        self._serve()
+        threading.Thread(target=self.serve_forever, args=(_TICK,), daemon=True).start()
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -168,9 +168,6 @@ class Proxy(Scripted):
     def resume(self) -> None:
         """Continue all bodies."""
         self.limit = None
-
-    def _serve(self) -> None:
-        threading.Thread(target=self.serve_forever, args=(_TICK,), daemon=True).start()
 
     def close(self) -> None:
         """End all connections, as a server that stops, and wait until all are closed."""

@@ -25,6 +25,10 @@ class Shop:
             file.write_bytes(data)
             self.urls.append(str(file))
 
+    def cache(self, **options: Any) -> Cache:
+        """Open the cache."""
+        return Cache(self.path, cache_local=True, **{"min_free": 0, **options})
+
     def room(self, shards: float, links: int = 1) -> int:
         """Return the bytes on disk of cached shards that ``links`` ranks link each."""
         return int(shards * room(self.path, self.size, *(links - 1) * [0]))
@@ -36,7 +40,7 @@ class Shop:
     def links(self) -> dict[str, list[Any]]:
         """Return the entries of all namespaces by the path of their shard."""
         found: dict[str, list[Any]] = {}
-        with Cache(self.path, cache_local=True) as cache:
+        with self.cache() as cache:
             for entry in cache.entries():
                 url = entry.metadata().url.removeprefix("file://")
                 found.setdefault(url, []).append(entry)

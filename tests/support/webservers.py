@@ -115,14 +115,13 @@ def part_of(data: bytes, head: str, **headers: object) -> tuple[bytes, bytes]:
 
 
 class Files(Scripted):
-    """A server of ``files``, which honours ranges and states sizes by default."""
+    """A server of ``files``, which honours ranges."""
 
-    def __init__(self, *, lengths: bool = True) -> None:
-        super().__init__(self.file, most=100 if lengths else 1)
+    def __init__(self) -> None:
+        super().__init__(self.file, most=100)
         self.files: dict[str, bytes] = {}
         self.redirects: dict[str, str] = {}
         self.held: dict[str, tuple[int, threading.Event]] = {}
-        self.ranges, self.lengths = True, lengths
 
     @property
     def requests(self) -> list[str]:
@@ -140,9 +139,7 @@ class Files(Scripted):
             return answer("302 Found", Location=self.redirects[path])
         if path not in self.files:
             return answer("404 Not Found")
-        data = self.files[path]
-        headers = {"ETag": f'"{hash(data)}"', **({} if self.lengths else {"Content_Length": None})}
-        stated, body = part_of(data, head if self.ranges else "", **headers)
+        stated, body = part_of(self.files[path], head, ETag=f'"{hash(self.files[path])}"')
         if method == "HEAD":
             return stated
         return self._paused(stated, body, *self.held[path]) if path in self.held else stated + body

@@ -10,7 +10,6 @@ import pytest
 
 from shardcache import sync
 from shardcache.errors import ConfigError
-from shardcache.sync import find
 from tests.support.storetools import PATIENCE, forked
 
 
@@ -44,15 +43,6 @@ def test_a_file_in_the_way_is_named_and_kept(tmp_path, kind):
         sync.makedirs(thing / "below" if kind == "file above" else thing, timeout=PATIENCE)
     assert isinstance(caught.value, sync.InTheWayError)
     assert os.path.lexists(thing) and not (tmp_path / "nowhere").exists()
-
-
-def test_find_creates_nothing(tmp_path):
-    (tmp_path / "d").mkdir()
-    (tmp_path / "l").symlink_to(tmp_path / "d")
-    for name in ("x", "l/x", "x/y/z", "d/x"):
-        assert find(tmp_path / name) is None
-    assert sorted(p.name for p in tmp_path.rglob("*")) == ["d", "l"]
-    assert (tmp_path / "l").lstat().st_nlink == 1
 
 
 def test_a_wait_is_announced_and_its_end_names_missing_paths(clock, caplog, tmp_path):

@@ -267,11 +267,8 @@ class Downloaders:
         """Stop counting this cache as a downloader."""
         file, self._file = self._file, None
         if file is not None:
-            # A forked child has closed the file, and the lock belongs to the parent.
-            with ignoring(OSError, ValueError):
-                _call(file, fcntl.F_OFD_SETLK, fcntl.F_UNLCK, 0, _BYTES)
             with ignoring(OSError):
-                file.close()
+                file.close()  # frees the lock, because forked children have closed the file
 
     def count(self) -> int:
         """Return the number of downloaders, including this one. It may be a second old."""

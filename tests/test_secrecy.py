@@ -127,7 +127,6 @@ ANSWERS: dict[str, Callable[[str], bytes]] = {
     "whole": whole,
     "denied": lambda head: answer("403 Forbidden"),
     "missing": lambda head: answer("404 Not Found"),
-    "refused": lambda head: answer("400 Bad Request"),
     "busy": lambda head: answer("503 Slow Down"),
     "cut": lambda head: whole(head)[:-100],
     "no answer": lambda head: b"",

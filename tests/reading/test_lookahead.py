@@ -2,7 +2,6 @@
 
 import gc
 import threading
-from pathlib import Path
 
 import pytest
 
@@ -28,18 +27,6 @@ def running():
 
 def requested(origin):
     return sorted({url for url, _, _ in origin.requests})
-
-
-def test_the_next_shards_are_downloaded_ahead(make_cache, origin):
-    cache = make_cache(prefetch=2)
-    samples = cache.url_opener(URLS)
-    next(samples)
-    wait_until(lambda: all(url in cache for url in URLS[1:3]) and not running())
-    assert requested(origin) == URLS[:3]
-    second = next(samples)
-    assert Path(second["stream"].name).read_bytes() == second["stream"].read() == DATA[1]
-    wait_until(lambda: URLS[3] in cache)
-    assert requested(origin) == URLS[:4]
 
 
 @pytest.mark.parametrize("fill", ["follow", "complete"])

@@ -8,8 +8,7 @@
 
 A TransientError is one of the first two. The remedies are: the region of the bucket, new
 credentials, the server's time, the first server instead of one it redirected to before, and a new
-connection. After a failure, each may help again. The ``deadline`` limits all of
-it.
+connection. After a failure, each may help again. The ``deadline`` limits all of it.
 
 A server that throttles limits the requests of this process:
 
@@ -121,7 +120,7 @@ class Attempts:
             Exceptions of ``function`` other than TransientError and RepeatError, and of ``sleep``,
             at once.
         """
-        applied, failures = set[str](), 0
+        applied, failures, pause = set[str](), 0, 0.0
 
         def wait(seconds: float) -> None:
             self.check()
@@ -129,7 +128,8 @@ class Attempts:
             sleep(max(0.0, min(seconds, left)))
             self.check()
 
-        while True:
+        def attempt() -> T:
+            nonlocal failures, pause
             pause, error = 0.0, None
             try:
                 with self._pace.turn(wait):  # waits if the server throttles
@@ -141,8 +141,6 @@ class Attempts:
                             raise
                         error = exn.error()
                     raise error  # not in the block above: a RepeatError may hold a signed URL
-            except RepeatError:
-                pass
             except TransientError as exn:
                 applied.clear()
                 is_patient = exn.patient and self._policy.patience > 0
@@ -160,9 +158,28 @@ class Attempts:
                     values = self._url, redact(str(exn)), failures, self._most, pause
                     extra = {"event": "retry", "shard": self._url, "attempt": failures}
                     logger.warning(text, *values, extra=extra)
+                raise
             finally:
                 del error  # its traceback refers to this frame, and so to the frames of a download
-            sleep(pause)
+
+        try:
+            return attempt()
+        except (TransientError, RepeatError):
+            pass
+        # Imported after a failure only: the import takes 40 ms, and most first requests succeed.
+        import tenacity
+
+        sleep(pause)
+        retrying = tenacity.Retrying(
+            retry=tenacity.retry_if_exception_type((TransientError, RepeatError)),
+            wait=lambda state: pause,
+            sleep=sleep,
+        )
+        try:
+            return retrying(attempt)
+        finally:
+            # `iter_state` refers to `retrying`. This cycle would keep the download's frames alive.
+            retrying.iter_state.reset()
 
     def _is_late(self, pause: float) -> bool:
         return self.end is not None and clock.monotonic() + pause > self.end

@@ -194,7 +194,7 @@ def test_after_a_small_shard_its_neighbour_takes_one_request(make, origin):
 
 
 @pytest.mark.parametrize(
-    ("is_silent", "most", "deadline"), [(False, 0.1, None), (True, 0.1, None), (True, 999, 0.2)]
+    ("is_silent", "most", "deadline"), [(False, 0.1, None), (True, 0.1, None), (True, 999, 3)]
 )
 def test_a_complete_shard_does_not_wait_for_its_checksum(
     make, origin, monkeypatch, is_silent, most, deadline

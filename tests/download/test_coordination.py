@@ -152,7 +152,7 @@ def test_after_lock_timeout_a_reader_streams_unless_it_is_strict(make_cache, clo
 
 
 def is_slot(found: object) -> bool:
-    return isinstance(found, types.GeneratorType) and found.__name__ == "slot"
+    return type(found) is types.GeneratorType and found.__name__ == "slot"
 
 
 @pytest.mark.locks_work

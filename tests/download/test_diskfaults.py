@@ -14,7 +14,7 @@ import pytest
 
 from shardcache import Cache, ShardNotFoundError, TransferError
 from shardcache.layout import META, Layout
-from shardcache.store import root
+from shardcache.space.tiers import Tier
 from tests.support.caches import warnings
 from tests.support.disktools import disk, needs_root, remount, unmount
 from tests.support.fakes import Fault
@@ -198,7 +198,7 @@ def test_a_failing_disk_does_not_hide_the_error_of_the_origin(make_cache, origin
         raise OSError(errno.EIO, "Input/output error")
 
     cache = make_cache()
-    strike = functools.partial(monkeypatch.setattr, root, "identity", fail)
+    strike = functools.partial(monkeypatch.setattr, Tier, "identity", fail)
     origin.faults.append(Fault(before=strike))
     with pytest.raises(ShardNotFoundError):
         cache.fetch(URL)

@@ -100,7 +100,7 @@ def test_top_shows_waiting_processes_and_their_holders(make_cache, origin, monke
         command = ("top", "--count", "1", "--interval", "0.2")
         _, table = run(*command)[1].split("1 waiting process")
         _, titles, row, *_ = table.splitlines()
-        assert titles.split() == ["SHARD", "PROCESS", "WAITS", "FOR", "TIME"]
+        assert titles.split() == ["SHARD", "TIME", "WAITS", "FOR", "PROCESS"]
         assert row.startswith(URL)
         assert f"rank 1, pid {me}" in row and f"pid {fetcher}" in row
         (found,) = json.loads(run(*command, "--json")[1])["waits"]

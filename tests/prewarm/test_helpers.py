@@ -11,7 +11,7 @@ import pytest
 from shardcache import Cache
 from shardcache.prewarm import prewarm
 from shardcache.results import Planned, Started
-from tests.support.storetools import PATIENCE, forked
+from tests.support.storetools import PATIENCE, forked, wait_until
 from tests.support.tars import make_tar
 from tests.support.webservers import answer, part_of
 
@@ -30,8 +30,10 @@ def helpers():
     return [int(pid) for pid in children.read_text().split()]
 
 
-def run(directory, urls, act=lambda stop: None, jobs=4):
+def run(directory, urls, act=lambda stop: None, jobs=4, at_least=1):
     """Prewarm in a new process, which calls ``act`` when the first shard has started.
+
+    No shard is complete before ``at_least`` processes have downloaded one.
 
     Returns the outcomes, why the prewarm stopped, and the numbers of helpers that it forked and of
     processes that have downloaded.
@@ -42,6 +44,7 @@ def run(directory, urls, act=lambda stop: None, jobs=4):
     def note(shard):  # runs in the process that downloads the shard
         with pids.open("a") as file:
             print(os.getpid(), file=file)
+        wait_until(lambda: len(set(pids.read_text().split())) >= at_least)
 
     def work(parent):
         stop, seen, forks = threading.Event(), [], []
@@ -65,7 +68,7 @@ def run(directory, urls, act=lambda stop: None, jobs=4):
 
 def test_two_processes_share_the_work(tmp_path, urls, proxy):
     absent = urls[0].replace("00.tar", "absent.tar")
-    outcomes, _, *processes = run(tmp_path, [*urls[:3], absent, *urls[3:]])
+    outcomes, _, *processes = run(tmp_path, [*urls[:3], absent, *urls[3:]], at_least=2)
     assert outcomes == ["fetched"] * 3 + ["failed"] + ["fetched"] * 9 and processes == [1, 2]
     assert run(tmp_path, urls)[2] == 0  # all are cached
     assert proxy.fetches() == {url.removeprefix("s3://"): 1 for url in urls}

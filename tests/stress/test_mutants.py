@@ -42,13 +42,13 @@ Economy: every process downloads
     +while not lock.try_acquire(directories.holder()) and False:
     tests/test_processes.py -k eight_processes
 
-Crash: no process resumes the partial of a dead one
+Crashes: no process resumes the partial of a dead one
     download/fetch.py
     -left = None if lock is None else lock.partial
     +left = None
     tests/download/test_coordination.py -k resumed
 
-Crash: the blocks of a dead process are trusted unchecked
+Crashes: the blocks of a dead process are trusted unchecked
     store/partial.py
     -block_digest(block) == digest
     +True
@@ -66,13 +66,13 @@ Locks: processes share a temporary name
     +{key}.{version}{length}.00000000000000000000000000000000
     tests/test_processes.py -k stopped
 
-Bounded wait: waiting for a stopped holder never ends
+Waiting: waiting for a stopped holder never ends
     download/fetch.py
     ->= self._config.stale_after
     +>= 1e9
     tests/download/test_coordination.py -k stuck_holder_is_announced_and_passed_by
 
-Budget: links count once per rank
+Space: links count once per rank
     space/eviction.py
     -return sum(disk_bytes(links, allocated) for links in linked(entries))
     +return sum(allocated(entry.size) for entry in entries)
@@ -84,7 +84,7 @@ Ownership: any directory passes for a cache
     +if False:
     tests/store/test_security.py -k "removed or touched"
 
-Degrade: the reader gets a fault of the disk
+Faults: the reader gets a fault of the disk
     reading/stream.py
     -elif is_local_error(fault):
     +elif False:
@@ -96,19 +96,19 @@ Errors: a missing object is requested again
     +if throttled or status in _TRANSIENT or status == 404:
     tests/download/test_faults.py -k "permanent_refusal and 404"
 
-Secrecy: the user of a URL is part of its name
+Secrets: the user of a URL is part of its name
     urls.py
     -host, slash = _web_host(url, scheme, netloc), "/"
     +host, slash = user + at + _web_host(url, scheme, netloc), "/"
     tests/test_secrecy.py -k signed_urls
 
-In use: shards in use are evicted
+Use: shards in use are evicted
     files.py
     -yield free
     +yield True
     tests/test_cache.py -k survives
 
-In use: the same, in a storm
+Use: the same, in a storm
     files.py
     -yield free
     +yield True

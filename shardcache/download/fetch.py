@@ -214,14 +214,14 @@ class Fetch:
             self._upstream = next(self._upstreams, None)
         upstream = self._upstream
         # An upstream has one attempt: the next upstream, or the origin, continues at the same byte.
-        attempts = engine.policy.started(str(shard), None if upstream is None else 1)
+        retries = engine.policy.started(str(shard), None if upstream is None else 1)
         left = None if lock is None else lock.partial
         partial = None if lock is None or left is None else self._resume(lock, left)
         may_not_fit = partial is None and self._may_not_fit()
         transfer = Transfer(
             engine,
             download,
-            attempts,
+            retries,
             upstream or engine.origins.of(shard),
             upstream=upstream is not None,
             may_not_fit=may_not_fit,
@@ -230,7 +230,7 @@ class Fetch:
             with engine.connections.one(download.check):
                 download.check()
                 if partial is None:
-                    info = attempts.call(transfer.begin, sleep=download.sleep)
+                    info = retries.call(transfer.begin, sleep=download.sleep)
                     engine.learn_size(shard, info.size)
                     download.check()
                     try:

@@ -34,7 +34,7 @@ from shardcache.origins.base import (
     skip,
 )
 from shardcache.origins.resolve import Origins
-from shardcache.origins.retry import Attempts, RetryPolicy, once
+from shardcache.origins.retry import Retries, RetryPolicy, once
 from shardcache.stats.counters import Counters
 from shardcache.store.digest import BLOCK, MismatchError, block_digest, compare, tree_digest
 from shardcache.store.directory import Metadata
@@ -125,7 +125,7 @@ class Transfer:
         self,
         engine: Engine,
         download: Download,
-        attempts: Attempts,
+        retries: Retries,
         origin: Origin,
         *,
         upstream: bool,
@@ -141,7 +141,7 @@ class Transfer:
         self._download = download
         self._shard = download.shard
         self._throttle = download.throttle
-        self._attempts = attempts
+        self._retries = retries
         self._first: Body | None = None  # the first response
         # Whether the origin has stated the checksum, if it ever does.
         self._is_described = not origin.states_checksums
@@ -186,7 +186,7 @@ class Transfer:
         """Wait for the helpers, check the shard, and return its metadata, or raise the error."""
         with self._download.transferring(self._fail):
             self._work.end()
-            end = min(clock.monotonic() + _LAST_RESPONSE, self._attempts.end or math.inf)
+            end = min(clock.monotonic() + _LAST_RESPONSE, self._retries.end or math.inf)
             thread = self._describer
             while thread is not None and self._error is None and clock.monotonic() < end:
                 thread.join(0.1)
@@ -195,7 +195,7 @@ class Transfer:
         if self._error is not None:
             raise self._error
         if not self._origin.conditional:
-            self._attempts.call(self._compare_version, sleep=self._download.sleep)
+            self._retries.call(self._compare_version, sleep=self._download.sleep)
         partial = self._partial
         size, digests = partial.written, partial.digests
         if len(digests) != -(-size // BLOCK) or self._info.size not in (None, size):
@@ -284,11 +284,11 @@ class Transfer:
     def _receive(self, part: _Part, fd: int) -> None:
         """Receive one part with as many consecutive requests as necessary."""
         while not part.complete:
-            self._attempts.call(lambda: self._attempt(part, fd), sleep=self._sleep)
+            self._retries.call(lambda: self._request_part(part, fd), sleep=self._sleep)
         if part.position == 0 and (unused := self.take_first()) is not None:  # an empty object
             unused.close()
 
-    def _attempt(self, part: _Part, fd: int) -> None:
+    def _request_part(self, part: _Part, fd: int) -> None:
         before = part.position
         response = self.take_first() if before == 0 else None
         try:
@@ -300,12 +300,12 @@ class Transfer:
                 self._partial.restart()
                 part.restart()
                 raise
-            if not self._attempts.forgives(part.position - before):
+            if not self._retries.forgives(part.position - before):
                 raise
             logger.info("%s: %s; continuing at byte %d", self._shard, exn, part.position)
         finally:
-            if self._attempts.retries:
-                self._download.retries = self._attempts.retries
+            if self._retries.retries:
+                self._download.retries = self._retries.retries
 
     def _request(self, part: _Part) -> Body:
         """Send a request for the rest of a part, and return the response."""
@@ -365,11 +365,11 @@ class Transfer:
                     raise TransientError("the origin ended early")
                 elif part.next == 0 and part.filled >= part.shown + _EARLY:
                     self._show(part, buffer[: part.filled], fd)
-                if self._attempts.end is not None and not part.complete:
-                    self._attempts.check()
+                if self._retries.end is not None and not part.complete:
+                    self._retries.check()
                 if throttle is not None and (seconds := throttle.take(count)):
                     self._sleep(seconds)
-                    self._attempts.extend(seconds)
+                    self._retries.extend(seconds)
         finally:
             self._responses.discard(response)
             response.close()

@@ -69,16 +69,16 @@ class RetryPolicy:
         self.attempts, self.deadline, self.patience = attempts, deadline, patience
         self._paces: dict[str, Pace] = {}  # by bucket or web server
 
-    def started(self, url: str, attempts: int | None = None) -> Attempts:
+    def started(self, url: str, attempts: int | None = None) -> Retries:
         """Return the retries of a download of ``url`` that starts now."""
         server = server_of(url)
         pace = self._paces.get(server)
         if pace is None:
             pace = self._paces.setdefault(server, Pace(server, self.patience))
-        return Attempts(self, url, pace, attempts or self.attempts)
+        return Retries(self, url, pace, attempts or self.attempts)
 
 
-class Attempts:
+class Retries:
     """The retries of one shard's download, which all its connections share.
 
     Attributes:
@@ -128,7 +128,7 @@ class Attempts:
             sleep(max(0.0, min(seconds, left)))
             self.check()
 
-        def attempt() -> T:
+        def request() -> T:
             nonlocal failures, pause
             pause, error = 0.0, None
             try:
@@ -163,7 +163,7 @@ class Attempts:
                 del error  # its traceback refers to this frame, and so to the frames of a download
 
         try:
-            return attempt()
+            return request()
         except (TransientError, RepeatError):
             pass
         # Imported after a failure only: the import takes 40 ms, and most first requests succeed.
@@ -176,7 +176,7 @@ class Attempts:
             sleep=sleep,
         )
         try:
-            return retrying(attempt)
+            return retrying(request)
         finally:
             # `iter_state` refers to `retrying`. This cycle would keep the download's frames alive.
             retrying.iter_state.reset()

@@ -217,8 +217,8 @@ def _outdated_versions(cache: Cache, shard: ShardURL) -> frozenset[str] | Except
     if not entries or shard.scheme == "pipe" or shard.version_id:  # cannot be outdated
         return frozenset()
     try:
-        origin, attempts = process.origins.of(shard), process.engine.policy.started(str(shard))
-        latest = attempts.call(lambda: origin.stat(shard), sleep=clock.sleep)
+        origin, retries = process.origins.of(shard), process.engine.policy.started(str(shard))
+        latest = retries.call(lambda: origin.stat(shard), sleep=clock.sleep)
     except (ShardCacheError, os_error()) as exn:
         return exn
     try:

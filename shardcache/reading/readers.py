@@ -280,7 +280,7 @@ class OriginReader:
         self._counter = "bytes_origin" if nearer is None else "bytes_upstream"
         # After one failed attempt at an upstream, the origin continues the stream.
         attempts = None if nearer is None else 1
-        self._attempts = self._cache.engine.policy.started(str(self._shard), attempts)
+        self._retries = self._cache.engine.policy.started(str(self._shard), attempts)
 
     def _leave_parent(self) -> None:
         """Continue in a forked child."""
@@ -300,7 +300,7 @@ class OriginReader:
 
     def _call(self, function: Callable[[], T]) -> T:
         try:
-            return self._attempts.call(function, sleep=clock.sleep)
+            return self._retries.call(function, sleep=clock.sleep)
         except VersionChangedError as exn:
             raise TransferError(
                 f"{self._shard} was replaced while it was streamed; the bytes read so far are of "
@@ -319,8 +319,8 @@ class OriginReader:
         if not view or self._has_ended():
             return 0
         # Time that the caller spent between two reads does not count towards the deadline.
-        self._attempts.extend(clock.monotonic() - self._read_at)
-        count = self._call(lambda: self._attempt(view))
+        self._retries.extend(clock.monotonic() - self._read_at)
+        count = self._call(lambda: self._receive_some(view))
         if not self._origin.conditional and (count == 0 or self._position == self.size):
             self._call(self._compare)  # before the last bytes are delivered
         if count == 0:
@@ -340,7 +340,7 @@ class OriginReader:
             self.close()
         return has_ended
 
-    def _attempt(self, view: memoryview) -> int:
+    def _receive_some(self, view: memoryview) -> int:
         """Receive bytes, and move the position. After a failure, receive `PROGRESS` or fail."""
         least = min(len(view), PROGRESS) if self._has_failed else 1
         if self._body is not None and self._position == self._body.stop:
@@ -356,14 +356,14 @@ class OriginReader:
             is_end = self.size is None or self._position + count in (self.size, body.stop)
             if count < least and not is_end:
                 raise TransientError("the origin ended early")
-            self._attempts.check()
+            self._retries.check()
         except BaseException as exn:
             if body is not None:
                 body.close()
             self._has_failed = isinstance(exn, TransientError)
-            if self._has_failed and self._attempts.forgives(self._came):
+            if self._has_failed and self._retries.forgives(self._came):
                 self._came = 0
-                return self._attempt(view)
+                return self._receive_some(view)
             raise
         self._position += count
         self._body, self._came, self._has_failed = body, self._came + count, False

@@ -268,7 +268,7 @@ def remove_old(path: Path, age: float = IDLE_GRACE) -> None:
 
 def read_file(path: Path | str, limit: int) -> bytes:
     """Read up to ``limit`` bytes of a file without following a symbolic link or blocking."""
-    with open_file(path) as file:  # Python allocates as many bytes as are asked for
+    with open_file(path) as file:  # not `limit` alone: Python allocates as many bytes first
         return os.read(file.fileno(), min(limit, os.fstat(file.fileno()).st_size))
 
 

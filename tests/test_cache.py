@@ -163,4 +163,4 @@ def test_a_cache_refuses_sockets_that_ignore_timeouts_of_the_kernel(tmp_path, mo
 
 
 def test_help_shows_what_is_computed_on_first_use():
-    assert "The cache as this process uses it" in pydoc.render_doc(Cache)
+    assert "The cache as this process uses it" in pydoc.render_doc(Cache.process)

@@ -145,10 +145,12 @@ with Cache(home, cache_local=True, min_free=0, tiers=[ram]) as cache:
     full = in_ram()
     cache.pin(urls[0])
     reader = cache.open(urls[1])
+    end = time.monotonic() + 120
     for step in range(15):
         held.append(bytearray(8 << 20))
         # Leave room for the pages that the next read writes: a slow disk keeps them dirty.
         while memory_headroom().free < limit // 12:
+            assert time.monotonic() < end, "no shard was evicted"
             read(urls[2 + step % 2])
             time.sleep(0.02)
     stay = [ram in str(cache.path(url)) for url in urls[:2]]

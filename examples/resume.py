@@ -5,8 +5,9 @@ Run it under torchrun. After a crash, run it again, with any number of ranks tha
     torchrun --nproc-per-node 2 examples/resume.py 's3://bucket/train-{0000..0003}.tar' \
         --dir /local/nvme/shards --checkpoint run.pt
 
-On several nodes, write an index file once (`shardcache index SPEC -o train.json`), and pass it in
-place of the shards.
+With `--mix SHARDS WEIGHT`, batches also have samples of other shards, WEIGHT for each one of the
+first. On several nodes, write an index file once (`shardcache index SPEC -o train.json`), and pass
+it in place of the shards.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ def main() -> None:
     """Parse the command line and train."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("shards", help="a specification of shards, or an index file")
+    parser.add_argument("--mix", nargs=2, metavar=("SHARDS", "WEIGHT"), action="append", default=[])
     parser.add_argument("--dir", help="the cache; default: SHARDCACHE_DIR")
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--workers", type=int, default=2, help="workers of each rank's DataLoader")
@@ -50,6 +52,12 @@ def main() -> None:
 
     cache = shardcache.Cache(options.dir)
     data = shardcache.TarDataset(options.shards, cache=cache, stages=[decoded])
+    if options.mix:
+        parts = {options.shards: (data, 1.0)}
+        for shards, weight in options.mix:
+            part = shardcache.TarDataset(shards, cache=cache, stages=[decoded])
+            parts[shards] = part, float(weight)
+        data = shardcache.Mixture(parts, samples=len(data))
     sampler = shardcache.ShardBatchSampler(data, options.batch)
     if options.checkpoint.exists():
         saved = torch.load(options.checkpoint)

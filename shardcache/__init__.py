@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from shardcache.cache import Cache, attach, default_cache, url_opener
     from shardcache.config import __version__
     from shardcache.dataset.dataset import TarDataset
+    from shardcache.dataset.mixture import Mixture
     from shardcache.dataset.sampler import ShardBatchSampler
     from shardcache.prewarm import expand
 
@@ -37,6 +38,7 @@ __all__ = [
     "ConfigError",
     "IntegrityError",
     "LockTimeoutError",
+    "Mixture",
     "ShardBatchSampler",
     "ShardCacheError",
     "ShardNotFoundError",
@@ -55,6 +57,7 @@ __all__ = [
 #: Public names that are imported on first use. This keeps `import shardcache` fast.
 _ON_FIRST_USE = {
     "Cache": "shardcache.cache",
+    "Mixture": "shardcache.dataset.mixture",
     "ShardBatchSampler": "shardcache.dataset.sampler",
     "TarDataset": "shardcache.dataset.dataset",
     "__version__": "shardcache.config",

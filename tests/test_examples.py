@@ -59,24 +59,46 @@ def test_a_script_prewarms_and_trains(name, s3, bucket, s3_environment, proxy, t
         assert ranks == 1 or {0, 1} <= {each.rank for each in cache.samples() if each.counters}
 
 
-def test_training_resumes_an_epoch_exactly(s3, bucket, s3_environment, proxy, tmp_path):
+@pytest.mark.parametrize("mixed", [False, True])
+def test_training_resumes_an_epoch_exactly(mixed, s3, bucket, s3_environment, proxy, tmp_path):
     batch = 16
     data = DataSet(s3, bucket, proxy, 16, 12)
-    listed, saved = tmp_path / "listed", tmp_path / "run.pt"
-    command = [str(EXAMPLES / "resume.py"), data.spec]
-    command += ["--list", str(listed), "--batch", f"{batch}", "--every", "3"]
-    command += ["--checkpoint", str(saved), "--dir", str(tmp_path / "cache")]
+    command = [str(EXAMPLES / "resume.py"), data.spec, "--batch", f"{batch}", "--every", "3"]
+    if mixed:
+        command[1:2] = [
+            data.spec.replace("15", "11"),
+            "--mix",
+            data.spec.replace("0000", "0012"),
+            "3",
+        ]
 
-    def train(ranks, **options):
-        return run_ranks(ranks, command, SHARDCACHE_MIN_FREE="0", **options).stdout
+    def train(ranks, name, **options):
+        """Train with a checkpoint, and return the keys of each batch, of all runs with it."""
+        listed, saved = tmp_path / f"{name}.txt", tmp_path / name
+        places = [
+            "--list",
+            str(listed),
+            "--checkpoint",
+            str(saved),
+            "--dir",
+            str(tmp_path / "cache"),
+        ]
+        if options:
+            options = {"kill_when": saved.exists}
+        done = run_ranks(ranks, [*command, *places], SHARDCACHE_MIN_FREE="0", **options)
+        batches = defaultdict(set)
+        for epoch, number, key in map(str.split, listed.read_text().splitlines()):
+            batches[epoch, number].add(key)
+        return done.stdout, batches
 
-    train(2, kill_when=saved.exists)
-    assert "epoch 1 is complete" in train(1)
-    batches = defaultdict(set)
-    for epoch, number, key in map(str.split, listed.read_text().splitlines()):
-        batches[epoch, number].add(key)
+    train(2, "run.pt", kill=True)
+    output, batches = train(1, "run.pt")
+    assert "epoch 1 is complete" in output
     # Both runs trained some of the batches, which are the same ones with one rank and with two.
     assert {len(keys) for keys in batches.values()} == {batch}
+    if mixed:  # the part is read more than once in each epoch
+        assert batches == train(1, "whole.pt")[1]
+        return
     for each in "01":
         assert data.complete(key for at, keys in batches.items() if at[0] == each for key in keys)
     assert data.once()

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import hashlib
 import logging
+import math
 import operator
 import os
 import resource
 import shlex
+import zlib
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -15,10 +19,12 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from shardcache import clock
 from shardcache.cache import Cache, default_cache
 from shardcache.dataset.index import OpenShard, count_samples, read_index_file, refuse_compressed
+from shardcache.dataset.order import chained, hashes
 from shardcache.errors import ConfigError, IntegrityError
 from shardcache.prewarm.plan import expand
 from shardcache.ranks import detect
@@ -41,6 +47,26 @@ _REFUSED = {
     "batched": "The DataLoader makes the batches: pass batch_size or a batch_sampler to it",
     "shuffle": "The sampler decides the order: pass shuffle=True or a sampler to the DataLoader",
 }
+
+
+class SampleIndex(int):
+    """The number of a sample in its data set, and the ``epoch`` in which it is read."""
+
+    epoch: int
+
+    def __new__(cls, number: int, epoch: int = 0) -> SampleIndex:
+        """Return the number as an int with one more attribute, which pickles keep."""
+        index = super().__new__(cls, number)
+        index.epoch = epoch
+        return index
+
+
+class Batch(list[int]):
+    """The numbers of a batch, and the positions of the shards that its lanes mix now."""
+
+    def __init__(self, indices: Iterable[int] = (), shards: Iterable[int] = ()) -> None:
+        super().__init__(indices)
+        self.shards = frozenset(shards)
 
 
 class TarDataset:
@@ -102,7 +128,8 @@ class TarDataset:
         for shard in self.shards:
             refuse_compressed(shard)
         self.counts = np.array(self._count(specs) if counts is None else counts, np.int64)
-        self._ends = list(accumulate(self.counts.tolist()))
+        self._ends = list(accumulate(self.counts.tolist()))  # of the samples of all shards
+        self._selected: NDArray[np.int64] | None = None
         self._open = OrderedDict[int, OpenShard]()  # the last one is the most recently used
         files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         self._most = _OPEN if files < 0 else max(1, min(_OPEN, files // 4))
@@ -141,7 +168,69 @@ class TarDataset:
         return f"<TarDataset: {samples} in {counted(len(self.shards), 'shard')}>"
 
     def __len__(self) -> int:
-        return self._ends[-1] if self._ends else 0
+        return int(self.counts.sum())
+
+    def select(self, indices: Sequence[int] | NDArray[Any]) -> TarDataset:
+        """Return a data set of some samples of this one, in their order here.
+
+            first = data.select(range(1000))
+
+        Their ``__index__`` is still the one in the whole data set.
+
+        Args:
+            indices: the numbers of the samples, each once.
+
+        Raises:
+            ConfigError: there is no number, one is no integer, or one comes twice.
+            IndexError: there is no such sample.
+        """
+        numbers = np.unique(np.asarray(indices))
+        if len(numbers) != len(indices) or numbers.dtype.kind not in "iu":
+            raise ConfigError("select takes one or more numbers of samples, each of them once.")
+        if numbers[0] < 0 or numbers[-1] >= len(self):
+            raise IndexError(f"the data set has {len(self)} samples")
+        part = copy.copy(self)
+        part._selected = numbers if self._selected is None else self._selected[numbers]
+        part.counts = np.diff(np.searchsorted(part._selected, [0, *self._ends]))
+        return part
+
+    def split(self, fractions: Sequence[float], *, seed: int = 0) -> list[TarDataset]:
+        """Return data sets with random fractions of the samples, none of them in two.
+
+            train, validation = data.split([0.95, 0.05])
+
+        Whether a sample belongs to a part depends only on the seed, the name of its shard and its
+        number there. So it stays in its part if shards are added, and no part has exactly its
+        fraction.
+
+        Raises:
+            ConfigError: the fractions are not positive, or exceed 1 together; or a part is empty.
+        """
+        ends = np.cumsum(fractions)
+        if min(fractions, default=0) <= 0 or ends[-1] > 1 + 1e-9:
+            raise ConfigError(f"split takes positive fractions of 1 in all, not {fractions!r:.80}.")
+        ends[-1] = 1 if math.isclose(ends[-1], 1) else ends[-1]
+        draws = [np.empty(0)]
+        for shard, count in zip(self.shards, np.diff([0, *self._ends]).tolist(), strict=True):
+            key = chained(0, seed, zlib.crc32(shard.basename.encode())) or 0
+            draws.append((hashes(count, key) >> np.uint64(11)) / 2**53)  # from 0 to 1
+        every = np.concatenate(draws)
+        own = np.searchsorted(
+            ends, every if self._selected is None else every[self._selected], "right"
+        )
+        parts = [np.flatnonzero(own == part) for part in range(len(ends))]
+        if not all(map(len, parts)):
+            raise ConfigError(f"{len(self)} samples are too few for the fractions {fractions!r}.")
+        return [self.select(part) for part in parts]
+
+    def fingerprint(self) -> str:
+        """Return a digest of the shards, their numbers of samples, and the selection."""
+        digest = hashlib.blake2b(digest_size=16)
+        digest.update("\n".join(map(str, self.shards)).encode("utf-8", "surrogateescape"))
+        digest.update(np.asarray(self.counts, dtype="<i8").tobytes())
+        if self._selected is not None:
+            digest.update(self._selected.astype("<i8").tobytes())
+        return digest.hexdigest()
 
     def locate(self, index: int) -> tuple[str, int]:
         """Return the URL of the shard that holds a sample, and the sample's number in the shard.
@@ -153,13 +242,15 @@ class TarDataset:
         return str(self.shards[position]), number
 
     def _locate(self, index: int) -> tuple[int, int, int]:
-        """Return the index from 0, the position of the shard, and the number in the shard."""
+        """Return the number in all shards, the position of the shard, and the number there."""
         index = operator.index(index)
         if index < 0:
             index += len(self)
-        position = bisect_right(self._ends, index)
-        if index < 0 or position == len(self._ends):
+        if not 0 <= index < len(self):
             raise IndexError(f"the data set has {len(self)} samples")
+        if self._selected is not None:
+            index = int(self._selected[index])
+        position = bisect_right(self._ends, index)
         return index, position, index - (self._ends[position - 1] if position else 0)
 
     def __getitem__(self, index: Any) -> Any:
@@ -235,7 +326,7 @@ class TarDataset:
             self._forget_idle()
             self.cache.process.evict_lru()
             opened = OpenShard(self.cache, self.shards[position])
-            stated = int(self.counts[position])
+            stated = self._ends[position] - (self._ends[position - 1] if position else 0)
             if len(opened) != stated:
                 source = self._index_file or "the count at the start"
                 raise IntegrityError(

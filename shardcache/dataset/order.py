@@ -9,6 +9,9 @@ moves on by one segment per turn; it never leaves the lane, so the first and the
 many segments as all others. A segment is permuted and cut into one slice per turn that covers it.
 A step is the slices of one turn, permuted.
 
+A lane of a mixture takes its next sample from one part or another, in proportion to their weights.
+Each part has an order of its own, which continues from one epoch of the mixture to the next.
+
 All sizes have a closed form, so a position is found without making what precedes it. Jobs store
 positions, so the order must stay the same for ever: every change of it needs a new `VERSION`.
 """
@@ -17,11 +20,16 @@ from __future__ import annotations
 
 import itertools
 import math
+import zlib
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from shardcache.errors import ConfigError
 
 #: Version of the order, which states record.
 VERSION = 1
@@ -37,6 +45,9 @@ _STEP_MAX = 1 << 20
 #: Samples of a window whose segments are permuted, because a job that resumes permutes all of them
 #: first: 8 M take 0.7 s. A larger segment is cut into slices without a permutation.
 _WINDOW_MAX = 1 << 23
+#: The whole of which a mixture takes shares. Its product with a position must fit into 64 bits,
+#: which it does for lanes of 500 G samples.
+WHOLE = 1 << 24
 
 # The constants of splitmix64 (Steele, Lea and Flood 2014).
 _GAMMA, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
@@ -58,13 +69,11 @@ def chained(key: Key, *parts: int) -> Key:
     return key
 
 
-def permutation(count: int, key: Key) -> Samples:
-    """Return the numbers below ``count`` in the order of their hashes, which are all different.
+def hashes(count: int, key: int) -> NDArray[np.uint64]:
+    """Return a hash of each number below ``count``. They are all different.
 
     The streams of numpy's generators may change between its versions.
     """
-    if key is None:
-        return np.arange(count)
     hashes = np.arange(1, count + 1, dtype=np.uint64)
     hashes *= np.uint64(_GAMMA)
     hashes += np.uint64(key)
@@ -73,7 +82,12 @@ def permutation(count: int, key: Key) -> Samples:
     hashes ^= hashes >> np.uint64(27)
     hashes *= np.uint64(_SECOND)
     hashes ^= hashes >> np.uint64(31)
-    return np.argsort(hashes)
+    return hashes
+
+
+def permutation(count: int, key: Key) -> Samples:
+    """Return the numbers below ``count`` in the order of their hashes."""
+    return np.arange(count) if key is None else np.argsort(hashes(count, key))
 
 
 class Order:
@@ -120,6 +134,10 @@ class Order:
         key = chained(self._key, epoch, number)
         return Lane(self._shards[inside][some], firsts[some], sizes[some], self.window, key)
 
+    def mixed(self, epoch: int, position: int) -> str:
+        """Return what a mixture took from each part before a position; "" for one data set."""
+        return ""
+
     def batches(self, share: int, offset: int = 0, *, drop_last: bool) -> int:
         """Return the number of global batches of an epoch after ``offset`` samples of each lane.
 
@@ -136,7 +154,7 @@ class Epoch:
     def __init__(self, order: Order, number: int) -> None:
         self._order = order
         self._number = number
-        self.lanes: dict[int, Lane] = {}  # the lanes made so far, by number
+        self.lanes: dict[int, Lane | MixedLane] = {}  # the lanes made so far, by number
 
     def batch(self, start: int, share: int, low: int, high: int) -> Samples:
         """Return a part of a global batch, as numbers of samples.
@@ -248,3 +266,138 @@ def _spread(size: int, key: int, begin: int, end: int) -> Samples:
     while math.gcd(factor, size) > 1:
         factor += 1
     return (np.arange(begin, end) * factor + key % size) % size
+
+
+def split(position: Any, shares: Sequence[int]) -> list[Any]:
+    """Return how many of the first ``position`` samples of a mixture come from each part.
+
+    Args:
+        position: a number of samples, or an array of such numbers.
+        shares: each part's share of what the parts before it leave; `WHOLE` is all of it.
+    """
+    counts, left = [], position
+    for share in shares:
+        counts.append(left * share // WHOLE)
+        left = left - counts[-1]
+    return counts
+
+
+class MixedOrder(Order):
+    """The order of a mixture's samples in every epoch.
+
+    Args:
+        parts: the name of each part, and the number of samples of each of its shards.
+        schedule: the first epochs of periods with equal weights, from 0 on, and the shares of the
+            parts in each, as `split` takes them.
+        samples: the number of samples of an epoch.
+        seed, lanes, shuffle: as those of `Order`, for each part.
+
+    Raises:
+        ConfigError: a part has fewer samples than there are lanes.
+    """
+
+    def __init__(
+        self,
+        parts: Mapping[str, Samples],
+        schedule: Sequence[tuple[int, Sequence[int]]],
+        samples: int,
+        *,
+        seed: int,
+        lanes: int,
+        shuffle: int,
+    ) -> None:
+        super().__init__([samples], seed=seed, lanes=lanes, shuffle=shuffle)
+        self._names, self._schedule = tuple(parts), schedule
+        self.parts = []
+        for name, counts in parts.items():
+            own = chained(0, seed, zlib.crc32(name.encode())) or 0
+            self.parts.append(Order(counts, seed=own, lanes=lanes, shuffle=shuffle))
+            if (total := self.parts[-1].total) < lanes:
+                raise ConfigError(
+                    f"The part {name!r} of the mixture has {total} samples, fewer than the {lanes} "
+                    "lanes. Leave it out, or pass fewer lanes."
+                )
+        self.window = sum(part.window for part in self.parts)
+        #: The first sample and the first shard of each part.
+        self.firsts = [0, *accumulate(part.total for part in self.parts)]
+        self.first_shards = [0, *accumulate(map(len, parts.values()))]
+
+    def lane(self, number: int, epoch: int) -> MixedLane:  # type: ignore[override]
+        """Return a lane in an epoch."""
+        return MixedLane(self, number, self.shares(epoch), self.given(number, epoch, 0))
+
+    def shares(self, epoch: int) -> Sequence[int]:
+        """Return the shares of the parts in an epoch."""
+        return [shares for first, shares in self._schedule if first <= epoch][-1]
+
+    def given(self, lane: int, epoch: int, position: int) -> list[int]:
+        """Return how many samples a lane took from each part, in all epochs, up to a position."""
+        begin, end = self.bounds(lane)
+        given = split(position, self.shares(epoch))
+        afters = [*(first for first, _ in self._schedule[1:]), epoch]
+        for (first, shares), after in zip(self._schedule, afters, strict=True):
+            epochs = max(0, min(epoch, after) - first)
+            whole = split(end - begin, shares)
+            given = [n + epochs * more for n, more in zip(given, whole, strict=True)]
+        return given
+
+    def mixed(self, epoch: int, position: int) -> str:
+        """Return what the first lane took from each part up to a position, as text."""
+        given = self.given(0, epoch, position)
+        return ", ".join(f"{name} {n}" for name, n in zip(self._names, given, strict=True))
+
+
+class MixedLane:
+    """The samples of one lane of a mixture in one epoch."""
+
+    def __init__(
+        self, order: MixedOrder, number: int, shares: Sequence[int], before: Sequence[int]
+    ) -> None:
+        self._order, self._number = order, number
+        self._shares, self._before = shares, before
+        self._sizes = [end - begin for begin, end in (part.bounds(number) for part in order.parts)]
+        # The lanes of each part, by its own epoch: the current one, and the next near its end.
+        self._lanes: list[dict[int, Lane]] = [{} for _ in order.parts]
+        for part, whole in enumerate(split(WHOLE, shares)):
+            if whole:  # so that `shards` knows the windows of all parts that the epoch mixes
+                self._take(part, before[part], 1)
+
+    def take(self, position: int, count: int) -> Samples:
+        """Return ``count`` samples from a position on."""
+        samples = np.empty(count, np.int64)
+        taken = split(np.arange(position, position + count + 1), self._shares)
+        for part, numbers in enumerate(taken):
+            start = self._before[part] + int(numbers[0])
+            own = np.diff(numbers) > 0
+            samples[own] = self._take(part, start, int(own.sum()))
+        return samples
+
+    def shards(self, ahead: int) -> list[int]:
+        """Return the shards of the windows, and those that enter in the next ``ahead`` turns."""
+        found = []
+        for part, lanes in enumerate(self._lanes):
+            if not lanes:
+                continue
+            epoch = min(lanes)
+            shards = lanes[epoch].shards(ahead)
+            if missing := len(lanes[epoch].shards(0)) + ahead - len(shards):
+                shards += self._lane(part, epoch + 1).shards(0)[:missing]
+            found += [self._order.first_shards[part] + shard for shard in shards]
+        return found
+
+    def _take(self, part: int, position: int, count: int) -> Samples:
+        """Return samples of a part from a position on, which counts from the start of the run."""
+        found = [np.empty(0, np.int64)]
+        while count > 0:
+            epoch, start = divmod(position, self._sizes[part])
+            found.append(self._lane(part, epoch).take(start, min(count, self._sizes[part] - start)))
+            self._lanes[part] = {n: lane for n, lane in self._lanes[part].items() if n >= epoch}
+            position += len(found[-1])
+            count -= len(found[-1])
+        return np.concatenate(found) + self._order.firsts[part]
+
+    def _lane(self, part: int, epoch: int) -> Lane:
+        lanes = self._lanes[part]
+        if epoch not in lanes:
+            lanes[epoch] = self._order.parts[part].lane(self._number, epoch)
+        return lanes[epoch]

@@ -7,7 +7,6 @@ and the workers may change at every resume.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import itertools
 import json
 import logging
@@ -16,9 +15,9 @@ import operator
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from shardcache.dataset.order import VERSION, Epoch, Order
+from shardcache.dataset.dataset import Batch, SampleIndex
+from shardcache.dataset.mixture import Mixture
+from shardcache.dataset.order import VERSION, Epoch, MixedOrder, Order
 from shardcache.errors import ConfigError
 from shardcache.faults import ignoring
 from shardcache.ranks import detect, torch_store, world_size
@@ -58,18 +57,6 @@ def _whole(name: str, value: Any, least: float = -math.inf, most: float = (1 << 
     raise ConfigError(f"{name}={value!r:.80} is not a whole number from {least} to {most}.")
 
 
-class SampleIndex(int):
-    """The number of a sample in its data set, and the ``epoch`` in which it is read."""
-
-    epoch: int
-
-
-class Batch(list[int]):
-    """The numbers of a batch, and the positions of the shards that its lanes mix now."""
-
-    shards: frozenset[int] = frozenset()
-
-
 class ShardBatchSampler(Sampler[list[int]]):
     """Yields the indices of this rank's part of each global batch, for ``batch_sampler``.
 
@@ -77,7 +64,7 @@ class ShardBatchSampler(Sampler[list[int]]):
     next epoch. After one that ended early, the next one begins at `epoch` and `batch` again.
 
     Args:
-        data: the data set.
+        data: the data set, or a mixture of several.
         global_batch: samples per batch, of all ranks together.
         shuffle: number of shards that each lane mixes; 0 keeps the order of the data set. The
             default is 64 divided among the lanes, but at least 10.
@@ -91,7 +78,7 @@ class ShardBatchSampler(Sampler[list[int]]):
             iterates. Pass the data-parallel ones if ranks share batches.
 
     Raises:
-        ConfigError: the numbers do not fit each other, or ``data`` is not a `TarDataset`.
+        ConfigError: the numbers do not fit each other, or ``data`` is of another class.
     """
 
     def __new__(cls, *_args: Any, **options: Any) -> ShardBatchSampler:
@@ -106,7 +93,7 @@ class ShardBatchSampler(Sampler[list[int]]):
 
     def __init__(
         self,
-        data: TarDataset,
+        data: TarDataset | Mixture,
         global_batch: int,
         *,
         shuffle: int | None = None,
@@ -116,10 +103,10 @@ class ShardBatchSampler(Sampler[list[int]]):
         rank: int | None = None,
         world_size: int | None = None,
     ) -> None:
-        if not all(hasattr(data, name) for name in ("shards", "counts", "cache")):
+        if not all(hasattr(data, name) for name in ("fingerprint", "counts", "cache")):
             raise ConfigError(
-                f"ShardBatchSampler takes a TarDataset, not {type(data).__name__}. To use a part "
-                "of the data, make a TarDataset of some of its shards."
+                f"ShardBatchSampler takes a TarDataset or a Mixture, not {type(data).__name__}. "
+                "To use a part of the data, pass data.select(indices)."
             )
         self.data, self.drop_last = data, drop_last
         self.global_batch = _whole("global_batch", global_batch, 1)
@@ -201,9 +188,12 @@ class ShardBatchSampler(Sampler[list[int]]):
         self._start = self._taken = (epoch, taken) if self._batches(taken) else (epoch + 1, 0)
 
     def _state(self, epoch: int, taken: int) -> dict[str, int | str]:
+        state: dict[str, int | str]
         state = {"version": VERSION, "epoch": epoch, "taken": taken, "seed": self._seed}
         state |= {"lanes": self.order.lanes, "shuffle": self.shuffle}
-        return {**state, "global_batch": self.global_batch, "data": self._fingerprint}
+        state |= {"global_batch": self.global_batch, "data": self._fingerprint}
+        mixed = self.order.mixed(epoch, taken)
+        return {**state, "mixed": mixed} if mixed else state
 
     def _restore(self, state: Mapping[str, Any]) -> tuple[int, int]:
         """Adopt the lanes and the window of a state, and return its position."""
@@ -226,14 +216,16 @@ class ShardBatchSampler(Sampler[list[int]]):
         taken = saved("taken", 0, self.order.total + saved("global_batch", 1))
         epoch, lanes, shuffle = saved("epoch", 0), saved("lanes", 1), saved("shuffle", 0)
         self._arrange(lanes, shuffle)
+        if (found := state.get("mixed", "")) != (own := self.order.mixed(epoch, taken)):
+            raise ConfigError(
+                f"the state was saved with other weights: from each part, {found} samples had been "
+                f"taken, and now {own}. Weights may change with an epoch that has not begun."
+            )
         return epoch, taken
 
     @lazy
     def _fingerprint(self) -> str:
-        digest = hashlib.blake2b(digest_size=16)
-        digest.update("\n".join(map(str, self.data.shards)).encode("utf-8", "surrogateescape"))
-        digest.update(np.asarray(self.data.counts, dtype="<i8").tobytes())
-        return digest.hexdigest()
+        return self.data.fingerprint()
 
     def _compare_ranks(self) -> None:
         """Check once that the ranks agree. No rank waits for another."""
@@ -282,7 +274,13 @@ class ShardBatchSampler(Sampler[list[int]]):
                 f"{f'{near} or ' if near else ''}{near + unit}"
                 f"{', or a world size of ' + ', '.join(worlds) if worlds else ''}."
             )
-        order = Order(self.data.counts, seed=self._seed, lanes=lanes, shuffle=shuffle)
+        options = {"seed": self._seed, "lanes": lanes, "shuffle": shuffle}
+        order: Order
+        if isinstance(self.data, Mixture):
+            counts = {name: part.counts for name, part in self.data.parts.items()}
+            order = MixedOrder(counts, self.data.schedule, self.data.samples, **options)
+        else:
+            order = Order(self.data.counts, **options)
         if not order.batches(size // lanes, drop_last=self.drop_last):
             most = order.total // lanes * lanes // unit * unit
             advice = f"Use global_batch={most}, or drop_last=False." if most else ""
@@ -350,12 +348,8 @@ class _Iteration:
         sampler._taken = self._number, self._taken
         if not sampler._batches(self._taken):  # Trainer does not request another one
             sampler._start = self._number + 1, 0
-        indices = [SampleIndex(number) for number in found.tolist()]
-        for index in indices:
-            index.epoch = self._number
-        batch = Batch(indices)
-        batch.shards = frozenset(self._epoch.shards(0))
-        return batch
+        indices = (SampleIndex(number, self._number) for number in found.tolist())
+        return Batch(indices, self._epoch.shards(0))
 
     def state_dict(self) -> dict[str, int | str]:
         return self._sampler._state(self._number, self._taken)

@@ -35,6 +35,9 @@ class Data(torch_data.Dataset):
     def __getitem__(self, index):
         return int(index), index.epoch
 
+    def fingerprint(self):
+        return f"{self.shards} {self.counts}"
+
     def __getstate__(self):  # for workers that are spawned
         return {**self.__dict__, "cache": None}
 

@@ -1,0 +1,131 @@
+"""`Mixture`: several data sets, from which an epoch takes samples in proportion to weights."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from shardcache.dataset.dataset import Batch, SampleIndex
+from shardcache.dataset.order import WHOLE
+from shardcache.errors import ConfigError
+from shardcache.units import counted
+
+if TYPE_CHECKING:
+    from shardcache.dataset.dataset import TarDataset
+
+#: The weight of a part; or several, each with the first epoch to which it applies.
+Weight = float | Mapping[int, float]
+
+_DROPPED = object()
+
+
+class Mixture:
+    """Several data sets, for a `ShardBatchSampler` that takes from each in proportion to a weight.
+
+        data = Mixture({"web": (web, 0.7), "books": (books, 0.3)}, samples=1_000_000)
+        sampler = ShardBatchSampler(data, global_batch=1024)
+
+    The first samples of each lane have the proportions at every position, to within one sample per
+    part. Each part has an order of its own. It continues where the last epoch of the mixture ended,
+    and no sample comes again before all others of its part, in that lane, have come.
+
+    Args:
+        parts: the name of each part, and its data set with its weight. Only the proportions of the
+            weights count. ``{0: 0.7, 10: 0.5}`` is a weight of 0.7 from epoch 0 on, and of 0.5 from
+            epoch 10 on. All parts use one cache.
+        samples: the number of samples of an epoch, of all parts and ranks together.
+
+    Attributes:
+        parts: the name of each part, and its data set.
+        samples: the number of samples of an epoch.
+        shards, counts, cache: as those of `TarDataset`, for all parts.
+
+    Raises:
+        ConfigError: an argument is not valid, or the parts use several caches.
+    """
+
+    def __init__(self, parts: Mapping[str, tuple[TarDataset, Weight]], *, samples: int) -> None:
+        self.parts = {name: data for name, (data, _) in parts.items()}
+        self.samples = samples
+        caches = {id(data.cache): data.cache for data in self.parts.values()}
+        if len(caches) != 1 or samples < 1:
+            raise ConfigError("A Mixture needs parts that share one cache, and samples=1 or more.")
+        (self.cache,) = caches.values()
+        weights = {
+            name: dict(weight) if isinstance(weight, Mapping) else {0: weight}
+            for name, (_, weight) in parts.items()
+        }
+        #: The first epochs of periods with equal weights, and the shares of the parts in each.
+        self.schedule = [
+            (epoch, _shares(weights, epoch)) for epoch in sorted({0}.union(*weights.values()))
+        ]
+        sets = self.parts.values()
+        self.shards = tuple(shard for data in sets for shard in data.shards)
+        self.counts = np.concatenate([data.counts for data in sets])
+        self._firsts = [0, *accumulate(map(len, sets))]
+        self._first_shards = [0, *accumulate(len(data.shards) for data in sets)]
+
+    def __repr__(self) -> str:
+        return f"<Mixture: {', '.join(self.parts)}, {counted(self.samples, 'sample')} per epoch>"
+
+    def __len__(self) -> int:
+        return self._firsts[-1]
+
+    def __getitem__(self, index: int) -> Any:
+        """Return one sample, after the stages of its part."""
+        return self.__getitems__([range(len(self))[index]])[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+        """Return the samples of a batch. PyTorch's DataLoader calls this.
+
+        If the stages of a part drop a sample, the part's next sample takes its place.
+
+        Raises:
+            The errors of `TarDataset.__getitems__`.
+        """
+        numbers = [range(len(self))[index] for index in indices]  # refuses those out of range
+        owners = (np.searchsorted(self._firsts, numbers, "right") - 1).tolist()
+        in_use = getattr(indices, "shards", ())
+        batches: list[Iterator[Any]] = []
+        for part, data in enumerate(self.parts.values()):
+            first, shards = self._firsts[part], range(*self._first_shards[part : part + 2])
+            own = [
+                SampleIndex(number - first, getattr(index, "epoch", 0))
+                for index, number, owner in zip(indices, numbers, owners, strict=True)
+                if owner == part
+            ]
+            open_ = [shard - shards.start for shard in in_use if shard in shards]
+            batches.append(iter(data.__getitems__(Batch(own, open_)) if own else ()))
+        samples = [next(batches[owner], _DROPPED) for owner in owners]
+        return [sample for sample in samples if sample is not _DROPPED]
+
+    def fingerprint(self) -> str:
+        """Return a digest of the names of the parts, their fingerprints and ``samples``."""
+        text = [f"{data.fingerprint()} {name}\n" for name, data in self.parts.items()]
+        return hashlib.blake2b(
+            f"{self.samples}\n{''.join(text)}".encode(), digest_size=16
+        ).hexdigest()
+
+
+def _shares(weights: Mapping[str, Mapping[int, float]], epoch: int) -> list[int]:
+    """Return each part's share, in an epoch, of what the parts before it leave."""
+    current = []
+    for name, by_epoch in weights.items():
+        first = max((first for first in by_epoch if first <= epoch), default=None)
+        weight = math.nan if first is None else by_epoch[first]
+        if not 0 <= weight < math.inf:
+            raise ConfigError(
+                f"The part {name!r} of the mixture has no weight of 0 or more in epoch {epoch}."
+            )
+        current.append(weight)
+    if not any(current):
+        raise ConfigError(f"All weights of the mixture are 0 in epoch {epoch}.")
+    left = [sum(current[part:]) for part in range(len(current))]
+    return [
+        round(WHOLE * own / rest) if rest else 0 for own, rest in zip(current, left, strict=True)
+    ]

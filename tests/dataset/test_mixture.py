@@ -1,0 +1,295 @@
+"""A mixture takes samples of several data sets in proportion, resumes exactly, and reads them."""
+
+import json
+import random
+from collections import Counter
+from itertools import accumulate
+
+import numpy as np
+import pytest
+import webdataset as wds
+from torch.utils.data import DataLoader
+
+from shardcache import ConfigError, Mixture, ShardBatchSampler, TarDataset
+from tests.support.tars import sample_tar
+
+
+@pytest.fixture
+def make(make_cache, tmp_path):
+    """Make data sets of index files, none of whose shards exists."""
+    cache = make_cache(prefetch=1)
+
+    def make(name, counts, **options):
+        rows = [{"url": f"s3://{name}/{n}.tar", "nsamples": each} for n, each in enumerate(counts)]
+        (index := tmp_path / f"{name}.json").write_text(json.dumps({"shardlist": rows}))
+        return TarDataset(index, cache=cache, **options)
+
+    return make
+
+
+@pytest.fixture
+def trio(make):
+    return {
+        "web": make("web", [50] * 20),
+        "code": make("code", [7, 0, 30]),
+        "math": make("math", [90]),
+    }
+
+
+def mixed(parts, weights, samples):
+    return Mixture({name: (parts[name], weights[name]) for name in weights}, samples=samples)
+
+
+def sampler(data, size=24, world=1, rank=0, **options):
+    return ShardBatchSampler(
+        data, size, **{"lanes": 2, "shuffle": 3, "world_size": world, "rank": rank, **options}
+    )
+
+
+def read(samplers, most=None):
+    """Return the global batches that these ranks read until the end of an epoch."""
+    batches, iterators = [], [iter(each) for each in samplers]
+    while most is None or len(batches) < most:
+        parts = [next(each, None) for each in iterators]
+        if None in parts:
+            assert parts == [None] * len(parts)
+            break
+        batches.append([int(number) for part in parts for number in part])
+    return batches
+
+
+def names(data, numbers):
+    """Return the part of each sample."""
+    ends = list(accumulate(map(len, data.parts.values())))
+    return [list(data.parts)[part] for part in np.searchsorted(ends, numbers, "right")]
+
+
+WEIGHTS = {"web": 0.5, "code": 0.3, "math": 0.2}
+
+
+def test_every_batch_has_the_proportions_and_so_have_100_epochs(trio):
+    data = mixed(trio, WEIGHTS, 240)
+    whole = sampler(data)
+    epochs = [read([whole]) for _ in range(100)]
+    assert len({str(epoch) for epoch in epochs}) == 100  # each has an order of its own
+    taken = Counter[str]()
+    for epoch in epochs:
+        assert len(epoch) == len(whole) == 10
+        for batch in epoch:
+            counts = Counter(names(data, batch))
+            for name, weight in WEIGHTS.items():
+                assert abs(counts[name] - 24 * weight) <= 2 * len(WEIGHTS)
+            taken += counts
+    expected = {name: taken.total() * weight for name, weight in WEIGHTS.items()}
+    # Chi-square with two degrees of freedom: random draws exceed 0.02 in 99 of 100 runs.
+    assert sum((taken[name] - n) ** 2 / n for name, n in expected.items()) < 0.02
+
+
+def test_no_sample_of_a_part_comes_again_before_all_others(trio):
+    """A part of 37 samples is read 12 times, in another order each time; a large one not once."""
+    data = mixed(trio, WEIGHTS, 240)
+    whole = sampler(data, lanes=1)
+    numbers = [number for _ in range(6) for batch in read([whole]) for number in batch]
+    by_part = {name: [] for name in WEIGHTS}
+    for name, number in zip(names(data, numbers), numbers, strict=True):
+        by_part[name].append(number)
+    for name, own in by_part.items():
+        size = len(trio[name])
+        rounds = [tuple(own[n : n + size]) for n in range(0, len(own), size)]
+        assert all(len(set(each)) == len(each) for each in rounds)
+        assert len(set(rounds)) == len(rounds) == -(-len(own) // size)
+    assert len(by_part["web"]) < 1000 and len(by_part["code"]) > 11 * 37
+
+
+def test_worlds_of_8_then_2_then_4_read_the_same_batches(trio):
+    data = mixed(trio, {**WEIGHTS, "math": {0: 0.2, 2: 0.9}}, 240)
+    expected = [batch for whole in [sampler(data)] for _ in range(3) for batch in read([whole])]
+    found, state = [], None
+    for world, most in ((8, 3), (2, 9), (4, 5), (1, None), (8, None)):
+        ranks = [sampler(data, world=world, rank=rank) for rank in range(world)]
+        for each in ranks if state else ():
+            each.load_state_dict(json.loads(state))
+        while most is None or most > 0:  # also beyond the end of an epoch
+            part = read(ranks, most)
+            found += part
+            most = most and most - len(part)
+            if most is None:
+                break
+        (state,) = {json.dumps(each.state_dict()) for each in ranks}
+        assert len(state) < 300
+    assert found == expected
+
+
+def test_a_random_position_gives_what_reading_from_the_start_gives(make):
+    draw = random.Random(4)
+    for number in range(30):
+        counts = [
+            [draw.choice([0, 1, 5, 40]) for _ in range(5)] + [4] for _ in range(draw.randint(1, 5))
+        ]
+        parts = {f"{number}-{n}": make(f"{number}-{n}", each) for n, each in enumerate(counts)}
+        weights = {name: {0: draw.random(), 2: draw.choice([0, 1e-9, 3])} for name in parts}
+        weights[f"{number}-0"] = 1
+        samples, lanes = draw.randint(30, 200), draw.randint(1, 4)
+        whole, other = (
+            sampler(mixed(parts, weights, samples), 4 * lanes, lanes=lanes, drop_last=number % 2)
+            for _ in range(2)
+        )
+        for _ in range(draw.randint(0, 3)):
+            read([whole])
+        batches, at = read([whole], (most := len(whole) - 1)), draw.randrange(most)
+        other.load_state_dict(whole.state_dict(batch=at))
+        assert read([other], most - at) == batches[at:]
+
+
+def test_weights_change_only_with_an_epoch_that_has_not_begun(trio):
+    first = sampler(mixed(trio, WEIGHTS, 240))
+    read([first])
+    border, state = first.state_dict(), None
+    read([first], 3)
+    state = first.state_dict()
+    later = {**WEIGHTS, "web": {0: 0.5, 1: 5.0}}
+    changed = sampler(mixed(trio, later, 240))
+    changed.load_state_dict(border)
+    assert Counter(names(changed.data, read([changed], 1)[0]))["web"] >= 20
+    with pytest.raises(
+        ConfigError, match="other weights: from each part, web 78, code 46, .* web 92"
+    ):
+        changed.load_state_dict(state)
+    with pytest.raises(ConfigError, match="other shards or counts of samples"):
+        sampler(mixed(trio, WEIGHTS, 241)).load_state_dict(state)
+    with pytest.raises(ConfigError, match="other shards or counts of samples"):
+        sampler(trio["web"]).load_state_dict(state)
+
+
+def test_the_order_is_the_same_for_ever(trio):
+    whole = sampler(mixed(trio, WEIGHTS, 240), 12, seed=7)
+    first = read([whole], 1)
+    whole.set_epoch(100)
+    assert [*first, *read([whole], 1)] == [
+        [1078, 314, 1014, 308, 1043, 328, 1105, 830, 1019, 280, 1095, 260],
+        [1068, 301, 1009, 480, 1045, 481, 1125, 226, 1035, 543, 1082, 534],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("weights", "samples", "text"),
+    [
+        ({}, 9, "parts that share one cache"),
+        (WEIGHTS, 0, "samples=1 or more"),
+        ({"web": -1, "code": 2}, 9, "'web' .* no weight of 0 or more in epoch 0"),
+        ({"web": {1: 0.5}, "code": 2}, 9, "'web' .* no weight of 0 or more in epoch 0"),
+        ({"web": 1, "code": float("nan")}, 9, "'code'"),
+        ({"web": {0: 1, 3: 0}, "code": 0}, 9, "All weights .* 0 in epoch 3"),
+    ],
+)
+def test_mixtures_that_cannot_be_are_refused(trio, weights, samples, text):
+    with pytest.raises(ConfigError, match=text):
+        mixed(trio, weights, samples)
+
+
+def test_a_part_with_fewer_samples_than_lanes_is_refused(make):
+    data = Mixture({"a": (make("a", [9]), 1), "b": (make("b", [1]), 1)}, samples=8)
+    with pytest.raises(ConfigError, match="'b' of the mixture has 1 samples, fewer than the 2"):
+        sampler(data, 4)
+
+
+def test_shards_are_wanted_ahead_in_the_next_epoch_of_a_part_and_only_of_parts_in_use(make):
+    parts = {"a": make("a", [4] * 3), "b": make("b", [4] * 50), "off": make("off", [4] * 5)}
+    whole = sampler(mixed(parts, {"a": 1, "b": 1, "off": {0: 0, 9: 1}}, 200), 2, lanes=1, shuffle=1)
+    used = []
+    for batch in whole:
+        shards = {
+            next(s for s, end in enumerate(accumulate(whole.data.counts)) if n < end) for n in batch
+        }
+        used.append((shards, batch.shards))
+    assert all(shards <= in_use and len(in_use) == 2 for shards, in_use in used)
+    assert set().union(*(in_use for _, in_use in used)) <= set(range(53))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_loader_reads_the_samples_of_all_parts_and_resumes(make_cache, origin, workers):
+    for part in ("web", "books"):
+        origin.objects |= {
+            f"s3://{part}/{n}.tar": sample_tar(n + 10 * (part == "web"), 6) for n in range(3)
+        }
+    cache = make_cache()
+    stages = [wds.decode(), wds.to_tuple("__key__", "__url__", "__epoch__")]
+    web, books = (
+        TarDataset(f"s3://{part}/{{0..2}}.tar", cache=cache, stages=stages)
+        for part in ("web", "books")
+    )
+    data = Mixture({"web": (web, 3), "books": (books, 1)}, samples=32)
+    assert [data[n] for n in (0, -1)] == [web[0], books[-1]]
+    assert (repr(data), len(data)) == ("<Mixture: web, books, 32 samples per epoch>", 36)
+    with pytest.raises(IndexError):
+        data[36]
+
+    def loader():
+        order = ShardBatchSampler(data, 8, shuffle=2)
+        return order, DataLoader(data, batch_sampler=order, num_workers=workers, collate_fn=list)
+
+    _, batches = loader()
+    expected = [batch for _ in range(2) for batch in batches]
+    assert len(expected) == 8 and {epoch for *_, epoch in expected[-1]} == {1}
+    for batch in expected:
+        assert Counter(url[5:8] for _, url, _ in batch) == {"web": 6, "boo": 2}
+    second, batches = loader()
+    second.set_epoch(1)
+    second.load_state_dict({**second.state_dict(), "taken": 16, "mixed": "web 36, books 12"})
+    assert list(batches) == expected[6:]
+
+
+def test_a_part_that_drops_samples_keeps_the_others_in_place(make_cache, origin):
+    origin.objects |= {f"s3://{part}/0.tar": sample_tar(part == "b", 8) for part in "ab"}
+    cache = make_cache()
+    odd = wds.select(lambda sample: int(sample["__key__"][-1]) % 2)
+    a, b = (TarDataset(f"s3://{p}/0.tar", cache=cache, stages=[odd] * (p == "a")) for p in "ab")
+    data = Mixture({"a": (a, 1), "b": (b, 1)}, samples=8)
+    keys = [sample["__key__"][-1] for sample in data.__getitems__([0, 8, 1, 9, 2, 10, 3])]
+    assert keys == ["1", "0", "3", "1", "2"]
+
+
+# -- selections and splits of one data set ------------------------------------------
+
+
+def test_a_selection_has_its_samples_in_order_and_mixes_with_others(make_cache, origin):
+    origin.objects |= {f"s3://lab/{n}.tar": sample_tar(n, 6) for n in range(3)}
+    data = TarDataset("s3://lab/{0..2}.tar", cache=make_cache())
+    some = data.select(np.array([16, 3, 0, 7]))
+    assert list(some) == [data[n] for n in (0, 3, 7, 16)] and some[-1]["__index__"] == 16
+    assert (some.counts.tolist(), some.locate(2)) == ([2, 1, 1], ("s3://lab/1.tar", 1))
+    assert list(some.select(range(1, 3))) == [data[3], data[7]]
+    with pytest.raises(IndexError, match="has 4 samples"):
+        some[4]
+    for wrong, error in (
+        ([1, 1], ConfigError),
+        ([0.5], ConfigError),
+        ([18], IndexError),
+        ([], ConfigError),
+        ([-1], IndexError),
+    ):
+        with pytest.raises(error):
+            data.select(wrong)
+    state = ShardBatchSampler(some, 2, shuffle=0).state_dict()
+    with pytest.raises(ConfigError, match="other shards or counts of samples"):
+        ShardBatchSampler(data.select([0, 4, 7, 16]), 2, shuffle=0).load_state_dict(state)
+
+
+def test_a_split_keeps_its_samples_when_shards_are_added(make):
+    small, large = make("lab", [1000] * 8), make("lab", [1000] * 11)
+    parts = [[part.locate(n) for n in range(len(part))] for part in small.split([0.7, 0.2, 0.1])]
+    assert sorted(place for part in parts for place in part) == sorted(
+        map(small.locate, range(8000))
+    )
+    for part, fraction, later in zip(
+        parts, (0.7, 0.2, 0.1), large.split([0.7, 0.2, 0.1]), strict=True
+    ):
+        assert abs(len(part) / 8000 - fraction) < 0.02
+        places = [later.locate(n) for n in range(len(later))]
+        assert [place for place in places if int(place[0][9:-4]) < 8] == part
+    other = small.split([0.5], seed=1)[0]
+    assert 0.4 < len(other) / 8000 < 0.6
+    assert len(small.split([0.5], seed=2)[0].split([0.5], seed=3)[0]) in range(1700, 2300)
+    for wrong in ([], [0.0, 1], [0.8, 0.3], [1e-9, 0.5]):
+        with pytest.raises(ConfigError):
+            small.split(wrong)

@@ -356,10 +356,10 @@ class MixedLane:
         self._order, self._number = order, number
         self._shares, self._before = shares, before
         self._sizes = [end - begin for begin, end in (part.bounds(number) for part in order.parts)]
-        # The lanes of each part, by its own epoch: the current one, and the next near its end.
-        self._lanes: list[dict[int, Lane]] = [{} for _ in order.parts]
+        #: The number of each part -> its own epoch, and its lane in that epoch.
+        self._lanes: dict[int, tuple[int, Lane]] = {}
         for part, whole in enumerate(split(WHOLE, shares)):
-            if whole:  # so that `shards` knows the windows of all parts that the epoch mixes
+            if whole:  # so that `shards` has the windows of all parts that the epoch mixes
                 self._take(part, before[part], 1)
 
     def take(self, position: int, count: int) -> Samples:
@@ -374,30 +374,21 @@ class MixedLane:
 
     def shards(self, ahead: int) -> list[int]:
         """Return the shards of the windows, and those that enter in the next ``ahead`` turns."""
-        found = []
-        for part, lanes in enumerate(self._lanes):
-            if not lanes:
-                continue
-            epoch = min(lanes)
-            shards = lanes[epoch].shards(ahead)
-            if missing := len(lanes[epoch].shards(0)) + ahead - len(shards):
-                shards += self._lane(part, epoch + 1).shards(0)[:missing]
-            found += [self._order.first_shards[part] + shard for shard in shards]
-        return found
+        return [
+            self._order.first_shards[part] + shard
+            for part, (_, lane) in self._lanes.items()
+            for shard in lane.shards(ahead)
+        ]
 
     def _take(self, part: int, position: int, count: int) -> Samples:
         """Return samples of a part from a position on, which counts from the start of the run."""
         found = [np.empty(0, np.int64)]
         while count > 0:
             epoch, start = divmod(position, self._sizes[part])
-            found.append(self._lane(part, epoch).take(start, min(count, self._sizes[part] - start)))
-            self._lanes[part] = {n: lane for n, lane in self._lanes[part].items() if n >= epoch}
-            position += len(found[-1])
-            count -= len(found[-1])
+            if self._lanes.get(part, (None,))[0] != epoch:
+                self._lanes[part] = epoch, self._order.parts[part].lane(self._number, epoch)
+            samples = self._lanes[part][1].take(start, min(count, self._sizes[part] - start))
+            found.append(samples)
+            position += len(samples)
+            count -= len(samples)
         return np.concatenate(found) + self._order.firsts[part]
-
-    def _lane(self, part: int, epoch: int) -> Lane:
-        lanes = self._lanes[part]
-        if epoch not in lanes:
-            lanes[epoch] = self._order.parts[part].lane(self._number, epoch)
-        return lanes[epoch]

@@ -86,8 +86,8 @@ def test_every_batch_has_the_proportions_and_so_have_100_epochs(trio):
 
 
 def test_no_sample_of_a_part_comes_again_before_all_others(trio):
-    """A part of 37 samples is read 12 times, in another order each time; a large one not once."""
-    data = mixed(trio, WEIGHTS, 240)
+    """A part of 37 samples is read 10 times, in another order each time; a large one not once."""
+    data = mixed(trio, {**WEIGHTS, "web": {0: 0.5, 2: 1, 4: 0.5}}, 240)
     whole = sampler(data, lanes=1)
     numbers = [number for _ in range(6) for batch in read([whole]) for number in batch]
     by_part = {name: [] for name in WEIGHTS}
@@ -98,7 +98,7 @@ def test_no_sample_of_a_part_comes_again_before_all_others(trio):
         rounds = [tuple(own[n : n + size]) for n in range(0, len(own), size)]
         assert all(len(set(each)) == len(each) for each in rounds)
         assert len(set(rounds)) == len(rounds) == -(-len(own) // size)
-    assert len(by_part["web"]) < 1000 and len(by_part["code"]) > 11 * 37
+    assert len(by_part["web"]) < 1000 and len(by_part["code"]) > 10 * 37
 
 
 def test_worlds_of_8_then_2_then_4_read_the_same_batches(trio):
@@ -193,17 +193,16 @@ def test_a_part_with_fewer_samples_than_lanes_is_refused(make):
         sampler(data, 4)
 
 
-def test_shards_are_wanted_ahead_in_the_next_epoch_of_a_part_and_only_of_parts_in_use(make):
+def test_batches_state_the_shards_of_all_parts_in_use(make):
     parts = {"a": make("a", [4] * 3), "b": make("b", [4] * 50), "off": make("off", [4] * 5)}
-    whole = sampler(mixed(parts, {"a": 1, "b": 1, "off": {0: 0, 9: 1}}, 200), 2, lanes=1, shuffle=1)
-    used = []
+    weights = {"a": 99, "b": 1, "off": {0: 0, 9: 1}}
+    whole = sampler(mixed(parts, weights, 200), 2, lanes=1, shuffle=1)
+    ends = list(accumulate(whole.data.counts))
     for batch in whole:
-        shards = {
-            next(s for s, end in enumerate(accumulate(whole.data.counts)) if n < end) for n in batch
-        }
-        used.append((shards, batch.shards))
-    assert all(shards <= in_use and len(in_use) == 2 for shards, in_use in used)
-    assert set().union(*(in_use for _, in_use in used)) <= set(range(53))
+        # That of `b` before its first sample comes, so that its download has begun.
+        assert len(batch.shards) == 2 and max(batch.shards) in range(3, 53)
+        used = {next(shard for shard, end in enumerate(ends) if n < end) for n in batch}
+        assert used - batch.shards <= {0, 1, 2}  # a batch may begin in one shard and end in another
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -225,7 +224,7 @@ def test_a_loader_reads_the_samples_of_all_parts_and_resumes(make_cache, origin,
         data[36]
 
     def loader():
-        order = ShardBatchSampler(data, 8, shuffle=2)
+        order = ShardBatchSampler(data, 8, shuffle=3)
         return order, DataLoader(data, batch_sampler=order, num_workers=workers, collate_fn=list)
 
     _, batches = loader()
@@ -233,6 +232,8 @@ def test_a_loader_reads_the_samples_of_all_parts_and_resumes(make_cache, origin,
     assert len(expected) == 8 and {epoch for *_, epoch in expected[-1]} == {1}
     for batch in expected:
         assert Counter(url[5:8] for _, url, _ in batch) == {"web": 6, "boo": 2}
+    if not workers:
+        assert cache.stats().opens == 6  # a shard in the window stays open
     second, batches = loader()
     second.set_epoch(1)
     second.load_state_dict({**second.state_dict(), "taken": 16, "mixed": "web 36, books 12"})

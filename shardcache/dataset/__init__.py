@@ -2,6 +2,7 @@
 
     index      the offsets of the samples of a shard, and the index file of a data set
     dataset    `TarDataset`, a map-style data set: any sample by its number
+    mixture    `Mixture`, which takes samples of several data sets in proportion to weights
     order      the order of the samples of an epoch: a function of seed, epoch and position
     sampler    `ShardBatchSampler`, which gives the samples of an epoch to the ranks; imports torch
 

@@ -202,7 +202,8 @@ def test_batches_state_the_shards_of_all_parts_in_use(make):
         # That of `b` before its first sample comes, so that its download has begun.
         assert len(batch.shards) == 2 and min(batch.shards) in range(50)
         used = {next(shard for shard, end in enumerate(ends) if n < end) for n in batch}
-        assert used - batch.shards <= {50, 51, 52}  # a batch may begin in one shard and end in another
+        # A batch may begin in one shard of `a` and end in another.
+        assert used - batch.shards <= {50, 51, 52}
 
 
 @pytest.mark.parametrize("workers", [0, 2])

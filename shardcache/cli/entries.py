@@ -175,10 +175,12 @@ def _list_shards(cache: Cache) -> tuple[list[Row], Row, str]:
             row |= {"etag": metadata.info.etag, "fetched_at": utc(metadata.fetched_at)}
             if metadata.url.startswith("s3://") and metadata.endpoint != endpoint:
                 row["endpoint"] = _other_endpoint(cache, entry.key, metadata.url)
-            row["path"] = str(data := entry.data)
-            if data.lstat().st_size == entry.size:
-                row["state"] = "in_use" if home.store.in_use(entry, data) else "ok"
-                row["state"] = "pinned" if entry.key in policy.pinned else row["state"]
+            path = f"{entry.directory}/{metadata.basename}"
+            if os.lstat(path).st_size == entry.size:
+                is_pinned = entry.key in policy.pinned
+                in_use = not is_pinned and home.store.in_use(entry, path)
+                row["state"] = "pinned" if is_pinned else "in_use" if in_use else "ok"
+            row["path"] = path
         except (DamagedError, OSError, ValueError):  # ValueError: the sidecar has no valid date
             if not entry.path.exists():
                 continue  # another process has evicted it

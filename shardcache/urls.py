@@ -133,7 +133,7 @@ class ShardURL:
     key: str  #: 32 hexadecimal digits, the blake2b-128 of the shard's identity and its endpoint
     basename: str  #: a safe file name with the suffix of the shard
     version_id: str | None = None  #: the object's version that the URL names, if any
-    #: The client options that a ``pipe:`` command sets; see `commands.read_command`.
+    #: The client options that a ``pipe:`` command sets; see `pipe_commands.read_command`.
     options: tuple[tuple[str, str], ...] = field(default=(), repr=False)
     #: The host of the S3 endpoint, which is part of the key; "" for AWS, None for other schemes.
     endpoint: str | None = None

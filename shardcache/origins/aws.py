@@ -24,10 +24,10 @@ from typing import Any, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
 from shardcache import clock, threads
-from shardcache.commands import read_command
 from shardcache.config import Config
 from shardcache.errors import AccessDeniedError, ConfigError
 from shardcache.origins.base import TransientError
+from shardcache.pipe_commands import read_command
 from shardcache.units import format_duration
 from shardcache.urls import PARTITIONS, ShardURL, name_command, parse_url, quoted, redact
 

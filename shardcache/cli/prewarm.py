@@ -298,9 +298,9 @@ def _failures(
         yield "skipped", line
     reasons: dict[str, Any] = {**report.failures}
     if check:
-        missing = [each.url for each in report.results if each.outcome is Outcome.MISSING]
-        reasons |= dict.fromkeys(missing, "not cached")
-        copies = other_copies(cache, set(missing)) if cache and missing else {}
+        missing = {r.url: "not cached" for r in report.results if r.outcome is Outcome.MISSING}
+        reasons |= missing
+        copies = other_copies(cache, missing) if cache else {}
         for url, endpoint in copies.items():
             reasons[url] = f"not cached; its copy came from another endpoint ({endpoint})"
     for line in console.reasons(reasons, _MISSING if check else 1):

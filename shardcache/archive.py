@@ -89,8 +89,8 @@ def is_meta(name: str) -> bool:
 
 def key_and_field(name: str) -> Any:
     """Split a name as WebDataset's ``base_plus_ext``: the key of the sample, and the rest."""
-    found = _split(name)
-    return (None, None) if found is None else found.groups()
+    match = _split(name)
+    return (None, None) if match is None else match.groups()
 
 
 class TarWalk:
@@ -272,9 +272,9 @@ def _fields(header: bytes) -> _Fields | None:
 
 
 def _parsed(header: bytes) -> _Fields | None:
-    if (found := _match(header)) is None:
+    if (match := _match(header)) is None:
         return None
-    name, size, checksum, kind, prefix = found.groups()
+    name, size, checksum, kind, prefix = match.groups()
     # The lower half of Adler-32 is 1 + the sum of the bytes, modulo 65521, which 512 bytes of ASCII
     # cannot reach.
     total = adler32(header) & 0xFFFF if header.isascii() else 1 + sum(header)
@@ -324,15 +324,15 @@ def _name(name: str, records: bytes, size: int) -> str | None:
         return None
     position = 0
     while position < size:
-        found = _record(records, position)
-        if found is None or found.end() - position != int(found[1]):
+        match = _record(records, position)
+        if match is None or match.end() - position != int(match[1]):
             return None
-        if found[2] == b"path":
+        if match[2] == b"path":
             try:
-                name = found[3].decode("utf-8").rstrip("/")
+                name = match[3].decode("utf-8").rstrip("/")
             except UnicodeDecodeError:
                 return None
-        position = found.end()
+        position = match.end()
     return name if position == size else None
 
 

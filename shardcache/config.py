@@ -86,11 +86,11 @@ def _public(value: object) -> object:
     """Return a copy of a value that omits the credentials in mappings, sequences and URLs."""
     if isinstance(value, Mapping):
         kept = {n: _public(v) for n, v in value.items() if not re.search(_CREDENTIALS, str(n))}
-        if gone := [str(name) for name in value if kept.get(name) != value[name]]:
+        if omitted := [str(name) for name in value if kept.get(name) != value[name]]:
             logger.warning(
                 "the pickle of this cache leaves out the credentials in the storage options %s; a "
                 "process that loads it needs credentials from its environment, a profile or a role",
-                ", ".join(gone),
+                ", ".join(omitted),
             )
         return kept
     if type(value) is list or type(value) is tuple:
@@ -120,9 +120,9 @@ def _directory(value: object) -> Path:
         raise ValueError("is not a path")
     if "://" in text:
         raise ValueError("is a URL")
-    for found in re.finditer(VARIABLE, text):
+    for match in re.finditer(VARIABLE, text):
         # os.path.expandvars would keep the name of an unset variable as the name of a directory.
-        if not os.environ.get(name := found[1] or found[2]):
+        if not os.environ.get(name := match[1] or match[2]):
             raise ValueError(f"contains ${name}, which is not set")
     text = os.path.expanduser(os.path.expandvars(text))  # noqa: PTH111  pathlib's version raises
     if text.startswith("~"):
@@ -153,10 +153,10 @@ def _items(value: object) -> list[Any]:
 
 
 def _schemes(value: object) -> tuple[str, ...]:
-    found = {str(item).strip().lower() for item in _items(value)}
-    if not all(re.fullmatch(_SCHEME, scheme) for scheme in found):
+    schemes = {str(item).strip().lower() for item in _items(value)}
+    if not all(re.fullmatch(_SCHEME, scheme) for scheme in schemes):
         raise ValueError("has an item that is not a URL scheme")
-    return tuple(sorted(found))
+    return tuple(sorted(schemes))
 
 
 def _tables(value: object, cls: Any, *names: str) -> tuple[Any, ...]:
@@ -368,11 +368,11 @@ class Config:
 
     def __post_init__(self) -> None:
         _parse_fields(self)
-        for one, other in itertools.combinations([*(t.dir for t in self.tiers), self.dir], 2):
-            first, second = (Path(os.path.realpath(each)) for each in (one, other))
+        for tier, other in itertools.combinations([*(t.dir for t in self.tiers), self.dir], 2):
+            first, second = (Path(os.path.realpath(each)) for each in (tier, other))
             if first.is_relative_to(second) or second.is_relative_to(first):
                 raise ConfigError(
-                    f"one of the tiers {one} and {other} contains the other. Give each its own "
+                    f"one of the tiers {tier} and {other} contains the other. Give each its own "
                     "directory."
                 )
 
@@ -489,8 +489,8 @@ def load(
         _from_files(_usual_files(env) if files is None else files),
         _from_webdataset(env),
     ):
-        if (gone := REMOVED.get(f"option {name}")) is not None:
-            raise ConfigError(f"the option {name} ({source}) was removed. {gone}")
+        if (advice := REMOVED.get(f"option {name}")) is not None:
+            raise ConfigError(f"the option {name} ({source}) was removed. {advice}")
         if name not in _FIELDS:
             import difflib
 
@@ -533,8 +533,8 @@ def _usual_files(env: Mapping[str, str]) -> list[Path]:
     home = env.get("XDG_CONFIG_HOME") or f"{env.get('HOME', '')}/.config"
     usual = ["shardcache.toml", f"{home}/shardcache/config.toml", "/etc/shardcache.toml"]
     # Path.exists would raise PermissionError in a directory that this process may not enter.
-    found = [Path(path) for path in usual if os.path.exists(path)]  # noqa: PTH110
-    return [Path(stated), *found] if (stated := env.get("SHARDCACHE_CONFIG")) else found
+    existing = [Path(path) for path in usual if os.path.exists(path)]  # noqa: PTH110
+    return [Path(named), *existing] if (named := env.get("SHARDCACHE_CONFIG")) else existing
 
 
 def _from_files(paths: Sequence[Path]) -> Iterator[tuple[str, object, str]]:
@@ -570,18 +570,18 @@ def _parse(option: dataclasses.Field[Any], value: object, source: str) -> object
         return None
     kind = option.metadata["kind"]
     try:
-        found: object = kind.parse(value)
-        if kind.above_zero and found in (0, Limit(bytes=0), Limit(percent=0.0)):
+        parsed: object = kind.parse(value)
+        if kind.above_zero and parsed in (0, Limit(bytes=0), Limit(percent=0.0)):
             raise ValueError("is not above 0")
-        return found
+        return parsed
     except ConfigError as exn:
         message = exn.message
     except ValueError as exn:
         # A table, or a URL with a login or a query, may contain a secret: show only its type.
         text = str(value) if isinstance(value, str | int | float | Path | Limit) else ""
         hidden = not text or kind is TABLE or not {*"@?#"}.isdisjoint(text)
-        shown = f"a {type(value).__name__}" if hidden else repr(text[:80])
-        message = f"{shown} {exn}. Accepted: {kind.text}"
+        subject = f"a {type(value).__name__}" if hidden else repr(text[:80])
+        message = f"{subject} {exn}. Accepted: {kind.text}"
         message += "." if option.default is not None else f", or {NONE}."
     message = REMOVED.get(f"{option.name} {value}", message)
     raise ConfigError(f"{option.name} ({source}): {message}")

@@ -179,8 +179,8 @@ class ShardURL:
 
 def server_of(url: str) -> str:
     """Return the start of a canonical URL, up to its bucket, access point or host."""
-    found = re.match(rf"s3://{_ARN}|[^/]*(?://[^/]*)?", url)
-    return found[0] if found else ""
+    match = re.match(rf"s3://{_ARN}|[^/]*(?://[^/]*)?", url)
+    return match[0] if match else ""
 
 
 def unexpanded(shard: ShardURL) -> ConfigError | None:
@@ -226,8 +226,8 @@ def parse_url(
         raise ConfigError("a shard URL must not be empty")
     if not url.isprintable() and re.search(control := r"[\x00-\x1f\x7f]", url):
         # Replace the characters first: `redact` would show what follows a newline in a signature.
-        shown = shown_url(re.sub(control, "\N{REPLACEMENT CHARACTER}", url))
-        raise ConfigError(f"{shown!r} contains a control character. Strip line ends from URLs.")
+        subject = shown_url(re.sub(control, "\N{REPLACEMENT CHARACTER}", url))
+        raise ConfigError(f"{subject!r} contains a control character. Strip line ends from URLs.")
     match = re.match(_SCHEME, url)
     scheme = match.group(1).lower() if match else "file"
     scheme = _ALIASES.get(scheme, scheme)
@@ -236,14 +236,14 @@ def parse_url(
         raise ConfigError(f"{shown_url(url)} has several URLs. {advice}")
     if scheme not in DEFAULT_SCHEMES and scheme not in allow_schemes:
         # Show nothing of a command, because any part of it may be a secret.
-        shown = "'pipe:' URLs run a shell command" if scheme == "pipe" else redact(url)
+        subject = "'pipe:' URLs run a shell command" if scheme == "pipe" else redact(url)
         import difflib  # here, because it is rarely needed
 
         known = ", ".join(sorted(DEFAULT_SCHEMES))
         similar = difflib.get_close_matches(scheme, DEFAULT_SCHEMES, n=1)
         hint = f"Did you mean {similar[0]}://? If not, set" if similar else "Set"
         raise ConfigError(
-            f"{shown}: the scheme {scheme!r} is not one of {known}. {hint} "
+            f"{subject}: the scheme {scheme!r} is not one of {known}. {hint} "
             f"allow_schemes=[{scheme!r}] in code, or SHARDCACHE_ALLOW_SCHEMES={scheme}, if you "
             "trust the authors of all shard lists."
         )
@@ -292,8 +292,8 @@ def _file(url: str, path: str) -> str:
 
 def shown_url(url: str) -> str:
     """Return a URL without secrets, and the name of a command. The URL may be malformed."""
-    found = re.match(r"(?is)((?:.*?(?:::|://|[\s,]))?)pipe:(.*)", url)
-    return redact(found[1]) + name_command(found[2].strip()) if found else redact(url)
+    match = re.match(r"(?is)((?:.*?(?:::|://|[\s,]))?)pipe:(.*)", url)
+    return redact(match[1]) + name_command(match[2].strip()) if match else redact(url)
 
 
 def name_command(command: str) -> str:
@@ -301,7 +301,7 @@ def name_command(command: str) -> str:
 
     All other parts may be credentials (``-u me:secret``, ``X-Api-Key: ...``).
     """
-    program = found[1].rpartition("/")[2] if (found := re.match(_PROGRAM, command)) else "sh"
+    program = match[1].rpartition("/")[2] if (match := re.match(_PROGRAM, command)) else "sh"
     target = re.search(r"[a-z][a-z0-9+.-]*://[^\s\"'|;<>()]+", command)
     reads = f" {redact(target.group())}" if target else ""
     digest = hashlib.blake2b(command.encode("utf-8", "surrogatepass"), digest_size=4)
@@ -387,12 +387,12 @@ def _without_signatures(query: str) -> str:
 def _masked(query: str) -> str:
     """Return a query with ``***`` in place of each value, because any value may be a secret."""
 
-    def masked(found: re.Match[str]) -> str:
-        name, equals, value = found[0].partition("=")
+    def masked(match: re.Match[str]) -> str:
+        name, equals, value = match[0].partition("=")
         # If only base64 padding or punctuation follows the "=", the text is a value without a name.
         if not value.strip("=.,:)"):
-            name, equals, value = "", "", found[0]
-        return found[0] if name.lower() in _VERSIONS else f"{name}{equals}***"
+            name, equals, value = "", "", match[0]
+        return match[0] if name.lower() in _VERSIONS else f"{name}{equals}***"
 
     return re.sub(r"[^?&;]+", masked, query)
 
@@ -419,17 +419,17 @@ def _basename(name: str) -> str:
 
 def redact(text: str) -> str:
     """Return ``text`` without the logins, signatures and tokens in its URLs and headers."""
-    text = re.sub(_WEB, lambda found: found[1] + _masked(found[2] or ""), text)
-    for pattern, left in _REDACTED.items():
-        text = re.sub(pattern, left, text)
+    text = re.sub(_WEB, lambda match: match[1] + _masked(match[2] or ""), text)
+    for pattern, replacement in _REDACTED.items():
+        text = re.sub(pattern, replacement, text)
     return text
 
 
 @functools.lru_cache(maxsize=64)
 def secret_forms(*secrets: str | None) -> tuple[str, ...]:
     """Return the forms in which a server may repeat secrets (percent-encoded), longest first."""
-    given = [text for text in secrets if text]
-    forms = {form for text in given for form in (text, quote(text, safe=""), unquote(text))}
+    texts = [text for text in secrets if text]
+    forms = {form for text in texts for form in (text, quote(text, safe=""), unquote(text))}
     return tuple(sorted((f for f in forms if len(f) >= _SECRET), key=len, reverse=True))
 
 

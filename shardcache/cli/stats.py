@@ -268,8 +268,8 @@ def _cells(stats: Stats, seconds: float | None = None) -> list[str]:
     """Return the cells of the columns `_ROW_TITLES`; with ``seconds``, as rates over that time."""
     opens = f"{stats.opens:,}" if seconds is None else f"{stats.opens / seconds:,.1f}/s"
     sizes = stats.bytes_streamed, stats.bytes_fetched, stats.bytes_saved
-    shown = (format_bytes(n) if seconds is None else format_rate(n / seconds) for n in sizes)
-    return [opens, _percentage(stats.hit_rate), *shown, short_duration(stats.all_waits.mean)]
+    amounts = (format_bytes(n) if seconds is None else format_rate(n / seconds) for n in sizes)
+    return [opens, _percentage(stats.hit_rate), *amounts, short_duration(stats.all_waits.mean)]
 
 
 @command("report")

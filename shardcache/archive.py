@@ -65,8 +65,8 @@ _EXTENDED = (b"x", b"L")
 #: The first bytes of an extended header that Python's tarfile writes, and of GNU's long names.
 _EXTENDED_NAME = b"././@"
 
-#: Matches a first component of a name that WebDataset reserves for metadata.
-_is_meta = re.compile(r"__[^/]*__($|/)").match
+#: Matches a name, or the first component of a name, that WebDataset reserves for metadata.
+_is_meta = re.compile(r"(?=__)[^/]*__\Z|__[^/]*__($|/)").match
 
 _split = re.compile(r"^((?:.*/|)[^.]+)[.]([^/]*)$").match
 #: Matches a value of a global header by which tarfile reads later members differently.
@@ -82,9 +82,7 @@ _Fields = tuple[str, int, bytes]
 
 def is_meta(name: str) -> bool:
     """Return whether a member is WebDataset's metadata, which is no part of a sample."""
-    return name.startswith("__") and bool(
-        ("/" not in name and name.endswith("__")) or _is_meta(name)
-    )
+    return _is_meta(name) is not None
 
 
 def key_and_field(name: str) -> Any:
@@ -190,9 +188,7 @@ def members(read: Callable[[int, int], bytes], end: int) -> Iterator[tuple[int, 
         at = stream.at + walk._left
         if walk._archive is not None:
             if any(map(_redefines, walk._archive.pax_headers)):
-                raise tarfile.StreamError(
-                    "it has a global header, which concerns all later members"
-                )
+                raise tarfile.StreamError("it has a global header, which changes later members")
             at = walk._begin + walk._archive.offset
         if at > end:
             raise _ended()
@@ -287,8 +283,7 @@ def _parsed(header: bytes) -> _Fields | None:
     return name.decode("utf-8", "surrogateescape"), int(size, 8), kind
 
 
-#: The extended headers of an archive are equal but for a few sizes, so each is parsed only once.
-#: This takes 1.8 us off each file in a shard of WebDataset's ShardWriter, which took 10 us.
+#: The extended headers of an archive differ only in a few sizes, so each is parsed only once.
 _known = lru_cache(64)(_parsed)
 
 

@@ -540,7 +540,7 @@ def _usual_files(env: Mapping[str, str]) -> list[Path]:
 def _from_files(paths: Sequence[Path]) -> Iterator[tuple[str, object, str]]:
     advice = "Correct the file or name another with --config or SHARDCACHE_CONFIG"
     for path in map(absolute, paths):
-        import tomllib  # takes a third of this module's import time; most users have no file
+        import tomllib  # here, because most users have no file
 
         try:
             table = tomllib.loads(path.read_bytes().decode())

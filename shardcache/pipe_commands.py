@@ -148,7 +148,7 @@ def read_command(
 
 def _s3cmd_endpoint(environ: Mapping[str, str]) -> dict[str, str]:
     """Return s3cmd's configured endpoint as an option, or no option if the endpoint is AWS's."""
-    import configparser  # importing it takes 5 ms, and only s3cmd needs it
+    import configparser  # here, because only s3cmd needs it
 
     parser = configparser.RawConfigParser()
     with contextlib.suppress(configparser.Error, OSError, UnicodeDecodeError):

@@ -219,7 +219,7 @@ def parse_url(
         raise ConfigError(f"a shard URL must be a string, not {type(url).__name__}")
     if commands is not None and url.startswith("pipe:"):
         return commands(url)
-    # Lists have 100,000 URLs, and a search takes 1 us, so tests of the text come first.
+    # Lists may have 100,000 URLs, so cheap tests of the text come before searches.
     if url.startswith("shardcache:"):
         url = re.sub(_FSSPEC, "", url)
     if not url:

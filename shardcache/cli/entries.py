@@ -439,10 +439,7 @@ def unpin_command(invocation: Invocation, specs: tuple[str, ...]) -> ExitCode:
         shards = cache.select(specs, pinned=True)
         ended = cache.unpin(shards)
     counts = {"unpinned": len(ended), "not_pinned": len(shards) - len(ended)}
-    rows = [
-        {"url": str(shard), "state": "unpinned" if shard in ended else "not_pinned"}
-        for shard in shards
-    ]
+    rows = [{"url": str(s), "state": "unpinned" if s in ended else "not_pinned"} for s in shards]
     text = f"unpinned {counted(len(ended), 'shard')}"
     errors = {"not_pinned": f"was not pinned in {cache.dir}"}
     return _print(invocation.console, "unpin", rows, text, errors, counts)

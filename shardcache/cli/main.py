@@ -145,9 +145,7 @@ class Invocation:
         elif not is_cache(config.dir):
             check_usable(config)
             if sources["dir"] == "default":
-                self.console.hint(
-                    f"Using {config.dir}; --dir or SHARDCACHE_DIR sets another directory."
-                )
+                self.console.hint(f"Using {config.dir}; --dir or SHARDCACHE_DIR sets another one.")
         return Cache.from_config(config.replace(strict=True, **options))
 
     def confirm(self, question: str) -> None:

@@ -122,9 +122,7 @@ def prewarm_command(
     """
     has_node = node_rank is not None or node_count is not None
     if not shard_by_node and (has_node or ranks_per_node is not None):
-        raise click.UsageError(
-            "--ranks-per-node, --node-rank and --node-count need --shard-by-node."
-        )
+        raise click.UsageError("--node-rank, --node-count, --ranks-per-node need --shard-by-node.")
     if ray and has_node:
         raise click.UsageError("With --ray, omit --node-rank and --node-count: Ray sets them.")
     all_specs = [*specs, *(spec for file in lists for spec in _read_list(file))]

@@ -369,7 +369,7 @@ class Config:
     def __post_init__(self) -> None:
         _parse_fields(self)
         for tier, other in itertools.combinations([*(t.dir for t in self.tiers), self.dir], 2):
-            first, second = (Path(os.path.realpath(each)) for each in (tier, other))
+            first, second = (Path(os.path.realpath(path)) for path in (tier, other))
             if first.is_relative_to(second) or second.is_relative_to(first):
                 raise ConfigError(
                     f"one of the tiers {tier} and {other} contains the other. Give each its own "
@@ -396,8 +396,8 @@ class Config:
         """Return one configuration for each tier, the fastest tier first and ``dir`` last."""
         changes = {"tiers": (), "ephemeral_limit": None}
         faster = (
-            self.replace(dir=each.dir, max_size=each.max_size, min_free=each.min_free, **changes)
-            for each in self.tiers
+            self.replace(dir=tier.dir, max_size=tier.max_size, min_free=tier.min_free, **changes)
+            for tier in self.tiers
         )
         return (*faster, self)
 
@@ -492,10 +492,8 @@ def load(
         if (advice := REMOVED.get(f"option {name}")) is not None:
             raise ConfigError(f"the option {name} ({source}) was removed. {advice}")
         if name not in _FIELDS:
-            import difflib
-
-            similar = difflib.get_close_matches(name, _FIELDS, n=1)
-            known = f"Did you mean {similar[0]}?" if similar else f"Known: {', '.join(_FIELDS)}."
+            meant = units.similar(name, _FIELDS)
+            known = f"Did you mean {meant}?" if meant else f"Known: {', '.join(_FIELDS)}."
             raise ConfigError(f"unknown option {name!r} ({source}). {known}")
         if value is not None and sources[name] == "default":
             values[name], sources[name] = _parse(_FIELDS[name], value, source), source

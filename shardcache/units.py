@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from shardcache.errors import ConfigError
@@ -90,6 +90,13 @@ def format_bytes(n: float) -> str:
 def counted(number: int, noun: str, plural: str = "") -> str:
     """Return a number with its noun: ``1 shard``, ``1,848 shards``."""
     return f"{number:,} {noun if number == 1 else plural or f'{noun}s'}"
+
+
+def similar(name: str, names: Iterable[str]) -> str:
+    """Return the one of ``names`` that the user probably meant, or ""."""
+    import difflib  # here, because it is rarely needed
+
+    return next(iter(difflib.get_close_matches(name, names, n=1)), "")
 
 
 def format_rate(bytes_per_second: float) -> str:

@@ -23,6 +23,7 @@ from typing import Any
 from urllib.parse import quote, unquote, urlsplit
 
 from shardcache.errors import ConfigError
+from shardcache.units import similar
 
 #: The schemes that are always allowed. ``pipe`` is not one of them, because it runs a shell.
 DEFAULT_SCHEMES = frozenset(
@@ -207,18 +208,18 @@ def parse_url(
     *,
     endpoint: str | None = None,
     allow_schemes: Collection[str] = (),
-    commands: Callable[[str], ShardURL] | None = None,
+    parse_command: Callable[[str], ShardURL] | None = None,
 ) -> ShardURL:
     """Parse the URL or the plain path of a shard; raise ConfigError if it is not valid.
 
     ``endpoint`` is the S3 endpoint in use, a part of the key of ``s3`` URLs; None stands for AWS's
-    standard partition. ``allow_schemes`` are allowed in addition to `DEFAULT_SCHEMES`. ``commands``
-    parses ``pipe:`` URLs; by default, each command is a shard of its own.
+    standard partition. ``allow_schemes`` are allowed in addition to `DEFAULT_SCHEMES`.
+    ``parse_command`` parses ``pipe:`` URLs; by default, each command is a shard of its own.
     """
     if not isinstance(url, str):
         raise ConfigError(f"a shard URL must be a string, not {type(url).__name__}")
-    if commands is not None and url.startswith("pipe:"):
-        return commands(url)
+    if parse_command is not None and url.startswith("pipe:"):
+        return parse_command(url)
     # Lists may have 100,000 URLs, so cheap tests of the text come before searches.
     if url.startswith("shardcache:"):
         url = re.sub(_FSSPEC, "", url)
@@ -237,11 +238,8 @@ def parse_url(
     if scheme not in DEFAULT_SCHEMES and scheme not in allow_schemes:
         # Show nothing of a command, because any part of it may be a secret.
         subject = "'pipe:' URLs run a shell command" if scheme == "pipe" else redact(url)
-        import difflib  # here, because it is rarely needed
-
-        known = ", ".join(sorted(DEFAULT_SCHEMES))
-        similar = difflib.get_close_matches(scheme, DEFAULT_SCHEMES, n=1)
-        hint = f"Did you mean {similar[0]}://? If not, set" if similar else "Set"
+        known, meant = ", ".join(sorted(DEFAULT_SCHEMES)), similar(scheme, DEFAULT_SCHEMES)
+        hint = f"Did you mean {meant}://? If not, set" if meant else "Set"
         raise ConfigError(
             f"{subject}: the scheme {scheme!r} is not one of {known}. {hint} "
             f"allow_schemes=[{scheme!r}] in code, or SHARDCACHE_ALLOW_SCHEMES={scheme}, if you "
@@ -379,7 +377,7 @@ def _without_signatures(query: str) -> str:
     signed = "|".join(
         parts
         for needed, parts in _SIGNATURES
-        if all(names.intersection(each.split("|")) for each in needed.split())
+        if all(names.intersection(choice.split("|")) for choice in needed.split())
     )
     return "&".join(pair for pair, name in pairs if not signed or not re.fullmatch(signed, name))
 

@@ -130,7 +130,7 @@ def url_parser(config: Config) -> Callable[[str], ShardURL]:
         return dataclasses.replace(shard, options=options)
 
     return functools.partial(
-        parse_url, endpoint=endpoint, allow_schemes=schemes, commands=parse_command
+        parse_url, endpoint=endpoint, allow_schemes=schemes, parse_command=parse_command
     )
 
 

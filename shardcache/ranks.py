@@ -238,4 +238,4 @@ def job_name(job: str | None = None) -> str:
             f"The {ranks.world_size} ranks of this job have no name in common. Pass job=, start "
             f"torchrun with --rdzv-id, or set {JOB_VARIABLE} to the same text on all nodes."
         )
-    return safe_name("-".join([name, *(os.environ.get(each) or "0" for each in _COUNTS)]))
+    return safe_name("-".join([name, *(os.environ.get(variable) or "0" for variable in _COUNTS)]))

@@ -423,11 +423,8 @@ def _claim(
     claim with the next number. If two runners post an outcome, both return the first one.
     """
     number, since, runner, last_beat = 0, 0.0, "an unknown rank", ""
-
-    def what() -> str:
-        return f"for {name} on {runner} (notes in {place})"
-
-    for waited in poll(timeout, what):
+    polls = poll(timeout, lambda: f"for {name} on {runner} (notes in {place})")
+    for waited in polls:
         if store.check([f"{prefix}/outcome"]):
             break
         claim = f"{prefix}/claim.{number}"
@@ -436,7 +433,7 @@ def _claim(
             # If only the second name is taken, a user has removed the first, and another rank has
             # the claim. With both names, look for an outcome again: the former runner may have
             # posted one since the check above.
-            if all(_create(store, each, note) for each in (claim, f"{claim}.beat")):
+            if all(_create(store, title, note) for title in (claim, f"{claim}.beat")):
                 return None if store.check([f"{prefix}/outcome"]) else claim
         beat = _get(store, f"{claim}.beat") or "removed"
         if beat != last_beat:

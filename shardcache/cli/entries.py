@@ -234,7 +234,7 @@ def other_copies(cache: Cache, urls: Collection[str]) -> dict[str, str]:
     endpoints = dict[str, str | None]()
     with contextlib.suppress(ShardNotFoundError):  # the cache is empty
         shards = cache.select("*") if urls else ()
-        endpoints = {str(each): cache.other_endpoint(each) for each in shards if str(each) in urls}
+        endpoints = {str(s): cache.other_endpoint(s) for s in shards if str(s) in urls}
     return {url: endpoint for url, endpoint in endpoints.items() if endpoint}
 
 

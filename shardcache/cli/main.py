@@ -17,6 +17,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
@@ -33,7 +34,7 @@ from shardcache.errors import (
     ShardCacheError,
 )
 from shardcache.faults import FULL
-from shardcache.units import parse_age, parse_limit
+from shardcache.units import parse_age, parse_limit, similar
 
 if TYPE_CHECKING:
     from shardcache.cache import Cache
@@ -79,19 +80,19 @@ _ADVICE = {
 }
 
 
+@dataclass(eq=False)
 class Invocation:
     """One run of the command line: its global options, console, cache and signals."""
 
-    def __init__(self) -> None:
-        self.console = Console()
-        self.dir: str | None = None
-        self.config: str | None = None
-        self.endpoint_url: str | None = None
-        self.storage_options: dict[str, Any] = {}
-        self.received: int | None = None  #: the number of the first signal, once it was received
-        self.stop = threading.Event()  #: set by the first signal
-        #: Whether the command polls `stop`. If not, the first signal raises KeyboardInterrupt.
-        self.polls_stop = False
+    console: Console = field(default_factory=Console)
+    dir: str | None = None
+    config: str | None = None
+    endpoint_url: str | None = None
+    storage_options: dict[str, Any] = field(default_factory=dict)
+    received: int | None = None  #: the number of the first signal, once it was received
+    stop: threading.Event = field(default_factory=threading.Event)  #: set by the first signal
+    #: Whether the command polls `stop`. If not, the first signal raises KeyboardInterrupt.
+    polls_stop: bool = False
 
     def loaded(self) -> Loaded:
         """Return the configuration and the source of each option."""
@@ -264,7 +265,7 @@ def _take(context: click.Context, parameter: click.Parameter, value: Any) -> Non
 
 def _combined(*decorators: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Return a decorator that applies all ``decorators``, the first one first."""
-    return lambda command: functools.reduce(lambda each, add: add(each), decorators, command)
+    return lambda command: functools.reduce(lambda inner, add: add(inner), decorators, command)
 
 
 _option = functools.partial(click.option, expose_value=False, callback=_take)
@@ -320,10 +321,7 @@ class _Commands(click.Group):
         except click.UsageError as exn:
             if (name := f"shardcache {args[0]}") in REMOVED:
                 raise click.UsageError(f"`{name}` was removed. {REMOVED[name]}", ctx) from None
-            import difflib  # here, because it is rarely needed
-
-            similar = difflib.get_close_matches(args[0], _COMMANDS, n=1)
-            more = f" Did you mean {similar[0]}?" if similar else ""
+            more = f" Did you mean {meant}?" if (meant := similar(args[0], _COMMANDS)) else ""
             raise click.UsageError(f"{exn.message}{more}", ctx) from None
 
 

@@ -177,13 +177,13 @@ def _print_hints(console: Console, report: PrewarmReport, max_failures: int | No
         shards = counted(report.not_started, "shard")
         console.warning(f"{shards} not done because {report.stopped.why}")
     # If a missing shard has no suffix of a tar archive, the user may have meant a prefix.
-    for each in report.results:
-        is_absent = isinstance(each.error, ShardNotFoundError) or (
-            each.outcome is Outcome.MISSING and each.size is None  # in a dry run
+    for result in report.results:
+        is_absent = isinstance(result.error, ShardNotFoundError) or (
+            result.outcome is Outcome.MISSING and result.size is None  # in a dry run
         )
-        is_archive = SHARD.search(each.url.partition("?")[0])
-        if is_absent and not is_archive and is_pattern(f"{each.url}/"):
-            console.hint(f"  For all shards below {each.url}, write {each.url}/")
+        is_archive = SHARD.search(result.url.partition("?")[0])
+        if is_absent and not is_archive and is_pattern(f"{result.url}/"):
+            console.hint(f"  For all shards below {result.url}, write {result.url}/")
             return
 
 
@@ -250,7 +250,7 @@ def _prewarm_ray(
             code = ExitCode.SOME_FAILED if code is ExitCode.FAILED else code
         record = {"number": node.number, "exit_code": code, "lost": node.lost, "error": node.error}
         records[node.name] = {**record, **fields_of(node.report)}
-        shards += [{"node": node.name, **fields_of(each)} for each in node.report.results]
+        shards += [{"node": node.name, **fields_of(result)} for result in node.report.results]
     seconds, received = time.monotonic() - began, sum(node.received for node in nodes)
     codes = [record["exit_code"] for record in records.values()]
     done = f"{sum(not code for code in codes):,} of {counted(len(nodes), 'node')}"

@@ -140,5 +140,5 @@ def _variables(invocation: Invocation, options: tuple[str, ...]) -> dict[str, st
         load({"dir": invocation.dir, name.lower(): value})
         variables[f"SHARDCACHE_{name.upper()}"] = value
     folder, existing = Path(shardcache.__file__).parent / "autoload", os.environ.get("PYTHONPATH")
-    python_path = f"{folder}{os.pathsep}{existing}" if existing else str(folder)
+    python_path = os.pathsep.join(filter(None, (str(folder), existing)))
     return {**variables, "PYTHONPATH": python_path}

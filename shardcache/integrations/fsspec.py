@@ -157,7 +157,7 @@ class ShardCacheFileSystem(ChainedFileSystem):  # type: ignore[misc]
 
     def _target_path(self, path: Any) -> Any:
         if isinstance(path, list):
-            return [self._target_path(each) for each in path]
+            return [self._target_path(item) for item in path]
         return self.fs._strip_protocol(_without_protocol(path))
 
     @staticmethod

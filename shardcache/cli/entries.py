@@ -112,7 +112,7 @@ def ls_command(
     console.object("ls", **{"prefixes" if by else f"{noun}s": printed}, summary=summary)
     always, more = _PARTIAL_TITLES if partial else _SHARD_TITLES
     titles = _PREFIX_TITLES if by else [*always, *more] if long else always
-    console.table(titles, ([_cell(row, title) for title in titles] for row in printed))
+    console.table(titles, ([cell(row, title) for title in titles] for row in printed))
     console.data(footer)
     return ExitCode.DONE if matching or not specs else ExitCode.FAILED
 
@@ -142,7 +142,8 @@ def _sorted(rows: list[Row], sort: str) -> list[Row]:
     return known + [row for row in rows if row.get(name) is None]
 
 
-def _cell(row: Row, title: str) -> str:
+def cell(row: Row, title: str) -> str:
+    """Return a field of a shard, a prefix or a partial as text, by the title of its column."""
     if title == "DONE":
         return f"{row['written_bytes'] / row['size']:.0%}" if row["size"] else "-"
     value = row[_FIELDS.get(title, title.lower())]

@@ -17,7 +17,6 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
@@ -80,19 +79,19 @@ _ADVICE = {
 }
 
 
-@dataclass(eq=False)
 class Invocation:
     """One run of the command line: its global options, console, cache and signals."""
 
-    console: Console = field(default_factory=Console)
-    dir: str | None = None
-    config: str | None = None
-    endpoint_url: str | None = None
-    storage_options: dict[str, Any] = field(default_factory=dict)
-    received: int | None = None  #: the number of the first signal, once it was received
-    stop: threading.Event = field(default_factory=threading.Event)  #: set by the first signal
-    #: Whether the command polls `stop`. If not, the first signal raises KeyboardInterrupt.
-    polls_stop: bool = False
+    def __init__(self) -> None:
+        self.console = Console()
+        self.dir: str | None = None
+        self.config: str | None = None
+        self.endpoint_url: str | None = None
+        self.storage_options: dict[str, Any] = {}
+        self.received: int | None = None  #: the number of the first signal, once it was received
+        self.stop = threading.Event()  #: set by the first signal
+        #: Whether the command polls `stop`. If not, the first signal raises KeyboardInterrupt.
+        self.polls_stop = False
 
     def loaded(self) -> Loaded:
         """Return the configuration and the source of each option."""

@@ -399,7 +399,7 @@ def once(
                     error = exn
                 _create(store, f"{prefix}/outcome", text)
         _ended[this] = max(_ended[this], number)
-        posted = {} if error else json.loads(_get(store, f"{prefix}/outcome"))
+        posted = json.loads(_get(store, f"{prefix}/outcome")) if error is None else {}
     if error is not None:
         raise error
     if "type" not in posted:
@@ -465,12 +465,11 @@ def _heartbeat(store: Any, name: str, pause: float) -> Iterator[None]:
         threads.start(beat, "shardcache-once")
     try:
         yield
+        ended.set()
     except BaseException:
         ended.set()
         post(_GAVE_UP)
         raise
-    finally:
-        ended.set()
 
 
 def barrier(

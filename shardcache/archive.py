@@ -109,11 +109,9 @@ class TarWalk:
 
     def read(self) -> bytes:
         """Return the data of the current member. May be called at most once per member."""
-        data: bytes
         if self._member is not None:
-            data = self._archive.extractfile(self._member).read()
-            return data
-        data = self._stream.read(self._size)
+            return self._archive.extractfile(self._member).read()  # type: ignore[no-any-return]
+        data: bytes = self._stream.read(self._size)
         self._left -= len(data)
         if len(data) != self._size:
             raise _ended()

@@ -43,7 +43,6 @@ Fill: TypeAlias = Literal["follow", "complete"]
 Fsync: TypeAlias = Literal["verify-after-boot", "fsync", "none"]
 Locks: TypeAlias = Literal["auto", "flock", "lease"]
 
-# Patterns are compiled on first use, which keeps `import shardcache` fast.
 #: Pattern of the options and HTTP headers of s3fs, gcsfs, adlfs, botocore and aiohttp that hold
 #: credentials.
 _CREDENTIALS = (

@@ -25,7 +25,6 @@ _SIZE_UNITS = {"": 1, "b": 1}
 for _power, _prefix in enumerate("kmgtpe", 1):
     _SIZE_UNITS |= dict.fromkeys((_prefix, f"{_prefix}b"), 1000**_power)
     _SIZE_UNITS |= dict.fromkeys((f"{_prefix}i", f"{_prefix}ib"), 1024**_power)
-# Patterns are compiled on first use, which keeps `import shardcache` fast.
 # An exponent needs a digit, so that 1E means one exabyte.
 _SIZE = r"([0-9]*\.?[0-9]+(?:e\+?[0-9]{1,2})?)\s*([a-z]*)"
 #: A pattern for each unit, and the unit in milliseconds: integers keep values like 350ms exact.

@@ -43,7 +43,6 @@ Fill: TypeAlias = Literal["follow", "complete"]
 Fsync: TypeAlias = Literal["verify-after-boot", "fsync", "none"]
 Locks: TypeAlias = Literal["auto", "flock", "lease"]
 
-# Patterns are compiled on first use, which keeps `import shardcache` fast.
 #: Pattern of the options and HTTP headers of s3fs, gcsfs, adlfs, botocore and aiohttp that hold
 #: credentials.
 _CREDENTIALS = (
@@ -86,11 +85,11 @@ def _public(value: object) -> object:
     """Return a copy of a value that omits the credentials in mappings, sequences and URLs."""
     if isinstance(value, Mapping):
         kept = {n: _public(v) for n, v in value.items() if not re.search(_CREDENTIALS, str(n))}
-        if gone := [str(name) for name in value if kept.get(name) != value[name]]:
+        if omitted := [str(name) for name in value if kept.get(name) != value[name]]:
             logger.warning(
                 "the pickle of this cache leaves out the credentials in the storage options %s; a "
                 "process that loads it needs credentials from its environment, a profile or a role",
-                ", ".join(gone),
+                ", ".join(omitted),
             )
         return kept
     if type(value) is list or type(value) is tuple:
@@ -120,9 +119,9 @@ def _directory(value: object) -> Path:
         raise ValueError("is not a path")
     if "://" in text:
         raise ValueError("is a URL")
-    for found in re.finditer(VARIABLE, text):
+    for match in re.finditer(VARIABLE, text):
         # os.path.expandvars would keep the name of an unset variable as the name of a directory.
-        if not os.environ.get(name := found[1] or found[2]):
+        if not os.environ.get(name := match[1] or match[2]):
             raise ValueError(f"contains ${name}, which is not set")
     text = os.path.expanduser(os.path.expandvars(text))  # noqa: PTH111  pathlib's version raises
     if text.startswith("~"):
@@ -153,10 +152,10 @@ def _items(value: object) -> list[Any]:
 
 
 def _schemes(value: object) -> tuple[str, ...]:
-    found = {str(item).strip().lower() for item in _items(value)}
-    if not all(re.fullmatch(_SCHEME, scheme) for scheme in found):
+    schemes = {str(item).strip().lower() for item in _items(value)}
+    if not all(re.fullmatch(_SCHEME, scheme) for scheme in schemes):
         raise ValueError("has an item that is not a URL scheme")
-    return tuple(sorted(found))
+    return tuple(sorted(schemes))
 
 
 def _tables(value: object, cls: Any, *names: str) -> tuple[Any, ...]:
@@ -368,11 +367,11 @@ class Config:
 
     def __post_init__(self) -> None:
         _parse_fields(self)
-        for one, other in itertools.combinations([*(t.dir for t in self.tiers), self.dir], 2):
-            first, second = (Path(os.path.realpath(each)) for each in (one, other))
+        for tier, other in itertools.combinations([*(t.dir for t in self.tiers), self.dir], 2):
+            first, second = (Path(os.path.realpath(path)) for path in (tier, other))
             if first.is_relative_to(second) or second.is_relative_to(first):
                 raise ConfigError(
-                    f"one of the tiers {one} and {other} contains the other. Give each its own "
+                    f"one of the tiers {tier} and {other} contains the other. Give each its own "
                     "directory."
                 )
 
@@ -396,8 +395,8 @@ class Config:
         """Return one configuration for each tier, the fastest tier first and ``dir`` last."""
         changes = {"tiers": (), "ephemeral_limit": None}
         faster = (
-            self.replace(dir=each.dir, max_size=each.max_size, min_free=each.min_free, **changes)
-            for each in self.tiers
+            self.replace(dir=tier.dir, max_size=tier.max_size, min_free=tier.min_free, **changes)
+            for tier in self.tiers
         )
         return (*faster, self)
 
@@ -489,13 +488,11 @@ def load(
         _from_files(_usual_files(env) if files is None else files),
         _from_webdataset(env),
     ):
-        if (gone := REMOVED.get(f"option {name}")) is not None:
-            raise ConfigError(f"the option {name} ({source}) was removed. {gone}")
+        if (advice := REMOVED.get(f"option {name}")) is not None:
+            raise ConfigError(f"the option {name} ({source}) was removed. {advice}")
         if name not in _FIELDS:
-            import difflib
-
-            similar = difflib.get_close_matches(name, _FIELDS, n=1)
-            known = f"Did you mean {similar[0]}?" if similar else f"Known: {', '.join(_FIELDS)}."
+            meant = units.similar(name, _FIELDS)
+            known = f"Did you mean {meant}?" if meant else f"Known: {', '.join(_FIELDS)}."
             raise ConfigError(f"unknown option {name!r} ({source}). {known}")
         if value is not None and sources[name] == "default":
             values[name], sources[name] = _parse(_FIELDS[name], value, source), source
@@ -533,14 +530,14 @@ def _usual_files(env: Mapping[str, str]) -> list[Path]:
     home = env.get("XDG_CONFIG_HOME") or f"{env.get('HOME', '')}/.config"
     usual = ["shardcache.toml", f"{home}/shardcache/config.toml", "/etc/shardcache.toml"]
     # Path.exists would raise PermissionError in a directory that this process may not enter.
-    found = [Path(path) for path in usual if os.path.exists(path)]  # noqa: PTH110
-    return [Path(stated), *found] if (stated := env.get("SHARDCACHE_CONFIG")) else found
+    existing = [Path(path) for path in usual if os.path.exists(path)]  # noqa: PTH110
+    return [Path(named), *existing] if (named := env.get("SHARDCACHE_CONFIG")) else existing
 
 
 def _from_files(paths: Sequence[Path]) -> Iterator[tuple[str, object, str]]:
     advice = "Correct the file or name another with --config or SHARDCACHE_CONFIG"
     for path in map(absolute, paths):
-        import tomllib  # takes a third of this module's import time; most users have no file
+        import tomllib  # here, because most users have no file
 
         try:
             table = tomllib.loads(path.read_bytes().decode())
@@ -570,18 +567,18 @@ def _parse(option: dataclasses.Field[Any], value: object, source: str) -> object
         return None
     kind = option.metadata["kind"]
     try:
-        found: object = kind.parse(value)
-        if kind.above_zero and found in (0, Limit(bytes=0), Limit(percent=0.0)):
+        parsed: object = kind.parse(value)
+        if kind.above_zero and parsed in (0, Limit(bytes=0), Limit(percent=0.0)):
             raise ValueError("is not above 0")
-        return found
+        return parsed
     except ConfigError as exn:
         message = exn.message
     except ValueError as exn:
         # A table, or a URL with a login or a query, may contain a secret: show only its type.
         text = str(value) if isinstance(value, str | int | float | Path | Limit) else ""
         hidden = not text or kind is TABLE or not {*"@?#"}.isdisjoint(text)
-        shown = f"a {type(value).__name__}" if hidden else repr(text[:80])
-        message = f"{shown} {exn}. Accepted: {kind.text}"
+        subject = f"a {type(value).__name__}" if hidden else repr(text[:80])
+        message = f"{subject} {exn}. Accepted: {kind.text}"
         message += "." if option.default is not None else f", or {NONE}."
     message = REMOVED.get(f"{option.name} {value}", message)
     raise ConfigError(f"{option.name} ({source}): {message}")

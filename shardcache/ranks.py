@@ -220,13 +220,13 @@ def job_name(job: str | None = None) -> str:
         if not job.strip():
             raise ConfigError("job is empty. Pass a name that all its ranks have in common.")
         return safe_name(job)
-    found = detect()
-    name = found.job
+    ranks = detect()
+    name = ranks.job
     if name is None and (store := torch_store()) is not None:  # the first rank chooses a name
         name = store.compare_set("shardcache/job", "", os.urandom(16).hex()).decode()
-    if name is None and found.world_size == 1:
+    if name is None and ranks.world_size == 1:
         name = _OWN_JOB
-    if name is None and found.world_size == found.local_size:
+    if name is None and ranks.world_size == ranks.local_size:
         # torchrun without --rdzv-id: one process on this node has started all ranks, so its name
         # identifies the job.
         import multiprocessing  # here, because few processes need it
@@ -235,7 +235,7 @@ def job_name(job: str | None = None) -> str:
         name = process_name((parent and parent.pid) or os.getppid())
     if name is None:
         raise ConfigError(
-            f"The {found.world_size} ranks of this job have no name in common. Pass job=, start "
+            f"The {ranks.world_size} ranks of this job have no name in common. Pass job=, start "
             f"torchrun with --rdzv-id, or set {JOB_VARIABLE} to the same text on all nodes."
         )
-    return safe_name("-".join([name, *(os.environ.get(each) or "0" for each in _COUNTS)]))
+    return safe_name("-".join([name, *(os.environ.get(variable) or "0" for variable in _COUNTS)]))

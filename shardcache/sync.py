@@ -30,7 +30,6 @@ from shardcache.errors import (
     ConfigError,
     InTheWayError,
     OnceError,
-    ShardCacheError,
     WaitTimeoutError,
 )
 from shardcache.files import GONE, sync_directory
@@ -119,17 +118,13 @@ def find(path: PathLike) -> os.stat_result | None:
 
 
 def makedirs(path: PathLike, mode: int = 0o777, *, timeout: Timeout = _MKDIR_TIMEOUT) -> Path:
-    """Create a directory and its parents, unless they exist, and wait until they are visible.
+    """Create a directory and its parents, and return its absolute path once it is visible.
 
     Args:
-        path: the directory.
-        mode: mode of the last directory if this call creates it; the umask applies, as for
-            `os.makedirs`.
+        path: the directory, which may exist.
+        mode: mode of the last directory if this call creates it, as for `os.makedirs`.
         timeout: seconds (120), or text such as ``10m``, to wait while the filesystem contradicts
             itself; None waits forever.
-
-    Returns:
-        The absolute path.
 
     Raises:
         InTheWayError: a file or a dangling link, which is not removed, has the name.
@@ -146,17 +141,17 @@ def makedirs(path: PathLike, mode: int = 0o777, *, timeout: Timeout = _MKDIR_TIM
 
 def _make(path: Path, mode: int) -> bool:
     """Create a directory if it is missing, and return whether it is visible."""
-    found = find(path)
-    if found is None and not path.is_symlink():
+    status = find(path)
+    if status is None and not path.is_symlink():
         if not _make(path.parent, 0o777):
             return False
         with _ignoring_absence(), contextlib.suppress(FileExistsError):  # of another node
-            os.mkdir(path, mode)  # noqa: PTH102 - the mode is the caller's
-        if (found := find(path)) is None:
+            path.mkdir(mode)
+        if (status := find(path)) is None:
             return False
-    if found is not None and stat.S_ISDIR(found.st_mode):
+    if status is not None and stat.S_ISDIR(status.st_mode):
         return True
-    obstacle = "a file" if found is not None else "a symbolic link to a missing target"
+    obstacle = "a file" if status is not None else "a symbolic link to a missing target"
     raise InTheWayError(
         f"No directory can be created at {path}: it is {obstacle}. "
         "Remove or rename it, or choose another path."
@@ -177,7 +172,7 @@ def wait_for(
     timeout: Timeout = DEFAULT_TIMEOUT,
     by: str | None = None,
 ) -> Path | list[Path]:
-    """Wait until a path exists, or until all of several paths exist.
+    """Wait until a path, or each of several paths, exists; return the absolute path or paths.
 
     A file that exists may be incomplete, unless `atomic_write` wrote it.
 
@@ -185,9 +180,6 @@ def wait_for(
         what: a path, or a sequence of paths.
         timeout: seconds to wait (30 min), or text such as ``10m``; None waits forever.
         by: the rank that should create the path, such as ``rank 0``, for the error message.
-
-    Returns:
-        The absolute path or paths.
 
     Raises:
         WaitTimeoutError: a path did not appear in time.
@@ -362,21 +354,19 @@ def once(
     dir: PathLike | None = None,
     job: str | None = None,
 ) -> R:
-    """Call a function on exactly one rank, and return its result on all ranks.
+    """Call a function on exactly one rank, and return its result, as JSON has it, on all ranks.
 
         path = once("unpack", unpack, archive, per="node")
 
-    The result is passed on as JSON (a tuple becomes a list). The function runs once per job: a
-    later call returns the same result, or raises an `OnceError`.
+    A later call in the job returns the same result, or raises an `OnceError`.
 
     Args:
         key: the name of the work, the same on all ranks.
-        function: the function, which is called with ``args``.
+        function: called with ``args``.
         per: ``job`` (default), or ``node`` to call the function on one rank of each node.
         again: run the work once more. The n-th calls with ``again`` on all ranks are one run. A
             call that timed out does not count.
-        timeout: seconds to wait for another rank (30 min), or text such as ``10m``; None waits
-            forever.
+        timeout: as for `wait_for`.
         lease: seconds (90) without a heartbeat after which the running rank counts as dead.
         dir: a directory that all ranks share, for their notes. By default, they use torch's store,
             ``SHARDCACHE_SYNC_DIR``, or a directory of the node.
@@ -398,26 +388,22 @@ def once(
         this = f"{place}/once/{safe_name(key)}"
         number = _ended[this] + again
         prefix = f"once/{safe_name(key)}/{number}"
-        claim = _claim(store, prefix, lease, timeout, f"once({key!r})", place)
-    if claim:
-        with _heartbeat(store, f"{claim}.beat", lease / _BEATS):
-            outcome = {"by": _this_process()}
-            try:
-                text = json.dumps(outcome | {"result": function(*args)})
-            except Exception as exn:  # noqa: BLE001 - raised below
-                outcome |= {"type": type(exn).__qualname__, "cause": redact(str(exn))}
-                text = json.dumps(outcome | {"traceback": redact(traceback.format_exc())})
-                error = exn
-            with _answering():
+        if claim := _claim(store, prefix, lease, timeout, f"once({key!r})", place):
+            with _heartbeat(store, f"{claim}.beat", lease / _BEATS):
+                outcome = {"by": _this_process()}
+                try:
+                    text = json.dumps(outcome | {"result": function(*args)})
+                except Exception as exn:  # noqa: BLE001 - raised below
+                    outcome |= {"type": type(exn).__qualname__, "cause": redact(str(exn))}
+                    text = json.dumps(outcome | {"traceback": redact(traceback.format_exc())})
+                    error = exn
                 _create(store, f"{prefix}/outcome", text)
-    _ended[this] = max(_ended[this], number)
+        _ended[this] = max(_ended[this], number)
+        posted = json.loads(_get(store, f"{prefix}/outcome")) if error is None else {}
     if error is not None:
         raise error
-    with _answering():
-        posted = json.loads(_get(store, f"{prefix}/outcome"))
     if "type" not in posted:
-        result: R = posted["result"]
-        return result
+        return posted["result"]  # type: ignore[no-any-return]
     raise OnceError(
         f"once({key!r}) failed on {posted['by']}: {posted['type']}: {posted['cause']}\nIt does not "
         f"run again in this job without again=True. Its traceback:\n{posted['traceback']}",
@@ -437,11 +423,8 @@ def _claim(
     claim with the next number. If two runners post an outcome, both return the first one.
     """
     number, since, runner, last_beat = 0, 0.0, "an unknown rank", ""
-
-    def what() -> str:
-        return f"for {name} on {runner} (notes in {place})"
-
-    for waited in poll(timeout, what):
+    polls = poll(timeout, lambda: f"for {name} on {runner} (notes in {place})")
+    for waited in polls:
         if store.check([f"{prefix}/outcome"]):
             break
         claim = f"{prefix}/claim.{number}"
@@ -450,7 +433,7 @@ def _claim(
             # If only the second name is taken, a user has removed the first, and another rank has
             # the claim. With both names, look for an outcome again: the former runner may have
             # posted one since the check above.
-            if all(_create(store, each, note) for each in (claim, f"{claim}.beat")):
+            if all(_create(store, title, note) for title in (claim, f"{claim}.beat")):
                 return None if store.check([f"{prefix}/outcome"]) else claim
         beat = _get(store, f"{claim}.beat") or "removed"
         if beat != last_beat:
@@ -470,9 +453,8 @@ def _heartbeat(store: Any, name: str, pause: float) -> Iterator[None]:
 
     def post(text: str) -> None:
         try:
-            with _answering():
-                store.set(name, text)
-        except (OSError, ShardCacheError) as exn:  # the next heartbeat may succeed
+            store.set(name, text)
+        except (OSError, RuntimeError) as exn:  # the next heartbeat may succeed
             logger.warning("%s: the heartbeat could not be posted: %s", name, exn)
 
     def beat() -> None:
@@ -483,12 +465,11 @@ def _heartbeat(store: Any, name: str, pause: float) -> Iterator[None]:
         threads.start(beat, "shardcache-once")
     try:
         yield
+        ended.set()
     except BaseException:
         ended.set()
         post(_GAVE_UP)
         raise
-    finally:
-        ended.set()
 
 
 def barrier(
@@ -502,7 +483,7 @@ def barrier(
 
     Args:
         name: the name of the barrier, the same on all ranks. Each name is counted separately.
-        timeout: seconds to wait (30 min), or text such as ``10m``; None waits forever.
+        timeout: as for `wait_for`.
         dir: a directory that all ranks share, for their notes; the default is that of `once`.
         job: a name of this run, in place of the launcher's job id. No earlier run may have used
             the name in that directory, because the notes of that run would count.
@@ -524,7 +505,7 @@ def barrier(
         return f"at barrier({name!r}) as rank {number} for {late_ranks} (notes in {place})"
 
     polls = poll(timeout, what)
-    next(polls)  # checks the timeout
+    next(polls)  # which checks the timeout
     if size == 1:
         return
     with _answering():

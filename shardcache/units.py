@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from shardcache.errors import ConfigError
@@ -25,7 +25,6 @@ _SIZE_UNITS = {"": 1, "b": 1}
 for _power, _prefix in enumerate("kmgtpe", 1):
     _SIZE_UNITS |= dict.fromkeys((_prefix, f"{_prefix}b"), 1000**_power)
     _SIZE_UNITS |= dict.fromkeys((f"{_prefix}i", f"{_prefix}ib"), 1024**_power)
-# Patterns are compiled on first use, which keeps `import shardcache` fast.
 # An exponent needs a digit, so that 1E means one exabyte.
 _SIZE = r"([0-9]*\.?[0-9]+(?:e\+?[0-9]{1,2})?)\s*([a-z]*)"
 #: A pattern for each unit, and the unit in milliseconds: integers keep values like 350ms exact.
@@ -49,9 +48,9 @@ _DURATIONS = (
 
 
 def _refuse(value: object, noun: str, accepted: str) -> ConfigError:
-    shown = repr(value)
-    shown = shown if len(shown) <= _MAX_TEXT + 2 else f"{shown[:_MAX_TEXT]}..."
-    return ConfigError(f"{shown} is not {noun}. Accepted: {accepted}.")
+    quoted = repr(value)
+    quoted = quoted if len(quoted) <= _MAX_TEXT + 2 else f"{quoted[:_MAX_TEXT]}..."
+    return ConfigError(f"{quoted} is not {noun}. Accepted: {accepted}.")
 
 
 def parse_bytes(value: str | int | float, likely: str = "GB") -> int:
@@ -65,10 +64,10 @@ def parse_bytes(value: str | int | float, likely: str = "GB") -> int:
     if isinstance(value, int | float) and not isinstance(value, bool):
         number = value
     elif isinstance(value, str) and len(value) <= _MAX_TEXT:
-        found = re.fullmatch(_SIZE, value.strip().lower())
-        unit = _SIZE_UNITS.get(found[2]) if found else None
-        if found and unit:
-            number = (int if found[1].isdigit() else float)(found[1]) * unit
+        match = re.fullmatch(_SIZE, value.strip().lower())
+        unit = _SIZE_UNITS.get(match[2]) if match else None
+        if match and unit:
+            number = (int if match[1].isdigit() else float)(match[1]) * unit
             number = number if unit == 1 else int(number)
     if not 0 <= number <= MAX_BYTES or number % 1:
         raise _refuse(value, "a size", _SIZES)
@@ -92,6 +91,13 @@ def counted(number: int, noun: str, plural: str = "") -> str:
     return f"{number:,} {noun if number == 1 else plural or f'{noun}s'}"
 
 
+def similar(name: str, names: Iterable[str]) -> str:
+    """Return the one of ``names`` that the user probably meant, or ""."""
+    import difflib  # here, because it is rarely needed
+
+    return next(iter(difflib.get_close_matches(name, names, n=1)), "")
+
+
 def format_rate(bytes_per_second: float) -> str:
     """Return a rate as text such as ``2.9 GB/s``."""
     return f"{format_bytes(bytes_per_second)}/s"
@@ -112,8 +118,8 @@ def parse_duration(value: str | float) -> float:
     """Convert a number, or text such as ``90``, ``1h30m``, ``14d`` or ``350ms``, to seconds."""
     number = -1.0
     if isinstance(value, str) and 0 < len(text := value.strip()) <= _MAX_TEXT:
-        if found := re.fullmatch(_DURATION, text.lower()):
-            parts = zip(found.groups(), _DURATION_UNITS.values(), strict=True)
+        if match := re.fullmatch(_DURATION, text.lower()):
+            parts = zip(match.groups(), _DURATION_UNITS.values(), strict=True)
             number = sum(
                 float(count) * (ms // 1000) if ms > 1 else float(count) / 1000
                 for count, ms in parts

@@ -23,6 +23,7 @@ from typing import Any
 from urllib.parse import quote, unquote, urlsplit
 
 from shardcache.errors import ConfigError
+from shardcache.units import similar
 
 #: The schemes that are always allowed. ``pipe`` is not one of them, because it runs a shell.
 DEFAULT_SCHEMES = frozenset(
@@ -133,7 +134,7 @@ class ShardURL:
     key: str  #: 32 hexadecimal digits, the blake2b-128 of the shard's identity and its endpoint
     basename: str  #: a safe file name with the suffix of the shard
     version_id: str | None = None  #: the object's version that the URL names, if any
-    #: The client options that a ``pipe:`` command sets; see `commands.read_command`.
+    #: The client options that a ``pipe:`` command sets; see `pipe_commands.read_command`.
     options: tuple[tuple[str, str], ...] = field(default=(), repr=False)
     #: The host of the S3 endpoint, which is part of the key; "" for AWS, None for other schemes.
     endpoint: str | None = None
@@ -179,8 +180,8 @@ class ShardURL:
 
 def server_of(url: str) -> str:
     """Return the start of a canonical URL, up to its bucket, access point or host."""
-    found = re.match(rf"s3://{_ARN}|[^/]*(?://[^/]*)?", url)
-    return found[0] if found else ""
+    match = re.match(rf"s3://{_ARN}|[^/]*(?://[^/]*)?", url)
+    return match[0] if match else ""
 
 
 def unexpanded(shard: ShardURL) -> ConfigError | None:
@@ -207,27 +208,27 @@ def parse_url(
     *,
     endpoint: str | None = None,
     allow_schemes: Collection[str] = (),
-    commands: Callable[[str], ShardURL] | None = None,
+    parse_command: Callable[[str], ShardURL] | None = None,
 ) -> ShardURL:
     """Parse the URL or the plain path of a shard; raise ConfigError if it is not valid.
 
     ``endpoint`` is the S3 endpoint in use, a part of the key of ``s3`` URLs; None stands for AWS's
-    standard partition. ``allow_schemes`` are allowed in addition to `DEFAULT_SCHEMES`. ``commands``
-    parses ``pipe:`` URLs; by default, each command is a shard of its own.
+    standard partition. ``allow_schemes`` are allowed in addition to `DEFAULT_SCHEMES`.
+    ``parse_command`` parses ``pipe:`` URLs; by default, each command is a shard of its own.
     """
     if not isinstance(url, str):
         raise ConfigError(f"a shard URL must be a string, not {type(url).__name__}")
-    if commands is not None and url.startswith("pipe:"):
-        return commands(url)
-    # Lists have 100,000 URLs, and a search takes 1 us, so tests of the text come first.
+    if parse_command is not None and url.startswith("pipe:"):
+        return parse_command(url)
+    # Lists may have 100,000 URLs, so cheap tests of the text come before searches.
     if url.startswith("shardcache:"):
         url = re.sub(_FSSPEC, "", url)
     if not url:
         raise ConfigError("a shard URL must not be empty")
     if not url.isprintable() and re.search(control := r"[\x00-\x1f\x7f]", url):
         # Replace the characters first: `redact` would show what follows a newline in a signature.
-        shown = shown_url(re.sub(control, "\N{REPLACEMENT CHARACTER}", url))
-        raise ConfigError(f"{shown!r} contains a control character. Strip line ends from URLs.")
+        subject = shown_url(re.sub(control, "\N{REPLACEMENT CHARACTER}", url))
+        raise ConfigError(f"{subject!r} contains a control character. Strip line ends from URLs.")
     match = re.match(_SCHEME, url)
     scheme = match.group(1).lower() if match else "file"
     scheme = _ALIASES.get(scheme, scheme)
@@ -236,14 +237,11 @@ def parse_url(
         raise ConfigError(f"{shown_url(url)} has several URLs. {advice}")
     if scheme not in DEFAULT_SCHEMES and scheme not in allow_schemes:
         # Show nothing of a command, because any part of it may be a secret.
-        shown = "'pipe:' URLs run a shell command" if scheme == "pipe" else redact(url)
-        import difflib  # here, because it is rarely needed
-
-        known = ", ".join(sorted(DEFAULT_SCHEMES))
-        similar = difflib.get_close_matches(scheme, DEFAULT_SCHEMES, n=1)
-        hint = f"Did you mean {similar[0]}://? If not, set" if similar else "Set"
+        subject = "'pipe:' URLs run a shell command" if scheme == "pipe" else redact(url)
+        known, meant = ", ".join(sorted(DEFAULT_SCHEMES)), similar(scheme, DEFAULT_SCHEMES)
+        hint = f"Did you mean {meant}://? If not, set" if meant else "Set"
         raise ConfigError(
-            f"{shown}: the scheme {scheme!r} is not one of {known}. {hint} "
+            f"{subject}: the scheme {scheme!r} is not one of {known}. {hint} "
             f"allow_schemes=[{scheme!r}] in code, or SHARDCACHE_ALLOW_SCHEMES={scheme}, if you "
             "trust the authors of all shard lists."
         )
@@ -292,8 +290,8 @@ def _file(url: str, path: str) -> str:
 
 def shown_url(url: str) -> str:
     """Return a URL without secrets, and the name of a command. The URL may be malformed."""
-    found = re.match(r"(?is)((?:.*?(?:::|://|[\s,]))?)pipe:(.*)", url)
-    return redact(found[1]) + name_command(found[2].strip()) if found else redact(url)
+    match = re.match(r"(?is)((?:.*?(?:::|://|[\s,]))?)pipe:(.*)", url)
+    return redact(match[1]) + name_command(match[2].strip()) if match else redact(url)
 
 
 def name_command(command: str) -> str:
@@ -301,7 +299,7 @@ def name_command(command: str) -> str:
 
     All other parts may be credentials (``-u me:secret``, ``X-Api-Key: ...``).
     """
-    program = found[1].rpartition("/")[2] if (found := re.match(_PROGRAM, command)) else "sh"
+    program = match[1].rpartition("/")[2] if (match := re.match(_PROGRAM, command)) else "sh"
     target = re.search(r"[a-z][a-z0-9+.-]*://[^\s\"'|;<>()]+", command)
     reads = f" {redact(target.group())}" if target else ""
     digest = hashlib.blake2b(command.encode("utf-8", "surrogatepass"), digest_size=4)
@@ -379,7 +377,7 @@ def _without_signatures(query: str) -> str:
     signed = "|".join(
         parts
         for needed, parts in _SIGNATURES
-        if all(names.intersection(each.split("|")) for each in needed.split())
+        if all(names.intersection(choice.split("|")) for choice in needed.split())
     )
     return "&".join(pair for pair, name in pairs if not signed or not re.fullmatch(signed, name))
 
@@ -387,12 +385,12 @@ def _without_signatures(query: str) -> str:
 def _masked(query: str) -> str:
     """Return a query with ``***`` in place of each value, because any value may be a secret."""
 
-    def masked(found: re.Match[str]) -> str:
-        name, equals, value = found[0].partition("=")
+    def masked(match: re.Match[str]) -> str:
+        name, equals, value = match[0].partition("=")
         # If only base64 padding or punctuation follows the "=", the text is a value without a name.
         if not value.strip("=.,:)"):
-            name, equals, value = "", "", found[0]
-        return found[0] if name.lower() in _VERSIONS else f"{name}{equals}***"
+            name, equals, value = "", "", match[0]
+        return match[0] if name.lower() in _VERSIONS else f"{name}{equals}***"
 
     return re.sub(r"[^?&;]+", masked, query)
 
@@ -419,17 +417,17 @@ def _basename(name: str) -> str:
 
 def redact(text: str) -> str:
     """Return ``text`` without the logins, signatures and tokens in its URLs and headers."""
-    text = re.sub(_WEB, lambda found: found[1] + _masked(found[2] or ""), text)
-    for pattern, left in _REDACTED.items():
-        text = re.sub(pattern, left, text)
+    text = re.sub(_WEB, lambda match: match[1] + _masked(match[2] or ""), text)
+    for pattern, replacement in _REDACTED.items():
+        text = re.sub(pattern, replacement, text)
     return text
 
 
 @functools.lru_cache(maxsize=64)
 def secret_forms(*secrets: str | None) -> tuple[str, ...]:
     """Return the forms in which a server may repeat secrets (percent-encoded), longest first."""
-    given = [text for text in secrets if text]
-    forms = {form for text in given for form in (text, quote(text, safe=""), unquote(text))}
+    texts = [text for text in secrets if text]
+    forms = {form for text in texts for form in (text, quote(text, safe=""), unquote(text))}
     return tuple(sorted((f for f in forms if len(f) >= _SECRET), key=len, reverse=True))
 
 

@@ -236,9 +236,8 @@ def attach(dataset: _Pipeline, cache: Cache, *, fast_tar: bool = True) -> _Pipel
     urls = [url for url in urls if isinstance(url, str)] if isinstance(urls, list) else []
     if any(map(is_pattern, urls)):
         listing = Listing(cache.config)
-        found = [listing.matches(url) if is_pattern(url) else [url] for url in urls]
-        urls = [url for group in found for url in group]
-        stages[0].urls = urls
+        groups = [listing.matches(url) if is_pattern(url) else [url] for url in urls]
+        stages[0].urls = urls = [url for group in groups for url in group]
     if not cache.config.cache_local:
         _warn_of_mounts(urls, cache)
     splits = [each in functions for each in (shardlists.split_by_node, shardlists.split_by_worker)]
@@ -463,27 +462,27 @@ def _is_shard(url: str, cache: Cache, is_archive: bool) -> bool:
 
 def _leave(url: str, reason: str, cache: Cache) -> None:
     """Log why WebDataset reads a shard, and add both to the file of `shardcache run`."""
-    shown = shown_url(url)
-    if shown in _left:
+    name = shown_url(url)
+    if name in _left:
         return
-    _left.add(shown)
-    reason = reason.removeprefix(shown).lstrip(": ")
+    _left.add(name)
+    reason = reason.removeprefix(name).lstrip(": ")
     if is_new("left", cache):
         text = "%s is not cached, and WebDataset reads it: %s Further ones are not logged."
-        logger.warning(text, shown, reason)
+        logger.warning(text, name, reason)
     if path := run_of_this_process()[1]:
         with contextlib.suppress(OSError):  # no file: another node, or the command has ended
             descriptor = os.open(path, os.O_WRONLY | os.O_APPEND)
             with open(descriptor, "w", encoding="utf-8", errors="replace") as file:
-                file.write("\t".join(" ".join(text.split()) for text in (shown, reason)) + "\n")
+                file.write("\t".join(" ".join(text.split()) for text in (name, reason)) + "\n")
 
 
 def log_once(exn: Exception, url: str, cache: Cache | None) -> None:
     """Log an error that a handler may hide; each type of error once per job and node."""
     if not is_new(type(exn).__name__, cache):
         return
-    text, shown = str(exn).rstrip("."), shown_url(url)
-    where = "" if shown in text else f"{shown}: "
+    text, name = str(exn).rstrip("."), shown_url(url)
+    where = "" if name in text else f"{name}: "
     note = "If a handler ignores errors, it skips such shards; further ones are not logged."
     logger.error("%s%s. %s", where, text, note)
 

@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from shardcache import config, default_cache, sync
-from shardcache.commands import PROGRAMS
+from shardcache.pipe_commands import PROGRAMS
 from shardcache.store.root import make_root
 from tests.support.storetools import crowd
 from tests.support.trainingtools import NEEDS, PAGE, ROOT, DataSet, blocks, programs, run

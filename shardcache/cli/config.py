@@ -25,7 +25,10 @@ def config_command(invocation: Invocation) -> None:
     """
     console, loaded = invocation.console, invocation.loaded()
     options, access = describe(loaded), s3_access(loaded.config)
-    summary = {"options": len(options), "set": sum(each.source != "default" for each in options)}
+    summary = {
+        "options": len(options),
+        "set": sum(option.source != "default" for option in options),
+    }
     records = [*map(fields_of, options)]  # dicts, because json writes a named tuple as a list
     console.object("config", options=records, s3=fields_of(access), summary=summary)
     rows = [(option.name, option.value, option.source) for option in options]

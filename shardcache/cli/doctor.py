@@ -77,21 +77,21 @@ def doctor_command(invocation: Invocation, url: str | None) -> ExitCode:
       shardcache doctor --url s3://lab/train-0000.tar
       shardcache --dir /local/nvme/shards doctor --json
     """
-    one = url is None or url.startswith("pipe:") or len(list(expand_braces(url))) == 1
-    if not one or is_pattern(url or ""):
+    is_one = url is None or url.startswith("pipe:") or len(list(expand_braces(url))) == 1
+    if not is_one or is_pattern(url or ""):
         raise click.UsageError("--url takes the URL of one shard, not a pattern or a prefix.")
     console, findings = invocation.console, list[dict[str, str]]()
     loaded = invocation.loaded()
     with contextlib.suppress(Exception):  # a check below reports a dead filesystem
         loaded = threads.call(invocation.loaded_with_job_limits, _PATIENCE, "shardcache-doctor")
-    for each in _examine(loaded.config, url):
-        findings.append(each)
-        level, text = each["level"], f"{each['subject']}  {each['found']}"
+    for finding in _examine(loaded.config, url):
+        findings.append(finding)
+        level, text = finding["level"], f"{finding['subject']}  {finding['found']}"
         if not (console.quiet and level == "ok"):
             label = console.styled(f"{level:<4}", _COLORS[level], sys.stdout)
-            text = f"{text.rstrip('.')}. {each['fix']}" if each["fix"] else text
+            text = f"{text.rstrip('.')}. {finding['fix']}" if finding["fix"] else text
             console.data(f"{label}  {printable(text)}")
-    counts = Counter(each["level"] for each in findings)
+    counts = Counter(finding["level"] for finding in findings)
     console.info(f"{counts['fail']} failed, {counted(counts['warn'], 'warning')}")
     summary = {level: counts[level] for level in _COLORS}
     console.object("doctor", findings=findings, summary=summary)
@@ -116,17 +116,17 @@ def _run(
     check: Callable[..., Findings], subject: str, *args: object, timeout: str = ""
 ) -> list[dict[str, str]]:
     """Return the findings of a check: also its error, and with ``timeout`` a missed time limit."""
-    found = list[tuple[str, str, str]]()
+    rows = list[tuple[str, str, str]]()
     try:  # in a thread, because nothing can interrupt a call to a dead filesystem
         limit = _PATIENCE if timeout else None
-        threads.call(lambda: found.extend(check(*args)), limit, "shardcache-doctor")
+        threads.call(lambda: rows.extend(check(*args)), limit, "shardcache-doctor")
     except Empty:
-        found = [("fail", f"no response within {_PATIENCE:g} s", timeout)]
+        rows = [("fail", f"no response within {_PATIENCE:g} s", timeout)]
     except Exception as exn:  # noqa: BLE001 - an error of another library is a finding, too
         is_own = isinstance(exn, ShardCacheError | OSError)
-        found.append(("fail", "it cannot be used", reason(exn) if is_own else type(exn).__name__))
+        rows.append(("fail", "it cannot be used", reason(exn) if is_own else type(exn).__name__))
     names, name = ("check", "subject", "level", "found", "fix"), check.__name__.lstrip("_")
-    return [dict(zip(names, map(redact, (name, subject, *row)), strict=True)) for row in found]
+    return [dict(zip(names, map(redact, (name, subject, *row)), strict=True)) for row in rows]
 
 
 def _existing(directory: Path) -> Path:

@@ -6,7 +6,7 @@ import contextlib
 import os
 import time
 from collections import Counter, defaultdict
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from datetime import datetime
 
@@ -95,28 +95,26 @@ def ls_command(
     with invocation.cache() as cache:
         if not is_cache(cache.dir):
             console.hint(f"Nothing was cached in {cache.dir} yet.")
-        listed = _list_partials(cache) if partial else _list_shards(cache)
-        rows, summary, footer = listed
+        rows, summary, footer = _list_partials(cache) if partial else _list_shards(cache)
         selections = cache.selections(specs)
-    found = [row for row in rows if not specs or any((row["url"] or "") in s for s in selections)]
-    shown = _sorted(_by_prefix(found) if by else found, sort)[:limit]
+    matching = [r for r in rows if not specs or any((r["url"] or "") in s for s in selections)]
+    printed = _sorted(_by_prefix(matching) if by else matching, sort)[:limit]
     noun, bytes_field = ("partial", "written_bytes") if partial else ("shard", "size")
-    if len(found) != len(rows):
-        number = sum(row["state"] != "not_cached" for row in found)
-        size = format_bytes(sum(row[bytes_field] or 0 for row in found))
+    if len(matching) != len(rows):
+        number = sum(row["state"] != "not_cached" for row in matching)
+        size = format_bytes(sum(row[bytes_field] or 0 for row in matching))
         footer = f"matching: {counted(number, noun)}, {size}; in all: {footer}"
     for selection in selections:
-        if not any((row["url"] or "") in selection for row in found):
-            show = console.hint if found else console.error
+        if not any((row["url"] or "") in selection for row in matching):
+            show = console.hint if matching else console.error
             show(f"{selection.text}: nothing in {cache.dir} matches.")
-    summary |= {"matching": len(found), "shown": len(shown)}
-    console.object("ls", **{"prefixes" if by else f"{noun}s": shown}, summary=summary)
+    summary |= {"matching": len(matching), "shown": len(printed)}
+    console.object("ls", **{"prefixes" if by else f"{noun}s": printed}, summary=summary)
     always, more = _PARTIAL_TITLES if partial else _SHARD_TITLES
     titles = _PREFIX_TITLES if by else [*always, *more] if long else always
-    cells = ([_cell(row, title) for title in titles] for row in shown)
-    console.table(titles, cells)
+    console.table(titles, ([cell(row, title) for title in titles] for row in printed))
     console.data(footer)
-    return ExitCode.DONE if found or not specs else ExitCode.FAILED
+    return ExitCode.DONE if matching or not specs else ExitCode.FAILED
 
 
 def _by_prefix(rows: list[Row]) -> list[Row]:
@@ -144,7 +142,8 @@ def _sorted(rows: list[Row], sort: str) -> list[Row]:
     return known + [row for row in rows if row.get(name) is None]
 
 
-def _cell(row: Row, title: str) -> str:
+def cell(row: Row, title: str) -> str:
+    """Return a field of a shard, a prefix or a partial as text, by the title of its column."""
     if title == "DONE":
         return f"{row['written_bytes'] / row['size']:.0%}" if row["size"] else "-"
     value = row[_FIELDS.get(title, title.lower())]
@@ -175,10 +174,12 @@ def _list_shards(cache: Cache) -> tuple[list[Row], Row, str]:
             row |= {"etag": metadata.info.etag, "fetched_at": utc(metadata.fetched_at)}
             if metadata.url.startswith("s3://") and metadata.endpoint != endpoint:
                 row["endpoint"] = _other_endpoint(cache, entry.key, metadata.url)
-            row["path"] = str(data := entry.data)
-            if data.lstat().st_size == entry.size:
-                row["state"] = "in_use" if home.store.in_use(entry, data) else "ok"
-                row["state"] = "pinned" if entry.key in policy.pinned else row["state"]
+            path = f"{entry.directory}/{metadata.basename}"
+            if os.lstat(path).st_size == entry.size:
+                is_pinned = entry.key in policy.pinned
+                in_use = not is_pinned and home.store.in_use(entry, path)
+                row["state"] = "pinned" if is_pinned else "in_use" if in_use else "ok"
+            row["path"] = path
         except (DamagedError, OSError, ValueError):  # ValueError: the sidecar has no valid date
             if not entry.path.exists():
                 continue  # another process has evicted it
@@ -222,20 +223,20 @@ def _other_endpoint(cache: Cache, key: str, url: str) -> str | None:
 
 def _advice(cache: Cache, absent: Iterable[ShardURL]) -> dict[str, str]:
     """Return advice about shards that are not cached, by URL."""
-    found = {str(shard): advise_scheme(shard) for shard in absent}
-    for url, endpoint in other_copies(cache, found).items():
+    advice = {str(shard): advise_scheme(shard) for shard in absent}
+    for url, endpoint in other_copies(cache, advice).items():
         where = f"Its copy came from another endpoint ({endpoint})."
-        found[url] = f"{where} Set it, or name the copy by a pattern, such as '{url}*'."
-    return found
+        advice[url] = f"{where} Set it, or name the copy by a pattern, such as '{url}*'."
+    return advice
 
 
-def other_copies(cache: Cache, urls: Container[str]) -> dict[str, str]:
+def other_copies(cache: Cache, urls: Collection[str]) -> dict[str, str]:
     """Return the endpoints that copies of ``urls`` came from, if not the configured one, by URL."""
-    shards = list[ShardURL]()
+    endpoints = dict[str, str | None]()
     with contextlib.suppress(ShardNotFoundError):  # the cache is empty
-        shards = [shard for shard in cache.select("*") if str(shard) in urls]
-    found = {str(shard): cache.other_endpoint(shard) for shard in shards}
-    return {url: endpoint for url, endpoint in found.items() if endpoint}
+        shards = cache.select("*") if urls else ()
+        endpoints = {str(s): cache.other_endpoint(s) for s in shards if str(s) in urls}
+    return {url: endpoint for url, endpoint in endpoints.items() if endpoint}
 
 
 def _list_partials(cache: Cache) -> tuple[list[Row], Row, str]:
@@ -293,8 +294,7 @@ def expand_command(invocation: Invocation, specs: tuple[str, ...], null: bool) -
     if null and not invocation.console.json:
         click.echo("".join(f"{url}\0" for url in urls), nl=False)
     else:
-        for url in urls:
-            invocation.console.data(url)
+        invocation.console.data("\n".join(urls))
 
 
 @command("path")
@@ -328,8 +328,7 @@ def path_command(invocation: Invocation, specs: tuple[str, ...], fetch: bool) ->
                 invocation.console.hint(f"{shard} came from another endpoint ({endpoint}).")
             rows.append({"url": str(shard), "path": path})
     invocation.console.object("path", shards=rows)
-    for row in rows:
-        invocation.console.data(os.fspath(row["path"]))
+    invocation.console.data("\n".join(os.fspath(row["path"]) for row in rows))
 
 
 def _print(
@@ -363,7 +362,7 @@ def rm_command(
       shardcache rm -y 's3://lab/old-{0000..0127}.tar'
       shardcache rm -n s3://lab/train-0412.tar
     """
-    rows = list[Row]()
+    rows, absent = list[Row](), list[ShardURL]()
     with invocation.cache(existing=True) as cache:
         shards = cache.select(specs)
         sizes = [cache.remove(shard, dry_run=True)[0] for shard in shards]
@@ -374,8 +373,8 @@ def rm_command(
             freed, in_use = cache.remove(shard, dry_run=dry_run)
             state = "in_use" if in_use else "removed" if freed else "not_cached"
             rows.append({"url": str(shard), "size": freed, "state": state})
-        absent = {row["url"] for row in rows if row["state"] == "not_cached"}
-        advice = _advice(cache, [each for each in shards if str(each) in absent]) if absent else {}
+            absent += [shard] if state == "not_cached" else []
+        advice = _advice(cache, absent)
     counts, freed = Counter(row["state"] for row in rows), sum(row["size"] for row in rows)
     errors = {
         "in_use": "is pinned or being read. Run `shardcache unpin`, or wait for its readers.",
@@ -441,10 +440,7 @@ def unpin_command(invocation: Invocation, specs: tuple[str, ...]) -> ExitCode:
         shards = cache.select(specs, pinned=True)
         ended = cache.unpin(shards)
     counts = {"unpinned": len(ended), "not_pinned": len(shards) - len(ended)}
-    rows = [
-        {"url": str(shard), "state": "unpinned" if shard in ended else "not_pinned"}
-        for shard in shards
-    ]
+    rows = [{"url": str(s), "state": "unpinned" if s in ended else "not_pinned"} for s in shards]
     text = f"unpinned {counted(len(ended), 'shard')}"
     errors = {"not_pinned": f"was not pinned in {cache.dir}"}
     return _print(invocation.console, "unpin", rows, text, errors, counts)

@@ -11,15 +11,8 @@ from pathlib import Path
 import click
 
 from shardcache.cache import Cache
-from shardcache.cli.main import (
-    FILE,
-    ExitCode,
-    Invocation,
-    command,
-    flag,
-    skip_missing_option,
-    store_options,
-)
+from shardcache.cli import main as cli
+from shardcache.cli.main import ExitCode, Invocation, command, flag
 from shardcache.cli.output import SKIPPED, Position, Positions, display
 from shardcache.dataset.index import count_samples, read_index_file, write_index_file
 from shardcache.errors import ConfigError, ShardNotFoundError
@@ -28,11 +21,11 @@ from shardcache.units import counted, format_bytes, format_duration
 
 
 @command("index")
-@skip_missing_option
+@cli.skip_missing_option
 @flag("--check", help="Write nothing; check that FILE states the right numbers (exit 4 if not).")
-@click.option("-o", "--output", "file", required=True, type=FILE, help="The index file.")
+@click.option("-o", "--output", "file", required=True, type=cli.FILE, help="The index file.")
 @click.argument("specs", nargs=-1, metavar="[SPEC]...")
-@store_options
+@cli.store_options
 def index_command(
     invocation: Invocation, specs: tuple[str, ...], file: str, check: bool, skip_missing: bool
 ) -> ExitCode:
@@ -56,7 +49,7 @@ def index_command(
         raise click.ClickException(
             f"there is no directory {journal.parent}. Make it, or write FILE to another one."
         )
-    counts, stated, wrong, size = dict[str, int](), dict[str, int](), 0, 0
+    counts, expected, wrong, size = dict[str, int](), dict[str, int](), 0, 0
     errors = dict[str, Exception]()
 
     def positions() -> Positions:
@@ -68,7 +61,7 @@ def index_command(
     with contextlib.ExitStack() as stack, Cache.from_config(config) as cache:
         if check:
             shards, numbers = read_index_file(cache, file)
-            stated = dict(zip(map(str, shards), numbers, strict=True))
+            expected = dict(zip(map(str, shards), numbers, strict=True))
         else:
             shards = [cache.parse(url) for url in expand(specs, cache)]
             for shard in shards:
@@ -77,28 +70,28 @@ def index_command(
                         f"{shard}: the values of its parameters may be secrets, which FILE does "
                         "not hold. Pass the URLs to TarDataset, without an index file."
                     )
-            names = set(map(str, shards))
-            if journal.exists():
-                for line in journal.read_text("utf-8").splitlines():
-                    with contextlib.suppress(ValueError):  # a killed run left half a line
-                        url, samples = json.loads(line)
-                        counts |= {url: samples} if url in names else {}
-            writer = stack.enter_context(open(journal, "a", buffering=1, encoding="utf-8"))
+            writer = stack.enter_context(open(journal, "a+", buffering=1, encoding="utf-8"))
+            writer.seek(0)
+            for line in writer:
+                with contextlib.suppress(ValueError):  # a killed run left half a line
+                    counts |= dict([json.loads(line)])
+        urls = [*map(str, shards)]
+        counts = {url: counts[url] for url in urls if url in counts}
         missing = [shard for shard in shards if str(shard) not in counts]
         stack.enter_context(display(console, positions))
-        for number, found in count_samples(cache, missing):
+        for number, result in count_samples(cache, missing):
             url = str(missing[number])
-            if isinstance(found, Exception):
-                errors[url] = found
+            if isinstance(result, Exception):
+                errors[url] = result
                 continue
-            counts[url], size = found[0], size + found[1]
+            counts[url], size = result[0], size + result[1]
             if not check:
-                writer.write(f"\n{json.dumps([url, found[0]])}")
-            elif stated[url] != found[0]:
+                writer.write(f"\n{json.dumps([url, counts[url]])}")
+            elif expected[url] != counts[url]:
                 wrong += 1
-                has = counted(found[0], "sample")
-                console.data(f"{url} has {has}; {file} states {stated[url]}")
-    errors = {url: errors[url] for url in map(str, shards) if url in errors}
+                samples = counted(counts[url], "sample")
+                console.data(f"{url} has {samples}; {file} states {expected[url]}")
+    errors = {url: errors[url] for url in urls if url in errors}
     absent = {url: exn for url, exn in errors.items() if isinstance(exn, ShardNotFoundError)}
     option = "" if skip_missing else ", or pass --skip-missing,"
     advice = f"Upload the missing shards{option} and run" if absent else "Run"
@@ -107,7 +100,7 @@ def index_command(
     seconds, total = round(time.monotonic() - began, 3), sum(counts.values())
     summary = {"shards": len(shards), "samples": total, "failed": len(errors), "wrong": wrong}
     summary["skipped"] = len(absent)
-    rows = [{"url": url, "nsamples": counts.get(url)} for url in map(str, shards)]
+    rows = [{"url": url, "nsamples": counts.get(url)} for url in urls]
     console.object("index", shards=rows, summary={**summary, "seconds": seconds})
     done = f"{counted(total, 'sample')} in {counted(len(counts), 'shard')}"
     done += f", {len(absent):,} skipped" if absent else ""
@@ -121,6 +114,6 @@ def index_command(
         console.error(f"{text} {advice} the command again.")
         return ExitCode.DAMAGED if wrong else ExitCode.SOME_FAILED
     if not check:
-        write_index_file(Path(file), {u: counts[u] for u in map(str, shards) if u in counts})
+        write_index_file(Path(file), {url: counts[url] for url in urls if url in counts})
         journal.unlink(missing_ok=True)
     return ExitCode.DAMAGED if wrong else ExitCode.DONE

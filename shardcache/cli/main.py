@@ -33,7 +33,7 @@ from shardcache.errors import (
     ShardCacheError,
 )
 from shardcache.faults import FULL
-from shardcache.units import parse_age, parse_limit
+from shardcache.units import parse_age, parse_limit, similar
 
 if TYPE_CHECKING:
     from shardcache.cache import Cache
@@ -117,13 +117,12 @@ class Invocation:
         def is_ours(tier: Path) -> bool:  # another user may have written the record
             if not is_cache(tier):
                 return False
-            own, found = root.stat(), tier.stat()
-            return found.st_gid == own.st_gid if is_shared else found.st_uid == own.st_uid
+            own, other = root.stat(), tier.stat()
+            return other.st_gid == own.st_gid if is_shared else other.st_uid == own.st_uid
 
         try:
-            stated = stated_limits(Layout.of_root(root))
-            tiers = [tier for tier in stated.get("tiers") or () if is_ours(Path(tier["dir"]))]
-            limits = {**stated, "tiers": tiers}
+            limits = stated_limits(Layout.of_root(root))
+            limits["tiers"] = [t for t in limits.get("tiers") or () if is_ours(Path(t["dir"]))]
             chosen = {name: limits[name] for name in names or limits if name in limits}
             return loaded.completed(chosen, "last job")
         except (ConfigError, OSError, TypeError, KeyError):  # the record is damaged
@@ -146,9 +145,7 @@ class Invocation:
         elif not is_cache(config.dir):
             check_usable(config)
             if sources["dir"] == "default":
-                self.console.hint(
-                    f"Using {config.dir}; --dir or SHARDCACHE_DIR sets another directory."
-                )
+                self.console.hint(f"Using {config.dir}; --dir or SHARDCACHE_DIR sets another one.")
         return Cache.from_config(config.replace(strict=True, **options))
 
     def confirm(self, question: str) -> None:
@@ -265,37 +262,30 @@ def _take(context: click.Context, parameter: click.Parameter, value: Any) -> Non
         setattr(invocation if hasattr(invocation, name) else invocation.console, name, value)
 
 
+def _combined(*decorators: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return a decorator that applies all ``decorators``, the first one first."""
+    return lambda command: functools.reduce(lambda inner, add: add(inner), decorators, command)
+
+
 _option = functools.partial(click.option, expose_value=False, callback=_take)
-
-
-def store_options(command: Any) -> Any:
-    """Add the options of a command that reads from S3, with the names that the AWS CLI has."""
-    for decorate in (
-        _option("--no-sign-request", "anon", is_flag=True, help="S3: send no credentials."),
-        _option("--region", metavar="NAME", help="S3: the region of the bucket."),
-        _option("--profile", metavar="NAME", help="S3: the profile with the credentials."),
-        _option("--endpoint-url", metavar="URL", help="S3: the endpoint, if not AWS."),
-    ):
-        command = decorate(command)
-    return command
-
-
-def _with_global_options(command: Any) -> Any:
-    """Add the global options to a command, after its own options."""
-    for decorate in (
-        _option("--dir", metavar="DIR", help="Directory of the cache."),
-        _option("--config", metavar="FILE", help="Read only this configuration file."),
-        _option("-q", "--quiet", is_flag=True, help="Print only data, warnings and errors."),
-        _option("-v", "--verbose", "verbosity", count=True, help="Log more; -vv for debugging."),
-        _option("--json", is_flag=True, help="Print one JSON object, for programs."),
-        _option("--color", type=click.Choice(["auto", "always", "never"]),
-                help="Use colours; auto: on a terminal, unless NO_COLOR is set."),
-        _option("--no-progress", is_flag=True, help="Do not show progress."),
-        click.version_option(__version__, message="shardcache %(version)s",
-                             help="Print the version."),
-    ):  # fmt: skip
-        command = decorate(command)
-    return command
+#: The options of a command that reads from S3, with the names that the AWS CLI has.
+store_options = _combined(
+    _option("--no-sign-request", "anon", is_flag=True, help="S3: send no credentials."),
+    _option("--region", metavar="NAME", help="S3: the region of the bucket."),
+    _option("--profile", metavar="NAME", help="S3: the profile with the credentials."),
+    _option("--endpoint-url", metavar="URL", help="S3: the endpoint, if not AWS."),
+)
+_global_options = _combined(
+    _option("--dir", metavar="DIR", help="Directory of the cache."),
+    _option("--config", metavar="FILE", help="Read only this configuration file."),
+    _option("-q", "--quiet", is_flag=True, help="Print only data, warnings and errors."),
+    _option("-v", "--verbose", "verbosity", count=True, help="Log more; -vv for debugging."),
+    _option("--json", is_flag=True, help="Print one JSON object, for programs."),
+    _option("--color", type=click.Choice(["auto", "always", "never"]),
+            help="Use colours; auto: on a terminal, unless NO_COLOR is set."),
+    _option("--no-progress", is_flag=True, help="Do not show progress."),
+    click.version_option(__version__, message="shardcache %(version)s", help="Print the version."),
+)  # fmt: skip
 
 
 def command(name: str, **settings: Any) -> Callable[[Callable[..., int | None]], Any]:
@@ -307,9 +297,7 @@ def command(name: str, **settings: Any) -> Callable[[Callable[..., int | None]],
             with invocation.logging():
                 return function(invocation, *args, **kwargs)
 
-        return _with_global_options(
-            click.command(name, context_settings=settings)(click.pass_obj(run))
-        )
+        return _global_options(click.command(name, context_settings=settings)(click.pass_obj(run)))
 
     return decorate
 
@@ -332,14 +320,11 @@ class _Commands(click.Group):
         except click.UsageError as exn:
             if (name := f"shardcache {args[0]}") in REMOVED:
                 raise click.UsageError(f"`{name}` was removed. {REMOVED[name]}", ctx) from None
-            import difflib  # here, because it is rarely needed
-
-            similar = difflib.get_close_matches(args[0], _COMMANDS, n=1)
-            more = f" Did you mean {similar[0]}?" if similar else ""
+            more = f" Did you mean {meant}?" if (meant := similar(args[0], _COMMANDS)) else ""
             raise click.UsageError(f"{exn.message}{more}", ctx) from None
 
 
-@_with_global_options
+@_global_options
 @click.group(
     cls=_Commands,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
@@ -384,8 +369,10 @@ def _run(invocation: Invocation, arguments: Sequence[str] | None) -> int:
             if context is not None and context.info_name == name and part in text:
                 hint = f" {advice}"
         if isinstance(exn, click.NoSuchOption) and context is not None:
-            gone = REMOVED.get(f"{context.info_name} {exn.option_name}")
-            text, hint = (f"{exn.option_name} was removed. {gone}", "") if gone else (text, hint)
+            instead = REMOVED.get(f"{context.info_name} {exn.option_name}")
+            text, hint = (
+                (f"{exn.option_name} was removed. {instead}", "") if instead else (text, hint)
+            )
         console.error(f"{text}{'' if text.endswith(('.', '?', ')')) else '.'}{hint}")
         return ExitCode.USAGE if isinstance(exn, click.UsageError) else ExitCode.FAILED
     except (KeyboardInterrupt, click.Abort):

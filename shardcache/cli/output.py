@@ -156,7 +156,7 @@ class Console:
             _write(sys.stderr, "".join(traceback.format_exception(exn)))
         self.message("error: ", text, "red")
 
-    def reasons(self, failed: Mapping[str, Any], shown: int = 1) -> Iterator[str]:
+    def reasons(self, failed: Mapping[str, Any], most: int = 1) -> Iterator[str]:
         """Yield lines that say why shards failed, from their errors or the reasons by URL.
 
         Without -v, only the first ``shown`` shards with one reason are named.
@@ -167,14 +167,14 @@ class Console:
             line = text if url in text else f"{url}: {text}"
             by_reason[text.replace(url.partition("://")[2], "")].append(line)
         for lines in by_reason.values():
-            yield from lines if self.verbosity else lines[:shown]
-            if len(lines) > shown and not self.verbosity:
-                yield f"{len(lines) - shown:,} more for the same reason; -v lists them"
+            yield from lines if self.verbosity else lines[:most]
+            if len(lines) > most and not self.verbosity:
+                yield f"{len(lines) - most:,} more for the same reason; -v lists them"
 
     def message(self, label: str, text: str, color: str = "") -> None:
         """Print text after a coloured label to stderr. Several threads may call this at once."""
-        shown = "\n".join(map(printable, text.splitlines()))
-        _write(sys.stderr, f"{self.styled(label, color, sys.stderr)}{shown}\n")
+        escaped = "\n".join(map(printable, text.splitlines()))
+        _write(sys.stderr, f"{self.styled(label, color, sys.stderr)}{escaped}\n")
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,10 +296,10 @@ def _show(
         """Percentage, rate in the units of all commands, and remaining time, if they are known."""
 
         def render(self, task: progress.Task) -> Text:
-            rate, left = task.finished_speed or task.speed, task.time_remaining
+            rate, remaining = task.finished_speed or task.speed, task.time_remaining
             text = "" if task.total is None else f"{task.percentage:.0f}%"
             text += "" if rate is None else f" {format_rate(rate)}"
-            return Text(text if left is None else f"{text} ETA {format_duration(left)}")
+            return Text(text if remaining is None else f"{text} ETA {format_duration(remaining)}")
 
     every = _REDRAW_EVERY if console.live else LINE_EVERY if cell is None else _REPLACE_EVERY
     terminal = console.terminal(sys.stderr)
@@ -317,10 +317,10 @@ def _show(
     rows: dict[str, progress.TaskID] = {}
     with bars if console.live else contextlib.nullcontext():
         while True:
-            found = positions() if console.live else {"": positions()[""]}
-            for key in rows.keys() - found.keys():
+            current = positions() if console.live else {"": positions()[""]}
+            for key in rows.keys() - current.keys():
                 bars.remove_task(rows.pop(key))
-            for key, (text, done, total) in found.items():
+            for key, (text, done, total) in current.items():
                 if key not in rows:
                     rows[key] = bars.add_task(text, total=total, key=key)
                 bars.update(rows[key], description=text, completed=done, total=total)
@@ -345,8 +345,8 @@ def _cell_of_notebook() -> Callable[[str], None] | None:
         return None
     from IPython.display import display as show  # type: ignore[import-not-found]
 
-    shown = show({"text/plain": ""}, raw=True, display_id=True)
-    return lambda text: shown.update({"text/plain": text}, raw=True)
+    line = show({"text/plain": ""}, raw=True, display_id=True)
+    return lambda text: line.update({"text/plain": text}, raw=True)
 
 
 def local_time(moment: datetime) -> str:

@@ -122,9 +122,7 @@ def prewarm_command(
     """
     has_node = node_rank is not None or node_count is not None
     if not shard_by_node and (has_node or ranks_per_node is not None):
-        raise click.UsageError(
-            "--ranks-per-node, --node-rank and --node-count need --shard-by-node."
-        )
+        raise click.UsageError("--node-rank, --node-count, --ranks-per-node need --shard-by-node.")
     if ray and has_node:
         raise click.UsageError("With --ray, omit --node-rank and --node-count: Ray sets them.")
     all_specs = [*specs, *(spec for file in lists for spec in _read_list(file))]
@@ -179,13 +177,13 @@ def _print_hints(console: Console, report: PrewarmReport, max_failures: int | No
         shards = counted(report.not_started, "shard")
         console.warning(f"{shards} not done because {report.stopped.why}")
     # If a missing shard has no suffix of a tar archive, the user may have meant a prefix.
-    for each in report.results:
-        is_absent = isinstance(each.error, ShardNotFoundError) or (
-            each.outcome is Outcome.MISSING and each.size is None  # in a dry run
+    for result in report.results:
+        is_absent = isinstance(result.error, ShardNotFoundError) or (
+            result.outcome is Outcome.MISSING and result.size is None  # in a dry run
         )
-        is_archive = SHARD.search(each.url.partition("?")[0])
-        if is_absent and not is_archive and is_pattern(f"{each.url}/"):
-            console.hint(f"  For all shards below {each.url}, write {each.url}/")
+        is_archive = SHARD.search(result.url.partition("?")[0])
+        if is_absent and not is_archive and is_pattern(f"{result.url}/"):
+            console.hint(f"  For all shards below {result.url}, write {result.url}/")
             return
 
 
@@ -252,7 +250,7 @@ def _prewarm_ray(
             code = ExitCode.SOME_FAILED if code is ExitCode.FAILED else code
         record = {"number": node.number, "exit_code": code, "lost": node.lost, "error": node.error}
         records[node.name] = {**record, **fields_of(node.report)}
-        shards += [{"node": node.name, **fields_of(each)} for each in node.report.results]
+        shards += [{"node": node.name, **fields_of(result)} for result in node.report.results]
     seconds, received = time.monotonic() - began, sum(node.received for node in nodes)
     codes = [record["exit_code"] for record in records.values()]
     done = f"{sum(not code for code in codes):,} of {counted(len(nodes), 'node')}"
@@ -298,9 +296,9 @@ def _failures(
         yield "skipped", line
     reasons: dict[str, Any] = {**report.failures}
     if check:
-        missing = [each.url for each in report.results if each.outcome is Outcome.MISSING]
-        reasons |= dict.fromkeys(missing, "not cached")
-        copies = other_copies(cache, set(missing)) if cache and missing else {}
+        missing = {r.url: "not cached" for r in report.results if r.outcome is Outcome.MISSING}
+        reasons |= missing
+        copies = other_copies(cache, missing) if cache else {}
         for url, endpoint in copies.items():
             reasons[url] = f"not cached; its copy came from another endpoint ({endpoint})"
     for line in console.reasons(reasons, _MISSING if check else 1):

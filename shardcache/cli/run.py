@@ -106,7 +106,7 @@ def run_command(
             lines = notes.read_text("utf-8", "replace").splitlines()
             with contextlib.suppress(OSError):
                 stats = summed(samples(Layout(notes.parent), ever=True))
-    left = {name: reason for name, tab, reason in (x.partition("\t") for x in lines) if tab}
+    uncached = {name: reason for name, tab, reason in (x.partition("\t") for x in lines) if tab}
     text = f"no shard was opened through the cache in {config.dir}"
     if opened := stats.opens - stats.failed:
         text = f"{counted(opened, 'shard')} opened, {stats.hits:,} of them from the cache in "
@@ -117,9 +117,9 @@ def run_command(
         text += "; counts of the last second may be missing"
     if not lines:
         text += "; the hook was not loaded by any Python process (is PYTHONPATH replaced?)"
-    if left:
-        first, reason = next(iter(left.items()))
-        text += f"; {counted(len(left), 'shard')} not cached, the first is {first}: {reason}"
+    if uncached:
+        first, reason = next(iter(uncached.items()))
+        text += f"; {counted(len(uncached), 'shard')} not cached, the first is {first}: {reason}"
     invocation.console.hint(f"shardcache: {text}")
     return code if code >= 0 else 128 - code
 
@@ -139,6 +139,6 @@ def _variables(invocation: Invocation, options: tuple[str, ...]) -> dict[str, st
         # Parse it here, so that an error names the option instead of a variable.
         load({"dir": invocation.dir, name.lower(): value})
         variables[f"SHARDCACHE_{name.upper()}"] = value
-    folder, found = Path(shardcache.__file__).parent / "autoload", os.environ.get("PYTHONPATH")
-    python_path = f"{folder}{os.pathsep}{found}" if found else str(folder)
+    folder, existing = Path(shardcache.__file__).parent / "autoload", os.environ.get("PYTHONPATH")
+    python_path = os.pathsep.join(filter(None, (str(folder), existing)))
     return {**variables, "PYTHONPATH": python_path}

@@ -18,10 +18,9 @@ import sys
 import termios
 import time
 import tty
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,7 +30,7 @@ import click
 from shardcache import clock
 from shardcache.cache import Cache
 from shardcache.cli import main as cli
-from shardcache.cli.entries import partials
+from shardcache.cli.entries import cell, partials
 from shardcache.cli.main import Invocation, command, flag
 from shardcache.cli.output import (
     Fitted,
@@ -268,8 +267,8 @@ def _cells(stats: Stats, seconds: float | None = None) -> list[str]:
     """Return the cells of the columns `_ROW_TITLES`; with ``seconds``, as rates over that time."""
     opens = f"{stats.opens:,}" if seconds is None else f"{stats.opens / seconds:,.1f}/s"
     sizes = stats.bytes_streamed, stats.bytes_fetched, stats.bytes_saved
-    shown = (format_bytes(n) if seconds is None else format_rate(n / seconds) for n in sizes)
-    return [opens, _percentage(stats.hit_rate), *shown, short_duration(stats.all_waits.mean)]
+    amounts = (format_bytes(n) if seconds is None else format_rate(n / seconds) for n in sizes)
+    return [opens, _percentage(stats.hit_rate), *amounts, short_duration(stats.all_waits.mean)]
 
 
 @command("report")
@@ -417,13 +416,13 @@ def snapshots(cache: Cache, config: Callable[[], Config]) -> Iterator[Row]:
 
     ``config`` returns the current limits, which change when a job starts.
     """
-    # For each of the last snapshots: its time, the counters (samples by start and rank), and the
-    # bytes written by partial.
-    history = deque[tuple[float, dict[Any, Sample], dict[str, int]]](maxlen=_SMOOTH + 1)
+    # For each of the last snapshots: its time, the counters by start and rank of their sample, and
+    # the bytes written by partial.
+    history = deque[tuple[float, dict[Any, Any], dict[str, int]]](maxlen=_SMOOTH + 1)
     while True:
         now = clock.monotonic()
         # The samples of the last hour, which is longer than any rate is averaged over.
-        after = {(each.start, each.rank): each for each in cache.samples(3600.0)}
+        after = {(sample.start, sample.rank): sample.counters for sample in cache.samples(3600.0)}
         live = [row for row in partials(cache) if row["state"] == "live"]
         history.append((now, after, {row["dir"]: row["written_bytes"] for row in live}))
         for row in live:
@@ -433,15 +432,14 @@ def snapshots(cache: Cache, config: Callable[[], Config]) -> Iterator[Row]:
             row["url"] = row["url"] or row["key"]
         began, before, _ = history[0]
         changed = [
-            replace(each, counters=each.counters - before[key].counters) if key in before else each
-            for key, each in after.items()
+            Sample(*key, counts - before.get(key, Counter())) for key, counts in after.items()
         ]
         yield {
             "at": utc(clock.time()),
             "seconds": max(1e-3, now - began) if len(history) > 1 else None,
             "processes": len(live_sessions(cache.process.home.node)),
             "total": summed(changed),
-            "ranks": {rank: each for rank, each in by_rank(changed).items() if each.opens},
+            "ranks": {rank: stats for rank, stats in by_rank(changed).items() if stats.opens},
             "fetches": sorted(live, key=lambda row: (-row["written_bytes"], row["url"])),
             "tiers": list(_tiers(cache, config())),
             "waits": sorted(_waiting(cache), key=lambda row: (-row["seconds"], row["url"])),
@@ -551,17 +549,16 @@ def frame(snapshot: Row, hint: str = "") -> RenderableType:
     running = f"\n{counted(len(fetches), 'download')} running"
     parts.append(Text(running, "green" if fetches else ""))
     if fetches:
-        rows = []
-        for each in fetches:
-            done = f"{each['written_bytes'] / each['size']:.0%}" if each["size"] else "?"
-            rate = format_rate(each["bytes_per_second"])
-            rows.append([each["url"], done, rate, _name(each)])
+        rows = [
+            [row["url"], cell(row, "DONE"), format_rate(row["bytes_per_second"]), _name(row)]
+            for row in fetches
+        ]
         parts.append(Fitted(["SHARD", "DONE", "RATE", "PROCESS"], rows))
     if waits:
         waiting = counted(len(waits), "waiting process", "waiting processes")
         rows = [
-            [each["url"], short_duration(each["seconds"]), _name(each["holder"] or {}), _name(each)]
-            for each in waits
+            [row["url"], short_duration(row["seconds"]), _name(row["holder"] or {}), _name(row)]
+            for row in waits
         ]
         titles = ["SHARD", "TIME", "WAITS FOR", "PROCESS"]
         parts += [Text(f"\n{waiting}", "yellow"), Fitted(titles, rows)]

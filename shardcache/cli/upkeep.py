@@ -76,8 +76,8 @@ def clean_command(
             what = "Remove the directory and" if remove_dir else "Remove"
             invocation.confirm(f"{what} every shard in {cache.dir}?")
         options = [] if everything or (orphans and not given) else describe(loaded)
-        from_job = [each for each in options if each.source == "last job"]
-        job_limits = {each.name: each.value for each in from_job if each.name not in given}
+        from_job = [option for option in options if option.source == "last job"]
+        job_limits = {option.name: option.value for option in from_job if option.name not in given}
         if job_limits:
             text = ", ".join(f"{name} {value}" for name, value in job_limits.items())
             console.hint(f"Limits of the last job: {text}.")
@@ -101,11 +101,11 @@ def clean_command(
             )
         if not remove_dir or dry_run:
             return ExitCode.DONE
-        for each in cache.config.by_tier():
-            if is_cache(each.dir):
+        for tier in cache.config.by_tier():
+            if is_cache(tier.dir):
                 why = "a process uses it, or it has files of other programs"
                 why = "shards are pinned or in use (see `shardcache ls`)" if report.kept else why
-                console.error(f"{each.dir} stays: {why}.")
+                console.error(f"{tier.dir} stays: {why}.")
                 return ExitCode.FAILED
         console.info(f"removed {cache.dir}")
     return ExitCode.DONE
@@ -125,7 +125,7 @@ def _summary(report: CleanReport) -> str:
     rest += f" ({report.pinned:,} pinned)" if report.pinned else ""
     if not report.removed:
         return f"nothing to remove; {rest}"
-    reasons = Counter(each.reason for each in report.removed)
+    reasons = Counter(removal.reason for removal in report.removed)
     partials = reasons.pop(Reason.ORPHAN, 0)
     what = [counted(reasons.total(), "shard")] if reasons else []
     what += [counted(partials, "partial download")] if partials else []
@@ -194,7 +194,7 @@ def verify_command(
     stopped, seconds = invocation.stop.is_set(), round(time.monotonic() - began, 3)
     verified = counts.total() - counts[EntryState.UNCHECKED]
     set_aside = sum(finding.set_aside for finding in wrong)
-    rows = [{**fields_of(each), "entry": fields_of(each.entry)} for each in wrong]
+    rows = [{**fields_of(finding), "entry": fields_of(finding.entry)} for finding in wrong]
     summary: Row = {"interrupted": stopped, "verified": verified, "verified_bytes": size}
     summary |= {"seconds": seconds, **{state.value: counts[state] for state in EntryState}}
     console.object("verify", findings=rows, summary={**summary, "set_aside": set_aside})

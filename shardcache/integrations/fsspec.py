@@ -157,7 +157,7 @@ class ShardCacheFileSystem(ChainedFileSystem):  # type: ignore[misc]
 
     def _target_path(self, path: Any) -> Any:
         if isinstance(path, list):
-            return [self._target_path(one) for one in path]
+            return [self._target_path(item) for item in path]
         return self.fs._strip_protocol(_without_protocol(path))
 
     @staticmethod
@@ -206,18 +206,18 @@ class ShardCacheFileSystem(ChainedFileSystem):  # type: ignore[misc]
             entry = cache.entry(self._url(path, options.get("version_id")))
         if entry is None:
             return self.fs.info(path, **options)
-        found = {"name": path, "size": entry.size, "type": "file"}
+        info = {"name": path, "size": entry.size, "type": "file"}
         # A cached shard needs no network. Without an ETag, it came from a target that has fields of
         # its own, such as a disk; they describe the shard unless it was replaced since.
         with ignoring(OSError, DamagedError):  # the entry was evicted
-            stated = entry.metadata().info
-            if stated.etag is None:
+            recorded = entry.metadata().info
+            if recorded.etag is None:
                 listed = self.fs.info(path, **options)
-                return listed if listed["size"] == entry.size else found
-            found |= {"ETag": stated.etag, "VersionId": stated.version_id}
+                return listed if listed["size"] == entry.size else info
+            info |= {"ETag": recorded.etag, "VersionId": recorded.version_id}
             with contextlib.suppress(ValueError):  # s3fs has another format
-                found["LastModified"] = parsedate_to_datetime(stated.modified or "")
-        return found
+                info["LastModified"] = parsedate_to_datetime(recorded.modified or "")
+        return info
 
     def ls(self, path: str, detail: bool = True, **options: Any) -> Any:
         """Return the listing of a directory of the target filesystem."""

@@ -24,10 +24,10 @@ from typing import Any, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
 from shardcache import clock, threads
-from shardcache.commands import read_command
 from shardcache.config import Config
 from shardcache.errors import AccessDeniedError, ConfigError
 from shardcache.origins.base import TransientError
+from shardcache.pipe_commands import read_command
 from shardcache.units import format_duration
 from shardcache.urls import PARTITIONS, ShardURL, name_command, parse_url, quoted, redact
 
@@ -130,7 +130,7 @@ def url_parser(config: Config) -> Callable[[str], ShardURL]:
         return dataclasses.replace(shard, options=options)
 
     return functools.partial(
-        parse_url, endpoint=endpoint, allow_schemes=schemes, commands=parse_command
+        parse_url, endpoint=endpoint, allow_schemes=schemes, parse_command=parse_command
     )
 
 

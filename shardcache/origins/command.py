@@ -2,7 +2,7 @@
 
 These URLs need ``allow_schemes=["pipe"]``, because a command from a shard list runs with the rights
 of this process. Its output has no version, so a failed download begins again with the first byte. A
-command that only reads a URL is not run (`commands.read_command`).
+command that only reads a URL is not run (`pipe_commands.read_command`).
 """
 
 from __future__ import annotations

@@ -145,7 +145,7 @@ def hold(
     directory: Path | str,
     grace: float | None,
     *,
-    data: Path | None = None,
+    data: Path | str | None = None,
     shared: bool = False,
     remove: bool = False,
 ) -> AbstractContextManager[bool | None]:

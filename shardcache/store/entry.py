@@ -397,7 +397,7 @@ class Store:
         """Yield every version of one shard, newest first."""
         return (Entry.at(directory) for directory, _ in versions(self.layout, key))
 
-    def in_use(self, entry: Entry, data: Path | None = None) -> bool:
+    def in_use(self, entry: Entry, data: str | None = None) -> bool:
         """Return whether a process is reading an entry of any namespace of this root.
 
         ``data`` is the path of the data file; without it, the directory is listed.

@@ -60,6 +60,9 @@ def test_ls_selects_sorts_and_limits(run, warm, bucket, tmp_path):
 def test_ls_shows_damaged_entries(run, warm, tmp_path):
     with Cache(tmp_path / "cache") as cache:
         truncated, scribbled, gone, mistaken = (cache.entry(url) for url in warm)
+    other = mistaken.data.rename(mistaken.path / "other.tar")  # readers do not find this name
+    assert states(run) == ["ok", "ok", "ok", "damaged"]
+    other.rename(mistaken.path / "train-0003.tar")
     (mistaken.path / "meta.json").write_bytes((truncated.path / "meta.json").read_bytes())
     os.chmod(truncated.data, 0o600)
     os.truncate(truncated.data, 3)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from shardcache import ConfigError, TransferError, TransferTimeoutError
-from shardcache.commands import read_command
+from shardcache.pipe_commands import read_command
 from tests.support.caches import read
 from tests.support.tars import make_tar
 

@@ -117,17 +117,17 @@ def read_command(
     if program is None:
         raise ConfigError("shardcache does not know the program")
     try:
-        found, plain = getopt.gnu_getopt(words, program.short, program.long.split())
+        pairs, arguments = getopt.gnu_getopt(words, program.short, program.long.split())
     except getopt.GetoptError as exn:
         raise ConfigError(f"shardcache does not know its {exn.msg.split(' not ')[0]}") from None
-    targets = [word for word in plain if re.fullmatch(program.target, word)]
-    if not targets or plain != [word.format(targets[0]) for word in program.words]:
+    targets = [word for word in arguments if re.fullmatch(program.target, word)]
+    if not targets or arguments != [word.format(targets[0]) for word in program.words]:
         raise ConfigError(f"it is not of the form {' '.join((name, *program.words))}")
-    outputs = [value for option, value in found if option in program.output]
+    outputs = [value for option, value in pairs if option in program.output]
     if set(outputs) - {"-"} or (program.writes_files and not outputs):
         raise ConfigError("it does not write to the standard output")
     options = {}
-    for option, value in found:
+    for option, value in pairs:
         if (ours := program.access.get(option)) == "authorization":
             value = re.sub(_MARKED, partial(_value, environ), value)
             if option in ("-u", "--user"):
@@ -148,7 +148,7 @@ def read_command(
 
 def _s3cmd_endpoint(environ: Mapping[str, str]) -> dict[str, str]:
     """Return s3cmd's configured endpoint as an option, or no option if the endpoint is AWS's."""
-    import configparser  # importing it takes 5 ms, and only s3cmd needs it
+    import configparser  # here, because only s3cmd needs it
 
     parser = configparser.RawConfigParser()
     with contextlib.suppress(configparser.Error, OSError, UnicodeDecodeError):
@@ -160,8 +160,8 @@ def _s3cmd_endpoint(environ: Mapping[str, str]) -> dict[str, str]:
     return {"endpoint_url": f"http{'s' if is_secure else ''}://{host}"}
 
 
-def _value(environ: Mapping[str, str], found: re.Match[str]) -> str:
-    name = found[1]
+def _value(environ: Mapping[str, str], match: re.Match[str]) -> str:
+    name = match[1]
     if name.startswith("AWS_"):  # a secret that signs requests, which no server needs to see
         raise ConfigError(f"shardcache sends the variable {name} to no server")
     if name not in environ:

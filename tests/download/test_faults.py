@@ -5,6 +5,7 @@ After every test, `Lab.audit` checks the cache.
 
 import gc
 import gzip
+import json
 import os
 import random
 import re
@@ -26,6 +27,7 @@ from shardcache.origins import retry
 from tests.support.proxy import Answer, Fault, Rule
 from tests.support.storetools import descriptors, wait_until
 from tests.support.tars import difference, labelled_tar
+from tests.support.webservers import answer
 
 MIB = 1 << 20
 #: Five parts, the last one short.
@@ -306,6 +308,38 @@ def test_a_permanent_refusal_is_not_repeated(lab, claim):
     message(caught, lab, lab.url())
     assert len(lab.proxy.requests()) == requests
     assert os.listdir(lab.path / "v1/partial") == []
+
+
+def test_an_attempt_of_a_prewarm_is_one_request(lab):
+    """Neither the SDK nor its pool nor a layer above adds retries of its own."""
+    lab.proxy.script(Rule(Fault(answer=page(500, "InternalError")), times=None))
+    (error,) = lab.cache(connections=1).prewarm(lab.url(), jobs=4).failures.values()
+    assert "3 attempts failed" in str(error) and lab.gets() == 3
+
+
+def test_expired_credentials_are_renewed_once(lab, serve, monkeypatch, s3):
+    """In the middle of a shard, with the credentials of a container."""
+    keys = {"AccessKeyId": s3.access_key, "SecretAccessKey": s3.secret_key, "Token": None}
+    keys["Expiration"] = "2099-01-01T00:00:00Z"
+    texts = (json.dumps({**keys, "AccountId": number}) for number in range(100, 200))
+    vendor = serve(lambda head: answer("200 OK", next(texts).encode()))
+    monkeypatch.setenv("AWS_CONTAINER_CREDENTIALS_FULL_URI", f"{vendor.url}/credentials")
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    expired = Rule(Fault(answer=page(400, "ExpiredToken")), start=3 * MIB)
+    lab.proxy.script(expired)
+    lab.expect(lab.cache(connections=1))
+    assert (expired.fired, len(vendor.heads)) == (1, 2)
+
+
+@pytest.mark.parametrize("size", [SIZE + 4096, SIZE - MIB, SIZE], ids=["longer", "shorter", "same"])
+def test_a_prewarm_reads_the_new_version_of_a_shard_replaced_after_the_listing(lab, size):
+    put = Rule(Fault(before=lambda: lab.put(version=2, size=size)), path=lab.path_of())
+    lab.proxy.script(put)
+    report = lab.cache().prewarm(f"s3://{lab.bucket}/a.t*")
+    assert (put.fired, report.fetched, report.failed) == (1, 1, 0)
+    assert lab.proxy.requests()[0].path.rstrip("/") == lab.bucket  # the listing
+    lab.expect(lab.caches[0], version=2, size=size)
 
 
 def test_a_download_whose_credentials_expire_can_be_resumed(lab):

@@ -6,7 +6,6 @@ the next request fails.
 
 import gzip
 import re
-import ssl
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -27,7 +26,6 @@ from shardcache.errors import (
     TransferError,
 )
 from shardcache.origins import retry
-from tests.origins.test_tls import authority  # noqa: F401 - a fixture
 from tests.support.caches import read
 from tests.support.tars import make_tar, tar_of
 from tests.support.webservers import Scripted, answer, part_of, running
@@ -369,10 +367,8 @@ CASES = [
 
 
 @pytest.fixture(scope="module")
-def servers(authority):  # noqa: F811
+def servers(authority, context):
     """Yield the certificate to trust, and a server and its URL for each wire."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(*authority)
     found = {}
     with ExitStack() as stack:
         for wire in WIRES:

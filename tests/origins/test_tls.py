@@ -2,7 +2,6 @@
 
 import os
 import random
-import shutil
 import socket
 import ssl
 import subprocess
@@ -24,24 +23,9 @@ from shardcache.results import Stopped
 from shardcache.urls import parse_url
 from tests.support.storetools import PATIENCE, no_thread, wait_until
 from tests.support.tars import make_tar
-from tests.support.webservers import Connection, Files, Scripted, answer, certificate, running
+from tests.support.webservers import Connection, Files, Scripted, answer, running
 
 SHARD = make_tar(11)
-
-if shutil.which("openssl") is None:
-    pytest.skip("the openssl command makes the certificate", allow_module_level=True)
-
-
-@pytest.fixture(scope="module")
-def authority(tmp_path_factory):
-    return certificate(tmp_path_factory.mktemp("tls"))
-
-
-@pytest.fixture
-def context(authority):
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(*authority)
-    return context
 
 
 def test_an_untrusted_certificate_is_refused(open_cache, context, authority, tmp_path, monkeypatch):

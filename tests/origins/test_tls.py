@@ -62,9 +62,7 @@ def test_an_untrusted_certificate_is_refused(open_cache, context, authority, tmp
                 read(url)
 
 
-def test_credentials_do_not_follow_a_redirect_to_a_server_without_tls(
-    context, authority, open_cache, serve
-):
+def test_credentials_follow_no_redirect_to_plain_http(context, authority, open_cache, serve):
     node = serve(answer("200 OK", SHARD))
     front = Scripted(lambda head: answer("307 Moved", Location=f"{node.url}/lab/a.tar"))
     options = {"key": "AK", "secret": "SK", "client_kwargs": {"verify": authority[0]}}
@@ -167,9 +165,7 @@ def test_a_read_waits_for_no_more_bytes_than_come(context, authority, size):
     server.join(PATIENCE)
 
 
-def test_a_fork_waits_while_openssl_reads_the_session_tickets(
-    make_cache, context, authority, monkeypatch
-):
+def test_a_fork_waits_while_openssl_reads_tickets(make_cache, context, authority, monkeypatch):
     original, reading, forked = ssl.SSLObject.read, threading.Event(), threading.Event()
     early = list[bool]()
 

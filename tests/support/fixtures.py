@@ -151,6 +151,16 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
 
 
 @pytest.fixture
+def no_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No thread can start, as at a limit of processes."""
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+
+
+@pytest.fixture
 def make_cache(
     tmp_path: Path, origin: MemoryOrigin, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[..., Cache]]:

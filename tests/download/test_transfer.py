@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import random
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -15,18 +16,12 @@ from shardcache.origins.base import TransientError
 from shardcache.urls import parse_url
 from tests.support.caches import held_elsewhere, read
 from tests.support.fakes import Fault, MemoryBody
-from tests.support.storetools import (
-    BLOCK,
-    PATIENCE,
-    no_descriptor_left,
-    no_thread,
-    payload,
-    wait_until,
-)
+from tests.support.storetools import BLOCK, PATIENCE, no_descriptor_left, no_thread, wait_until
 
 URL = "s3://lab/train-0000.bin"
 SIZE = 5 * BLOCK + 777
-DATA, NEWER = payload(SIZE), payload(SIZE)[::-1]
+DATA = random.Random(1).randbytes(SIZE)
+NEWER = DATA[::-1]
 
 
 @pytest.fixture

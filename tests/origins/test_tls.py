@@ -1,6 +1,5 @@
 """TLS: certificates, proxies and aborted reads."""
 
-import os
 import random
 import socket
 import ssl
@@ -21,7 +20,7 @@ from shardcache.origins.http import WebOrigin
 from shardcache.origins.tls import TLSStream
 from shardcache.results import Stopped
 from shardcache.urls import parse_url
-from tests.support.storetools import PATIENCE, no_thread, wait_until
+from tests.support.storetools import PATIENCE, forked, no_thread, wait_until
 from tests.support.tars import make_tar
 from tests.support.webservers import Connection, Files, Scripted, answer, running
 
@@ -166,13 +165,13 @@ def test_a_read_waits_for_no_more_bytes_than_come(context, authority, size):
 
 
 def test_a_fork_waits_while_openssl_reads_tickets(make_cache, context, authority, monkeypatch):
-    original, reading, forked = ssl.SSLObject.read, threading.Event(), threading.Event()
+    original, reading, has_forked = ssl.SSLObject.read, threading.Event(), threading.Event()
     early = list[bool]()
 
     def read(self: ssl.SSLObject, *args: object) -> object:
         if not early:
             reading.set()
-            early.append(forked.wait(0.3))
+            early.append(has_forked.wait(0.3))
         return original(self, *args)
 
     monkeypatch.setenv("SSL_CERT_FILE", authority[0])
@@ -183,9 +182,7 @@ def test_a_fork_waits_while_openssl_reads_tickets(make_cache, context, authority
         monkeypatch.setattr(ssl.SSLObject, "read", read)
         fetched = pool.submit(lambda: cache.open(f"{server.url}/a.tar").read())
         assert reading.wait(PATIENCE)
-        if (child := os.fork()) == 0:
-            os._exit(0)
-        forked.set()
-        os.waitpid(child, 0)
+        with forked(lambda parent: None):
+            has_forked.set()
         assert fetched.result(PATIENCE) == SHARD
     assert early == [False]

@@ -94,34 +94,30 @@ def others(cache, count=NODE):
 
 def test_a_waiting_download_starts_when_connections_are_free(cache, origin):
     held = origin.hold(0)
-    with ThreadPoolExecutor(2) as pool:
-        try:
-            with others(cache):
-                first = pool.submit(read, cache, URLS[0])
-                wait_until(lambda: origin.requests)
-                second = pool.submit(read, cache, URLS[1])
-                wait_until(lambda: cache.process.engine.connections._waiting)
-            assert second.result(PATIENCE) == origin.objects[URLS[1]]
-            assert not first.done()
-        finally:
-            held.set()
-        assert first.result(PATIENCE) == origin.objects[URLS[0]]
+    with ThreadPoolExecutor(2) as pool, contextlib.ExitStack() as end:
+        end.callback(held.set)
+        with others(cache):
+            first = pool.submit(read, cache, URLS[0])
+            wait_until(lambda: origin.requests)
+            second = pool.submit(read, cache, URLS[1])
+            wait_until(lambda: cache.process.engine.connections._waiting)
+        assert second.result(PATIENCE) == origin.objects[URLS[1]]
+        assert not first.done()
+    assert first.result() == origin.objects[URLS[0]]
 
 
 def test_a_download_that_waits_for_a_connection_can_be_cancelled(make_cache, cache, origin):
     one, held, stop = make_cache(connections=1), origin.hold(0), threading.Event()
-    with ThreadPoolExecutor(2) as pool:
-        try:
-            reading = pool.submit(read, one, URLS[0])
-            wait_until(lambda: origin.requests)
-            prewarm = pool.submit(one.prewarm, URLS[1], stop=stop)
-            wait_until(lambda: one.process.engine.connections._waiting)
-            stop.set()
-            assert prewarm.result(PATIENCE).not_started == 1
-            no_thread("-prewarm")
-        finally:
-            held.set()
-        assert reading.result(PATIENCE) == origin.objects[URLS[0]]
+    with ThreadPoolExecutor(2) as pool, contextlib.ExitStack() as end:
+        end.callback(held.set)
+        reading = pool.submit(read, one, URLS[0])
+        wait_until(lambda: origin.requests)
+        prewarm = pool.submit(one.prewarm, URLS[1], stop=stop)
+        wait_until(lambda: one.process.engine.connections._waiting)
+        stop.set()
+        assert prewarm.result(PATIENCE).not_started == 1
+        no_thread("-prewarm")
+    assert reading.result() == origin.objects[URLS[0]]
 
 
 @pytest.mark.parametrize(("count", "ahead"), [(0, 3), (NODE, 0)])
@@ -146,23 +142,21 @@ def test_a_download_adjusts_its_threads_to_its_share_of_connections(make_cache, 
     def helpers():
         return sum(thread.name == "shardcache-part" for thread in threading.enumerate())
 
-    with ThreadPoolExecutor(1) as pool:
-        try:
-            download = pool.submit(read, cache, URLS[0])
-            wait_until(lambda: len(origin.requests) == 4)
-            with others(cache):
-                clock.sleep(2)  # for the next count
-                for event in held[:4]:
-                    event.set()
-                wait_until(lambda: not helpers())
-                assert len(origin.requests) <= 5
-            clock.sleep(2)
-            held[4].set()
-            wait_until(lambda: len(origin.requests) == 9)
-        finally:
-            for event in held:
+    with ThreadPoolExecutor(1) as pool, contextlib.ExitStack() as end:
+        for event in held:
+            end.callback(event.set)
+        download = pool.submit(read, cache, URLS[0])
+        wait_until(lambda: len(origin.requests) == 4)
+        with others(cache):
+            clock.sleep(2)  # for the next count
+            for event in held[:4]:
                 event.set()
-        assert download.result(PATIENCE) == origin.objects[URLS[0]]
+            wait_until(lambda: not helpers())
+            assert len(origin.requests) <= 5
+        clock.sleep(2)
+        held[4].set()
+        wait_until(lambda: len(origin.requests) == 9)
+    assert download.result() == origin.objects[URLS[0]]
 
 
 @pytest.mark.parametrize(
@@ -183,13 +177,11 @@ def test_a_slow_first_response_allows_all_connections(cache, origin, clock, resp
 
 def test_shards_get_more_connections_if_all_are_stuck(cache, origin):
     stuck = [origin.hold(0) for _ in range(FEW)]
-    with ThreadPoolExecutor(FEW + 1) as pool:
-        try:
-            reads = [pool.submit(read, cache, url) for url in URLS[:FEW]]
-            wait_until(lambda: len(origin.requests) == FEW)
-            last = pool.submit(read, cache, URLS[-1])
-            assert last.result(PATIENCE) == origin.objects[URLS[-1]]
-            assert not any(each.done() for each in reads)
-        finally:
-            for event in stuck:
-                event.set()
+    with ThreadPoolExecutor(FEW + 1) as pool, contextlib.ExitStack() as end:
+        for event in stuck:
+            end.callback(event.set)
+        reads = [pool.submit(read, cache, url) for url in URLS[:FEW]]
+        wait_until(lambda: len(origin.requests) == FEW)
+        last = pool.submit(read, cache, URLS[-1])
+        assert last.result(PATIENCE) == origin.objects[URLS[-1]]
+        assert not any(each.done() for each in reads)

@@ -40,10 +40,6 @@ def read(cache, url, origin):
         return stream.name != url
 
 
-def leftovers(cache):
-    return os.listdir(Layout.of_root(cache.dir).partial)
-
-
 @needs_root
 @pytest.mark.parametrize("what", ["bytes", "inodes"])
 def test_a_full_disk_streams_until_another_job_evicts(make_cache, origin, tmp_path, caplog, what):
@@ -55,7 +51,7 @@ def test_a_full_disk_streams_until_another_job_evicts(make_cache, origin, tmp_pa
             # Seven shards of 1 MiB fit into 8 MiB. The number of inodes per shard varies.
             assert stored == [True] * 7 + [False] * 5 if what == "bytes" else 10 < sum(stored) < 30
             assert len(warnings(caplog)) == 1
-            assert leftovers(first) == []
+            assert os.listdir(Layout.of_root(first.dir).partial) == []
             for entry in first.entries():  # the job ended long ago
                 os.utime(entry.path / META, (1_735_700_000 + entry.used % 1000,) * 2)
         with make_cache(dir=path / "cache") as second:
@@ -101,9 +97,7 @@ def test_the_error_for_a_lack_of_descriptors_names_the_limit(s3, bucket, tmp_pat
 
 
 @needs_root
-def test_a_read_only_mount_serves_reads_with_one_warning(
-    make_cache, origin, tmp_path, clock, caplog
-):
+def test_a_read_only_mount_serves_reads_and_warns_once(make_cache, origin, tmp_path, clock, caplog):
     """Such as ext4 after an error. When the mount is writable again, shards are cached again."""
     urls = shards(origin, 6)
     with disk(tmp_path / "disk", "size=32m") as path:

@@ -5,6 +5,7 @@ After every test, `Lab.audit` checks the cache.
 
 import gc
 import gzip
+import json
 import os
 import random
 import re
@@ -16,7 +17,6 @@ from shardcache import (
     AccessDeniedError,
     Cache,
     ConfigError,
-    IntegrityError,
     ShardCacheError,
     ShardNotFoundError,
     TransferError,
@@ -26,6 +26,7 @@ from shardcache.origins import retry
 from tests.support.proxy import Answer, Fault, Rule
 from tests.support.storetools import descriptors, wait_until
 from tests.support.tars import difference, labelled_tar
+from tests.support.webservers import answer
 
 MIB = 1 << 20
 #: Five parts, the last one short.
@@ -308,34 +309,36 @@ def test_a_permanent_refusal_is_not_repeated(lab, claim):
     assert os.listdir(lab.path / "v1/partial") == []
 
 
-def test_a_download_whose_credentials_expire_can_be_resumed(lab):
-    old = Rule(Fault(answer=page(400, "ExpiredToken")), start=3 * MIB, times=None)
-    lab.proxy.script(old)
-    cache = lab.cache(connections=1)
-    with pytest.raises(TransferError, match="login has ended. Log in: aws sso login") as caught:
-        cache.open(lab.url())
-    message(caught, lab, lab.url())
-    assert old.fired == 3  # attempts, because `patience` is 0
-    lab.proxy.script()
-    lab.expect(cache)
-    assert lab.gets() == 2  # the parts that were missing
+def test_an_attempt_of_a_prewarm_is_one_request(lab):
+    """Neither the SDK nor its pool nor a layer above adds retries of its own."""
+    lab.proxy.script(Rule(Fault(answer=page(500, "InternalError")), times=None))
+    (error,) = lab.cache(connections=1).prewarm(lab.url(), jobs=4).failures.values()
+    assert "3 attempts failed" in str(error) and lab.gets() == 3
 
 
-@pytest.mark.parametrize("key", ["a.tar", "a.bin"])
-@pytest.mark.parametrize(
-    "answer", [page(200, "InternalError"), HTML], ids=["page of S3", "page in HTML"]
-)
-def test_an_error_page_with_200_is_never_a_shard(lab, answer, key):
-    """HEAD is refused, so only the page itself can show the error."""
-    url = lab.put(key)
-    refused = Rule(Fault(answer=page(403, "x")), method="HEAD", times=None)
-    lab.proxy.script(Rule(Fault(answer=answer), times=None), refused)
-    cache = lab.cache()
-    with pytest.raises((TransferError, IntegrityError)) as caught:
-        cache.open(url)
-    message(caught, lab, url)
-    assert lab.gets(key) <= 4
-    assert url not in cache
+def test_expired_credentials_are_renewed_once(lab, serve, monkeypatch, s3):
+    """In the middle of a shard, with the credentials of a container."""
+    keys = {"AccessKeyId": s3.access_key, "SecretAccessKey": s3.secret_key, "Token": None}
+    keys["Expiration"] = "2099-01-01T00:00:00Z"
+    texts = (json.dumps({**keys, "AccountId": number}) for number in range(100, 200))
+    vendor = serve(lambda head: answer("200 OK", next(texts).encode()))
+    monkeypatch.setenv("AWS_CONTAINER_CREDENTIALS_FULL_URI", f"{vendor.url}/credentials")
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    expired = Rule(Fault(answer=page(400, "ExpiredToken")), start=3 * MIB)
+    lab.proxy.script(expired)
+    lab.expect(lab.cache(connections=1))
+    assert (expired.fired, len(vendor.heads)) == (1, 2)
+
+
+@pytest.mark.parametrize("size", [SIZE + 4096, SIZE - MIB, SIZE], ids=["longer", "shorter", "same"])
+def test_a_prewarm_reads_the_new_version_of_a_shard_replaced_after_the_listing(lab, size):
+    put = Rule(Fault(before=lambda: lab.put(version=2, size=size)), path=lab.path_of())
+    lab.proxy.script(put)
+    report = lab.cache().prewarm(f"s3://{lab.bucket}/a.t*")
+    assert (put.fired, report.fetched, report.failed) == (1, 1, 0)
+    assert lab.proxy.requests()[0].path.rstrip("/") == lab.bucket  # the listing
+    lab.expect(lab.caches[0], version=2, size=size)
 
 
 @pytest.mark.parametrize("place", ["nowhere.invalid:9", "127.0.0.1:9"])
@@ -345,7 +348,7 @@ def test_the_error_names_an_endpoint_that_does_not_respond(lab, place):
     assert "2 attempts failed" in message(caught, lab, lab.url())
 
 
-def random_fault(rng, lab):
+def random_rule(rng, lab):
     put = Fault(before=lambda: lab.put(version=rng.randrange(1, 6)))
     other = Fault(headers={"ETag": '"x"'})
     refused = page(rng.choice([200, 206, 301, 400, 403, 404, 412, 416, 504]), "SomeCode")
@@ -353,13 +356,9 @@ def random_fault(rng, lab):
     # Only the checksum shows shifted bytes, and another fault may hide or change it.
     kinds |= {claim: fault for claim, (fault, _) in HEALED.items() if fault.body is not shifted}
     claim = rng.choice(list(kinds))
-    return replace(kinds[claim], name=claim)
-
-
-def random_rule(rng, lab):
     method = rng.choice(["GET", "GET", "GET", "HEAD", None])
-    times = rng.choice([1, 1, 2, 5, None])
-    return Rule(random_fault(rng, lab), method=method, skip=rng.randrange(8), times=times)
+    skip, times = rng.randrange(8), rng.choice([1, 1, 2, 5, None])
+    return Rule(replace(kinds[claim], name=claim), method=method, skip=skip, times=times)
 
 
 @pytest.mark.parametrize("batch", range(4))

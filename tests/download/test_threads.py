@@ -133,9 +133,7 @@ def test_a_fork_does_not_wait_for_running_threads_and_not_for_ever(monkeypatch):
         thread.join()
 
 
-def test_a_fork_waits_for_openssl_in_a_tls_handshake_but_not_for_the_server(
-    make_cache, monkeypatch
-):
+def test_a_fork_waits_for_openssl_in_a_handshake_but_not_for_the_server(make_cache, monkeypatch):
     has_begun, end = threading.Event(), threading.Event()
     may_fork = []
 

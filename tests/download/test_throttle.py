@@ -11,7 +11,7 @@ from shardcache.download import connections as module
 from shardcache.download.connections import Throttle, parse_rate
 from shardcache.errors import ConfigError
 from shardcache.results import Stopped
-from tests.support.clitools import run_process
+from tests.support.shop import Shop
 from tests.support.tars import make_tar
 
 
@@ -40,20 +40,14 @@ def test_a_rate_is_a_size_with_or_without_seconds(text, rate):
         assert parse_rate(text) == rate
 
 
-def test_a_prewarm_keeps_its_rate(run, bucket, s3, s3_environment, tmp_path):
-    for number in range(4):
-        s3.put(bucket, f"{number}.tar", make_tar(number, 300, 700))
-    total = 4 * len(make_tar(0, 300, 700))
-    code, out, err = run_process(
-        *("prewarm", f"s3://{bucket}/{{0..3}}.tar", "--json"),
-        *("--limit-rate", f"{total}B"),  # a second's worth
-        directory=tmp_path / "cache",
-    )
-    assert code == 0, err
+def test_a_prewarm_keeps_its_rate(run, tmp_path, monkeypatch):
+    monkeypatch.setenv("SHARDCACHE_CACHE_LOCAL", "1")
+    shop = Shop(tmp_path, count=4)
+    total = 4 * shop.size  # the bytes of a second
+    code, out, _ = run("prewarm", *shop.urls, "--json", "--limit-rate", f"{total}B")
     summary = json.loads(out)["summary"]
-    assert (summary["fetched"], summary["received_bytes"]) == (4, total)
-    # The burst has the bytes of a tenth of a second. The listing takes additional time.
-    assert summary["seconds"] >= 0.85
+    assert (code, summary["fetched"], summary["received_bytes"]) == (0, 4, total)
+    assert summary["seconds"] >= 0.85  # the burst has the bytes of a tenth of a second
 
 
 def test_a_download_that_waits_for_the_rate_can_be_stopped(tmp_path, monkeypatch):

@@ -3,7 +3,6 @@
 import errno
 import fcntl
 import os
-import signal
 from pathlib import Path
 
 import pytest
@@ -59,37 +58,24 @@ def test_without_flock_or_room_every_lock_is_granted(tmp_path, monkeypatch, numb
 
 @pytest.mark.parametrize("unwinding", [True, False])
 @pytest.mark.locks_work("flock")
-def test_a_forked_child_does_not_keep_the_lock_of_a_dead_writer(tmp_path, unwinding):
-    path = tmp_path / "data"
-    path.touch()
+def test_a_forked_child_has_no_part_in_the_lock_of_a_writer(tmp_path, unwinding):
+    (path := tmp_path / "data").touch()
+    file = open_exclusive(path, os.O_RDWR)
+    copy = dup_exclusive(file)
+    assert try_flock(file.fileno())
 
-    def write(parent: Parent) -> None:
-        file = open_exclusive(path, os.O_RDWR)
-        assert try_flock(file.fileno())
-        copy = dup_exclusive(file)
+    def live(parent: Parent) -> None:
+        for each in (file, copy) if unwinding else ():
+            each.close()
+        parent.say()
+        parent.hear()
 
-        def live(parent: Parent) -> None:
-            if unwinding:
-                file.close()
-                copy.close()
-            parent.say()
-            signal.alarm(120)
-            signal.pause()
-
-        with forked(live) as child:
-            child.hear()
-            parent.say(child.pid)
-            parent.hear()
-
-    with forked(write) as child, path.open("rb") as file:
-        grandchild = child.hear()
-        assert try_flock(file.fileno()) is False
-        try:
-            child.kill()
-            assert try_flock(file.fileno())
-            os.kill(grandchild, 0)
-        finally:
-            os.kill(grandchild, signal.SIGKILL)
+    with forked(live) as child, path.open("rb") as other:
+        child.hear()
+        assert try_flock(other.fileno()) is False
+        file.close()
+        copy.close()
+        assert try_flock(other.fileno())
 
 
 @pytest.mark.locks_work

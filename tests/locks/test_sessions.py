@@ -12,14 +12,7 @@ import pytest
 from shardcache.locks.keys import Holder
 from shardcache.locks.sessions import Session, live_sessions, live_waits, remove_dead
 from shardcache.urls import parse_url
-from tests.support.storetools import (
-    PATIENCE,
-    Parent,
-    forked,
-    layout_of,
-    no_descriptor_left,
-    wait_until,
-)
+from tests.support.storetools import Parent, forked, layout_of, no_descriptor_left, wait_until
 from tests.support.tars import make_tar
 
 URL = "s3://lab/train-0000.tar"
@@ -108,6 +101,6 @@ def test_top_shows_waiting_processes_and_their_holders(make_cache, origin, monke
         assert found["holder"]["pid"] == fetcher and found["seconds"] >= 0.4
         assert found["since"].endswith("+00:00")
         child.tell()
-        thread.join(PATIENCE)
+        thread.join()
     assert results == [DATA]
     wait_until(lambda: not list(live_waits(layout_of(cache.dir))))

@@ -6,7 +6,6 @@ the next request fails.
 
 import gzip
 import re
-import ssl
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -27,7 +26,6 @@ from shardcache.errors import (
     TransferError,
 )
 from shardcache.origins import retry
-from tests.origins.test_tls import authority  # noqa: F401 - a fixture
 from tests.support.caches import read
 from tests.support.tars import make_tar, tar_of
 from tests.support.webservers import Scripted, answer, part_of, running
@@ -65,6 +63,8 @@ TRUNCATED = "truncated"  # it is incomplete and not published, and a read may en
 RIGHT_OR_REFUSED = "right or refused"  # RFC 9110 and 9112 allow both
 
 Sent: TypeAlias = bytes | Iterator[bytes]
+Sender: TypeAlias = Callable[[Request], bytes]
+Headers: TypeAlias = dict[str, object]
 
 
 class Row(NamedTuple):
@@ -103,18 +103,16 @@ def part(data: bytes, request: Request, **headers: object) -> bytes:
     return b"".join(part_of(data, request.head, **{"ETag": '"1"', **headers}))
 
 
-def parts(data: bytes, **headers: object) -> Callable[[Request], bytes]:
+def parts(data: bytes, **headers: object) -> Sender:
     return lambda request: part(data, request, **headers)
 
 
-def ranged(first: dict[str, object], later: dict[str, object]) -> Callable[[Request], bytes]:
+def ranged(first: Headers, later: Headers) -> Sender:
     """Serve ranges of the large object, with more headers for the first one and for later ones."""
     return lambda request: part(LARGE, request, **(first if request.is_first else later))
 
 
-def replaced(
-    before: dict[str, object], after: dict[str, object], cut: int | None = None
-) -> Callable[[Request], bytes]:
+def replaced(before: Headers, after: Headers, cut: int | None = None) -> Sender:
     """Replace the object after the first request, whose response ends after ``cut`` bytes."""
 
     def sent(request: Request) -> bytes:
@@ -129,7 +127,7 @@ def later_ignored(request: Request) -> bytes:
     return part(LARGE, request) if request.is_first else whole(body=LARGE)
 
 
-def capped(data: bytes, most: int, **headers: object) -> Callable[[Request], bytes]:
+def capped(data: bytes, most: int, **headers: object) -> Sender:
     """Serve at most ``most`` bytes of a range."""
 
     def sent(request: Request) -> bytes:
@@ -142,9 +140,7 @@ def capped(data: bytes, most: int, **headers: object) -> Callable[[Request], byt
     return sent
 
 
-def moved(
-    location: str, status: str = "302 Found", path: str = "/b.tar"
-) -> Callable[[Request], bytes]:
+def moved(location: str, status: str = "302 Found", path: str = "/b.tar") -> Sender:
     """Redirect to b.tar, and serve that."""
 
     def sent(request: Request) -> bytes:
@@ -156,7 +152,7 @@ def moved(
     return sent
 
 
-def cut_at(size: int, **headers: object) -> Callable[[Request], bytes]:
+def cut_at(size: int, **headers: object) -> Sender:
     """End every response after ``size`` bytes of its body."""
 
     def sent(request: Request) -> bytes:
@@ -166,7 +162,7 @@ def cut_at(size: int, **headers: object) -> Callable[[Request], bytes]:
     return sent
 
 
-page = partial(answer, "200 OK", b"<html>" * 99, Content_Type="Text/HTML; charset=utf-8")
+page = partial(answer, "200 OK", b"<html>" * 99)
 SIZE, HALF = len(SMALL), len(SMALL) // 2
 SPAN = f"Content-Range: bytes 0-{SIZE - 1}/{SIZE}"
 KEPT = whole()
@@ -181,10 +177,10 @@ EMPTY = Refused(IntegrityError, "is empty (0 bytes)")
 PACKED = gzip.compress(SMALL, mtime=0)
 GZIP = Refused(ShardCacheError, "gzip")
 NOW, YESTERDAY = "Sun, 06 Nov 1994 08:49:37 GMT", "Sat, 05 Nov 1994 08:49:37 GMT"
-NO_TAG: dict[str, object] = {"ETag": None, "Date": NOW}
-SAME_SECOND: dict[str, object] = {**NO_TAG, "Last_Modified": NOW}
-OLD: dict[str, object] = {**NO_TAG, "Last_Modified": YESTERDAY}
-WEAK: dict[str, object] = {"ETag": 'W/"1"'}
+NO_TAG: Headers = {"ETag": None, "Date": NOW}
+SAME_SECOND: Headers = {**NO_TAG, "Last_Modified": NOW}
+OLD: Headers = {**NO_TAG, "Last_Modified": YESTERDAY}
+WEAK: Headers = {"ETag": 'W/"1"'}
 BOTH = (LARGE, REPLACED)
 ENDLESS = repeat(b"X-Note: x\r\n" * 1000)
 TRAILERS = chunks(SMALL, end=b"0\r\nDigest: x\r\nContent-Length: 3\r\n\r\n")
@@ -336,8 +332,11 @@ ROWS = [
     # Heads and pages
     Row("bare LF", raw("HTTP/1.1 200 OK", f"Content-Length: {SIZE}", end="\n"), RIGHT),
     Row("head without an end", KEPT[:40] + b"x" * 200_000, BROKEN),
-    Row("page without an ETag", page(ETag=None), Refused(TransferError, "Text/HTML")),
-    Row("page with an ETag", page(), Refused(IntegrityError, "not a tar archive")),
+    *(
+        Row(f"page in {kind}", page(ETag=None, Content_Type=kind), Refused(TransferError, kind))
+        for kind in ("Text/HTML; charset=utf-8", "application/xml", "text/xml")
+    ),
+    Row("page with an ETag", page(Content_Type="text/html"), Refused(IntegrityError, "not a tar")),
     Row("empty object", answer("200 OK"), EMPTY),
     # Connections
     *(
@@ -369,10 +368,8 @@ CASES = [
 
 
 @pytest.fixture(scope="module")
-def servers(authority):  # noqa: F811
+def servers(authority, context):
     """Yield the certificate to trust, and a server and its URL for each wire."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(*authority)
     found = {}
     with ExitStack() as stack:
         for wire in WIRES:
@@ -383,27 +380,22 @@ def servers(authority):  # noqa: F811
         yield authority[0], found
 
 
-def faults(row: Row, way: str, data: bytes | None, error: Exception | None, entries: list[bytes]):
-    """Compare the outcome of one way to read the shard with the row, and yield the faults."""
-    outcome = f"{type(error).__name__}: {error}" if error else f"{len(data or b'')} bytes were read"
-    if error is not None and not isinstance(error, ShardCacheError):
-        yield f"{way}: this is no error of the library: {outcome}"
+def check(row: Row, way: str, data: bytes | None, error: Exception | None, entries: list[bytes]):
+    """Assert that one way to read the shard has the outcome of the row."""
+    read = f"{type(error).__name__}: {error}" if error else f"{len(data or b'')} bytes were read"
+    outcome = f"{way}: {read}, and {len(entries)} entries"
     may_end_early = row.wanted == TRUNCATED and row.objects[0].startswith(data or b"")
-    if data is not None and data not in row.objects and not may_end_early:
-        yield f"{way}: WRONG BYTES were read: {outcome}"
-    if row.wanted == RIGHT and (error is not None or entries != [data]):
-        yield f"{way}: the shard was not read and published: {outcome}"
-    # `fetch` returns a path, so it needs an entry.
-    if row.wanted == STREAMED and way != "fetch" and error is not None:
-        yield f"{way}: the shard was not streamed: {outcome}"
-    if isinstance(row.wanted, Refused) and not (
-        isinstance(error, row.wanted.error) and row.wanted.message in str(error)
-    ):
-        yield f"{way}: not refused with {row.wanted.error.__name__}: {outcome}"
-    if entries and row.wanted not in (RIGHT, RIGHT_OR_REFUSED):
-        yield f"{way}: an entry was published"
-    if not set(entries) <= set(row.objects):
-        yield f"{way}: A WRONG ENTRY was published"
+    is_right = data is None or data in row.objects or may_end_early
+    is_right_on_disk, is_stored = set(entries) <= set(row.objects), entries == [data]
+    assert is_right and is_right_on_disk, f"WRONG BYTES: {outcome}"
+    assert error is None or isinstance(error, ShardCacheError), outcome
+    assert not entries or row.wanted in (RIGHT, RIGHT_OR_REFUSED), outcome
+    if row.wanted == RIGHT:
+        assert error is None and is_stored, outcome
+    elif row.wanted == STREAMED:  # `fetch` returns a path, so it needs an entry
+        assert error is None or way == "fetch", outcome
+    elif isinstance(row.wanted, Refused):
+        assert isinstance(error, row.wanted.error) and row.wanted.message in str(error), outcome
 
 
 #: The ways to read a shard, and then another one.
@@ -446,7 +438,7 @@ def test_a_response_is_read_correctly_or_refused(row, wire, servers, make_cache,
             error = exn
         key = cache.parse(url).key
         entries = [entry.data.read_bytes() for entry in cache.entries() if entry.key == key]
-        found += faults(NEXT if way == "next" else row, way, data, error, entries)
+        check(NEXT if way == "next" else row, way, data, error, entries)
     assert found == []
 
 

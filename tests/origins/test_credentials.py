@@ -1,7 +1,6 @@
 """Settings that are read without botocore equal those that botocore reads."""
 
 import itertools
-import os
 import random
 from pathlib import Path
 
@@ -45,8 +44,6 @@ _PROFILES = (None, "lab", "default", "missing")
 
 def test_settings_equal_those_of_botocore(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     chance, known = random.Random(0), 0
-    for name in [name for name in os.environ if name.startswith("AWS_")]:
-        monkeypatch.delenv(name)
     files = list(itertools.product(_CONFIGS, _CREDENTIALS, _PROFILES))
     for config, credentials, profile in files * 6:
         with monkeypatch.context() as patch:
@@ -56,7 +53,6 @@ def test_settings_equal_those_of_botocore(tmp_path: Path, monkeypatch: pytest.Mo
                 if text is not None:
                     path.write_text(text)
                 patch.setenv(f"AWS_{name}_FILE", str(path))
-            patch.setenv("AWS_EC2_METADATA_DISABLED", "true")
             for name, values in _VARIABLES.items():
                 if chance.random() < 0.15:
                     patch.setenv(name, chance.choice(values))

@@ -131,13 +131,8 @@ def test_a_call_of_a_silent_filesystem_times_out(hooked_cache, set_hook, call):
     released.set()
 
 
-def test_a_filesystem_is_read_without_threads_if_none_can_start(hooked_cache, monkeypatch):
+def test_a_filesystem_is_read_without_threads_if_none_can_start(hooked_cache, no_threads):
     """At a limit of processes, and from Python 3.12 on while the interpreter ends."""
-
-    def refuse(self):
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(threading.Thread, "start", refuse)
     cache = hooked_cache()
     assert cache.open(URL).read() == SHARD
     assert cache.fetch(URL).data.read_bytes() == SHARD
@@ -217,9 +212,7 @@ def test_closing_a_file_waits_for_no_thread(hooked_cache, set_hook, monkeypatch)
 
 
 @pytest.mark.parametrize("has_server", [True, False])
-def test_google_credentials_are_not_sought_where_no_server_gives_any(
-    make_cache, has_server, monkeypatch
-):
+def test_google_credentials_are_sought_only_where_a_server_is(make_cache, has_server, monkeypatch):
     def connect(*address, timeout):
         if not has_server:
             raise TimeoutError

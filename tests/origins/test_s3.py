@@ -48,16 +48,6 @@ def test_every_stated_checksum_is_compared(open_cache, s3, bucket):
         assert entry.metadata().checked == algorithm.lower()
 
 
-def test_a_version_id_in_the_url_is_honoured(open_cache, s3, bucket):
-    client, url = s3.client(), f"s3://{bucket}/v.tar"
-    client.put_bucket_versioning(Bucket=bucket, VersioningConfiguration={"Status": "Enabled"})
-    bodies = [make_tar(seed) for seed in (1, 2)]
-    put = [client.put_object(Bucket=bucket, Key="v.tar", Body=body) for body in bodies]
-    urls = [*(f"{url}?versionId={answer['VersionId']}" for answer in put), url]
-    cache = open_cache()
-    assert [cache.open(url).read() for url in urls] == [*bodies, bodies[1]]
-
-
 @pytest.fixture
 def origin(s3, bucket):
     s3.put(bucket, "first.tar", make_tar(0))
@@ -238,9 +228,7 @@ def test_a_missing_package_is_an_error(open_cache, monkeypatch, bucket, missing,
 
 
 @pytest.mark.parametrize("options", [{}, SSE], ids=["express", "sse-c"])
-def test_buckets_that_need_s3fs_are_listed_and_read(
-    open_cache, tmp_path, s3, bucket, monkeypatch, options
-):
+def test_s3fs_lists_and_reads_its_buckets(open_cache, tmp_path, s3, bucket, monkeypatch, options):
     """The server does not know the sessions of S3 Express, so the client sends no session token."""
     monkeypatch.setenv("AWS_S3_DISABLE_EXPRESS_SESSION_AUTH", "true")
     client = s3.client()

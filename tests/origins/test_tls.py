@@ -1,8 +1,6 @@
 """TLS: certificates, proxies and aborted reads."""
 
-import os
 import random
-import shutil
 import socket
 import ssl
 import subprocess
@@ -22,26 +20,11 @@ from shardcache.origins.http import WebOrigin
 from shardcache.origins.tls import TLSStream
 from shardcache.results import Stopped
 from shardcache.urls import parse_url
-from tests.support.storetools import PATIENCE, no_thread, wait_until
+from tests.support.storetools import PATIENCE, forked, no_thread, wait_until
 from tests.support.tars import make_tar
-from tests.support.webservers import Connection, Files, Scripted, answer, certificate, running
+from tests.support.webservers import Connection, Files, Scripted, answer, running
 
 SHARD = make_tar(11)
-
-if shutil.which("openssl") is None:
-    pytest.skip("the openssl command makes the certificate", allow_module_level=True)
-
-
-@pytest.fixture(scope="module")
-def authority(tmp_path_factory):
-    return certificate(tmp_path_factory.mktemp("tls"))
-
-
-@pytest.fixture
-def context(authority):
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(*authority)
-    return context
 
 
 def test_an_untrusted_certificate_is_refused(open_cache, context, authority, tmp_path, monkeypatch):
@@ -78,9 +61,7 @@ def test_an_untrusted_certificate_is_refused(open_cache, context, authority, tmp
                 read(url)
 
 
-def test_credentials_do_not_follow_a_redirect_to_a_server_without_tls(
-    context, authority, open_cache, serve
-):
+def test_credentials_follow_no_redirect_to_plain_http(context, authority, open_cache, serve):
     node = serve(answer("200 OK", SHARD))
     front = Scripted(lambda head: answer("307 Moved", Location=f"{node.url}/lab/a.tar"))
     options = {"key": "AK", "secret": "SK", "client_kwargs": {"verify": authority[0]}}
@@ -183,16 +164,14 @@ def test_a_read_waits_for_no_more_bytes_than_come(context, authority, size):
     server.join(PATIENCE)
 
 
-def test_a_fork_waits_while_openssl_reads_the_session_tickets(
-    make_cache, context, authority, monkeypatch
-):
-    original, reading, forked = ssl.SSLObject.read, threading.Event(), threading.Event()
+def test_a_fork_waits_while_openssl_reads_tickets(make_cache, context, authority, monkeypatch):
+    original, reading, has_forked = ssl.SSLObject.read, threading.Event(), threading.Event()
     early = list[bool]()
 
     def read(self: ssl.SSLObject, *args: object) -> object:
         if not early:
             reading.set()
-            early.append(forked.wait(0.3))
+            early.append(has_forked.wait(0.3))
         return original(self, *args)
 
     monkeypatch.setenv("SSL_CERT_FILE", authority[0])
@@ -203,9 +182,7 @@ def test_a_fork_waits_while_openssl_reads_the_session_tickets(
         monkeypatch.setattr(ssl.SSLObject, "read", read)
         fetched = pool.submit(lambda: cache.open(f"{server.url}/a.tar").read())
         assert reading.wait(PATIENCE)
-        if (child := os.fork()) == 0:
-            os._exit(0)
-        forked.set()
-        os.waitpid(child, 0)
+        with forked(lambda parent: None):
+            has_forked.set()
         assert fetched.result(PATIENCE) == SHARD
     assert early == [False]

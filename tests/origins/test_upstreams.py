@@ -69,7 +69,7 @@ def test_upstreams_are_tried_in_order_and_the_origin_last(node, origin, tmp_path
     assert node(directories[0]).open(URL).read() == DATA and requests(origin) > 0
 
 
-def test_an_older_copy_costs_nothing_that_the_origin_has_sent(node, origin, nas, tmp_path):
+def test_an_older_copy_costs_nothing_that_the_origin_has_sent(node, origin, nas, make_cache):
     first = node(attempts=1, connections=1)
     origin.faults += [Fault(after=BLOCK + 9), Fault(after=None)]
     with pytest.raises(TransferError):
@@ -79,10 +79,8 @@ def test_an_older_copy_costs_nothing_that_the_origin_has_sent(node, origin, nas,
         assert other.open(URL).read() == origin.objects[URL]
     origin.objects[URL] = DATA
     origin.requests.clear()
-    again = Cache(first.dir, min_free=0, upstreams=[nas], attempts=1)
-    again.process.origins._made["s3", (), ""] = origin
-    with again:
-        assert again.open(URL).read() == DATA
+    again = make_cache(dir=first.dir, upstreams=[nas], attempts=1)
+    assert again.open(URL).read() == DATA
     assert origin.requests[0][1] == BLOCK
 
 
@@ -117,9 +115,7 @@ def test_a_damaged_copy_is_not_used(node, origin, nas, damage, caplog):
     assert list((other.dir / "v1/partial").iterdir()) == []
 
 
-def test_a_copy_with_a_wrong_checksum_or_that_is_replaced_is_not_used(
-    node, origin, nas, monkeypatch, caplog
-):
+def test_a_copy_that_is_wrong_or_replaced_is_not_used(node, origin, nas, monkeypatch, caplog):
     origin.state_checksum(URL, DATA)
     with node(writable(nas), fill="complete") as first:
         assert first.open(URL).read() == DATA
@@ -140,9 +136,7 @@ def test_a_copy_with_a_wrong_checksum_or_that_is_replaced_is_not_used(
     assert caplog.text.count("the copy in") == 2
 
 
-def test_a_download_that_loses_its_upstream_continues_at_the_origin(
-    node, origin, nas, monkeypatch, caplog
-):
+def test_the_origin_continues_for_an_upstream_that_fails(node, origin, nas, monkeypatch, caplog):
     origin.objects[URL] = make_tar(3, members=200, size=60_000)
     with node(writable(nas)) as first:
         first.open(URL).read()

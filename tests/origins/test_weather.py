@@ -20,7 +20,7 @@ from shardcache.origins.base import TransientError
 from shardcache.origins.retry import Pace
 from tests.support.caches import warnings
 from tests.support.fakes import FakeClock
-from tests.support.storetools import PATIENCE, Parent, forked
+from tests.support.storetools import PATIENCE, forked
 from tests.support.tars import make_tar
 from tests.support.webservers import Scripted, answer, part_of
 
@@ -139,9 +139,7 @@ def until(clock: FakeClock, seconds: float, refused: bytes) -> Callable[[str], b
         ("sts", sts_error("400 Bad Request", "IDPCommunicationError")),
     ],
 )
-def test_a_read_waits_for_the_store_and_for_credentials(
-    store, source, open_cache, clock, caplog, name, refused
-):
+def test_a_read_waits_for_busy_servers(store, source, open_cache, clock, caplog, name, refused):
     service = store if name == "store" else source(name)
     service.refuse = until(clock, 150, refused)
     cache = open_cache(storage_options=KEYS if name == "store" else {})
@@ -245,10 +243,8 @@ def test_a_read_waits_for_a_silent_metadata_service(open_cache, source, clock, m
         return None
 
     source("metadata").refuse = stall
-    try:
-        assert open_cache(storage_options={}).open("s3://lab/a.tar").read() == SHARD
-    finally:
-        ended.set()
+    assert open_cache(storage_options={}).open("s3://lab/a.tar").read() == SHARD
+    ended.set()
 
 
 @pytest.mark.parametrize(
@@ -261,9 +257,7 @@ def test_a_read_waits_for_a_silent_metadata_service(open_cache, source, clock, m
         ("program", f"echo '{json.dumps(EXPIRED)}'", r"still expired.*\. Log in"),
     ],
 )
-def test_a_machine_without_credentials_fails_at_once(
-    store, open_cache, clock, source, name, refuse, message
-):
+def test_a_lack_of_credentials_is_final(store, open_cache, clock, source, name, refuse, message):
     service = source(name, refuse)
     service.refuse = refuse
     cache = open_cache(storage_options={})
@@ -275,10 +269,6 @@ def test_a_machine_without_credentials_fails_at_once(
         assert cache.open("s3://lab/a.tar").read() == SHARD
 
 
-def read_in_child(parent: Parent, cache: Cache) -> None:
-    parent.say(cache.open("s3://lab/b.tar").read() == SHARD)
-
-
 @pytest.mark.parametrize("is_fresh", [True, False])
 def test_a_child_uses_fresh_credentials_of_its_parent(open_cache, source, monkeypatch, is_fresh):
     metadata = source("metadata")
@@ -288,8 +278,8 @@ def test_a_child_uses_fresh_credentials_of_its_parent(open_cache, source, monkey
     cache = open_cache(storage_options={})
     assert cache.open("s3://lab/a.tar").read() == SHARD
     requests = metadata.requests
-    with forked(read_in_child, cache) as child:
-        assert child.hear()
+    with forked(lambda parent: parent.say(cache.open("s3://lab/b.tar").read())) as child:
+        assert child.hear() == SHARD
     assert (metadata.requests == requests) == is_fresh
 
 
@@ -341,9 +331,7 @@ SSO = {
 }
 
 
-def test_what_a_signal_handler_raises_is_no_error_of_the_source_of_credentials(
-    source, store, open_cache, tmp_path
-):
+def test_a_signal_handler_may_raise_while_credentials_are_read(source, store, open_cache, tmp_path):
     program = tmp_path / "program"
     program.write_text("kill -ALRM $PPID; sleep 0.5")
     source("program", f"sh {program}")
@@ -361,9 +349,7 @@ def test_what_a_signal_handler_raises_is_no_error_of_the_source_of_credentials(
         signal.signal(signal.SIGALRM, before)
 
 
-def test_a_source_of_credentials_that_hangs_holds_up_no_other_read(
-    source, store, open_cache, tmp_path, monkeypatch
-):
+def test_a_hanging_source_of_keys_stops_no_read(source, store, open_cache, tmp_path, monkeypatch):
     monkeypatch.setattr("shardcache.origins.aws.CHAIN_TIMEOUT", 0.5)
     keys = json.dumps(EXPIRED | {"Expiration": "2099-01-01T00:00:00Z"})
     program, hangs = tmp_path / "program", tmp_path / "hangs"
@@ -521,9 +507,7 @@ def test_a_shard_is_refreshed_although_its_server_refuses_heads(store, open_cach
     assert "Range: bytes=0-0" in store.server.heads[-1]
 
 
-def test_valid_credentials_are_used_while_their_service_fails(
-    open_cache, source, clock, monkeypatch
-):
+def test_valid_credentials_are_used_while_the_service_fails(open_cache, source, clock, monkeypatch):
     container = source("container")
     soon = datetime.now(UTC) + timedelta(minutes=5)
     monkeypatch.setitem(CREDENTIALS, "Expiration", soon.strftime("%Y-%m-%dT%H:%M:%SZ"))
@@ -535,9 +519,7 @@ def test_valid_credentials_are_used_while_their_service_fails(
     assert clock.elapsed == 0
 
 
-def test_credentials_are_waited_for_without_a_temporary_directory(
-    open_cache, source, clock, monkeypatch
-):
+def test_a_wait_for_credentials_needs_no_directory(open_cache, source, clock, monkeypatch):
     def missing() -> str:
         raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found")
 

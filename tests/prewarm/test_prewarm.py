@@ -236,11 +236,7 @@ def test_threads_are_added_only_while_the_interpreter_is_idle(
     assert (max(counts) > 2) == (work() is None)
 
 
-def test_a_process_that_cannot_start_threads_prewarms(make_cache, listed, fill, monkeypatch):
-    def refuse(thread):
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(threading.Thread, "start", refuse)
+def test_a_process_that_cannot_start_threads_prewarms(make_cache, listed, fill, no_threads):
     assert outcomes(make_cache().prewarm(fill(names(9)))) == 9 * "."
 
 

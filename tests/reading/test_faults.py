@@ -21,7 +21,6 @@ URL, SMALL_URL = "s3://lab/train-0000.tar", "s3://lab/small.bin"
 PART = BLOCK // 2
 DATA, NEWER = (make_tar(seed, members=3, size=PART) for seed in (1, 2))
 SMALL = payload(2000)
-Break = Callable[..., None]
 
 
 @pytest.fixture

@@ -125,7 +125,8 @@ def test_the_last_block_is_withheld_until_the_shard_is_checked(make_cache, origi
     with cache.open(URL) as stream, pytest.raises(IntegrityError, match="validate hook"):
         while chunk := stream.raw.read(10_000):
             got += chunk
-    assert got == DATA[:limit]
+    assert got == DATA[:limit] and URL not in cache
+    assert os.listdir(Layout.of_root(cache.dir).partial) == []
 
 
 @pytest.mark.parametrize("is_read", [True, False])
@@ -147,9 +148,7 @@ def test_closing_the_cache_cancels_downloads_without_readers(make_cache, origin,
 
 
 @pytest.mark.parametrize(("conditional", "replaced"), [(True, False), (True, True), (False, True)])
-def test_resumed_bytes_wait_for_their_version(
-    make_cache, origin, monkeypatch, conditional, replaced
-):
+def test_resumed_bytes_wait_for_a_version(make_cache, origin, monkeypatch, conditional, replaced):
     if not conditional:
         origin.conditional = origin.states_checksums = False
         real = origin.open
@@ -167,11 +166,12 @@ def test_resumed_bytes_wait_for_their_version(
     if replaced:
         origin.objects[URL] = NEWER
     data, some = origin.objects[URL], 10 if replaced else 2 * BLOCK
-    more = origin.hold(0)  # gives the reader time to read too much
-    with one(make_cache).open(URL) as stream:
+    more, cache = origin.hold(0), one(make_cache)  # gives the reader time to read too much
+    with cache.open(URL) as stream:
         assert stream.read(some) == data[:some]
         more.set()
         assert stream.read() == data[some:]
+    assert os.listdir(Layout.of_root(cache.dir).partial) == []
 
 
 def test_a_read_after_a_seek_waits_for_its_bytes(make_cache, more):

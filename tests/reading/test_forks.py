@@ -5,7 +5,6 @@ import threading
 import pytest
 
 from shardcache import Cache, TransferError
-from tests.origins.test_tls import authority, context  # noqa: F401
 from tests.support.storetools import BLOCK, forked
 from tests.support.tars import make_tar
 from tests.support.webservers import Files, running
@@ -14,12 +13,7 @@ DATA = make_tar(1, members=8, size=BLOCK)
 
 
 @pytest.fixture
-def reach(
-    tmp_path,
-    monkeypatch,
-    context,  # noqa: F811
-    authority,  # noqa: F811
-):
+def reach(tmp_path, monkeypatch, context, authority):
     """Returns a function that makes a cache, without room but for one, and the URL of a shard."""
     with running(Files()) as plain, running(Files(), context) as tls:
         plain.files["/a.tar"] = tls.files["/a.tar"] = DATA

@@ -51,14 +51,6 @@ def test_a_shard_larger_than_the_budget_costs_one_request(make_cache, origin, la
     assert all(body.closed for body in origin.bodies)
 
 
-def test_without_room_a_shard_costs_one_request(make_cache, origin, large):
-    """The first shard is in use, so the second one cannot take its place."""
-    cache = make_cache(max_size=len(LARGE) + BLOCK)
-    with cache.open(URL) as held:
-        assert (held.read(), read(cache, URLS[1])) == (large[0], large[1])
-    assert [url for url, *_ in origin.requests].count(URLS[1]) == 1
-
-
 def test_a_response_without_a_reader_is_closed(make_cache, origin, large):
     cache = make_cache(max_size="10MiB", strict=True)
     with pytest.raises(CacheFullError), cache.pinned(URL):

@@ -56,9 +56,7 @@ def test_a_stream_may_be_closed_at_every_call_that_a_download_makes(tmp_path):
         assert child.hear(60.0)
 
 
-def test_a_reader_joins_while_the_collector_closes_the_last_other_one(
-    make_cache, origin, tmp_path, monkeypatch
-):
+def test_a_reader_joins_while_the_last_one_is_collected(make_cache, origin, tmp_path, monkeypatch):
     """At each call in `Downloads.join`, the new reader still gets all bytes."""
     monkeypatch.setattr(download, "_ALMOST_COMPLETE", -1)
     origin.objects[URL] = DATA

@@ -72,9 +72,7 @@ def files():
         ("follow", 600_000, 40),
     ],
 )
-def test_the_caller_gets_what_its_handler_raises_and_may_read_on(
-    make_cache, files, monkeypatch, source, size, step, error
-):
+def test_a_handler_may_raise_in_a_read(make_cache, files, monkeypatch, source, size, step, error):
     """A handler may raise after each call. Python itself drops what is raised in a finalizer."""
     dropped = []
     monkeypatch.setattr(sys, "unraisablehook", dropped.append)

@@ -172,9 +172,7 @@ def test_a_refresh_ignores_an_outdated_upstream_copy(make_cache, origin, tmp_pat
 
 @pytest.mark.locks_work("flock")
 @pytest.mark.parametrize("tiers", [False, True])
-def test_a_refresh_replaces_a_shard_that_was_stored_while_the_clock_was_ahead(
-    make_cache, origin, tmp_path, tiers
-):
+def test_a_refresh_replaces_a_shard_from_the_future(make_cache, origin, tmp_path, tiers):
     options = {"tiers": [{"dir": tmp_path / "ram", "min_free": 0}]} if tiers else {}
     cache = make_cache(**options)
     assert read(cache) == OLD

@@ -3,7 +3,7 @@
 import contextlib
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,16 +32,10 @@ NEW = "s3://lab/new.tar"
 class Bench:
     """A root with room for shards of these sizes, on a disk with ``free`` bytes."""
 
-    def __init__(
-        self,
-        layout: Layout,
-        monkeypatch: pytest.MonkeyPatch,
-        holds: Sequence[int] = (),
-        **options: object,
-    ) -> None:
+    def __init__(self, layout, monkeypatch, holds=(), **options) -> None:
         self.layout, self.clock = layout, FakeClock(monkeypatch, now=10_000.0)
         self.free = 100 * GB
-        monkeypatch.setattr(os, "statvfs", lambda path: self._statvfs())
+        monkeypatch.setattr(os, "statvfs", self._statvfs)
         if holds:
             options["max_size"] = self.room(*holds)
         tier = Cache(layout.base.parent, **{"min_free": 0, **options}).process.home
@@ -50,7 +44,7 @@ class Bench:
         self.real_entries = self.store.entries
         monkeypatch.setattr(self.store, "entries", self._list)
 
-    def _statvfs(self) -> object:
+    def _statvfs(self, path: Path) -> object:
         return SimpleNamespace(f_frsize=1, f_blocks=1000 * GB, f_bavail=self.free)
 
     def _list(self, prefix: str | None = None) -> Iterator[Entry]:

@@ -20,24 +20,14 @@ from shardcache.urls import parse_url
 from tests.support.caches import read
 from tests.support.disktools import needs_root, overlay
 from tests.support.shop import Shop
-from tests.support.storetools import (
-    age,
-    begun,
-    layout_of,
-    payload,
-    publish,
-    room,
-    taken,
-    tree,
-    wait_until,
-)
+from tests.support.storetools import age, begun, layout_of, publish, room, taken, tree, wait_until
 
 MIB = 1 << 20
 
 
 def leave(layout) -> Path:
     """Make the partial of a dead process."""
-    left = begun(layout, "s3://lab/orphan.tar", payload(MIB))
+    left = begun(layout, "s3://lab/orphan.tar", bytes(MIB))
     left.close()
     return left.path
 

@@ -40,11 +40,6 @@ NAME = "a.tar"
 KEY = metadata_for(data=DATA).key
 
 
-@pytest.fixture
-def layout(tmp_path: Path):
-    return make_store(tmp_path).layout
-
-
 def started(layout, blocks: Iterable[int] = range(4)) -> Partial:
     """Make a partial with these blocks."""
     partial = begin(layout, metadata_for(data=DATA))
@@ -57,9 +52,6 @@ def dead_partial(layout, blocks: Iterable[int] = range(4)) -> Path:
     partial = started(layout, blocks)
     partial.close()
     return partial.path
-
-
-# -- reading while it grows ----------------------------------------------------
 
 
 @pytest.mark.parametrize("size", [0, 1, BLOCK])

@@ -14,19 +14,8 @@ from shardcache.config import Config
 from shardcache.errors import ConfigError
 from shardcache.files import is_directory
 from shardcache.layout import MANIFEST, Layout
-from shardcache.ranks import Ranks
-from shardcache.space.tiers import Tier
 from shardcache.store.root import is_cache, make_root
-from tests.support.storetools import (
-    Parent,
-    begin,
-    crowd,
-    layout_of,
-    make_store,
-    metadata_for,
-    publish,
-    tree,
-)
+from tests.support.storetools import Parent, begun, crowd, layout_of, make_store, publish, tree
 from tests.support.tars import make_tar
 
 KEY = "0123456789abcdef" * 2
@@ -126,7 +115,7 @@ def test_the_layout_of_another_version_of_the_library_is_left_alone(make_cache, 
     # The subtree of a newer library, with similar names.
     store = make_store(root / "newer")
     publish(store, URL, b"shard of the newer library")
-    begin(store.layout, metadata_for(data=b"x" * 5000)).close()
+    begun(store.layout, data=b"x" * 5000).close()
     (store.layout.sessions / f"{KEY}.session").touch()
     (store.layout.locks / KEY[:2]).mkdir()
     store.layout.key_lock(KEY).touch()
@@ -144,23 +133,6 @@ def test_the_layout_of_another_version_of_the_library_is_left_alone(make_cache, 
     assert (tree(root / "v2"), (root / MANIFEST).read_bytes()) == before
 
 
-def tier(path: Path, isolation: str = "node", ranks: Ranks | None = None) -> Tier:
-    config = Config(path, isolation=isolation)
-    return Tier(config, ranks or Ranks(), 0.0, lambda *a: None, lambda removal: None, config.dir)
-
-
-@pytest.mark.parametrize("job", ["j7", "nightly/2026-01-01", "-rf", "..", "x" * 200, "\u00e9"])
-def test_all_caches_of_a_root_see_the_namespace_of_a_job(tmp_path: Path, job: str) -> None:
-    make_root(Config(tmp_path))
-    mine = tier(tmp_path, "job", Ranks(job=job))
-    mine.store.layout.make()
-    entry = publish(mine.store)
-    node = tier(tmp_path)
-    assert [store.layout for store in node.stores()[1:]] == [mine.store.layout]
-    assert [e for store in node.stores() for e in store.entries()] == [entry]
-    assert [store.layout.base for store in mine.stores()[1:]] == [tmp_path / "v1"]
-
-
 def test_other_directories_are_no_namespaces(tmp_path: Path) -> None:
     make_root(Config(tmp_path))
     node = layout_of(tmp_path)
@@ -172,4 +144,4 @@ def test_other_directories_are_no_namespaces(tmp_path: Path) -> None:
     node.rank("half").make()
     node.rank("half").objects.rmdir()
     node.rank("half").objects.symlink_to(elsewhere / "objects")
-    assert tier(tmp_path).stores()[1:] == []
+    assert Cache(tmp_path).process.home.stores()[1:] == []

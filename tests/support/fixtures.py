@@ -3,6 +3,7 @@
 import os
 import shutil
 import signal
+import ssl
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -18,7 +19,7 @@ from shardcache.locks.mounts import node_namespace
 from shardcache.store.root import make_root
 from tests.support.fakes import FakeClock, MemoryOrigin
 from tests.support.proxy import Proxy
-from tests.support.webservers import Scripted, running
+from tests.support.webservers import Scripted, certificate, running
 
 
 @pytest.fixture(scope="session")
@@ -38,6 +39,22 @@ def serve() -> Iterator[Callable[..., Scripted]]:
             return stack.enter_context(running(Scripted(respond, most)))
 
         yield start
+
+
+@pytest.fixture(scope="session")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """The files of a certificate for 127.0.0.1, which signs itself, and of its key."""
+    if shutil.which("openssl") is None:
+        pytest.skip("the openssl command makes the certificate")
+    return certificate(tmp_path_factory.mktemp("tls"))
+
+
+@pytest.fixture(scope="session")
+def context(authority: tuple[str, str]) -> ssl.SSLContext:
+    """TLS of a server with this certificate."""
+    found = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    found.load_cert_chain(*authority)
+    return found
 
 
 #: Folders that run only if named: the first needs extra packages, the second takes long.
@@ -131,6 +148,16 @@ def origin() -> MemoryOrigin:
 def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
     """Replace the library's clock; only sleeping advances it."""
     return FakeClock(monkeypatch)
+
+
+@pytest.fixture
+def no_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No thread can start, as at a limit of processes."""
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
 
 
 @pytest.fixture

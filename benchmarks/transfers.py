@@ -143,9 +143,11 @@ def summary(facts: Row) -> list[str]:
     """Return the main ratios as sentences."""
     speeds: dict[tuple[str, str], dict[str, float]] = {}
     for group in facts["groups"]:
-        of = speeds[group["target_title"], group["workload_title"]] = {}
-        for row in group["rows"]:
-            of[row["peer"]] = group["bytes"] / median(run["seconds"] for run in row["runs"])
+        speeds[group["target_title"], group["workload_title"]] = {
+            row["peer"]: group["bytes"] / median(run["seconds"] for run in row["runs"])
+            for row in group["rows"]
+            if row["runs"]
+        }
     far, small = TARGETS[_FAR], WORKLOADS["small"][0].title
     ratios = {
         place: of["shardcache-command"] / of["s5cmd"]

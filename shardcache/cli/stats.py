@@ -485,7 +485,7 @@ def top_command(invocation: Invocation, interval: float, count: int | None) -> N
         states = snapshots(cache, lambda: invocation.loaded_with_job_limits().config)
         snapshot = next(states)  # the first rates are relative to this snapshot
         display: Live | None = None
-        hint = "  q to quit"
+        hint = "q to quit"
         if console.live and sys.stdout.isatty() and not console.json:
             from rich.live import Live
 
@@ -513,24 +513,26 @@ def top_command(invocation: Invocation, interval: float, count: int | None) -> N
 
 def frame(snapshot: Row, hint: str = "") -> RenderableType:
     """Draw one of `snapshots`, with a hint in its heading."""
+    from rich.columns import Columns
     from rich.console import Group
     from rich.progress_bar import ProgressBar
     from rich.table import Table
     from rich.text import Text
 
     using = counted(snapshot["processes"], "process", "processes")
-    head = f"  {snapshot['at'].astimezone():%H:%M:%S}  {using}{hint}\n"
-    parts: list[RenderableType] = [Text.assemble(("shardcache top", "bold"), head)]
+    head = [f"{snapshot['at'].astimezone():%H:%M:%S}", using, *filter(None, [hint])]
+    beside = functools.partial(Columns, padding=(0, 2))  # below each other on a narrow terminal
+    parts: list[RenderableType] = [beside([Text("shardcache top", "bold"), *head]), ""]
     for tier in snapshot["tiers"]:
         cells_of_tier: list[RenderableType] = [_fill_text(tier)]
         if limit := tier["max_size"]:
             used = tier["disk_bytes"] / limit
             color = "yellow" if used > _NEARLY_FULL else "green"
             bar = ProgressBar(1.0, used, _GAUGE, complete_style=color, finished_style=color)
-            cells_of_tier = [bar, f"{used:.0%}", *cells_of_tier]
-        grid = Table.grid(padding=(0, 2, 0, 0))
-        grid.add_row(*cells_of_tier)
-        parts += [Shortened(printable(tier["dir"])), grid]
+            gauge = Table.grid(padding=(0, 2, 0, 0))
+            gauge.add_row(bar, f"{used:.0%}")
+            cells_of_tier.insert(0, gauge)
+        parts += [Shortened(printable(tier["dir"])), beside(cells_of_tier)]
     ranks = {_group_name(rank): stats for rank, stats in snapshot["ranks"].items()}
     seconds = snapshot["seconds"]  # the first snapshot has no rates yet
     rates = [

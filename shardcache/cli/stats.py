@@ -81,11 +81,8 @@ _SMOOTH = 3
 #: The bar of a tier turns yellow above this share of the tier's limit. A full tier has to evict
 #: shards, or to stream new ones.
 _NEARLY_FULL = 0.9
-#: Width of the bar of a tier, in columns.
-_GAUGE = 24
 #: Labels of years, months, days, hours, minutes and seconds.
 _TIMES = ["%Y", "%b", "%d", "%H:%M", "%H:%M", "%H:%M:%S"]
-_LINES = ("Hit rate", "Size of the cache")
 #: The charts: title, unit, and label -> attribute of `Stats`.
 _CHARTS: tuple[tuple[str, str, dict[str, str]], ...] = (
     ("Hit rate", "%", {"hits": "hit_rate"}),
@@ -279,9 +276,9 @@ def report_command(invocation: Invocation, since: float | None, output: str) -> 
     with invocation.cache(existing=True) as cache:
         samples, tiers = cache.samples(since), list(_tiers(cache, cache.config))
         total, held = summed(samples), sum(tier["bytes"] for tier in tiers)
-        begin = max(total.since or 0.0, clock.time() - (since or math.inf))
+        charted, begin = samples, max(total.since or 0.0, clock.time() - (since or math.inf))
         if begin > clock.time() - database.RECENT:
-            samples = database.samples(cache.process.home.node, begin, table="recent") or samples
+            charted = database.samples(cache.process.home.node, begin, table="recent") or samples
         span = "Nothing was counted"
         if total.since is not None and total.until is not None:
             span = f"{local_time(utc(total.since))} to {local_time(utc(total.until))}"
@@ -296,7 +293,7 @@ def report_command(invocation: Invocation, since: float | None, output: str) -> 
             tiers="\n".join(map(_meter, tiers)),
             figures=html.escape(_figures(total)),
             note=_NO_RANK if None in ranks else "",
-            charts="\n".join(_charts(samples, held) if samples else ()),
+            charts="\n".join(_charts(charted, held) if charted else ()),
             ranks="\n".join(
                 f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in line)}</tr>"
                 for line in (("RANK", *_ROW_TITLES), *rows)
@@ -375,7 +372,7 @@ def _charts(samples: Sequence[Sample], size: int) -> Iterator[str]:
             figure = Figure()
             axes, below = figure.subplots(), [0.0] * len(x)
             for number, (name, values) in enumerate(series.items()):
-                if title in _LINES:
+                if title in ("Hit rate", "Size of the cache"):
                     axes.plot(x, values, "o-", markersize=4)
                     below = values
                 elif any(values):  # each name keeps its colour
@@ -528,7 +525,7 @@ def frame(snapshot: Row, hint: str = "") -> RenderableType:
         if limit := tier["max_size"]:
             used = tier["disk_bytes"] / limit
             color = "yellow" if used > _NEARLY_FULL else "green"
-            bar = ProgressBar(1.0, used, _GAUGE, complete_style=color, finished_style=color)
+            bar = ProgressBar(1.0, used, width=24, complete_style=color, finished_style=color)
             gauge = Table.grid(padding=(0, 2, 0, 0))
             gauge.add_row(bar, f"{used:.0%}")
             cells_of_tier.insert(0, gauge)

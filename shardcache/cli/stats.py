@@ -81,6 +81,7 @@ _SMOOTH = 3
 #: The bar of a tier turns yellow above this share of the tier's limit. A full tier has to evict
 #: shards, or to stream new ones.
 _NEARLY_FULL = 0.9
+_SHOW_CURSOR = "\x1b[?25h"
 #: Labels of years, months, days, hours, minutes and seconds.
 _TIMES = ["%Y", "%b", "%d", "%H:%M", "%H:%M", "%H:%M:%S"]
 #: The charts: title, unit, and label -> attribute of `Stats`.
@@ -489,6 +490,7 @@ def top_command(invocation: Invocation, interval: float, count: int | None) -> N
             display = Live(
                 frame(snapshot, hint), console=console.terminal(sys.stdout), auto_refresh=False
             )
+            stack.callback(sys.stdout.write, _SHOW_CURSOR)  # rich does not if Ctrl-C ends a redraw
             stack.callback(display.stop)  # registered before start(), which a signal may interrupt
             display.start(refresh=True)
         keys = [sys.stdin] if display is not None and sys.stdin and sys.stdin.isatty() else []

@@ -137,6 +137,9 @@ docs: $(VENV)/.test
 
 site: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+	mkdir -p .site/examples
+	cp examples/*.* .site/examples
+	cp CONTRIBUTING.md .site
 
 clean:
 	rm -rf .venv .venv-3.* .site .venv.lock .coverage .coverage.* .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -24,7 +24,7 @@ from typing import Any
 import fsspec
 
 from benchmarks.peers import measure
-from benchmarks.results import Row, arguments_of, begun, save, say, table
+from benchmarks.results import Row, arguments_of, begun, drawing, save, say, table
 from shardcache import Cache
 from shardcache.config import Config
 from shardcache.space.memory import allocation
@@ -230,16 +230,9 @@ def report(facts: Row) -> str:
 
 def draw(facts: Row, path: Path) -> None:
     """Draw what the costs of `_CHARTED` grow with, as an SVG file."""
-    from matplotlib import rc_context
-    from matplotlib.figure import Figure
-
     rows = facts["rows"]
     counts = sorted({row["entries"] for row in rows})
-    # Text stays text. Grey and the default colours are legible on a light and on a dark page.
-    style = {"svg.hashsalt": path.name, "svg.fonttype": "none", "savefig.transparent": True}
-    grey = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")
-    with rc_context({**style, **dict.fromkeys(grey, "#80868e")}):
-        figure = Figure((7.5, 4), layout="constrained")
+    with drawing(path, 4.8, 4.8) as figure:  # as wide as a phone shows it
         axes = figure.subplots()
         for name in _CHARTED:
             title, unit = FIGURES[name]
@@ -247,8 +240,7 @@ def draw(facts: Row, path: Path) -> None:
             axes.loglog(counts, [value * _UNITS[unit] for value in values], "o-", label=title)
         axes.set_xticks(counts, [f"{count:,}" for count in counts])
         axes.set(xlabel="entries in the cache", ylabel="seconds")
-        figure.legend(loc="outside right upper", frameon=False)
-        figure.savefig(path, metadata={"Date": None})
+        figure.legend(loc="outside upper left", frameon=False)
 
 
 def main() -> None:

@@ -8,6 +8,7 @@ writes the page without measuring.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import subprocess
@@ -62,8 +63,8 @@ _ABOUT = """\
 
 # Benchmarks
 
-`make bench` measured and wrote this page. Client and server share the machine, so the figures say
-little about a network, but they show how the clients compare.
+`make bench` measured and wrote this page. Client and server share [the machine](#the-machine), so
+the figures compare clients and say little about a network.
 """
 
 
@@ -96,7 +97,15 @@ def render(results: dict[str, Row], folder: Path) -> Path:
     parts = [_ABOUT]
     if any(facts.get("quick") for facts in results.values()):
         parts.append("**A quick run: small objects, one round. These figures mean nothing.**\n")
-    parts.append(f"## The machine\n\n{_machine(results)}\n")
+    if "epochs" in results:
+        epochs.draw(results["epochs"], folder / "epochs.svg")
+        parts.append("![Seconds per epoch over an S3-like link](epochs.svg)\n")
+    sentences = []
+    summaries = (("epochs", epochs), ("transfers", transfers), ("samples", samples))
+    for name, module in summaries:
+        with contextlib.suppress(KeyError):  # some part of it was not measured
+            sentences += module.summary(results[name])
+    parts.append("".join(f"- {sentence}\n" for sentence in sentences))
     for name, (heading, about, tables) in PAGES.items():
         command = f"`python -m benchmarks.{name}`"
         if name in results:
@@ -104,6 +113,7 @@ def render(results: dict[str, Row], folder: Path) -> Path:
         else:
             text = f"Not run. {command} runs it."
         parts.append(f"## {heading}\n\n{text}\n")
+    parts.append(f"## The machine\n\n{_machine(results)}\n")
     if "growth" in results:
         growth.draw(results["growth"], folder / "growth.svg")
     page = folder / "benchmarks.md"

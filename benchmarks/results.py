@@ -149,6 +149,21 @@ def section(title: str, heads: Sequence[str], rows: Iterable[Sequence[str]]) -> 
     return f"#### {title}\n\n{table(heads, rows)}"
 
 
+@contextlib.contextmanager
+def drawing(path: Path, width: float, height: float) -> Iterator[Any]:
+    """Yield a matplotlib figure of that size in inches, and write it as an SVG file at the end."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    # Text stays text. Grey and the default colours are legible on a light and on a dark page.
+    style = {"svg.hashsalt": path.name, "svg.fonttype": "none", "savefig.transparent": True}
+    grey = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")
+    with rc_context({**style, **dict.fromkeys(grey, "#80868e")}):
+        figure = Figure((width, height), layout="constrained")
+        yield figure
+        figure.savefig(path, metadata={"Date": None})
+
+
 def say(text: str) -> None:
     """Print progress to stderr; the results go to stdout."""
     print(text, file=sys.stderr, flush=True)

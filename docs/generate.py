@@ -20,10 +20,10 @@ HELP = ("-h, --help", "--help")
 
 
 def options() -> str:
-    rows = ["| option | value | default | |", "|---|---|---|---|"]
+    rows = ["| option | value (default) | what it does |", "|---|---|---|"]
     for option in config.describe(config.load({"dir": "/"}, {}, [])):
         kind = option.type.replace("|", "\\|")
-        rows.append(f"| `{option.name}` | {kind} | {option.default} | {option.help} |")
+        rows.append(f"| `{option.name}` | {kind} ({option.default}) | {option.help} |")
     return f"""\
 {NOTE}
 

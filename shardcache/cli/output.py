@@ -222,6 +222,8 @@ def text_table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
 def _fits(table: Table, terminal: Terminal) -> bool:
     """Return whether the terminal shows all columns of a table without cutting a figure."""
     endless = terminal.options.update(width=_UNLIMITED)
+    for column in table.columns[1:]:  # their cells do not wrap, but rich measures words
+        column.min_width = max(len(str(cell)) for cell in (column.header, *column.cells))
     return terminal.measure(table, options=endless).minimum <= terminal.width
 
 

@@ -72,42 +72,27 @@ _since_option = click.option(
 )
 _output_option = functools.partial(click.option, "-o", "--output", type=cli.FILE)
 #: Possible lengths of the intervals of a chart in seconds, and the maximum number of intervals.
-_STEPS = (database.PERIOD, 3600, 4 * 3600, 24 * 3600, 7 * 24 * 3600)
-_INTERVALS = 100
-#: Colours that are readable on white and on black. Red is only for errors.
-_COLORS = ("#3b82c4", "#d97706", "#8b5cf6", "#0d9488", "#64748b", "#dc2626")
-_GREY = "#80868e"
+_STEPS = (10, 60, database.PERIOD, 3600, 4 * 3600, 24 * 3600)
+_INTERVALS = 120
 #: Number of intervals over which `top` averages rates, because processes write their counters only
 #: once a second.
 _SMOOTH = 3
 #: The bar of a tier turns yellow above this share of the tier's limit. A full tier has to evict
 #: shards, or to stream new ones.
 _NEARLY_FULL = 0.9
-#: Width of the bar of a tier, in columns.
-_GAUGE = 24
-#: The charts of sums: title, unit, and label -> counter.
-_SUMS: tuple[tuple[str, str, dict[str, str]], ...] = (
+_SHOW_CURSOR = "\x1b[?25h"
+#: Labels of years, months, days, hours, minutes and seconds.
+_TIMES = ["%Y", "%b", "%d", "%H:%M", "%H:%M", "%H:%M:%S"]
+#: The charts: title, unit, and label -> attribute of `Stats`.
+_CHARTS: tuple[tuple[str, str, dict[str, str]], ...] = (
+    ("Hit rate", "%", {"hits": "hit_rate"}),
     ("Opens", "", {name: name for name in OUTCOMES}),
     ("Where bytes came from", "B",
      {"cache": "bytes_saved", "origin": "bytes_origin", "upstreams": "bytes_upstream"}),
+    ("Time that readers waited", "s", {text: f"wait_us_{wait}" for wait, text in _WAITS.items()}),
     ("Bytes streamed past the cache", "B", {"streamed": "bytes_streamed"}),
     ("Bytes evicted", "B", {"evicted": "bytes_evicted"}),
 )  # fmt: skip
-_STYLE: dict[Any, Any] = {
-    "svg.hashsalt": "shardcache",  # a fixed salt, so that equal counters make equal pages
-    "svg.fonttype": "none",  # keep text as text, in the fonts of the page
-    "figure.figsize": (4.8, 2.4),  # inches, legible on a phone
-    "savefig.transparent": True,
-    "axes.titlelocation": "left", "axes.titlesize": 11, "axes.titlecolor": _GREY,
-    "xtick.color": _GREY, "ytick.color": _GREY, "xtick.labelsize": 9, "ytick.labelsize": 9,
-    "axes.grid": True, "axes.grid.axis": "y", "axes.axisbelow": True,
-    "grid.color": _GREY, "grid.alpha": 0.25, "grid.linewidth": 0.6,
-    "axes.spines.left": False, "axes.spines.right": False,
-    "axes.spines.top": False, "axes.spines.bottom": False,
-    "legend.frameon": False, "legend.fontsize": 8, "legend.labelcolor": _GREY,
-    "legend.handlelength": 0.7, "legend.columnspacing": 0.9,
-    "legend.borderaxespad": 0, "legend.borderpad": 0.2,
-}  # fmt: skip
 
 
 @command("stats")
@@ -279,9 +264,9 @@ def _cells(stats: Stats, seconds: float | None = None) -> list[str]:
 def report_command(invocation: Invocation, since: float | None, output: str) -> None:
     """Write an HTML page with charts.
 
-    The page shows the hit rate over time, bytes from cache and origin, waits and evictions. It
-    is one file without scripts. The charts need the extra shardcache[report]; `stats --json` has
-    the same figures.
+    The page shows hits, bytes from cache and origin, waits and the size of the cache over time.
+    It is one file without scripts. The charts need the extra shardcache[report]; `stats --json`
+    has the same figures.
 
     \b
     Examples:
@@ -289,8 +274,11 @@ def report_command(invocation: Invocation, since: float | None, output: str) -> 
       shardcache report --since 24h -o /var/www/html/shardcache.html
     """
     with invocation.cache(existing=True) as cache:
-        samples, gauges = cache.samples(since), map(_meter, _tiers(cache, cache.config))
-        total = summed(samples)
+        samples, tiers = cache.samples(since), list(_tiers(cache, cache.config))
+        total, held = summed(samples), sum(tier["bytes"] for tier in tiers)
+        charted, begin = samples, max(total.since or 0.0, clock.time() - (since or math.inf))
+        if begin > clock.time() - database.RECENT:
+            charted = database.samples(cache.process.home.node, begin, table="recent") or samples
         span = "Nothing was counted"
         if total.since is not None and total.until is not None:
             span = f"{local_time(utc(total.since))} to {local_time(utc(total.until))}"
@@ -302,10 +290,10 @@ def report_command(invocation: Invocation, since: float | None, output: str) -> 
             version=__version__,
             made=local_time(utc(time.time())),
             span=span,
-            tiers="\n".join(gauges),
+            tiers="\n".join(map(_meter, tiers)),
             figures=html.escape(_figures(total)),
             note=_NO_RANK if None in ranks else "",
-            charts=_charts(samples) if samples else "",
+            charts="\n".join(_charts(charted, held) if charted else ()),
             ranks="\n".join(
                 f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in line)}</tr>"
                 for line in (("RANK", *_ROW_TITLES), *rows)
@@ -345,15 +333,15 @@ def _fill_text(tier: Row) -> str:
 
 def _meter(tier: Row) -> str:
     used, limit = tier["disk_bytes"], tier["max_size"]
-    text = f"{tier['dir']}: {_fill_text(tier)}"
-    if not limit:
-        return f"<p>{html.escape(text)}</p>"
-    text += f" ({used / limit:.0%})"
-    return f'<p>{html.escape(text)} <meter max="{limit}" value="{used}"></meter></p>'
+    bar = f' ({used / limit:.0%}) <meter max="{limit}" value="{used}"></meter>' if limit else ""
+    return f"<p>{html.escape(tier['dir'])}: {_fill_text(tier)}{bar}</p>"
 
 
-def _charts(samples: Sequence[Sample]) -> str:
-    """Return SVG charts of the counters over time: rates as lines, sums as bars."""
+def _charts(samples: Sequence[Sample], size: int) -> Iterator[str]:
+    """Yield SVG charts of the counters over time: states as lines, sums as bars.
+
+    ``size`` is the number of bytes that are in the cache now.
+    """
     try:
         from matplotlib import dates, rc_context, ticker
         from matplotlib.figure import Figure
@@ -368,47 +356,48 @@ def _charts(samples: Sequence[Sample]) -> str:
     step = next((step for step in _STEPS if span / step <= _INTERVALS), _STEPS[-1])
     groups = summed_by(samples, lambda sample: sample.start // step * step)
     sums = list(groups.values())
-    charts: dict[str, tuple[str, dict[str, list[Any]]]] = {}
-    if any(each.opens for each in sums):
-        rates = [math.nan if each.hit_rate is None else 100 * each.hit_rate for each in sums]
-        charts["Hit rate"] = "%", {"hits": rates}
-    for title, unit, names in _SUMS:
-        series = {label: [getattr(each, name) for each in sums] for label, name in names.items()}
-        if any(map(any, series.values())):
-            charts[title] = unit, series
-    zone, drawings = datetime.now().astimezone().tzinfo, list[str]()
-    x, width = [dates.date2num(utc(start)) for start in groups], step / 86400
-    size = 3 if len(x) > 1 else 9  # points; a single point has no line that would show it
-    for title, (unit, series) in charts.items():
-        with rc_context(_STYLE):
-            figure = Figure(layout="constrained")
+    charts: list[tuple[str, str, dict[str, list[Any]]]] = [
+        (title, unit, {label: [getattr(each, name) for each in sums] for label, name in of.items()})
+        for title, unit, of in _CHARTS
+    ]
+    changes = [each.bytes_evicted - each.bytes_stored for each in sums[:0:-1]]  # back in time
+    sizes = [*itertools.accumulate(changes, initial=size)][::-1]
+    charts.insert(1, ("Size of the cache", "B", {"stored": sizes}))
+    zone = datetime.now().astimezone().tzinfo
+    x, width = [dates.date2num(utc(start + step / 2)) for start in groups], step / 86400
+    for title, unit, series in charts:
+        if not any(map(any, series.values())):
+            continue
+        with rc_context(fname=Path(__file__).with_name("report.mplstyle")):
+            figure = Figure()
             axes, below = figure.subplots(), [0.0] * len(x)
-            for (name, values), color in zip(series.items(), _COLORS, strict=False):
-                if unit == "%":
-                    axes.plot(x, values, "o-", markersize=size, label=name, color=color)
+            for number, (name, values) in enumerate(series.items()):
+                if title in ("Hit rate", "Size of the cache"):
+                    axes.plot(x, values, "o-", markersize=4)
+                    below = values
                 elif any(values):  # each name keeps its colour
-                    axes.bar(x, values, 0.8 * width, below, label=name, color=color)
+                    axes.bar(x, values, 0.8 * width, below, label=name, color=f"C{number}")
                     below = [a + b for a, b in zip(below, values, strict=True)]
-            steps = ticker.MaxNLocator(4, steps=[1, 2, 5, 10], integer=True)
-            labels = range(0, 101, 20) if unit == "%" else steps.tick_values(0, max(below))
-            axes.set_yticks(labels)
+            steps = ticker.MaxNLocator(4, steps=[1, 2, 5, 10], integer=unit != "%")
+            labels = steps.tick_values(0, 1 if unit == "%" else max(below))
+            axes.set(yticks=labels, xlim=(x[0] - width, x[-1] + width))
             axes.set_ylim(0, labels[-1] * 1.02)  # just above the last label, which no bar exceeds
             axes.yaxis.set_major_formatter(functools.partial(_label, unit))
-            axes.set_xlim(x[0] - width, x[-1] + width)
             locator = dates.AutoDateLocator(tz=zone, minticks=min(3, len(x)), maxticks=6)
             axes.xaxis.set_major_locator(locator)
-            axes.xaxis.set_major_formatter(dates.ConciseDateFormatter(locator, tz=zone))
+            axes.xaxis.set_major_formatter(dates.ConciseDateFormatter(locator, zone, _TIMES))
             axes.set_title(title, pad=20 if len(series) > 1 else 6)
             if len(series) > 1:
                 axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=len(series))
             text = io.StringIO()
             figure.savefig(text, format="svg", metadata={"Date": None})
-        drawings.append(text.getvalue()[text.getvalue().index("<svg") :])
-    return "\n".join(drawings)
+        yield text.getvalue()[text.getvalue().index("<svg") :]
 
 
 def _label(unit: str, value: float, position: int | None) -> str:
-    return format_bytes(value).replace(".0 ", " ") if unit == "B" else f"{value:,.0f}{unit}"
+    if unit == "B":
+        return format_bytes(value).replace(".0 ", " ")
+    return f"{value / 1e6:,.10g} s" if unit == "s" else f"{value:.0%}" if unit else f"{value:,.0f}"
 
 
 def snapshots(cache: Cache, config: Callable[[], Config]) -> Iterator[Row]:
@@ -492,13 +481,14 @@ def top_command(invocation: Invocation, interval: float, count: int | None) -> N
         states = snapshots(cache, lambda: invocation.loaded_with_job_limits().config)
         snapshot = next(states)  # the first rates are relative to this snapshot
         display: Live | None = None
-        hint = "  q to quit"
+        hint = "q to quit"
         if console.live and sys.stdout.isatty() and not console.json:
             from rich.live import Live
 
             display = Live(
                 frame(snapshot, hint), console=console.terminal(sys.stdout), auto_refresh=False
             )
+            stack.callback(sys.stdout.write, _SHOW_CURSOR)  # rich does not if Ctrl-C ends a redraw
             stack.callback(display.stop)  # registered before start(), which a signal may interrupt
             display.start(refresh=True)
         keys = [sys.stdin] if display is not None and sys.stdin and sys.stdin.isatty() else []
@@ -520,24 +510,26 @@ def top_command(invocation: Invocation, interval: float, count: int | None) -> N
 
 def frame(snapshot: Row, hint: str = "") -> RenderableType:
     """Draw one of `snapshots`, with a hint in its heading."""
+    from rich.columns import Columns
     from rich.console import Group
     from rich.progress_bar import ProgressBar
     from rich.table import Table
     from rich.text import Text
 
     using = counted(snapshot["processes"], "process", "processes")
-    head = f"  {snapshot['at'].astimezone():%H:%M:%S}  {using}{hint}\n"
-    parts: list[RenderableType] = [Text.assemble(("shardcache top", "bold"), head)]
+    head = [f"{snapshot['at'].astimezone():%H:%M:%S}", using, *filter(None, [hint])]
+    beside = functools.partial(Columns, padding=(0, 2))  # below each other on a narrow terminal
+    parts: list[RenderableType] = [beside([Text("shardcache top", "bold"), *head]), ""]
     for tier in snapshot["tiers"]:
         cells_of_tier: list[RenderableType] = [_fill_text(tier)]
         if limit := tier["max_size"]:
             used = tier["disk_bytes"] / limit
             color = "yellow" if used > _NEARLY_FULL else "green"
-            bar = ProgressBar(1.0, used, _GAUGE, complete_style=color, finished_style=color)
-            cells_of_tier = [bar, f"{used:.0%}", *cells_of_tier]
-        grid = Table.grid(padding=(0, 2, 0, 0))
-        grid.add_row(*cells_of_tier)
-        parts += [Shortened(printable(tier["dir"])), grid]
+            bar = ProgressBar(1.0, used, width=24, complete_style=color, finished_style=color)
+            gauge = Table.grid(padding=(0, 2, 0, 0))
+            gauge.add_row(bar, f"{used:.0%}")
+            cells_of_tier.insert(0, gauge)
+        parts += [Shortened(printable(tier["dir"])), beside(cells_of_tier)]
     ranks = {_group_name(rank): stats for rank, stats in snapshot["ranks"].items()}
     seconds = snapshot["seconds"]  # the first snapshot has no rates yet
     rates = [

@@ -1,7 +1,8 @@
 """Store the counts of all processes of a node in ``stats.db``, an SQLite database.
 
 A row holds what one rank counted under one name in ten minutes. After thirty days, it is added to
-the row of that name for all earlier time, so that the totals for Prometheus never fall. The file is
+the row of that name for all earlier time, so that the totals for Prometheus never fall. The counts
+of the last hour are also stored in steps of ten seconds, for the charts of a short job. The file is
 never synced to disk: a power failure may damage it, and then counting starts again from zero.
 
 Each function opens the database of the node's namespace ``layout`` and closes it before it returns.
@@ -29,11 +30,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _SCHEMA = """
-CREATE TABLE IF NOT EXISTS counts (
+CREATE TABLE IF NOT EXISTS {} (
     start INTEGER, rank INTEGER, name TEXT, n INTEGER, PRIMARY KEY (start, rank, name)
 ) WITHOUT ROWID
 """
-_ADD = "INSERT INTO counts VALUES (?, ?, ?, ?) ON CONFLICT DO UPDATE SET n = n + excluded.n"
+_ADD = "INSERT INTO {} VALUES (?, ?, ?, ?) ON CONFLICT DO UPDATE SET n = n + excluded.n"
 _EXPIRE = (
     "INSERT INTO counts SELECT 0, -1, name, sum(n) FROM counts WHERE start BETWEEN 1 AND ? "
     "GROUP BY name ON CONFLICT DO UPDATE SET n = n + excluded.n",
@@ -42,6 +43,10 @@ _EXPIRE = (
 #: Length in seconds of the period of a row: short enough for the charts of a day, and a month of a
 #: node with eight ranks has half a million rows.
 PERIOD = 600
+#: Table -> length in seconds of the periods of its rows.
+_TABLES = {"counts": PERIOD, "recent": 10}
+#: Age in seconds at which a row of the last hour expires.
+RECENT = 3600
 #: The rank of a process outside any job.
 NO_RANK = -1
 
@@ -53,7 +58,7 @@ _PATIENCE = 5.0
 
 @dataclass(slots=True)
 class Sample:
-    """The counts of one rank in a period of ten minutes."""
+    """The counts of one rank in a period: ten minutes, or ten seconds of the last hour."""
 
     start: int  #: seconds since the epoch; 0 for everything older than 30 days
     rank: int  #: rank in the job, or `NO_RANK`
@@ -62,20 +67,25 @@ class Sample:
 
 def add(layout: Layout, rank: int, now: float, row: Mapping[str, int], busy: float) -> None:
     """Add counts by name to the period of ``now``. Waits ``busy`` seconds for other writers."""
-    start = int(now // PERIOD) * PERIOD
     with _opened(layout, busy, repair=True) as db:
-        db.executemany(_ADD, [(start, rank, name, n) for name, n in row.items()])
+        for table, period in _TABLES.items():
+            start = int(now // period) * period
+            db.executemany(_ADD.format(table), [(start, rank, *each) for each in row.items()])
+        db.execute("DELETE FROM recent WHERE start < ?", (now - RECENT,))
 
 
-def samples(layout: Layout, since: float = 0.0, *, ever: bool = False) -> list[Sample]:
+def samples(
+    layout: Layout, since: float = 0.0, *, ever: bool = False, table: str = "counts"
+) -> list[Sample]:
     """Return the samples that end after ``since`` (seconds since the epoch), in no special order.
 
-    With ``ever``, also return the sample that sums up everything older than 30 days.
+    With ``ever``, also return the sample that sums up everything older than 30 days. The table
+    ``recent`` has the samples of ten seconds.
     """
     found: dict[tuple[int, int], Sample] = {}
     with _opened(layout, _PATIENCE) as db:
-        query = "SELECT * FROM counts WHERE start > ? OR (start = 0 AND ?)"
-        for start, rank, name, n in db.execute(query, (max(0.0, since - PERIOD), ever)):
+        query = f"SELECT * FROM {table} WHERE start > ? OR (start = 0 AND ?)"  # noqa: S608
+        for start, rank, name, n in db.execute(query, (max(0.0, since - _TABLES[table]), ever)):
             found.setdefault((start, rank), Sample(start, rank)).counters[name] += n
     return list(found.values())
 
@@ -90,7 +100,8 @@ def expire(layout: Layout, now: float) -> None:
 def zero(layout: Layout) -> None:
     """Delete all counts."""
     with _opened(layout, _PATIENCE) as db:
-        db.execute("DELETE FROM counts")
+        for table in _TABLES:
+            db.execute(f"DELETE FROM {table}")  # noqa: S608
 
 
 @contextlib.contextmanager
@@ -127,7 +138,8 @@ def _opened(layout: Layout, busy: float, *, repair: bool = False) -> Iterator[sq
             ) as db,
         ):
             db.execute("PRAGMA synchronous = OFF")
-            db.execute(_SCHEMA)
+            for table in _TABLES:
+                db.execute(_SCHEMA.format(table))
             yield db
             db.commit()
     except sqlite3.DatabaseError as exn:

@@ -111,8 +111,9 @@ class Stats(Counts):
         }
 
     def __repr__(self) -> str:
-        rate = "no opens" if self.hit_rate is None else f"{self.hit_rate:.2%} hits"
-        text = f"{counted(self.opens, 'open')}, {rate}"
+        text = counted(self.opens, "open")
+        if self.hit_rate is not None:
+            text += f", {self.hit_rate:.2%} hits"
         if self.streamed:
             text += f", {self.streamed} streamed ({format_bytes(self.bytes_streamed)})"
         text += f", {format_bytes(self.bytes_saved)} saved"

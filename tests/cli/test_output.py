@@ -1,11 +1,13 @@
 """Console output: escaping, colour and progress."""
 
+import io
 import sys
 import time
 
 import pytest
+import rich.console
 
-from shardcache.cli.output import Console, Position, display
+from shardcache.cli.output import Console, Fitted, Position, display
 
 
 def test_values_are_escaped(capsys):
@@ -51,3 +53,16 @@ def test_without_a_terminal_progress_is_a_line_now_and_then(capsys, monkeypatch,
     with display(Console(**options), lambda: {"": Position("1/4 shards", 0, 10**9)}):
         time.sleep(1.0)  # the import of rich takes a while
     assert capsys.readouterr().err[:13] == ("" if options else "1/4 shards 0%")
+
+
+@pytest.mark.parametrize("width", [41, 40])
+def test_a_narrow_terminal_cuts_no_figure(width):
+    terminal = rich.console.Console(file=io.StringIO(), width=width)
+    terminal.print(
+        Fitted(
+            ["RANK", "OPENS", "HIT RATE", "STREAMED", "FETCHED"],
+            [["all", "0.0/s", "-", "0 B/s", "5.1 MB/s"]],
+        )
+    )
+    shown = terminal.file.getvalue()
+    assert ("5.1 MB/s" in shown) == ("FETCH" in shown) == (width == 41)

@@ -47,6 +47,23 @@ def test_the_report_is_one_file_with_the_right_figures(run, shop, tmp_path):
     assert [fact for fact in facts if fact not in text] == []
 
 
+def test_the_report_of_a_short_job_shows_its_course(run, make_cache, origin, clock, tmp_path):
+    page, urls = tmp_path / "report.html", [f"s3://lab/{n}.bin" for n in range(4)]
+    with make_cache(dir=tmp_path / "cache") as cache:
+        for url in urls:  # one minute
+            origin.objects[url] = bytes(1_000_000)
+            cache.open(url).read()
+            cache.process.counters.flush()
+            clock.sleep(20)
+        cache.remove(urls[0])
+    assert run("report", "-o", page)[0] == 0
+    size = page.read_text().partition("Size of the cache")[0].rpartition("<svg")[2]
+    (line,) = re.findall(r'<path d="([^"]*)" clip-path[^>]*stroke: #3b82c4', size)
+    heights = [float(y) for y in re.findall(r"[ML] \S+ (\S+)", line)]
+    shards = [(heights[0] - y) / (heights[0] - heights[1]) + 1 for y in heights]
+    assert shards == pytest.approx([1, 2, 3, 4, 3], abs=0.01)
+
+
 def test_the_report_of_an_empty_cache_escapes_names(run, tmp_path):
     root = tmp_path / "<b>cache"
     make_root(Config(root))

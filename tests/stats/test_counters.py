@@ -156,6 +156,8 @@ def test_counts_expire_but_their_total_stays(make, layout, clock):
     assert total(layout, since=NOON + HOUR).hits == 240
     expire(layout, NOON + 24 * HOUR)
     assert len(samples(layout)) == count and total(layout) == whole
+    seconds = {each.start for each in samples(layout, table="recent")}
+    assert (min(seconds), max(seconds)) == (NOON + 119 * 60, NOON + 179 * 60)  # the last hour
     for days in (31, 62):  # one row holds all expired counts
         expire(layout, NOON + days * 24 * HOUR)
         assert samples(layout) == [] and len(samples(layout, ever=True)) == 1

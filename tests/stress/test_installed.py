@@ -59,5 +59,5 @@ def test_the_installation_is_complete_and_imports_lightly(fresh):
     (site,) = fresh.parent.glob("lib/python*/site-packages")
     files = {str(path.relative_to(site)) for path in site.rglob("*")}
     assert {"tests", "benchmarks"}.isdisjoint(files)
-    templates = ("py.typed", "cli/report.html")
+    templates = ("py.typed", "cli/report.html", "cli/report.mplstyle")
     assert {f"shardcache/{name}" for name in templates} <= files

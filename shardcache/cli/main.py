@@ -90,8 +90,12 @@ class Invocation:
         self.storage_options: dict[str, Any] = {}
         self.received: int | None = None  #: the number of the first signal, once it was received
         self.stop = threading.Event()  #: set by the first signal
-        #: Whether the command polls `stop`. If not, the first signal raises KeyboardInterrupt.
-        self.polls_stop = False
+        self._polls_stop = False
+
+    def poll_stop(self) -> threading.Event:
+        """Return `stop`, which the command polls; without this, a signal interrupts it."""
+        self._polls_stop = True
+        return self.stop
 
     def loaded(self) -> Loaded:
         """Return the configuration and the source of each option."""
@@ -195,7 +199,7 @@ class Invocation:
             os._exit(128 + number)
         self.received = number
         self.stop.set()
-        if not self.polls_stop:
+        if not self._polls_stop:
             raise KeyboardInterrupt
 
 

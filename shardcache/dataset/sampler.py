@@ -13,7 +13,7 @@ import json
 import logging
 import math
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -63,11 +63,18 @@ class SampleIndex(int):
 
     epoch: int
 
+    def __new__(cls, number: int, epoch: int = 0) -> SampleIndex:  # noqa: D102
+        self = super().__new__(cls, number)
+        self.epoch = epoch
+        return self
+
 
 class Batch(list[int]):
-    """The numbers of a batch, and the positions of the shards that its lanes mix now."""
+    """The numbers of a batch, and the positions of the ``shards`` that its lanes mix now."""
 
-    shards: frozenset[int] = frozenset()
+    def __init__(self, indices: Iterable[int], shards: Iterable[int]) -> None:
+        super().__init__(indices)
+        self.shards = frozenset(shards)
 
 
 class ShardBatchSampler(Sampler[list[int]]):
@@ -294,6 +301,15 @@ class ShardBatchSampler(Sampler[list[int]]):
             text = "%d nodes read %d lanes, so several nodes download the same shards"
             logger.warning(text, self._nodes, lanes)
 
+    def _advance(self, epoch: int, taken: int) -> None:
+        """Record the position of an iteration. After its last batch, the epoch is over."""
+        self._taken = epoch, taken
+        if not self._batches(taken):  # Trainer does not request another one
+            self._finish(epoch)
+
+    def _finish(self, epoch: int) -> None:
+        self._start = epoch + 1, 0
+
     def _batches(self, taken: int) -> int:
         return self.order.batches(self.share, taken, drop_last=self.drop_last)
 
@@ -333,7 +349,7 @@ class _Iteration:
     def __next__(self) -> list[int]:
         sampler, start = self._sampler, self._taken
         if not sampler._batches(start):
-            sampler._start = self._number + 1, 0
+            sampler._finish(self._number)
             raise StopIteration
         if self._epoch is None:  # in the process that iterates
             self._epoch = Epoch(sampler.order, self._number)
@@ -347,15 +363,9 @@ class _Iteration:
         if not sampler._is_checked and (size := self._ahead.size):
             sampler._check_room(size)
         self._taken = start + sampler.share
-        sampler._taken = self._number, self._taken
-        if not sampler._batches(self._taken):  # Trainer does not request another one
-            sampler._start = self._number + 1, 0
-        indices = [SampleIndex(number) for number in found.tolist()]
-        for index in indices:
-            index.epoch = self._number
-        batch = Batch(indices)
-        batch.shards = frozenset(self._epoch.shards(0))
-        return batch
+        sampler._advance(self._number, self._taken)
+        indices = (SampleIndex(number, self._number) for number in found.tolist())
+        return Batch(indices, self._epoch.shards(0))
 
     def state_dict(self) -> dict[str, int | str]:
         return self._sampler._state(self._number, self._taken)

@@ -72,6 +72,10 @@ class NodeReport:
     error: Exception | None = None  #: an error that concerns more than single shards
     _report: PrewarmReport | None = None
 
+    def interrupt(self) -> None:
+        """Record that the node's task was cancelled."""
+        self.interrupted = True
+
     @property
     def ended(self) -> bool:
         """Whether the node will send no more news."""
@@ -187,15 +191,16 @@ def prewarm_nodes(
                         del streams[stream]
                     except ray.exceptions.RayError as exn:
                         del streams[stream]
-                        report.interrupted = deadline < math.inf
-                        if not report.interrupted:
-                            report.error = _lost(ray, alive[report.number]["NodeID"], exn)
+                        if deadline < math.inf:
+                            report.interrupt()
+                        else:
+                            report.take([_lost(ray, alive[report.number]["NodeID"], exn)])
                 with redirect_stdout(out):
                     on_news(nodes)
         finally:
             for stream, report in streams.items():  # these did not end in time
                 ray.cancel(stream)
-                report.interrupted = True
+                report.interrupt()
     on_news(nodes)
     return tuple(nodes)
 

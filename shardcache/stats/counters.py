@@ -222,14 +222,17 @@ class Counters:
             except RuntimeError:  # another thread writes
                 pass
 
+    def _disown(self) -> None:
+        """Count nothing in a forked child, because the parent writes these counts."""
+        self._where = None
+
 
 _all: weakref.WeakSet[Counters] = weakref.WeakSet()
 
 
-def _disown() -> None:
-    """Stop these counters in a forked child, because the parent writes their counts."""
+def _disown_all() -> None:
     for counters in _all:
-        counters._where = None
+        counters._disown()
 
 
-os.register_at_fork(after_in_child=_disown)
+os.register_at_fork(after_in_child=_disown_all)

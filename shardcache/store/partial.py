@@ -161,6 +161,7 @@ class Partial:
         file: io.FileIO,
         journal: io.FileIO | None,
         records_at: int,
+        unproven: bytes | None = None,
     ) -> None:
         self.path = data.parent
         self.data = data
@@ -169,13 +170,13 @@ class Partial:
         self.earlier = frozenset(files.list_names(layout.key_dir(metadata.key)))
         #: False until a response shows that the origin still has the version of a resumed partial,
         #: which no process reads until then.
-        self.confirmed = True
+        self.confirmed = unproven is None
         self.written = 0  #: bytes on disk
         self._file = file
         self._journal = journal
         self._records_at = records_at
         self._digests: dict[int, tuple[bytes, int]] = {}
-        self._unproven = b""  # the records of a claimed partial
+        self._unproven = unproven or b""  # the records of a claimed partial
         self._guard = threading.Lock()
 
     @classmethod
@@ -235,9 +236,8 @@ class Partial:
                 (claimed / META).unlink(missing_ok=True)  # left if the writer was killed in `seal`
                 if status.st_size > metadata.info.size:
                     os.ftruncate(file.fileno(), metadata.info.size)
-                partial = cls(layout, claimed / basename, metadata, file, journal, records_at)
-                partial._unproven = data[records_at:]
-                partial.confirmed = False
+                parts = metadata, file, journal, records_at, data[records_at:]
+                partial = cls(layout, claimed / basename, *parts)
                 partial._write_header()
             except (os_error(), DamagedError) as exn:
                 if isinstance(exn, OSError) and exn.errno not in _UNCLAIMED:

@@ -11,7 +11,7 @@ import contextlib
 import errno
 import os
 import threading
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -55,6 +55,15 @@ class VerifyStatus:
     done: int = 0  #: entries that were checked
     passed: int = 0  #: bytes of the entries that were checked
 
+    def begin(self, sizes: Sequence[int]) -> None:
+        """Record the sizes of the entries to check."""
+        self.shards, self.bytes = len(sizes), sum(sizes)
+
+    def checked(self, sizes: Sequence[int]) -> None:
+        """Record the sizes of entries that were checked."""
+        self.done += len(sizes)
+        self.passed += sum(sizes)
+
 
 #: Number of shards to check at once. Flash disks serve a few reads as fast as one, but more would
 #: slow down the jobs that read from the same disk.
@@ -66,7 +75,7 @@ _Locked = Callable[[Path], AbstractContextManager[bool]]
 
 
 def verify(
-    entries: Iterable[tuple[Store, Entry]],
+    entries: Sequence[tuple[Store, Entry]],
     *,
     quick: bool,
     locked: _Locked | None,
@@ -80,8 +89,7 @@ def verify(
     shards: dict[str, list[tuple[Store, Entry]]] = {}
     for store, entry in entries:
         shards.setdefault(entry.key, []).append((store, entry))
-        status.shards += 1
-        status.bytes += entry.size
+    status.begin([entry.size for _, entry in entries])
     is_closed = False
 
     def check_stopped() -> None:
@@ -112,8 +120,7 @@ def verify(
     pool = ThreadPoolExecutor(_THREADS, "shardcache-verify")
     try:
         for copies, findings in zip(shards.values(), pool.map(check, shards.values()), strict=True):
-            status.done += len(copies)
-            status.passed += sum(entry.size for _, entry in copies)
+            status.checked([entry.size for _, entry in copies])
             yield from findings
     finally:
         is_closed = True

@@ -97,5 +97,5 @@ def test_a_cancelled_task_ends_its_prewarm(order, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         stream.throw(KeyboardInterrupt)  # type: ignore[attr-defined]
     wait_until(lambda: threading.active_count() <= before)
-    node.interrupted = True
+    node.interrupt()
     assert node.report.stopped is Stopped.REQUESTED and len(node.report.results) == 4

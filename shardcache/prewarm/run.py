@@ -173,9 +173,16 @@ def prewarm(
     plan = make_plan(
         cache, shards, listing, best_effort=best_effort, list_sizes=not check, refresh=refresh
     )
+    known = {
+        shard.key: ShardResult(str(shard), Outcome.SKIPPED, error=error)
+        for shard in plan.shards
+        if skip_missing
+        # With `refresh`: cached, but no longer at the origin.
+        if isinstance(error := plan.unconfirmed.get(shard.key), ShardNotFoundError)
+    }
     if only_plans:
         report([Planned(plan)])
-        results = plan.results({}, Outcome.MISSING)
+        results = plan.results(known, Outcome.MISSING)
         return PrewarmReport(plan, results, clock.monotonic() - start)
     if plan.missing and not best_effort:
         report([Planned(plan)])
@@ -189,7 +196,7 @@ def prewarm(
         )
     stop = stop or threading.Event()
     events = list(confirm(cache, plan, stop))
-    known = {each.shard.key: each.result for each in events if isinstance(each, Finished)}
+    known |= {each.shard.key: each.result for each in events if isinstance(each, Finished)}
     end = math.inf if deadline is None else start + deadline
     limits = best_effort, max_failures, skip_missing, rate, end
     pool = Pool(cache, plan, stop, jobs, *limits, results=known)
@@ -235,10 +242,6 @@ class Pool:
     stopped: Stopped | None = None  #: why no further shard is started
 
     def __post_init__(self) -> None:
-        for shard in self.plan.shards:  # with `refresh`: cached, but no longer at the origin
-            error = self.plan.unconfirmed.get(shard.key)
-            if self.skip_missing and isinstance(error, ShardNotFoundError):
-                self.results[shard.key] = ShardResult(str(shard), Outcome.SKIPPED, error=error)
         self._queue = self._missing()
         self.jobs = min(self.jobs, len(self._queue))
         # The offset of this file is the position in the queue. Helpers share it, and the kernel

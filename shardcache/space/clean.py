@@ -121,6 +121,8 @@ class Housekeeper:
         if (now := clock.monotonic()) < self.due:
             return
         self.due = now + _MEMORY_INTERVAL  # set first, so that other threads return above
+        if self._thread is not None and self._thread.is_alive():  # it may wait for a lock
+            return
         try:
             space = self._tier.space
             is_due, in_memory = now >= self._next, ram_disk(space.node.base) is not None

@@ -175,7 +175,8 @@ def hide(directory: Path, layout: Layout, key: str) -> Path | None:
     # A directory in a lower layer of an overlay, as in a container's image, cannot be renamed. Its
     # files are removed where they are, the data first, so that it never looks complete.
     if foreign := _remove_files(directory):
-        layout.modes.new_directory(hidden)
+        hidden.mkdir(mode=0o700)
+        hidden.chmod(directory.stat().st_mode)  # the members of a group may enter it
         for name in foreign:
             (directory / name).rename(hidden / name)
     directory.rmdir()

@@ -18,7 +18,7 @@ from shardcache.space.eviction import CleanReport, Limits, Reason, total_bytes
 from shardcache.store.entry import Store, set_aside
 from shardcache.urls import parse_url
 from tests.support.caches import read
-from tests.support.disktools import needs_root, overlay
+from tests.support.disktools import disk, needs_root, overlay
 from tests.support.shop import Shop
 from tests.support.storetools import (
     age,
@@ -136,6 +136,23 @@ def test_one_process_of_a_node_cleans_in_the_background(layout, tmp_path, monkey
     assert rounds == ["shardcache-clean"] * 2
 
 
+@needs_root
+@pytest.mark.locks_work
+def test_a_process_evicts_for_the_memory_of_its_job_in_one_thread(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "_MEMORY_INTERVAL", 0.0)
+    shop = Shop(tmp_path, count=1)
+    with disk(shop.path, "size=16m"):
+        with shop.cache() as cache:
+            cache.fetch(shop.urls[0])
+        lock = taken(layout_of(shop.path).named_lock("budget"))
+        with shop.cache(min_free="100%") as cache:
+            for _ in range(3):
+                cache.open(shop.urls[0]).close()
+                assert [each.name for each in threading.enumerate()].count("shardcache-clean") == 1
+            lock.release()
+            wait_until(lambda: shop.urls[0] not in cache)
+
+
 @pytest.mark.locks_work
 @pytest.mark.parametrize(
     ("stays", "why"),
@@ -174,17 +191,18 @@ def test_remove_dir_leaves_nothing_unless_something_must_stay(run, tmp_path, sta
 
 
 @needs_root
-def test_shards_in_the_image_of_a_container_can_be_removed_and_replaced(tmp_path):
+@pytest.mark.parametrize("group", [None, os.getegid()])
+def test_shards_in_the_image_of_a_container_can_be_removed_and_replaced(tmp_path, group):
     """A directory in the lower layer of an overlay cannot be renamed."""
     shop = Shop(tmp_path, count=2)
     (url, damaged), (data, other) = shop.urls, [Path(each).read_bytes() for each in shop.urls]
-    with shop.cache() as cache:
+    with shop.cache(shared_group=group) as cache:
         baked = cache.fetch(url)
         os.truncate(cache.fetch(damaged).data, 100)
     (baked.path / "notes.txt").write_text("of another program")
     with (
         overlay(shop.path, tmp_path / "layers") as merged,
-        Cache(merged, cache_local=True, min_free=0) as cache,
+        Cache(merged, cache_local=True, min_free=0, shared_group=group) as cache,
     ):
         assert read(cache, damaged) == other and cache.entry(damaged).size == len(other)
         with cache.open(url) as stream:
@@ -193,4 +211,5 @@ def test_shards_in_the_image_of_a_container_can_be_removed_and_replaced(tmp_path
         assert read(cache, url) == data and cache.path(url) is not None
         (kept,) = layout_of(merged).partial.glob("kept.*")
         assert [path.name for path in kept.iterdir()] == ["notes.txt"]
+        assert kept.stat().st_mode == baked.path.stat().st_mode
     assert baked.data.read_bytes() == data  # the image is unchanged

@@ -36,7 +36,7 @@ from shardcache.urls import ShardURL, shown_url
 
 if TYPE_CHECKING:
     from shardcache.origins.listing import Selection
-    from shardcache.results import Event, PrewarmReport
+    from shardcache.prewarm import Event, PrewarmReport
     from shardcache.space.eviction import CleanReport
     from shardcache.stats.database import Sample
     from shardcache.stats.summary import Stats

@@ -30,8 +30,7 @@ from shardcache.download.connections import parse_rate
 from shardcache.errors import ConfigError, ShardNotFoundError
 from shardcache.origins.listing import SHARD, is_pattern
 from shardcache.prewarm.plan import own_share
-from shardcache.prewarm.run import JOBS, most_processes, prewarm
-from shardcache.results import (
+from shardcache.prewarm.results import (
     Event,
     Finished,
     Outcome,
@@ -41,6 +40,7 @@ from shardcache.results import (
     Started,
     Stopped,
 )
+from shardcache.prewarm.run import JOBS, most_processes, prewarm
 from shardcache.units import Limit, counted, format_bytes, format_duration, format_rate
 
 if TYPE_CHECKING:

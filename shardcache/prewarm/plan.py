@@ -22,8 +22,8 @@ from shardcache.errors import ConfigError, ShardCacheError
 from shardcache.faults import os_error
 from shardcache.origins.base import ObjectInfo
 from shardcache.origins.listing import Listing, refuse_local
+from shardcache.prewarm.results import Finished, Outcome, PrewarmPlan, ShardResult, Started
 from shardcache.ranks import whole_number
-from shardcache.results import Finished, Outcome, PrewarmPlan, ShardResult, Started
 from shardcache.space.eviction import Limits, disk_bytes, linked
 from shardcache.space.memory import Volume
 from shardcache.space.tiers import Tier

@@ -33,8 +33,7 @@ from shardcache.cache import Cache
 from shardcache.errors import ConfigError, ShardCacheError
 from shardcache.origins.listing import expand_braces
 from shardcache.prewarm.plan import Share
-from shardcache.prewarm.run import JOBS, prewarm
-from shardcache.results import (
+from shardcache.prewarm.results import (
     Event,
     Finished,
     Outcome,
@@ -45,6 +44,7 @@ from shardcache.results import (
     Stopped,
     portable,
 )
+from shardcache.prewarm.run import JOBS, prewarm
 
 #: Seconds between two batches of news from a node; and between two checks in the calling process.
 _NEWS_EVERY, _TICK = 1.0, 0.2

@@ -51,7 +51,7 @@ from shardcache.faults import is_local_error
 from shardcache.layout import Layout
 from shardcache.origins.listing import Listing
 from shardcache.prewarm.plan import Share, confirm, make_plan, wanted_shards
-from shardcache.results import (
+from shardcache.prewarm.results import (
     Event,
     Finished,
     Outcome,

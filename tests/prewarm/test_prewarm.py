@@ -19,9 +19,9 @@ from shardcache.errors import (
 )
 from shardcache.origins.base import ObjectInfo
 from shardcache.origins.listing import Listing
+from shardcache.prewarm import Finished, Planned, Started, Stopped
 from shardcache.prewarm.plan import same_version
 from shardcache.process import ProcessCache
-from shardcache.results import Finished, Planned, Started, Stopped
 from tests.support.fakes import Fault
 from tests.support.storetools import refusing, room, wait_until
 from tests.support.tars import make_tar

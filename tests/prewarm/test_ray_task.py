@@ -6,11 +6,11 @@ import threading
 import pytest
 
 from shardcache.errors import CacheFullError, ConfigError, ShardCacheError, ShardNotFoundError
+from shardcache.prewarm import Outcome, Stopped
 from shardcache.prewarm import ray as module
 from shardcache.prewarm.plan import Share
 from shardcache.prewarm.ray import NodeReport, _prewarm_here
 from shardcache.process import ProcessCache
-from shardcache.results import Outcome, Stopped
 from tests.support.storetools import wait_until
 from tests.support.tars import make_tar
 

@@ -80,7 +80,7 @@ def test_an_older_copy_costs_nothing_that_the_origin_has_sent(node, origin, nas,
     origin.objects[URL] = DATA
     origin.requests.clear()
     again = Cache(first.dir, min_free=0, upstreams=[nas], attempts=1)
-    again.process.origins._made["s3", (), ""] = origin
+    again.process.origins.use("s3", origin)
     with again:
         assert again.open(URL).read() == DATA
     assert origin.requests[0][1] == BLOCK

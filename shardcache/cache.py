@@ -11,7 +11,6 @@ import threading
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import replace
 from functools import cache, lru_cache, partial
-from itertools import product
 from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TypedDict, TypeVar, Unpack
@@ -547,20 +546,24 @@ class Cache:
         Returns the size of the removed entries in bytes, and the number of entries that remain.
         Raises the errors of `select` and `clean`.
         """
-        from shardcache.space import clean as cleaning
+        from shardcache.space.eviction import Limits, Reason
 
         require_cache(self.dir)
-        keys, pins = [shard.key for shard in self.select(specs)], self.pins()
+        keys = [shard.key for shard in self.select(specs)]
         freed = stay = 0
-        process = self.process
-        for tier, key in product(process.present, keys):
-            stores, pinned = tier.stores(), key in pins
-            removed, size, in_use = cleaning.remove(stores, key, pinned=pinned, dry_run=dry_run)
-            if removed and not dry_run:
-                tier.space.forget_refusal()
-                process.counters.add({"evicted_asked": removed, "bytes_evicted": size})
-            freed += size
-            stay += in_use
+        for tier in self.process.present:
+            stores, space = tier.stores(), tier.space
+            entries = [each for store in stores for key in keys for each in store.entries_of(key)]
+            report = space.plan(Limits(everything=True), jobs=False, entries=entries)
+            removals = [replace(removal, reason=Reason.ASKED) for removal in report.removed]
+            stay += report.kept
+            if not dry_run:
+                evicted = space.evict(removals)
+                space.forget_refusal()
+                left = [each.entries for each in removals if each not in evicted]
+                stay += sum(any(entry.path.exists() for entry in links) for links in left)
+                removals = evicted
+            freed += sum(removal.entries[0].size for removal in removals)
         return freed, stay
 
     def stats(self, since: float | str | None = None) -> Stats:

@@ -296,7 +296,7 @@ class Space:
 
     def _evict(self, usage: _Usage, planned: CleanReport) -> int:
         """Carry out a plan; return the bytes freed. Call it with the budget lock."""
-        gone = self.evict(planned)
+        gone = self.evict(planned.removed)
         for removal in gone:
             usage.add(_part(removal.entries[0].key), -removal.size)
         return sum(removal.size for removal in gone)
@@ -449,10 +449,10 @@ class Space:
             usage.held[_part(Path(removal.name).name)] = None
         return sum(removal.size for removal in removals)
 
-    def evict(self, planned: CleanReport) -> list[Removal]:
+    def evict(self, planned: Iterable[Removal]) -> list[Removal]:
         """Evict the shards of a plan that no process reads now; return those that were evicted."""
         store, gone = self.stores()[0], []
-        for removal in planned.removed:
+        for removal in planned:
             if all(store.evict(entry) for entry in removal.entries):
                 key, size, reason = removal.entries[0].key, removal.entries[0].size, removal.reason
                 extra = {"event": "evicted", "key": key, "bytes": size, "reason": reason.value}

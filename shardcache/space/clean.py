@@ -17,11 +17,10 @@ from shardcache import clock, threads
 from shardcache.errors import LockTimeoutError
 from shardcache.faults import os_error
 from shardcache.space.budget import Space
-from shardcache.space.eviction import CleanReport, Limits, Removal, linked, remove_expired, sweep
+from shardcache.space.eviction import CleanReport, Limits, Removal, remove_expired, sweep
 from shardcache.space.memory import ram_disk
 from shardcache.space.tiers import Tier
 from shardcache.stats import database
-from shardcache.store.entry import Store
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +55,7 @@ def clean(
     planned = space.plan(limits, reserved=reserved, jobs=not limits.everything)
     if dry_run:
         return replace(planned, removed=(*leftovers, *planned.removed))
-    gone, now = space.evict(planned), clock.time()
+    gone, now = space.evict(planned.removed), clock.time()
     space.forget_refusal()
     remove_expired(space.node, now)
     try:
@@ -82,25 +81,6 @@ def joined(reports: Sequence[CleanReport]) -> CleanReport:
         all(report.dry_run for report in reports),
         sum(report.pinned for report in reports),
     )
-
-
-def remove(
-    stores: Sequence[Store], key: str, *, pinned: bool = False, dry_run: bool = False
-) -> tuple[int, int, int]:
-    """Remove the cached versions of a shard that no process reads; none if it is ``pinned``.
-
-    Returns the number of versions that were removed, their bytes, and the number that stay.
-    """
-    removed = freed = stay = 0
-    in_use, evict = stores[0].in_use, stores[0].evict
-    for links in linked(entry for each in stores for entry in each.entries_of(key)):
-        is_free = not pinned and not (dry_run and any(map(in_use, links)))
-        if is_free and (dry_run or all(map(evict, links))):
-            removed += 1
-            freed += links[0].size
-        elif any(entry.path.exists() for entry in links):
-            stay += 1
-    return removed, freed, stay
 
 
 class Housekeeper:

@@ -46,6 +46,7 @@ class Reason(StrEnum):
     MIN_FREE = "min_free"
     MAX_AGE = "max_age"
     ALL = "all"
+    ASKED = "asked"  # a user named the shard
     ORPHAN = "orphan"
 
 

@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 
 #: HEAD requests in flight at once during a refresh. Each takes one round trip and has no body.
 _REQUESTS = 16
-#: Environment variables with the number of this node and the number of nodes: in a Slurm step, in a
-#: Slurm allocation, and under torchrun, which starts one group of workers per node.
+#: Environment variables with the number of this node and the number of nodes, of Slurm's steps and
+#: allocations, and of torchrun, which starts one group of workers per node.
 _LAUNCHERS = (
     ("SLURM_NODEID", "SLURM_STEP_NUM_NODES"),
     ("SLURM_NODEID", "SLURM_NNODES"),
@@ -76,9 +76,9 @@ def own_share(node: int | None, count: int | None, ranks: int) -> Share:
     """Return this node's share. Without ``node`` and ``count``, read the launcher's variables."""
     if (node is None) != (count is None):
         raise ConfigError("--node-rank and --node-count go together: give both, or neither.")
-    for name, size in _LAUNCHERS:
+    for names in _LAUNCHERS:
         if node is None or count is None:
-            node, count = whole_number(os.environ, name), whole_number(os.environ, size)
+            node, count = (whole_number(os.environ, name) for name in names)
     if node is None or count is None:
         raise ConfigError(
             "--shard-by-node needs to know which node this is. Run it as a Slurm step "
@@ -110,12 +110,12 @@ def wanted_shards(
 ) -> tuple[ShardURL, ...]:
     """Expand and parse shard specifications, and return each shard of the share once, in order.
 
-    As in WebDataset, a shard that is named twice counts twice in the split. Items of ``wanted``
-    that are parsed are not expanded. Raises the errors of `expand`.
+    As in WebDataset, a shard that is named twice counts twice in the split. Raises the errors of
+    `expand`.
     """
     shards: list[ShardURL] = []
-    for each in wanted:
-        shards += [each] if isinstance(each, ShardURL) else map(cache.parse, listing.expand(each))
+    for spec in wanted:
+        shards += [spec] if isinstance(spec, ShardURL) else map(cache.parse, listing.expand(spec))
     by_key: dict[str, ShardURL] = {}
     for shard in shards if share is None else share.of(shards):
         refuse_local(shard, cache.config)
@@ -189,8 +189,7 @@ def confirm(cache: Cache, plan: PrewarmPlan, stop: threading.Event) -> Iterator[
     """Record a use of the cached shards of a plan, so that its downloads do not evict them.
 
     Yields the events of the shards that need no download. The others could not be compared with
-    their origin, are damaged, belong to another rank, or were stored under another boot. Ends early
-    once ``stop`` is set.
+    their origin, are damaged, belong to another rank, or were stored under another boot.
     """
     process, now = cache.process, clock.time()
     directories = process.prepare()

@@ -18,7 +18,7 @@ from shardcache.urls import ShardURL
 class Outcome(StrEnum):
     """How the prewarm of one shard ended."""
 
-    CACHED = "cached"  #: the shard was already cached
+    CACHED = "cached"  #: before the prewarm
     FETCHED = "fetched"
     COALESCED = "coalesced"  #: another reader downloaded the shard
     LINKED = "linked"  #: hard-linked to the entry of another rank or job

@@ -12,6 +12,7 @@ import logging
 import math
 import os
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -42,35 +43,23 @@ _NO_JOB = "local"
 _MAX_LIMITS = 65_536
 
 
+@dataclass(eq=False)
 class Tier:
-    """One directory of a cache in one process.
+    """One directory of a cache in one process."""
 
-    ``config`` has the ``dir`` and the limits of this tier. ``started`` is when the job began to use
-    the cache, in seconds since the epoch; None for a command. The pins of ``home``, the directory
-    of the cache, hold in all tiers.
-    """
-
-    node: Layout  #: the node's namespace
-    store: Store  #: the namespace that this process stores into
-    space: Space  #: the budget of the directory
+    config: Config  #: its ``dir`` and limits are those of this tier
+    _ranks: Ranks
+    _started: float | None  # when the job began to use the cache; None for a command
+    _notices: Notices
+    _counters: Counters
+    _home: Path  # the directory of the cache, whose pins hold in all tiers
+    node: Layout = field(init=False)  #: the node's namespace
+    store: Store = field(init=False)  #: the namespace that this process stores into
+    space: Space = field(init=False)  #: the budget of the directory
     made: tuple[int, int] | None = None  #: `identity` after `make`; None if it failed
+    _session: Session | None = None
 
-    def __init__(
-        self,
-        config: Config,
-        ranks: Ranks,
-        started: float | None,
-        notices: Notices,
-        counters: Counters,
-        home: Path,
-    ) -> None:
-        self.config = config
-        self._home = Layout.of_root(home)
-        self._ranks = ranks
-        self._started = started
-        self._notices = notices
-        self._counters = counters
-        self._session: Session | None = None
+    def __post_init__(self) -> None:
         self._locate()
 
     def _locate(self) -> None:
@@ -145,7 +134,8 @@ class Tier:
 
     def limited(self, config: Config) -> Space:
         """Return the budget of this tier with the limits of ``config``."""
-        return Space(self.node, self.stores, config, self._counters, self._home)
+        home = Layout.of_root(self._home)
+        return Space(self.node, self.stores, config, self._counters, home)
 
     def evict_lru(self) -> None:
         """Follow the policy ``lru`` from now on."""

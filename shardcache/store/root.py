@@ -20,8 +20,6 @@ from shardcache.files import Modes, list_names, random_token
 from shardcache.layout import MANIFEST, Layout, is_record_name, is_temporary_name, read_manifest
 from shardcache.locks.mounts import lock_kind
 
-#: Device and inode number.
-
 #: Manifest field with the number of the group that shares the cache.
 _GROUP = "shared_group"
 #: Manifest field with the kind of lock that the creator of the cache uses.
@@ -127,7 +125,7 @@ def _check_foreign(root: Path) -> None:
     """Raise ConfigError if ``root`` has links, or is neither a cache nor empty."""
     check_links(Layout.of_root(root))
     names = [] if is_cache(root) else sorted(list_names(root.resolve()))
-    if strange := [n for n in names if n not in _ROOT_NAMES and not is_temporary_name(n)]:
+    if strange := [n for n in names if not (n in _ROOT_NAMES or is_temporary_name(n))]:
         shown = ", ".join(strange[:3]) + (", ..." if strange[3:] else "")
         raise ConfigError(
             f"{root} is not a shardcache directory, and it has other files in it ({shown}). "

@@ -554,7 +554,7 @@ class Cache:
         for tier in self.process.present:
             stores, space = tier.stores(), tier.space
             entries = [each for store in stores for key in keys for each in store.entries_of(key)]
-            report = space.plan(Limits(everything=True), jobs=False, entries=entries)
+            report = space.plan(entries, Limits(everything=True), jobs=False)
             removals = [replace(removal, reason=Reason.ASKED) for removal in report.removed]
             stay += report.kept
             if not dry_run:

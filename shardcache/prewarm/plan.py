@@ -265,9 +265,9 @@ def _room(
     free = spare = volume.free - config.min_free.of(volume.size) + resumable
     sizes = [(links[0].key in wanted, disk_bytes(links, space.allocated)) for links in linked(here)]
     eviction = space.plan(
+        [entry for entry in here if entry.key not in wanted],
         Limits(max_size=limit, free_needed=max(0, need - spare)),
         reserved=others + need + sum(size for is_wanted, size in sizes if is_wanted),
-        entries=[entry for entry in here if entry.key not in wanted],
     )
     if limit is not None:
         free = min(free, limit - others - sum(size for _, size in sizes))

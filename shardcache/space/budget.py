@@ -277,7 +277,7 @@ class Space:
             spare = min(held // _SHARE, usage.total // 100) if len(entries) >= _MANY else 0
             limits = replace(limits, spare=max(spare, extra * held // max(1, len(entries))))
             reserved = usage.total - held + need
-            planned = self.plan(limits, reserved=reserved, jobs=jobs, entries=entries)
+            planned = self.plan(entries, limits, reserved=reserved, jobs=jobs)
             if not planned.missing:
                 break
         return planned
@@ -411,16 +411,9 @@ class Space:
         return sum(math.inf if size is None else self.allocated(size) for size in sizes)
 
     def plan(
-        self,
-        limits: Limits,
-        *,
-        reserved: int = 0,
-        jobs: bool = True,
-        entries: Sequence[Entry] | None = None,
+        self, entries: Sequence[Entry], limits: Limits, *, reserved: int = 0, jobs: bool = True
     ) -> CleanReport:
-        """Plan an eviction of ``entries``, or of all, with `eviction.plan` and `Policy.of`."""
-        if entries is None:
-            entries = [entry for store in self.stores() for entry in store.entries()]
+        """Plan an eviction of ``entries`` with `eviction.plan` and `Policy.of`."""
         keys, now = {entry.key for entry in entries}, clock.time()
         pins = eviction.pinned((self.node, self._home), now, keys)
         policy = eviction.Policy.of(self._config, self.node, now, pins, jobs=jobs)

@@ -52,7 +52,8 @@ def clean(
     # A dry run has not removed the leftovers, so `flights` still counts them.
     reserved = sum(flight.reserved for flight in space.flights()) - (swept if dry_run else 0)
     limits = replace(limits, free_needed=max(0, limits.free_needed - swept))
-    planned = space.plan(limits, reserved=reserved, jobs=not limits.everything)
+    entries = [entry for store in space.stores() for entry in store.entries()]
+    planned = space.plan(entries, limits, reserved=reserved, jobs=not limits.everything)
     if dry_run:
         return replace(planned, removed=(*leftovers, *planned.removed))
     gone, now = space.evict(planned.removed), clock.time()

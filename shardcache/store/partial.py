@@ -149,33 +149,25 @@ class PartialSource:
             self._stack.close()
 
 
+@dataclass(eq=False)
 class Partial:
     """A partial that this process writes. Use `create` or `claim` to make one."""
 
-    def __init__(
-        self,
-        layout: Layout,
-        data: Path,
-        metadata: Metadata,
-        file: io.FileIO,
-        journal: io.FileIO | None,
-        records_at: int,
-        unproven: bytes | None = None,
-    ) -> None:
-        self.path = data.parent
-        self.data = data
-        self.metadata = metadata  #: the sidecar; its size and digest are final after `seal`
-        #: Directory names of the versions that existed when the partial was created.
-        self.earlier = frozenset(files.list_names(layout.key_dir(metadata.key)))
-        #: Of a claimed partial: whether a response shows that the origin still has this version.
-        #: Until then, no process reads it.
-        self.confirmed = unproven is None
+    data: Path
+    metadata: Metadata  #: the sidecar; its size and digest are final after `seal`
+    earlier: frozenset[str]  #: names of the versions that existed when the partial was created
+    _file: io.FileIO
+    _journal: io.FileIO | None
+    _records_at: int
+    _unproven: bytes = b""  # the records of a claimed partial
+    #: Of a claimed partial: whether a response shows that the origin still has this version. Until
+    #: then, no process reads it.
+    confirmed: bool = True
+
+    def __post_init__(self) -> None:
+        self.path = self.data.parent
         self.written = 0  #: bytes on disk
-        self._file = file
-        self._journal = journal
-        self._records_at = records_at
         self._digests: dict[int, tuple[bytes, int]] = {}
-        self._unproven = unproven or b""  # the records of a claimed partial
         self._guard = threading.Lock()
 
     @classmethod
@@ -199,8 +191,8 @@ class Partial:
                 stack.enter_context(journal)
                 sidecar = metadata.encode()
                 sidecar += b" " * (-len(sidecar) % 8)  # so that no record's length crosses a page
-            records_at = _HEADER.size + len(sidecar)
-            partial = cls(layout, data, metadata, file, journal, records_at)
+            earlier = frozenset(files.list_names(layout.key_dir(metadata.key)))
+            partial = cls(data, metadata, earlier, file, journal, _HEADER.size + len(sidecar))
             partial._write_header(sidecar)
             stack.pop_all()
         return partial
@@ -232,8 +224,9 @@ class Partial:
                 (claimed / META).unlink(missing_ok=True)  # left if the writer was killed in `seal`
                 if status.st_size > metadata.info.size:
                     os.ftruncate(file.fileno(), metadata.info.size)
-                parts = file, journal, records_at, data[records_at:]
-                partial = cls(layout, claimed / basename, metadata, *parts)
+                earlier = frozenset(files.list_names(layout.key_dir(metadata.key)))
+                parts = earlier, file, journal, records_at, data[records_at:], False
+                partial = cls(claimed / basename, metadata, *parts)
                 partial._write_header()
             except (os_error(), DamagedError) as exn:
                 if isinstance(exn, OSError) and exn.errno not in _UNCLAIMED:

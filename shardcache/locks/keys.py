@@ -74,7 +74,7 @@ class Holder:
             texts = holder.job, holder.partial, holder.url
         except (ValueError, TypeError, AttributeError, RecursionError):
             return None
-        return holder if typed and all(isinstance(each, str | None) for each in texts) else None
+        return holder if typed and all(isinstance(text, str | None) for text in texts) else None
 
     def __str__(self) -> str:
         text = f"process {self.pid} on {self.host}"
@@ -132,8 +132,8 @@ class KeyLock:
                 return False
             if os.fstat(file.fileno()).st_nlink:
                 with ignoring(OSError):  # a pipe can be locked, but has no offsets
-                    left = Holder.decode(os.pread(file.fileno(), _MAX_RECORD, 0))
-                    self.partial = left.partial if left else None
+                    previous = Holder.decode(os.pread(file.fileno(), _MAX_RECORD, 0))
+                    self.partial = previous.partial if previous else None
                 self.update(replace(holder, partial=self.partial))
                 return True
             self.release()  # a sweep removed the file between open and flock
@@ -205,8 +205,8 @@ class KeyLease:
                 raise
             logger.warning("%s: going on without a lease: %s", self.path, exn)
             return True
-        left = read_holder(self._record)
-        self.update(replace(holder, partial=left.partial if left else None))
+        previous = read_holder(self._record)
+        self.update(replace(holder, partial=previous.partial if previous else None))
         return True
 
     def _break_expired(self, lease: SoftFileLease) -> None:
@@ -256,10 +256,10 @@ def remove_locks(layout: Layout) -> None:
 
 
 def _remove_free_lock(layout: Layout, path: Path) -> None:
-    left = read_holder(path)
+    previous = read_holder(path)
     # The file names the partial of a killed download. The partial may be in another tier, but no
     # partial that was not written for an hour is resumed.
-    partial = left is not None and left.partial
+    partial = previous is not None and previous.partial
     if partial and (files.is_directory(layout.partial / partial) or not files.is_idle(path)):
         return
     with ignoring(OSError), files.locked(path, remove=True) as free:

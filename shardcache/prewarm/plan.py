@@ -69,7 +69,7 @@ class Share:
     def of(self, shards: Sequence[ShardURL]) -> list[ShardURL]:
         """Return the shards that this node's ranks read, in the order of the list."""
         world = self.count * self.ranks
-        return [each for n, each in enumerate(shards) if n % world // self.ranks == self.node]
+        return [shard for n, shard in enumerate(shards) if n % world // self.ranks == self.node]
 
 
 def own_share(node: int | None, count: int | None, ranks: int) -> Share:
@@ -155,7 +155,7 @@ def make_plan(
                 unconfirmed[shard.key] = versions
             elif versions:
                 outdated[shard.key] = versions
-        current = (each for each in entries if each.version not in outdated.get(each.key, ()))
+        current = (e for e in entries if e.version not in outdated.get(e.key, ()))
         cached = {entry.key: entry for entry in current if entry.key in wanted}
     missing = [shard for shard in shards if shard.key not in cached]
     sizes: Mapping[str, int] = listing.sizes(missing) if missing and list_sizes else {}
@@ -167,10 +167,9 @@ def make_plan(
     for tier in process.tiers:  # a tier takes the shards for which earlier tiers lack room
         flights = tier.space.flights()
         tier_free, tier_evict, tier_lacks = _room(tier, flights, entries, wanted, lacking)
-        journals = (
-            read_journal(each.path) for each in flights if each.key in sizes and not each.live
-        )
-        resumable += sum(each.written for each in journals if each and each.metadata.resumable)
+        paths = [flight.path for flight in flights if flight.key in sizes and not flight.live]
+        journals = filter(None, map(read_journal, paths))
+        resumable += sum(journal.written for journal in journals if journal.metadata.resumable)
         # A tier that exceeds its limits lacks more than these shards need, hence the `min`.
         lacking = min(lacking, tier_lacks)
         free, evict = free + tier_free, evict + tier_evict
@@ -221,14 +220,14 @@ def _outdated_versions(cache: Cache, shard: ShardURL) -> frozenset[str] | Except
     except (ShardCacheError, os_error()) as exn:
         return exn
     try:
-        old = [each for each in entries if not same_version(each.metadata().info, latest)]
+        old = [entry for entry in entries if not same_version(entry.metadata().info, latest)]
     except (ValueError, DamagedError, FileNotFoundError):
         # Either the origin states nothing that identifies a version, so nothing can be compared, or
         # the entry is damaged, which its next open will discover.
         return frozenset()
     if len(old) < len(entries):
         own = tuple(f"{tier.store.layout.base}/objects/" for tier in process.tiers)
-        old = [each for each in old if each.directory.startswith(own)]
+        old = [entry for entry in old if entry.directory.startswith(own)]
     return frozenset(entry.version for entry in old)
 
 

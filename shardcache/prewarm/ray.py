@@ -102,16 +102,16 @@ class NodeReport:
 
     def take(self, news: _News) -> None:
         """Record a batch of news from the node."""
-        for each in news:
-            match each:
+        for item in news:
+            match item:
                 case Planned(plan):
                     self.plan = plan
                 case Finished(shard, result):
                     self.results[shard.key] = result
                 case PrewarmReport():
-                    self._report = each
+                    self._report = item
                 case Exception():
-                    self.error = each
+                    self.error = item
 
 
 def prewarm_nodes(

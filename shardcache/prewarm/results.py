@@ -67,7 +67,7 @@ class ShardResult:
 
     def __reduce__(self) -> tuple[Any, ...]:
         error = None if self.error is None else portable(self.error)  # which is the last field
-        return ShardResult, (*(getattr(self, each.name) for each in fields(self)[:-1]), error)
+        return ShardResult, (*(getattr(self, field.name) for field in fields(self)[:-1]), error)
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -256,8 +256,8 @@ class PrewarmReport:
 
     def errors(self, outcome: Outcome) -> dict[str, Exception]:
         """Return the errors of the shards with an outcome, by canonical URL."""
-        found = (each for each in self.results if each.outcome == outcome)
-        return {each.url: each.error for each in found if each.error is not None}
+        results = (result for result in self.results if result.outcome == outcome)
+        return {result.url: result.error for result in results if result.error is not None}
 
     def count(self, *outcomes: Outcome) -> int:
         """Return the number of shards with one of ``outcomes``."""

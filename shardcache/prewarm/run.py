@@ -192,7 +192,7 @@ def prewarm(
         )
     stop = stop or threading.Event()
     events = list(confirm(cache, plan, stop))
-    known |= {each.shard.key: each.result for each in events if isinstance(each, Finished)}
+    known |= {event.shard.key: event.result for event in events if isinstance(event, Finished)}
     end = math.inf if deadline is None else start + deadline
     pool = Pool(cache, plan, stop, jobs, best_effort, max_failures, skip_missing, rate, end, known)
     with contextlib.closing(pool):
@@ -378,7 +378,7 @@ class Pool:
         def report(events: list[Started | Finished]) -> None:
             if owner.poll():
                 self.stop.set()
-            progress = {key: each.progress() for key, each in list(self._running.items())}
+            progress = {key: running.progress() for key, running in list(self._running.items())}
             owner.send((events, _drain(records), progress, self.stopped))
 
         # After an error, the owner downloads the shards that have no result, and reports the error

@@ -48,7 +48,7 @@ _SHARE = 50
 #: With this many entries or more, an eviction removes an extra 2 % of the sample, but at most 1 %
 #: of the cache, so that one admission in twenty lists a sample.
 _MANY = 100
-#: `Space.holdings` counts at least this many shards, if there are so many. The estimate from such a
+#: `Space.contents` counts at least this many shards, if there are so many. The estimate from such a
 #: sample is off by 1 %, and at most by 3 %.
 _COUNTED = 10_000
 #: Multiples of this number, modulo 256, spread a sample over the parts. Evictions take the parts in
@@ -79,7 +79,7 @@ def _part(name: str) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Holdings:
+class Contents:
     """The shards of a cache. A file with several links counts once."""
 
     shards: int = 0
@@ -92,8 +92,8 @@ class Holdings:
 class _Usage:
     """The content of the file ``usage``."""
 
-    #: Bytes on disk of entries and shards in flight, by part; None if they must be counted.
-    held: list[int | None] = field(default_factory=lambda: [None] * _PARTS)
+    #: Bytes on disk of the entries and shards in flight of each part; None if not counted.
+    parts: list[int | None] = field(default_factory=lambda: [None] * _PARTS)
     next: int = 0  #: the part to list next
     listed: float = -math.inf  #: when a sample was listed, on the monotonic clock of the node
     #: Parts to count again in the next admission, because a final size is unknown.
@@ -102,7 +102,7 @@ class _Usage:
     @property
     def total(self) -> int:
         """The bytes of all parts."""
-        return sum(filter(None, self.held))
+        return sum(filter(None, self.parts))
 
     def listed_to(self, part: int) -> None:
         """Note that the parts up to this one were listed now."""
@@ -111,8 +111,8 @@ class _Usage:
 
     def add(self, part: int, size: int) -> None:
         """Add bytes to a part that was counted."""
-        held = self.held[part]
-        self.held[part] = None if held is None else max(0, held + size)
+        before = self.parts[part]
+        self.parts[part] = None if before is None else max(0, before + size)
 
 
 @dataclass(eq=False)
@@ -211,7 +211,7 @@ class Space:
             return  # no limit applies, so ``usage`` is not needed
         with self._usage() as usage:
             if size is None:
-                usage.held[part] = None
+                usage.parts[part] = None
                 usage.growing.add(part)
             self._count(usage)
             swept = False
@@ -266,17 +266,17 @@ class Space:
         over = self._over(usage, limits, need)
         order = [(usage.next + n) % _PARTS for n in range(_PARTS)]
         listing = zip(order, self._list(usage, order), strict=True)
-        entries, held = list[Entry](), 0
+        entries, listed = list[Entry](), 0
         for least in (_SAMPLE,) if few else (_SAMPLE, math.inf):
-            for part, (found, size) in listing:
-                entries += found
-                held += size
+            for part, (more, size) in listing:
+                entries += more
+                listed += size
                 usage.listed_to(part)
-                if len(entries) >= least and held >= _SHARE * over:
+                if len(entries) >= least and listed >= _SHARE * over:
                     break
-            spare = min(held // _SHARE, usage.total // 100) if len(entries) >= _MANY else 0
-            limits = replace(limits, spare=max(spare, extra * held // max(1, len(entries))))
-            reserved = usage.total - held + need
+            spare = min(listed // _SHARE, usage.total // 100) if len(entries) >= _MANY else 0
+            limits = replace(limits, spare=max(spare, extra * listed // max(1, len(entries))))
+            reserved = usage.total - listed + need
             planned = self.plan(entries, limits, reserved=reserved, jobs=jobs)
             if not planned.missing:
                 break
@@ -291,14 +291,15 @@ class Space:
 
     def flights(self) -> list[InFlight]:
         """Return the shards in flight in all namespaces, with their sizes as bytes on disk."""
-        found = []
+        flights = []
         for store in self.stores():
-            for each in in_flight(store.layout):
-                size = None if each.size is None else self.allocated(each.size)
-                found.append(replace(each, occupied=self.allocated(each.occupied), size=size))
-        return found
+            for flight in in_flight(store.layout):
+                size = None if flight.size is None else self.allocated(flight.size)
+                occupied = self.allocated(flight.occupied)
+                flights.append(replace(flight, occupied=occupied, size=size))
+        return flights
 
-    def holdings(self) -> Holdings:
+    def contents(self) -> Contents:
         """Count the shards on the disk; estimate a large cache from a fixed sample of its parts."""
         stores, files, share = self.stores(), list[eviction.Links](), 0.0
         for n in range(_PARTS):
@@ -309,8 +310,8 @@ class Space:
                 break
         size = sum(links[0].size for links in files)
         used = sum(eviction.disk_bytes(links, self.allocated) for links in files)
-        shards, size, used = (round(each / share) for each in (len(files), size, used))
-        return Holdings(shards, size, used, estimated=share < 1)
+        shards, size, used = (round(count / share) for count in (len(files), size, used))
+        return Contents(shards, size, used, estimated=share < 1)
 
     def _list(self, usage: _Usage, parts: Iterable[int]) -> Iterator[tuple[list[Entry], int]]:
         """Yield the entries of each part, and their bytes on disk; correct ``usage``."""
@@ -328,15 +329,15 @@ class Space:
                 for flight in flights.get(part, ())
                 if (flight.key, flight.version) not in published or is_directory(flight.path)
             )
-            if any(each.live and each.key and each.size is None for each in flights.get(part, ())):
+            if any(f.live and f.key and f.size is None for f in flights.get(part, ())):
                 usage.growing.add(part)
-            held = eviction.total_bytes(entries, self.allocated)
-            usage.held[part] = held + reserved
-            yield entries, held
+            size = eviction.total_bytes(entries, self.allocated)
+            usage.parts[part] = size + reserved
+            yield entries, size
 
     def _count(self, usage: _Usage) -> None:
         """Count the parts whose bytes are unknown."""
-        if unknown := [part for part, held in enumerate(usage.held) if held is None]:
+        if unknown := [part for part, size in enumerate(usage.parts) if size is None]:
             deque(self._list(usage, unknown), maxlen=0)
         if len(unknown) == _PARTS:
             usage.listed_to(usage.next - 1)
@@ -348,17 +349,17 @@ class Space:
         try:
             yield usage
         finally:
-            held = [None if n in usage.growing else size for n, size in enumerate(usage.held)]
-            self._record(self.node.usage, held, usage.next, usage.listed)
+            parts = [None if n in usage.growing else size for n, size in enumerate(usage.parts)]
+            self._record(self.node.usage, parts, usage.next, usage.listed)
 
     def _read(self) -> _Usage:
         """Return the content of ``usage``. With leases, or if it is damaged, no part is counted."""
         with contextlib.suppress(ValueError, TypeError, OverflowError):
-            boot, held, part, listed = read_json(self.node.usage, _MAX_USAGE)
-            if len(held) == _PARTS and self.node.grace is None:
-                known = [each if isinstance(each, int) and each >= 0 else None for each in held]
+            boot, parts, part, listed = read_json(self.node.usage, _MAX_USAGE)
+            if len(parts) == _PARTS and self.node.grace is None:
+                parts = [size if isinstance(size, int) and size >= 0 else None for size in parts]
                 listed = float(listed) if boot == boot_id() else -math.inf
-                return _Usage(known, int(part) % _PARTS, listed)
+                return _Usage(parts, int(part) % _PARTS, listed)
         return _Usage()
 
     def _refusal(self, need: int, usage: _Usage | None = None) -> tuple[int, bool]:
@@ -368,8 +369,8 @@ class Space:
                 boot, when, most = read_json(self.node.refusal, _MAX_USAGE)
                 age = clock.monotonic() - float(when)
                 if boot == boot_id() and age >= 0:
-                    held = (usage or self._read()).total
-                    return max(0, held + need - int(most)), age < _REFUSED
+                    total = (usage or self._read()).total
+                    return max(0, total + need - int(most)), age < _REFUSED
         return 0, False
 
     def forget_refusal(self) -> None:
@@ -424,11 +425,13 @@ class Space:
 
     def _sweep(self, usage: _Usage) -> int:
         """Remove partials of dead processes and half-removed entries; return the bytes freed."""
-        removals = [one for store in self.stores() for one in eviction.sweep(store, self.allocated)]
-        for removal in removals:
-            logger.info("removed %s, %d bytes", removal.name, removal.size)
-            usage.held[_part(Path(removal.name).name)] = None
-        return sum(removal.size for removal in removals)
+        swept = 0
+        for store in self.stores():
+            for removal in eviction.sweep(store, self.allocated):
+                logger.info("removed %s, %d bytes", removal.name, removal.size)
+                usage.parts[_part(Path(removal.name).name)] = None
+                swept += removal.size
+        return swept
 
     def evict(self, planned: Iterable[Removal]) -> list[Removal]:
         """Evict the shards of a plan that no process reads now; return those that were evicted."""
@@ -445,7 +448,7 @@ class Space:
     @contextlib.contextmanager
     def _budget_lock(self) -> Iterator[None]:
         """Hold the node's budget lock in the body; after a minute, warn and continue without it."""
-        with self._hold("budget", _BUDGET_SECONDS) as other:
+        with self._named_lock("budget", _BUDGET_SECONDS) as other:
             is_known = other is not None and other == self._stuck
             self._stuck = other
             if other is not None and not is_known:
@@ -460,7 +463,7 @@ class Space:
 
         Raises LockTimeoutError if another process is cleaning.
         """
-        with self._hold("clean", self._config.lock_timeout if wait else 0.0) as other:
+        with self._named_lock("clean", self._config.lock_timeout if wait else 0.0) as other:
             if other is not None:
                 root = self.node.base.parent
                 text = f"{other} is cleaning {root}, so nothing was removed. Try again later."
@@ -468,7 +471,7 @@ class Space:
             yield
 
     @contextlib.contextmanager
-    def _hold(self, name: str, seconds: float) -> Iterator[Holder | None]:
+    def _named_lock(self, name: str, seconds: float) -> Iterator[Holder | None]:
         """Hold a lock of the node; yield None, or its holder if it is not free in ``seconds``.
 
         A holder that was stuck before, and still is, is not waited for again.
@@ -477,7 +480,7 @@ class Space:
         holder = Holder.this_process()
         start = announced = clock.monotonic()
         try:
-            while not (held := lock.try_acquire(holder)):
+            while not (is_ours := lock.try_acquire(holder)):
                 now, other = clock.monotonic(), read_holder(lock.path) or _UNKNOWN
                 if now - start >= seconds or other == self._stuck:
                     break
@@ -485,6 +488,6 @@ class Space:
                     announced = now
                     logger.warning("waiting for %s, which has the %s lock", other, name)
                 clock.sleep(_POLL)
-            yield None if held else other
+            yield None if is_ours else other
         finally:
             lock.release()

@@ -48,7 +48,7 @@ def clean(
     leftovers = list[Removal]()
     for store in space.stores():
         leftovers += sweep(store, space.allocated, keep=keep, dry_run=dry_run)
-    swept = sum(one.size for one in leftovers)
+    swept = sum(removal.size for removal in leftovers)
     # A dry run has not removed the leftovers, so `flights` still counts them.
     reserved = sum(flight.reserved for flight in space.flights()) - (swept if dry_run else 0)
     limits = replace(limits, free_needed=max(0, limits.free_needed - swept))
@@ -67,12 +67,12 @@ def clean(
         planned,
         removed=(*leftovers, *gone),
         kept=planned.kept + len(planned.removed) - len(gone),
-        kept_bytes=planned.kept_bytes + planned.freed - sum(one.size for one in gone),
+        kept_bytes=planned.kept_bytes + planned.freed - sum(removal.size for removal in gone),
         dry_run=False,
     )
 
 
-def joined(reports: Sequence[CleanReport]) -> CleanReport:
+def merged(reports: Sequence[CleanReport]) -> CleanReport:
     """Merge the reports of several tiers into one."""
     return CleanReport(
         tuple(removal for report in reports for removal in report.removed),

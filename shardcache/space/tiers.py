@@ -80,9 +80,9 @@ class Tier:
         """Return all namespaces on the disk, this process's namespace first."""
         # Symbolic links, and directories with other names, belong to other programs.
         ranks = map(self.node.rank, filter(is_rank_name, list_names(self.node.ranks)))
-        every = [self.node, *(rank for rank in ranks if rank.linked() is None)]
+        layouts = [self.node, *(rank for rank in ranks if rank.linked() is None)]
         own = self.store.layout.base
-        return [self.store, *(self._store(each) for each in every if each.base != own)]
+        return [self.store, *(self._store(other) for other in layouts if other.base != own)]
 
     def check(self) -> None:
         """Raise ConfigError if the directory must not be used."""

@@ -72,12 +72,12 @@ def samples(layout: Layout, since: float = 0.0, *, ever: bool = False) -> list[S
 
     With ``ever``, also return the sample that sums up everything older than 30 days.
     """
-    found: dict[tuple[int, int], Sample] = {}
+    samples: dict[tuple[int, int], Sample] = {}
     with _opened(layout, _PATIENCE) as db:
         query = "SELECT * FROM counts WHERE start > ? OR (start = 0 AND ?)"
         for start, rank, name, n in db.execute(query, (max(0.0, since - PERIOD), ever)):
-            found.setdefault((start, rank), Sample(start, rank)).counters[name] += n
-    return list(found.values())
+            samples.setdefault((start, rank), Sample(start, rank)).counters[name] += n
+    return list(samples.values())
 
 
 def expire(layout: Layout, now: float) -> None:

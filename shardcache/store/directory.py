@@ -122,8 +122,8 @@ class Metadata:
 def data_file(directory: Path | str) -> Path | None:
     """Return the data file of an entry or a partial, or None if there is none."""
     names = _data_names(files.list_names(directory))
-    if len(names) > 1 and (stated := _stated_name(directory)) is not None:
-        names = [stated] if stated in names else []
+    if len(names) > 1 and (name := _stated_name(directory)) is not None:
+        names = [name] if name in names else []
     return Path(f"{directory}/{names[0]}") if names else None
 
 
@@ -141,7 +141,7 @@ def _stated_name(directory: Path | str) -> str | None:
     return None
 
 
-def hold(
+def data_lock(
     directory: Path | str,
     grace: float | None,
     *,
@@ -149,7 +149,7 @@ def hold(
     shared: bool = False,
     remove: bool = False,
 ) -> AbstractContextManager[bool | None]:
-    """Hold the flock of a data file, by default the directory's; enter as whether it is free.
+    """Lock a data file, by default the directory's, in the body; enter as whether it is free.
 
     With leases, nothing is locked: it is free after ``grace`` seconds without a write or a touch.
     """
@@ -185,7 +185,7 @@ def hide(directory: Path, layout: Layout, key: str) -> Path | None:
 
 def remove_free(directory: Path, layout: Layout, key: str) -> bool:
     """Remove an entry or a partial unless a process holds its lock; return whether it is gone."""
-    with hold(directory, layout.grace, remove=True) as free:
+    with data_lock(directory, layout.grace, remove=True) as free:
         hidden = hide(directory, layout, key) if free else None
         if hidden is None:
             return False
@@ -226,12 +226,12 @@ def _remove_files(directory: Path, name: str | None = None) -> list[str]:
             # A lone file counts as shardcache's only if it is closed to other users, as those are.
             is_closed = not os.lstat(candidates[0], dir_fd=fd).st_mode & 0o117
             data = candidates[0] if is_closed or len(names) > 1 else None
-        for each in sorted(names, key=is_side_file):  # data first: the sidecar states its name
-            if each == data or is_side_file(each):
-                if not _remove_name(each, fd):
-                    foreign.append(each)
-            elif not each.startswith(_STILL_OPEN):
-                foreign.append(each)
+        for child in sorted(names, key=is_side_file):  # data first: the sidecar states its name
+            if child == data or is_side_file(child):
+                if not _remove_name(child, fd):
+                    foreign.append(child)
+            elif not child.startswith(_STILL_OPEN):
+                foreign.append(child)
     return foreign
 
 

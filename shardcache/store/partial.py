@@ -33,7 +33,7 @@ from shardcache.store.directory import (
     DamagedError,
     Metadata,
     data_file,
-    hold,
+    data_lock,
     remove_directory,
     remove_free,
 )
@@ -397,7 +397,7 @@ def in_flight(layout: Layout) -> Iterator[InFlight]:
             try:
                 # A shared lock detects a writer, and no other process mistakes it for one. Only an
                 # exclusive lock detects the readers of a hidden entry.
-                with hold(path, layout.grace, shared=parsed is not None) as free:
+                with data_lock(path, layout.grace, shared=parsed is not None) as free:
                     occupied = 0
                     if (data := data_file(path)) is not None:
                         with contextlib.suppress(FileNotFoundError):

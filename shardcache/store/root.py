@@ -88,7 +88,7 @@ def check_usable(config: Config) -> None:
     """
     root = config.dir
     try:
-        path = next(each for each in (root, *root.parents) if each.exists())
+        path = next(path for path in (root, *root.parents) if path.exists())
         if not path.is_dir():
             raise ConfigError(
                 f"{path} is not a directory. Point dir at a directory, or at a name in one."
@@ -193,15 +193,15 @@ def check_manifest(config: Config) -> None:
     """Raise ConfigError if ``shared_group`` or the kind of lock differs from the manifest's."""
     root, group = config.dir, config.shared_group
     manifest = read_manifest(root)
-    stated, kind = manifest.get(_GROUP), lock_kind(config, manifest)
+    shared, kind = manifest.get(_GROUP), lock_kind(config, manifest)
     other = "lease" if kind == "flock" else "flock"
-    if isinstance(stated, int) and stated != group:
-        name = group_name(stated)
+    if isinstance(shared, int) and shared != group:
+        name = group_name(shared)
         reason = (
             f"{root} is shared by the group {name}. Set shared_group={name!r}, or use a directory "
             "of your own."
         )
-    elif manifest and stated != group:
+    elif manifest and shared != group:
         reason = (
             f"{root} is the cache of one user, but shared_group is set. Use another directory for "
             "the group, or remove this one first."

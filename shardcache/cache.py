@@ -321,7 +321,7 @@ class Cache:
             return pairs
         named = [(entry.name(), store, entry) for store, entry in pairs]
         names = set[str]()
-        for selection in self.selections(specs):
+        for selection in self._selections(specs):
             matching = {name for name, *_ in named if name in selection}
             if not matching:
                 raise self._nothing(selection)
@@ -340,7 +340,7 @@ class Cache:
             ShardNotFoundError: nothing in the cache matches a specification.
         """
         chosen = dict[str, ShardURL]()
-        selections = self.selections(specs)
+        selections = self._selections(specs)
         known = self._known(pinned) if any(s.patterns for s in selections) else {}
         for selection in selections:
             shards = list(selection.named.values())
@@ -366,8 +366,7 @@ class Cache:
             )
         return shards[0] if shards else self.parse(spec)
 
-    def selections(self, specs: Specs) -> list[Selection]:
-        """Parse specifications. Raises ConfigError if one is malformed."""
+    def _selections(self, specs: Specs) -> list[Selection]:
         from shardcache.origins.listing import Selection
 
         specs = [specs] if isinstance(specs, str | ShardURL) else specs

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from shardcache.errors import ConfigError
@@ -19,16 +20,13 @@ logger = logging.getLogger(__name__)
 _LOGGED = "_SHARDCACHE_UNUSABLE"
 
 
+@dataclass(eq=False)
 class Notices:
-    """The warnings of one process that are not repeated.
+    """The warnings of one process that are not repeated."""
 
-    ``job`` identifies the job among those of this node, and ``node`` returns the node's namespace.
-    """
-
-    def __init__(self, job: str, node: Callable[[], Layout]) -> None:
-        self._job = job
-        self._node = node
-        self._known: set[str] = set()
+    _job: str  # identifies the job among those of this node
+    _node: Callable[[], Layout]  # returns the node's namespace
+    _known: set[str] = field(default_factory=set)
 
     def warn(
         self, kind: str, text: str, *args: object, extra: Mapping[str, object] | None = None

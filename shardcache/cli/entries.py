@@ -19,6 +19,7 @@ from shardcache.cli.output import Console, Row, local_time
 from shardcache.clock import utc
 from shardcache.errors import ConfigError, ShardNotFoundError
 from shardcache.locks.keys import read_holder
+from shardcache.origins.listing import Selection
 from shardcache.prewarm.plan import expand
 from shardcache.space.eviction import Policy, disk_bytes, linked
 from shardcache.space.tiers import lock_layout
@@ -97,7 +98,7 @@ def ls_command(
             console.hint(f"Nothing was cached in {cache.dir} yet.")
         listed = _list_partials(cache) if partial else _list_shards(cache)
         rows, summary, footer = listed
-        selections = cache.selections(specs)
+        selections = [Selection(spec, cache.parse) for spec in specs]
     found = [row for row in rows if not specs or any((row["url"] or "") in s for s in selections)]
     shown = _sorted(_by_prefix(found) if by else found, sort)[:limit]
     noun, bytes_field = ("partial", "written_bytes") if partial else ("shard", "size")

@@ -227,10 +227,8 @@ def _remove_files(directory: Path, name: str | None = None) -> list[str]:
             is_closed = not os.lstat(candidates[0], dir_fd=fd).st_mode & 0o117
             data = candidates[0] if is_closed or len(names) > 1 else None
         for child in sorted(names, key=is_side_file):  # data first: the sidecar states its name
-            if child == data or is_side_file(child):
-                if not _remove_name(child, fd):
-                    foreign.append(child)
-            elif not child.startswith(_STILL_OPEN):
+            is_own = child == data or is_side_file(child)
+            if not (_remove_name(child, fd) if is_own else child.startswith(_STILL_OPEN)):
                 foreign.append(child)
     return foreign
 

@@ -451,9 +451,8 @@ class Cache:
             changes = {name: value for name, value in given.items() if value is not None}
             space = tier.limited(tier.config.replace(**changes))
             with contextlib.nullcontext() if dry_run else space.sole_cleaner(wait=wait):
-                limits = Limits(everything=everything)
-                if not (everything or sweep_only):
-                    limits = space.limits()
+                is_limited = not (everything or sweep_only)
+                limits = space.limits() if is_limited else Limits(everything=everything)
                 reports.append(cleaning.clean(space, limits, orphans=orphans, dry_run=dry_run))
             is_used = reports[-1].kept or live_sessions(tier.node)
             if remove_dir and everything and not (dry_run or is_used):

@@ -198,7 +198,15 @@ class KeyLease:
             )
             lease.acquire(blocking=False)
         except Timeout:
-            self._break_expired(lease)
+            # Remove the marker of a dead holder, so that the next attempt finds the lease free.
+            # filelock does so only on filesystems that can exchange two names, unlike NFS.
+            with ignoring(OSError):
+                status, now = self.path.stat(), time.monotonic()
+                marker = (status.st_ino, status.st_mtime_ns)
+                if marker != self._seen:
+                    self._seen, self._since = marker, now
+                elif now - self._since >= self._seconds:
+                    lease.force_break()
             return False
         except (os_error(), ValueError) as exn:  # ValueError: the lease has another duration
             if isinstance(exn, OSError) and exn.errno in _REFUSALS:
@@ -208,17 +216,6 @@ class KeyLease:
         previous = read_holder(self._record)
         self.update(replace(holder, partial=previous.partial if previous else None))
         return True
-
-    def _break_expired(self, lease: SoftFileLease) -> None:
-        """Remove the marker of a dead holder, so that the next attempt finds the lease free."""
-        # filelock does this only on filesystems that can exchange two names, which NFS cannot.
-        with ignoring(OSError):
-            status, now = self.path.stat(), time.monotonic()
-            marker = (status.st_ino, status.st_mtime_ns)
-            if marker != self._seen:
-                self._seen, self._since = marker, now
-            elif now - self._since >= self._seconds:
-                lease.force_break()
 
     def update(self, holder: Holder) -> None:
         """Replace the record of a lease that this process holds."""

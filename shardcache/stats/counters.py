@@ -88,12 +88,10 @@ _OUTCOMES = {
 
 
 class Counters:
-    """The counters of one process.
+    """The counters of one process. Outside any job, it has no ``ranks``.
 
-    Args:
-        where: returns the node's namespace, which has the database.
-        ranks: the rank of this process; None outside any job.
-        allowed: returns whether the disk may be written, which is False for a while after errors.
+    ``where`` returns the node's namespace, which has the database, and ``allowed`` whether the disk
+    may be written.
     """
 
     def __init__(

@@ -197,26 +197,23 @@ def check_manifest(config: Config) -> None:
     other = "lease" if kind == "flock" else "flock"
     if isinstance(shared, int) and shared != group:
         name = group_name(shared)
-        reason = (
+        raise ConfigError(
             f"{root} is shared by the group {name}. Set shared_group={name!r}, or use a directory "
             "of your own."
         )
-    elif manifest and shared != group:
-        reason = (
+    if manifest and shared != group:
+        raise ConfigError(
             f"{root} is the cache of one user, but shared_group is set. Use another directory for "
             "the group, or remove this one first."
         )
-    elif manifest.get(_LOCKS) == other:
+    if manifest.get(_LOCKS) == other:
         fix = "Set locks to lease here, too"
         if other == "flock":
             fix = (
                 f"End all processes that use it, delete {root / MANIFEST}, and set locks to lease "
-                "(SHARDCACHE_LOCKS=lease) for all of them"
             )
-        reason = (
+            fix += "(SHARDCACHE_LOCKS=lease) for all of them"
+        raise ConfigError(
             f"{root} is locked by {other}, and this process would lock it by {kind}, so each would "
             f"evict shards that the others read. {fix}, or use another directory."
         )
-    else:
-        return
-    raise ConfigError(reason)

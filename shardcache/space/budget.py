@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 #: Number of parts: the directories of `Layout.objects`.
 _PARTS = 256
-#: Entries to list at least for an eviction, if there are so many. Other admissions wait meanwhile.
+#: An eviction lists at least this many entries, or all, while other admissions wait.
 _SAMPLE = 1000
 #: An eviction lists this many times the bytes that it must free, or everything, so that it evicts
 #: only the least recently used 2 % of a sample.
@@ -48,8 +48,8 @@ _SHARE = 50
 #: With this many entries or more, an eviction removes an extra 2 % of the sample, but at most 1 %
 #: of the cache, so that one admission in twenty lists a sample.
 _MANY = 100
-#: `Space.contents` counts at least this many shards, if there are so many. The estimate from such a
-#: sample is off by 1 %, and at most by 3 %.
+#: `Space.contents` counts at least this many shards, or all. Estimates from so many are off by 1 %,
+#: and at most by 3 %.
 _COUNTED = 10_000
 #: Multiples of this number, modulo 256, spread a sample over the parts. Evictions take the parts in
 #: turn, so several in a row may hold more than the average.

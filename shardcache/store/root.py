@@ -212,7 +212,7 @@ def check_manifest(config: Config) -> None:
             fix = (
                 f"End all processes that use it, delete {root / MANIFEST}, and set locks to lease "
             )
-            fix += "(SHARDCACHE_LOCKS=lease) for all of them"
+            fix += "lease (SHARDCACHE_LOCKS=lease) for all of them"
         raise ConfigError(
             f"{root} is locked by {other}, and this process would lock it by {kind}, so each would "
             f"evict shards that the others read. {fix}, or use another directory."

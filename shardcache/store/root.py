@@ -209,9 +209,7 @@ def check_manifest(config: Config) -> None:
     if manifest.get(_LOCKS) == other:
         fix = "Set locks to lease here, too"
         if other == "flock":
-            fix = (
-                f"End all processes that use it, delete {root / MANIFEST}, and set locks to lease "
-            )
+            fix = f"End all processes that use it, delete {root / MANIFEST}, and set locks to "
             fix += "lease (SHARDCACHE_LOCKS=lease) for all of them"
         raise ConfigError(
             f"{root} is locked by {other}, and this process would lock it by {kind}, so each would "

@@ -89,19 +89,16 @@ def read_holder(path: Path) -> Holder | None:
         return None
 
 
+@dataclass(eq=False)
 class KeyLock:
-    """A lock file, which one process of the node holds: of a key, of the node or of a session.
+    """A lock file, which one process of the node holds: of a key, of the node or of a session."""
 
-    Attributes:
-        partial: the name of the partial in the record of this holder. Until this holder has one,
-            it is that of the previous holder, so that a second kill does not lose it.
-    """
-
-    def __init__(self, path: Path, modes: files.Modes = files.PRIVATE) -> None:
-        self.path = path
-        self.partial: str | None = None
-        self._modes = modes
-        self._file: io.FileIO | None = None
+    path: Path
+    _modes: files.Modes = files.PRIVATE
+    #: Name of the partial of this holder. Until it has one, the name is that of the previous
+    #: holder's, so that a second kill does not lose it.
+    partial: str | None = None
+    _file: io.FileIO | None = None
 
     def try_acquire(self, holder: Holder) -> bool:
         """Take the lock if it is free, and record ``holder``. Return whether the lock was taken.

@@ -74,14 +74,10 @@ def clean(
 
 def merged(reports: Sequence[CleanReport]) -> CleanReport:
     """Merge the reports of several tiers into one."""
-    return CleanReport(
-        tuple(removal for report in reports for removal in report.removed),
-        sum(report.kept for report in reports),
-        sum(report.kept_bytes for report in reports),
-        sum(report.missing for report in reports),
-        all(report.dry_run for report in reports),
-        sum(report.pinned for report in reports),
-    )
+    removed = tuple(removal for report in reports for removal in report.removed)
+    names = "kept", "kept_bytes", "missing", "pinned"
+    sums = {name: sum(getattr(report, name) for report in reports) for name in names}
+    return CleanReport(removed, dry_run=all(report.dry_run for report in reports), **sums)
 
 
 class Housekeeper:

@@ -11,6 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from shardcache.cache import Cache
 from shardcache.errors import ConfigError, IntegrityError, ShardNotFoundError, TransferError
 from shardcache.units import format_bytes
+from tests.support.caches import unfinished
 from tests.support.fakes import Fault
 from tests.support.shop import Shop
 from tests.support.storetools import BLOCK, room, wait_until
@@ -78,7 +79,7 @@ def test_a_reader_that_leaves_after_its_download_failed_has_missed(make_cache, o
         stream.read(10)
         has_read.set()
         wait_until(lambda: cache.stats().fetches_failed)
-        wait_until(lambda: not cache.process.downloads.unfinished())
+        wait_until(lambda: not unfinished(cache))
     assert (cache.stats().misses, cache.stats().coalesced) == (1, 0)
 
 

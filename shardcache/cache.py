@@ -434,8 +434,7 @@ class Cache:
             OSError: the filesystem is read-only or failing.
         """
         from shardcache.locks.sessions import live_sessions
-        from shardcache.space import clean as cleaning
-        from shardcache.space.eviction import Limits
+        from shardcache.space.eviction import Limits, merged
         from shardcache.store.root import remove_root
 
         require_cache(self.dir)
@@ -453,12 +452,12 @@ class Cache:
             with contextlib.nullcontext() if dry_run else space.sole_cleaner(wait=wait):
                 is_limited = not (everything or sweep_only)
                 limits = space.limits() if is_limited else Limits(everything=everything)
-                reports.append(cleaning.clean(space, limits, orphans=orphans, dry_run=dry_run))
+                reports.append(space.clean(limits, orphans=orphans, dry_run=dry_run))
             is_used = reports[-1].kept or live_sessions(tier.node)
             if remove_dir and everything and not (dry_run or is_used):
                 process.counters.flush()  # which writes into the directory
                 remove_root(tier.node)
-        return cleaning.merged(reports)
+        return merged(reports)
 
     def verify(
         self,

@@ -34,8 +34,7 @@ from shardcache.store.root import UnusableError, unusable
 from shardcache.urls import ShardURL, advise_scheme
 
 if TYPE_CHECKING:
-    from shardcache.space.clean import Housekeeper
-    from shardcache.space.tiers import Directories, Tier
+    from shardcache.tiers import Directories, Housekeeper, Tier
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +84,7 @@ class ProcessCache:
         from shardcache.download.transfer import Engine
         from shardcache.origins.resolve import Origins
         from shardcache.origins.retry import RetryPolicy
-        from shardcache.space.tiers import Tier
+        from shardcache.tiers import Tier
 
         config, ranks = self.config, self._ranks
         self._lock = threading.Lock()  # held while the directories are made
@@ -159,8 +158,7 @@ class ProcessCache:
 
     def _make_directories(self, tiers: list[Tier]) -> Directories:
         """Create the directories of ``tiers``, and return all usable ones."""
-        from shardcache.space.clean import Housekeeper
-        from shardcache.space.tiers import Directories
+        from shardcache.tiers import Directories, Housekeeper
 
         for tier in tiers:
             self._make(tier)

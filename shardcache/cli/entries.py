@@ -22,11 +22,11 @@ from shardcache.locks.keys import read_holder
 from shardcache.origins.listing import Selection
 from shardcache.prewarm.plan import expand
 from shardcache.space.eviction import Policy, disk_bytes, linked
-from shardcache.space.tiers import lock_layout
 from shardcache.store.directory import DamagedError
 from shardcache.store.entry import Entry
 from shardcache.store.partial import in_flight, read_journal
 from shardcache.store.root import is_cache
+from shardcache.tiers import lock_layout
 from shardcache.units import counted, exact_duration, format_age, format_bytes
 from shardcache.urls import ShardURL, advise_scheme
 

@@ -112,8 +112,8 @@ class Invocation:
         A job may set them in its code. With ``names``, only these options are completed.
         """
         from shardcache.layout import Layout
-        from shardcache.space.tiers import stated_limits
         from shardcache.store.root import is_cache
+        from shardcache.tiers import stated_limits
 
         loaded = self.loaded()
         root, is_shared = loaded.config.dir, loaded.config.shared_group is not None

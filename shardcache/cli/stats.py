@@ -49,11 +49,11 @@ from shardcache.locks.keys import Holder, read_holder
 from shardcache.locks.sessions import live_sessions, live_waits
 from shardcache.space.budget import Contents
 from shardcache.space.memory import Volume
-from shardcache.space.tiers import lock_layout
 from shardcache.stats import database
 from shardcache.stats.database import Sample
 from shardcache.stats.summary import OUTCOMES, Stats, Waits, by_rank, exposition, summed, summed_by
 from shardcache.sync import atomic_write
+from shardcache.tiers import lock_layout
 from shardcache.units import counted, format_bytes, format_rate
 
 if TYPE_CHECKING:

@@ -26,10 +26,10 @@ from shardcache.prewarm.results import Finished, Outcome, PrewarmPlan, ShardResu
 from shardcache.ranks import whole_number
 from shardcache.space.eviction import Limits, disk_bytes, linked
 from shardcache.space.memory import Volume
-from shardcache.space.tiers import Tier
 from shardcache.store.directory import DamagedError
 from shardcache.store.entry import Entry
 from shardcache.store.partial import InFlight, read_journal
+from shardcache.tiers import Tier
 from shardcache.urls import ShardURL
 
 if TYPE_CHECKING:

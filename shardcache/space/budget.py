@@ -29,6 +29,7 @@ from shardcache.locks.keys import Holder, KeyLock, read_holder
 from shardcache.space import eviction
 from shardcache.space.eviction import CleanReport, Limits, Removal
 from shardcache.space.memory import Volume, allocation
+from shardcache.stats import database
 from shardcache.stats.counters import Counters
 from shardcache.store.entry import Entry, Store
 from shardcache.store.partial import InFlight, in_flight
@@ -70,6 +71,8 @@ _POLL = 0.01
 #: The holder of a lock without a record.
 _UNKNOWN = Holder(0, "an unknown node", None, None, 0.0)
 _ANNOUNCE_EVERY = 10.0
+#: Seconds for which partials of dead processes stay, so that the next prewarm can resume them.
+_KEEP_PARTIALS = 3600.0
 _MAX_USAGE = 16 << 10  #: maximum bytes to read of the file ``usage``, which has about 2,500
 
 
@@ -444,6 +447,40 @@ class Space:
                 self._counters.add({f"evicted_{reason}": 1, "bytes_evicted": size})
                 gone.append(removal)
         return gone
+
+    def clean(self, limits: Limits, *, orphans: bool = False, dry_run: bool = False) -> CleanReport:
+        """Evict until the limits hold, and remove the partials and sessions of dead processes.
+
+        Shards that are pinned, being read or in flight stay. Shards that the policy keeps for
+        running jobs stay, too, unless `Limits.everything` is set. With ``orphans``, also remove
+        partials that are younger than an hour.
+        """
+        keep = 0.0 if orphans or limits.everything else _KEEP_PARTIALS
+        leftovers = list[Removal]()
+        for store in self.stores():
+            leftovers += eviction.sweep(store, self.allocated, keep=keep, dry_run=dry_run)
+        swept = sum(removal.size for removal in leftovers)
+        # A dry run has not removed the leftovers, so `flights` still counts them.
+        reserved = sum(flight.reserved for flight in self.flights()) - (swept if dry_run else 0)
+        limits = replace(limits, free_needed=max(0, limits.free_needed - swept))
+        entries = [entry for store in self.stores() for entry in store.entries()]
+        planned = self.plan(entries, limits, reserved=reserved, jobs=not limits.everything)
+        if dry_run:
+            return replace(planned, removed=(*leftovers, *planned.removed))
+        gone, now = self.evict(planned.removed), clock.time()
+        self.forget_refusal()
+        eviction.remove_expired(self.node, now)
+        try:
+            database.expire(self.node, now)
+        except os_error() as exn:
+            logger.info("old statistics were not merged: %s", exn)
+        return replace(
+            planned,
+            removed=(*leftovers, *gone),
+            kept=planned.kept + len(planned.removed) - len(gone),
+            kept_bytes=planned.kept_bytes + planned.freed - sum(removal.size for removal in gone),
+            dry_run=False,
+        )
 
     @contextlib.contextmanager
     def _budget_lock(self) -> Iterator[None]:

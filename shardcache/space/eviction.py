@@ -12,7 +12,7 @@ import json
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -101,6 +101,14 @@ class CleanReport:
     def freed(self) -> int:
         """Bytes on disk of the entries and leftovers in `removed`."""
         return sum(removal.size for removal in self.removed)
+
+
+def merged(reports: Sequence[CleanReport]) -> CleanReport:
+    """Merge the reports of several tiers into one."""
+    removed = tuple(removal for report in reports for removal in report.removed)
+    names = "kept", "kept_bytes", "missing", "pinned"
+    sums = {name: sum(getattr(report, name) for report in reports) for name in names}
+    return CleanReport(removed, dry_run=all(report.dry_run for report in reports), **sums)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ import pytest
 
 from shardcache import Cache, ShardNotFoundError, TransferError
 from shardcache.layout import META, Layout
-from shardcache.space.tiers import Tier
+from shardcache.tiers import Tier
 from tests.support.caches import unfinished, warnings
 from tests.support.disktools import disk, needs_root, remount, unmount
 from tests.support.fakes import Fault

@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 
-from shardcache import clock
+from shardcache import clock, tiers
 from shardcache.cache import Cache
 from shardcache.errors import LockTimeoutError
-from shardcache.space import clean as module
-from shardcache.space.clean import clean
+from shardcache.space.budget import Space
 from shardcache.space.eviction import CleanReport, Limits, Reason, total_bytes
 from shardcache.store.entry import Store, set_aside
 from shardcache.urls import parse_url
@@ -68,9 +67,9 @@ def test_a_dry_run_changes_nothing_and_reports_what_a_run_removes(layout, case):
     live = begun(layout, "s3://lab/live.tar")
     limits, before = CASES[case](layout.base), tree(layout.base)
     with store.open(parse_url("s3://lab/1.tar").key, "1.tar").file:
-        dry = clean(space, limits, orphans=True, dry_run=True)
+        dry = space.clean(limits, orphans=True, dry_run=True)
         assert tree(layout.base) == before
-        real = clean(space, limits, orphans=True)
+        real = space.clean(limits, orphans=True)
     assert replace(real, dry_run=True) == dry
     assert not any(Path(removal.name).exists() for removal in real.removed)
     left = [*store.entries(), *rank.entries()]
@@ -108,7 +107,7 @@ def test_only_one_process_cleans_at_a_time(tmp_path: Path) -> None:
 
 @pytest.mark.locks_work
 def test_one_process_of_a_node_cleans_in_the_background(layout, tmp_path, monkeypatch):
-    shop, rounds, real = Shop(tmp_path, count=5), [], module.clean
+    shop, rounds, real = Shop(tmp_path, count=5), [], Space.clean
     with shop.cache() as earlier:
         for number, url in enumerate(shop.urls):
             earlier.fetch(url)
@@ -124,8 +123,8 @@ def test_one_process_of_a_node_cleans_in_the_background(layout, tmp_path, monkey
             cache.open(shop.urls[0]).close()
             wait_until(lambda: "shardcache-clean" not in {t.name for t in threading.enumerate()})
 
-    monkeypatch.setattr(module, "_FIRST", -1.0)
-    monkeypatch.setattr(module, "clean", clean)
+    monkeypatch.setattr(tiers, "_FIRST", -1.0)
+    monkeypatch.setattr(Space, "clean", clean)
     read()
     assert not orphan.exists()
     assert set(shop.entries()) == {shop.urls[n] for n in (0, 2, 3, 4)}
@@ -139,7 +138,7 @@ def test_one_process_of_a_node_cleans_in_the_background(layout, tmp_path, monkey
 @needs_root
 @pytest.mark.locks_work
 def test_a_process_evicts_for_the_memory_of_its_job_in_one_thread(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "_MEMORY_INTERVAL", 0.0)
+    monkeypatch.setattr(tiers, "_MEMORY_INTERVAL", 0.0)
     shop = Shop(tmp_path, count=1)
     with disk(shop.path, "size=16m"):
         with shop.cache() as cache:

@@ -15,8 +15,8 @@ from shardcache.errors import ConfigError
 from shardcache.files import is_directory
 from shardcache.layout import MANIFEST, Layout
 from shardcache.ranks import Ranks
-from shardcache.space.tiers import Tier
 from shardcache.store.root import is_cache, make_root
+from shardcache.tiers import Tier
 from tests.support.storetools import (
     Parent,
     begin,

@@ -468,6 +468,8 @@ def _end_all() -> None:
 
 def _begin_all() -> None:
     for cache in list(_all):
+        cache.counters.disown()  # of all, because beginning may close streams of the parent
+    for cache in list(_all):
         cache._begin()
 
 

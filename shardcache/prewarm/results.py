@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from shardcache.download.download import Progress
 from shardcache.errors import ShardCacheError
@@ -33,24 +33,20 @@ _ADDED = (Outcome.FETCHED, Outcome.COALESCED, Outcome.LINKED)
 
 
 class Stopped(StrEnum):
-    """Why a prewarm ended before all shards were done."""
+    """Why a prewarm ended before all shards were done; ``why`` completes "not done because ..."."""
 
-    REQUESTED = "requested"
-    DEADLINE = "deadline"
-    FAILURES = "failures"
-    REFUSED = "refused"
-    FULL = "full"
+    why: str
 
-    @property
-    def why(self) -> str:
-        """The reason, as text that completes the sentence "3 not done because ..."."""
-        return {
-            "requested": "the run was interrupted",
-            "deadline": "the deadline has passed",
-            "failures": "too many shards failed",
-            "refused": "none of the first shards could be read",
-            "full": "the cache is full",
-        }[self]
+    REQUESTED = "requested", "the run was interrupted"
+    DEADLINE = "deadline", "the deadline has passed"
+    FAILURES = "failures", "too many shards failed"
+    REFUSED = "refused", "none of the first shards could be read"
+    FULL = "full", "the cache is full"
+
+    def __new__(cls, value: str, why: str) -> Self:  # noqa: D102
+        self = str.__new__(cls, value)
+        self._value_, self.why = value, why
+        return self
 
 
 @dataclass(frozen=True, slots=True)

@@ -134,9 +134,9 @@ class ProcessCache:
         Raises ConfigError if they must not be used as a cache (without ``strict``, UnusableError);
         with ``strict`` also OSError, if they cannot be written.
         """
-        return self.directories or self.check()
+        return self.directories or self._check()
 
-    def check(self) -> Directories:
+    def _check(self) -> Directories:
         """Return the directories; make them again if one of them was replaced.
 
         A disk may be unmounted, mounted again or emptied while a job runs. Only misses need this
@@ -226,7 +226,7 @@ class ProcessCache:
         directories = self.prepare()
         try:
             if not disk.reading.closed:
-                directories = self.check()  # another user may own the directory now
+                directories = self._check()  # another user may own the directory now
             opened = directories.lookup(shard, outdated)
         except os_error() as exn:
             disk.failed(disk.reading, exn)
@@ -338,7 +338,7 @@ class ProcessCache:
         opened, attempts = None, Fetch(self.engine, download)
         try:
             while True:
-                directories = self.check()
+                directories = self._check()
                 try:
                     opened = attempts.attempt(directories)
                     break
@@ -435,9 +435,9 @@ class ProcessCache:
             end = clock.monotonic() + LAST_COPIES
             for thread in self._copying:
                 thread.join(max(0.0, end - clock.monotonic()))
-        self.end()
+        self._end()
 
-    def end(self) -> None:
+    def _end(self) -> None:
         """Write the counters, end the session, and log a summary of what this process has read."""
         self.counters.flush()
         for tier in self.tiers:
@@ -463,7 +463,7 @@ _all: weakref.WeakSet[ProcessCache] = weakref.WeakSet()
 
 def _end_all() -> None:
     for cache in list(_all):
-        cache.end()
+        cache._end()
 
 
 def _begin_all() -> None:

@@ -109,7 +109,7 @@ class ProcessCache:
         self._clean_due = 0.0  # when to look again whether a cleaning is due
         self._touched: dict[str, float] = {}
         self._copying: list[threading.Thread] = []
-        self._logged: Counter[str] = Counter()  # the counts that `end` has already logged
+        self._logged: Counter[str] = Counter()  # the counts that `_end` has already logged
 
     # -- directories -------------------------------------------------------------
 

@@ -119,7 +119,7 @@ class Tier:
             self.store.layout.make()
         self._session = Session(self.node, self._started or clock.time())
         if self._started is not None:
-            _state_limits(self.node, self._started, self.config.limits())
+            _record_limits(self.node, self._started, self.config.limits())
         self.made = self.identity()
         if self.node.grace is not None and self.config.locks == "auto":
             self._notices.warn(
@@ -169,19 +169,19 @@ class Tier:
                     self.space.forget_refusal()
 
 
-def _state_limits(layout: Layout, started: float, limits: dict[str, Any]) -> None:
+def _record_limits(layout: Layout, started: float, limits: dict[str, Any]) -> None:
     """Store the limits of a job for commands, unless a job that began later has stored its own."""
     with ignoring(OSError):  # the disk is full or read-only, or a directory has the name
         with contextlib.suppress(FileNotFoundError):
             if layout.limits.lstat().st_mtime > started:
                 return
         # The tiers of earlier jobs may still hold shards.
-        tiers = limits["tiers"] or stated_limits(layout).get("tiers")
+        tiers = limits["tiers"] or job_limits(layout).get("tiers")
         layout.write(layout.limits, json.dumps({**limits, "tiers": tiers}).encode())
         os.utime(layout.limits, (started, started))
 
 
-def stated_limits(layout: Layout) -> dict[str, Any]:
+def job_limits(layout: Layout) -> dict[str, Any]:
     """Return the limits that the last job stated, unchecked; an empty dict if there are none."""
     limits = read_json(layout.limits, _MAX_LIMITS)
     return limits if isinstance(limits, dict) else {}

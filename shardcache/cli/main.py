@@ -113,7 +113,7 @@ class Invocation:
         """
         from shardcache.layout import Layout
         from shardcache.store.root import is_cache
-        from shardcache.tiers import stated_limits
+        from shardcache.tiers import job_limits
 
         loaded = self.loaded()
         root, is_shared = loaded.config.dir, loaded.config.shared_group is not None
@@ -125,7 +125,7 @@ class Invocation:
             return found.st_gid == own.st_gid if is_shared else found.st_uid == own.st_uid
 
         try:
-            stated = stated_limits(Layout.of_root(root))
+            stated = job_limits(Layout.of_root(root))
             tiers = [tier for tier in stated.get("tiers") or () if is_ours(Path(tier["dir"]))]
             limits = {**stated, "tiers": tiers}
             chosen = {name: limits[name] for name in names or limits if name in limits}

@@ -122,7 +122,7 @@ class Metadata:
 def data_file(directory: Path | str) -> Path | None:
     """Return the data file of an entry or a partial, or None if there is none."""
     names = _data_names(files.list_names(directory))
-    if len(names) > 1 and (name := _stated_name(directory)) is not None:
+    if len(names) > 1 and (name := _recorded_name(directory)) is not None:
         names = [name] if name in names else []
     return Path(f"{directory}/{names[0]}") if names else None
 
@@ -131,7 +131,7 @@ def _data_names(names: Iterable[str]) -> list[str]:
     return [name for name in names if not name.startswith(".") and not is_side_file(name)]
 
 
-def _stated_name(directory: Path | str) -> str | None:
+def _recorded_name(directory: Path | str) -> str | None:
     """Return the data file's name according to the sidecar or journal; None if neither has it."""
     for name in (META, PROGRESS):
         with ignoring(OSError, ValueError, DamagedError):
@@ -221,7 +221,7 @@ def _remove_files(directory: Path, name: str | None = None) -> list[str]:
     foreign = []
     with files.open_directory(directory) as fd:
         names = os.listdir(fd)  # noqa: PTH208 - names are enough
-        data = name or _stated_name(directory)
+        data = name or _recorded_name(directory)
         if data is None and len(candidates := _data_names(names)) == 1:
             # A lone file counts as shardcache's only if it is closed to other users, as those are.
             is_closed = not os.lstat(candidates[0], dir_fd=fd).st_mode & 0o117

@@ -24,8 +24,8 @@ _MEMBERSHIP = Path("/proc/self/cgroup")
 #: page in a signed 64-bit number.
 _UNLIMITED = 1 << 60
 #: The headroom (free memory) of the cgroups is read again after this many seconds, because reading
-#: it for each small shard took 13 % of the time of a prewarm; or after this share of it is written,
-#: because otherwise a job that grew while it wrote was killed within the first second.
+#: it for each small shard slows a prewarm; or after this share of it is written, because the kernel
+#: would kill a job that grows while it writes.
 _BELIEVED = 1.0
 _WRITTEN = 1 / 16
 #: Bytes of the largest block of local filesystems, and of the usual one. NFS and Ceph state their

@@ -87,7 +87,7 @@ class Entry(NamedTuple):
         except os_error() as exn:
             if isinstance(exn, FileNotFoundError) and files.is_directory(self.directory):
                 raise DamagedError("it has no sidecar") from exn
-            with readable():  # only after an error, because it takes about 3 us
+            with readable():  # only after an error, because it costs time in each open
                 raise
         metadata = Metadata.decode(data)
         if (metadata.key, metadata.info.version, metadata.size) != self[1:4]:

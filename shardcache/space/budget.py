@@ -49,7 +49,7 @@ _SHARE = 50
 #: With this many entries or more, an eviction removes an extra 2 % of the sample, but at most 1 %
 #: of the cache, so that one admission in twenty lists a sample.
 _MANY = 100
-#: `Space.contents` counts at least this many shards, or all; an estimate from them is within 3 %.
+#: `Space.contents` counts at least this many shards, or all; an estimate from them is within 4 %.
 _COUNTED = 10_000
 #: Multiples of this number, modulo 256, spread a sample over the parts. Evictions take the parts in
 #: turn, so several in a row may hold more than the average.

@@ -11,7 +11,6 @@ import threading
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import replace
 from functools import cache, lru_cache, partial
-from itertools import product
 from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TypedDict, TypeVar, Unpack
@@ -36,7 +35,7 @@ from shardcache.urls import ShardURL, shown_url
 
 if TYPE_CHECKING:
     from shardcache.origins.listing import Selection
-    from shardcache.results import Event, PrewarmReport
+    from shardcache.prewarm import Event, PrewarmReport
     from shardcache.space.eviction import CleanReport
     from shardcache.stats.database import Sample
     from shardcache.stats.summary import Stats
@@ -115,9 +114,9 @@ class Cache:
         ``started`` is when the job began to use the cache, in seconds since the epoch; None for a
         command, whose limits are not recorded as those of a job.
         """
-        made = cls.__new__(cls)
-        made._setup(config, started)
-        return made
+        cache = cls.__new__(cls)
+        cache._setup(config, started)
+        return cache
 
     def _setup(self, config: Config, started: float | None) -> None:
         if not issubclass(socket.socket, _socket.socket):  # others ignore SO_RCVTIMEO
@@ -317,12 +316,12 @@ class Cache:
         return (entry for _, entry in self._chosen(specs))
 
     def _chosen(self, specs: Specs | None) -> Iterator[tuple[Store, Entry]]:
-        found = ((store, entry) for store in self.process.stores() for entry in store.entries())
+        pairs = ((store, entry) for store in self.process.stores() for entry in store.entries())
         if specs is None:
-            return found
-        named = [(entry.name(), store, entry) for store, entry in found]
+            return pairs
+        named = [(entry.name(), store, entry) for store, entry in pairs]
         names = set[str]()
-        for selection in self.selections(specs):
+        for selection in self._selections(specs):
             matching = {name for name, *_ in named if name in selection}
             if not matching:
                 raise self._nothing(selection)
@@ -340,17 +339,17 @@ class Cache:
             ConfigError: a specification is malformed.
             ShardNotFoundError: nothing in the cache matches a specification.
         """
-        found = dict[str, ShardURL]()
-        selections = self.selections(specs)
-        known = self._known(pinned) if any(each.patterns for each in selections) else {}
+        chosen = dict[str, ShardURL]()
+        selections = self._selections(specs)
+        known = self._known(pinned) if any(s.patterns for s in selections) else {}
         for selection in selections:
             shards = list(selection.named.values())
             if selection.patterns:
                 shards += [shard for shard in known.values() if str(shard) in selection]
             if not shards:
                 raise self._nothing(selection, " that is pinned" if pinned else "")
-            found |= {shard.key: shard for shard in shards}
-        return list(found.values())
+            chosen |= {shard.key: shard for shard in shards}
+        return list(chosen.values())
 
     def _one(self, spec: str | ShardURL) -> ShardURL:
         """Return the one shard that a specification stands for; ConfigError if there are more."""
@@ -359,7 +358,7 @@ class Cache:
         shards = list[ShardURL]()
         if not {"{", "*", "?"}.isdisjoint(spec) or spec.endswith("/"):
             with contextlib.suppress(ShardNotFoundError):  # the text is the literal URL of a shard
-                shards = [each for each in self.select(spec) if not self.other_endpoint(each)]
+                shards = [s for s in self.select(spec) if not self.other_endpoint(s)]
         if len(shards) > 1:
             raise ConfigError(
                 f"{shown_url(spec)} stands for {len(shards)} shards instead of one. "
@@ -367,25 +366,24 @@ class Cache:
             )
         return shards[0] if shards else self.parse(spec)
 
-    def selections(self, specs: Specs) -> list[Selection]:
-        """Parse specifications. Raises ConfigError if one is malformed."""
+    def _selections(self, specs: Specs) -> list[Selection]:
         from shardcache.origins.listing import Selection
 
-        each = [specs] if isinstance(specs, str | ShardURL) else specs
-        return [Selection(spec, self.parse) for spec in each]
+        specs = [specs] if isinstance(specs, str | ShardURL) else specs
+        return [Selection(spec, self.parse) for spec in specs]
 
     def _known(self, pinned: bool) -> dict[str, ShardURL]:
         """Return the cached or pinned shards by key."""
         pairs = self.pins().items() if pinned else ((e.key, e.name()) for e in self.entries())
-        found = dict[str, ShardURL]()
+        known = dict[str, ShardURL]()
         for key, url in sorted(pairs, key=itemgetter(1)):
             with contextlib.suppress(ConfigError):  # a damaged record has no valid URL
                 shard = self.parse(url)
                 # The key of an S3 shard depends on its endpoint, so a shard that came from another
                 # endpoint is listed although its key differs.
                 if shard.key == key or shard.scheme == "s3":
-                    found[key] = replace(shard, key=key)
-        return found
+                    known[key] = replace(shard, key=key)
+        return known
 
     def other_endpoint(self, shard: ShardURL) -> str | None:
         """Return the S3 endpoint of a shard of `select`, None if it is this cache's."""
@@ -436,8 +434,7 @@ class Cache:
             OSError: the filesystem is read-only or failing.
         """
         from shardcache.locks.sessions import live_sessions
-        from shardcache.space import clean as cleaning
-        from shardcache.space.eviction import Limits
+        from shardcache.space.eviction import Limits, merged
         from shardcache.store.root import remove_root
 
         require_cache(self.dir)
@@ -453,15 +450,14 @@ class Cache:
             changes = {name: value for name, value in given.items() if value is not None}
             space = tier.limited(tier.config.replace(**changes))
             with contextlib.nullcontext() if dry_run else space.sole_cleaner(wait=wait):
-                limits = Limits(everything=everything)
-                if not (everything or sweep_only):
-                    limits = space.limits()
-                reports.append(cleaning.clean(space, limits, orphans=orphans, dry_run=dry_run))
+                is_limited = not (everything or sweep_only)
+                limits = space.limits() if is_limited else Limits(everything=everything)
+                reports.append(space.clean(limits, orphans=orphans, dry_run=dry_run))
             is_used = reports[-1].kept or live_sessions(tier.node)
             if remove_dir and everything and not (dry_run or is_used):
                 process.counters.flush()  # which writes into the directory
                 remove_root(tier.node)
-        return cleaning.joined(reports)
+        return merged(reports)
 
     def verify(
         self,
@@ -547,20 +543,24 @@ class Cache:
         Returns the size of the removed entries in bytes, and the number of entries that remain.
         Raises the errors of `select` and `clean`.
         """
-        from shardcache.space import clean as cleaning
+        from shardcache.space.eviction import Limits, Reason
 
         require_cache(self.dir)
-        keys, pins = [shard.key for shard in self.select(specs)], self.pins()
+        keys = [shard.key for shard in self.select(specs)]
         freed = stay = 0
-        process = self.process
-        for tier, key in product(process.present, keys):
-            stores, pinned = tier.stores(), key in pins
-            removed, size, in_use = cleaning.remove(stores, key, pinned=pinned, dry_run=dry_run)
-            if removed and not dry_run:
-                tier.space.forget_refusal()
-                process.counters.add({"evicted_asked": removed, "bytes_evicted": size})
-            freed += size
-            stay += in_use
+        for tier in self.process.present:
+            stores, space = tier.stores(), tier.space
+            entries = [e for store in stores for key in keys for e in store.entries_of(key)]
+            report = space.plan(entries, Limits(everything=True), jobs=False)
+            removals = [replace(removal, reason=Reason.ASKED) for removal in report.removed]
+            stay += report.kept
+            if not dry_run:
+                evicted = space.evict(removals)
+                space.forget_refusal()
+                left = [r.entries for r in removals if r not in evicted]
+                stay += sum(any(entry.path.exists() for entry in links) for links in left)
+                removals = evicted
+            freed += sum(removal.entries[0].size for removal in removals)
         return freed, stay
 
     def stats(self, since: float | str | None = None) -> Stats:

@@ -168,16 +168,16 @@ def check_own(path: str | os.PathLike[str], status: os.stat_result) -> None:
 
 def owned(function: Callable[..., int], *args: tuple[object]) -> io.FileIO:
     """Call `os.open` or `os.dup`, each argument in a tuple; return a file that owns the result."""
-    found: list[int] = []
+    fds: list[int] = []
     files: list[io.FileIO] = []
     try:
         # A signal handler may raise after any call. Here, one call makes and keeps the descriptor.
-        found.extend(map(function, *args))
-        files.extend(map(io.FileIO, found))
+        fds.extend(map(function, *args))
+        files.extend(map(io.FileIO, fds))
         return files[0]
     finally:
-        if found and not files:  # it is a directory
-            os.close(found[0])
+        if fds and not files:  # it is a directory
+            os.close(fds[0])
 
 
 def open_file(
@@ -220,12 +220,12 @@ def sync_directory(path: Path) -> None:
 @contextlib.contextmanager
 def open_directory(path: Path | str) -> Iterator[int]:
     """Open a directory, but not through a symbolic link, and yield the descriptor."""
-    flags, found = os.O_DIRECTORY | SAFELY, list[int]()
+    flags, fds = os.O_DIRECTORY | SAFELY, list[int]()
     try:
-        found.extend(map(os.open, (path,), (flags,)))  # as in `owned`
-        yield found[0]
+        fds.extend(map(os.open, (path,), (flags,)))  # as in `owned`
+        yield fds[0]
     finally:
-        for fd in found:
+        for fd in fds:
             os.close(fd)
 
 
@@ -251,9 +251,9 @@ def is_directory(path: Path | str) -> bool:
 def is_idle(path: Path, grace: float = IDLE_GRACE) -> bool:
     """Return whether a file, or every file in a directory, was unused for ``grace`` seconds."""
     latest = 0.0
-    for each in [path / name for name in list_names(path)] or [path]:
+    for file in [path / name for name in list_names(path)] or [path]:
         with contextlib.suppress(FileNotFoundError):
-            status = each.lstat()
+            status = file.lstat()
             # A modification time may be in the future, but only the kernel sets the change time.
             latest = max(latest, min(status.st_mtime, status.st_ctime))
     return time.time() - latest > grace

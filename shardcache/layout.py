@@ -92,7 +92,7 @@ class Layout:
     partial = _inside("partial")  #: partials, and entries that are being removed
     pins = _inside("pins")  #: pins of users; created with the first pin
     ranks = _inside("ranks")  #: namespaces of ranks and jobs
-    limits = _inside("limits")  #: limits of the last job; see `space.tiers`
+    limits = _inside("limits")  #: limits of the last job; see `tiers`
     locks = _on_node("locks")
     sessions = _on_node("sessions")  #: one file for each live process
     usage = _on_node("usage")  #: bytes that the cache holds; see `space.budget`

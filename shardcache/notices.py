@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from shardcache.errors import ConfigError
@@ -19,16 +20,13 @@ logger = logging.getLogger(__name__)
 _LOGGED = "_SHARDCACHE_UNUSABLE"
 
 
+@dataclass(eq=False)
 class Notices:
-    """The warnings of one process that are not repeated.
+    """The warnings of one process that are not repeated."""
 
-    ``job`` identifies the job among those of this node, and ``node`` returns the node's namespace.
-    """
-
-    def __init__(self, job: str, node: Callable[[], Layout]) -> None:
-        self._job = job
-        self._node = node
-        self._known: set[str] = set()
+    _job: str  # identifies the job among those of this node
+    _node: Callable[[], Layout]  # returns the node's namespace
+    _known: set[str] = field(default_factory=set)
 
     def warn(
         self, kind: str, text: str, *args: object, extra: Mapping[str, object] | None = None
@@ -51,8 +49,8 @@ class Notices:
 
 def log_unusable(error: ConfigError, directory: Path, ranks: Ranks) -> None:
     """Log that nothing will be cached: as an error once per job and node, else at INFO."""
-    stated = f"{os.uname().nodename}:{directory}"
-    is_first = ranks.local_rank in (None, 0) and os.environ.get(_LOGGED) != stated
-    os.environ[_LOGGED] = stated
+    place = f"{os.uname().nodename}:{directory}"
+    is_first = ranks.local_rank in (None, 0) and os.environ.get(_LOGGED) != place
+    os.environ[_LOGGED] = place
     text = "no shard will be cached, and every epoch streams all of them: %s"
     logger.log(logging.ERROR if is_first else logging.INFO, text, error.message)

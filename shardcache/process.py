@@ -34,8 +34,7 @@ from shardcache.store.root import UnusableError, unusable
 from shardcache.urls import ShardURL, advise_scheme
 
 if TYPE_CHECKING:
-    from shardcache.space.clean import Housekeeper
-    from shardcache.space.tiers import Directories, Tier
+    from shardcache.tiers import Directories, Housekeeper, Tier
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +84,7 @@ class ProcessCache:
         from shardcache.download.transfer import Engine
         from shardcache.origins.resolve import Origins
         from shardcache.origins.retry import RetryPolicy
-        from shardcache.space.tiers import Tier
+        from shardcache.tiers import Tier
 
         config, ranks = self.config, self._ranks
         self._lock = threading.Lock()  # held while the directories are made
@@ -110,7 +109,7 @@ class ProcessCache:
         self._clean_due = 0.0  # when to look again whether a cleaning is due
         self._touched: dict[str, float] = {}
         self._copying: list[threading.Thread] = []
-        self._logged: Counter[str] = Counter()  # the counts that `end` has already logged
+        self._logged: Counter[str] = Counter()  # the counts that `_end` has already logged
 
     # -- directories -------------------------------------------------------------
 
@@ -135,9 +134,9 @@ class ProcessCache:
         Raises ConfigError if they must not be used as a cache (without ``strict``, UnusableError);
         with ``strict`` also OSError, if they cannot be written.
         """
-        return self.directories or self.check()
+        return self.directories or self._check()
 
-    def check(self) -> Directories:
+    def _check(self) -> Directories:
         """Return the directories; make them again if one of them was replaced.
 
         A disk may be unmounted, mounted again or emptied while a job runs. Only misses need this
@@ -159,8 +158,7 @@ class ProcessCache:
 
     def _make_directories(self, tiers: list[Tier]) -> Directories:
         """Create the directories of ``tiers``, and return all usable ones."""
-        from shardcache.space.clean import Housekeeper
-        from shardcache.space.tiers import Directories
+        from shardcache.tiers import Directories, Housekeeper
 
         for tier in tiers:
             self._make(tier)
@@ -228,7 +226,7 @@ class ProcessCache:
         directories = self.prepare()
         try:
             if not disk.reading.closed:
-                directories = self.check()  # another user may own the directory now
+                directories = self._check()  # another user may own the directory now
             opened = directories.lookup(shard, outdated)
         except os_error() as exn:
             disk.failed(disk.reading, exn)
@@ -340,7 +338,7 @@ class ProcessCache:
         opened, attempts = None, Fetch(self.engine, download)
         try:
             while True:
-                directories = self.check()
+                directories = self._check()
                 try:
                     opened = attempts.attempt(directories)
                     break
@@ -437,9 +435,9 @@ class ProcessCache:
             end = clock.monotonic() + LAST_COPIES
             for thread in self._copying:
                 thread.join(max(0.0, end - clock.monotonic()))
-        self.end()
+        self._end()
 
-    def end(self) -> None:
+    def _end(self) -> None:
         """Write the counters, end the session, and log a summary of what this process has read."""
         self.counters.flush()
         for tier in self.tiers:
@@ -465,10 +463,12 @@ _all: weakref.WeakSet[ProcessCache] = weakref.WeakSet()
 
 def _end_all() -> None:
     for cache in list(_all):
-        cache.end()
+        cache._end()
 
 
 def _begin_all() -> None:
+    for cache in list(_all):
+        cache.counters.disown()  # of all, because beginning may close streams of the parent
     for cache in list(_all):
         cache._begin()
 

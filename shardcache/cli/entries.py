@@ -19,13 +19,14 @@ from shardcache.cli.output import Console, Row, local_time
 from shardcache.clock import utc
 from shardcache.errors import ConfigError, ShardNotFoundError
 from shardcache.locks.keys import read_holder
+from shardcache.origins.listing import Selection
 from shardcache.prewarm.plan import expand
 from shardcache.space.eviction import Policy, disk_bytes, linked
-from shardcache.space.tiers import lock_layout
 from shardcache.store.directory import DamagedError
 from shardcache.store.entry import Entry
 from shardcache.store.partial import in_flight, read_journal
 from shardcache.store.root import is_cache
+from shardcache.tiers import lock_layout
 from shardcache.units import counted, exact_duration, format_age, format_bytes
 from shardcache.urls import ShardURL, advise_scheme
 
@@ -96,7 +97,7 @@ def ls_command(
         if not is_cache(cache.dir):
             console.hint(f"Nothing was cached in {cache.dir} yet.")
         rows, summary, footer = _list_partials(cache) if partial else _list_shards(cache)
-        selections = cache.selections(specs)
+        selections = [Selection(spec, cache.parse) for spec in specs]
     matching = [r for r in rows if not specs or any((r["url"] or "") in s for s in selections)]
     printed = _sorted(_by_prefix(matching) if by else matching, sort)[:limit]
     noun, bytes_field = ("partial", "written_bytes") if partial else ("shard", "size")

@@ -90,8 +90,12 @@ class Invocation:
         self.storage_options: dict[str, Any] = {}
         self.received: int | None = None  #: the number of the first signal, once it was received
         self.stop = threading.Event()  #: set by the first signal
-        #: Whether the command polls `stop`. If not, the first signal raises KeyboardInterrupt.
-        self.polls_stop = False
+        self._polls_stop = False
+
+    def poll_stop(self) -> threading.Event:
+        """Return `stop`, which the command polls; without this, a signal interrupts it."""
+        self._polls_stop = True
+        return self.stop
 
     def loaded(self) -> Loaded:
         """Return the configuration and the source of each option."""
@@ -108,8 +112,8 @@ class Invocation:
         A job may set them in its code. With ``names``, only these options are completed.
         """
         from shardcache.layout import Layout
-        from shardcache.space.tiers import stated_limits
         from shardcache.store.root import is_cache
+        from shardcache.tiers import job_limits
 
         loaded = self.loaded()
         root, is_shared = loaded.config.dir, loaded.config.shared_group is not None
@@ -121,7 +125,7 @@ class Invocation:
             return other.st_gid == own.st_gid if is_shared else other.st_uid == own.st_uid
 
         try:
-            limits = stated_limits(Layout.of_root(root))
+            limits = job_limits(Layout.of_root(root))
             limits["tiers"] = [t for t in limits.get("tiers") or () if is_ours(Path(t["dir"]))]
             chosen = {name: limits[name] for name in names or limits if name in limits}
             return loaded.completed(chosen, "last job")
@@ -192,7 +196,7 @@ class Invocation:
             os._exit(128 + number)
         self.received = number
         self.stop.set()
-        if not self.polls_stop:
+        if not self._polls_stop:
             raise KeyboardInterrupt
 
 

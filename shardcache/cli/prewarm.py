@@ -30,8 +30,7 @@ from shardcache.download.connections import parse_rate
 from shardcache.errors import ConfigError, ShardNotFoundError
 from shardcache.origins.listing import SHARD, is_pattern
 from shardcache.prewarm.plan import own_share
-from shardcache.prewarm.run import JOBS, most_processes, prewarm
-from shardcache.results import (
+from shardcache.prewarm.results import (
     Event,
     Finished,
     Outcome,
@@ -41,6 +40,7 @@ from shardcache.results import (
     Started,
     Stopped,
 )
+from shardcache.prewarm.run import JOBS, most_processes, prewarm
 from shardcache.units import Limit, counted, format_bytes, format_duration, format_rate
 
 if TYPE_CHECKING:
@@ -149,7 +149,7 @@ def prewarm_command(
             if isinstance(event, Planned):
                 console.info(str(event.plan))
                 if not only_plans:
-                    invocation.polls_stop = True
+                    invocation.poll_stop()
                     if event.plan.to_fetch or options["refresh"]:
                         stack.enter_context(display(console, progress.positions))
 
@@ -221,7 +221,7 @@ def _prewarm_ray(
     settings: dict[str, Any] = {"dir": invocation.dir and absolute(invocation.dir)}
     settings |= {"endpoint_url": invocation.endpoint_url}
     settings |= {"storage_options": invocation.storage_options or None}
-    invocation.polls_stop = True
+    stop = invocation.poll_stop()
     with display(console, lambda: _positions(latest[-1])):
         nodes = prewarm_nodes(
             specs,
@@ -229,7 +229,7 @@ def _prewarm_ray(
             config_file=invocation.config,
             ranks_per_node=ranks_per_node,
             on_news=latest.append,
-            stop=invocation.stop,
+            stop=stop,
             **options,
         )
     console.info(f"{counted(len(nodes), 'node')}: {', '.join(node.name for node in nodes)}")

@@ -46,13 +46,13 @@ from shardcache.config import Config, __version__
 from shardcache.errors import ConfigError
 from shardcache.locks.keys import Holder, read_holder
 from shardcache.locks.sessions import live_sessions, live_waits
-from shardcache.space.budget import Holdings
+from shardcache.space.budget import Contents
 from shardcache.space.memory import Volume
-from shardcache.space.tiers import lock_layout
 from shardcache.stats import database
 from shardcache.stats.database import Sample
 from shardcache.stats.summary import OUTCOMES, Stats, Waits, by_rank, exposition, summed, summed_by
 from shardcache.sync import atomic_write
+from shardcache.tiers import lock_layout
 from shardcache.units import counted, format_bytes, format_rate
 
 if TYPE_CHECKING:
@@ -306,14 +306,14 @@ def report_command(invocation: Invocation, since: float | None, output: str) -> 
 
 
 def _tiers(cache: Cache, config: Config) -> Iterator[Row]:
-    """Yield a row with the `Holdings` and the limit of each tier: None if there is none."""
+    """Yield a row with the `Contents` and the limit of each tier: None if there is none."""
     present = {tier.config.dir: tier for tier in cache.process.present}
     for number, tier in enumerate(config.by_tier(), 1):
         known = present.get(tier.dir)
         yield {
             "tier": number,
             "dir": os.fspath(tier.dir),
-            **fields_of(known.space.holdings() if known else Holdings()),
+            **fields_of(known.space.contents() if known else Contents()),
             "max_size": Volume.of(tier.dir).budget(tier) if tier.dir.is_dir() else None,
         }
 

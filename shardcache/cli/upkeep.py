@@ -172,14 +172,10 @@ def verify_command(
         text = f"{status.done:,}/{status.shards:,} shards, {done}"
         return {"": Position(text, status.passed, status.bytes)}
 
-    invocation.polls_stop = True
+    stop = invocation.poll_stop()
     with invocation.cache(existing=True) as cache:
         findings = cache.verify(
-            specs or None,
-            quick=quick,
-            repair=repair and not dry_run,
-            status=status,
-            stop=invocation.stop,
+            specs or None, quick=quick, repair=repair and not dry_run, status=status, stop=stop
         )
         with contextlib.closing(findings), display(console, positions):
             for finding in findings:
@@ -191,7 +187,7 @@ def verify_command(
                     aside = " (set aside)" if finding.set_aside else ""
                     name = finding.url or finding.entry.directory
                     console.data(f"{label}  {printable(f'{name}  {finding.reason}')}{aside}")
-    stopped, seconds = invocation.stop.is_set(), round(time.monotonic() - began, 3)
+    stopped, seconds = stop.is_set(), round(time.monotonic() - began, 3)
     verified = counts.total() - counts[EntryState.UNCHECKED]
     set_aside = sum(finding.set_aside for finding in wrong)
     rows = [{**fields_of(finding), "entry": fields_of(finding.entry)} for finding in wrong]

@@ -292,6 +292,15 @@ class ShardBatchSampler(Sampler[list[int]]):
             text = "%d nodes read %d lanes, so several nodes download the same shards"
             logger.warning(text, self._nodes, lanes)
 
+    def _advance(self, epoch: int, taken: int) -> None:
+        """Record the position of an iteration. After its last batch, the epoch is over."""
+        self._taken = epoch, taken
+        if not self._batches(taken):  # Trainer does not request another one
+            self._finish(epoch)
+
+    def _finish(self, epoch: int) -> None:
+        self._start = epoch + 1, 0
+
     def _batches(self, taken: int) -> int:
         return self.order.batches(self.share, taken, drop_last=self.drop_last)
 
@@ -331,7 +340,7 @@ class _Iteration:
     def __next__(self) -> list[int]:
         sampler, start = self._sampler, self._taken
         if not sampler._batches(start):
-            sampler._start = self._number + 1, 0
+            sampler._finish(self._number)
             raise StopIteration
         if self._epoch is None:  # in the process that iterates
             self._epoch = Epoch(sampler.order, self._number)
@@ -345,9 +354,7 @@ class _Iteration:
         if not sampler._is_checked and (size := self._ahead.size):
             sampler._check_room(size)
         self._taken = start + sampler.share
-        sampler._taken = self._number, self._taken
-        if not sampler._batches(self._taken):  # Trainer does not request another one
-            sampler._start = self._number + 1, 0
+        sampler._advance(self._number, self._taken)
         indices = (SampleIndex(number, self._number) for number in found.tolist())
         return Batch(indices, self._epoch.shards(0))
 

@@ -39,11 +39,11 @@ from shardcache.layout import parse_partial_name
 from shardcache.locks.keys import Holder, KeyLease, KeyLock, read_holder
 from shardcache.locks.sessions import Session
 from shardcache.origins.base import ObjectInfo, VersionChangedError
-from shardcache.space.tiers import Directories
 from shardcache.store.digest import BLOCK, MismatchError
 from shardcache.store.directory import DamagedError, Metadata
 from shardcache.store.entry import Opened, open_first
 from shardcache.store.partial import Journal, LostError, Partial, read_journal
+from shardcache.tiers import Directories
 from shardcache.units import format_bytes, format_duration
 
 if TYPE_CHECKING:

@@ -74,7 +74,7 @@ class Holder:
             texts = holder.job, holder.partial, holder.url
         except (ValueError, TypeError, AttributeError, RecursionError):
             return None
-        return holder if typed and all(isinstance(each, str | None) for each in texts) else None
+        return holder if typed and all(isinstance(text, str | None) for text in texts) else None
 
     def __str__(self) -> str:
         text = f"process {self.pid} on {self.host}"
@@ -89,19 +89,16 @@ def read_holder(path: Path) -> Holder | None:
         return None
 
 
+@dataclass(eq=False)
 class KeyLock:
-    """A lock file, which one process of the node holds: of a key, of the node or of a session.
+    """A lock file, which one process of the node holds: of a key, of the node or of a session."""
 
-    Attributes:
-        partial: the name of the partial in the record of this holder. Until this holder has one,
-            it is that of the previous holder, so that a second kill does not lose it.
-    """
-
-    def __init__(self, path: Path, modes: files.Modes = files.PRIVATE) -> None:
-        self.path = path
-        self.partial: str | None = None
-        self._modes = modes
-        self._file: io.FileIO | None = None
+    path: Path
+    _modes: files.Modes = files.PRIVATE
+    #: Name of the partial of this holder. Until it has one, the name is that of the previous
+    #: holder's, so that a second kill does not lose it.
+    partial: str | None = None
+    _file: io.FileIO | None = None
 
     def try_acquire(self, holder: Holder) -> bool:
         """Take the lock if it is free, and record ``holder``. Return whether the lock was taken.
@@ -132,8 +129,8 @@ class KeyLock:
                 return False
             if os.fstat(file.fileno()).st_nlink:
                 with ignoring(OSError):  # a pipe can be locked, but has no offsets
-                    left = Holder.decode(os.pread(file.fileno(), _MAX_RECORD, 0))
-                    self.partial = left.partial if left else None
+                    previous = Holder.decode(os.pread(file.fileno(), _MAX_RECORD, 0))
+                    self.partial = previous.partial if previous else None
                 self.update(replace(holder, partial=self.partial))
                 return True
             self.release()  # a sweep removed the file between open and flock
@@ -198,27 +195,24 @@ class KeyLease:
             )
             lease.acquire(blocking=False)
         except Timeout:
-            self._break_expired(lease)
+            # Remove the marker of a dead holder, so that the next attempt finds the lease free.
+            # filelock does so only on filesystems that can exchange two names, unlike NFS.
+            with ignoring(OSError):
+                status, now = self.path.stat(), time.monotonic()
+                marker = (status.st_ino, status.st_mtime_ns)
+                if marker != self._seen:
+                    self._seen, self._since = marker, now
+                elif now - self._since >= self._seconds:
+                    lease.force_break()
             return False
         except (os_error(), ValueError) as exn:  # ValueError: the lease has another duration
             if isinstance(exn, OSError) and exn.errno in _REFUSALS:
                 raise
             logger.warning("%s: going on without a lease: %s", self.path, exn)
             return True
-        left = read_holder(self._record)
-        self.update(replace(holder, partial=left.partial if left else None))
+        previous = read_holder(self._record)
+        self.update(replace(holder, partial=previous.partial if previous else None))
         return True
-
-    def _break_expired(self, lease: SoftFileLease) -> None:
-        """Remove the marker of a dead holder, so that the next attempt finds the lease free."""
-        # filelock does this only on filesystems that can exchange two names, which NFS cannot.
-        with ignoring(OSError):
-            status, now = self.path.stat(), time.monotonic()
-            marker = (status.st_ino, status.st_mtime_ns)
-            if marker != self._seen:
-                self._seen, self._since = marker, now
-            elif now - self._since >= self._seconds:
-                lease.force_break()
 
     def update(self, holder: Holder) -> None:
         """Replace the record of a lease that this process holds."""
@@ -256,10 +250,10 @@ def remove_locks(layout: Layout) -> None:
 
 
 def _remove_free_lock(layout: Layout, path: Path) -> None:
-    left = read_holder(path)
+    previous = read_holder(path)
     # The file names the partial of a killed download. The partial may be in another tier, but no
     # partial that was not written for an hour is resumed.
-    partial = left is not None and left.partial
+    partial = previous is not None and previous.partial
     if partial and (files.is_directory(layout.partial / partial) or not files.is_idle(path)):
         return
     with ignoring(OSError), files.locked(path, remove=True) as free:

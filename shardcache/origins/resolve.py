@@ -81,6 +81,10 @@ class Origins:
                 self._made[key] = _make(shard, options, config.endpoint_url, config.timeout)
             return self._made[key]
 
+    def use(self, scheme: str, origin: Origin) -> None:
+        """Read the shards of a scheme from ``origin``, in this process."""
+        self._made[scheme, (), ""] = origin
+
     def prepare(self, shard: ShardURL) -> None:
         """Set up the client that reads a shard, so that a later request need not."""
         prepare = getattr(self.of(shard), "prepare", None)

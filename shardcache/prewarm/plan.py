@@ -22,14 +22,14 @@ from shardcache.errors import ConfigError, ShardCacheError
 from shardcache.faults import os_error
 from shardcache.origins.base import ObjectInfo
 from shardcache.origins.listing import Listing, refuse_local
+from shardcache.prewarm.results import Finished, Outcome, PrewarmPlan, ShardResult, Started
 from shardcache.ranks import whole_number
-from shardcache.results import Finished, Outcome, PrewarmPlan, ShardResult, Started
 from shardcache.space.eviction import Limits, disk_bytes, linked
 from shardcache.space.memory import Volume
-from shardcache.space.tiers import Tier
 from shardcache.store.directory import DamagedError
 from shardcache.store.entry import Entry
 from shardcache.store.partial import InFlight, read_journal
+from shardcache.tiers import Tier
 from shardcache.urls import ShardURL
 
 if TYPE_CHECKING:
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 
 #: HEAD requests in flight at once during a refresh. Each takes one round trip and has no body.
 _REQUESTS = 16
-#: Environment variables with the number of this node and the number of nodes: in a Slurm step, in a
-#: Slurm allocation, and under torchrun, which starts one group of workers per node.
+#: Environment variables with the number of this node and the number of nodes, of Slurm's steps and
+#: allocations, and of torchrun, which starts one group of workers per node.
 _LAUNCHERS = (
     ("SLURM_NODEID", "SLURM_STEP_NUM_NODES"),
     ("SLURM_NODEID", "SLURM_NNODES"),
@@ -69,16 +69,16 @@ class Share:
     def of(self, shards: Sequence[ShardURL]) -> list[ShardURL]:
         """Return the shards that this node's ranks read, in the order of the list."""
         world = self.count * self.ranks
-        return [each for n, each in enumerate(shards) if n % world // self.ranks == self.node]
+        return [shard for n, shard in enumerate(shards) if n % world // self.ranks == self.node]
 
 
 def own_share(node: int | None, count: int | None, ranks: int) -> Share:
     """Return this node's share. Without ``node`` and ``count``, read the launcher's variables."""
     if (node is None) != (count is None):
         raise ConfigError("--node-rank and --node-count go together: give both, or neither.")
-    for name, size in _LAUNCHERS:
+    for names in _LAUNCHERS:
         if node is None or count is None:
-            node, count = whole_number(os.environ, name), whole_number(os.environ, size)
+            node, count = (whole_number(os.environ, name) for name in names)
     if node is None or count is None:
         raise ConfigError(
             "--shard-by-node needs to know which node this is. Run it as a Slurm step "
@@ -110,12 +110,12 @@ def wanted_shards(
 ) -> tuple[ShardURL, ...]:
     """Expand and parse shard specifications, and return each shard of the share once, in order.
 
-    As in WebDataset, a shard that is named twice counts twice in the split. Items of ``wanted``
-    that are parsed are not expanded. Raises the errors of `expand`.
+    As in WebDataset, a shard that is named twice counts twice in the split. Raises the errors of
+    `expand`.
     """
     shards: list[ShardURL] = []
-    for each in wanted:
-        shards += [each] if isinstance(each, ShardURL) else map(cache.parse, listing.expand(each))
+    for spec in wanted:
+        shards += [spec] if isinstance(spec, ShardURL) else map(cache.parse, listing.expand(spec))
     by_key: dict[str, ShardURL] = {}
     for shard in shards if share is None else share.of(shards):
         refuse_local(shard, cache.config)
@@ -155,7 +155,7 @@ def make_plan(
                 unconfirmed[shard.key] = versions
             elif versions:
                 outdated[shard.key] = versions
-        current = (each for each in entries if each.version not in outdated.get(each.key, ()))
+        current = (e for e in entries if e.version not in outdated.get(e.key, ()))
         cached = {entry.key: entry for entry in current if entry.key in wanted}
     missing = [shard for shard in shards if shard.key not in cached]
     sizes: Mapping[str, int] = listing.sizes(missing) if missing and list_sizes else {}
@@ -167,10 +167,9 @@ def make_plan(
     for tier in process.tiers:  # a tier takes the shards for which earlier tiers lack room
         flights = tier.space.flights()
         tier_free, tier_evict, tier_lacks = _room(tier, flights, entries, wanted, lacking)
-        journals = (
-            read_journal(each.path) for each in flights if each.key in sizes and not each.live
-        )
-        resumable += sum(each.written for each in journals if each and each.metadata.resumable)
+        paths = [flight.path for flight in flights if flight.key in sizes and not flight.live]
+        journals = filter(None, map(read_journal, paths))
+        resumable += sum(journal.written for journal in journals if journal.metadata.resumable)
         # A tier that exceeds its limits lacks more than these shards need, hence the `min`.
         lacking = min(lacking, tier_lacks)
         free, evict = free + tier_free, evict + tier_evict
@@ -189,8 +188,7 @@ def confirm(cache: Cache, plan: PrewarmPlan, stop: threading.Event) -> Iterator[
     """Record a use of the cached shards of a plan, so that its downloads do not evict them.
 
     Yields the events of the shards that need no download. The others could not be compared with
-    their origin, are damaged, belong to another rank, or were stored under another boot. Ends early
-    once ``stop`` is set.
+    their origin, are damaged, belong to another rank, or were stored under another boot.
     """
     process, now = cache.process, clock.time()
     directories = process.prepare()
@@ -222,14 +220,14 @@ def _outdated_versions(cache: Cache, shard: ShardURL) -> frozenset[str] | Except
     except (ShardCacheError, os_error()) as exn:
         return exn
     try:
-        old = [each for each in entries if not same_version(each.metadata().info, latest)]
+        old = [entry for entry in entries if not same_version(entry.metadata().info, latest)]
     except (ValueError, DamagedError, FileNotFoundError):
         # Either the origin states nothing that identifies a version, so nothing can be compared, or
         # the entry is damaged, which its next open will discover.
         return frozenset()
     if len(old) < len(entries):
         own = tuple(f"{tier.store.layout.base}/objects/" for tier in process.tiers)
-        old = [each for each in old if each.directory.startswith(own)]
+        old = [entry for entry in old if entry.directory.startswith(own)]
     return frozenset(entry.version for entry in old)
 
 
@@ -266,9 +264,9 @@ def _room(
     free = spare = volume.free - config.min_free.of(volume.size) + resumable
     sizes = [(links[0].key in wanted, disk_bytes(links, space.allocated)) for links in linked(here)]
     eviction = space.plan(
+        [entry for entry in here if entry.key not in wanted],
         Limits(max_size=limit, free_needed=max(0, need - spare)),
         reserved=others + need + sum(size for is_wanted, size in sizes if is_wanted),
-        entries=[entry for entry in here if entry.key not in wanted],
     )
     if limit is not None:
         free = min(free, limit - others - sum(size for _, size in sizes))

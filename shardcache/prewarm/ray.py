@@ -33,8 +33,7 @@ from shardcache.cache import Cache
 from shardcache.errors import ConfigError, ShardCacheError
 from shardcache.origins.listing import expand_braces
 from shardcache.prewarm.plan import Share
-from shardcache.prewarm.run import JOBS, prewarm
-from shardcache.results import (
+from shardcache.prewarm.results import (
     Event,
     Finished,
     Outcome,
@@ -45,6 +44,7 @@ from shardcache.results import (
     Stopped,
     portable,
 )
+from shardcache.prewarm.run import JOBS, prewarm
 
 #: Seconds between two batches of news from a node; and between two checks in the calling process.
 _NEWS_EVERY, _TICK = 1.0, 0.2
@@ -72,6 +72,10 @@ class NodeReport:
     error: Exception | None = None  #: an error that concerns more than single shards
     _report: PrewarmReport | None = None
 
+    def interrupt(self) -> None:
+        """Record that the node's task was cancelled."""
+        self.interrupted = True
+
     @property
     def ended(self) -> bool:
         """Whether the node will send no more news."""
@@ -98,16 +102,16 @@ class NodeReport:
 
     def take(self, news: _News) -> None:
         """Record a batch of news from the node."""
-        for each in news:
-            match each:
+        for item in news:
+            match item:
                 case Planned(plan):
                     self.plan = plan
                 case Finished(shard, result):
                     self.results[shard.key] = result
                 case PrewarmReport():
-                    self._report = each
+                    self._report = item
                 case Exception():
-                    self.error = each
+                    self.error = item
 
 
 def prewarm_nodes(
@@ -187,15 +191,16 @@ def prewarm_nodes(
                         del streams[stream]
                     except ray.exceptions.RayError as exn:
                         del streams[stream]
-                        report.interrupted = deadline < math.inf
-                        if not report.interrupted:
-                            report.error = _lost(ray, alive[report.number]["NodeID"], exn)
+                        if deadline < math.inf:
+                            report.interrupt()
+                        else:
+                            report.take([_lost(ray, alive[report.number]["NodeID"], exn)])
                 with redirect_stdout(out):
                     on_news(nodes)
         finally:
             for stream, report in streams.items():  # these did not end in time
                 ray.cancel(stream)
-                report.interrupted = True
+                report.interrupt()
     on_news(nodes)
     return tuple(nodes)
 

@@ -1,17 +1,13 @@
 """Prewarm a cache: expand shard specifications, make a plan, refuse what cannot fit, download.
 
-* In the end, each shard that was tried has one result, and the other shards have none.
-* The failure of one shard does not stop the others, unless they would all fail alike: after some
-  refusals (credentials, endpoint, configuration, local disk) without a success, the pool skips the
-  remaining shards of that bucket.
-* A pool that is stopped waits, up to a limit, until its downloads have released their partials, so
-  that the next run can resume them.
+The failure of one shard does not stop the others, unless they would all fail alike: after some
+refusals (credentials, endpoint, configuration, local disk) without a success, the pool skips the
+remaining shards of that bucket. A pool that is stopped waits, up to a limit, until its downloads
+have released their partials, so that the next run can resume them.
 
-For small shards, one interpreter is the bottleneck. On loopback, with two cores shared with the
-server, 2,000 shards of 100 KiB took 2.8 s with one process and 1.4 s with two, 256 of 4 MiB 1.05
-and 0.67 s, 48 of 64 MiB 1.39 and 1.18 s (medians of 3, November 2026). So the main process, the
-owner, forks helpers before it starts threads. All of them take shards from one queue. If a helper
-dies, the owner downloads the shards that the helper had taken.
+For small shards, one interpreter is the bottleneck. So the main process, the owner, forks helpers
+before it starts threads. All of them take shards from one queue. If a helper dies, the owner
+downloads the shards that the helper had taken.
 """
 
 from __future__ import annotations
@@ -51,7 +47,7 @@ from shardcache.faults import is_local_error
 from shardcache.layout import Layout
 from shardcache.origins.listing import Listing
 from shardcache.prewarm.plan import Share, confirm, make_plan, wanted_shards
-from shardcache.results import (
+from shardcache.prewarm.results import (
     Event,
     Finished,
     Outcome,
@@ -77,8 +73,8 @@ T = TypeVar("T")
 
 #: How many shards are downloaded at the same time by default.
 JOBS = 32
-#: Connections that keep one process busy. At S3's 80 MB/s each, they bring 0.64 GB/s, and a process
-#: on a core of its own received 0.75 GB/s over TLS (loopback, November 2026).
+#: Connections that keep one process busy: S3 sends 80 MB/s over each, and one core reads about
+#: 0.7 GB/s over TLS.
 _CONNECTIONS = 8
 #: Refusals without a success after which the pool gives up a bucket; or the number of threads, if
 #: that is higher. One would be too few: without s3:ListBucket, a missing object is also a 403.
@@ -173,9 +169,16 @@ def prewarm(
     plan = make_plan(
         cache, shards, listing, best_effort=best_effort, list_sizes=not check, refresh=refresh
     )
+    known = {
+        shard.key: ShardResult(str(shard), Outcome.SKIPPED, error=error)
+        for shard in plan.shards
+        if skip_missing
+        # With `refresh`: cached, but no longer at the origin.
+        if isinstance(error := plan.unconfirmed.get(shard.key), ShardNotFoundError)
+    }
     if only_plans:
         report([Planned(plan)])
-        results = plan.results({}, Outcome.MISSING)
+        results = plan.results(known, Outcome.MISSING)
         return PrewarmReport(plan, results, clock.monotonic() - start)
     if plan.missing and not best_effort:
         report([Planned(plan)])
@@ -189,10 +192,9 @@ def prewarm(
         )
     stop = stop or threading.Event()
     events = list(confirm(cache, plan, stop))
-    known = {each.shard.key: each.result for each in events if isinstance(each, Finished)}
+    known |= {event.shard.key: event.result for event in events if isinstance(event, Finished)}
     end = math.inf if deadline is None else start + deadline
-    limits = best_effort, max_failures, skip_missing, rate, end
-    pool = Pool(cache, plan, stop, jobs, *limits, results=known)
+    pool = Pool(cache, plan, stop, jobs, best_effort, max_failures, skip_missing, rate, end, known)
     with contextlib.closing(pool):
         pool.fork(processes)  # before `report`, which may start a thread
         report([Planned(plan), *events])
@@ -235,10 +237,6 @@ class Pool:
     stopped: Stopped | None = None  #: why no further shard is started
 
     def __post_init__(self) -> None:
-        for shard in self.plan.shards:  # with `refresh`: cached, but no longer at the origin
-            error = self.plan.unconfirmed.get(shard.key)
-            if self.skip_missing and isinstance(error, ShardNotFoundError):
-                self.results[shard.key] = ShardResult(str(shard), Outcome.SKIPPED, error=error)
         self._queue = self._missing()
         self.jobs = min(self.jobs, len(self._queue))
         # The offset of this file is the position in the queue. Helpers share it, and the kernel
@@ -261,10 +259,9 @@ class Pool:
         self._ended = threads.Queue[None]()
 
     def run(self, report: Callable[[list[Started | Finished]], None]) -> None:
-        """Download the shards until all are done or the pool is stopped.
+        """Download the shards until all are done or the pool is stopped; ``report`` the events.
 
-        ``report`` is called in the calling thread with the events since its last call. Its
-        exceptions, and KeyboardInterrupt, are raised after the downloads have ended.
+        Exceptions of ``report``, and KeyboardInterrupt, are raised after the downloads have ended.
         """
         self._throttle = None if self.rate is None else Throttle(self.rate)
         try:
@@ -329,12 +326,9 @@ class Pool:
     # -- helpers ---------------------------------------------------------------
 
     def fork(self, count: int) -> None:
-        """Fork helpers, so that up to ``count`` processes download. To be called before `run`.
-
-        In a process with other threads, this does nothing: a lock that another thread holds would
-        stay locked in the helper.
-        """
+        """Fork helpers, so that up to ``count`` processes download. Call this before `run`."""
         count = min(count, self.jobs)
+        # A lock that another thread holds would stay locked in the helper.
         if count < 2 or threading.active_count() > 1:
             return
         with suppress(ConfigError):  # the downloads raise it
@@ -370,8 +364,7 @@ class Pool:
     def _help(self, channel: Connection[Any, Any], owner: Connection[Any, Any]) -> None:
         """Download shards in a helper, until no shard is left or the owner sends a message or ends.
 
-        At each tick, the helper sends the owner its events, its log records, so that only one
-        process writes to the terminal, its progress, and the reason if it stopped.
+        The owner gets events, log records (only one process writes to the terminal) and progress.
         """
         from logging.handlers import QueueHandler  # here, because the owner does not need it
 
@@ -385,7 +378,7 @@ class Pool:
         def report(events: list[Started | Finished]) -> None:
             if owner.poll():
                 self.stop.set()
-            progress = {key: each.progress() for key, each in list(self._running.items())}
+            progress = {key: running.progress() for key, running in list(self._running.items())}
             owner.send((events, _drain(records), progress, self.stopped))
 
         # After an error, the owner downloads the shards that have no result, and reports the error
@@ -449,8 +442,8 @@ class Pool:
         try:
             opened = self.cache.process.obtain(download)
             opened.close()
-            size, how = opened.size, download.outcome
-            outcome = Outcome.CACHED if how == "hit" else Outcome(how)
+            size = opened.size
+            outcome = Outcome.CACHED if download.outcome == "hit" else Outcome(download.outcome)
         except FetchCancelledError as exn:
             outcome, error = Outcome.NOT_STARTED, exn
         except Exception as exn:  # noqa: BLE001 - the result of the shard reports it

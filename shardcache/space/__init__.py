@@ -3,6 +3,4 @@
 budget     reserves room for new shards: one file under the budget lock
 eviction   plans which shards to evict; the shards that users pinned
 memory     measures the space that filesystems and cgroups leave, and that a shard takes
-tiers      the directories of a cache: their namespaces, sessions, budgets and locks of keys
-clean      makes room on request, and in the background of a job
 """

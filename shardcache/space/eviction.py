@@ -12,7 +12,7 @@ import json
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -46,6 +46,7 @@ class Reason(StrEnum):
     MIN_FREE = "min_free"
     MAX_AGE = "max_age"
     ALL = "all"
+    ASKED = "asked"  # a user named the shard
     ORPHAN = "orphan"
 
 
@@ -100,6 +101,14 @@ class CleanReport:
     def freed(self) -> int:
         """Bytes on disk of the entries and leftovers in `removed`."""
         return sum(removal.size for removal in self.removed)
+
+
+def merged(reports: Sequence[CleanReport]) -> CleanReport:
+    """Merge the reports of several tiers into one."""
+    removed = tuple(removal for report in reports for removal in report.removed)
+    names = "kept", "kept_bytes", "missing", "pinned"
+    sums = {name: sum(getattr(report, name) for report in reports) for name in names}
+    return CleanReport(removed, dry_run=all(report.dry_run for report in reports), **sums)
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +235,7 @@ def plan(
     # readers would get an older version again.
     versions = Counter(links[0].key for links in files)
     several = [links[0] for links in files if versions[links[0].key] > 1]
-    newest = {each.key: each.version for each in sorted(several, key=lambda each: each.stored)}
+    newest = {entry.key: entry.version for entry in sorted(several, key=lambda entry: entry.stored)}
 
     def is_replaced(links: Links) -> bool:
         key, version = links[0].key, links[0].version
@@ -261,7 +270,7 @@ def plan(
         short -= size
     kept_bytes = total - sum(removal.size for removal in removed)
     missing = int(max(0, over, short))
-    pinned, stay = sum(each[0].key in policy.pinned for each in files), len(files) - len(removed)
+    pinned, stay = sum(f[0].key in policy.pinned for f in files), len(files) - len(removed)
     return CleanReport(tuple(removed), stay, kept_bytes, missing, dry_run=True, pinned=pinned)
 
 
@@ -274,11 +283,12 @@ def sweep(
     after their last write. Exhaust the iterator: sessions come last.
     """
     layout = store.layout
-    for each in in_flight(layout):
-        if each.live or (keep and each.occupied and each.key and not is_idle(each.path, keep)):
+    for flight in in_flight(layout):
+        path, occupied = flight.path, flight.occupied
+        if flight.live or (keep and occupied and flight.key and not is_idle(path, keep)):
             continue
-        if dry_run or remove_leftover(layout, each.path):
-            yield Removal(str(each.path), allocated(each.occupied), Reason.ORPHAN)
+        if dry_run or remove_leftover(layout, path):
+            yield Removal(str(path), allocated(occupied), Reason.ORPHAN)
     if not dry_run:
         remove_dead(layout)
         for name in filter(is_temporary_name, list_names(layout.partial)):

@@ -24,8 +24,8 @@ _MEMBERSHIP = Path("/proc/self/cgroup")
 #: page in a signed 64-bit number.
 _UNLIMITED = 1 << 60
 #: The headroom (free memory) of the cgroups is read again after this many seconds, because reading
-#: it for each small shard took 13 % of the time of a prewarm; or after this share of it is written,
-#: because otherwise a job that grew while it wrote was killed within the first second.
+#: it for each small shard slows a prewarm; or after this share of it is written, because the kernel
+#: would kill a job that grows while it writes.
 _BELIEVED = 1.0
 _WRITTEN = 1 / 16
 #: Bytes of the largest block of local filesystems, and of the usual one. NFS and Ceph state their
@@ -50,11 +50,11 @@ class Volume:
     @classmethod
     def of(cls, path: Path) -> Volume:
         """Return the volume of ``path``. The limits of the cgroups apply to a RAM disk."""
-        stated = os.statvfs(path)
-        size, free = stated.f_frsize * stated.f_blocks, stated.f_frsize * stated.f_bavail
-        disk = ram_disk(path)
-        batches = min(size // 2, _TENSORS) if disk == _SHARED else 0
-        if disk is not None and (memory := _recent_headroom(path, free)) is not None:
+        disk = os.statvfs(path)
+        size, free = disk.f_frsize * disk.f_blocks, disk.f_frsize * disk.f_bavail
+        mount = ram_disk(path)
+        batches = min(size // 2, _TENSORS) if mount == _SHARED else 0
+        if mount is not None and (memory := _recent_headroom(path, free)) is not None:
             # A ramfs states a size of 0, so only the cgroups limit it.
             free = min(free, memory.free) if size else memory.free
             size = min(size or memory.size, memory.size)
@@ -115,14 +115,14 @@ def memory_headroom() -> Volume | None:
     headrooms = []
     with ignoring(OSError, ValueError):  # no cgroups, or unknown files
         for level, v1 in _levels():
-            stated = _read(level, "memory.limit_in_bytes" if v1 else "memory.max")
-            if stated == "max" or int(stated) >= _UNLIMITED:
+            limit = _read(level, "memory.limit_in_bytes" if v1 else "memory.max")
+            if limit == "max" or int(limit) >= _UNLIMITED:
                 continue
             used = int(_read(level, "memory.usage_in_bytes" if v1 else "memory.current"))
             rows = dict(row.split() for row in _read(level, "memory.stat").splitlines())
             names = (f"{'total_' if v1 else ''}{name}_file" for name in ("inactive", "active"))
             cache = sum(int(rows.get(name, 0)) for name in names)
-            headrooms.append(Volume(int(stated), max(0, int(stated) - max(0, used - cache))))
+            headrooms.append(Volume(int(limit), max(0, int(limit) - max(0, used - cache))))
     return min(headrooms, key=lambda volume: volume.free, default=None)
 
 

@@ -5,17 +5,14 @@ last write was at least a second ago, and the process writes them when it ends. 
 cannot be written, nothing else fails.
 
 Counting is reentrant: the garbage collector may close a stream while the same thread is counting,
-and the closed stream is counted as well. In a forked child, the `Counters` of its parent count
-nothing.
+and the closed stream is counted as well.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import threading
-import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
@@ -88,12 +85,10 @@ _OUTCOMES = {
 
 
 class Counters:
-    """The counters of one process.
+    """The counters of one process. Outside any job, it has no ``ranks``.
 
-    Args:
-        where: returns the node's namespace, which has the database.
-        ranks: the rank of this process; None outside any job.
-        allowed: returns whether the disk may be written, which is False for a while after errors.
+    ``where`` returns the node's namespace, which has the database, and ``allowed`` whether the disk
+    may be written.
     """
 
     def __init__(
@@ -112,7 +107,6 @@ class Counters:
         self._due = 0.0  # time of the next write, on the monotonic clock
         self._soon = False  # whether a thread is about to write
         self._flushed = threads.Queue[None]()  # ends that thread
-        _all.add(self)
 
     def add(self, counts: Mapping[str, int]) -> None:
         """Add numbers to the counters of the same names (`COUNTERS`)."""
@@ -222,14 +216,6 @@ class Counters:
             except RuntimeError:  # another thread writes
                 pass
 
-
-_all: weakref.WeakSet[Counters] = weakref.WeakSet()
-
-
-def _disown() -> None:
-    """Stop these counters in a forked child, because the parent writes their counts."""
-    for counters in _all:
-        counters._where = None
-
-
-os.register_at_fork(after_in_child=_disown)
+    def disown(self) -> None:
+        """Count nothing from now on, in a forked child: the parent writes these counts."""
+        self._where = None

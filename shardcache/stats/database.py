@@ -82,12 +82,12 @@ def samples(
     With ``ever``, also return the sample that sums up everything older than 30 days. The table
     ``recent`` has the samples of ten seconds.
     """
-    found: dict[tuple[int, int], Sample] = {}
+    samples: dict[tuple[int, int], Sample] = {}
     with _opened(layout, _PATIENCE) as db:
         query = f"SELECT * FROM {table} WHERE start > ? OR (start = 0 AND ?)"  # noqa: S608
         for start, rank, name, n in db.execute(query, (max(0.0, since - _TABLES[table]), ever)):
-            found.setdefault((start, rank), Sample(start, rank)).counters[name] += n
-    return list(found.values())
+            samples.setdefault((start, rank), Sample(start, rank)).counters[name] += n
+    return list(samples.values())
 
 
 def expire(layout: Layout, now: float) -> None:

@@ -60,8 +60,8 @@ class Stats(Counts):
     @property
     def all_waits(self) -> Waits:
         """All waits: for the disk, the lock and the network."""
-        each = self.waits.values()
-        return Waits(sum(one.count for one in each), sum(one.seconds for one in each))
+        waits = self.waits.values()
+        return Waits(sum(wait.count for wait in waits), sum(wait.seconds for wait in waits))
 
     @property
     def counters(self) -> dict[str, int]:
@@ -107,7 +107,7 @@ class Stats(Counts):
             "until": None if self.until is None else utc(self.until),
             **{name: getattr(self, name) for name in names},
             **{name: n for name, n in self.counters.items() if not name.startswith("wait_us_")},
-            "waits": {wait: each.as_dict() for wait, each in waits.items()},
+            "waits": {name: wait.as_dict() for name, wait in waits.items()},
         }
 
     def __repr__(self) -> str:
@@ -152,7 +152,7 @@ def by_rank(samples: Iterable[Sample]) -> dict[int | None, Stats]:
 def summed_by(samples: Iterable[Sample], key: Callable[[Sample], int]) -> dict[int, Stats]:
     """Add up the samples of each value of ``key``, in the order of the values."""
     ordered = sorted(samples, key=key)
-    return {each: summed(group) for each, group in itertools.groupby(ordered, key)}
+    return {value: summed(group) for value, group in itertools.groupby(ordered, key)}
 
 
 #: Name -> help, name of the label ("" if there is one value), and value of the label -> counter.

@@ -19,19 +19,15 @@ from xxhash import xxh3_128_digest, xxh3_128_hexdigest
 from shardcache.origins.base import Checksum
 
 #: Bytes of a block, and of the one buffer that each connection needs. Larger reads are no faster,
-#: and smaller ones take 20-30 % more time. A killed download loses at most a block per connection.
+#: and smaller ones are slower. A killed download loses at most a block per connection.
 BLOCK = 1 << 20
 
 #: Length of each kind of CRC in bytes.
 _CRCS = {"crc32": 4, "crc32c": 4, "crc64nvme": 8}
 _HASHES = ("sha256", "sha1")
 
-#: Computes the digest of one block, which is 16 bytes long.
-block_digest = xxh3_128_digest
-
-
-#: Returns the tree digest of a shard, as hex, from the joined digests of its blocks.
-tree_digest = xxh3_128_hexdigest
+block_digest = xxh3_128_digest  #: computes the digest of one block, which is 16 bytes long
+tree_digest = xxh3_128_hexdigest  #: computes that of a shard, as hex, from those of its blocks
 
 
 def read_blocks(fd: int) -> Iterator[memoryview]:
@@ -71,7 +67,7 @@ def file_checksum(fd: int, algorithm: str) -> str | None:
             digest.update(block)
         return base64.b64encode(digest.digest()).decode()
     function, value = _crc(algorithm) if algorithm in _CRCS else None, 0
-    if function is None:  # CRC32C and CRC64NVME need the extra `checksums`
+    if function is None:  # some need the extra `checksums`
         return None
     for block in read_blocks(fd):
         value = function(block, value)

@@ -122,8 +122,8 @@ class Metadata:
 def data_file(directory: Path | str) -> Path | None:
     """Return the data file of an entry or a partial, or None if there is none."""
     names = _data_names(files.list_names(directory))
-    if len(names) > 1 and (stated := _stated_name(directory)) is not None:
-        names = [stated] if stated in names else []
+    if len(names) > 1 and (name := _recorded_name(directory)) is not None:
+        names = [name] if name in names else []
     return Path(f"{directory}/{names[0]}") if names else None
 
 
@@ -131,7 +131,7 @@ def _data_names(names: Iterable[str]) -> list[str]:
     return [name for name in names if not name.startswith(".") and not is_side_file(name)]
 
 
-def _stated_name(directory: Path | str) -> str | None:
+def _recorded_name(directory: Path | str) -> str | None:
     """Return the data file's name according to the sidecar or journal; None if neither has it."""
     for name in (META, PROGRESS):
         with ignoring(OSError, ValueError, DamagedError):
@@ -141,7 +141,7 @@ def _stated_name(directory: Path | str) -> str | None:
     return None
 
 
-def hold(
+def data_lock(
     directory: Path | str,
     grace: float | None,
     *,
@@ -149,7 +149,7 @@ def hold(
     shared: bool = False,
     remove: bool = False,
 ) -> AbstractContextManager[bool | None]:
-    """Hold the flock of a data file, by default the directory's; enter as whether it is free.
+    """Lock a data file, by default the directory's, in the body; enter as whether it is free.
 
     With leases, nothing is locked: it is free after ``grace`` seconds without a write or a touch.
     """
@@ -175,7 +175,8 @@ def hide(directory: Path, layout: Layout, key: str) -> Path | None:
     # A directory in a lower layer of an overlay, as in a container's image, cannot be renamed. Its
     # files are removed where they are, the data first, so that it never looks complete.
     if foreign := _remove_files(directory):
-        layout.modes.new_directory(hidden)
+        hidden.mkdir(mode=0o700)
+        hidden.chmod(directory.stat().st_mode)  # the members of a group may enter it
         for name in foreign:
             (directory / name).rename(hidden / name)
     directory.rmdir()
@@ -184,7 +185,7 @@ def hide(directory: Path, layout: Layout, key: str) -> Path | None:
 
 def remove_free(directory: Path, layout: Layout, key: str) -> bool:
     """Remove an entry or a partial unless a process holds its lock; return whether it is gone."""
-    with hold(directory, layout.grace, remove=True) as free:
+    with data_lock(directory, layout.grace, remove=True) as free:
         hidden = hide(directory, layout, key) if free else None
         if hidden is None:
             return False
@@ -220,17 +221,15 @@ def _remove_files(directory: Path, name: str | None = None) -> list[str]:
     foreign = []
     with files.open_directory(directory) as fd:
         names = os.listdir(fd)  # noqa: PTH208 - names are enough
-        data = name or _stated_name(directory)
+        data = name or _recorded_name(directory)
         if data is None and len(candidates := _data_names(names)) == 1:
             # A lone file counts as shardcache's only if it is closed to other users, as those are.
             is_closed = not os.lstat(candidates[0], dir_fd=fd).st_mode & 0o117
             data = candidates[0] if is_closed or len(names) > 1 else None
-        for each in sorted(names, key=is_side_file):  # data first: the sidecar states its name
-            if each == data or is_side_file(each):
-                if not _remove_name(each, fd):
-                    foreign.append(each)
-            elif not each.startswith(_STILL_OPEN):
-                foreign.append(each)
+        for child in sorted(names, key=is_side_file):  # data first: the sidecar states its name
+            is_own = child == data or is_side_file(child)
+            if not (_remove_name(child, fd) if is_own else child.startswith(_STILL_OPEN)):
+                foreign.append(child)
     return foreign
 
 

@@ -28,8 +28,8 @@ from shardcache.store.directory import (
     DamagedError,
     Metadata,
     data_file,
+    data_lock,
     hide,
-    hold,
     readable,
     remove_directory,
     remove_free,
@@ -87,7 +87,7 @@ class Entry(NamedTuple):
         except os_error() as exn:
             if isinstance(exn, FileNotFoundError) and files.is_directory(self.directory):
                 raise DamagedError("it has no sidecar") from exn
-            with readable():  # only after an error, because it takes about 3 us
+            with readable():  # only after an error, because it costs time in each open
                 raise
         metadata = Metadata.decode(data)
         if (metadata.key, metadata.info.version, metadata.size) != self[1:4]:
@@ -402,7 +402,7 @@ class Store:
 
         ``data`` is the path of the data file; without it, the directory is listed.
         """
-        with hold(entry.directory, self._grace, data=data) as free:
+        with data_lock(entry.directory, self._grace, data=data) as free:
             return not free
 
     def evict(self, entry: Entry) -> bool:
@@ -456,7 +456,7 @@ def open_first(
 
     Raises DamagedError if a tier has a damaged entry and no tier has an intact one.
     """
-    found = damaged = None
+    newest = damaged = None
     # Begin with tiers known to have the shard: a lookup in another tier costs as much as a hit.
     known = [store for store in stores if key in store._known]
     for group in (known, [store for store in stores if store not in known]):
@@ -466,12 +466,12 @@ def open_first(
                 opened = store.open(key, basename, outdated)
             except DamagedError as exn:
                 damaged = damaged or exn
-            if opened is not None and (found is None or opened.stored > found.stored):
-                found, opened = opened, found
+            if opened is not None and (newest is None or opened.stored > newest.stored):
+                newest, opened = opened, newest
             if opened is not None:
                 opened.close()
-        if found is not None and found.stored:  # not replaced
-            return found
-    if damaged is not None and found is None:
+        if newest is not None and newest.stored:  # not replaced
+            return newest
+    if damaged is not None and newest is None:
         raise damaged
-    return found
+    return newest

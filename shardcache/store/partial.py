@@ -3,11 +3,10 @@
 The journal, the file ``progress``, has a header, the known part of the sidecar, and a record for
 each block, with its digest and length, or zeros if the block is not on disk.
 
-The process that holds the exclusive flock on the data file is the writer; its threads may write and
-record different blocks at the same time. When it dies, another process may take the partial over
-(`Partial.claim`) or remove it (`remove_leftover`). Both first rename the directory, so if several
-processes try, only one succeeds. If locks do not work, a live writer may lose its partial in this
-way, but it writes only the same bytes of the same version.
+The process that holds the exclusive flock on the data file is the writer. When it dies, another
+process may take the partial over (`Partial.claim`) or remove it (`remove_leftover`). Both first
+rename the directory, so if several processes try, only one succeeds. If locks do not work, a live
+writer may lose its partial in this way, but it writes only the same bytes of the same version.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from shardcache.store.directory import (
     DamagedError,
     Metadata,
     data_file,
-    hold,
+    data_lock,
     remove_directory,
     remove_free,
 )
@@ -65,10 +64,10 @@ def record_size(size: int) -> int:
 
 
 class Journal(NamedTuple):
-    """The content of a partial's journal."""
+    """A partial's journal: the sidecar, as far as the writer knows it, and the bytes on disk."""
 
-    metadata: Metadata  #: the sidecar, as far as the writer knows it
-    written: int  #: bytes on disk
+    metadata: Metadata
+    written: int
 
 
 def _parse(path: Path, data: bytes) -> tuple[Metadata, int, bool]:
@@ -86,7 +85,7 @@ def _parse(path: Path, data: bytes) -> tuple[Metadata, int, bool]:
 
 
 def _records(data: bytes) -> Iterator[tuple[bytes, int]]:
-    """Yield the digest and length of each block."""
+    """Yield the digest and length of each block; the last record may be incomplete."""
     return _RECORD.iter_unpack(data[: len(data) // _RECORD.size * _RECORD.size])
 
 
@@ -150,32 +149,25 @@ class PartialSource:
             self._stack.close()
 
 
+@dataclass(eq=False)
 class Partial:
     """A partial that this process writes. Use `create` or `claim` to make one."""
 
-    def __init__(
-        self,
-        layout: Layout,
-        data: Path,
-        metadata: Metadata,
-        file: io.FileIO,
-        journal: io.FileIO | None,
-        records_at: int,
-    ) -> None:
-        self.path = data.parent
-        self.data = data
-        self.metadata = metadata  #: the sidecar; its size and digest are final after `seal`
-        #: Directory names of the versions that existed when the partial was created.
-        self.earlier = frozenset(files.list_names(layout.key_dir(metadata.key)))
-        #: False until a response shows that the origin still has the version of a resumed partial,
-        #: which no process reads until then.
-        self.confirmed = True
+    data: Path
+    metadata: Metadata  #: the sidecar; its size and digest are final after `seal`
+    earlier: frozenset[str]  #: names of the versions that existed when the partial was created
+    _file: io.FileIO
+    _journal: io.FileIO | None
+    _records_at: int
+    _unproven: bytes = b""  # the records of a claimed partial
+    #: Of a claimed partial: whether a response shows that the origin still has this version. Until
+    #: then, no process reads it.
+    confirmed: bool = True
+
+    def __post_init__(self) -> None:
+        self.path = self.data.parent
         self.written = 0  #: bytes on disk
-        self._file = file
-        self._journal = journal
-        self._records_at = records_at
         self._digests: dict[int, tuple[bytes, int]] = {}
-        self._unproven = b""  # the records of a claimed partial
         self._guard = threading.Lock()
 
     @classmethod
@@ -199,18 +191,15 @@ class Partial:
                 stack.enter_context(journal)
                 sidecar = metadata.encode()
                 sidecar += b" " * (-len(sidecar) % 8)  # so that no record's length crosses a page
-            records_at = _HEADER.size + len(sidecar)
-            partial = cls(layout, data, metadata, file, journal, records_at)
+            earlier = frozenset(files.list_names(layout.key_dir(metadata.key)))
+            partial = cls(data, metadata, earlier, file, journal, _HEADER.size + len(sidecar))
             partial._write_header(sidecar)
             stack.pop_all()
         return partial
 
     @classmethod
     def claim(cls, layout: Layout, path: Path, basename: str) -> Partial | None:
-        """Take over and lock a dead process's partial; None if it is alive, gone or useless.
-
-        Then name it in the lock of its key, and call `prove`.
-        """
+        """Take over and lock a dead process's partial, to be proven; None if it cannot be used."""
         named = parse_partial_name(path.name)
         if named is None or not files.is_directory(path):
             return None
@@ -235,9 +224,9 @@ class Partial:
                 (claimed / META).unlink(missing_ok=True)  # left if the writer was killed in `seal`
                 if status.st_size > metadata.info.size:
                     os.ftruncate(file.fileno(), metadata.info.size)
-                partial = cls(layout, claimed / basename, metadata, file, journal, records_at)
-                partial._unproven = data[records_at:]
-                partial.confirmed = False
+                earlier = frozenset(files.list_names(layout.key_dir(metadata.key)))
+                parts = earlier, file, journal, records_at, data[records_at:], False
+                partial = cls(claimed / basename, metadata, *parts)
                 partial._write_header()
             except (os_error(), DamagedError) as exn:
                 if isinstance(exn, OSError) and exn.errno not in _UNCLAIMED:
@@ -252,26 +241,22 @@ class Partial:
 
         Returns False if the partial cannot be used, and has been discarded.
         """
+        total, buffer = self.metadata.info.size or 0, memoryview(bytearray(BLOCK))
         records, self._unproven = _records(self._unproven), b""
         try:
-            self._prove(records, self.metadata.info.size or 0)
+            for index, (digest, length) in zip(range(-(-total // BLOCK)), records, strict=False):
+                block = buffer[: min(BLOCK, total - index * BLOCK)]
+                count = os.preadv(self.fd, [block], index * BLOCK)
+                if length == count == len(block) and block_digest(block) == digest:
+                    self.record(index, digest, length)
+                elif length:
+                    self._write_record(index, bytes(16), 0)
         except os_error() as exn:
             if exn.errno not in _UNCLAIMED:
                 raise
             self.discard()
             return False
         return True
-
-    def _prove(self, records: Iterator[tuple[bytes, int]], total: int) -> None:
-        buffer = memoryview(bytearray(BLOCK))
-        for index, (digest, length) in zip(range(-(-total // BLOCK)), records, strict=False):
-            block = buffer[: min(BLOCK, total - index * BLOCK)]
-            if length == len(block) == os.preadv(self.fd, [block], index * BLOCK) and (
-                block_digest(block) == digest
-            ):
-                self.record(index, digest, length)
-            elif length:
-                self._write_record(index, bytes(16), 0)
 
     @property
     def fd(self) -> int:
@@ -410,10 +395,9 @@ def in_flight(layout: Layout) -> Iterator[InFlight]:
             if not (parsed or is_evicted_name(name)) or not files.is_directory(path):
                 continue
             try:
-                # A writer holds an exclusive lock, which even a shared lock detects; with shared
-                # locks, two processes that test at once do not mistake each other for a writer.
-                # Readers of a hidden entry hold shared locks, which only an exclusive one detects.
-                with hold(path, layout.grace, shared=parsed is not None) as free:
+                # A shared lock detects a writer, and no other process mistakes it for one. Only an
+                # exclusive lock detects the readers of a hidden entry.
+                with data_lock(path, layout.grace, shared=parsed is not None) as free:
                     occupied = 0
                     if (data := data_file(path)) is not None:
                         with contextlib.suppress(FileNotFoundError):

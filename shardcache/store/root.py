@@ -20,8 +20,6 @@ from shardcache.files import Modes, list_names, random_token
 from shardcache.layout import MANIFEST, Layout, is_record_name, is_temporary_name, read_manifest
 from shardcache.locks.mounts import lock_kind
 
-#: Device and inode number.
-
 #: Manifest field with the number of the group that shares the cache.
 _GROUP = "shared_group"
 #: Manifest field with the kind of lock that the creator of the cache uses.
@@ -90,7 +88,7 @@ def check_usable(config: Config) -> None:
     """
     root = config.dir
     try:
-        path = next(each for each in (root, *root.parents) if each.exists())
+        path = next(path for path in (root, *root.parents) if path.exists())
         if not path.is_dir():
             raise ConfigError(
                 f"{path} is not a directory. Point dir at a directory, or at a name in one."
@@ -127,7 +125,7 @@ def _check_foreign(root: Path) -> None:
     """Raise ConfigError if ``root`` has links, or is neither a cache nor empty."""
     check_links(Layout.of_root(root))
     names = [] if is_cache(root) else sorted(list_names(root.resolve()))
-    if strange := [n for n in names if n not in _ROOT_NAMES and not is_temporary_name(n)]:
+    if strange := [n for n in names if not (n in _ROOT_NAMES or is_temporary_name(n))]:
         shown = ", ".join(strange[:3]) + (", ..." if strange[3:] else "")
         raise ConfigError(
             f"{root} is not a shardcache directory, and it has other files in it ({shown}). "
@@ -195,30 +193,25 @@ def check_manifest(config: Config) -> None:
     """Raise ConfigError if ``shared_group`` or the kind of lock differs from the manifest's."""
     root, group = config.dir, config.shared_group
     manifest = read_manifest(root)
-    stated, kind = manifest.get(_GROUP), lock_kind(config, manifest)
+    shared, kind = manifest.get(_GROUP), lock_kind(config, manifest)
     other = "lease" if kind == "flock" else "flock"
-    if isinstance(stated, int) and stated != group:
-        name = group_name(stated)
-        reason = (
+    if isinstance(shared, int) and shared != group:
+        name = group_name(shared)
+        raise ConfigError(
             f"{root} is shared by the group {name}. Set shared_group={name!r}, or use a directory "
             "of your own."
         )
-    elif manifest and stated != group:
-        reason = (
+    if manifest and shared != group:
+        raise ConfigError(
             f"{root} is the cache of one user, but shared_group is set. Use another directory for "
             "the group, or remove this one first."
         )
-    elif manifest.get(_LOCKS) == other:
+    if manifest.get(_LOCKS) == other:
         fix = "Set locks to lease here, too"
         if other == "flock":
-            fix = (
-                f"End all processes that use it, delete {root / MANIFEST}, and set locks to lease "
-                "(SHARDCACHE_LOCKS=lease) for all of them"
-            )
-        reason = (
+            fix = f"End all processes that use it, delete {root / MANIFEST}, and set locks to "
+            fix += "lease (SHARDCACHE_LOCKS=lease) for all of them"
+        raise ConfigError(
             f"{root} is locked by {other}, and this process would lock it by {kind}, so each would "
             f"evict shards that the others read. {fix}, or use another directory."
         )
-    else:
-        return
-    raise ConfigError(reason)

@@ -11,7 +11,7 @@ import contextlib
 import errno
 import os
 import threading
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -22,7 +22,7 @@ from shardcache.archive import archive_problem
 from shardcache.faults import os_error
 from shardcache.files import GONE
 from shardcache.store.digest import block_digest, read_blocks, tree_digest
-from shardcache.store.directory import DamagedError, Metadata, readable
+from shardcache.store.directory import DamagedError, readable
 from shardcache.store.entry import Entry, Store, open_data, set_aside
 
 
@@ -55,18 +55,25 @@ class VerifyStatus:
     done: int = 0  #: entries that were checked
     passed: int = 0  #: bytes of the entries that were checked
 
+    def begin(self, sizes: Sequence[int]) -> None:
+        """Record the sizes of the entries to check."""
+        self.shards, self.bytes = len(sizes), sum(sizes)
+
+    def checked(self, sizes: Sequence[int]) -> None:
+        """Record the sizes of entries that were checked."""
+        self.done += len(sizes)
+        self.passed += sum(sizes)
+
 
 #: Number of shards to check at once. Flash disks serve a few reads as fast as one, but more would
 #: slow down the jobs that read from the same disk.
 _THREADS = 4
-#: Computes the digest of an open data file.
-_Digest = Callable[[int], str]
 #: Holds the lock of an entry's key, if it is free (`Directories.locked`).
 _Locked = Callable[[Path], AbstractContextManager[bool]]
 
 
 def verify(
-    entries: Iterable[tuple[Store, Entry]],
+    entries: Sequence[tuple[Store, Entry]],
     *,
     quick: bool,
     locked: _Locked | None,
@@ -80,26 +87,23 @@ def verify(
     shards: dict[str, list[tuple[Store, Entry]]] = {}
     for store, entry in entries:
         shards.setdefault(entry.key, []).append((store, entry))
-        status.shards += 1
-        status.bytes += entry.size
+    status.begin([entry.size for _, entry in entries])
     is_closed = False
 
     def check_stopped() -> None:
         if is_closed or stop.is_set():
             raise CancelledError
 
-    def block_digests(fd: int) -> Iterator[bytes]:
-        for block in read_blocks(fd):
-            check_stopped()
-            yield block_digest(block)
-
     def check(copies: list[tuple[Store, Entry]]) -> list[Finding]:
         digests: dict[tuple[int, int], str] = {}  # by device and inode, because some are links
 
         def digest(fd: int) -> str:
-            file = os.fstat(fd)
+            file, digests_of_blocks = os.fstat(fd), bytearray()
             if (name := (file.st_dev, file.st_ino)) not in digests:
-                digests[name] = tree_digest(b"".join(block_digests(fd)))
+                for block in read_blocks(fd):
+                    check_stopped()
+                    digests_of_blocks += block_digest(block)
+                digests[name] = tree_digest(digests_of_blocks)
             return digests[name]
 
         findings: list[Finding] = []
@@ -112,8 +116,7 @@ def verify(
     pool = ThreadPoolExecutor(_THREADS, "shardcache-verify")
     try:
         for copies, findings in zip(shards.values(), pool.map(check, shards.values()), strict=True):
-            status.done += len(copies)
-            status.passed += sum(entry.size for _, entry in copies)
+            status.checked([entry.size for _, entry in copies])
             yield from findings
     finally:
         is_closed = True
@@ -121,17 +124,28 @@ def verify(
 
 
 def _check(
-    store: Store, entry: Entry, digest: _Digest | None, locked: _Locked | None
+    store: Store, entry: Entry, digest: Callable[[int], str] | None, locked: _Locked | None
 ) -> list[Finding]:
-    """Check one entry, and set it aside if it is damaged; return no finding if it is gone."""
+    """Check one entry, and set it aside if it is damaged; return no finding if it is gone.
+
+    ``digest`` computes the digest of an open file; None compares only sizes.
+    """
     url = None
     try:
         before = os.lstat(entry.directory)
         try:
             with readable():
                 metadata = entry.metadata()
-                url = metadata.url
-                problem = _check_data(store, entry, metadata, digest)
+                url, name, problem = metadata.url, metadata.basename, ""
+                path = f"{entry.directory}/{name}"
+                opened = open_data(entry.directory, path, entry.size, store.layout.grace)
+                if opened is None:
+                    raise DamagedError("its data file is missing")
+                with opened.file as file:
+                    if digest is not None:
+                        if digest(file.fileno()) != metadata.digest:
+                            raise DamagedError("its bytes changed since they were downloaded")
+                        problem = archive_problem(file.fileno(), name, entry.size)
         except DamagedError as exn:
             return [_damaged(Finding(entry, url, EntryState.DAMAGED, str(exn)), before, locked)]
     except os_error() as exn:
@@ -139,20 +153,6 @@ def _check(
             return []
         return [Finding(entry, None, EntryState.UNCHECKED, exn.strerror or str(exn))]
     return [Finding(entry, url, EntryState.MALFORMED if problem else EntryState.OK, problem)]
-
-
-def _check_data(store: Store, entry: Entry, metadata: Metadata, digest: _Digest | None) -> str:
-    """Open the data file and compare its digest; return what is wrong inside it."""
-    path = f"{entry.directory}/{metadata.basename}"
-    opened = open_data(entry.directory, path, entry.size, store.layout.grace)
-    if opened is None:
-        raise DamagedError("its data file is missing")
-    with opened.file:
-        if digest is None:
-            return ""
-        if digest(opened.file.fileno()) != metadata.digest:
-            raise DamagedError("its bytes changed since they were downloaded")
-        return archive_problem(opened.file.fileno(), metadata.basename, entry.size)
 
 
 def _damaged(finding: Finding, before: os.stat_result, locked: _Locked | None) -> Finding:

@@ -4,7 +4,7 @@ import json
 import re
 from pathlib import Path
 
-from shardcache.results import Outcome, PrewarmPlan, PrewarmReport, ShardResult, Stopped
+from shardcache.prewarm import Outcome, PrewarmPlan, PrewarmReport, ShardResult, Stopped
 from shardcache.urls import parse_url
 from tests.support.storetools import room
 from tests.support.tars import make_tar

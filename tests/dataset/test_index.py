@@ -23,6 +23,7 @@ from shardcache import (
 from shardcache.dataset import index as module
 from shardcache.layout import INDEX
 from shardcache.wds import tar_samples
+from tests.support.caches import unfinished
 from tests.support.storetools import wait_until
 from tests.support.tars import make_tar, tar_of
 from tests.wds.test_tar_files import FORMATS, archive, damaged
@@ -231,7 +232,7 @@ def test_a_count_that_fails_cancels_only_its_own_downloads(cache, origin, monkey
     streams += [cache.open(other)] if reader == "elsewhere" else []
     with pytest.raises(ShardNotFoundError):
         TarDataset([URL, "s3://lab/missing.tar"], cache=cache, handler=handler)
-    assert len(cache.process.downloads.unfinished()) == len(streams)
+    assert len(unfinished(cache)) == len(streams)
     for response in responses:
         response.set()
     assert [stream.read() for stream in streams] == [data] * len(streams)

@@ -9,7 +9,7 @@ import pytest
 
 from shardcache import Cache
 from shardcache.download.connections import Downloaders
-from tests.support.caches import read
+from tests.support.caches import read, unfinished
 from tests.support.storetools import BLOCK, PATIENCE, crowd, no_thread, payload, wait_until
 from tests.support.webservers import Scripted, part_of, running
 
@@ -126,8 +126,7 @@ def test_a_crowded_node_downloads_nothing_ahead_of_its_readers(cache, origin, co
     with others(cache, count):
         samples = cache.url_opener(URLS)
         stream = next(samples)["stream"]
-        downloads = cache.process.downloads
-        wait_until(lambda: origin.requests and len(downloads.unfinished()) == 1)
+        wait_until(lambda: origin.requests and len(unfinished(cache)) == 1)
         assert len({url for url, *_ in origin.requests}) == 1 + ahead
         held.set()
         assert stream.read() == origin.objects[URLS[0]]

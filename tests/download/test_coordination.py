@@ -16,7 +16,7 @@ from shardcache.errors import LockTimeoutError, TransferError
 from shardcache.layout import META, Layout
 from shardcache.store.entry import Store
 from tests.support import caches, storetools
-from tests.support.caches import held_elsewhere
+from tests.support.caches import held_elsewhere, unfinished
 from tests.support.fakes import Fault
 from tests.support.storetools import BLOCK, PATIENCE, room, wait_until
 from tests.support.tars import make_tar
@@ -51,7 +51,7 @@ def test_all_uses_of_a_shard_in_a_process_share_one_download(make_cache, origin,
         stream = cache.open(URL)
         fetching = pool.submit(cache.fetch, URL)
         prewarms = [pool.submit(cache.prewarm, URL, stop=event) for event in (None, stop)]
-        (download,) = cache.process.downloads.unfinished()
+        (download,) = unfinished(cache)
         wait_until(lambda: download.readers == 4)
         stop.set()  # which cancels the download of no other reader
         assert prewarms[1].result(PATIENCE).not_started == 1

@@ -14,8 +14,8 @@ import pytest
 
 from shardcache import Cache, ShardNotFoundError, TransferError
 from shardcache.layout import META, Layout
-from shardcache.space.tiers import Tier
-from tests.support.caches import warnings
+from shardcache.tiers import Tier
+from tests.support.caches import unfinished, warnings
 from tests.support.disktools import disk, needs_root, remount, unmount
 from tests.support.fakes import Fault
 from tests.support.storetools import few_descriptors, wait_until
@@ -77,7 +77,7 @@ def test_a_lack_of_descriptors_removes_no_entry(make_cache, origin, tmp_path, ca
     assert len(warnings(caplog)) <= 1
     assert cache.process.disk.reading.closed and cache.process.disk.writing.closed
     # Downloads that started without descriptors may end without storing their shard.
-    wait_until(lambda: not cache.process.downloads.unfinished())
+    wait_until(lambda: not unfinished(cache))
     assert all(read(cache, url, origin) for url in urls)
 
 

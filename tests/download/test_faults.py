@@ -23,6 +23,7 @@ from shardcache import (
     TransferTimeoutError,
 )
 from shardcache.origins import retry
+from tests.support.caches import unfinished
 from tests.support.proxy import Answer, Fault, Rule
 from tests.support.storetools import descriptors, wait_until
 from tests.support.tars import difference, labelled_tar
@@ -91,8 +92,7 @@ class Lab:
 
     def join(self):
         """Wait until no download runs."""
-        processes = [cache.process for cache in self.caches]
-        wait_until(lambda: not any(process.downloads.unfinished() for process in processes))
+        wait_until(lambda: not any(map(unfinished, self.caches)))
 
 
 @pytest.fixture(scope="module")

@@ -70,7 +70,7 @@ from shardcache import Cache
 cache, importing, forking = Cache({str(tmp_path)!r}), threading.Event(), threading.Event()
 class Slow(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path, target=None):
-        if name == "shardcache.space.tiers" and not importing.is_set():
+        if name == "shardcache.tiers" and not importing.is_set():
             importing.set()
             forking.wait()
 sys.meta_path.insert(0, Slow())

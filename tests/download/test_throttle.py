@@ -10,7 +10,7 @@ from shardcache.cache import Cache
 from shardcache.download import connections as module
 from shardcache.download.connections import Throttle, parse_rate
 from shardcache.errors import ConfigError
-from shardcache.results import Stopped
+from shardcache.prewarm import Stopped
 from tests.support.shop import Shop
 from tests.support.tars import make_tar
 

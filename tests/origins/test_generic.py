@@ -18,7 +18,7 @@ from shardcache import (
     TransferError,
     TransferTimeoutError,
 )
-from shardcache.results import Stopped
+from shardcache.prewarm import Stopped
 from tests.support.storetools import BLOCK, PATIENCE, no_thread
 from tests.support.tars import make_tar
 from tests.support.webservers import Files, running

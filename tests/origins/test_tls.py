@@ -18,7 +18,7 @@ from shardcache import ConfigError
 from shardcache.origins import connection
 from shardcache.origins.http import WebOrigin
 from shardcache.origins.tls import TLSStream
-from shardcache.results import Stopped
+from shardcache.prewarm import Stopped
 from shardcache.urls import parse_url
 from tests.support.storetools import PATIENCE, forked, no_thread, wait_until
 from tests.support.tars import make_tar

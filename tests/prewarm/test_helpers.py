@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from shardcache import Cache
-from shardcache.prewarm import prewarm
-from shardcache.results import Planned, Started
+from shardcache.prewarm import Planned, Started, prewarm
 from tests.support.storetools import PATIENCE, forked, wait_until
 from tests.support.tars import make_tar
 from tests.support.webservers import answer, part_of

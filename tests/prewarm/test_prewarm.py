@@ -19,9 +19,9 @@ from shardcache.errors import (
 )
 from shardcache.origins.base import ObjectInfo
 from shardcache.origins.listing import Listing
+from shardcache.prewarm import Finished, Planned, Started, Stopped
 from shardcache.prewarm.plan import same_version
 from shardcache.process import ProcessCache
-from shardcache.results import Finished, Planned, Started, Stopped
 from tests.support.fakes import Fault
 from tests.support.storetools import refusing, room, wait_until
 from tests.support.tars import make_tar
@@ -76,6 +76,7 @@ def test_skip_missing_takes_only_an_absence_for_no_failure(make_cache, fill, ori
     del origin.objects[urls[0]]
     urls.append("s3://b/absent.tar")
     assert cache.prewarm(urls, refresh=True).failed == 2
+    assert cache.prewarm(urls, refresh=True, skip_missing=True, dry_run=True).failed == 0
     report = cache.prewarm(urls, refresh=True, skip_missing=True, max_failures=0)
     assert [*report.errors("skipped")] == [urls[0], urls[2]]
     assert (report.failed, report.cached, report.stopped) == (0, 1, None)

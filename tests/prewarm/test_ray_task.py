@@ -6,11 +6,11 @@ import threading
 import pytest
 
 from shardcache.errors import CacheFullError, ConfigError, ShardCacheError, ShardNotFoundError
+from shardcache.prewarm import Outcome, Stopped
 from shardcache.prewarm import ray as module
 from shardcache.prewarm.plan import Share
 from shardcache.prewarm.ray import NodeReport, _prewarm_here
 from shardcache.process import ProcessCache
-from shardcache.results import Outcome, Stopped
 from tests.support.storetools import wait_until
 from tests.support.tars import make_tar
 
@@ -97,5 +97,5 @@ def test_a_cancelled_task_ends_its_prewarm(order, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         stream.throw(KeyboardInterrupt)  # type: ignore[attr-defined]
     wait_until(lambda: threading.active_count() <= before)
-    node.interrupted = True
+    node.interrupt()
     assert node.report.stopped is Stopped.REQUESTED and len(node.report.results) == 4

@@ -11,6 +11,7 @@ import pytest
 
 from shardcache.errors import FetchCancelledError, IntegrityError, TransferError
 from shardcache.layout import Layout
+from tests.support.caches import unfinished
 from tests.support.fakes import Fault
 from tests.support.storetools import BLOCK, PATIENCE, no_thread, wait_until
 from tests.support.tars import make_tar
@@ -87,7 +88,7 @@ def test_a_follower_continues_a_download_that_was_cancelled(make_cache, origin, 
         if removed:
             (partial,) = Layout.of_root(fetching.dir).partial.iterdir()
             shutil.rmtree(partial)
-        for download in fetching.process.downloads.unfinished():
+        for download in unfinished(fetching):
             download.cancel()
         with pytest.raises(FetchCancelledError):
             first.read()
@@ -132,13 +133,13 @@ def test_the_last_block_is_withheld_until_the_shard_is_checked(make_cache, origi
 @pytest.mark.parametrize("is_read", [True, False])
 def test_closing_the_cache_cancels_downloads_without_readers(make_cache, origin, more, is_read):
     cache = one(make_cache, part_size=BLOCK)
-    process, stream = cache.process, cache.open(URL)
+    stream = cache.open(URL)
     assert stream.read(10) == DATA[:10]
     if not is_read:
         stream.close()
-    assert [str(one.shard) for one in process.downloads.unfinished()] == [URL]
+    assert [str(download.shard) for download in unfinished(cache)] == [URL]
     cache.close()
-    assert len(process.downloads.unfinished()) == is_read
+    assert len(unfinished(cache)) == is_read
     more.set()
     if is_read:
         assert stream.read() == DATA[10:]

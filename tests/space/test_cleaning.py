@@ -9,16 +9,15 @@ from typing import Any
 
 import pytest
 
-from shardcache import clock
+from shardcache import clock, tiers
 from shardcache.cache import Cache
 from shardcache.errors import LockTimeoutError
-from shardcache.space import clean as module
-from shardcache.space.clean import clean
+from shardcache.space.budget import Space
 from shardcache.space.eviction import CleanReport, Limits, Reason, total_bytes
 from shardcache.store.entry import Store, set_aside
 from shardcache.urls import parse_url
 from tests.support.caches import read
-from tests.support.disktools import needs_root, overlay
+from tests.support.disktools import disk, needs_root, overlay
 from tests.support.shop import Shop
 from tests.support.storetools import age, begun, layout_of, publish, room, taken, tree, wait_until
 
@@ -58,9 +57,9 @@ def test_a_dry_run_changes_nothing_and_reports_what_a_run_removes(layout, case):
     live = begun(layout, "s3://lab/live.tar")
     limits, before = CASES[case](layout.base), tree(layout.base)
     with store.open(parse_url("s3://lab/1.tar").key, "1.tar").file:
-        dry = clean(space, limits, orphans=True, dry_run=True)
+        dry = space.clean(limits, orphans=True, dry_run=True)
         assert tree(layout.base) == before
-        real = clean(space, limits, orphans=True)
+        real = space.clean(limits, orphans=True)
     assert replace(real, dry_run=True) == dry
     assert not any(Path(removal.name).exists() for removal in real.removed)
     left = [*store.entries(), *rank.entries()]
@@ -98,7 +97,7 @@ def test_only_one_process_cleans_at_a_time(tmp_path: Path) -> None:
 
 @pytest.mark.locks_work
 def test_one_process_of_a_node_cleans_in_the_background(layout, tmp_path, monkeypatch):
-    shop, rounds, real = Shop(tmp_path, count=5), [], module.clean
+    shop, rounds, real = Shop(tmp_path, count=5), [], Space.clean
     with shop.cache() as earlier:
         for number, url in enumerate(shop.urls):
             earlier.fetch(url)
@@ -114,8 +113,8 @@ def test_one_process_of_a_node_cleans_in_the_background(layout, tmp_path, monkey
             cache.open(shop.urls[0]).close()
             wait_until(lambda: "shardcache-clean" not in {t.name for t in threading.enumerate()})
 
-    monkeypatch.setattr(module, "_FIRST", -1.0)
-    monkeypatch.setattr(module, "clean", clean)
+    monkeypatch.setattr(tiers, "_FIRST", -1.0)
+    monkeypatch.setattr(Space, "clean", clean)
     read()
     assert not orphan.exists()
     assert set(shop.entries()) == {shop.urls[n] for n in (0, 2, 3, 4)}
@@ -124,6 +123,23 @@ def test_one_process_of_a_node_cleans_in_the_background(layout, tmp_path, monkey
     os.utime(layout_of(shop.path).named_lock("clean"), (1000.0, 1000.0))
     read()
     assert rounds == ["shardcache-clean"] * 2
+
+
+@needs_root
+@pytest.mark.locks_work
+def test_a_process_evicts_for_the_memory_of_its_job_in_one_thread(tmp_path, monkeypatch):
+    monkeypatch.setattr(tiers, "_MEMORY_INTERVAL", 0.0)
+    shop = Shop(tmp_path, count=1)
+    with disk(shop.path, "size=16m"):
+        with shop.cache() as cache:
+            cache.fetch(shop.urls[0])
+        lock = taken(layout_of(shop.path).named_lock("budget"))
+        with shop.cache(min_free="100%") as cache:
+            for _ in range(3):
+                cache.open(shop.urls[0]).close()
+                assert [each.name for each in threading.enumerate()].count("shardcache-clean") == 1
+            lock.release()
+            wait_until(lambda: shop.urls[0] not in cache)
 
 
 @pytest.mark.locks_work
@@ -164,17 +180,18 @@ def test_remove_dir_leaves_nothing_unless_something_must_stay(run, tmp_path, sta
 
 
 @needs_root
-def test_shards_in_the_image_of_a_container_can_be_removed_and_replaced(tmp_path):
+@pytest.mark.parametrize("group", [None, os.getegid()])
+def test_shards_in_the_image_of_a_container_can_be_removed_and_replaced(tmp_path, group):
     """A directory in the lower layer of an overlay cannot be renamed."""
     shop = Shop(tmp_path, count=2)
     (url, damaged), (data, other) = shop.urls, [Path(each).read_bytes() for each in shop.urls]
-    with shop.cache() as cache:
+    with shop.cache(shared_group=group) as cache:
         baked = cache.fetch(url)
         os.truncate(cache.fetch(damaged).data, 100)
     (baked.path / "notes.txt").write_text("of another program")
     with (
         overlay(shop.path, tmp_path / "layers") as merged,
-        Cache(merged, cache_local=True, min_free=0) as cache,
+        Cache(merged, cache_local=True, min_free=0, shared_group=group) as cache,
     ):
         assert read(cache, damaged) == other and cache.entry(damaged).size == len(other)
         with cache.open(url) as stream:
@@ -183,4 +200,5 @@ def test_shards_in_the_image_of_a_container_can_be_removed_and_replaced(tmp_path
         assert read(cache, url) == data and cache.path(url) is not None
         (kept,) = layout_of(merged).partial.glob("kept.*")
         assert [path.name for path in kept.iterdir()] == ["notes.txt"]
+        assert kept.stat().st_mode == baked.path.stat().st_mode
     assert baked.data.read_bytes() == data  # the image is unchanged

@@ -125,11 +125,11 @@ import json, os, sys, time
 with open(sys.argv[1] + "/cgroup.procs", "w") as file:
     file.write(str(os.getpid()))
 from shardcache import Cache
-from shardcache.space import clean
+import shardcache.tiers
 from shardcache.space.memory import memory_headroom
 home, ram, urls = sys.argv[2], sys.argv[3], sys.argv[4:]
 limit = lowest = memory_headroom().size
-clean._MEMORY_INTERVAL = 0.01
+shardcache.tiers._MEMORY_INTERVAL = 0.01
 def read(url):
     with cache.open(url) as stream:
         while stream.read(1 << 20):

@@ -11,9 +11,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from shardcache.cache import Cache
 from shardcache.errors import ConfigError, IntegrityError, ShardNotFoundError, TransferError
 from shardcache.units import format_bytes
+from tests.support.caches import unfinished
 from tests.support.fakes import Fault
 from tests.support.shop import Shop
-from tests.support.storetools import BLOCK, room, wait_until
+from tests.support.storetools import BLOCK, forked, no_thread, room, wait_until
 from tests.support.tars import make_tar
 
 
@@ -36,6 +37,23 @@ if __name__ == "__main__":
     subprocess.run([sys.executable, "-c", program], check=True)
     with Cache(shop.path) as cache:
         assert (cache.stats().opens, cache.stats().misses) == (20, 4)
+
+
+def test_a_forked_child_writes_no_count_of_its_parent(tmp_path):
+    shop = Shop(tmp_path, count=1)
+    with shop.cache() as earlier:
+        earlier.fetch(shop.urls[0])
+
+    def read(parent, stream):
+        stream.read()
+        no_thread("-stats")  # which would have written the counts
+        parent.say()
+
+    with shop.cache() as cache:
+        cache.open(shop.urls[0]).close()  # is written at once, unlike the next
+        with cache.open(shop.urls[0]) as stream, forked(read, stream) as child:
+            child.hear()
+        assert cache.stats().hits == 2
 
 
 @pytest.fixture
@@ -78,7 +96,7 @@ def test_a_reader_that_leaves_after_its_download_failed_has_missed(make_cache, o
         stream.read(10)
         has_read.set()
         wait_until(lambda: cache.stats().fetches_failed)
-        wait_until(lambda: not cache.process.downloads.unfinished())
+        wait_until(lambda: not unfinished(cache))
     assert (cache.stats().misses, cache.stats().coalesced) == (1, 0)
 
 

@@ -37,9 +37,8 @@ def open_cache(root: Path, origin: MemoryOrigin | None = None, **options: Any) -
     """A cache of `SHARDS` that needs no server."""
     origin = origin or MemoryOrigin(objects=dict(SHARDS))
     cache = Cache(root, **{"min_free": 0, "strict": True, **options})
-    process = cache.process
-    process.prepare()
-    process.origins._made["s3", (), ""] = origin
+    cache.process.prepare()
+    cache.process.origins.use("s3", origin)
     return cache
 
 

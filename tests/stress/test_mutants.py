@@ -55,7 +55,7 @@ Crashes: the blocks of a dead process are trusted unchecked
     tests/store/test_partials.py -k proven
 
 Locks: each tier locks its own keys
-    space/tiers.py
+    tiers.py
     -lock = self.key_lock(entry.parent.name, entry.parents[3])
     +lock = KeyLock(entry.parents[3] / f"{entry.parent.name}.lock")
     tests/locks/test_key_locks.py -k repair

@@ -13,6 +13,11 @@ from tests.support.storetools import taken
 MakeCache: TypeAlias = Callable[..., Cache]
 
 
+def unfinished(cache: Cache) -> list[Any]:
+    """Return the downloads that this process runs or waits for."""
+    return cache.process.downloads.unfinished()
+
+
 def read(cache: Cache, url: str) -> bytes:
     with cache.open(url) as stream:
         return stream.read()

@@ -36,7 +36,8 @@ def overlay(lower: Path, scratch: Path) -> Iterator[Path]:
     with disk(scratch, "size=64m") as base:
         upper, work, merged = (base / name for name in ("upper", "work", "merged"))
         for path in (upper, work, merged):
-            path.mkdir(mode=0o700)
+            path.mkdir()
+            path.chmod(lower.stat().st_mode)
         layers = f"lowerdir={lower},upperdir={upper},workdir={work}"
         subprocess.run(["mount", "-t", "overlay", "-o", layers, "overlay", merged], check=True)
         try:

@@ -172,9 +172,8 @@ def make_cache(
         options.setdefault("min_free", 0)
         cache = Cache(**options)
         made.append(cache)
-        process = cache.process
-        process.prepare()
-        process.origins._made["s3", (), ""] = origin
+        cache.process.prepare()
+        cache.process.origins.use("s3", origin)
         return cache
 
     yield make

@@ -17,7 +17,7 @@ from webdataset.shardlists import SimpleShardList
 
 import shardcache
 from shardcache import Cache, wds
-from shardcache.results import Event, Finished, Planned, PrewarmReport
+from shardcache.prewarm import Event, Finished, Planned, PrewarmReport
 from shardcache.space.eviction import CleanReport
 from shardcache.stats.summary import Stats
 from shardcache.store.entry import Entry

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from shardcache.download.download import Progress
 from shardcache.errors import ShardCacheError
@@ -18,7 +18,7 @@ from shardcache.urls import ShardURL
 class Outcome(StrEnum):
     """How the prewarm of one shard ended."""
 
-    CACHED = "cached"  #: the shard was already cached
+    CACHED = "cached"  #: before the prewarm
     FETCHED = "fetched"
     COALESCED = "coalesced"  #: another reader downloaded the shard
     LINKED = "linked"  #: hard-linked to the entry of another rank or job
@@ -33,24 +33,20 @@ _ADDED = (Outcome.FETCHED, Outcome.COALESCED, Outcome.LINKED)
 
 
 class Stopped(StrEnum):
-    """Why a prewarm ended before all shards were done."""
+    """Why a prewarm ended before all shards were done; ``why`` completes "not done because ..."."""
 
-    REQUESTED = "requested"
-    DEADLINE = "deadline"
-    FAILURES = "failures"
-    REFUSED = "refused"
-    FULL = "full"
+    why: str
 
-    @property
-    def why(self) -> str:
-        """The reason, as text that completes the sentence "3 not done because ..."."""
-        return {
-            "requested": "the run was interrupted",
-            "deadline": "the deadline has passed",
-            "failures": "too many shards failed",
-            "refused": "none of the first shards could be read",
-            "full": "the cache is full",
-        }[self]
+    REQUESTED = "requested", "the run was interrupted"
+    DEADLINE = "deadline", "the deadline has passed"
+    FAILURES = "failures", "too many shards failed"
+    REFUSED = "refused", "none of the first shards could be read"
+    FULL = "full", "the cache is full"
+
+    def __new__(cls, value: str, why: str) -> Self:  # noqa: D102
+        self = str.__new__(cls, value)
+        self._value_, self.why = value, why
+        return self
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +63,7 @@ class ShardResult:
 
     def __reduce__(self) -> tuple[Any, ...]:
         error = None if self.error is None else portable(self.error)  # which is the last field
-        return ShardResult, (*(getattr(self, each.name) for each in fields(self)[:-1]), error)
+        return ShardResult, (*(getattr(self, field.name) for field in fields(self)[:-1]), error)
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -256,8 +252,8 @@ class PrewarmReport:
 
     def errors(self, outcome: Outcome) -> dict[str, Exception]:
         """Return the errors of the shards with an outcome, by canonical URL."""
-        found = (each for each in self.results if each.outcome == outcome)
-        return {each.url: each.error for each in found if each.error is not None}
+        results = (result for result in self.results if result.outcome == outcome)
+        return {result.url: result.error for result in results if result.error is not None}
 
     def count(self, *outcomes: Outcome) -> int:
         """Return the number of shards with one of ``outcomes``."""

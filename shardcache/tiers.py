@@ -1,4 +1,4 @@
-"""The directories of a cache in one process: their namespaces, sessions and budgets.
+"""The directories of a cache in one process: namespaces, sessions, budgets, locks, and cleaning.
 
 Each directory is a cache of its own, with a manifest, sessions, pins and limits, so another job may
 use it alone.
@@ -11,14 +11,17 @@ import json
 import logging
 import math
 import os
+import threading
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from shardcache import clock
+from shardcache import clock, threads
 from shardcache.config import Config
-from shardcache.faults import Disk, ignoring
+from shardcache.errors import LockTimeoutError
+from shardcache.faults import Disk, ignoring, os_error
 from shardcache.files import is_directory, list_names, read_json
 from shardcache.layout import MANIFEST, Layout, is_rank_name
 from shardcache.locks.keys import Holder, KeyLease, KeyLock
@@ -27,6 +30,7 @@ from shardcache.locks.sessions import Session, live_sessions
 from shardcache.notices import Notices
 from shardcache.ranks import Ranks, safe_name
 from shardcache.space.budget import Space
+from shardcache.space.memory import ram_disk
 from shardcache.stats.counters import Counters
 from shardcache.store import root
 from shardcache.store.directory import DamagedError
@@ -40,37 +44,33 @@ logger = logging.getLogger(__name__)
 _NO_JOB = "local"
 #: Maximum bytes to read of a job's limits: a few hundred, and the paths of the tiers.
 _MAX_LIMITS = 65_536
+#: Seconds between two cleanings of a node, and seconds that a process waits before its first
+#: cleaning, because many processes end earlier.
+_INTERVAL, _FIRST = 300.0, 60.0
+#: Seconds between two checks of the memory that a RAM disk leaves to the job.
+_MEMORY_INTERVAL = 2.0
+#: Seconds that a process waits at its end for a running cleaning. After that, the process ends in
+#: the middle of the cleaning, which does no harm.
+_CLOSE_TIMEOUT = 2.0
 
 
+@dataclass(eq=False)
 class Tier:
-    """One directory of a cache in one process.
+    """One directory of a cache in one process."""
 
-    ``config`` has the ``dir`` and the limits of this tier. ``started`` is when the job began to use
-    the cache, in seconds since the epoch; None for a command. The pins of ``home``, the directory
-    of the cache, hold in all tiers.
-    """
-
-    node: Layout  #: the node's namespace
-    store: Store  #: the namespace that this process stores into
-    space: Space  #: the budget of the directory
+    config: Config  #: its ``dir`` and limits are those of this tier
+    _ranks: Ranks
+    _started: float | None  # when the job began to use the cache; None for a command
+    _notices: Notices
+    _counters: Counters
+    _home: Path  # the directory of the cache, whose pins hold in all tiers
+    node: Layout = field(init=False)  #: the node's namespace
+    store: Store = field(init=False)  #: the namespace that this process stores into
+    space: Space = field(init=False)  #: the budget of the directory
     made: tuple[int, int] | None = None  #: `identity` after `make`; None if it failed
+    _session: Session | None = None
 
-    def __init__(
-        self,
-        config: Config,
-        ranks: Ranks,
-        started: float | None,
-        notices: Notices,
-        counters: Counters,
-        home: Path,
-    ) -> None:
-        self.config = config
-        self._home = Layout.of_root(home)
-        self._ranks = ranks
-        self._started = started
-        self._notices = notices
-        self._counters = counters
-        self._session: Session | None = None
+    def __post_init__(self) -> None:
         self._locate()
 
     def _locate(self) -> None:
@@ -91,9 +91,9 @@ class Tier:
         """Return all namespaces on the disk, this process's namespace first."""
         # Symbolic links, and directories with other names, belong to other programs.
         ranks = map(self.node.rank, filter(is_rank_name, list_names(self.node.ranks)))
-        every = [self.node, *(rank for rank in ranks if rank.linked() is None)]
+        layouts = [self.node, *(rank for rank in ranks if rank.linked() is None)]
         own = self.store.layout.base
-        return [self.store, *(self._store(each) for each in every if each.base != own)]
+        return [self.store, *(self._store(other) for other in layouts if other.base != own)]
 
     def check(self) -> None:
         """Raise ConfigError if the directory must not be used."""
@@ -119,7 +119,7 @@ class Tier:
             self.store.layout.make()
         self._session = Session(self.node, self._started or clock.time())
         if self._started is not None:
-            _state_limits(self.node, self._started, self.config.limits())
+            _record_limits(self.node, self._started, self.config.limits())
         self.made = self.identity()
         if self.node.grace is not None and self.config.locks == "auto":
             self._notices.warn(
@@ -145,7 +145,8 @@ class Tier:
 
     def limited(self, config: Config) -> Space:
         """Return the budget of this tier with the limits of ``config``."""
-        return Space(self.node, self.stores, config, self._counters, self._home)
+        home = Layout.of_root(self._home)
+        return Space(self.node, self.stores, config, self._counters, home)
 
     def evict_lru(self) -> None:
         """Follow the policy ``lru`` from now on."""
@@ -168,19 +169,19 @@ class Tier:
                     self.space.forget_refusal()
 
 
-def _state_limits(layout: Layout, started: float, limits: dict[str, Any]) -> None:
+def _record_limits(layout: Layout, started: float, limits: dict[str, Any]) -> None:
     """Store the limits of a job for commands, unless a job that began later has stored its own."""
     with ignoring(OSError):  # the disk is full or read-only, or a directory has the name
         with contextlib.suppress(FileNotFoundError):
             if layout.limits.lstat().st_mtime > started:
                 return
         # The tiers of earlier jobs may still hold shards.
-        tiers = limits["tiers"] or stated_limits(layout).get("tiers")
+        tiers = limits["tiers"] or job_limits(layout).get("tiers")
         layout.write(layout.limits, json.dumps({**limits, "tiers": tiers}).encode())
         os.utime(layout.limits, (started, started))
 
 
-def stated_limits(layout: Layout) -> dict[str, Any]:
+def job_limits(layout: Layout) -> dict[str, Any]:
     """Return the limits that the last job stated, unchecked; an empty dict if there are none."""
     limits = read_json(layout.limits, _MAX_LIMITS)
     return limits if isinstance(limits, dict) else {}
@@ -267,3 +268,61 @@ class Directories:
         finally:
             if lock is not None:
                 lock.release()
+
+
+class Housekeeper:
+    """Cleans in the background of a job, so that a node without cron stays within its limits.
+
+    Every five minutes, one of the processes that use a cache does the same as ``shardcache clean``.
+    Each of them checks a RAM disk every two seconds, and gives back what the job's memory needs.
+    """
+
+    def __init__(self, tier: Tier) -> None:
+        self.due = 0.0  #: when `check` must act again, on the monotonic clock
+        self._tier = tier
+        self._next = clock.monotonic() + _FIRST
+        self._thread: threading.Thread | None = None
+
+    def check(self) -> None:
+        """Start a cleaning in a thread if one is due. Otherwise, this only reads the clock."""
+        if (now := clock.monotonic()) < self.due:
+            return
+        self.due = now + _MEMORY_INTERVAL  # set first, so that other threads return above
+        if self._thread is not None and self._thread.is_alive():  # it may wait for a lock
+            return
+        try:
+            space = self._tier.space
+            is_due, in_memory = now >= self._next, ram_disk(space.node.base) is not None
+            if is_due:
+                self._next = now + _INTERVAL
+            if not in_memory:
+                self.due = self._next
+            if is_due or (in_memory and space.limits().free_needed):
+                self._thread = threads.start(lambda: self._work(space, is_due), "shardcache-clean")
+        except (os_error(), RuntimeError) as exn:  # the directory is gone, or too many threads run
+            logger.debug("no cleaning: %s", exn)
+
+    def _work(self, space: Space, is_due: bool) -> None:
+        try:
+            if not is_due:
+                freed = space.relieve()
+                logger.info("evicted %d bytes from %s for the job's memory", freed, space.node.base)
+                return
+            with contextlib.suppress(FileNotFoundError):  # the cache was never cleaned
+                # Each cleaning writes to the lock.
+                last = os.lstat(space.node.named_lock("clean")).st_mtime
+                if 0 <= clock.time() - last < _INTERVAL:
+                    return
+            with space.sole_cleaner(wait=False):
+                report = space.clean(space.limits())
+            if report.removed:
+                logger.info("cleaned: %d removed, %d bytes", len(report.removed), report.freed)
+        except LockTimeoutError as exn:
+            logger.debug("%s", exn)
+        except os_error() as exn:
+            logger.info("background cleaning failed: %s", exn)
+
+    def close(self) -> None:
+        """Wait up to two seconds for a running cleaning to end."""
+        if self._thread is not None:
+            self._thread.join(_CLOSE_TIMEOUT)

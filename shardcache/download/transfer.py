@@ -98,7 +98,9 @@ class _Part:
         self.filled = 0  # bytes of the block that have arrived
         self.shown = 0  # bytes of an incomplete first block that readers may see
         self.complete = start == stop
-        self.buffer = memoryview(bytearray(BLOCK))
+        # Not longer than the part: Python fills the buffer with zeros.
+        length = BLOCK if stop is None else min(BLOCK, stop - start)
+        self.buffer = memoryview(bytearray(length))
 
     @property
     def position(self) -> int:

@@ -389,7 +389,7 @@ class S3Origin:
     ) -> tuple[_Bucket, Any, Response]:
         """Sign and send one request. Return its bucket, its credentials and the response."""
         name, key = shard.bucket_and_key()
-        secrets, where = list[str](), f"{self.prepare().name}{route.after}"
+        secrets, server, where = list[str](), "", f"{self.prepare().name}{route.after}"
         try:
             bucket = self._bucket(name)
             path, values = f"{bucket.path}/{quote(key, safe='/~')}", [*query.items()]
@@ -417,8 +417,8 @@ class S3Origin:
                 headers |= _signature(method, bucket, path, headers, keys, now)
                 signature = headers["Authorization"].rpartition("=")[2]
                 secrets += [*secret_forms(keys.secret_key, keys.token), signature]
-            where += self._transport.via(bucket.server)
-            response = self._transport.request(method, bucket.server, path, headers)
+            server = bucket.server
+            response = self._transport.request(method, server, path, headers)
             response.secrets = secrets
             return bucket, keys, response
         except ShardCacheError:
@@ -428,7 +428,7 @@ class S3Origin:
             if type(exn).__module__.startswith("botocore"):  # its types may not be imported
                 error = chain_error(exn, shard, self._profile, worked=self.prepare().worked)
             elif is_local_error(exn) or isinstance(exn, (ValueError, TypeError, AttributeError)):
-                error = http.unanswered(exn, shard, where, secrets)
+                error = http.unanswered(exn, shard, where + self._transport.via(server), secrets)
         raise error
 
     @property

@@ -271,7 +271,8 @@ class ProcessCache:
                 if download is not own:
                     own.check()
             opened = download.open()
-            if opened is not None and opened.entry.version in own.outdated:
+            # Most downloads replace nothing, and `entry` reads the disk.
+            if opened is not None and own.outdated and opened.entry.version in own.outdated:
                 opened.close()
                 opened = None
         except (FetchCancelledError, PausedError):

@@ -368,7 +368,6 @@ class Fetch:
             is_unknown = metadata.info.size is None  # so the budget was not checked before
             if is_unknown and (refusal := tier.space.refuses(str(shard), metadata.size)):
                 raise refusal
-            metadata = replace(metadata, fetched_at=clock.time(), boot=boot_id())
             entry = tier.store.publish(partial, metadata, sync=config.fsync == "fsync")
         except Exception:
             partial.discard()

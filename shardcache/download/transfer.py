@@ -19,6 +19,7 @@ import threading
 from dataclasses import dataclass, field, replace
 
 from shardcache import clock, threads
+from shardcache.clock import boot_id
 from shardcache.config import Config
 from shardcache.download.connections import Connections, Work
 from shardcache.download.download import Download
@@ -208,7 +209,15 @@ class Transfer:
             )
         checked = self._checksum and compare(partial.fd, self._checksum)
         digest = tree_digest(b"".join(digests))
-        return replace(partial.metadata, size=size, digest=digest, checked=checked)
+        now = clock.time()
+        return replace(
+            partial.metadata,
+            size=size,
+            digest=digest,
+            checked=checked,
+            fetched_at=now,
+            boot=boot_id(),
+        )
 
     def abandon(self, exn: BaseException, partial: Partial | None) -> None:
         """End all threads, and close the partial, or discard it if its bytes are useless."""

@@ -231,7 +231,7 @@ def test_a_large_full_cache_is_listed_in_samples(large: Bench) -> None:
         assert number % 10 or large.used() <= large.space.max_size
     urls = [f"s3://lab/{number:04d}.tar" for number in range(600)]
     gone = [
-        n for n, url in enumerate(urls) if not large.layout.key_dir(parse_url(url).key).exists()
+        n for n, url in enumerate(urls) if not Path(large.layout.key_dir(parse_url(url).key)).exists()
     ]
     assert 100 <= len(gone) < 110 and max(gone) < 200 and large.counts < 10
     for path in large.layout.objects.glob("[0-7]?"):  # by hand

@@ -234,7 +234,7 @@ def list_names(directory: Path | str) -> list[str]:
     found: list[int] = []
     try:  # without `open_directory`, because a miss calls this eight times
         found.extend(map(os.open, (directory,), (os.O_DIRECTORY | SAFELY,)))
-        return os.listdir(found[0])
+        return os.listdir(found[0])  # noqa: PTH208 - only the names are needed
     except os_error() as exn:
         if exn.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
             return []

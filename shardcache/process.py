@@ -261,7 +261,7 @@ class ProcessCache:
 
         Returns None if the shared one was of no use to this caller, so that ``own`` must run.
         """
-        download = self.downloads.join(own)
+        download = own.join()
         try:
             # A signal handler could raise in the main thread, at any step of a download.
             if not (download.is_claimed or (threads.is_main() and self._start_worker(download))):
@@ -295,8 +295,8 @@ class ProcessCache:
         With ``finish``, it completes even if all readers leave. With ``ahead``, the reader does not
         need the shard until it calls `Download.attend`. Raises OSError if no thread can be started.
         """
-        new = Download(self.downloads, shard, can_bypass=True, ahead=ahead)
-        download = self.downloads.join(new, finish=finish)
+        new = Download(self.downloads, shard, can_bypass=True, is_ahead=ahead)
+        download = new.join(finish=finish)
         try:
             # An older download may still lack its worker, for ever if a signal handler raised here.
             # Not under the lock of the downloads: `start` waits for the thread, which may take it.

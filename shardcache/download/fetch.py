@@ -218,14 +218,8 @@ class Fetch:
         left = None if lock is None else lock.partial
         partial = None if lock is None or left is None else self._resume(lock, left)
         may_not_fit = partial is None and self._may_not_fit()
-        transfer = Transfer(
-            engine,
-            download,
-            retries,
-            upstream or engine.origins.of(shard),
-            upstream=upstream is not None,
-            may_not_fit=may_not_fit,
-        )
+        origin = upstream or engine.origins.of(shard)
+        transfer = Transfer(engine, download, retries, origin, upstream is not None, may_not_fit)
         try:
             with engine.connections.one(download.check):
                 download.check()

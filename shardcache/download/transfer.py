@@ -108,51 +108,50 @@ class _Part:
         """Offset of the next byte to receive."""
         return self.next + self.filled
 
+    def receive(self, response: Body, want: int) -> int:
+        """Receive bytes until ``want`` bytes of the block have arrived; return how many came."""
+        count = response.readinto(self.buffer[self.filled : want])
+        self.filled += count
+        return count
+
+    def advance(self) -> None:
+        """Go on to the next block. If the size is unknown, a short block is the last one."""
+        self.next += self.filled
+        self.complete = self.filled < BLOCK if self.stop is None else self.next == self.stop
+        self.filled = 0
+
     def restart(self) -> None:
         """Begin again with the first byte of the object."""
         self.next = self.filled = self.shown = 0
 
 
+@dataclass(eq=False)
 class Transfer:
-    """Receives one version of an object. Used once, by the thread that made it.
+    """Receives one version of an object. Used once, by the thread that made it."""
 
-    ``upstream`` states whether ``origin`` is an upstream. If the shard may find no room
-    (``may_not_fit``), the first request asks for the whole shard, so that readers can use the
-    response. If there is room, the response is cut off after one part.
-    """
+    _engine: Engine
+    _download: Download
+    _retries: Retries
+    _origin: Origin
+    _is_upstream: bool  #: whether the origin is an upstream
+    #: Whether the shard may find no room. Then the first request asks for the whole shard, so that
+    #: readers can use the response. If there is room, the response is cut off after one part.
+    _may_not_fit: bool
+    is_proven: bool = True  #: by the origin's responses: no bytes are missing
 
-    _partial: Partial
-    _info: ObjectInfo
-
-    def __init__(
-        self,
-        engine: Engine,
-        download: Download,
-        retries: Retries,
-        origin: Origin,
-        *,
-        upstream: bool,
-        may_not_fit: bool,
-    ) -> None:
-        self._engine = engine
-        self._connections = engine.connections
-        self._counters = engine.counters
-        self._counter = "bytes_upstream" if upstream else "bytes_origin"
-        self._is_upstream = upstream
-        self._may_not_fit = may_not_fit
-        self._origin = origin
-        self._download = download
-        self._shard = download.shard
-        self._throttle = download.throttle
-        self._retries = retries
+    def __post_init__(self) -> None:
+        self._shard = self._download.shard
+        self._counter = "bytes_upstream" if self._is_upstream else "bytes_origin"
+        self._partial: Partial  # from `receive`, as is `_info`
+        self._info: ObjectInfo
         self._first: Body | None = None  # the first response
+        self._is_whole = False  # whether the first request asked for the whole object
         # Whether the origin has stated the checksum, if it ever does.
-        self._is_described = not origin.states_checksums
-        self.is_proven = True  # by the origin's responses: no bytes are missing
+        self._is_described = not self._origin.states_checksums
         self._error: BaseException | None = None  # the first error, which ends all threads
         self._responses: set[Body] = set()  # the responses that threads are receiving
         self._describer: threading.Thread | None = None
-        self._work = Work(engine.connections, self._help)
+        self._work = Work(self._engine.connections, self._help)
 
     def take_first(self) -> Body | None:
         """Return the first response, which the caller must close; None if there is none."""
@@ -173,7 +172,7 @@ class Transfer:
                     with contextlib.suppress(RuntimeError):  # too many threads: no checksum
                         self._describer = threads.start(self._describe, "shardcache-checksum")
                 if self._work.parts:
-                    self._connections.offer(self._work)
+                    self._engine.connections.offer(self._work)
                 fd = self._partial.fd  # stays open, because only this thread closes the partial
                 if lead is not None:
                     self._receive(lead, fd)
@@ -245,32 +244,29 @@ class Transfer:
 
         S3 adds the checksum if the response is for the whole object.
         """
-        origin, shard, part = self._origin, self._shard, self._connections.part
-        likely, may_not_fit = self._engine.likely_size(self._download), self._may_not_fit
-        is_small = likely is not None and 0 < likely <= part
-        is_whole = is_small or may_not_fit
-        response = origin.open(shard, 0, None if is_whole else part)
-        self._connections.answered(response.waited)
+        origin, shard, part = self._origin, self._shard, self._engine.connections.part
+        likely = self._engine.likely_size(self._download)
+        self._is_whole = self._may_not_fit or (likely is not None and 0 < likely <= part)
+        response = origin.open(shard, 0, None if self._is_whole else part)
+        self._engine.connections.answered(response.waited)
         if not response.info.identifiable and response.stop not in (None, response.info.size):
             # Two parts could not be compared, so one response must have all bytes.
             response.close()
-            response, is_whole = origin.open(shard, 0, None), True
-        elif response.info.identifiable and is_small and not may_not_fit and response.stop:
-            response.stop = min(response.stop, part)  # other connections fetch the rest
-        self._is_described |= is_whole
+            response, self._is_whole = origin.open(shard, 0, None), True
+        self._is_described |= self._is_whole
         self._first = response
         return response.info
 
     def _queue_parts(self) -> _Part | None:
         """Queue all missing parts, except the one that the first response delivers; return that."""
-        first, size, length = self._first, self._info.size, self._connections.part
+        first, size, length = self._first, self._info.size, self._engine.connections.part
         if first is None:
             lead, missing = None, self._partial.missing()
         elif size is None or first.stop is None:  # the response has the whole object
             lead, missing = _Part(0, first.stop), iter(())
         else:
-            if first.stop == size and self._may_not_fit and self._info.identifiable:
-                stop = min(size, length)  # later bytes of the response are ignored
+            if self._is_whole and self._info.identifiable:
+                stop = min(size, length)  # other connections fetch the rest
             else:  # the response may be shorter; the next part begins with a whole block
                 stop = min(-(-first.stop // BLOCK) * BLOCK, size)
             lead, missing = _Part(0, stop), iter([(stop, size)])
@@ -315,8 +311,7 @@ class Transfer:
                 raise
             logger.info("%s: %s; continuing at byte %d", self._shard, exn, part.position)
         finally:
-            if self._retries.retries:
-                self._download.retries = self._retries.retries
+            self._download.retried(self._retries.retries)
 
     def _request(self, part: _Part) -> Body:
         """Send a request for the rest of a part, and return the response."""
@@ -324,7 +319,7 @@ class Transfer:
         expected = self._info if self._info.size is not None else None
         response = self._origin.open(self._shard, part.position, part.stop, expected)
         try:
-            self._connections.answered(response.waited)
+            self._engine.connections.answered(response.waited)
             if response.info.version != self._info.version:
                 raise VersionChangedError(str(self._shard))
             if not self._partial.confirmed:
@@ -351,9 +346,9 @@ class Transfer:
             # After `add`, because `_fail` sets the error first and then aborts the responses.
             self._check()
             if response.start != part.position:
-                self._counters.read(skip(response, part.position), self._counter)
+                self._engine.counters.read(skip(response, part.position), self._counter)
             self.is_proven &= response.proven or part.stop is not None
-            buffer, throttle, begun = part.buffer, self._throttle, part.position
+            throttle, begun = self._download.throttle, part.position
             while not part.complete:
                 if self._error is not None:
                     raise _FailedError
@@ -362,12 +357,11 @@ class Transfer:
                     want = min(want, part.filled + max(_EARLY, part.filled))
                 if throttle is not None:
                     want = min(want, part.filled + throttle.most)
-                count = response.readinto(buffer[part.filled : want])
-                self._counters.read(count, self._counter)
+                count = part.receive(response, want)
+                self._engine.counters.read(count, self._counter)
                 received += count
-                part.filled += count
                 if part.filled == length or (count == 0 and part.stop is None):
-                    self._write(part, buffer[: part.filled], fd)
+                    self._write(part, fd)
                     self._download.advanced(received, self._partial)
                     received = 0
                 elif count == 0 and begun < part.position == response.stop:
@@ -375,7 +369,7 @@ class Transfer:
                 elif count == 0:
                     raise TransientError("the origin ended early")
                 elif part.next == 0 and part.filled >= part.shown + _EARLY:
-                    self._show(part, buffer[: part.filled], fd)
+                    self._show(part, fd)
                 if self._retries.end is not None and not part.complete:
                     self._retries.check()
                 if throttle is not None and (seconds := throttle.take(count)):
@@ -387,25 +381,22 @@ class Transfer:
             if received:
                 self._download.advanced(received)
 
-    def _write(self, part: _Part, block: memoryview, fd: int) -> None:
+    def _write(self, part: _Part, fd: int) -> None:
         """Hash, write and record a block, and advance. It may be empty at the end of the object."""
-        if block:
+        if block := part.buffer[: part.filled]:
             digest = block_digest(block)
             # After an abort, the buffer may hold other bytes than the object's.
             if self._error is not None:
                 raise _FailedError
             self._partial.write(part.next, block, fd)
             self._partial.record(part.next // BLOCK, digest, len(block))
-        part.next += len(block)
-        # If the size is unknown, a short block is the last one.
-        part.complete = len(block) < BLOCK if part.stop is None else part.next == part.stop
-        part.filled = 0
+        part.advance()
 
-    def _show(self, part: _Part, block: memoryview, fd: int) -> None:
+    def _show(self, part: _Part, fd: int) -> None:
         """Let readers see the received bytes of the shard's first block."""
         if self._info.identifiable:  # otherwise the transfer may restart with another version
             self._check()
-            self._partial.write(0, block, fd)
+            self._partial.write(0, part.buffer[: part.filled], fd)
             self._partial.show(part.filled)
             part.shown = part.filled
             self._download.advanced(0, self._partial)

@@ -276,9 +276,8 @@ class WebOrigin:
             route, secrets = route._replace(login=login, secrets=used), secret_forms(*used)
             given = {"Authorization": login, **headers} if login else headers
             response = self._transport.request(
-                method, server, quote(path, safe=_SAFE), {**HEADERS, **given}
+                method, server, quote(path, safe=_SAFE), {**HEADERS, **given}, secrets
             )
-            response.secrets = secrets
         except (os_error(), ValueError) as exn:
             where = f"{name}{self._transport.via(server)}{route.after}"
             error = unanswered(exn, shard, where, secrets)

@@ -418,8 +418,7 @@ class S3Origin:
                 signature = headers["Authorization"].rpartition("=")[2]
                 secrets += [*secret_forms(keys.secret_key, keys.token), signature]
             server = bucket.server
-            response = self._transport.request(method, server, path, headers)
-            response.secrets = secrets
+            response = self._transport.request(method, server, path, headers, secrets)
             return bucket, keys, response
         except ShardCacheError:
             raise

@@ -1,7 +1,7 @@
 """Fetch a shard that is not cached, and open its entry; one download per node.
 
 docs/design.md shows the steps; each of them gives the right bytes without locks.
-`process.ProcessCache.fetch` repeats `Fetch.attempt` while `Fetch.recover` allows it.
+`process.ProcessCache.fetch` repeats `Fetch.run` while `Fetch.recover` allows it.
 
 A process that waits for the holder of the lock (`_Wait`) never takes the lock away. The holder is
 stale if its partial has not grown for ``stale_after`` seconds.
@@ -154,7 +154,7 @@ class Fetch:
             return False
         return True
 
-    def attempt(self, directories: Directories) -> Opened | None:
+    def run(self, directories: Directories) -> Opened | None:
         """Return the entry, or None if a download ahead gave way to another process or to readers.
 
         Raises the errors of `Cache.open` with ``strict``, FetchCancelledError, and those that
@@ -209,8 +209,8 @@ class Fetch:
         """Download the shard; return its published entry. ``lock`` is None if it is not held."""
         shard, download, engine = self._shard, self._download, self._engine
         if self._upstreams is None:  # only the origin has a new version
-            found = engine.origins.upstreams(shard)
-            self._upstreams = iter(()) if download.outdated else found
+            upstreams = engine.origins.upstreams(shard)
+            self._upstreams = iter(()) if download.outdated else upstreams
             self._upstream = next(self._upstreams, None)
         upstream = self._upstream
         # An upstream has one attempt: the next upstream, or the origin, continues at the same byte.
@@ -322,8 +322,9 @@ class Fetch:
     def _begin(self, info: ObjectInfo) -> Partial:
         """Create a partial in the fastest tier that has room."""
         shard, tiers = self._shard, self._directories.tiers
-        made = clock.time(), boot_id(), __version__, shard.endpoint
-        metadata = Metadata(str(shard), shard.key, info, info.size or 0, "", None, *made)
+        source = str(shard), shard.key, info, info.size or 0
+        now = clock.time(), boot_id()  # replaced at the end, as are digest and checksum
+        metadata = Metadata(*source, "", None, *now, __version__, shard.endpoint)
         if self._is_for_last_tier or info.size is None:  # the last tier usually has the most room
             tiers = tiers[-1:]
         for tier in tiers:
@@ -410,16 +411,16 @@ class _Wait:
         """Sleep until the next poll. Raises LockTimeoutError after ``lock_timeout`` seconds."""
         self._download.sleep(self._poll * clock.randomness.uniform(0.5, 1.0))
         self._poll = min(self._poll * 1.5, _LAST_POLL)
-        now, found = clock.monotonic(), self._read_holder()
-        if found != self._found:
-            self._grew, self._found = now, found
+        now, seen = clock.monotonic(), self._read_holder()
+        if seen != self._found:
+            self._grew, self._found = now, seen
         waited = now - self._started
         if waited >= self._config.lock_timeout:
             raise LockTimeoutError(
                 f"{self._shard} was not in the cache after {format_duration(waited)}: "
                 f"{self.describe()}. Look at that process, or raise lock_timeout.",
                 url=str(self._shard),
-                holder=found[0],
+                holder=seen[0],
                 waited=waited,
             )
         if now - self._announced >= _ANNOUNCE_EVERY:

@@ -176,7 +176,7 @@ class Transfer:
                 fd = self._partial.fd  # stays open, because only this thread closes the partial
                 if lead is not None:
                     self._receive(lead, fd)
-                while (part := self._work.take()) is not None:
+                while self._work.parts and (part := self._work.take()) is not None:
                     self._receive(_Part(part.start, part.stop), fd)
         except _FailedError:
             logger.debug("%s: another thread failed", self._shard)
@@ -406,16 +406,16 @@ class Transfer:
     def _describe(self) -> None:
         """Request the checksum, without retries: it is not worth delaying a complete shard."""
         try:
-            stated = once(str(self._shard), lambda: self._origin.stat(self._shard))
+            info = once(str(self._shard), lambda: self._origin.stat(self._shard))
         except VersionChangedError as exn:
             self._fail(exn)
             return
         except ShardCacheError as exn:
             logger.info("%s: no checksum to compare with: %s", self._shard, exn)
             return
-        if stated.version == self._info.version:
-            self._checksum = stated.checksum or self._checksum
-        elif stated.etag or not self._info.etag:  # some gateways omit the ETag from this response
+        if info.version == self._info.version:
+            self._checksum = info.checksum or self._checksum
+        elif info.etag or not self._info.etag:  # some gateways omit the ETag from this response
             self._fail(VersionChangedError(str(self._shard)))
 
     # -- the end -------------------------------------------------------------------

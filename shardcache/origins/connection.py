@@ -75,10 +75,10 @@ _CONTROL = re.compile(r"[\r\n\0]")
 
 def split_url(url: str) -> tuple[str, str, str]:
     """Return the scheme, authority and path of a URL; raise ValueError if it is not http(s)."""
-    found = _URL.match(url)
-    if found is None:
+    match = _URL.match(url)
+    if match is None:
         raise ValueError("it is not the URL of a web server")
-    scheme, authority, path = found.groups()
+    scheme, authority, path = match.groups()
     return scheme.lower(), authority, path if path.startswith("/") else f"/{path}"
 
 
@@ -193,7 +193,7 @@ def _addresses(host: str, port: int, failures: Mapping[_Address, float]) -> list
         families.setdefault(family, []).append((family, place))
     for addresses in families.values():
         clock.randomness.shuffle(addresses)
-    in_turn = [each for row in zip_longest(*families.values()) for each in row if each]
+    in_turn = [address for row in zip_longest(*families.values()) for address in row if address]
     oldest = clock.monotonic() - _AVOIDED
     return sorted(in_turn, key=lambda address: failures.get(address, oldest) > oldest)
 

@@ -153,8 +153,8 @@ class S3Origin:
                     endpoint = s3_endpoint(self._options, self._endpoint_url) or ""
                     settings = sorted(item for item in os.environ.items() if "AWS_" in item[0])
                     key = repr((self._options, endpoint, settings, aws_files()))
-                    found = _stores.get(key) or _look_up(self._options, endpoint)
-                    store = _stores.setdefault(key, found)
+                    known = _stores.get(key) or _look_up(self._options, endpoint)
+                    store = _stores.setdefault(key, known)
                     if not endpoint.startswith("http:"):
                         from shardcache.origins.tls import context  # here: HTTP needs no `ssl`
 
@@ -263,8 +263,8 @@ class S3Origin:
                 raise ValueError(f"it begins with {kind}")
             decode = unquote_plus if page.findtext("{*}EncodingType") == "url" else str
             keys = {
-                decode(found.findtext("{*}Key") or ""): int(found.findtext("{*}Size") or 0)
-                for found in page.iterfind("{*}Contents")
+                decode(item.findtext("{*}Key") or ""): int(item.findtext("{*}Size") or 0)
+                for item in page.iterfind("{*}Contents")
             }
         except (ElementTree.ParseError, ValueError, LookupError) as exn:
             text = f"{shard}: the response of {self.prepare().name} is not a listing of S3: "
@@ -475,8 +475,8 @@ def _look_up(options: Mapping[str, Any], endpoint: str) -> _Store:
 
     def address(name: str, region: str) -> _Bucket:
         service = "" if options.get("anon") else "s3"
-        if is_plain and (found := _usual_address(endpoint, name, region)):
-            return _Bucket(*found, region, service)
+        if is_plain and (usual := _usual_address(endpoint, name, region)):
+            return _Bucket(*usual, region, service)
         s3, parameters = client(region), {"Bucket": name, "Key": "k"}
         url = s3.generate_presigned_url("get_object", parameters) if name else s3.meta.endpoint_url
         parts = urlsplit(url)
@@ -489,22 +489,22 @@ def _look_up(options: Mapping[str, Any], endpoint: str) -> _Store:
         return _Bucket(server, path, region, service)
 
     try:
-        made = session(options)
+        aws = session(options)
         # Any region of the right partition will do, because S3 answers with the bucket's region.
-        region = client_kwargs.pop("region_name", None) or made.get_config_variable("region")
+        region = client_kwargs.pop("region_name", None) or aws.get_config_variable("region")
         if not endpoint:  # at AWS, AWS_REGION comes last
             region = region or os.environ.get("AWS_REGION")
         region = region or "us-east-1"
         verify = client_kwargs.get("verify")
         if verify is None:
-            verify = made.get_config_variable("ca_bundle") or True
+            verify = aws.get_config_variable("ca_bundle") or True
         is_plain = not (
             client_kwargs.keys() - {"endpoint_url", "verify"}
             or options.get("config_kwargs")
             or not options.get("use_ssl", True)
-            or made.get_scoped_config().get("s3")
-            or made.get_config_variable("use_dualstack_endpoint")
-            or made.get_config_variable("use_fips_endpoint")
+            or aws.get_scoped_config().get("s3")
+            or aws.get_config_variable("use_dualstack_endpoint")
+            or aws.get_config_variable("use_fips_endpoint")
         )
         client_kwargs.pop("endpoint_url", None)
         if not (is_plain and _usual_address(endpoint, "bucket", region)):
@@ -577,11 +577,11 @@ def _reason(page: ElementTree.Element, response: Response) -> tuple[str, str]:
 def _read_refusal(response: Response) -> tuple[str, str, str | None]:
     """Return the error code, a text with code and message, and the region to try next, or None."""
     try:
-        found = ElementTree.fromstring(http.refused(response))  # noqa: S314 - by expat
+        page = ElementTree.fromstring(http.refused(response))  # noqa: S314 - by expat
     except (ElementTree.ParseError, ValueError, LookupError):  # LookupError: unknown encoding
-        found = ElementTree.Element("")  # the page of a proxy, or an empty body
-    code, reason = _reason(found, response)
+        page = ElementTree.Element("")  # the page of a proxy, or an empty body
+    code, reason = _reason(page, response)
     elsewhere = response.status in (301, 302, 307) or code in _ELSEWHERE
     elsewhere |= response.status == 400 and not code  # the response to a HEAD has no body
-    region = response.headers.get("x-amz-bucket-region") or found.findtext(".//{*}Region") or ""
+    region = response.headers.get("x-amz-bucket-region") or page.findtext(".//{*}Region") or ""
     return code, reason, region if elsewhere and _REGION.fullmatch(region) else None

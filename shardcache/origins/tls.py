@@ -142,11 +142,11 @@ def context(trusted: str | bool | None) -> ssl.SSLContext:
 
 @functools.cache
 def _context(trusted: str | bool | None, *variables: str | None) -> ssl.SSLContext:
-    made = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    settings = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     if trusted is False:
-        made.check_hostname = False
-        made.verify_mode = ssl.CERT_NONE
-        return made
+        settings.check_hostname = False
+        settings.verify_mode = ssl.CERT_NONE
+        return settings
     if trusted is True and not any(variables):  # as botocore does
         try:
             from certifi import where
@@ -157,13 +157,15 @@ def _context(trusted: str | bool | None, *variables: str | None) -> ssl.SSLConte
 
             trusted = str(Path(botocore.__file__).with_name("cacert.pem"))
     if trusted in (True, None):
-        made.load_default_certs()
+        settings.load_default_certs()
     for bundle in filter(None, {trusted} if isinstance(trusted, str) else {*variables[:3]}):
         try:
-            made.load_verify_locations(**{"capath" if Path(bundle).is_dir() else "cafile": bundle})
+            settings.load_verify_locations(
+                **{"capath" if Path(bundle).is_dir() else "cafile": bundle}
+            )
         except OSError as exn:
             raise ConfigError(
                 "the certificates that REQUESTS_CA_BUNDLE, AWS_CA_BUNDLE or verify names cannot be "
                 f"read ({exn.strerror or type(exn).__name__}). Correct the path."
             ) from None
-    return made
+    return settings

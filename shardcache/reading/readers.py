@@ -162,13 +162,13 @@ class DownloadReader:
         if path is not None and path != self._seen and not self._read:
             with contextlib.suppress(FileNotFoundError):  # it is being created, or was published
                 try:
-                    found = PartialSource(path, self._shard.basename)
+                    source = PartialSource(path, self._shard.basename)
                 except DamagedError as exn:
                     logger.debug("%s: %s cannot be followed: %s", self._shard, path.name, exn)
                 else:
                     if self._partial is not None:
                         self._partial.close()
-                    self._partial, self._limit = found, 0
+                    self._partial, self._limit = source, 0
                 self._seen = path
         if self._partial is None:
             return False

@@ -14,7 +14,7 @@ import errno
 import logging
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -388,17 +388,19 @@ def evict_outdated(directories: Directories, key: str, outdated: frozenset[str])
                 )
 
 
+@dataclass(eq=False)
 class _Wait:
     """A wait for the holder of the key's lock, which downloads the shard."""
 
-    def __init__(self, download: Download, directories: Directories, config: Config) -> None:
-        self._download = download
-        self._shard = download.shard
-        self._directories = directories
-        self._config = config
+    _download: Download
+    _directories: Directories
+    _config: Config
+
+    def __post_init__(self) -> None:
+        self._shard = self._download.shard
         self._poll = _FIRST_POLL
         self._started = self._grew = self._announced = clock.monotonic()
-        self._own = replace(directories.holder(), url=str(self._shard))
+        self._own = replace(self._directories.holder(), url=str(self._shard))
         self._note: Session | None = None
         self._found = self._read_holder()
 

@@ -122,11 +122,8 @@ _stores: dict[str, _Store] = {}
 class S3Origin:
     """Reads ``s3://`` shards; implements `base.Origin`.
 
-    Args:
-        storage_options: options with the names of s3fs: key, secret, token, profile, anon,
-            requester_pays, endpoint_url, client_kwargs, config_kwargs.
-        endpoint_url: takes precedence over the endpoint in ``storage_options``.
-        timeout: seconds after which a connection with too low a rate counts as dead.
+    The ``storage_options`` have the names of s3fs: key, secret, token, profile, anon,
+    requester_pays, endpoint_url (the argument precedes it), client_kwargs, config_kwargs.
     """
 
     conditional = True

@@ -14,6 +14,7 @@ import contextlib
 import errno
 import logging
 import os
+from dataclasses import InitVar, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
@@ -55,29 +56,31 @@ _POLL = 0.005
 _OWN_POLL = 0.25
 
 
+@dataclass(eq=False)
 class DownloadReader:
     """Reads a shard while this process or another one downloads it.
 
     The last block is withheld until the entry is published, because its digest and checksum were
     verified by then. If another process is downloading the shard and dies, the worker of this
-    process takes the lock and continues. The arguments are those of `Downloads.join`.
+    process takes the lock and continues. ``finish`` and ``ahead`` are as for `ProcessCache.join`.
     """
 
+    _cache: ProcessCache
+    _shard: ShardURL
+    finish: bool = False
+    ahead: InitVar[bool] = False
     path = None
+    waited = 0.0  #: seconds
 
-    def __init__(
-        self, cache: ProcessCache, shard: ShardURL, *, finish: bool = False, ahead: bool = False
-    ) -> None:
-        self.waited = 0.0  # seconds
-        self._cache = cache
-        self._shard = shard
-        self._finish = finish
+    def __post_init__(self, ahead: bool) -> None:
         self._seen: Path | None = None  # the last partial that this reader tried to open
         self._partial: PartialSource | None = None
         self._read = 0  # offset after the last byte that was read
         self._limit = 0  # the watermark: offset after the last byte that may be read
         self._download: Download | None
-        self._download, self._has_started = cache.join(shard, finish=finish, ahead=ahead)
+        self._download, self._has_started = self._cache.join(
+            self._shard, finish=self.finish, ahead=ahead
+        )
 
     def attend(self) -> bool:
         """Begin to read a shard downloaded ahead. Return False if the caller must open it again."""
@@ -152,7 +155,7 @@ class DownloadReader:
     def _joined(self) -> Download:
         """Return the download. In a forked child, or after it gave way, join a new one first."""
         if self._download is None or self._download.pid != os.getpid():
-            self._download, has_started = self._cache.join(self._shard, finish=self._finish)
+            self._download, has_started = self._cache.join(self._shard, finish=self.finish)
             self._has_started |= has_started
         return self._download
 
@@ -225,48 +228,34 @@ class DownloadReader:
         self._leave()
 
 
+@dataclass(eq=False)
 class OriginReader:
     """Reads one version of a shard from its origin or an upstream, bypassing the cache.
 
     Requests are retried as in a download, so an error is final. A forked child continues at the
     same byte, with the same version, over a connection of its own.
-
-    Args:
-        start: offset of the first byte.
-        nearer: an upstream to read instead of the origin. Its bytes are trusted like an entry.
-        info: the version to insist on.
-        stored: an entry of that version, whose sidecar may be damaged.
-        response: an open response of the origin that begins with the first byte of the shard.
-
-    Attributes:
-        info, size: the version, and the size in bytes; None until they are known.
-        nearer: the upstream that is read, or None for the origin.
     """
 
+    _cache: ProcessCache
+    _shard: ShardURL
+    _position: int = 0  # offset of the next byte
+    #: An upstream to read instead of the origin. Its bytes are trusted like an entry.
+    nearer: UpstreamOrigin | None = None
+    info: ObjectInfo | None = None  #: the version to insist on, else None until it is known
+    #: An entry of that version, whose sidecar may be damaged.
+    stored: InitVar[Entry | None] = None
+    #: An open response of the origin that begins with the first byte of the shard.
+    response: InitVar[Body | None] = None
     path = None
 
-    def __init__(
-        self,
-        cache: ProcessCache,
-        shard: ShardURL,
-        start: int = 0,
-        *,
-        nearer: UpstreamOrigin | None = None,
-        info: ObjectInfo | None = None,
-        stored: Entry | None = None,
-        response: Body | None = None,
-    ) -> None:
-        self._cache = cache
-        self._shard = shard
+    def __post_init__(self, stored: Entry | None, response: Body | None) -> None:
         self._pid = os.getpid()
-        self._read_from(nearer)
-        self._position = start
+        self._read_from(self.nearer)
         self._came, self._has_failed = 0, False  # bytes of `_body`; whether the last attempt failed
-        self.info, self._version, self.size = info, None, None
+        self._version = self.info and self.info.version
+        self.size: int | None = None  #: bytes of the shard, once known
         if stored is not None:
             self._version, self.size = stored.version, stored.size
-        elif info is not None:
-            self._version = info.version
         self._body = response
         if response is None:
             self._body = self._call(self._open)

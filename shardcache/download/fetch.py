@@ -59,7 +59,7 @@ _PRIVATE = 2
 _AHEAD = 16
 #: Assumed bytes of a shard of unknown size.
 _USUAL_SIZE = 64 << 20
-#: Headers that a download reads to find an end marker amid the archive. They take 10 ms.
+#: Headers that a download reads to find an end marker amid the archive: few milliseconds.
 _HEADERS = 2000
 #: How often a shard is fetched again after a failure of each kind. An object that changes more
 #: often is still being written. Where locks do not work, an entry or a partial may vanish.

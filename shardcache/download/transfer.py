@@ -17,6 +17,7 @@ import math
 import sys
 import threading
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from shardcache import clock, threads
 from shardcache.clock import boot_id
@@ -32,6 +33,7 @@ from shardcache.origins.base import (
     Origin,
     TransientError,
     VersionChangedError,
+    compare_version,
     skip,
 )
 from shardcache.origins.resolve import Origins
@@ -46,8 +48,7 @@ __all__ = ["Engine", "Transfer"]
 
 logger = logging.getLogger(__name__)
 
-#: Bytes, about one sample, that readers get before the first block of a shard is complete. Over a
-#: connection of S3, with 80 MB/s, the first sample comes 13 ms earlier.
+#: Bytes, about one sample, that readers get before the first block of a shard is complete.
 _EARLY = 128 * 1024
 #: Seconds that a complete shard waits for the origin's checksum, which is an additional proof.
 _LAST_RESPONSE = 5.0
@@ -197,25 +198,21 @@ class Transfer:
         if self._error is not None:
             raise self._error
         if not self._origin.conditional:
-            self._retries.call(self._compare_version, sleep=self._download.sleep)
-        partial = self._partial
-        size, digests = partial.written, partial.digests
+            compare_now = partial(compare_version, self._origin, self._shard, self._info)
+            self._retries.call(compare_now, sleep=self._download.sleep)
+        received = self._partial
+        size, digests = received.written, received.digests
         if len(digests) != -(-size // BLOCK) or self._info.size not in (None, size):
             raise IntegrityError(  # should be impossible; checked so that no gap is ever published
                 f"{self._shard}: {size} of {self._info.size} bytes arrived, in pieces. "
                 "Please report this.",
                 url=str(self._shard),
             )
-        checked = self._checksum and compare(partial.fd, self._checksum)
+        checked = self._checksum and compare(received.fd, self._checksum)
         digest = tree_digest(b"".join(digests))
-        now = clock.time()
+        now, boot = clock.time(), boot_id()
         return replace(
-            partial.metadata,
-            size=size,
-            digest=digest,
-            checked=checked,
-            fetched_at=now,
-            boot=boot_id(),
+            received.metadata, size=size, digest=digest, checked=checked, fetched_at=now, boot=boot
         )
 
     def abandon(self, exn: BaseException, partial: Partial | None) -> None:
@@ -324,16 +321,12 @@ class Transfer:
                 raise VersionChangedError(str(self._shard))
             if not self._partial.confirmed:
                 if not self._origin.conditional:  # the response does not prove the version
-                    self._compare_version()
+                    compare_version(self._origin, self._shard, self._info)
                 self._partial.confirm()
         except Exception:
             response.close()
             raise
         return response
-
-    def _compare_version(self) -> None:
-        if self._origin.stat(self._shard).version != self._info.version:
-            raise VersionChangedError(str(self._shard))
 
     def _drain(self, response: Body, part: _Part, fd: int) -> None:
         """Receive bytes from a response until the part is complete or the connection fails.

@@ -217,6 +217,12 @@ class Origin(Protocol):
         ...
 
 
+def compare_version(origin: Origin, shard: ShardURL, info: ObjectInfo) -> None:
+    """Raise VersionChangedError if the current version of an object is not that of ``info``."""
+    if origin.stat(shard).version != info.version:
+        raise VersionChangedError(str(shard))
+
+
 def skip(body: Body, position: int) -> int:
     """Discard the bytes before ``position`` if the range was ignored. Return their number."""
     if body.start not in (0, position):

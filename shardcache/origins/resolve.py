@@ -32,6 +32,7 @@ from shardcache.origins.base import (
     Origin,
     TransientError,
     VersionChangedError,
+    compare_version,
     read_all,
 )
 from shardcache.origins.retry import once
@@ -157,8 +158,7 @@ class UpstreamOrigin:
 
     def stat(self, shard: ShardURL) -> ObjectInfo:
         """Return the version of the copy; raise VersionChangedError if the copy was replaced."""
-        if self._origin.stat(self._copy).version != self._copied.version:
-            raise VersionChangedError(str(shard))
+        compare_version(self._origin, self._copy, self._copied)
         return self._info
 
 

@@ -165,7 +165,7 @@ class Retries:
             return request()
         except (TransientError, RepeatError):
             pass
-        # Imported after a failure only: the import takes 40 ms, and most first requests succeed.
+        # Imported after a failure only: the import is slow, and most first requests succeed.
         import tenacity
 
         sleep(pause)

@@ -1,7 +1,7 @@
 """Read shards from S3, and from stores with the same protocol.
 
 Botocore, a dependency of s3fs, finds the credentials, the region and the address of a bucket if
-`aws.written_settings` and `_usual_address` do not know them: its client takes 60 ms to make. This
+`aws.written_settings` and `_usual_address` do not know them: its client takes long to make. This
 module signs the requests (Signature Version 4) and sends them with `connection`.
 """
 

@@ -35,7 +35,7 @@ class TLSStream:
     """Encrypts and decrypts the bytes of a socket that blocks for at most SO_RCVTIMEO.
 
     The methods are those of a socket. ``trusted`` is as for `connection.Transport`. Sessions are
-    not resumed, because that saves only 0.25 ms of a handshake's processor time.
+    not resumed, because that would save little of a handshake's processor time.
     """
 
     def __init__(self, sock: socket.socket, host: str, trusted: str | bool | None) -> None:
@@ -131,8 +131,8 @@ class TLSStream:
 def context(trusted: str | bool | None) -> ssl.SSLContext:
     """Return the settings for connections, including the certificates to trust.
 
-    All origins of a process and its forked children share them: the 144 certificates of a system
-    take 30 ms to load. Raises ConfigError if a file of certificates cannot be read.
+    All origins of a process and its forked children share them, because loading the certificates of
+    a system takes long. Raises ConfigError if a file of certificates cannot be read.
     """
     # A fork must copy neither OpenSSL's locks nor this one.
     with undivided(), _guard:

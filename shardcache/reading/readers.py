@@ -15,6 +15,7 @@ import errno
 import logging
 import os
 from dataclasses import InitVar, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
@@ -27,6 +28,7 @@ from shardcache.origins.base import (
     Origin,
     TransientError,
     VersionChangedError,
+    compare_version,
     skip,
 )
 from shardcache.origins.retry import PROGRESS
@@ -311,7 +313,9 @@ class OriginReader:
         self._retries.extend(clock.monotonic() - self._read_at)
         count = self._call(lambda: self._receive_some(view))
         if not self._origin.conditional and (count == 0 or self._position == self.size):
-            self._call(self._compare)  # before the last bytes are delivered
+            assert self.info is not None
+            # Before the last bytes are delivered.
+            self._call(partial(compare_version, self._origin, self._shard, self.info))
         if count == 0:
             self.size = self._position
         if self._version is None:
@@ -363,7 +367,7 @@ class OriginReader:
         if self._version is None:
             self.info = None
         elif self.info is not None and not self._origin.conditional:
-            self._compare()
+            compare_version(self._origin, self._shard, self.info)
         info = self.info if self.info is not None and self.info.size is not None else None
         body = self._origin.open(self._shard, self._position, None, info)
         try:
@@ -383,11 +387,6 @@ class OriginReader:
         self.info = self.info or body.info
         self.size = self.size if self.info.size is None else self.info.size
         return body
-
-    def _compare(self) -> None:
-        assert self.info is not None
-        if self._origin.stat(self._shard).version != self.info.version:
-            raise VersionChangedError(str(self._shard))
 
     def close(self) -> None:
         """Give the connection back. Takes no lock, because the garbage collector may call this."""

@@ -229,7 +229,7 @@ class Download:
 
     def retried(self, retries: int) -> None:
         """Note how many requests were repeated for the current version of the object."""
-        self.retries = retries or self.retries
+        self.retries = retries
 
     def obtained(self, opened: Opened, outcome: Outcome) -> Opened:
         """Note how the entry was obtained, and return it."""
@@ -312,12 +312,14 @@ class Download:
             response.close()
 
 
+@dataclass(eq=False)
 class Downloads:
     """The table of the shared downloads of one process, at most one per shard."""
 
-    def __init__(self) -> None:
-        self.lock = threading.RLock()  # guards the table and its downloads
-        self.running: dict[str, Download] = {}  # by key; those that have ended are removed
+    #: Guards the table and its downloads.
+    lock: contextlib.AbstractContextManager[bool] = field(default_factory=threading.RLock)
+    #: By key; those that have ended are removed.
+    running: dict[str, Download] = field(default_factory=dict)
 
     def unfinished(self) -> list[Download]:
         """Return the downloads that are waiting or running."""

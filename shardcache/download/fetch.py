@@ -14,7 +14,7 @@ import errno
 import logging
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -80,6 +80,7 @@ class _UpstreamError(Exception):
     """An upstream failed, or its copy is damaged. The next source continues at the same byte."""
 
 
+@dataclass(eq=False)
 class Fetch:
     """The attempts to fetch a shard, and what the next one does differently after a failure.
 
@@ -92,19 +93,17 @@ class Fetch:
     a disk was unmounted           uses the directories that are made again    once
     """
 
-    def __init__(self, engine: Engine, download: Download) -> None:
-        self._engine = engine
-        self._download = download
-        self._shard = download.shard
-        self._directories: Directories  # of the current attempt
-        self._is_for_last_tier = False  # because the disk was full
-        self._counts = Counter[type[BaseException]]()
-        self._upstreams: Iterator[UpstreamOrigin | None] | None = None
-        self._upstream: UpstreamOrigin | None = None  # to read from; None for the origin
+    _engine: Engine
+    _download: Download
+    _directories: Directories = field(init=False)  # of the current attempt
+    _is_for_last_tier: bool = False  # because the disk was full
+    _counts: Counter[type[BaseException]] = field(default_factory=Counter)
+    _upstreams: Iterator[UpstreamOrigin | None] | None = None
+    _upstream: UpstreamOrigin | None = None  # to read from; None for the origin
 
     def recover(self, exn: Exception, *, unmounted: bool) -> bool:
         """Prepare the next attempt. Return False if ``exn`` is final; raise what it means."""
-        shard, directories = self._shard, self._directories
+        shard, directories = self._download.shard, self._directories
         self._counts[type(exn)] += 1
         count = self._counts[type(exn)]
         if isinstance(exn, _UpstreamError):
@@ -161,7 +160,11 @@ class Fetch:
         `recover` handles.
         """
         self._directories = directories
-        shard, download, connections = self._shard, self._download, self._engine.connections
+        shard, download, connections = (
+            self._download.shard,
+            self._download,
+            self._engine.connections,
+        )
         lock: _Lock | None
         with contextlib.ExitStack() as stack:
             is_crowded = download.is_ahead and (
@@ -207,7 +210,8 @@ class Fetch:
 
     def _download_entry(self, lock: _Lock | None) -> Path:
         """Download the shard; return its published entry. ``lock`` is None if it is not held."""
-        shard, download, engine = self._shard, self._download, self._engine
+        shard, download, engine = self._download.shard, self._download, self._engine
+        directories = self._directories
         if self._upstreams is None:  # only the origin has a new version
             upstreams = engine.origins.upstreams(shard)
             self._upstreams = iter(()) if download.outdated else upstreams
@@ -236,7 +240,7 @@ class Fetch:
                     size = info.size
                     # A partial of one block has no journal, so no process could follow it.
                     if lock is not None and (size is None or size > BLOCK):
-                        self._name_partial(lock, partial)
+                        lock.update(replace(directories.holder(), partial=partial.path.name))
                 transfer.receive(partial)
             metadata = transfer.finish()
         except BaseException as exn:
@@ -258,7 +262,11 @@ class Fetch:
 
     def _link(self) -> Opened | None:
         """Hard-link the newest entry of the sibling namespaces, or open it where it is, if any."""
-        shard, outdated, directories = self._shard, self._download.outdated, self._directories
+        shard, outdated, directories = (
+            self._download.shard,
+            self._download.outdated,
+            self._directories,
+        )
         siblings = [sibling for tier in directories.tiers for sibling in tier.stores()[1:]]
         other = opened = None
         if siblings:
@@ -282,7 +290,7 @@ class Fetch:
         """Return whether the shard may find no room; CacheFullError if it certainly has none."""
         size = self._engine.likely_size(self._download) or _USUAL_SIZE
         tiers = self._directories.tiers
-        refusals = [tier.space.refuses(str(self._shard), size) for tier in tiers]
+        refusals = [tier.space.refuses(str(self._download.shard), size) for tier in tiers]
         if None in refusals:
             return False
         if self._download.listed is not None and refusals[-1] is not None:
@@ -291,7 +299,7 @@ class Fetch:
 
     def _resume(self, lock: _Lock, name: str) -> Partial | None:
         """Take over the partial of this name; return None if it is gone or its writer is alive."""
-        shard = self._shard
+        shard = self._download.shard
         # The name was read from a file that another program may have damaged, so it is checked.
         parsed = parse_partial_name(name)
         if parsed is None or parsed[0] != shard.key:
@@ -302,7 +310,7 @@ class Fetch:
             if partial is None:
                 continue
             # At once, because all that follows takes time, and the process may end in it.
-            self._name_partial(lock, partial)
+            lock.update(replace(self._directories.holder(), partial=partial.path.name))
             # Other shards may have taken the room that the dead process had reserved. The claimed
             # partial counts with its final size.
             try:
@@ -315,13 +323,9 @@ class Fetch:
                 raise
         return None
 
-    def _name_partial(self, lock: _Lock, partial: Partial) -> None:
-        """Let waiting processes, and the next holder of the lock, find the partial."""
-        lock.update(replace(self._directories.holder(), partial=partial.path.name))
-
     def _begin(self, info: ObjectInfo) -> Partial:
         """Create a partial in the fastest tier that has room."""
-        shard, tiers = self._shard, self._directories.tiers
+        shard, tiers = self._download.shard, self._directories.tiers
         source = str(shard), shard.key, info, info.size or 0
         now = clock.time(), boot_id()  # replaced at the end, as are digest and checksum
         metadata = Metadata(*source, "", None, *now, __version__, shard.endpoint)
@@ -339,7 +343,7 @@ class Fetch:
 
     def _publish(self, partial: Partial, metadata: Metadata, *, proven: bool) -> Path:
         """Publish a received shard and return its entry, or discard it if a check refuses it."""
-        shard, config = self._shard, self._engine.config
+        shard, config = self._download.shard, self._engine.config
         try:
             check_archive(partial.fd, shard.basename, str(shard))
             if problem := archive_problem(partial.fd, shard.basename, metadata.size, _HEADERS):

@@ -308,7 +308,8 @@ class Transfer:
                 raise
             logger.info("%s: %s; continuing at byte %d", self._shard, exn, part.position)
         finally:
-            self._download.retried(self._retries.retries)
+            if self._retries.retries:
+                self._download.retried(self._retries.retries)
 
     def _request(self, part: _Part) -> Body:
         """Send a request for the rest of a part, and return the response."""
@@ -336,13 +337,13 @@ class Transfer:
         self._responses.add(response)
         received = 0  # bytes since the last event
         try:
-            # After `add`, because `_fail` sets the error first and then aborts the responses.
-            self._check()
             if response.start != part.position:
+                self._check()
                 self._engine.counters.read(skip(response, part.position), self._counter)
             self.is_proven &= response.proven or part.stop is not None
             throttle, begun = self._download.throttle, part.position
             while not part.complete:
+                # After `add`, because `_fail` sets the error first and then aborts the responses.
                 if self._error is not None:
                     raise _FailedError
                 length = want = BLOCK if part.stop is None else min(BLOCK, part.stop - part.next)
@@ -387,8 +388,8 @@ class Transfer:
 
     def _show(self, part: _Part, fd: int) -> None:
         """Let readers see the received bytes of the shard's first block."""
-        if self._info.identifiable:  # otherwise the transfer may restart with another version
-            self._check()
+        # A transfer without a version may restart with another one.
+        if self._info.identifiable and self._error is None:
             self._partial.write(0, part.buffer[: part.filled], fd)
             self._partial.show(part.filled)
             part.shown = part.filled

@@ -72,7 +72,8 @@ class RetryPolicy:
         pace = self._paces.get(server)
         if pace is None:
             pace = self._paces.setdefault(server, Pace(server, self.patience))
-        return Retries(self, url, pace, attempts or self.attempts)
+        end = None if self.deadline is None else clock.monotonic() + self.deadline
+        return Retries(self, url, pace, attempts or self.attempts, end)
 
 
 @dataclass(eq=False)
@@ -83,12 +84,8 @@ class Retries:
     _url: str
     _pace: Pace
     _most: int  # attempts in a row
+    end: float | None  #: when the deadline passes, on the monotonic clock; None without one
     retries: int = 0  #: requests that failed and were repeated so far
-
-    def __post_init__(self) -> None:
-        deadline = self._policy.deadline
-        #: When the deadline passes, on the monotonic clock; None without a deadline.
-        self.end = None if deadline is None else clock.monotonic() + deadline
 
     def check(self) -> None:
         """Raise TransferTimeoutError if the deadline of the whole download has passed."""

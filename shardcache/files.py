@@ -232,7 +232,7 @@ def open_directory(path: Path | str) -> Iterator[int]:
 def list_names(directory: Path | str) -> list[str]:
     """Return the names in a directory, or no names if it is missing or a symbolic link."""
     found: list[int] = []
-    try:  # without `open_directory`, because a miss calls this eight times
+    try:  # without `open_directory`, because each miss calls this often
         found.extend(map(os.open, (directory,), (os.O_DIRECTORY | SAFELY,)))
         return os.listdir(found[0])  # noqa: PTH208 - only the names are needed
     except os_error() as exn:

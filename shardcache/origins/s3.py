@@ -113,6 +113,21 @@ class _Store:
     worked: bool = False  # whether the store has accepted a signed request
     ahead: float = 0.0  # seconds by which the store's clock is ahead of this machine's
 
+    def renew(self, keys: Any, end: float) -> None:
+        """Take the credentials that a service gave, which expire at ``end``."""
+        self.fresh_until = end - _RENEWED_BEFORE
+        if keys == self.keys:  # the service has no new ones yet
+            self.fresh_until = min(end, max(self.fresh_until, time.time() + _RENEWAL_PAUSE))
+        self.keys, self.expire_at = keys, end
+
+    def keep_for_now(self) -> None:
+        """Use the credentials a little longer, because they could not be renewed."""
+        self.fresh_until = time.time() + _RENEWAL_PAUSE
+
+    def refuse(self) -> None:
+        """Note that the store has refused the credentials, although they have not expired."""
+        self.fresh_until = self.expire_at = 0.0
+
 
 #: The stores, keyed by the options, the endpoint, and AWS's environment variables and files. A
 #: forked child inherits them, with the credentials of its parent.
@@ -175,7 +190,7 @@ class S3Origin:
             if time.time() >= store.expire_at:
                 raise
             logger.info("the credentials for %s are not renewed: %s", store.name, exn)
-            store.fresh_until = time.time() + _RENEWAL_PAUSE
+            store.keep_for_now()
             return store.keys
 
     def _renewed_keys(self, shard: ShardURL) -> Any:
@@ -201,11 +216,7 @@ class S3Origin:
         except Exception as exn:  # noqa: BLE001 - botocore has its own exceptions
             raise chain_error(exn, shard, self._profile, worked=store.worked) from None
         expiry = getattr(credentials, "_expiry_time", None)
-        end = expiry.timestamp() if expiry else math.inf
-        store.fresh_until = end - _RENEWED_BEFORE
-        if keys == store.keys:  # the service has no new ones yet
-            store.fresh_until = min(end, max(store.fresh_until, time.time() + _RENEWAL_PAUSE))
-        store.keys, store.expire_at = keys, end
+        store.renew(keys, expiry.timestamp() if expiry else math.inf)
         return keys
 
     def server(self, shard: ShardURL) -> str:
@@ -373,7 +384,8 @@ class S3Origin:
         store = self.prepare()
         # Without `_chain`, which a thread may hold for as long as its source of credentials hangs.
         if store.keys == refused:
-            store.fresh_until, store.expire_at, self._credentials = 0.0, 0.0, None
+            store.refuse()
+            self._credentials = None
         return bool(self._keys(shard) != refused)
 
     def _send(

@@ -270,7 +270,7 @@ class ProcessCache:
                 download.wait(lambda: download.ended, _POLL)
                 if download is not own:
                     own.check()
-            opened = download.open()
+            opened = download.result()
             # Most downloads replace nothing, and `entry` reads the disk.
             if opened is not None and own.outdated and opened.entry.version in own.outdated:
                 opened.close()

@@ -158,7 +158,7 @@ class Connections:
             self._useful = min(2 * self._useful, self._most)
 
     @contextmanager
-    def one(self, check: Callable[[], None]) -> Iterator[None]:
+    def hold(self, check: Callable[[], None]) -> Iterator[None]:
         """Hold a connection in the body; first wait while this process is at its `limit`.
 
         A wait calls ``check``, which may raise, every second.
@@ -342,7 +342,7 @@ class Throttle:
         self._paid = 0.0
         self._guard = threading.Lock()
 
-    def take(self, count: int) -> float:
+    def spend(self, count: int) -> float:
         """Note ``count`` received bytes, and return the seconds to wait before receiving more."""
         with self._guard:
             now = time.monotonic()

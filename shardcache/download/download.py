@@ -132,7 +132,7 @@ class Download:
                 del self._waiters[waiter]
         return time.monotonic() - start
 
-    def open(self) -> Opened | None:
+    def result(self) -> Opened | None:
         """Return another handle of the entry, or raise the error that ended the download.
 
         Returns None while the download runs, or if it gave way.

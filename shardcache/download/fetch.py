@@ -225,7 +225,7 @@ class Fetch:
         origin = upstream or engine.origins.of(shard)
         transfer = Transfer(engine, download, retries, origin, upstream is not None, may_not_fit)
         try:
-            with engine.connections.one(download.check):
+            with engine.connections.hold(download.check):
                 download.check()
                 if partial is None:
                     info = retries.call(transfer.begin, sleep=download.sleep)

@@ -366,7 +366,7 @@ class Transfer:
                     self._show(part, fd)
                 if self._retries.end is not None and not part.complete:
                     self._retries.check()
-                if throttle is not None and (seconds := throttle.take(count)):
+                if throttle is not None and (seconds := throttle.spend(count)):
                     self._sleep(seconds)
                     self._retries.extend(seconds)
         finally:

@@ -140,7 +140,7 @@ class DownloadReader:
         # Read these before the checks below, so that nothing is missed: a later change ends the
         # wait, and if the download ends later, the next call notices it.
         changes, has_ended = download.changes, download.ended
-        opened = download.open()
+        opened = download.result()
         if opened is None and has_ended:  # it was ahead and gave way, so join a new download
             self._leave()
             return None

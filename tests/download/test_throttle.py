@@ -65,7 +65,7 @@ def test_a_download_that_waits_for_the_rate_can_be_stopped(tmp_path, monkeypatch
         stop.set()
         return 1e6
 
-    monkeypatch.setattr(Throttle, "take", take)
+    monkeypatch.setattr(Throttle, "spend", take)
     options = {"cache_local": True, "min_free": 0, "fill": "complete"}
     with Cache(tmp_path / "cache", **options) as cache:
         report = cache.prewarm([str(tmp_path / "a.tar")], limit_rate="64kB", stop=stop)

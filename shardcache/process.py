@@ -336,7 +336,8 @@ class ProcessCache:
         from shardcache.download.fetch import Fetch
 
         started, writing = clock.monotonic(), self.disk.writing
-        self._clean_if_due(started)
+        if started >= self._clean_due:
+            self._clean()
         self.disk.check(writing, insist=not download.can_bypass)
         opened, fetch = None, Fetch(self.engine, download)
         try:
@@ -378,16 +379,16 @@ class ProcessCache:
         directory = opened.directory
         last = self._touched.get(directory)
         if now >= self._clean_due:  # hot path: keep the number of calls small
-            self._clean_if_due(now)
+            self._clean()
         if last is None or now - last >= _TOUCH_INTERVAL:
             if len(self._touched) >= _REMEMBERED:
                 self._touched.clear()  # most of them were evicted
             self._touched[directory] = now
             self.tier_of(directory).store.touch(directory, clock.time())
 
-    def _clean_if_due(self, now: float) -> None:
-        """Start a cleaning of the cache in the background if one is due."""
-        if now >= self._clean_due and self.disk.is_well:
+    def _clean(self) -> None:
+        """Start a cleaning of the cache in the background if one is due and the disk works."""
+        if self.disk.is_well:
             for housekeeper in self._housekeepers:
                 housekeeper.check()
             self._clean_due = min(

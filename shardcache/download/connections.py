@@ -265,7 +265,8 @@ class Downloaders:
             self._file = files.open_exclusive(path, flags, layout.modes)
             # Not from `random`, because forked workers may seed it alike.
             byte = int.from_bytes(os.urandom(4), "big") % _BYTES
-            _call(self._file, fcntl.F_OFD_SETLK, fcntl.F_WRLCK, byte, 1)
+            lock = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0)
+            fcntl.fcntl(self._file.fileno(), fcntl.F_OFD_SETLK, lock)
 
     def leave(self) -> None:
         """Stop counting this cache as a downloader."""
@@ -291,16 +292,12 @@ def _count_others(file: io.FileIO) -> int:
         start, stop = ranges.pop()
         if start < stop:
             # The kernel describes one lock in the range, not always the first: search both sides.
-            kind, _, at, _, _ = _call(file, fcntl.F_OFD_GETLK, fcntl.F_WRLCK, start, stop - start)
+            lock = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, start, stop - start, 0)
+            kind, _, at, _, _ = _FLOCK.unpack(fcntl.fcntl(file.fileno(), fcntl.F_OFD_GETLK, lock))
             if kind != fcntl.F_UNLCK:
                 count += 1
                 ranges += [(start, at), (at + 1, stop)]
     return count
-
-
-def _call(file: io.FileIO, command: int, kind: int, start: int, length: int) -> tuple[int, ...]:
-    request = _FLOCK.pack(kind, os.SEEK_SET, start, length, 0)
-    return _FLOCK.unpack(fcntl.fcntl(file.fileno(), command, request))
 
 
 def _processor_seconds() -> float:

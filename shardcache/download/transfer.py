@@ -92,9 +92,10 @@ class _FailedError(Exception):
 class _Part:
     """A range of bytes of the object, and how much of the range has arrived."""
 
-    __slots__ = ("buffer", "complete", "filled", "next", "shown", "stop")
+    __slots__ = ("buffer", "complete", "filled", "next", "position", "shown", "stop")
 
     def __init__(self, start: int, stop: int | None) -> None:
+        self.position = start  # offset of the next byte to receive
         self.next = start  # offset at which the block in the buffer begins
         self.stop = stop  # None for an object of unknown size
         self.filled = 0  # bytes of the block that have arrived
@@ -104,15 +105,11 @@ class _Part:
         length = BLOCK if stop is None else min(BLOCK, stop - start)
         self.buffer = memoryview(bytearray(length))
 
-    @property
-    def position(self) -> int:
-        """Offset of the next byte to receive."""
-        return self.next + self.filled
-
     def receive(self, response: Body, want: int) -> int:
         """Receive bytes until ``want`` bytes of the block have arrived; return how many came."""
         count = response.readinto(self.buffer[self.filled : want])
         self.filled += count
+        self.position += count
         return count
 
     def advance(self) -> None:
@@ -123,7 +120,7 @@ class _Part:
 
     def restart(self) -> None:
         """Begin again with the first byte of the object."""
-        self.next = self.filled = self.shown = 0
+        self.position = self.next = self.filled = self.shown = 0
 
 
 @dataclass(eq=False)

@@ -48,7 +48,7 @@ class Progress(NamedTuple):
     retries: int = 0  # repeated requests
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Download:
     """The state of one shard that is brought into the cache. Safe between threads."""
 
@@ -312,7 +312,7 @@ class Download:
             response.close()
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Downloads:
     """The table of the shared downloads of one process, at most one per shard."""
 

@@ -80,7 +80,7 @@ class _UpstreamError(Exception):
     """An upstream failed, or its copy is damaged. The next source continues at the same byte."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Fetch:
     """The attempts to fetch a shard, and what the next one does differently after a failure.
 
@@ -392,7 +392,7 @@ def evict_outdated(directories: Directories, key: str, outdated: frozenset[str])
                 )
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class _Wait:
     """A wait for the holder of the key's lock, which downloads the shard."""
 

@@ -123,7 +123,7 @@ class _Part:
         self.position = self.next = self.filled = self.shown = 0
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Transfer:
     """Receives one version of an object. Used once, by the thread that made it."""
 

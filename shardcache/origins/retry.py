@@ -57,7 +57,7 @@ _POLL = 0.25
 _ANNOUNCE_EVERY = 60.0
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class RetryPolicy:
     """How often and for how long a process retries."""
 
@@ -76,7 +76,7 @@ class RetryPolicy:
         return Retries(self, url, pace, attempts or self.attempts, end)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Retries:
     """The retries of one shard's download, which all its connections share."""
 
@@ -204,7 +204,7 @@ class _Turn:
     """A request in flight."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Pace:
     """Limits the requests of one process to one bucket or web server. Threads may share it."""
 

@@ -58,7 +58,7 @@ _POLL = 0.005
 _OWN_POLL = 0.25
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class DownloadReader:
     """Reads a shard while this process or another one downloads it.
 
@@ -230,7 +230,7 @@ class DownloadReader:
         self._leave()
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class OriginReader:
     """Reads one version of a shard from its origin or an upstream, bypassing the cache.
 

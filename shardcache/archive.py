@@ -334,7 +334,7 @@ def check_archive(fd: int, basename: str, url: str) -> None:
     if not basename.lower().endswith(_SUFFIXES):
         return
     head = os.pread(fd, _BLOCK, 0)
-    if head.startswith(_COMPRESSED) or head == _ZEROS:
+    if head == _ZEROS or head.startswith(_COMPRESSED) or _parsed(head) is not None:
         return  # a block of zeros is an archive without members
     if not head:
         raise IntegrityError(

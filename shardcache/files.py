@@ -231,13 +231,17 @@ def open_directory(path: Path | str) -> Iterator[int]:
 
 def list_names(directory: Path | str) -> list[str]:
     """Return the names in a directory, or no names if it is missing or a symbolic link."""
-    try:
-        with open_directory(directory) as fd:
-            return os.listdir(fd)  # noqa: PTH208 - only the names are needed
+    found: list[int] = []
+    try:  # without `open_directory`, because each miss calls this often
+        found.extend(map(os.open, (directory,), (os.O_DIRECTORY | SAFELY,)))
+        return os.listdir(found[0])  # noqa: PTH208 - only the names are needed
     except os_error() as exn:
         if exn.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
             return []
         raise
+    finally:
+        for fd in found:
+            os.close(fd)
 
 
 def is_directory(path: Path | str) -> bool:

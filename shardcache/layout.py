@@ -109,13 +109,13 @@ class Layout:
         local = None if self.local is None else self.local / "ranks" / name
         return replace(self, base=self.ranks / name, local=local)
 
-    def key_dir(self, key: str) -> Path:
-        """Return the directory of all versions of one key."""
-        return Path(f"{self.base}/objects/{key[:2]}/{key}")
+    def key_dir(self, key: str) -> str:
+        """Return the path of the directory of all versions of one key."""
+        return f"{self.base}/objects/{key[:2]}/{key}"
 
     def entry(self, key: str, version: str, size: int) -> Path:
         """Return the directory of an entry."""
-        return self.key_dir(key) / f"{version}-{size:x}"
+        return Path(f"{self.key_dir(key)}/{version}-{size:x}")
 
     def new_partial(self, key: str, version: str, size: int | None) -> Path:
         """Return a new, unique directory for a partial."""

@@ -92,7 +92,7 @@ class ProcessCache:
         self.disk = Disk(config, self.notices.warn)
         self.counters = Counters(lambda: self.home.node, ranks, lambda: self.disk.is_well)
         parts = ranks, self._started, self.notices, self.counters, config.dir
-        self.tiers = [Tier(each, *parts) for each in config.by_tier()]
+        self.tiers = [Tier(own, *parts) for own in config.by_tier()]
         self.home = self.tiers[-1]
         self.origins = Origins(config, self.notices.is_new)
         self.engine = Engine(
@@ -142,14 +142,14 @@ class ProcessCache:
         A disk may be unmounted, mounted again or emptied while a job runs. Only misses need this
         check, because a shard whose directory is gone is a miss. Raises as `prepare`, and OSError.
         """
-        found = self.directories
-        if found is None or self._changed_tiers():
+        directories = self.directories
+        if directories is None or self._changed_tiers():
             with self._lock:
-                found = self.directories  # maybe another thread made them already
-                changed = self.tiers if found is None else self._changed_tiers()
-                if found is None or changed:
-                    found = self.directories = self._make_directories(changed)
-        return found
+                directories = self.directories  # maybe another thread made them already
+                changed = self.tiers if directories is None else self._changed_tiers()
+                if directories is None or changed:
+                    directories = self.directories = self._make_directories(changed)
+        return directories
 
     def _changed_tiers(self) -> list[Tier]:
         """Return the tiers whose directory was replaced, and the last one if it was never made."""
@@ -259,7 +259,7 @@ class ProcessCache:
 
         Returns None if the shared one was of no use to this caller, so that ``own`` must run.
         """
-        download = self.downloads.join(own)
+        download = own.join()
         try:
             # A signal handler could raise in the main thread, at any step of a download.
             if not (download.is_claimed or (threads.is_main() and self._start_worker(download))):
@@ -268,8 +268,9 @@ class ProcessCache:
                 download.wait(lambda: download.ended, _POLL)
                 if download is not own:
                     own.check()
-            opened = download.open()
-            if opened is not None and opened.entry.version in own.outdated:
+            opened = download.result()
+            # Most downloads replace nothing, and `entry` reads the disk.
+            if opened is not None and own.outdated and opened.entry.version in own.outdated:
                 opened.close()
                 opened = None
         except (FetchCancelledError, PausedError):
@@ -292,8 +293,8 @@ class ProcessCache:
         With ``finish``, it completes even if all readers leave. With ``ahead``, the reader does not
         need the shard until it calls `Download.attend`. Raises OSError if no thread can be started.
         """
-        new = Download(self.downloads, shard, can_bypass=True, ahead=ahead)
-        download = self.downloads.join(new, finish=finish)
+        new = Download(self.downloads, shard, can_bypass=True, is_ahead=ahead)
+        download = new.join(finish=finish)
         try:
             # An older download may still lack its worker, for ever if a signal handler raised here.
             # Not under the lock of the downloads: `start` waits for the thread, which may take it.
@@ -329,24 +330,25 @@ class ProcessCache:
             download.end(opened)
 
     def fetch(self, download: Download) -> Opened | None:
-        """Fetch a shard, return its entry like `Fetch.attempt`, and count its bytes."""
+        """Fetch a shard, return its entry like `Fetch.run`, and count its bytes."""
         from shardcache.download.fetch import Fetch
 
         started, writing = clock.monotonic(), self.disk.writing
-        self._clean_if_due(started)
+        if started >= self._clean_due:
+            self._clean()
         self.disk.check(writing, insist=not download.can_bypass)
-        opened, attempts = None, Fetch(self.engine, download)
+        opened, fetch = None, Fetch(self.engine, download)
         try:
             while True:
                 directories = self._check()
                 try:
-                    opened = attempts.attempt(directories)
+                    opened = fetch.run(directories)
                     break
                 except Exception as exn:
                     unmounted = False
                     with ignoring(OSError):  # it would hide the error of the attempt
                         unmounted = bool(self._changed_tiers())
-                    if not attempts.recover(exn, unmounted=unmounted):
+                    if not fetch.recover(exn, unmounted=unmounted):
                         raise
         except os_error() as exn:
             self.disk.failed(writing, exn)
@@ -375,19 +377,21 @@ class ProcessCache:
         directory = opened.directory
         last = self._touched.get(directory)
         if now >= self._clean_due:  # hot path: keep the number of calls small
-            self._clean_if_due(now)
+            self._clean()
         if last is None or now - last >= _TOUCH_INTERVAL:
             if len(self._touched) >= _REMEMBERED:
                 self._touched.clear()  # most of them were evicted
             self._touched[directory] = now
             self.tier_of(directory).store.touch(directory, clock.time())
 
-    def _clean_if_due(self, now: float) -> None:
-        """Start a cleaning of the cache in the background if one is due."""
-        if now >= self._clean_due and self.disk.is_well:
+    def _clean(self) -> None:
+        """Start a cleaning of the cache in the background if one is due and the disk works."""
+        if self.disk.is_well:
             for housekeeper in self._housekeepers:
                 housekeeper.check()
-            self._clean_due = min((one.due for one in self._housekeepers), default=0.0)
+            self._clean_due = min(
+                (housekeeper.due for housekeeper in self._housekeepers), default=0.0
+            )
 
     def _write_back(self, shard: ShardURL, path: str, *, wait: bool) -> None:
         """Copy a shard to the upstreams that have ``write_back`` set, in a thread or ``wait``."""
@@ -443,12 +447,12 @@ class ProcessCache:
         for tier in self.tiers:
             tier.end_session()
         counted = self.counters.snapshot()
-        found, self._logged = stats_of(counted - self._logged), counted
-        if found.opens:
+        stats, self._logged = stats_of(counted - self._logged), counted
+        if stats.opens:
             names = "opens", "hits", "streamed", "bytes_saved"
             extra = {"event": "ended", "dir": str(self.config.dir)}
-            extra |= {name: getattr(found, name) for name in names}
-            logger.info("%s: this process had %r", self.config.dir, found, extra=extra)
+            extra |= {name: getattr(stats, name) for name in names}
+            logger.info("%s: this process had %r", self.config.dir, stats, extra=extra)
 
     def _end_housekeeping(self) -> None:
         for housekeeper in self._housekeepers:

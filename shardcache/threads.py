@@ -166,10 +166,10 @@ def put_result(function: Callable[[], T], results: Results[T]) -> None:
 
 def get_result(results: Results[T], seconds: float | None) -> T:
     """Wait for an item of `put_result`. Return the result, or raise the exception or `Empty`."""
-    found, errors = results.get(timeout=seconds)
+    result, errors = results.get(timeout=seconds)
     if errors:
         raise errors.pop()
-    return cast("T", found)
+    return cast("T", result)
 
 
 def undivided() -> contextlib.AbstractContextManager[bool]:
@@ -180,9 +180,11 @@ def undivided() -> contextlib.AbstractContextManager[bool]:
 
 def _ending() -> set[threading.Thread]:
     """Return the threads that the kernel lists, but Python does not; forget those of neither."""
-    ended = {each for each in list(_started) if not each.is_alive()}  # before the kernel's list
+    ended = {
+        thread for thread in list(_started) if not thread.is_alive()
+    }  # before the kernel's list
     tasks = set(os.listdir("/proc/self/task")) if ended else ()  # noqa: PTH208 - only names
-    _started.difference_update(each for each in ended if str(each.native_id) not in tasks)
+    _started.difference_update(thread for thread in ended if str(thread.native_id) not in tasks)
     return ended & _started
 
 
@@ -209,7 +211,7 @@ def _before_fork() -> None:
     while True:
         _gate.acquire()
         waited = time.monotonic() - start
-        taken = {each for each in _locks if each is not own and each.acquire(blocking=False)}
+        taken = {lock for lock in _locks if lock is not own and lock.acquire(blocking=False)}
         held = {*_locks} - taken - {own}
         busy = waited < _BEFORE_FORK and (held or _is_importing(threading.get_ident()))
         ending = waited < _ENDING and _ending()

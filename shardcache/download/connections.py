@@ -29,12 +29,11 @@ from shardcache.units import format_rate, parse_bytes
 
 __all__ = ["LEAST", "NODE", "Connections", "Throttle", "Work", "parse_rate"]
 
-#: Bytes that one request asks for. Over an S3-like link, 32 connections reached 1,488 MB/s with
-#: parts of 8 MiB, 1,647 MB/s with 16 MiB, and 1,633 MB/s with 64 MiB.
+#: Bytes that one request asks for. Smaller parts are slower over an S3-like link, and larger ones
+#: are no faster.
 PART = 16 << 20
-#: Connections to start with. More bring nothing if the server is near and fast: on two cores shared
-#: with nginx, 2, 4 and 8 fetched a shard of 1 GiB with 2,011, 2,006 and 1,908 MB/s, and over TLS
-#: with 867, 793 and 698 MB/s (medians of 3 to 5, November 2026).
+#: Connections to start with. If the server is near and fast, more bring nothing, and over TLS they
+#: cost a fifth of the speed.
 _FEW = 2
 #: Seconds. If the first response takes `_FAR` or more, like S3's, all connections are used until a
 #: response within `_NEAR` shows that the first one was late for another reason.
@@ -44,7 +43,7 @@ _FAR, _NEAR = 0.020, 0.005
 #: bottleneck, a process needs 0.6 or more.
 _INTERVAL, _BUSY = 0.1, 0.5
 #: Connections of all processes of a node together, unless one process may have more. Over an
-#: S3-like link, 64 reached 1,671 MB/s, and 32 reached 1,647 MB/s.
+#: S3-like link, 64 are hardly faster than 32.
 NODE = 64
 #: Seconds between two checks of a waiting worker.
 _PATIENCE = 1.0
@@ -52,7 +51,7 @@ _PATIENCE = 1.0
 _BYTES = 1 << 30
 #: `struct flock` of 64-bit Linux: type, whence, start, length, process.
 _FLOCK = struct.Struct("hhqqi4x")
-#: Seconds between counts. A count took 70 us with 32 downloaders, and 140 us with 64.
+#: Seconds between counts. A count takes a system call or two for each downloader.
 _RECOUNT = 1.0
 
 
@@ -64,9 +63,9 @@ class Work:
 
     def __init__(self, connections: Connections, fetch: Callable[[range], None]) -> None:
         self.parts: deque[range] = deque()
-        self.fetch: Callable[[range], None] | None = fetch
-        self.helpers = 0  # that fetch a part at the moment
-        self.ended = threading.Condition(connections.lock)
+        self._fetch: Callable[[range], None] | None = fetch
+        self._helpers = 0  # that fetch a part at the moment
+        self._ended = threading.Condition(connections.lock)
         self._connections = connections
 
     def take(self) -> range | None:
@@ -75,12 +74,24 @@ class Work:
         with self._connections.lock:
             return self.parts.popleft() if self.parts else None
 
+    def lend(self) -> Callable[[], None]:
+        """Return a function that fetches the next part, for a helper. Call with the lock held."""
+        assert self._fetch is not None
+        self._helpers += 1
+        return partial(self._fetch, self.parts.popleft())
+
+    def give_back(self) -> None:
+        """Note that a helper has called its function."""
+        with self._connections.lock:
+            self._helpers -= 1
+            self._ended.notify_all()
+
     def end(self, seconds: float | None = None) -> None:
         """Drop the remaining parts, and wait up to ``seconds`` for helpers that still fetch one."""
         with self._connections.lock:
             self.parts.clear()
-            self.fetch = None  # breaks the reference cycle between this object and its transfer
-            self.ended.wait_for(lambda: self.helpers == 0, seconds)
+            self._fetch = None  # breaks the reference cycle between this object and its transfer
+            self._ended.wait_for(lambda: self._helpers == 0, seconds)
 
 
 class Connections:
@@ -108,16 +119,13 @@ class Connections:
     @property
     def limit(self) -> int:
         """How many connections this process may use at the moment."""
-        return min(self._most, self._useful, self._share)
-
-    @property
-    def _share(self) -> int:
-        return max(1, max(NODE, self._most) // self._downloaders.count())
+        share = max(NODE, self._most) // self._downloaders.count()
+        return max(1, min(self._most, self._useful, share))
 
     @property
     def crowded(self) -> bool:
         """Whether the share of this process is a single connection, and it is already in use."""
-        return self._busy > 0 and self._share == 1
+        return self._busy > 0 and max(NODE, self._most) // self._downloaders.count() <= 1
 
     @property
     def known(self) -> bool:
@@ -150,7 +158,7 @@ class Connections:
             self._useful = min(2 * self._useful, self._most)
 
     @contextmanager
-    def one(self, check: Callable[[], None]) -> Iterator[None]:
+    def hold(self, check: Callable[[], None]) -> Iterator[None]:
         """Hold a connection in the body; first wait while this process is at its `limit`.
 
         A wait calls ``check``, which may raise, every second.
@@ -225,16 +233,12 @@ class Connections:
                 if work is None:
                     self._use(-1)
                     break
-                assert work.fetch is not None
-                fetch = partial(work.fetch, work.parts.popleft())
-                work.helpers += 1
+                fetch = work.lend()
             self.hand_out()
             try:
                 fetch()
             finally:
-                with self.lock:
-                    work.helpers -= 1
-                    work.ended.notify_all()
+                work.give_back()
             del work, fetch
         self.hand_out()
 
@@ -261,7 +265,8 @@ class Downloaders:
             self._file = files.open_exclusive(path, flags, layout.modes)
             # Not from `random`, because forked workers may seed it alike.
             byte = int.from_bytes(os.urandom(4), "big") % _BYTES
-            _call(self._file, fcntl.F_OFD_SETLK, fcntl.F_WRLCK, byte, 1)
+            lock = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0)
+            fcntl.fcntl(self._file.fileno(), fcntl.F_OFD_SETLK, lock)
 
     def leave(self) -> None:
         """Stop counting this cache as a downloader."""
@@ -287,16 +292,12 @@ def _count_others(file: io.FileIO) -> int:
         start, stop = ranges.pop()
         if start < stop:
             # The kernel describes one lock in the range, not always the first: search both sides.
-            kind, _, at, _, _ = _call(file, fcntl.F_OFD_GETLK, fcntl.F_WRLCK, start, stop - start)
+            lock = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, start, stop - start, 0)
+            kind, _, at, _, _ = _FLOCK.unpack(fcntl.fcntl(file.fileno(), fcntl.F_OFD_GETLK, lock))
             if kind != fcntl.F_UNLCK:
                 count += 1
                 ranges += [(start, at), (at + 1, stop)]
     return count
-
-
-def _call(file: io.FileIO, command: int, kind: int, start: int, length: int) -> tuple[int, ...]:
-    request = _FLOCK.pack(kind, os.SEEK_SET, start, length, 0)
-    return _FLOCK.unpack(fcntl.fcntl(file.fileno(), command, request))
 
 
 def _processor_seconds() -> float:
@@ -338,7 +339,7 @@ class Throttle:
         self._paid = 0.0
         self._guard = threading.Lock()
 
-    def take(self, count: int) -> float:
+    def spend(self, count: int) -> float:
         """Note ``count`` received bytes, and return the seconds to wait before receiving more."""
         with self._guard:
             now = time.monotonic()

@@ -11,6 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 from queue import Empty
@@ -47,70 +48,70 @@ class Progress(NamedTuple):
     retries: int = 0  # repeated requests
 
 
+@dataclass(eq=False, repr=False)
 class Download:
-    """The state of one shard that is brought into the cache. Safe between threads.
+    """The state of one shard that is brought into the cache. Safe between threads."""
 
-    Args:
-        listed: the size of the shard in a listing, which may be outdated.
-        outdated: versions to replace, even if they are cached.
-        throttle: limits the bytes per second of this and other downloads.
-        can_bypass: whether the reader can bypass the cache. For one that cannot, the disk is used
-            even while it is paused, and copies to upstreams are complete when the download ends.
-        ahead: whether no reader needs the shard yet, so that the worker gives way to others.
+    _table: Downloads
+    shard: ShardURL
+    listed: int | None = None  #: the size of the shard in a listing, which may be outdated
+    outdated: frozenset[str] = frozenset()  #: versions to replace, even if they are cached
+    throttle: Throttle | None = None  #: limits the bytes per second of this and other downloads
+    #: Whether the reader can bypass the cache. For one that cannot, the disk is used even while it
+    #: is paused, and copies to upstreams are complete when the download ends.
+    can_bypass: bool = False
+    is_ahead: bool = False  #: whether no reader needs the shard yet, so the worker gives way
 
-    Attributes:
-        partial: the partial, written by this or another process; None if unknown.
-        changes: number of changes of the state or of the bytes that can be read.
-        is_claimed: whether a thread has become the worker.
-        ended: whether the worker has released the lock, the partial and the connections.
-        readers: number of readers that have joined and not left.
-        starter: the id of the thread that made the download.
-        pid: the process that made it. A forked child must not use any other member.
-        outcome: how the shard is obtained, as far as that is known yet.
-        size, written, received, retries: as in `Progress`.
-        is_to_finish: whether it completes even if all readers leave.
-    """
+    state: State = field(default=State.WAITING, init=False)
+    #: The partial, written by this or another process; None if unknown.
+    partial: Path | None = field(default=None, init=False)
+    #: Number of changes of the state or of the bytes that can be read.
+    changes: int = field(default=0, init=False)
+    is_claimed: bool = field(default=False, init=False)  #: whether a thread is or was the worker
+    #: Whether the worker has released the lock, the partial and the connections.
+    ended: bool = field(default=False, init=False)
+    readers: int = field(default=0, init=False)  #: readers that have joined and not left
+    #: Whether it completes even if all readers leave.
+    is_to_finish: bool = field(default=False, init=False)
+    is_upstream: bool = field(default=False, init=False)  #: whether an upstream sends the bytes
+    #: How the shard is obtained, as far as that is known yet.
+    outcome: Outcome = field(default="coalesced", init=False)
+    size: int | None = field(default=None, init=False)  #: this and the next three: see `Progress`
+    written: int = field(default=0, init=False)
+    received: int = field(default=0, init=False)
+    retries: int = field(default=0, init=False)
+    _opened: Opened | None = field(default=None, init=False)
+    _error: BaseException | None = field(default=None, init=False)
+    _response: Body | None = field(default=None, init=False)
+    _abort: Callable[[FetchCancelledError], None] | None = field(default=None, init=False)
 
-    def __init__(
-        self,
-        table: Downloads,
-        shard: ShardURL,
-        *,
-        listed: int | None = None,
-        outdated: frozenset[str] = frozenset(),
-        throttle: Throttle | None = None,
-        can_bypass: bool = False,
-        ahead: bool = False,
-    ) -> None:
-        self.shard = shard
-        self.listed = listed
-        self.outdated = outdated
-        self.throttle = throttle
-        self.can_bypass = can_bypass
-        self.state = State.WAITING
-        self.partial: Path | None = None
-        self.changes = 0
-        self.is_claimed = False
-        self.ended = False
-        self.readers = 0
-        self.is_ahead = ahead
-        self.is_upstream = False
-        self.outcome: Outcome = "coalesced"
-        self.starter = threading.get_ident()
+    def __post_init__(self) -> None:
+        self.starter = threading.get_ident()  #: the thread that made the download
+        #: The process that made it. A forked child must not use any other member.
         self.pid = os.getpid()
-        self._table = table
-        self._lock = table.lock
+        self._lock = self._table.lock
         # Not a `Condition`: if a signal handler raises in its methods, it keeps or loses the lock.
         self._waiters: dict[threads.Queue[None], Callable[[], bool]] = {}
-        self.size: int | None = None
-        self.written = self.received = self.retries = 0
-        self.is_to_finish = False
-        self._opened: Opened | None = None
-        self._error: BaseException | None = None
-        self._response: Body | None = None
-        self._abort: Callable[[FetchCancelledError], None] | None = None
 
     # -- any thread --------------------------------------------------------------
+
+    def join(self, *, finish: bool = False) -> Download:
+        """Add a reader to the shard's running download, or to this one if none runs; return it.
+
+        With ``finish``, the download is completed even if all readers leave.
+        """
+        key, running = self.shard.key, self._table.running
+        with self._lock:
+            while True:
+                self.check()
+                download = running.setdefault(key, self)
+                download.readers += 1
+                download.is_to_finish |= finish
+                download.is_ahead &= self.is_ahead
+                if running.get(key) is download:
+                    return download
+                # The garbage collector closed the last other reader before, which cancelled it.
+                download.leave()
 
     def progress(self) -> Progress:
         """Return the progress of the download at this moment."""
@@ -131,7 +132,7 @@ class Download:
                 del self._waiters[waiter]
         return time.monotonic() - start
 
-    def open(self) -> Opened | None:
+    def result(self) -> Opened | None:
         """Return another handle of the entry, or raise the error that ended the download.
 
         Returns None while the download runs, or if it gave way.
@@ -226,6 +227,10 @@ class Download:
                 self.written = partial.written  # with the lock held, so that it never falls
                 self._notify()
 
+    def retried(self, retries: int) -> None:
+        """Note how many requests were repeated for the current version of the object."""
+        self.retries = retries
+
     def obtained(self, opened: Opened, outcome: Outcome) -> Opened:
         """Note how the entry was obtained, and return it."""
         self.outcome = outcome
@@ -307,29 +312,14 @@ class Download:
             response.close()
 
 
+@dataclass(eq=False, repr=False)
 class Downloads:
     """The table of the shared downloads of one process, at most one per shard."""
 
-    def __init__(self) -> None:
-        self.lock = threading.RLock()  # guards the table and its downloads
-        self.running: dict[str, Download] = {}  # by key; those that have ended are removed
-
-    def join(self, new: Download, *, finish: bool = False) -> Download:
-        """Add a reader to the shard's running download, or to ``new`` if none runs; return it.
-
-        With ``finish``, the download is completed even if all readers leave.
-        """
-        with self.lock:
-            while True:
-                new.check()
-                download = self.running.setdefault(new.shard.key, new)
-                download.readers += 1
-                download.is_to_finish |= finish
-                download.is_ahead &= new.is_ahead
-                if self.running.get(new.shard.key) is download:
-                    return download
-                # The garbage collector closed the last other reader before, which cancelled it.
-                download.leave()
+    #: Guards the table and its downloads.
+    lock: contextlib.AbstractContextManager[bool] = field(default_factory=threading.RLock)
+    #: By key; those that have ended are removed.
+    running: dict[str, Download] = field(default_factory=dict)
 
     def unfinished(self) -> list[Download]:
         """Return the downloads that are waiting or running."""

@@ -1,7 +1,7 @@
 """Fetch a shard that is not cached, and open its entry; one download per node.
 
 docs/design.md shows the steps; each of them gives the right bytes without locks.
-`process.ProcessCache.fetch` repeats `Fetch.attempt` while `Fetch.recover` allows it.
+`process.ProcessCache.fetch` repeats `Fetch.run` while `Fetch.recover` allows it.
 
 A process that waits for the holder of the lock (`_Wait`) never takes the lock away. The holder is
 stale if its partial has not grown for ``stale_after`` seconds.
@@ -14,7 +14,7 @@ import errno
 import logging
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -59,7 +59,7 @@ _PRIVATE = 2
 _AHEAD = 16
 #: Assumed bytes of a shard of unknown size.
 _USUAL_SIZE = 64 << 20
-#: Headers that a download reads to find an end marker amid the archive. They take 10 ms.
+#: Headers that a download reads to find an end marker amid the archive: few milliseconds.
 _HEADERS = 2000
 #: How often a shard is fetched again after a failure of each kind. An object that changes more
 #: often is still being written. Where locks do not work, an entry or a partial may vanish.
@@ -80,6 +80,7 @@ class _UpstreamError(Exception):
     """An upstream failed, or its copy is damaged. The next source continues at the same byte."""
 
 
+@dataclass(eq=False, repr=False)
 class Fetch:
     """The attempts to fetch a shard, and what the next one does differently after a failure.
 
@@ -92,19 +93,17 @@ class Fetch:
     a disk was unmounted           uses the directories that are made again    once
     """
 
-    def __init__(self, engine: Engine, download: Download) -> None:
-        self._engine = engine
-        self._download = download
-        self._shard = download.shard
-        self._directories: Directories  # of the current attempt
-        self._is_for_last_tier = False  # because the disk was full
-        self._counts = Counter[type[BaseException]]()
-        self._upstreams: Iterator[UpstreamOrigin | None] | None = None
-        self._upstream: UpstreamOrigin | None = None  # to read from; None for the origin
+    _engine: Engine
+    _download: Download
+    _directories: Directories = field(init=False)  # of the current attempt
+    _is_for_last_tier: bool = False  # because the disk was full
+    _counts: Counter[type[BaseException]] = field(default_factory=Counter)
+    _upstreams: Iterator[UpstreamOrigin | None] | None = None
+    _upstream: UpstreamOrigin | None = None  # to read from; None for the origin
 
     def recover(self, exn: Exception, *, unmounted: bool) -> bool:
         """Prepare the next attempt. Return False if ``exn`` is final; raise what it means."""
-        shard, directories = self._shard, self._directories
+        shard, directories = self._download.shard, self._directories
         self._counts[type(exn)] += 1
         count = self._counts[type(exn)]
         if isinstance(exn, _UpstreamError):
@@ -154,14 +153,18 @@ class Fetch:
             return False
         return True
 
-    def attempt(self, directories: Directories) -> Opened | None:
+    def run(self, directories: Directories) -> Opened | None:
         """Return the entry, or None if a download ahead gave way to another process or to readers.
 
         Raises the errors of `Cache.open` with ``strict``, FetchCancelledError, and those that
         `recover` handles.
         """
         self._directories = directories
-        shard, download, connections = self._shard, self._download, self._engine.connections
+        shard, download, connections = (
+            self._download.shard,
+            self._download,
+            self._engine.connections,
+        )
         lock: _Lock | None
         with contextlib.ExitStack() as stack:
             is_crowded = download.is_ahead and (
@@ -207,10 +210,11 @@ class Fetch:
 
     def _download_entry(self, lock: _Lock | None) -> Path:
         """Download the shard; return its published entry. ``lock`` is None if it is not held."""
-        shard, download, engine = self._shard, self._download, self._engine
+        shard, download, engine = self._download.shard, self._download, self._engine
+        directories = self._directories
         if self._upstreams is None:  # only the origin has a new version
-            found = engine.origins.upstreams(shard)
-            self._upstreams = iter(()) if download.outdated else found
+            upstreams = engine.origins.upstreams(shard)
+            self._upstreams = iter(()) if download.outdated else upstreams
             self._upstream = next(self._upstreams, None)
         upstream = self._upstream
         # An upstream has one attempt: the next upstream, or the origin, continues at the same byte.
@@ -218,16 +222,10 @@ class Fetch:
         left = None if lock is None else lock.partial
         partial = None if lock is None or left is None else self._resume(lock, left)
         may_not_fit = partial is None and self._may_not_fit()
-        transfer = Transfer(
-            engine,
-            download,
-            retries,
-            upstream or engine.origins.of(shard),
-            upstream=upstream is not None,
-            may_not_fit=may_not_fit,
-        )
+        origin = upstream or engine.origins.of(shard)
+        transfer = Transfer(engine, download, retries, origin, upstream is not None, may_not_fit)
         try:
-            with engine.connections.one(download.check):
+            with engine.connections.hold(download.check):
                 download.check()
                 if partial is None:
                     info = retries.call(transfer.begin, sleep=download.sleep)
@@ -242,7 +240,7 @@ class Fetch:
                     size = info.size
                     # A partial of one block has no journal, so no process could follow it.
                     if lock is not None and (size is None or size > BLOCK):
-                        self._name_partial(lock, partial)
+                        lock.update(replace(directories.holder(), partial=partial.path.name))
                 transfer.receive(partial)
             metadata = transfer.finish()
         except BaseException as exn:
@@ -264,7 +262,11 @@ class Fetch:
 
     def _link(self) -> Opened | None:
         """Hard-link the newest entry of the sibling namespaces, or open it where it is, if any."""
-        shard, outdated, directories = self._shard, self._download.outdated, self._directories
+        shard, outdated, directories = (
+            self._download.shard,
+            self._download.outdated,
+            self._directories,
+        )
         siblings = [sibling for tier in directories.tiers for sibling in tier.stores()[1:]]
         other = opened = None
         if siblings:
@@ -288,7 +290,7 @@ class Fetch:
         """Return whether the shard may find no room; CacheFullError if it certainly has none."""
         size = self._engine.likely_size(self._download) or _USUAL_SIZE
         tiers = self._directories.tiers
-        refusals = [tier.space.refuses(str(self._shard), size) for tier in tiers]
+        refusals = [tier.space.refuses(str(self._download.shard), size) for tier in tiers]
         if None in refusals:
             return False
         if self._download.listed is not None and refusals[-1] is not None:
@@ -297,7 +299,7 @@ class Fetch:
 
     def _resume(self, lock: _Lock, name: str) -> Partial | None:
         """Take over the partial of this name; return None if it is gone or its writer is alive."""
-        shard = self._shard
+        shard = self._download.shard
         # The name was read from a file that another program may have damaged, so it is checked.
         parsed = parse_partial_name(name)
         if parsed is None or parsed[0] != shard.key:
@@ -308,7 +310,7 @@ class Fetch:
             if partial is None:
                 continue
             # At once, because all that follows takes time, and the process may end in it.
-            self._name_partial(lock, partial)
+            lock.update(replace(self._directories.holder(), partial=partial.path.name))
             # Other shards may have taken the room that the dead process had reserved. The claimed
             # partial counts with its final size.
             try:
@@ -321,15 +323,12 @@ class Fetch:
                 raise
         return None
 
-    def _name_partial(self, lock: _Lock, partial: Partial) -> None:
-        """Let waiting processes, and the next holder of the lock, find the partial."""
-        lock.update(replace(self._directories.holder(), partial=partial.path.name))
-
     def _begin(self, info: ObjectInfo) -> Partial:
         """Create a partial in the fastest tier that has room."""
-        shard, tiers = self._shard, self._directories.tiers
-        made = clock.time(), boot_id(), __version__, shard.endpoint
-        metadata = Metadata(str(shard), shard.key, info, info.size or 0, "", None, *made)
+        shard, tiers = self._download.shard, self._directories.tiers
+        source = str(shard), shard.key, info, info.size or 0
+        now = clock.time(), boot_id()  # replaced at the end, as are digest and checksum
+        metadata = Metadata(*source, "", None, *now, __version__, shard.endpoint)
         if self._is_for_last_tier or info.size is None:  # the last tier usually has the most room
             tiers = tiers[-1:]
         for tier in tiers:
@@ -344,7 +343,7 @@ class Fetch:
 
     def _publish(self, partial: Partial, metadata: Metadata, *, proven: bool) -> Path:
         """Publish a received shard and return its entry, or discard it if a check refuses it."""
-        shard, config = self._shard, self._engine.config
+        shard, config = self._download.shard, self._engine.config
         try:
             check_archive(partial.fd, shard.basename, str(shard))
             if problem := archive_problem(partial.fd, shard.basename, metadata.size, _HEADERS):
@@ -368,7 +367,6 @@ class Fetch:
             is_unknown = metadata.info.size is None  # so the budget was not checked before
             if is_unknown and (refusal := tier.space.refuses(str(shard), metadata.size)):
                 raise refusal
-            metadata = replace(metadata, fetched_at=clock.time(), boot=boot_id())
             entry = tier.store.publish(partial, metadata, sync=config.fsync == "fsync")
         except Exception:
             partial.discard()
@@ -394,17 +392,19 @@ def evict_outdated(directories: Directories, key: str, outdated: frozenset[str])
                 )
 
 
+@dataclass(eq=False, repr=False)
 class _Wait:
     """A wait for the holder of the key's lock, which downloads the shard."""
 
-    def __init__(self, download: Download, directories: Directories, config: Config) -> None:
-        self._download = download
-        self._shard = download.shard
-        self._directories = directories
-        self._config = config
+    _download: Download
+    _directories: Directories
+    _config: Config
+
+    def __post_init__(self) -> None:
+        self._shard = self._download.shard
         self._poll = _FIRST_POLL
         self._started = self._grew = self._announced = clock.monotonic()
-        self._own = replace(directories.holder(), url=str(self._shard))
+        self._own = replace(self._directories.holder(), url=str(self._shard))
         self._note: Session | None = None
         self._found = self._read_holder()
 
@@ -417,16 +417,16 @@ class _Wait:
         """Sleep until the next poll. Raises LockTimeoutError after ``lock_timeout`` seconds."""
         self._download.sleep(self._poll * clock.randomness.uniform(0.5, 1.0))
         self._poll = min(self._poll * 1.5, _LAST_POLL)
-        now, found = clock.monotonic(), self._read_holder()
-        if found != self._found:
-            self._grew, self._found = now, found
+        now, seen = clock.monotonic(), self._read_holder()
+        if seen != self._found:
+            self._grew, self._found = now, seen
         waited = now - self._started
         if waited >= self._config.lock_timeout:
             raise LockTimeoutError(
                 f"{self._shard} was not in the cache after {format_duration(waited)}: "
                 f"{self.describe()}. Look at that process, or raise lock_timeout.",
                 url=str(self._shard),
-                holder=found[0],
+                holder=seen[0],
                 waited=waited,
             )
         if now - self._announced >= _ANNOUNCE_EVERY:

@@ -17,8 +17,10 @@ import math
 import sys
 import threading
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from shardcache import clock, threads
+from shardcache.clock import boot_id
 from shardcache.config import Config
 from shardcache.download.connections import Connections, Work
 from shardcache.download.download import Download
@@ -31,6 +33,7 @@ from shardcache.origins.base import (
     Origin,
     TransientError,
     VersionChangedError,
+    compare_version,
     skip,
 )
 from shardcache.origins.resolve import Origins
@@ -45,8 +48,7 @@ __all__ = ["Engine", "Transfer"]
 
 logger = logging.getLogger(__name__)
 
-#: Bytes, about one sample, that readers get before the first block of a shard is complete. Over a
-#: connection of S3, with 80 MB/s, the first sample comes 13 ms earlier.
+#: Bytes, about one sample, that readers get before the first block of a shard is complete.
 _EARLY = 128 * 1024
 #: Seconds that a complete shard waits for the origin's checksum, which is an additional proof.
 _LAST_RESPONSE = 5.0
@@ -90,66 +92,64 @@ class _FailedError(Exception):
 class _Part:
     """A range of bytes of the object, and how much of the range has arrived."""
 
-    __slots__ = ("buffer", "complete", "filled", "next", "shown", "stop")
+    __slots__ = ("buffer", "complete", "filled", "next", "position", "shown", "stop")
 
     def __init__(self, start: int, stop: int | None) -> None:
+        self.position = start  # offset of the next byte to receive
         self.next = start  # offset at which the block in the buffer begins
         self.stop = stop  # None for an object of unknown size
         self.filled = 0  # bytes of the block that have arrived
         self.shown = 0  # bytes of an incomplete first block that readers may see
         self.complete = start == stop
-        self.buffer = memoryview(bytearray(BLOCK))
+        # Not longer than the part: Python fills the buffer with zeros.
+        length = BLOCK if stop is None else min(BLOCK, stop - start)
+        self.buffer = memoryview(bytearray(length))
 
-    @property
-    def position(self) -> int:
-        """Offset of the next byte to receive."""
-        return self.next + self.filled
+    def receive(self, response: Body, want: int) -> int:
+        """Receive bytes until ``want`` bytes of the block have arrived; return how many came."""
+        count = response.readinto(self.buffer[self.filled : want])
+        self.filled += count
+        self.position += count
+        return count
+
+    def advance(self) -> None:
+        """Go on to the next block. If the size is unknown, a short block is the last one."""
+        self.next += self.filled
+        self.complete = self.filled < BLOCK if self.stop is None else self.next == self.stop
+        self.filled = 0
 
     def restart(self) -> None:
         """Begin again with the first byte of the object."""
-        self.next = self.filled = self.shown = 0
+        self.position = self.next = self.filled = self.shown = 0
 
 
+@dataclass(eq=False, repr=False)
 class Transfer:
-    """Receives one version of an object. Used once, by the thread that made it.
+    """Receives one version of an object. Used once, by the thread that made it."""
 
-    ``upstream`` states whether ``origin`` is an upstream. If the shard may find no room
-    (``may_not_fit``), the first request asks for the whole shard, so that readers can use the
-    response. If there is room, the response is cut off after one part.
-    """
+    _engine: Engine
+    _download: Download
+    _retries: Retries
+    _origin: Origin
+    _is_upstream: bool  #: whether the origin is an upstream
+    #: Whether the shard may find no room. Then the first request asks for the whole shard, so that
+    #: readers can use the response. If there is room, the response is cut off after one part.
+    _may_not_fit: bool
+    is_proven: bool = True  #: by the origin's responses: no bytes are missing
 
-    _partial: Partial
-    _info: ObjectInfo
-
-    def __init__(
-        self,
-        engine: Engine,
-        download: Download,
-        retries: Retries,
-        origin: Origin,
-        *,
-        upstream: bool,
-        may_not_fit: bool,
-    ) -> None:
-        self._engine = engine
-        self._connections = engine.connections
-        self._counters = engine.counters
-        self._counter = "bytes_upstream" if upstream else "bytes_origin"
-        self._is_upstream = upstream
-        self._may_not_fit = may_not_fit
-        self._origin = origin
-        self._download = download
-        self._shard = download.shard
-        self._throttle = download.throttle
-        self._retries = retries
+    def __post_init__(self) -> None:
+        self._shard = self._download.shard
+        self._counter = "bytes_upstream" if self._is_upstream else "bytes_origin"
+        self._partial: Partial  # from `receive`, as is `_info`
+        self._info: ObjectInfo
         self._first: Body | None = None  # the first response
+        self._is_whole = False  # whether the first request asked for the whole object
         # Whether the origin has stated the checksum, if it ever does.
-        self._is_described = not origin.states_checksums
-        self.is_proven = True  # by the origin's responses: no bytes are missing
+        self._is_described = not self._origin.states_checksums
         self._error: BaseException | None = None  # the first error, which ends all threads
         self._responses: set[Body] = set()  # the responses that threads are receiving
         self._describer: threading.Thread | None = None
-        self._work = Work(engine.connections, self._help)
+        self._work = Work(self._engine.connections, self._help)
 
     def take_first(self) -> Body | None:
         """Return the first response, which the caller must close; None if there is none."""
@@ -170,11 +170,11 @@ class Transfer:
                     with contextlib.suppress(RuntimeError):  # too many threads: no checksum
                         self._describer = threads.start(self._describe, "shardcache-checksum")
                 if self._work.parts:
-                    self._connections.offer(self._work)
+                    self._engine.connections.offer(self._work)
                 fd = self._partial.fd  # stays open, because only this thread closes the partial
                 if lead is not None:
                     self._receive(lead, fd)
-                while (part := self._work.take()) is not None:
+                while self._work.parts and (part := self._work.take()) is not None:
                     self._receive(_Part(part.start, part.stop), fd)
         except _FailedError:
             logger.debug("%s: another thread failed", self._shard)
@@ -195,18 +195,22 @@ class Transfer:
         if self._error is not None:
             raise self._error
         if not self._origin.conditional:
-            self._retries.call(self._compare_version, sleep=self._download.sleep)
-        partial = self._partial
-        size, digests = partial.written, partial.digests
+            compare_now = partial(compare_version, self._origin, self._shard, self._info)
+            self._retries.call(compare_now, sleep=self._download.sleep)
+        received = self._partial
+        size, digests = received.written, received.digests
         if len(digests) != -(-size // BLOCK) or self._info.size not in (None, size):
             raise IntegrityError(  # should be impossible; checked so that no gap is ever published
                 f"{self._shard}: {size} of {self._info.size} bytes arrived, in pieces. "
                 "Please report this.",
                 url=str(self._shard),
             )
-        checked = self._checksum and compare(partial.fd, self._checksum)
+        checked = self._checksum and compare(received.fd, self._checksum)
         digest = tree_digest(b"".join(digests))
-        return replace(partial.metadata, size=size, digest=digest, checked=checked)
+        now, boot = clock.time(), boot_id()
+        return replace(
+            received.metadata, size=size, digest=digest, checked=checked, fetched_at=now, boot=boot
+        )
 
     def abandon(self, exn: BaseException, partial: Partial | None) -> None:
         """End all threads, and close the partial, or discard it if its bytes are useless."""
@@ -234,32 +238,29 @@ class Transfer:
 
         S3 adds the checksum if the response is for the whole object.
         """
-        origin, shard, part = self._origin, self._shard, self._connections.part
-        likely, may_not_fit = self._engine.likely_size(self._download), self._may_not_fit
-        is_small = likely is not None and 0 < likely <= part
-        is_whole = is_small or may_not_fit
-        response = origin.open(shard, 0, None if is_whole else part)
-        self._connections.answered(response.waited)
+        origin, shard, part = self._origin, self._shard, self._engine.connections.part
+        likely = self._engine.likely_size(self._download)
+        self._is_whole = self._may_not_fit or (likely is not None and 0 < likely <= part)
+        response = origin.open(shard, 0, None if self._is_whole else part)
+        self._engine.connections.answered(response.waited)
         if not response.info.identifiable and response.stop not in (None, response.info.size):
             # Two parts could not be compared, so one response must have all bytes.
             response.close()
-            response, is_whole = origin.open(shard, 0, None), True
-        elif response.info.identifiable and is_small and not may_not_fit and response.stop:
-            response.stop = min(response.stop, part)  # other connections fetch the rest
-        self._is_described |= is_whole
+            response, self._is_whole = origin.open(shard, 0, None), True
+        self._is_described |= self._is_whole
         self._first = response
         return response.info
 
     def _queue_parts(self) -> _Part | None:
         """Queue all missing parts, except the one that the first response delivers; return that."""
-        first, size, length = self._first, self._info.size, self._connections.part
+        first, size, length = self._first, self._info.size, self._engine.connections.part
         if first is None:
             lead, missing = None, self._partial.missing()
         elif size is None or first.stop is None:  # the response has the whole object
             lead, missing = _Part(0, first.stop), iter(())
         else:
-            if first.stop == size and self._may_not_fit and self._info.identifiable:
-                stop = min(size, length)  # later bytes of the response are ignored
+            if self._is_whole and self._info.identifiable:
+                stop = min(size, length)  # other connections fetch the rest
             else:  # the response may be shorter; the next part begins with a whole block
                 stop = min(-(-first.stop // BLOCK) * BLOCK, size)
             lead, missing = _Part(0, stop), iter([(stop, size)])
@@ -305,7 +306,7 @@ class Transfer:
             logger.info("%s: %s; continuing at byte %d", self._shard, exn, part.position)
         finally:
             if self._retries.retries:
-                self._download.retries = self._retries.retries
+                self._download.retried(self._retries.retries)
 
     def _request(self, part: _Part) -> Body:
         """Send a request for the rest of a part, and return the response."""
@@ -313,21 +314,17 @@ class Transfer:
         expected = self._info if self._info.size is not None else None
         response = self._origin.open(self._shard, part.position, part.stop, expected)
         try:
-            self._connections.answered(response.waited)
+            self._engine.connections.answered(response.waited)
             if response.info.version != self._info.version:
                 raise VersionChangedError(str(self._shard))
             if not self._partial.confirmed:
                 if not self._origin.conditional:  # the response does not prove the version
-                    self._compare_version()
+                    compare_version(self._origin, self._shard, self._info)
                 self._partial.confirm()
         except Exception:
             response.close()
             raise
         return response
-
-    def _compare_version(self) -> None:
-        if self._origin.stat(self._shard).version != self._info.version:
-            raise VersionChangedError(str(self._shard))
 
     def _drain(self, response: Body, part: _Part, fd: int) -> None:
         """Receive bytes from a response until the part is complete or the connection fails.
@@ -337,13 +334,13 @@ class Transfer:
         self._responses.add(response)
         received = 0  # bytes since the last event
         try:
-            # After `add`, because `_fail` sets the error first and then aborts the responses.
-            self._check()
             if response.start != part.position:
-                self._counters.read(skip(response, part.position), self._counter)
+                self._check()
+                self._engine.counters.read(skip(response, part.position), self._counter)
             self.is_proven &= response.proven or part.stop is not None
-            buffer, throttle, begun = part.buffer, self._throttle, part.position
+            throttle, begun = self._download.throttle, part.position
             while not part.complete:
+                # After `add`, because `_fail` sets the error first and then aborts the responses.
                 if self._error is not None:
                     raise _FailedError
                 length = want = BLOCK if part.stop is None else min(BLOCK, part.stop - part.next)
@@ -351,12 +348,11 @@ class Transfer:
                     want = min(want, part.filled + max(_EARLY, part.filled))
                 if throttle is not None:
                     want = min(want, part.filled + throttle.most)
-                count = response.readinto(buffer[part.filled : want])
-                self._counters.read(count, self._counter)
+                count = part.receive(response, want)
+                self._engine.counters.read(count, self._counter)
                 received += count
-                part.filled += count
                 if part.filled == length or (count == 0 and part.stop is None):
-                    self._write(part, buffer[: part.filled], fd)
+                    self._write(part, fd)
                     self._download.advanced(received, self._partial)
                     received = 0
                 elif count == 0 and begun < part.position == response.stop:
@@ -364,10 +360,10 @@ class Transfer:
                 elif count == 0:
                     raise TransientError("the origin ended early")
                 elif part.next == 0 and part.filled >= part.shown + _EARLY:
-                    self._show(part, buffer[: part.filled], fd)
+                    self._show(part, fd)
                 if self._retries.end is not None and not part.complete:
                     self._retries.check()
-                if throttle is not None and (seconds := throttle.take(count)):
+                if throttle is not None and (seconds := throttle.spend(count)):
                     self._sleep(seconds)
                     self._retries.extend(seconds)
         finally:
@@ -376,25 +372,22 @@ class Transfer:
             if received:
                 self._download.advanced(received)
 
-    def _write(self, part: _Part, block: memoryview, fd: int) -> None:
+    def _write(self, part: _Part, fd: int) -> None:
         """Hash, write and record a block, and advance. It may be empty at the end of the object."""
-        if block:
+        if block := part.buffer[: part.filled]:
             digest = block_digest(block)
             # After an abort, the buffer may hold other bytes than the object's.
             if self._error is not None:
                 raise _FailedError
             self._partial.write(part.next, block, fd)
             self._partial.record(part.next // BLOCK, digest, len(block))
-        part.next += len(block)
-        # If the size is unknown, a short block is the last one.
-        part.complete = len(block) < BLOCK if part.stop is None else part.next == part.stop
-        part.filled = 0
+        part.advance()
 
-    def _show(self, part: _Part, block: memoryview, fd: int) -> None:
+    def _show(self, part: _Part, fd: int) -> None:
         """Let readers see the received bytes of the shard's first block."""
-        if self._info.identifiable:  # otherwise the transfer may restart with another version
-            self._check()
-            self._partial.write(0, block, fd)
+        # A transfer without a version may restart with another one.
+        if self._info.identifiable and self._error is None:
+            self._partial.write(0, part.buffer[: part.filled], fd)
             self._partial.show(part.filled)
             part.shown = part.filled
             self._download.advanced(0, self._partial)
@@ -404,16 +397,16 @@ class Transfer:
     def _describe(self) -> None:
         """Request the checksum, without retries: it is not worth delaying a complete shard."""
         try:
-            stated = once(str(self._shard), lambda: self._origin.stat(self._shard))
+            info = once(str(self._shard), lambda: self._origin.stat(self._shard))
         except VersionChangedError as exn:
             self._fail(exn)
             return
         except ShardCacheError as exn:
             logger.info("%s: no checksum to compare with: %s", self._shard, exn)
             return
-        if stated.version == self._info.version:
-            self._checksum = stated.checksum or self._checksum
-        elif stated.etag or not self._info.etag:  # some gateways omit the ETag from this response
+        if info.version == self._info.version:
+            self._checksum = info.checksum or self._checksum
+        elif info.etag or not self._info.etag:  # some gateways omit the ETag from this response
             self._fail(VersionChangedError(str(self._shard)))
 
     # -- the end -------------------------------------------------------------------

@@ -129,9 +129,11 @@ class KeyLock:
                 return False
             if os.fstat(file.fileno()).st_nlink:
                 with ignoring(OSError):  # a pipe can be locked, but has no offsets
-                    previous = Holder.decode(os.pread(file.fileno(), _MAX_RECORD, 0))
-                    self.partial = previous.partial if previous else None
-                self.update(replace(holder, partial=self.partial))
+                    if (data := os.pread(file.fileno(), _MAX_RECORD, 0)) and (
+                        left := Holder.decode(data)
+                    ):
+                        holder = replace(holder, partial=left.partial)
+                self.update(holder)
                 return True
             self.release()  # a sweep removed the file between open and flock
         logger.info("going on without %s", self.path)

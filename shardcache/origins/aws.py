@@ -164,8 +164,8 @@ def needs_s3fs(bucket: str, options: Mapping[str, Any]) -> str:
     given = {**options}
     for holder in ("s3_additional_kwargs", "config_kwargs"):
         given |= options.get(holder) or {}
-    found = [name for name in _ONLY_S3FS if given.get(name) not in (None, "", "s3v4")]
-    return f"the option {found[0]}" if found else ""
+    names = [name for name in _ONLY_S3FS if given.get(name) not in (None, "", "s3v4")]
+    return f"the option {names[0]}" if names else ""
 
 
 def s3fs_options(options: Mapping[str, Any], endpoint_url: str | None = None) -> dict[str, Any]:
@@ -219,11 +219,11 @@ def aws_paths() -> tuple[str, str]:
 
 def aws_files() -> bytes:
     """Return the contents of AWS's two configuration files, joined; empty if there are none."""
-    found = b""
+    contents = b""
     for path in aws_paths():
         with contextlib.suppress(OSError):
-            found += Path(path).read_bytes()
-    return found
+            contents += Path(path).read_bytes()
+    return contents
 
 
 class Keys(NamedTuple):
@@ -262,10 +262,10 @@ def session(options: Mapping[str, Any], *, botocore_only: bool = False) -> Any:
             return settings
     import botocore.session
 
-    made = botocore.session.Session(profile=profile)
+    of_botocore = botocore.session.Session(profile=profile)
     if keys is not None:
-        made.set_credentials(*keys)
-    return made
+        of_botocore.set_credentials(*keys)
+    return of_botocore
 
 
 def written_settings(profile: str | None, keys: Keys | None) -> Settings | None:
@@ -276,9 +276,9 @@ def written_settings(profile: str | None, keys: Keys | None) -> Settings | None:
     A passed ``profile`` precedes the keys in the environment, and ``keys`` all.
     """
     env = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
-    if (found := _read_profile(profile)) is None:
+    if (profiles := _read_profile(profile)) is None:
         return None
-    options, written, _ = found
+    options, written, _ = profiles
     is_missing = not options and (profile is not None or "AWS_PROFILE" in env)
     if env.keys() - _VARIABLES or options.keys() - _OPTIONS or is_missing:
         return None
@@ -427,11 +427,11 @@ def s3_access(config: Config, *, timed: bool = False) -> S3Access:
     from botocore.exceptions import BotoCoreError, ClientError
 
     try:
-        found = session(options, botocore_only=True).get_credentials()
-        lifetime = _lifetime(found) if timed and found is not None else ""
+        credentials = session(options, botocore_only=True).get_credentials()
+        lifetime = _lifetime(credentials) if timed and credentials is not None else ""
     except (BotoCoreError, ClientError, ValueError) as exn:  # ValueError: of a credential_process
         return S3Access(endpoint, None, redact(str(exn)))
-    return S3Access(endpoint, None if found is None else f"{found.method}{lifetime}")
+    return S3Access(endpoint, None if credentials is None else f"{credentials.method}{lifetime}")
 
 
 def _lifetime(credentials: Any) -> str:

@@ -153,13 +153,14 @@ class ObjectInfo:
     @classmethod
     def from_record(cls, record: dict[str, Any]) -> ObjectInfo:
         """Return the object of a record; raise KeyError, TypeError or ValueError if malformed."""
-        stated = record["checksum"]
+        checksum = record["checksum"]
         size, texts = record["size"], [record["etag"], record["version_id"], record["modified"]]
+        texts += (checksum or {}).values()
         if size is not None and (type(size) is not int or size < 0):
             raise ValueError("size")
-        if not all(isinstance(t, str) for t in (*texts, *(stated or {}).values()) if t is not None):
+        if not all(isinstance(text, str) for text in texts if text is not None):
             raise TypeError("a field that is not text")
-        return cls(**{**record, "checksum": stated and Checksum(**stated)})
+        return cls(**{**record, "checksum": checksum and Checksum(**checksum)})
 
 
 class Body(Protocol):
@@ -216,6 +217,12 @@ class Origin(Protocol):
         ...
 
 
+def compare_version(origin: Origin, shard: ShardURL, info: ObjectInfo) -> None:
+    """Raise VersionChangedError if the current version of an object is not that of ``info``."""
+    if origin.stat(shard).version != info.version:
+        raise VersionChangedError(str(shard))
+
+
 def skip(body: Body, position: int) -> int:
     """Discard the bytes before ``position`` if the range was ignored. Return their number."""
     if body.start not in (0, position):
@@ -232,8 +239,8 @@ def skip(body: Body, position: int) -> int:
 
 def read_all(body: Body, most: int) -> bytes:
     """Return up to ``most`` bytes of a body, and close it."""
-    found, buffer = b"", memoryview(bytearray(min(most, 64 * 1024)))
+    data, buffer = b"", memoryview(bytearray(min(most, 64 * 1024)))
     with contextlib.closing(body):
-        while len(found) < most and (count := body.readinto(buffer[: most - len(found)])):
-            found += buffer[:count]
-    return found
+        while len(data) < most and (count := body.readinto(buffer[: most - len(data)])):
+            data += buffer[:count]
+    return data

@@ -58,7 +58,7 @@ _INTERIM = 16  # most responses (1xx) before the final one
 _CHUNKS_AT_ONCE = 256 * 1024  # bytes of a chunked body requested by one call
 _MAX_FRAMING = 1024 * 1024  # most bytes in a row of a chunked body that hold no data
 #: Bytes that the kernel collects before it wakes a thread that receives a long body (SO_RCVLOWAT).
-#: A GiB over loopback takes the thread 0.15 s of processor time; 0.21 s if each packet wakes it.
+#: If each packet woke the thread, it would need a third more processor time.
 _WAKE_AT = 512 * 1024
 
 #: Seconds after which the next address is tried in parallel. RFC 8305 recommends this value.
@@ -75,10 +75,10 @@ _CONTROL = re.compile(r"[\r\n\0]")
 
 def split_url(url: str) -> tuple[str, str, str]:
     """Return the scheme, authority and path of a URL; raise ValueError if it is not http(s)."""
-    found = _URL.match(url)
-    if found is None:
+    match = _URL.match(url)
+    if match is None:
         raise ValueError("it is not the URL of a web server")
-    scheme, authority, path = found.groups()
+    scheme, authority, path = match.groups()
     return scheme.lower(), authority, path if path.startswith("/") else f"/{path}"
 
 
@@ -193,7 +193,7 @@ def _addresses(host: str, port: int, failures: Mapping[_Address, float]) -> list
         families.setdefault(family, []).append((family, place))
     for addresses in families.values():
         clock.randomness.shuffle(addresses)
-    in_turn = [each for row in zip_longest(*families.values()) for each in row if each]
+    in_turn = [address for row in zip_longest(*families.values()) for address in row if address]
     oldest = clock.monotonic() - _AVOIDED
     return sorted(in_turn, key=lambda address: failures.get(address, oldest) > oldest)
 
@@ -205,14 +205,21 @@ class StaleError(ConnectionError):
 class _Connection:
     """A socket that serves one request and its response at a time."""
 
-    #: For requests through a proxy: the text before the path, and additional header lines.
-    prefix: str = ""
-    login: Sequence[str] = ()
-
-    def __init__(self, sock: socket.socket, server: str, timeout: float) -> None:
+    def __init__(
+        self,
+        sock: socket.socket,
+        server: str,
+        timeout: float,
+        *,
+        tls: TLSStream | None = None,
+        prefix: str = "",
+        login: Sequence[str] = (),
+    ) -> None:
         self.socket = sock
-        self.tls: TLSStream | None = None  # encrypts what `socket` sends
+        self.tls = tls  # encrypts what `socket` sends
         self.server = server  # scheme and authority
+        # For requests through a proxy: the text before the path, and additional header lines.
+        self.prefix, self.login = prefix, login
         self.pid = os.getpid()
         self.held = b""  # bytes received after the last head
         self._timeout = timeout
@@ -337,18 +344,23 @@ class Response:
     """A response whose body is being received; implements `base.Body`."""
 
     info: ObjectInfo
-    url: str  # as requested
     start: int
     stop: int | None
-    #: The secrets of the request, in all spellings; errors must not quote them.
-    secrets: Sequence[str] = ()
     _left: int | None = None  # `close` may run before `__init__` has received the head
 
     def __init__(
-        self, transport: Transport, connection: _Connection, request: bytes, *, bodiless: bool
+        self,
+        transport: Transport,
+        connection: _Connection,
+        request: bytes,
+        *,
+        url: str,
+        secrets: Sequence[str],
+        bodiless: bool,
     ) -> None:
         self._connection: _Connection | None = connection
         self._transport, self._aborted = transport, False
+        self.url, self.secrets = url, secrets  # as requested; as for `Transport.request`
         sent = time.monotonic()
         self._message = message = connection.exchange(request)
         self.waited = time.monotonic() - sent
@@ -446,13 +458,21 @@ class Transport:
         self._open: set[_Connection] = set()
         weakref.finalize(self, _close, self._open)
 
-    def request(self, method: str, server: str, path: str, headers: Mapping[str, str]) -> Response:
+    def request(
+        self,
+        method: str,
+        server: str,
+        path: str,
+        headers: Mapping[str, str],
+        secrets: Sequence[str] = (),
+    ) -> Response:
         """Send a request, and return the response after its head has been received.
 
         Args:
             server: scheme and authority without a user, in ASCII.
             path: path and query in ASCII, sent unchanged.
             headers: the request headers without Host.
+            secrets: the secrets of the request, in all spellings; errors must not quote them.
 
         Raises:
             StaleError: the server had closed the kept connection.
@@ -466,7 +486,14 @@ class Transport:
             lines = [f"{name}: {value}" for name, value in headers.items()]
             lines = [f"Host: {server.partition('://')[2]}", *lines, *connection.login]
             request = _head(method, f"{connection.prefix}{path}", lines)
-            response = Response(self, connection, request, bodiless=method == "HEAD")
+            return Response(
+                self,
+                connection,
+                request,
+                url=f"{server}{path}",
+                secrets=secrets,
+                bodiless=method == "HEAD",
+            )
         except BaseException as exn:
             self.take_back(connection, reusable=False)
             # Not if a signal handler raised, or the request is wrong.
@@ -480,8 +507,6 @@ class Transport:
                 if isinstance(exn, ConnectionError) and connection.came == 0:
                     raise failure(StaleError, str(exn)) from None
             raise
-        response.url = f"{server}{path}"
-        return response
 
     def _take(self, server: str) -> _Connection | None:
         """Return an idle connection that the server neither closed nor sent data on, or None."""
@@ -526,17 +551,18 @@ class Transport:
         try:
             if scheme == "https" and proxy:
                 self._tunnel(sock, host, port, login)
-            connection = _Connection(sock, server, self._timeout)
             if scheme == "https":
                 from shardcache.origins.tls import TLSStream  # here: plain HTTP needs no `ssl`
 
-                connection.tls = TLSStream(sock, host, self._trusted)
-                connection.tls.handshake(timeout)
+                tls = TLSStream(sock, host, self._trusted)
+                connection = _Connection(sock, server, self._timeout, tls=tls)
+                tls.handshake(timeout)
+            else:
+                prefix, lines = (server, login) if proxy else ("", [])
+                connection = _Connection(sock, server, self._timeout, prefix=prefix, login=lines)
         except BaseException:
             sock.close()
             raise
-        if proxy and scheme == "http":
-            connection.prefix, connection.login = server, login
         self._open.add(connection)
         return connection
 

@@ -91,27 +91,27 @@ class FsspecOrigin:
         The call has no timeout.
         """
 
-        def names() -> list[str]:
+        def relative_names() -> list[str]:
             if directory.scheme == "s3":
                 root = directory.canonical.removeprefix("s3://").rstrip("/")
             else:
                 root = self._path(directory)
             self._filesystem.invalidate_cache()
-            found = self._filesystem.find(root, maxdepth=None if deep else 1)
-            if not found and not self._filesystem.isdir(root):
+            names = self._filesystem.find(root, maxdepth=None if deep else 1)
+            if not names and not self._filesystem.isdir(root):
                 raise FileNotFoundError(root)
             start = len(root.rstrip("/")) + 1
-            return [str(name)[start:] for name in found]
+            return [str(name)[start:] for name in names]
 
-        return self._call(directory, names, timed=False)
+        return self._call(directory, relative_names, timed=False)
 
     def _path(self, shard: ShardURL) -> str:
         if shard.is_local:
             return str(shard.local_path)
         if shard.scheme == "s3":
             path = shard.canonical.removeprefix("s3://")
-            found = self._filesystem.split_path(self._filesystem._strip_protocol(path))
-            if found != (*shard.bucket_and_key(), shard.version_id):
+            parts = self._filesystem.split_path(self._filesystem._strip_protocol(path))
+            if parts != (*shard.bucket_and_key(), shard.version_id):
                 raise ConfigError(
                     f"{shard} cannot be read: s3fs would read another object. A versionId needs "
                     "storage_options={'version_aware': True} in code, or "

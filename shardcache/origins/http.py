@@ -145,15 +145,13 @@ def object_info(response: Response, size: int | None) -> ObjectInfo:
     version (RFC 9110, 8.8). Headers that repeat a secret of the request are ignored as well,
     because the entry's sidecar stores the version.
     """
-    headers = {
-        name: value
-        for name, value in response.headers.items()
-        if not any(form in value for form in response.secrets)
-    }
-    stated = ((name, headers.get(f"x-amz-checksum-{name}")) for name in _CHECKSUMS)
-    checksum = next((Checksum(name, value) for name, value in stated if value), None)
-    if headers.get("x-amz-checksum-type") == "COMPOSITE":
-        checksum = None
+    headers, checksum = response.headers, None
+    values = "\n".join(headers.values())
+    if any(form in values for form in response.secrets):
+        headers = {n: v for n, v in headers.items() if not any(f in v for f in response.secrets)}
+    if headers.get("x-amz-checksum-type") != "COMPOSITE":
+        stated = ((name, headers.get(f"x-amz-checksum-{name}")) for name in _CHECKSUMS)
+        checksum = next((Checksum(name, value) for name, value in stated if value), None)
     etag, version = headers.get("etag"), headers.get("x-amz-version-id")
     if not etag or etag.startswith("W/") or etag == '""':
         etag = None
@@ -278,9 +276,8 @@ class WebOrigin:
             route, secrets = route._replace(login=login, secrets=used), secret_forms(*used)
             given = {"Authorization": login, **headers} if login else headers
             response = self._transport.request(
-                method, server, quote(path, safe=_SAFE), {**HEADERS, **given}
+                method, server, quote(path, safe=_SAFE), {**HEADERS, **given}, secrets
             )
-            response.secrets = secrets
         except (os_error(), ValueError) as exn:
             where = f"{name}{self._transport.via(server)}{route.after}"
             error = unanswered(exn, shard, where, secrets)

@@ -64,7 +64,7 @@ def expand_braces(spec: str) -> Iterator[str]:
     ``WDS_X``, and expand braces. Importing WebDataset's own function would import torch. Raises
     ConfigError if the specification is malformed, or a variable is not set.
     """
-    if _SPECIAL.search(spec) is None:  # otherwise each URL of a list would take 9 us
+    if _SPECIAL.search(spec) is None:  # saves much time in long lists
         yield spec
         return
     import braceexpand
@@ -75,15 +75,15 @@ def expand_braces(spec: str) -> Iterator[str]:
         if wrong := _NO_RANGE.search(part):
             start, end = wrong.groups()
             raise ConfigError(f"{shown_url(part)}: write {wrong[0]} as {{{start}..{end}}}.")
-        found = None
+        urls = None
         with contextlib.suppress(braceexpand.UnbalancedBracesError):  # type: ignore[attr-defined]
-            found = list(braceexpand.braceexpand(part))
-        if found is None:  # not in a handler: the exception quotes the text
+            urls = list(braceexpand.braceexpand(part))
+        if urls is None:  # not in a handler: the exception quotes the text
             raise ConfigError(
                 f"{shown_url(part)}: unbalanced braces. Write ranges as {{0000..0127}}, lists as "
                 "{a,b}, and a brace of the name itself as \\{."
             )
-        yield from found
+        yield from urls
 
 
 def _variable(found: re.Match[str]) -> str:
@@ -218,15 +218,15 @@ class Listing:
         while True:
             try:
                 page = partial(origin.list_page, shard, query)
-                found, token = self._retried(location, attempts, page)
+                sizes, token = self._retried(location, attempts, page)
             except AccessDeniedError as exn:
                 raise AccessDeniedError(
                     f"{exn.message} Listing needs s3:ListBucket; names in braces, such as "
                     "train-{000..127}.tar, need no listing.",
                     url=location,
                 ) from exn
-            self._sizes |= {(bucket, key): size for key, size in found.items()}
-            yield list(found)
+            self._sizes |= {(bucket, key): size for key, size in sizes.items()}
+            yield list(sizes)
             if not token:
                 return
             if token in tokens:

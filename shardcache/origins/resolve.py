@@ -18,7 +18,6 @@ import shutil
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +32,7 @@ from shardcache.origins.base import (
     Origin,
     TransientError,
     VersionChangedError,
+    compare_version,
     read_all,
 )
 from shardcache.origins.retry import once
@@ -94,8 +94,8 @@ class Origins:
     def upstreams(self, shard: ShardURL) -> Iterator[UpstreamOrigin]:
         """Yield each upstream that has the shard; query an upstream only when it is reached."""
         for upstream in self._upstreams:
-            if (found := upstream.find(shard)) is not None:
-                yield found
+            if (copy := upstream.find(shard)) is not None:
+                yield copy
 
     def write_back(self, shard: ShardURL, data: Path, sidecar: bytes) -> None:
         """Copy an entry to all upstreams with ``write_back``. Faults are logged, not raised."""
@@ -106,7 +106,8 @@ class Origins:
     @lazy
     def _upstreams(self) -> list[_Upstream]:
         return [
-            _Upstream(each, self._config.timeout, self._is_new) for each in self._config.upstreams
+            _Upstream(config, self._config.timeout, self._is_new)
+            for config in self._config.upstreams
         ]
 
 
@@ -146,8 +147,8 @@ class UpstreamOrigin:
     conditional: bool
     _origin: Origin
     _copy: ShardURL
-    _found: ObjectInfo  #: the version in the upstream
-    _info: ObjectInfo  #: the version at the origin if a sidecar states it, otherwise `_found`
+    _copied: ObjectInfo  #: the version in the upstream
+    _info: ObjectInfo  #: the version at the origin if a sidecar states it, otherwise `_copied`
     digest: str | None  #: tree digest of the bytes, if a sidecar states it
     states_checksums: bool = False  # the digest proves more than a checksum
 
@@ -155,14 +156,13 @@ class UpstreamOrigin:
         self, shard: ShardURL, start: int, stop: int | None, expected: ObjectInfo | None = None
     ) -> Body:
         """Open the version that was found. The caller compares that version with ``expected``."""
-        body = self._origin.open(self._copy, start, stop, self._found)
+        body = self._origin.open(self._copy, start, stop, self._copied)
         body.info = self._info
         return body
 
     def stat(self, shard: ShardURL) -> ObjectInfo:
         """Return the version of the copy; raise VersionChangedError if the copy was replaced."""
-        if self._origin.stat(self._copy).version != self._found.version:
-            raise VersionChangedError(str(shard))
+        compare_version(self._origin, self._copy, self._copied)
         return self._info
 
 
@@ -195,9 +195,9 @@ class _Upstream:
         origin, copy = self.origin, self._copy_of(shard)
         if copy is None or self._breaker.left:
             return None
-        found, sidecar = None, b""
+        copied, sidecar = None, b""
         try:
-            found = once(str(copy), lambda: origin.stat(copy))
+            copied = once(str(copy), lambda: origin.stat(copy))
             beside = parse_url(f"{copy.raw}{_SIDECAR}", allow_schemes={self._scheme})
             opened = once(str(beside), lambda: origin.open(beside, 0, _MOST))
             sidecar = read_all(opened, _MOST)
@@ -207,20 +207,20 @@ class _Upstream:
             self.failed(exn)
             return None
         self._breaker.succeeded()
-        if found is None or found.size is None:
+        if copied is None or copied.size is None:
             return None
-        made = partial(UpstreamOrigin, self.name, self.failed, origin.conditional, origin, copy)
-        if not sidecar:
-            return made(found, found, None)
-        try:
-            record = json.loads(sidecar)
-            if (record["key"], record["size"]) != (shard.key, found.size):
-                raise ValueError("the sidecar belongs to another shard")
-            info, digest = ObjectInfo.from_record(record["object"]), str(record["digest"])
-        except (KeyError, TypeError, ValueError, RecursionError) as exn:
-            logger.info("%s: ignoring the copy in %s: %r", shard, self.name, exn)
-            return None
-        return made(found, info, digest)
+        info, digest = copied, None
+        if sidecar:
+            try:
+                record = json.loads(sidecar)
+                if (record["key"], record["size"]) != (shard.key, copied.size):
+                    raise ValueError("the sidecar belongs to another shard")
+                info, digest = ObjectInfo.from_record(record["object"]), str(record["digest"])
+            except (KeyError, TypeError, ValueError, RecursionError) as exn:
+                logger.info("%s: ignoring the copy in %s: %r", shard, self.name, exn)
+                return None
+        versions = copied, info, digest
+        return UpstreamOrigin(self.name, self.failed, origin.conditional, origin, copy, *versions)
 
     def failed(self, exn: Exception) -> None:
         """Count a fault. The first time that a job leaves the upstream alone is a warning."""

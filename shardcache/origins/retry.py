@@ -28,6 +28,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from shardcache import clock
@@ -56,18 +57,14 @@ _POLL = 0.25
 _ANNOUNCE_EVERY = 60.0
 
 
+@dataclass(eq=False, repr=False)
 class RetryPolicy:
-    """How often and for how long a process retries.
+    """How often and for how long a process retries."""
 
-    Args:
-        attempts: number of failures in a row, without progress in between, that ends a download.
-        deadline: seconds for the whole download of one shard; None sets no limit.
-        patience: seconds to wait for an origin that throttles, or for credentials.
-    """
-
-    def __init__(self, attempts: int, deadline: float | None, patience: float) -> None:
-        self.attempts, self.deadline, self.patience = attempts, deadline, patience
-        self._paces: dict[str, Pace] = {}  # by bucket or web server
+    attempts: int  #: failures in a row, without progress in between, that end a download
+    deadline: float | None  #: seconds for the whole download of one shard; None sets no limit
+    patience: float  #: seconds to wait for an origin that throttles, or for credentials
+    _paces: dict[str, Pace] = field(default_factory=dict)  # by bucket or web server
 
     def started(self, url: str, attempts: int | None = None) -> Retries:
         """Return the retries of a download of ``url`` that starts now."""
@@ -75,21 +72,20 @@ class RetryPolicy:
         pace = self._paces.get(server)
         if pace is None:
             pace = self._paces.setdefault(server, Pace(server, self.patience))
-        return Retries(self, url, pace, attempts or self.attempts)
+        end = None if self.deadline is None else clock.monotonic() + self.deadline
+        return Retries(self, url, pace, attempts or self.attempts, end)
 
 
+@dataclass(eq=False, repr=False)
 class Retries:
-    """The retries of one shard's download, which all its connections share.
+    """The retries of one shard's download, which all its connections share."""
 
-    Attributes:
-        end: when the deadline passes, on the monotonic clock; None without a deadline.
-        retries: number of requests that failed and were repeated so far.
-    """
-
-    def __init__(self, policy: RetryPolicy, url: str, pace: Pace, most: int) -> None:
-        self.end = None if policy.deadline is None else clock.monotonic() + policy.deadline
-        self.retries = 0
-        self._policy, self._url, self._pace, self._most = policy, url, pace, most
+    _policy: RetryPolicy
+    _url: str
+    _pace: Pace
+    _most: int  # attempts in a row
+    end: float | None  #: when the deadline passes, on the monotonic clock; None without one
+    retries: int = 0  #: requests that failed and were repeated so far
 
     def check(self) -> None:
         """Raise TransferTimeoutError if the deadline of the whole download has passed."""
@@ -166,7 +162,7 @@ class Retries:
             return request()
         except (TransientError, RepeatError):
             pass
-        # Imported after a failure only: the import takes 40 ms, and most first requests succeed.
+        # Imported after a failure only: the import is slow, and most first requests succeed.
         import tenacity
 
         sleep(pause)
@@ -208,16 +204,14 @@ class _Turn:
     """A request in flight."""
 
 
+@dataclass(eq=False, repr=False)
 class Pace:
-    """Limits the requests of one process to one bucket or web server. Threads may share it.
+    """Limits the requests of one process to one bucket or web server. Threads may share it."""
 
-    Args:
-        server: the name of the bucket or server in logs, such as ``s3://bucket``.
-        patience: seconds to wait for a server that throttles; 0 never limits the requests.
-    """
+    _server: str  # its name in logs, such as ``s3://bucket``
+    _patience: float  # seconds to wait for a server that throttles; 0 never limits the requests
 
-    def __init__(self, server: str, patience: float) -> None:
-        self._server, self._patience = server, patience
+    def __post_init__(self) -> None:
         self._guard = threading.Lock()
         # Requests in flight. They leave the set even if a signal handler raises around `turn`.
         self._turns: weakref.WeakSet[_Turn] = weakref.WeakSet()

@@ -1,7 +1,7 @@
 """Read shards from S3, and from stores with the same protocol.
 
 Botocore, a dependency of s3fs, finds the credentials, the region and the address of a bucket if
-`aws.written_settings` and `_usual_address` do not know them: its client takes 60 ms to make. This
+`aws.written_settings` and `_usual_address` do not know them: its client takes long to make. This
 module signs the requests (Signature Version 4) and sends them with `connection`.
 """
 
@@ -113,6 +113,21 @@ class _Store:
     worked: bool = False  # whether the store has accepted a signed request
     ahead: float = 0.0  # seconds by which the store's clock is ahead of this machine's
 
+    def renew(self, keys: Any, end: float) -> None:
+        """Take the credentials that a service gave, which expire at ``end``."""
+        self.fresh_until = end - _RENEWED_BEFORE
+        if keys == self.keys:  # the service has no new ones yet
+            self.fresh_until = min(end, max(self.fresh_until, time.time() + _RENEWAL_PAUSE))
+        self.keys, self.expire_at = keys, end
+
+    def keep_for_now(self) -> None:
+        """Use the credentials a little longer, because they could not be renewed."""
+        self.fresh_until = time.time() + _RENEWAL_PAUSE
+
+    def refuse(self) -> None:
+        """Note that the store has refused the credentials, although they have not expired."""
+        self.fresh_until = self.expire_at = 0.0
+
 
 #: The stores, keyed by the options, the endpoint, and AWS's environment variables and files. A
 #: forked child inherits them, with the credentials of its parent.
@@ -122,11 +137,8 @@ _stores: dict[str, _Store] = {}
 class S3Origin:
     """Reads ``s3://`` shards; implements `base.Origin`.
 
-    Args:
-        storage_options: options with the names of s3fs: key, secret, token, profile, anon,
-            requester_pays, endpoint_url, client_kwargs, config_kwargs.
-        endpoint_url: takes precedence over the endpoint in ``storage_options``.
-        timeout: seconds after which a connection with too low a rate counts as dead.
+    The ``storage_options`` have the names of s3fs: key, secret, token, profile, anon,
+    requester_pays, endpoint_url (the argument precedes it), client_kwargs, config_kwargs.
     """
 
     conditional = True
@@ -153,8 +165,8 @@ class S3Origin:
                     endpoint = s3_endpoint(self._options, self._endpoint_url) or ""
                     settings = sorted(item for item in os.environ.items() if "AWS_" in item[0])
                     key = repr((self._options, endpoint, settings, aws_files()))
-                    found = _stores.get(key) or _look_up(self._options, endpoint)
-                    store = _stores.setdefault(key, found)
+                    known = _stores.get(key) or _look_up(self._options, endpoint)
+                    store = _stores.setdefault(key, known)
                     if not endpoint.startswith("http:"):
                         from shardcache.origins.tls import context  # here: HTTP needs no `ssl`
 
@@ -178,7 +190,7 @@ class S3Origin:
             if time.time() >= store.expire_at:
                 raise
             logger.info("the credentials for %s are not renewed: %s", store.name, exn)
-            store.fresh_until = time.time() + _RENEWAL_PAUSE
+            store.keep_for_now()
             return store.keys
 
     def _renewed_keys(self, shard: ShardURL) -> Any:
@@ -204,11 +216,7 @@ class S3Origin:
         except Exception as exn:  # noqa: BLE001 - botocore has its own exceptions
             raise chain_error(exn, shard, self._profile, worked=store.worked) from None
         expiry = getattr(credentials, "_expiry_time", None)
-        end = expiry.timestamp() if expiry else math.inf
-        store.fresh_until = end - _RENEWED_BEFORE
-        if keys == store.keys:  # the service has no new ones yet
-            store.fresh_until = min(end, max(store.fresh_until, time.time() + _RENEWAL_PAUSE))
-        store.keys, store.expire_at = keys, end
+        store.renew(keys, expiry.timestamp() if expiry else math.inf)
         return keys
 
     def server(self, shard: ShardURL) -> str:
@@ -263,8 +271,8 @@ class S3Origin:
                 raise ValueError(f"it begins with {kind}")
             decode = unquote_plus if page.findtext("{*}EncodingType") == "url" else str
             keys = {
-                decode(found.findtext("{*}Key") or ""): int(found.findtext("{*}Size") or 0)
-                for found in page.iterfind("{*}Contents")
+                decode(item.findtext("{*}Key") or ""): int(item.findtext("{*}Size") or 0)
+                for item in page.iterfind("{*}Contents")
             }
         except (ElementTree.ParseError, ValueError, LookupError) as exn:
             text = f"{shard}: the response of {self.prepare().name} is not a listing of S3: "
@@ -376,7 +384,8 @@ class S3Origin:
         store = self.prepare()
         # Without `_chain`, which a thread may hold for as long as its source of credentials hangs.
         if store.keys == refused:
-            store.fresh_until, store.expire_at, self._credentials = 0.0, 0.0, None
+            store.refuse()
+            self._credentials = None
         return bool(self._keys(shard) != refused)
 
     def _send(
@@ -389,7 +398,7 @@ class S3Origin:
     ) -> tuple[_Bucket, Any, Response]:
         """Sign and send one request. Return its bucket, its credentials and the response."""
         name, key = shard.bucket_and_key()
-        secrets, where = list[str](), f"{self.prepare().name}{route.after}"
+        secrets, server, where = list[str](), "", f"{self.prepare().name}{route.after}"
         try:
             bucket = self._bucket(name)
             path, values = f"{bucket.path}/{quote(key, safe='/~')}", [*query.items()]
@@ -417,9 +426,8 @@ class S3Origin:
                 headers |= _signature(method, bucket, path, headers, keys, now)
                 signature = headers["Authorization"].rpartition("=")[2]
                 secrets += [*secret_forms(keys.secret_key, keys.token), signature]
-            where += self._transport.via(bucket.server)
-            response = self._transport.request(method, bucket.server, path, headers)
-            response.secrets = secrets
+            server = bucket.server
+            response = self._transport.request(method, server, path, headers, secrets)
             return bucket, keys, response
         except ShardCacheError:
             raise
@@ -428,7 +436,7 @@ class S3Origin:
             if type(exn).__module__.startswith("botocore"):  # its types may not be imported
                 error = chain_error(exn, shard, self._profile, worked=self.prepare().worked)
             elif is_local_error(exn) or isinstance(exn, (ValueError, TypeError, AttributeError)):
-                error = http.unanswered(exn, shard, where, secrets)
+                error = http.unanswered(exn, shard, where + self._transport.via(server), secrets)
         raise error
 
     @property
@@ -476,8 +484,8 @@ def _look_up(options: Mapping[str, Any], endpoint: str) -> _Store:
 
     def address(name: str, region: str) -> _Bucket:
         service = "" if options.get("anon") else "s3"
-        if is_plain and (found := _usual_address(endpoint, name, region)):
-            return _Bucket(*found, region, service)
+        if is_plain and (usual := _usual_address(endpoint, name, region)):
+            return _Bucket(*usual, region, service)
         s3, parameters = client(region), {"Bucket": name, "Key": "k"}
         url = s3.generate_presigned_url("get_object", parameters) if name else s3.meta.endpoint_url
         parts = urlsplit(url)
@@ -490,22 +498,22 @@ def _look_up(options: Mapping[str, Any], endpoint: str) -> _Store:
         return _Bucket(server, path, region, service)
 
     try:
-        made = session(options)
+        aws = session(options)
         # Any region of the right partition will do, because S3 answers with the bucket's region.
-        region = client_kwargs.pop("region_name", None) or made.get_config_variable("region")
+        region = client_kwargs.pop("region_name", None) or aws.get_config_variable("region")
         if not endpoint:  # at AWS, AWS_REGION comes last
             region = region or os.environ.get("AWS_REGION")
         region = region or "us-east-1"
         verify = client_kwargs.get("verify")
         if verify is None:
-            verify = made.get_config_variable("ca_bundle") or True
+            verify = aws.get_config_variable("ca_bundle") or True
         is_plain = not (
             client_kwargs.keys() - {"endpoint_url", "verify"}
             or options.get("config_kwargs")
             or not options.get("use_ssl", True)
-            or made.get_scoped_config().get("s3")
-            or made.get_config_variable("use_dualstack_endpoint")
-            or made.get_config_variable("use_fips_endpoint")
+            or aws.get_scoped_config().get("s3")
+            or aws.get_config_variable("use_dualstack_endpoint")
+            or aws.get_config_variable("use_fips_endpoint")
         )
         client_kwargs.pop("endpoint_url", None)
         if not (is_plain and _usual_address(endpoint, "bucket", region)):
@@ -578,11 +586,11 @@ def _reason(page: ElementTree.Element, response: Response) -> tuple[str, str]:
 def _read_refusal(response: Response) -> tuple[str, str, str | None]:
     """Return the error code, a text with code and message, and the region to try next, or None."""
     try:
-        found = ElementTree.fromstring(http.refused(response))  # noqa: S314 - by expat
+        page = ElementTree.fromstring(http.refused(response))  # noqa: S314 - by expat
     except (ElementTree.ParseError, ValueError, LookupError):  # LookupError: unknown encoding
-        found = ElementTree.Element("")  # the page of a proxy, or an empty body
-    code, reason = _reason(found, response)
+        page = ElementTree.Element("")  # the page of a proxy, or an empty body
+    code, reason = _reason(page, response)
     elsewhere = response.status in (301, 302, 307) or code in _ELSEWHERE
     elsewhere |= response.status == 400 and not code  # the response to a HEAD has no body
-    region = response.headers.get("x-amz-bucket-region") or found.findtext(".//{*}Region") or ""
+    region = response.headers.get("x-amz-bucket-region") or page.findtext(".//{*}Region") or ""
     return code, reason, region if elsewhere and _REGION.fullmatch(region) else None

@@ -35,7 +35,7 @@ class TLSStream:
     """Encrypts and decrypts the bytes of a socket that blocks for at most SO_RCVTIMEO.
 
     The methods are those of a socket. ``trusted`` is as for `connection.Transport`. Sessions are
-    not resumed, because that saves only 0.25 ms of a handshake's processor time.
+    not resumed, because that would save little of a handshake's processor time.
     """
 
     def __init__(self, sock: socket.socket, host: str, trusted: str | bool | None) -> None:
@@ -131,8 +131,8 @@ class TLSStream:
 def context(trusted: str | bool | None) -> ssl.SSLContext:
     """Return the settings for connections, including the certificates to trust.
 
-    All origins of a process and its forked children share them: the 144 certificates of a system
-    take 30 ms to load. Raises ConfigError if a file of certificates cannot be read.
+    All origins of a process and its forked children share them, because loading the certificates of
+    a system takes long. Raises ConfigError if a file of certificates cannot be read.
     """
     # A fork must copy neither OpenSSL's locks nor this one.
     with undivided(), _guard:
@@ -142,11 +142,11 @@ def context(trusted: str | bool | None) -> ssl.SSLContext:
 
 @functools.cache
 def _context(trusted: str | bool | None, *variables: str | None) -> ssl.SSLContext:
-    made = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    settings = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     if trusted is False:
-        made.check_hostname = False
-        made.verify_mode = ssl.CERT_NONE
-        return made
+        settings.check_hostname = False
+        settings.verify_mode = ssl.CERT_NONE
+        return settings
     if trusted is True and not any(variables):  # as botocore does
         try:
             from certifi import where
@@ -157,13 +157,15 @@ def _context(trusted: str | bool | None, *variables: str | None) -> ssl.SSLConte
 
             trusted = str(Path(botocore.__file__).with_name("cacert.pem"))
     if trusted in (True, None):
-        made.load_default_certs()
+        settings.load_default_certs()
     for bundle in filter(None, {trusted} if isinstance(trusted, str) else {*variables[:3]}):
         try:
-            made.load_verify_locations(**{"capath" if Path(bundle).is_dir() else "cafile": bundle})
+            settings.load_verify_locations(
+                **{"capath" if Path(bundle).is_dir() else "cafile": bundle}
+            )
         except OSError as exn:
             raise ConfigError(
                 "the certificates that REQUESTS_CA_BUNDLE, AWS_CA_BUNDLE or verify names cannot be "
                 f"read ({exn.strerror or type(exn).__name__}). Correct the path."
             ) from None
-    return made
+    return settings

@@ -118,7 +118,7 @@ class Prefetcher:
         The least recently used shards are evicted first. So those that are cached count as used
         now, in this order, even if a reader opened them long ago or will do so only later.
         """
-        wanted = dict.fromkeys(each for each in shards if not self._cache.is_in_place(each))
+        wanted = dict.fromkeys(shard for shard in shards if not self._cache.is_in_place(shard))
         with self._lock, contextlib.suppress(RuntimeError):  # the limit of threads is reached
             if self._cache.config.prefetch:
                 before = [shard for shard in self._coming if shard not in wanted]

@@ -14,6 +14,8 @@ import contextlib
 import errno
 import logging
 import os
+from dataclasses import InitVar, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
@@ -26,6 +28,7 @@ from shardcache.origins.base import (
     Origin,
     TransientError,
     VersionChangedError,
+    compare_version,
     skip,
 )
 from shardcache.origins.retry import PROGRESS
@@ -55,29 +58,31 @@ _POLL = 0.005
 _OWN_POLL = 0.25
 
 
+@dataclass(eq=False, repr=False)
 class DownloadReader:
     """Reads a shard while this process or another one downloads it.
 
     The last block is withheld until the entry is published, because its digest and checksum were
     verified by then. If another process is downloading the shard and dies, the worker of this
-    process takes the lock and continues. The arguments are those of `Downloads.join`.
+    process takes the lock and continues. ``finish`` and ``ahead`` are as for `ProcessCache.join`.
     """
 
+    _cache: ProcessCache
+    _shard: ShardURL
+    finish: bool = False
+    ahead: InitVar[bool] = False
     path = None
+    waited = 0.0  #: seconds
 
-    def __init__(
-        self, cache: ProcessCache, shard: ShardURL, *, finish: bool = False, ahead: bool = False
-    ) -> None:
-        self.waited = 0.0  # seconds
-        self._cache = cache
-        self._shard = shard
-        self._finish = finish
+    def __post_init__(self, ahead: bool) -> None:
         self._seen: Path | None = None  # the last partial that this reader tried to open
         self._partial: PartialSource | None = None
         self._read = 0  # offset after the last byte that was read
         self._limit = 0  # the watermark: offset after the last byte that may be read
         self._download: Download | None
-        self._download, self._has_started = cache.join(shard, finish=finish, ahead=ahead)
+        self._download, self._has_started = self._cache.join(
+            self._shard, finish=self.finish, ahead=ahead
+        )
 
     def attend(self) -> bool:
         """Begin to read a shard downloaded ahead. Return False if the caller must open it again."""
@@ -135,7 +140,7 @@ class DownloadReader:
         # Read these before the checks below, so that nothing is missed: a later change ends the
         # wait, and if the download ends later, the next call notices it.
         changes, has_ended = download.changes, download.ended
-        opened = download.open()
+        opened = download.result()
         if opened is None and has_ended:  # it was ahead and gave way, so join a new download
             self._leave()
             return None
@@ -152,7 +157,7 @@ class DownloadReader:
     def _joined(self) -> Download:
         """Return the download. In a forked child, or after it gave way, join a new one first."""
         if self._download is None or self._download.pid != os.getpid():
-            self._download, has_started = self._cache.join(self._shard, finish=self._finish)
+            self._download, has_started = self._cache.join(self._shard, finish=self.finish)
             self._has_started |= has_started
         return self._download
 
@@ -162,13 +167,13 @@ class DownloadReader:
         if path is not None and path != self._seen and not self._read:
             with contextlib.suppress(FileNotFoundError):  # it is being created, or was published
                 try:
-                    found = PartialSource(path, self._shard.basename)
+                    source = PartialSource(path, self._shard.basename)
                 except DamagedError as exn:
                     logger.debug("%s: %s cannot be followed: %s", self._shard, path.name, exn)
                 else:
                     if self._partial is not None:
                         self._partial.close()
-                    self._partial, self._limit = found, 0
+                    self._partial, self._limit = source, 0
                 self._seen = path
         if self._partial is None:
             return False
@@ -225,48 +230,34 @@ class DownloadReader:
         self._leave()
 
 
+@dataclass(eq=False, repr=False)
 class OriginReader:
     """Reads one version of a shard from its origin or an upstream, bypassing the cache.
 
     Requests are retried as in a download, so an error is final. A forked child continues at the
     same byte, with the same version, over a connection of its own.
-
-    Args:
-        start: offset of the first byte.
-        nearer: an upstream to read instead of the origin. Its bytes are trusted like an entry.
-        info: the version to insist on.
-        stored: an entry of that version, whose sidecar may be damaged.
-        response: an open response of the origin that begins with the first byte of the shard.
-
-    Attributes:
-        info, size: the version, and the size in bytes; None until they are known.
-        nearer: the upstream that is read, or None for the origin.
     """
 
+    _cache: ProcessCache
+    _shard: ShardURL
+    _position: int = 0  # offset of the next byte
+    #: An upstream to read instead of the origin. Its bytes are trusted like an entry.
+    nearer: UpstreamOrigin | None = None
+    info: ObjectInfo | None = None  #: the version to insist on, else None until it is known
+    #: An entry of that version, whose sidecar may be damaged.
+    stored: InitVar[Entry | None] = None
+    #: An open response of the origin that begins with the first byte of the shard.
+    response: InitVar[Body | None] = None
     path = None
 
-    def __init__(
-        self,
-        cache: ProcessCache,
-        shard: ShardURL,
-        start: int = 0,
-        *,
-        nearer: UpstreamOrigin | None = None,
-        info: ObjectInfo | None = None,
-        stored: Entry | None = None,
-        response: Body | None = None,
-    ) -> None:
-        self._cache = cache
-        self._shard = shard
+    def __post_init__(self, stored: Entry | None, response: Body | None) -> None:
         self._pid = os.getpid()
-        self._read_from(nearer)
-        self._position = start
+        self._read_from(self.nearer)
         self._came, self._has_failed = 0, False  # bytes of `_body`; whether the last attempt failed
-        self.info, self._version, self.size = info, None, None
+        self._version = self.info and self.info.version
+        self.size: int | None = None  #: bytes of the shard, once known
         if stored is not None:
             self._version, self.size = stored.version, stored.size
-        elif info is not None:
-            self._version = info.version
         self._body = response
         if response is None:
             self._body = self._call(self._open)
@@ -322,7 +313,9 @@ class OriginReader:
         self._retries.extend(clock.monotonic() - self._read_at)
         count = self._call(lambda: self._receive_some(view))
         if not self._origin.conditional and (count == 0 or self._position == self.size):
-            self._call(self._compare)  # before the last bytes are delivered
+            assert self.info is not None
+            # Before the last bytes are delivered.
+            self._call(partial(compare_version, self._origin, self._shard, self.info))
         if count == 0:
             self.size = self._position
         if self._version is None:
@@ -374,7 +367,7 @@ class OriginReader:
         if self._version is None:
             self.info = None
         elif self.info is not None and not self._origin.conditional:
-            self._compare()
+            compare_version(self._origin, self._shard, self.info)
         info = self.info if self.info is not None and self.info.size is not None else None
         body = self._origin.open(self._shard, self._position, None, info)
         try:
@@ -394,11 +387,6 @@ class OriginReader:
         self.info = self.info or body.info
         self.size = self.size if self.info.size is None else self.info.size
         return body
-
-    def _compare(self) -> None:
-        assert self.info is not None
-        if self._origin.stat(self._shard).version != self.info.version:
-            raise VersionChangedError(str(self._shard))
 
     def close(self) -> None:
         """Give the connection back. Takes no lock, because the garbage collector may call this."""

@@ -29,6 +29,7 @@ import errno
 import io
 import logging
 import os
+from dataclasses import replace
 from typing import TYPE_CHECKING, BinaryIO
 
 from shardcache import clock
@@ -425,8 +426,7 @@ class ShardStream(io.RawIOBase):
                 grace = cache.tier_of(entry.directory).store.layout.grace
                 again = open_data(opened.directory, opened.path, opened.size, grace)
                 if again is not None:
-                    again.reopened = True
-                    return again
+                    return replace(again, reopened=True)
             info = entry.metadata().info
         cache.disk.failed(cache.disk.reading, fault)
         try:

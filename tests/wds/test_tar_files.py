@@ -52,7 +52,7 @@ _EARLY = ("select_files", "rename_files")
 
 _NAMES = (
     "a.txt", "a.cls", "b.cls", "./b/c.cls", "dir/", "noext", "__", "__a", "a__", "x/__c__",
-    ".hidden", "__meta__", "__meta__/x.txt", "x" * 99 + ".a",
+    ".hidden", "__meta__", "__meta__/x.txt", "x" * 99 + ".a", "a/b.1.jpg", "a/b.1.CLS", "a/b.2.jpg",
     "p" * 60 + "/" + "n" * 90 + ".png", "l" * 140 + ".txt", "d" * 120 + "/" + "e" * 130 + ".bin",
     "n\u00e4me.txt", "\udcff\udcfe.bin", "a b=c\n1.txt", "\u65e5" * 60 + ".x", "BZh91AY&SY.txt",
 )  # fmt: skip

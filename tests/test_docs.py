@@ -59,11 +59,6 @@ def python(code, tmp_path, ranks):
         assert [child.hear() for child in children] == [24] * ranks
 
 
-def toml(text, tmp_path):
-    (path := tmp_path / "shardcache.toml").write_text(text)
-    config.load(environ={"SHARDCACHE_DIR": str(tmp_path)}, files=[path])
-
-
 @pytest.mark.parametrize("page", [name for name, blocks in BLOCKS.items() if blocks])
 def test_every_block_of_a_page_runs(page, s3, proxy, s3_environment, tmp_path, monkeypatch):
     def here(code):
@@ -84,7 +79,6 @@ def test_every_block_of_a_page_runs(page, s3, proxy, s3_environment, tmp_path, m
     for name, value in {
         "PATH": programs(tmp_path / "bin", **STUBS),
         "SHARDCACHE_JOB": tmp_path.name,
-        "SHARDCACHE_MIN_FREE": "0",
         "SHARDCACHE_SYNC_DIR": str(tmp_path / "meet"),
         **SLURM,
     }.items():
@@ -96,7 +90,8 @@ def test_every_block_of_a_page_runs(page, s3, proxy, s3_environment, tmp_path, m
             case "sh":
                 run(["bash", "-euo", "pipefail", "-c", here(code)], cwd=tmp_path)
             case "toml":
-                toml(code, tmp_path)
+                (file := tmp_path / "shardcache.toml").write_text(code)
+                config.load(files=[file])
             case "yaml":
                 assert yaml.safe_load(code)
             case "json":
@@ -108,13 +103,9 @@ def test_every_block_of_a_page_runs(page, s3, proxy, s3_environment, tmp_path, m
 
 @pytest.mark.usefixtures("s3_environment")
 @pytest.mark.parametrize("block", [b for b in blocks() if not NEEDS[b.section]], ids=str)
-def test_a_block_prints_its_output_and_downloads_each_shard_once(
-    block, s3, proxy, tmp_path, monkeypatch
-):
+def test_a_block_prints_its_output_and_downloads_each_shard_once(block, s3, proxy, tmp_path):
     s3.create_bucket("bucket")
     data, out = DataSet(s3, "bucket", proxy), io.StringIO()
-    monkeypatch.setenv("SHARDCACHE_DIR", str(tmp_path / "shards"))
-    monkeypatch.setenv("SHARDCACHE_MIN_FREE", "0")
     default_cache.cache_clear()
     with warnings.catch_warnings(), contextlib.redirect_stdout(out):
         warnings.simplefilter("ignore")  # torch warns of forks

@@ -32,7 +32,7 @@ class Watch:
         self.seen, self.errors, self.failures = [], [], 0
 
     def cache(self, **options):
-        return Cache(self.root, min_free=0, attempts=1, patience=0, **options)
+        return Cache(self.root, attempts=1, patience=0, **options)
 
     def read(self, cache, url):
         """Read a shard in three ways; collects results and errors."""

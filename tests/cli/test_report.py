@@ -19,7 +19,7 @@ from tests.support.storetools import room
 def shop(tmp_path):
     """Four shards, each opened three times; one is streamed for lack of room, one evicted."""
     shop = Shop(tmp_path, 4)
-    with Cache(shop.path, cache_local=True, min_free=0, max_size=shop.room(3)) as cache:
+    with Cache(shop.path, cache_local=True, max_size=shop.room(3)) as cache:
         for _ in range(3):
             for url in shop.urls:
                 cache.open(url).read()

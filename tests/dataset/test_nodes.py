@@ -63,7 +63,7 @@ def test_two_nodes_download_each_shard_once(
         for name, value in {**variables, "LOCAL_WORLD_SIZE": 2}.items():
             monkeypatch.setenv(name, str(value))
         root = tmp_path / f"node-{number // 2}"
-        with Cache(root, max_size=size, min_free=0) as cache:
+        with Cache(root, max_size=size) as cache:
             found = train(cache, tmp_path, step)
         return found, [text for text in warnings(caplog) if "at a time" in text]
 

@@ -56,7 +56,7 @@ def run(directory, urls, act=lambda stop: None, jobs=4, at_least=1):
                 seen.append(event)
                 act(stop)
 
-        with Cache(directory, min_free=0, validate=note) as cache:
+        with Cache(directory, validate=note) as cache:
             report = prewarm(cache, urls, jobs=jobs, processes=2, on_event=on_event, stop=stop)
         assert helpers() == []
         outcomes = [str(result.outcome) for result in report.results]

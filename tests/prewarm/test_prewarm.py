@@ -23,7 +23,7 @@ from shardcache.prewarm.plan import same_version
 from shardcache.process import ProcessCache
 from shardcache.results import Finished, Planned, Started, Stopped
 from tests.support.fakes import Fault
-from tests.support.storetools import refusing, room, wait_until
+from tests.support.storetools import damage, refusing, room, wait_until
 from tests.support.tars import make_tar
 
 #: Bytes of a shard that `fill` makes.
@@ -177,8 +177,7 @@ def test_cached_shards_are_opened_only_in_doubt(make_cache, origin, listed, fill
     scribbled, replaced, changed, booted, _ = (cache.fetch(url) for url in urls[1:])
     (scribbled.path / "meta.json").write_text("{")
     cache.process.home.store.mark_replaced(replaced)
-    changed.data.chmod(0o600)
-    changed.data.write_bytes(bytes(changed.size))
+    damage(changed.data)
     for entry in (changed, booted):
         sidecar = replace(entry.metadata(), boot="the last boot")
         (entry.path / "meta.json").write_bytes(sidecar.encode())

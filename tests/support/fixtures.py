@@ -18,7 +18,7 @@ from shardcache.locks.mounts import node_namespace
 from shardcache.store.root import make_root
 from tests.support.fakes import FakeClock, MemoryOrigin
 from tests.support.proxy import Proxy
-from tests.support.webservers import Scripted, running
+from tests.support.webservers import Files, Scripted, running
 
 
 @pytest.fixture(scope="session")
@@ -38,6 +38,13 @@ def serve() -> Iterator[Callable[..., Scripted]]:
             return stack.enter_context(running(Scripted(respond, most)))
 
         yield start
+
+
+@pytest.fixture
+def files() -> Iterator[Scripted]:
+    """A web server of files."""
+    with running(Files()) as server:
+        yield server
 
 
 #: Folders that run only if named: the first needs extra packages, the second takes long.
@@ -102,12 +109,14 @@ def s3_environment(s3: S3Server, proxy: Proxy, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.fixture(autouse=True)
 def _own_configuration(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Hide the machine's configuration from the test."""
+    """Hide the machine's configuration, and put the cache into the directory of the test."""
     for name in list(os.environ):
         if name.startswith(("SHARDCACHE_", "AWS_", "WDS_", "SLURM_", "REQUESTS_", "CURL_", "SSL_")):
             monkeypatch.delenv(name)
     for name in ("COLUMNS", "LINES"):  # pseudo-terminals have their own size
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("SHARDCACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("SHARDCACHE_MIN_FREE", "0")
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "no-config"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user"))
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "no-aws-config"))
@@ -134,15 +143,11 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
 
 
 @pytest.fixture
-def make_cache(
-    tmp_path: Path, origin: MemoryOrigin, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Callable[..., Cache]]:
+def make_cache(origin: MemoryOrigin) -> Iterator[Callable[..., Cache]]:
     """Make caches that read ``s3://`` from the in-memory origin, in this process only."""
     made: list[Cache] = []
 
     def make(**options: object) -> Cache:
-        options.setdefault("dir", tmp_path / "cache")
-        options.setdefault("min_free", 0)
         cache = Cache(**options)
         made.append(cache)
         process = cache.process
@@ -156,11 +161,10 @@ def make_cache(
 
 
 @pytest.fixture
-def open_cache(tmp_path: Path) -> Iterator[Callable[..., Cache]]:
+def open_cache() -> Iterator[Callable[..., Cache]]:
     """Open caches, in one directory unless they name another."""
     with ExitStack() as stack:
-        given = {"dir": tmp_path / "cache", "min_free": 0}
-        yield lambda **options: stack.enter_context(Cache(**{**given, **options}))
+        yield lambda **options: stack.enter_context(Cache(**options))
 
 
 @pytest.fixture(autouse=True)

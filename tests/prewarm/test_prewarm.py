@@ -18,7 +18,6 @@ from shardcache.errors import (
     TransferError,
 )
 from shardcache.origins.base import ObjectInfo
-from shardcache.origins.listing import Listing
 from shardcache.prewarm.plan import same_version
 from shardcache.process import ProcessCache
 from shardcache.results import Finished, Planned, Started, Stopped
@@ -28,6 +27,7 @@ from tests.support.tars import make_tar
 
 #: Bytes of a shard that `fill` makes.
 SIZE = len(make_tar(0, 4))
+SIZES = "shardcache.origins.listing.Listing.sizes"
 
 
 def names(count, bucket="b"):
@@ -41,13 +41,13 @@ def listed(monkeypatch, origin):
     def sizes(self, shards):
         return {s.key: len(origin.objects[str(s)]) for s in shards if str(s) in origin.objects}
 
-    monkeypatch.setattr(Listing, "sizes", sizes)
+    monkeypatch.setattr(SIZES, sizes)
 
 
 @pytest.fixture
 def unlisted(monkeypatch):
     """Let listings state no sizes."""
-    monkeypatch.setattr(Listing, "sizes", lambda self, shards: {})
+    monkeypatch.setattr(SIZES, lambda self, shards: {})
 
 
 @pytest.fixture

@@ -110,7 +110,6 @@ def test_a_usage_error_is_one_sentence_and_changes_nothing(
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "file").write_text("# precious")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("GROUP_RANK", raising=False)
     monkeypatch.setitem(sys.modules, "ray", None)
     before = tree(tmp_path / "folder")
     code, out, err = run(*shlex.split(line))

@@ -196,8 +196,6 @@ def test_a_node_gets_the_shards_of_its_ranks_each_once(monkeypatch, share, nodes
     ],
 )
 def test_the_launcher_sets_the_share_of_a_node(monkeypatch, run, share, environ, expected):
-    for name in ("GROUP_RANK", "GROUP_WORLD_SIZE"):  # fixtures clear those of Slurm
-        monkeypatch.delenv(name, raising=False)
     for name, text in environ.items():
         monkeypatch.setenv(name, text)
     if isinstance(expected, str):

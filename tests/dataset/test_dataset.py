@@ -15,16 +15,9 @@ import torch
 import webdataset as wds
 from torch.utils.data import BatchSampler, DataLoader, Subset
 
-from shardcache import (
-    Cache,
-    ConfigError,
-    IntegrityError,
-    ShardBatchSampler,
-    ShardNotFoundError,
-    TarDataset,
-    TransferError,
-)
+from shardcache import Cache, ShardBatchSampler, TarDataset
 from shardcache.dataset import dataset as module
+from shardcache.errors import ConfigError, IntegrityError, ShardNotFoundError, TransferError
 from shardcache.layout import INDEX
 from tests.support.caches import warnings
 from tests.support.storetools import forked, no_descriptor_left, wait_until

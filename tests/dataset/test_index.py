@@ -12,15 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardcache import (
-    Cache,
-    ConfigError,
-    IntegrityError,
-    ShardCacheError,
-    ShardNotFoundError,
-    TarDataset,
-)
+from shardcache import Cache, TarDataset
 from shardcache.dataset import index as module
+from shardcache.errors import ConfigError, IntegrityError, ShardCacheError, ShardNotFoundError
 from shardcache.layout import INDEX
 from shardcache.wds import tar_samples
 from tests.support.storetools import wait_until

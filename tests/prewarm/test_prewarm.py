@@ -9,14 +9,8 @@ from functools import partial
 
 import pytest
 
-from shardcache.cache import Cache
-from shardcache.errors import (
-    AccessDeniedError,
-    CacheFullError,
-    ConfigError,
-    ShardNotFoundError,
-    TransferError,
-)
+from shardcache import AccessDeniedError, Cache, CacheFullError, ConfigError
+from shardcache.errors import ShardNotFoundError, TransferError
 from shardcache.origins.base import ObjectInfo
 from shardcache.prewarm.plan import same_version
 from shardcache.process import ProcessCache

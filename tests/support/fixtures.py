@@ -110,8 +110,9 @@ def s3_environment(s3: S3Server, proxy: Proxy, monkeypatch: pytest.MonkeyPatch) 
 @pytest.fixture(autouse=True)
 def _own_configuration(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Hide the machine's configuration, and put the cache into the directory of the test."""
+    foreign = ("SHARDCACHE_", "AWS_", "WDS_", "SLURM_", "GROUP_", "REQUESTS_", "CURL_", "SSL_")
     for name in list(os.environ):
-        if name.startswith(("SHARDCACHE_", "AWS_", "WDS_", "SLURM_", "REQUESTS_", "CURL_", "SSL_")):
+        if name.startswith(foreign):
             monkeypatch.delenv(name)
     for name in ("COLUMNS", "LINES"):  # pseudo-terminals have their own size
         monkeypatch.delenv(name, raising=False)

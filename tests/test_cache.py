@@ -19,7 +19,7 @@ from shardcache.prewarm import prewarm
 from shardcache.process import ProcessCache
 from tests.support.caches import read
 from tests.support.fakes import Fault
-from tests.support.storetools import BLOCK, forked, wait_until
+from tests.support.storetools import BLOCK, together, wait_until
 from tests.support.tars import make_tar
 
 URL, OTHER = "s3://lab/train-0000.tar", "s3://lab/train-0001.tar"
@@ -101,8 +101,7 @@ def test_a_session_belongs_to_one_process_and_ends_with_its_cache(make_cache):
         return set(Layout.of_root(cache.dir).sessions.glob("*.session"))
 
     before = sessions()
-    with forked(lambda parent: parent.say((read(cache, URL) == DATA, len(sessions())))) as child:
-        assert child.hear() == (True, 2)
+    assert together(1, lambda n: (read(cache, URL) == DATA, len(sessions()))) == [(True, 2)]
     assert before <= sessions()
     cache.close()
     assert not sessions() & before
@@ -126,8 +125,8 @@ def test_a_child_forked_during_a_download_holds_no_lock(make_cache, origin):
     thread.start()
     wait_until(lambda: origin.delivered >= BLOCK)
 
-    with forked(lambda parent: parent.say(paths_open_for_writing())) as child:
-        assert not re.search(r"/partial/|\.lock", " ".join(child.hear()))
+    (paths,) = together(1, lambda n: " ".join(paths_open_for_writing()))
+    assert not re.search(r"/partial/|\.lock", paths)
     gate.set()
     thread.join()
     assert URL in cache

@@ -18,7 +18,7 @@ import yaml
 from shardcache import config, default_cache, sync
 from shardcache.commands import PROGRAMS
 from shardcache.store.root import make_root
-from tests.support.storetools import crowd
+from tests.support.storetools import together
 from tests.support.trainingtools import NEEDS, PAGE, ROOT, DataSet, blocks, programs, run
 
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/*.md")]
@@ -48,15 +48,14 @@ with open("samples", "a") as file:
 RANKS = {"docs/sync.md": 3}
 
 
-def python(code, tmp_path, ranks):
-    def rank(parent, number):
+def python(code, ranks):
+    def rank(number):
         os.environ |= {"RANK": str(number), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(number)}
         names = {"__name__": "docs"}
         exec(compile(code, "docs", "exec"), names)  # noqa: S102 - our own
-        parent.say(len(list(names["loader"])) if "loader" in names else 24)
+        return len(list(names["loader"])) if "loader" in names else 24
 
-    with crowd(ranks, rank) as children:
-        assert [child.hear() for child in children] == [24] * ranks
+    assert together(ranks, rank) == [24] * ranks
 
 
 @pytest.mark.parametrize("page", [name for name, blocks in BLOCKS.items() if blocks])
@@ -86,7 +85,7 @@ def test_every_block_of_a_page_runs(page, s3, proxy, s3_environment, tmp_path, m
     for language, code in BLOCKS[page]:
         match language:
             case "python":
-                python(here(code), tmp_path, RANKS.get(page, 1))
+                python(here(code), RANKS.get(page, 1))
             case "sh":
                 run(["bash", "-euo", "pipefail", "-c", here(code)], cwd=tmp_path)
             case "toml":

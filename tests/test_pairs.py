@@ -9,7 +9,7 @@ import webdataset.tariterators  # noqa: F401 - so that not each job imports it
 from shardcache import Cache, TarDataset
 from tests.support.clitools import command
 from tests.support.disktools import disk, needs_root, remount
-from tests.support.storetools import BLOCK, age, damage, forked, room, wait_until
+from tests.support.storetools import BLOCK, age, damage, forked, room, together, wait_until
 from tests.support.tars import make_tar
 from tests.support.users import GROUP
 
@@ -66,15 +66,13 @@ class World:
     def job(self, number, use):
         """Run ``use(cache)`` as a job of one process."""
 
-        def work(parent):
+        def work(_):
             os.environ |= {"SHARDCACHE_JOB": f"job{number}", "SHARDCACHE_RANK": str(number)}
             with Cache(self.root, **self.options) as cache:
-                result = use(cache)
-            parent.say(result)
+                return use(cache)
 
         self.proxy.reset()
-        with forked(work) as child:
-            return child.hear()
+        return together(1, work)[0]
 
     def read(self, cache):
         """Read all shards but the late one; return how many are stored then."""

@@ -2,6 +2,7 @@
 
 import json
 import re
+from operator import itemgetter
 from pathlib import Path
 
 import pytest
@@ -162,25 +163,19 @@ def share(run, monkeypatch):
     return share
 
 
-def of_ranks(monkeypatch, ranks, world):
-    """Return the shards that WebDataset gives to these ranks, in the order of the list."""
-    found = []
-    for rank in ranks:
-        monkeypatch.setenv("RANK", str(rank))
-        monkeypatch.setenv("WORLD_SIZE", str(world))
-        found += enumerate(wds.split_by_node(iter(wds.shardlists.expand_urls(SHARED))))
-    return [url for _, url in sorted(found, key=lambda pair: pair[0])]
-
-
 @pytest.mark.parametrize(("nodes", "ranks"), [(1, 8), (3, 1), (3, 4), (40, 2)])
 def test_a_node_gets_the_shards_of_its_ranks_each_once(monkeypatch, share, nodes, ranks):
     everything = set()
+    monkeypatch.setenv("WORLD_SIZE", str(nodes * ranks))
     for node in range(nodes):
-        mine = range(node * ranks, (node + 1) * ranks)
-        wanted = of_ranks(monkeypatch, mine, nodes * ranks)
+        wanted = []
+        for rank in range(node * ranks, (node + 1) * ranks):
+            monkeypatch.setenv("RANK", str(rank))
+            wanted += enumerate(wds.split_by_node(iter(wds.shardlists.expand_urls(SHARED))))
+        wanted.sort(key=itemgetter(0))  # the order of the list
         number = "--node-rank", node, "--node-count", nodes
         shards = share(*number, "--ranks-per-node", ranks)
-        assert shards == list(dict.fromkeys(wanted))
+        assert shards == list(dict.fromkeys(url for _, url in wanted))
         everything.update(shards)
     assert len(everything) == 33
 

@@ -7,9 +7,7 @@ import sys
 import pytest
 
 from shardcache.cache import Cache
-from shardcache.config import Config
 from shardcache.space import budget
-from shardcache.store.root import make_root
 from shardcache.units import format_bytes
 from tests.support.shop import Shop
 from tests.support.storetools import room
@@ -49,8 +47,8 @@ def test_the_report_is_one_file_with_the_right_figures(run, shop, tmp_path):
 
 def test_the_report_of_an_empty_cache_escapes_names(run, tmp_path):
     root = tmp_path / "<b>cache"
-    make_root(Config(root))
     page = tmp_path / "report.html"
+    run("--dir", root, "pin", "s3://b/a.tar")  # creates the cache
     assert run("--dir", root, "report", "-o", page)[0] == 0
     assert "Nothing was counted" in page.read_text() and "<b>cache" not in page.read_text()
 

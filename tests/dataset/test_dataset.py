@@ -7,7 +7,6 @@ import os
 import pickle
 import time
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 
 import numpy as np
 import pytest
@@ -20,7 +19,7 @@ from shardcache.dataset import dataset as module
 from shardcache.errors import ConfigError, IntegrityError, ShardNotFoundError, TransferError
 from shardcache.layout import INDEX
 from tests.support.caches import warnings
-from tests.support.storetools import forked, no_descriptor_left, wait_until
+from tests.support.storetools import no_descriptor_left, refusing, together, wait_until
 from tests.support.tars import sample_tar, tar_of
 from tests.support.trainingtools import DataSet
 
@@ -173,13 +172,10 @@ def break_file(monkeypatch):
 
     def break_file(path):
         status = path.stat()
+        reads = {"when": lambda fd, *_: os.path.samestat(os.fstat(fd), status)}
         for name in ("pread", "preadv"):
-            monkeypatch.setattr(os, name, partial(failing, getattr(os, name), status))
-
-    def failing(read, status, fd, *arguments):
-        if os.path.samestat(os.fstat(fd), status):
-            raise OSError(errno.EIO, "broken")
-        return read(fd, *arguments)
+            failing = refusing(errno.EIO, real=getattr(os, name), **reads)
+            monkeypatch.setattr(os, name, failing)
 
     return break_file
 
@@ -345,6 +341,5 @@ def test_a_fork_waits_for_a_thread_that_reads_a_streamed_shard(
             found = pool.submit(lambda: data[300]["__key__"])
             wait_until(lambda: data._open[0]._lock.locked())
             pool.submit(lambda: (time.sleep(0.3), proxy.resume()))
-            with forked(lambda parent: parent.say(data[350]["__key__"])) as child:
-                assert child.hear() == shards.keys[350]
+            assert together(1, lambda n: data[350]["__key__"]) == shards.keys[350:351]
             assert found.result() == shards.keys[300]

@@ -19,7 +19,7 @@ from shardcache.layout import INDEX
 from shardcache.wds import tar_samples
 from tests.support.storetools import wait_until
 from tests.support.tars import make_tar, tar_of
-from tests.wds.test_tar_files import archive, damaged
+from tests.wds.test_tar_files import FORMATS, archive, damaged
 
 URL = "s3://lab/a.tar"
 
@@ -63,6 +63,20 @@ def test_samples_are_those_of_a_pipeline_or_an_error(place, seed):
         assert at_random(path, cache) == expected
     except ShardCacheError as exn:
         assert re.search("global header|compressed", str(exn))
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_samples_are_grouped_as_in_a_pipeline(place, form):
+    cache, path = place
+    names = (
+        "__meta__/x.txt", "dir/", "a/b.1.jpg", "a/b.1.CLS", "a/__b__.txt", "a/b.2.jpg", "noext",
+        "n" * 90 + "/" + "m" * 90 + ".jpg", "n" * 90 + "/" + "m" * 90 + ".cls", "__x__", "a/b.jpg",
+        "BZh91AY&SY.txt", "\u65e5" * 30 + ".x", "last.jpg",
+    )  # fmt: skip
+    path.write_bytes(tar_of([(name, name.encode() * n) for n, name in enumerate(names)], form))
+    expected = in_sequence(path)
+    assert len(expected) == 8
+    assert at_random(path, cache) == expected
 
 
 #: A member whose header only tarfile reads, and one with a plain header.

@@ -73,7 +73,7 @@ def command(*arguments, **environment):
             patch.setenv(name, value)
         with contextlib.redirect_stdout(text), contextlib.redirect_stderr(text):
             code = main([str(argument) for argument in arguments])
-    assert "Traceback" not in text.getvalue()
+    assert "Traceback" not in text.getvalue() or "-vv" in arguments
     return code, text.getvalue()
 
 

@@ -52,7 +52,7 @@ _EARLY = ("select_files", "rename_files")
 
 _NAMES = (
     "a.txt", "a.cls", "b.cls", "./b/c.cls", "dir/", "noext", "__", "__a", "a__", "x/__c__",
-    ".hidden", "__meta__", "__meta__/x.txt", "x" * 99 + ".a", "a/b.1.jpg", "a/b.1.CLS", "a/b.2.jpg",
+    ".hidden", "__meta__", "__meta__/x.txt", "x" * 99 + ".a",
     "p" * 60 + "/" + "n" * 90 + ".png", "l" * 140 + ".txt", "d" * 120 + "/" + "e" * 130 + ".bin",
     "n\u00e4me.txt", "\udcff\udcfe.bin", "a b=c\n1.txt", "\u65e5" * 60 + ".x", "BZh91AY&SY.txt",
 )  # fmt: skip
@@ -101,12 +101,6 @@ def _member(rng: random.Random, form: int) -> bytes:
     return head + data + bytes(-len(data) % BLOCK)
 
 
-def mended(header: bytes) -> bytes:
-    """Return the header with the right checksum."""
-    blank = header[:148] + b" " * 8 + header[156:512]
-    return header[:148] + b"%06o\0 " % sum(blank) + header[156:]
-
-
 #: Positions of number fields, type, names and prefix in a header.
 _FIELDS = (
     (0, 100), (100, 108), (108, 116), (116, 124), (124, 136), (136, 148), (156, 157),
@@ -152,7 +146,9 @@ def _set_field(rng: random.Random, data: bytearray) -> None:
     header = data[at : at + BLOCK].ljust(BLOCK, b"\0")
     start += rng.choice((0, 0, 0, max(0, stop - start - len(value))))
     header[start : start + len(value)] = value
-    data[at : at + BLOCK] = mended(bytes(header))
+    header[148:156] = b" " * 8
+    header[148:156] = b"%06o\0 " % sum(header)
+    data[at : at + BLOCK] = header
 
 
 def _record(rng: random.Random, data: bytearray) -> None:

@@ -8,9 +8,12 @@ noticed.
 from __future__ import annotations
 
 import hashlib
+import random
 import tarfile
 from dataclasses import dataclass
 from pathlib import Path
+
+from tests.support.tars import tar_of
 
 BUCKET = "bench"
 #: Prefix of directories on a RAM disk. It differs from the package's, whose leftovers tests remove.
@@ -76,3 +79,17 @@ def _write_archive(path: Path, key: str, size: int) -> None:
             block = start.to_bytes(8, "big") + noise[8:]
             file.write(block[: member.size - start])
         file.write(end)
+
+
+def sample_archive(
+    first: int, samples: int, size: int, *, files: int = 2, pax: bool = False
+) -> bytes:
+    """Return a shard whose ``.cls`` files hold numbers from ``first`` on, after a ``.bin`` of
+    ``size`` bytes. With ``pax``, it has the extended headers that ShardWriter writes.
+    """
+    noise, members = random.Random(first).randbytes(size + samples), []
+    for number in range(first, first + samples):
+        data = noise[number - first :][:size]
+        both = [(f"{number:08d}.bin", data), (f"{number:08d}.cls", b"%d" % number)]
+        members += both[:files]
+    return tar_of(members, tarfile.PAX_FORMAT, modified=1_700_000_000.5 if pax else 0)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import random
 import shutil
 import subprocess
 import sys
@@ -22,7 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 
-from benchmarks.buckets import BUCKET, PREFIX
+from benchmarks.buckets import BUCKET, PREFIX, sample_archive
 from benchmarks.epochwork import WAYS, work
 from benchmarks.peers import clean_environment, versions
 from benchmarks.results import (
@@ -40,7 +39,6 @@ from benchmarks.results import (
 )
 from benchmarks.servers.links import LINKS, Target, link
 from tests.support.storetools import Child, crowd
-from tests.support.tars import tar_of
 
 #: Bytes of a sample: those of an average JPEG of ImageNet.
 SAMPLE_BYTES = 100_000
@@ -68,9 +66,8 @@ def _write_shards(home: Path, count: int, samples: int) -> list[str]:
     (home / BUCKET).mkdir(parents=True)
     keys = [f"{number:05d}.tar" for number in range(count)]
     for number, key in enumerate(keys):
-        noise = random.Random(number).randbytes(SAMPLE_BYTES + samples)
-        members = [(f"{number:05d}-{n:05d}.bin", noise[n:][:SAMPLE_BYTES]) for n in range(samples)]
-        (home / BUCKET / key).write_bytes(tar_of(members))
+        shard = sample_archive(number * samples, samples, SAMPLE_BYTES, files=1)
+        (home / BUCKET / key).write_bytes(shard)
     return keys
 
 

@@ -24,7 +24,7 @@ from typing import Any
 import fsspec
 
 from benchmarks.peers import measure
-from benchmarks.results import Row, arguments_of, begun, drawing, save, say, table
+from benchmarks.results import Row, arguments_of, begun, drawing, resident_memory, save, say, table
 from shardcache import Cache
 from shardcache.config import Config
 from shardcache.space.memory import allocation
@@ -89,9 +89,7 @@ def _in_child(act: Callable[[], Row]) -> Row:
     """Return the result of ``act`` in a forked process, with its peak memory in MB as ``rss``."""
 
     def work(_: int) -> Row:
-        result = act()
-        peak = Path("/proc/self/status").read_text("ascii").partition("VmHWM:")[2].split()[0]
-        return {**result, "rss": int(peak) / 1000}
+        return {**act(), "rss": resident_memory("VmHWM") / 1e6}
 
     result: Row
     (result,) = together(1, work, seconds=_TIMEOUT)

@@ -169,6 +169,12 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
+def resident_memory(field: str) -> int:
+    """Return the resident memory of this process in bytes, now (VmRSS) or at most (VmHWM)."""
+    status = Path("/proc/self/status").read_text("ascii")
+    return int(status.partition(f"{field}:")[2].split()[0]) * 1024
+
+
 @contextlib.contextmanager
 def touched_pages(directory: Path, count: int) -> Iterator[None]:
     """Write ``count`` bytes, and remove them at the end of the block, to have memory ready.

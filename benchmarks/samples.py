@@ -17,7 +17,6 @@ import multiprocessing
 import os
 import random
 import resource
-import tarfile
 import tempfile
 import time
 import warnings
@@ -31,7 +30,7 @@ from typing import Any, NamedTuple
 
 import fsspec
 
-from benchmarks.buckets import PREFIX
+from benchmarks.buckets import PREFIX, sample_archive
 from benchmarks.results import (
     Figures,
     Row,
@@ -40,6 +39,7 @@ from benchmarks.results import (
     middle,
     picked,
     ratio,
+    resident_memory,
     rounds,
     save,
     say,
@@ -48,25 +48,12 @@ from benchmarks.results import (
 from shardcache import Cache, ShardBatchSampler, TarDataset
 from shardcache.dataset.index import OpenShard, write_index_file
 from shardcache.layout import INDEX
-from tests.support.tars import tar_of
 
 BATCH = 64
 #: Samples in the buffers of WebDataset and of Hugging Face datasets.
 _BUFFER = 1000
 _FRACTIONS = (0.1, 0.5, 0.9)
 _NOT_INSTALLED = "not installed"
-
-
-def _archive(first: int, samples: int, size: int, *, files: int = 2, pax: bool = False) -> bytes:
-    """Return a shard whose ``.cls`` files hold numbers from ``first`` on, after a ``.bin`` of
-    ``size`` bytes. With ``pax``, it has the extended headers that ShardWriter writes.
-    """
-    noise, members = random.Random(first).randbytes(size + samples), []
-    for number in range(first, first + samples):
-        data = noise[number - first :][:size]
-        both = [(f"{number:08d}.bin", data), (f"{number:08d}.cls", b"%d" % number)]
-        members += both[:files]
-    return tar_of(members, tarfile.PAX_FORMAT, modified=1_700_000_000.5 if pax else 0)
 
 
 def _cached(home: Path, name: str, shards: int, samples: int, size: int, **form: Any) -> Path:
@@ -79,7 +66,7 @@ def _cached(home: Path, name: str, shards: int, samples: int, size: int, **form:
     with Cache(home / "cache", min_free=0) as cache:
         for number in range(shards):
             url = f"memory://bench/{name}-{number:05d}.tar"
-            memory.pipe(url, _archive(number * samples, samples, size, **form))
+            memory.pipe(url, sample_archive(number * samples, samples, size, **form))
             (home / name / f"{number:05d}.tar").symlink_to(cache.fetch(url).data)
             memory.rm(url)
             counts[url] = samples
@@ -363,17 +350,11 @@ def _position(home: Path, shards: int, state: Any = None) -> Any:
         sampler = ShardBatchSampler(data, 64 * lanes, lanes=lanes, rank=31, world_size=64)
         if state is None:
             return sampler.state_dict(batch=len(sampler) // 2)
-        before, start = _memory("VmRSS"), time.perf_counter()
+        before, start = resident_memory("VmRSS"), time.perf_counter()
         sampler.load_state_dict(state)
         assert len(next(iter(sampler))) == 64
         seconds = time.perf_counter() - start
-        return {"seconds": seconds, "bytes": _memory("VmHWM") - before}
-
-
-def _memory(field: str) -> int:
-    """Return the resident memory of this process in bytes, now (VmRSS) or at most (VmHWM)."""
-    status = Path("/proc/self/status").read_text("ascii")
-    return int(status.partition(f"{field}:")[2].split()[0]) * 1024
+        return {"seconds": seconds, "bytes": resident_memory("VmHWM") - before}
 
 
 def _scale(home: Path, quick: bool, repeats: int) -> Row:

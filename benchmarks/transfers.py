@@ -21,20 +21,10 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
+from benchmarks import results
 from benchmarks.buckets import PREFIX, WORKLOADS, Workload, write_bucket
 from benchmarks.peers import PEERS, WARM, Peer, PeerError, run, versions
-from benchmarks.results import (
-    Row,
-    arguments_of,
-    begun,
-    in_turn,
-    picked,
-    save,
-    say,
-    section,
-    table,
-    touched_pages,
-)
+from benchmarks.results import Row
 from benchmarks.servers.links import TARGETS, Target, UnavailableError, target
 
 #: Limit of objects on the target whose responses have a delay. It is enough to see how many
@@ -57,21 +47,21 @@ def _measure(
         peer.name: {"peer": peer.name, "title": peer.title, "runs": []} for peer in peers
     }
     for number in range(repeats):
-        for peer in in_turn(peers, number):
+        for peer in results.in_turn(peers, number):
             row = rows[peer.name]
             if "failure" in row or _is_slow(row, rows.values()):
                 continue
-            with touched_pages(directory, workload.total):
+            with results.touched_pages(directory, workload.total):
                 pass
             objects = None if row["runs"] else directory / "objects"
             try:
                 row["runs"].append(run(peer, source, workload, directory / "files", objects))
             except PeerError as exn:
                 row["failure"] = str(exn)
-                say(f"  {peer.title}: {exn}")
+                results.say(f"  {peer.title}: {exn}")
             else:
                 rate = workload.total / row["runs"][-1]["seconds"] / 1e6
-                say(f"  {peer.title}: {rate:.0f} MB/s")
+                results.say(f"  {peer.title}: {rate:.0f} MB/s")
     return list(rows.values())
 
 
@@ -93,12 +83,12 @@ def _groups(
     try:
         with target(name, directory / "objects", directory) as running:
             for workload in workloads:
-                say(f"{workload.title}, {title}")
+                results.say(f"{workload.title}, {title}")
                 group: Row = {"target_title": title, "workload_title": workload.title}
                 group["rows"] = _measure(running, workload, peers, repeats, directory)
                 groups.append({**group, "bytes": workload.total})
     except UnavailableError as exn:
-        say(f"{title}: not run: {exn}")
+        results.say(f"{title}: not run: {exn}")
         return [{"target_title": title, "unavailable": str(exn)}]
     return groups
 
@@ -124,7 +114,7 @@ def report(facts: Row) -> str:
         if row["runs"] and row["runs"][0].get(_STARTS[0])
     ]
     heads = ["", "start-up s", "first object s"]
-    parts = [section("Start-up of the libraries, without TLS", heads, starts)]
+    parts = [results.section("Start-up of the libraries, without TLS", heads, starts)]
     for name in dict.fromkeys(group["target_title"] for group in facts["groups"]):
         groups = [group for group in facts["groups"] if group["target_title"] == name]
         text = f"Not run: {groups[0].get('unavailable')}"
@@ -134,7 +124,7 @@ def report(facts: Row) -> str:
                 [rows[0]["title"], *map(_cell, rows, [group["bytes"] for group in groups])]
                 for rows in peers
             ]
-            text = table(["", *(group["workload_title"] for group in groups)], lines)
+            text = results.table(["", *(group["workload_title"] for group in groups)], lines)
         parts.append(f"#### {name}, to RAM disk\n\n{text}")
     return "\n\n".join(parts)
 
@@ -170,17 +160,17 @@ def summary(facts: Row) -> list[str]:
 
 def main() -> None:
     """Run the benchmark."""
-    arguments = arguments_of(__doc__, repeats=5)
-    names, targets, peers = picked(arguments.only, WORKLOADS, TARGETS, PEERS)
+    arguments = results.arguments_of(__doc__, repeats=5)
+    names, targets, peers = results.picked(arguments.only, WORKLOADS, TARGETS, PEERS)
     workloads = [WORKLOADS[name][arguments.quick] for name in names]
     with tempfile.TemporaryDirectory(prefix=PREFIX, dir=arguments.ram) as ram:
         directory = Path(ram)
-        facts = begun(arguments, ram=directory) | {"versions": versions(), "groups": []}
+        facts = results.begun(arguments, ram=directory) | {"versions": versions(), "groups": []}
         write_bucket(directory / "objects", [*workloads, WARM])
         for name in targets:
             chosen = [PEERS[peer] for peer in peers]
             facts["groups"] += _groups(name, workloads, chosen, arguments.repeats, directory)
-            save(arguments.json, facts)
+            results.save(arguments.json, facts)
     print(report(facts))
 
 

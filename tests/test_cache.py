@@ -5,6 +5,7 @@ import fcntl
 import inspect
 import os
 import pydoc
+import re
 import socket
 import threading
 from pathlib import Path
@@ -16,8 +17,9 @@ from shardcache.cache import PrewarmOptions
 from shardcache.layout import Layout
 from shardcache.prewarm import prewarm
 from shardcache.process import ProcessCache
+from tests.support.caches import read
 from tests.support.fakes import Fault
-from tests.support.storetools import BLOCK, forked, wait_until
+from tests.support.storetools import BLOCK, together, wait_until
 from tests.support.tars import make_tar
 
 URL, OTHER = "s3://lab/train-0000.tar", "s3://lab/train-0001.tar"
@@ -27,11 +29,6 @@ DATA = make_tar(1, members=3, size=BLOCK)
 @pytest.fixture(autouse=True)
 def _objects(origin):
     origin.objects |= {URL: DATA, OTHER: make_tar(2, members=3, size=BLOCK)}
-
-
-def read(cache, url=URL):
-    with cache.open(url) as stream:
-        return stream.read()
 
 
 def test_path_downloads_nothing_and_streams_are_named_by_it(make_cache, origin):
@@ -98,18 +95,17 @@ def test_a_pin_keeps_the_path(make_cache, monkeypatch):
 
 def test_a_session_belongs_to_one_process_and_ends_with_its_cache(make_cache):
     cache = make_cache()
-    read(cache)
+    read(cache, URL)
 
     def sessions():
         return set(Layout.of_root(cache.dir).sessions.glob("*.session"))
 
     before = sessions()
-    with forked(lambda parent: parent.say((read(cache) == DATA, len(sessions())))) as child:
-        assert child.hear() == (True, 2)
+    assert together(1, lambda n: (read(cache, URL) == DATA, len(sessions()))) == [(True, 2)]
     assert before <= sessions()
     cache.close()
     assert not sessions() & before
-    assert read(cache) == DATA
+    assert read(cache, URL) == DATA
 
 
 def paths_open_for_writing():
@@ -125,16 +121,12 @@ def paths_open_for_writing():
 def test_a_child_forked_during_a_download_holds_no_lock(make_cache, origin):
     cache, gate = make_cache(connections=1), threading.Event()
     origin.faults.append(Fault(after=BLOCK, wait=gate))
-    thread = threading.Thread(target=read, args=(cache,))
+    thread = threading.Thread(target=read, args=(cache, URL))
     thread.start()
     wait_until(lambda: origin.delivered >= BLOCK)
 
-    def look(parent):
-        ours = [path for path in paths_open_for_writing() if path.startswith(str(cache.dir))]
-        parent.say([path for path in ours if "/partial/" in path or ".lock" in path])
-
-    with forked(look) as child:
-        assert child.hear() == []
+    (paths,) = together(1, lambda n: " ".join(paths_open_for_writing()))
+    assert not re.search(r"/partial/|\.lock", paths)
     gate.set()
     thread.join()
     assert URL in cache
@@ -146,7 +138,9 @@ def test_type_checkers_know_the_options_of_a_prewarm():
     assert list(PrewarmOptions.__annotations__) == named
 
 
-def test_the_defaults_of_a_cache(tmp_path, caplog):
+def test_the_defaults_of_a_cache(tmp_path, caplog, monkeypatch):
+    for name in ("SHARDCACHE_DIR", "SHARDCACHE_MIN_FREE"):
+        monkeypatch.delenv(name)
     caplog.set_level("INFO", "shardcache")
     config = Cache().config
     assert config.dir == tmp_path / "user" / "shardcache"

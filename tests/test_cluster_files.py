@@ -12,7 +12,6 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from shardcache.stats.summary import GAUGES, exposition, stats_of
 from tests.support.trainingtools import EXAMPLES
 
 PROGRAM, DIRECTORY = "/opt/venv/bin/shardcache", "/local/nvme/shards"
@@ -149,10 +148,11 @@ def test_kubernetes_prewarms_before_the_job_trains(spy, tmp_path, code):
     assert called(tmp_path) == [["prewarm", "--best-effort", "--deadline", "30m", SPEC]]
 
 
-def test_the_dashboard_and_the_alerts_use_metrics_that_exist():
+def test_the_dashboard_and_the_alerts_use_metrics_that_exist(run):
     checked("promtool", "check", "rules", EXAMPLES / "alerts.yaml")
-    known = exposition(stats_of({}), "/shards", {name: [("/shards", 1)] for name in GAUGES})
-    metrics = set(re.findall(r"^(shardcache_\w+)\{", known, re.MULTILINE))
+    run("pin", "s3://b/a.tar")  # creates the cache
+    known = run("stats", "--format", "prometheus")[1]
+    metrics = set(re.findall(r"^(?:# TYPE )?(shardcache_\w+)[{ ]", known, re.MULTILINE))
     rules = yaml.safe_load((EXAMPLES / "alerts.yaml").read_text())
     panels = json.loads((EXAMPLES / "grafana.json").read_text())["panels"]
     used = [rule["expr"] for group in rules["groups"] for rule in group["rules"]]

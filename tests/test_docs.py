@@ -18,7 +18,7 @@ import yaml
 from shardcache import config, default_cache, sync
 from shardcache.pipe_commands import PROGRAMS
 from shardcache.store.root import make_root
-from tests.support.storetools import crowd
+from tests.support.storetools import together
 from tests.support.trainingtools import NEEDS, PAGE, ROOT, DataSet, blocks, programs, run
 
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/*.md")]
@@ -48,20 +48,14 @@ with open("samples", "a") as file:
 RANKS = {"docs/sync.md": 3}
 
 
-def python(code, tmp_path, ranks):
-    def rank(parent, number):
+def python(code, ranks):
+    def rank(number):
         os.environ |= {"RANK": str(number), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(number)}
         names = {"__name__": "docs"}
         exec(compile(code, "docs", "exec"), names)  # noqa: S102 - our own
-        parent.say(len(list(names["loader"])) if "loader" in names else 24)
+        return len(list(names["loader"])) if "loader" in names else 24
 
-    with crowd(ranks, rank) as children:
-        assert [child.hear() for child in children] == [24] * ranks
-
-
-def toml(text, tmp_path):
-    (path := tmp_path / "shardcache.toml").write_text(text)
-    config.load(environ={"SHARDCACHE_DIR": str(tmp_path)}, files=[path])
+    assert together(ranks, rank) == [24] * ranks
 
 
 @pytest.mark.parametrize("page", [name for name, blocks in BLOCKS.items() if blocks])
@@ -84,7 +78,6 @@ def test_every_block_of_a_page_runs(page, s3, proxy, s3_environment, tmp_path, m
     for name, value in {
         "PATH": programs(tmp_path / "bin", **STUBS),
         "SHARDCACHE_JOB": tmp_path.name,
-        "SHARDCACHE_MIN_FREE": "0",
         "SHARDCACHE_SYNC_DIR": str(tmp_path / "meet"),
         **SLURM,
     }.items():
@@ -92,11 +85,12 @@ def test_every_block_of_a_page_runs(page, s3, proxy, s3_environment, tmp_path, m
     for language, code in BLOCKS[page]:
         match language:
             case "python":
-                python(here(code), tmp_path, RANKS.get(page, 1))
+                python(here(code), RANKS.get(page, 1))
             case "sh":
                 run(["bash", "-euo", "pipefail", "-c", here(code)], cwd=tmp_path)
             case "toml":
-                toml(code, tmp_path)
+                (file := tmp_path / "shardcache.toml").write_text(code)
+                config.load(files=[file])
             case "yaml":
                 assert yaml.safe_load(code)
             case "json":
@@ -108,13 +102,9 @@ def test_every_block_of_a_page_runs(page, s3, proxy, s3_environment, tmp_path, m
 
 @pytest.mark.usefixtures("s3_environment")
 @pytest.mark.parametrize("block", [b for b in blocks() if not NEEDS[b.section]], ids=str)
-def test_a_block_prints_its_output_and_downloads_each_shard_once(
-    block, s3, proxy, tmp_path, monkeypatch
-):
+def test_a_block_prints_its_output_and_downloads_each_shard_once(block, s3, proxy, tmp_path):
     s3.create_bucket("bucket")
     data, out = DataSet(s3, "bucket", proxy), io.StringIO()
-    monkeypatch.setenv("SHARDCACHE_DIR", str(tmp_path / "shards"))
-    monkeypatch.setenv("SHARDCACHE_MIN_FREE", "0")
     default_cache.cache_clear()
     with warnings.catch_warnings(), contextlib.redirect_stdout(out):
         warnings.simplefilter("ignore")  # torch warns of forks

@@ -41,10 +41,9 @@ def test_a_script_prewarms_and_trains(name, s3, bucket, s3_environment, proxy, t
     data = DataSet(s3, bucket, proxy, SHARDS, MEMBERS)
     stubs, variables, ranks, workers, hits, expected = RUNS[name]
     listed, path = tmp_path / "listed", programs(tmp_path / "bin", **stubs)
-    variables = {"RANKS": str(ranks), "SHARDCACHE_DIR": str(tmp_path / "cache"), **variables}
-    variables["SHARDCACHE_MIN_FREE"] = "0"
+    variables = {"PATH": path, "RANKS": str(ranks), **variables}
     options = ["--workers", str(workers), "--list", str(listed)]
-    done = run(["bash", str(EXAMPLES / name), data.spec, *options], PATH=path, **variables)
+    done = run(["bash", str(EXAMPLES / name), data.spec, *options], **variables)
     seen = done.stderr.splitlines()
     assert [line for line in seen if line.startswith(("srun: ", "prewarming "))] == expected
     assert "same order" not in done.stderr
@@ -54,7 +53,7 @@ def test_a_script_prewarms_and_trains(name, s3, bucket, s3_environment, proxy, t
     for epoch in "12":
         assert data.complete(key for found, key in lines if found == epoch)
     assert data.once()
-    with Cache(tmp_path / "cache") as cache:
+    with Cache() as cache:
         assert cache.stats().hits == hits
         assert ranks == 1 or {0, 1} <= {each.rank for each in cache.samples() if each.counters}
 
@@ -85,7 +84,7 @@ def test_training_resumes_an_epoch_exactly(mixed, s3, bucket, s3_environment, pr
         ]
         if options:
             options = {"kill_when": saved.exists}
-        done = run_ranks(ranks, [*command, *places], SHARDCACHE_MIN_FREE="0", **options)
+        done = run_ranks(ranks, [*command, *places], **options)
         batches = defaultdict(set)
         for epoch, number, key in map(str.split, listed.read_text().splitlines()):
             batches[epoch, number].add(key)

@@ -17,9 +17,9 @@ from tests.support.fakes import Fault
 from tests.support.shop import Shop
 from tests.support.storetools import PATIENCE, forked, room, together
 from tests.support.tars import make_tar
+from tests.support.trainingtools import ROOT
 
-HERE = Path(__file__).resolve().parent.parent
-PAGE = (HERE / "docs" / "observing.md").read_text()
+PAGE = (ROOT / "docs" / "observing.md").read_text()
 URL = "s3://lab/a.tar"
 DATA = make_tar(1)
 #: Attributes of every record.
@@ -36,21 +36,13 @@ def fields(record):
     return {name: value for name, value in vars(record).items() if name not in _PLAIN}
 
 
-def documented(event):
-    """Return the documented fields and levels of an event."""
-    for row in PAGE.splitlines():
-        cells = [cell.strip() for cell in row.strip("|").split("|")]
-        if len(cells) == 3 and f"`{event}`" in cells[0]:
-            plain = re.sub(r"\(.*?\)", "", cells[2])
-            return set(re.findall(r"`(\w+)`", plain)), re.findall(r"[A-Z]+", cells[1])
-    raise AssertionError(f"{event} is not documented")
-
-
 def only(log, event):
+    """Return the only record of an event, which has the level and the fields of the page."""
     (found,) = (one for one in log.records if getattr(one, "event", None) == event)
-    names, levels = documented(event)
+    row, *_ = re.findall(rf"^\|[^|]*`{event}`[^|]*\|([^|]*)\|([^|]*)\|$", PAGE, re.MULTILINE)
+    assert found.levelname in re.findall(r"[A-Z]+", row[0])
+    names = re.findall(r"`(\w+)`", re.sub(r"\(.*?\)", "", row[1]))
     assert set(fields(found)) == {"event", *names}
-    assert found.levelname in levels
     return found
 
 
@@ -96,7 +88,7 @@ def test_log_records_of_a_retry_a_stream_and_an_eviction(make_cache, origin, log
 def test_a_job_warns_once_that_shards_find_no_room(tmp_path, log, ranks):
     """Workers are forked with the cache; ranks make their own."""
     shop = Shop(tmp_path, 4)
-    options = {"dir": shop.path, "cache_local": True, "min_free": 0, "max_size": shop.room(1)}
+    options = {"dir": shop.path, "cache_local": True, "max_size": shop.room(1)}
     meeting = multiprocessing.Barrier(3)
 
     def work(number):
@@ -160,7 +152,7 @@ def test_a_directory_that_cannot_be_used_is_one_error_of_the_job(
     root = Path("/proc/cache") if make is None else root
     root.parent.parent.mkdir(exist_ok=True)
     (make or id)(root)
-    with Cache(root, cache_local=True, min_free=0) as cache:
+    with Cache(root, cache_local=True) as cache:
         assert read(cache, shop.urls[0])
         with multiprocessing.get_context(method).Pool(2) as pool:
             assert pool.starmap(alarms_of, [(cache, shop.urls)] * 4) == [[]] * 4
@@ -182,7 +174,7 @@ def test_a_directory_that_cannot_be_used_is_one_error_of_the_job(
 def test_a_directory_is_used_once_it_can_be(tmp_path, log, clock):
     shop, root = Shop(tmp_path, 1), tmp_path / "root"
     occupied(root)
-    with Cache(root, cache_local=True, min_free=0) as cache:
+    with Cache(root, cache_local=True) as cache:
         read(cache, shop.urls[0])
         (root / "model.ckpt").unlink()
         clock.sleep(60)
@@ -192,7 +184,7 @@ def test_a_directory_is_used_once_it_can_be(tmp_path, log, clock):
 
 def test_a_killed_job_leaves_no_note(tmp_path):
     shop = Shop(tmp_path, 2)
-    options = {"cache_local": True, "min_free": 0, "max_size": shop.room(1)}
+    options = {"cache_local": True, "max_size": shop.room(1)}
 
     def work(parent):
         with Cache(shop.path, **options) as cache:

@@ -9,7 +9,7 @@ import webdataset.tariterators  # noqa: F401 - so that not each job imports it
 from shardcache import Cache, TarDataset
 from tests.support.clitools import command
 from tests.support.disktools import disk, needs_root, remount
-from tests.support.storetools import BLOCK, age, forked, room, wait_until
+from tests.support.storetools import BLOCK, age, damage, forked, room, together, wait_until
 from tests.support.tars import make_tar
 from tests.support.users import GROUP
 
@@ -66,15 +66,13 @@ class World:
     def job(self, number, use):
         """Run ``use(cache)`` as a job of one process."""
 
-        def work(parent):
+        def work(_):
             os.environ |= {"SHARDCACHE_JOB": f"job{number}", "SHARDCACHE_RANK": str(number)}
-            with Cache(self.root, min_free=0, **self.options) as cache:
-                result = use(cache)
-            parent.say(result)
+            with Cache(self.root, **self.options) as cache:
+                return use(cache)
 
         self.proxy.reset()
-        with forked(work) as child:
-            return child.hear()
+        return together(1, work)[0]
 
     def read(self, cache):
         """Read all shards but the late one; return how many are stored then."""
@@ -142,10 +140,7 @@ def damage_and_repair(world):
     victim = world.files()[0]
     links = [path for path in world.files() if path.samefile(victim)]
     assert len(links) == (1 if world.has("node") else 2)
-    victim.chmod(0o600)
-    with victim.open("r+b") as file:
-        file.seek(700)
-        file.write(b"damage")
+    damage(victim)
     world.cli("verify", "--repair", code=4)
     assert not any(path.exists() for path in links)
     world.wait_an_hour()
@@ -156,7 +151,7 @@ def damage_and_repair(world):
 def kill_and_resume(world):
     def begin(parent):
         os.environ |= {"SHARDCACHE_JOB": "job0", "SHARDCACHE_RANK": "0"}
-        Cache(world.root, min_free=0, **world.options).open(world.urls[3]).read()
+        Cache(world.root, **world.options).open(world.urls[3]).read()
 
     world.wait_an_hour()
     world.proxy.reset()

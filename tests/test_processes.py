@@ -48,7 +48,7 @@ def written(root):
 
 def reader(parent, root, url, **options):
     """Read a shard when the parent sends a message."""
-    with Cache(root, min_free=0, **options) as cache:
+    with Cache(root, **options) as cache:
         parent.hear()
         with cache.open(url) as stream:
             parent.say([stream.read() == SHARD, os.path.exists(stream.name)])
@@ -63,7 +63,7 @@ def test_eight_processes_and_four_cold_shards_cost_four_object_fetches(s3, bucke
     proxy.reset()
 
     def read_all(number):
-        with Cache(root, min_free=0) as cache:
+        with Cache(root) as cache:
             return [cache.open(f"s3://{path}").read() for path in shards] == [*shards.values()]
 
     assert all(together(8, read_all))
@@ -100,7 +100,7 @@ def test_others_resume_the_download_of_a_killed_process(url, proxy, root):
 def test_a_hanging_process_counts_its_bytes(url, proxy, root, max_size, requests):
     proxy.pause(2 * BLOCK)  # in each part, or in the stream
     other = functools.partial(reader, max_size=max_size)
-    with forked(other, root, url) as child, Cache(root, min_free=0) as cache:
+    with forked(other, root, url) as child, Cache(root) as cache:
         child.tell()
         wait_until(lambda: requests * 2 * BLOCK <= proxy.received() == cache.stats().bytes_origin)
         if requests == 2:
@@ -129,7 +129,7 @@ CONTAINER = ("unshare", "--pid", "--fork", "--mount-proc", "--kill-child")
 READER = """
 import hashlib, os, sys
 from shardcache import Cache
-with Cache(sys.argv[1], min_free=0) as cache:
+with Cache(sys.argv[1]) as cache:
     print(os.getpid(), os.uname().nodename, flush=True)
     input()
     with cache.open(sys.argv[2]) as stream:

@@ -3,7 +3,6 @@
 import base64
 import contextlib
 import functools
-import io
 import logging
 import pickle
 import traceback
@@ -14,9 +13,9 @@ import fsspec
 import pytest
 
 from shardcache import Cache, ConfigError, ShardCacheError
-from shardcache.cli.main import main
 from shardcache.config import Loaded, describe, load
 from shardcache.wds import url_opener
+from tests.support.clitools import command
 from tests.support.tars import make_tar
 from tests.support.webservers import answer, part_of
 
@@ -32,7 +31,7 @@ class Watch:
         self.seen, self.errors, self.failures = [], [], 0
 
     def cache(self, **options):
-        return Cache(self.root, min_free=0, attempts=1, patience=0, **options)
+        return Cache(self.root, attempts=1, patience=0, **options)
 
     def read(self, cache, url):
         """Read a shard in three ways; collects results and errors."""
@@ -75,10 +74,8 @@ class Watch:
 
     def command(self, *arguments):
         """Run the command line, and collect its output; returns the exit code."""
-        text = io.StringIO()
-        with contextlib.redirect_stdout(text), contextlib.redirect_stderr(text):
-            code = main(["--dir", str(self.root), *arguments])
-        self.seen.append(text.getvalue())
+        code, text = command("--dir", self.root, *arguments)
+        self.seen.append(text)
         return code
 
     def assert_clean(self):

@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardcache import units
-from shardcache.download.connections import parse_rate
 from shardcache.errors import ConfigError
 from shardcache.units import Limit
 
@@ -84,7 +83,6 @@ def test_a_number_without_a_unit_is_refused():
     for parse, advice in (
         (units.parse_bytes, "14GB"),
         (units.parse_limit, "14GB"),
-        (parse_rate, "14MB"),
         (units.parse_age, "14s, 14m, 14h or 14d"),
     ):
         with pytest.raises(ConfigError, match=f"^14 has no unit. Write {advice}.$"):

@@ -11,10 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardcache.config import Config
+from shardcache.cache import Cache
 from shardcache.errors import ConfigError
 from shardcache.layout import META
-from shardcache.origins.aws import url_parser
 from shardcache.urls import SIDE_FILES, parse_url, redact, server_of
 
 CANARY = "cAnArY0123456789"
@@ -360,7 +359,7 @@ def test_redact_keeps_other_text(text, shown):
     ],
 )
 def test_only_spawned_children_get_credentials_in_a_pickle(url, basename, monkeypatch):
-    shard = url_parser(Config("/cache", allow_schemes=["pipe"]))(url)
+    shard = Cache(allow_schemes=["pipe"]).parse(url)
     assert deepcopy([shard]) == [shard]
     data = pickle.dumps([shard])
     assert shard.basename == basename

@@ -212,17 +212,13 @@ def _certificate(home: Path) -> Path:
 
     It is not self-signed, because some clients look for an authority in the chain.
     """
-    authority, authority_key = home / "authority.pem", home / "authority.key"
-    server, key, request = home / "server.pem", home / "server.key", home / "server.csr"
-    names = home / "names.ext"
-    names.write_text("subjectAltName=IP:127.0.0.1,DNS:localhost\n", "utf-8")
-    new = ["req", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-keyout"]
-    issuer = ["-CA", str(authority), "-CAkey", str(authority_key), "-CAcreateserial"]
-    days = ["-days", "2", "-out"]
-    for command in (
-        [*new, str(authority_key), "-x509", "-subj", "/CN=benchmark", *days, str(authority)],
-        [*new, str(key), "-subj", "/CN=127.0.0.1", "-out", str(request)],
-        ["x509", "-req", "-in", str(request), *issuer, "-extfile", str(names), *days, str(server)],
+    new = "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2"
+    names = "-addext subjectAltName=IP:127.0.0.1,DNS:localhost -addext basicConstraints=CA:FALSE"
+    for options in (
+        "-subj /CN=benchmark -keyout authority.key -out authority.pem",
+        f"-subj /CN=127.0.0.1 {names} -keyout server.key -out server.pem "
+        "-CA authority.pem -CAkey authority.key",
     ):
-        subprocess.run(["openssl", *command], check=True, capture_output=True)
-    return authority
+        command = ["openssl", *new.split(), *options.split()]
+        subprocess.run(command, cwd=home, check=True, capture_output=True)
+    return home / "authority.pem"

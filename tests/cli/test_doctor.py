@@ -43,7 +43,7 @@ def test_doctor_changes_nothing(run, ask, tmp_path):
     assert (code, err) == (0, "") and not (tmp_path / "cache").exists()
     assert out.startswith(f"ok    {tmp_path / 'cache'}  writable, will be created\n")
     assert re.fullmatch(r"0 failed, \d warnings?", out.splitlines()[-1])
-    with Cache(min_free=0) as cache:
+    with Cache() as cache:
         cache.pin("s3://lab/a.tar")
     before = tree(tmp_path)
     code, rows = ask()
@@ -103,7 +103,7 @@ def test_a_dead_mount_fails_without_a_hang(ask, tmp_path, monkeypatch):
 def test_impossible_limits_are_named(ask, tmp_path, monkeypatch):
     shop = Shop(tmp_path, 6)
     with disk(tmp_path / "disk", "size=10m") as path:
-        with Cache(path / "cache", cache_local=True, min_free=0) as cache:
+        with Cache(path / "cache", cache_local=True) as cache:
             for url in shop.urls:
                 cache.fetch(url)
 

@@ -110,7 +110,7 @@ def test_clean_removes_what_is_over_the_limit(run, warm, data, tmp_path):
 
 def test_commands_use_the_limits_of_the_last_job(run, warm, data, tmp_path):
     limit = room(tmp_path, *map(len, data.values())) - 1
-    config = Config(tmp_path / "cache", min_free=0)
+    config = Config(tmp_path / "cache")
     last = config.replace(max_size=limit, policy="lru", max_age="14d")
     with Cache.from_config(last, started=2000.0) as job:
         job.fetch(warm[0])
@@ -232,7 +232,7 @@ def test_shards_of_another_endpoint_are_named_by_patterns(run, warm, proxy, monk
 
 
 def test_methods_take_patterns(run, warm, bucket, tmp_path):
-    with Cache(tmp_path / "cache", min_free=0) as cache:
+    with Cache(tmp_path / "cache") as cache:
         with pytest.raises(ConfigError, match="stands for 4 shards"), cache.pinned("train-*.tar"):
             pass
         with cache.pinned(f"s3://{bucket}/train-*1.tar") as path:
@@ -242,7 +242,7 @@ def test_methods_take_patterns(run, warm, bucket, tmp_path):
 
 
 def test_a_command_does_not_replace_the_limits_of_a_job(run, spec, tmp_path):
-    with Cache(tmp_path / "cache", max_size="1GB", min_free=0) as cache:
+    with Cache(tmp_path / "cache", max_size="1GB") as cache:
         cache.fetch(spec.replace("{0000..0003}", "0000"))
     assert run("prewarm", "--max-size", "900MB", spec)[0] == 0
     assert "Limits of the last job: max_size 1GB" in run("clean", "-n")[2]

@@ -1,4 +1,4 @@
-"""The frame of the command line: options, help, exit codes, errors, signals."""
+"""The frame of the command line: options, help, exit codes, errors and their advice, signals."""
 
 import contextlib
 import json
@@ -18,7 +18,8 @@ from shardcache.units import format_bytes
 from tests.support.clitools import Command
 from tests.support.disktools import disk, needs_root
 from tests.support.proxy import Answer, Fault, Rule
-from tests.support.storetools import PATIENCE, tree, wait_until
+from tests.support.storetools import PATIENCE, damage, tree, wait_until
+from tests.support.tars import make_tar
 
 
 def test_version_and_help(run):
@@ -53,13 +54,13 @@ def test_every_command_has_help_with_examples_that_parse(run, command, tmp_path,
     ("line", "message"),
     [
         ("lss", "Did you mean ls?"),
+        ("path --fetch ss3://b/a.tar", "Did you mean s3://?"),
         ("prewarm b/a.tar", "If it is an object, write s3://b/a.tar"),
         ("stats --format tsv", "tsv"),
         ("prewarm --max-size 0 s3://b/a", "'0' is not above 0"),
         ("prewarm --max-size 800 s3://b/a", "800 has no unit. Write 800GB."),
         ("pin --for '12 parsecs' s3://b/a", "--for"),
         ("pin --for 3 s3://b/a", "3 has no unit. Write 3s, 3m, 3h or 3d."),
-        ("stats --since 1.5", "1.5 has no unit"),
         ("prewarm --limit-rate 10 s3://b/a", "10 has no unit. Write 10MB."),
         ("pin \"'s3://b/a.tar'\"", "'s3://b/a.tar' begins with a quote."),
         ("pin '~/a.tar'", "~/a.tar: no shell has expanded the ~."),
@@ -76,7 +77,6 @@ def test_every_command_has_help_with_examples_that_parse(run, command, tmp_path,
         ("doctor --url s3://b/{0,1}.tar", "takes the URL of one shard"),
         ("index s3://b/a.tar -o -", "- is not the name of a file"),
         ("index -o x.json", "No shards given"),
-        ("index s3://a/b.tar", "'-o' / '--output'"),
         ("index s3://a/b.tar -o x --check", "omit SPEC"),
         ("run --env --json", "omit --json"),
         ("run", "Give a program"),
@@ -110,7 +110,6 @@ def test_a_usage_error_is_one_sentence_and_changes_nothing(
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "file").write_text("# precious")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("GROUP_RANK", raising=False)
     monkeypatch.setitem(sys.modules, "ray", None)
     before = tree(tmp_path / "folder")
     code, out, err = run(*shlex.split(line))
@@ -120,23 +119,12 @@ def test_a_usage_error_is_one_sentence_and_changes_nothing(
     assert tree(tmp_path / "folder") == before and not (tmp_path / "cache").exists()
 
 
-def damage(cache, url):
-    path = cache.entry(url).data
-    path.chmod(0o600)
-    path.write_bytes(b"x" * path.stat().st_size)
-
-
 #: Command line -> exit code; ``{0}`` to ``{3}`` are cached, and ``{3}`` is damaged.
 ENDS = {
     "prewarm {0}": ExitCode.DONE,
-    "path {0}": ExitCode.DONE,
-    "stats": ExitCode.DONE,
     "prewarm s3://{bucket}/nothing-*.tar": ExitCode.FAILED,
     "path s3://{bucket}/absent.tar": ExitCode.FAILED,
-    "rm -y s3://{bucket}/absent.tar": ExitCode.FAILED,
-    "unpin {0}": ExitCode.FAILED,
     "prewarm {0} s3://{bucket}/absent.tar": ExitCode.SOME_FAILED,
-    "prewarm --check s3://{bucket}/absent.tar": ExitCode.DAMAGED,
     "clean --all": ExitCode.USAGE,
     "verify": ExitCode.DAMAGED,
     "prewarm s3://{bucket}/large.tar": ExitCode.FULL,
@@ -144,8 +132,6 @@ ENDS = {
     "report -o /dev/full": ExitCode.FULL,
     "report -o /nowhere/x": ExitCode.FAILED,
     "index {0} -o /nowhere/x": ExitCode.FAILED,
-    "ls nosuch": ExitCode.FAILED,
-    "rm -y {0}": ExitCode.BUSY,
     "clean --no-wait": ExitCode.BUSY,
 }
 
@@ -153,8 +139,8 @@ ENDS = {
 def test_exit_codes_and_error_messages(run, warm, bucket, s3, tmp_path, monkeypatch):
     monkeypatch.setenv("SHARDCACHE_ATTEMPTS", "1")
     with contextlib.ExitStack() as stack:
-        cache = stack.enter_context(Cache(tmp_path / "cache", min_free=0))
-        damage(cache, warm[3])
+        cache = stack.enter_context(Cache(tmp_path / "cache"))
+        damage(cache.entry(warm[3]).data)
         s3.put(bucket, "large.tar", cache.entry(warm[0]).data.read_bytes())
         stack.enter_context(cache.open(warm[0]))
         stack.enter_context(cache.process.home.space.sole_cleaner(wait=True))
@@ -225,9 +211,8 @@ def written(run):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_the_first_signal_leaves_partials_that_are_resumed(slow, proxy, run, tmp_path, number):
-    directory = tmp_path / "cache"
-    with Command("prewarm", slow, "-j", "2", directory=directory) as command:
+def test_the_first_signal_leaves_partials_that_are_resumed(slow, proxy, run, number):
+    with Command("prewarm", slow, "-j", "2") as command:
         wait_until(lambda: written(run) >= 3 << 20)
         command.process.send_signal(number)
         ended, out, err = command.end()
@@ -248,16 +233,15 @@ def test_the_first_signal_leaves_partials_that_are_resumed(slow, proxy, run, tmp
     assert found["summary"]["received_bytes"] <= total - blocks < total
 
 
-def test_the_second_signal_ends_at_once(slow, run, tmp_path):
+def test_the_second_signal_ends_at_once(slow, run):
     script = """if True:
         import runpy, sys
         from shardcache.download.download import Download
         Download.cancel = lambda self: print("calling off", file=sys.stderr, flush=True)
         runpy.run_module("shardcache", run_name="__main__")
     """
-    directory = tmp_path / "cache"
     words = ["prewarm", slow, "-j", "1", "--no-progress"]
-    with Command(*words, directory=directory, python=[sys.executable, "-c", script]) as command:
+    with Command(*words, python=[sys.executable, "-c", script]) as command:
         wait_until(lambda: written(run))
         command.process.send_signal(signal.SIGINT)
         assert "calling off" in command.process.stderr.readline()
@@ -267,10 +251,10 @@ def test_the_second_signal_ends_at_once(slow, run, tmp_path):
     assert "Warmed" not in out and "Run the same command" not in err
 
 
-def test_an_ignored_signal_stays_ignored(slow, proxy, run, tmp_path):
+def test_an_ignored_signal_stays_ignored(slow, proxy, run):
     ignore = partial(signal.signal, signal.SIGINT, signal.SIG_IGN)
     words = ["prewarm", slow, "--no-progress"]
-    with Command(*words, directory=tmp_path / "cache", preexec_fn=ignore) as command:
+    with Command(*words, preexec_fn=ignore) as command:
         wait_until(lambda: written(run))
         command.process.send_signal(signal.SIGINT)
         proxy.resume()
@@ -292,7 +276,7 @@ def test_dir_and_help_import_nothing_heavy():
 
 
 def test_closed_and_full_output_streams(warm, tmp_path):
-    with Command("ls", directory=tmp_path / "cache") as command:
+    with Command("ls") as command:
         command.process.stdout.close()
         assert command.process.wait(PATIENCE) == 0
         assert command.process.stderr.read() == ""
@@ -301,3 +285,51 @@ def test_closed_and_full_output_streams(warm, tmp_path):
         shell = ["sh", "-c", f"{start} {end}"]
         done = subprocess.run(shell, stdin=subprocess.DEVNULL, capture_output=True, text=True)
         assert done.returncode == code and "Traceback" not in done.stderr
+
+
+@pytest.fixture
+def store(files):
+    """A store with one shard."""
+    files.files["/lab/a.tar"] = make_tar(3)
+    return files
+
+
+def advised(text, monkeypatch):
+    """Set the variable that an error advises to set."""
+    (assignment,) = re.findall(r"SHARDCACHE_\w+=(?:'[^']*'|\w+)", text)
+    name, _, value = shlex.split(assignment)[0].partition("=")
+    monkeypatch.setenv(name, value)
+
+
+@pytest.mark.parametrize("form", ["option", "variable"])
+def test_a_public_bucket_is_read_as_the_error_advises(run, store, form, monkeypatch):
+    command = "path", "--fetch", "--endpoint-url", store.url, "s3://lab/a.tar"
+    code, _, err = run(*command)
+    assert code == 1 and "--no-sign-request" in err
+    if form == "option":
+        command += ("--no-sign-request",)
+    else:
+        advised(err, monkeypatch)
+    assert run(*command)[0] == 0
+
+
+def test_a_command_is_run_as_the_error_advises(run, tmp_path, monkeypatch):
+    (tmp_path / "a.tar").write_bytes(make_tar(3))
+    command = "path", "--fetch", f"pipe:cat {tmp_path}/a.tar | tail -c +1"
+    code, _, err = run(*command)
+    assert code == 2
+    advised(err, monkeypatch)
+    assert run(*command)[0] == 0
+
+
+def test_profile_and_region_sign_the_requests(run, store, tmp_path, monkeypatch):
+    (tmp_path / "credentials").write_text(
+        "[lab]\naws_access_key_id = AK\naws_secret_access_key = SK\n"
+    )
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
+    options = "--endpoint-url", store.url, "--profile", "lab", "--region", "eu-north-1"
+    for command in ("prewarm", "doctor --url"):
+        assert run(*command.split(), "s3://lab/a.tar", *options)[0] == 0
+        run("clean", "-y", "--all")
+    asked = [head for head in store.heads if " /lab" in head]  # others see whether it answers
+    assert asked and all(re.search(r"AK/\d{8}/eu-north-1/s3/", head) for head in asked)

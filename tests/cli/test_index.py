@@ -25,7 +25,7 @@ def test_the_file_serves_a_data_set_and_wids(run, spec, file, proxy, tmp_path):
     record = json.loads(file.read_text())
     assert [row["nsamples"] for row in record["shardlist"]] == [20] * SHARDS
     assert record["wids_version"] == 1
-    with Cache(tmp_path / "cache", min_free=0) as cache:
+    with Cache(tmp_path / "cache") as cache:
         data = TarDataset(file, cache=cache)
         assert (len(data), data[79]["__key__"]) == (80, "0003-00019")
     assert [path.name for path in tmp_path.glob("train*")] == ["train.json"]
@@ -88,7 +88,7 @@ def test_samples_that_readers_miss_or_mix_are_named(
         assert (code, f"malformed    {url}  {problem}" in out) == (4, True)
 
 
-def test_a_shard_without_room_is_counted(run, spec, file, monkeypatch, tmp_path):
+def test_a_shard_without_room_is_counted(run, spec, file, monkeypatch):
     monkeypatch.setenv("SHARDCACHE_MAX_SIZE", "30kB")
     assert run("index", spec, "-o", file)[0] == 0
     assert len(json.loads(file.read_text())["shardlist"]) == SHARDS

@@ -5,8 +5,7 @@ import os
 import re
 
 from shardcache.cache import Cache
-from shardcache.config import Config
-from shardcache.store.root import make_root
+from tests.support.storetools import damage
 
 TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}\+00:00")
 #: Command line, whose ``{0}`` and ``{1}`` are URLs of cached shards -> keys of the object, and of
@@ -63,11 +62,9 @@ def keys(found, path=""):
 
 
 def test_json_has_the_keys_that_scripts_rely_on(run, warm, orphan, bucket, tmp_path):
-    with Cache(tmp_path / "cache", min_free=0) as cache:
+    with Cache(tmp_path / "cache") as cache:
         cache.open(warm[0]).read()
-        damaged = cache.entry(warm[3]).data
-    damaged.chmod(0o600)
-    damaged.write_bytes(b"y" * damaged.stat().st_size)
+        damage(cache.entry(warm[3]).data)
     for line, shape in SHAPES.items():
         words = [word.format(*warm, bucket=bucket, dir=tmp_path) for word in line.split()]
         code, out, err = run(*words, "--json")
@@ -82,8 +79,7 @@ def test_json_has_the_keys_that_scripts_rely_on(run, warm, orphan, bucket, tmp_p
     assert [json.loads(line)["schema"] for line in out.splitlines()] == [1, 1]
 
 
-def test_json_of_an_empty_cache(run, tmp_path):
-    make_root(Config(tmp_path / "cache"))
+def test_json_of_an_empty_cache(run, layout):
     for line in ("ls", "ls --partial", "clean", "verify", "stats", "top --interval 0.2"):
         code, out, _ = run(*line.split(), "--json")
         assert code == 0 and json.loads(out)["schema"] == 1, line

@@ -2,7 +2,11 @@
 
 import json
 import re
+from operator import itemgetter
 from pathlib import Path
+
+import pytest
+import webdataset as wds
 
 from shardcache.prewarm import Outcome, PrewarmPlan, PrewarmReport, ShardResult, Stopped
 from shardcache.urls import parse_url
@@ -140,3 +144,59 @@ def test_a_report_in_words():
         "1 left out for lack of room, "
         "1 not done because the deadline has passed."
     )
+
+
+#: Shards that nodes share, two of them twice.
+SHARED = "/nas/train-{0000..0030}.tar::/nas/extra-{a,b,b,a}.tar"
+
+
+@pytest.fixture
+def share(run, monkeypatch):
+    """Returns a function that runs the command, and returns the shards of the node's share."""
+    monkeypatch.setenv("SHARDCACHE_CACHE_LOCAL", "1")
+
+    def share(*options):
+        code, out, err = run("prewarm", SHARED, "-n", "--json", "--shard-by-node", *options)
+        assert code != 2, err
+        return [shard["url"].removeprefix("file://") for shard in json.loads(out)["shards"]]
+
+    return share
+
+
+@pytest.mark.parametrize(("nodes", "ranks"), [(1, 8), (3, 1), (3, 4), (40, 2)])
+def test_a_node_gets_the_shards_of_its_ranks_each_once(monkeypatch, share, nodes, ranks):
+    everything = set()
+    monkeypatch.setenv("WORLD_SIZE", str(nodes * ranks))
+    for node in range(nodes):
+        wanted = []
+        for rank in range(node * ranks, (node + 1) * ranks):
+            monkeypatch.setenv("RANK", str(rank))
+            wanted += enumerate(wds.split_by_node(iter(wds.shardlists.expand_urls(SHARED))))
+        wanted.sort(key=itemgetter(0))  # the order of the list
+        number = "--node-rank", node, "--node-count", nodes
+        shards = share(*number, "--ranks-per-node", ranks)
+        assert shards == list(dict.fromkeys(url for _, url in wanted))
+        everything.update(shards)
+    assert len(everything) == 33
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({"SLURM_NODEID": "1", "SLURM_STEP_NUM_NODES": "2", "SLURM_NNODES": "4"}, (1, 2)),
+        ({"SLURM_NODEID": "3", "SLURM_NNODES": "4"}, (3, 4)),
+        ({"SLURM_NODEID": "", "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"}, (0, 1)),
+        ({"SLURM_NODEID": "x", "SLURM_NNODES": "4"}, "SLURM_NODEID='x'"),
+        ({"SLURM_NODEID": "4", "SLURM_NNODES": "4"}, "not one of 4"),
+    ],
+)
+def test_the_launcher_sets_the_share_of_a_node(monkeypatch, run, share, environ, expected):
+    for name, text in environ.items():
+        monkeypatch.setenv(name, text)
+    if isinstance(expected, str):
+        code, _, err = run("prewarm", SHARED, "-n", "--shard-by-node")
+        assert code == 2 and expected in err
+    else:
+        node, count = expected
+        assert share() == share("--node-rank", node, "--node-count", count)
+    assert len(share("--node-rank", 0, "--node-count", 9)) == 4  # arguments win

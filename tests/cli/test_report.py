@@ -7,9 +7,7 @@ import sys
 import pytest
 
 from shardcache.cache import Cache
-from shardcache.config import Config
 from shardcache.space import budget
-from shardcache.store.root import make_root
 from shardcache.units import format_bytes
 from tests.support.shop import Shop
 from tests.support.storetools import room
@@ -19,7 +17,7 @@ from tests.support.storetools import room
 def shop(tmp_path):
     """Four shards, each opened three times; one is streamed for lack of room, one evicted."""
     shop = Shop(tmp_path, 4)
-    with Cache(shop.path, cache_local=True, min_free=0, max_size=shop.room(3)) as cache:
+    with Cache(shop.path, cache_local=True, max_size=shop.room(3)) as cache:
         for _ in range(3):
             for url in shop.urls:
                 cache.open(url).read()
@@ -66,8 +64,8 @@ def test_the_report_of_a_short_job_shows_its_course(run, make_cache, origin, clo
 
 def test_the_report_of_an_empty_cache_escapes_names(run, tmp_path):
     root = tmp_path / "<b>cache"
-    make_root(Config(root))
     page = tmp_path / "report.html"
+    run("--dir", root, "pin", "s3://b/a.tar")  # creates the cache
     assert run("--dir", root, "report", "-o", page)[0] == 0
     assert "Nothing was counted" in page.read_text() and "<b>cache" not in page.read_text()
 

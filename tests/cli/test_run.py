@@ -36,34 +36,56 @@ import webdataset as wds
 """
 
 
+#: Reads all samples of its shards.
+SAMPLES = f"{WITHOUT_TORCH}\nprint(len(list(wds.WebDataset(sys.argv[1], shardshuffle=False))))\n"
+#: Reads and writes a file, reads a shard and the output of a command.
+FILES = f"""{WITHOUT_TORCH}
+import mark
+other, first = sys.argv[1:]
+print(wds.gopen(first.replace("train-0000.tar", "_info.json")).read(), mark.here)
+with wds.TarWriter(other) as writer:
+    writer.write(dict(__key__="a", txt="b"))
+assert wds.gopen(other).name == other.replace("x.tar", "new/x.tar")
+assert wds.gopen("pipe:echo hello").read() == b"hello\\n"
+shard = wds.gopen(first.replace("s3://", "cloud://"))
+assert shard.name == first and shard.read()
+try:
+    wds.gopen("ftp://host/_info.json")
+except ValueError as exn:
+    print(exn)
+"""
+
+
 @pytest.fixture
 def program(tmp_path):
-    def write(text):
-        path = tmp_path / "train.py"
-        path.write_text(text)
-        return [sys.executable, path]
+    return tmp_path / "train.py"
 
-    return write
+
+@pytest.fixture
+def launch(program):
+    """Run a program with the command; returns exit code, stdout and stderr."""
+
+    def launch(text, *arguments, **options):
+        program.write_text(text)
+        return run_process("run", "--", sys.executable, program, *arguments, **options)
+
+    return launch
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
-def test_workers_read_through_the_cache(method, program, spec, proxy, tmp_path):
-    command = "run", "-o", "min_free=0", "--", *program(TRAINING), spec, method
-    code, out, err = run_process(*command, directory=tmp_path / "cache")
+def test_workers_read_through_the_cache(method, launch, spec, proxy, tmp_path):
+    code, out, err = launch(TRAINING, spec, method)
     assert (code, out) == (7, "80 80\n" * 2), err
     assert [*proxy.fetches().values()] == [1] * SHARDS
-    assert (
-        f"{2 * SHARDS} shards opened, {SHARDS} of them from the cache in {tmp_path}/cache;" in err
-    )
+    last = f"{2 * SHARDS} shards opened, {SHARDS} of them from the cache in {tmp_path}/cache;"
+    assert last in err
 
 
-def test_the_last_line_counts_the_opens_of_this_run_only(program, spec, bucket, tmp_path):
-    other = f"from shardcache import Cache; Cache({str(tmp_path / 'cache')!r}, min_free=0)"
-    other = f"import sys; {other}.open(sys.argv[1]).read()"
+def test_the_last_line_counts_the_opens_of_this_run_only(launch, spec, bucket):
+    other = "import sys, shardcache; shardcache.Cache().open(sys.argv[1]).read()"
     text = f"{WITHOUT_TORCH}\nimport os, subprocess\nos.environ.pop('SHARDCACHE_RUN')\n"
     text += f"subprocess.run([sys.executable, '-c', {other!r}, sys.argv[1]], check=True)"
-    shard = f"s3://{bucket}/train-0000.tar"
-    code, _, err = run_process("run", "--", *program(text), shard, directory=tmp_path / "cache")
+    code, _, err = launch(text, f"s3://{bucket}/train-0000.tar")
     assert code == 0 and "no shard was opened through the cache" in err, err
 
 
@@ -75,45 +97,25 @@ def test_the_last_line_counts_the_opens_of_this_run_only(program, spec, bucket, 
         ("pipe:true {0..9} | cat", "c", 0, "and WebDataset reads it", "; 10 shards not cached"),
     ],
 )
-def test_a_fault_is_logged_once(shards, directory, samples, line, last, program, spec, tmp_path):
-    arguments = "run", "--", *program(TRAINING), shards or spec, "fork"
-    code, out, err = run_process(*arguments, directory=tmp_path / directory)
+def test_a_fault_is_logged_once(shards, directory, samples, line, last, launch, spec, tmp_path):
+    options = {"directory": tmp_path / directory}
+    code, out, err = launch(TRAINING, shards or spec, "fork", **options)
     assert (code, out) == (7, f"{samples} {samples}\n" * 2)
     assert err.count(line) == 1, err  # two epochs of two workers
     assert last in err.splitlines()[-1] and "streamed, not cached" not in err
 
 
-def test_only_reads_of_shards_use_the_cache(program, s3, bucket, spec, tmp_path):
+def test_only_reads_of_shards_use_the_cache(launch, s3, bucket, spec, tmp_path):
     s3.put(bucket, "_info.json", b'{"splits": {}}')  # timm's
-    text = (
-        WITHOUT_TORCH
-        + """
-import mark
-other, first = sys.argv[1:]
-print(wds.gopen(first.replace("train-0000.tar", "_info.json")).read(), mark.here)
-with wds.TarWriter(other) as writer:
-    writer.write({"__key__": "a", "txt": "b"})
-assert wds.gopen(other).name == other.replace("x.tar", "new/x.tar")
-assert wds.gopen("pipe:echo hello").read() == b"hello\\n"
-shard = wds.gopen(first.replace("s3://", "cloud://"))
-assert shard.name == first and shard.read()
-try:
-    wds.gopen("ftp://host/_info.json")
-except ValueError as exn:
-    print(exn)
-"""
-    )
     (tmp_path / "sitecustomize.py").write_text("import mark; mark.here = 'customized'")
     (tmp_path / "mark.py").touch()
     (tmp_path / "new").mkdir()
-    code, out, err = run_process(
-        "run", "--", *program(text), tmp_path / "x.tar", f"s3://{bucket}/train-0000.tar",
-        directory=tmp_path / "cache",
-        environment={
-            "GOPEN_REWRITE": f"cloud://=s3://;{tmp_path}/={tmp_path}/new/",
-            "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}",
-        },
-    )  # fmt: skip
+    environment = {
+        "GOPEN_REWRITE": f"cloud://=s3://;{tmp_path}/={tmp_path}/new/",
+        "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}",
+    }
+    files = tmp_path / "x.tar", f"s3://{bucket}/train-0000.tar"
+    code, out, err = launch(FILES, *files, environment=environment)
     assert code == 0, err
     assert "splits" in out and "customized" in out and "no gopen handler" in out
     assert len(list((tmp_path / "cache").glob("v1/objects/*/*/*/*.tar"))) == 1
@@ -131,7 +133,7 @@ except ValueError as exn:
     ],
 )
 def test_the_last_line_tells_what_webdataset_read(
-    form, opened, reason, program, s3, bucket, s3_environment, tmp_path
+    form, opened, reason, launch, s3, bucket, s3_environment, tmp_path
 ):
     for name in ("a.tar", "shard-00000"):
         s3.put(bucket, name, make_tar(1))
@@ -139,15 +141,9 @@ def test_the_last_line_tells_what_webdataset_read(
     for name in ("aws", "gsutil"):  # what the clients would read with other credentials
         (tmp_path / name).write_text(f"#!/bin/sh\nexec cat {tmp_path}/shard")
         (tmp_path / name).chmod(0o755)
-    text = (
-        WITHOUT_TORCH + "print(len(list(wds.WebDataset(sys.argv[1:], shardshuffle=False))))\n" * 2
-    )
-    code, out, err = run_process(
-        *("run", "--", *program(text), form.format(bucket)),
-        directory=tmp_path / "cache",
-        environment={"PATH": f"{tmp_path}:{os.environ['PATH']}"},
-        cwd=tmp_path,
-    )
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    options = {"environment": environment, "cwd": tmp_path}
+    code, out, err = launch(2 * SAMPLES, form.format(bucket), **options)
     assert (code, out) == (0, "4\n4\n"), err
     *_, last = err.splitlines()
     assert f"{opened} shards opened" in last if opened else "no shard was opened" in last
@@ -180,8 +176,8 @@ WORDS = ["-v", "--config", "train.yaml", "--dir", "X", "--", "--json"]
         ),
     ],
 )
-def test_the_program_gets_its_words_and_an_explanation(words, code, out, message, tmp_path):
-    done = run_process("run", sys.executable, *words, directory=tmp_path / "cache")
+def test_the_program_gets_its_words_and_an_explanation(words, code, out, message):
+    done = run_process("run", sys.executable, *words)
     assert done[:2] == (code, out) and message in done[2], done
 
 
@@ -194,7 +190,8 @@ def test_a_program_that_cannot_be_started_has_the_code_of_shells(run, program, c
 def test_signals_and_exit_codes_pass_through(program, tmp_path):
     started = tmp_path / "started"
     text = f"open({str(started)!r}, 'w'); import signal; signal.pause()"
-    with Command("run", "--", *program(text), directory=tmp_path / "cache") as command:
+    program.write_text(text)
+    with Command("run", "--", sys.executable, program) as command:
         wait_until(started.exists)
         command.process.send_signal(signal.SIGTERM)
         assert command.end()[0] == 128 + signal.SIGTERM
@@ -202,8 +199,8 @@ def test_signals_and_exit_codes_pass_through(program, tmp_path):
 
 def test_the_variables_of_env_do_the_same(run, program, spec, tmp_path):
     out = run("run", "-o", "min_free=0", "--env")[1]
-    text = WITHOUT_TORCH + "print(len(list(wds.WebDataset(sys.argv[1], shardshuffle=False))))"
-    (tmp_path / "job.sh").write_text(f"{out}\nexec {sys.executable} {program(text)[1]} '{spec}'")
-    process = run_process(python=["sh", tmp_path / "job.sh"], directory=tmp_path / "cache")
+    program.write_text(SAMPLES)
+    (tmp_path / "job.sh").write_text(f"{out}\nexec {sys.executable} {program} '{spec}'")
+    process = run_process(python=["sh", tmp_path / "job.sh"])
     assert process[:2] == (0, "80\n"), process[2]
     assert run("ls")[1].count("train-") == SHARDS

@@ -25,9 +25,9 @@ def test_without_a_terminal_there_is_no_bar_no_escape_and_no_prompt(run, spec, b
     assert "\x1b[1mSHARD" in run("ls", "--color", "always")[1]
 
 
-def test_a_terminal_shows_progress_and_gets_its_cursor_back(slow, bucket, tmp_path):
+def test_a_terminal_shows_progress_and_gets_its_cursor_back(slow, bucket):
     words, short = ["prewarm", slow, f"s3://{bucket}/absent.tar"], {"SHARDCACHE_TIMEOUT": "1s"}
-    with Screen(*words, directory=tmp_path / "cache", environment=short) as screen:
+    with Screen(*words, environment=short) as screen:
         screen.read(until=r"big-0\.tar +\d+%")
         assert "\x1b[?25l" in screen.text  # the cursor is hidden
         screen.read(until=r"\x1b\[[39]\dm.*1/4 shards, 1 failed, [\d.]+ MB")
@@ -39,35 +39,35 @@ def test_a_terminal_shows_progress_and_gets_its_cursor_back(slow, bucket, tmp_pa
     assert "Run the same command again" in text
 
 
-def test_progress_has_the_units_of_all_commands(spec, tmp_path):
+def test_progress_has_the_units_of_all_commands(spec):
     # The rate is known when the second shard is complete, and they arrive one by one.
     command = ["prewarm", spec, "--limit-rate", "64KB", "--jobs", "1"]
-    with Screen(*command, directory=tmp_path / "cache") as screen:
+    with Screen(*command) as screen:
         screen.read(until=r"[0-9] KB/s.*ETA")
 
 
-def test_progress_distinguishes_shards_of_one_name(s3, bucket, s3_environment, proxy, tmp_path):
+def test_progress_distinguishes_shards_of_one_name(s3, bucket, s3_environment, proxy):
     folders = ("imagenet-21k/training", "laion-aesthetics/training")
     for folder in folders:
         s3.put(bucket, f"datasets/{folder}/train-0000.tar", make_tar(0, 60, 70_000))
     proxy.pause(after=1_200_000)
     specs = [f"s3://{bucket}/datasets/{folder}/train-0000.tar" for folder in folders]
-    with Screen("prewarm", *specs, directory=tmp_path / "cache", columns=60) as screen:
+    with Screen("prewarm", *specs, columns=60) as screen:
         for folder in folders:
             screen.read(until=rf"{folder[:15]}\S*/train-0000\.tar ")
 
 
-def test_a_dumb_terminal_has_no_progress(spec, tmp_path):
+def test_a_dumb_terminal_has_no_progress(spec):
     dumb = {"TERM": "dumb"}
-    with Screen("prewarm", spec, directory=tmp_path / "cache", environment=dumb) as screen:
+    with Screen("prewarm", spec, environment=dumb) as screen:
         text, code = screen.end()
     assert "\x1b" not in text and code == 0
 
 
 @pytest.mark.parametrize("columns", [60, 30])
-def test_a_narrow_terminal_shortens_names_but_no_figures(run, warm, tmp_path, columns):
+def test_a_narrow_terminal_shortens_names_but_no_figures(run, warm, columns):
     plain = {"NO_COLOR": "1"}
-    with Screen("ls", directory=tmp_path / "cache", environment=plain, columns=columns) as screen:
+    with Screen("ls", environment=plain, columns=columns) as screen:
         head, *rows, _ = screen.read().splitlines()
     assert head.split() == ["SHARD", "SIZE", "USED", "FETCHED", "STATE"] and len(rows) == len(warm)
     for url, row in zip(warm, rows, strict=True):
@@ -77,13 +77,13 @@ def test_a_narrow_terminal_shortens_names_but_no_figures(run, warm, tmp_path, co
     assert columns < 60 or max(map(len, [head, *rows])) <= columns
 
 
-def test_a_terminal_confirms_removals(run, warm, tmp_path):
+def test_a_terminal_confirms_removals(run, warm):
     for command, question, reply, result, expected in (
         (["rm", warm[0]], "Remove 1 shard, ", "n\n", "nothing was done", 1),
         (["clean", "--all"], "Remove every shard in ", "y\n", "removed 4 shards", 0),
     ):
         assert run("path", warm[0])[0] == 0
-        with Screen(*command, directory=tmp_path / "cache") as screen:
+        with Screen(*command) as screen:
             screen.read(until=rf"{question}.*\[y/N\]")
             screen.type(reply)
             text, code = screen.end()

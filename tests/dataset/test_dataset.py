@@ -7,7 +7,6 @@ import os
 import pickle
 import time
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 
 import numpy as np
 import pytest
@@ -15,19 +14,12 @@ import torch
 import webdataset as wds
 from torch.utils.data import BatchSampler, DataLoader, Subset
 
-from shardcache import (
-    Cache,
-    ConfigError,
-    IntegrityError,
-    ShardBatchSampler,
-    ShardNotFoundError,
-    TarDataset,
-    TransferError,
-)
+from shardcache import Cache, ShardBatchSampler, TarDataset
 from shardcache.dataset import dataset as module
+from shardcache.errors import ConfigError, IntegrityError, ShardNotFoundError, TransferError
 from shardcache.layout import INDEX
 from tests.support.caches import warnings
-from tests.support.storetools import forked, no_descriptor_left, wait_until
+from tests.support.storetools import no_descriptor_left, refusing, together, wait_until
 from tests.support.tars import sample_tar, tar_of
 from tests.support.trainingtools import DataSet
 
@@ -41,6 +33,11 @@ def _objects(origin):
     origin.objects |= {f"s3://lab/{n}.tar": sample_tar(n, SAMPLES) for n in range(4)}
 
 
+@pytest.fixture
+def data(make_cache):
+    return TarDataset(SPEC, cache=make_cache())
+
+
 def keys(samples) -> list[str]:
     return [sample["__key__"] for sample in samples]
 
@@ -52,11 +49,9 @@ class Index(int):
     epoch = 7
 
 
-def test_samples_equal_those_of_a_pipeline(make_cache):
-    cache = make_cache()
-    data = TarDataset(SPEC, cache=cache)
+def test_samples_equal_those_of_a_pipeline(data):
     assert repr(data) == f"<TarDataset: {len(data)} samples in {len(data.shards)} shards>"
-    expected = list(cache.attach(wds.WebDataset(SPEC, shardshuffle=False)))
+    expected = list(data.cache.attach(wds.WebDataset(SPEC, shardshuffle=False)))
     for number, sample in enumerate(expected):
         assert data[number] == {**sample, "__index__": number, "__epoch__": 0}
     assert data[Index(9)] == {**expected[9], "__index__": 9, "__epoch__": 7}
@@ -75,8 +70,7 @@ def SLICE(numbers):
 
 
 @pytest.mark.parametrize("several", [list, tuple, np.array, torch.tensor, SLICE])
-def test_several_indices_give_a_list(make_cache, several):
-    data = TarDataset(SPEC, cache=make_cache())
+def test_several_indices_give_a_list(data, several):
     assert keys(data[several([7])]) == KEYS[7:8]
     assert data[np.array(7)] == data[torch.tensor(7)] == data[7]
     assert data[[]] == data[24:] == []
@@ -90,12 +84,10 @@ def test_several_indices_give_a_list(make_cache, several):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_sampler_may_give_batches_of_indices(make_cache, workers):
-    data = TarDataset(SPEC, cache=make_cache())
+def test_a_sampler_may_give_batches_of_indices(data, workers):
+    options = {"batch_size": None, "num_workers": workers, "collate_fn": keys}
     for sampler in BatchSampler(range(24), 5, False), ShardBatchSampler(data, 6, shuffle=0):
-        loader = DataLoader(
-            data, sampler=sampler, batch_size=None, num_workers=workers, collate_fn=keys
-        )
+        loader = DataLoader(data, sampler=sampler, **options)
         assert [key for batch in loader for key in batch] == KEYS
         assert len(loader) == len(sampler)
 
@@ -105,8 +97,7 @@ def pickled(value):
 
 
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickled])
-def test_a_copy_in_the_middle_of_an_epoch_continues_on_its_own(make_cache, copied):
-    data = TarDataset(SPEC, cache=make_cache())
+def test_a_copy_in_the_middle_of_an_epoch_continues_on_its_own(data, copied):
     sampler = ShardBatchSampler(data, 4, shuffle=2)
     epochs = [list(sampler), list(sampler)]
     assert epochs[0] != epochs[1]
@@ -128,7 +119,7 @@ def test_a_copy_in_the_middle_of_an_epoch_continues_on_its_own(make_cache, copie
 def test_workers_read_each_sample_once(method, s3, bucket, proxy, s3_environment, tmp_path):
     shards = DataSet(s3, bucket, proxy)
     stages = [wds.decode(), wds.to_tuple("__key__", "cls", "__index__")]
-    with Cache(tmp_path / "cache", min_free=0) as cache:
+    with Cache(tmp_path / "cache") as cache:
         data = TarDataset(shards.spec, cache=cache, stages=stages)
         part = Subset(data, range(len(data)))
         loader = DataLoader(
@@ -181,28 +172,23 @@ def break_file(monkeypatch):
 
     def break_file(path):
         status = path.stat()
+        reads = {"when": lambda fd, *_: os.path.samestat(os.fstat(fd), status)}
         for name in ("pread", "preadv"):
-            monkeypatch.setattr(os, name, partial(failing, getattr(os, name), status))
-
-    def failing(read, status, fd, *arguments):
-        if os.path.samestat(os.fstat(fd), status):
-            raise OSError(errno.EIO, "broken")
-        return read(fd, *arguments)
+            failing = refusing(errno.EIO, real=getattr(os, name), **reads)
+            monkeypatch.setattr(os, name, failing)
 
     return break_file
 
 
 @pytest.mark.parametrize("is_indexed", [True, False])
 @pytest.mark.parametrize("is_cut", [True, False])
-def test_a_failing_disk_costs_no_sample(make_cache, monkeypatch, break_file, is_indexed, is_cut):
+def test_a_failing_disk_costs_no_sample(data, monkeypatch, break_file, is_indexed, is_cut):
     def cutting(fd):  # while the shard is opened
         if os.path.samestat(os.fstat(fd), status):
             os.truncate(broken, 5000)
         return dup(fd)
 
-    cache, dup = make_cache(), os.dup
-    data = TarDataset(SPEC, cache=cache)
-    broken = cache.path(URL)
+    broken, dup = data.cache.path(URL), os.dup
     if not is_indexed:
         broken.with_name(INDEX).unlink()
     status = broken.stat()
@@ -211,18 +197,16 @@ def test_a_failing_disk_costs_no_sample(make_cache, monkeypatch, break_file, is_
     else:
         break_file(broken)
     assert keys(data) == KEYS
-    assert not os.path.samestat(cache.path(URL).stat(), status)  # downloaded again
+    assert not os.path.samestat(data.cache.path(URL).stat(), status)  # downloaded again
     assert keys(data) == KEYS
 
 
-def test_a_failing_disk_gives_no_thread_another_file(make_cache, monkeypatch, break_file):
-    cache, pread = make_cache(), os.pread
-    data = TarDataset(SPEC, cache=cache)
-    other = cache.path("s3://lab/2.tar")
+def test_a_failing_disk_gives_no_thread_another_file(data, monkeypatch, break_file):
+    other, pread = data.cache.path("s3://lab/2.tar"), os.pread
 
     def late(fd, size, offset):  # as if other threads ran just before the system call
         monkeypatch.setattr(os, "pread", pread)
-        break_file(cache.path(URL))
+        break_file(data.cache.path(URL))
         assert keys([data[6]]) == KEYS[6:7]
         for _ in range(9):  # one of them gets the number that was closed
             stack.callback(os.close, os.open(other, os.O_RDONLY))
@@ -241,16 +225,14 @@ def test_a_streamed_shard_with_unusual_headers_has_all_samples(make_cache, origi
     assert keys(data) == names
 
 
-def test_a_replaced_shard_gives_its_samples_or_an_error(make_cache, origin):
-    cache = make_cache()
-    data = TarDataset(SPEC, cache=cache)
+def test_a_replaced_shard_gives_its_samples_or_an_error(data, origin):
     data._open.clear()
     origin.objects[URL] = sample_tar(9, SAMPLES)
-    cache.remove(URL)
+    data.cache.remove(URL)
     assert keys(data.__getitems__([8, 9])) == ["0009-00002", "0009-00003"]
     data._open.clear()
     origin.objects[URL] = sample_tar(9, SAMPLES + 1)
-    cache.remove(URL)
+    data.cache.remove(URL)
     with pytest.raises(IntegrityError, match=r"1\.tar has 7 samples, but .* states 6"):
         data[8]
     assert keys([data[12]]) == ["0002-00000"]
@@ -321,25 +303,22 @@ def test_a_file_that_occurs_twice_is_an_error_of_its_sample(make_cache, origin):
     assert data[1]["txt"] == b"b.txt"  # as in a pipeline
 
 
-def test_few_shards_are_open_and_idle_ones_may_be_evicted(make_cache, monkeypatch, clock):
-    cache = make_cache()
-    data = TarDataset(SPEC, cache=cache)
+def test_few_shards_are_open_and_idle_ones_may_be_evicted(data, clock):
     data._most = 2
     with no_descriptor_left():
         assert keys(data) == KEYS
         assert list(data._open) == [2, 3]
         data[0], data[20]
         assert list(data._open) == [0, 3]
-        assert cache.remove(SPEC)[1] == 2  # in use
+        assert data.cache.remove(SPEC)[1] == 2  # in use
         clock.elapsed += module._IDLE + 0.1
         data[12]
         assert list(data._open) == [2]
-        assert cache.remove(SPEC)[1] == 1
+        assert data.cache.remove(SPEC)[1] == 1
         data._open.clear()
 
 
-def test_threads_share_a_data_set(make_cache):
-    data = TarDataset(SPEC, cache=make_cache())
+def test_threads_share_a_data_set(data):
     data._most = 1
 
     def wrong(seed):
@@ -354,7 +333,7 @@ def test_a_fork_waits_for_a_thread_that_reads_a_streamed_shard(
     s3, bucket, proxy, s3_environment, tmp_path
 ):
     shards = DataSet(s3, bucket, proxy, shards=1, members=400)
-    with Cache(tmp_path / "cache", min_free=0, max_size=20_000) as cache:
+    with Cache(tmp_path / "cache", max_size=20_000) as cache:
         data = TarDataset(shards.spec, cache=cache)
         assert data[0]
         proxy.pause()
@@ -362,6 +341,5 @@ def test_a_fork_waits_for_a_thread_that_reads_a_streamed_shard(
             found = pool.submit(lambda: data[300]["__key__"])
             wait_until(lambda: data._open[0]._lock.locked())
             pool.submit(lambda: (time.sleep(0.3), proxy.resume()))
-            with forked(lambda parent: parent.say(data[350]["__key__"])) as child:
-                assert child.hear() == shards.keys[350]
+            assert together(1, lambda n: data[350]["__key__"]) == shards.keys[350:351]
             assert found.result() == shards.keys[300]

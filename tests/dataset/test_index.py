@@ -12,15 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardcache import (
-    Cache,
-    ConfigError,
-    IntegrityError,
-    ShardCacheError,
-    ShardNotFoundError,
-    TarDataset,
-)
+from shardcache import Cache, TarDataset
 from shardcache.dataset import index as module
+from shardcache.errors import ConfigError, IntegrityError, ShardCacheError, ShardNotFoundError
 from shardcache.layout import INDEX
 from shardcache.wds import tar_samples
 from tests.support.caches import unfinished
@@ -86,12 +80,6 @@ def test_samples_are_grouped_as_in_a_pipeline(place, form):
     assert at_random(path, cache) == expected
 
 
-def with_global(first: bytes, record: dict[str, str]) -> bytes:
-    """Return ``first``, a global header and two more samples."""
-    header = tarfile.TarInfo.create_pax_global_header(record)
-    return first + header + tar_of([("b.x", b"1"), ("c.x", b"2")], tarfile.USTAR_FORMAT)
-
-
 #: A member whose header only tarfile reads, and one with a plain header.
 ODD = tar_of([("\udcff.x", b"0")], tarfile.PAX_FORMAT, whole_records=False)[:-1024]
 PLAIN = tar_of([("a.x", b"0")], tarfile.USTAR_FORMAT, whole_records=False)[:-1024]
@@ -101,7 +89,8 @@ PLAIN = tar_of([("a.x", b"0")], tarfile.USTAR_FORMAT, whole_records=False)[:-102
 @pytest.mark.parametrize("field", ["comment", "mtime", "path", "size", "GNU.sparse.name"])
 def test_a_global_header_is_refused_only_if_it_changes_files(place, first, field):
     cache, path = place
-    path.write_bytes(with_global(first, {field: "0"}))
+    header = tarfile.TarInfo.create_pax_global_header({field: "0"})
+    path.write_bytes(first + header + tar_of([("b.x", b"1"), ("c.x", b"2")], tarfile.USTAR_FORMAT))
     if field in ("comment", "mtime"):
         assert at_random(path, cache) == in_sequence(path) != []
         return
@@ -177,7 +166,7 @@ def write(cache, record) -> str:
     return str(path)
 
 
-def test_an_index_file_spares_the_shards(make_cache, origin, tmp_path, monkeypatch):
+def test_an_index_file_spares_the_shards(make_cache, origin, tmp_path):
     cache = make_cache()
     for record in (
         {"shardlist": [{"url": URL, "nsamples": 3}, {"url": "s3://lab/b.tar", "nsamples": 0}]},
@@ -194,25 +183,15 @@ def test_an_index_file_spares_the_shards(make_cache, origin, tmp_path, monkeypat
     assert not origin.fetches or origin.requests == [("s3://lab/sizes.json", 0, None)]
 
 
-@pytest.mark.parametrize(
-    "record",
-    [
-        [],
-        {},
-        {"a.tar": "3"},
-        {"a.tar": -1},
-        {"a.tar": 10**30},
-        {"a.tar": True},
-        {"shardlist": [1]},
-        {"shardlist": [{"url": None, "nsamples": 3}]},
-        {"shardlist": [{"url": ["a.tar"], "nsamples": 3}]},
-    ],
-)
+OTHERS = [[], {}, *({"a.tar": count} for count in ("3", -1, 10**30, True)), {"shardlist": [1]}]
+OTHERS += [{"shardlist": [{"url": url, "nsamples": 3}]} for url in (None, ["a.tar"])]
+
+
+@pytest.mark.parametrize("record", OTHERS)
 def test_another_json_file_is_refused(make_cache, record):
     cache = make_cache()
-    with pytest.raises(
-        ConfigError, match=r"sizes\.json is not an index of shards.*shardcache index"
-    ):
+    text = r"sizes\.json is not an index of shards.*shardcache index"
+    with pytest.raises(ConfigError, match=text):
         TarDataset(write(cache, record), cache=cache)
 
 

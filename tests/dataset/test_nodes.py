@@ -28,23 +28,8 @@ def urls(s3, bucket, s3_environment, tmp_path) -> list[str]:
     return urls
 
 
-def train(cache, tmp_path, step) -> list[list[str]]:
-    """Return the keys of this rank's samples of each epoch. Calls ``step`` after each batch."""
-    data = TarDataset(tmp_path / "train.json", cache=cache)
-    sampler = ShardBatchSampler(data, 8, shuffle=WINDOW)
-    loader = DataLoader(
-        data,
-        batch_sampler=sampler,
-        num_workers=1,
-        collate_fn=lambda batch: [sample["__key__"] for sample in batch],
-    )
-    found = []
-    for _ in range(EPOCHS):
-        found.append([])
-        for keys in loader:
-            found[-1] += keys
-            step()
-    return found
+def keys(batch) -> list[str]:
+    return [sample["__key__"] for sample in batch]
 
 
 @pytest.mark.parametrize("spare", [len(COUNTS), 4, 0])
@@ -54,23 +39,27 @@ def test_two_nodes_download_each_shard_once(
     size = (WINDOW + spare) * room(tmp_path, len(sample_tar(0, 20)))
     barrier = multiprocessing.get_context("fork").Barrier(4)
 
-    def step():
-        time.sleep(0.01)
-        barrier.wait()  # as if the gradients were exchanged
-
     def rank(number):
         variables = {"RANK": number, "WORLD_SIZE": 4, "LOCAL_RANK": number % 2}
         for name, value in {**variables, "LOCAL_WORLD_SIZE": 2}.items():
             monkeypatch.setenv(name, str(value))
-        root = tmp_path / f"node-{number // 2}"
-        with Cache(root, max_size=size, min_free=0) as cache:
-            found = train(cache, tmp_path, step)
-        return found, [text for text in warnings(caplog) if "at a time" in text]
+        epochs = []
+        with Cache(tmp_path / f"node-{number // 2}", max_size=size) as cache:
+            data = TarDataset(tmp_path / "train.json", cache=cache)
+            sampler = ShardBatchSampler(data, 8, shuffle=WINDOW)
+            loader = DataLoader(data, batch_sampler=sampler, num_workers=1, collate_fn=keys)
+            for _ in range(EPOCHS):
+                epochs.append([])
+                for batch in loader:
+                    epochs[-1] += batch
+                    time.sleep(0.01)
+                    barrier.wait()  # as if the gradients were exchanged
+        return epochs, [text for text in warnings(caplog) if "at a time" in text]
 
     proxy.reset()
     results = together(4, rank)
     for epoch in range(EPOCHS):
-        seen = Counter(key for found, _ in results for key in found[epoch])
+        seen = Counter(key for epochs, _ in results for key in epochs[epoch])
         assert len(seen) == seen.total() == 440
     with Cache(tmp_path / "node-0") as cache:
         data = TarDataset(tmp_path / "train.json", cache=cache)

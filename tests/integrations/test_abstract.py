@@ -35,7 +35,7 @@ class TestThroughTheCache(AbstractGetTests, AbstractOpenTests, AbstractFixtures)
     @pytest.fixture
     def fs(self, target, tmp_path):
         options = {"auto_mkdir": True} if target == "file" else {}
-        return Writable(target, options, dir=str(tmp_path / "cache"), min_free=0)
+        return Writable(target, options, dir=str(tmp_path / "cache"))
 
     @pytest.fixture
     def supports_empty_directories(self, target):

@@ -13,9 +13,8 @@ from fsspec.callbacks import Callback
 from fsspec.implementations.dirfs import DirFileSystem
 
 from shardcache import ConfigError, default_cache
-from tests.support.storetools import BLOCK, forked
+from tests.support.storetools import BLOCK, together
 from tests.support.tars import make_tar
-from tests.support.webservers import Files, running
 
 SHARD = make_tar(6)
 NAMES = ("a.tar", "b.tar", "part/c.tar")
@@ -32,11 +31,9 @@ def url(s3, bucket, s3_environment, proxy):
 
 
 @pytest.fixture
-def default(tmp_path, monkeypatch):
+def default(tmp_path):
     """The directory of the default cache."""
     default_cache.cache_clear()
-    monkeypatch.setenv("SHARDCACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setenv("SHARDCACHE_MIN_FREE", "0")
     return tmp_path / "cache"
 
 
@@ -116,7 +113,7 @@ def test_a_name_with_its_target_takes_options_as_a_chain_does(url, tmp_path, s3,
         monkeypatch.delenv(name)
     options = {
         "s3": {"key": s3.access_key, "secret": s3.secret_key},
-        "shardcache": {"dir": str(tmp_path / "own"), "min_free": 0},
+        "shardcache": {"dir": str(tmp_path / "own")},
     }
     fs, path = fsspec.url_to_fs(url, **options)
     for name in url, fs.unstrip_protocol(path):
@@ -140,7 +137,7 @@ def test_the_path_can_be_in_the_first_link_of_a_chain(url, default):
 
 def test_a_pickle_keeps_the_cache_and_a_fork_makes_its_own_target(url, tmp_path, proxy):
     """s3fs needs a thread, which a forked child does not have."""
-    fs, path = fsspec.url_to_fs(url, shardcache={"dir": str(tmp_path / "own"), "min_free": 0})
+    fs, path = fsspec.url_to_fs(url, shardcache={"dir": str(tmp_path / "own")})
     assert fs.cat_file(path) == SHARD and list((tmp_path / "own").rglob("a.tar"))
     fs.clear_instance_cache()
     again = pickle.loads(pickle.dumps(fs))
@@ -149,12 +146,10 @@ def test_a_pickle_keeps_the_cache_and_a_fork_makes_its_own_target(url, tmp_path,
     bucket, parents = path.partition("/")[0], fs.fs
     assert len(fs.ls(bucket)) == 3
 
-    def look(parent):
-        listed = fs.glob(f"{bucket}/b*")
-        parent.say([fs.fs is parents, fs.size(path), listed, fs.cat_file(path, 0, 3)])
+    def look(number):
+        return [fs.fs is parents, fs.size(path), fs.cat_file(path, 0, 3), *fs.glob(f"{bucket}/b*")]
 
-    with forked(look) as child:
-        assert child.hear() == [False, len(SHARD), named(bucket, "b.tar"), SHARD[:3]]
+    assert together(1, look) == [[False, len(SHARD), SHARD[:3], f"{bucket}/b.tar"]]
     assert fs.fs is parents and proxy.fetches().total() == 1
 
 
@@ -165,7 +160,7 @@ def memory(tmp_path, monkeypatch):
     monkeypatch.setattr(type(target), "store", {})
     monkeypatch.setattr(type(target), "pseudo_dirs", [""])
     target.pipe({f"/{name}": SHARD for name in NAMES})
-    options = {"dir": str(tmp_path / "own"), "min_free": 0}
+    options = {"dir": str(tmp_path / "own")}
     return fsspec.filesystem("shardcache", target_protocol="memory", **options)
 
 
@@ -176,7 +171,7 @@ def test_2000_opens_in_many_threads_share_one_cache(memory):
     def read():
         for n in range(40):
             url, options = f"shardcache::memory://{n}.tar", memory.storage_options
-            with fsspec.open(url, shardcache={"dir": options["dir"], "min_free": 0}) as stream:
+            with fsspec.open(url, shardcache={"dir": options["dir"]}) as stream:
                 assert stream.read(4) == SHARD[:4]
 
     read()
@@ -216,17 +211,14 @@ def test_a_file_describes_itself_before_and_after_its_first_download(memory, tmp
         memory.cat_file("/b.tar", 0, 1)  # the other loop reads this one from the cache
 
 
-def test_numpy_waits_for_the_first_download(tmp_path):
-    server = Files()
-    server.files["/a.tar"] = content = SHARD + bytes(3 * BLOCK)
-    more = server.hold("/a.tar", len(SHARD))
-    with running(server), ThreadPoolExecutor(1) as pool:
-        options = {"target_protocol": "http", "dir": str(tmp_path / "own"), "min_free": 0}
-        fs = fsspec.filesystem("shardcache", **options)
-        with fs.open(f"{server.url}/a.tar") as stream:
-            found = pool.submit(np.fromfile, stream, np.uint8)
-            more.set()
-            assert found.result().tobytes() == content
+def test_numpy_waits_for_the_first_download(files, tmp_path):
+    files.files["/a.tar"] = content = SHARD + bytes(3 * BLOCK)
+    more = files.hold("/a.tar", len(SHARD))
+    fs = fsspec.filesystem("shardcache", target_protocol="http", dir=str(tmp_path / "own"))
+    with ThreadPoolExecutor(1) as pool, fs.open(f"{files.url}/a.tar") as stream:
+        found = pool.submit(np.fromfile, stream, np.uint8)
+        more.set()
+        assert found.result().tobytes() == content
 
 
 @pytest.mark.parametrize("name", ["info", "ukey", "checksum", "created", "modified", "exists"])
@@ -297,8 +289,8 @@ def test_a_url_can_be_signed(url, default, s3):
     assert re.search(r"/a\.tar\?.*Signature=", fs.sign(path, expiration=60))
 
 
-def test_the_target_can_be_an_instance(memory, tmp_path):
+def test_the_target_can_be_an_instance(memory):
     target = fsspec.filesystem("memory", skip_instance_cache=True)
-    made = fsspec.filesystem("shardcache", fs=target, dir=memory.storage_options["dir"], min_free=0)
+    made = fsspec.filesystem("shardcache", fs=target, dir=memory.storage_options["dir"])
     assert made.fs is target and made.cat("/a.tar") == SHARD
     assert pickle.loads(pickle.dumps(made)).cat("/a.tar") == SHARD

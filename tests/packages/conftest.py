@@ -53,10 +53,9 @@ def bench(s3, s3_environment, proxy, tmp_path, monkeypatch):
     s3.create_bucket("bucket")
     for name, content in tables().items():
         s3.put("bucket", name, content)
-    made = Bench(DataSet(s3, "bucket", proxy), tmp_path)
+    bench = Bench(DataSet(s3, "bucket", proxy), tmp_path)
     for name, value in {
-        "SHARDCACHE_DIR": str(made.cache),
-        "SHARDCACHE_MIN_FREE": "0",
+        "SHARDCACHE_DIR": str(bench.cache),
         "HF_HOME": str(tmp_path / "huggingface"),
         "HF_HUB_DISABLE_TELEMETRY": "1",
         "RAY_AUTH_MODE": "disabled",
@@ -64,4 +63,4 @@ def bench(s3, s3_environment, proxy, tmp_path, monkeypatch):
     }.items():
         monkeypatch.setenv(name, value)
     assert os.environ["AWS_ENDPOINT_URL_S3"] == proxy.url
-    yield made
+    yield bench

@@ -7,19 +7,17 @@ import nbclient
 import nbformat
 
 from tests.support.tars import make_tar
-from tests.support.webservers import Files, running
 
 PROGRAM = """
 from shardcache import Cache
-cache = Cache({directory!r}, min_free=0)
-print(cache.prewarm(["{url}/0.tar", "{url}/1.tar"], progress=True).failed)
+print(Cache().prewarm(["{url}/0.tar", "{url}/1.tar"], progress=True).failed)
 """
 
 
-def test_a_cell_shows_one_line_and_a_command_prints_lines(tmp_path):
-    shown, server = [], Files()
-    server.files = {f"/{n}.tar": make_tar(n, 200, 20_000) for n in range(2)}
-    held = server.hold("/1.tar", after=100_000)
+def test_a_cell_shows_one_line_and_a_command_prints_lines(files, tmp_path):
+    shown, url = [], files.url
+    files.files = {f"/{n}.tar": make_tar(n, 200, 20_000) for n in range(2)}
+    held = files.hold("/1.tar", after=100_000)
 
     class Client(nbclient.NotebookClient):
         def process_message(self, message, *rest):
@@ -29,16 +27,12 @@ def test_a_cell_shows_one_line_and_a_command_prints_lines(tmp_path):
                     held.set()
             return super().process_message(message, *rest)
 
-    with running(server):
-        program = PROGRAM.format(directory=str(tmp_path / "cache"), url=server.url)
-        command = (
-            f"!{sys.executable} -m shardcache --dir {tmp_path}/other prewarm {server.url}/0.tar"
-        )
-        cells = [nbformat.v4.new_code_cell(code) for code in (program, command)]
-        giving_up = threading.Timer(60, held.set)
-        giving_up.start()
-        Client(nbformat.v4.new_notebook(cells=cells), timeout=120).execute()
-        giving_up.cancel()
+    command = f"!{sys.executable} -m shardcache --dir {tmp_path}/other prewarm {url}/0.tar"
+    cells = [nbformat.v4.new_code_cell(code) for code in (PROGRAM.format(url=url), command)]
+    giving_up = threading.Timer(60, held.set)
+    giving_up.start()
+    Client(nbformat.v4.new_notebook(cells=cells), timeout=120).execute()
+    giving_up.cancel()
     line, printed = cells[0].outputs
     assert printed["text"] == "0\n" and line["data"] == {"text/plain": ""}
     assert any(text.startswith("1/2 shards") for text in shown)

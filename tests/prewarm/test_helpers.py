@@ -10,7 +10,7 @@ import pytest
 
 from shardcache import Cache
 from shardcache.prewarm import Planned, Started, prewarm
-from tests.support.storetools import PATIENCE, forked, wait_until
+from tests.support.storetools import PATIENCE, together, wait_until
 from tests.support.tars import make_tar
 from tests.support.webservers import answer, part_of
 
@@ -45,7 +45,7 @@ def run(directory, urls, act=lambda stop: None, jobs=4, at_least=1):
             print(os.getpid(), file=file)
         wait_until(lambda: len(set(pids.read_text().split())) >= at_least)
 
-    def work(parent):
+    def work(number):
         stop, seen, forks = threading.Event(), [], []
 
         def on_event(event):
@@ -55,14 +55,13 @@ def run(directory, urls, act=lambda stop: None, jobs=4, at_least=1):
                 seen.append(event)
                 act(stop)
 
-        with Cache(directory, min_free=0, validate=note) as cache:
+        with Cache(directory, validate=note) as cache:
             report = prewarm(cache, urls, jobs=jobs, processes=2, on_event=on_event, stop=stop)
         assert helpers() == []
         outcomes = [str(result.outcome) for result in report.results]
-        parent.say((outcomes, report.stopped, len(forks), len(set(pids.read_text().split()))))
+        return outcomes, report.stopped, len(forks), len(set(pids.read_text().split()))
 
-    with forked(work) as child:
-        return child.hear()
+    return together(1, work)[0]
 
 
 def test_two_processes_share_the_work(tmp_path, urls, proxy):

@@ -3,31 +3,24 @@
 import errno
 import os
 import threading
-import time
 from dataclasses import replace
 from functools import partial
 
 import pytest
 
-from shardcache.cache import Cache
-from shardcache.errors import (
-    AccessDeniedError,
-    CacheFullError,
-    ConfigError,
-    ShardNotFoundError,
-    TransferError,
-)
+from shardcache import AccessDeniedError, Cache, CacheFullError, ConfigError
+from shardcache.errors import ShardNotFoundError, TransferError
 from shardcache.origins.base import ObjectInfo
-from shardcache.origins.listing import Listing
 from shardcache.prewarm import Finished, Planned, Started, Stopped
 from shardcache.prewarm.plan import same_version
 from shardcache.process import ProcessCache
 from tests.support.fakes import Fault
-from tests.support.storetools import refusing, room, wait_until
+from tests.support.storetools import damage, refusing, room, wait_until
 from tests.support.tars import make_tar
 
 #: Bytes of a shard that `fill` makes.
 SIZE = len(make_tar(0, 4))
+SIZES = "shardcache.origins.listing.Listing.sizes"
 
 
 def names(count, bucket="b"):
@@ -41,13 +34,13 @@ def listed(monkeypatch, origin):
     def sizes(self, shards):
         return {s.key: len(origin.objects[str(s)]) for s in shards if str(s) in origin.objects}
 
-    monkeypatch.setattr(Listing, "sizes", sizes)
+    monkeypatch.setattr(SIZES, sizes)
 
 
 @pytest.fixture
 def unlisted(monkeypatch):
     """Let listings state no sizes."""
-    monkeypatch.setattr(Listing, "sizes", lambda self, shards: {})
+    monkeypatch.setattr(SIZES, lambda self, shards: {})
 
 
 @pytest.fixture
@@ -178,8 +171,7 @@ def test_cached_shards_are_opened_only_in_doubt(make_cache, origin, listed, fill
     scribbled, replaced, changed, booted, _ = (cache.fetch(url) for url in urls[1:])
     (scribbled.path / "meta.json").write_text("{")
     cache.process.home.store.mark_replaced(replaced)
-    changed.data.chmod(0o600)
-    changed.data.write_bytes(bytes(changed.size))
+    damage(changed.data)
     for entry in (changed, booted):
         sidecar = replace(entry.metadata(), boot="the last boot")
         (entry.path / "meta.json").write_bytes(sidecar.encode())
@@ -222,19 +214,21 @@ def test_failures_end_a_run_beyond_a_limit_or_if_a_bucket_refuses_all_shards(
     assert len(requested(origin)) == len(expected.replace("-", ""))
 
 
-@pytest.mark.parametrize("work", [lambda: time.sleep(0.05), lambda: sum(range(2_000_000))])
+@pytest.mark.parametrize("idle", [True, False])
 def test_threads_are_added_only_while_the_interpreter_is_idle(
-    make_cache, origin, listed, fill, work
+    make_cache, origin, listed, fill, idle
 ):
-    counts = set()
+    counts, added = set(), threading.Event()
 
     def respond():
         counts.add(sum(each.name == "shardcache-prewarm" for each in threading.enumerate()))
-        work()
+        if max(counts) > 2:
+            added.set()
+        added.wait(1) if idle else sum(range(2_000_000))
 
     origin.faults.extend([Fault(after=10**9, before=respond)] * 40)
     make_cache().prewarm(fill(names(40)))
-    assert (max(counts) > 2) == (work() is None)
+    assert added.is_set() == idle
 
 
 def test_a_process_that_cannot_start_threads_prewarms(make_cache, listed, fill, no_threads):

@@ -19,7 +19,6 @@ from tests.support.tars import make_tar
 def order(tmp_path, monkeypatch):
     """Store four shards on a cached mount; returns the arguments of a node's task."""
     monkeypatch.setenv("SHARDCACHE_CACHE_LOCAL", "1")
-    monkeypatch.setenv("SHARDCACHE_MIN_FREE", "0")
     monkeypatch.setattr(module, "_NEWS_EVERY", 0.05)
     (tmp_path / "data").mkdir()
     for number in range(4):

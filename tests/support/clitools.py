@@ -23,10 +23,8 @@ SHARDS = 4
 
 
 @pytest.fixture
-def run(capsys, monkeypatch, tmp_path):
+def run(capsys):
     """Run the command line in this process; returns exit code, stdout and stderr."""
-    monkeypatch.setenv("SHARDCACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setenv("SHARDCACHE_MIN_FREE", "0")
 
     def run(*arguments):
         capsys.readouterr()
@@ -71,26 +69,23 @@ def command(*arguments, **environment):
     """Run the command line without fixtures, in a fork too; returns exit code and all output."""
     text = io.StringIO()
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in {"SHARDCACHE_MIN_FREE": "0", **environment}.items():
+        for name, value in environment.items():
             patch.setenv(name, value)
         with contextlib.redirect_stdout(text), contextlib.redirect_stderr(text):
             code = main([str(argument) for argument in arguments])
-    assert "Traceback" not in text.getvalue()
+    assert "Traceback" not in text.getvalue() or "-vv" in arguments
     return code, text.getvalue()
 
 
 class Command:
     """The command in a process of its own."""
 
-    def __init__(self, *arguments, directory, environment=(), python=None, **options):
+    def __init__(self, *arguments, directory=None, environment=(), python=None, **options):
         python = python or [sys.executable, "-m", "shardcache"]
-        environ = {
-            **{k: v for k, v in os.environ.items() if k != "NO_COLOR"},
-            "SHARDCACHE_DIR": str(directory),
-            "SHARDCACHE_MIN_FREE": "0",
-            "TERM": "xterm",
-            **dict(environment),
-        }
+        environ = {k: v for k, v in os.environ.items() if k != "NO_COLOR"}
+        environ |= {"TERM": "xterm", **dict(environment)}
+        if directory is not None:
+            environ["SHARDCACHE_DIR"] = str(directory)
         pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         self.process = subprocess.Popen(
             [*python, *map(str, arguments)], env=environ, text=True, **{**pipes, **options}
@@ -108,8 +103,8 @@ class Command:
         return self.process.returncode, out, err
 
 
-def run_process(*arguments, directory, environment=(), **options):
-    with Command(*arguments, directory=directory, environment=environment, **options) as command:
+def run_process(*arguments, **options):
+    with Command(*arguments, **options) as command:
         return command.end()
 
 
@@ -125,12 +120,11 @@ def slow(s3, bucket, s3_environment, proxy):
 class Screen:
     """A command on a pseudo-terminal; ``text`` is its output so far."""
 
-    def __init__(self, *arguments, directory, environment=(), columns=100):
+    def __init__(self, *arguments, columns=100, **options):
         self.leader, follower = pty.openpty()
         fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 30, columns, 0, 0))
         streams = dict.fromkeys(("stdin", "stdout", "stderr"), follower)
-        options = {"directory": directory, "environment": environment, "start_new_session": True}
-        self.command = Command(*arguments, **options, **streams)
+        self.command = Command(*arguments, **options, **streams, start_new_session=True)
         os.close(follower)
         self.text, self.decoder = "", codecs.getincrementaldecoder("utf-8")()
 

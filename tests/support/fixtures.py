@@ -19,7 +19,7 @@ from shardcache.locks.mounts import node_namespace
 from shardcache.store.root import make_root
 from tests.support.fakes import FakeClock, MemoryOrigin
 from tests.support.proxy import Proxy
-from tests.support.webservers import Scripted, certificate, running
+from tests.support.webservers import Files, Scripted, certificate, running
 
 
 @pytest.fixture(scope="session")
@@ -55,6 +55,13 @@ def context(authority: tuple[str, str]) -> ssl.SSLContext:
     found = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     found.load_cert_chain(*authority)
     return found
+
+
+@pytest.fixture
+def files() -> Iterator[Scripted]:
+    """A web server of files."""
+    with running(Files()) as server:
+        yield server
 
 
 #: Folders that run only if named: the first needs extra packages, the second takes long.
@@ -119,12 +126,15 @@ def s3_environment(s3: S3Server, proxy: Proxy, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.fixture(autouse=True)
 def _own_configuration(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Hide the machine's configuration from the test."""
+    """Hide the machine's configuration, and put the cache into the directory of the test."""
+    foreign = ("SHARDCACHE_", "AWS_", "WDS_", "SLURM_", "GROUP_", "REQUESTS_", "CURL_", "SSL_")
     for name in list(os.environ):
-        if name.startswith(("SHARDCACHE_", "AWS_", "WDS_", "SLURM_", "REQUESTS_", "CURL_", "SSL_")):
+        if name.startswith(foreign):
             monkeypatch.delenv(name)
     for name in ("COLUMNS", "LINES"):  # pseudo-terminals have their own size
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("SHARDCACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("SHARDCACHE_MIN_FREE", "0")
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "no-config"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user"))
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "no-aws-config"))
@@ -161,15 +171,11 @@ def no_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def make_cache(
-    tmp_path: Path, origin: MemoryOrigin, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Callable[..., Cache]]:
+def make_cache(origin: MemoryOrigin) -> Iterator[Callable[..., Cache]]:
     """Make caches that read ``s3://`` from the in-memory origin, in this process only."""
     made: list[Cache] = []
 
     def make(**options: object) -> Cache:
-        options.setdefault("dir", tmp_path / "cache")
-        options.setdefault("min_free", 0)
         cache = Cache(**options)
         made.append(cache)
         cache.process.prepare()
@@ -182,11 +188,10 @@ def make_cache(
 
 
 @pytest.fixture
-def open_cache(tmp_path: Path) -> Iterator[Callable[..., Cache]]:
+def open_cache() -> Iterator[Callable[..., Cache]]:
     """Open caches, in one directory unless they name another."""
     with ExitStack() as stack:
-        given = {"dir": tmp_path / "cache", "min_free": 0}
-        yield lambda **options: stack.enter_context(Cache(**{**given, **options}))
+        yield lambda **options: stack.enter_context(Cache(**options))
 
 
 @pytest.fixture(autouse=True)

@@ -126,7 +126,15 @@ class Proxy(Scripted):
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self.close()
+        """End all connections, as a server that stops, and wait until all are closed."""
+        self.shutdown()
+        # A forked child may hold the descriptor and with it the port.
+        self.socket.shutdown(socket.SHUT_RDWR)
+        self.server_close()
+        for client in list(self.clients):
+            with contextlib.suppress(OSError):  # already closed
+                client.shutdown(socket.SHUT_RDWR)
+        wait_until(lambda: not self.clients)
 
     def requests(self) -> list[Request]:
         """Return the requests since the start, `reset` or `script`, in order of arrival."""
@@ -168,18 +176,6 @@ class Proxy(Scripted):
     def resume(self) -> None:
         """Continue all bodies."""
         self.limit = None
-
-    def close(self) -> None:
-        """End all connections, as a server that stops, and wait until all are closed."""
-        if self.socket.fileno() >= 0:
-            self.shutdown()
-            # A forked child may hold the descriptor and with it the port.
-            self.socket.shutdown(socket.SHUT_RDWR)
-            self.server_close()
-        for client in list(self.clients):
-            with contextlib.suppress(OSError):  # already closed
-                client.shutdown(socket.SHUT_RDWR)
-        wait_until(lambda: not self.clients)
 
 
 class _Exchange(Connection):

@@ -27,7 +27,7 @@ class Shop:
 
     def cache(self, **options: Any) -> Cache:
         """Open the cache."""
-        return Cache(self.path, cache_local=True, **{"min_free": 0, **options})
+        return Cache(self.path, cache_local=True, **options)
 
     def room(self, shards: float, links: int = 1) -> int:
         """Return the bytes on disk of cached shards that ``links`` ranks link each."""

@@ -136,6 +136,12 @@ def make_store(path: Path, **options: bool) -> Store:
     return Store(layout, **options)
 
 
+def damage(file: Path) -> None:
+    """Change the bytes of a file, but not its size."""
+    file.chmod(0o600)
+    file.write_bytes(b"x" * file.stat().st_size)
+
+
 def age(path: Path, seconds: float = 10 * 86400.0) -> None:
     """Set the times of everything below to so long ago; by default, longer than any grace.
 

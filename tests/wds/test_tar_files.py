@@ -101,12 +101,6 @@ def _member(rng: random.Random, form: int) -> bytes:
     return head + data + bytes(-len(data) % BLOCK)
 
 
-def mended(header: bytes) -> bytes:
-    """Return the header with the right checksum."""
-    blank = header[:148] + b" " * 8 + header[156:512]
-    return header[:148] + b"%06o\0 " % sum(blank) + header[156:]
-
-
 #: Positions of number fields, type, names and prefix in a header.
 _FIELDS = (
     (0, 100), (100, 108), (108, 116), (116, 124), (124, 136), (136, 148), (156, 157),
@@ -152,7 +146,9 @@ def _set_field(rng: random.Random, data: bytearray) -> None:
     header = data[at : at + BLOCK].ljust(BLOCK, b"\0")
     start += rng.choice((0, 0, 0, max(0, stop - start - len(value))))
     header[start : start + len(value)] = value
-    data[at : at + BLOCK] = mended(bytes(header))
+    header[148:156] = b" " * 8
+    header[148:156] = b"%06o\0 " % sum(header)
+    data[at : at + BLOCK] = header
 
 
 def _record(rng: random.Random, data: bytearray) -> None:

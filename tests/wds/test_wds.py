@@ -29,6 +29,7 @@ KEYS = sorted(f"{seed:04d}-{n:05d}" for seed in range(4) for n in range(5))
 @pytest.fixture(autouse=True)
 def _objects(origin, monkeypatch):
     monkeypatch.setattr("shardcache.wds._logged", set())
+    monkeypatch.setitem(wds.gopen_schemes, "s3", None)  # `register` sets it
     process = multiprocessing.current_process()
     monkeypatch.setattr(process, "_config", {**process._config})  # `register` adds to it
     origin.objects |= {f"s3://lab/train-{seed:04d}.tar": data for seed, data in enumerate(SHARDS)}
@@ -60,7 +61,7 @@ def test_samples_are_the_same_as_without_the_cache(make_cache, tmp_path, fast_ta
     assert len(list(cache.entries())) == len(SHARDS)
 
 
-def test_every_form_of_a_pipeline_keeps_its_handler(make_cache, origin, tmp_path, monkeypatch):
+def test_every_form_of_a_pipeline_keeps_its_handler(make_cache, origin, tmp_path):
     del origin.objects["s3://lab/train-0002.tar"]
     cache, go_on = make_cache(), wds.ignore_and_continue
     shards, expand = wds.SimpleShardList(SPEC), tariterators.tar_file_expander
@@ -113,7 +114,6 @@ def test_the_cache_refuses_what_webdataset_forbids(url, make_cache, monkeypatch)
 
 @pytest.mark.parametrize("way", ["url_opener", "gopen"])
 def test_a_hidden_error_is_logged_once(way, make_cache, monkeypatch, caplog):
-    monkeypatch.setitem(wds.gopen_schemes, "s3", None)
     register("s3", cache := make_cache())
     samples = wds.tarfile_to_samples(handler=lambda exn: True)
     absent = wds.DataPipeline(wds.SimpleShardList("s3://lab/{0..9}.tar"), samples)
@@ -208,10 +208,9 @@ def test_a_dropped_shard_is_not_pinned_during_the_next_download(
 def test_dataloader_workers_share_downloads(
     method, is_registered, s3, bucket, proxy, s3_environment, tmp_path, monkeypatch
 ):
-    data, cache = DataSet(s3, bucket, proxy), Cache(tmp_path / "cache", min_free=0)
+    data, cache = DataSet(s3, bucket, proxy), Cache(tmp_path / "cache")
     dataset = wds.WebDataset(data.spec, shardshuffle=False)
     if is_registered:
-        monkeypatch.setitem(wds.gopen_schemes, "s3", None)
         register("s3", cache)
     else:
         cache.attach(dataset)
@@ -235,7 +234,6 @@ def test_the_pipeline_of_a_page_shuffles_shards_in_every_epoch(
 ):
     s3.create_bucket("bucket")
     data = DataSet(s3, "bucket", proxy, shards=16, members=1)
-    monkeypatch.setenv("SHARDCACHE_MIN_FREE", "0")
     monkeypatch.setenv("HOME", str(tmp_path))  # of ~/.cache/shards
     code = re.search(r"```python\n(.*?)```", (ROOT / page).read_text("utf-8"), re.DOTALL)[1]
     for shown, here in {
@@ -349,7 +347,6 @@ def test_a_rank_that_webdataset_does_not_see_is_named_once(
     if through == "attach":
         cache.attach(dataset)
     else:
-        monkeypatch.setitem(wds.gopen_schemes, "s3", None)
         register("s3", cache)
     assert len(keys(dataset)) == len(keys(dataset)) == (20 if "RANK" not in variables else 10)
     warned = [each.message for each in caplog.records if "2 ranks" in each.message]
@@ -374,7 +371,7 @@ def test_attach_warns_once_of_shards_on_a_network_filesystem(
 def test_attach_expands_patterns_and_an_open_says_how_to(s3, bucket, s3_environment, tmp_path):
     for number, name in enumerate(("b/c.tar", "b/a.tar", "odd *,.tar")):
         s3.put(bucket, name, SHARDS[number])
-    cache, b = Cache(tmp_path / "cache", min_free=0), f"s3://{bucket}/b"
+    cache, b = Cache(tmp_path / "cache"), f"s3://{bucket}/b"
     for url, order in (
         ("odd *,.tar", "2"),
         ("b/*.tar", "10"),
@@ -398,7 +395,6 @@ def test_attach_expands_patterns_and_an_open_says_how_to(s3, bucket, s3_environm
 def test_a_second_copy_in_the_cache_of_webdataset_is_named(
     through, make_cache, tmp_path, monkeypatch, caplog
 ):
-    monkeypatch.setitem(wds.gopen_schemes, "s3", None)
     (tmp_path / "own").mkdir()
     dataset = wds.WebDataset(SPEC, shardshuffle=False, cache_dir=str(tmp_path / "own"))
     if through == "attach":
@@ -410,7 +406,6 @@ def test_a_second_copy_in_the_cache_of_webdataset_is_named(
 
 
 def test_a_cache_that_cannot_be_pickled_stops_no_spawned_process(make_cache, monkeypatch, caplog):
-    monkeypatch.setitem(wds.gopen_schemes, "s3", None)
     register("s3", make_cache(validate=lambda _path: None))
     process = multiprocessing.get_context("spawn").Process(target=os.getpid)
     process.start()

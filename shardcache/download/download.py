@@ -30,7 +30,7 @@ __all__ = ["Download", "Downloads", "Progress", "State"]
 
 State = Enum("State", "WAITING RUNNING DONE FAILED CANCELLED")
 #: How a shard was obtained.
-Outcome: TypeAlias = Literal["hit", "coalesced", "linked", "fetched"]
+Outcome: TypeAlias = Literal["hit", "coalesced", "linked", "fetched", "imported"]
 
 #: The bytes of one request. If no more are missing, they arrive before a new download would begin.
 _ALMOST_COMPLETE = 16 << 20
@@ -57,6 +57,7 @@ class Download:
         can_bypass: whether the reader can bypass the cache. For one that cannot, the disk is used
             even while it is paused, and copies to upstreams are complete when the download ends.
         ahead: whether no reader needs the shard yet, so that the worker gives way to others.
+        source: a file of this machine to import in place of a download, if it is the object.
 
     Attributes:
         partial: the partial, written by this or another process; None if unknown.
@@ -81,8 +82,10 @@ class Download:
         throttle: Throttle | None = None,
         can_bypass: bool = False,
         ahead: bool = False,
+        source: Path | None = None,
     ) -> None:
         self.shard = shard
+        self.source = source
         self.listed = listed
         self.outdated = outdated
         self.throttle = throttle

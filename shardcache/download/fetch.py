@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
+import os
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -34,13 +35,13 @@ from shardcache.errors import (
     UnprovenError,
 )
 from shardcache.faults import FULL, is_local_error, os_error
-from shardcache.files import is_directory
+from shardcache.files import is_directory, open_file
 from shardcache.layout import parse_partial_name
 from shardcache.locks.keys import Holder, KeyLease, KeyLock, read_holder
 from shardcache.locks.sessions import Session
 from shardcache.origins.base import ObjectInfo, VersionChangedError
 from shardcache.space.tiers import Directories
-from shardcache.store.digest import BLOCK, MismatchError
+from shardcache.store.digest import BLOCK, MismatchError, file_digest, identify
 from shardcache.store.directory import DamagedError, Metadata
 from shardcache.store.entry import Opened, open_first
 from shardcache.store.partial import Journal, LostError, Partial, read_journal
@@ -196,7 +197,10 @@ class Fetch:
                 return download.obtained(opened, "coalesced")
             if (opened := self._link()) is not None:
                 return download.obtained(opened, "linked")
-            entry = self._download_entry(lock)
+            if download.source is not None:
+                entry = self._import(download.source)
+            else:
+                entry = self._download_entry(lock)
             if download.outdated:
                 evict_outdated(directories, shard.key, download.outdated)
             if (opened := directories.lookup(shard)) is not None:
@@ -262,6 +266,32 @@ class Fetch:
             raise _UpstreamError
         return self._publish(partial, metadata, proven=transfer.is_proven)
 
+    def _import(self, source: Path) -> Path:
+        """Publish a file of this machine as the shard, if it has the bytes of the object."""
+        shard, engine, download = self._shard, self._engine, self._download
+        origin, retries = engine.origins.of(shard), engine.policy.started(str(shard))
+        info = retries.call(lambda: origin.stat(shard), sleep=download.sleep)
+        size, checked = source.stat().st_size, None
+        with contextlib.ExitStack() as stack:
+            if size == info.size:
+                partial = self._begin(info, source)
+                stack.callback(partial.discard)
+                if partial.linked is None:
+                    with open_file(source) as file:
+                        while os.sendfile(partial.fd, file.fileno(), None, size):
+                            download.check()
+                checked = identify(partial.fd, info)
+            if checked is None:
+                why = f"a checksum or ETag does not show that it is the object ({info.size} bytes)"
+                text = f"{shard}: {source} ({size} bytes) is not imported: {why}. Download it."
+                raise IntegrityError(text, url=str(shard))
+            metadata = replace(partial.metadata, digest=file_digest(partial.fd), checked=checked)
+            stack.pop_all()
+        entry = self._publish(partial, metadata, proven=True)
+        download.outcome = "imported"
+        engine.counters.add({"bytes_stored": size})
+        return entry
+
     def _link(self) -> Opened | None:
         """Hard-link the newest entry of the sibling namespaces, or open it where it is, if any."""
         shard, outdated, directories = self._shard, self._download.outdated, self._directories
@@ -325,8 +355,8 @@ class Fetch:
         """Let waiting processes, and the next holder of the lock, find the partial."""
         lock.update(replace(self._directories.holder(), partial=partial.path.name))
 
-    def _begin(self, info: ObjectInfo) -> Partial:
-        """Create a partial in the fastest tier that has room."""
+    def _begin(self, info: ObjectInfo, source: Path | None = None) -> Partial:
+        """Create a partial, of ``source`` if it can be linked, in the fastest tier with room."""
         shard, tiers = self._shard, self._directories.tiers
         made = clock.time(), boot_id(), __version__, shard.endpoint
         metadata = Metadata(str(shard), shard.key, info, info.size or 0, "", None, *made)
@@ -335,7 +365,7 @@ class Fetch:
         for tier in tiers:
             try:
                 with tier.space.reserved(shard, info.size):
-                    return Partial.create(tier.store.layout, metadata, shard.basename)
+                    return Partial.create(tier.store.layout, metadata, shard.basename, source)
             except os_error() as exn:  # CacheFullError is a subclass
                 if tier is tiers[-1] or isinstance(exn, LockTimeoutError):
                     raise

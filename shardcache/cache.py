@@ -578,8 +578,8 @@ class Cache:
     def stats(self, since: float | str | None = None) -> Stats:
         """Return the counters of all processes of this node: opens, bytes, waits, evictions.
 
-        Other processes, such as workers, write theirs once a second and when they end, so their
-        counts of the last second may be missing.
+        Other processes, such as workers, write theirs once a second, at the end of an epoch of an
+        attached pipeline, and when they end. So their counts of the last second may be missing.
 
         Args:
             since: the length of the period that ends now, in seconds or as text such as "24h"; the

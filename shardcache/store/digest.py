@@ -104,16 +104,14 @@ def compare(fd: int, checksum: Checksum) -> str | None:
 
 
 def identify(fd: int, info: ObjectInfo) -> str | None:
-    """Return the algorithm that shows that a file is an object, or None if none does.
+    """Return the algorithm that shows that a file is the object, or None if none does.
 
     S3 makes an ETag of the MD5 of the object, or of the MD5s of its parts, unless KMS encrypts it.
     """
-    if os.fstat(fd).st_size != info.size:
-        return None
     with contextlib.suppress(MismatchError):
         if info.checksum and (algorithm := compare(fd, info.checksum)):
             return algorithm
-        etag, blocks = (info.etag or "").strip('"'), -(-info.size // BLOCK)
+        etag, blocks = (info.etag or "").strip('"'), -(-(info.size or 0) // BLOCK)
         _, is_multipart, count = etag.partition("-")
         parts = {min(part, blocks) for part in _PARTS if count == str(-(-blocks // part))}
         if any(_etag(fd, part) == etag for part in (parts if is_multipart else [0])):

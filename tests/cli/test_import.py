@@ -97,6 +97,7 @@ def test_a_file_that_may_still_change_is_copied(make_s3_cache, folder, url, data
     file = folder / "train-0000.tar"
     with file.open("r+b") as writer:
         entry = make_s3_cache().add(url, file)
+        assert file.stat().st_nlink == 1
         writer.write(b"changed")
     assert not entry.data.samefile(file) and mode(file) == 0o644 and mode(entry.data) == 0o400
     assert entry.data.read_bytes() == data[file.name] != file.read_bytes()

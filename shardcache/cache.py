@@ -224,7 +224,7 @@ class Cache:
         ``shardcache import --help``. Raises the errors of `pinned`; IntegrityError if the size, and
         the checksum or ETag, of the object do not show that the file has the same bytes.
         """
-        source = Path(file).resolve()
+        source = Path(file).resolve(strict=True)
         download = Download(self.process.downloads, self.parse(url), source=source)
         with contextlib.closing(self.process.obtain(download)) as opened:
             return opened.entry

@@ -150,7 +150,7 @@ def prewarm_command(
 @command("import")
 @cli.dry_run_option
 @number_option("--max-failures", help="Accept N failed shards; stop at the next one.", minimum=0)
-@click.argument("source", metavar="DIR", type=click.Path(exists=True, file_okay=False))
+@click.argument("source", metavar="DIR")
 @click.argument("prefix", metavar="PREFIX")
 @store_options
 def import_command(invocation: Invocation, source: str, prefix: str, **options: Any) -> int:
@@ -170,10 +170,10 @@ def import_command(invocation: Invocation, source: str, prefix: str, **options: 
     """
     cache = invocation.cache(invocation.loaded_with_job_limits("tiers"))
     paths = [path for path in sorted(Path(source).rglob("*")) if SHARD.search(path.name)]
-    base = prefix.removesuffix("/")
-    shards = [cache.parse(f"{base}/{path.relative_to(source)}") for path in paths]
+    urls = [f"{prefix.removesuffix('/')}/{path.relative_to(source)}" for path in paths]
+    shards = [cache.parse(url) for url in urls]
     if not shards:
-        raise click.UsageError(f"{source} has no tar files.")
+        raise click.UsageError(f"There are no tar files below {source}.")
     sources = {s.key: path.resolve() for s, path in zip(shards, paths, strict=True)}
     options |= {"check": False, "best_effort": False, "refresh": False, "jobs": None}
     return _prewarm(invocation, cache, shards, options | {"sources": sources})

@@ -282,9 +282,11 @@ class Fetch:
                             download.check()
                 checked = identify(partial.fd, info)
             if checked is None:
-                why = f"a checksum or ETag does not show that it is the object ({info.size} bytes)"
-                text = f"{shard}: {source} ({size} bytes) is not imported: {why}. Download it."
-                raise IntegrityError(text, url=str(shard))
+                raise IntegrityError(
+                    f"{shard}: {source} ({size} bytes) is not imported: no checksum or ETag shows "
+                    f"that it is the object ({info.size} bytes). Download the shard.",
+                    url=str(shard),
+                )
             metadata = replace(partial.metadata, digest=file_digest(partial.fd), checked=checked)
             stack.pop_all()
         entry = self._publish(partial, metadata, proven=True)

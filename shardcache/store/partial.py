@@ -195,8 +195,9 @@ class Partial:
         with contextlib.ExitStack() as stack:
             stack.callback(remove_directory, path, basename)
             data = path / basename
-            is_first = source is not None and not files.list_names(layout.key_dir(metadata.key))
-            linked = _link(source, data, modes) if source is not None and is_first else None
+            linked = None
+            if source is not None and not files.list_names(layout.key_dir(metadata.key)):
+                linked = _link(source, data, modes)  # otherwise, its time would have to change
             flags = _CREATE if linked is None else os.O_RDONLY
             try:
                 file = stack.enter_context(files.open_exclusive(data, flags, modes))

@@ -150,3 +150,11 @@ def test_two_processes_import_one_file_at_once(make_s3_cache, folder, url, proxy
     paths = together(2, lambda number: str(make_s3_cache().add(url, file).data))
     assert paths[0] == paths[1] and Path(paths[0]).samefile(file) and not proxy.fetches()
     assert file.stat().st_nlink == 2
+
+
+def test_a_file_whose_time_would_mark_it_as_replaced_is_copied(make_s3_cache, folder, url, proxy):
+    file = folder / "train-0000.tar"
+    os.utime(file, (0, 0))
+    with make_s3_cache() as cache:
+        assert not cache.add(url, file).data.samefile(file) and mode(file) == 0o644
+        assert cache.open(url).read() == file.read_bytes() and not proxy.fetches()

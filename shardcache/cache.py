@@ -216,6 +216,18 @@ class Cache:
         opened.close()
         return opened.entry
 
+    def add(self, url: str, file: str | os.PathLike[str]) -> Entry:
+        """Import a file of this machine as a shard, unless the shard is cached; return its entry.
+
+        The file is hard-linked if possible, and then loses its write permissions, else copied; see
+        ``shardcache import --help``. Raises the errors of `pinned`; IntegrityError if the size, and
+        the checksum or ETag, of the object do not show that the file has the same bytes.
+        """
+        source = Path(file).resolve(strict=True)
+        download = Download(self.process.downloads, self.parse(url), source=source)
+        with contextlib.closing(self.process.obtain(download)) as opened:
+            return opened.entry
+
     def path(self, url: str | ShardURL) -> Path | None:
         """Return the shard's local path, or None if the shard is not cached.
 
@@ -566,8 +578,8 @@ class Cache:
     def stats(self, since: float | str | None = None) -> Stats:
         """Return the counters of all processes of this node: opens, bytes, waits, evictions.
 
-        Other processes, such as workers, write theirs once a second and when they end, so their
-        counts of the last second may be missing.
+        Other processes, such as workers, write theirs once a second, at the end of an epoch of an
+        attached pipeline, and when they end. So their counts of the last second may be missing.
 
         Args:
             since: the length of the period that ends now, in seconds or as text such as "24h"; the

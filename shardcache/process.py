@@ -247,8 +247,10 @@ class ProcessCache:
         while opened is None:
             if (opened := self.lookup(shard, download.outdated, insist=True)) is not None:
                 download.obtained(opened, "hit")
-            else:
+            elif download.source is None:
                 opened = self._download(download)
+            else:  # readers do not join it, because it may refuse the file
+                opened = threads.call(partial(self.fetch, download), None, "shardcache-import")
         self.touch(opened, clock.monotonic())
         facts = {"event": download.outcome, "shard": str(shard)}
         logger.debug("%s: %s", shard, download.outcome, extra=facts)

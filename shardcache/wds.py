@@ -100,6 +100,7 @@ def url_opener(
         yield sample
         # Without this, the references would keep the shard in use while the next one is downloaded.
         del stream, sample, item
+    cache.process.counters.flush()  # the epoch ends; a persistent worker may not write for long
     if failed and not opened:
         logger.error("none of %d shards could be opened; the first error: %s", failed, first)
 

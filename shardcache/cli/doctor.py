@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import shlex
 import socket
@@ -13,6 +14,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from email.utils import parsedate_to_datetime
+from importlib.metadata import PackageNotFoundError, requires, version
+from itertools import chain
 from pathlib import Path
 from queue import Empty
 from typing import Any
@@ -66,10 +69,10 @@ _SKEW = 300
 def doctor_command(invocation: Invocation, url: str | None) -> ExitCode:
     """Check that the machine fits the configuration.
 
-    Checks directories, filesystems, memory and limits, the credentials and their expiry, the
-    addresses and the clock of the endpoint, and with --url the origin. One signed request tries
-    the credentials. Each finding is ok, warn or fail, with advice. Changes nothing. Exits with 4
-    if a check failed.
+    Checks directories, filesystems, memory and limits, the versions of packages, the credentials
+    and their expiry, the addresses and the clock of the endpoint, and with --url the origin. One
+    signed request tries the credentials. Each finding is ok, warn or fail, with advice. Changes
+    nothing. Exits with 4 if a check failed.
 
     \b
     Examples:
@@ -105,6 +108,7 @@ def _examine(config: Config, url: str | None) -> Iterator[dict[str, str]]:
             yield from rows
             if check is _owner and rows[0]["level"] == "fail":
                 break  # the other checks would fail as well
+    yield from _run(_packages, "packages")
     yield from _run(_credentials, "S3", config, timeout=_DEAD_SERVICE)
     yield from _run(_endpoint, "endpoint", config, url, timeout=_DEAD_SERVICE)
     if url is not None:
@@ -195,6 +199,29 @@ def _space(tier: Config) -> Findings:
     if inodes.f_files and inodes.f_favail < 5:  # the number that one shard needs
         fix = "Remove small files on that disk (df -i), or make the filesystem with more inodes."
         yield "fail", f"{inodes.f_favail:,} of {inodes.f_files:,} inodes free", fix
+
+
+def _packages() -> Findings:
+    """Compare the installed versions with those that our packages, boto3 and awscli require."""
+    parse: Any = None
+    for module in ("pip._vendor.packaging", "packaging"):
+        with contextlib.suppress(ImportError):
+            parse = importlib.import_module(f"{module}.requirements").Requirement
+    ours, fit = ["shardcache"], parse is not None
+    for name in chain(ours, ("boto3", "awscli")) if parse else ():  # `ours` grows
+        with contextlib.suppress(PackageNotFoundError):
+            for needed in map(parse, requires(name) or ()):
+                if needed.marker is not None and not needed.marker.evaluate({"extra": ""}):
+                    continue
+                found = version(needed.name)
+                if name in ours and needed.name not in ours:
+                    ours.append(needed.name)
+                if not needed.specifier.contains(found, prereleases=True):
+                    fit, text = False, f"{name} needs {needed.name}{needed.specifier}, not {found}"
+                    pin = "" if name in ours else f" {needed.name}=={found}"
+                    yield "warn", text, f"Run: pip install {name}{pin}"
+    if fit:
+        yield "ok", "the installed versions fit", ""
 
 
 def _credentials(config: Config) -> Findings:

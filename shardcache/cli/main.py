@@ -65,10 +65,10 @@ class ExitCode(enum.IntEnum):
 
 #: Command -> its module in this package, in the order of the help text.
 _COMMANDS = {
-    "run": "run", "prewarm": "prewarm", "expand": "entries", "index": "index", "ls": "entries",
-    "path": "entries", "rm": "entries", "pin": "entries", "unpin": "entries", "clean": "upkeep",
-    "verify": "upkeep", "stats": "stats", "top": "stats", "report": "stats", "config": "config",
-    "dir": "config", "doctor": "doctor",
+    "run": "run", "prewarm": "prewarm", "import": "prewarm", "expand": "entries", "index": "index",
+    "ls": "entries", "path": "entries", "rm": "entries", "pin": "entries", "unpin": "entries",
+    "clean": "upkeep", "verify": "upkeep", "stats": "stats", "top": "stats", "report": "stats",
+    "config": "config", "dir": "config", "doctor": "doctor",
 }  # fmt: skip
 
 

@@ -8,6 +8,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 import click
@@ -42,6 +43,7 @@ from shardcache.prewarm.results import (
 )
 from shardcache.prewarm.run import JOBS, most_processes, prewarm
 from shardcache.units import Limit, counted, format_bytes, format_duration, format_rate
+from shardcache.urls import ShardURL
 
 if TYPE_CHECKING:
     from shardcache.cache import Cache
@@ -135,29 +137,69 @@ def prewarm_command(
     ranks = (ranks_per_node or 1) if shard_by_node else None
     if ray:
         return _prewarm_ray(invocation, all_specs, options, max_size, ranks)
-    share = None if ranks is None else own_share(node_rank, node_count, ranks)
-    console, progress = invocation.console, PrewarmProgress()
-    only_plans = options["check"] or options["dry_run"]
+    options["share"] = None if ranks is None else own_share(node_rank, node_count, ranks)
     loaded = invocation.loaded_with_job_limits("tiers")
     connections = max(jobs or 0, loaded.config.connections)
     max_size = max_size or loaded.config.max_size
     cache = invocation.cache(loaded, connections=connections, max_size=max_size)
+    return _prewarm(invocation, cache, all_specs, options | {"jobs": jobs})
+
+
+@command("import")
+@cli.dry_run_option
+@number_option("--max-failures", help="Accept N failed shards; stop at the next one.", minimum=0)
+@click.argument("source", metavar="DIR")
+@click.argument("prefix", metavar="PREFIX")
+@store_options
+def import_command(invocation: Invocation, source: str, prefix: str, **options: Any) -> int:
+    """Put tar files of this machine into the cache, if the origin has the same.
+
+    DIR/a/b.tar becomes the shard PREFIX/a/b.tar if it has its size, and its checksum or ETag
+    (of MD5s, so not with KMS). Other files are named, and not imported. -n compares no file.
+
+    Your files on the cache's filesystem are hard-linked, others are copied. A linked file loses
+    its write permissions, because a write to it, even by root, would change the cached shard.
+    You may delete or replace it (mv, rsync without --inplace); then evicting frees its room.
+
+    \b
+    Examples:
+      shardcache import /local/nvme/train s3://lab/train/
+      shardcache import -n /mnt/snapshot s3://lab/
+    """
+    cache = invocation.cache(invocation.loaded_with_job_limits("tiers"))
+    paths = [path for path in sorted(Path(source).rglob("*")) if SHARD.search(path.name)]
+    urls = [f"{prefix.removesuffix('/')}/{path.relative_to(source)}" for path in paths]
+    shards = [cache.parse(url) for url in urls]
+    if not shards:
+        raise click.UsageError(f"There are no tar files below {source}.")
+    sources = {s.key: path.resolve() for s, path in zip(shards, paths, strict=True)}
+    options |= {"check": False, "best_effort": False, "refresh": False, "jobs": None}
+    return _prewarm(invocation, cache, shards, options | {"sources": sources})
+
+
+def _prewarm(
+    invocation: Invocation, cache: Cache, specs: Sequence[str | ShardURL], options: dict[str, Any]
+) -> int:
+    console, progress = invocation.console, PrewarmProgress()
+    only_plans = options["check"] or options["dry_run"]
+    name, verb = ("import", "import") if "sources" in options else ("prewarm", "fetch")
     with cache, ExitStack() as stack:
 
         def on_event(event: Event) -> None:
             progress(event)
             if isinstance(event, Planned):
-                console.info(str(event.plan))
+                console.info(str(event.plan).replace(" to fetch", f" to {verb}"))
                 if not only_plans:
                     invocation.poll_stop()
                     if event.plan.to_fetch or options["refresh"]:
                         stack.enter_context(display(console, progress.positions))
 
         processes = most_processes(cache)
-        options |= {"jobs": jobs or JOBS * processes, "on_event": on_event, "stop": invocation.stop}
-        report = prewarm(cache, all_specs, share=share, processes=processes, **options)
+        options["jobs"] = options["jobs"] or JOBS * processes
+        stop = invocation.stop
+        report = prewarm(cache, specs, processes=processes, on_event=on_event, stop=stop, **options)
         stack.close()
-        console.object("prewarm", shards=report.results, summary=report)
+        console.object(name, shards=report.results, summary=report)
         if not only_plans:
             console.info(str(report))
         for word, line in _failures(console, report, check=options["check"], cache=cache):

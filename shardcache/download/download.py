@@ -31,7 +31,7 @@ __all__ = ["Download", "Downloads", "Progress", "State"]
 
 State = Enum("State", "WAITING RUNNING DONE FAILED CANCELLED")
 #: How a shard was obtained.
-Outcome: TypeAlias = Literal["hit", "coalesced", "linked", "fetched"]
+Outcome: TypeAlias = Literal["hit", "coalesced", "linked", "fetched", "imported"]
 
 #: The bytes of one request. If no more are missing, they arrive before a new download would begin.
 _ALMOST_COMPLETE = 16 << 20
@@ -61,6 +61,7 @@ class Download:
     #: is paused, and copies to upstreams are complete when the download ends.
     can_bypass: bool = False
     is_ahead: bool = False  #: whether no reader needs the shard yet, so the worker gives way
+    source: Path | None = None  #: a file of this machine to import, if it is the object
 
     state: State = field(default=State.WAITING, init=False)
     #: The partial, written by this or another process; None if unknown.

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
+import os
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -34,12 +35,12 @@ from shardcache.errors import (
     UnprovenError,
 )
 from shardcache.faults import FULL, is_local_error, os_error
-from shardcache.files import is_directory
+from shardcache.files import is_directory, open_file
 from shardcache.layout import parse_partial_name
 from shardcache.locks.keys import Holder, KeyLease, KeyLock, read_holder
 from shardcache.locks.sessions import Session
 from shardcache.origins.base import ObjectInfo, VersionChangedError
-from shardcache.store.digest import BLOCK, MismatchError
+from shardcache.store.digest import BLOCK, MismatchError, file_digest, identify
 from shardcache.store.directory import DamagedError, Metadata
 from shardcache.store.entry import Opened, open_first
 from shardcache.store.partial import Journal, LostError, Partial, read_journal
@@ -199,7 +200,10 @@ class Fetch:
                 return download.obtained(opened, "coalesced")
             if (opened := self._link()) is not None:
                 return download.obtained(opened, "linked")
-            entry = self._download_entry(lock)
+            if download.source is not None:
+                entry = self._import(download.source)
+            else:
+                entry = self._download_entry(lock)
             if download.outdated:
                 evict_outdated(directories, shard.key, download.outdated)
             if (opened := directories.lookup(shard)) is not None:
@@ -259,6 +263,34 @@ class Fetch:
             logger.warning(_DAMAGED, shard, upstream.name)
             raise _UpstreamError
         return self._publish(partial, metadata, proven=transfer.is_proven)
+
+    def _import(self, source: Path) -> Path:
+        """Publish a file of this machine as the shard, if it has the bytes of the object."""
+        shard, engine, download = self._download.shard, self._engine, self._download
+        origin, retries = engine.origins.of(shard), engine.policy.started(str(shard))
+        info = retries.call(lambda: origin.stat(shard), sleep=download.sleep)
+        size, checked = source.stat().st_size, None
+        with contextlib.ExitStack() as stack:
+            if size == info.size:
+                partial = self._begin(info, source)
+                stack.callback(partial.discard)
+                if partial.linked is None:
+                    with open_file(source) as file:
+                        while os.sendfile(partial.fd, file.fileno(), None, size):
+                            download.check()
+                checked = identify(partial.fd, info)
+            if checked is None:
+                raise IntegrityError(
+                    f"{shard}: {source} ({size} bytes) is not imported: no checksum or ETag shows "
+                    f"that it is the object ({info.size} bytes). Download the shard.",
+                    url=str(shard),
+                )
+            metadata = replace(partial.metadata, digest=file_digest(partial.fd), checked=checked)
+            stack.pop_all()
+        entry = self._publish(partial, metadata, proven=True)
+        download.outcome = "imported"
+        engine.counters.add({"bytes_stored": size})
+        return entry
 
     def _link(self) -> Opened | None:
         """Hard-link the newest entry of the sibling namespaces, or open it where it is, if any."""
@@ -323,18 +355,18 @@ class Fetch:
                 raise
         return None
 
-    def _begin(self, info: ObjectInfo) -> Partial:
-        """Create a partial in the fastest tier that has room."""
+    def _begin(self, info: ObjectInfo, source: Path | None = None) -> Partial:
+        """Create a partial, of ``source`` if it can be linked, in the fastest tier with room."""
         shard, tiers = self._download.shard, self._directories.tiers
-        source = str(shard), shard.key, info, info.size or 0
+        facts = str(shard), shard.key, info, info.size or 0
         now = clock.time(), boot_id()  # replaced at the end, as are digest and checksum
-        metadata = Metadata(*source, "", None, *now, __version__, shard.endpoint)
+        metadata = Metadata(*facts, "", None, *now, __version__, shard.endpoint)
         if self._is_for_last_tier or info.size is None:  # the last tier usually has the most room
             tiers = tiers[-1:]
         for tier in tiers:
             try:
                 with tier.space.reserved(shard, info.size):
-                    return Partial.create(tier.store.layout, metadata, shard.basename)
+                    return Partial.create(tier.store.layout, metadata, shard.basename, source)
             except os_error() as exn:  # CacheFullError is a subclass
                 if tier is tiers[-1] or isinstance(exn, LockTimeoutError):
                     raise

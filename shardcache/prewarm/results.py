@@ -22,6 +22,7 @@ class Outcome(StrEnum):
     FETCHED = "fetched"
     COALESCED = "coalesced"  #: another reader downloaded the shard
     LINKED = "linked"  #: hard-linked to the entry of another rank or job
+    IMPORTED = "imported"  #: a file of this machine, hard-linked or copied
     FAILED = "failed"
     NOT_STARTED = "not_started"  #: the download was not started, or was interrupted
     SKIPPED = "skipped"  #: ``skip_missing`` skipped the shard, because its origin does not have it
@@ -29,7 +30,7 @@ class Outcome(StrEnum):
     MISSING = "missing"  #: a check or a dry run found that the shard is not cached
 
 
-_ADDED = (Outcome.FETCHED, Outcome.COALESCED, Outcome.LINKED)
+_ADDED = (Outcome.FETCHED, Outcome.COALESCED, Outcome.LINKED, Outcome.IMPORTED)
 
 
 class Stopped(StrEnum):
@@ -225,6 +226,7 @@ class PrewarmReport:
             (self.retried, "retried"),
             (self.coalesced, "fetched by other processes"),
             (self.linked, "linked"),
+            (self.count(Outcome.IMPORTED), "imported"),
             (self.count(Outcome.LEFT_OUT), "left out for lack of room"),
             (self.not_started, f"not done because {self.stopped.why if self.stopped else ''}"),
         )

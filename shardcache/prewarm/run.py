@@ -23,11 +23,12 @@ import signal
 import threading
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -113,6 +114,7 @@ def prewarm(
     limit_rate: int | str | None = None,
     refresh: bool = False,
     processes: int = 1,
+    sources: Mapping[str, Path] | None = None,
     on_event: Callable[[Event], None] | None = None,
     stop: threading.Event | None = None,
 ) -> PrewarmReport:
@@ -136,6 +138,7 @@ def prewarm(
             Streams that are open continue with the version that they read.
         processes: how many processes share the work. The additional ones are forked, so this is
             ignored in a program that has other threads.
+        sources: files, by the key of the shard, to import in place of downloads (`Cache.add`).
         on_event: called in the calling thread with each event; must not block.
         stop: an event that any thread or signal handler may set, to stop early.
 
@@ -194,7 +197,8 @@ def prewarm(
     events = list(confirm(cache, plan, stop))
     known |= {event.shard.key: event.result for event in events if isinstance(event, Finished)}
     end = math.inf if deadline is None else start + deadline
-    pool = Pool(cache, plan, stop, jobs, best_effort, max_failures, skip_missing, rate, end, known)
+    limits = best_effort, max_failures, skip_missing, rate, end
+    pool = Pool(cache, plan, stop, jobs, *limits, results=known, sources=sources or {})
     with contextlib.closing(pool):
         pool.fork(processes)  # before `report`, which may start a thread
         report([Planned(plan), *events])
@@ -234,6 +238,7 @@ class Pool:
     deadline: float  #: on the monotonic clock
     #: The results of the shards by key. Those that have one when the pool is made are not tried.
     results: dict[str, ShardResult]
+    sources: Mapping[str, Path]
     stopped: Stopped | None = None  #: why no further shard is started
 
     def __post_init__(self) -> None:
@@ -430,6 +435,7 @@ class Pool:
                     listed=self.plan.size_of(shard),
                     outdated=self.plan.outdated.get(shard.key, frozenset()),
                     throttle=self._throttle,
+                    source=self.sources.get(shard.key),
                 )
                 self._running[shard.key] = download
                 self._events.put(Started(shard, download.progress))

@@ -8,15 +8,16 @@ can check each block on disk by itself.
 from __future__ import annotations
 
 import base64
+import contextlib
 import hashlib
 import os
 import zlib
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, partial
 
 from xxhash import xxh3_128_digest, xxh3_128_hexdigest
 
-from shardcache.origins.base import Checksum
+from shardcache.origins.base import Checksum, ObjectInfo
 
 #: Bytes of a block, and of the one buffer that each connection needs. Larger reads are no faster,
 #: and smaller ones are slower. A killed download loses at most a block per connection.
@@ -25,6 +26,8 @@ BLOCK = 1 << 20
 #: Length of each kind of CRC in bytes.
 _CRCS = {"crc32": 4, "crc32c": 4, "crc64nvme": 8}
 _HASHES = ("sha256", "sha1")
+#: MiB of a part of an upload: boto3 and aws take 8, rclone 5, s3cmd 15, mc 16, s5cmd 50.
+_PARTS = (5, 8, 10, 15, 16, 20, 25, 32, 50, 64, 100, 128, 250, 256, 512, 1024)
 
 block_digest = xxh3_128_digest  #: computes the digest of one block, which is 16 bytes long
 tree_digest = xxh3_128_hexdigest  #: computes that of a shard, as hex, from those of its blocks
@@ -94,3 +97,32 @@ def compare(fd: int, checksum: Checksum) -> str | None:
     if computed not in (None, checksum.value):
         raise MismatchError(checksum, computed)
     return computed and checksum.algorithm
+
+
+def identify(fd: int, info: ObjectInfo) -> str | None:
+    """Return the algorithm that shows that a file is the object, or None if none does.
+
+    S3 makes an ETag of the MD5 of the object, or of the MD5s of its parts, unless KMS encrypts it.
+    """
+    with contextlib.suppress(MismatchError):
+        if info.checksum and (algorithm := compare(fd, info.checksum)):
+            return algorithm
+        etag, blocks = (info.etag or "").strip('"'), -(-(info.size or 0) // BLOCK)
+        _, is_multipart, count = etag.partition("-")
+        parts = {min(part, blocks) for part in _PARTS if count == str(-(-blocks // part))}
+        if any(_etag(fd, part) == etag for part in (parts if is_multipart else [0])):
+            return "md5"
+    return None
+
+
+def _etag(fd: int, part: int) -> str:
+    """Return the ETag of a file that was uploaded in parts of ``part`` blocks, or whole (0)."""
+    md5 = partial(hashlib.md5, usedforsecurity=False)
+    parts = [md5()]
+    for number, block in enumerate(read_blocks(fd)):
+        if part and number and number % part == 0:
+            parts.append(md5())
+        parts[-1].update(block)
+    if not part:
+        return parts[0].hexdigest()
+    return f"{md5(b''.join(each.digest() for each in parts)).hexdigest()}-{len(parts)}"

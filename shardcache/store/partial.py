@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import io
 import os
+import signal
 import stat
 import struct
 import threading
@@ -163,6 +165,7 @@ class Partial:
     #: Of a claimed partial: whether a response shows that the origin still has this version. Until
     #: then, no process reads it.
     confirmed: bool = True
+    linked: int | None = None  #: the mode of a file of the user, if the data is a hard link to it
 
     def __post_init__(self) -> None:
         self.path = self.data.parent
@@ -171,28 +174,38 @@ class Partial:
         self._guard = threading.Lock()
 
     @classmethod
-    def create(cls, layout: Layout, metadata: Metadata, basename: str) -> Partial:
-        """Create and lock an empty partial. Raises LostError if another process gets it first."""
+    def create(
+        cls, layout: Layout, metadata: Metadata, basename: str, source: Path | None = None
+    ) -> Partial:
+        """Create and lock an empty partial. Raises LostError if another process gets it first.
+
+        If possible, its data is a hard link to the file ``source``.
+        """
         size, modes = metadata.info.size, layout.modes
         path = layout.new_partial(metadata.key, metadata.info.version, size)
         modes.make_directory(path)
         with contextlib.ExitStack() as stack:
             stack.callback(remove_directory, path, basename)
             data = path / basename
+            linked = None
+            if source is not None and not files.list_names(layout.key_dir(metadata.key)):
+                linked = _link(source, data, modes)  # otherwise, its time would have to change
+            flags = _CREATE if linked is None else os.O_RDONLY
             try:
-                file = stack.enter_context(files.open_exclusive(data, _CREATE, modes))
+                file = stack.enter_context(files.open_exclusive(data, flags, modes))
             except FileNotFoundError as exn:
                 raise LostError(f"{path.name} was swept as soon as it was made") from exn
             if layout.grace is None and files.wait_flock(file.fileno()) is False:
                 raise LostError(f"{path.name} was locked by another process")
             journal, sidecar = None, b""
-            if size is None or size > BLOCK:
+            if linked is None and (size is None or size > BLOCK):
                 journal = files.open_exclusive(path / PROGRESS, _CREATE, modes)
                 stack.enter_context(journal)
                 sidecar = metadata.encode()
                 sidecar += b" " * (-len(sidecar) % 8)  # so that no record's length crosses a page
             earlier = frozenset(files.list_names(layout.key_dir(metadata.key)))
-            partial = cls(data, metadata, earlier, file, journal, _HEADER.size + len(sidecar))
+            records_at = _HEADER.size + len(sidecar)
+            partial = cls(data, metadata, earlier, file, journal, records_at, linked=linked)
             partial._write_header(sidecar)
             stack.pop_all()
         return partial
@@ -340,7 +353,8 @@ class Partial:
             files.write_new(f"{self.path}/{META}", metadata.encode(), modes.file, sync=sync)
             if self._journal is not None:
                 os.unlink(f"{self.path}/{PROGRESS}")  # noqa: PTH108 - no Path per shard
-            os.fchmod(self.fd, modes.published)
+            if self.linked is None:
+                os.fchmod(self.fd, modes.published)
             if sync:
                 os.fsync(self.fd)
                 files.sync_directory(self.path)
@@ -359,7 +373,32 @@ class Partial:
         """Close and remove the partial. Does nothing in a forked child, whose file is closed."""
         if not self._file.closed:
             remove_directory(self.path, self.data.name)
+            if self.linked is not None:
+                os.fchmod(self.fd, self.linked)
             self.close()
+
+
+def _link(source: Path, data: Path, modes: files.Modes) -> int | None:
+    """Make ``data`` a hard link to a file, and return the mode of that; None if it is impossible.
+
+    The file loses its write permissions, because a write to it would change the entry. A file is
+    not linked if another user owns it, a process has it open for writing, or its time is 0.
+    """
+    with contextlib.ExitStack() as stack, ignoring(OSError):  # such as another filesystem
+        os.link(source, data)
+        stack.callback(data.unlink)
+        with files.open_file(data) as file:
+            status = os.fstat(file.fileno())
+            is_ours = status.st_uid == os.geteuid() and modes.group in (None, status.st_gid)
+            if is_ours and status.st_mtime_ns:
+                mode = stat.S_IMODE(status.st_mode)
+                stack.callback(data.chmod, mode)
+                data.chmod(mode & ~0o222 | modes.published)
+                fcntl.fcntl(file, fcntl.F_SETSIG, signal.SIGURG)  # SIGIO would end this process
+                fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_RDLCK)  # fails if a process may write
+                stack.pop_all()
+                return mode
+    return None
 
 
 # -- the directory `Layout.partial` ------------------------------------------------------------

@@ -52,6 +52,24 @@ def test_doctor_changes_nothing(run, ask, tmp_path):
     assert tree(tmp_path) == before
 
 
+@pytest.mark.parametrize(
+    ("package", "needs", "fix"),
+    [
+        ("aiobotocore", ">=99", "pip install aiobotocore"),
+        ("boto3", "<1", r"pip install boto3 botocore==[\d.]+"),
+    ],
+)
+def test_versions_that_do_not_fit_are_named(ask, tmp_path, monkeypatch, package, needs, fix):
+    assert of(ask()[1], "packages")["level"] == "ok"
+    record = tmp_path / f"{package}-9.dist-info"
+    record.mkdir()
+    text = f"Metadata-Version: 2.1\nName: {package}\nVersion: 9\nRequires-Dist: botocore{needs}\n"
+    (record / "METADATA").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    rows = [row for row in ask()[1] if f"{package} needs botocore{needs}, not" in row["found"]]
+    assert [row["level"] for row in rows] == ["warn"] and re.search(fix, rows[0]["fix"])
+
+
 def test_findings_have_fixes_and_quiet_prints_failures_only(run, ask, tmp_path):
     cache = tmp_path / "cache"
     cache.write_text("")

@@ -14,6 +14,7 @@ SHAPES = {
     "prewarm {0} s3://{bucket}/absent.tar": "shards: url outcome size seconds received retries; "
     "shards.error: type message; summary: fetched cached failed bytes received_bytes seconds "
     "stopped; summary.plan: to_fetch free_bytes needed_bytes missing_bytes",
+    "import {dir} s3://{bucket} -n": "shards: url outcome size; summary: imported failed",
     "expand {0}": "urls",
     "index {0} -o {dir}/train.json": "shards: url nsamples; "
     "summary: shards samples failed wrong seconds",

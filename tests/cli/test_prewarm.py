@@ -139,9 +139,9 @@ def test_a_report_in_words():
     shards = tuple(parse_url(each.url) for each in results)
     plan = PrewarmPlan(shards, {}, {}, 10**9, 0, 0)
     assert str(PrewarmReport(plan, tuple(results), 2.0, Stopped.DEADLINE)) == (
-        "Warmed 3 of 7 shards (3.0 KB, 1.0 KB received) in 2.0 s, 500 B/s; 1 failed, "
+        "Warmed 4 of 8 shards (4.0 KB, 1.0 KB received) in 2.0 s, 500 B/s; 1 failed, "
         "1 skipped, not at the origin, 1 retried, 1 fetched by other processes, 1 linked, "
-        "1 left out for lack of room, "
+        "1 imported, 1 left out for lack of room, "
         "1 not done because the deadline has passed."
     )
 

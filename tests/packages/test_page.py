@@ -1,8 +1,11 @@
 """The blocks of docs/integrations.md that need more packages, and the Ray example."""
 
 import importlib
+import os
 import re
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -25,3 +28,19 @@ def test_the_ray_example_prewarms_and_reads_every_sample(bench):
     assert re.fullmatch(r"\S+: 4 shards cached, 0 not", lines[0])
     assert lines[1:] == [f"epoch {n}: 24 samples, 24 different" for n in (1, 2)]
     assert bench.data.once()
+
+
+def test_the_line_for_boto3_and_awscli_leaves_botocore_as_it_is():
+    page = (EXAMPLES.parent / "docs/troubleshooting.md").read_text("utf-8")
+    [line] = re.findall(r"^pip install boto3 .*$", page, re.M)
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    streams = {"capture_output": True, "text": True, "env": {"PATH": path}}
+
+    def pip(command):
+        return subprocess.run(command, shell=True, **streams)
+
+    if pip("pip index versions boto3").returncode:
+        pytest.skip("no package index")
+    done = pip(f"{line} --dry-run")
+    assert done.returncode == 0, done.stderr
+    assert "boto3-" in done.stdout and "awscli-" in done.stdout and " botocore-" not in done.stdout

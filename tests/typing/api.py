@@ -51,6 +51,7 @@ assert_type(cache.open(URL), BinaryIO)
 with cache.pinned(URL) as path:
     assert_type(path, Path)
 assert_type(cache.fetch(URL), Entry)
+assert_type(cache.add(URL, "a.tar"), Entry)
 assert_type(cache.path(URL), Path | None)
 assert_type(cache.entry(URL), Entry | None)
 assert_type(URL in cache, bool)

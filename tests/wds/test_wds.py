@@ -218,8 +218,11 @@ def test_dataloader_workers_share_downloads(
         assert list(dataset)  # a child must not use the parent's clients
     options = {"multiprocessing_context": method, "persistent_workers": method == "spawn"}
     loader = torch.utils.data.DataLoader(dataset, batch_size=None, num_workers=2, **options)
-    for _ in range(2):
+    before = cache.stats().opens
+    for epoch in (1, 2):
         assert data.complete(keys(loader))
+        # Also while persistent workers live.
+        assert is_registered or cache.stats().opens == before + epoch * len(data.urls)
     assert data.once()
 
 

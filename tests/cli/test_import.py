@@ -1,0 +1,160 @@
+"""``shardcache import`` and `Cache.add`: files of this machine become cached shards."""
+
+import json
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from shardcache.cache import Cache
+from shardcache.errors import IntegrityError
+from tests.support.disktools import disk, needs_root, remount
+from tests.support.storetools import together
+from tests.support.tars import make_tar
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def folder(data, tmp_path):
+    """A directory with the shards of the bucket."""
+    (tmp_path / "local").mkdir()
+    for name, content in data.items():
+        (tmp_path / "local" / name).write_bytes(content)
+    return tmp_path / "local"
+
+
+@pytest.fixture
+def url(bucket, data, s3_environment):
+    return f"s3://{bucket}/train-0000.tar"
+
+
+def mode(path):
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def test_matching_files_become_entries_without_a_download(run, folder, bucket, url, proxy):
+    code, out, _ = run("import", folder, f"s3://{bucket}/", "-n")
+    assert code == 0 and "0 cached, 4 to import" in out and "0 shards" in run("ls")[1]
+    (folder / "notes.txt").write_text("no shard")
+    code, out, err = run("import", folder, f"s3://{bucket}")
+    assert (code, err) == (0, "") and "Warmed 4 of 4 shards" in out and "4 imported" in out
+    assert not proxy.fetches() and run("verify")[0] == 0
+    path = Path(run("path", url)[1].strip())
+    assert path.samefile(folder / path.name) and mode(path) == 0o444
+    assert "All 4 shards cached" in run("import", folder, f"s3://{bucket}/")[1]
+    assert run("clean", "--all", "-y")[0] == 0
+    assert not path.exists() and len(list(folder.glob("*.tar"))) == 4
+
+
+def test_other_files_are_named_and_stay_as_they_are(run, folder, bucket, url, data, proxy):
+    files = [folder / name for name in data]
+    files[1].write_bytes(data["train-0001.tar"][:-512])
+    files[2].write_bytes(data["train-0002.tar"].replace(b"2/", b"3/"))
+    files[3].rename(folder / "absent.tar")
+    code, out, err = run("import", folder, f"s3://{bucket}/")
+    assert code == 3 and "Warmed 1 of 4 shards" in out and "3 failed" in out
+    assert all(f"{path} (" in err for path in files[1:3]) and "absent.tar: not found" in err
+    assert mode(files[2]) == 0o644 and run("verify")[0] == 0
+    shards = json.loads(run("import", folder, f"s3://{bucket}/", "--json")[1])["shards"]
+    outcomes = [shard["outcome"] for shard in shards]
+    assert outcomes == ["failed", "cached", "failed", "failed"]
+    assert run("import", folder, f"s3://{bucket}/", "--max-failures", "3")[0] == 0
+    assert not proxy.fetches()
+    (folder / "empty").mkdir()
+    code, _, err = run("import", folder / "empty", f"s3://{bucket}/")
+    assert code == 2 and "no tar files" in err
+
+
+@pytest.mark.parametrize("part", [5, 8])
+def test_the_etag_of_a_multipart_upload_is_compared(s3, bucket, make_s3_cache, tmp_path, part):
+    content, client = make_tar(1, 80, 70_000), s3.client()
+    where = {"Bucket": bucket, "Key": "big.tar"}
+    upload = {**where, "UploadId": client.create_multipart_upload(**where)["UploadId"]}
+    parts = []
+    for number, at in enumerate(range(0, len(content), part * MIB), 1):
+        body = content[at : at + part * MIB]
+        tag = client.upload_part(**upload, PartNumber=number, Body=body)["ETag"]
+        parts.append({"ETag": tag, "PartNumber": number})
+    done = client.complete_multipart_upload(**upload, MultipartUpload={"Parts": parts})
+    assert done["ETag"].endswith(f'-{len(parts)}"') and len(parts) > 1
+    file = tmp_path / "big.tar"
+    file.write_bytes(content[:-1] + b"x")
+    cache = make_s3_cache()
+    with pytest.raises(IntegrityError, match="is not imported"):
+        cache.add(f"s3://{bucket}/big.tar", file)
+    file.write_bytes(content)
+    assert cache.add(f"s3://{bucket}/big.tar", file).data.samefile(file)
+
+
+@pytest.fixture
+def make_s3_cache(tmp_path, s3_environment):
+    return lambda **options: Cache(tmp_path / "cache", **{"min_free": 0, **options})
+
+
+def test_a_file_that_may_still_change_is_copied(make_s3_cache, folder, url, data):
+    file = folder / "train-0000.tar"
+    with file.open("r+b") as writer:
+        entry = make_s3_cache().add(url, file)
+        assert file.stat().st_nlink == 1
+        writer.write(b"changed")
+    assert not entry.data.samefile(file) and mode(file) == 0o644 and mode(entry.data) == 0o400
+    assert entry.data.read_bytes() == data[file.name] != file.read_bytes()
+
+
+def test_a_file_that_changes_while_it_is_copied_is_not_imported(
+    make_s3_cache, folder, url, monkeypatch
+):
+    file, sendfile = folder / "train-0000.tar", os.sendfile
+    with file.open("r+b") as writer:  # so that it is copied
+
+        def copy(*args):
+            writer.write(b"changed")
+            writer.flush()
+            return sendfile(*args)
+
+        monkeypatch.setattr("os.sendfile", copy)
+        cache = make_s3_cache()
+        with pytest.raises(IntegrityError, match="is not imported"):
+            cache.add(url, file)
+    assert cache.path(url) is None and not list((cache.dir / "v1/partial").iterdir())
+
+
+@needs_root
+def test_a_file_on_a_read_only_disk_is_copied_into_the_first_tier(
+    make_s3_cache, url, data, tmp_path
+):
+    with disk(tmp_path / "snapshot", "size=8m") as source:
+        (source / "x.tar").write_bytes(data["train-0000.tar"])
+        os.utime(source / "x.tar", (0, 0))
+        remount(source, "ro")
+        cache = make_s3_cache(tiers=[{"dir": tmp_path / "fast", "min_free": 0}])
+        entry = cache.add(url, source / "x.tar")
+    assert (tmp_path / "fast") in entry.path.parents
+    assert entry.data.read_bytes() == data["train-0000.tar"]
+
+
+def test_ranks_link_what_one_of_them_imported(make_s3_cache, folder, url, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    file = folder / "train-0000.tar"
+    first = make_s3_cache(isolation="rank").add(url, file)
+    monkeypatch.setenv("RANK", "1")
+    second = make_s3_cache(isolation="rank").fetch(url)
+    assert first.directory != second.directory and second.data.samefile(file)
+
+
+def test_two_processes_import_one_file_at_once(make_s3_cache, folder, url, proxy):
+    file = folder / "train-0000.tar"
+    paths = together(2, lambda number: str(make_s3_cache().add(url, file).data))
+    assert paths[0] == paths[1] and Path(paths[0]).samefile(file) and not proxy.fetches()
+    assert file.stat().st_nlink == 2
+
+
+def test_a_file_whose_time_would_mark_it_as_replaced_is_copied(make_s3_cache, folder, url, proxy):
+    file = folder / "train-0000.tar"
+    os.utime(file, (0, 0))
+    with make_s3_cache() as cache:
+        assert not cache.add(url, file).data.samefile(file) and mode(file) == 0o644
+        assert cache.open(url).read() == file.read_bytes() and not proxy.fetches()

@@ -65,9 +65,9 @@ def test_training_resumes_an_epoch_exactly(mixed, s3, bucket, s3_environment, pr
     command = [str(EXAMPLES / "resume.py"), data.spec, "--batch", f"{batch}", "--every", "3"]
     if mixed:
         command[1:2] = [
-            data.spec.replace("15", "11"),
+            data.spec.replace("0015}", "0011}"),
             "--mix",
-            data.spec.replace("0000", "0012"),
+            data.spec.replace("{0000", "{0012"),
             "3",
         ]
 

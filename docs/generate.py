@@ -7,6 +7,7 @@ python docs/generate.py --check   exit 1 if anything would change
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import click
@@ -49,9 +50,14 @@ def records(parameters: list[click.Parameter], context: click.Context) -> list[t
     return [record for record in found if record is not None and record[0] not in HELP]
 
 
+def listed(found: Iterable[tuple[str, str]]) -> str:
+    return "\n".join(f"- `{option}`: {text}" for option, text in found)
+
+
 def commands() -> str:
     context = click.Context(command_line, info_name="shardcache")
     common = records(command_line.params, context)
+    store: dict[tuple[str, str], list[str]] = {}  # the options for S3, with their commands
     parts = []
     for name in command_line.list_commands(context):
         command = command_line.get_command(context, name)
@@ -59,9 +65,13 @@ def commands() -> str:
         inner = click.Context(command, info_name=name, parent=context)
         usage = " ".join(["shardcache", name, *command.collect_usage_pieces(inner)])
         lines = [f"## {name}", "", f"    {usage}", "", command.get_short_help_str(limit=200), ""]
-        own = [record for record in records(command.params, inner) if record not in common]
-        parts.append("\n".join([*lines, *(f"- `{option}`: {text}" for option, text in own)]))
-    every = "\n".join(f"- `{option}`: {text}" for option, text in common)
+        for record in records(command.params, inner):
+            if record[1].startswith("S3: "):
+                store.setdefault(record, []).append(f"`{name}`")
+            elif record not in common:
+                lines.append(listed([record]))
+        parts.append("\n".join(lines))
+    (takers,) = {", ".join(names) for names in store.values()}
     codes = "\n".join(f"| {code} | {code.meaning} |" for code in ExitCode)
     sections = "\n\n".join(part.rstrip() for part in parts)
     return f"""\
@@ -83,9 +93,15 @@ To complete commands in bash, zsh or fish: `eval "$(_SHARDCACHE_COMPLETE=bash_so
 
 {sections}
 
+## With commands that read from S3
+
+These are {takers}.
+
+{listed(store)}
+
 ## With every command
 
-{every}
+{listed(common)}
 
 ## Exit codes
 

@@ -19,6 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache as cached
 from functools import partial
+from io import UnsupportedOperation
 from itertools import islice, zip_longest
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -438,7 +439,7 @@ class _Shards:
             if isinstance(stream.raw, ShardStream):
                 stream.raw.wait(whole=True)
             stream.fileno()
-        except (ShardCacheError, os_error()):
+        except (ShardCacheError, UnsupportedOperation, os_error()):
             return None  # it is not stored, or a read raises the same error
         try:
             return OpenShard(self._cache, shard, stream)

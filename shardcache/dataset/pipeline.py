@@ -122,7 +122,7 @@ def _shown(value: Any) -> str:
     """Describe a stage or an argument, the same in every run."""
     if isinstance(value, FilterFunction):
         given = [*map(_shown, value.args), *(f"{n}={_shown(v)}" for n, v in value.kw.items())]
-        return f"{value.f.__name__.lstrip('_')}({', '.join(given)})"
+        return f"{value.f.__name__.strip('_')}({', '.join(given)})"
     if isinstance(value, str | int | float | tuple | None):
         return repr(value)
     return f"{getattr(value, '__qualname__', type(value).__name__)}{_shuffle_of(value) or ''}"
@@ -271,7 +271,8 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
         """Iterate once over the shards."""
         stages = [self._repeatable(number, run, opener) for number in range(len(self.pipeline))]
         if read > opener:
-            shards = _Shards(self._cache, run, stages[opener:read], is_resumed)
+            total = len(getattr(stages[0], "urls", ())) or sys.maxsize
+            shards = _Shards(self._cache, run, stages[opener:read], is_resumed, total)
             stages[read:read] = [shards.read]
             stages[opener : opener + 3] = [shards.places]
         source = self.invoke(stages[0])
@@ -353,8 +354,10 @@ def _batched(data: Iterable[Any], *args: Any, **options: Any) -> Iterator[Any]:
 class _Shards:
     """The shards of one pass. One with places that were not read is open, so it is not evicted."""
 
-    def __init__(self, cache: Cache, run: _Run, stages: list[Any], is_resumed: bool) -> None:
-        self._cache, self._run, self._is_resumed = cache, run, is_resumed
+    def __init__(
+        self, cache: Cache, run: _Run, stages: list[Any], is_resumed: bool, total: int
+    ) -> None:
+        self._cache, self._run, self._is_resumed, self._total = cache, run, is_resumed, total
         self._handler = stages[0].kw["handler"] or wds.reraise
         self._is_stopped = False  # by the handler
         self._is_indexed = True  # all shards so far. To resume, those after another are read again.
@@ -397,16 +400,18 @@ class _Shards:
 
     def _replay(self, items: Iterator[Any]) -> Iterator[int]:
         """Yield the places in the shards that the pass had begun when its state was saved."""
+        counts = [int(count) for count in self._run.counts.split()]
+        urls = [_url(item) for item in islice(items, len(counts))]
         check = 0
-        for count in map(int, self._run.counts.split()):
-            url = _url(next(items, ""))
+        for url in urls:
             check = crc32(shown_url(url).encode(), check)
-            yield from self._enter(url, count)
         if check != self._run.check:
             raise ConfigError(
                 "the shards come in another order than when the state was saved, so the stages "
                 "before the archives do not repeat it. Use WebDataset's own stages there."
             )
+        for url, count in zip(urls, counts, strict=True):
+            yield from self._enter(url, count)
 
     def _enter(self, url: str, count: int, opened: OpenShard | None = None) -> range:
         """Return the places in a shard."""
@@ -429,7 +434,7 @@ class _Shards:
             shards = self._buffered / len(opened) * (1 + math.log(len(opened)))
             readers = pytorch_worker_info()[3] * (detect().local_size or 1)
             needed = readers * (math.ceil(shards) + self._cache.config.prefetch + 1)
-            warn_of_room(self._cache, needed, opened.size)
+            warn_of_room(self._cache, min(needed, self._total), opened.size)
             self._buffered = 0
 
     def _indexed(self, source: dict[str, Any]) -> OpenShard | None:

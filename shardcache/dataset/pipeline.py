@@ -373,7 +373,7 @@ class _Shards:
         return not self._is_stopped
 
     def _failed(self, exn: Exception) -> bool:
-        self._note(exn.args[-1], 0)
+        self._enter(exn.args[-1], 0)
         return self._handle(exn)
 
     def places(self, data: Iterable[Any]) -> Iterator[Any]:
@@ -383,8 +383,6 @@ class _Shards:
             yield from self._replay(items)
         for source in wds.url_opener(items, self._failed, cache=self._cache):
             if (opened := self._indexed(source)) is not None:
-                self._warn_of_room(opened)
-                self._note(shown_url(source["url"]), len(opened))
                 yield from self._enter(source["url"], len(opened), opened)
                 del opened, source  # only `_opened` keeps the shard open
                 continue
@@ -393,25 +391,19 @@ class _Shards:
             if self._is_stopped:
                 return
 
-    def _note(self, url: str, count: int) -> None:
-        if self._is_indexed:
-            self._run.counts += f" {count}"
-            self._run.check = crc32(url.encode(), self._run.check)
-
     def _replay(self, items: Iterator[Any]) -> Iterator[int]:
         """Yield the places in the shards that the pass had begun when its state was saved."""
-        counts = [int(count) for count in self._run.counts.split()]
+        run = self._run
+        counts, check, run.counts, run.check = run.counts.split(), run.check, "", 0
         urls = [_url(item) for item in islice(items, len(counts))]
-        check = 0
-        for url in urls:
-            check = crc32(shown_url(url).encode(), check)
-        if check != self._run.check:
+        begun = [self._enter(*each) for each in zip(urls, map(int, counts), strict=False)]
+        if run.check != check:
             raise ConfigError(
                 "the shards come in another order than when the state was saved, so the stages "
                 "before the archives do not repeat it. Use WebDataset's own stages there."
             )
-        for url, count in zip(urls, counts, strict=True):
-            yield from self._enter(url, count)
+        for places in begun:
+            yield from places
 
     def _enter(self, url: str, count: int, opened: OpenShard | None = None) -> range:
         """Return the places in a shard."""
@@ -419,8 +411,12 @@ class _Shards:
         self._urls.append(url)
         self._counts.append(count)
         self._left.append(count)
+        if self._is_indexed:
+            self._run.counts += f" {count}"
+            self._run.check = crc32(shown_url(url).encode(), self._run.check)
         if opened is not None and count:
             self._keep(number, opened)
+            self._warn_of_room(opened)
         return range(number * _SHARD, number * _SHARD + count)
 
     def _keep(self, number: int, opened: OpenShard) -> None:
@@ -429,7 +425,7 @@ class _Shards:
         self._opened[number] = opened
 
     def _warn_of_room(self, opened: OpenShard) -> None:
-        if self._buffered and len(opened) and opened.size:
+        if self._buffered and opened.size:
             # The last of n samples leaves a buffer of B after about B * ln(n) others came.
             shards = self._buffered / len(opened) * (1 + math.log(len(opened)))
             readers = pytorch_worker_info()[3] * (detect().local_size or 1)

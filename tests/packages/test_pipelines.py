@@ -44,7 +44,7 @@ if __name__ == "__main__":
     whole = [list(first) for _ in range(3)]  # twice in a row, and once more
     assert len({str(epoch) for epoch in whole}) == 3
     assert all(len({key for batch in epoch for key, in batch}) == 24 for epoch in whole)
-    for count in 0, 1, 4, 11, len(whole[0]):
+    for count in (0, 1, 4, 11, len(whole[0])) if form[0] in ("", "fork") else (4,):
         first = loader(*form, epoch=7)
         batches = iter(first)
         found = list(islice(batches, count))

@@ -48,7 +48,7 @@ logger = logging.getLogger(__name__)
 
 _Pipeline = TypeVar("_Pipeline")
 _WORKERS = 1024  # of a rank
-_SHARD = 1 << 32  # places of the same shard are between two multiples of this
+_BITS = 32  # of the number of a sample in a place
 _SHUFFLES = {filters.shuffle.f, filters.detshuffle}
 #: Stages that do not look at samples. WebDataset has `check_empty` since 1.0.
 _BLIND = {*_SHUFFLES, filters.slice.f, shardlists.split_by_node, shardlists.split_by_worker}
@@ -150,9 +150,9 @@ class _Run:
 
     epoch: int
     given: int = 0  #: outputs of the pipeline
-    passes: int = 0  #: complete passes over the shards, of which `repeat` has several in an epoch
+    passes: int = 0  #: complete passes over the shards; `repeat` makes several in an epoch
     entered: int = 0  #: places of this pass that were read
-    counts: str = ""  #: the numbers of samples of the shards that this pass has begun
+    counts: str = ""  #: the numbers of samples of the shards in this pass so far
     check: int = 0  #: a checksum of their URLs
 
 
@@ -392,7 +392,7 @@ class _Shards:
                 return
 
     def _replay(self, items: Iterator[Any]) -> Iterator[int]:
-        """Yield the places in the shards that the pass had begun when its state was saved."""
+        """Yield the places in the shards that the state lists."""
         run = self._run
         counts, check, run.counts, run.check = run.counts.split(), run.check, "", 0
         urls = [_url(item) for item in islice(items, len(counts))]
@@ -417,7 +417,7 @@ class _Shards:
         if opened is not None and count:
             self._keep(number, opened)
             self._warn_of_room(opened)
-        return range(number * _SHARD, number * _SHARD + count)
+        return range(number << _BITS, (number << _BITS) + count)
 
     def _keep(self, number: int, opened: OpenShard) -> None:
         if len(self._opened) >= self._most:
@@ -454,7 +454,7 @@ class _Shards:
         if self._is_resumed:
             for place in islice(places, run.entered):
                 if type(place) is int:
-                    self._left[place // _SHARD] -= 1
+                    self._left[place >> _BITS] -= 1
             self._ahead = Prefetcher(self._cache.process)
             needed = [url for url, left in zip(self._urls, self._left, strict=True) if left]
             self._ahead.want(map(self._cache.parse, needed))
@@ -473,7 +473,8 @@ class _Shards:
                 return
 
     def _sample(self, place: int) -> dict[str, Any]:
-        number, index = divmod(place, _SHARD)
+        number = place >> _BITS
+        index = place - (number << _BITS)
         self._left[number] -= 1
         opened = self._opened.get(number)
         if opened is None or opened.is_lost:

@@ -235,14 +235,16 @@ def test_resuming_reads_only_what_is_left(make, make_cache, origin):
 
 
 def test_shards_stay_until_the_buffer_names_them_no_more(make, make_cache, origin):
-    cache = make_cache()
-    samples = iter(make(wds.shuffle(1000), cache=cache))
-    found = [next(samples) for _ in range(60)]
+    cache = make_cache(prefetch=0)
+    samples = iter(make(cache=cache, shardshuffle=False))
+    assert keys(islice(samples, 50)) == KEYS[:50]  # all of four shards, some of the fifth
     cache.clean(everything=True)  # as another process evicts
-    origin.objects.clear()
-    assert len(found + list(samples)) == 108
+    assert [entry.name() for entry in cache.entries()] == [URLS[4]]
+    samples = iter(make(wds.shuffle(1000, initial=1000), cache=cache))
+    found = [next(samples)]
     cache.clean(everything=True)
-    assert not list(cache.entries())
+    origin.objects.clear()
+    assert sorted(keys(found + list(samples))) == KEYS
 
 
 def test_too_small_a_cache_is_said_with_the_size_that_it_needs(make, make_cache, caplog):
@@ -286,11 +288,13 @@ def test_what_was_skipped_is_skipped_again(make, make_cache, origin):
     other.load_state_dict(state)
     assert first + list(other) == whole
     assert len(list(other)) == len(whole) + 12
-    del origin.objects[URLS[6]]
-    make_cache().clean(everything=True)
-    for handler, count in (wds.ignore_and_stop, 0), (wds.ignore_and_continue, 17):
-        dataset = make(urls=URLS[6:], handler=handler, shardshuffle=False)
-        assert len(list(dataset)) == count
+    for handler, rest in (wds.ignore_and_stop, set()), (wds.ignore_and_continue, {"0007"}):
+        whole = sample_tar(6)
+        for broken, begun in (None, set()), (whole[:600], set()), (whole[:5000], {"0006"}):
+            origin.objects[URLS[6]] = broken
+            make_cache().clean(everything=True)
+            dataset = make(urls=URLS[6:], handler=handler, shardshuffle=False)
+            assert {key[:4] for key in keys(dataset)} == begun | rest
 
 
 def test_another_number_of_samples_is_refused(make, make_cache, origin):

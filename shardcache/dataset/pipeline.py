@@ -49,6 +49,7 @@ logger = logging.getLogger(__name__)
 _Pipeline = TypeVar("_Pipeline")
 _WORKERS = 1024  # of a rank
 _BITS = 32  # of the number of a sample in a place
+_COUNTED = 1 << 20  # bytes that are counted at once, because each count takes 2 us
 _SHUFFLES = {filters.shuffle.f, filters.detshuffle}
 #: Stages that do not look at samples. WebDataset has `check_empty` since 1.0.
 _BLIND = {*_SHUFFLES, filters.slice.f, shardlists.split_by_node, shardlists.split_by_worker}
@@ -365,6 +366,7 @@ class _Shards:
         # By number of the shard: its URL, its samples, and how many of them were not read yet.
         self._urls, self._counts, self._left = list[str](), list[int](), list[int]()
         self._opened = dict[int, OpenShard]()
+        self._bytes = 0  # read, but not counted yet
         files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         self._most = 1024 if files < 0 else max(1, files // 4)
 
@@ -471,6 +473,7 @@ class _Shards:
             yield sample
             if self._is_stopped:
                 return
+        self._count()
 
     def _sample(self, place: int) -> dict[str, Any]:
         number = place >> _BITS
@@ -489,6 +492,12 @@ class _Shards:
         if not self._left[number]:
             del self._opened[number]
         sample = opened.sample(index, self._handle)
-        size = opened.offsets[index + 1] - opened.offsets[index] if opened.size else 0
-        self._cache.process.counters.read(size)
+        if opened.size:  # otherwise, its stream counts
+            self._bytes += opened.offsets[index + 1] - opened.offsets[index]
+        if self._bytes >= _COUNTED:
+            self._count()
         return sample
+
+    def _count(self) -> None:
+        self._cache.process.counters.read(self._bytes)
+        self._bytes = 0

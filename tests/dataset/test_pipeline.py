@@ -245,6 +245,7 @@ def test_shards_stay_until_the_buffer_names_them_no_more(make, make_cache, origi
     cache.clean(everything=True)
     origin.objects.clear()
     assert sorted(keys(found + list(samples))) == KEYS
+    assert cache.stats().bytes_opened > 108 * 2048
 
 
 def test_too_small_a_cache_is_said_with_the_size_that_it_needs(make, make_cache, caplog):

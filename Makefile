@@ -76,7 +76,7 @@ $(VENV)/webdataset-0.2.86: $(VENV)/.test
 test: $(VENV)/.test $(VENV)/webdataset-0.2.86
 	$(BIN)/python -m pytest $(PARALLEL)
 	PYTHONPATH=$(CURDIR)/$(VENV)/webdataset-0.2.86 $(BIN)/python -m pytest $(PARALLEL) \
-		tests/wds 'tests/cli/test_run.py::test_workers_read_through_the_cache[fork]'
+		tests/wds tests/dataset/test_pipeline.py 'tests/cli/test_run.py::test_workers_read_through_the_cache[fork]'
 
 # The tests that depend most on the version of Python: forks, threads, the end of a process.
 smoke: $(VENV)/.smoke

@@ -72,6 +72,14 @@ WAYS: dict[str, tuple[str, Callable[[Plan], Any]]] = {
         lambda plan: _dataset(_curl(plan), cache_dir=plan["cache"]),
     ),
     "shardcache": ("shardcache, attach", lambda plan: _cache(plan).attach(_dataset(_s3(plan)))),
+    "shardcache-shuffle": (
+        "shardcache, attach, `shuffle(1000)`",
+        lambda plan: _cache(plan).attach(_dataset(_s3(plan))).shuffle(1000),
+    ),
+    "shardcache-places": (
+        "shardcache, `attach(resume=True)`, `shuffle(1000)`",
+        lambda plan: _cache(plan).attach(_dataset(_s3(plan)), resume=True).shuffle(1000),
+    ),
 }
 
 

@@ -246,6 +246,23 @@ def _webdataset(index: Path) -> Reader:
     return Reader(batches, lambda count: count, skipped.append)
 
 
+def _pipeline(index: Path) -> Reader:
+    dataset = _shuffled(index, _BUFFER, resume=True)
+    return Reader(
+        lambda: _numbers(dataset), lambda count: dataset.state_dict(), dataset.load_state_dict
+    )
+
+
+def _shuffled(index: Path, buffer: int, *, resume: bool) -> Any:
+    """Return a pipeline over cached shards, whose samples go through a buffer."""
+    import webdataset as wds
+
+    urls = [shard["url"] for shard in json.loads(index.read_bytes())["shardlist"]]
+    dataset = wds.WebDataset(urls, shardshuffle=False, seed=1)
+    cache = Cache(index.parent / "cache", min_free=0)
+    return cache.attach(dataset, resume=resume).shuffle(buffer)
+
+
 def _numbers(samples: Iterable[dict[str, Any]]) -> Iterator[list[int]]:
     """Yield the numbers of each batch of samples that are read in this process."""
     left = iter(samples)
@@ -266,6 +283,7 @@ def _datasets(index: Path, *, shuffle: bool = False) -> Reader:
 #: way -> title, the module that it needs, and a function that makes a reader of an index file.
 WAYS: dict[str, tuple[str, str, Callable[[Path], Reader]]] = {
     "shardcache": ("TarDataset, ShardBatchSampler", "shardcache", _tar_dataset),
+    "pipeline": (f"`attach(resume=True)`, `shuffle({_BUFFER})`", "shardcache", _pipeline),
     "webdataset": (f"WebDataset, `detshuffle({_BUFFER})`, skips", "webdataset", _webdataset),
     "datasets": ("HF datasets, `state_dict`, no shuffle", "datasets", _datasets),
     "datasets-shuffle": (
@@ -378,6 +396,55 @@ def _mixing(home: Path, quick: bool, repeats: int) -> Row:
     return found
 
 
+def _buffered(index: Path, buffer: int, resume: bool, total: int) -> Row:
+    """Read an epoch through a buffer. The class of a sample is its hundredth of the data set."""
+    dataset = _shuffled(index, buffer, resume=resume)
+    at, states = {int(total * fraction) for fraction in _FRACTIONS}, []
+    batch, classes, count = set[int](), list[int](), 0
+    before, start = _memory("VmRSS"), time.process_time()
+    for count, sample in enumerate(dataset, 1):
+        batch.add(int(sample["cls"]) * 100 // total)
+        if count % 256 == 0:
+            classes.append(len(batch))
+            batch.clear()
+        if resume and count in at:
+            states.append(dataset.state_dict())
+    seconds = time.process_time() - start
+    if count != total:
+        raise RuntimeError(f"{count} of {total} samples")
+    facts = {"cost": seconds / count * 1e6, "bytes": _memory("VmHWM") - before}
+    return {**facts, "classes": mean(classes), "states": states}
+
+
+def _drawn_again(index: Path, buffer: int, state: Row) -> float:
+    """Return the seconds from a state to the first sample."""
+    dataset = _shuffled(index, buffer, resume=True)
+    start = time.perf_counter()
+    dataset.load_state_dict(state)
+    next(iter(dataset))
+    return time.perf_counter() - start
+
+
+def _places(home: Path, quick: bool, repeats: int) -> Row:
+    """Read epochs through buffers of places and of samples, and resume in the middle of one."""
+    shards, samples = (20, 500) if quick else (100, 10_000)
+    index, total = _cached(home, "places", shards, samples, 10_000), shards * samples
+    # A buffer of all samples would take 10 GB.
+    buffers = {True: (1, _BUFFER, total), False: (1, _BUFFER, total // 20)}
+    ways = [(buffer, lazy) for lazy, sizes in buffers.items() for buffer in sizes]
+    runs: Row = {f"{buffer:,} {'places' if lazy else 'samples'}": [] for buffer, lazy in ways}
+    resumed: Row = {str(fraction): [] for fraction in _FRACTIONS}
+    for _, (title, (buffer, lazy)) in product(range(repeats), zip(runs, ways, strict=True)):
+        run = _alone(_buffered, index, buffer, lazy, total)
+        states = run.pop("states")
+        say(f"  {title}: {run}")
+        runs[title].append(run)
+        if buffer == total:
+            for found, state in zip(resumed.values(), states, strict=True):
+                found.append(_alone(_drawn_again, index, buffer, state))
+    return {"samples": total, "runs": runs, "resumed": resumed}
+
+
 # -- tables ------------------------------------------------------------------------------------
 
 
@@ -450,6 +517,24 @@ def _mixing_report(facts: Row) -> str:
     return section(f"Batches of {BATCH} from 200 shards in one lane", heads, rows)
 
 
+def _places_report(facts: Row) -> str:
+    runs: Row = facts["runs"]
+    reference = [run["cost"] for run in runs[f"{_BUFFER:,} places"]]
+    rows = []
+    for title, some in runs.items():
+        cells = [f"{median(run['bytes'] for run in some) / 1e6:.0f}"]
+        cells += middle([run["cost"] for run in some])
+        speed = ratio(reference, [run["cost"] for run in some])
+        rows.append([title, *cells, speed, f"{median(run['classes'] for run in some):.0f}"])
+    kind = f"{facts['samples']:,} samples of 10 KB, sorted by 100 classes"
+    heads = ["buffer of `shuffle`", "MB of memory", "processor time per sample, us", "min - max"]
+    heads += [f"x the speed with {_BUFFER:,} places", "classes in 256 samples"]
+    cells = [middle(seconds, ".2f")[0] for seconds in facts["resumed"].values()]
+    again = [f"at {fraction:.0%}, s" for fraction in _FRACTIONS]
+    drawn = section(f"From the saved state to the first sample of {kind}", again, [cells])
+    return section(f"Shuffling {kind}, cached", heads, rows) + "\n\n" + drawn
+
+
 #: part -> the functions that measure it and make its tables.
 _PARTS: dict[str, tuple[Callable[[Path, bool, int], Row], Callable[[Row], str]]] = {
     "read": (_read, _read_report),
@@ -458,6 +543,7 @@ _PARTS: dict[str, tuple[Callable[[Path, bool, int], Row], Callable[[Row], str]]]
     "resume": (_resume, _resume_report),
     "scale": (_scale, _scale_report),
     "mixing": (_mixing, _mixing_report),
+    "places": (_places, _places_report),
 }
 
 

@@ -258,17 +258,27 @@ class Cache:
 
     # -- pipelines and prewarming ----------------------------------------------
 
-    def attach(self, dataset: _Pipeline, *, fast_tar: bool = True) -> _Pipeline:
+    def attach(
+        self, dataset: _Pipeline, *, fast_tar: bool = True, resume: bool = False
+    ) -> _Pipeline:
         """Make a WebDataset pipeline read its shards through this cache.
 
         Args:
             dataset: a ``WebDataset`` or ``DataPipeline``. It is changed in place and returned.
             fast_tar: parse the archives with shardcache's reader, which yields the same samples
                 several times faster than WebDataset's.
+            resume: give the pipeline ``state_dict`` and ``load_state_dict``, which continue an
+                epoch exactly, and let ``shuffle`` hold places of samples, not their bytes; see
+                docs/samples.md.
 
         Raises:
-            ConfigError: the pipeline has no stage that opens shards.
+            ConfigError: the pipeline has no stage that opens shards; or with ``resume``, a stage
+                does not give the same samples again.
         """
+        if resume:
+            from shardcache.dataset.pipeline import attach_resumable
+
+            return attach_resumable(dataset, self, fast_tar=fast_tar)
         from shardcache import wds
 
         return wds.attach(dataset, self, fast_tar=fast_tar)
@@ -625,9 +635,9 @@ def default_cache() -> Cache:
     return Cache()
 
 
-def attach(dataset: _Pipeline, *, fast_tar: bool = True) -> _Pipeline:
+def attach(dataset: _Pipeline, *, fast_tar: bool = True, resume: bool = False) -> _Pipeline:
     """Make a WebDataset pipeline read its shards through the default cache; see `Cache.attach`."""
-    return default_cache().attach(dataset, fast_tar=fast_tar)
+    return default_cache().attach(dataset, fast_tar=fast_tar, resume=resume)
 
 
 def url_opener(

@@ -259,7 +259,7 @@ class ProcessCache:
     def _download(self, own: Download) -> Opened | None:
         """Run a download, or wait for the one that other readers share, and return the entry.
 
-        Returns None if the shared one was of no use to this caller, so that ``own`` must run.
+        Returns None if the shared one was of no use to this caller, so that ``own`` may run next.
         """
         download = own.join()
         try:
@@ -272,10 +272,13 @@ class ProcessCache:
                     own.check()
             opened = download.result()
             # Most downloads replace nothing, and `entry` reads the disk.
-            if opened is not None and own.outdated and opened.entry.version in own.outdated:
+            may_be_outdated = download is not own and own.outdated
+            if may_be_outdated and opened is not None and opened.entry.version in own.outdated:
                 opened.close()
                 opened = None
         except (FetchCancelledError, PausedError):
+            if download is own:
+                raise
             own.check()
             opened = None
         except BaseException:

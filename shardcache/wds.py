@@ -193,7 +193,9 @@ def tar_samples(
     return samples
 
 
-def attach(dataset: _Pipeline, cache: Cache, *, fast_tar: bool = True) -> _Pipeline:
+def attach(
+    dataset: _Pipeline, cache: Cache, *, fast_tar: bool = True, is_reseeded: bool = False
+) -> _Pipeline:
     """Make a pipeline read its shards through ``cache``, and return the pipeline itself.
 
     Replaces the stage that opens URLs, and keeps its handler. A second call replaces the cache. In
@@ -206,6 +208,7 @@ def attach(dataset: _Pipeline, cache: Cache, *, fast_tar: bool = True) -> _Pipel
         cache: the cache to read through.
         fast_tar: whether to replace WebDataset's ``tar_file_expander`` by `tar_files`, which yields
             the same files in less time.
+        is_reseeded: whether the caller shuffles the shards in another order in every epoch.
 
     Raises:
         ConfigError: ``dataset`` has no stage that opens URLs.
@@ -226,7 +229,7 @@ def attach(dataset: _Pipeline, cache: Cache, *, fast_tar: bool = True) -> _Pipel
             f"no stage of this pipeline opens URLs ({names}). Call attach() with the WebDataset "
             "itself, or use cache.url_opener as the stage that opens the shards."
         )
-    if _repeats_order(stages) and is_new("order", cache):
+    if not is_reseeded and _repeats_order(stages) and is_new("order", cache):
         logger.warning(
             "every epoch will have the same order of shards, because this pipeline shuffles them "
             "with a fixed seed. WebDataset(shardshuffle=...) does so since version 0.2.109. For a "

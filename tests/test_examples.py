@@ -101,3 +101,17 @@ def test_training_resumes_an_epoch_exactly(mixed, s3, bucket, s3_environment, pr
     for each in "01":
         assert data.complete(key for at, keys in batches.items() if at[0] == each for key in keys)
     assert data.once()
+
+
+def test_a_pipeline_resumes_an_epoch_exactly(s3, bucket, s3_environment, proxy, tmp_path):
+    data = DataSet(s3, bucket, proxy, 16, 12)  # 48 samples for each of 2 x 2 workers
+    listed, saved = tmp_path / "listed", tmp_path / "run.pt"
+    command = [str(EXAMPLES / "resume_pipeline.py"), data.spec, "--list", str(listed)]
+    command += ["--checkpoint", str(saved), "--dir", str(tmp_path / "cache"), "--every", "3"]
+    run_ranks(2, command, kill_when=saved.exists, SHARDCACHE_MIN_FREE="0")
+    assert "epoch 1 is complete" in run_ranks(2, command, SHARDCACHE_MIN_FREE="0").stdout
+    # Both runs trained some of the batches, which are the same ones.
+    batches = {tuple(line.split()) for line in listed.read_text().splitlines()}
+    for each in "01":
+        assert data.complete(key for _, epoch, *keys in batches if epoch == each for key in keys)
+    assert data.once()

@@ -4,6 +4,7 @@
     dataset    `TarDataset`, a map-style data set: any sample by its number
     mixture    `Mixture`, which takes samples of several data sets in proportion to weights
     order      the order of the samples of an epoch: a function of seed, epoch and position
+    pipeline   WebDataset pipelines that resume exactly: `Cache.attach(resume=True)`; imports torch
     sampler    `ShardBatchSampler`, which gives the samples of an epoch to the ranks; imports torch
 
 The shards stay plain tar archives. The first process that needs a shard finds the offsets of its

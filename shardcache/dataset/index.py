@@ -25,7 +25,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache as cached
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 from zlib import crc32
 
 from shardcache import clock, threads
@@ -104,7 +104,8 @@ def find_samples(read: Callable[[int, int], bytes], end: int) -> tuple[array[int
 class OpenShard:
     """A shard that is open for random access, and not evicted as long as this object exists.
 
-    Threads may share it, and a forked child may use its parent's.
+    Threads may share it, and a forked child may use its parent's. A ``stream`` of the whole shard
+    is taken over.
 
     Attributes:
         size: bytes of the shard, or 0 if it is streamed past the cache.
@@ -115,7 +116,7 @@ class OpenShard:
 
     _fd = -1
 
-    def __init__(self, cache: Cache, shard: ShardURL) -> None:
+    def __init__(self, cache: Cache, shard: ShardURL, stream: BinaryIO | None = None) -> None:
         refuse_compressed(shard)
         self.offsets: Sequence[int] = ()
         self.problems: list[str] = []
@@ -123,7 +124,7 @@ class OpenShard:
         self.used = clock.monotonic()
         self._cache = cache
         self._shard = shard
-        self._stream = open_shard(cache.process, shard, whole=True)
+        self._stream = stream or open_shard(cache.process, shard, whole=True)
         self._lock = threading.Lock()  # held while the position of the stream matters
         self._url = shard.raw or str(shard)
         self._path = str(self._stream.name).removeprefix("file://")

@@ -30,6 +30,7 @@ from shardcache.units import counted, format_bytes
 if TYPE_CHECKING:
     from torch.utils.data import Sampler
 
+    from shardcache.cache import Cache
     from shardcache.dataset.dataset import TarDataset
 else:
     try:
@@ -312,16 +313,20 @@ class ShardBatchSampler(Sampler[list[int]]):
         config, lanes = cache.config, -(-order.lanes // self._nodes)  # of this node
         # One more than the sampler wants, because workers still read the one that left the window.
         stored = -(-len(self.data.shards) * lanes // order.lanes)
-        needed = min(stored, lanes * (order.window + config.prefetch + 1))
-        with ignoring(OSError):  # a directory of the cache is gone
-            volumes = [(tier, Volume.of(tier.dir)) for tier in config.by_tier()]
-            limit = sum(volume.budget(tier) or volume.size for tier, volume in volumes)
-            if needed * size <= limit or not cache.process.notices.is_new("room"):
-                return
-            text = "%s may hold %s, but this node uses %d shards at a time, about %s. Some will be "
-            text += "downloaded or streamed repeatedly. Raise max_size, or pass a smaller shuffle."
-            sizes = format_bytes(limit), needed, format_bytes(needed * size)
-            logger.warning(text, config.dir, *sizes)
+        warn_of_room(cache, min(stored, lanes * (order.window + config.prefetch + 1)), size)
+
+
+def warn_of_room(cache: Cache, shards: int, size: int) -> None:
+    """Log once that a node uses more shards of ``size`` bytes at a time than the cache may hold."""
+    with ignoring(OSError):  # a directory of the cache is gone
+        volumes = [(tier, Volume.of(tier.dir)) for tier in cache.config.by_tier()]
+        limit = sum(volume.budget(tier) or volume.size for tier, volume in volumes)
+        if shards * size <= limit or not cache.process.notices.is_new("room"):
+            return
+        text = "%s may hold %s, but this node uses %d shards at a time, about %s. Some will be "
+        text += "downloaded or streamed repeatedly. Raise max_size, or pass a smaller shuffle."
+        sizes = format_bytes(limit), shards, format_bytes(shards * size)
+        logger.warning(text, cache.config.dir, *sizes)
 
 
 class _Iteration:

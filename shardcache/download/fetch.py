@@ -98,6 +98,7 @@ class Fetch:
     _download: Download
     _directories: Directories = field(init=False)  # of the current attempt
     _is_for_last_tier: bool = False  # because the disk was full
+    _was_unmounted: bool = False
     _counts: Counter[type[BaseException]] = field(default_factory=Counter)
     _upstreams: Iterator[UpstreamOrigin | None] | None = None
     _upstream: UpstreamOrigin | None = None  # to read from; None for the origin
@@ -139,7 +140,8 @@ class Fetch:
                     str(directories.layout.base),
                 )
             self._engine.notices.warn("lost", "%s: %s; starting over", shard, exn)
-        elif is_local_error(exn) and unmounted and count == 1:
+        elif is_local_error(exn) and unmounted and not self._was_unmounted:
+            self._was_unmounted = True
             logger.info("%s: the disk was unmounted or replaced (%s)", shard, exn)
         elif is_local_error(exn) and exn.errno in FULL and not self._is_for_last_tier:
             # The failed attempt has removed its partial and released the lock.
@@ -205,7 +207,11 @@ class Fetch:
             else:
                 entry = self._download_entry(lock)
             if download.outdated:
-                evict_outdated(directories, shard.key, download.outdated)
+                version = entry.name.partition("-")[0]
+                if version in download.outdated:
+                    text = "%s: the origin states another version than it sends; the old one stays"
+                    logger.warning(text, shard)
+                evict_outdated(directories, shard.key, download.outdated - {version})
             if (opened := directories.lookup(shard)) is not None:
                 return opened
             if is_directory(entry):  # the disk cannot read it, and a new download would not help

@@ -1,8 +1,10 @@
 """Which version of a shard is read when its object is replaced: `docs/versions.md`."""
 
+import contextlib
 import json
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -120,6 +122,24 @@ def test_a_refresh_without_a_response_fails_and_keeps_the_entry(make_cache, orig
     assert (report.failed, report.cached, report.refreshed) == (1, 0, 0)
     assert str(error) in str(report.results[0].error)
     assert read(cache) == OLD
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("is_read", [False, True])
+def test_a_refresh_keeps_the_entry_if_the_origin_sends_what_it_says_is_replaced(
+    make_cache, origin, monkeypatch, caplog, is_read
+):
+    """HEAD states another version than GET sends, as after a rollback."""
+    cache = make_cache()
+    assert read(cache) == OLD
+    info = origin.info(cache.parse(URL))
+    monkeypatch.setattr(origin, "stat", lambda shard: replace(info, etag='"other"'))
+    stream = cache.open(URL) if is_read else contextlib.nullcontext()
+    with stream:
+        report = cache.prewarm([URL], refresh=True)
+    assert (report.failed, len(origin.requests)) == (0, 2)
+    assert "sends; the old one stays" in caplog.text
+    assert read(cache) == OLD and len(origin.requests) == 2
 
 
 @pytest.mark.locks_work("flock")

@@ -1,0 +1,503 @@
+"""WebDataset pipelines that resume exactly, and that shuffle the places of samples, not bytes.
+
+Filters that do not look at samples, such as ``shuffle``, get a place for each sample: an integer
+with the number of a shard and of a sample in it. Behind the last of them, the samples are read.
+The order of the places depends only on a seed, the shards and their numbers of samples. So a state
+is the number of places that were read, and to resume is to draw them again without reading.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import logging
+import math
+import random
+import resource
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache as cached
+from functools import partial
+from io import UnsupportedOperation
+from itertools import islice, zip_longest
+from types import FunctionType
+from typing import TYPE_CHECKING, Any, TypeVar
+from zlib import crc32
+
+import torch
+import webdataset
+from webdataset import filters, shardlists, tariterators
+from webdataset.filters import FilterFunction
+from webdataset.utils import pytorch_worker_info  # WebDataset splits the shards by it
+
+from shardcache import wds
+from shardcache.dataset.index import OpenShard
+from shardcache.dataset.sampler import warn_of_room
+from shardcache.errors import ConfigError, ShardCacheError
+from shardcache.faults import os_error
+from shardcache.ranks import detect
+from shardcache.reading.lookahead import Prefetcher
+from shardcache.reading.stream import ShardStream, open_shard
+from shardcache.urls import shown_url
+
+if TYPE_CHECKING:
+    from shardcache.cache import Cache
+
+logger = logging.getLogger(__name__)
+
+_Pipeline = TypeVar("_Pipeline")
+_WORKERS = 1024  # of a rank
+_BITS = 32  # of the number of a sample in a place
+_COUNTED = 1 << 20  # bytes that are counted at once, because each count takes 2 us
+_SHUFFLES = {filters.shuffle.f, filters.detshuffle}
+#: Stages that do not look at samples. WebDataset has `check_empty` since 1.0.
+_BLIND = {*_SHUFFLES, filters.slice.f, shardlists.split_by_node, shardlists.split_by_worker}
+_BLIND |= {getattr(webdataset.compat, "check_empty", None)}
+#: Stages that hold back no sample when they yield one, if `_batched` replaces ``batched``.
+_DIRECT = {getattr(filters, name).f for name in ("batched", "decode", "log_keys", "select")}
+_DIRECT |= {getattr(filters, name).f for name in ("map", "map_dict", "map_tuple", "to_tuple")}
+_DIRECT |= {getattr(filters, name).f for name in ("associate", "rename", "rename_keys", "xdecode")}
+#: Stages that are objects and repeat their order.
+_OBJECTS = {shardlists.SimpleShardList, shardlists.ResampledShards, list, partial}
+
+
+def attach_resumable(dataset: _Pipeline, cache: Cache, *, fast_tar: bool = True) -> _Pipeline:
+    """Attach a pipeline to the cache, and give it the methods of `Resumable`.
+
+    Raises the errors of `wds.attach`; ConfigError if a stage does not give the same samples again.
+    """
+    _refuse(dataset)
+    made: Any = wds.attach(dataset, cache, fast_tar=fast_tar, is_reseeded=True)
+    seed, source = getattr(made, "seed", None), made.pipeline[0]
+    for number, stage in enumerate(made.pipeline):
+        # WebDataset passes its own seed, which may be random, to the shuffle of the shards.
+        if seed is not None and (options := _shuffle_of(stage)).pop("seed", None) == seed:
+            made.pipeline[number] = FilterFunction(filters.shuffle.f, **options)
+    urls = source if isinstance(source, list) else getattr(source, "urls", [])
+    names = "\n".join(str(cache.parse(_url(each))) for each in urls)
+    made._cache, made._shards = cache, f"{len(urls)} shards, checksum {crc32(names.encode()):08x}"
+    made._run, made._tracked, made._pending = None, None, []
+    # The workers share the seed, and the next epoch of each of them.
+    made._shared = torch.zeros(1 + _WORKERS, dtype=torch.int64)
+    made._shared.share_memory_()
+    made._shared[0] = crc32(str(seed).encode())
+    if not isinstance(made, Resumable):
+        made._base = type(made)
+        made.__class__ = _resumable(made._base)
+    made._plan()
+    return dataset
+
+
+@cached
+def _resumable(base: type) -> type:
+    bases = (Resumable,) if issubclass(Resumable, base) else (base, Resumable)
+    return type(f"Resumable{base.__name__}", bases, {})
+
+
+def _restored(base: type) -> Any:
+    return object.__new__(_resumable(base))
+
+
+def _url(item: Any) -> Any:
+    return item["url"] if isinstance(item, dict) else item
+
+
+def _kind(stage: Any) -> Any:
+    """Return the function of a stage, or the class of a stage that is an object."""
+    function = getattr(stage, "f", stage)
+    return function if isinstance(function, type | FunctionType) else type(function)
+
+
+def _shuffle_of(stage: Any) -> dict[str, Any]:
+    """Return the arguments of a shuffle; none for other stages."""
+    if _kind(stage) is filters.detshuffle:
+        return {"bufsize": stage.bufsize, "initial": stage.initial, "seed": stage.seed}
+    if _kind(stage) is not filters.shuffle.f:
+        return {}
+    positional = dict(zip(("bufsize", "initial"), stage.args, strict=False))
+    return {"bufsize": 1000, **positional, **stage.kw}
+
+
+def _shown(value: Any) -> str:
+    """Describe a stage or an argument, the same in every run."""
+    if isinstance(value, FilterFunction):
+        given = [*map(_shown, value.args), *(f"{n}={_shown(v)}" for n, v in value.kw.items())]
+        return f"{value.f.__name__.strip('_')}({', '.join(given)})"
+    if isinstance(value, str | int | float | tuple | None):
+        return repr(value)
+    return f"{getattr(value, '__qualname__', type(value).__name__)}{_shuffle_of(value) or ''}"
+
+
+def _refuse(stage: Any) -> None:
+    """Raise ConfigError for a stage that cannot give the same samples again."""
+    kind, seed = _kind(stage), getattr(stage, "seed", None)
+    is_known = kind in _OBJECTS | _BLIND or isinstance(stage, webdataset.DataPipeline)
+    if (
+        (isinstance(kind, type) and not is_known)
+        or kind in (filters.rsample.f, shardlists.resampled.f)
+        or _shuffle_of(stage).get("rng") is not None
+        or isinstance(seed, float | bool)  # the time
+    ):
+        raise ConfigError(
+            f"{_shown(stage)} cannot resume: it draws without a seed, or may have a state of its "
+            "own. Use WebDataset's shuffle or detshuffle, resampled=True, and functions."
+        )
+
+
+@dataclass
+class _Run:
+    """A position in an epoch."""
+
+    epoch: int
+    given: int = 0  #: outputs of the pipeline
+    passes: int = 0  #: complete passes over the shards; `repeat` makes several in an epoch
+    entered: int = 0  #: places of this pass that were read
+    counts: str = ""  #: the numbers of samples of the shards in this pass so far
+    check: int = 0  #: a checksum of their URLs
+
+
+class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
+    """A ``WebDataset`` or ``DataPipeline`` that continues an epoch where it stopped.
+
+    Each iteration is another epoch, with another order. A state is that of one worker of one rank.
+    torchdata's ``StatefulDataLoader`` saves and loads the states of all workers, and `track` does
+    so for a plain ``DataLoader``.
+    """
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _restored, (self._base,), vars(self) | {"_run": None}
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the next iteration, from 0."""
+        return int(self._shared[1])
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin the next iteration with ``epoch``, or continue it if its state was loaded."""
+        self._shared[1:] = epoch
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position after the last sample, or after the last batch of `track`."""
+        if self._tracked is not None:
+            return {**self._tracked, "workers": [*self._tracked["workers"]]}
+        return self._state(self._run or _Run(self.epoch))
+
+    def _state(self, run: _Run) -> dict[str, Any]:
+        stages = [*map(_shown, self.pipeline), f"repeat({self.repetitions}, {self.nsamples})"]
+        state = {**vars(run), "version": 1, "seed": int(self._shared[0]), "shards": self._shards}
+        ranks = zip(("rank", "world_size", "worker", "workers"), pytorch_worker_info(), strict=True)
+        return {**state, "stages": " | ".join(stages), **dict(ranks)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Begin the next iteration at the position of a state.
+
+        Raises:
+            ConfigError: the state was saved with other shards, stages, ranks or workers.
+        """
+        several = state.get("workers")
+        self._pending = [s for s in several if s] if isinstance(several, list) else [state]
+        for each in self._pending:
+            self._refuse_other(each, "version", "shards", "stages", "rank", "world_size")
+            self._shared[0] = each["seed"]
+        worker, workers = pytorch_worker_info()[2:]
+        self._shared[1 + worker : 2 + worker if workers > 1 else None] = state["epoch"]
+
+    def _refuse_other(self, state: Mapping[str, Any], *names: str) -> None:
+        own = self._state(_Run(0))
+        for name in names:
+            before, now = state.get(name), own[name]
+            if before == now:
+                continue
+            if name == "stages":
+                pairs = zip_longest(str(before).split(" | "), now.split(" | "))
+                before, now = next(pair for pair in pairs if pair[0] != pair[1])
+            raise ConfigError(
+                f"the state was saved with other {name}: {before}, and now {now}. Resume with the "
+                "same. A TarDataset may resume with other ranks and workers."
+            )
+
+    def track(self, loader: Any) -> Iterator[Any]:
+        """Iterate over a plain ``DataLoader`` of this pipeline. Then `state_dict` returns the
+        positions of its workers after the last batch, and not how far they have read ahead.
+        """
+        if getattr(loader.collate_fn, "func", None) is not _collated:
+            loader.collate_fn = partial(_collated, loader.collate_fn)
+        known = {each["worker"]: each for each in self._pending if each["epoch"] == self.epoch}
+        found = [known.get(worker) for worker in range(max(1, loader.num_workers))]
+        self._tracked: dict[str, Any] | None = {"epoch": self.epoch, "workers": found}
+        for state, batch in loader:
+            found[state["worker"]] = state
+            yield batch
+
+    def __iter__(self) -> Iterator[Any]:
+        opener, read, is_direct = self._plan()
+        worker, pending = pytorch_worker_info()[2], None
+        run = _Run(int(self._shared[1 + worker]))
+        for state in self._pending:
+            if state["epoch"] == run.epoch:  # otherwise, it was continued before
+                self._refuse_other(state, "workers")
+                pending = state if state["worker"] == worker else pending
+        self._shared[1 + worker] = run.epoch + 1
+        drop, is_resumed = 0, pending is not None and is_direct
+        if pending is not None:
+            run = _Run(*(pending[name] for name in vars(run)))
+            if not is_direct:
+                drop, run.passes = run.given, 0
+        self._run = run
+        return self._outputs(run, opener, read, drop, is_resumed)
+
+    def _outputs(
+        self, run: _Run, opener: int, read: int, drop: int, is_resumed: bool
+    ) -> Iterator[Any]:
+        most = self.nsamples if self.repetitions != 1 and self.nsamples > 0 else sys.maxsize
+        constant = None if self._tracked is None else self._state(run)
+        while run.passes < self.repetitions and run.given < most:
+            is_empty = not is_resumed
+            for output in self._pass(run, opener, read, is_resumed):
+                is_empty = False
+                if drop:
+                    drop -= 1
+                    continue
+                run.given += 1
+                yield output if constant is None else ({**constant, **vars(run)}, output)
+                if run.given >= most:
+                    return
+            if is_empty:
+                return
+            run.passes, run.entered, run.counts, run.check = run.passes + 1, 0, "", 0
+            is_resumed = False
+
+    def _pass(self, run: _Run, opener: int, read: int, is_resumed: bool) -> Any:
+        """Iterate once over the shards."""
+        stages = [self._repeatable(number, run, opener) for number in range(len(self.pipeline))]
+        if read > opener:
+            total = len(getattr(stages[0], "urls", ())) or sys.maxsize
+            shards = _Shards(self._cache, run, stages[opener:read], is_resumed, total)
+            stages[read:read] = [shards.read]
+            stages[opener : opener + 3] = [shards.places]
+        source = self.invoke(stages[0])
+        for stage in stages[1:]:
+            source = self.invoke(stage, source)
+        return source
+
+    def _repeatable(self, number: int, run: _Run, opener: int) -> Any:
+        """Return a stage that does the same as one of the pipeline, in the same order each time."""
+        stage, (rank, _, worker, _) = self.pipeline[number], pytorch_worker_info()
+        kind = _kind(stage)
+        # All readers must see one order of the shards that are divided among them later.
+        later = {_kind(each) for each in self.pipeline[number:opener]}
+        rank = 0 if shardlists.split_by_node in later else rank
+        worker = 0 if shardlists.split_by_worker in later else worker
+        drawn = int(self._shared[0]), run.epoch, run.passes, rank, worker, number
+        seed, turn = crc32(repr(drawn).encode()), run.epoch + run.passes
+        rng = random.Random(seed)  # noqa: S311
+        if kind in _SHUFFLES:
+            options = _shuffle_of(stage)
+            if (given := options.pop("seed", None)) is not None:
+                rng.seed(given + stage.epoch + 1 + turn if kind is filters.detshuffle else given)
+            return FilterFunction(filters.shuffle.f, **options, rng=rng)
+        if kind is shardlists.ResampledShards:
+            stage = copy.copy(stage)
+            if not stage.deterministic:
+                stage.deterministic, stage.worker_seed = True, lambda: seed
+            stage.epoch += turn
+        elif kind is filters.batched.f:
+            return FilterFunction(_batched, *stage.args, **stage.kw)
+        return stage
+
+    def _plan(self) -> tuple[int, int, bool]:
+        """Return the positions of the stage that opens shards and of the first one that gets
+        samples, equal if there are no places; and whether the places that were read make a state.
+        """
+        for stage in self.pipeline:
+            _refuse(stage)
+        kinds = [_kind(stage) for stage in self.pipeline]
+        read = opener = kinds.index(wds.url_opener)
+        readers = [wds._call_of(stage) for stage in self.pipeline[opener + 1 : opener + 3]]
+        if (
+            set(kinds[opener + 1 : opener + 2]) <= {wds.tar_files, tariterators.tar_file_expander}
+            and kinds[opener + 2 : opener + 3] == [tariterators.group_by_keys]
+            and not any(args for _, args, _ in readers)
+            and not any(v for _, _, kw in readers for name, v in kw.items() if name != "handler")
+        ):
+            read += 3
+            while read < len(kinds) and kinds[read] in _BLIND:
+                read += 1
+        held = [stage for stage in self.pipeline[read:] if _kind(stage) not in _DIRECT]
+        if held and len(kinds) > opener + 1 and wds.is_new("replay", self._cache):
+            logger.warning(
+                "%s gets samples, not places. It may hold some back in memory, so resuming an "
+                "epoch reads its samples again. Put shuffles before all filters that look at "
+                "samples, and use WebDataset's own filters.",
+                _shown(held[0]),
+            )
+        return opener, read, read > opener and not held
+
+
+def _collated(collate: Any, outputs: Any) -> tuple[Any, Any]:
+    """Collate outputs, each with its state, and return the last state and the batch."""
+    if isinstance(outputs, tuple):  # DataLoader(batch_size=None)
+        return outputs[0], collate(outputs[1])
+    return outputs[-1][0], collate([output for _, output in outputs])
+
+
+def _batched(data: Iterable[Any], *args: Any, **options: Any) -> Iterator[Any]:
+    """Yield the batches of WebDataset's filter, which takes one more sample before it does so."""
+    bound = inspect.signature(filters.batched.f).bind(iter(data), *args, **options)
+    bound.apply_defaults()
+    samples, size, collate, is_partial_kept = bound.args
+    while batch := list(islice(samples, size)):
+        if len(batch) == size or is_partial_kept:
+            yield batch if collate is None else collate(batch)
+
+
+class _Shards:
+    """The shards of one pass. One with places that were not read is open, so it is not evicted."""
+
+    def __init__(
+        self, cache: Cache, run: _Run, stages: list[Any], is_resumed: bool, total: int
+    ) -> None:
+        self._cache, self._run, self._is_resumed, self._total = cache, run, is_resumed, total
+        self._handler = stages[0].kw["handler"] or wds.reraise
+        self._is_stopped = False  # by the handler
+        self._is_indexed = True  # all shards so far. To resume, those after another are read again.
+        self._buffered = sum(_shuffle_of(stage).get("bufsize", 0) for stage in stages)
+        # By number of the shard: its URL, its samples, and how many of them were not read yet.
+        self._urls, self._counts, self._left = list[str](), list[int](), list[int]()
+        self._opened = dict[int, OpenShard]()
+        self._bytes = 0  # read, but not counted yet
+        files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        self._most = 1024 if files < 0 else max(1, files // 4)
+
+    def _handle(self, exn: Exception) -> bool:
+        self._is_stopped = not self._handler(exn)
+        return not self._is_stopped
+
+    def _failed(self, exn: Exception) -> bool:
+        self._enter(exn.args[-1], 0)
+        return self._handle(exn)
+
+    def places(self, data: Iterable[Any]) -> Iterator[Any]:
+        """Yield places, and the samples of shards that cannot be read at random. A stage."""
+        items = iter(data)
+        if self._is_resumed:
+            yield from self._replay(items)
+        for source in wds.url_opener(items, self._failed, cache=self._cache):
+            if (opened := self._indexed(source)) is not None:
+                yield from self._enter(source["url"], len(opened), opened)
+                del opened, source  # only `_opened` keeps the shard open
+                continue
+            self._is_indexed = False
+            yield from wds.tar_samples([source], self._handle)
+            if self._is_stopped:
+                return
+
+    def _replay(self, items: Iterator[Any]) -> Iterator[int]:
+        """Yield the places in the shards that the state lists."""
+        run = self._run
+        counts, check, run.counts, run.check = run.counts.split(), run.check, "", 0
+        urls = [_url(item) for item in islice(items, len(counts))]
+        begun = [self._enter(*each) for each in zip(urls, map(int, counts), strict=False)]
+        if run.check != check:
+            raise ConfigError(
+                "the shards come in another order than when the state was saved, so the stages "
+                "before the archives do not repeat it. Use WebDataset's own stages there."
+            )
+        for places in begun:
+            yield from places
+
+    def _enter(self, url: str, count: int, opened: OpenShard | None = None) -> range:
+        """Return the places in a shard."""
+        number = len(self._urls)
+        self._urls.append(url)
+        self._counts.append(count)
+        self._left.append(count)
+        if self._is_indexed:
+            self._run.counts += f" {count}"
+            self._run.check = crc32(shown_url(url).encode(), self._run.check)
+        if opened is not None and count:
+            self._keep(number, opened)
+            self._warn_of_room(opened)
+        return range(number << _BITS, (number << _BITS) + count)
+
+    def _keep(self, number: int, opened: OpenShard) -> None:
+        if len(self._opened) >= self._most:
+            del self._opened[next(iter(self._opened))]  # few of its samples are left
+        self._opened[number] = opened
+
+    def _warn_of_room(self, opened: OpenShard) -> None:
+        if self._buffered and opened.size:
+            # The last of n samples leaves a buffer of B after about B * ln(n) others came.
+            shards = self._buffered / len(opened) * (1 + math.log(len(opened)))
+            readers = pytorch_worker_info()[3] * (detect().local_size or 1)
+            needed = readers * (math.ceil(shards) + self._cache.config.prefetch + 1)
+            warn_of_room(self._cache, min(needed, self._total), opened.size)
+            self._buffered = 0
+
+    def _indexed(self, source: dict[str, Any]) -> OpenShard | None:
+        """Open a shard for random access, or leave a stream of it in ``source``."""
+        stream, shard = source["stream"], self._cache.parse(source["url"])
+        try:
+            if isinstance(stream.raw, ShardStream):
+                stream.raw.wait(whole=True)
+            stream.fileno()
+        except (ShardCacheError, UnsupportedOperation, os_error()):
+            return None  # it is not stored, or a read raises the same error
+        try:
+            return OpenShard(self._cache, shard, stream)
+        except (ShardCacheError, os_error()):  # it is compressed or incomplete
+            source["stream"] = open_shard(self._cache.process, shard)
+            return None
+
+    def read(self, places: Iterator[Any]) -> Iterator[Any]:
+        """Yield the samples at places. A stage."""
+        run = self._run
+        if self._is_resumed:
+            for place in islice(places, run.entered):
+                if type(place) is int:
+                    self._left[place >> _BITS] -= 1
+            self._ahead = Prefetcher(self._cache.process)
+            needed = [url for url, left in zip(self._urls, self._left, strict=True) if left]
+            self._ahead.want(map(self._cache.parse, needed))
+        for place in places:
+            run.entered += 1
+            try:
+                sample = self._sample(place) if type(place) is int else place
+            except ConfigError:
+                raise
+            except Exception as exn:  # noqa: BLE001 - the handler decides
+                if not self._handle(exn):
+                    return
+                continue
+            yield sample
+            if self._is_stopped:
+                return
+        self._count()
+
+    def _sample(self, place: int) -> dict[str, Any]:
+        number = place >> _BITS
+        index = place - (number << _BITS)
+        self._left[number] -= 1
+        opened = self._opened.get(number)
+        if opened is None or opened.is_lost:
+            url, count = self._urls[number], self._counts[number]
+            opened = OpenShard(self._cache, self._cache.parse(url))
+            if len(opened) != count:
+                raise ConfigError(
+                    f"{shown_url(url)} has {len(opened)} samples, but had {count} when this epoch "
+                    "began, so its order has changed. Start the epoch again."
+                )
+            self._keep(number, opened)
+        if not self._left[number]:
+            del self._opened[number]
+        sample = opened.sample(index, self._handle)
+        if opened.size:  # otherwise, its stream counts
+            self._bytes += opened.offsets[index + 1] - opened.offsets[index]
+        if self._bytes >= _COUNTED:
+            self._count()
+        return sample
+
+    def _count(self) -> None:
+        self._cache.process.counters.read(self._bytes)
+        self._bytes = 0

@@ -1,0 +1,376 @@
+"""`Cache.attach(..., resume=True)`: a pipeline gives the samples of a stock one, and resumes."""
+
+import gzip
+import json
+import os
+import random
+import time
+import warnings
+from itertools import islice, product
+
+import pytest
+import webdataset as wds
+from torch.utils.data import DataLoader
+
+from shardcache import ConfigError
+from tests.support import caches
+from tests.support.tars import sample_tar, tar_of
+from tests.wds.test_tar_files import BEFORE_1_0
+
+URLS = [f"s3://lab/{n}.tar" for n in range(8)]
+KEYS = [f"{shard:04d}-{n:05d}" for shard in range(8) for n in range(10 + shard)]
+#: Arguments that WebDataset has since 1.0; before, its seed is an attribute.
+OPTIONS = {} if BEFORE_1_0 else {"seed": 7, "empty_check": False}
+RANDOM_PIPELINES = 12 if os.environ.get("FUZZ", "1") == "1" else 300
+
+
+@pytest.fixture(autouse=True)
+def _objects(origin, monkeypatch):
+    monkeypatch.setattr("shardcache.wds._logged", set())
+    origin.objects |= {url: sample_tar(n, 10 + n) for n, url in enumerate(URLS)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+@pytest.fixture
+def make(make_cache):
+    """Make a pipeline over all shards, with these filters, in a cache with these options."""
+
+    def make(*stages, resume=True, urls=URLS, cache=None, **options):
+        options = {"shardshuffle": 100, "nodesplitter": wds.split_by_node, **OPTIONS, **options}
+        dataset = wds.WebDataset(urls, **options)
+        dataset.seed = 7
+        return (cache or make_cache()).attach(dataset, resume=resume).compose(*stages)
+
+    return make
+
+
+def saved(dataset):
+    return json.loads(json.dumps(dataset.state_dict()))
+
+
+def keys(samples) -> list[str]:
+    return [sample["__key__"] for sample in samples]
+
+
+def resumed(make, *stages, at=40, **options):
+    """Check that a new pipeline continues an epoch, and the following one; return a state."""
+    dataset = make(*stages, **options)
+    whole = [list(dataset), list(dataset)]
+    dataset.set_epoch(0)
+    first = list(islice(dataset, at))
+    state, other = saved(dataset), make(*stages, **options)
+    other.load_state_dict(state)
+    assert [first + list(other), list(other)] == whole
+    return state
+
+
+# -- equality with WebDataset's own pipelines ---------------------------------------
+
+
+def is_odd(sample):
+    return len(sample["__key__"] + sample.get("txt", b"").decode()) % 2
+
+
+def held_back(samples):
+    """A filter that holds samples back, of which shardcache knows nothing."""
+    before = list(islice(samples, 3))
+    for sample in samples:
+        yield before.pop(0)
+        before.append(sample)
+    yield from before
+
+
+def random_pipeline(seed, make, cache, resume):
+    """Return a pipeline, and whether its samples and their order are those of WebDataset."""
+    draw = random.Random(seed)
+    sizes = [1, 3, 1000]
+    kinds = {
+        "shuffle": lambda: wds.shuffle(draw.choice(sizes), initial=draw.choice(sizes)),
+        "detshuffle": lambda: wds.detshuffle(draw.choice(sizes), seed=draw.randrange(3)),
+        "select": lambda: wds.select(is_odd),
+        "rename": lambda: wds.rename(text="txt;bin", keep=True, handler=wds.ignore_and_continue),
+        "own": lambda: held_back,
+        "slice": lambda: wds.slice(draw.randrange(40)),
+    }
+    chosen = draw.choices([*kinds], [6, 2, 2, 1, 1, 1], k=draw.randrange(5))
+    options = {"shardshuffle": draw.choice([False, 4]), "handler": wds.ignore_and_continue}
+    stages, is_partial = [kinds[kind]() for kind in chosen], draw.random() < 0.7
+    if draw.random() < 0.5:
+        stages += [wds.batched(draw.randrange(1, 6), collation_fn=None, partial=is_partial)]
+    dataset = make(*stages, resume=resume, cache=cache, **options)
+    repeat = draw.choice(["once", "once", "repeat", "once" if BEFORE_1_0 else "with_epoch"])
+    if repeat == "repeat":
+        dataset = dataset.repeat(2)
+    elif repeat == "with_epoch":
+        dataset = dataset.with_epoch(draw.randrange(1, 60))
+    is_shuffled = options["shardshuffle"] or {*chosen} & {"shuffle", "detshuffle"}
+    is_cut = repeat == "with_epoch" or "slice" in chosen or not is_partial
+    return dataset, not (is_shuffled and is_cut), not is_shuffled
+
+
+def seen(outputs):
+    """Return samples without what differs when a shard was downloaded in the meantime."""
+    samples = [each for one in outputs for each in (one if isinstance(one, list) else [one])]
+    return [sorted({**each, "__local_path__": ""}.items()) for each in samples]
+
+
+@pytest.mark.parametrize("seed", range(RANDOM_PIPELINES))
+def test_a_random_pipeline_equals_stock_and_resumes(make, make_cache, origin, seed, monkeypatch):
+    draw = random.Random(f"shards {seed}")
+    cache = make_cache(max_size=draw.choice([None, 30_000]))
+    for number, url in enumerate(URLS):
+        files = [(f"{number}-{n}.{draw.choice(['txt', 'bin'])}", b"%d" % n * n) for n in range(12)]
+        data = tar_of(files[: draw.randrange(12)])
+        forms = [data, data, data, gzip.compress(data), data[: len(data) // 3 // 512 * 512 + 99]]
+        origin.objects[url] = draw.choice(forms)
+    del origin.objects[draw.choice(URLS)]
+    workers = draw.randrange(1, 4)
+    monkeypatch.setenv("NUM_WORKERS", str(workers))
+    for worker in range(workers):
+        monkeypatch.setenv("WORKER", str(worker))
+        stock, is_equal, is_ordered = random_pipeline(seed, make, cache, resume=False)
+        expected, (dataset, *_) = seen(stock), random_pipeline(seed, make, cache, resume=True)
+        epochs = [list(dataset) for _ in range(3)]
+        for epoch in epochs if is_equal else []:
+            found = seen(epoch)
+            assert found == expected if is_ordered else sorted(found) == sorted(expected)
+        at = draw.randrange(len(epochs[1]) + 1)
+        dataset.set_epoch(1)
+        first = list(islice(dataset, at))
+        other, *_ = random_pipeline(seed, make, cache, resume=True)
+        other.load_state_dict(saved(dataset))
+        assert seen(first + list(other)) == seen(epochs[1])
+        assert seen(other) == seen(epochs[2])
+
+
+# -- the order --------------------------------------------------------------------
+
+
+def test_the_order_of_each_epoch_is_a_promise(make):
+    dataset = make(wds.shuffle(5), wds.detshuffle(3, seed=2), urls=URLS[:2])
+    assert [keys(dataset)[:6] for _ in range(2)] == [
+        ["0000-00003", "0000-00004", "0000-00006", "0000-00005", "0000-00000", "0000-00009"],
+        ["0001-00000", "0001-00007", "0001-00008", "0001-00006", "0001-00005", "0000-00000"],
+    ]
+    resampled = make(urls=URLS, resampled=True, shardshuffle=False).with_epoch(300)
+    shards = [list(dict.fromkeys(key[:4] for key in keys(resampled))) for _ in range(2)]
+    assert shards[0] != shards[1]
+    resampled.set_epoch(0)
+    assert list(dict.fromkeys(key[:4] for key in keys(resampled))) == shards[0]
+
+
+def test_shards_that_are_shuffled_before_they_are_divided_go_to_one_reader(make_cache, monkeypatch):
+    stages = wds.shuffle(100), wds.split_by_node, wds.shuffle(100), wds.split_by_worker
+    epochs = [[], []]
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("NUM_WORKERS", "2")
+    for rank, worker in product("01", "01"):
+        monkeypatch.setenv("RANK", rank)
+        monkeypatch.setenv("WORKER", worker)
+        parts = wds.SimpleShardList(URLS), *stages, wds.tarfile_to_samples(), wds.shuffle(9)
+        dataset = make_cache().attach(wds.DataPipeline(*parts), resume=True)
+        for epoch in epochs:
+            epoch += keys(dataset)
+    assert epochs[0] != epochs[1]
+    assert sorted(epochs[0]) == sorted(epochs[1]) == KEYS
+
+
+# -- workers -----------------------------------------------------------------------
+
+
+def key_of(sample):
+    return sample["__key__"]
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_a_plain_loader_continues_in_the_seventh_epoch(make, open_cache, tmp_path, method):
+    paths = []
+    for number in range(4):
+        paths.append(str(tmp_path / f"{number}.tar"))
+        (tmp_path / f"{number}.tar").write_bytes(sample_tar(number, 10 + number))
+
+    def loaded(state=None):
+        dataset = make(wds.shuffle(20), wds.map(key_of), urls=paths, cache=open_cache())
+        if state is None:
+            dataset.set_epoch(7)
+        else:
+            dataset.load_state_dict(state)
+        loader = DataLoader(
+            dataset, 4, num_workers=2, multiprocessing_context=method,
+            persistent_workers=method != "fork",
+        )  # fmt: skip
+        return dataset, dataset.track(loader), loader
+
+    dataset, batches, loader = loaded()
+    first = [*islice(batches, 5)]
+    state = saved(dataset)
+    rest, following = [*batches], [*dataset.track(loader)]
+    other, batches, loader = loaded(state)
+    # Batches of several workers may come in another order.
+    assert sorted([*first, *batches]) == sorted(first + rest)
+    assert sorted(other.track(loader)) == sorted(following)
+    for epoch in first + rest, following:
+        assert sorted(key for batch in epoch for key in batch) == KEYS[:46]
+    with pytest.raises(ConfigError, match="other workers: 2, and now 1"):
+        other.load_state_dict(state)
+        iter(other)
+
+
+# -- without reading ----------------------------------------------------------------
+
+
+def test_resuming_reads_only_what_is_left(make, make_cache, origin):
+    cache = make_cache()
+    state = resumed(make, wds.shuffle(12), wds.batched(4, collation_fn=None), at=15, cache=cache)
+    assert len(json.dumps(state)) < 1000
+    cache.clean(everything=True)
+    origin.requests.clear()
+    other = make(wds.shuffle(12), wds.batched(4, collation_fn=None), cache=cache)
+    other.load_state_dict(state)
+    left = {each["__url__"] for batch in other for each in batch}
+    assert {url for url, *_ in origin.requests} == left < {*URLS}
+    assert origin.fetches == len(left)
+
+
+def test_shards_stay_until_the_buffer_names_them_no_more(make, make_cache, origin):
+    cache = make_cache(prefetch=0)
+    samples = iter(make(cache=cache, shardshuffle=False))
+    assert keys(islice(samples, 50)) == KEYS[:50]  # all of four shards, some of the fifth
+    cache.clean(everything=True)  # as another process evicts
+    assert [entry.name() for entry in cache.entries()] == [URLS[4]]
+    samples = iter(make(wds.shuffle(1000, initial=1000), cache=cache))
+    found = [next(samples)]
+    cache.clean(everything=True)
+    origin.objects.clear()
+    assert sorted(keys(found + list(samples))) == KEYS
+    assert cache.stats().bytes_opened > 108 * 2048
+
+
+def test_too_small_a_cache_is_said_with_the_size_that_it_needs(make, make_cache, caplog):
+    samples = list(make(wds.shuffle(1000), cache=make_cache(max_size=100_000)))
+    assert sorted(keys(samples)) == KEYS
+    (text,) = [each for each in caches.warnings(caplog) if "shards at a time" in each]
+    assert "may hold 100.0 KB, but this node uses 8 shards at a time" in text
+    resumed(make, wds.shuffle(1000), wds.map(key_of), cache=make_cache(max_size=100_000))
+
+
+@pytest.mark.parametrize("stages", [(wds.map(dict), wds.shuffle(9)), (held_back,)])
+def test_filters_that_need_samples_early_are_said_once(make, caplog, stages):
+    resumed(make, *stages)
+    (text,) = caches.warnings(caplog)
+    assert ("shuffle(9)" if stages[1:] else "held_back") + " gets samples, not places" in text
+
+
+# -- errors ------------------------------------------------------------------------
+
+
+def test_what_was_skipped_is_skipped_again(make, make_cache, origin):
+    bad = tar_of([("bad-1.json", b"{"), ("bad-2.json", b"{}"), ("bad-3.json", b"}")])
+    origin.objects[URLS[1]] = bad
+    missing = {URLS[2]: origin.objects.pop(URLS[2])}
+    skip = {"handler": wds.ignore_and_continue}
+    stages = (
+        wds.shuffle(30),
+        wds.map(wds.autodecode.Decoder([wds.autodecode.basichandlers]), **skip),
+    )
+
+    def made():
+        return make(*stages, **skip, shardshuffle=False)
+
+    dataset = made()
+    whole = list(dataset)
+    assert len(whole) == 108 - 12 - 11 + 1
+    dataset.set_epoch(0)
+    first, state = list(islice(dataset, 50)), saved(dataset)
+    origin.objects |= missing  # the shard is there again
+    other = made()
+    other.load_state_dict(state)
+    assert first + list(other) == whole
+    assert len(list(other)) == len(whole) + 12
+    for handler, rest in (wds.ignore_and_stop, set()), (wds.ignore_and_continue, {"0007"}):
+        whole = sample_tar(6)
+        for broken, begun in (None, set()), (whole[:600], set()), (whole[:5000], {"0006"}):
+            origin.objects[URLS[6]] = broken
+            make_cache().clean(everything=True)
+            dataset = make(urls=URLS[6:], handler=handler, shardshuffle=False)
+            assert {key[:4] for key in keys(dataset)} == begun | rest
+
+
+def test_another_number_of_samples_is_refused(make, make_cache, origin):
+    state = resumed(make, wds.shuffle(9))
+    with_more = make_cache()
+    with_more.clean(everything=True)
+    origin.objects |= {url: sample_tar(n, 5) for n, url in enumerate(URLS)}
+    other = make(wds.shuffle(9), cache=with_more)
+    other.load_state_dict(state)
+    with pytest.raises(ConfigError, match=r"s3://lab/\d.tar has 5 samples, but had 1\d when this"):
+        list(other)
+
+
+def own_order(data):
+    shards = list(data)
+    random.shuffle(shards)
+    return iter(shards)
+
+
+def test_another_order_of_shards_is_refused(make, make_cache):
+    def made():
+        parts = wds.SimpleShardList(URLS), own_order, wds.tarfile_to_samples()
+        return make_cache().attach(wds.DataPipeline(*parts), resume=True)
+
+    dataset = made()
+    assert list(islice(dataset, 90))
+    other = made()
+    other.load_state_dict(dataset.state_dict())
+    with pytest.raises(ConfigError, match="the shards come in another order"):
+        list(other)
+
+
+@pytest.mark.parametrize(
+    ("stage", "name"),
+    [
+        (wds.shuffle(9, rng=random.Random(1)), r"shuffle\(9, rng=Random\)"),
+        (wds.rsample(0.5), r"rsample\(0.5\)"),
+        (wds.filters.Cached(), "Cached"),
+        (wds.resampled(), r"resampled\(\)"),
+        (wds.SimpleShardList(URLS, seed=time.time()), "SimpleShardList"),
+    ],
+)
+def test_a_stage_without_a_seed_is_refused(make_cache, stage, name):
+    parts = [wds.SimpleShardList(URLS), wds.tarfile_to_samples(), stage]
+    if isinstance(stage, wds.SimpleShardList):
+        parts = [stage, parts[1]]
+    with pytest.raises(ConfigError, match=f"{name} cannot resume: it draws without a seed"):
+        make_cache().attach(wds.DataPipeline(*parts), resume=True)
+
+
+def test_a_mixture_is_refused(make, make_cache):
+    with pytest.raises(ConfigError, match="RandomMix cannot resume"):
+        make_cache().attach(wds.RandomMix([make(), make()]), resume=True)
+
+
+def test_a_state_of_something_else_is_refused_by_name(make, monkeypatch):
+    state = make(wds.shuffle(9)).state_dict()
+    for other, text in (
+        (make(wds.shuffle(8)), r"other stages: shuffle\(9\), and now shuffle\(8\)"),
+        (make(), r"other stages: shuffle\(9\), and now repeat"),
+        (make(wds.shuffle(9), urls=URLS[:7]), "other (stages|shards): .*8"),
+        (make(wds.shuffle(9)).repeat(2), r"other stages: repeat\(1, -1\), and now repeat\(2"),
+    ):
+        with pytest.raises(ConfigError, match=text):
+            other.load_state_dict(state)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(ConfigError, match="other rank: 0, and now 1"):
+        make(wds.shuffle(9)).load_state_dict(state)
+
+
+def test_stages_may_be_added_after_attach_and_a_length(make):
+    def longer(**options):
+        return make(**options).shuffle(9).to_tuple("__key__").batched(3).with_length(9)
+
+    resumed(longer)
+    assert len(longer()) == 9
+    assert isinstance(longer(), wds.WebDataset)

@@ -401,7 +401,7 @@ def _buffered(index: Path, buffer: int, resume: bool, total: int) -> Row:
     dataset = _shuffled(index, buffer, resume=resume)
     at, states = {int(total * fraction) for fraction in _FRACTIONS}, []
     batch, classes, count = set[int](), list[int](), 0
-    before, start = _memory("VmRSS"), time.process_time()
+    before, start = resident_memory("VmRSS"), time.process_time()
     for count, sample in enumerate(dataset, 1):
         batch.add(int(sample["cls"]) * 100 // total)
         if count % 256 == 0:
@@ -412,7 +412,7 @@ def _buffered(index: Path, buffer: int, resume: bool, total: int) -> Row:
     seconds = time.process_time() - start
     if count != total:
         raise RuntimeError(f"{count} of {total} samples")
-    facts = {"cost": seconds / count * 1e6, "bytes": _memory("VmHWM") - before}
+    facts = {"cost": seconds / count * 1e6, "bytes": resident_memory("VmHWM") - before}
     return {**facts, "classes": mean(classes), "states": states}
 
 

@@ -123,10 +123,13 @@ class Modes:
         if not stat.S_ISDIR(mode):
             return f"{path} is not a directory. Set dir to a directory."
         if mode & stat.S_IWOTH:
+            # Everybody needs to write to /tmp and its like.
+            close = (
+                "" if mode & stat.S_ISVTX else f", or check its contents, then: chmod o-w {path}"
+            )
             return (
                 f"{path} can be written by every user, who could plant shards in it. Use a "
-                f"directory of your own below it, such as {path}/shards, or check its contents, "
-                f"then: chmod o-w {path}"
+                f"directory of your own below it, such as {path}/shards{close}"
             )
         if self.group is None and status.st_uid != os.geteuid():
             return (

@@ -107,7 +107,8 @@ def run_command(
             with contextlib.suppress(OSError):
                 stats = summed(samples(Layout(notes.parent), ever=True))
     uncached = {name: reason for name, tab, reason in (x.partition("\t") for x in lines) if tab}
-    text = f"no shard was opened through the cache in {config.dir}"
+    was = "is known to have been" if code else "was"
+    text = f"no shard {was} opened through the cache in {config.dir}"
     if opened := stats.opens - stats.failed:
         text = f"{counted(opened, 'shard')} opened, {stats.hits:,} of them from the cache in "
         text += f"{config.dir}; {format_bytes(stats.bytes_origin)} came from the origin"

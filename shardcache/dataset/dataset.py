@@ -124,6 +124,8 @@ class TarDataset:
         else:
             specs = [shards] if isinstance(shards, str) else list(shards)
             found = [self.cache.parse(url) for url in expand(specs, self.cache)]
+        if not found:
+            raise ConfigError("TarDataset needs at least one shard.")
         self.shards = tuple(found)
         for shard in self.shards:
             refuse_compressed(shard)
@@ -304,10 +306,15 @@ class TarDataset:
         self.cache.process.counters.read(size)
         if error is not None and not samples:
             raise error  # the handler left out all samples of the batch, and it cannot be empty
-        results: Iterable[Any] = samples
-        for stage in self.stages:
-            results = stage(iter(results))
-        batch = list(results)
+        results: Iterable[Any] = (left := iter(samples))
+        try:
+            for stage in self.stages:
+                results = stage(iter(results))
+            batch = list(results)
+        except Exception as exn:
+            last = samples[len(samples) - operator.length_hint(left) - 1]
+            exn.add_note(f"in the stages, at {last.get('__key__')} of {last.get('__url__')}")
+            raise
         if samples and not batch:
             shards = dict.fromkeys(self.locate(index)[0] for index in indices)
             raise ConfigError(

@@ -50,12 +50,16 @@ class Mixture:
     """
 
     def __init__(self, parts: Mapping[str, tuple[TarDataset, Weight]], *, samples: int) -> None:
+        pairs = [pair for pair in getattr(parts, "values", tuple)() if isinstance(pair, tuple)]
+        caches = {data.cache for data, _ in pairs}
+        if len(pairs) != len(parts) or len(caches) != 1 or samples < 1:
+            raise ConfigError(
+                "A Mixture needs data sets that share one cache, each with a weight, and samples=1 "
+                "or more: Mixture({'web': (web, 0.7), 'books': (books, 0.3)}, samples=1_000_000)."
+            )
         self.parts = {name: data for name, (data, _) in parts.items()}
         self.samples = samples
-        caches = {id(data.cache): data.cache for data in self.parts.values()}
-        if len(caches) != 1 or samples < 1:
-            raise ConfigError("A Mixture needs parts that share one cache, and samples=1 or more.")
-        (self.cache,) = caches.values()
+        (self.cache,) = caches
         weights = {
             name: dict(weight) if isinstance(weight, Mapping) else {0: weight}
             for name, (_, weight) in parts.items()

@@ -173,10 +173,14 @@ class ShardBatchSampler(Sampler[list[int]]):
         Args:
             batch: number of batches of this epoch that were trained. The default is the number that
                 was yielded, which is larger with the workers of a plain DataLoader.
+
+        Raises:
+            ConfigError: the epoch has fewer batches.
         """
         epoch, taken = self._taken
         if batch is not None:
-            taken = taken % self.share + _whole("batch", batch, 0) * self.share
+            start = taken % self.share
+            taken = start + _whole("batch", batch, 0, self._batches(start)) * self.share
         return self._state(*((epoch, taken) if self._batches(taken) else (epoch + 1, 0)))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -148,6 +148,12 @@ def test_stages_run_on_a_batch(make_cache):
     with pytest.raises(ConfigError, match=r"left none of 1 samples of s3://lab/1\.tar"):
         odd[8]
     assert odd.__getitems__([]) == []
+    divided = data(wds.map(lambda sample: 1 / (sample["__index__"] - 9)))
+    with pytest.raises(ZeroDivisionError) as caught:
+        divided.__getitems__([4, 9, 5])
+    assert caught.value.__notes__ == [f"in the stages, at {KEYS[9]} of {URL}"]
+    with pytest.raises(ConfigError, match="at least one shard"):
+        TarDataset([], cache=cache)
     with pytest.raises(ConfigError, match=r"batched cannot be a stage.*DataLoader"):
         data(wds.batched(3))
     with pytest.raises(ConfigError, match=r"shuffle cannot be a stage.*sampler"):

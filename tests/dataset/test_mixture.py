@@ -174,7 +174,7 @@ def test_the_order_is_the_same_for_ever(trio):
 @pytest.mark.parametrize(
     ("weights", "samples", "text"),
     [
-        ({}, 9, "parts that share one cache"),
+        ({}, 9, "data sets that share one cache"),
         (WEIGHTS, 0, "samples=1 or more"),
         ({"web": -1, "code": 2}, 9, "'web' .* no weight of 0 or more in epoch 0"),
         ({"web": {1: 0.5}, "code": 2}, 9, "'web' .* no weight of 0 or more in epoch 0"),
@@ -185,6 +185,13 @@ def test_the_order_is_the_same_for_ever(trio):
 def test_mixtures_that_cannot_be_are_refused(trio, weights, samples, text):
     with pytest.raises(ConfigError, match=text):
         mixed(trio, weights, samples)
+
+
+def test_a_part_needs_a_weight_and_the_cache_of_the_others(trio, make_cache, tmp_path):
+    other = TarDataset(tmp_path / "web.json", cache=make_cache(dir=tmp_path / "other"))
+    for parts in {"web": other}, [other], {"web": (other, 1), "code": (trio["code"], 1)}:
+        with pytest.raises(ConfigError, match=r"share one cache.* \(web, 0.7\)"):
+            Mixture(parts, samples=9)
 
 
 def test_a_part_with_fewer_samples_than_lanes_is_refused(make):

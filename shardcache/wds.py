@@ -244,9 +244,17 @@ def attach(
         stages[0].urls = urls = [url for group in groups for url in group]
     if not cache.config.cache_local:
         _warn_of_mounts(urls, cache)
-    splits = [each in functions for each in (shardlists.split_by_node, shardlists.split_by_worker)]
-    if type(stages[0]) is shardlists.SimpleShardList and any(splits):  # others may be endless
-        stages.insert(1, filters.FilterFunction(_check_readers, len(urls), *splits, cache))
+    if type(stages[0]) is shardlists.SimpleShardList:  # others may be endless
+        splits = shardlists.split_by_node, shardlists.split_by_worker
+        before = functions[1 : functions.index(url_opener)]
+        known = {*before} <= {*splits, filters.shuffle.f}  # no splitter of the user's own
+        shuffles = [number for number, each in enumerate(before, 1) if each is filters.shuffle.f]
+        # Without a seed, each rank and worker draws another order.
+        unseeded = [n for n in shuffles if _call_of(stages[n])[2].get("seed") is None]
+        is_mixed = not is_reseeded and any(s in before[n:] for n in unseeded for s in splits)
+        by = [split in before for split in splits]
+        check = _check_readers, len(urls), *by, known, is_mixed, cache
+        stages.insert(1, filters.FilterFunction(*check))
     pipeline[:] = stages
     cache.prepare(urls[0] if urls else None)
     return dataset
@@ -312,11 +320,31 @@ def _warn_of_mounts(urls: list[str], cache: Cache) -> None:
             logger.warning(text, mount.point, mount.type)
 
 
-def _check_readers(data: Any, shards: int, by_node: bool, by_worker: bool, cache: Cache) -> Any:
-    """Log, once per job, that a pipeline has fewer shards than ranks x workers. A stage."""
+def _check_readers(
+    data: Any,
+    shards: int,
+    by_node: bool,
+    by_worker: bool,
+    known: bool,
+    is_mixed: bool,
+    cache: Cache,
+) -> Any:
+    """Log, once per job, that ranks and workers do not share the shards of a pipeline. A stage."""
     from webdataset.utils import pytorch_worker_info  # which splits the shards as well
 
     _, ranks, _, workers = pytorch_worker_info()
+    if is_mixed and ranks * workers > 1 and is_new("shuffled", cache):
+        logger.warning(
+            "this pipeline shuffles the shards before it splits them, in another order in each "
+            "rank and worker. So some samples are read several times, and others not at all. Put "
+            "the shuffle behind split_by_node and split_by_worker."
+        )
+    if known and not by_worker and workers > 1 and is_new("unsplit", cache):
+        logger.warning(
+            "each of the %d workers reads all shards of its rank. Add wds.split_by_worker to the "
+            "pipeline, behind split_by_node.",
+            workers,
+        )
     readers = (ranks := ranks if by_node else 1) * (workers := workers if by_worker else 1)
     if shards < readers and is_new("readers", cache):
         logger.warning(

@@ -473,11 +473,15 @@ class Space:
             database.expire(self.node, now)
         except os_error() as exn:
             logger.info("old statistics were not merged: %s", exn)
+        freed = sum(removal.size for removal in gone)
+        kept_bytes = planned.kept_bytes + planned.freed - freed
+        over = 0 if limits.max_size is None else kept_bytes + reserved - limits.max_size
         return replace(
             planned,
             removed=(*leftovers, *gone),
             kept=planned.kept + len(planned.removed) - len(gone),
-            kept_bytes=planned.kept_bytes + planned.freed - sum(removal.size for removal in gone),
+            kept_bytes=kept_bytes,
+            missing=max(0, over, limits.free_needed - freed),
             dry_run=False,
         )
 

@@ -12,6 +12,7 @@ import json
 import logging
 import math
 import operator
+import os
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -343,9 +344,10 @@ class _Iteration:
             sampler._finish(self._number)
             raise StopIteration
         if self._epoch is None:  # in the process that iterates
-            self._epoch = Epoch(sampler.order, self._number)
+            self._epoch, self._pid = Epoch(sampler.order, self._number), 0
+        if self._pid != os.getpid():  # a forked child has no thread, and locks that stay held
+            self._pid, self._wanted = os.getpid(), list[int]()
             self._ahead = Prefetcher(sampler.data.cache.process)
-            self._wanted = list[int]()
         found = self._epoch.batch(start, sampler.share, *sampler.part)
         wanted = self._epoch.shards(sampler.data.cache.config.prefetch)
         if wanted != self._wanted:

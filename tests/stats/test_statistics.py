@@ -100,6 +100,16 @@ def test_a_reader_that_leaves_after_its_download_failed_has_missed(make_cache, o
     assert (cache.stats().misses, cache.stats().coalesced) == (1, 0)
 
 
+def test_a_download_that_its_reader_leaves_has_not_failed(make_cache, origin, urls):
+    origin.objects[urls[0]] = make_tar(1, members=20, size=BLOCK)
+    origin.hold(2 * BLOCK)
+    cache = make_cache(connections=1)
+    with next(cache.url_opener(urls[:1]))["stream"] as stream:
+        stream.read(BLOCK)
+    no_thread("fetch")
+    assert cache.stats().bytes_origin and not cache.stats().fetches_failed
+
+
 def test_retries_errors_removals_and_upstreams_are_counted(make_cache, origin, urls, tmp_path):
     near = tmp_path / "nas/lab/b.tar"
     near.parent.mkdir(parents=True)

@@ -445,7 +445,7 @@ class _Wait:
 
     @property
     def is_stale(self) -> bool:
-        """Whether the holder's partial has not grown for ``stale_after`` seconds."""
+        """Whether the holder has shown no progress for ``stale_after`` seconds."""
         return clock.monotonic() - self._grew >= self._config.stale_after
 
     def pause(self) -> None:

@@ -21,7 +21,7 @@ from tests.support.tars import make_tar
 def test_a_process_that_ends_without_closing_loses_no_count(tmp_path):
     shop = Shop(tmp_path, count=4)
     program = f"""
-import shardcache, multiprocessing
+import shardcache, multiprocessing.util
 cache = shardcache.Cache({str(shop.path)!r}, cache_local=True, min_free=0)
 def read():
     for url in {shop.urls!r}:

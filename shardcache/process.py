@@ -392,9 +392,7 @@ class ProcessCache:
         if self.disk.is_well:
             for housekeeper in self._housekeepers:
                 housekeeper.check()
-            self._clean_due = min(
-                (housekeeper.due for housekeeper in self._housekeepers), default=0.0
-            )
+            self._clean_due = min((each.due for each in self._housekeepers), default=0.0)
 
     def _write_back(self, shard: ShardURL, path: str, *, wait: bool) -> None:
         """Copy a shard to the upstreams that have ``write_back`` set, in a thread or ``wait``."""

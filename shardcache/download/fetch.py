@@ -4,8 +4,7 @@ docs/design.md shows the steps; each of them gives the right bytes without locks
 `process.ProcessCache.fetch` repeats `Fetch.run` while `Fetch.recover` allows it.
 
 A process that waits for the holder of the lock (`_Wait`) never takes the lock away. The holder is
-stale if its partial has not grown for ``stale_after`` seconds, and it does not wait for a server
-that throttles (`Retries.record`).
+stale if it has shown no progress for ``stale_after`` seconds.
 """
 
 from __future__ import annotations
@@ -162,15 +161,12 @@ class Fetch:
         `recover` handles.
         """
         self._directories = directories
-        shard, download, connections = (
-            self._download.shard,
-            self._download,
-            self._engine.connections,
-        )
+        shard, download = self._download.shard, self._download
         lock: _Lock | None
         with contextlib.ExitStack() as stack:
             is_crowded = download.is_ahead and (
-                connections.crowded or not stack.enter_context(directories.slot("ahead", _AHEAD))
+                self._engine.connections.crowded
+                or not stack.enter_context(directories.slot("ahead", _AHEAD))
             )
             if is_crowded and download.give_way():
                 return None
@@ -297,11 +293,8 @@ class Fetch:
 
     def _link(self) -> Opened | None:
         """Hard-link the newest entry of the sibling namespaces, or open it where it is, if any."""
-        shard, outdated, directories = (
-            self._download.shard,
-            self._download.outdated,
-            self._directories,
-        )
+        download, directories = self._download, self._directories
+        shard, outdated = download.shard, download.outdated
         siblings = [sibling for tier in directories.tiers for sibling in tier.stores()[1:]]
         other = opened = None
         if siblings:

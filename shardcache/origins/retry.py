@@ -73,10 +73,8 @@ class RetryPolicy:
 
     def started(self, url: str, attempts: int | None = None) -> Retries:
         """Return the retries of a download of ``url`` that starts now."""
-        server = server_of(url)
-        pace = self._paces.get(server)
-        if pace is None:
-            pace = self._paces.setdefault(server, Pace(server, self.patience))
+        server, paces = server_of(url), self._paces
+        pace = paces.get(server) or paces.setdefault(server, Pace(server, self.patience))
         end = None if self.deadline is None else clock.monotonic() + self.deadline
         return Retries(self, url, pace, attempts or self.attempts, end)
 

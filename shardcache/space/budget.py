@@ -492,9 +492,8 @@ class Space:
             is_known = other is not None and other == self._stuck
             self._stuck = other
             if other is not None and not is_known:
-                logger.warning(
-                    "%s has had the budget lock for a minute; going on without it", other
-                )
+                text = "%s has had the budget lock for a minute; going on without it"
+                logger.warning(text, other)
             yield
 
     @contextlib.contextmanager

@@ -128,7 +128,7 @@ def test_a_holder_that_waits_for_a_throttling_server_is_never_passed_by(make_cac
 
     clock.on_sleep.append(take_turns)
     with ThreadPoolExecutor() as pool:
-        reads = [pool.submit(read, make_cache(stale_after=10)) for _ in range(2)]
+        reads = [pool.submit(read, make_cache(stale_after=5)) for _ in range(2)]
         for each in reads:
             each.add_done_callback(lambda _: step.abort())
         assert [each.result() for each in reads] == [DATA, DATA]

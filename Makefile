@@ -1,5 +1,5 @@
 # `make demo` and `make test` are complete on their own: a machine needs Python
-# (3.11 to 3.13) and make. Everything else goes into .venv, and with another Python, such as
+# (3.11 to 3.13; 3.14 is not tested yet) and make. Everything else goes into .venv, and with another Python, such as
 # `make test PYTHON=python3.13`, into .venv-3.13.
 
 PYTHON ?= python3
@@ -59,8 +59,8 @@ $(VENV)/.docs: pyproject.toml
 	$(BIN)/python -m pip install --quiet --editable '.[docs]'
 	@touch $@
 
-# boto3 apart, in the version of the botocore that s3fs pins: the two are numbered alike, and
-# pip asked for both at once finds no way out.
+# boto3 in a second step, in the version of the botocore that s3fs pins (both have the same
+# numbers): if pip gets both at once, it finds no versions that agree.
 $(VENV)/.bench: pyproject.toml
 	$(call INSTALL,bench,$(VENV)/.demo)
 	$(BIN)/python -m pip install --quiet \

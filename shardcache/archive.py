@@ -174,7 +174,7 @@ def members(read: Callable[[int, int], bytes], end: int) -> Iterator[tuple[int, 
     """Find the regular files of an archive of ``end`` bytes without reading their data.
 
     ``read(size, offset)`` returns up to ``size`` bytes. Yields the offset at which a file ends, and
-    its name; headers that concern the next file are behind that offset. At last, yields the offset
+    its name; headers that concern the next file are behind that offset. The last item is the offset
     at which tarfile stops, and "". A CompressionError means a compressed archive, and a StreamError
     one that can only be read in sequence.
     """

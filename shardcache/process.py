@@ -168,8 +168,8 @@ class ProcessCache:
         self._clean_due = 0.0
         self._touched.clear()
         # Child processes of multiprocessing end without running atexit handlers.
-        if self.directories is None and (util := sys.modules.get("multiprocessing.util")):
-            util.Finalize(None, _end_all, exitpriority=0)
+        if not _finalizers and (util := sys.modules.get("multiprocessing.util")):
+            _finalizers.append(util.Finalize(None, _end_all, exitpriority=0))
         return Directories(usable, self._ranks, self.disk, self.notices)
 
     def _make(self, tier: Tier) -> None:
@@ -369,7 +369,8 @@ class ProcessCache:
                     upstream=download.is_upstream,
                 )
             elif download.received:
-                self.counters.add({"fetches_failed": 1, "retries": download.retries})
+                failed = int(download.state is not State.CANCELLED)
+                self.counters.add({"fetches_failed": failed, "retries": download.retries})
         if opened is not None and is_fetched:
             if writing.faults:
                 writing.succeeded()
@@ -394,9 +395,7 @@ class ProcessCache:
         if self.disk.is_well:
             for housekeeper in self._housekeepers:
                 housekeeper.check()
-            self._clean_due = min(
-                (housekeeper.due for housekeeper in self._housekeepers), default=0.0
-            )
+            self._clean_due = min((each.due for each in self._housekeepers), default=0.0)
 
     def _write_back(self, shard: ShardURL, path: str, *, wait: bool) -> None:
         """Copy a shard to the upstreams that have ``write_back`` set, in a thread or ``wait``."""
@@ -468,6 +467,8 @@ class ProcessCache:
 #: All `ProcessCache` objects of this process: it ends them when it exits, and a forked child begins
 #: them again.
 _all: weakref.WeakSet[ProcessCache] = weakref.WeakSet()
+#: The handler that ends them in a child process of multiprocessing.
+_finalizers: list[object] = []
 
 
 def _end_all() -> None:
@@ -476,6 +477,7 @@ def _end_all() -> None:
 
 
 def _begin_all() -> None:
+    _finalizers.clear()
     for cache in list(_all):
         cache.counters.disown()  # of all, because beginning may close streams of the parent
     for cache in list(_all):

@@ -201,9 +201,7 @@ def _register_hooks(again: bool) -> None:
     # Load the codec of host names now: a child that is forked during the import of the codec would
     # remember the codec as unknown.
     codecs.lookup("idna")
-    os.register_at_fork(
-        before=_before_fork, after_in_parent=_release, after_in_child=_reset_in_child
-    )
+    os.register_at_fork(before=_before_fork, after_in_parent=_release, after_in_child=_reset)
 
 
 def _before_fork() -> None:
@@ -240,7 +238,7 @@ def _release() -> None:
                 lock.release()
 
 
-def _reset_in_child() -> None:
+def _reset() -> None:
     global _gate
     _gate = threading.RLock()
     _started.clear()

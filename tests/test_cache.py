@@ -3,6 +3,7 @@
 import contextlib
 import fcntl
 import inspect
+import multiprocessing.util
 import os
 import pydoc
 import re
@@ -106,6 +107,15 @@ def test_a_session_belongs_to_one_process_and_ends_with_its_cache(make_cache):
     cache.close()
     assert not sessions() & before
     assert read(cache, URL) == DATA
+
+
+def test_a_cache_that_is_used_after_each_close_registers_nothing_more(make_cache):
+    caches = [make_cache() for _ in range(3)]
+    before = len(multiprocessing.util._finalizer_registry)
+    for cache in caches:
+        cache.close()
+        read(cache, URL)
+    assert len(multiprocessing.util._finalizer_registry) == before
 
 
 def paths_open_for_writing():

@@ -159,7 +159,7 @@ class Console:
     def reasons(self, failed: Mapping[str, Any], most: int = 1) -> Iterator[str]:
         """Yield lines that say why shards failed, from their errors or the reasons by URL.
 
-        Without -v, only the first ``shown`` shards with one reason are named.
+        Without -v, only the first ``most`` shards with one reason are named.
         """
         by_reason = defaultdict[str, list[str]](list)
         for url, why in failed.items():

@@ -420,9 +420,7 @@ def snapshots(cache: Cache, config: Callable[[], Config]) -> Iterator[Row]:
             row["bytes_per_second"] = max(0, row["written_bytes"] - written) / max(1e-3, now - at)
             row["url"] = row["url"] or row["key"]
         began, before, _ = history[0]
-        changed = [
-            Sample(*key, counts - before.get(key, Counter())) for key, counts in after.items()
-        ]
+        changed = [Sample(*key, new - before.get(key, Counter())) for key, new in after.items()]
         yield {
             "at": utc(clock.time()),
             "seconds": max(1e-3, now - began) if len(history) > 1 else None,

@@ -217,9 +217,8 @@ class TarDataset:
             key = chained(0, seed, zlib.crc32(shard.basename.encode())) or 0
             draws.append((hashes(count, key) >> np.uint64(11)) / 2**53)  # from 0 to 1
         every = np.concatenate(draws)
-        own = np.searchsorted(
-            ends, every if self._selected is None else every[self._selected], "right"
-        )
+        drawn = every if self._selected is None else every[self._selected]
+        own = np.searchsorted(ends, drawn, "right")
         parts = [np.flatnonzero(own == part) for part in range(len(ends))]
         if not all(map(len, parts)):
             raise ConfigError(f"{len(self)} samples are too few for the fractions {fractions!r}.")

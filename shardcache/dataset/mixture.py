@@ -65,9 +65,8 @@ class Mixture:
             for name, (_, weight) in parts.items()
         }
         #: The first epochs of periods with equal weights, and the shares of the parts in each.
-        self.schedule = [
-            (epoch, _shares(weights, epoch)) for epoch in sorted({0}.union(*weights.values()))
-        ]
+        epochs = sorted({0}.union(*weights.values()))
+        self.schedule = [(epoch, _shares(weights, epoch)) for epoch in epochs]
         sets = self.parts.values()
         self.shards = tuple(shard for data in sets for shard in data.shards)
         self.counts = np.concatenate([data.counts for data in sets])
@@ -130,6 +129,5 @@ def _shares(weights: Mapping[str, Mapping[int, float]], epoch: int) -> list[int]
     if not any(current):
         raise ConfigError(f"All weights of the mixture are 0 in epoch {epoch}.")
     left = [sum(current[part:]) for part in range(len(current))]
-    return [
-        round(WHOLE * own / rest) if rest else 0 for own, rest in zip(current, left, strict=True)
-    ]
+    pairs = zip(current, left, strict=True)
+    return [round(WHOLE * own / rest) if rest else 0 for own, rest in pairs]

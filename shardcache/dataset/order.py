@@ -119,9 +119,8 @@ class Order:
     def lane(self, number: int, epoch: int) -> Lane:
         """Return a lane in an epoch."""
         low, high = self.bounds(number)
-        inside = slice(
-            np.searchsorted(self._ends, low, "right"), np.searchsorted(self._ends, high) + 1
-        )
+        first, last = np.searchsorted(self._ends, low, "right"), np.searchsorted(self._ends, high)
+        inside = slice(first, last + 1)
         ends = self._ends[inside]
         starts = np.concatenate([[low], ends[:-1]])
         sizes = np.minimum(ends, high) - starts

@@ -12,6 +12,7 @@ import json
 import logging
 import math
 import operator
+import os
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -193,9 +194,8 @@ class ShardBatchSampler(Sampler[list[int]]):
         self._start = self._taken = (epoch, taken) if self._batches(taken) else (epoch + 1, 0)
 
     def _state(self, epoch: int, taken: int) -> dict[str, int | str]:
-        state: dict[str, int | str]
-        state = {"version": VERSION, "epoch": epoch, "taken": taken, "seed": self._seed}
-        state |= {"lanes": self.order.lanes, "shuffle": self.shuffle}
+        state: dict[str, int | str] = {"version": VERSION, "epoch": epoch, "taken": taken}
+        state |= {"seed": self._seed, "lanes": self.order.lanes, "shuffle": self.shuffle}
         state |= {"global_batch": self.global_batch, "data": self._fingerprint}
         mixed = self.order.mixed(epoch, taken)
         return {**state, "mixed": mixed} if mixed else state
@@ -301,10 +301,7 @@ class ShardBatchSampler(Sampler[list[int]]):
         """Record the position of an iteration. After its last batch, the epoch is over."""
         self._taken = epoch, taken
         if not self._batches(taken):  # Trainer does not request another one
-            self._finish(epoch)
-
-    def _finish(self, epoch: int) -> None:
-        self._start = epoch + 1, 0
+            self._start = epoch + 1, 0
 
     def _batches(self, taken: int) -> int:
         return self.order.batches(self.share, taken, drop_last=self.drop_last)
@@ -349,12 +346,13 @@ class _Iteration:
     def __next__(self) -> list[int]:
         sampler, start = self._sampler, self._taken
         if not sampler._batches(start):
-            sampler._finish(self._number)
+            sampler._start = self._number + 1, 0
             raise StopIteration
         if self._epoch is None:  # in the process that iterates
-            self._epoch = Epoch(sampler.order, self._number)
+            self._epoch, self._pid = Epoch(sampler.order, self._number), 0
+        if self._pid != os.getpid():  # a forked child has no thread, and locks that stay held
+            self._pid, self._wanted = os.getpid(), list[int]()
             self._ahead = Prefetcher(sampler.data.cache.process)
-            self._wanted = list[int]()
         found = self._epoch.batch(start, sampler.share, *sampler.part)
         wanted = self._epoch.shards(sampler.data.cache.config.prefetch)
         if wanted != self._wanted:

@@ -4,7 +4,7 @@ docs/design.md shows the steps; each of them gives the right bytes without locks
 `process.ProcessCache.fetch` repeats `Fetch.run` while `Fetch.recover` allows it.
 
 A process that waits for the holder of the lock (`_Wait`) never takes the lock away. The holder is
-stale if its partial has not grown for ``stale_after`` seconds.
+stale if it has shown no progress for ``stale_after`` seconds.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from shardcache.errors import (
     TransferError,
     UnprovenError,
 )
-from shardcache.faults import FULL, is_local_error, os_error
+from shardcache.faults import FULL, ignoring, is_local_error, os_error
 from shardcache.files import is_directory, open_file
 from shardcache.layout import parse_partial_name
 from shardcache.locks.keys import Holder, KeyLease, KeyLock, read_holder
@@ -163,15 +163,12 @@ class Fetch:
         `recover` handles.
         """
         self._directories = directories
-        shard, download, connections = (
-            self._download.shard,
-            self._download,
-            self._engine.connections,
-        )
+        shard, download = self._download.shard, self._download
         lock: _Lock | None
         with contextlib.ExitStack() as stack:
             is_crowded = download.is_ahead and (
-                connections.crowded or not stack.enter_context(directories.slot("ahead", _AHEAD))
+                self._engine.connections.crowded
+                or not stack.enter_context(directories.slot("ahead", _AHEAD))
             )
             if is_crowded and download.give_way():
                 return None
@@ -229,6 +226,8 @@ class Fetch:
         upstream = self._upstream
         # An upstream has one attempt: the next upstream, or the origin, continues at the same byte.
         retries = engine.policy.started(str(shard), None if upstream is None else 1)
+        if lock is not None:
+            retries.record = directories.layout.holder(shard.key)
         left = None if lock is None else lock.partial
         partial = None if lock is None or left is None else self._resume(lock, left)
         may_not_fit = partial is None and self._may_not_fit()
@@ -300,11 +299,8 @@ class Fetch:
 
     def _link(self) -> Opened | None:
         """Hard-link the newest entry of the sibling namespaces, or open it where it is, if any."""
-        shard, outdated, directories = (
-            self._download.shard,
-            self._download.outdated,
-            self._directories,
-        )
+        download, directories = self._download, self._directories
+        shard, outdated = download.shard, download.outdated
         siblings = [sibling for tier in directories.tiers for sibling in tier.stores()[1:]]
         other = opened = None
         if siblings:
@@ -448,7 +444,7 @@ class _Wait:
 
     @property
     def is_stale(self) -> bool:
-        """Whether the holder's partial has not grown for ``stale_after`` seconds."""
+        """Whether the holder has shown no progress for ``stale_after`` seconds."""
         return clock.monotonic() - self._grew >= self._config.stale_after
 
     def pause(self) -> None:
@@ -479,21 +475,24 @@ class _Wait:
         if self._note is not None:
             self._note.close()
 
-    def _read_holder(self) -> tuple[Holder | None, Journal | None]:
-        """Return the record of the lock's holder, and the journal of its partial."""
-        holder = read_holder(self._directories.layout.holder(self._shard.key))
+    def _read_holder(self) -> tuple[Holder | None, Journal | None, int]:
+        """Return the record of the lock's holder, its partial's journal, and the record's time."""
+        path, touched = self._directories.layout.holder(self._shard.key), 0
+        with ignoring(OSError):
+            touched = path.lstat().st_mtime_ns
+        holder = read_holder(path)
         name = holder.partial if holder else None
         # Another program may have damaged the record.
         if name is None or parse_partial_name(name) is None:
-            return holder, None
+            return holder, None, touched
         paths = [tier.store.layout.partial / name for tier in self._directories.tiers]
         partial = next((path for path in paths[:-1] if is_directory(path)), paths[-1])
         self._download.waiting(partial)
-        return holder, read_journal(partial)
+        return holder, read_journal(partial), touched
 
     def _announce(self, waited: float) -> None:
         """Log the wait. docs/observing.md describes the fields."""
-        holder, progress = self._found
+        holder, progress, _ = self._found
         facts = {
             "event": "waiting",
             "shard": str(self._shard),
@@ -509,7 +508,7 @@ class _Wait:
 
     def describe(self) -> str:
         """Describe the holder of the lock, how long it has held it, and its progress."""
-        holder, progress = self._found
+        holder, progress, _ = self._found
         if holder is None:
             return "its lock is held by a process that left no record"
         age = format_duration(max(0.0, clock.time() - holder.started))

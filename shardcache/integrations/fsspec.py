@@ -28,6 +28,7 @@ from shardcache.faults import ignoring
 from shardcache.origins.filesystem import described
 from shardcache.reading.stream import BUFFER, ShardStream
 from shardcache.store.directory import DamagedError
+from shardcache.threads import lazy
 from shardcache.urls import redact
 
 if TYPE_CHECKING:
@@ -139,7 +140,7 @@ class ShardCacheFileSystem(ChainedFileSystem):  # type: ignore[misc]
             self._pid = os.getpid()
         return self._fs
 
-    @functools.cached_property
+    @lazy
     def cache(self) -> Cache:
         """The cache that this filesystem reads through. Raises ConfigError for invalid options."""
         from shardcache.cache import Cache, default_cache

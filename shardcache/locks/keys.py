@@ -129,9 +129,7 @@ class KeyLock:
                 return False
             if os.fstat(file.fileno()).st_nlink:
                 with ignoring(OSError):  # a pipe can be locked, but has no offsets
-                    if (data := os.pread(file.fileno(), _MAX_RECORD, 0)) and (
-                        left := Holder.decode(data)
-                    ):
+                    if left := Holder.decode(os.pread(file.fileno(), _MAX_RECORD, 0)):
                         holder = replace(holder, partial=left.partial)
                 self.update(holder)
                 return True

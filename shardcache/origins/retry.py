@@ -24,15 +24,18 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TypeVar
 
 from shardcache import clock
 from shardcache.errors import TransferError, TransferTimeoutError
+from shardcache.faults import ignoring
 from shardcache.origins.base import RepeatError, TransientError
 from shardcache.units import format_duration
 from shardcache.urls import redact, server_of
@@ -54,6 +57,8 @@ _FIRST, _LONGEST = 0.25, 8.0
 RETRY_AFTER_CAP = 60.0
 #: Seconds after which a waiting request checks again whether it may be sent.
 _POLL = 0.25
+#: Seconds between two updates of `Retries.record`; a much longer time is `stale_after`.
+_TOUCH = 1.0
 _ANNOUNCE_EVERY = 60.0
 
 
@@ -68,10 +73,8 @@ class RetryPolicy:
 
     def started(self, url: str, attempts: int | None = None) -> Retries:
         """Return the retries of a download of ``url`` that starts now."""
-        server = server_of(url)
-        pace = self._paces.get(server)
-        if pace is None:
-            pace = self._paces.setdefault(server, Pace(server, self.patience))
+        server, paces = server_of(url), self._paces
+        pace = paces.get(server) or paces.setdefault(server, Pace(server, self.patience))
         end = None if self.deadline is None else clock.monotonic() + self.deadline
         return Retries(self, url, pace, attempts or self.attempts, end)
 
@@ -86,6 +89,8 @@ class Retries:
     _most: int  # attempts in a row
     end: float | None  #: when the deadline passes, on the monotonic clock; None without one
     retries: int = 0  #: requests that failed and were repeated so far
+    #: The record of the lock's holder, which is touched while the server throttles.
+    record: Path | None = None
 
     def check(self) -> None:
         """Raise TransferTimeoutError if the deadline of the whole download has passed."""
@@ -120,8 +125,11 @@ class Retries:
 
         def wait(seconds: float) -> None:
             self.check()
+            if self.record is not None:  # so that other processes do not take it for stuck
+                with ignoring(OSError):
+                    os.utime(self.record)
             left = math.inf if self.end is None else self.end - clock.monotonic()
-            sleep(max(0.0, min(seconds, left)))
+            sleep(max(0.0, min(seconds, left, _TOUCH)))
             self.check()
 
         def request() -> T:

@@ -43,9 +43,8 @@ class TLSStream:
         self._received, self._to_send = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._buffer = memoryview(bytearray(_CIPHERTEXT))
         with undivided():  # a fork must not copy OpenSSL's locks
-            self._object = context(trusted).wrap_bio(
-                self._received, self._to_send, server_hostname=host
-            )
+            wrap = context(trusted).wrap_bio
+            self._object = wrap(self._received, self._to_send, server_hostname=host)
 
     def handshake(self, timeout: float) -> None:
         """Negotiate keys and verify the certificate of the server within ``timeout`` seconds."""

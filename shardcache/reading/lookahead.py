@@ -83,12 +83,11 @@ class Lookahead:
                 self._error = exn
             self._data = iter(())
             return False
-        reader = None
+        cache, reader = self._cache, None
         if download:
             with ignoring(ShardCacheError, OSError):  # `open` will raise the same error
                 shard = self._shard_of(item)
-                if not (self._cache.is_in_place(shard) or shard.key in self._refused):
-                    cache = self._cache
+                if not (cache.is_in_place(shard) or shard.key in self._refused):
                     reader = cache.lookup(shard) or DownloadReader(cache, shard, ahead=True)
         self._coming.append((item, reader))
         return True
@@ -149,8 +148,7 @@ class Prefetcher:
         try:
             if (opened := cache.lookup(shard)) is not None:
                 self.size = opened.size
-                store = cache.tier_of(opened.directory).store
-                store.touch(opened.directory, clock.time())
+                cache.tier_of(opened.directory).store.touch(opened.directory, clock.time())
                 opened.close()
             else:
                 download, _ = cache.join(shard, finish=True, ahead=True)

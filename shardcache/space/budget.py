@@ -473,11 +473,15 @@ class Space:
             database.expire(self.node, now)
         except os_error() as exn:
             logger.info("old statistics were not merged: %s", exn)
+        freed = sum(removal.size for removal in gone)
+        kept_bytes = planned.kept_bytes + planned.freed - freed
+        over = 0 if limits.max_size is None else kept_bytes + reserved - limits.max_size
         return replace(
             planned,
             removed=(*leftovers, *gone),
             kept=planned.kept + len(planned.removed) - len(gone),
-            kept_bytes=planned.kept_bytes + planned.freed - sum(removal.size for removal in gone),
+            kept_bytes=kept_bytes,
+            missing=max(0, over, limits.free_needed - freed),
             dry_run=False,
         )
 
@@ -488,9 +492,8 @@ class Space:
             is_known = other is not None and other == self._stuck
             self._stuck = other
             if other is not None and not is_known:
-                logger.warning(
-                    "%s has had the budget lock for a minute; going on without it", other
-                )
+                text = "%s has had the budget lock for a minute; going on without it"
+                logger.warning(text, other)
             yield
 
     @contextlib.contextmanager

@@ -197,8 +197,10 @@ class Counters:
         They stay in memory if the disk failed recently, or if others write longer than ``wait``.
         """
         self._due = clock.monotonic() + _INTERVAL  # set first, so that other threads do not write
+        if not self._allowed():
+            return
         try:
-            if not self._allowed() or not self._writing.acquire(wait > 0, wait or -1):
+            if not self._writing.acquire(wait > 0, wait or -1):
                 return
             counted = self.snapshot()
             row = counted - self._written

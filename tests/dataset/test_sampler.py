@@ -15,7 +15,7 @@ from shardcache import ShardBatchSampler
 from shardcache.dataset import sampler as module
 from shardcache.errors import ConfigError
 from tests.support.caches import warnings
-from tests.support.storetools import age, wait_until
+from tests.support.storetools import age, together, wait_until
 from tests.support.tars import make_tar
 
 torch = pytest.importorskip("torch")
@@ -322,6 +322,22 @@ def test_an_iteration_that_is_dropped_downloads_no_further_shards(data_of, origi
     event.set()
     wait_until(lambda: not [t for t in threading.enumerate() if t.name == "shardcache-prefetch"])
     assert len(origin.requests) == 1
+
+
+def test_a_child_that_continues_an_iteration_downloads_ahead(data_of, origin):
+    data, event = data_of(prefetch=1), origin.hold(0)
+    batches = iter(ShardBatchSampler(data, 4, shuffle=1))
+    next(batches)
+    wait_until(lambda: origin.requests)
+
+    def go_on(number):
+        data.cache.process.origins.use("s3", origin)
+        ahead = next(batches) and batches._epoch.shards(1)
+        wait_until(lambda: all(data.shards[n] in data.cache for n in ahead))
+
+    with batches._ahead._lock:
+        together(1, go_on)
+    event.set()
 
 
 @pytest.mark.parametrize(("shuffle", "shards"), [(3, 6), (None, 12)])

@@ -1,5 +1,6 @@
 """One download per node: threads and processes that share it, stuck holders, resumption."""
 
+import contextlib
 import errno
 import fcntl
 import gc
@@ -14,6 +15,7 @@ import pytest
 
 from shardcache.errors import LockTimeoutError, TransferError
 from shardcache.layout import META, Layout
+from shardcache.origins.base import TransientError
 from shardcache.store.entry import Store
 from tests.support import caches, storetools
 from tests.support.caches import held_elsewhere, unfinished
@@ -112,6 +114,25 @@ def test_a_holder_with_progress_is_never_passed_by(make_cache, origin, clock):
     assert origin.fetches == 0
     partial.discard()
     lock.release()
+
+
+@pytest.mark.locks_work
+def test_a_holder_that_waits_for_a_throttling_server_is_never_passed_by(make_cache, origin, clock):
+    busy = TransientError("503 SlowDown", patient=True)
+    origin.faults.extend(Fault(after=None, error=busy) for _ in range(9))
+    step = threading.Barrier(2)  # both sleep equally often while both wait
+
+    def take_turns():
+        with contextlib.suppress(threading.BrokenBarrierError):
+            step.wait(PATIENCE)
+
+    clock.on_sleep.append(take_turns)
+    with ThreadPoolExecutor() as pool:
+        reads = [pool.submit(read, make_cache(stale_after=5)) for _ in range(2)]
+        for each in reads:
+            each.add_done_callback(lambda _: step.abort())
+        assert [each.result() for each in reads] == [DATA, DATA]
+    assert clock.elapsed > 15 and len(origin.requests) == 9 + 1
 
 
 @pytest.mark.locks_work

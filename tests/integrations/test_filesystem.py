@@ -13,7 +13,7 @@ from fsspec.callbacks import Callback
 from fsspec.implementations.dirfs import DirFileSystem
 
 from shardcache import ConfigError, default_cache
-from tests.support.storetools import BLOCK, together
+from tests.support.storetools import BLOCK, PATIENCE, together
 from tests.support.tars import make_tar
 
 SHARD = make_tar(6)
@@ -151,6 +151,28 @@ def test_a_pickle_keeps_the_cache_and_a_fork_makes_its_own_target(url, tmp_path,
 
     assert together(1, look) == [[False, len(SHARD), SHARD[:3], f"{bucket}/b.tar"]]
     assert fs.fs is parents and proxy.fetches().total() == 1
+
+
+def test_a_child_that_is_forked_while_a_thread_makes_a_cache_makes_its_own(default, monkeypatch):
+    started, end, parent = threading.Event(), threading.Event(), os.getpid()
+
+    def make():
+        if os.getpid() == parent:
+            started.set()
+            end.wait(PATIENCE)
+        return default_cache()
+
+    def find():
+        return fsspec.filesystem("shardcache", target_protocol="memory").cache.dir
+
+    monkeypatch.setattr("shardcache.cache.default_cache", make)
+    with ThreadPoolExecutor() as pool:
+        pool.submit(find)
+        assert started.wait(PATIENCE)
+        try:
+            assert together(1, lambda number: str(find())) == [str(default)]
+        finally:
+            end.set()
 
 
 @pytest.fixture

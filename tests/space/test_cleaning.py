@@ -1,5 +1,6 @@
 """Cleaning by command and in the background."""
 
+import logging
 import os
 import threading
 from collections.abc import Callable
@@ -70,6 +71,29 @@ def test_a_dry_run_changes_nothing_and_reports_what_a_run_removes(layout, case):
     if case == "all":
         assert (real.kept, reasons.count(Reason.ALL)) == (1, 4)
     live.discard()
+
+
+@pytest.mark.locks_work
+def test_a_shard_that_is_opened_during_a_cleaning_is_missing(tmp_path: Path) -> None:
+    shop, streams = Shop(tmp_path, count=3), list[Any]()
+    with shop.cache(min_free=0, policy="lru") as cache:
+        for url in shop.urls:
+            cache.fetch(url)
+
+        class Reader(logging.Handler):
+            def emit(self, record: logging.LogRecord) -> None:
+                if getattr(record, "event", "") == "evicted" and not streams:
+                    streams.extend(cache.open(url) for url in shop.urls if url in cache)
+
+        logger = logging.getLogger("shardcache")
+        logger.addHandler(reader := Reader())
+        logger.setLevel(logging.INFO)
+        report = cache.clean(max_size=shop.room(1.5))
+        logger.removeHandler(reader)
+        logger.setLevel(logging.NOTSET)
+        assert (report.kept, report.missing) == (2, shop.room(2) - shop.room(1.5))
+        for stream in streams:
+            stream.close()
 
 
 def test_dead_partials_and_unnamed_files_are_kept_for_an_hour(layout) -> None:

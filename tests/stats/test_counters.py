@@ -52,6 +52,30 @@ def test_threads_lose_nothing(make, layout):
     assert (total(layout).hits, total(layout).bytes_opened) == (20_000, 60_000)
 
 
+def test_an_event_amid_a_write_lets_no_other_thread_write(layout, clock):
+    """The garbage collector may close a stream then, and the disk may have failed."""
+    steps, is_well = [], True
+
+    def where():
+        nonlocal is_well
+        if not steps:
+            steps.append("")
+            clock.sleep(10)
+            is_well = False
+            counters.add({"retries": 1})
+            clock.sleep(10)
+            is_well = True
+            thread = threading.Thread(target=counters.add, args=({"retries": 1},))
+            thread.start()
+            thread.join()
+        return layout
+
+    counters = Counters(where, allowed=lambda: is_well)
+    counters.add({"retries": 1})
+    counters.flush()
+    assert total(layout).retries == 3
+
+
 def test_a_locked_database_is_written_later(make, layout, clock):
     make().add({"retries": 1})
     counters, other = make(), sqlite3.connect(layout.stats, isolation_level=None)

@@ -21,7 +21,7 @@ from tests.support.tars import make_tar
 def test_a_process_that_ends_without_closing_loses_no_count(tmp_path):
     shop = Shop(tmp_path, count=4)
     program = f"""
-import shardcache, multiprocessing
+import shardcache, multiprocessing.util
 cache = shardcache.Cache({str(shop.path)!r}, cache_local=True, min_free=0)
 def read():
     for url in {shop.urls!r}:
@@ -98,6 +98,16 @@ def test_a_reader_that_leaves_after_its_download_failed_has_missed(make_cache, o
         wait_until(lambda: cache.stats().fetches_failed)
         wait_until(lambda: not unfinished(cache))
     assert (cache.stats().misses, cache.stats().coalesced) == (1, 0)
+
+
+def test_a_download_that_its_reader_leaves_has_not_failed(make_cache, origin, urls):
+    origin.objects[urls[0]] = make_tar(1, members=20, size=BLOCK)
+    origin.hold(2 * BLOCK)
+    cache = make_cache(connections=1)
+    with next(cache.url_opener(urls[:1]))["stream"] as stream:
+        stream.read(BLOCK)
+    no_thread("fetch")
+    assert cache.stats().bytes_origin and not cache.stats().fetches_failed
 
 
 def test_retries_errors_removals_and_upstreams_are_counted(make_cache, origin, urls, tmp_path):

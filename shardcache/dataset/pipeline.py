@@ -68,24 +68,11 @@ def attach_resumable(dataset: _Pipeline, cache: Cache, *, fast_tar: bool = True)
     Raises the errors of `wds.attach`; ConfigError if a stage does not give the same samples again.
     """
     _refuse(dataset)
-    made: Any = wds.attach(dataset, cache, fast_tar=fast_tar, is_reseeded=True)
-    seed, source = getattr(made, "seed", None), made.pipeline[0]
-    for number, stage in enumerate(made.pipeline):
-        # WebDataset passes its own seed, which may be random, to the shuffle of the shards.
-        if seed is not None and (options := _shuffle_of(stage)).pop("seed", None) == seed:
-            made.pipeline[number] = FilterFunction(filters.shuffle.f, **options)
-    urls = source if isinstance(source, list) else getattr(source, "urls", [])
-    names = "\n".join(str(cache.parse(_url(each))) for each in urls)
-    made._cache, made._shards = cache, f"{len(urls)} shards, checksum {crc32(names.encode()):08x}"
-    made._run, made._tracked, made._pending = None, None, []
-    # The workers share the seed, and the next epoch of each of them.
-    made._shared = torch.zeros(1 + _WORKERS, dtype=torch.int64)
-    made._shared.share_memory_()
-    made._shared[0] = crc32(str(seed).encode())
-    if not isinstance(made, Resumable):
-        made._base = type(made)
-        made.__class__ = _resumable(made._base)
-    made._plan()
+    pipeline: Any = wds.attach(dataset, cache, fast_tar=fast_tar, is_reseeded=True)
+    base: Any = type(pipeline)
+    if not isinstance(pipeline, Resumable):
+        pipeline.__class__ = _resumable(base)
+    pipeline._begin(cache, base)
     return dataset
 
 
@@ -156,6 +143,20 @@ class _Run:
     counts: str = ""  #: the numbers of samples of the shards in this pass so far
     check: int = 0  #: a checksum of their URLs
 
+    def note(self, url: str, count: int) -> None:
+        """Count a shard that the pass begins."""
+        self.counts += f" {count}"
+        self.check = crc32(url.encode(), self.check)
+
+    def forget(self) -> None:
+        """Count the shards of the pass from the start."""
+        self.counts, self.check = "", 0
+
+    def end_pass(self) -> None:
+        """Begin the next pass over the shards."""
+        self.passes, self.entered = self.passes + 1, 0
+        self.forget()
+
 
 class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
     """A ``WebDataset`` or ``DataPipeline`` that continues an epoch where it stopped.
@@ -164,6 +165,29 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
     torchdata's ``StatefulDataLoader`` saves and loads the states of all workers, and `track` does
     so for a plain ``DataLoader``.
     """
+
+    def _begin(self, cache: Cache, base: type) -> None:
+        """Prepare a pipeline that was of the class ``base``, or is attached once more."""
+        seed, source = getattr(self, "seed", None), self.pipeline[0]
+        for number, stage in enumerate(self.pipeline):
+            # WebDataset passes its own seed, which may be random, to the shuffle of the shards.
+            if seed is not None and (options := _shuffle_of(stage)).pop("seed", None) == seed:
+                self.pipeline[number] = FilterFunction(filters.shuffle.f, **options)
+        urls = source if isinstance(source, list) else getattr(source, "urls", [])
+        names = "\n".join(str(cache.parse(_url(each))) for each in urls)
+        self._cache, self._shards = (
+            cache,
+            f"{len(urls)} shards, checksum {crc32(names.encode()):08x}",
+        )
+        self._base = getattr(self, "_base", base)
+        self._run: _Run | None = None
+        self._tracked: dict[str, Any] | None = None
+        self._pending = list[Mapping[str, Any]]()
+        # The workers share the seed, and the next epoch of each of them.
+        self._shared = torch.zeros(1 + _WORKERS, dtype=torch.int64)
+        self._shared.share_memory_()  # type: ignore[no-untyped-call]
+        self._shared[0] = crc32(str(seed).encode())
+        self._plan()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _restored, (self._base,), vars(self) | {"_run": None}
@@ -225,7 +249,7 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
             loader.collate_fn = partial(_collated, loader.collate_fn)
         known = {each["worker"]: each for each in self._pending if each["epoch"] == self.epoch}
         found = [known.get(worker) for worker in range(max(1, loader.num_workers))]
-        self._tracked: dict[str, Any] | None = {"epoch": self.epoch, "workers": found}
+        self._tracked = {"epoch": self.epoch, "workers": found}
         for state, batch in loader:
             found[state["worker"]] = state
             yield batch
@@ -265,7 +289,7 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
                     return
             if is_empty:
                 return
-            run.passes, run.entered, run.counts, run.check = run.passes + 1, 0, "", 0
+            run.end_pass()
             is_resumed = False
 
     def _pass(self, run: _Run, opener: int, read: int, is_resumed: bool) -> Any:
@@ -396,7 +420,8 @@ class _Shards:
     def _replay(self, items: Iterator[Any]) -> Iterator[int]:
         """Yield the places in the shards that the state lists."""
         run = self._run
-        counts, check, run.counts, run.check = run.counts.split(), run.check, "", 0
+        counts, check = run.counts.split(), run.check
+        run.forget()
         urls = [_url(item) for item in islice(items, len(counts))]
         begun = [self._enter(*each) for each in zip(urls, map(int, counts), strict=False)]
         if run.check != check:
@@ -414,8 +439,7 @@ class _Shards:
         self._counts.append(count)
         self._left.append(count)
         if self._is_indexed:
-            self._run.counts += f" {count}"
-            self._run.check = crc32(shown_url(url).encode(), self._run.check)
+            self._run.note(shown_url(url), count)
         if opened is not None and count:
             self._keep(number, opened)
             self._warn_of_room(opened)

@@ -125,7 +125,8 @@ def test_a_read_only_mount_serves_reads_and_warns_once(make_cache, origin, tmp_p
         clock.sleep(60)
         assert all(read(cache, url, origin) for url in urls)
         cache.close()
-    assert len(warnings(caplog)) == 2  # one of each cache
+    # One of each cache. The cleaning that is due by now may sweep a partial as it is made.
+    assert sum("Read-only file system" in text for text in warnings(caplog)) == 2
 
 
 @pytest.fixture

@@ -123,7 +123,7 @@ class Modes:
         if not stat.S_ISDIR(mode):
             return f"{path} is not a directory. Set dir to a directory."
         if mode & stat.S_IWOTH:
-            # Everybody needs to write to /tmp and its like.
+            # In /tmp and other sticky directories, all users must be able to write.
             close = (
                 "" if mode & stat.S_ISVTX else f", or check its contents, then: chmod o-w {path}"
             )

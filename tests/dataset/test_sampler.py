@@ -332,11 +332,15 @@ def test_a_child_that_continues_an_iteration_downloads_ahead(data_of, origin):
 
     def go_on(number):
         data.cache.process.origins.use("s3", origin)
-        ahead = next(batches) and batches._epoch.shards(1)
-        wait_until(lambda: all(data.shards[n] in data.cache for n in ahead))
+        next(batches)
+        ahead = [data.shards[n] for n in batches._epoch.shards(1)]
+        wait_until(lambda: all(shard in data.cache for shard in ahead))
+        assert len(ahead) == 2
 
     with batches._ahead._lock:
         together(1, go_on)
+    # The parent's own download is held.
+    assert sum(shard in data.cache for shard in data.shards) >= 2
     event.set()
 
 

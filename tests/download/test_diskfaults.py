@@ -125,7 +125,7 @@ def test_a_read_only_mount_serves_reads_and_warns_once(make_cache, origin, tmp_p
         clock.sleep(60)
         assert all(read(cache, url, origin) for url in urls)
         cache.close()
-    # One of each cache. The cleaning that is due by now may sweep a partial as it is made.
+    # One of each cache. A cleaning, which is due now, may sweep a new partial and warn of it.
     assert sum("Read-only file system" in text for text in warnings(caplog)) == 2
 
 

@@ -52,7 +52,7 @@ Handler = Callable[[Exception], bool]
 Specs = str | ShardURL | Iterable[str | ShardURL]
 
 #: Number of parsed URLs to keep in memory. Each takes about 700 bytes.
-_REMEMBERED = 100_000
+_PARSED_URLS = 100_000
 
 
 class PrewarmOptions(TypedDict, total=False):
@@ -127,7 +127,7 @@ class Cache:
         with undivided():  # from here on, forks wait for imports in other threads
             self._ranks = detect()
         # Each epoch repeats the URLs, and parsing one takes longer than opening a cached shard.
-        self._parse = lru_cache(_REMEMBERED)(url_parser(config))
+        self._parse = lru_cache(_PARSED_URLS)(url_parser(config))
 
     @lazy
     def process(self) -> ProcessCache:
@@ -160,10 +160,9 @@ class Cache:
         def run() -> None:
             try:
                 with threads.undivided():
-                    process = self.process
-                    process.prepare()
+                    self.process.prepare()
                     if url is not None:
-                        process.origins.prepare(self.parse(url))
+                        self.process.origins.prepare(self.parse(url))
             except Exception as exn:  # noqa: BLE001 - the first read raises it
                 logger.debug("not prepared: %s", exn)
 
@@ -174,8 +173,7 @@ class Cache:
         """Open a shard for reading, and download it if it is not cached.
 
         With ``fill="follow"``, the stream can be read while the download runs. The download
-        completes even if the stream is closed early. The shard is not evicted while the stream is
-        open.
+        completes even if the stream is closed early. No open shard is evicted.
 
         Returns:
             A binary stream. Its ``name`` is the local path, or the URL if the shard was not cached.
@@ -198,7 +196,7 @@ class Cache:
 
         Raises the same errors as `open` with ``strict``, because only a shard on disk has a path.
         """
-        shard = self._one(url)
+        shard = self._single(url)
         if self.process.is_in_place(shard):
             with open_shard(self.process, shard):  # raises an error if the file cannot be read
                 yield shard.local_path
@@ -212,7 +210,7 @@ class Cache:
         Returns:
             The shard's entry. Its `data` is the path of the shard, and its `size` is in bytes.
         """
-        opened = self.process.obtain(Download(self.process.downloads, self._one(url)))
+        opened = self.process.obtain(Download(self.process.downloads, self._single(url)))
         opened.close()
         return opened.entry
 
@@ -233,7 +231,7 @@ class Cache:
 
         The file may be evicted at any time, except inside `pinned`.
         """
-        shard = self._one(url)
+        shard = self._single(url)
         if self.process.is_in_place(shard):
             return shard.local_path if shard.local_path.exists() else None
         entry = self.entry(shard)
@@ -242,9 +240,8 @@ class Cache:
     def entry(self, url: str | ShardURL) -> Entry | None:
         """Return the shard's entry, or None if the shard is not cached."""
         shard = url if isinstance(url, ShardURL) else self.parse(url)
-        stores = self.process.stores()
         try:
-            opened = open_first(stores, shard.key, shard.basename)
+            opened = open_first(self.process.stores(), shard.key, shard.basename)
         except DamagedError as exn:
             logger.info("%s: not used: %s", shard, exn)
             return None
@@ -267,9 +264,8 @@ class Cache:
             dataset: a ``WebDataset`` or ``DataPipeline``. It is changed in place and returned.
             fast_tar: parse the archives with shardcache's reader, which yields the same samples
                 several times faster than WebDataset's.
-            resume: give the pipeline ``state_dict`` and ``load_state_dict``, which continue an
-                epoch exactly, and let ``shuffle`` hold places of samples, not their bytes; see
-                docs/samples.md.
+            resume: add ``state_dict`` and ``load_state_dict``, which continue an epoch exactly, and
+                let ``shuffle`` hold places of samples, not their bytes; see docs/samples.md.
 
         Raises:
             ConfigError: the pipeline has no stage that opens shards; or with ``resume``, a stage
@@ -335,20 +331,20 @@ class Cache:
             ConfigError: a specification is malformed.
             ShardNotFoundError: nothing in the cache matches a specification.
         """
-        return (entry for _, entry in self._chosen(specs))
+        return (entry for _, entry in self._matching(specs))
 
-    def _chosen(self, specs: Specs | None) -> Iterator[tuple[Store, Entry]]:
+    def _matching(self, specs: Specs | None) -> Iterator[tuple[Store, Entry]]:
         pairs = ((store, entry) for store in self.process.stores() for entry in store.entries())
         if specs is None:
             return pairs
-        named = [(entry.name(), store, entry) for store, entry in pairs]
+        named = [(entry.name(), (store, entry)) for store, entry in pairs]
         names = set[str]()
         for selection in self._selections(specs):
-            matching = {name for name, *_ in named if name in selection}
+            matching = {name for name, _ in named if name in selection}
             if not matching:
-                raise self._nothing(selection)
+                raise self._not_found(selection)
             names |= matching
-        return ((store, entry) for name, store, entry in named if name in names)
+        return (pair for name, pair in named if name in names)
 
     def select(self, specs: Specs, *, pinned: bool = False) -> list[ShardURL]:
         """Return the shards that specifications stand for, without duplicates.
@@ -369,11 +365,11 @@ class Cache:
             if selection.patterns:
                 shards += [shard for shard in known.values() if str(shard) in selection]
             if not shards:
-                raise self._nothing(selection, " that is pinned" if pinned else "")
+                raise self._not_found(selection, " that is pinned" if pinned else "")
             chosen |= {shard.key: shard for shard in shards}
         return list(chosen.values())
 
-    def _one(self, spec: str | ShardURL) -> ShardURL:
+    def _single(self, spec: str | ShardURL) -> ShardURL:
         """Return the one shard that a specification stands for; ConfigError if there are more."""
         if isinstance(spec, ShardURL):
             return spec
@@ -418,7 +414,7 @@ class Cache:
                         return endpoint or "AWS"
         return "unknown"
 
-    def _nothing(self, selection: Selection, which: str = "") -> ShardNotFoundError:
+    def _not_found(self, selection: Selection, which: str = "") -> ShardNotFoundError:
         text = f"{selection.text}: nothing{which} in {self.dir} matches. See `shardcache ls`."
         return ShardNotFoundError(text, url=selection.text)
 
@@ -509,7 +505,7 @@ class Cache:
         require_cache(self.dir)
         process = self.process
         return verify(
-            list(self._chosen(specs)),
+            list(self._matching(specs)),
             quick=quick,
             locked=process.prepare().locked if repair else None,
             status=status or VerifyStatus(),

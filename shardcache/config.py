@@ -43,8 +43,7 @@ Fill: TypeAlias = Literal["follow", "complete"]
 Fsync: TypeAlias = Literal["verify-after-boot", "fsync", "none"]
 Locks: TypeAlias = Literal["auto", "flock", "lease"]
 
-#: Pattern of the options and HTTP headers of s3fs, gcsfs, adlfs, botocore and aiohttp that hold
-#: credentials.
+#: Options and HTTP headers of s3fs, gcsfs, adlfs, botocore and aiohttp that hold credentials.
 _CREDENTIALS = (
     r"(?i)(key$|key_?id$|secret|token|passw|passphrase|credential|sas|connection_string|cookie|"
     r"signature|(^|[_-])auth($|[_-]|oriz))"
@@ -158,12 +157,13 @@ def _schemes(value: object) -> tuple[str, ...]:
     return tuple(sorted(schemes))
 
 
-def _tables(value: object, cls: Any, *names: str) -> tuple[Any, ...]:
-    """Parse a list of ``cls`` objects, tables, or texts: values of ``names`` separated by ``=``."""
+def _tables(value: object, cls: Any) -> tuple[Any, ...]:
+    """Parse a list of ``cls`` objects, tables, or texts such as ``DIRECTORY=SIZE`` and ``URL``."""
 
     def parsed(item: Any) -> Any:
         if isinstance(item, str | Path):
-            item = dict(zip(names, str(item).strip().split("=", len(names) - 1), strict=False))
+            text = str(item).strip()
+            return cls(*(text.split("=", 1) if cls is TierOption else [text]))
         return item if isinstance(item, cls) else cls(**item)
 
     try:
@@ -305,10 +305,8 @@ class Upstream:
         return self.url + (" (write_back)" if self.write_back else "")
 
 
-TIERS = Kind(
-    "list of DIRECTORY=SIZE or tables", lambda x: _tables(x, TierOption, "dir", "max_size"), _listed
-)
-UPSTREAMS = Kind("list of paths, URLs or tables", lambda x: _tables(x, Upstream, "url"), _listed)
+TIERS = Kind("list of DIRECTORY=SIZE or tables", lambda x: _tables(x, TierOption), _listed)
+UPSTREAMS = Kind("list of paths, URLs or tables", lambda x: _tables(x, Upstream), _listed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -443,9 +441,7 @@ class Options(TypedDict, total=False):
 
 _PREFIX = "SHARDCACHE_"
 #: Variables of `ranks` and `sync`, and of a Service of Kubernetes that is named "shardcache".
-_NO_OPTIONS = (
-    rf"{_PREFIX}(CONFIG|RANK|JOB|RUN|SYNC_DIR|(\w+_)?(SERVICE_HOST|SERVICE_PORT|PORT)(_\w+)?)"
-)
+_NO_OPTIONS = rf"{_PREFIX}(CONFIG|RANK|JOB|RUN|SYNC_DIR|(\w+_)?(SERVICE_(HOST|PORT)|PORT)(_\w+)?)"
 
 
 class Loaded(NamedTuple):

@@ -31,10 +31,9 @@ logger = logging.getLogger(__name__)
 
 #: Seconds between attempts if a directory exists according to mkdir (EEXIST) but not according to
 #: stat: an NFS client remembers for a few seconds that a name was absent.
-_RETRY = 0.1
-#: Attempts to create a directory, because other processes may remove its empty parent each time.
-#: With the pause above, they take up to 10 s.
-_ATTEMPTS = 100
+_ABSENCE_PAUSE = 0.1
+#: Attempts to create a directory, whose empty parent other processes may remove: at most 10 s.
+_MKDIR_ATTEMPTS = 100
 #: Without flock: seconds without use after which an entry may be evicted, and without a write after
 #: which a download counts as dead. A live download writes its journal with every block. An hour
 #: also covers nodes whose clocks differ. If the guess is wrong, the download starts over, or the
@@ -44,7 +43,7 @@ IDLE_GRACE = 3600.0
 _UNSUPPORTED = frozenset({errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP})
 #: Seconds between attempts to take a lock that another process holds briefly: planning an eviction
 #: takes microseconds, and closing a partial after its publication takes a few milliseconds.
-_PAUSES = (0.001, 0.01, 0.02)
+_FLOCK_PAUSES = (0.001, 0.01, 0.02)
 
 
 def random_token() -> str:
@@ -98,7 +97,7 @@ class Modes:
 
     def make_directory(self, path: Path, levels: int = 1) -> None:
         """Create a directory unless it exists, and up to ``levels`` missing ones above it."""
-        for _ in range(_ATTEMPTS):
+        for _ in range(_MKDIR_ATTEMPTS):
             try:
                 self.new_directory(path)
                 return
@@ -107,15 +106,14 @@ class Modes:
                     return
                 if os.path.lexists(path):
                     raise
-                clock.sleep(_RETRY)
+                clock.sleep(_ABSENCE_PAUSE)
             except FileNotFoundError:
                 if levels:  # 0 below the mount point of a disk that may be unmounted
                     self.make_directory(path.parent, levels - 1)
                 elif not path.parent.exists():  # otherwise, it was missing only for a moment
                     raise
-        raise FileNotFoundError(
-            errno.ENOENT, f"no directory can be made in {path.parent}", str(path)
-        )
+        reason = f"no directory can be made in {path.parent}"
+        raise FileNotFoundError(errno.ENOENT, reason, str(path))
 
     def objection(self, path: Path, status: os.stat_result) -> str | None:
         """Return why a directory cannot be a cache and how to fix that, or None if it can be."""
@@ -124,9 +122,8 @@ class Modes:
             return f"{path} is not a directory. Set dir to a directory."
         if mode & stat.S_IWOTH:
             # In /tmp and other sticky directories, all users must be able to write.
-            close = (
-                "" if mode & stat.S_ISVTX else f", or check its contents, then: chmod o-w {path}"
-            )
+            is_sticky = mode & stat.S_ISVTX
+            close = "" if is_sticky else f", or check its contents, then: chmod o-w {path}"
             return (
                 f"{path} can be written by every user, who could plant shards in it. Use a "
                 f"directory of your own below it, such as {path}/shards{close}"
@@ -234,16 +231,16 @@ def open_directory(path: Path | str) -> Iterator[int]:
 
 def list_names(directory: Path | str) -> list[str]:
     """Return the names in a directory, or no names if it is missing or a symbolic link."""
-    found: list[int] = []
+    fds: list[int] = []
     try:  # without `open_directory`, because each miss calls this often
-        found.extend(map(os.open, (directory,), (os.O_DIRECTORY | SAFELY,)))
-        return os.listdir(found[0])  # noqa: PTH208 - only the names are needed
+        fds.extend(map(os.open, (directory,), (os.O_DIRECTORY | SAFELY,)))
+        return os.listdir(fds[0])  # noqa: PTH208 - only the names are needed
     except os_error() as exn:
         if exn.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
             return []
         raise
     finally:
-        for fd in found:
+        for fd in fds:
             os.close(fd)
 
 
@@ -306,7 +303,7 @@ def try_flock(fd: int, *, shared: bool = False) -> bool | None:
 
 def wait_flock(fd: int, *, shared: bool = False) -> bool | None:
     """Call `try_flock` up to four times within 31 ms, while it returns False; return the result."""
-    for seconds in _PAUSES:
+    for seconds in _FLOCK_PAUSES:
         if (taken := try_flock(fd, shared=shared)) is not False:
             return taken
         time.sleep(seconds)

@@ -6,13 +6,14 @@ shardcache and is never touched.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from shardcache.faults import ignoring, os_error
+from shardcache.faults import ignoring
 from shardcache.files import PRIVATE, Modes, random_token, read_json, write_new
 from shardcache.threads import lazy
 from shardcache.urls import SIDE_FILES
@@ -167,13 +168,10 @@ class Layout:
         try:
             write_new(temporary, data, self.modes.file)
             if once:
-                try:
-                    os.link(temporary, path)
+                with ignoring(OSError):  # a filesystem without hard links: the last process wins
+                    with contextlib.suppress(FileExistsError):  # NFS may have resent the request
+                        os.link(temporary, path)
                     return
-                except FileExistsError:  # by another process, or by this one if NFS resent it
-                    return
-                except os_error():  # a filesystem without hard links: the last process wins
-                    pass
             temporary.replace(path)
         finally:
             with ignoring(OSError):  # after the rename, there is no temporary file

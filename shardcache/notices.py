@@ -49,8 +49,8 @@ class Notices:
 
 def log_unusable(error: ConfigError, directory: Path, ranks: Ranks) -> None:
     """Log that nothing will be cached: as an error once per job and node, else at INFO."""
-    place = f"{os.uname().nodename}:{directory}"
-    is_first = ranks.local_rank in (None, 0) and os.environ.get(_LOGGED) != place
-    os.environ[_LOGGED] = place
+    location = f"{os.uname().nodename}:{directory}"
+    is_first = ranks.local_rank in (None, 0) and os.environ.get(_LOGGED) != location
+    os.environ[_LOGGED] = location
     text = "no shard will be cached, and every epoch streams all of them: %s"
     logger.log(logging.ERROR if is_first else logging.INFO, text, error.message)

@@ -108,8 +108,7 @@ def read_command(
 
     The options are sorted pairs of a name and a value: ``anon``, ``authorization`` (the value of
     the header, which alone may refer to variables), ``endpoint_url``, ``profile``,
-    ``region_name``, ``requester_pays``. Raises ConfigError with the reason if the command must be
-    left to a shell.
+    ``region_name``, ``requester_pays``. Raises ConfigError with the reason if it takes a shell.
     """
     command = re.sub(_PAYER, "--request-payer=requester", re.sub(_ENDINGS, "", command.strip()))
     name, *words = _words(command) or [""]
@@ -128,15 +127,15 @@ def read_command(
         raise ConfigError("it does not write to the standard output")
     options = {}
     for option, value in pairs:
-        if (ours := program.access.get(option)) == "authorization":
+        if (adopted := program.access.get(option)) == "authorization":
             value = re.sub(_MARKED, partial(_value, environ), value)
             if option in ("-u", "--user"):
                 value = f"Authorization: Basic {base64.b64encode(value.encode()).decode()}"
             if (header := re.fullmatch(_AUTHORIZATION, value)) is None:
                 raise ConfigError("it sends a header that is not Authorization")
             value = header[1]
-        if ours is not None:
-            options[ours] = value or "true"
+        if adopted is not None:
+            options[adopted] = value or "true"
     if variable := re.search(_MARKED, " ".join((targets[0], *options.values()))):
         raise ConfigError(f"only a shell expands its ${variable[1]}")
     if program is PROGRAMS["s5cmd"] and (endpoint := environ.get("S3_ENDPOINT_URL")):

@@ -138,9 +138,8 @@ def whole_number(env: Mapping[str, str], name: str) -> int | None:
     text = _text(env, name)
     # int() would also accept "1_0", "+1" and digits of other scripts, so check first.
     if text is not None and not re.fullmatch("[0-9]{1,10}", text):
-        raise ConfigError(
-            f"{name}={text[:40]!r} is not a whole number. Set it to 0 or more, or unset it."
-        )
+        advice = "Set it to 0 or more, or unset it."
+        raise ConfigError(f"{name}={text[:40]!r} is not a whole number. {advice}")
     return None if text is None else int(text)
 
 
@@ -227,8 +226,7 @@ def job_name(job: str | None = None) -> str:
     if name is None and ranks.world_size == 1:
         name = _OWN_JOB
     if name is None and ranks.world_size == ranks.local_size:
-        # torchrun without --rdzv-id: one process on this node has started all ranks, so its name
-        # identifies the job.
+        # torchrun without --rdzv-id: one process of this node started all ranks, and names the job.
         import multiprocessing  # here, because few processes need it
 
         parent = multiprocessing.parent_process()

@@ -1,8 +1,8 @@
 """Avoid the usual race conditions of training scripts: ``from shardcache import sync``.
 
-docs/sync.md states what each function promises. All of them wait with `poll`, and look names up
-with `find`. `once` and `barrier` leave notes in a store: that of torch.distributed, or a
-`FileStore`. A note is a text under a name, and of several ranks that create one name, one succeeds.
+docs/sync.md states what each function promises. All of them wait with `poll`, and look up names
+with `find`. `once` and `barrier` exchange notes through a store: the one of torch.distributed, or a
+`FileStore`. A note is a text under a name. If several ranks create the same name, one succeeds.
 """
 
 from __future__ import annotations
@@ -58,17 +58,16 @@ _LEASE, _BEATS = 90.0, 5
 #: An interrupted runner posts this instead of a heartbeat.
 _GAVE_UP = "gave up"
 
-#: Number of runs with ``again`` that have an outcome, and of barriers passed, by place and name.
+#: Number of runs with ``again`` that have an outcome, and of barriers passed, by store and name.
 _ended: Counter[str] = Counter()
 #: Distinguishes this process from one of an earlier run with the same pid.
 _RUN = secrets.token_hex(8)
 
 
 def poll(timeout: Timeout, what: Callable[[], str]) -> Iterator[float]:
-    """Yield the seconds waited so far, first 0, with a pause after each, until the timeout.
+    """Yield the seconds since the start, with a pause after each, until the timeout.
 
-    Every ten seconds, a warning says what is waited for: the text that ``what`` returns. At the
-    end, a `WaitTimeoutError` does.
+    A warning every ten seconds, and the WaitTimeoutError, contain the text that ``what`` returns.
     """
     limit = math.inf if timeout is None else parse_duration(timeout)
     start, pause, warned = clock.monotonic(), 0.01, 0.0
@@ -105,8 +104,7 @@ def find(path: PathLike) -> os.stat_result | None:
         return None
     # When a directory is opened, an NFS client checks the absent names that it remembers there.
     # When a name is about to be created, no kernel trusts a remembered absence (FUSE:
-    # `fuse_dentry_revalidate`). So try to make `path` a link to /proc, which always fails because
-    # /proc is a directory.
+    # `fuse_dentry_revalidate`). So try to link `path` to /proc, a directory, which always fails.
     try:
         os.close(os.open(parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
         os.link("/proc/.", path)
@@ -134,16 +132,16 @@ def makedirs(path: PathLike, mode: int = 0o777, *, timeout: Timeout = _MKDIR_TIM
     target = Path(path).absolute()
     mount = "see the caching options of its mount: lookupcache and acdirmax in nfs(5)"
     for _ in poll(timeout, lambda: f"to see {target}, which was created ({mount})"):
-        if _make(target, mode):
+        if _create_directory(target, mode):
             break
     return target
 
 
-def _make(path: Path, mode: int) -> bool:
+def _create_directory(path: Path, mode: int) -> bool:
     """Create a directory if it is missing, and return whether it is visible."""
     status = find(path)
     if status is None and not path.is_symlink():
-        if not _make(path.parent, 0o777):
+        if not _create_directory(path.parent, 0o777):
             return False
         with _ignoring_absence(), contextlib.suppress(FileExistsError):  # of another node
             path.mkdir(mode)
@@ -188,13 +186,13 @@ def wait_for(
     wanted = [what] if isinstance(what, str | os.PathLike) else what
     missing = paths = [Path(path).absolute() for path in wanted]
 
-    def what_is_missing() -> str:
+    def describe() -> str:
         names = ", ".join(map(str, missing[:3])) + (", ..." if len(missing) > 3 else "")
         nearest = next(parent for parent in missing[0].parents if find(parent) is not None)
         maker = f" (which {by} should make)" if by else ""
         return f"for {names}{maker}: {len(missing)} of {len(paths)} missing, {nearest} exists"
 
-    for _ in poll(timeout, what_is_missing):
+    for _ in poll(timeout, describe):
         if not (missing := [path for path in missing if find(path) is None]):
             break
     return paths if wanted is what else paths[0]
@@ -257,7 +255,8 @@ class FileStore:
         """Return a note, or nothing if it is gone."""
         path = self._directory / name
         with _ignoring_absence():  # another node may replace the file between the two calls
-            return path.read_bytes() if find(path) else b""
+            if find(path):
+                return path.read_bytes()
         return b""
 
     def set(self, name: str, text: str) -> None:
@@ -277,11 +276,11 @@ class FileStore:
             with atomic_write(temporary, "w") as file:  # a power failure leaves no empty note
                 file.write(text)
             path.hardlink_to(temporary)
+            return text.encode()
         except FileExistsError:
             return self.get(name)
         finally:
             temporary.unlink(missing_ok=True)
-        return text.encode()
 
     def delete_key(self, name: str) -> None:
         """Remove a note, and its directory if it is empty."""
@@ -291,41 +290,42 @@ class FileStore:
             path.parent.rmdir()
 
 
-def _store_for(per: str, directory: PathLike | None, job: str | None) -> tuple[Any, str]:
-    """Return the store for all ranks of a job, or of a job on this node, and its place in words."""
+@contextlib.contextmanager
+def _shared_store(per: str, dir: PathLike | None, job: str | None) -> Iterator[tuple[Any, str]]:
+    """Enter as the store of a job's ranks, or of those on this node, and a text that names it.
+
+    Raises BoardError if torch's store does not answer in the body.
+    """
+    try:
+        yield _find_store(per, dir, job)
+    except RuntimeError as exn:  # the base of DistStoreError, DistNetworkError and older errors
+        raise BoardError(
+            f"The store of torch.distributed does not answer ({str(exn).splitlines()[0]:.200}). "
+            "Rank 0, which serves it, has probably ended. Check its output."
+        ) from exn
+
+
+def _find_store(per: str, directory: PathLike | None, job: str | None) -> tuple[Any, str]:
     parse_choice(per, ("node", "job"))
     name = job_name(job)
     if directory is None and per == "job" and (store := torch_store()) is not None:
         from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
         return PrefixStore(f"shardcache/{name}", store), "the store of torch.distributed"
-    place = None
+    location = None
     if directory := directory or os.environ.get(_DIRECTORY_VARIABLE, "").strip():
-        place = Path(directory).absolute() / ".shardcache-sync"
+        location = Path(directory).absolute() / ".shardcache-sync"
     elif per == "node" or world_size() in (1, detect().local_size):
-        place = node_directory("sync")
-    if place is None:
+        location = node_directory("sync")
+    if location is None:
         raise ConfigError(
             f"The {world_size()} ranks of this job share no directory or store. Pass dir=, or set "
             f"{_DIRECTORY_VARIABLE}, to a directory that all of them share, or call "
             "torch.distributed.init_process_group() first."
         )
-    place /= name
-    if per == "node":
-        place /= f"node-{boot_id()[:13] or os.uname().nodename}"
-    return FileStore(place), str(place)
-
-
-@contextlib.contextmanager
-def _answering() -> Iterator[None]:
-    """Raise `BoardError` if torch's store does not answer in the body of a ``with`` block."""
-    try:
-        yield
-    except RuntimeError as exn:  # the base of DistStoreError, DistNetworkError and older errors
-        raise BoardError(
-            f"The store of torch.distributed does not answer ({str(exn).splitlines()[0]:.200}). "
-            "Rank 0, which serves it, has probably ended. Check its output."
-        ) from exn
+    node = f"node-{boot_id()[:13] or os.uname().nodename}" if per == "node" else ""
+    location = location / name / node
+    return FileStore(location), str(location)
 
 
 def _this_process() -> str:
@@ -370,8 +370,7 @@ def once(
         lease: seconds (90) without a heartbeat after which the running rank counts as dead.
         dir: a directory that all ranks share, for their notes. By default, they use torch's store,
             ``SHARDCACHE_SYNC_DIR``, or a directory of the node.
-        job: a name in place of the launcher's job id. All jobs with this name share their results
-            permanently.
+        job: a name in place of the launcher's job id. Jobs with this name share results forever.
 
     Raises:
         OnceError: the function failed on another rank, whose exception it quotes.
@@ -383,12 +382,11 @@ def once(
     if not key.strip() or lease < 1:
         raise ConfigError("once needs a name for the work, and a lease of 1 s or more.")
     error: Exception | None = None
-    with _answering():
-        store, place = _store_for(per, dir, job)
-        this = f"{place}/once/{safe_name(key)}"
-        number = _ended[this] + again
+    with _shared_store(per, dir, job) as (store, location):
+        work = f"{location}/once/{safe_name(key)}"
+        number = _ended[work] + again
         prefix = f"once/{safe_name(key)}/{number}"
-        if claim := _claim(store, prefix, lease, timeout, f"once({key!r})", place):
+        if claim := _claim(store, prefix, lease, timeout, f"once({key!r})", location):
             with _heartbeat(store, f"{claim}.beat", lease / _BEATS):
                 outcome = {"by": _this_process()}
                 try:
@@ -398,22 +396,22 @@ def once(
                     text = json.dumps(outcome | {"traceback": redact(traceback.format_exc())})
                     error = exn
                 _create(store, f"{prefix}/outcome", text)
-        _ended[this] = max(_ended[this], number)
-        posted = json.loads(_get(store, f"{prefix}/outcome")) if error is None else {}
+        _ended[work] = max(_ended[work], number)
+        outcome = json.loads(_get(store, f"{prefix}/outcome"))  # the first one counts
     if error is not None:
         raise error
-    if "type" not in posted:
-        return posted["result"]  # type: ignore[no-any-return]
+    if "type" not in outcome:
+        return outcome["result"]  # type: ignore[no-any-return]
     raise OnceError(
-        f"once({key!r}) failed on {posted['by']}: {posted['type']}: {posted['cause']}\nIt does not "
-        f"run again in this job without again=True. Its traceback:\n{posted['traceback']}",
+        f"once({key!r}) failed on {outcome['by']}: {outcome['type']}: {outcome['cause']}\nIt does "
+        f"not run again in this job without again=True. Its traceback:\n{outcome['traceback']}",
         key=key,
-        **posted,
+        **outcome,
     )
 
 
 def _claim(
-    store: Any, prefix: str, lease: float, timeout: Timeout, name: str, place: str
+    store: Any, prefix: str, lease: float, timeout: Timeout, name: str, location: str
 ) -> str | None:
     """Wait for a claim on the work and return its name, or None once the work has an outcome.
 
@@ -423,7 +421,7 @@ def _claim(
     claim with the next number. If two runners post an outcome, both return the first one.
     """
     number, since, runner, last_beat = 0, 0.0, "an unknown rank", ""
-    polls = poll(timeout, lambda: f"for {name} on {runner} (notes in {place})")
+    polls = poll(timeout, lambda: f"for {name} on {runner} (notes in {location})")
     for waited in polls:
         if store.check([f"{prefix}/outcome"]):
             break
@@ -498,35 +496,34 @@ def barrier(
     def missing() -> list[int]:
         return [other for other in range(size) if not store.check([notes[other]])]
 
-    def what() -> str:
+    def describe() -> str:
         late = missing()
-        some = ", ".join(map(str, late[:16])) + (", ..." if len(late) > 16 else "")
-        late_ranks = f"{len(late)} of {size} ranks: {some}"
-        return f"at barrier({name!r}) as rank {number} for {late_ranks} (notes in {place})"
+        ranks = ", ".join(map(str, late[:16])) + (", ..." if len(late) > 16 else "")
+        count = f"{len(late)} of {size} ranks"
+        return f"at barrier({name!r}) as rank {number} for {count}: {ranks} (notes in {location})"
 
-    polls = poll(timeout, what)
+    polls = poll(timeout, describe)
     next(polls)  # which checks the timeout
     if size == 1:
         return
-    with _answering():
-        store, place = _store_for("job", dir, job)
+    with _shared_store("job", dir, job) as (store, location):
         prefix = f"barrier/{safe_name(name)}-{size}"
-        this = f"{place}/{prefix}"
-        notes = [f"{prefix}/{_ended[this]}/rank-{other}" for other in range(size)]
+        series = f"{location}/{prefix}"
+        notes = [f"{prefix}/{_ended[series]}/rank-{other}" for other in range(size)]
         # An equal note is from a call of this process that timed out.
         if not _create(store, notes[number], f"{_this_process()} {_RUN}"):
             raise ConfigError(
                 f"Rank {number} has already reached barrier({name!r}), as "
-                f"{_get(store, notes[number])} (notes in {place}). If that process belongs to this "
-                "run, two processes have one rank. If it belongs to an earlier run, pass another "
-                "job=, or remove that directory."
+                f"{_get(store, notes[number])} (notes in {location}). If that process belongs to "
+                "this run, two processes have one rank. If it belongs to an earlier run, pass "
+                "another job=, or remove that directory."
             )
         try:
             while not store.check(notes):
                 next(polls)
         except WaitTimeoutError as exn:
             raise BarrierTimeoutError(exn.message, missing=missing()) from None
-        _ended[this] += 1
-        if _ended[this] > 1:
+        _ended[series] += 1
+        if _ended[series] > 1:
             with contextlib.suppress(RuntimeError):  # torch's store cannot delete, or has ended
-                store.delete_key(f"{prefix}/{_ended[this] - 2}/rank-{number}")
+                store.delete_key(f"{prefix}/{_ended[series] - 2}/rank-{number}")

@@ -4,8 +4,7 @@ A forked child inherits the locks that other threads hold, but not the threads, 
 the locks. Imports hold such locks, and OpenSSL 3.0 does while it creates a context, during a
 handshake, while it reads session tickets and while a thread that used it ends: with four such
 threads, one fork in a thousand produced a child that waited for its first context forever. So a
-fork waits for imports in other threads, for code inside `undivided`, and until the kernel no longer
-lists ended threads.
+fork waits for imports in other threads, for code inside `undivided`, and for threads that end.
 
 If a signal handler raises in `threading.Thread.start`, which only the main thread can experience,
 the new thread waits for a lock forever. So another thread calls it (`start`).
@@ -37,11 +36,11 @@ Results: TypeAlias = "Queue[tuple[T | None, list[BaseException]]]"
 #: Then the fork proceeds, and the child may hang.
 _BEFORE_FORK = 30.0
 #: The same for threads that are ending, which usually takes microseconds.
-_ENDING = 5.0
+_ENDING_TIMEOUT = 5.0
 #: Seconds between two checks, about as long as a fork itself takes.
-_POLL = 0.0005
+_FORK_POLL = 0.0005
 #: When this many threads are remembered, those that have ended are forgotten.
-_MANY = 64
+_MAX_REMEMBERED = 64
 #: Modules that register hooks which take the modules' locks before a fork. The second one takes
 #: long to import, and few processes need it.
 _HOOKS = "concurrent.futures.thread", "filelock"
@@ -120,7 +119,7 @@ def start(function: Callable[[], object], name: str) -> threading.Thread:
     A daemon thread does not keep a program from ending.
     """
     _register_hooks(_HOOKS[1] in sys.modules)
-    if len(_started) >= _MANY:
+    if len(_started) >= _MAX_REMEMBERED:
         _ending()
     thread = threading.Thread(target=function, name=name, daemon=True)
 
@@ -180,9 +179,7 @@ def undivided() -> contextlib.AbstractContextManager[bool]:
 
 def _ending() -> set[threading.Thread]:
     """Return the threads that the kernel lists, but Python does not; forget those of neither."""
-    ended = {
-        thread for thread in list(_started) if not thread.is_alive()
-    }  # before the kernel's list
+    ended = {t for t in list(_started) if not t.is_alive()}  # before the kernel's list
     tasks = set(os.listdir("/proc/self/task")) if ended else ()  # noqa: PTH208 - only names
     _started.difference_update(thread for thread in ended if str(thread.native_id) not in tasks)
     return ended & _started
@@ -198,8 +195,7 @@ def _register_hooks(again: bool) -> None:
     """
     with contextlib.suppress(RuntimeError):  # in a handler of `atexit`, where no fork follows
         importlib.import_module(_HOOKS[0])
-    # Load the codec of host names now: a child that is forked during the import of the codec would
-    # remember the codec as unknown.
+    # A child that is forked during the import of the codec of host names would not know it.
     codecs.lookup("idna")
     os.register_at_fork(before=_before_fork, after_in_parent=_release, after_in_child=_reset)
 
@@ -212,13 +208,13 @@ def _before_fork() -> None:
         taken = {lock for lock in _locks if lock is not own and lock.acquire(blocking=False)}
         held = {*_locks} - taken - {own}
         busy = waited < _BEFORE_FORK and (held or _is_importing(threading.get_ident()))
-        ending = waited < _ENDING and _ending()
+        ending = waited < _ENDING_TIMEOUT and _ending()
         if not (busy or ending):
             _locks.difference_update(held)  # no later fork waits for them again
             return
         for lock in taken | {_gate}:
             lock.release()
-        time.sleep(_POLL)
+        time.sleep(_FORK_POLL)
 
 
 def _is_importing(me: int) -> bool:

@@ -74,9 +74,7 @@ _MASKED = r"([^?]*\?.*\*\*\*.*)#([0-9a-f]{32})"
 #: The partitions of AWS except the standard one, by the prefix of their regions. Buckets in two
 #: partitions may have the same name.
 PARTITIONS = r"cn|us-gov|us-iso[a-z]?|eu-isoe|eusc"
-_AWS_HOST = (
-    r".+\.(amazonaws\.(com|com\.cn|eu)|(c2s|csp\.hci)\.ic\.gov|sc2s\.sgov\.gov|cloud\.adc-e\.uk)"
-)
+_AWS_TOP = r"amazonaws\.(com(\.cn)?|eu)|(c2s|csp\.hci)\.ic\.gov|sc2s\.sgov\.gov|cloud\.adc-e\.uk"
 _AWS_REGION = rf"[.-]({PARTITIONS})-[a-z]+(-[a-z]+)*-[0-9]+\."
 
 #: A variable as a shell writes it, and the names of variables that may hold credentials.
@@ -103,8 +101,7 @@ _NEVER_MASKED = frozenset({"file", "pipe", "s3"})
 SIDE_FILES = frozenset({"meta.json", "progress", "samples.idx"})
 # In these schemes, a name before the @ is a login only if a password follows the name.
 _NAMED = "(?:abfss?|az|oci)://"
-#: A web URL in a text: the part before the query (group 1), the query (group 2), and a fragment
-#: unless it is a key.
+#: A web URL in a text: address (group 1), query (group 2), and a fragment unless it is a key.
 _WEB = r"(?i)\b(https?://[^\s\"'<>?#]*)(\?[^\s\"'<>#]*)?(?:#(?![0-9a-f]{32}\b)[^\s\"'<>]*)?"
 #: Patterns of secrets in a text, and the replacements.
 _REDACTED = {
@@ -119,8 +116,8 @@ _REDACTED = {
     r"authorization|awsaccesskeyid|googleaccessid|password|secret|security-token|sig(?:nature)?|"
     r"token)=)[^&\s\"'<>]+": r"\1***",
 }
-_SHOWN = 300  #: maximum number of characters of a server's text in an error
-_SECRET = 4  #: minimum length of a secret that is removed: any text may contain shorter ones
+_MAX_QUOTED = 300  #: maximum number of characters of a server's text in an error
+_MIN_SECRET = 4  #: minimum length of a secret that is removed: any text may contain shorter ones
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,9 +263,8 @@ def parse_url(
     if not encoded:
         raise ConfigError(f"{shown_url(url)!r} cannot be encoded as UTF-8")
     if len(encoded) > _MAX_CANONICAL:
-        raise ConfigError(
-            f"{shown_url(url)[:80]}... has {len(encoded)} bytes; the limit is {_MAX_CANONICAL}"
-        )
+        excess = f"has {len(encoded)} bytes; the limit is {_MAX_CANONICAL}"
+        raise ConfigError(f"{shown_url(url)[:80]}... {excess}")
     hides = scheme not in _NEVER_MASKED and (key is not None or canonical != identity)
     key = key or hashlib.blake2b(encoded, digest_size=16, usedforsecurity=False).hexdigest()
     names = (scheme, f"{canonical}#{key}" if hides else canonical, key, _basename(name), version_id)
@@ -350,10 +346,10 @@ def _generic(url: str, scheme: str, rest: str) -> tuple[str, str, str]:
     web = scheme in _DEFAULT_PORTS
     if web:
         rest = rest.partition("#")[0]  # a fragment is never sent; other schemes allow # in names
-    place, mark, query = rest.partition("?")
+    address, mark, query = rest.partition("?")
     if web and query and (unsigned := _without_signatures(query)) != query:
         mark, query = "?" if unsigned else "", unsigned
-    netloc, slash, path = place.partition("/")
+    netloc, slash, path = address.partition("/")
     user, at, host = netloc.rpartition("@")
     if web:
         host, slash = _web_host(url, scheme, netloc), "/"
@@ -397,13 +393,14 @@ def _masked(query: str) -> str:
 
 def _web_host(url: str, scheme: str, netloc: str, what: str = "") -> str:
     """Return the host and the port of ``netloc`` without a login, in their shortest form."""
-    reason = "names no host"
+    reason = ""
     try:
         parts = urlsplit(f"{scheme}://{netloc}")
-        named = bool(parts.hostname) and parts.port != 0
+        if not parts.hostname or parts.port == 0:
+            reason = "names no host"
     except ValueError:  # it may quote a part of a password, so it is no context of the error
-        named, reason = False, "is not a URL: check its host and port"
-    if not named:
+        reason = "is not a URL: check its host and port"
+    if reason:
         raise ConfigError(f"{what}{redact(url)} {reason}")
     host = netloc.rpartition("@")[2].lower().removesuffix(":")
     return host.removesuffix(_DEFAULT_PORTS.get(scheme, ":"))
@@ -428,7 +425,7 @@ def secret_forms(*secrets: str | None) -> tuple[str, ...]:
     """Return the forms in which a server may repeat secrets (percent-encoded), longest first."""
     texts = [text for text in secrets if text]
     forms = {form for text in texts for form in (text, quote(text, safe=""), unquote(text))}
-    return tuple(sorted((f for f in forms if len(f) >= _SECRET), key=len, reverse=True))
+    return tuple(sorted((f for f in forms if len(f) >= _MIN_SECRET), key=len, reverse=True))
 
 
 def quoted(text: str, secrets: Iterable[str] = ()) -> str:
@@ -436,7 +433,7 @@ def quoted(text: str, secrets: Iterable[str] = ()) -> str:
     for form in secrets:
         text = text.replace(form, "***")
     text = " ".join(re.sub(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]", " ", redact(text)).split())
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+    return text if len(text) <= _MAX_QUOTED else f"{text[:_MAX_QUOTED]}..."
 
 
 def _authority(endpoint: str | None) -> str:
@@ -446,7 +443,7 @@ def _authority(endpoint: str | None) -> str:
     scheme, _, rest = endpoint.rpartition("://")
     netloc, slash, path = re.split("[?#]", rest)[0].partition("/")
     host = _web_host(endpoint, scheme.lower() or "https", netloc, "the S3 endpoint ")
-    if re.fullmatch(_AWS_HOST, name := host.partition(":")[0]):
+    if re.fullmatch(rf".+\.({_AWS_TOP})", name := host.partition(":")[0]):
         if region := re.search(_AWS_REGION, name):
             return f"aws:{region[1]}"
         if name.endswith(".amazonaws.com"):

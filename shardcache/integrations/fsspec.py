@@ -34,8 +34,7 @@ from shardcache.urls import redact
 if TYPE_CHECKING:
     from shardcache.cache import Cache
 
-#: Options that fsspec and its users pass to every filesystem or to `open`. They are no options of
-#: the cache, and change no bytes.
+#: Options that fsspec and its users pass to every filesystem or to `open`. The cache ignores them.
 _FSSPEC_OPTIONS = frozenset(
     [
         *("fo", "asynchronous", "loop", "batch_size", "block_size", "default_block_size"),
@@ -43,8 +42,7 @@ _FSSPEC_OPTIONS = frozenset(
         *("size", "autocommit", "use_listings_cache", "listings_expiry_time", "max_paths"),
     ]
 )
-#: The caches of this process, by their options. fsspec makes a filesystem for each thread, and
-#: keeps it; a cache holds descriptors.
+#: The caches of this process, by their options. fsspec keeps a filesystem for each thread.
 _caches: dict[str, Cache] = {}
 
 
@@ -237,8 +235,8 @@ class ShardCacheFileSystem(ChainedFileSystem):  # type: ignore[misc]
         return getattr(self.fs, method)(path and _without_protocol(path), *args, **options)
 
     def _refuse(self, action: str, *_args: Any, **_options: Any) -> NoReturn:
-        text = f"A cache is read-only: it refuses {action}. Write to the URL without shardcache::."
-        raise ConfigError(text)
+        advice = "Write to the URL without shardcache::."
+        raise ConfigError(f"A cache is read-only: it refuses {action}. {advice}")
 
 
 def _without_protocol(path: Any) -> str:

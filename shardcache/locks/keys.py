@@ -1,7 +1,6 @@
 """Locks of keys, which give one process the right to download a shard, and records of holders.
 
-Locks are taken in a fixed order: first the key, then the budget, then single entries without
-waiting.
+Locks are taken in a fixed order: the key, the budget, then single entries without waiting.
 """
 
 from __future__ import annotations
@@ -26,13 +25,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: Seconds until another attempt if another member of the group has not set a file's mode yet.
-_PAUSE = 0.001
+#: Seconds between two attempts while another member of the group is setting a file's mode.
+_MODE_PAUSE = 0.001
 #: Attempts to open and lock a file, because a sweep may remove the file or its directory.
-_ATTEMPTS = 100
+_OPEN_ATTEMPTS = 100
 #: Length in bytes to which a record is padded, so that one write replaces the previous record, and
 #: the maximum number of bytes to read, because a record may contain a long URL.
-_RECORD, _MAX_RECORD = 2048, 16 << 10
+_RECORD_BYTES, _MAX_RECORD_BYTES = 2048, 16 << 10
 #: Seconds that other nodes wait after a node died. The holder updates its marker every 30 s, and an
 #: NFS client may show a file's timestamps up to 60 s late (acregmax, nfs(5)).
 LEASE_SECONDS = 90.0
@@ -61,7 +60,7 @@ class Holder:
     def encode(self) -> bytes:
         """Return the record as JSON, padded with spaces."""
         record = {name: getattr(self, name) for name in self.__slots__}
-        return json.dumps(record).encode().ljust(_RECORD)
+        return json.dumps(record).encode().ljust(_RECORD_BYTES)
 
     @classmethod
     def decode(cls, data: bytes) -> Holder | None:
@@ -69,12 +68,12 @@ class Holder:
         try:
             holder = cls(**json.loads(data))
             # Check the record: commands print it, and other members of the group can write it.
-            typed = isinstance(holder.pid, int) and holder.host.isprintable()
-            typed = typed and 0 <= holder.started < 1e11 and isinstance(holder.rank, int | None)
+            is_valid = isinstance(holder.pid, int) and isinstance(holder.rank, int | None)
+            is_valid = is_valid and holder.host.isprintable() and 0 <= holder.started < 1e11
             texts = holder.job, holder.partial, holder.url
         except (ValueError, TypeError, AttributeError, RecursionError):
             return None
-        return holder if typed and all(isinstance(text, str | None) for text in texts) else None
+        return holder if is_valid and all(isinstance(text, str | None) for text in texts) else None
 
     def __str__(self) -> str:
         text = f"process {self.pid} on {self.host}"
@@ -84,7 +83,7 @@ class Holder:
 def read_holder(path: Path) -> Holder | None:
     """Return the record in a file, or None if the file or the record is missing or damaged."""
     try:
-        return Holder.decode(files.read_file(path, _MAX_RECORD))
+        return Holder.decode(files.read_file(path, _MAX_RECORD_BYTES))
     except os_error():
         return None
 
@@ -106,7 +105,7 @@ class KeyLock:
         Without flock, or without room for the file, every process gets the lock. Raises OSError if
         the lock file cannot be created (read-only, denied).
         """
-        for _ in range(_ATTEMPTS):
+        for _ in range(_OPEN_ATTEMPTS):
             try:
                 file = files.open_exclusive(self.path, os.O_RDWR | os.O_CREAT, self._modes)
             except FileNotFoundError:
@@ -117,7 +116,7 @@ class KeyLock:
             except PermissionError:
                 if not os.path.lexists(self.path):
                     raise
-                time.sleep(_PAUSE)
+                time.sleep(_MODE_PAUSE)
                 continue
             except os_error() as exn:
                 if exn.errno in FULL:
@@ -129,7 +128,7 @@ class KeyLock:
                 return False
             if os.fstat(file.fileno()).st_nlink:
                 with ignoring(OSError):  # a pipe can be locked, but has no offsets
-                    if left := Holder.decode(os.pread(file.fileno(), _MAX_RECORD, 0)):
+                    if left := Holder.decode(os.pread(file.fileno(), _MAX_RECORD_BYTES, 0)):
                         holder = replace(holder, partial=left.partial)
                 self.update(holder)
                 return True
@@ -139,14 +138,10 @@ class KeyLock:
 
     def update(self, holder: Holder) -> None:
         """Replace the record of a lock that this process holds."""
-        file = self._file
-        if file is None or file.closed:
-            return
-        self.partial = holder.partial
-        try:
-            os.pwrite(file.fileno(), holder.encode(), 0)
-        except os_error() as exn:  # the lock works without a record
-            logger.debug("%s: no record of its holder: %s", self.path, exn)
+        if self._file is not None and not self._file.closed:
+            self.partial = holder.partial
+            with ignoring(OSError):  # the lock works without a record
+                os.pwrite(self._file.fileno(), holder.encode(), 0)
 
     def release(self, *, keep: bool = False) -> None:
         """Release the lock. With ``keep``, a key's file stays and its partial can be resumed."""
@@ -225,8 +220,8 @@ class KeyLease:
         """Release the lease, if this process holds it; ``keep`` as for `KeyLock.release`."""
         lease, self._lease = self._lease, None
         if lease is not None and lease.is_locked:
-            with ignoring(OSError):  # the record is optional
-                if not keep:
+            if not keep:
+                with ignoring(OSError):  # the record is optional
                     self._record.unlink()
             with ignoring(OSError):  # the lease expires
                 lease.release()
@@ -240,11 +235,10 @@ def remove_locks(layout: Layout) -> None:
             if not is_key(prefix * 16) or not files.is_directory(directory):
                 continue
             for name in files.list_names(directory):
-                if name.startswith(prefix):
-                    if is_lock_name(name):
-                        _remove_free_lock(layout, directory / name)
-                    elif is_lease_name(name):
-                        files.remove_old(directory / name, layout.grace or files.IDLE_GRACE)
+                if name.startswith(prefix) and is_lock_name(name):
+                    _remove_free_lock(layout, directory / name)
+                elif name.startswith(prefix) and is_lease_name(name):
+                    files.remove_old(directory / name, layout.grace or files.IDLE_GRACE)
             with ignoring(OSError):  # the directory is not empty
                 directory.rmdir()
 

@@ -63,8 +63,8 @@ def read_mounts() -> list[Mount]:
         before, _, after = line.partition(" - ")  # unambiguous: spaces in a field are escaped
         _, _, _, root, point, options, *_ = before.split(" ")
         kind, _, more = after.split(" ", 2)
-        both = frozenset(f"{options},{more}".split(","))
-        mounts.append(Mount(_unescape(point), kind, both, _unescape(root)))
+        all_options = frozenset(f"{options},{more}".split(","))
+        mounts.append(Mount(_unescape(point), kind, all_options, _unescape(root)))
     return mounts
 
 
@@ -122,7 +122,6 @@ def node_directory(identity: str, modes: Modes = PRIVATE) -> Path | None:
         closed = not status.st_mode & 0o777 & ~modes.directory
         if closed and modes.objection(directory, status) is None:
             return directory
-        logger.warning(
-            "%s can be used by other users, so sessions are not kept there. Remove it", directory
-        )
+        text = "%s can be used by other users, so sessions are not kept there. Remove it"
+        logger.warning(text, directory)
     return None

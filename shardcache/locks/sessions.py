@@ -4,8 +4,7 @@ Each process keeps its session's file locked by flock, and while it waits for a 
 ``.wait`` file. The modification time of a session's file is the time when the job began to use the
 cache. A child (a DataLoader worker, forked or spawned) creates a session with its parent's start,
 so that the workers of a later epoch do not look like a new job. The processes of a job share its
-notes, ``<job>-<kind>.streamed``. The next process that lists the sessions removes the files of dead
-processes.
+notes, ``<job>-<kind>.streamed``. A process that lists them removes those of dead processes.
 """
 
 from __future__ import annotations
@@ -65,8 +64,7 @@ class Session:
 
 def live_sessions(layout: Layout) -> list[float]:
     """Return the start of each live session, in seconds since the epoch; remove dead sessions."""
-    dates = map(_live_since, _files(layout, ".session"))
-    return [date for date in dates if date is not None]
+    return [date for path in _files(layout, ".session") if (date := _live_since(path)) is not None]
 
 
 def live_waits(layout: Layout) -> Iterator[tuple[str, Holder]]:
@@ -97,11 +95,10 @@ def remove_dead(layout: Layout) -> None:
     for path in _files(layout, ".wait"):
         _live_since(path)
     oldest = min(live_sessions(layout), default=math.inf)
-    for name in files.list_names(layout.sessions):
-        path = layout.sessions / name
-        with ignoring(OSError):  # the note is gone, or a directory has its name
-            if name.endswith(_NOTE) and path.lstat().st_mtime < oldest:
-                path.unlink()
+    for note in files.list_names(layout.sessions):
+        with ignoring(OSError):  # it is gone, or it is a directory
+            if note.endswith(_NOTE) and (layout.sessions / note).lstat().st_mtime < oldest:
+                (layout.sessions / note).unlink()
 
 
 def _files(layout: Layout, suffix: str) -> list[Path]:

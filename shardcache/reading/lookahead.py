@@ -31,8 +31,7 @@ class Lookahead:
 
     The consumer never waits for these downloads. A shard that another process downloads is left to
     that process, and a cached shard is opened at once, so that it is not evicted. The downloads end
-    when the consumer stops. An error of ``data``, which may have no end, is raised after the items
-    before it.
+    when the consumer stops. An error of ``data`` is raised after the items before it.
     """
 
     def __init__(
@@ -41,7 +40,7 @@ class Lookahead:
         self._cache = cache
         self._data = iter(data)
         self._shard_of = shard_of
-        self._coming: deque[tuple[Any, Opened | DownloadReader | None]] = deque()
+        self._queue: deque[tuple[Any, Opened | DownloadReader | None]] = deque()
         self._error: Exception | None = None  # raised by `data`, to be raised later
         #: Final refusals of the origin, by key, so that the shards are not requested again.
         self._refused: dict[str, ShardNotFoundError | AccessDeniedError] = {}
@@ -49,10 +48,10 @@ class Lookahead:
     def __iter__(self) -> Iterator[Any]:
         """Iterate over the items. The consumer must call `open` once for each item."""
         try:
-            while self._coming or self._take(download=False):
-                yield self._coming[0][0]
+            while self._queue or self._take(download=False):
+                yield self._queue[0][0]
         finally:
-            for _, reader in self._coming:
+            for _, reader in self._queue:
                 if reader is not None:
                     reader.close()
         if self._error is not None:
@@ -60,7 +59,7 @@ class Lookahead:
 
     def open(self) -> BinaryIO:
         """Open the shard of the current item, then start to download the next ones."""
-        item, ahead = self._coming.popleft()
+        item, ahead = self._queue.popleft()
         shard = self._shard_of(item)
         del item  # only the consumer keeps a reference to the item
         if (refused := self._refused.get(shard.key)) is not None and ahead is None:
@@ -70,7 +69,7 @@ class Lookahead:
         except (ShardNotFoundError, AccessDeniedError) as exn:
             self._refused[shard.key] = type(exn)(exn.message)  # a copy without the traceback
             raise
-        while len(self._coming) < self._cache.config.prefetch and self._take(download=True):
+        while len(self._queue) < self._cache.config.prefetch and self._take(download=True):
             pass
         return stream
 
@@ -89,7 +88,7 @@ class Lookahead:
                 shard = self._shard_of(item)
                 if not (cache.is_in_place(shard) or shard.key in self._refused):
                     reader = cache.lookup(shard) or DownloadReader(cache, shard, ahead=True)
-        self._coming.append((item, reader))
+        self._queue.append((item, reader))
         return True
 
 
@@ -107,7 +106,7 @@ class Prefetcher:
         self.size: int | None = None
         self._cache = cache
         self._lock = threading.Lock()
-        self._coming: deque[ShardURL] = deque()
+        self._queue: deque[ShardURL] = deque()
         self._running: deque[Download] = deque()
         self._has_thread = False
 
@@ -120,9 +119,9 @@ class Prefetcher:
         wanted = dict.fromkeys(shard for shard in shards if not self._cache.is_in_place(shard))
         with self._lock, contextlib.suppress(RuntimeError):  # the limit of threads is reached
             if self._cache.config.prefetch:
-                before = [shard for shard in self._coming if shard not in wanted]
-                self._coming = deque([*before, *wanted])
-            if self._coming and not self._has_thread:
+                before = [shard for shard in self._queue if shard not in wanted]
+                self._queue = deque([*before, *wanted])
+            if self._queue and not self._has_thread:
                 threads.start(partial(self._run, weakref.ref(self)), "shardcache-prefetch")
                 self._has_thread = True
 
@@ -137,10 +136,10 @@ class Prefetcher:
     def _begin(self) -> bool:
         """Begin the next download. Return False if there is none, so that the thread ends."""
         with self._lock:
-            self._has_thread = bool(self._coming)
+            self._has_thread = bool(self._queue)
             if not self._has_thread:
                 return False
-            shard = self._coming.popleft()
+            shard = self._queue.popleft()
         while self._running and self._running[0].ended:
             self.size = self._running.popleft().size or self.size
         cache = self._cache

@@ -4,13 +4,11 @@ Each reader delivers the bytes of one version. Its ``readinto(buffer, position)`
 at the end of the shard, or None while there are no bytes yet. A reader ends with its first error,
 and `stream.ShardStream` chooses the next reader.
 
-In a forked child, a reader drops the parent's download and sockets, and continues with the clients
-of the child.
+In a forked child, a reader drops the parent's download and sockets, and continues with its own.
 """
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import logging
 import os
@@ -53,7 +51,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 #: Seconds between two polls of another process's partial: about the time of a block from S3.
-_POLL = 0.005
+_FOREIGN_POLL = 0.005
 #: The same for a download of this process. It can be long, because the download notifies readers.
 _OWN_POLL = 0.25
 
@@ -150,7 +148,7 @@ class DownloadReader:
         if opened is not None:
             self._check(opened)
         elif not self._has_grown(download.partial, position):
-            seconds = _OWN_POLL if is_own and self._partial is not None else _POLL
+            seconds = _OWN_POLL if is_own and self._partial is not None else _FOREIGN_POLL
             self.waited += download.wait(lambda: download.changes != changes, seconds)
         return opened
 
@@ -165,15 +163,15 @@ class DownloadReader:
         """Update the watermark, and return whether there are new bytes after ``position``."""
         # After bytes were read, a new partial is not opened: only the entry can continue them.
         if path is not None and path != self._seen and not self._read:
-            with contextlib.suppress(FileNotFoundError):  # it is being created, or was published
-                try:
-                    source = PartialSource(path, self._shard.basename)
-                except DamagedError as exn:
-                    logger.debug("%s: %s cannot be followed: %s", self._shard, path.name, exn)
-                else:
-                    if self._partial is not None:
-                        self._partial.close()
-                    self._partial, self._limit = source, 0
+            try:
+                source = PartialSource(path, self._shard.basename)
+                if self._partial is not None:
+                    self._partial.close()
+                self._partial, self._limit, self._seen = source, 0, path
+            except FileNotFoundError:  # it is being created, or was published
+                pass
+            except DamagedError as exn:
+                logger.debug("%s: %s cannot be followed: %s", self._shard, path.name, exn)
                 self._seen = path
         if self._partial is None:
             return False
@@ -199,21 +197,16 @@ class DownloadReader:
         old, new = self._partial.data.fileno(), opened.file.fileno()
         if os.path.sameopenfile(old, new):
             return
+        url = str(self._shard)
         try:
             if opened.entry.version != self._partial.info.version:
-                raise TransferError(
-                    f"{self._shard} was replaced while it was read; the bytes read so far are of "
-                    "the old version. Read the shard again.",
-                    url=str(self._shard),
-                )
+                text = "was replaced while it was read, and the bytes read so far are old"
+                raise TransferError(f"{url} {text}. Read the shard again.", url=url)
             for start in range(0, self._read, BLOCK):
                 length = min(BLOCK, self._read - start)
                 if os.pread(old, length, start) != os.pread(new, length, start):
-                    raise IntegrityError(
-                        f"{self._shard}: bytes that were read were damaged on their way, and the "
-                        "shard was downloaded again. Read it again.",
-                        url=str(self._shard),
-                    )
+                    text = "bytes that were read were damaged on their way, and the shard was "
+                    raise IntegrityError(f"{url}: {text}downloaded again. Read it again.", url=url)
         except Exception:
             opened.close()
             raise
@@ -251,9 +244,9 @@ class OriginReader:
     path = None
 
     def __post_init__(self, stored: Entry | None, response: Body | None) -> None:
-        self._pid = os.getpid()
         self._read_from(self.nearer)
-        self._came, self._has_failed = 0, False  # bytes of `_body`; whether the last attempt failed
+        self._received = 0  # bytes of `_body`
+        self._has_failed = False  # whether the last attempt failed
         self._version = self.info and self.info.version
         self.size: int | None = None  #: bytes of the shard, once known
         if stored is not None:
@@ -266,7 +259,8 @@ class OriginReader:
         self._read_at = clock.monotonic()
 
     def _read_from(self, nearer: UpstreamOrigin | None) -> None:
-        self.nearer = nearer
+        """Read from an upstream, or from the origin, in this process."""
+        self.nearer, self._pid = nearer, os.getpid()
         self._origin: Origin = nearer or self._cache.origins.of(self._shard)
         self._counter = "bytes_origin" if nearer is None else "bytes_upstream"
         # After one failed attempt at an upstream, the origin continues the stream.
@@ -284,10 +278,9 @@ class OriginReader:
                 "origin names no version. Open it in the forked process.",
                 url=str(self._shard),
             )
-        self._pid = os.getpid()
         name = None if self.nearer is None else self.nearer.name
-        copies = () if name is None else self._cache.origins.upstreams(self._shard)
-        self._read_from(next((copy for copy in copies if copy.name == name), None))
+        upstreams = () if name is None else self._cache.origins.upstreams(self._shard)
+        self._read_from(next((own for own in upstreams if own.name == name), None))
 
     def _call(self, function: Callable[[], T]) -> T:
         try:
@@ -312,15 +305,13 @@ class OriginReader:
         # Time that the caller spent between two reads does not count towards the deadline.
         self._retries.extend(clock.monotonic() - self._read_at)
         count = self._call(lambda: self._receive_some(view))
+        assert self.info is not None
         if not self._origin.conditional and (count == 0 or self._position == self.size):
-            assert self.info is not None
             # Before the last bytes are delivered.
             self._call(partial(compare_version, self._origin, self._shard, self.info))
         if count == 0:
             self.size = self._position
-        if self._version is None:
-            assert self.info is not None
-            self._version = self.info.version
+        self._version = self._version or self.info.version
         self._cache.counters.read(count, self._counter)
         self._has_ended()
         self._read_at = clock.monotonic()
@@ -342,7 +333,7 @@ class OriginReader:
         body, self._body = self._body, None
         try:
             if body is None:
-                body, self._came = self._open(), 0
+                body, self._received = self._open(), 0
             count = 0
             while count < least and (more := body.readinto(view[count:])):
                 count += more
@@ -354,12 +345,12 @@ class OriginReader:
             if body is not None:
                 body.close()
             self._has_failed = isinstance(exn, TransientError)
-            if self._has_failed and self._retries.forgives(self._came):
-                self._came = 0
+            if self._has_failed and self._retries.forgives(self._received):
+                self._received = 0
                 return self._receive_some(view)
             raise
         self._position += count
-        self._body, self._came, self._has_failed = body, self._came + count, False
+        self._body, self._received, self._has_failed = body, self._received + count, False
         return count
 
     def _open(self) -> Body:

@@ -125,4 +125,4 @@ def _etag(fd: int, part: int) -> str:
         parts[-1].update(block)
     if not part:
         return parts[0].hexdigest()
-    return f"{md5(b''.join(each.digest() for each in parts)).hexdigest()}-{len(parts)}"
+    return f"{md5(b''.join(part_md5.digest() for part_md5 in parts)).hexdigest()}-{len(parts)}"

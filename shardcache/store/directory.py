@@ -108,10 +108,9 @@ class Metadata:
             record["fetched_at"] = max(0.0, date)
             # A later version of the library may have added fields.
             metadata = cls(**{name: record[name] for name in cls.__slots__})
-            texts = metadata.url, metadata.key, metadata.digest, metadata.boot, metadata.library
-            typed = type(metadata.size) is int and isinstance(metadata.checked, str | None)
-            typed = typed and isinstance(metadata.endpoint, str | None)
-            if not typed or not all(isinstance(text, str) for text in texts):
+            texts = [metadata.url, metadata.key, metadata.digest, metadata.boot, metadata.library]
+            texts += [text for text in (metadata.checked, metadata.endpoint) if text is not None]
+            if type(metadata.size) is not int or not all(isinstance(text, str) for text in texts):
                 raise TypeError("a field has another type")
         except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as exn:
             reason = f"{type(exn).__name__}: {exn}"[:200]
@@ -155,7 +154,7 @@ def data_lock(
     """
     if grace is not None:
         return contextlib.nullcontext(files.is_idle(Path(directory), grace))
-    data = data or data_file(directory) or Path(directory)
+    data = data or data_file(directory) or directory
     return files.locked(data, shared=shared, remove=remove, of=directory)
 
 
@@ -186,8 +185,7 @@ def hide(directory: Path, layout: Layout, key: str) -> Path | None:
 def remove_free(directory: Path, layout: Layout, key: str) -> bool:
     """Remove an entry or a partial unless a process holds its lock; return whether it is gone."""
     with data_lock(directory, layout.grace, remove=True) as free:
-        hidden = hide(directory, layout, key) if free else None
-        if hidden is None:
+        if not free or (hidden := hide(directory, layout, key)) is None:
             return False
         # Keep the lock until the names are gone, so that a reader that gets its lock afterwards
         # sees a link count of zero and repeats its lookup.
@@ -206,12 +204,9 @@ def remove_directory(directory: Path, name: str | None = None) -> None:
             directory.rmdir()
             return
         kept = directory.rename(directory.with_name(f"kept.{directory.name}"))
-        shown = ", ".join(map(repr, sorted(foreign)[:3])) + (", ..." if foreign[3:] else "")
-        logger.warning(
-            "%s stays, because it holds files that shardcache did not write (%s); move them "
-            "elsewhere or delete them",
-            *(kept, shown),
-        )
+        names = ", ".join(map(repr, sorted(foreign)[:3])) + (", ..." if foreign[3:] else "")
+        text = "%s stays, because it holds files that shardcache did not write (%s); move them away"
+        logger.warning(text, kept, names)
     except os_error() as exn:  # the directory is gone, or the disk fails
         logger.debug("%s is not removed: %s", directory, exn)
 

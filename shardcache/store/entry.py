@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 #: Attempts to rename into a key's directory, which other processes may remove or fill.
-_ATTEMPTS = 100
+_RENAME_ATTEMPTS = 100
 #: Errors of `os.link` if the filesystem cannot link, or if the other entry is gone.
 _CANNOT_LINK = frozenset({errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOENT})
 #: Errors of renaming a directory to a name that another directory has.
@@ -50,7 +50,7 @@ _TAKEN = frozenset({errno.EEXIST, errno.ENOTEMPTY})
 #: Nanoseconds between the times of two versions; some filesystems store whole seconds.
 _LATER = 2_000_000_000
 #: Number of entries that a process remembers. Each takes about 300 bytes, so 30 MB together.
-_REMEMBERED = 100_000
+_MAX_KNOWN = 100_000
 
 
 class Entry(NamedTuple):
@@ -278,12 +278,12 @@ class Store:
             metadata = Entry.at(directory).metadata()
         except FileNotFoundError:
             return  # another process evicted it, but the open file can still be read
-        if not self._boot or metadata.boot == self._boot:
-            return
-        if file_digest(fd) != metadata.digest:
-            raise DamagedError("its bytes changed since they were downloaded")
-        with ignoring(OSError):  # if the disk is full or read-only, verify again later
-            self.layout.write(Path(directory, META), replace(metadata, boot=self._boot).encode())
+        if self._boot and metadata.boot != self._boot:
+            if file_digest(fd) != metadata.digest:
+                raise DamagedError("its bytes changed since they were downloaded")
+            metadata = replace(metadata, boot=self._boot)
+            with ignoring(OSError):  # if the disk is full or read-only, verify again later
+                self.layout.write(Path(directory, META), metadata.encode())
 
     def is_intact(self, entry: Entry, basename: str) -> bool:
         """Return whether `open` would open an entry without hashing it; False in case of doubt."""
@@ -298,7 +298,7 @@ class Store:
         return is_data and not is_replaced and (not self._boot or boot == self._boot)
 
     def _remember(self, key: str, directory: str, basename: str, size: int) -> None:
-        if len(self._known) >= _REMEMBERED:
+        if len(self._known) >= _MAX_KNOWN:
             self._known.clear()
         self._known[key] = directory, f"{directory}/{basename}", size
 
@@ -338,7 +338,7 @@ class Store:
 
     def _rename(self, partial: Partial, entry: Path, size: int) -> bool:
         """Rename a sealed partial to its entry; return False if an intact entry has the name."""
-        for _ in range(_ATTEMPTS):
+        for _ in range(_RENAME_ATTEMPTS):
             try:
                 self.layout.modes.make_directory(entry.parent)
                 partial.path.rename(entry)
@@ -362,13 +362,11 @@ class Store:
     def touch(self, directory: str, now: float) -> None:
         """Record the last use of an entry, ``now`` in seconds since the epoch, if possible."""
         path = f"{directory}/{META}"
-        try:
+        with ignoring(OSError):  # the entry is gone, or the disk is read-only
             try:
                 os.utime(path, (now, now), follow_symlinks=False)
             except PermissionError:  # only the file's owner may set another timestamp than now
                 os.utime(path, follow_symlinks=False)
-        except os_error() as exn:
-            logger.debug("%s: its use is not noted: %s", directory, exn)
 
     def mark_replaced(self, entry: Entry) -> bool:
         """Set the time of an entry's data to 0, so that processes that know it list the versions.
@@ -387,11 +385,11 @@ class Store:
         objects = str(self.layout.objects)
         for name in [prefix] if prefix else files.list_names(objects):
             path = f"{objects}/{name}"
-            for key in _directories(path) if files.is_directory(path) else ():
-                if is_key(key.name) and key.name[:2] == name:
-                    for child in _directories(key.path):
-                        if (parsed := parse_entry_name(child.name)) is not None:
-                            yield Entry(child.path, key.name, *parsed, _last_use(child.path))
+            keys = _directories(path) if files.is_directory(path) else []
+            for key in (key for key in keys if is_key(key.name) and key.name[:2] == name):
+                for child in _directories(key.path):
+                    if (parsed := parse_entry_name(child.name)) is not None:
+                        yield Entry(child.path, key.name, *parsed, _last_use(child.path))
 
     def entries_of(self, key: str) -> Iterator[Entry]:
         """Yield every version of one shard, newest first."""
@@ -461,15 +459,14 @@ def open_first(
     known = [store for store in stores if key in store._known]
     for group in (known, [store for store in stores if store not in known]):
         for store in group:
-            opened = None
             try:
-                opened = store.open(key, basename, outdated)
+                older = store.open(key, basename, outdated)
             except DamagedError as exn:
-                damaged = damaged or exn
-            if opened is not None and (newest is None or opened.stored > newest.stored):
-                newest, opened = opened, newest
-            if opened is not None:
-                opened.close()
+                older, damaged = None, damaged or exn
+            if older is not None and (newest is None or older.stored > newest.stored):
+                newest, older = older, newest
+            if older is not None:
+                older.close()
         if newest is not None and newest.stored:  # not replaced
             return newest
     if damaged is not None and newest is None:

@@ -1,7 +1,6 @@
 """The root of a cache: create it, and refuse a directory that other users could tamper with.
 
-shardcache removes nothing from a directory without a manifest. Any number of processes may create
-the same root at once.
+shardcache removes nothing from a directory without a manifest. Several processes may create a root.
 """
 
 from __future__ import annotations
@@ -90,9 +89,8 @@ def check_usable(config: Config) -> None:
     try:
         path = next(path for path in (root, *root.parents) if path.exists())
         if not path.is_dir():
-            raise ConfigError(
-                f"{path} is not a directory. Point dir at a directory, or at a name in one."
-            )
+            advice = "Point dir at a directory, or at a name in one."
+            raise ConfigError(f"{path} is not a directory. {advice}")
         check_manifest(config)
         if path == root:
             check_root(config)
@@ -125,10 +123,10 @@ def _check_foreign(root: Path) -> None:
     """Raise ConfigError if ``root`` has links, or is neither a cache nor empty."""
     check_links(Layout.of_root(root))
     names = [] if is_cache(root) else sorted(list_names(root.resolve()))
-    if strange := [n for n in names if not (n in _ROOT_NAMES or is_temporary_name(n))]:
-        shown = ", ".join(strange[:3]) + (", ..." if strange[3:] else "")
+    if foreign := [n for n in names if not (n in _ROOT_NAMES or is_temporary_name(n))]:
+        examples = ", ".join(foreign[:3]) + (", ..." if foreign[3:] else "")
         raise ConfigError(
-            f"{root} is not a shardcache directory, and it has other files in it ({shown}). "
+            f"{root} is not a shardcache directory, and it has other files in it ({examples}). "
             f"Give the cache a directory of its own, such as {root / 'shards'}."
         )
 
@@ -155,14 +153,14 @@ def require_cache(root: Path) -> None:
 
 def remove_root(layout: Layout) -> None:
     """Remove the records of a cache, and its directories unless shards or other files are left."""
-    root, local = layout.base.parent, [layout.local] if layout.local else []
-    for base in (layout.base, *local):
-        for where, _, names in os.walk(base, topdown=False):
+    root = layout.base.parent
+    for base in filter(None, (layout.base, layout.local)):
+        for directory, _, names in os.walk(base, topdown=False):
             for name in names:
                 if is_record_name(name) or is_temporary_name(name):
-                    Path(where, name).unlink(missing_ok=True)
+                    Path(directory, name).unlink(missing_ok=True)
             with ignoring(OSError):  # not empty
-                Path(where).rmdir()
+                Path(directory).rmdir()
     if set(list_names(root)) <= _ROOT_NAMES - {layout.base.name}:
         for name in (_TAG_NAME, _README_NAME, MANIFEST):  # last the manifest, which marks a cache
             (root / name).unlink(missing_ok=True)

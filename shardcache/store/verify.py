@@ -55,15 +55,6 @@ class VerifyStatus:
     done: int = 0  #: entries that were checked
     passed: int = 0  #: bytes of the entries that were checked
 
-    def begin(self, sizes: Sequence[int]) -> None:
-        """Record the sizes of the entries to check."""
-        self.shards, self.bytes = len(sizes), sum(sizes)
-
-    def checked(self, sizes: Sequence[int]) -> None:
-        """Record the sizes of entries that were checked."""
-        self.done += len(sizes)
-        self.passed += sum(sizes)
-
 
 #: Number of shards to check at once. Flash disks serve a few reads as fast as one, but more would
 #: slow down the jobs that read from the same disk.
@@ -87,7 +78,8 @@ def verify(
     shards: dict[str, list[tuple[Store, Entry]]] = {}
     for store, entry in entries:
         shards.setdefault(entry.key, []).append((store, entry))
-    status.begin([entry.size for _, entry in entries])
+        status.shards += 1
+        status.bytes += entry.size
     is_closed = False
 
     def check_stopped() -> None:
@@ -98,13 +90,13 @@ def verify(
         digests: dict[tuple[int, int], str] = {}  # by device and inode, because some are links
 
         def digest(fd: int) -> str:
-            file, digests_of_blocks = os.fstat(fd), bytearray()
-            if (name := (file.st_dev, file.st_ino)) not in digests:
+            file, block_digests = os.fstat(fd), bytearray()
+            if (inode := (file.st_dev, file.st_ino)) not in digests:
                 for block in read_blocks(fd):
                     check_stopped()
-                    digests_of_blocks += block_digest(block)
-                digests[name] = tree_digest(digests_of_blocks)
-            return digests[name]
+                    block_digests += block_digest(block)
+                digests[inode] = tree_digest(block_digests)
+            return digests[inode]
 
         findings: list[Finding] = []
         with contextlib.suppress(CancelledError):
@@ -116,7 +108,8 @@ def verify(
     pool = ThreadPoolExecutor(_THREADS, "shardcache-verify")
     try:
         for copies, findings in zip(shards.values(), pool.map(check, shards.values()), strict=True):
-            status.checked([entry.size for _, entry in copies])
+            status.done += len(copies)
+            status.passed += sum(entry.size for _, entry in copies)
             yield from findings
     finally:
         is_closed = True
@@ -136,16 +129,15 @@ def _check(
         try:
             with readable():
                 metadata = entry.metadata()
-                url, name, problem = metadata.url, metadata.basename, ""
-                path = f"{entry.directory}/{name}"
-                opened = open_data(entry.directory, path, entry.size, store.layout.grace)
+                url, path, problem = metadata.url, entry.path / metadata.basename, ""
+                opened = open_data(entry.directory, str(path), entry.size, store.layout.grace)
                 if opened is None:
                     raise DamagedError("its data file is missing")
                 with opened.file as file:
                     if digest is not None:
                         if digest(file.fileno()) != metadata.digest:
                             raise DamagedError("its bytes changed since they were downloaded")
-                        problem = archive_problem(file.fileno(), name, entry.size)
+                        problem = archive_problem(file.fileno(), path.name, entry.size)
         except DamagedError as exn:
             return [_damaged(Finding(entry, url, EntryState.DAMAGED, str(exn)), before, locked)]
     except os_error() as exn:

@@ -111,8 +111,8 @@ class Cache:
     def from_config(cls, config: Config, *, started: float | None = None) -> Cache:
         """Create a cache from a configuration alone, without reading the environment.
 
-        ``started`` is when the job began to use the cache, in seconds since the epoch; None for a
-        command, whose limits are not recorded as those of a job.
+        ``started`` is when the job began to use the cache, in seconds since the epoch. With None,
+        as in commands, the limits are not recorded as those of a job.
         """
         cache = cls.__new__(cls)
         cache._setup(config, started)
@@ -126,12 +126,12 @@ class Cache:
         self._started = started
         with undivided():  # from here on, forks wait for imports in other threads
             self._ranks = detect()
-        # Each epoch repeats the URLs, and parsing one takes longer than opening a cached shard.
+        # Each epoch repeats the URLs, and parsing a URL takes longer than opening a cached shard.
         self._parse = lru_cache(_PARSED_URLS)(url_parser(config))
 
     @lazy
     def process(self) -> ProcessCache:
-        """The cache as this process uses it, which is made on first use."""
+        """The cache as this process uses it. It is created on first use."""
         return ProcessCache(self.config, self._ranks, self._started)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -287,7 +287,7 @@ class Cache:
         Args:
             data: URLs, or dicts with a ``url``.
             handler: an error handler of WebDataset; the default raises the error.
-            **kw: other arguments of WebDataset's function, which are ignored.
+            **kw: other arguments of WebDataset's function. They are ignored.
         """
         from shardcache import wds
 
@@ -298,9 +298,8 @@ class Cache:
     ) -> PrewarmReport:
         """Download many shards at once, and return a report.
 
-        A shard that fails neither raises an error nor stops the others: it is listed in the
-        report's ``failures``, and one warning states how many shards failed. `prewarm.prewarm`
-        lists the errors that are raised.
+        A shard that fails does not stop the others. The report's ``failures`` lists it, and one
+        warning states how many shards failed. `prewarm.prewarm` lists the errors that are raised.
 
         Args:
             urls: one or more shard specifications: URLs, ``{braces}``, globs and prefixes.
@@ -350,8 +349,8 @@ class Cache:
         """Return the shards that specifications stand for, without duplicates.
 
         URLs and ``{braces}`` stand for shards whether they are cached or not. Globs, a ``prefix/``
-        and basenames stand only for matching shards in the cache, or with ``pinned`` for matching
-        pins. These may have come from other endpoints than the configured one (`other_endpoint`).
+        and basenames stand for matching shards in the cache, or with ``pinned`` for matching pins,
+        also those from another endpoint than the configured one (`other_endpoint`).
 
         Raises:
             ConfigError: a specification is malformed.
@@ -378,10 +377,8 @@ class Cache:
             with contextlib.suppress(ShardNotFoundError):  # the text is the literal URL of a shard
                 shards = [s for s in self.select(spec) if not self.other_endpoint(s)]
         if len(shards) > 1:
-            raise ConfigError(
-                f"{shown_url(spec)} stands for {len(shards)} shards instead of one. "
-                "Loop over Cache.select(...)."
-            )
+            text = f"{shown_url(spec)} stands for {len(shards)} shards instead of one."
+            raise ConfigError(f"{text} Loop over Cache.select(...).")
         return shards[0] if shards else self.parse(spec)
 
     def _selections(self, specs: Specs) -> list[Selection]:
@@ -397,9 +394,7 @@ class Cache:
         for key, url in sorted(pairs, key=itemgetter(1)):
             with contextlib.suppress(ConfigError):  # a damaged record has no valid URL
                 shard = self.parse(url)
-                # The key of an S3 shard depends on its endpoint, so a shard that came from another
-                # endpoint is listed although its key differs.
-                if shard.key == key or shard.scheme == "s3":
+                if shard.key == key or shard.scheme == "s3":  # S3 keys depend on the endpoint
                     known[key] = replace(shard, key=key)
         return known
 
@@ -414,8 +409,8 @@ class Cache:
                         return endpoint or "AWS"
         return "unknown"
 
-    def _not_found(self, selection: Selection, which: str = "") -> ShardNotFoundError:
-        text = f"{selection.text}: nothing{which} in {self.dir} matches. See `shardcache ls`."
+    def _not_found(self, selection: Selection, kind: str = "") -> ShardNotFoundError:
+        text = f"{selection.text}: nothing{kind} in {self.dir} matches. See `shardcache ls`."
         return ShardNotFoundError(text, url=selection.text)
 
     def clean(
@@ -432,13 +427,12 @@ class Cache:
     ) -> CleanReport:
         """Remove leftovers of dead processes, and evict entries until all limits are met.
 
-        The default of each limit is the configured one.
-
         Args:
-            max_size: the size limit of the cache, in bytes or as text such as "800GB".
+            max_size: the size limit of the cache, in bytes or as text such as "800GB". The default
+                of each limit is the configured one.
             min_free: the space to keep free on the filesystem, in the same form as ``max_size``.
             max_age: the longest time without use, in seconds or as text such as "14d".
-            orphans: also remove the unfinished downloads of the last hour, which could be resumed.
+            orphans: also remove unfinished downloads of the last hour, although they could resume.
                 Unless a limit or ``everything`` is given, no entry is removed.
             everything: remove all entries that are neither pinned nor in use.
             remove_dir: with ``everything``, remove the directories as well. They stay if shards or
@@ -575,8 +569,8 @@ class Cache:
             if not dry_run:
                 evicted = space.evict(removals)
                 space.forget_refusal()
-                left = [r.entries for r in removals if r not in evicted]
-                stay += sum(any(entry.path.exists() for entry in links) for links in left)
+                failed = [removal.entries for removal in removals if removal not in evicted]
+                stay += sum(any(entry.path.exists() for entry in links) for links in failed)
                 removals = evicted
             freed += sum(removal.entries[0].size for removal in removals)
         return freed, stay
@@ -600,7 +594,7 @@ class Cache:
     def samples(self, since: float | str | None = None, *, ever: bool = False) -> list[Sample]:
         """Return the counters of `stats`, one sample per rank and period of ten minutes.
 
-        With ``ever``, one more sample, whose start is 0, sums all older counters.
+        With ``ever``, one more sample, with the start 0, is the sum of all older counters.
         """
         from shardcache.stats.database import samples
 

@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 #: The text that clears an option in the environment and in TOML files.
 NONE = "none"
-#: The values of the options that choose one; the first is the default.
+#: The choices of some options; the first is the default.
 PolicyName: TypeAlias = Literal["working-set", "lru"]
 Isolation: TypeAlias = Literal["node", "rank", "job"]
 Fill: TypeAlias = Literal["follow", "complete"]
@@ -103,10 +103,8 @@ def absolute(path: str | os.PathLike[str]) -> Path:
     try:
         return Path(path).absolute()
     except FileNotFoundError:
-        raise ConfigError(
-            f"{path} is relative to the working directory, which was removed. Give an absolute "
-            "path, or change to another directory."
-        ) from None
+        text = f"{path} is relative to the working directory, which was removed. Give an absolute "
+        raise ConfigError(f"{text}path, or change to another directory.") from None
 
 
 # The text of a ValueError of a parser completes a sentence that begins with the value.
@@ -162,8 +160,7 @@ def _tables(value: object, cls: Any) -> tuple[Any, ...]:
 
     def parsed(item: Any) -> Any:
         if isinstance(item, str | Path):
-            text = str(item).strip()
-            return cls(*(text.split("=", 1) if cls is TierOption else [text]))
+            return cls(*str(item).strip().split("=", 1 if cls is TierOption else 0))
         return item if isinstance(item, cls) else cls(**item)
 
     try:
@@ -231,7 +228,7 @@ class Kind(NamedTuple):
 
 
 def _opt(kind: Kind, default: Any, help: str) -> Any:
-    # No functions in the repr: a functools.partial would show its arguments, which may be secret.
+    # Leave functions out of the repr: that of a functools.partial may contain secrets.
     return field(default=default, repr=kind is not FUNCTION, metadata={"kind": kind, "help": help})
 
 
@@ -268,7 +265,7 @@ STORE = Kind("path, or URL without credentials", _store)
 
 
 def _parse_fields(instance: Any) -> None:
-    """Parse the values of all fields, which `_opt` declared."""
+    """Parse the values of all fields that `_opt` has declared."""
     for option in fields(instance):
         value = _parse(option, getattr(instance, option.name), "argument")
         object.__setattr__(instance, option.name, value)
@@ -276,7 +273,7 @@ def _parse_fields(instance: Any) -> None:
 
 @dataclass(frozen=True, slots=True)
 class TierOption:
-    """A directory of the option ``tiers``, which is faster than ``dir`` and has its own limits."""
+    """An item of the option ``tiers``: a faster directory than ``dir``, with its own limits."""
 
     dir: Path = _opt(PATH, MISSING, "Directory of the tier.")
     max_size: Limit | None = _opt(POSITIVE_LIMIT, None, "Maximum size of the tier.")
@@ -291,7 +288,7 @@ class TierOption:
 
 @dataclass(frozen=True, slots=True)
 class Upstream:
-    """A store of the option ``upstreams``, which holds copies of shards."""
+    """An item of the option ``upstreams``: a store with copies of shards."""
 
     url: str = _opt(STORE, MISSING, "A directory, or the URL of a store.")
     write_back: bool = _opt(BOOL, False, "Whether to copy downloaded shards to this store.")
@@ -471,7 +468,7 @@ def load(
     Args:
         explicit: options set in code; None means "not set".
         environ: the environment (default: ``os.environ``). Empty variables count as unset.
-        files: the files to read, which must exist (default: `_usual_files`).
+        files: existing files to read (default: `_usual_files`).
 
     Raises ConfigError if a name or a value is not valid, or a file cannot be read.
     """
@@ -487,9 +484,9 @@ def load(
         if (advice := REMOVED.get(f"option {name}")) is not None:
             raise ConfigError(f"the option {name} ({source}) was removed. {advice}")
         if name not in _FIELDS:
-            meant = units.similar(name, _FIELDS)
-            known = f"Did you mean {meant}?" if meant else f"Known: {', '.join(_FIELDS)}."
-            raise ConfigError(f"unknown option {name!r} ({source}). {known}")
+            similar = units.similar(name, _FIELDS)
+            advice = f"Did you mean {similar}?" if similar else f"Known: {', '.join(_FIELDS)}."
+            raise ConfigError(f"unknown option {name!r} ({source}). {advice}")
         if value is not None and sources[name] == "default":
             values[name], sources[name] = _parse(_FIELDS[name], value, source), source
     if "dir" not in values:
@@ -599,10 +596,10 @@ def _show(name: str, value: object) -> str:
 
 def describe(loaded: Loaded) -> list[Option]:
     """Return all options, with their values, in the order of their declaration."""
-    rows = []
+    options = []
     for name, option in _FIELDS.items():
         kind, help = option.metadata["kind"], option.metadata["help"]
         default = "~/.cache/shardcache" if name == "dir" else _show(name, option.default)
         value = _show(name, getattr(loaded.config, name))
-        rows.append(Option(name, kind.text, default, help, value, loaded.sources[name]))
-    return rows
+        options.append(Option(name, kind.text, default, help, value, loaded.sources[name]))
+    return options

@@ -19,7 +19,7 @@ from shardcache.config import Config
 from shardcache.errors import ShardCacheError
 from shardcache.units import format_duration
 
-#: Errors of a full disk or quota, which are no faults.
+#: Errors of a full disk or quota. They are no faults.
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 #: Errors of a disk that is broken, read-only, missing or another user's. The last three rows come
 #: from network filesystems, FUSE and the block layer (blk_errors in the kernel's block/blk-core.c).
@@ -38,9 +38,9 @@ class _NoError(OSError):
 
 
 def os_error() -> type[OSError]:
-    """Return the class for ``except os_error():``, which lets errors of a signal handler pass.
+    """Return the class for ``except os_error():``, so that errors of a signal handler pass.
 
-    A handler may raise a TimeoutError after an alarm, which has no ``errno``, in any call.
+    A handler of an alarm may raise a TimeoutError, without an ``errno``, in any call.
     """
     return OSError if getattr(sys.exc_info()[1], "errno", None) is not None else _NoError
 
@@ -66,7 +66,7 @@ def is_disk_fault(exn: BaseException) -> bool:
 
 
 def fault_kind(exn: OSError) -> str:
-    """Return the name of an error, such as ``EIO``. shardcache warns once of each kind."""
+    """Return the name of an error, such as ``EIO``. shardcache warns once of each name."""
     return errno.errorcode.get(exn.errno or 0, type(exn).__name__)
 
 

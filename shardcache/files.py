@@ -53,7 +53,7 @@ def random_token() -> str:
 
 @dataclass(frozen=True, slots=True)
 class Modes:
-    """The permissions of one cache, either `PRIVATE` or from `Modes.of`."""
+    """The permissions of a cache: `PRIVATE`, or those that `Modes.of` returns."""
 
     group: int | None = None  #: number of the group that shares the cache
     directory: int = 0o700  #: mode of every directory, including the root
@@ -316,10 +316,10 @@ def locked(
 ) -> Iterator[bool | None]:
     """Hold the flock of a file in the body; yield whether no other process holds it.
 
-    Yields True if the file is gone, and None if that is unknown: the filesystem has no flock, or
-    the file is another user's, who was killed before the group got access. With ``remove``, a file
-    that was replaced after it was opened is not free. If it is the data file ``of`` a directory, a
-    link is free, and an unknown one after an hour without a write or a touch.
+    Yields True if the file is gone. Yields None if the filesystem has no flock, or if the process
+    that created the file died before it gave the group access. With ``remove``, a file that was
+    replaced after it was opened is not free. If it is the data file ``of`` a directory, a link is
+    free; and instead of None, it yields whether the directory was unused for an hour.
     """
     with contextlib.ExitStack() as stack:
         try:

@@ -65,7 +65,7 @@ META = "meta.json"
 PROGRESS = "progress"
 INDEX = "samples.idx"
 MANIFEST = "manifest.json"
-#: Maximum number of bytes to read from a manifest, which has about 150.
+#: Maximum number of bytes to read from a manifest. Usually, it has about 150.
 _MAX_MANIFEST = 4096
 
 
@@ -136,7 +136,7 @@ class Layout:
         return Path(f"{self.local or self.base}/locks/{key[:2]}/{key}.lock")
 
     def lease(self, key: str) -> Path:
-        """Return the lease file of a key, which all nodes that share the directory see."""
+        """Return the lease file of a key. All nodes that share the directory see it."""
         return self.base / "locks" / key[:2] / f"{key}.lease"
 
     def holder(self, key: str) -> Path:

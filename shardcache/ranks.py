@@ -23,7 +23,7 @@ from shardcache.errors import ConfigError
 
 Source = Literal["torch", "openmpi", "pmi", "slurm", "explicit", "none"]
 
-#: Users may set these two variables, which take precedence over every launcher.
+#: Users may set these two variables. They take precedence over every launcher.
 RANK_VARIABLE = "SHARDCACHE_RANK"
 JOB_VARIABLE = "SHARDCACHE_JOB"
 #: `shardcache run` sets this variable. It holds the start of the run in seconds since the epoch, a
@@ -45,7 +45,7 @@ LAUNCHERS: dict[Source, tuple[str, ...]] = {
         *("SLURM_NTASKS_PER_NODE", "SLURM_JOB_ID"),  # the former is set by --ntasks-per-node only
     ),
 }
-#: The default of torchrun's --rdzv-id. All jobs share it, so it does not identify a job.
+#: The default of torchrun's --rdzv-id, which does not identify a job.
 _NO_RUN_ID = "none"
 #: SLURM_MAX_NORMAL_STEP_ID in slurm.h. Larger step ids denote pseudo-steps (batch script,
 #: interactive shell), which run a single process regardless of SLURM_NTASKS.
@@ -187,7 +187,7 @@ def torch_store() -> Any:
     # A DataLoader worker must not use its parent's connection.
     if _distributed() is None or worker() is not None:
         return None
-    # torch has no public function for the store. This private one exists since torch 1.8.
+    # torch has no public function for the store. This private function exists since torch 1.8.
     from torch.distributed import distributed_c10d
 
     try:

@@ -119,13 +119,13 @@ def makedirs(path: PathLike, mode: int = 0o777, *, timeout: Timeout = _MKDIR_TIM
     """Create a directory and its parents, and return its absolute path once it is visible.
 
     Args:
-        path: the directory, which may exist.
+        path: the directory. It may exist.
         mode: mode of the last directory if this call creates it, as for `os.makedirs`.
         timeout: seconds (120), or text such as ``10m``, to wait while the filesystem contradicts
             itself; None waits forever.
 
     Raises:
-        InTheWayError: a file or a dangling link, which is not removed, has the name.
+        InTheWayError: a file or a dangling link has the name. It is not removed.
         WaitTimeoutError: the directory was created but is not visible.
         OSError: no permission, no space, or a read-only filesystem.
     """
@@ -239,13 +239,13 @@ def atomic_write(
 
 
 class FileStore:
-    """A directory of notes, which several nodes may use, with the methods of torch's stores."""
+    """A directory of notes for the ranks of several nodes, with the methods of torch's stores."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
 
     def check(self, names: Sequence[str]) -> bool:
-        """Return whether notes with all these names, which are in one directory, exist."""
+        """Return whether all notes with these names exist. They must be in one directory."""
         with _ignoring_absence():
             posted = os.listdir((self._directory / names[0]).parent)  # noqa: PTH208 - names alone
             return {name.rpartition("/")[2] for name in names}.issubset(posted)
@@ -265,10 +265,10 @@ class FileStore:
             file.write(text)
 
     def compare_set(self, name: str, expected: str, text: str) -> bytes:
-        """Post a note unless one with that name exists; return the note with the name.
+        """Post a note unless the name is taken; return the note with the name.
 
-        A name is given by link(2), which fails if it exists, even on NFS, Lustre or GPFS. NFS may
-        repeat a request whose reply was lost; then the existing note is equal to ours.
+        link(2) fails if the name exists, even on NFS, Lustre or GPFS. If NFS repeats a request
+        whose reply was lost, the existing note is equal to ours.
         """
         path = self._directory / name
         temporary = makedirs(path.parent) / f".{secrets.token_hex(12)}"
@@ -333,7 +333,7 @@ def _this_process() -> str:
 
 
 def _get(store: Any, name: str) -> str:
-    """Return a note, or "" if there is none. For an absent one, torch would block all threads."""
+    """Return a note, or "" if it is absent: torch's ``get`` would then block all threads."""
     return str(store.get(name).decode()) if store.check([name]) else ""
 
 
@@ -415,10 +415,10 @@ def _claim(
 ) -> str | None:
     """Wait for a claim on the work and return its name, or None once the work has an outcome.
 
-    A claim is two notes, the claim and its heartbeat, and belongs to the rank that creates both. So
-    if a user removes one of them, as people do with lock files, no second rank gets the claim. If
-    the runner gives up, or sends no heartbeat for ``lease`` seconds, another rank may make the
-    claim with the next number. If two runners post an outcome, both return the first one.
+    A claim consists of two notes, the claim and its heartbeat, and belongs to the rank that creates
+    both. So if a user deletes one of them like a lock file, no second rank gets the claim. If the
+    runner gives up, or sends no heartbeat for ``lease`` seconds, another rank may create the claim
+    with the next number. If two runners post an outcome, both return the first one.
     """
     number, since, runner, last_beat = 0, 0.0, "an unknown rank", ""
     polls = poll(timeout, lambda: f"for {name} on {runner} (notes in {location})")

@@ -41,12 +41,12 @@ _ENDING_TIMEOUT = 5.0
 _FORK_POLL = 0.0005
 #: When this many threads are remembered, those that have ended are forgotten.
 _MAX_REMEMBERED = 64
-#: Modules that register hooks which take the modules' locks before a fork. The second one takes
-#: long to import, and few processes need it.
+#: Modules with hooks that take locks before a fork. Only few processes need the second module,
+#: whose import is slow.
 _HOOKS = "concurrent.futures.thread", "filelock"
 
 _started: set[threading.Thread] = set()
-#: The lock of each thread, which the thread holds inside `undivided`, and a fork takes. No signal
+#: The lock of each thread. The thread holds it inside `undivided`, and a fork takes it. No signal
 #: handler can raise while Python enters or leaves a lock.
 _locks: weakref.WeakSet[Any] = weakref.WeakSet()
 #: Held during a fork, so that no thread makes its lock.
@@ -64,10 +64,10 @@ _own = _Own()
 
 
 class Queue(Generic[T]):
-    """A queue from which one thread gets items, and into which even a garbage collection may put.
+    """A queue for one consumer. Code that the garbage collector runs may put items into it.
 
-    If a signal interrupts `queue.SimpleQueue.get` just before its time is up, CPython waits forever
-    (for the negative rest of that time).
+    If a signal interrupts `queue.SimpleQueue.get` just before its timeout, CPython waits forever,
+    because the remaining time is negative.
     """
 
     def __init__(self) -> None:

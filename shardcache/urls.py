@@ -25,7 +25,7 @@ from urllib.parse import quote, unquote, urlsplit
 from shardcache.errors import ConfigError
 from shardcache.units import similar
 
-#: The schemes that are always allowed. ``pipe`` is not one of them, because it runs a shell.
+#: The schemes that are always allowed. ``pipe`` runs a shell, so users must allow it.
 DEFAULT_SCHEMES = frozenset(
     {"abfs", "abfss", "az", "file", "gs", "hf", "http", "https", "memory", "oci", "s3"}
 )
@@ -38,7 +38,7 @@ _LOGINS = frozenset({"ftp", "http", "https", "sftp", "smb", "ssh", "webdav", "we
 _MAX_CANONICAL = 8192
 
 #: Query parameters of signed URLs: those that a complete signature must have, and a pattern of all
-#: that belong to it. Alibaba's are listed one by one: ``x-oss-process`` changes the bytes.
+#: that belong to it. Alibaba's are listed singly, because ``x-oss-process`` changes the bytes.
 _SIGNATURES = (
     # Signature version 4 of AWS and of Google.
     ("x-amz-algorithm x-amz-credential x-amz-signature", r"x-amz-.+"),
@@ -69,10 +69,9 @@ _SIGNATURES = (
 )
 #: Query parameters that name a version. The canonical URL shows their values and hides all others.
 _VERSIONS = frozenset({"generation", "snapshot", "versionid"})
-#: A canonical URL with hidden values, which ends with the key. The groups are the URL and the key.
+#: A canonical URL with hidden values (group 1), and the key at its end (group 2).
 _MASKED = r"([^?]*\?.*\*\*\*.*)#([0-9a-f]{32})"
-#: The partitions of AWS except the standard one, by the prefix of their regions. Buckets in two
-#: partitions may have the same name.
+#: Prefixes of the regions in AWS's other partitions, which may repeat names of buckets.
 PARTITIONS = r"cn|us-gov|us-iso[a-z]?|eu-isoe|eusc"
 _AWS_TOP = r"amazonaws\.(com(\.cn)?|eu)|(c2s|csp\.hci)\.ic\.gov|sc2s\.sgov\.gov|cloud\.adc-e\.uk"
 _AWS_REGION = rf"[.-]({PARTITIONS})-[a-z]+(-[a-z]+)*-[0-9]+\."
@@ -80,7 +79,7 @@ _AWS_REGION = rf"[.-]({PARTITIONS})-[a-z]+(-[a-z]+)*-[0-9]+\."
 #: A variable as a shell writes it, and the names of variables that may hold credentials.
 VARIABLE = r"(?a)\$(?:(\w+)|\{(\w+)\})"
 CREDENTIAL = r"(?i)key|token|secret|pass|_pwd|cred|auth|cookie|signature|(^|_)(jwt|pat|sas)(_|$)"
-# Patterns are compiled on first use, which keeps `import shardcache` fast.
+# Patterns are compiled on first use, to keep `import shardcache` fast.
 _SCHEME = r"([A-Za-z][A-Za-z0-9+.-]*):(//)?"
 _FSSPEC = r"^shardcache:(:|//(?=[A-Za-z][A-Za-z0-9+.-]*://))"  # both forms of our fsspec names
 #: Several URLs in one text. One space or comma may be a part of an object's name.
@@ -193,7 +192,7 @@ def unexpanded(shard: ShardURL) -> ConfigError | None:
 
 
 def advise_scheme(shard: ShardURL, otherwise: str = "") -> str:
-    """Return advice for a relative path without a file, which may be an ``s3`` URL."""
+    """Return advice for a relative path without a file: it may be an object of S3."""
     is_path = re.match(r"[/.]|file:|[^/]*$", shard.raw)
     if not shard.is_local or is_path or shard.local_path.exists():
         return otherwise
@@ -267,7 +266,10 @@ def parse_url(
         raise ConfigError(f"{shown_url(url)[:80]}... {excess}")
     hides = scheme not in _NEVER_MASKED and (key is not None or canonical != identity)
     key = key or hashlib.blake2b(encoded, digest_size=16, usedforsecurity=False).hexdigest()
-    names = (scheme, f"{canonical}#{key}" if hides else canonical, key, _basename(name), version_id)
+    basename = re.sub(r"[^A-Za-z0-9._-]+", "_", name.rstrip("/").rpartition("/")[2])
+    basename = basename[-_MAX_BASENAME:].lstrip(".") or "shard"
+    basename = f"shard-{basename}" if basename in SIDE_FILES else basename
+    names = (scheme, f"{canonical}#{key}" if hides else canonical, key, basename, version_id)
     return ShardURL(url, *names, endpoint=authority)
 
 
@@ -404,12 +406,6 @@ def _web_host(url: str, scheme: str, netloc: str, what: str = "") -> str:
         raise ConfigError(f"{what}{redact(url)} {reason}")
     host = netloc.rpartition("@")[2].lower().removesuffix(":")
     return host.removesuffix(_DEFAULT_PORTS.get(scheme, ":"))
-
-
-def _basename(name: str) -> str:
-    safe = re.sub(r"[^A-Za-z0-9._-]+", "_", name.rstrip("/").rpartition("/")[2])
-    safe = safe[-_MAX_BASENAME:].lstrip(".")
-    return f"shard-{safe}" if safe in SIDE_FILES else safe or "shard"
 
 
 def redact(text: str) -> str:

@@ -127,7 +127,7 @@ class ShardCacheFileSystem(ChainedFileSystem):  # type: ignore[misc]
         self._options = {k: v for k, v in options.items() if k not in _FSSPEC_OPTIONS}
         if self._fs.storage_options:
             self._options.setdefault("storage_options", self._fs.storage_options)
-        # As in fsspec's caches: the class does not know the target, whose form a path has.
+        # As in fsspec's caches: the form of a path depends on the target of the instance.
         self._strip_protocol = self._target_path  # type: ignore[method-assign]
 
     @property
@@ -231,7 +231,7 @@ class ShardCacheFileSystem(ChainedFileSystem):  # type: ignore[misc]
         return int(self.ukey(path), 16)
 
     def _ask(self, method: str, path: Any = None, *args: Any, **options: Any) -> Any:
-        """Call a method of the target, which removes its own protocol from the path."""
+        """Call a method of the target. It removes its own protocol from the path."""
         return getattr(self.fs, method)(path and _without_protocol(path), *args, **options)
 
     def _refuse(self, action: str, *_args: Any, **_options: Any) -> NoReturn:

@@ -1,4 +1,4 @@
-"""Locks of keys, which give one process the right to download a shard, and records of holders.
+"""Locks that give one process the right to download a shard, and records of their holders.
 
 Locks are taken in a fixed order: the key, the budget, then single entries without waiting.
 """
@@ -90,7 +90,7 @@ def read_holder(path: Path) -> Holder | None:
 
 @dataclass(eq=False)
 class KeyLock:
-    """A lock file, which one process of the node holds: of a key, of the node or of a session."""
+    """A lock file of a key, a node or a session. One process of the node can hold it."""
 
     path: Path
     _modes: files.Modes = files.PRIVATE
@@ -157,7 +157,7 @@ class KeyLock:
 
 
 class KeyLease:
-    """The lease of a key, which one process among all nodes holds, with the methods of `KeyLock`.
+    """The lease of a key, with the methods of `KeyLock`. One process of all nodes can hold it.
 
     The holder keeps updating the timestamp of its marker (`filelock.SoftFileLease`). A node that
     sees no update for `LEASE_SECONDS` of its own monotonic clock may take the lease. An object

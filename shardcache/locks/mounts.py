@@ -64,13 +64,10 @@ def read_mounts() -> list[Mount]:
         _, _, _, root, point, options, *_ = before.split(" ")
         kind, _, more = after.split(" ", 2)
         all_options = frozenset(f"{options},{more}".split(","))
-        mounts.append(Mount(_unescape(point), kind, all_options, _unescape(root)))
+        # The kernel escapes space, tab, newline and backslash.
+        point, root = (_OCTAL.sub(lambda octal: chr(int(octal[1], 8)), p) for p in (point, root))
+        mounts.append(Mount(point, kind, all_options, root))
     return mounts
-
-
-def _unescape(text: str) -> str:
-    """Undo the kernel's escapes of space, tab, newline and backslash."""
-    return _OCTAL.sub(lambda match: chr(int(match.group(1), 8)), text)
 
 
 def mount_of(path: Path | str) -> Mount | None:

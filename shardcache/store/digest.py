@@ -29,8 +29,8 @@ _HASHES = ("sha256", "sha1")
 #: MiB of a part of an upload: boto3 and aws take 8, rclone 5, s3cmd 15, mc 16, s5cmd 50.
 _PARTS = (5, 8, 10, 15, 16, 20, 25, 32, 50, 64, 100, 128, 250, 256, 512, 1024)
 
-block_digest = xxh3_128_digest  #: computes the digest of one block, which is 16 bytes long
-tree_digest = xxh3_128_hexdigest  #: computes that of a shard, as hex, from those of its blocks
+block_digest = xxh3_128_digest  #: computes the digest of a block: 16 bytes
+tree_digest = xxh3_128_hexdigest  #: computes a shard's digest, in hex, from those of its blocks
 
 
 def read_blocks(fd: int) -> Iterator[memoryview]:

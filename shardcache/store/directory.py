@@ -196,8 +196,8 @@ def remove_free(directory: Path, layout: Layout, key: str) -> bool:
 def remove_directory(directory: Path, name: str | None = None) -> None:
     """Remove the files of shardcache from a directory of `Layout.partial`, then the directory.
 
-    A directory that holds anything else is renamed to ``kept.*``, which no sweep touches. ``name``
-    is the name of the data file, by default the one that the sidecar states.
+    A directory with other files is renamed to ``kept.*``, which no sweep touches. ``name`` is the
+    name of the data file; the default is the name in the sidecar.
     """
     try:
         if not (foreign := _remove_files(directory, name)):

@@ -1,6 +1,6 @@
-"""Entries: published shards, which any number of processes and threads may read at the same time.
+"""Entries: published shards. Any number of processes and threads may read them at the same time.
 
-A reader holds a shared flock on the data file. Evicting takes the exclusive one, renames the
+A reader holds a shared flock on the data file. Eviction takes the exclusive flock, renames the
 directory out of sight, and deletes it. The data of an entry never changes. Its sidecar may be
 replaced, to record under which boot the data was last verified, and `samples.idx` may be added.
 """
@@ -305,8 +305,8 @@ class Store:
     def publish(self, partial: Partial, metadata: Metadata, *, sync: bool = False) -> Path:
         """Turn a complete, checked partial into an entry; return the entry that readers find.
 
-        The partial, which the caller must close, is dropped if an intact entry of its version
-        exists. With ``sync``, everything is flushed to the disk (fsync). Raises LostError.
+        If an intact entry of the version exists, the partial is dropped. The caller must close the
+        partial. With ``sync``, everything is flushed to the disk (fsync). Raises LostError.
         """
         key, name = metadata.key, partial.data.name
         partial.seal(metadata, self.layout.modes, sync=sync)

@@ -5,8 +5,7 @@ The fields of `Config` declare each option once, for all sources of values, docs
 
     argument > SHARDCACHE_* > TOML files > WDS_CACHE, WDS_CACHE_SIZE > default
 
-Every `Config` object is valid. Values of ``storage_options`` never appear in a repr, an error or
-the output of a command.
+Every `Config` object is valid. No repr, error or command shows values of ``storage_options``.
 """
 # ruff: noqa: RUF009  (_opt calls dataclasses.field)
 

@@ -159,7 +159,7 @@ NOT_DATA = frozenset({errno.ELOOP, errno.EISDIR, errno.ENXIO})
 GONE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ESTALE})
 
 
-def check_own(path: str | os.PathLike[str], status: os.stat_result) -> None:
+def check_own(path: Path | str, status: os.stat_result) -> None:
     """Raise OSError (ELOOP, as for a symbolic link) for a file with a second name, or no file."""
     if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
         reason = "it is a link or no regular file, so another program may own it; remove it"
@@ -180,9 +180,7 @@ def owned(function: Callable[..., int], *args: tuple[object]) -> io.FileIO:
             os.close(fds[0])
 
 
-def open_file(
-    path: str | os.PathLike[str], access: int = os.O_RDONLY, mode: int = 0o600
-) -> io.FileIO:
+def open_file(path: Path | str, access: int = os.O_RDONLY, mode: int = 0o600) -> io.FileIO:
     """Open a file without following a symbolic link, without blocking, and with `check_own`."""
     file = owned(os.open, (path,), (access | SAFELY,), (mode,))
     if access & (os.O_WRONLY | os.O_RDWR) and not access & os.O_EXCL:
@@ -360,7 +358,7 @@ def is_file(path: str | Path, fd: int) -> bool:
 _exclusive: weakref.WeakSet[io.FileIO] = weakref.WeakSet()
 
 
-def open_exclusive(path: str | os.PathLike[str], flags: int, modes: Modes = PRIVATE) -> io.FileIO:
+def open_exclusive(path: Path | str, flags: int, modes: Modes = PRIVATE) -> io.FileIO:
     """Open a file with `open_file`. A forked child closes it before the child's own code runs."""
     with undivided():
         file = open_file(path, flags, modes.file)

@@ -1,7 +1,6 @@
 """The names of files and directories in a cache. docs/design.md shows the tree.
 
-Only this module makes and parses the names. A file whose name does not match was not made by
-shardcache and is never touched.
+Only this module creates and parses the names. shardcache never touches a file with another name.
 """
 
 from __future__ import annotations

@@ -71,8 +71,7 @@ def detect(environ: Mapping[str, str] | None = None) -> Ranks:
     """Return the `Ranks` of this process, read from ``environ`` (default: ``os.environ``).
 
     The order of precedence is ``SHARDCACHE_RANK`` and ``SHARDCACHE_JOB``, torchrun, MPI, Slurm. MPI
-    comes before Slurm because mpirun may start its daemons with srun, and the ranks then inherit
-    the daemon's ``SLURM_PROCID``.
+    comes before Slurm: if mpirun starts daemons with srun, ranks inherit their ``SLURM_PROCID``.
     """
     env = os.environ if environ is None else environ
     launched = (_from_launcher(env, source) for source in LAUNCHERS if source != "slurm")
@@ -146,8 +145,7 @@ def whole_number(env: Mapping[str, str], name: str) -> int | None:
 def safe_name(job: str) -> str:
     """Convert a job id to a name for a directory: ``[A-Za-z0-9._-]{1,64}``, not ``.`` or ``..``.
 
-    Any other id, and one that ends as if it had a hash, gets a hash of 48 bits at its end, so that
-    two ids never share a name.
+    Other ids, and those that seem to end with a hash, get a hash of 48 bits, so that names differ.
     """
     if re.fullmatch(r"(?!.*--[0-9a-f]{12}\Z)(?![.-])[A-Za-z0-9._-]{1,64}", job):
         return job

@@ -121,8 +121,7 @@ def makedirs(path: PathLike, mode: int = 0o777, *, timeout: Timeout = _MKDIR_TIM
     Args:
         path: the directory. It may exist.
         mode: mode of the last directory if this call creates it, as for `os.makedirs`.
-        timeout: seconds (120), or text such as ``10m``, to wait while the filesystem contradicts
-            itself; None waits forever.
+        timeout: seconds (120), or text such as ``10m``, to wait until it is visible, or None.
 
     Raises:
         InTheWayError: a file or a dangling link has the name. It is not removed.
@@ -429,8 +428,7 @@ def _claim(
         if not last_beat:  # try each number once: if a user removes a claim, it stays taken
             note = f"{_this_process()}\n{secrets.token_hex(8)}"
             # If only the second name is taken, a user has removed the first, and another rank has
-            # the claim. With both names, look for an outcome again: the former runner may have
-            # posted one since the check above.
+            # the claim. With both names, check again whether the former runner posted an outcome.
             if all(_create(store, title, note) for title in (claim, f"{claim}.beat")):
                 return None if store.check([f"{prefix}/outcome"]) else claim
         beat = _get(store, f"{claim}.beat") or "removed"

@@ -41,8 +41,7 @@ _ENDING_TIMEOUT = 5.0
 _FORK_POLL = 0.0005
 #: When this many threads are remembered, those that have ended are forgotten.
 _MAX_REMEMBERED = 64
-#: Modules with hooks that take locks before a fork. Only few processes need the second module,
-#: whose import is slow.
+#: Modules with hooks that take locks before a fork. Few processes need the second, slow module.
 _HOOKS = "concurrent.futures.thread", "filelock"
 
 _started: set[threading.Thread] = set()

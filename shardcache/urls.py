@@ -31,8 +31,7 @@ DEFAULT_SCHEMES = frozenset(
 )
 _ALIASES = {"s3a": "s3", "s3n": "s3", "gcs": "gs"}
 
-#: Schemes in which the text before ``@`` is a login. In all other schemes, it is a name
-#: (``abfs://container@account``).
+#: Schemes with a login before ``@``. In other schemes, it is a name: ``abfs://container@account``.
 _LOGINS = frozenset({"ftp", "http", "https", "sftp", "smb", "ssh", "webdav", "webdavs"})
 #: Maximum length of a URL in bytes. S3 keys have up to 1 KiB; servers refuse more than 8 KiB.
 _MAX_CANONICAL = 8192

@@ -35,8 +35,7 @@ _RECORD_BYTES, _MAX_RECORD_BYTES = 2048, 16 << 10
 #: Seconds that other nodes wait after a node died. The holder updates its marker every 30 s, and an
 #: NFS client may show a file's timestamps up to 60 s late (acregmax, nfs(5)).
 LEASE_SECONDS = 90.0
-#: Errors that also prevent storing a shard, so a lease raises them. After any other error, every
-#: process gets the lease.
+#: Errors that also prevent storing a shard. After other errors, every process gets the lease.
 _REFUSALS = FULL | {errno.EROFS, errno.EACCES}
 
 

@@ -202,8 +202,7 @@ def open_data(directory: str, path: str, size: int, grace: float | None) -> Open
     try:
         stuck = grace is None and files.try_flock(fd, shared=True) is False
         stuck = stuck and files.wait_flock(fd, shared=True) is False
-        # A stuck entry is not a miss, because no process can publish this version again while the
-        # entry's name is taken.
+        # A stuck entry is not a miss: while its name is taken, no process can publish the version.
         if stuck and not files.is_file(path, fd):
             return None
         status = os.fstat(fd)

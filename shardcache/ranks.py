@@ -52,7 +52,7 @@ _NO_RUN_ID = "none"
 _MAX_NORMAL_STEP = 0xFFFFFFF0
 
 #: Launchers increase these when they restart the ranks (torchrun, Slurm) or start a job step.
-_COUNTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT", "SLURM_STEP_ID")
+_RESTART_COUNTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT", "SLURM_STEP_ID")
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,4 +234,5 @@ def job_name(job: str | None = None) -> str:
             f"The {ranks.world_size} ranks of this job have no name in common. Pass job=, start "
             f"torchrun with --rdzv-id, or set {JOB_VARIABLE} to the same text on all nodes."
         )
-    return safe_name("-".join([name, *(os.environ.get(variable) or "0" for variable in _COUNTS)]))
+    counts = [os.environ.get(variable) or "0" for variable in _RESTART_COUNTS]
+    return safe_name("-".join([name, *counts]))

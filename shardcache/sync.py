@@ -61,7 +61,7 @@ _GAVE_UP = "gave up"
 #: Number of runs with ``again`` that have an outcome, and of barriers passed, by store and name.
 _ended: Counter[str] = Counter()
 #: Distinguishes this process from one of an earlier run with the same pid.
-_RUN = secrets.token_hex(8)
+_PROCESS_TOKEN = secrets.token_hex(8)
 
 
 def poll(timeout: Timeout, what: Callable[[], str]) -> Iterator[float]:
@@ -396,16 +396,16 @@ def once(
                     error = exn
                 _create(store, f"{prefix}/outcome", text)
         _ended[work] = max(_ended[work], number)
-        outcome = json.loads(_get(store, f"{prefix}/outcome"))  # the first one counts
+        first = json.loads(_get(store, f"{prefix}/outcome")) if error is None else {}
     if error is not None:
         raise error
-    if "type" not in outcome:
-        return outcome["result"]  # type: ignore[no-any-return]
+    if "type" not in first:
+        return first["result"]  # type: ignore[no-any-return]
     raise OnceError(
-        f"once({key!r}) failed on {outcome['by']}: {outcome['type']}: {outcome['cause']}\nIt does "
-        f"not run again in this job without again=True. Its traceback:\n{outcome['traceback']}",
+        f"once({key!r}) failed on {first['by']}: {first['type']}: {first['cause']}\nIt does not "
+        f"run again in this job without again=True. Its traceback:\n{first['traceback']}",
         key=key,
-        **outcome,
+        **first,
     )
 
 
@@ -509,7 +509,7 @@ def barrier(
         series = f"{location}/{prefix}"
         notes = [f"{prefix}/{_ended[series]}/rank-{other}" for other in range(size)]
         # An equal note is from a call of this process that timed out.
-        if not _create(store, notes[number], f"{_this_process()} {_RUN}"):
+        if not _create(store, notes[number], f"{_this_process()} {_PROCESS_TOKEN}"):
             raise ConfigError(
                 f"Rank {number} has already reached barrier({name!r}), as "
                 f"{_get(store, notes[number])} (notes in {location}). If that process belongs to "

@@ -98,16 +98,16 @@ _NEVER_MASKED = frozenset({"file", "pipe", "s3"})
 #: Files that shardcache writes next to the data file of a shard. A data file has no such name.
 SIDE_FILES = frozenset({"meta.json", "progress", "samples.idx"})
 # In these schemes, a name before the @ is a login only if a password follows the name.
-_NAMED = "(?:abfss?|az|oci)://"
+_ACCOUNT_SCHEMES = "(?:abfss?|az|oci)://"
 #: A web URL in a text: address (group 1), query (group 2), and a fragment unless it is a key.
 _WEB = r"(?i)\b(https?://[^\s\"'<>?#]*)(\?[^\s\"'<>#]*)?(?:#(?![0-9a-f]{32}\b)[^\s\"'<>]*)?"
 #: Patterns of secrets in a text, and the replacements.
-_REDACTED = {
+_REDACTIONS = {
     # Logins. AWS's secret keys may contain slashes, and so may the logins of malformed URLs.
     r"(?i)\b(https?:/+)[^\s\"'/@:\[]*:(?!\d+/)[^\s\"'@]*@": r"\1",
     r"(?i)\b(s3[an]?://)[^\s\"'/@]*:[^\s\"'@]*@": r"\1",
-    rf"(?i)\b({_NAMED})[^/\s@\"':]*:[^/\s@\"']*@": r"\1",
-    rf"(?i)\b(?!{_NAMED})([a-z][a-z0-9+.-]*://)[^/\s@\"']+@": r"\1",
+    rf"(?i)\b({_ACCOUNT_SCHEMES})[^/\s@\"':]*:[^/\s@\"']*@": r"\1",
+    rf"(?i)\b(?!{_ACCOUNT_SCHEMES})([a-z][a-z0-9+.-]*://)[^/\s@\"']+@": r"\1",
     # Headers and parameters.
     r"(?i)\b((?:proxy-)?authorization:\s*(?:[a-z]+\s+)?)[^\s\"']+": r"\1***",
     r"(?i)\b((?:x-(?:amz|goog|oss|cos)-[a-z0-9-]+|key-pair-id|policy|access_token|api_?key|auth_token|"
@@ -410,7 +410,7 @@ def _web_host(url: str, scheme: str, netloc: str, what: str = "") -> str:
 def redact(text: str) -> str:
     """Return ``text`` without the logins, signatures and tokens in its URLs and headers."""
     text = re.sub(_WEB, lambda match: match[1] + _masked(match[2] or ""), text)
-    for pattern, replacement in _REDACTED.items():
+    for pattern, replacement in _REDACTIONS.items():
         text = re.sub(pattern, replacement, text)
     return text
 

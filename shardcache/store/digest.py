@@ -27,7 +27,7 @@ BLOCK = 1 << 20
 _CRCS = {"crc32": 4, "crc32c": 4, "crc64nvme": 8}
 _HASHES = ("sha256", "sha1")
 #: MiB of a part of an upload: boto3 and aws take 8, rclone 5, s3cmd 15, mc 16, s5cmd 50.
-_PARTS = (5, 8, 10, 15, 16, 20, 25, 32, 50, 64, 100, 128, 250, 256, 512, 1024)
+_UPLOAD_PARTS = (5, 8, 10, 15, 16, 20, 25, 32, 50, 64, 100, 128, 250, 256, 512, 1024)
 
 block_digest = xxh3_128_digest  #: computes the digest of a block: 16 bytes
 tree_digest = xxh3_128_hexdigest  #: computes a shard's digest, in hex, from those of its blocks
@@ -109,7 +109,7 @@ def identify(fd: int, info: ObjectInfo) -> str | None:
             return algorithm
         etag, blocks = (info.etag or "").strip('"'), -(-(info.size or 0) // BLOCK)
         _, is_multipart, count = etag.partition("-")
-        parts = {min(part, blocks) for part in _PARTS if count == str(-(-blocks // part))}
+        parts = {min(part, blocks) for part in _UPLOAD_PARTS if count == str(-(-blocks // part))}
         if any(_etag(fd, part) == etag for part in (parts if is_multipart else [0])):
             return "md5"
     return None

@@ -459,13 +459,13 @@ def open_first(
     for group in (known, [store for store in stores if store not in known]):
         for store in group:
             try:
-                older = store.open(key, basename, outdated)
+                other = store.open(key, basename, outdated)
             except DamagedError as exn:
-                older, damaged = None, damaged or exn
-            if older is not None and (newest is None or older.stored > newest.stored):
-                newest, older = older, newest
-            if older is not None:
-                older.close()
+                other, damaged = None, damaged or exn
+            if other is not None and (newest is None or other.stored > newest.stored):
+                newest, other = other, newest
+            if other is not None:
+                other.close()
         if newest is not None and newest.stored:  # not replaced
             return newest
     if damaged is not None and newest is None:

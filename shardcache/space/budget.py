@@ -13,7 +13,6 @@ import json
 import logging
 import math
 import threading
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -49,7 +48,12 @@ _SHARE = 50
 #: With this many entries or more, an eviction removes an extra 2 % of the sample, but at most 1 %
 #: of the cache, so that one admission in twenty lists a sample.
 _MANY = 100
-#: `Space.contents` counts at least this many shards, or all; an estimate from them is within 4 %.
+#: Entries that one admission evicts, or twice the bytes of its shard, if the cache is far above its
+#: limits, because they were lowered or the disk was filled. Evicting more would keep the other
+#: admissions waiting for longer than a tenth of a second. They evict the rest.
+_BATCH = 200
+#: If the numbers are unknown, at least this many shards are counted, or all of them; an estimate
+#: from these is within 4 %.
 _COUNTED = 10_000
 #: Multiples of this number, modulo 256, spread a sample over the parts. Evictions take the parts in
 #: turn, so several in a row may hold more than the average.
@@ -103,8 +107,9 @@ class _Usage:
 
     @property
     def total(self) -> int:
-        """The bytes of all parts."""
-        return sum(filter(None, self.parts))
+        """The bytes of all parts, estimated from those that were counted."""
+        known = [size for size in self.parts if size is not None]
+        return sum(known) * _PARTS // max(1, len(known))
 
     def listed_to(self, part: int) -> None:
         """Note that the parts up to this one were listed now."""
@@ -194,7 +199,7 @@ class Space:
         with self._budget_lock(), self._usage() as usage:
             needed = Limits(free_needed=max(0, self.allocated(size) - self._sweep(usage)))
             # The disk may lack inodes, and a download needs more of them than one entry frees.
-            planned = self._choose(usage, needed, extra=3)
+            planned = self._choose(usage, needed, extra=3, later=math.inf)
             if planned.missing:
                 raise self._no_room(url, planned.missing)
             self._evict(usage, planned)
@@ -216,10 +221,11 @@ class Space:
                 usage.parts[part] = None
                 usage.growing.add(part)
             self._count(usage)
-            swept = False
+            swept, freed, least = False, 0, 2 * max(1, need)
             for _ in range(_PLANS):
                 limits = self.limits(need)
-                if self._over(usage, limits, need) <= 0:
+                over = self._over(usage, limits, need)
+                if over <= 0 or freed >= least:
                     if 0 <= clock.monotonic() - usage.listed < _CORRECTED:
                         usage.add(part, need)
                         return
@@ -233,8 +239,10 @@ class Space:
                     if self._sweep(usage):
                         self._count(usage)
                         continue
+                later = max(0, over - least)
+                eased, few = limits.eased(later), bool(missing)
                 # After a minute, a sample decides whether a refusal still holds.
-                planned = self._choose(usage, limits, need, few=bool(missing))
+                planned = self._choose(usage, eased, need, few=few, extra=_BATCH, later=later)
                 if planned.missing:
                     # Under the other policies, entries stay because of readers, which may finish at
                     # any moment, so only a refusal under working-set is remembered.
@@ -242,7 +250,7 @@ class Space:
                         most = usage.total + need - planned.missing
                         self._record(self.node.refusal, clock.monotonic(), most)
                     raise self._no_room(str(shard), planned.missing)
-                self._evict(usage, planned)  # not all of them, if a process now reads one
+                freed += self._evict(usage, planned)  # not all, if a process now reads one
             raise self._no_room(str(shard))
 
     def _over(self, usage: _Usage, limits: Limits, need: int) -> int:
@@ -259,25 +267,27 @@ class Space:
         jobs: bool = True,
         few: bool = False,
         extra: int = 0,
+        later: float = 0,
     ) -> CleanReport:
         """Plan an eviction from a sample of the cache or, if that is too little, from all of it.
 
-        Corrects ``usage`` where entries are listed. With ``few``, a sample must do. ``extra``
-        entries are evicted in addition.
+        Corrects ``usage`` where entries are listed. With ``few``, a sample must do. If possible,
+        ``extra`` entries are evicted in addition, but at most ``later`` bytes.
         """
         over = self._over(usage, limits, need)
         order = [(usage.next + n) % _PARTS for n in range(_PARTS)]
         listing = zip(order, self._list(usage, order), strict=True)
         entries, listed = list[Entry](), 0
         for least in (_SAMPLE,) if few else (_SAMPLE, math.inf):
-            for part, (more, size) in listing:
-                entries += more
+            for part, (found, size) in listing:
+                entries += found
                 listed += size
                 usage.listed_to(part)
                 if len(entries) >= least and listed >= _SHARE * over:
                     break
             spare = min(listed // _SHARE, usage.total // 100) if len(entries) >= _MANY else 0
-            limits = replace(limits, spare=max(spare, extra * listed // max(1, len(entries))))
+            rest = int(min(later, extra * listed // max(1, len(entries))))
+            limits = replace(limits, spare=max(spare, rest))
             reserved = usage.total - listed + need
             planned = self.plan(entries, limits, reserved=reserved, jobs=jobs)
             if not planned.missing:
@@ -338,9 +348,12 @@ class Space:
             yield entries, size
 
     def _count(self, usage: _Usage) -> None:
-        """Count the parts whose bytes are unknown."""
-        if unknown := [part for part, size in enumerate(usage.parts) if size is None]:
-            deque(self._list(usage, unknown), maxlen=0)
+        """Count the parts whose bytes are unknown, or so many that they hold `_COUNTED` shards."""
+        unknown = [part for part, size in enumerate(usage.parts) if size is None]
+        left = math.inf if self.node.grace is not None else _COUNTED
+        for entries, _ in self._list(usage, unknown) if unknown else ():
+            if (left := left - len(entries)) <= 0:
+                break
         if len(unknown) == _PARTS:
             usage.listed_to(usage.next - 1)
 

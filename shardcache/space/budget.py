@@ -12,6 +12,7 @@ import contextlib
 import json
 import logging
 import math
+import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,7 +23,7 @@ from shardcache.clock import boot_id
 from shardcache.config import Config
 from shardcache.errors import CacheFullError, LockTimeoutError
 from shardcache.faults import ignoring, os_error
-from shardcache.files import is_directory, list_names, read_json
+from shardcache.files import is_directory, list_names, open_exclusive, read_json
 from shardcache.layout import Layout, parse_partial_name
 from shardcache.locks.keys import Holder, KeyLock, read_holder
 from shardcache.space import eviction
@@ -76,7 +77,9 @@ _UNKNOWN = Holder(0, "an unknown node", None, None, 0.0)
 _ANNOUNCE_EVERY = 10.0
 #: Seconds for which partials of dead processes stay, so that the next prewarm can resume them.
 _KEEP_PARTIALS = 3600.0
-_MAX_USAGE = 16 << 10  #: maximum bytes to read of the file ``usage``, which has about 2,500
+#: Length in bytes to which the files ``usage`` and ``refusal`` are padded. The first one has about
+#: 2,500, and at most 5,000 with the longest numbers.
+_RECORD = 8192
 
 
 def _part(name: str) -> int:
@@ -214,7 +217,7 @@ class Space:
     def _reserve(self, shard: ShardURL, size: int | None) -> None:
         """Add a shard to ``usage``, evicting first if necessary. Call it with the budget lock."""
         need, part = 0 if size is None else self.allocated(size), _part(shard.key)
-        if self.limits(need) == Limits():
+        if (limits := self.limits(need)) == Limits():
             return  # no limit applies, so ``usage`` is not needed
         with self._usage() as usage:
             if size is None:
@@ -223,7 +226,6 @@ class Space:
             self._count(usage)
             swept, freed, least = False, 0, 2 * max(1, need)
             for _ in range(_PLANS):
-                limits = self.limits(need)
                 over = self._over(usage, limits, need)
                 if over <= 0 or freed >= least:
                     if 0 <= clock.monotonic() - usage.listed < _CORRECTED:
@@ -238,6 +240,7 @@ class Space:
                     swept = True
                     if self._sweep(usage):
                         self._count(usage)
+                        limits = self.limits(need)
                         continue
                 later = max(0, over - least)
                 eased, few = limits.eased(later), bool(missing)
@@ -251,6 +254,7 @@ class Space:
                         self._record(self.node.refusal, clock.monotonic(), most)
                     raise self._no_room(str(shard), planned.missing)
                 freed += self._evict(usage, planned)  # not all, if a process now reads one
+                limits = self.limits(need)
             raise self._no_room(str(shard))
 
     def _over(self, usage: _Usage, limits: Limits, need: int) -> int:
@@ -370,7 +374,7 @@ class Space:
     def _read(self) -> _Usage:
         """Return the content of ``usage``. With leases, or if it is damaged, no part is counted."""
         with contextlib.suppress(ValueError, TypeError, OverflowError):
-            boot, parts, part, listed = read_json(self.node.usage, _MAX_USAGE)
+            boot, parts, part, listed = read_json(self.node.usage, _RECORD)
             if len(parts) == _PARTS and self.node.grace is None:
                 parts = [size if isinstance(size, int) and size >= 0 else None for size in parts]
                 listed = float(listed) if boot == boot_id() else -math.inf
@@ -381,7 +385,7 @@ class Space:
         """Return how many of ``need`` bytes the last refusal lacks, and whether it is recent."""
         if self._config.policy == "working-set" and self.node.grace is None:
             with contextlib.suppress(ValueError, TypeError, OverflowError):
-                boot, when, most = read_json(self.node.refusal, _MAX_USAGE)
+                boot, when, most = read_json(self.node.refusal, _RECORD)
                 age = clock.monotonic() - float(when)
                 if boot == boot_id() and age >= 0:
                     total = (usage or self._read()).total
@@ -397,7 +401,11 @@ class Space:
         if self.node.grace is not None:
             return
         try:
-            self.node.write(path, json.dumps([boot_id(), *values]).encode())
+            # In place: if a file replaces another one, ext4 waits for the disk (4 ms each time).
+            flags = os.O_WRONLY | os.O_CREAT
+            with open_exclusive(path, flags, self.node.modes) as file:
+                data = json.dumps([boot_id(), *values]).encode()
+                os.pwrite(file.fileno(), data.ljust(_RECORD), 0)
         except os_error() as exn:  # the disk is full or read-only
             logger.debug("%s: %s", path, exn)
             with ignoring(OSError):

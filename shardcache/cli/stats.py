@@ -72,7 +72,7 @@ _since_option = click.option(
 )
 _output_option = functools.partial(click.option, "-o", "--output", type=cli.FILE)
 #: Possible lengths of the intervals of a chart in seconds, and the maximum number of intervals.
-_STEPS = (10, 60, database.PERIOD, 3600, 4 * 3600, 24 * 3600)
+_STEPS = (database.STEP, 60, database.PERIOD, 3600, 4 * 3600, 24 * 3600)
 _INTERVALS = 120
 #: Number of intervals over which `top` averages rates, because processes write their counters only
 #: once a second.
@@ -276,9 +276,9 @@ def report_command(invocation: Invocation, since: float | None, output: str) -> 
     with invocation.cache(existing=True) as cache:
         samples, tiers = cache.samples(since), list(_tiers(cache, cache.config))
         total, held = summed(samples), sum(tier["bytes"] for tier in tiers)
-        charted, begin = samples, max(total.since or 0.0, clock.time() - (since or math.inf))
-        if begin > clock.time() - database.RECENT:
-            charted = database.samples(cache.process.home.node, begin, table="recent") or samples
+        begin = max(total.since or 0.0, clock.time() - (since or math.inf))
+        period = database.STEP if begin > clock.time() - database.RECENT else database.PERIOD
+        charted = database.samples(cache.process.home.node, begin, period=period)
         span = "Nothing was counted"
         if total.since is not None and total.until is not None:
             span = f"{local_time(utc(total.since))} to {local_time(utc(total.until))}"

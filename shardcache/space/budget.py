@@ -202,7 +202,7 @@ class Space:
         with self._budget_lock(), self._usage() as usage:
             needed = Limits(free_needed=max(0, self.allocated(size) - self._sweep(usage)))
             # The disk may lack inodes, and a download needs more of them than one entry frees.
-            planned = self._choose(usage, needed, extra=3, later=math.inf)
+            planned = self._choose(usage, needed, extra=3)
             if planned.missing:
                 raise self._no_room(url, planned.missing)
             self._evict(usage, planned)
@@ -242,10 +242,9 @@ class Space:
                         self._count(usage)
                         limits = self.limits(need)
                         continue
-                later = max(0, over - least)
-                eased, few = limits.eased(later), bool(missing)
                 # After a minute, a sample decides whether a refusal still holds.
-                planned = self._choose(usage, eased, need, few=few, extra=_BATCH, later=later)
+                few, later = bool(missing), max(0, over - least)
+                planned = self._choose(usage, limits, need, few=few, extra=_BATCH, later=later)
                 if planned.missing:
                     # Under the other policies, entries stay because of readers, which may finish at
                     # any moment, so only a refusal under working-set is remembered.
@@ -271,14 +270,16 @@ class Space:
         jobs: bool = True,
         few: bool = False,
         extra: int = 0,
-        later: float = 0,
+        later: int | None = None,
     ) -> CleanReport:
         """Plan an eviction from a sample of the cache or, if that is too little, from all of it.
 
-        Corrects ``usage`` where entries are listed. With ``few``, a sample must do. If possible,
-        ``extra`` entries are evicted in addition, but at most ``later`` bytes.
+        Corrects ``usage`` where entries are listed. With ``few``, a sample must do. ``later`` bytes
+        may stay above the limits. If possible, ``extra`` entries are evicted in addition, but at
+        most these bytes.
         """
-        over = self._over(usage, limits, need)
+        over = self._over(usage, limits, need) - (later or 0)
+        limits = replace(limits, free_needed=max(0, limits.free_needed - (later or 0)))
         order = [(usage.next + n) % _PARTS for n in range(_PARTS)]
         listing = zip(order, self._list(usage, order), strict=True)
         entries, listed = list[Entry](), 0
@@ -290,9 +291,9 @@ class Space:
                 if len(entries) >= least and listed >= _SHARE * over:
                     break
             spare = min(listed // _SHARE, usage.total // 100) if len(entries) >= _MANY else 0
-            rest = int(min(later, extra * listed // max(1, len(entries))))
-            limits = replace(limits, spare=max(spare, rest))
-            reserved = usage.total - listed + need
+            rest = extra * listed // max(1, len(entries))
+            limits = replace(limits, spare=max(spare, rest if later is None else min(rest, later)))
+            reserved = usage.total - listed + need - (later or 0)
             planned = self.plan(entries, limits, reserved=reserved, jobs=jobs)
             if not planned.missing:
                 break
@@ -510,11 +511,10 @@ class Space:
     def _budget_lock(self) -> Iterator[None]:
         """Hold the node's budget lock in the body; after a minute, warn and continue without it."""
         with self._named_lock("budget", _BUDGET_SECONDS) as other:
-            is_known = other is not None and other == self._stuck
-            self._stuck = other
-            if other is not None and not is_known:
+            if other not in (None, self._stuck):
                 text = "%s has had the budget lock for a minute; going on without it"
                 logger.warning(text, other)
+            self._stuck = other
             yield
 
     @contextlib.contextmanager

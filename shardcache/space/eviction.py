@@ -13,7 +13,7 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
@@ -59,11 +59,6 @@ class Limits:
     spare: int = 0  #: bytes to remove in addition, if `max_size` or `free_needed` requires removals
     max_age: float | None = None  #: seconds since the last use
     everything: bool = False  #: remove all entries that are not pinned or in use
-
-    def eased(self, size: int) -> Limits:
-        """Return limits that require the removal of ``size`` bytes less."""
-        max_size = None if self.max_size is None else self.max_size + size
-        return replace(self, max_size=max_size, free_needed=max(0, self.free_needed - size))
 
 
 #: The entries that are hard links to one file: the same version of a shard in several namespaces.

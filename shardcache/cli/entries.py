@@ -6,9 +6,9 @@ import contextlib
 import os
 import time
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
-from datetime import datetime
+from typing import Any
 
 import click
 
@@ -40,11 +40,18 @@ _SHARD: Row = dict.fromkeys(
 _SHARD_TITLES = ("SHARD", "SIZE", "USED", "FETCHED", "STATE"), ("VERSION", "PATH")
 _PREFIX_TITLES = ("PREFIX", "SHARDS", "SIZE", "USED")
 _PARTIAL_TITLES = ("SHARD", "SIZE", "WRITTEN", "DONE", "BEGUN", "STATE"), ("HOLDER", "DIR")
-#: Title of a column -> its field, where the field is not the title in lower case.
-_FIELDS = {
-    "SHARD": "url", "WRITTEN": "written_bytes", "USED": "used_at", "FETCHED": "fetched_at",
-    "BEGUN": "begun_at", "PREFIX": "url",
-}  # fmt: skip
+#: Title of a column -> its field, and the function that converts a value to text.
+_COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
+    "SHARD": ("url", str),
+    "PREFIX": ("url", str),
+    "SHARDS": ("shards", "{:,}".format),
+    "SIZE": ("size", format_bytes),
+    "WRITTEN": ("written_bytes", format_bytes),
+    "USED": ("used_at", lambda moment: format_age(time.time() - moment.timestamp())),
+    "BEGUN": ("begun_at", lambda moment: format_age(time.time() - moment.timestamp())),
+    "FETCHED": ("fetched_at", local_time),
+    **{name.upper(): (name, str) for name in ("state", "version", "path", "holder", "dir")},
+}
 
 specs_argument = click.argument("specs", nargs=-1, required=True, metavar="SPEC...")
 
@@ -136,7 +143,7 @@ def _by_prefix(rows: list[Row]) -> list[Row]:
 def _sorted(rows: list[Row], sort: str) -> list[Row]:
     """Sort rows by the field in ``--sort``: latest timestamps first, unknown values last."""
     field, _, direction = sort.partition(":")
-    name = _FIELDS.get(field.upper(), field)
+    name, _ = _COLUMNS["SHARD" if field == "url" else field.upper()]
     rows = sorted(rows, key=lambda row: str(row["url"]))
     known = [row for row in rows if row.get(name) is not None]
     known.sort(key=lambda row: row[name], reverse=(direction == "desc") != name.endswith("_at"))
@@ -147,16 +154,11 @@ def cell(row: Row, title: str) -> str:
     """Return a field of a shard, a prefix or a partial as text, by the title of its column."""
     if title == "DONE":
         return f"{row['written_bytes'] / row['size']:.0%}" if row["size"] else "-"
-    value = row[_FIELDS.get(title, title.lower())]
-    if title == "SHARDS":
-        return f"{value:,}"
+    field, text = _COLUMNS[title]
+    value = row[field]
     if title == "SHARD" and row.get("endpoint"):
         return f"{value} (from {row['endpoint']})"
-    if title == "FETCHED" and value:
-        return local_time(value)
-    if isinstance(value, datetime):
-        return format_age(time.time() - value.timestamp())
-    return format_bytes(value) if isinstance(value, int) else value or "-"
+    return "-" if value in (None, "") else text(value)
 
 
 def _list_shards(cache: Cache) -> tuple[list[Row], Row, str]:
@@ -167,12 +169,13 @@ def _list_shards(cache: Cache) -> tuple[list[Row], Row, str]:
     shards: dict[Entry, Row] = {}
     for entry in cache.entries():
         # The row of a damaged entry has the values that can be read.
-        row = _SHARD | {"state": "damaged", "key": entry.key, "version": entry.version}
-        row |= {"size": entry.size, "used_at": utc(entry.used)}
+        _, key, version, size, used = entry
+        row = dict(_SHARD, state="damaged", key=key, version=version, size=size, used_at=utc(used))
         try:
             metadata = entry.metadata()
-            row |= {"url": metadata.url, "digest": metadata.digest, "checked": metadata.checked}
-            row |= {"etag": metadata.info.etag, "fetched_at": utc(metadata.fetched_at)}
+            row["url"], row["digest"] = metadata.url, metadata.digest
+            row["checked"], row["etag"] = metadata.checked, metadata.info.etag
+            row["fetched_at"] = utc(metadata.fetched_at)
             if metadata.url.startswith("s3://") and metadata.endpoint != endpoint:
                 row["endpoint"] = _other_endpoint(cache, entry.key, metadata.url)
             path = f"{entry.directory}/{metadata.basename}"

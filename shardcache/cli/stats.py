@@ -18,7 +18,7 @@ import sys
 import termios
 import time
 import tty
-from collections import Counter, defaultdict, deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from datetime import datetime
@@ -72,7 +72,7 @@ _since_option = click.option(
 )
 _output_option = functools.partial(click.option, "-o", "--output", type=cli.FILE)
 #: Possible lengths of the intervals of a chart in seconds, and the maximum number of intervals.
-_STEPS = (10, 60, database.PERIOD, 3600, 4 * 3600, 24 * 3600)
+_STEPS = (database.STEP, 60, database.PERIOD, 3600, 4 * 3600, 24 * 3600)
 _INTERVALS = 120
 #: Number of intervals over which `top` averages rates, because processes write their counters only
 #: once a second.
@@ -168,17 +168,18 @@ def stats_command(
 
 def _gauges(cache: Cache, config: Config) -> dict[str, list[tuple[str, float]]]:
     """Return the values of `GAUGES` with the directories that they belong to."""
-    here, gauges = str(cache.dir), defaultdict[str, list[tuple[str, float]]](list)
-    for tier in _tiers(cache, config):
-        of = tier["dir"]
-        gauges["entries"].append((of, tier["shards"]))
-        gauges["entries_bytes"].append((of, tier["disk_bytes"]))
-        if tier["max_size"] is not None:
-            gauges["limit_bytes"].append((of, tier["max_size"]))
-        if os.path.isdir(of):  # noqa: PTH112 - only text is needed
-            gauges["free_bytes"].append((of, Volume.of(Path(of)).free))
-    gauges["downloads"] = [(here, sum(row["state"] == "live" for row in partials(cache)))]
-    gauges["processes"] = [(here, len(live_sessions(cache.process.home.node)))]
+    here, tiers = str(cache.dir), list(_tiers(cache, config))
+    existing = [Path(tier["dir"]) for tier in tiers if Path(tier["dir"]).is_dir()]
+    gauges: dict[str, list[tuple[str, float]]] = {
+        "entries": [(tier["dir"], tier["shards"]) for tier in tiers],
+        "entries_bytes": [(tier["dir"], tier["disk_bytes"]) for tier in tiers],
+        "limit_bytes": [
+            (tier["dir"], tier["max_size"]) for tier in tiers if tier["max_size"] is not None
+        ],
+        "free_bytes": [(str(path), Volume.of(path).free) for path in existing],
+        "downloads": [(here, sum(row["state"] == "live" for row in partials(cache)))],
+        "processes": [(here, len(live_sessions(cache.process.home.node)))],
+    }
     with contextlib.suppress(FileNotFoundError):  # it was never cleaned
         clean = os.lstat(cache.process.home.node.named_lock("clean"))
         gauges["last_clean_timestamp_seconds"] = [(here, clean.st_mtime)]
@@ -276,9 +277,9 @@ def report_command(invocation: Invocation, since: float | None, output: str) -> 
     with invocation.cache(existing=True) as cache:
         samples, tiers = cache.samples(since), list(_tiers(cache, cache.config))
         total, held = summed(samples), sum(tier["bytes"] for tier in tiers)
-        charted, begin = samples, max(total.since or 0.0, clock.time() - (since or math.inf))
-        if begin > clock.time() - database.RECENT:
-            charted = database.samples(cache.process.home.node, begin, table="recent") or samples
+        begin = max(total.since or 0.0, clock.time() - (since or math.inf))
+        period = database.STEP if begin > clock.time() - database.RECENT else database.PERIOD
+        charted = database.samples(cache.process.home.node, begin, period=period)
         span = "Nothing was counted"
         if total.since is not None and total.until is not None:
             span = f"{local_time(utc(total.since))} to {local_time(utc(total.until))}"

@@ -13,6 +13,7 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import NoneType
 from typing import Any, NamedTuple, Protocol
 
 from shardcache.errors import AccessDeniedError, ConfigError, ShardNotFoundError
@@ -158,7 +159,7 @@ class ObjectInfo:
         texts += (checksum or {}).values()
         if size is not None and (type(size) is not int or size < 0):
             raise ValueError("size")
-        if not all(isinstance(text, str) for text in texts if text is not None):
+        if not set(map(type, texts)) <= {str, NoneType}:
             raise TypeError("a field that is not text")
         return cls(**{**record, "checksum": checksum and Checksum(**checksum)})
 

@@ -12,8 +12,8 @@ import contextlib
 import json
 import logging
 import math
+import os
 import threading
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -23,7 +23,7 @@ from shardcache.clock import boot_id
 from shardcache.config import Config
 from shardcache.errors import CacheFullError, LockTimeoutError
 from shardcache.faults import ignoring, os_error
-from shardcache.files import is_directory, list_names, read_json
+from shardcache.files import is_directory, list_names, open_exclusive, read_json
 from shardcache.layout import Layout, parse_partial_name
 from shardcache.locks.keys import Holder, KeyLock, read_holder
 from shardcache.space import eviction
@@ -49,7 +49,12 @@ _SHARE = 50
 #: With this many entries or more, an eviction removes an extra 2 % of the sample, but at most 1 %
 #: of the cache, so that one admission in twenty lists a sample.
 _MANY = 100
-#: `Space.contents` counts at least this many shards, or all; an estimate from them is within 4 %.
+#: Entries that one admission evicts, or twice the bytes of its shard, if the cache is far above its
+#: limits, because they were lowered or the disk was filled. Evicting more would keep the other
+#: admissions waiting for longer than a tenth of a second. They evict the rest.
+_BATCH = 200
+#: If the numbers are unknown, at least this many shards are counted, or all of them; an estimate
+#: from these is within 4 %.
 _COUNTED = 10_000
 #: Multiples of this number, modulo 256, spread a sample over the parts. Evictions take the parts in
 #: turn, so several in a row may hold more than the average.
@@ -72,7 +77,9 @@ _UNKNOWN = Holder(0, "an unknown node", None, None, 0.0)
 _ANNOUNCE_EVERY = 10.0
 #: Seconds for which partials of dead processes stay, so that the next prewarm can resume them.
 _KEEP_PARTIALS = 3600.0
-_MAX_USAGE = 16 << 10  #: maximum bytes to read of the file ``usage``, which has about 2,500
+#: Length in bytes to which the files ``usage`` and ``refusal`` are padded. The first one has about
+#: 2,500, and at most 5,000 with the longest numbers.
+_RECORD = 8192
 
 
 def _part(name: str) -> int:
@@ -103,8 +110,9 @@ class _Usage:
 
     @property
     def total(self) -> int:
-        """The bytes of all parts."""
-        return sum(filter(None, self.parts))
+        """The bytes of all parts, estimated from those that were counted."""
+        known = [size for size in self.parts if size is not None]
+        return sum(known) * _PARTS // max(1, len(known))
 
     def listed_to(self, part: int) -> None:
         """Note that the parts up to this one were listed now."""
@@ -209,17 +217,17 @@ class Space:
     def _reserve(self, shard: ShardURL, size: int | None) -> None:
         """Add a shard to ``usage``, evicting first if necessary. Call it with the budget lock."""
         need, part = 0 if size is None else self.allocated(size), _part(shard.key)
-        if self.limits(need) == Limits():
+        if (limits := self.limits(need)) == Limits():
             return  # no limit applies, so ``usage`` is not needed
         with self._usage() as usage:
             if size is None:
                 usage.parts[part] = None
                 usage.growing.add(part)
             self._count(usage)
-            swept = False
+            swept, freed, least = False, 0, 2 * max(1, need)
             for _ in range(_PLANS):
-                limits = self.limits(need)
-                if self._over(usage, limits, need) <= 0:
+                over = self._over(usage, limits, need)
+                if over <= 0 or freed >= least:
                     if 0 <= clock.monotonic() - usage.listed < _CORRECTED:
                         usage.add(part, need)
                         return
@@ -232,9 +240,11 @@ class Space:
                     swept = True
                     if self._sweep(usage):
                         self._count(usage)
+                        limits = self.limits(need)
                         continue
                 # After a minute, a sample decides whether a refusal still holds.
-                planned = self._choose(usage, limits, need, few=bool(missing))
+                few, later = bool(missing), max(0, over - least)
+                planned = self._choose(usage, limits, need, few=few, extra=_BATCH, later=later)
                 if planned.missing:
                     # Under the other policies, entries stay because of readers, which may finish at
                     # any moment, so only a refusal under working-set is remembered.
@@ -242,7 +252,8 @@ class Space:
                         most = usage.total + need - planned.missing
                         self._record(self.node.refusal, clock.monotonic(), most)
                     raise self._no_room(str(shard), planned.missing)
-                self._evict(usage, planned)  # not all of them, if a process now reads one
+                freed += self._evict(usage, planned)  # not all, if a process now reads one
+                limits = self.limits(need)
             raise self._no_room(str(shard))
 
     def _over(self, usage: _Usage, limits: Limits, need: int) -> int:
@@ -259,26 +270,30 @@ class Space:
         jobs: bool = True,
         few: bool = False,
         extra: int = 0,
+        later: int | None = None,
     ) -> CleanReport:
         """Plan an eviction from a sample of the cache or, if that is too little, from all of it.
 
-        Corrects ``usage`` where entries are listed. With ``few``, a sample must do. ``extra``
-        entries are evicted in addition.
+        Corrects ``usage`` where entries are listed. With ``few``, a sample must do. ``later`` bytes
+        may stay above the limits. If possible, ``extra`` entries are evicted in addition, but at
+        most these bytes.
         """
-        over = self._over(usage, limits, need)
+        over = self._over(usage, limits, need) - (later or 0)
+        limits = replace(limits, free_needed=max(0, limits.free_needed - (later or 0)))
         order = [(usage.next + n) % _PARTS for n in range(_PARTS)]
         listing = zip(order, self._list(usage, order), strict=True)
         entries, listed = list[Entry](), 0
         for least in (_SAMPLE,) if few else (_SAMPLE, math.inf):
-            for part, (more, size) in listing:
-                entries += more
+            for part, (found, size) in listing:
+                entries += found
                 listed += size
                 usage.listed_to(part)
                 if len(entries) >= least and listed >= _SHARE * over:
                     break
             spare = min(listed // _SHARE, usage.total // 100) if len(entries) >= _MANY else 0
-            limits = replace(limits, spare=max(spare, extra * listed // max(1, len(entries))))
-            reserved = usage.total - listed + need
+            rest = extra * listed // max(1, len(entries))
+            limits = replace(limits, spare=max(spare, rest if later is None else min(rest, later)))
+            reserved = usage.total - listed + need - (later or 0)
             planned = self.plan(entries, limits, reserved=reserved, jobs=jobs)
             if not planned.missing:
                 break
@@ -338,9 +353,12 @@ class Space:
             yield entries, size
 
     def _count(self, usage: _Usage) -> None:
-        """Count the parts whose bytes are unknown."""
-        if unknown := [part for part, size in enumerate(usage.parts) if size is None]:
-            deque(self._list(usage, unknown), maxlen=0)
+        """Count the parts whose bytes are unknown, or so many that they hold `_COUNTED` shards."""
+        unknown = [part for part, size in enumerate(usage.parts) if size is None]
+        left = math.inf if self.node.grace is not None else _COUNTED
+        for entries, _ in self._list(usage, unknown) if unknown else ():
+            if (left := left - len(entries)) <= 0:
+                break
         if len(unknown) == _PARTS:
             usage.listed_to(usage.next - 1)
 
@@ -357,7 +375,7 @@ class Space:
     def _read(self) -> _Usage:
         """Return the content of ``usage``. With leases, or if it is damaged, no part is counted."""
         with contextlib.suppress(ValueError, TypeError, OverflowError):
-            boot, parts, part, listed = read_json(self.node.usage, _MAX_USAGE)
+            boot, parts, part, listed = read_json(self.node.usage, _RECORD)
             if len(parts) == _PARTS and self.node.grace is None:
                 parts = [size if isinstance(size, int) and size >= 0 else None for size in parts]
                 listed = float(listed) if boot == boot_id() else -math.inf
@@ -368,7 +386,7 @@ class Space:
         """Return how many of ``need`` bytes the last refusal lacks, and whether it is recent."""
         if self._config.policy == "working-set" and self.node.grace is None:
             with contextlib.suppress(ValueError, TypeError, OverflowError):
-                boot, when, most = read_json(self.node.refusal, _MAX_USAGE)
+                boot, when, most = read_json(self.node.refusal, _RECORD)
                 age = clock.monotonic() - float(when)
                 if boot == boot_id() and age >= 0:
                     total = (usage or self._read()).total
@@ -384,7 +402,11 @@ class Space:
         if self.node.grace is not None:
             return
         try:
-            self.node.write(path, json.dumps([boot_id(), *values]).encode())
+            # In place: if a file replaces another one, ext4 waits for the disk (4 ms each time).
+            flags = os.O_WRONLY | os.O_CREAT
+            with open_exclusive(path, flags, self.node.modes) as file:
+                data = json.dumps([boot_id(), *values]).encode()
+                os.pwrite(file.fileno(), data.ljust(_RECORD), 0)
         except os_error() as exn:  # the disk is full or read-only
             logger.debug("%s: %s", path, exn)
             with ignoring(OSError):
@@ -489,11 +511,10 @@ class Space:
     def _budget_lock(self) -> Iterator[None]:
         """Hold the node's budget lock in the body; after a minute, warn and continue without it."""
         with self._named_lock("budget", _BUDGET_SECONDS) as other:
-            is_known = other is not None and other == self._stuck
-            self._stuck = other
-            if other is not None and not is_known:
+            if other not in (None, self._stuck):
                 text = "%s has had the budget lock for a minute; going on without it"
                 logger.warning(text, other)
+            self._stuck = other
             yield
 
     @contextlib.contextmanager

@@ -189,17 +189,20 @@ def _past(date: float, now: float) -> float:
 
 def linked(entries: Iterable[Entry]) -> list[Links]:
     """Group the entries that are links to one file. Inodes are read only of repeated versions."""
-    entries = list(entries)
-    copies = Counter((entry.key, entry.version, entry.size) for entry in entries)
-    files: dict[object, list[Entry]] = {}
+    versions: dict[object, list[Entry]] = {}
     for entry in entries:
-        file: object = entry.directory  # a group of its own, also if the entry is gone
-        if copies[entry.key, entry.version, entry.size] > 1:
+        versions.setdefault(entry[1:4], []).append(entry)
+    groups = list[Links]()
+    for copies in versions.values():
+        files: dict[object, list[Entry]] = {}
+        for entry in copies if len(copies) > 1 else ():
+            file: object = entry.directory  # a group of its own, also if the entry is gone
             with ignoring(OSError, DamagedError):
                 data = entry.data.lstat()
-                file = entry.version, data.st_dev, data.st_ino
-        files.setdefault(file, []).append(entry)
-    return [tuple(sorted(links)) for links in files.values()]
+                file = data.st_dev, data.st_ino
+            files.setdefault(file, []).append(entry)
+        groups += [tuple(sorted(links)) for links in files.values()] or [tuple(copies)]
+    return groups
 
 
 def disk_bytes(links: Links, allocated: Callable[[int], int]) -> int:

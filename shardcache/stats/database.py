@@ -1,9 +1,9 @@
 """Store the counts of all processes of a node in ``stats.db``, an SQLite database.
 
-A row holds what one rank counted under one name in ten minutes. After thirty days, it is added to
-the row of that name for all earlier time, so that the totals for Prometheus never fall. The counts
-of the last hour are also stored in steps of ten seconds, for the charts of a short job. The file is
-never synced to disk: a power failure may damage it, and then counting starts again from zero.
+A row holds what one rank counted under one name in ten seconds, for the charts of a short job.
+After an hour, a cleaning adds it to the row of its ten minutes, and after thirty days to the row
+for all earlier time, so that the totals for Prometheus never fall. The file is never synced to
+disk: a power failure may damage it, and then counting starts again from zero.
 
 Each function opens the database of the node's namespace ``layout`` and closes it before it returns.
 A missing one counts as empty. If it cannot be used, they raise OSError, never ``sqlite3.Error``.
@@ -30,27 +30,20 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _SCHEMA = """
-CREATE TABLE IF NOT EXISTS {} (
+CREATE TABLE IF NOT EXISTS counts (
     start INTEGER, rank INTEGER, name TEXT, n INTEGER, PRIMARY KEY (start, rank, name)
 ) WITHOUT ROWID
 """
-_ADD = "INSERT INTO {} VALUES (?, ?, ?, ?) ON CONFLICT DO UPDATE SET n = n + excluded.n"
-_EXPIRE = (
-    "INSERT INTO counts SELECT 0, -1, name, sum(n) FROM counts WHERE start BETWEEN 1 AND ? "
-    "GROUP BY name ON CONFLICT DO UPDATE SET n = n + excluded.n",
-    "DELETE FROM counts WHERE start BETWEEN 1 AND ?",
-)
+_ADD = "INSERT INTO counts {} ON CONFLICT DO UPDATE SET n = n + excluded.n"
 #: Length in seconds of the period of a row: short enough for the charts of a day, and a month of a
 #: node with eight ranks has half a million rows.
 PERIOD = 600
-#: Table -> length in seconds of the periods of its rows.
-_TABLES = {"counts": PERIOD, "recent": 10}
-#: Age in seconds at which a row of the last hour expires.
-RECENT = 3600
+#: Length in seconds of the period of a row of the last hour, and the age at which it is merged.
+STEP, RECENT = 10, 3600
 #: The rank of a process outside any job.
 NO_RANK = -1
 
-#: Age in seconds at which a row expires.
+#: Age in seconds at which a row is merged with all earlier ones.
 _KEPT = 30 * 86_400
 #: Seconds that a command waits while another process uses the database.
 _PATIENCE = 5.0
@@ -68,40 +61,44 @@ class Sample:
 def add(layout: Layout, rank: int, now: float, row: Mapping[str, int], busy: float) -> None:
     """Add counts by name to the period of ``now``. Waits ``busy`` seconds for other writers."""
     with _opened(layout, busy, repair=True) as db:
-        for table, period in _TABLES.items():
-            start = int(now // period) * period
-            db.executemany(_ADD.format(table), [(start, rank, *each) for each in row.items()])
-        db.execute("DELETE FROM recent WHERE start < ?", (now - RECENT,))
+        start = int(now // STEP) * STEP
+        rows = [(start, rank, name, n) for name, n in row.items()]
+        db.executemany(_ADD.format("VALUES (?, ?, ?, ?)"), rows)
 
 
 def samples(
-    layout: Layout, since: float = 0.0, *, ever: bool = False, table: str = "counts"
+    layout: Layout, since: float = 0.0, *, ever: bool = False, period: int = PERIOD
 ) -> list[Sample]:
     """Return the samples that end after ``since`` (seconds since the epoch), in no special order.
 
-    With ``ever``, also return the sample that sums up everything older than 30 days. The table
-    ``recent`` has the samples of ten seconds.
+    With ``ever``, also return the sample that sums up everything older than 30 days. ``period`` is
+    the length of the samples: `PERIOD`, or `STEP` for those of the last hour.
     """
     samples: dict[tuple[int, int], Sample] = {}
     with _opened(layout, _PATIENCE) as db:
-        query = f"SELECT * FROM {table} WHERE start > ? OR (start = 0 AND ?)"  # noqa: S608
-        for start, rank, name, n in db.execute(query, (max(0.0, since - _TABLES[table]), ever)):
+        query = "SELECT start / ? * ?, rank, name, n FROM counts WHERE start >= ? OR start = ?"
+        first = max(1, int(since // period) * period)
+        for start, rank, name, n in db.execute(query, (period, period, first, 0 if ever else -1)):
             samples.setdefault((start, rank), Sample(start, rank)).counters[name] += n
     return list(samples.values())
 
 
 def expire(layout: Layout, now: float) -> None:
-    """Merge the rows that are older than thirty days. ``now`` is a Unix timestamp."""
+    """Merge the rows that are older than an hour or thirty days. ``now`` is a Unix timestamp."""
     with _opened(layout, _PATIENCE) as db:
-        for statement in _EXPIRE:
-            db.execute(statement, (now - _KEPT,))
+        for merged, rows, age in (
+            (f"start / {PERIOD} * {PERIOD}, rank", f"start % {PERIOD} AND", RECENT),
+            (f"0, {NO_RANK}", "", _KEPT),
+        ):
+            rows = f"FROM counts WHERE {rows} start BETWEEN 1 AND {int(now - age)}"
+            db.execute(_ADD.format(f"SELECT {merged}, name, sum(n) {rows} GROUP BY 1, 2, name"))
+            db.execute(f"DELETE {rows}")
 
 
 def zero(layout: Layout) -> None:
     """Delete all counts."""
     with _opened(layout, _PATIENCE) as db:
-        for table in _TABLES:
-            db.execute(f"DELETE FROM {table}")  # noqa: S608
+        db.execute("DELETE FROM counts")
 
 
 @contextlib.contextmanager
@@ -138,8 +135,7 @@ def _opened(layout: Layout, busy: float, *, repair: bool = False) -> Iterator[sq
             ) as db,
         ):
             db.execute("PRAGMA synchronous = OFF")
-            for table in _TABLES:
-                db.execute(_SCHEMA.format(table))
+            db.execute(_SCHEMA)
             yield db
             db.commit()
     except sqlite3.DatabaseError as exn:

@@ -7,6 +7,7 @@ import errno
 import json
 import logging
 import os
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -26,6 +27,9 @@ logger = logging.getLogger(__name__)
 SCHEMA = 1
 #: Most bytes to read of a sidecar. Most have about 700, and a URL adds a few kilobytes at most.
 MAX_SIDECAR = 64 * 1024
+#: A URL that ends with the name of the data file: parsing takes 12 us, and `ls` of 100,000 shards
+#: needs all names.
+_PLAIN = re.compile(r"s3://[^/?#%]+/(?:[^?#%]*/)?([A-Za-z0-9_-][A-Za-z0-9._-]{0,99})")
 #: Errors of renaming a directory that is gone, or that is a mount point.
 _IMMOVABLE = frozenset({errno.ENOENT, errno.EBUSY})
 #: Errors that concern one file, so its entry counts as damaged. Errors of the whole disk do not.
@@ -80,6 +84,9 @@ class Metadata:
     @property
     def basename(self) -> str:
         """The name of the data file. Raises DamagedError."""
+        plain = _PLAIN.fullmatch(self.url)
+        if plain is not None and not is_side_file(plain[1]):
+            return plain[1]
         try:
             return parse_url(self.url, allow_schemes=[self.url.partition(":")[0]]).basename
         except ConfigError as exn:

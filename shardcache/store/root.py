@@ -15,7 +15,7 @@ from pathlib import Path
 from shardcache.config import Config, __version__, group_name
 from shardcache.errors import ConfigError
 from shardcache.faults import ignoring, os_error
-from shardcache.files import Modes, list_names, random_token
+from shardcache.files import Modes, list_names, locked, random_token
 from shardcache.layout import MANIFEST, Layout, is_record_name, is_temporary_name, read_manifest
 from shardcache.locks.mounts import lock_kind
 
@@ -157,8 +157,11 @@ def remove_root(layout: Layout) -> None:
     for base in filter(None, (layout.base, layout.local)):
         for directory, _, names in os.walk(base, topdown=False):
             for name in names:
+                path = Path(directory, name)
                 if is_record_name(name) or is_temporary_name(name):
-                    Path(directory, name).unlink(missing_ok=True)
+                    with ignoring(OSError), locked(path, remove=True) as free:
+                        if free is not False:  # otherwise, a job has begun since the last check
+                            path.unlink(missing_ok=True)
             with ignoring(OSError):  # not empty
                 Path(directory).rmdir()
     if set(list_names(root)) <= _ROOT_NAMES - {layout.base.name}:

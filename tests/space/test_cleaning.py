@@ -13,6 +13,7 @@ import pytest
 from shardcache import clock, tiers
 from shardcache.cache import Cache
 from shardcache.errors import LockTimeoutError
+from shardcache.locks.sessions import live_sessions
 from shardcache.space.budget import Space
 from shardcache.space.eviction import CleanReport, Limits, Reason, total_bytes
 from shardcache.store.entry import Store, set_aside
@@ -201,6 +202,18 @@ def test_remove_dir_leaves_nothing_unless_something_must_stay(run, tmp_path, sta
             assert run("clean", "--all", "--remove-dir", "-y")[0] == 0 and not root.exists()
         if stays:
             assert cache.fetch(shop.urls[1]).data.exists()
+
+
+@pytest.mark.locks_work
+def test_remove_dir_leaves_the_session_of_a_job_that_begins_meanwhile(tmp_path, monkeypatch):
+    shop = Shop(tmp_path, 1)
+    with shop.cache() as cache, shop.cache() as job:
+        cache.prewarm(shop.urls)
+        cache.process.home.end_session()
+        # `clean` calls this after the last check for running jobs.
+        monkeypatch.setattr(cache.process.counters, "flush", lambda: job.fetch(shop.urls[0]))
+        cache.clean(everything=True, remove_dir=True)
+        assert shop.urls[0] in job and len(live_sessions(layout_of(shop.path))) == 1
 
 
 @needs_root

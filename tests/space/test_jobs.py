@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import itertools
 import json
 import os
 import random
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 
 from shardcache.cache import Cache
+from shardcache.space import budget
 from tests.support.clitools import run_process
 from tests.support.disktools import disk, needs_root
 from tests.support.shop import Shop
@@ -69,6 +71,20 @@ def test_a_job_keeps_its_shards_until_they_have_been_unused_for_a_day(shop):
         for number in (0, 2, 3, 4):
             assert c.ask(shop.urls[number]) == STORED
         assert numbers(shop) == [0, 2, 3, 4]
+
+
+def test_jobs_with_a_smaller_limit_evict_a_few_shards_for_each_new_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(budget, "_BATCH", 3)
+    shop = Shop(tmp_path, count=40)
+    with shop.cache() as cache:
+        for url in shop.urls[:30]:
+            cache.fetch(url)
+    counts, options = [30], {"max_size": shop.room(12)}
+    with forked(job, shop, options) as a, forked(job, shop, options) as b:
+        for each, url in zip(itertools.cycle((a, b)), shop.urls[30:], strict=False):
+            assert each.ask(url) == STORED
+            counts.append(len(numbers(shop)))
+    assert counts == [30, 26, 22, 18, 14, *6 * [12]]
 
 
 @pytest.mark.parametrize("policy", ["working-set", "lru"])

@@ -171,7 +171,7 @@ class S3Origin:
                         from shardcache.origins.tls import context  # here: HTTP needs no `ssl`
 
                         context(store.trusted)  # loads the certificates, before a fork if possible
-                self._transport = Transport(
+                self.transport = Transport(
                     timeout=self._timeout, proxies=store.proxies, trusted=store.trusted
                 )
                 self._store = store
@@ -313,7 +313,7 @@ class S3Origin:
         place = f"{shard} {query}"
         if route is None:
             target = self._moved.get(place, "")
-            target = target if self._transport.is_connected(target) else ""
+            target = target if self.transport.is_connected(target) else ""
             route = http.Route(target, until=clock.monotonic() + self._timeout)
         bucket, keys, response = self._send(method, shard, headers, query, route)
         if response.status in (200, 206):
@@ -427,7 +427,7 @@ class S3Origin:
                 signature = headers["Authorization"].rpartition("=")[2]
                 secrets += [*secret_forms(keys.secret_key, keys.token), signature]
             server = bucket.server
-            response = self._transport.request(method, server, path, headers, secrets)
+            response = self.transport.request(method, server, path, headers, secrets)
             return bucket, keys, response
         except ShardCacheError:
             raise
@@ -436,7 +436,7 @@ class S3Origin:
             if type(exn).__module__.startswith("botocore"):  # its types may not be imported
                 error = chain_error(exn, shard, self._profile, worked=self.prepare().worked)
             elif is_local_error(exn) or isinstance(exn, (ValueError, TypeError, AttributeError)):
-                error = http.unanswered(exn, shard, where + self._transport.via(server), secrets)
+                error = http.unanswered(exn, shard, where + self.transport.via(server), secrets)
         raise error
 
     @property

@@ -184,7 +184,6 @@ class Connections:
         try:
             while not self._admit():
                 check()
-                self._downloaders.recount()
         finally:
             with self.lock:
                 self._waiting -= 1
@@ -197,6 +196,8 @@ class Connections:
 
     def _admit(self) -> bool:
         """Use a connection and return True, or wait for one up to `_PATIENCE` and return False."""
+        if self._busy:  # otherwise, the number of downloaders does not matter
+            self._downloaders.recount()
         with self.lock:
             if not self._busy or self._busy < self._limit:
                 self._use(1)
@@ -210,7 +211,7 @@ class Connections:
         with self.lock:
             self._use(-1)
         if self._busy:
-            self._origins.close_idle(self._limit)
+            self._origins.close_idle(self.limit)
         self._register()
         self.hand_out()
 
@@ -220,6 +221,7 @@ class Connections:
         Not under the lock, because the disk with the registrations may hang.
         """
         others = self._downloaders
+        others.recount()
         # The thread inside the block looks again afterwards.
         while bool(self._busy) != others.joined and others.guard.acquire(blocking=False):
             try:
@@ -227,7 +229,6 @@ class Connections:
                     others.join()
                     self._origins.close_idle(self._most)
                 else:
-                    others.update()
                     kept = _KEPT if others.idle < _KEPT_BY_NODE else 0
                     others.leave(keeps_connections=self._origins.close_idle(kept) > 0)
             finally:
@@ -342,19 +343,16 @@ class Downloaders:
 
     def recount(self) -> None:
         """Update the counts if they are a second old, and no other thread uses the file."""
-        if clock.monotonic() >= self._due and self.guard.acquire(blocking=False):
-            try:
-                self.update()
-            finally:
-                self.guard.release()
-
-    def update(self) -> None:
-        """Update the counts if they are a second old. Call with the guard held."""
-        if (now := clock.monotonic()) >= self._due and self._file is not None:
-            with ignoring(OSError):
-                downloading, idle = _count_others(self._file)
-                self.count, self.idle = 1 + downloading, idle * _KEPT
-            self._due = now + _RECOUNT
+        if (now := clock.monotonic()) < self._due or not self.guard.acquire(blocking=False):
+            return
+        try:
+            if self._file is not None:
+                with ignoring(OSError):
+                    downloading, idle = _count_others(self._file)
+                    self.count, self.idle = 1 + downloading, idle * _KEPT
+                self._due = now + _RECOUNT
+        finally:
+            self.guard.release()
 
 
 def _count_others(file: io.FileIO) -> tuple[int, int]:

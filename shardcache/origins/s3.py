@@ -120,14 +120,6 @@ class _Store:
             self.fresh_until = min(end, max(self.fresh_until, time.time() + _RENEWAL_PAUSE))
         self.keys, self.expire_at = keys, end
 
-    def keep_for_now(self) -> None:
-        """Use the credentials a little longer, because they could not be renewed."""
-        self.fresh_until = time.time() + _RENEWAL_PAUSE
-
-    def refuse(self) -> None:
-        """Note that the store has refused the credentials, although they have not expired."""
-        self.fresh_until = self.expire_at = 0.0
-
 
 #: The stores, keyed by the options, the endpoint, and AWS's environment variables and files. A
 #: forked child inherits them, with the credentials of its parent.
@@ -190,7 +182,7 @@ class S3Origin:
             if time.time() >= store.expire_at:
                 raise
             logger.info("the credentials for %s are not renewed: %s", store.name, exn)
-            store.keep_for_now()
+            store.fresh_until = time.time() + _RENEWAL_PAUSE
             return store.keys
 
     def _renewed_keys(self, shard: ShardURL) -> Any:
@@ -384,7 +376,7 @@ class S3Origin:
         store = self.prepare()
         # Without `_chain`, which a thread may hold for as long as its source of credentials hangs.
         if store.keys == refused:
-            store.refuse()
+            store.fresh_until = store.expire_at = 0.0
             self._credentials = None
         return bool(self._keys(shard) != refused)
 

@@ -2,10 +2,10 @@
 
 ``python -m benchmarks.epochs`` compares a cold and a warm epoch, and the time to the first sample,
 with streaming and with other caches. It also measures how long eight processes take to read the
-same cold shard. The server counts the downloads. Over TLS, it measures fresh processes
-up to their first sample, and how fast shards come while the main thread runs Python code without a
-pause. Each run uses fresh processes and an empty cache. The shards are in memory, the caches on
-``--disk``.
+same cold shard. The server counts the downloads. Over TLS, it measures fresh processes up to their
+first sample, and how fast shards come while the main thread runs Python code without a pause. A
+cold epoch with work on each sample, as training has it, runs on one core. Each run uses fresh
+processes and an empty cache. The shards are in memory, the caches on ``--disk``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks.buckets import BUCKET, PREFIX, sample_archive
-from benchmarks.epochwork import WAYS, work
+from benchmarks.epochwork import WAYS, WORK, amount, work
 from benchmarks.peers import clean_environment, versions
 from benchmarks.results import (
     ROOT,
@@ -44,7 +44,7 @@ from tests.support.storetools import Child, crowd
 SAMPLE_BYTES = 100_000
 #: The ways that are measured with several processes.
 _SHARING = ("shardcache", "wds-filecache", "pipe-curl")
-_PARTS = ("epochs", "sharing", "tls")
+_PARTS = ("epochs", "sharing", "tls", "work")
 #: The link that is measured with TLS, and the ways of its fresh processes.
 _TLS, _STARTS = "s3-like", ("pipe-curl", "shardcache")
 #: Ways in the chart of the README, and the cells of its longest bar.
@@ -79,13 +79,20 @@ class _Bench:
         self._needed = needed  # bytes that a run writes
 
     def run(
-        self, task: str, way: str, keys: Sequence[str], *, processes: int = 1, steps: int = 1
+        self,
+        task: str,
+        way: str,
+        keys: Sequence[str],
+        *,
+        processes: int = 1,
+        steps: int = 1,
+        **more: object,
     ) -> tuple[list[list[Row]], int]:
         """Run a task in several processes, on a cache that is empty at first.
 
         Returns the figures of each process in each step, and the downloads of the first step.
         """
-        plan = self._plan(task, way, keys)
+        plan = self._plan(task, way, keys) | more
         self._target.fetches.value = 0
         with contextlib.ExitStack() as stack:
             with touched_pages(self._disk, self._needed):
@@ -175,6 +182,33 @@ def _tls(bench: _Bench, keys: Sequence[str], repeats: int) -> Row:
     return {"starts": starts, "busy": busy}
 
 
+def _worked(bench: _Bench, keys: Sequence[str], repeats: int) -> Row:
+    """Return the runs of `_STARTS` for each kind of work per sample."""
+    rows: Row = {title: {way: [] for way in _STARTS} for title in WORK}
+    for title, runs in rows.items():
+        count = amount(title)
+        for number in range(repeats):
+            for way in in_turn(_STARTS, number):
+                ((figures,),), _ = bench.run("work", way, keys, work=(title, count))
+                runs[way].append(figures)
+                say(f"  {title}, {WAYS[way][0]}: {figures['seconds']:.2f} s")
+    return rows
+
+
+def _work_report(name: str, kinds: Row) -> str:
+    rows = []
+    for title, runs in kinds.items():
+        middles = {
+            way: [median(run[name] for run in each) for name in ("seconds", "cpu_seconds")]
+            for way, each in runs.items()
+        }
+        (curl, curl_cpu), (ours, cpu) = middles.values()
+        speeds = [f"{curl:.2f}", f"{ours:.2f}", f"{curl / ours:.2f}", f"{cpu / curl_cpu:.2f}"]
+        rows.append([title, *speeds])
+    heads = ["work per sample", "pipe:curl s", "shardcache s", "times as fast", "x processor time"]
+    return section(f"A cold epoch with work, one core, {name}", heads, rows)
+
+
 def report(facts: Row) -> str:
     """Return the tables of a result in Markdown."""
     parts = [_link_report(group) for group in facts["groups"]]
@@ -192,6 +226,7 @@ def report(facts: Row) -> str:
             f"received {rate / 1e6:.0f} MB/s over the same link. The thread kept {kept:.0%} of its "
             "speed."
         )
+    parts += [_work_report(name, kinds) for name, kinds in facts.get("work", {}).items()]
     return "\n\n".join(parts)
 
 
@@ -315,7 +350,8 @@ def main() -> None:
         tempfile.TemporaryDirectory(prefix=PREFIX, dir=arguments.ram) as ram,
         tempfile.TemporaryDirectory(prefix=PREFIX, dir=arguments.disk) as disk,
     ):
-        facts = begun(arguments, caches=Path(disk)) | {"versions": versions(), "groups": []}
+        facts = begun(arguments, caches=Path(disk))
+        facts |= {"versions": versions(), "groups": [], "work": {}}
         memory = Path(ram)
         keys = _write_shards(memory, shards, samples)
         for name in names if {"epochs", "sharing"} & set(parts) else []:
@@ -331,10 +367,14 @@ def main() -> None:
                     group["sharing"] = _sharing(bench, keys, processes, arguments.repeats)
             facts["groups"].append(group)
             save(arguments.json, facts)
-        if "tls" in parts:
-            with link(memory, memory, _TLS, processes=2, tls=True) as target:
+        for tls in (False, True) if {"tls", "work"} & set(parts) else ():
+            with link(memory, memory, _TLS, processes=2, tls=tls) as target:
                 bench = _Bench(target, Path(disk), shards * samples * SAMPLE_BYTES)
-                facts["tls"] = _tls(bench, keys, arguments.repeats)
+                if tls and "tls" in parts:
+                    facts["tls"] = _tls(bench, keys, arguments.repeats)
+                if "work" in parts:
+                    title = LINKS[_TLS][0] + ", TLS" * tls
+                    facts["work"][title] = _worked(bench, keys, arguments.repeats)
             save(arguments.json, facts)
     print(report(facts))
 

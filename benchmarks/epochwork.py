@@ -9,8 +9,10 @@ prepared, so no figure includes an import.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import resource
 import sys
 import threading
 import time
@@ -27,8 +29,11 @@ _BEFORE_THE_FIRST = 1.0
 #: Number of connections during the run; seconds that the main thread runs before it.
 _BUSY, _ALONE = 8, 3.0
 
-#: ``task``, ``way``, ``cache``, ``endpoint``, ``environment``, and the ``keys`` and ``urls`` of the
-#: shards.
+#: Bytes to hash: hashlib releases the interpreter lock meanwhile.
+_NOISE = memoryview(bytes(64 * MIB))
+
+#: ``task``, ``way``, ``cache``, ``endpoint``, ``environment``, the ``keys`` and ``urls`` of the
+#: shards, and maybe the ``work`` per sample: a key of `WORK` and the argument of its function.
 Plan = Mapping[str, Any]
 Figures = dict[str, Any]
 
@@ -81,6 +86,47 @@ WAYS: dict[str, tuple[str, Callable[[Plan], Any]]] = {
         lambda plan: _cache(plan).attach(_dataset(_s3(plan)), resume=True).shuffle(1000),
     ),
 }
+
+
+def _spin(count: int) -> None:
+    for _ in range(count):
+        pass
+
+
+def _hash(count: int) -> None:
+    hashlib.sha256(_NOISE[:count])
+
+
+#: Work per sample, by its title: seconds, and a function that works in proportion to its argument.
+WORK = {
+    "0.5 ms of Python": (0.0005, _spin),
+    "2 ms of Python": (0.002, _spin),
+    "2 ms of C without the GIL": (0.002, _hash),
+}
+
+
+def amount(title: str) -> int:
+    """Return the argument with which a function of `WORK` takes its seconds on this machine."""
+    seconds, act = WORK[title]
+    start = time.process_time()
+    act(32 * MIB)
+    return int(32 * MIB * seconds / (time.process_time() - start))
+
+
+def _worked(plan: Plan) -> Iterator[Figures]:
+    """Read an epoch on one core, with an empty cache at first, and work on each sample."""
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    title, count = plan["work"]
+    dataset, act = WAYS[plan["way"]][1](plan), WORK[title][1]
+    yield {}
+    start, samples = time.perf_counter(), 0
+    for _ in dataset:
+        act(count)
+        samples += 1
+    seconds = time.perf_counter() - start
+    costs = map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    cpu = sum(each.ru_utime + each.ru_stime for each in costs)
+    yield {"seconds": seconds, "cpu_seconds": cpu, "samples": samples}
 
 
 def _epochs(plan: Plan) -> Iterator[Figures]:
@@ -164,7 +210,8 @@ def work(benchmark: Parent, _: int, plan: Plan) -> None:
     """Run the task of a plan: send once when it is prepared, and after each requested step."""
     os.environ.clear()
     os.environ.update(plan["environment"])
-    for figures in {"epochs": _epochs, "read": _read, "busy": _busy}[plan["task"]](plan):
+    tasks = {"epochs": _epochs, "read": _read, "busy": _busy, "work": _worked}
+    for figures in tasks[plan["task"]](plan):
         benchmark.say(figures)
         benchmark.hear()
 

@@ -99,7 +99,7 @@ class ProcessCache:
             config,
             RetryPolicy(config.attempts, config.deadline, config.patience),
             self.counters,
-            Connections(config.connections, config.part_size, lambda: self.home.node),
+            Connections(config.connections, config.part_size, lambda: self.home.node, self.origins),
             self.origins,
             self.notices,
         )

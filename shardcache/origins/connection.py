@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import math
 import os
 import re
 import select
@@ -456,6 +457,7 @@ class Transport:
         # Strong references to all open connections. Otherwise the garbage collector, when it
         # finalises a response in a cycle, could finalise the connection that `close` releases.
         self._open: set[_Connection] = set()
+        self._most = math.inf  # the last argument of `close_idle`
         weakref.finalize(self, _close, self._open)
 
     def request(
@@ -525,9 +527,21 @@ class Transport:
         """Return whether there is a connection to the server of a URL."""
         return any(url.startswith(f"{each.server}/") for each in self._open.copy())
 
+    def close_idle(self, most: int) -> int:
+        """Close idle connections while more than ``most`` are open, now and whenever one gets idle.
+
+        Returns the number of open connections.
+        """
+        self._most = most
+        for idle in list(self._idle.values()):
+            with contextlib.suppress(IndexError):  # none is left
+                while len(self._open) > most:
+                    self.take_back(idle.popleft(), reusable=False)
+        return len(self._open)
+
     def take_back(self, connection: _Connection, *, reusable: bool) -> None:
         """Keep a connection for the next request, or close it."""
-        if reusable:
+        if reusable and len(self._open) <= self._most:
             self._idle.setdefault(connection.server, deque()).append(connection)
         else:
             self._open.discard(connection)

@@ -246,7 +246,7 @@ class WebOrigin:
     states_checksums = False
 
     def __init__(self, *, timeout: float) -> None:
-        self._timeout, self._transport = timeout, Transport(timeout=timeout)
+        self._timeout, self.transport = timeout, Transport(timeout=timeout)
 
     def open(
         self, shard: ShardURL, start: int, stop: int | None, expected: ObjectInfo | None = None
@@ -275,11 +275,11 @@ class WebOrigin:
             used = (*route.secrets, *login.split(), *user.split(":"), query, *values)
             route, secrets = route._replace(login=login, secrets=used), secret_forms(*used)
             given = {"Authorization": login, **headers} if login else headers
-            response = self._transport.request(
+            response = self.transport.request(
                 method, server, quote(path, safe=_SAFE), {**HEADERS, **given}, secrets
             )
         except (os_error(), ValueError) as exn:
-            where = f"{name}{self._transport.via(server)}{route.after}"
+            where = f"{name}{self.transport.via(server)}{route.after}"
             error = unanswered(exn, shard, where, secrets)
         if error is not None:
             raise error
@@ -297,5 +297,5 @@ class WebOrigin:
         refused(response)
         if (moved := route.redirected(response, shard)) is not None:
             return self._request(method, shard, headers, moved)
-        reason = f"{name}{self._transport.via(server)}{route.after} answered {response.status}"
+        reason = f"{name}{self.transport.via(server)}{route.after} answered {response.status}"
         raise refusal(shard, response.status, reason, headers=response.headers)

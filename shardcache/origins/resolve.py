@@ -91,6 +91,14 @@ class Origins:
         if prepare is not None:  # only S3's client takes time to set up
             prepare()
 
+    def close_idle(self, most: int) -> int:
+        """Close idle connections while more than ``most`` are open; return how many are open."""
+        count = 0
+        for origin in [*self._made.values(), *(each.origin for each in self._upstreams)]:
+            if (transport := getattr(origin, "transport", None)) is not None:
+                count += transport.close_idle(max(0, most - count))
+        return count
+
     def upstreams(self, shard: ShardURL) -> Iterator[UpstreamOrigin]:
         """Yield each upstream that has the shard; query an upstream only when it is reached."""
         for upstream in self._upstreams:

@@ -120,14 +120,6 @@ class _Store:
             self.fresh_until = min(end, max(self.fresh_until, time.time() + _RENEWAL_PAUSE))
         self.keys, self.expire_at = keys, end
 
-    def keep_for_now(self) -> None:
-        """Use the credentials a little longer, because they could not be renewed."""
-        self.fresh_until = time.time() + _RENEWAL_PAUSE
-
-    def refuse(self) -> None:
-        """Note that the store has refused the credentials, although they have not expired."""
-        self.fresh_until = self.expire_at = 0.0
-
 
 #: The stores, keyed by the options, the endpoint, and AWS's environment variables and files. A
 #: forked child inherits them, with the credentials of its parent.
@@ -171,7 +163,7 @@ class S3Origin:
                         from shardcache.origins.tls import context  # here: HTTP needs no `ssl`
 
                         context(store.trusted)  # loads the certificates, before a fork if possible
-                self._transport = Transport(
+                self.transport = Transport(
                     timeout=self._timeout, proxies=store.proxies, trusted=store.trusted
                 )
                 self._store = store
@@ -190,7 +182,7 @@ class S3Origin:
             if time.time() >= store.expire_at:
                 raise
             logger.info("the credentials for %s are not renewed: %s", store.name, exn)
-            store.keep_for_now()
+            store.fresh_until = time.time() + _RENEWAL_PAUSE
             return store.keys
 
     def _renewed_keys(self, shard: ShardURL) -> Any:
@@ -313,7 +305,7 @@ class S3Origin:
         place = f"{shard} {query}"
         if route is None:
             target = self._moved.get(place, "")
-            target = target if self._transport.is_connected(target) else ""
+            target = target if self.transport.is_connected(target) else ""
             route = http.Route(target, until=clock.monotonic() + self._timeout)
         bucket, keys, response = self._send(method, shard, headers, query, route)
         if response.status in (200, 206):
@@ -384,7 +376,7 @@ class S3Origin:
         store = self.prepare()
         # Without `_chain`, which a thread may hold for as long as its source of credentials hangs.
         if store.keys == refused:
-            store.refuse()
+            store.fresh_until = store.expire_at = 0.0
             self._credentials = None
         return bool(self._keys(shard) != refused)
 
@@ -427,7 +419,7 @@ class S3Origin:
                 signature = headers["Authorization"].rpartition("=")[2]
                 secrets += [*secret_forms(keys.secret_key, keys.token), signature]
             server = bucket.server
-            response = self._transport.request(method, server, path, headers, secrets)
+            response = self.transport.request(method, server, path, headers, secrets)
             return bucket, keys, response
         except ShardCacheError:
             raise
@@ -436,7 +428,7 @@ class S3Origin:
             if type(exn).__module__.startswith("botocore"):  # its types may not be imported
                 error = chain_error(exn, shard, self._profile, worked=self.prepare().worked)
             elif is_local_error(exn) or isinstance(exn, (ValueError, TypeError, AttributeError)):
-                error = http.unanswered(exn, shard, where + self._transport.via(server), secrets)
+                error = http.unanswered(exn, shard, where + self.transport.via(server), secrets)
         raise error
 
     @property

@@ -8,9 +8,19 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from shardcache import Cache
-from shardcache.download.connections import Downloaders
+from shardcache.config import Config
+from shardcache.download.connections import Connections, Downloaders
+from shardcache.origins.resolve import Origins
 from tests.support.caches import read, unfinished
-from tests.support.storetools import BLOCK, PATIENCE, crowd, no_thread, payload, wait_until
+from tests.support.storetools import (
+    BLOCK,
+    PATIENCE,
+    crowd,
+    descriptors,
+    no_thread,
+    payload,
+    wait_until,
+)
 from tests.support.webservers import Scripted, part_of, running
 
 NODE, PROCESS, FEW = 64, 32, 2  # limits of connections
@@ -73,6 +83,54 @@ def test_a_process_that_downloads_alone_uses_all_its_connections(tmp_path, kille
             each.kill()
         store.gate.set()
         assert readers[0].hear()
+
+
+def sockets():
+    """Return the number of open sockets of this process."""
+    return sum("socket:[" in each for each in descriptors())
+
+
+def repeated_reader(parent, number, store, root):
+    """Read the shards that the parent names, and report the sockets that are open after each."""
+    before = sockets()
+    with Cache(root, min_free=0, part_size=BLOCK) as cache:
+        while True:
+            assert read(cache, f"{store.url}/{parent.hear()}.bin") == store.data
+            parent.say(sockets() - before)
+
+
+def test_processes_that_have_downloaded_leave_connections_to_others(tmp_path):
+    store = Store(payload((1 + PROCESS) * BLOCK), least=PROCESS)
+    store.gate.set()
+    with running(store), crowd(4, repeated_reader, store, tmp_path) as readers:
+        for number, each in enumerate(readers):
+            each.tell(f"alone-{number}")
+            assert 0 < each.hear() <= 4
+            store.least = PROCESS
+
+
+def test_a_cache_disk_that_hangs_does_not_stop_other_downloads(tmp_path):
+    hangs, release = threading.Event(), threading.Event()
+
+    def node():
+        hangs.set()
+        assert release.wait(PATIENCE)
+        raise ConnectionError
+
+    connections = Connections(PROCESS, None, node, Origins(Config(tmp_path)))
+
+    def download():
+        with connections.hold(lambda: None):
+            pass
+
+    with ThreadPoolExecutor(2) as pool:
+        stuck = pool.submit(download)
+        assert hangs.wait(PATIENCE)
+        try:
+            pool.submit(download).result(PATIENCE)
+        finally:
+            release.set()
+        assert isinstance(stuck.exception(), ConnectionError)
 
 
 @pytest.fixture

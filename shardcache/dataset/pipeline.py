@@ -341,7 +341,7 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
         readers = [wds._call_of(stage) for stage in self.pipeline[opener + 1 : opener + 3]]
         if (
             set(kinds[opener + 1 : opener + 2]) <= {wds.tar_files, tariterators.tar_file_expander}
-            and kinds[opener + 2 : opener + 3] == [tariterators.group_by_keys]
+            and set(kinds[opener + 2 : opener + 3]) <= {wds.group_files, tariterators.group_by_keys}
             and not any(args for _, args, _ in readers)
             and not any(v for _, _, kw in readers for name, v in kw.items() if name != "handler")
         ):

@@ -167,7 +167,9 @@ def tar_files(
                 return
 
 
-def group_files(data: Iterable[dict[str, Any]], handler: Handler = reraise) -> Iterator[Any]:
+def group_files(
+    data: Iterable[dict[str, Any]], handler: Handler = reraise
+) -> Iterator[dict[str, Any]]:
     """Group files into samples, as WebDataset's ``group_by_keys`` with its defaults does."""
     sample: dict[str, Any] = {}
     seen = set[str]()  # the keys in this shard

@@ -47,7 +47,6 @@ from benchmarks.results import (
 )
 from shardcache import Cache, ShardBatchSampler, TarDataset
 from shardcache.dataset.index import OpenShard, write_index_file
-from shardcache.layout import INDEX
 
 BATCH = 64
 #: Samples in the buffers of WebDataset and of Hugging Face datasets.
@@ -74,10 +73,10 @@ def _cached(home: Path, name: str, shards: int, samples: int, size: int, **form:
     return home / f"{name}.json"
 
 
-def _wids(folder: Path, samples: int, lru_size: int) -> Any:
+def _wids(index: Path, samples: int, lru_size: int) -> Any:
     import wids
 
-    shards = [{"url": str(path), "nsamples": samples} for path in sorted(folder.iterdir())]
+    shards = [{"url": path, "nsamples": samples} for path in _paths(index)]
     with contextlib.redirect_stderr(io.StringIO()), warnings.catch_warnings(action="ignore"):
         data = wids.ShardListDataset(
             shards, lru_size=lru_size, localname=lambda url: url, transformations=[]
@@ -105,12 +104,12 @@ def _read(home: Path, quick: bool, repeats: int) -> Row:
         for title, pax in (("plain headers", False), ("headers of ShardWriter", True)):
             index = _cached(home, f"read{pax:d}", shards, samples, 10_000, pax=pax)
             data = TarDataset(index, cache=cache)
-            forms[title] = _read_form(data, index.with_suffix(""), samples, reads, repeats)
+            forms[title] = _read_form(data, index, samples, reads, repeats)
     return {"shards": shards, "samples": samples, "microseconds": forms}
 
 
 def _read_form(
-    data: TarDataset, folder: Path, samples: int, reads: int, repeats: int
+    data: TarDataset, index: Path, samples: int, reads: int, repeats: int
 ) -> dict[str, list[float]]:
     places = []
     for shard in data.shards:
@@ -131,39 +130,13 @@ def _read_form(
     if _has("wids"):
         few = picks[: max(100, reads // 20)]  # most of these reads open a shard again
         for title, size, some in (("10, its default", 10, few), ("all", len(data.shards), picks)):
-            peer = _wids(folder, samples, size)
+            peer = _wids(index, samples, size)
             assert peer[picks[0]][".bin"].read() == data[picks[0]]["bin"]
             contestants[f"wids, LRU of {title}"] = partial(each, peer.__getitem__, some, len(some))
     figures = rounds(contestants, repeats)
     for fd in {place[0] for place in places}:
         os.close(fd)
     return figures
-
-
-def _first(home: Path, quick: bool, repeats: int) -> Row:
-    """Read the first sample of a cached shard that is not open, in milliseconds."""
-    samples, cache = 200 if quick else 10_000, Cache(home / "cache", min_free=0)
-
-    def ours(index: Path, has_offsets: bool) -> float:
-        data = TarDataset(index, cache=cache)
-        if not has_offsets:
-            cache.path(str(data.shards[0])).with_name(INDEX).unlink(missing_ok=True)
-        return _seconds(lambda: data[0]) * 1e3
-
-    def peer(index: Path) -> float:
-        data = _wids(index.with_suffix(""), samples, 10)
-        return _seconds(lambda: data[0]) * 1e3
-
-    found: dict[str, Figures] = {}
-    forms: Row = {"one": {"files": 1}, "two": {}, "two, by ShardWriter": {"pax": True}}
-    for number, (title, form) in enumerate(forms.items()):
-        index = _cached(home, f"first{number}", 1, samples, 10_000, **form)
-        contestants: Row = {f"without {INDEX}": partial(ours, index, False)}
-        contestants[f"with {INDEX}"] = partial(ours, index, True)
-        contestants |= {"wids": partial(peer, index)} if _has("wids") else {}
-        found[title] = rounds(contestants, repeats)
-    cache.close()
-    return {"samples": samples, "milliseconds": found}
 
 
 def _epoch_index(home: Path, quick: bool) -> Path:
@@ -235,15 +208,14 @@ def _tar_dataset(index: Path) -> Reader:
 def _webdataset(index: Path) -> Reader:
     import webdataset as wds
 
-    paths = [str(path) for path in sorted((index.parent / index.stem).iterdir())]
-    pipeline = wds.WebDataset(paths, shardshuffle=False).compose(wds.detshuffle(_BUFFER, seed=1))
-    skipped = []
-
-    def batches() -> Iterator[list[int]]:
-        samples = itertools.islice(pipeline, BATCH * sum(skipped), None)
-        return _numbers(samples)
-
-    return Reader(batches, lambda count: count, skipped.append)
+    pipeline = wds.WebDataset(_paths(index), shardshuffle=False)
+    pipeline = pipeline.compose(wds.detshuffle(_BUFFER, seed=1))
+    skipped = list[int]()
+    return Reader(
+        lambda: _numbers(itertools.islice(pipeline, BATCH * sum(skipped), None)),
+        lambda count: count,
+        skipped.append,
+    )
 
 
 def _pipeline(index: Path) -> Reader:
@@ -270,11 +242,15 @@ def _numbers(samples: Iterable[dict[str, Any]]) -> Iterator[list[int]]:
         yield stacked(some)[1]
 
 
+def _paths(index: Path) -> list[str]:
+    return [str(path) for path in sorted(index.with_suffix("").iterdir())]
+
+
 def _datasets(index: Path, *, shuffle: bool = False) -> Reader:
     from datasets import load_dataset
 
-    paths = [str(path) for path in sorted((index.parent / index.stem).iterdir())]
-    data = load_dataset("webdataset", data_files={"train": paths}, split="train", streaming=True)
+    files = {"train": _paths(index)}
+    data = load_dataset("webdataset", data_files=files, split="train", streaming=True)
     if shuffle:
         data = data.shuffle(seed=1, buffer_size=_BUFFER)
     return Reader(lambda: _numbers(data), lambda count: data.state_dict(), data.load_state_dict)
@@ -383,19 +359,6 @@ def _scale(home: Path, quick: bool, repeats: int) -> Row:
     return {"shards": shards, "samples": shards * 10_000, "runs": runs}
 
 
-def _mixing(home: Path, quick: bool, repeats: int) -> Row:
-    """Count the shards of each batch: 200 shards of 1,000 samples in one lane."""
-    index, found = home / "mixing.json", {}
-    write_index_file(index, {f"s3://lab/train-{n:06d}.tar": 1000 for n in range(200)})
-    with Cache(home / "mixing", min_free=0, prefetch=0) as cache:
-        data = TarDataset(index, cache=cache)
-        for shuffle in (10, 64):
-            sampler = ShardBatchSampler(data, BATCH, shuffle=shuffle, rank=0, world_size=1)
-            counts = [len({number // 1000 for number in batch}) for batch in sampler]
-            found[str(shuffle)] = {"min": min(counts), "mean": mean(counts)}
-    return found
-
-
 def _buffered(index: Path, buffer: int, resume: bool, total: int) -> Row:
     """Read an epoch through a buffer. The class of a sample is its hundredth of the data set."""
     dataset = _shuffled(index, buffer, resume=resume)
@@ -464,15 +427,6 @@ def _read_report(facts: Row) -> str:
     return "\n\n".join(tables)
 
 
-def _first_report(facts: Row) -> str:
-    forms: dict[str, Figures] = facts["milliseconds"]
-    names = dict.fromkeys(name for figures in forms.values() for name in figures)
-    rows = [[kind, *(middle(figures[n])[0] for n in names)] for kind, figures in forms.items()]
-    heads = ["files per sample", *(f"{name}, ms" for name in names)]
-    title = f"The first sample of a cached shard of {facts['samples']:,} samples"
-    return section(title, heads, rows)
-
-
 def _epoch_report(facts: Row) -> str:
     figures: Figures = facts["per_second"]
     first, rows = next(iter(figures.values())), []
@@ -511,12 +465,6 @@ def _scale_report(facts: Row) -> str:
     return section(f"From the saved state to the first indices: {title}", heads, [cells])
 
 
-def _mixing_report(facts: Row) -> str:
-    rows = [[k, f"{row['mean']:.1f}", str(row["min"])] for k, row in facts.items()]
-    heads = ["`shuffle`", "shards per batch, mean", "min"]
-    return section(f"Batches of {BATCH} from 200 shards in one lane", heads, rows)
-
-
 def _places_report(facts: Row) -> str:
     runs: Row = facts["runs"]
     reference = [run["cost"] for run in runs[f"{_BUFFER:,} places"]]
@@ -538,11 +486,9 @@ def _places_report(facts: Row) -> str:
 #: part -> the functions that measure it and make its tables.
 _PARTS: dict[str, tuple[Callable[[Path, bool, int], Row], Callable[[Row], str]]] = {
     "read": (_read, _read_report),
-    "first": (_first, _first_report),
     "epoch": (_epoch, _epoch_report),
     "resume": (_resume, _resume_report),
     "scale": (_scale, _scale_report),
-    "mixing": (_mixing, _mixing_report),
     "places": (_places, _places_report),
 }
 

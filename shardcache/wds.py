@@ -13,7 +13,6 @@ URLs without gcsfs or without its credentials. If WebDataset has no function for
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 import logging
 import multiprocessing
@@ -58,6 +57,8 @@ _WEBDATASETS = frozenset({"gs", "hf"})
 _logged: set[str] = set()
 #: The shards that this process has left to WebDataset, without the secrets in their URLs.
 _left: set[str] = set()
+#: The shards that this process has named because a key occurs again, also without the secrets.
+_malformed: set[str] = set()
 
 
 def url_opener(
@@ -110,12 +111,6 @@ def reraise(exn: Exception) -> bool:
     raise exn
 
 
-@functools.cache
-def _warn(url: str, problem: str) -> None:
-    """Log what is wrong with a shard, once per process."""
-    logger.warning(MALFORMED, shown_url(url), problem)
-
-
 def tar_files(
     data: Iterable[dict[str, Any]],
     handler: Handler = reraise,
@@ -145,7 +140,6 @@ def tar_files(
     for source in data:
         url, local_path = source["url"], source.get("local_path")
         shard = {"__url__": url} | ({} if local_path is None else {"__local_path__": local_path})
-        keys, prefix = set[str](), "\0"
         try:
             stream = source["stream"]
             walk = TarWalk(stream)
@@ -164,12 +158,6 @@ def tar_files(
                     if handler(exn):
                         continue
                     break
-                if not name.startswith(prefix) and (key := key_and_field(name)[0]):
-                    prefix = key + "."  # another sample begins
-                    if prefix in keys:
-                        _warn(str(url), REPEATED.format(ascii(key)[1:-1]))
-                        prefix = ""  # once per shard
-                    keys.add(prefix)
                 yield sample
             if eof_value is not None:
                 yield eof_value
@@ -179,18 +167,54 @@ def tar_files(
                 return
 
 
+def group_files(
+    data: Iterable[dict[str, Any]], handler: Handler = reraise
+) -> Iterator[dict[str, Any]]:
+    """Group files into samples, as WebDataset's ``group_by_keys`` with its defaults does."""
+    sample: dict[str, Any] = {}
+    seen = set[str]()  # the keys in this shard
+    for file in data:
+        try:
+            if not file:  # the end of a shard
+                if sample and not sample.get("__bad__"):
+                    yield sample
+                sample = {}
+                seen.clear()
+                continue
+            name = file["fname"]
+            key, field = key_and_field(name)
+            if key is None:
+                continue
+            field = field.lower()
+            if not sample or key != sample["__key__"]:
+                if sample and not sample.get("__bad__"):
+                    yield sample
+                sample = {"__key__": key, "__url__": file["__url__"]}
+                if key in seen and (url := shown_url(str(file["__url__"]))) not in _malformed:
+                    _malformed.add(url)
+                    logger.warning(MALFORMED, url, REPEATED.format(ascii(key)[1:-1]))
+                seen.add(key)
+            if field in sample:
+                raise ValueError(f"{name}: duplicate file name in tar file {field} {sample.keys()}")
+            sample[field] = file["data"]
+            if "__local_path__" in file:
+                sample["__local_path__"] = file["__local_path__"]
+        except Exception as exn:  # noqa: BLE001 - the handler decides
+            exn.args = (*exn.args, file.get("stream"), file.get("url"))
+            if not handler(exn):
+                break
+    if sample and not sample.get("__bad__"):
+        yield sample
+
+
 def tar_samples(
     data: Iterable[dict[str, Any]],
     handler: Handler = reraise,
     select_files: Callable[[str], bool] | None = None,
     rename_files: Callable[[str], str] | None = None,
 ) -> Iterator[dict[str, Any]]:
-    """Expand opened shards into samples: `tar_files`, then WebDataset's ``group_by_keys``."""
-    from webdataset.tariterators import group_by_keys
-
-    files = tar_files(data, handler, select_files, rename_files)
-    samples: Iterator[dict[str, Any]] = group_by_keys(files, handler=handler)
-    return samples
+    """Expand opened shards into samples: `tar_files`, then `group_files`."""
+    return group_files(tar_files(data, handler, select_files, rename_files, {}), handler)
 
 
 def attach(
@@ -206,8 +230,8 @@ def attach(
     Args:
         dataset: a ``WebDataset`` or any ``DataPipeline``.
         cache: the cache to read through.
-        fast_tar: whether to replace WebDataset's ``tar_file_expander`` by `tar_files`, which yields
-            the same files in less time.
+        fast_tar: whether to replace WebDataset's ``tar_file_expander`` and ``group_by_keys`` by
+            `tar_files` and `group_files`, which yield the same in less time.
         is_reseeded: whether the caller shuffles the shards in another order in every epoch.
 
     Raises:
@@ -270,11 +294,14 @@ def _replaced(stage: Any, cache: Cache, fast_tar: bool) -> list[Any]:
     caching = getattr(wds_cache, "cached_tarfile_samples", None)
     combined = (tariterators.tarfile_samples, caching)  # each opens, expands and groups
     expander = tar_files if fast_tar else tariterators.tar_file_expander
+    group = group_files if fast_tar else tariterators.group_by_keys
     function, args, options = _call_of(stage)
     if isinstance(stage, openers):
         handler = stage.handler
-    elif function is tariterators.tar_file_expander and fast_tar:
-        return [filters.FilterFunction(tar_files, *args, **options)]
+    elif function is tariterators.tar_file_expander:
+        return [filters.FilterFunction(expander, *args, **options)]
+    elif function is tariterators.group_by_keys and not args and {*options} <= {"handler"}:
+        return [filters.FilterFunction(group, **options)]
     elif function is _check_readers:
         return []
     elif function in (url_opener, tariterators.url_opener, *combined):
@@ -286,7 +313,7 @@ def _replaced(stage: Any, cache: Cache, fast_tar: bool) -> list[Any]:
         kept = {name: options[name] for name in _EXPANDER_OPTIONS if name in options}
         stages += [
             filters.FilterFunction(expander, *args, **kept),
-            filters.FilterFunction(tariterators.group_by_keys, handler=handler or reraise),
+            filters.FilterFunction(group, handler=handler or reraise),
         ]
     return stages
 

@@ -23,7 +23,6 @@ import threading
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cache as cached
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 from zlib import crc32
@@ -46,6 +45,7 @@ from shardcache.reading.stream import open_shard, stream_file
 from shardcache.sync import atomic_write
 from shardcache.threads import undivided
 from shardcache.urls import ShardURL
+from shardcache.wds import group_files
 
 if TYPE_CHECKING:
     from shardcache.cache import Cache, Handler
@@ -62,14 +62,6 @@ _JOBS = 32
 _PIECE = 1 << 20
 #: Seconds after which running downloads are cancelled again, and until they are left behind.
 _POLL, _CANCEL_TIMEOUT = 0.1, 5.0
-
-
-@cached
-def _group_by_keys() -> Any:
-    """Return WebDataset's function. Its import takes a second or more, because it imports torch."""
-    from webdataset.tariterators import group_by_keys
-
-    return group_by_keys
 
 
 def find_samples(read: Callable[[int, int], bytes], end: int) -> tuple[array[int], list[str]]:
@@ -168,9 +160,9 @@ class OpenShard:
                     raise tarfile.ReadError("unexpected end of data")
                 shard = {"__url__": self._url, "__local_path__": self._path}
                 files = files_in(data, shard)
-                found = list(_group_by_keys()(files, key_and_field, handler=handler))
+                found = list(group_files(files, handler))
                 if len(found) == 1:
-                    return found[0]  # type: ignore[no-any-return]
+                    return found[0]
                 problem = f"its bytes hold {len(found)} samples"
             except (tarfile.TarError, ValueError) as exn:
                 problem = str(exn.args[0] if exn.args else exn)

@@ -55,9 +55,11 @@ _SHUFFLES = {filters.shuffle.f, filters.detshuffle}
 _BLIND = {*_SHUFFLES, filters.slice.f, shardlists.split_by_node, shardlists.split_by_worker}
 _BLIND |= {getattr(webdataset.compat, "check_empty", None)}
 #: Stages that hold back no sample when they yield one, if `_batched` replaces ``batched``.
-_DIRECT = {getattr(filters, name).f for name in ("batched", "decode", "log_keys", "select")}
-_DIRECT |= {getattr(filters, name).f for name in ("map", "map_dict", "map_tuple", "to_tuple")}
-_DIRECT |= {getattr(filters, name).f for name in ("associate", "rename", "rename_keys", "xdecode")}
+_DIRECT_NAMES = (
+    "associate batched decode log_keys map map_dict map_tuple rename rename_keys select to_tuple "
+    "xdecode"
+)
+_DIRECT = {getattr(filters, name).f for name in _DIRECT_NAMES.split()}
 #: Stages that are objects and repeat their order.
 _OBJECTS = {shardlists.SimpleShardList, shardlists.ResampledShards, list, partial}
 
@@ -132,6 +134,19 @@ def _refuse(stage: Any) -> None:
         )
 
 
+class _Random(random.Random):
+    """Draws the same numbers as its base class in half the time, because a shuffle draws one for
+    each sample that a job skips when it resumes.
+    """
+
+    def randint(self, a: int, b: int) -> int:
+        """See `random.Random.randint`."""
+        bits = (size := b - a + 1).bit_length()
+        while (drawn := self.getrandbits(bits)) >= size:
+            pass
+        return a + drawn
+
+
 @dataclass
 class _Run:
     """A position in an epoch."""
@@ -175,10 +190,8 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
                 self.pipeline[number] = FilterFunction(filters.shuffle.f, **options)
         urls = source if isinstance(source, list) else getattr(source, "urls", [])
         names = "\n".join(str(cache.parse(_url(each))) for each in urls)
-        self._cache, self._shards = (
-            cache,
-            f"{len(urls)} shards, checksum {crc32(names.encode()):08x}",
-        )
+        self._cache = cache
+        self._shards = f"{len(urls)} shards, checksum {crc32(names.encode()):08x}"
         self._base = getattr(self, "_base", base)
         self._run: _Run | None = None
         self._tracked: dict[str, Any] | None = None
@@ -315,7 +328,7 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
         worker = 0 if shardlists.split_by_worker in later else worker
         drawn = int(self._shared[0]), run.epoch, run.passes, rank, worker, number
         seed, turn = crc32(repr(drawn).encode()), run.epoch + run.passes
-        rng = random.Random(seed)  # noqa: S311
+        rng = _Random(seed)
         if kind in _SHUFFLES:
             options = _shuffle_of(stage)
             if (given := options.pop("seed", None)) is not None:
@@ -341,7 +354,7 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
         readers = [wds._call_of(stage) for stage in self.pipeline[opener + 1 : opener + 3]]
         if (
             set(kinds[opener + 1 : opener + 2]) <= {wds.tar_files, tariterators.tar_file_expander}
-            and kinds[opener + 2 : opener + 3] == [tariterators.group_by_keys]
+            and set(kinds[opener + 2 : opener + 3]) <= {wds.group_files, tariterators.group_by_keys}
             and not any(args for _, args, _ in readers)
             and not any(v for _, _, kw in readers for name, v in kw.items() if name != "handler")
         ):

@@ -18,10 +18,10 @@ import pytest
 import webdataset as wds
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from webdataset.tariterators import tar_file_expander
+from webdataset.tariterators import group_by_keys, tar_file_expander
 
 from shardcache.archive import TarWalk
-from shardcache.wds import tar_files, tar_samples
+from shardcache.wds import group_files, tar_files, tar_samples
 from tests.support.tars import make_tar, tar_of
 
 BLOCK = 512
@@ -207,6 +207,21 @@ def same(*shards: bytes, **options: Any) -> list[Any]:
         assert ours[:endless] == theirs[:endless], type(streams[0])
         assert not any(getattr(stream, "closed", False) for stream in streams)
     return theirs
+
+
+@given(seed=st.integers(0, 2**32))
+@settings(max_examples=200, deadline=None)
+def test_files_are_grouped_as_webdataset_groups_them(seed):
+    rng = random.Random(seed)
+    names = ["a.txt", "a.TXT", "a.__bad__", "a.__key__", "b.x.y", "b.txt", "noext", "d/a.txt"]
+    files = [{"fname": name, "data": b"1", "__url__": "u"} for name in names]
+    files += [{"__url__": "u"}] if BEFORE_1_0 else [{}, {}, {"__url__": "u"}]
+    drawn, answers = rng.choices(files, k=20), rng.choice(((True,), (True, True, False), ()))
+
+    def grouped(group):
+        return seen(lambda _, handler: group(drawn, handler=handler), [], answers)
+
+    assert grouped(group_files) == grouped(group_by_keys)
 
 
 def _select(name: str) -> bool:

@@ -220,8 +220,8 @@ class Cache:
         """Import a file of this machine as a shard, unless the shard is cached; return its entry.
 
         The file is hard-linked if possible, and then loses its write permissions, else copied; see
-        ``shardcache import --help``. Raises the errors of `pinned`; IntegrityError if the size, and
-        the checksum or ETag, of the object do not show that the file has the same bytes.
+        ``shardcache import --help``. Raises the errors of `pinned`; IntegrityError if the shard is
+        cached with other bytes, or if no checksum or ETag shows that the file is the object.
         """
         source = Path(file).resolve(strict=True)
         download = Download(self.process.downloads, self.parse(url), source=source)

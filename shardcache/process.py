@@ -29,7 +29,7 @@ from shardcache.ranks import RUN_VARIABLE, Ranks
 from shardcache.stats.counters import Counters
 from shardcache.stats.summary import stats_of
 from shardcache.store.directory import DamagedError
-from shardcache.store.entry import Entry, Opened, Store
+from shardcache.store.entry import Entry, Opened, Store, refuse_other
 from shardcache.store.root import UnusableError, unusable
 from shardcache.urls import ShardURL, advise_scheme
 
@@ -251,6 +251,8 @@ class ProcessCache:
                 opened = self._download(download)
             else:  # readers do not join it, because it may refuse the file
                 opened = threads.call(partial(self.fetch, download), None, "shardcache-import")
+        if download.source is not None and download.outcome != "imported":
+            refuse_other(download.shard, download.source, opened)
         self.touch(opened, clock.monotonic())
         facts = {"event": download.outcome, "shard": str(shard)}
         logger.debug("%s: %s", shard, download.outcome, extra=facts)

@@ -170,7 +170,13 @@ def prewarm(
     if not only_plans:
         _make_directory(cache)
     plan = make_plan(
-        cache, shards, listing, best_effort=best_effort, list_sizes=not check, refresh=refresh
+        cache,
+        shards,
+        listing,
+        best_effort=best_effort,
+        list_sizes=not check,
+        refresh=refresh,
+        sources=sources if dry_run else None,
     )
     known = {
         shard.key: ShardResult(str(shard), Outcome.SKIPPED, error=error)
@@ -195,6 +201,8 @@ def prewarm(
         )
     stop = stop or threading.Event()
     events = list(confirm(cache, plan, stop))
+    if sources:
+        events.clear()  # files are compared with cached shards, too
     known |= {event.shard.key: event.result for event in events if isinstance(event, Finished)}
     end = math.inf if deadline is None else start + deadline
     limits = best_effort, max_failures, skip_missing, rate, end

@@ -21,14 +21,14 @@ from shardcache.download.download import Download
 from shardcache.errors import ConfigError, ShardNotFoundError
 from shardcache.faults import ignoring
 from shardcache.files import Modes
-from shardcache.notices import log_unusable
+from shardcache.notices import log_read_only, log_unusable
 from shardcache.origins.aws import url_parser
 from shardcache.process import ProcessCache
 from shardcache.ranks import detect, run_of_this_process
 from shardcache.reading.stream import open_shard, pin_shard
 from shardcache.store.directory import DamagedError
 from shardcache.store.entry import Entry, Store, open_first
-from shardcache.store.root import check_root, check_usable, make_root, require_cache
+from shardcache.store.root import check_root, check_usable, is_read_only, make_root, require_cache
 from shardcache.threads import lazy, undivided
 from shardcache.units import parse_duration
 from shardcache.urls import ShardURL, shown_url
@@ -106,6 +106,8 @@ class Cache:
                 raise
             # Before workers are started, so that not each of them logs it.
             log_unusable(exn, config.dir, detect())
+        if is_read_only(config.dir):
+            log_read_only(config.dir, detect())
 
     @classmethod
     def from_config(cls, config: Config, *, started: float | None = None) -> Cache:

@@ -132,11 +132,13 @@ class Disk:
         """Count an error if it is a fault of the disk, and warn when it pauses the disk."""
         # A read-only disk stays read-only, so a single EROFS is enough.
         if is_disk_fault(exn) and breaker.failed(at_once=exn.errno == errno.EROFS):
+            is_writing = breaker is self.writing
             self._warn(
                 fault_kind(exn),
-                "%s: %s. It will not be %s for %s; until then, shards are streamed.",
+                "%s: %s. It will not be %s for %s; until then, %s are streamed.",
                 self._config.dir,
                 exn.strerror or exn,
-                "written" if breaker is self.writing else "read",
+                "written" if is_writing else "read",
                 format_duration(breaker.left),
+                "shards that are not cached" if is_writing else "shards",
             )

@@ -24,7 +24,7 @@ from shardcache.download.download import Download, Downloads, State
 from shardcache.errors import ConfigError, FetchCancelledError
 from shardcache.faults import Disk, PausedError, fault_kind, ignoring, os_error
 from shardcache.layout import Layout
-from shardcache.notices import Notices, log_unusable
+from shardcache.notices import Notices, is_logged, log_unusable
 from shardcache.ranks import RUN_VARIABLE, Ranks
 from shardcache.stats.counters import Counters
 from shardcache.stats.summary import stats_of
@@ -89,6 +89,8 @@ class ProcessCache:
         config, ranks = self.config, self._ranks
         self._lock = threading.Lock()  # held while the directories are made
         self.notices = Notices(self._job, self._node_of_session)
+        if is_logged(config.dir):
+            self.notices.skip(errno.errorcode[errno.EROFS])
         self.disk = Disk(config, self.notices.warn)
         self.counters = Counters(lambda: self.home.node, ranks, lambda: self.disk.is_well)
         parts = ranks, self._started, self.notices, self.counters, config.dir

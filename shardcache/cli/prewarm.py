@@ -209,6 +209,13 @@ def _prewarm(
         for word, line in _failures(console, report, check=options["check"], cache=cache):
             console.message(f"  {word}  ", line, "red")
         _print_hints(console, report, options["max_failures"])
+        if report.count(Outcome.LEFT_OUT):
+            kept = sum(shard in cache for shard in report.plan.shards)
+            console.hint(
+                f"  {kept:,} of {counted(len(report.results), 'shard')} are cached. A job that reads "
+                "the others first evicts these before it reads them, unless you pin them "
+                "(shardcache pin)."
+            )
     return _exit_code(report, options)
 
 

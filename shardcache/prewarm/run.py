@@ -130,7 +130,8 @@ def prewarm(
         dry_run: download nothing; only report the plan.
         deadline: seconds after which no shard is started and running downloads are cancelled.
         max_failures: stop when more shards than this have failed; None never stops.
-        best_effort: leave out shards that do not fit instead of refusing all of them.
+        best_effort: leave out shards that do not fit instead of refusing all of them. A job that
+            reads those first may evict the others before it reads them; `Cache.pin` keeps these.
         skip_missing: do not count shards that their origins do not have (404) as failed.
         limit_rate: bytes per second for all connections together: a number, or text such as
             ``"50MB"``.

@@ -391,10 +391,9 @@ class Cache:
         return shards[0] if shards else self.parse(spec)
 
     def _selections(self, specs: Specs) -> list[Selection]:
-        from shardcache.origins.listing import Selection
+        from shardcache.origins.listing import Selection, spec_list
 
-        specs = [specs] if isinstance(specs, str | ShardURL) else specs
-        return [Selection(spec, self.parse) for spec in specs]
+        return [Selection(spec, self.parse) for spec in spec_list(specs)]
 
     def _known(self, pinned: bool) -> dict[str, ShardURL]:
         """Return the cached or pinned shards by key."""

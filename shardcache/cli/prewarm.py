@@ -212,8 +212,8 @@ def _prewarm(
         if report.count(Outcome.LEFT_OUT):
             kept = sum(shard in cache for shard in report.plan.shards)
             console.hint(
-                f"  {kept:,} of {counted(len(report.results), 'shard')} are cached. A job that reads "
-                "the others first evicts these before it reads them, unless you pin them "
+                f"  {kept:,} of {counted(len(report.results), 'shard')} are cached. A job that "
+                "reads the others first evicts these before it reads them, unless you pin them "
                 "(shardcache pin)."
             )
     return _exit_code(report, options)

@@ -133,6 +133,8 @@ def _variables(invocation: Invocation, options: tuple[str, ...]) -> dict[str, st
     variables = {name: str(absolute(path)) for name, path in paths.items() if path is not None}
     if invocation.endpoint_url:
         variables["SHARDCACHE_ENDPOINT_URL"] = invocation.endpoint_url
+    if verbosity := invocation.console.verbosity:
+        variables["_SHARDCACHE_LOG"] = "INFO" if verbosity == 1 else "DEBUG"
     if invocation.storage_options:
         variables["SHARDCACHE_STORAGE_OPTIONS"] = json.dumps(invocation.storage_options)
     for option in options:

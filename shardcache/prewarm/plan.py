@@ -23,7 +23,7 @@ from shardcache.errors import ConfigError, ShardCacheError
 from shardcache.faults import os_error
 from shardcache.files import open_file
 from shardcache.origins.base import ObjectInfo
-from shardcache.origins.listing import Listing, refuse_local
+from shardcache.origins.listing import Listing, refuse_local, spec_list
 from shardcache.prewarm.results import Finished, Outcome, PrewarmPlan, ShardResult, Started
 from shardcache.ranks import whole_number
 from shardcache.space.eviction import Limits, disk_bytes, linked
@@ -104,8 +104,8 @@ def expand(specs: str | Iterable[str], cache: Cache | None = None) -> list[str]:
         AccessDeniedError, TransferError: a prefix or a pattern cannot be listed.
     """
     listing = Listing((cache or default_cache()).config)
-    specs = [specs] if isinstance(specs, str) else specs
-    return list(dict.fromkeys(url for spec in specs for url in listing.expand(spec)))
+    urls = (url for spec in spec_list(specs) for url in listing.expand(str(spec)))
+    return list(dict.fromkeys(urls))
 
 
 def wanted_shards(

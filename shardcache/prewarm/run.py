@@ -46,7 +46,7 @@ from shardcache.errors import (
 )
 from shardcache.faults import is_local_error
 from shardcache.layout import Layout
-from shardcache.origins.listing import Listing
+from shardcache.origins.listing import Listing, spec_list
 from shardcache.prewarm.plan import Share, confirm, make_plan, wanted_shards
 from shardcache.prewarm.results import (
     Event,
@@ -165,8 +165,7 @@ def prewarm(
                 on_event(event)
 
     listing = Listing(cache.config)
-    specs = [urls] if isinstance(urls, str | ShardURL) else urls
-    shards = wanted_shards(cache, specs, listing, share)
+    shards = wanted_shards(cache, spec_list(urls), listing, share)
     only_plans = check or dry_run
     if not only_plans:
         _make_directory(cache)

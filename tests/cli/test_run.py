@@ -106,6 +106,12 @@ def test_a_fault_is_logged_once(shards, directory, samples, line, last, launch, 
     assert last in err.splitlines()[-1] and "streamed, not cached" not in err
 
 
+def test_the_program_logs_more_with_v(program, spec, run):
+    program.write_text(SAMPLES)
+    code, out, err = run_process("run", "-v", "--", sys.executable, program, spec)
+    assert (code, out) == (0, "80\n") and err.count("from its origin in") == SHARDS, err
+
+
 @needs_root
 def test_a_read_only_cache_is_named_once_and_the_last_line_counts(launch, spec, run, tmp_path):
     with disk(tmp_path / "disk", "size=8m") as path:

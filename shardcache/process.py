@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from shardcache import clock, threads
 from shardcache.config import Config
 from shardcache.download.download import Download, Downloads, State
-from shardcache.errors import ConfigError, FetchCancelledError
+from shardcache.errors import ConfigError, FetchCancelledError, IntegrityError
 from shardcache.faults import Disk, PausedError, fault_kind, ignoring, os_error
 from shardcache.layout import Layout
 from shardcache.notices import Notices, is_logged, log_unusable
@@ -29,7 +29,7 @@ from shardcache.ranks import RUN_VARIABLE, Ranks
 from shardcache.stats.counters import Counters
 from shardcache.stats.summary import stats_of
 from shardcache.store.directory import DamagedError
-from shardcache.store.entry import Entry, Opened, Store, refuse_other
+from shardcache.store.entry import Entry, Opened, Store
 from shardcache.store.root import UnusableError, unusable
 from shardcache.urls import ShardURL, advise_scheme
 
@@ -253,8 +253,14 @@ class ProcessCache:
                 opened = self._download(download)
             else:  # readers do not join it, because it may refuse the file
                 opened = threads.call(partial(self.fetch, download), None, "shardcache-import")
-        if download.source is not None and download.outcome != "imported":
-            refuse_other(download.shard, download.source, opened)
+        source = None if download.outcome == "imported" else download.source
+        if source is not None and not opened.equals(source):
+            opened.close()
+            raise IntegrityError(
+                f"{shard}: {source} is not imported, because the shard is cached with other bytes. "
+                "If the object has changed, run `shardcache prewarm --refresh` first.",
+                url=str(shard),
+            )
         self.touch(opened, clock.monotonic())
         facts = {"event": download.outcome, "shard": str(shard)}
         logger.debug("%s: %s", shard, download.outcome, extra=facts)

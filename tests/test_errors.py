@@ -7,6 +7,7 @@ import pytest
 
 import shardcache
 from shardcache import errors
+from shardcache.wds import register
 
 ALL = [c for c in vars(errors).values() if isinstance(c, type) and c.__module__ == errors.__name__]
 URL = "s3://lab/train-0000.tar"
@@ -44,7 +45,8 @@ WRONG = {
         lambda cache: shardcache.TarDataset(5, cache=cache),
     ],
     "cache is a Cache, such as Cache\\('dir'\\)": [
-        lambda cache: shardcache.TarDataset(URL, cache="dir")
+        lambda cache: shardcache.TarDataset(URL, cache="dir"),
+        lambda cache: register("s3", "dir"),
     ],
     "split takes positive fractions of 1 in all, not 2": [
         lambda cache: shardcache.TarDataset(index_file(cache), cache=cache).split(2)

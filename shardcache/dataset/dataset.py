@@ -113,7 +113,7 @@ class TarDataset:
         if not isinstance(cache, Cache | None):
             raise ConfigError(f"cache is a Cache, such as Cache({cache!r:.80}).")
         self.cache = cache or default_cache()
-        self.stages = tuple(stages)
+        self.stages = (stages,) if callable(stages) else tuple(stages)
         self.handler = handler
         for stage in self.stages:
             name = getattr(getattr(stage, "f", None), "__name__", "").removeprefix("_")

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from shardcache import files
 from shardcache.clock import boot_id
-from shardcache.errors import IntegrityError
 from shardcache.faults import ignoring, os_error
 from shardcache.layout import META, Layout, is_key, parse_entry_name
 from shardcache.store.digest import file_digest
@@ -36,7 +35,6 @@ from shardcache.store.directory import (
     remove_free,
 )
 from shardcache.store.partial import LostError, Partial
-from shardcache.urls import ShardURL
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
@@ -180,6 +178,12 @@ class Opened:
         """Return another handle of the same file, which shares the flock."""
         return replace(self, file=files.owned(os.dup, (self.file.fileno(),)))
 
+    def equals(self, path: Path) -> bool:
+        """Return whether another file has the bytes of the entry."""
+        with files.open_file(path) as other:
+            is_same = os.path.sameopenfile(other.fileno(), self.file.fileno())
+            return is_same or file_digest(other.fileno()) == self.entry.metadata().digest
+
     def close(self) -> None:
         """Close the file, so that the entry may be evicted."""
         try:
@@ -218,26 +222,6 @@ def open_data(directory: str, path: str, size: int, grace: float | None) -> Open
         if opened is None:
             file.close()
     return opened
-
-
-def refuse_other(shard: ShardURL, source: Path, opened: Opened) -> None:
-    """Close an entry and raise IntegrityError, unless the file ``source`` has the same bytes."""
-    is_same = False
-    try:
-        with files.open_file(source) as file:
-            fd, data = file.fileno(), opened.file.fileno()
-            is_same = os.path.sameopenfile(fd, data)
-            if not is_same and os.fstat(fd).st_size == opened.size:
-                is_same = file_digest(fd) == opened.entry.metadata().digest
-    finally:
-        if not is_same:
-            opened.close()
-    if not is_same:
-        raise IntegrityError(
-            f"{shard}: {source} is not imported, because the shard is cached with other bytes. If "
-            "the object has changed, run `shardcache prewarm --refresh` first.",
-            url=str(shard),
-        )
 
 
 class Store:

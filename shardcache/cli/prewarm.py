@@ -148,7 +148,7 @@ def prewarm_command(
 @command("import")
 @cli.dry_run_option
 @number_option("--max-failures", help="Accept N failed shards; stop at the next one.", minimum=0)
-@click.argument("source", metavar="DIR", type=click.Path(exists=True, file_okay=False))
+@click.argument("source", metavar="DIR")
 @click.argument("prefix", metavar="PREFIX")
 @store_options
 def import_command(invocation: Invocation, source: str, prefix: str, **options: Any) -> int:
@@ -168,6 +168,8 @@ def import_command(invocation: Invocation, source: str, prefix: str, **options: 
     """
     if SHARD.search(prefix) or is_pattern(prefix.removesuffix("/")):
         raise click.UsageError("PREFIX is the place of the files of DIR, such as s3://lab/train/.")
+    if not Path(source).is_dir():
+        raise click.UsageError(f"{source} is not a directory.")
     cache = invocation.cache(invocation.loaded_with_job_limits("tiers"))
     paths = [path for path in sorted(Path(source).rglob("*")) if SHARD.search(path.name)]
     urls = [f"{prefix.removesuffix('/')}/{path.relative_to(source)}" for path in paths]

@@ -72,8 +72,8 @@ def test_other_files_are_named_and_stay_as_they_are(run, folder, bucket, url, da
         ("", "s3://absent-bucket/", 3, "there is no bucket absent-bucket"),
         ("", "s3://BUCKET/train-*.tar", 2, "PREFIX is the place of the files"),
         ("", "s3://BUCKET/train-0000.tar", 2, "PREFIX is the place of the files"),
-        ("absent", "s3://BUCKET/", 2, "does not exist"),
-        ("train-0000.tar", "s3://BUCKET/", 2, "is a file"),
+        ("absent", "s3://BUCKET/", 2, "absent is not a directory"),
+        ("train-0000.tar", "s3://BUCKET/", 2, "train-0000.tar is not a directory"),
         ("empty", "s3://BUCKET/", 2, "no tar files"),
     ],
 )

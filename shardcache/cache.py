@@ -21,14 +21,14 @@ from shardcache.download.download import Download
 from shardcache.errors import ConfigError, ShardNotFoundError
 from shardcache.faults import ignoring
 from shardcache.files import Modes
-from shardcache.notices import log_unusable
+from shardcache.notices import log_read_only, log_unusable
 from shardcache.origins.aws import url_parser
 from shardcache.process import ProcessCache
 from shardcache.ranks import detect, run_of_this_process
 from shardcache.reading.stream import open_shard, pin_shard
 from shardcache.store.directory import DamagedError
 from shardcache.store.entry import Entry, Store, open_first
-from shardcache.store.root import check_root, check_usable, make_root, require_cache
+from shardcache.store.root import check_root, check_usable, is_read_only, make_root, require_cache
 from shardcache.threads import lazy, undivided
 from shardcache.units import parse_duration
 from shardcache.urls import ShardURL, shown_url
@@ -106,6 +106,8 @@ class Cache:
                 raise
             # Before workers are started, so that not each of them logs it.
             log_unusable(exn, config.dir, detect())
+        if is_read_only(config.dir):
+            log_read_only(config.dir, detect())
 
     @classmethod
     def from_config(cls, config: Config, *, started: float | None = None) -> Cache:
@@ -218,8 +220,8 @@ class Cache:
         """Import a file of this machine as a shard, unless the shard is cached; return its entry.
 
         The file is hard-linked if possible, and then loses its write permissions, else copied; see
-        ``shardcache import --help``. Raises the errors of `pinned`; IntegrityError if the size, and
-        the checksum or ETag, of the object do not show that the file has the same bytes.
+        ``shardcache import --help``. Raises the errors of `pinned`; IntegrityError if the shard is
+        cached with other bytes, or if no checksum or ETag shows that the file is the object.
         """
         source = Path(file).resolve(strict=True)
         download = Download(self.process.downloads, self.parse(url), source=source)
@@ -382,10 +384,9 @@ class Cache:
         return shards[0] if shards else self.parse(spec)
 
     def _selections(self, specs: Specs) -> list[Selection]:
-        from shardcache.origins.listing import Selection
+        from shardcache.origins.listing import Selection, spec_list
 
-        specs = [specs] if isinstance(specs, str | ShardURL) else specs
-        return [Selection(spec, self.parse) for spec in specs]
+        return [Selection(spec, self.parse) for spec in spec_list(specs)]
 
     def _known(self, pinned: bool) -> dict[str, ShardURL]:
         """Return the cached or pinned shards by key."""

@@ -132,7 +132,9 @@ class Disk:
         """Count an error if it is a fault of the disk, and warn when it pauses the disk."""
         # A read-only disk stays read-only, so a single EROFS is enough.
         if is_disk_fault(exn) and breaker.failed(at_once=exn.errno == errno.EROFS):
-            text = "%s: %s. It will not be %s for %s; until then, shards are streamed."
-            use = "written" if breaker is self.writing else "read"
+            text = "%s: %s. It will not be %s for %s; until then, %s are streamed."
+            use, shards = "read", "shards"
+            if breaker is self.writing:
+                use, shards = "written", "shards that are not cached"
             facts = self._config.dir, exn.strerror or exn, use, format_duration(breaker.left)
-            self._warn(fault_kind(exn), text, *facts)
+            self._warn(fault_kind(exn), text, *facts, shards)

@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING
 from shardcache import clock, threads
 from shardcache.config import Config
 from shardcache.download.download import Download, Downloads, State
-from shardcache.errors import ConfigError, FetchCancelledError
+from shardcache.errors import ConfigError, FetchCancelledError, IntegrityError
 from shardcache.faults import Disk, PausedError, fault_kind, ignoring, os_error
 from shardcache.layout import Layout
-from shardcache.notices import Notices, log_unusable
+from shardcache.notices import Notices, is_logged, log_unusable
 from shardcache.ranks import RUN_VARIABLE, Ranks
 from shardcache.stats.counters import Counters
 from shardcache.stats.summary import stats_of
@@ -89,6 +89,8 @@ class ProcessCache:
         config, ranks = self.config, self._ranks
         self._lock = threading.Lock()  # held while the directories are made
         self.notices = Notices(self._job, self._node_of_session)
+        if is_logged(config.dir):
+            self.notices.skip(errno.errorcode[errno.EROFS])
         self.disk = Disk(config, self.notices.warn)
         self.counters = Counters(lambda: self.home.node, ranks, lambda: self.disk.is_well)
         parts = ranks, self._started, self.notices, self.counters, config.dir
@@ -251,6 +253,14 @@ class ProcessCache:
                 opened = self._download(download)
             else:  # readers do not join it, because it may refuse the file
                 opened = threads.call(partial(self.fetch, download), None, "shardcache-import")
+        source = None if download.outcome == "imported" else download.source
+        if source is not None and not opened.equals(source):
+            opened.close()
+            raise IntegrityError(
+                f"{shard}: {source} is not imported, because the shard is cached with other bytes. "
+                "If the object has changed, run `shardcache prewarm --refresh` first.",
+                url=str(shard),
+            )
         self.touch(opened, clock.monotonic())
         facts = {"event": download.outcome, "shard": str(shard)}
         logger.debug("%s: %s", shard, download.outcome, extra=facts)

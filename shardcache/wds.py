@@ -416,6 +416,8 @@ def register(scheme: str, cache: Cache) -> None:
     """
     from webdataset import gopen_schemes
 
+    if not isinstance(cache, Cache):
+        raise ConfigError(f"cache is a Cache, such as Cache({cache!r:.80}).")
     original = gopen_schemes.get(scheme)
     original = getattr(original, "original", original)  # a second call replaces the cache
     original = original or _uncached(lambda: cache, gopen_schemes["__default__"])

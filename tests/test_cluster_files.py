@@ -78,7 +78,12 @@ def test_cron_runs_clean(spy, tmp_path, code):
     *times, rest = line.split(" ", 5)
     assert 0 <= int(times[0]) < 60 and times[1:] == ["*"] * 4
     assert "%" not in rest  # cron would end the line here
-    done = subprocess.run(["/bin/sh", "-c", rest], env={"CODE": str(code)}, capture_output=True)
+    environment = {"CODE": str(code), "SHARDCACHE_DIR": str(tmp_path / "absent")}
+    shell = "/bin/sh", "-c", rest
+    done = subprocess.run(shell, env=environment, capture_output=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")  # there is no cache yet
+    environment["SHARDCACHE_DIR"] = str(tmp_path)
+    done = subprocess.run(shell, env=environment, capture_output=True)
     assert called(tmp_path) == [CLEAN]
     assert (done.returncode, done.stdout, done.stderr) == (0 if code == 6 else code, b"", b"")
 

@@ -5,7 +5,9 @@ import pickle
 
 import pytest
 
+import shardcache
 from shardcache import errors
+from shardcache.wds import register
 
 ALL = [c for c in vars(errors).values() if isinstance(c, type) and c.__module__ == errors.__name__]
 URL = "s3://lab/train-0000.tar"
@@ -33,3 +35,40 @@ def test_errors_are_builtin_exceptions_too():
     # The cache must not take them for a fault of the local disk, and stream the shard.
     for cls in (errors.IntegrityError, errors.TransferError):
         assert not issubclass(cls, OSError)
+
+
+WRONG = {
+    "a URL or a list of URLs, not int": [
+        lambda cache: cache.prewarm(5),
+        lambda cache: cache.select([URL, 5]),
+        lambda cache: shardcache.expand(5, cache),
+        lambda cache: shardcache.TarDataset(5, cache=cache),
+    ],
+    "cache is a Cache, such as Cache\\('dir'\\)": [
+        lambda cache: shardcache.TarDataset(URL, cache="dir"),
+        lambda cache: register("s3", "dir"),
+    ],
+    "split takes positive fractions of 1 in all, not 2": [
+        lambda cache: shardcache.TarDataset(index_file(cache), cache=cache).split(2)
+    ],
+}
+
+
+def index_file(cache):
+    file = cache.dir.parent / "train.json"
+    file.write_text(f'{{"shardlist": [{{"url": "{URL}", "nsamples": 9}}]}}')
+    return file
+
+
+@pytest.mark.parametrize("text", WRONG)
+def test_a_value_of_a_wrong_type_is_named(tmp_path, text):
+    cache = shardcache.Cache(tmp_path / "cache")
+    for call in WRONG[text]:
+        with pytest.raises(errors.ConfigError, match=text):
+            call(cache)
+
+
+def test_a_missing_index_file_is_named(tmp_path):
+    cache, file = shardcache.Cache(tmp_path / "cache"), tmp_path / "absent.json"
+    with pytest.raises(errors.ShardNotFoundError, match="shardcache index SPEC -o .*absent.json"):
+        shardcache.TarDataset(file, cache=cache)

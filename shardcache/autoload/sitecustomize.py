@@ -42,6 +42,13 @@ class _WebDataset:
                         "there, or start the program without `shardcache run`."
                     ) from exn
                 read_through_cache(module)
+                if level := os.environ.get("_SHARDCACHE_LOG"):  # set by `shardcache run -v`
+                    import logging
+
+                    logger = logging.getLogger("shardcache")
+                    logger.addHandler(logging.StreamHandler())
+                    logger.setLevel(level)
+                    logger.propagate = False
 
             spec.loader.exec_module = exec_module
         return spec

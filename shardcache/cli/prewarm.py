@@ -155,7 +155,7 @@ def import_command(invocation: Invocation, source: str, prefix: str, **options: 
     """Put tar files of this machine into the cache, if the origin has the same.
 
     DIR/a/b.tar becomes the shard PREFIX/a/b.tar if it has its size, and its checksum or ETag
-    (of MD5s, so not with KMS). Other files are named, and not imported. -n compares no file.
+    (of MD5s, so not with KMS). Other files are named, and not imported. -n only compares.
 
     Your files on the cache's filesystem are hard-linked, others are copied. A linked file loses
     its write permissions, because a write to it, even by root, would change the cached shard.
@@ -166,6 +166,10 @@ def import_command(invocation: Invocation, source: str, prefix: str, **options: 
       shardcache import /local/nvme/train s3://lab/train/
       shardcache import -n /mnt/snapshot s3://lab/
     """
+    if SHARD.search(prefix) or is_pattern(prefix.removesuffix("/")):
+        raise click.UsageError("PREFIX is the place of the files of DIR, such as s3://lab/train/.")
+    if not Path(source).is_dir():
+        raise click.UsageError(f"{source} is not a directory.")
     cache = invocation.cache(invocation.loaded_with_job_limits("tiers"))
     paths = [path for path in sorted(Path(source).rglob("*")) if SHARD.search(path.name)]
     urls = [f"{prefix.removesuffix('/')}/{path.relative_to(source)}" for path in paths]
@@ -182,7 +186,9 @@ def _prewarm(
 ) -> int:
     console, progress = invocation.console, PrewarmProgress()
     only_plans = options["check"] or options["dry_run"]
-    name, verb = ("import", "import") if "sources" in options else ("prewarm", "fetch")
+    name, verb, done = "prewarm", "fetch", "Warmed"
+    if "sources" in options:
+        name, verb, done = "import", "import", "Imported"
     with cache, ExitStack() as stack:
 
         def on_event(event: Event) -> None:
@@ -201,10 +207,17 @@ def _prewarm(
         stack.close()
         console.object(name, shards=report.results, summary=report)
         if not only_plans:
-            console.info(str(report))
+            console.info(str(report).replace("Warmed", done))
         for word, line in _failures(console, report, check=options["check"], cache=cache):
             console.message(f"  {word}  ", line, "red")
         _print_hints(console, report, options["max_failures"])
+        if report.count(Outcome.LEFT_OUT):
+            kept = sum(shard in cache for shard in report.plan.shards)
+            console.hint(
+                f"  {kept:,} of {counted(len(report.results), 'shard')} are cached. A job that "
+                "reads the others first evicts these before it reads them, unless you pin them "
+                "(shardcache pin)."
+            )
     return _exit_code(report, options)
 
 

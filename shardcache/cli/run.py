@@ -21,11 +21,11 @@ import shardcache
 from shardcache.cli.main import ExitCode, Invocation, command, store_options
 from shardcache.config import absolute, load
 from shardcache.layout import Layout
-from shardcache.notices import log_unusable
+from shardcache.notices import log_read_only, log_unusable
 from shardcache.ranks import RUN_VARIABLE, detect
 from shardcache.stats.database import samples
 from shardcache.stats.summary import stats_of, summed
-from shardcache.store.root import make_root, unusable
+from shardcache.store.root import is_read_only, make_root, unusable
 from shardcache.units import counted, format_bytes
 
 #: Signals to forward to the program: batch systems and users send them to jobs. Slurm's --signal
@@ -79,9 +79,11 @@ def run_command(
     for tier in config.by_tier():
         try:
             make_root(tier)
-        except OSError as exn:  # the program streams, and inherits that this was logged
+        except OSError as exn:  # the program streams
             log_unusable(unusable(tier.dir, exn), tier.dir, detect())
-            environment = {**os.environ, **variables}
+        if is_read_only(tier.dir):
+            log_read_only(tier.dir, detect())
+    environment = {**os.environ, **variables}  # the program inherits that a fault was logged
     with contextlib.ExitStack() as stack:
         notes, stats, lines = None, stats_of({}), [""]
         with contextlib.suppress(OSError):  # no directory for temporary files can be written
@@ -131,6 +133,8 @@ def _variables(invocation: Invocation, options: tuple[str, ...]) -> dict[str, st
     variables = {name: str(absolute(path)) for name, path in paths.items() if path is not None}
     if invocation.endpoint_url:
         variables["SHARDCACHE_ENDPOINT_URL"] = invocation.endpoint_url
+    if verbosity := invocation.console.verbosity:
+        variables["_SHARDCACHE_LOG"] = "INFO" if verbosity == 1 else "DEBUG"
     if invocation.storage_options:
         variables["SHARDCACHE_STORAGE_OPTIONS"] = json.dumps(invocation.storage_options)
     for option in options:

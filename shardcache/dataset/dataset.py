@@ -26,6 +26,7 @@ from shardcache.cache import Cache, default_cache
 from shardcache.dataset.index import OpenShard, count_samples, read_index_file, refuse_compressed
 from shardcache.dataset.order import chained, hashes
 from shardcache.errors import ConfigError, IntegrityError
+from shardcache.origins.listing import spec_list
 from shardcache.prewarm.plan import expand
 from shardcache.ranks import detect
 from shardcache.units import counted
@@ -109,8 +110,10 @@ class TarDataset:
         stages: Sequence[Callable[[Iterator[Any]], Iterable[Any]]] = (),
         handler: Handler = reraise,
     ) -> None:
+        if not isinstance(cache, Cache | None):
+            raise ConfigError(f"cache is a Cache, such as Cache({cache!r:.80}).")
         self.cache = cache or default_cache()
-        self.stages = tuple(stages)
+        self.stages = (stages,) if callable(stages) else tuple(stages)
         self.handler = handler
         for stage in self.stages:
             name = getattr(getattr(stage, "f", None), "__name__", "").removeprefix("_")
@@ -122,7 +125,7 @@ class TarDataset:
             self._index_file = os.fspath(shards)  # type: ignore[arg-type]
             found, counts = read_index_file(self.cache, self._index_file)
         else:
-            specs = [shards] if isinstance(shards, str) else list(shards)
+            specs = [*map(str, spec_list(shards))]
             found = [self.cache.parse(url) for url in expand(specs, self.cache)]
         if not found:
             raise ConfigError("TarDataset needs at least one shard.")
@@ -208,8 +211,9 @@ class TarDataset:
         Raises:
             ConfigError: the fractions are not positive, or exceed 1 together; or a part is empty.
         """
-        ends = np.cumsum(fractions)
-        if min(fractions, default=0) <= 0 or ends[-1] > 1 + 1e-9:
+        shares = np.atleast_1d(fractions)
+        ends = np.cumsum(shares)
+        if not shares.size or shares.min() <= 0 or ends[-1] > 1 + 1e-9:
             raise ConfigError(f"split takes positive fractions of 1 in all, not {fractions!r:.80}.")
         ends[-1] = 1 if math.isclose(ends[-1], 1) else ends[-1]
         draws = [np.empty(0)]

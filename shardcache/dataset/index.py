@@ -37,7 +37,7 @@ from shardcache.archive import (
     members,
     unread,
 )
-from shardcache.errors import ConfigError, IntegrityError, ShardCacheError
+from shardcache.errors import ConfigError, IntegrityError, ShardCacheError, ShardNotFoundError
 from shardcache.faults import os_error
 from shardcache.files import open_file
 from shardcache.layout import INDEX
@@ -345,6 +345,9 @@ def read_index_file(cache: Cache, path: str) -> tuple[list[ShardURL], list[int]]
     with the number of samples by name. Relative names are next to the file.
     """
     file = cache.parse(path)
+    if file.is_local and not file.local_path.exists():
+        advice = f"Write it with `shardcache index SPEC -o {path}`."
+        raise ShardNotFoundError(f"there is no index file {path}. {advice}", url=path)
     local = open(file.local_path, "rb") if file.is_local else None  # noqa: SIM115
     with local or stream_file(cache.process, file) as stream:
         text = stream.read()

@@ -46,11 +46,12 @@ from shardcache.store.entry import Opened, open_first
 from shardcache.store.partial import Journal, LostError, Partial, read_journal
 from shardcache.tiers import Directories
 from shardcache.units import format_bytes, format_duration
+from shardcache.urls import ShardURL
 
 if TYPE_CHECKING:
     from shardcache.origins.resolve import UpstreamOrigin
 
-__all__ = ["Fetch", "evict_outdated"]
+__all__ = ["Fetch", "evict_outdated", "unlike"]
 
 logger = logging.getLogger(__name__)
 
@@ -274,24 +275,20 @@ class Fetch:
         shard, engine, download = self._download.shard, self._engine, self._download
         origin, retries = engine.origins.of(shard), engine.policy.started(str(shard))
         info = retries.call(lambda: origin.stat(shard), sleep=download.sleep)
-        size, checked = source.stat().st_size, None
-        with contextlib.ExitStack() as stack:
-            if size == info.size:
-                partial = self._begin(info, source)
-                stack.callback(partial.discard)
-                if partial.linked is None:
-                    with open_file(source) as file:
-                        while os.sendfile(partial.fd, file.fileno(), None, size):
-                            download.check()
-                checked = identify(partial.fd, info)
-            if checked is None:
-                raise IntegrityError(
-                    f"{shard}: {source} ({size} bytes) is not imported: no checksum or ETag shows "
-                    f"that it is the object ({info.size} bytes). Download the shard.",
-                    url=str(shard),
-                )
+        if (size := source.stat().st_size) != info.size:
+            raise unlike(shard, source, info)
+        partial = self._begin(info, source)
+        try:
+            if partial.linked is None:
+                with open_file(source) as file:
+                    while os.sendfile(partial.fd, file.fileno(), None, size):
+                        download.check()
+            if (checked := identify(partial.fd, info)) is None:
+                raise unlike(shard, source, info)
             metadata = replace(partial.metadata, digest=file_digest(partial.fd), checked=checked)
-            stack.pop_all()
+        except BaseException:
+            partial.discard()
+            raise
         entry = self._publish(partial, metadata, proven=True)
         download.outcome = "imported"
         engine.counters.add({"bytes_stored": size})
@@ -407,6 +404,15 @@ class Fetch:
             raise
         partial.close()
         return entry
+
+
+def unlike(shard: ShardURL, source: Path, info: ObjectInfo) -> IntegrityError:
+    """Return the error for a file that is not shown to be the object."""
+    return IntegrityError(
+        f"{shard}: {source} ({source.stat().st_size} bytes) is not imported: no checksum or ETag "
+        f"shows that it is the object ({info.size} bytes). Download the shard.",
+        url=str(shard),
+    )
 
 
 def evict_outdated(directories: Directories, key: str, outdated: frozenset[str]) -> None:

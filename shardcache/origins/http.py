@@ -17,7 +17,7 @@ from urllib.parse import parse_qsl, quote, urljoin
 
 from shardcache import clock
 from shardcache.config import __version__
-from shardcache.errors import AccessDeniedError, ConfigError
+from shardcache.errors import AccessDeniedError, ConfigError, ShardNotFoundError
 from shardcache.faults import os_error
 from shardcache.origins.base import (
     Checksum,
@@ -232,7 +232,7 @@ def stat(request: Callable[[], Response], first: Callable[[], Response]) -> Obje
     try:
         response = request()
         info = object_info(response, response.length)
-    except (AccessDeniedError, ConfigError):
+    except (AccessDeniedError, ConfigError, ShardNotFoundError):
         response = first()
         info = response.info
     response.close()

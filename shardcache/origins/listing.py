@@ -10,7 +10,7 @@ import contextlib
 import logging
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -93,6 +93,15 @@ def _variable(found: re.Match[str]) -> str:
     if value is None:
         raise ConfigError(f"{found[0]} in a shard specification needs {name}: set it.")
     return value
+
+
+def spec_list(specs: str | ShardURL | Iterable[str | ShardURL]) -> list[str | ShardURL]:
+    """Return one shard specification, or several, as a list. Raises ConfigError for other types."""
+    found = [specs] if isinstance(specs, str | ShardURL) else specs
+    found = list(found) if isinstance(found, Iterable) else [found]
+    if wrong := [spec for spec in found if not isinstance(spec, str | ShardURL)]:
+        raise ConfigError(f"shards are a URL or a list of URLs, not {type(wrong[0]).__name__}.")
+    return found
 
 
 class Selection:

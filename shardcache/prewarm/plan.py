@@ -12,20 +12,23 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardcache import clock
 from shardcache.cache import default_cache
 from shardcache.download.download import Progress
-from shardcache.download.fetch import evict_outdated
+from shardcache.download.fetch import evict_outdated, unlike
 from shardcache.errors import ConfigError, ShardCacheError
 from shardcache.faults import os_error
+from shardcache.files import open_file
 from shardcache.origins.base import ObjectInfo
-from shardcache.origins.listing import Listing, refuse_local
+from shardcache.origins.listing import Listing, refuse_local, spec_list
 from shardcache.prewarm.results import Finished, Outcome, PrewarmPlan, ShardResult, Started
 from shardcache.ranks import whole_number
 from shardcache.space.eviction import Limits, disk_bytes, linked
 from shardcache.space.memory import Volume
+from shardcache.store.digest import identify
 from shardcache.store.directory import DamagedError
 from shardcache.store.entry import Entry
 from shardcache.store.partial import InFlight, read_journal
@@ -101,8 +104,8 @@ def expand(specs: str | Iterable[str], cache: Cache | None = None) -> list[str]:
         AccessDeniedError, TransferError: a prefix or a pattern cannot be listed.
     """
     listing = Listing((cache or default_cache()).config)
-    specs = [specs] if isinstance(specs, str) else specs
-    return list(dict.fromkeys(url for spec in specs for url in listing.expand(spec)))
+    urls = (url for spec in spec_list(specs) for url in listing.expand(str(spec)))
+    return list(dict.fromkeys(urls))
 
 
 def wanted_shards(
@@ -135,11 +138,13 @@ def make_plan(
     best_effort: bool = False,
     list_sizes: bool = True,
     refresh: bool = False,
+    sources: Mapping[str, Path] | None = None,
 ) -> PrewarmPlan:
     """Compare the wanted shards, each once, with the cache, and return what to download.
 
     With ``best_effort``, the last of the shards that do not fit are left out. With ``list_sizes``,
-    the origins state the sizes of the missing shards, and with ``refresh``, newer versions.
+    the origins state the sizes of the missing shards, and with ``refresh``, newer versions. With
+    ``sources``, these files are compared with the shards.
     """
     wanted = {shard.key for shard in shards}
     entries = list(cache.entries())
@@ -157,7 +162,12 @@ def make_plan(
                 outdated[shard.key] = versions
         current = (e for e in entries if e.version not in outdated.get(e.key, ()))
         cached = {entry.key: entry for entry in current if entry.key in wanted}
-    missing = [shard for shard in shards if shard.key not in cached]
+    if sources:
+        compare = partial(_refusal, cache, sources)
+        with ThreadPoolExecutor(_REQUESTS, "shardcache-compare") as pool:
+            errors = zip(shards, pool.map(compare, shards), strict=True)
+            unconfirmed = {shard.key: error for shard, error in errors if error is not None}
+    missing = [s for s in shards if s.key not in cached and s.key not in unconfirmed]
     sizes: Mapping[str, int] = listing.sizes(missing) if missing and list_sizes else {}
     process = cache.process
     allocated = process.home.space.allocated
@@ -215,8 +225,7 @@ def _outdated_versions(cache: Cache, shard: ShardURL) -> frozenset[str] | Except
     if not entries or shard.scheme == "pipe" or shard.version_id:  # cannot be outdated
         return frozenset()
     try:
-        origin, retries = process.origins.of(shard), process.engine.policy.started(str(shard))
-        latest = retries.call(lambda: origin.stat(shard), sleep=clock.sleep)
+        latest = _latest(cache, shard)
     except (ShardCacheError, os_error()) as exn:
         return exn
     try:
@@ -229,6 +238,25 @@ def _outdated_versions(cache: Cache, shard: ShardURL) -> frozenset[str] | Except
         own = tuple(f"{tier.store.layout.base}/objects/" for tier in process.tiers)
         old = [entry for entry in old if entry.directory.startswith(own)]
     return frozenset(entry.version for entry in old)
+
+
+def _latest(cache: Cache, shard: ShardURL) -> ObjectInfo:
+    process = cache.process
+    origin, retries = process.origins.of(shard), process.engine.policy.started(str(shard))
+    return retries.call(lambda: origin.stat(shard), sleep=clock.sleep)
+
+
+def _refusal(
+    cache: Cache, sources: Mapping[str, Path], shard: ShardURL
+) -> ShardCacheError | OSError | None:
+    """Return the error of importing a file as a shard, or None if the file is the object."""
+    source = sources[shard.key]
+    try:
+        info = _latest(cache, shard)
+        with open_file(source) as file:
+            return None if identify(file.fileno(), info) else unlike(shard, source, info)
+    except (ShardCacheError, os_error()) as exn:
+        return exn
 
 
 def same_version(then: ObjectInfo, now: ObjectInfo) -> bool:

@@ -134,8 +134,9 @@ class PrewarmPlan:
 
     @property
     def to_fetch(self) -> tuple[ShardURL, ...]:
-        """The shards that are not cached."""
-        return tuple(shard for shard in self.shards if shard.key not in self.cached)
+        """The shards that are not cached, without those that are known to fail."""
+        known = self.cached.keys() | self.unconfirmed.keys()
+        return tuple(shard for shard in self.shards if shard.key not in known)
 
     @property
     def fetch_bytes(self) -> int:
@@ -150,7 +151,7 @@ class PrewarmPlan:
     @property
     def unknown(self) -> int:
         """Number of shards to download whose size is unknown."""
-        return len(self.shards) - len(self.cached) - len(self.sizes)
+        return len(self.to_fetch) - len(self.sizes)
 
     def size_of(self, shard: ShardURL) -> int | None:
         """Return the size of a shard in bytes, or None if it is unknown."""

@@ -46,7 +46,7 @@ from shardcache.errors import (
 )
 from shardcache.faults import is_local_error
 from shardcache.layout import Layout
-from shardcache.origins.listing import Listing
+from shardcache.origins.listing import Listing, spec_list
 from shardcache.prewarm.plan import Share, confirm, make_plan, wanted_shards
 from shardcache.prewarm.results import (
     Event,
@@ -130,7 +130,8 @@ def prewarm(
         dry_run: download nothing; only report the plan.
         deadline: seconds after which no shard is started and running downloads are cancelled.
         max_failures: stop when more shards than this have failed; None never stops.
-        best_effort: leave out shards that do not fit instead of refusing all of them.
+        best_effort: leave out shards that do not fit instead of refusing all of them. A job that
+            reads those first may evict the others before it reads them; `Cache.pin` keeps these.
         skip_missing: do not count shards that their origins do not have (404) as failed.
         limit_rate: bytes per second for all connections together: a number, or text such as
             ``"50MB"``.
@@ -164,13 +165,18 @@ def prewarm(
                 on_event(event)
 
     listing = Listing(cache.config)
-    specs = [urls] if isinstance(urls, str | ShardURL) else urls
-    shards = wanted_shards(cache, specs, listing, share)
+    shards = wanted_shards(cache, spec_list(urls), listing, share)
     only_plans = check or dry_run
     if not only_plans:
         _make_directory(cache)
     plan = make_plan(
-        cache, shards, listing, best_effort=best_effort, list_sizes=not check, refresh=refresh
+        cache,
+        shards,
+        listing,
+        best_effort=best_effort,
+        list_sizes=not check,
+        refresh=refresh,
+        sources=sources if dry_run else None,
     )
     known = {
         shard.key: ShardResult(str(shard), Outcome.SKIPPED, error=error)
@@ -195,6 +201,8 @@ def prewarm(
         )
     stop = stop or threading.Event()
     events = list(confirm(cache, plan, stop))
+    if sources:
+        events.clear()  # files are compared with cached shards, too
     known |= {event.shard.key: event.result for event in events if isinstance(event, Finished)}
     end = math.inf if deadline is None else start + deadline
     limits = best_effort, max_failures, skip_missing, rate, end

@@ -103,7 +103,8 @@ class Counters:
         self._run = run_of_this_process()[1]
         self._guard, self._writing = threading.RLock(), threading.RLock()
         self._counted: defaultdict[str, int] = defaultdict(int)
-        self._written: Counter[str] = Counter()  # the counts that are already in the database
+        # The counts that are already in the database of the node, and in that of the run.
+        self._written, self._written_of_run = Counter[str](), Counter[str]()
         self._due = 0.0  # time of the next write, on the monotonic clock
         self._soon = False  # whether a thread is about to write
         self._flushed = threads.Queue[None]()  # ends that thread
@@ -197,19 +198,18 @@ class Counters:
         They stay in memory if the disk failed recently, or if others write longer than ``wait``.
         """
         self._due = clock.monotonic() + _INTERVAL  # set first, so that other threads do not write
-        if not self._allowed():
-            return
         try:
             if not self._writing.acquire(wait > 0, wait or -1):
                 return
-            counted = self.snapshot()
-            row = counted - self._written
-            if row and self._where is not None:
-                database.add(self._where(), self._rank, clock.time(), row, max(_BUSY, wait))
+            counted, patience = self.snapshot(), max(_BUSY, wait)
+            # The summary of `shardcache run` must count no other jobs.
+            if self._run and self._where and (row := counted - self._written_of_run):
+                layout = Layout(Path(self._run).parent)
+                database.add(layout, self._rank, 0, row, patience)
+                self._written_of_run = counted
+            if self._where and (row := counted - self._written) and self._allowed():
+                database.add(self._where(), self._rank, clock.time(), row, patience)
                 self._written = counted
-                if self._run:  # the summary of `shardcache run` must count no other jobs
-                    layout = Layout(Path(self._run).parent)
-                    database.add(layout, self._rank, 0, row, max(_BUSY, wait))
         except os_error() as exn:
             logger.debug("the counts could not be written yet: %s", exn)
         finally:

@@ -104,6 +104,8 @@ def identify(fd: int, info: ObjectInfo) -> str | None:
 
     S3 makes an ETag of the MD5 of the object, or of the MD5s of its parts, unless KMS encrypts it.
     """
+    if os.fstat(fd).st_size != info.size:
+        return None
     with contextlib.suppress(MismatchError):
         if info.checksum and (algorithm := compare(fd, info.checksum)):
             return algorithm

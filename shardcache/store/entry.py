@@ -178,6 +178,12 @@ class Opened:
         """Return another handle of the same file, which shares the flock."""
         return replace(self, file=files.owned(os.dup, (self.file.fileno(),)))
 
+    def equals(self, path: Path) -> bool:
+        """Return whether another file has the bytes of the entry."""
+        with files.open_file(path) as other:
+            is_same = os.path.sameopenfile(other.fileno(), self.file.fileno())
+            return is_same or file_digest(other.fileno()) == self.entry.metadata().digest
+
     def close(self) -> None:
         """Close the file, so that the entry may be evicted."""
         try:

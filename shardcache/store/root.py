@@ -140,6 +140,11 @@ def is_cache(root: Path) -> bool:
     return stat.S_ISREG(manifest.st_mode) and Layout.of_root(root).linked() is None
 
 
+def is_read_only(root: Path) -> bool:
+    """Return whether ``root`` is a cache to which this process cannot add shards."""
+    return is_cache(root) and not os.access(Layout.of_root(root).partial, os.W_OK | os.X_OK)
+
+
 def require_cache(root: Path) -> None:
     """Raise ConfigError if ``root`` is not a cache. Call this before removing anything in it."""
     _check_foreign(root)

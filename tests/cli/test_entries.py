@@ -73,13 +73,14 @@ def test_ls_shows_damaged_entries(run, warm, tmp_path):
     assert {str(truncated.data), str(scribbled.data), str(gone.data)}.issubset(paths)
 
 
-def test_a_cache_without_a_manifest_is_empty(run, tmp_path):
-    code, out, err = run("ls")
-    assert (code, out) == (0, "0 shards, 0 B\n") and "Nothing was cached" in err
+@pytest.mark.parametrize(
+    "line", ["ls", "ls --partial", "rm x.tar", "stats", "report", "verify", "clean", "unpin x.tar"]
+)
+def test_a_directory_that_is_no_cache_is_an_error(run, tmp_path, line):
+    assert run(*line.split())[0] == 2
     (tmp_path / "cache" / "v1").mkdir(0o700, parents=True)  # a process creates the manifest last
-    assert run("ls", "--partial")[:2] == (0, "0 partials, 0 B: 0 live, 0 resumable, 0 orphans\n")
-    (tmp_path / "cache" / "precious").touch()
-    assert run("ls")[0] == 2
+    code, out, err = run(*line.split())
+    assert (code, out) == (2, "") and "is not a shardcache directory (it has no manifest" in err
 
 
 @pytest.mark.parametrize(

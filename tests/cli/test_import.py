@@ -36,10 +36,10 @@ def mode(path):
 
 def test_matching_files_become_entries_without_a_download(run, folder, bucket, url, proxy):
     code, out, _ = run("import", folder, f"s3://{bucket}/", "-n")
-    assert code == 0 and "0 cached, 4 to import" in out and "0 shards" in run("ls")[1]
+    assert code == 0 and "0 cached, 4 to import" in out and run("ls")[0] == 2
     (folder / "notes.txt").write_text("no shard")
     code, out, err = run("import", folder, f"s3://{bucket}")
-    assert (code, err) == (0, "") and "Warmed 4 of 4 shards" in out and "4 imported" in out
+    assert (code, err) == (0, "") and "Imported 4 of 4 shards" in out and "4 imported" in out
     assert not proxy.fetches() and run("verify")[0] == 0
     path = Path(run("path", url)[1].strip())
     assert path.samefile(folder / path.name) and mode(path) == 0o444
@@ -53,18 +53,50 @@ def test_other_files_are_named_and_stay_as_they_are(run, folder, bucket, url, da
     files[1].write_bytes(data["train-0001.tar"][:-512])
     files[2].write_bytes(data["train-0002.tar"].replace(b"2/", b"3/"))
     files[3].rename(folder / "absent.tar")
-    code, out, err = run("import", folder, f"s3://{bucket}/")
-    assert code == 3 and "Warmed 1 of 4 shards" in out and "3 failed" in out
+    code, out, err = run("import", folder, f"s3://{bucket}/", "-n")
+    assert code == 3 and "0 cached, 1 to import" in out and run("ls")[0] == 2
     assert all(f"{path} (" in err for path in files[1:3]) and "absent.tar: not found" in err
+    code, out, again = run("import", folder, f"s3://{bucket}/")
+    assert code == 3 and "Imported 1 of 4 shards" in out and "3 failed" in out and again == err
     assert mode(files[2]) == 0o644 and run("verify")[0] == 0
     shards = json.loads(run("import", folder, f"s3://{bucket}/", "--json")[1])["shards"]
     outcomes = [shard["outcome"] for shard in shards]
     assert outcomes == ["failed", "cached", "failed", "failed"]
     assert run("import", folder, f"s3://{bucket}/", "--max-failures", "3")[0] == 0
     assert not proxy.fetches()
+
+
+@pytest.mark.parametrize(
+    ("source", "prefix", "code", "text"),
+    [
+        ("", "s3://absent-bucket/", 3, "there is no bucket absent-bucket"),
+        ("", "s3://BUCKET/train-*.tar", 2, "PREFIX is the place of the files"),
+        ("", "s3://BUCKET/train-0000.tar", 2, "PREFIX is the place of the files"),
+        ("absent", "s3://BUCKET/", 2, "absent is not a directory"),
+        ("train-0000.tar", "s3://BUCKET/", 2, "train-0000.tar is not a directory"),
+        ("empty", "s3://BUCKET/", 2, "no tar files"),
+    ],
+)
+def test_a_wrong_argument_is_named(run, folder, url, bucket, source, prefix, code, text):
     (folder / "empty").mkdir()
-    code, _, err = run("import", folder / "empty", f"s3://{bucket}/")
-    assert code == 2 and "no tar files" in err
+    found, _, err = run("import", folder / source, prefix.replace("BUCKET", bucket))
+    assert found == code and text in err
+
+
+def test_another_file_than_the_cached_shard_is_refused(run, make_s3_cache, folder, url, data):
+    file, other, same = folder / "train-0000.tar", folder / "other", folder / "same"
+    cache = make_s3_cache()
+    entry = cache.add(url, file)
+    same.write_bytes(data[file.name])
+    assert cache.add(url, same).directory == cache.add(url, file).directory == entry.directory
+    for content in (data["train-0001.tar"], data[file.name][:-1]):
+        other.write_bytes(content)
+        with pytest.raises(IntegrityError, match="is cached with other bytes"):
+            cache.add(url, other)
+    other.replace(file)
+    code, out, err = run("import", folder, url.rpartition("/")[0])
+    assert code == 3 and "Imported 3 of 4 shards" in out and "is cached with other bytes" in err
+    assert cache.open(url).read() == data[file.name]
 
 
 @pytest.mark.parametrize("part", [5, 8])

@@ -44,7 +44,7 @@ SHAPES = {
     "summary: dry_run removed removed_bytes in_use not_cached",
 }
 #: The exit codes that are not 0, by command.
-CODES = {"prewarm": 3, "verify": 4, "rm": 1}
+CODES = {"import": 3, "prewarm": 3, "verify": 4, "rm": 1}
 
 
 def keys(found, path=""):

@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from tests.support.clitools import SHARDS, Command, run_process
+from tests.support.disktools import disk, needs_root, remount
 from tests.support.storetools import wait_until
 from tests.support.tars import make_tar
 
@@ -103,6 +104,23 @@ def test_a_fault_is_logged_once(shards, directory, samples, line, last, launch, 
     assert (code, out) == (7, f"{samples} {samples}\n" * 2)
     assert err.count(line) == 1, err  # two epochs of two workers
     assert last in err.splitlines()[-1] and "streamed, not cached" not in err
+
+
+def test_the_program_logs_more_with_v(program, spec, run):
+    program.write_text(SAMPLES)
+    code, out, err = run_process("run", "-v", "--", sys.executable, program, spec)
+    assert (code, out) == (0, "80\n") and err.count("from its origin in") == SHARDS, err
+
+
+@needs_root
+def test_a_read_only_cache_is_named_once_and_the_last_line_counts(launch, spec, run, tmp_path):
+    with disk(tmp_path / "disk", "size=8m") as path:
+        assert run("--dir", path / "c", "prewarm", spec.replace("0003", "0001"))[0] == 0
+        remount(path, "ro")
+        code, out, err = launch(TRAINING, spec, "fork", directory=path / "c")
+    assert (code, out) == (7, "80 80\n" * 2)
+    assert err.lower().count("read-only") == 1 and "counts nothing" in err, err
+    assert "8 shards opened, 4 of them from the cache" in err.splitlines()[-1]
 
 
 def test_only_reads_of_shards_use_the_cache(launch, s3, bucket, spec, tmp_path):

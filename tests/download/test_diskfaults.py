@@ -113,7 +113,7 @@ def test_a_read_only_mount_serves_reads_and_warns_once(make_cache, origin, tmp_p
         assert cache.process.disk.writing.left > 0  # writes are suspended after the first fault
         assert [read(cache, url, origin) for url in urls] == [True] * 3 + [False] * 3
         assert {url for url, _, _ in origin.requests} == set(urls[3:])
-        assert len(warnings(caplog)) == 1 and "Read-only file system" in warnings(caplog)[0]
+        assert len(warnings(caplog)) == 1 and "is read-only" in warnings(caplog)[0]
         strict = make_cache(dir=path / "cache", strict=True)
         assert read(strict, urls[0], origin)
         for refused in (cache.fetch, strict.open):
@@ -125,8 +125,8 @@ def test_a_read_only_mount_serves_reads_and_warns_once(make_cache, origin, tmp_p
         clock.sleep(60)
         assert all(read(cache, url, origin) for url in urls)
         cache.close()
-    # One of each cache. A cleaning, which is due now, may sweep a new partial and warn of it.
-    assert sum("Read-only file system" in text for text in warnings(caplog)) == 2
+    # A cleaning, which is due now, may sweep a new partial and warn of it.
+    assert sum("read-only" in text.lower() for text in warnings(caplog)) == 1
 
 
 @pytest.fixture

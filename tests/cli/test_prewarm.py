@@ -43,7 +43,7 @@ def test_expand_prints_the_urls_of_a_specification(run, spec, data, bucket):
     assert code == 1 and "nothing matches" in err
 
 
-def test_a_plan_that_does_not_fit_is_exit_5(run, spec, data, proxy, tmp_path):
+def test_a_plan_that_does_not_fit_is_exit_5(run, spec, data, proxy, tmp_path, monkeypatch):
     size = room(tmp_path, len(data["train-0000.tar"]))
     half = "prewarm", spec, "--max-size", f"{2 * size}B"
     code, out, err = run(*half)
@@ -55,10 +55,7 @@ def test_a_plan_that_does_not_fit_is_exit_5(run, spec, data, proxy, tmp_path):
     assert code == 0 and "left out for lack of room" in out
     assert "2 cached, 2 to fetch" in run("prewarm", spec, "--check")[1]
     assert run("prewarm", spec, "--max-size", f"{4 * size}B")[0] == 0
-
-
-def test_cached_shards_need_no_room(run, warm, spec, monkeypatch):
-    monkeypatch.setenv("SHARDCACHE_MIN_FREE", "99%")
+    monkeypatch.setenv("SHARDCACHE_MIN_FREE", "99%")  # cached shards need no room
     code, out, err = run("prewarm", spec, "--refresh", "--max-size", "1B")
     assert (code, err) == (0, "") and "All 4 shards cached" in out
 

@@ -11,16 +11,12 @@ from shardcache.store import verify
 from tests.support.storetools import tree
 
 
-def test_a_sound_cache_is_one_line(run, spec, proxy):
-    run("prewarm", spec)
+def test_damage_is_a_line_and_exit_4_until_it_is_repaired(run, warm, data, proxy, tmp_path):
     proxy.reset()
     code, out, err = run("verify")
     sound = r"verified 4 shards, [\d.]+ KB in [\d.]+ m?s: nothing is wrong\n"
     assert (code, err) == (0, "") and re.fullmatch(sound, out)
     assert run("verify", "-q") == (0, "", "") and proxy.requests() == []
-
-
-def test_damage_is_a_line_and_exit_4_until_it_is_repaired(run, warm, data, tmp_path):
     with Cache(tmp_path / "cache") as cache, open(cache.entry(warm[1]).data, "r+b") as file:
         file.write(b"x")
     code, out, err = run("verify")

@@ -37,9 +37,11 @@ def cache(make_cache):
         ("http://me:canary@{}/a.tar", "Basic bWU6Y2FuYXJ5"),
         ("HTTP://me:canary@{}/a.tar", "Basic bWU6Y2FuYXJ5"),
         ("pipe:curl -H 'Authorization: Bearer canary' http://{}/a.tar", "Bearer canary"),
+        ("pipe:curl -s -u me:$MYTOKEN http://{}/a.tar", "Basic bWU6Y2FuYXJ5"),
     ],
 )
-def test_a_login_is_sent_as_a_header_but_not_after_a_redirect(cache, form, header):
+def test_a_login_is_sent_as_a_header_but_not_after_a_redirect(cache, monkeypatch, form, header):
+    monkeypatch.setenv("MYTOKEN", "canary")
     with running(Files()) as web, running(Files()) as first:
         web.files["/a.tar"] = SHARD
         first.redirects = {"/a.tar": f"{web.url}/a.tar"}

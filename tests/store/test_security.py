@@ -85,22 +85,28 @@ def test_a_root_that_others_could_tamper_with_is_refused_with_the_fix(tmp_path, 
         assert {p: p.lstat().st_mtime_ns for p in public.rglob("*")} == before
 
 
-def test_files_of_other_programs_are_never_removed(make_cache, origin) -> None:
+@pytest.mark.locks_work
+def test_files_of_other_programs_are_never_removed_and_hide_nothing(make_cache, origin) -> None:
     origin.objects[URL], cache = SHARD, make_cache()
     entry, layout = cache.fetch(URL), layout_of(cache.dir)
+    live = begun(layout, BIG_URL, BIG)
     names: list[str | bytes] = ["model.ckpt", "results.csv", ".hidden", "-rf", "a\nb", "\x1b[2J",
              "\u202e", "x" * 255, b"\xff\xfe", "~", "*", "0" * 31, "0" * 33,
              "G" * 32, f"{entry.path.name}.bak", f"{entry.key}.lock.orig", "evict.x", "progress",
              ".starting-", f"evict.{'0' * 32}.{'0' * 31}", "0" * 32 + ".session~"]  # fmt: skip
     parents = [cache.dir, layout.base, layout.objects, layout.partial]
     parents += [layout.locks, layout.sessions, layout.ranks, entry.path.parent]
-    parents += [entry.path.parent.parent, layout.key_lock(entry.key).parent]
+    parents += [entry.path.parent.parent, layout.key_lock(entry.key).parent, live.path]
     kept = []
     for parent in parents:
         (parent / "checkpoints").mkdir(parents=True)
         kept += [parent / os.fsdecode(name) for name in (*names, "checkpoints/model.ckpt")]
+    kept.remove(live.path / PROGRESS)
     for path in kept:
         path.write_bytes(b"precious")
+    with cache.open(URL):  # although other names are listed before and after its data
+        cache.clean(everything=True)
+        assert cache.path(URL) == entry.path / "a.tar" and live.data.exists()
     for _ in range(2):
         cache.clean(everything=True)
         cache.remove(URL)
@@ -110,6 +116,7 @@ def test_files_of_other_programs_are_never_removed(make_cache, origin) -> None:
             assert stream.read() == SHARD
     for path in kept:
         assert path.read_bytes() == b"precious", path
+    live.close()
 
 
 def test_a_cache_without_a_manifest_is_not_touched(tmp_path: Path, make_cache, origin) -> None:
@@ -233,21 +240,6 @@ def test_nothing_behind_a_mount_is_removed(make_cache, origin, tmp_path, at) -> 
     finally:
         for path in (where, *layout.partial.glob("kept.*/*")):
             unmount(path)
-
-
-@pytest.mark.locks_work
-def test_files_of_other_programs_do_not_hide_readers_and_downloads(make_cache, origin) -> None:
-    origin.objects[URL], cache = SHARD, make_cache()
-    entry, layout = cache.fetch(URL), layout_of(cache.dir)
-    live = begun(layout, BIG_URL, BIG)
-    for name in range(20):  # listed before and after the data
-        (entry.path / f"{name}.txt").touch()
-        (live.path / f"{name}.txt").touch()
-    with cache.open(URL):
-        cache.clean(everything=True)
-        assert cache.path(URL) == entry.path / "a.tar"
-    assert live.data.exists()
-    live.discard()
 
 
 @pytest.mark.parametrize("content", [b"precious" * 100, b""], ids=["precious", "empty"])

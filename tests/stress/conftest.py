@@ -1,6 +1,5 @@
 """Fixtures: an origin in its own process, and filesystems that fail."""
 
-import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +11,6 @@ from tests.stress.origin import Origin
 
 #: Bytes per second and connection; slow downloads last long enough for others to join.
 SLOW, FAST = 400_000, 1e9
-
-
-def under_way(root: Path) -> bool:
-    """Return whether a download has written bytes into a cache."""
-    with contextlib.suppress(FileNotFoundError):  # a partial may vanish
-        return any(path.stat().st_size for path in root.glob("v1/partial/*/*.tar"))
-    return False
 
 
 class Far(Origin):

@@ -99,8 +99,7 @@ def test_the_first_source_wins(home):
     environ = {"HOME": str(home), "WDS_CACHE": "/wds", "WDS_CACHE_SIZE": "3e9"}
     for source, variables in sources.items():
         environ |= variables
-        explicit = {"dir": "/arg"} if source == "argument" else {}
-        config, found = load(explicit, environ)
+        config, found = load({"dir": "/arg"} if source == "argument" else {}, environ)
         assert found["dir"] == source
         assert (config.attempts, config.connections, str(config.max_size)) == (2, 4, "3GB")
     assert found["attempts"] == f"file {home}/here/shardcache.toml"
@@ -129,8 +128,7 @@ def test_files_have_tables_and_sizes_with_units(home):
             load({"dir": DIR}, {}, [file])
     assert str(only({"WDS_CACHE_SIZE": "800"}).config.max_size) == "800B"  # as in WebDataset
     file.write_text('[storage_options]\nkey = "k"\nanon = true\n')
-    options = load({"dir": DIR}, {}, [file]).config.storage_options
-    assert dict(options) == {"key": "k", "anon": True}
+    assert dict(load({"dir": DIR}, {}, [file]).config.storage_options) == {"key": "k", "anon": True}
 
 
 DIR_IS = r"^dir \(argument\): .*"

@@ -67,8 +67,7 @@ def test_a_lack_of_descriptors_removes_no_entry(make_cache, origin, tmp_path, ca
     cache = make_cache()
     entry = cache.fetch(urls[0])
     before = entry.path.stat().st_ino
-    full = make_cache(dir=tmp_path / "full", max_size=1)
-    read(full, urls[0], origin)  # imports all modules
+    read(make_cache(dir=tmp_path / "full", max_size=1), urls[0], origin)  # imports all modules
     caplog.clear()
     with few_descriptors(left):
         for url in urls:

@@ -4,7 +4,6 @@ import contextlib
 import ctypes
 import gc
 import logging
-import os
 import signal
 import socket
 import subprocess
@@ -85,27 +84,6 @@ thread.join()
 sys.exit(os.waitpid(pid, 0)[1])
 """
     subprocess.run([sys.executable, "-c", program], check=True, timeout=2 * PATIENCE)
-
-
-def test_a_lazy_value_is_made_without_a_lock():
-    """A child that is forked while a thread makes the value makes its own."""
-    started, end = threading.Event(), threading.Event()
-
-    class Slow:
-        @threads.lazy
-        def value(self):
-            if os.getpid() == parent:
-                started.set()
-                end.wait(PATIENCE)
-            return os.getpid()
-
-    parent = os.getpid()
-    with ThreadPoolExecutor() as pool:
-        pool.submit(lambda: Slow().value)
-        assert started.wait(PATIENCE)
-        with forked(lambda parent: parent.say(Slow().value)) as child:
-            assert child.hear() not in (None, parent)
-        end.set()
 
 
 def test_a_fork_does_not_wait_for_running_threads_and_not_for_ever(monkeypatch):

@@ -318,8 +318,7 @@ def test_a_read_through_s3fs_waits_until_the_throttling_ends(store, open_cache, 
     refused = [refusal("503 Slow Down", "SlowDown")]
     store.refuse = lambda head: refused.pop() if refused and head.startswith("GET") else None
     owner = {"s3_additional_kwargs": {"ExpectedBucketOwner": "123456789012"}}
-    cache = open_cache(storage_options={**KEYS, **owner})
-    assert cache.open("s3://b/a.tar").read() == SHARD
+    assert open_cache(storage_options={**KEYS, **owner}).open("s3://b/a.tar").read() == SHARD
     assert "\r\nx-amz-expected-bucket-owner: 123456789012\r\n" in store.server.heads[-1].lower()
     assert clock.naps
 
@@ -452,8 +451,7 @@ def test_a_versioned_bucket_needs_no_permission_for_its_versions(store, open_cac
         return b"".join(part_of(SHARD, head, ETag='"v1"', x_amz_version_id="1"))
 
     store.refuse = respond
-    cache = open_cache(part_size="1MiB")
-    assert cache.open("s3://lab/a.tar").read() == SHARD
+    assert open_cache(part_size="1MiB").open("s3://lab/a.tar").read() == SHARD
     assert len(store.server.heads) > 3
 
 

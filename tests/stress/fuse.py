@@ -205,8 +205,7 @@ class _Files:
         except OSError as exn:
             error = exn.errno or errno.EIO
         with contextlib.suppress(FileNotFoundError):  # the caller was interrupted
-            head = struct.pack("<IiQ", 16 + len(answer), -error, unique)
-            os.writev(self.device, [head, answer])
+            os.writev(self.device, [struct.pack("<IiQ", 16 + len(answer), -error, unique), answer])
         return True
 
     def _agreed(self, body: bytes) -> bytes:

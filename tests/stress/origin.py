@@ -38,8 +38,7 @@ class Shards:
 
     def data(self, name: str, version: int) -> bytes:
         """Return one version, a tar archive of one member; every other version has a new size."""
-        size = self.sizes[name] + 512 * (version // 2 % 16)
-        return labelled_tar(name, version, size)
+        return labelled_tar(name, version, self.sizes[name] + 512 * (version // 2 % 16))
 
     def examine(self, name: str, data: bytes) -> tuple[int, str | None]:
         """Return the version that the first line states, and the first fault of the bytes."""

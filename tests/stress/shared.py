@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from shardcache import Cache
 from tests.stress.origin import Origin, die_with_parent
-from tests.support.storetools import Parent, forked
+from tests.support.storetools import Parent, age, forked
 
 #: The duration of a run.
 MINUTES = float(os.environ.get("MINUTES", "1.5" if os.environ.get("FUZZ", "1") == "1" else "30"))
@@ -32,8 +33,7 @@ class Shared(Origin):
     def wrong(self, promise: str, text: str) -> None:
         """Record a violation."""
         with open(self.wrongs, "ab", buffering=0) as file:
-            seconds = time.monotonic() - self.begun
-            file.write(f"{seconds:.1f} s: {promise}: {text}\0".encode())
+            file.write(f"{time.monotonic() - self.begun:.1f} s: {promise}: {text}\0".encode())
 
     @contextlib.contextmanager
     def no_error(self, what: str) -> Iterator[None]:
@@ -72,8 +72,12 @@ def below(directory: Path, suffix: str = "") -> list[Path]:
     )
 
 
-def leftovers(root: Path) -> list[Path]:
-    """Return unfinished downloads, sessions and temporary files, which a sweep removes."""
+def swept(root: Path, cache: Cache, **options: Any) -> list[Path]:
+    """Clean a cache that no process uses; returns downloads and temporary files that are left."""
+    for path in root.glob("v1/**/partial"):  # a cleaning keeps young leftovers
+        age(path)
+    with cache:
+        cache.clean(**(options or {"orphans": True}))
     left = [path for kind in ("partial", "sessions") for path in root.glob(f"v1/**/{kind}/*")]
     return left + [path for path in below(root) if path.name.startswith(".")]
 

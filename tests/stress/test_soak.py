@@ -38,15 +38,15 @@ from collections.abc import Callable
 from multiprocessing.sharedctypes import RawValue
 from pathlib import Path
 from types import FrameType
-from typing import BinaryIO, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 import pytest
 import webdataset as wds
 
 from shardcache import Cache
 from tests.stress.origin import FAULTS, MIB
-from tests.stress.shared import MINUTES, Result, Shared, below, check, end_stuck, leftovers
-from tests.support.storetools import PATIENCE, age, descriptors, wait_until
+from tests.stress.shared import MINUTES, Result, Shared, below, check, end_stuck, swept
+from tests.support.storetools import PATIENCE, descriptors, wait_until
 from tests.support.tars import difference
 from tests.support.webservers import certificate
 
@@ -160,10 +160,12 @@ class Worker:
         self._read(reading, self.draw.choice((0, self.draw.randrange(2 * MIB), MIB)))
         return reading
 
-    def _read(self, reading: Reading, most: int) -> int:
-        """Read and compare; returns the number of bytes."""
+    def _read(self, reading: Reading, most: int, call: Callable[..., Any] | None = None) -> int:
+        """Read and compare; returns the number of bytes, or -1 if ``call`` returned None."""
         name, stream = reading
-        at, data = stream.tell(), stream.read(most)
+        at, data = stream.tell(), stream.read(most) if call is None else call(stream.read, most)
+        if data is None:
+            return -1
         self.soak.check(f"{stream.name} at {at}", data, self.soak.tars[name][at : at + most])
         return len(data)
 
@@ -182,11 +184,14 @@ class Worker:
                 cycle: list[object] = [stream]
                 cycle.append(cycle)
             else:
-                stream.close()
-            if self.draw.random() < 0.3:
-                self.cache.remove(self._url(name))  # so that other shards find room
+                self._leave(name, stream)
             if self.draw.random() < 0.05:
                 gc.collect()
+
+    def _leave(self, name: str, stream: BinaryIO) -> None:
+        stream.close()
+        if self.draw.random() < 0.3:
+            self.cache.remove(self._url(name))  # so that other shards find room
 
     def be_interrupted(self, end: float) -> None:
         """Open and read in the main thread, while alarms raise."""
@@ -197,22 +202,14 @@ class Worker:
         sys.unraisablehook = self._drop
         while time.monotonic() < end:
             # An alarm may be late.
-            late = contextlib.suppress(Deadline, Alarm)
-            with self.soak.no_error("an interrupted reader"), late:
+            with self.soak.no_error("an interrupted reader"), contextlib.suppress(Deadline, Alarm):
                 name = self.draw.choice(self.soak.names)
-                stream = self._alarmed(self.cache.open, self._url(name))
-                while stream is not None:
-                    at, size = stream.tell(), self.draw.randrange(1, 600_000)
-                    data = self._alarmed(stream.read, size)
-                    if data is not None:
-                        self.soak.check(
-                            f"{stream.name} at {at}", data, self.soak.tars[name][at:][:size]
-                        )
-                    if data == b"":
-                        stream.close()
-                        if self.draw.random() < 0.3:
-                            self.cache.remove(self._url(name))
-                        break
+                if (stream := self._alarmed(self.cache.open, self._url(name))) is not None:
+                    while self._read(
+                        (name, stream), self.draw.randrange(1, 600_000), self._alarmed
+                    ):
+                        pass
+                    self._leave(name, stream)
         signal.signal(signal.SIGALRM, signal.SIG_DFL)  # both refer to the cache
         sys.unraisablehook = sys.__unraisablehook__
 
@@ -254,8 +251,7 @@ class Worker:
 
     def _dropped(self) -> list[int]:
         """Return how often this process has dropped an alarm, and a collection may have done so."""
-        collections = [each["collections"] for each in gc.get_stats()]
-        return [self.alarms_in_finalizers, *collections]
+        return [self.alarms_in_finalizers, *[each["collections"] for each in gc.get_stats()]]
 
     def _pipeline(self) -> None:
         """Compare the samples of some shards; leave half of the pipelines early."""
@@ -381,11 +377,8 @@ def watch(soak: Soak, seconds: float) -> None:
 
 def audit(soak: Soak) -> None:
     """Clean, and find entries and nothing else."""
-    age(soak.root / "v1" / "partial")  # temporary files of killed children stay for a while
     with soak.no_error("the last cleaning"):
-        with soak.cache(0) as cache:
-            cache.clean(orphans=True)
-        if left := leftovers(soak.root):
+        if left := swept(soak.root, soak.cache(0)):
             soak.wrong("leftovers", f"{[str(path) for path in left]}")
         for path in below(soak.root, ".tar"):
             soak.check(f"the entry {path}", path.read_bytes(), soak.tars[path.name])

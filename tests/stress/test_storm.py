@@ -37,9 +37,8 @@ import pytest
 from shardcache import Cache, errors
 from tests.stress.brokenflock import broken_environment
 from tests.stress.origin import MIB
-from tests.stress.shared import MINUTES, Result, Shared, below, check, end_stuck, leftovers
+from tests.stress.shared import MINUTES, Result, Shared, below, check, end_stuck, swept
 from tests.support.disktools import disk
-from tests.support.storetools import age
 
 #: Processes that use the cache at any time.
 _WORKERS = 8
@@ -392,9 +391,7 @@ def audit(storm: Storm) -> None:
     """Check that later processes read everything, and that a sweep leaves nothing."""
 
     def sweep(limit: int, **options: Any) -> None:
-        with storm.cache() as cache:
-            cache.clean(**options)
-        assert not leftovers(storm.root)
+        assert not swept(storm.root, storm.cache(), **options)
         assert sum(size for _, size in published(storm.root).values()) <= limit
 
     def read() -> None:
@@ -405,8 +402,6 @@ def audit(storm: Storm) -> None:
                 assert wrong is None, wrong
                 assert found == version or cache.path(storm.url(name)) is not None
 
-    for path in storm.root.rglob("partial"):  # a sweep keeps young leftovers
-        age(path)
     alone(storm, lambda: sweep(storm.max_size, max_size=storm.max_size))
     alone(storm, read)
     alone(storm, lambda: sweep(0, everything=True))

@@ -133,11 +133,14 @@ def test_a_call_of_a_silent_filesystem_times_out(hooked_cache, set_hook, call):
     released.set()
 
 
-def test_a_filesystem_is_read_without_threads_if_none_can_start(hooked_cache, no_threads):
+@pytest.mark.parametrize("url", [URL, "s3://lab/a.tar"])
+def test_shards_are_read_and_cached_if_no_thread_can_start(hooked_cache, origin, no_threads, url):
     """At a limit of processes, and from Python 3.12 on while the interpreter ends."""
+    origin.objects["s3://lab/a.tar"] = SHARD
     cache = hooked_cache()
-    assert cache.open(URL).read() == SHARD
-    assert cache.fetch(URL).data.read_bytes() == SHARD
+    with cache.open(url) as stream:  # following needs a thread, so the shard is streamed
+        assert stream.read() == SHARD and stream.name == url
+    assert cache.fetch(url).data.read_bytes() == SHARD
 
 
 def test_the_listings_that_a_filesystem_keeps_are_not_used(hooked_cache):

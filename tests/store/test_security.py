@@ -8,7 +8,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 
@@ -31,13 +31,25 @@ TOKEN = "0" * 32
 
 
 def fetch_in(root: Path) -> str:
-    """Return the error message for a root; empty if it is accepted."""
+    """Fetch and evict a shard; returns the error message for a root that is not accepted."""
     try:
-        with Cache(root, min_free=0, cache_local=True) as cache:
+        with Cache(root, min_free=0, cache_local=True, max_size="1MB", policy="lru") as cache:
             cache.fetch(str(root.parent / "origin.tar"))
+            assert cache.clean(max_size=1).removed
     except ConfigError as exn:
         return str(exn)
     return ""
+
+
+@pytest.fixture
+def public(tmp_path: Path) -> Iterator[Path]:
+    """A directory with a shard in which every user may write, such as /tmp."""
+    (tmp_path / "origin.tar").write_bytes(SHARD)
+    assert fetch_in(tmp_path / "cache") == ""  # imports all modules before the user changes
+    with public_directory() as found:
+        found.chmod(0o1777)
+        (found / "origin.tar").write_bytes(SHARD)
+        yield found
 
 
 def directory(uid: int, mode: int, fix: str) -> Callable[[Path], str]:
@@ -69,20 +81,15 @@ ROOTS = {
 
 @needs_root
 @pytest.mark.parametrize("kind", ROOTS)
-def test_a_root_that_others_could_tamper_with_is_refused_with_the_fix(tmp_path, kind):
-    (tmp_path / "origin.tar").write_bytes(SHARD)
-    assert fetch_in(tmp_path / "cache") == ""  # imports all modules before the user changes
-    with public_directory() as public:
-        public.chmod(0o1777)
-        (public / "origin.tar").write_bytes(SHARD)
-        root = public / "cache"
-        fix = ROOTS[kind](root)
-        before = {p: p.lstat().st_mtime_ns for p in public.rglob("*")}
-        message = ask(ANNA, fetch_in, root)
-        assert fix in message and str(root) in message
-        for arguments in (("clean", "--all", "-y"), ("rm", "-y", "s3://lab/a.tar")):
-            assert ask(ANNA, lambda a=arguments: command("--dir", root, *a))[0] != 0
-        assert {p: p.lstat().st_mtime_ns for p in public.rglob("*")} == before
+def test_a_root_that_others_could_tamper_with_is_refused_with_the_fix(public, kind):
+    root = public / "cache"
+    fix = ROOTS[kind](root)
+    before = {p: p.lstat().st_mtime_ns for p in public.rglob("*")}
+    message = ask(ANNA, fetch_in, root)
+    assert fix in message and str(root) in message
+    for arguments in (("clean", "--all", "-y"), ("rm", "-y", "s3://lab/a.tar")):
+        assert ask(ANNA, lambda a=arguments: command("--dir", root, *a))[0] != 0
+    assert {p: p.lstat().st_mtime_ns for p in public.rglob("*")} == before
 
 
 @pytest.mark.locks_work
@@ -338,21 +345,10 @@ def test_planted_files_disturb_no_read_and_no_clean(make_cache, origin, name, ma
 
 @needs_root
 @pytest.mark.locks_work("answers")
-def test_directories_of_another_user_do_not_prevent_caching(tmp_path: Path) -> None:
-    def fetch(root: Path) -> bool:
-        options = {"max_size": "1MB", "policy": "lru"}
-        with Cache(root, min_free=0, cache_local=True, **options) as cache:
-            cache.fetch(str(root.parent / "origin.tar"))
-            return bool(cache.clean(max_size=1).removed)
-
-    (tmp_path / "origin.tar").write_bytes(SHARD)
-    fetch(tmp_path / "cache")  # imports all modules before the user changes
-    with public_directory() as public:
-        public.chmod(0o1777)
-        (public / "origin.tar").write_bytes(SHARD)
-        assert ask(ANNA, fetch, public / "cache")
-        layout = layout_of(public / "cache")
-        for parent in (layout.objects, layout.objects / TOKEN[:2]):
-            (parent / TOKEN).mkdir(mode=0o700, parents=True)
-        layout.new_evicted(TOKEN).mkdir(mode=0o700)
-        assert ask(ANNA, fetch, public / "cache")
+def test_directories_of_another_user_do_not_prevent_caching(public: Path) -> None:
+    assert ask(ANNA, fetch_in, public / "cache") == ""
+    layout = layout_of(public / "cache")
+    for parent in (layout.objects, layout.objects / TOKEN[:2]):
+        (parent / TOKEN).mkdir(mode=0o700, parents=True)
+    layout.new_evicted(TOKEN).mkdir(mode=0o700)
+    assert ask(ANNA, fetch_in, public / "cache") == ""

@@ -122,7 +122,9 @@ def test_commands_use_the_limits_of_the_last_job_and_do_not_replace_them(run, wa
             code, out, err = run("clean", "-n")
             assert (code, err) == (0, limits) and "would remove 1 shard, " in out
             assert run("clean", "-n", "--max-size", "1GB")[2] == limits.replace(size, "")
-            assert run("prewarm", "--max-size", "900MB", warm[0])[0] == 0
+            assert (
+                run("rm", "-y", warm[3])[0] == run("prewarm", "--max-size", "1GB", warm[3])[0] == 0
+            )
             assert f"{shown} on disk (100%)" in run("ls")[1]
             assert shown in run("top", "--count", "1", "--interval", "0.2")[1]
             page = tmp_path / "report.html"

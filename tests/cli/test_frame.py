@@ -65,7 +65,7 @@ def test_every_command_has_help_with_examples_that_parse(run, command, tmp_path,
         ("--config folder ls", "folder"),
         ("--dir folder ls", "is not a shardcache directory"),
         ("--dir folder/file ls", "is not a directory. Point dir"),
-        ("--dir folder prewarm s3://b/a -n", "such as PWD/folder/shards"),
+        ("--dir folder prewarm s3://b/a -n", "other files in it (file). Give the cache a"),
         ("clean --all --max-size 1B", "--all"),
         ("doctor --url s3://b/{0,1}.tar", "takes the URL of one shard"),
         ("index s3://b/a.tar -o -", "- is not the name of a file"),
@@ -108,7 +108,7 @@ def test_a_usage_error_is_one_sentence_and_changes_nothing(
     code, out, err = run(*shlex.split(line))
     assert (code, out) == (2, ""), err
     assert err.startswith("error: ") and len(err.splitlines()) == 1
-    assert message.replace("PWD", str(tmp_path)) in err
+    assert message in err
     assert tree(tmp_path / "folder") == before and not (tmp_path / "cache").exists()
 
 

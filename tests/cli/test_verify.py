@@ -41,8 +41,10 @@ def test_damage_is_a_line_and_exit_4_until_it_is_repaired(run, warm, data, proxy
         assert file.read() == data["train-0001.tar"]
     assert run("verify")[0] == 0
     os.truncate(path, 1)
-    code, out, _ = run("verify", "--quick")
-    assert (code, "1 bytes, not" in out) == (4, True)
+    for options in ([], ["--quick"], ["--quick", "--repair"]):  # an entry that cannot be opened
+        code, out, _ = run("verify", *options)
+        assert code == 4 and "1 bytes, not" in out and ("set aside" in out) == (len(options) == 2)
+    assert run("verify")[1].startswith("verified 3 shards, ")
 
 
 def test_an_interrupted_verify_prints_its_progress(run, warm, monkeypatch):

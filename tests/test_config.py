@@ -17,7 +17,6 @@ from shardcache.errors import REMOVED, ConfigError
 from shardcache.units import Limit
 
 DIR = Path("/local/nvme/shards")
-MIB = 1 << 20
 SECRET = "hUnTeR2/s@cret"
 
 
@@ -47,7 +46,7 @@ CASES: dict[str, tuple[str, object, str]] = {
     "fill": ("Complete", "complete", "later"),
     "prefetch": ("0", 0, "-1"),
     "connections": ("32", 32, "257"),
-    "part_size": ("8MiB", 8 * MIB, "8MB"),
+    "part_size": ("8MiB", 8 << 20, "8MB"),
     "attempts": ("1", 1, "0"),
     "deadline": ("5m", 300.0, "soon"),
     "timeout": ("10", 10.0, "0"),

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from shardcache import Cache
-from tests.stress.origin import Origin, die_with_parent
+from tests.stress.origin import MIB, Origin, die_with_parent
 from tests.support.storetools import Parent, age, forked
 
 #: The duration of a run.
@@ -23,12 +23,19 @@ Result = tuple[dict[str, int], list[str]]
 
 
 class Shared(Origin):
-    """An origin, and a file of violations, which many processes share."""
+    """An origin, a cache, and a file of violations, which many processes share."""
+
+    root: Path
+    max_size: int
 
     def __init__(self, directory: Path, count: int, seed: int) -> None:
         super().__init__(count, seed)
         self.seed, self.wrongs, self.begun = seed, directory / "wrong", time.monotonic()
         self.wrongs.touch()
+
+    def cache(self, **options: Any) -> Cache:
+        """Open the cache; a shard may be replaced, and a stream stop, between two of its parts."""
+        return Cache(self.root, max_size=self.max_size, min_free=0, part_size=MIB, **options)
 
     def wrong(self, promise: str, text: str) -> None:
         """Record a violation."""

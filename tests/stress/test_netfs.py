@@ -8,27 +8,21 @@ import pytest
 
 from shardcache.layout import Layout
 from shardcache.locks.keys import Holder, KeyLease
+from tests.stress import shared
 from tests.stress.conftest import FAST, SLOW
 from tests.stress.fuse import CHANGES
 from tests.support.caches import warnings
 from tests.support.storetools import age, forked, together, wait_until
 
 
-def partials(shim, root="cache"):
-    return sorted((shim.backing / root).glob("v1/partial/*"))
+def partials(shim):
+    return list(shim.backing.glob("cache/v1/partial/*"))
 
 
 def swept(far, shim, root="cache", **options):
-    """Wait until a sweep of old partials leaves nothing: a download may still be ending."""
-
-    def nothing_left():
-        for partial in partials(shim, root):
-            age(partial)
-        with far.cache(shim.root / root, **options) as cache:
-            cache.clean(orphans=True)
-        return partials(shim, root) == []
-
-    return bool(wait_until(nothing_left))
+    """Wait until a sweep leaves nothing: a download may still be ending."""
+    path = shim.root / root
+    return wait_until(lambda: not shared.swept(path, far.cache(path, **options)))
 
 
 def all_read(far, count, roots):

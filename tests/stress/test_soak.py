@@ -99,20 +99,11 @@ class Soak(Shared):
     def data(self, name: str, version: int) -> bytes:
         return self.tars[name]
 
-    def cache(self, parent: int) -> Cache:
-        return Cache(
-            self.root,
-            max_size=self.max_size,
-            min_free=0,
-            part_size=MIB,  # so that streams stop where an answer ends
-            connections=_CONNECTIONS,
-            attempts=_ATTEMPTS,
-            timeout=_TIMEOUT,
-            stale_after=2.0,
-            lock_timeout=30.0,
-            endpoint_url=self.addresses[parent % 2],
-            storage_options={"key": "AK", "secret": "SK"},
-        )
+    def cache_of(self, parent: int) -> Cache:
+        options = {"connections": _CONNECTIONS, "attempts": _ATTEMPTS, "timeout": _TIMEOUT}
+        options |= {"stale_after": 2.0, "lock_timeout": 30.0}
+        options |= {"storage_options": {"key": "AK", "secret": "SK"}}
+        return self.cache(endpoint_url=self.addresses[parent % 2], **options)
 
     def stored(self) -> dict[tuple[int, str], int]:
         """Bytes on disk of every entry and every download, by inode and key."""
@@ -270,7 +261,13 @@ class Worker:
         (fate,) = self.draw.choices(fates, (6, 2, 2))
         child = Worker(self.soak, self.cache, self.parent, f"{self.draw.random()}")
         pid = self.soak.fork("a child", child.be_child, readings)
-        thread = threading.Thread(target=disturb, args=(pid, fate))
+
+        def disturb() -> None:
+            for seconds, number in fate:
+                time.sleep(seconds)
+                os.kill(pid, number)
+
+        thread = threading.Thread(target=disturb)
         thread.start()
         return pid, thread, -signal.SIGKILL if fate is fates[1] else 0
 
@@ -298,17 +295,10 @@ class Worker:
             self.soak.wrong("errors", f"a child ended with status {code}")
 
 
-def disturb(pid: int, fate: list[tuple[float, int]]) -> None:
-    """Send signals to a child that has not been reaped, each after some seconds."""
-    for seconds, number in fate:
-        time.sleep(seconds)
-        os.kill(pid, number)
-
-
 def be_parent(soak: Soak, number: int, end: float) -> None:
     """Read and fork in several threads, lap by lap, and measure this process after each."""
     before, measured = len(descriptors()), list[Counter[str]]()
-    cache = soak.cache(number)
+    cache = soak.cache_of(number)
     while time.monotonic() < end:
         lap = f"{soak.seed}/{number}/{len(measured)}"
         workers = [Worker(soak, cache, number, f"{lap}/{thread}") for thread in range(_THREADS)]
@@ -375,15 +365,6 @@ def watch(soak: Soak, seconds: float) -> None:
         end_stuck(pid)
 
 
-def audit(soak: Soak) -> None:
-    """Clean, and find entries and nothing else."""
-    with soak.no_error("the last cleaning"):
-        if left := swept(soak.root, soak.cache(0)):
-            soak.wrong("leftovers", f"{[str(path) for path in left]}")
-        for path in below(soak.root, ".tar"):
-            soak.check(f"the entry {path}", path.read_bytes(), soak.tars[path.name])
-
-
 @pytest.mark.timeout(MINUTES * 60 + 1800)
 def test_a_soak_breaks_no_promise(tmp_path):
     def run(directory: Path, seed: int, seconds: float) -> Result:
@@ -400,7 +381,11 @@ def test_a_soak_breaks_no_promise(tmp_path):
         with soak.serving() as plain, soak.serving(tls) as secure:
             soak.addresses = plain, secure
             watch(soak, seconds)
-            audit(soak)
+            with soak.no_error("the last cleaning"):
+                if left := swept(soak.root, soak.cache()):
+                    soak.wrong("leftovers", f"{[str(path) for path in left]}")
+                for path in below(soak.root, ".tar"):
+                    soak.check(f"the entry {path}", path.read_bytes(), soak.tars[path.name])
         requests = {f"requests {name}": n for name, n in zip(FAULTS, soak.faulty, strict=True)}
         return {"bytes compared": soak.compared.value, **requests}, soak.violations()
 

@@ -76,17 +76,8 @@ class Storm(Shared):
         self.calls = RawArray("q", _WORKERS)
 
     def cache(self, **options: Any) -> Cache:
-        return Cache(
-            self.root,
-            max_size=self.max_size,
-            min_free=0,
-            part_size=MIB,  # so that a shard may be replaced between two requests
-            attempts=6,
-            timeout=5.0,
-            lock_timeout=LOCK_TIMEOUT,
-            stale_after=STALE_AFTER,
-            **options,
-        )
+        options |= {"attempts": 6, "timeout": 5.0}
+        return super().cache(lock_timeout=LOCK_TIMEOUT, stale_after=STALE_AFTER, **options)
 
     def url(self, name: str) -> str:
         return f"{self.address}/{name}"

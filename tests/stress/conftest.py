@@ -7,7 +7,7 @@ import pytest
 
 from shardcache import Cache
 from tests.stress.fuse import mounted
-from tests.stress.origin import Origin
+from tests.stress.harness import Origin
 
 #: Bytes per second and connection; slow downloads last long enough for others to join.
 SLOW, FAST = 400_000, 1e9

@@ -31,7 +31,7 @@ from typing import Any
 
 import pytest
 
-from tests.stress.origin import die_with_parent
+from tests.stress.harness import die_with_parent
 from tests.support.storetools import Child, Parent, forked
 
 #: Opcode -> the method that serves the request, and the layout of its arguments.

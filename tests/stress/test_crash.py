@@ -20,7 +20,7 @@ import pytest
 
 from shardcache import Cache
 from tests.stress.fuse import CHANGES, Shim
-from tests.stress.shared import swept
+from tests.stress.harness import swept
 from tests.support.storetools import age, forked, payload, room
 from tests.support.tars import tar_of
 

@@ -8,7 +8,7 @@ import pytest
 
 from shardcache.layout import Layout
 from shardcache.locks.keys import Holder, KeyLease
-from tests.stress import shared
+from tests.stress import harness
 from tests.stress.conftest import FAST, SLOW
 from tests.stress.fuse import CHANGES
 from tests.support.caches import warnings
@@ -22,7 +22,7 @@ def partials(shim):
 def swept(far, shim, root="cache", **options):
     """Wait until a sweep leaves nothing: a download may still be ending."""
     path = shim.root / root
-    return wait_until(lambda: not shared.swept(path, far.cache(path, **options)))
+    return wait_until(lambda: not harness.swept(path, far.cache(path, **options)))
 
 
 def all_read(far, count, roots):

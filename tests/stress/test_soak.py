@@ -44,8 +44,17 @@ import pytest
 import webdataset as wds
 
 from shardcache import Cache
-from tests.stress.origin import FAULTS, MIB
-from tests.stress.shared import MINUTES, Result, Shared, below, check, end_stuck, swept
+from tests.stress.harness import (
+    FAULTS,
+    MIB,
+    MINUTES,
+    Result,
+    Shared,
+    below,
+    check,
+    end_stuck,
+    swept,
+)
 from tests.support.storetools import PATIENCE, descriptors, wait_until
 from tests.support.tars import difference
 from tests.support.webservers import certificate

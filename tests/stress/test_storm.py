@@ -36,8 +36,7 @@ import pytest
 
 from shardcache import Cache, errors
 from tests.stress.brokenflock import broken_environment
-from tests.stress.origin import MIB
-from tests.stress.shared import MINUTES, Result, Shared, below, check, end_stuck, swept
+from tests.stress.harness import MIB, MINUTES, Result, Shared, below, check, end_stuck, swept
 from tests.support.disktools import disk
 
 #: Processes that use the cache at any time.

@@ -8,7 +8,6 @@ import pytest
 
 from shardcache.layout import Layout
 from shardcache.locks.keys import Holder, KeyLease
-from tests.stress import harness
 from tests.stress.conftest import FAST, SLOW
 from tests.stress.fuse import CHANGES
 from tests.support.caches import warnings
@@ -20,9 +19,16 @@ def partials(shim):
 
 
 def swept(far, shim, root="cache", **options):
-    """Wait until a sweep leaves nothing: a download may still be ending."""
-    path = shim.root / root
-    return wait_until(lambda: not harness.swept(path, far.cache(path, **options)))
+    """Wait until a sweep of old partials leaves nothing: a download may still be ending."""
+    left = shim.backing / root / "v1" / "partial"
+
+    def nothing_left():
+        age(left)
+        with far.cache(shim.root / root, **options) as cache:
+            cache.clean(orphans=True)
+        return not list(left.glob("*"))
+
+    return wait_until(nothing_left)
 
 
 def all_read(far, count, roots):

@@ -137,7 +137,7 @@ def test_a_call_of_a_silent_filesystem_times_out(hooked_cache, set_hook, call):
 def test_shards_are_read_and_cached_if_no_thread_can_start(hooked_cache, origin, no_threads, url):
     """At a limit of processes, and from Python 3.12 on while the interpreter ends."""
     origin.objects["s3://lab/a.tar"] = SHARD
-    cache = hooked_cache()
+    cache = hooked_cache(part_size=BLOCK)  # several parts, for which helpers would start
     with cache.open(url) as stream:  # following needs a thread, so the shard is streamed
         assert stream.read() == SHARD and stream.name == url
     assert cache.fetch(url).data.read_bytes() == SHARD

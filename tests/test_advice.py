@@ -65,9 +65,10 @@ def test_the_advice_of_a_command_works(run, names, monkeypatch, before, advice, 
             monkeypatch.setenv(*words.pop(0).split("=", 1))
         return run(*words)
 
-    code, _, err = shell(before)
+    code, out, err = shell(before)
     found = re.search(advice, err)
     assert code and found, err
+    assert code == 1 or (not out and len(err.splitlines()) == 1)  # a usage error is one sentence
     code, _, err = shell(after.replace("@", found[0]))
     assert not re.search(advice, err) and code in (0, 3), err
 

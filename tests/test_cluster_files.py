@@ -134,8 +134,7 @@ def test_kubernetes_accepts_the_daemon_set(spy, tmp_path, specs):
     script(tmp_path / "sleep", "kill $PPID")
     variables |= {"PATH": f"{tmp_path}:/usr/bin:/bin", "SHARDS": "".join(specs)}
     subprocess.run(container["command"], check=True, env=variables, timeout=60)
-    warm = ["prewarm", "--best-effort", "--", *specs]
-    assert called(tmp_path) == [warm] * len(specs) + [CLEAN]
+    assert called(tmp_path) == [["prewarm", "--best-effort", "--", *specs]] * len(specs) + [CLEAN]
 
 
 @pytest.mark.parametrize("code", [0, 3])

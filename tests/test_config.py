@@ -17,7 +17,6 @@ from shardcache.errors import REMOVED, ConfigError
 from shardcache.units import Limit
 
 DIR = Path("/local/nvme/shards")
-MIB = 1 << 20
 SECRET = "hUnTeR2/s@cret"
 
 
@@ -47,7 +46,7 @@ CASES: dict[str, tuple[str, object, str]] = {
     "fill": ("Complete", "complete", "later"),
     "prefetch": ("0", 0, "-1"),
     "connections": ("32", 32, "257"),
-    "part_size": ("8MiB", 8 * MIB, "8MB"),
+    "part_size": ("8MiB", 8 << 20, "8MB"),
     "attempts": ("1", 1, "0"),
     "deadline": ("5m", 300.0, "soon"),
     "timeout": ("10", 10.0, "0"),
@@ -99,8 +98,7 @@ def test_the_first_source_wins(home):
     environ = {"HOME": str(home), "WDS_CACHE": "/wds", "WDS_CACHE_SIZE": "3e9"}
     for source, variables in sources.items():
         environ |= variables
-        explicit = {"dir": "/arg"} if source == "argument" else {}
-        config, found = load(explicit, environ)
+        config, found = load({"dir": "/arg"} if source == "argument" else {}, environ)
         assert found["dir"] == source
         assert (config.attempts, config.connections, str(config.max_size)) == (2, 4, "3GB")
     assert found["attempts"] == f"file {home}/here/shardcache.toml"
@@ -129,8 +127,7 @@ def test_files_have_tables_and_sizes_with_units(home):
             load({"dir": DIR}, {}, [file])
     assert str(only({"WDS_CACHE_SIZE": "800"}).config.max_size) == "800B"  # as in WebDataset
     file.write_text('[storage_options]\nkey = "k"\nanon = true\n')
-    options = load({"dir": DIR}, {}, [file]).config.storage_options
-    assert dict(options) == {"key": "k", "anon": True}
+    assert dict(load({"dir": DIR}, {}, [file]).config.storage_options) == {"key": "k", "anon": True}
 
 
 DIR_IS = r"^dir \(argument\): .*"

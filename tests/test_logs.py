@@ -15,7 +15,7 @@ from tests.support.caches import held_elsewhere, read
 from tests.support.disktools import needs_root
 from tests.support.fakes import Fault
 from tests.support.shop import Shop
-from tests.support.storetools import PATIENCE, forked, room, together
+from tests.support.storetools import PATIENCE, room, together
 from tests.support.tars import make_tar
 from tests.support.trainingtools import ROOT
 
@@ -180,25 +180,6 @@ def test_a_directory_is_used_once_it_can_be(tmp_path, log, clock):
         clock.sleep(60)
         read(cache, shop.urls[0])
         assert shop.urls[0] in cache
-
-
-def test_a_killed_job_leaves_no_note(tmp_path):
-    shop = Shop(tmp_path, 2)
-    options = {"cache_local": True, "max_size": shop.room(1)}
-
-    def work(parent):
-        with Cache(shop.path, **options) as cache:
-            for url in shop.urls:
-                cache.open(url).read()
-            parent.say([path.suffix for path in (shop.path / "v1" / "sessions").iterdir()])
-            parent.hear()
-
-    with forked(work) as child:
-        assert ".streamed" in child.hear()
-        child.kill()
-    with Cache(shop.path, **options) as cache:
-        cache.clean()
-    assert list((shop.path / "v1" / "sessions").iterdir()) == []
 
 
 def test_every_metric_is_documented(run):

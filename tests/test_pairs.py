@@ -7,6 +7,7 @@ import pytest
 import webdataset.tariterators  # noqa: F401 - so that not each job imports it
 
 from shardcache import Cache, TarDataset
+from shardcache.cli.entries import partials
 from tests.support.clitools import command
 from tests.support.disktools import disk, needs_root, remount
 from tests.support.storetools import BLOCK, age, damage, forked, room, together, wait_until
@@ -162,7 +163,10 @@ def kill_and_resume(world):
         if is_resumed:  # the second block is written after the first one was recorded
             found = wait_until(lambda: world.files("partial/*/late.tar"))[0]
             wait_until(lambda: found.stat().st_blocks * 512 >= 2 * BLOCK)
+            (row,) = partials(Cache(world.root, **world.options))
+            assert (row["state"], row["pid"]) == ("live", child.pid)
         child.kill()
+    world.cli("clean")
     world.proxy.resume()
     assert world.job(0, lambda cache: cache.open(world.urls[3]).read() == LATE)
     assert (world.proxy.received() < len(LATE)) == is_resumed
@@ -184,7 +188,8 @@ def remove(world):
         world.cli("rm", "-y", min(found))
         assert names() == found - {min(found)}
     world.cli("clean", "--all", "-y")
-    assert world.files() == world.files("partial/*") == world.files("locks/*/*") == []
+    left = [world.files(pattern) for pattern in ("partial/*", "locks/*/*", "sessions/*.streamed")]
+    assert world.files() == [] and left == [[]] * 3
     world.epoch(3, misses=0 if world.has("upstream") else world.stored)
     world.wait_an_hour()
     world.cli("clean", "--all", "--remove-dir", "-y")

@@ -1,6 +1,5 @@
 """A canary as credential: it is never logged, raised, shown, pickled or stored."""
 
-import base64
 import contextlib
 import functools
 import logging
@@ -346,11 +345,3 @@ def test_a_list_cannot_put_a_credential_of_the_environment_into_an_address(
     assert watch.command("prewarm", url) > 0
     watch.seen += [head.splitlines()[0] for head in server.heads]
     assert watch.failures == 1
-
-
-def test_the_credential_of_a_command_may_come_from_a_variable(watch, serve, monkeypatch):
-    monkeypatch.setenv("MYTOKEN", CANARY)
-    server, basic = serve(whole), base64.b64encode(f"me:{CANARY}".encode()).decode()
-    watch.read(watch.cache(), f"pipe:curl -s -u me:$MYTOKEN {server.url}/a.tar")
-    assert all(f"Authorization: Basic {basic}" in head.splitlines() for head in server.heads)
-    assert server.heads and not watch.failures

@@ -23,7 +23,7 @@ from socketserver import ThreadingTCPServer
 from typing import Any
 from urllib.parse import unquote
 
-from tests.stress.origin import die_with_parent
+from tests.stress.harness import die_with_parent
 from tests.support.storetools import Parent
 
 #: Bytes per ``sendfile`` with a rate. At 80 MB/s this is one every 3 ms, which a sleeping thread

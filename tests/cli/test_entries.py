@@ -109,7 +109,7 @@ def test_clean_removes_what_is_over_the_limit(run, warm, data, tmp_path):
     assert run("clean", "--all", "-y")[0] == 0 and len(states(run)) == 0
 
 
-def test_commands_use_the_limits_of_the_last_job(run, warm, data, tmp_path):
+def test_commands_use_the_limits_of_the_last_job_and_do_not_replace_them(run, warm, data, tmp_path):
     limit = room(tmp_path, *map(len, data.values())) - 1
     config = Config(tmp_path / "cache")
     last = config.replace(max_size=limit, policy="lru", max_age="14d")
@@ -123,6 +123,9 @@ def test_commands_use_the_limits_of_the_last_job(run, warm, data, tmp_path):
             code, out, err = run("clean", "-n")
             assert (code, err) == (0, limits) and "would remove 1 shard, " in out
             assert run("clean", "-n", "--max-size", "1GB")[2] == limits.replace(size, "")
+            assert (
+                run("rm", "-y", warm[3])[0] == run("prewarm", "--max-size", "1GB", warm[3])[0] == 0
+            )
             assert f"{shown} on disk (100%)" in run("ls")[1]
             assert shown in run("top", "--count", "1", "--interval", "0.2")[1]
             page = tmp_path / "report.html"
@@ -240,10 +243,3 @@ def test_methods_take_patterns(run, warm, bucket, tmp_path):
             assert path == cache.path(warm[1])
         assert len(cache.pin(["train-000?.tar", warm[0]])) == 4 == len(cache.unpin("train-*"))
         assert cache.remove(f"s3://{bucket}/")[0] > 0 and not list(cache.entries())
-
-
-def test_a_command_does_not_replace_the_limits_of_a_job(run, spec, tmp_path):
-    with Cache(tmp_path / "cache", max_size="1GB") as cache:
-        cache.fetch(spec.replace("{0000..0003}", "0000"))
-    assert run("prewarm", "--max-size", "900MB", spec)[0] == 0
-    assert "Limits of the last job: max_size 1GB" in run("clean", "-n")[2]

@@ -58,21 +58,14 @@ def test_every_command_has_help_with_examples_that_parse(run, command, tmp_path,
         ("prewarm b/a.tar", "If it is an object, write s3://b/a.tar"),
         ("stats --format tsv", "tsv"),
         ("prewarm --max-size 0 s3://b/a", "'0' is not above 0"),
-        ("prewarm --max-size 800 s3://b/a", "800 has no unit. Write 800GB."),
         ("pin --for '12 parsecs' s3://b/a", "--for"),
-        ("pin --for 3 s3://b/a", "3 has no unit. Write 3s, 3m, 3h or 3d."),
-        ("prewarm --limit-rate 10 s3://b/a", "10 has no unit. Write 10MB."),
         ("pin \"'s3://b/a.tar'\"", "'s3://b/a.tar' begins with a quote."),
         ("pin '~/a.tar'", "~/a.tar: no shell has expanded the ~."),
-        ("pin s3://b/{0000-0003}.tar", "write {0000-0003} as {0000..0003}."),
-        ("doctor s3://b/a.tar", "Pass --url URL."),
-        ("stats --format json", "Pass --json."),
-        ("report -o -", "- is not the name of a file."),
         ("top --interval \x1b[2J", "--interval"),
         ("--config folder ls", "folder"),
         ("--dir folder ls", "is not a shardcache directory"),
         ("--dir folder/file ls", "is not a directory. Point dir"),
-        ("--dir folder prewarm s3://b/a -n", "such as PWD/folder/shards"),
+        ("--dir folder prewarm s3://b/a -n", "other files in it (file). Give the cache a"),
         ("clean --all --max-size 1B", "--all"),
         ("doctor --url s3://b/{0,1}.tar", "takes the URL of one shard"),
         ("index s3://b/a.tar -o -", "- is not the name of a file"),
@@ -115,7 +108,7 @@ def test_a_usage_error_is_one_sentence_and_changes_nothing(
     code, out, err = run(*shlex.split(line))
     assert (code, out) == (2, ""), err
     assert err.startswith("error: ") and len(err.splitlines()) == 1
-    assert message.replace("PWD", str(tmp_path)) in err
+    assert message in err
     assert tree(tmp_path / "folder") == before and not (tmp_path / "cache").exists()
 
 
@@ -295,13 +288,6 @@ def store(files):
     return files
 
 
-def advised(text, monkeypatch):
-    """Set the variable that an error advises to set."""
-    (assignment,) = re.findall(r"SHARDCACHE_\w+=(?:'[^']*'|\w+)", text)
-    name, _, value = shlex.split(assignment)[0].partition("=")
-    monkeypatch.setenv(name, value)
-
-
 @pytest.mark.parametrize("form", ["option", "variable"])
 def test_a_public_bucket_is_read_as_the_error_advises(run, store, form, monkeypatch):
     command = "path", "--fetch", "--endpoint-url", store.url, "s3://lab/a.tar"
@@ -310,16 +296,8 @@ def test_a_public_bucket_is_read_as_the_error_advises(run, store, form, monkeypa
     if form == "option":
         command += ("--no-sign-request",)
     else:
-        advised(err, monkeypatch)
-    assert run(*command)[0] == 0
-
-
-def test_a_command_is_run_as_the_error_advises(run, tmp_path, monkeypatch):
-    (tmp_path / "a.tar").write_bytes(make_tar(3))
-    command = "path", "--fetch", f"pipe:cat {tmp_path}/a.tar | tail -c +1"
-    code, _, err = run(*command)
-    assert code == 2
-    advised(err, monkeypatch)
+        (value,) = re.findall("SHARDCACHE_STORAGE_OPTIONS='(.*)'", err)
+        monkeypatch.setenv("SHARDCACHE_STORAGE_OPTIONS", value)
     assert run(*command)[0] == 0
 
 

@@ -60,8 +60,7 @@ def test_other_files_are_named_and_stay_as_they_are(run, folder, bucket, url, da
     assert code == 3 and "Imported 1 of 4 shards" in out and "3 failed" in out and again == err
     assert mode(files[2]) == 0o644 and run("verify")[0] == 0
     shards = json.loads(run("import", folder, f"s3://{bucket}/", "--json")[1])["shards"]
-    outcomes = [shard["outcome"] for shard in shards]
-    assert outcomes == ["failed", "cached", "failed", "failed"]
+    assert [shard["outcome"] for shard in shards] == ["failed", "cached", "failed", "failed"]
     assert run("import", folder, f"s3://{bucket}/", "--max-failures", "3")[0] == 0
     assert not proxy.fetches()
 

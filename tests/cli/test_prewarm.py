@@ -43,7 +43,7 @@ def test_expand_prints_the_urls_of_a_specification(run, spec, data, bucket):
     assert code == 1 and "nothing matches" in err
 
 
-def test_a_plan_that_does_not_fit_is_exit_5(run, spec, data, proxy, tmp_path):
+def test_a_plan_that_does_not_fit_is_exit_5(run, spec, data, proxy, tmp_path, monkeypatch):
     size = room(tmp_path, len(data["train-0000.tar"]))
     half = "prewarm", spec, "--max-size", f"{2 * size}B"
     code, out, err = run(*half)
@@ -56,10 +56,7 @@ def test_a_plan_that_does_not_fit_is_exit_5(run, spec, data, proxy, tmp_path):
     assert code == 0 and "left out for lack of room" in out
     assert "2 cached, 2 to fetch" in run("prewarm", spec, "--check")[1]
     assert run("prewarm", spec, "--max-size", f"{4 * size}B")[0] == 0
-
-
-def test_cached_shards_need_no_room(run, warm, spec, monkeypatch):
-    monkeypatch.setenv("SHARDCACHE_MIN_FREE", "99%")
+    monkeypatch.setenv("SHARDCACHE_MIN_FREE", "99%")  # cached shards need no room
     code, out, err = run("prewarm", spec, "--refresh", "--max-size", "1B")
     assert (code, err) == (0, "") and "All 4 shards cached" in out
 
@@ -137,8 +134,7 @@ def test_a_report_in_words():
     kinds = [outcome for outcome in Outcome if outcome is not Outcome.MISSING]
     results = [ShardResult(f"s3://b/x-{n}.tar", kind, 1000) for n, kind in enumerate(kinds)]
     results[1] = ShardResult("s3://b/x-1.tar", Outcome.FETCHED, 1000, received=1000, retries=1)
-    shards = tuple(parse_url(each.url) for each in results)
-    plan = PrewarmPlan(shards, {}, {}, 10**9, 0, 0)
+    plan = PrewarmPlan(tuple(parse_url(each.url) for each in results), {}, {}, 10**9, 0, 0)
     assert str(PrewarmReport(plan, tuple(results), 2.0, Stopped.DEADLINE)) == (
         "Warmed 4 of 8 shards (4.0 KB, 1.0 KB received) in 2.0 s, 500 B/s; 1 failed, "
         "1 skipped, not at the origin, 1 retried, 1 fetched by other processes, 1 linked, "

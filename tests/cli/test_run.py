@@ -99,8 +99,7 @@ def test_the_last_line_counts_the_opens_of_this_run_only(launch, spec, bucket):
     ],
 )
 def test_a_fault_is_logged_once(shards, directory, samples, line, last, launch, spec, tmp_path):
-    options = {"directory": tmp_path / directory}
-    code, out, err = launch(TRAINING, shards or spec, "fork", **options)
+    code, out, err = launch(TRAINING, shards or spec, "fork", directory=tmp_path / directory)
     assert (code, out) == (7, f"{samples} {samples}\n" * 2)
     assert err.count(line) == 1, err  # two epochs of two workers
     assert last in err.splitlines()[-1] and "streamed, not cached" not in err
@@ -159,8 +158,7 @@ def test_the_last_line_tells_what_webdataset_read(
     for name in ("aws", "gsutil"):  # what the clients would read with other credentials
         (tmp_path / name).write_text(f"#!/bin/sh\nexec cat {tmp_path}/shard")
         (tmp_path / name).chmod(0o755)
-    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    options = {"environment": environment, "cwd": tmp_path}
+    options = {"environment": {"PATH": f"{tmp_path}:{os.environ['PATH']}"}, "cwd": tmp_path}
     code, out, err = launch(2 * SAMPLES, form.format(bucket), **options)
     assert (code, out) == (0, "4\n4\n"), err
     *_, last = err.splitlines()
@@ -207,8 +205,7 @@ def test_a_program_that_cannot_be_started_has_the_code_of_shells(run, program, c
 
 def test_signals_and_exit_codes_pass_through(program, tmp_path):
     started = tmp_path / "started"
-    text = f"open({str(started)!r}, 'w'); import signal; signal.pause()"
-    program.write_text(text)
+    program.write_text(f"open({str(started)!r}, 'w'); import signal; signal.pause()")
     with Command("run", "--", sys.executable, program) as command:
         wait_until(started.exists)
         command.process.send_signal(signal.SIGTERM)

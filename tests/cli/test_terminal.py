@@ -58,16 +58,14 @@ def test_progress_distinguishes_shards_of_one_name(s3, bucket, s3_environment, p
 
 
 def test_a_dumb_terminal_has_no_progress(spec):
-    dumb = {"TERM": "dumb"}
-    with Screen("prewarm", spec, environment=dumb) as screen:
+    with Screen("prewarm", spec, environment={"TERM": "dumb"}) as screen:
         text, code = screen.end()
     assert "\x1b" not in text and code == 0
 
 
 @pytest.mark.parametrize("columns", [60, 30])
 def test_a_narrow_terminal_shortens_names_but_no_figures(run, warm, columns):
-    plain = {"NO_COLOR": "1"}
-    with Screen("ls", environment=plain, columns=columns) as screen:
+    with Screen("ls", environment={"NO_COLOR": "1"}, columns=columns) as screen:
         head, *rows, _ = screen.read().splitlines()
     assert head.split() == ["SHARD", "SIZE", "USED", "FETCHED", "STATE"] and len(rows) == len(warm)
     for url, row in zip(warm, rows, strict=True):

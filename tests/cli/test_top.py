@@ -72,8 +72,7 @@ def test_a_running_download_is_shown_with_its_process(make_cache, origin, monkey
 
 @pytest.mark.parametrize("key", ["q", "\x03"])
 def test_on_a_terminal_it_redraws_until_a_key_ends_it_quietly(make_cache, key):
-    cache = make_cache()
-    cache.pin(URL)  # creates the directory
+    make_cache().pin(URL)  # creates the directory
     with Screen("top", "--interval", "0.3", columns=40) as screen:
         screen.read(until=r"(?s)(0 downloads running.*){2}")
         screen.type("xyz")

@@ -11,16 +11,12 @@ from shardcache.store import verify
 from tests.support.storetools import tree
 
 
-def test_a_sound_cache_is_one_line(run, spec, proxy):
-    run("prewarm", spec)
+def test_damage_is_a_line_and_exit_4_until_it_is_repaired(run, warm, data, proxy, tmp_path):
     proxy.reset()
     code, out, err = run("verify")
     sound = r"verified 4 shards, [\d.]+ KB in [\d.]+ m?s: nothing is wrong\n"
     assert (code, err) == (0, "") and re.fullmatch(sound, out)
     assert run("verify", "-q") == (0, "", "") and proxy.requests() == []
-
-
-def test_damage_is_a_line_and_exit_4_until_it_is_repaired(run, warm, data, tmp_path):
     with Cache(tmp_path / "cache") as cache, open(cache.entry(warm[1]).data, "r+b") as file:
         file.write(b"x")
     code, out, err = run("verify")
@@ -45,8 +41,10 @@ def test_damage_is_a_line_and_exit_4_until_it_is_repaired(run, warm, data, tmp_p
         assert file.read() == data["train-0001.tar"]
     assert run("verify")[0] == 0
     os.truncate(path, 1)
-    code, out, _ = run("verify", "--quick")
-    assert (code, "1 bytes, not" in out) == (4, True)
+    for options in ([], ["--quick"], ["--quick", "--repair"]):  # an entry that cannot be opened
+        code, out, _ = run("verify", *options)
+        assert code == 4 and "1 bytes, not" in out and ("set aside" in out) == (len(options) == 2)
+    assert run("verify")[1].startswith("verified 3 shards, ")
 
 
 def test_an_interrupted_verify_prints_its_progress(run, warm, monkeypatch):

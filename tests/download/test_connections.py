@@ -239,6 +239,5 @@ def test_shards_get_more_connections_if_all_are_stuck(cache, origin):
             end.callback(event.set)
         reads = [pool.submit(read, cache, url) for url in URLS[:FEW]]
         wait_until(lambda: len(origin.requests) == FEW)
-        last = pool.submit(read, cache, URLS[-1])
-        assert last.result(PATIENCE) == origin.objects[URLS[-1]]
+        assert pool.submit(read, cache, URLS[-1]).result(PATIENCE) == origin.objects[URLS[-1]]
         assert not all(each.done() for each in reads)

@@ -21,9 +21,6 @@ from tests.support.fakes import Fault
 from tests.support.storetools import few_descriptors, wait_until
 from tests.support.tars import make_tar
 
-URL = "s3://lab/train-0000.tar"
-MIB = 1 << 20
-
 
 def shards(origin, count, size=0):
     """Put objects into the origin, small ones or of about ``size`` bytes."""
@@ -44,7 +41,7 @@ def read(cache, url, origin):
 @pytest.mark.parametrize("what", ["bytes", "inodes"])
 def test_a_full_disk_streams_until_another_job_evicts(make_cache, origin, tmp_path, caplog, what):
     options = "size=8m" if what == "bytes" else "size=32m,nr_inodes=100"
-    urls = shards(origin, 12, MIB) if what == "bytes" else shards(origin, 40)
+    urls = shards(origin, 12, 1 << 20) if what == "bytes" else shards(origin, 40)
     with disk(tmp_path / "disk", options) as path:
         with make_cache(dir=path / "cache") as first:
             stored = [read(first, url, origin) for url in urls]
@@ -67,8 +64,7 @@ def test_a_lack_of_descriptors_removes_no_entry(make_cache, origin, tmp_path, ca
     cache = make_cache()
     entry = cache.fetch(urls[0])
     before = entry.path.stat().st_ino
-    full = make_cache(dir=tmp_path / "full", max_size=1)
-    read(full, urls[0], origin)  # imports all modules
+    read(make_cache(dir=tmp_path / "full", max_size=1), urls[0], origin)  # imports all modules
     caplog.clear()
     with few_descriptors(left):
         for url in urls:
@@ -196,7 +192,7 @@ def test_a_failing_disk_does_not_hide_the_error_of_the_origin(make_cache, origin
     strike = functools.partial(monkeypatch.setattr, Tier, "identity", fail)
     origin.faults.append(Fault(before=strike))
     with pytest.raises(ShardNotFoundError):
-        cache.fetch(URL)
+        cache.fetch("s3://lab/a.tar")
 
 
 def test_a_download_whose_disk_goes_away_starts_over(make_cache, origin, ram):

@@ -94,13 +94,6 @@ def test_a_response_without_a_version_is_repeated_not_continued(make, origin, si
     assert fetched(make()) == NEWER
 
 
-def test_a_process_that_cannot_start_threads_still_reads_and_caches(make, no_threads):
-    cache = make()
-    with cache.open(URL) as stream:  # following needs a thread, so the shard is streamed
-        assert stream.read() == DATA and stream.name == URL
-    assert fetched(cache) == DATA
-
-
 @pytest.mark.locks_work("answers")
 def test_bytes_after_an_abort_are_not_used(make, origin, monkeypatch):
     """An aborted TLS connection returns ciphertext."""

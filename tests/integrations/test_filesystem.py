@@ -255,8 +255,7 @@ def test_a_file_keeps_its_description_when_it_becomes_cached(name, memory):
 def test_a_version_id_is_honoured_or_refused(url, default, s3, memory):
     fs, path = fsspec.url_to_fs(url, s3={"version_aware": True})
     bucket, newer = path.partition("/")[0], make_tar(7)
-    versioning = {"Status": "Enabled"}
-    s3.client().put_bucket_versioning(Bucket=bucket, VersioningConfiguration=versioning)
+    s3.client().put_bucket_versioning(Bucket=bucket, VersioningConfiguration={"Status": "Enabled"})
     for content in SHARD, newer:
         s3.put(bucket, "a.tar", content)
     fs.invalidate_cache()

@@ -38,8 +38,7 @@ def test_importing_loads_nothing_heavy_and_submodules_load_on_first_use():
         assert getattr(shardcache, name) is not None
     assert not hasattr(shardcache, "filesystem")
     assert usable and same
-    packages = {"torch", "webdataset", "fsspec"}
-    assert not packages & {module.partition(".")[0] for module in later}
+    assert not {"torch", "webdataset", "fsspec"} & {module.partition(".")[0] for module in later}
 
 
 @pytest.mark.parametrize("name", ["lightning", "telemetry", "wids"])

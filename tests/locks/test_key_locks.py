@@ -1,14 +1,12 @@
 """The lock of a key is one lock for all options of a cache."""
 
-import signal
 import threading
 from typing import Any
 
 import pytest
 
-from shardcache.cli.entries import partials
 from tests.support import caches
-from tests.support.storetools import BLOCK, forked, wait_until
+from tests.support.storetools import BLOCK, wait_until
 from tests.support.tars import make_tar
 
 URL = "s3://lab/a.tar"
@@ -55,26 +53,3 @@ def test_a_repair_does_not_touch_a_shard_that_is_being_downloaded(make, origin):
         more.set()
         refresh.join()
     assert caches.read(cache, URL) == origin.objects[URL]
-
-
-@pytest.mark.locks_work("flock")
-def test_a_killed_download_is_resumed_after_a_cleaning(request, make, origin):
-    if "leases" in request.node.name:
-        pytest.skip("a lease outlives its holder by 90 s")
-    origin.objects[URL] = BIG
-    cache = make(connections=1)
-
-    def download(parent):
-        origin.hold(2 * BLOCK + 5)
-        with make(connections=1).open(URL) as stream:
-            parent.say(len(stream.read(BLOCK)))
-            stream.read()
-
-    with forked(download) as child:
-        assert child.hear() == BLOCK
-        (row,) = wait_until(lambda: [r for r in partials(cache) if r["written_bytes"] > BLOCK])
-        assert (row["state"], row["pid"]) == ("live", child.pid)
-        child.kill(signal.SIGKILL)
-    cache.clean()
-    assert caches.read(cache, URL) == BIG
-    assert [start for _, start, _ in origin.requests] == [2 * BLOCK]

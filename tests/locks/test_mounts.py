@@ -87,8 +87,7 @@ def test_only_local_filesystems_are_locked_by_flock(root, node, monkeypatch, kin
         assert found.grace == IDLE_GRACE
         assert found.local is not None and found.local.parent == node
         assert found.local.stat().st_mode & 0o777 == 0o700
-    lease = Config(root, locks="lease")
-    assert node_namespace(lease).grace == IDLE_GRACE
+    assert node_namespace(Config(root, locks="lease")).grace == IDLE_GRACE
     assert node_namespace(Config(root, locks="flock")) == layout_of(root)
 
 

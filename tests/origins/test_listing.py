@@ -190,8 +190,7 @@ def more(token):
 def test_a_listing_is_complete_or_an_error(make_cache, serve, pages, names):
     answers = iter(pages)
     server = serve(lambda head: answer("200 OK", next(answers), Connection=None), most=99)
-    options = {"key": "AK", "secret": "SK"}
-    cache = make_cache(endpoint_url=server.url, storage_options=options)
+    cache = make_cache(endpoint_url=server.url, storage_options={"key": "AK", "secret": "SK"})
     if names in ("a", "ab"):
         assert expand(["s3://b/p/"], cache) == [f"s3://b/p/{name}.tar" for name in names]
     else:

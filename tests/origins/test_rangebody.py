@@ -62,14 +62,6 @@ def test_a_proxy_receives_its_login(serve, monkeypatch, scheme, response, kind, 
     assert "Proxy-Authorization: Basic bWU6cGFzcw==" in head
 
 
-def test_a_login_follows_a_redirect_within_its_server(serve):
-    moved = answer("302 Found", Location="/b.bin", Connection=None)
-    server = serve(lambda head: HELLO if "/b.bin" in head else moved, most=2)
-    url = f"{server.url.replace('//', '//me:pass@')}/a.bin"
-    WebOrigin(timeout=20).open(parse_url(url), 0, 5).close()
-    assert ["Basic bWU6cGFzcw==" in head for head in server.heads] == [True, True]
-
-
 @pytest.mark.parametrize(
     ("host", "exceptions", "direct"),
     [
@@ -220,8 +212,7 @@ def test_a_target_with_a_signature_of_its_own_is_not_signed_again(serve, node, c
     target = f"{node.url}/d/a?X-Amz-Signature=s1gned&X-Amz-Expires=9"
     front = serve(answer("307 Moved", Location=target, Connection=None), most=99)
     assert cache_of(front).open("s3://lab/d/a b.tar").read() == SHARD
-    heads = [head for head in node.heads if "\r\nauthorization:" in head.lower()]
-    assert node.heads and not heads
+    assert node.heads and not [head for head in node.heads if "\r\nauthorization:" in head.lower()]
     assert "x-amz-" not in "".join(head.partition("\r\n")[2] for head in node.heads).lower()
 
 
@@ -233,8 +224,7 @@ def test_the_store_is_asked_again_after_a_bad_target(serve, node, cache_of, monk
     old = serve(lambda h: gone if "=1048576" in h else node.answer(h), most=99)
     targets = iter([*(["http://127.0.0.1:1"] * 6 if is_dead else [old.url]), node.url])
     front = serve(lambda head: redirect("307", next(targets))(head), most=99)
-    cache = cache_of(front, attempts=7 if is_dead else 1)
-    assert cache.open("s3://lab/d/a b.tar").read() == SHARD
+    assert cache_of(front, attempts=7 if is_dead else 1).open("s3://lab/d/a b.tar").read() == SHARD
 
 
 @pytest.mark.parametrize("url", ["s3://lab/a.tar", "{}/lab/a.tar"])

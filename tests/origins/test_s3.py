@@ -44,8 +44,7 @@ def test_every_stated_checksum_is_compared(open_cache, s3, bucket):
     for algorithm in ("CRC32C", "CRC64NVME", "SHA256", "SHA1"):
         put(Bucket=bucket, Key=algorithm, Body=make_tar(1), ChecksumAlgorithm=algorithm)
         assert cache.open(f"s3://{bucket}/{algorithm}").read() == make_tar(1)
-        entry = cache.entry(f"s3://{bucket}/{algorithm}")
-        assert entry.metadata().checked == algorithm.lower()
+        assert cache.entry(f"s3://{bucket}/{algorithm}").metadata().checked == algorithm.lower()
 
 
 @pytest.fixture
@@ -186,8 +185,7 @@ def test_an_access_point_is_read_by_its_arn(open_cache, tmp_path, store, monkeyp
     if files:
         (tmp_path / "config").write_text("[default]\nregion = us-east-1\n")
         monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
-    endpoint = store.url.replace("127.0.0.1", "localhost")
-    cache = open_cache(endpoint_url=endpoint)
+    cache = open_cache(endpoint_url=store.url.replace("127.0.0.1", "localhost"))
     cache.prewarm([f"s3://{POINT}/d/"])
     assert cache.open(f"s3://{POINT}/d/k.tar").read() == SHARD
     hosts = {header(head, "host").partition(":")[0] for head in store.heads}

@@ -14,13 +14,13 @@ from resource import RUSAGE_THREAD, getrusage
 
 import pytest
 
-from shardcache import ConfigError
+from shardcache import ConfigError, threads
 from shardcache.origins import connection
 from shardcache.origins.http import WebOrigin
 from shardcache.origins.tls import TLSStream
 from shardcache.prewarm import Stopped
 from shardcache.urls import parse_url
-from tests.support.storetools import PATIENCE, forked, no_thread, wait_until
+from tests.support.storetools import PATIENCE, no_thread, wait_until
 from tests.support.tars import make_tar
 from tests.support.webservers import Connection, Files, Scripted, answer, running
 
@@ -164,25 +164,26 @@ def test_a_read_waits_for_no_more_bytes_than_come(context, authority, size):
     server.join(PATIENCE)
 
 
-def test_a_fork_waits_while_openssl_reads_tickets(make_cache, context, authority, monkeypatch):
-    original, reading, has_forked = ssl.SSLObject.read, threading.Event(), threading.Event()
-    early = list[bool]()
+def test_no_fork_interrupts_openssl(make_cache, context, authority, monkeypatch):
+    """Not in a handshake, nor in the first read, which gets the tickets of the session."""
+    may_fork: dict[str, bool] = {}
 
-    def read(self: ssl.SSLObject, *args: object) -> object:
-        if not early:
-            reading.set()
-            early.append(has_forked.wait(0.3))
-        return original(self, *args)
+    def watch(owner: type, name: str) -> None:
+        original = getattr(owner, name)
+
+        def watched(*args: object, **options: object) -> object:
+            may_fork.setdefault(name, not threads._own.lock._is_owned())
+            return original(*args, **options)
+
+        monkeypatch.setattr(owner, name, watched)
 
     monkeypatch.setenv("SSL_CERT_FILE", authority[0])
     server = Files()
     server.files = {"/a.tar": SHARD}
-    cache = make_cache()
-    with running(server, context), ThreadPoolExecutor() as pool:
-        monkeypatch.setattr(ssl.SSLObject, "read", read)
-        fetched = pool.submit(lambda: cache.open(f"{server.url}/a.tar").read())
-        assert reading.wait(PATIENCE)
-        with forked(lambda parent: None):
-            has_forked.set()
-        assert fetched.result(PATIENCE) == SHARD
-    assert early == [False]
+    with running(server, context):
+        watch(ssl.SSLContext, "wrap_bio")
+        for name in ("do_handshake", "read"):
+            watch(ssl.SSLObject, name)
+        with make_cache() as cache, ThreadPoolExecutor() as pool:
+            assert pool.submit(cache.fetch, f"{server.url}/a.tar").result().size == len(SHARD)
+    assert may_fork == dict.fromkeys(("wrap_bio", "do_handshake", "read"), False)

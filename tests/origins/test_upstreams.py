@@ -79,8 +79,7 @@ def test_an_older_copy_costs_nothing_that_the_origin_has_sent(node, origin, nas,
         assert other.open(URL).read() == origin.objects[URL]
     origin.objects[URL] = DATA
     origin.requests.clear()
-    again = make_cache(dir=first.dir, upstreams=[nas], attempts=1)
-    assert again.open(URL).read() == DATA
+    assert make_cache(dir=first.dir, upstreams=[nas], attempts=1).open(URL).read() == DATA
     assert origin.requests[0][1] == BLOCK
 
 

@@ -46,27 +46,15 @@ def sts_error(status: str, code: str) -> bytes:
     return answer(status, text.encode())
 
 
-class Service:
-    """Responds with ``respond(head)`` unless ``refuse(head)`` returns another response."""
-
-    def __init__(self, serve: Callable[..., Scripted], respond: Callable[[str], bytes]) -> None:
-        self.refuse: Callable[[str], bytes | None] = lambda head: None
-        self.server = serve(lambda head: self.refuse(head) or respond(head), most=1000)
-
-    @property
-    def requests(self) -> int:
-        return len(self.server.heads)
-
-
 @pytest.fixture
-def store(serve: Callable[..., Scripted]) -> Service:
+def store(serve: Callable[..., Scripted]) -> Scripted:
     """An S3 server that has the same shard under every key."""
 
     def respond(head: str) -> bytes:
         stated, body = part_of(SHARD, head, ETag='"v1"')
         return stated if head.startswith("HEAD") else stated + body
 
-    return Service(serve, respond)
+    return serve(respond, most=1000)
 
 
 #: The variables that name a source of credentials: a service, or a program.
@@ -87,7 +75,7 @@ SOURCES = {
 
 
 @pytest.fixture
-def source(serve, monkeypatch, tmp_path) -> Callable[..., Service]:
+def source(serve, monkeypatch, tmp_path) -> Callable[..., Scripted]:
     """Return a function that starts a source of credentials, and makes it that of the process."""
 
     def respond(head: str) -> bytes:
@@ -98,28 +86,28 @@ def source(serve, monkeypatch, tmp_path) -> Callable[..., Service]:
         is_sts = head.startswith("POST")
         return answer("200 OK", STS_CREDENTIALS if is_sts else json.dumps(CREDENTIALS).encode())
 
-    def start(name: str, program: str = "") -> Service:
-        service = Service(serve, respond)
+    def start(name: str, program: str = "") -> Scripted:
+        service = serve(respond, most=1000)
         monkeypatch.setattr("botocore.utils.ContainerMetadataFetcher.SLEEP_TIME", 0)
         (tmp_path / "token").write_text("token")
         (tmp_path / "config").write_text(f"[default]\ncredential_process = {program}\n")
         for variable, value in SOURCES[name].items():
-            monkeypatch.setenv(variable, value.format(url=service.server.url, home=tmp_path))
+            monkeypatch.setenv(variable, value.format(url=service.url, home=tmp_path))
         return service
 
     return start
 
 
 @pytest.fixture
-def open_cache(store: Service, open_cache, tmp_path, clock: FakeClock) -> Callable[..., Cache]:
+def open_cache(store: Scripted, open_cache, tmp_path, clock: FakeClock) -> Callable[..., Cache]:
     """Return a function that opens a new cache of the store's shards."""
-    given = {"endpoint_url": store.server.url, "storage_options": KEYS, "attempts": 2}
+    given = {"endpoint_url": store.url, "storage_options": KEYS, "attempts": 2}
     names = map(str, count())
     return lambda **more: open_cache(dir=tmp_path / next(names), **{**given, **more})
 
 
 def until(clock: FakeClock, seconds: float, refused: bytes) -> Callable[[str], bytes | None]:
-    """Return a function for `Service.refuse` that refuses requests for this time."""
+    """Return a function for `Scripted.refuse` that refuses requests for this time."""
     end = clock.monotonic() + seconds
     return lambda head: refused if clock.monotonic() < end else None
 
@@ -148,10 +136,10 @@ def test_a_read_waits_for_busy_servers(store, source, open_cache, clock, caplog,
     found = [text for text in warnings(caplog) if "s3://lab is not ready" in text]
     assert len(found) == 3  # one a minute
     assert "requests wait for up to 5m" in found[0] and "2m" in found[-1]
-    requests = service.requests
+    requests = len(service.heads)
     assert requests < 120
     assert cache.open("s3://lab/b.tar").read() == SHARD
-    assert name == "store" or service.requests == requests
+    assert name == "store" or len(service.heads) == requests
 
 
 def test_the_wait_for_a_store_ends_after_patience(store, open_cache, clock):
@@ -159,10 +147,10 @@ def test_the_wait_for_a_store_ends_after_patience(store, open_cache, clock):
     with pytest.raises(TransferError, match="SlowDown.*for 1m, the limit set by patience"):
         open_cache(patience=60).open("s3://lab/a.tar")
     assert 60 <= clock.elapsed < 70
-    requests = store.requests
+    requests = len(store.heads)
     with pytest.raises(TransferError, match="2 attempts failed"):
         open_cache(patience=0).open("s3://lab/a.tar")
-    assert store.requests == requests + 2
+    assert len(store.heads) == requests + 2
 
 
 def test_throttling_adds_few_requests(store, open_cache, clock):
@@ -170,7 +158,7 @@ def test_throttling_adds_few_requests(store, open_cache, clock):
     options = {"part_size": "1MiB", "connections": 32}
     urls = [f"s3://lab/{number}.tar" for number in range(12)]
     assert open_cache(**options).prewarm(urls).fetched == 12
-    calm = store.requests
+    calm = len(store.heads)
     end = clock.monotonic() + 60
     refused = []
 
@@ -183,7 +171,7 @@ def test_throttling_adds_few_requests(store, open_cache, clock):
     store.refuse = refuse
     assert open_cache(**options).prewarm(urls).fetched == 12
     assert len(refused) < calm
-    assert store.requests <= 2 * calm + len(refused) + 5
+    assert len(store.heads) <= 2 * calm + len(refused) + 5
 
 
 @pytest.mark.parametrize(
@@ -199,7 +187,7 @@ def test_checksums_are_requested_once_from_a_store_without_them(store, open_cach
     cache = open_cache()
     for number in range(4):
         assert cache.open(f"s3://lab/{number}.tar").read() == SHARD
-    heads = [head.lower() for head in store.server.heads]
+    heads = [head.lower() for head in store.heads]
     assert sum("x-amz-checksum-mode" in head for head in heads) == 1
 
 
@@ -210,7 +198,7 @@ def test_checksums_are_requested_after_a_refusal_for_another_reason(store, open_
     assert len(cache.prewarm("s3://lab/a.tar", refresh=True).failures) == 1
     store.refuse = lambda head: None
     assert cache.prewarm("s3://lab/a.tar", refresh=True).cached == 1
-    assert "x-amz-checksum-mode" in store.server.heads[-1].lower()
+    assert "x-amz-checksum-mode" in store.heads[-1].lower()
 
 
 def test_requests_are_signed_with_the_time_of_the_store(store, open_cache, caplog):
@@ -263,7 +251,7 @@ def test_a_lack_of_credentials_is_final(store, open_cache, clock, source, name, 
     cache = open_cache(storage_options={})
     with pytest.raises(AccessDeniedError, match=message):
         cache.open("s3://lab/a.tar")
-    assert (clock.elapsed < 1, store.requests) == (True, 0)
+    assert (clock.elapsed < 1, len(store.heads)) == (True, 0)
     if name != "program":
         service.refuse = lambda head: None
         assert cache.open("s3://lab/a.tar").read() == SHARD
@@ -277,10 +265,10 @@ def test_a_child_uses_fresh_credentials_of_its_parent(open_cache, source, monkey
         monkeypatch.setattr("shardcache.origins.s3._RENEWAL_PAUSE", 0.0)
     cache = open_cache(storage_options={})
     assert cache.open("s3://lab/a.tar").read() == SHARD
-    requests = metadata.requests
+    requests = len(metadata.heads)
     with forked(lambda parent: parent.say(cache.open("s3://lab/b.tar").read())) as child:
         assert child.hear() == SHARD
-    assert (metadata.requests == requests) == is_fresh
+    assert (len(metadata.heads) == requests) == is_fresh
 
 
 @pytest.fixture
@@ -306,21 +294,20 @@ def test_a_read_waits_for_a_new_login(store, open_cache, clock, keys, monkeypatc
     assert 100 < clock.elapsed < 115
     found = warnings(caplog)
     assert "aws sso login --profile lab" in found[0] and len(found) <= 3
-    requests = store.requests
+    requests = len(store.heads)
     store.refuse = lambda head: expired
     monkeypatch.setattr("shardcache.origins.s3._stores", {})  # as in a new process
     with pytest.raises(AccessDeniedError, match="log in again"):
         open_cache(storage_options={"profile": "lab"}).open("s3://lab/c.tar")
-    assert store.requests == requests + 1
+    assert len(store.heads) == requests + 1
 
 
 def test_a_read_through_s3fs_waits_until_the_throttling_ends(store, open_cache, clock):
     refused = [refusal("503 Slow Down", "SlowDown")]
     store.refuse = lambda head: refused.pop() if refused and head.startswith("GET") else None
     owner = {"s3_additional_kwargs": {"ExpectedBucketOwner": "123456789012"}}
-    cache = open_cache(storage_options={**KEYS, **owner})
-    assert cache.open("s3://b/a.tar").read() == SHARD
-    assert "\r\nx-amz-expected-bucket-owner: 123456789012\r\n" in store.server.heads[-1].lower()
+    assert open_cache(storage_options={**KEYS, **owner}).open("s3://b/a.tar").read() == SHARD
+    assert "\r\nx-amz-expected-bucket-owner: 123456789012\r\n" in store.heads[-1].lower()
     assert clock.naps
 
 
@@ -452,9 +439,8 @@ def test_a_versioned_bucket_needs_no_permission_for_its_versions(store, open_cac
         return b"".join(part_of(SHARD, head, ETag='"v1"', x_amz_version_id="1"))
 
     store.refuse = respond
-    cache = open_cache(part_size="1MiB")
-    assert cache.open("s3://lab/a.tar").read() == SHARD
-    assert len(store.server.heads) > 3
+    assert open_cache(part_size="1MiB").open("s3://lab/a.tar").read() == SHARD
+    assert len(store.heads) > 3
 
 
 @pytest.mark.parametrize("coding", ["gbk", "no-such-coding", "idna"])
@@ -500,11 +486,11 @@ SIGNED_FOR_GET = "{}/a.tar?sv=1&se=2&sig=c0ffee"
 )
 def test_a_shard_is_refreshed_although_its_server_refuses_heads(store, open_cache, url, status):
     store.refuse = lambda head: answer(status) if head.startswith("HEAD") else None
-    cache, url = open_cache(), url.format(store.server.url)
+    cache, url = open_cache(), url.format(store.url)
     assert cache.open(url).read() == SHARD
     report = cache.prewarm(url, refresh=True)
     assert (report.cached, report.failures) == (1, {})
-    assert "Range: bytes=0-0" in store.server.heads[-1]
+    assert "Range: bytes=0-0" in store.heads[-1]
 
 
 def test_valid_credentials_are_used_while_the_service_fails(open_cache, source, clock, monkeypatch):

@@ -86,8 +86,7 @@ def test_open_clip_trains_two_epochs(url, bench, local):
         --dataset-type webdataset --train-num-samples 32 --batch-size 8 --workers 2 --epochs 2
     """
     data = "--train-data", url.format("bucket/pairs/{0000..0003}.tar")
-    ended = run([*RUN, "-m", "open_clip_train.main", *arguments.split(), *data])
-    check(bench, ended.stderr)
+    check(bench, run([*RUN, "-m", "open_clip_train.main", *arguments.split(), *data]).stderr)
     assert (bench.directory / "log" / "checkpoints" / "epoch_2.pt").exists()
 
 

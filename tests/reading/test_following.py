@@ -18,7 +18,6 @@ from tests.support.tars import make_tar
 
 URL = "s3://lab/train-0000.tar"
 DATA = make_tar(1, members=3, size=BLOCK)
-NEWER = make_tar(2, members=3, size=BLOCK)
 
 pytestmark = pytest.mark.locks_work
 
@@ -165,7 +164,7 @@ def test_resumed_bytes_wait_for_a_version(make_cache, origin, monkeypatch, condi
     with pytest.raises(TransferError):
         one(make_cache).fetch(URL)
     if replaced:
-        origin.objects[URL] = NEWER
+        origin.objects[URL] = make_tar(2, members=3, size=BLOCK)
     data, some = origin.objects[URL], 10 if replaced else 2 * BLOCK
     more, cache = origin.hold(0), one(make_cache)  # gives the reader time to read too much
     with cache.open(URL) as stream:

@@ -36,8 +36,7 @@ def reach(tmp_path, monkeypatch, context, authority):
             given = {"min_free": room, "cache_local": True, "attempts": 1}
             if kind == "download":
                 threading.Timer(0.3, plain.hold("/a.tar", 3 * BLOCK + 5).set).start()
-            cache = Cache(tmp_path / "cache", allow_schemes=["pipe"], **given, **options)
-            return cache, urls[kind]
+            return Cache(tmp_path / "cache", allow_schemes=["pipe"], **given, **options), urls[kind]
 
         yield make
 

@@ -134,8 +134,7 @@ def test_a_refresh_keeps_the_entry_if_the_origin_sends_what_it_says_is_replaced(
     assert read(cache) == OLD
     info = origin.info(cache.parse(URL))
     monkeypatch.setattr(origin, "stat", lambda shard: replace(info, etag='"other"'))
-    stream = cache.open(URL) if is_read else contextlib.nullcontext()
-    with stream:
+    with cache.open(URL) if is_read else contextlib.nullcontext():
         report = cache.prewarm([URL], refresh=True)
     assert (report.failed, len(origin.requests)) == (0, 2)
     assert "sends; the old one stays" in caplog.text

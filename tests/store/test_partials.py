@@ -210,8 +210,7 @@ def test_without_flock_only_idle_partials_count_as_dead(layout, monkeypatch):
     age(doomed)
     os.utime(live / "a.tar", (1, 1))  # but its progress is fresh
     monkeypatch.setattr(fcntl, "flock", refusing(errno.ENOSYS, real=fcntl.flock))
-    found = {f.path: f.live for f in in_flight(layout)}
-    assert found == {live: True, idle: False, doomed: False}
+    assert {f.path: f.live for f in in_flight(layout)} == {live: True, idle: False, doomed: False}
     assert not remove_leftover(layout, live)
     assert sweep(layout) == 2
     assert os.listdir(layout.partial) == [live.name]

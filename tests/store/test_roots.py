@@ -88,13 +88,6 @@ def test_many_processes_make_one_root_at_once(tmp_path: Path, monkeypatch) -> No
     assert {p.name for p in root.iterdir()} == {MANIFEST, "CACHEDIR.TAG", "README.txt", "v1"}
 
 
-def test_a_directory_with_other_files_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "model.ckpt").touch()
-    with pytest.raises(ConfigError, match=rf"\(model\.ckpt\)\. .* as {tmp_path}/shards\.$"):
-        Cache(tmp_path, strict=True)
-    assert [path.name for path in tmp_path.iterdir()] == ["model.ckpt"]
-
-
 @pytest.mark.parametrize("name", ["", "objects", "partial"])
 def test_a_root_with_a_symbolic_link_is_refused_and_not_cleaned(tmp_path, name):
     moved = make_root(Config(tmp_path / "cache")).base / name

@@ -8,7 +8,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 
@@ -31,13 +31,25 @@ TOKEN = "0" * 32
 
 
 def fetch_in(root: Path) -> str:
-    """Return the error message for a root; empty if it is accepted."""
+    """Fetch and evict a shard; returns the error message for a root that is not accepted."""
     try:
-        with Cache(root, min_free=0, cache_local=True) as cache:
+        with Cache(root, min_free=0, cache_local=True, max_size="1MB", policy="lru") as cache:
             cache.fetch(str(root.parent / "origin.tar"))
+            assert cache.clean(max_size=1).removed
     except ConfigError as exn:
         return str(exn)
     return ""
+
+
+@pytest.fixture
+def public(tmp_path: Path) -> Iterator[Path]:
+    """A directory with a shard in which every user may write, such as /tmp."""
+    (tmp_path / "origin.tar").write_bytes(SHARD)
+    assert fetch_in(tmp_path / "cache") == ""  # imports all modules before the user changes
+    with public_directory() as found:
+        found.chmod(0o1777)
+        (found / "origin.tar").write_bytes(SHARD)
+        yield found
 
 
 def directory(uid: int, mode: int, fix: str) -> Callable[[Path], str]:
@@ -69,38 +81,39 @@ ROOTS = {
 
 @needs_root
 @pytest.mark.parametrize("kind", ROOTS)
-def test_a_root_that_others_could_tamper_with_is_refused_with_the_fix(tmp_path, kind):
-    (tmp_path / "origin.tar").write_bytes(SHARD)
-    assert fetch_in(tmp_path / "cache") == ""  # imports all modules before the user changes
-    with public_directory() as public:
-        public.chmod(0o1777)
-        (public / "origin.tar").write_bytes(SHARD)
-        root = public / "cache"
-        fix = ROOTS[kind](root)
-        before = {p: p.lstat().st_mtime_ns for p in public.rglob("*")}
-        message = ask(ANNA, fetch_in, root)
-        assert fix in message and str(root) in message
-        for arguments in (("clean", "--all", "-y"), ("rm", "-y", "s3://lab/a.tar")):
-            assert ask(ANNA, lambda a=arguments: command("--dir", root, *a))[0] != 0
-        assert {p: p.lstat().st_mtime_ns for p in public.rglob("*")} == before
+def test_a_root_that_others_could_tamper_with_is_refused_with_the_fix(public, kind):
+    root = public / "cache"
+    fix = ROOTS[kind](root)
+    before = {p: p.lstat().st_mtime_ns for p in public.rglob("*")}
+    message = ask(ANNA, fetch_in, root)
+    assert fix in message and str(root) in message
+    for arguments in (("clean", "--all", "-y"), ("rm", "-y", "s3://lab/a.tar")):
+        assert ask(ANNA, lambda a=arguments: command("--dir", root, *a))[0] != 0
+    assert {p: p.lstat().st_mtime_ns for p in public.rglob("*")} == before
 
 
-def test_files_of_other_programs_are_never_removed(make_cache, origin) -> None:
+@pytest.mark.locks_work
+def test_files_of_other_programs_are_never_removed_and_hide_nothing(make_cache, origin) -> None:
     origin.objects[URL], cache = SHARD, make_cache()
     entry, layout = cache.fetch(URL), layout_of(cache.dir)
+    live = begun(layout, BIG_URL, BIG)
     names: list[str | bytes] = ["model.ckpt", "results.csv", ".hidden", "-rf", "a\nb", "\x1b[2J",
              "\u202e", "x" * 255, b"\xff\xfe", "~", "*", "0" * 31, "0" * 33,
              "G" * 32, f"{entry.path.name}.bak", f"{entry.key}.lock.orig", "evict.x", "progress",
              ".starting-", f"evict.{'0' * 32}.{'0' * 31}", "0" * 32 + ".session~"]  # fmt: skip
     parents = [cache.dir, layout.base, layout.objects, layout.partial]
     parents += [layout.locks, layout.sessions, layout.ranks, entry.path.parent]
-    parents += [entry.path.parent.parent, layout.key_lock(entry.key).parent]
+    parents += [entry.path.parent.parent, layout.key_lock(entry.key).parent, live.path]
     kept = []
     for parent in parents:
         (parent / "checkpoints").mkdir(parents=True)
         kept += [parent / os.fsdecode(name) for name in (*names, "checkpoints/model.ckpt")]
+    kept.remove(live.path / PROGRESS)
     for path in kept:
         path.write_bytes(b"precious")
+    with cache.open(URL):  # although other names are listed before and after its data
+        cache.clean(everything=True)
+        assert cache.path(URL) == entry.path / "a.tar" and live.data.exists()
     for _ in range(2):
         cache.clean(everything=True)
         cache.remove(URL)
@@ -110,6 +123,7 @@ def test_files_of_other_programs_are_never_removed(make_cache, origin) -> None:
             assert stream.read() == SHARD
     for path in kept:
         assert path.read_bytes() == b"precious", path
+    live.close()
 
 
 def test_a_cache_without_a_manifest_is_not_touched(tmp_path: Path, make_cache, origin) -> None:
@@ -235,21 +249,6 @@ def test_nothing_behind_a_mount_is_removed(make_cache, origin, tmp_path, at) -> 
             unmount(path)
 
 
-@pytest.mark.locks_work
-def test_files_of_other_programs_do_not_hide_readers_and_downloads(make_cache, origin) -> None:
-    origin.objects[URL], cache = SHARD, make_cache()
-    entry, layout = cache.fetch(URL), layout_of(cache.dir)
-    live = begun(layout, BIG_URL, BIG)
-    for name in range(20):  # listed before and after the data
-        (entry.path / f"{name}.txt").touch()
-        (live.path / f"{name}.txt").touch()
-    with cache.open(URL):
-        cache.clean(everything=True)
-        assert cache.path(URL) == entry.path / "a.tar"
-    assert live.data.exists()
-    live.discard()
-
-
 @pytest.mark.parametrize("content", [b"precious" * 100, b""], ids=["precious", "empty"])
 @pytest.mark.parametrize("link", [os.link, os.symlink])
 @pytest.mark.parametrize(
@@ -346,21 +345,10 @@ def test_planted_files_disturb_no_read_and_no_clean(make_cache, origin, name, ma
 
 @needs_root
 @pytest.mark.locks_work("answers")
-def test_directories_of_another_user_do_not_prevent_caching(tmp_path: Path) -> None:
-    def fetch(root: Path) -> bool:
-        options = {"max_size": "1MB", "policy": "lru"}
-        with Cache(root, min_free=0, cache_local=True, **options) as cache:
-            cache.fetch(str(root.parent / "origin.tar"))
-            return bool(cache.clean(max_size=1).removed)
-
-    (tmp_path / "origin.tar").write_bytes(SHARD)
-    fetch(tmp_path / "cache")  # imports all modules before the user changes
-    with public_directory() as public:
-        public.chmod(0o1777)
-        (public / "origin.tar").write_bytes(SHARD)
-        assert ask(ANNA, fetch, public / "cache")
-        layout = layout_of(public / "cache")
-        for parent in (layout.objects, layout.objects / TOKEN[:2]):
-            (parent / TOKEN).mkdir(mode=0o700, parents=True)
-        layout.new_evicted(TOKEN).mkdir(mode=0o700)
-        assert ask(ANNA, fetch, public / "cache")
+def test_directories_of_another_user_do_not_prevent_caching(public: Path) -> None:
+    assert ask(ANNA, fetch_in, public / "cache") == ""
+    layout = layout_of(public / "cache")
+    for parent in (layout.objects, layout.objects / TOKEN[:2]):
+        (parent / TOKEN).mkdir(mode=0o700, parents=True)
+    layout.new_evicted(TOKEN).mkdir(mode=0o700)
+    assert ask(ANNA, fetch_in, public / "cache") == ""

@@ -13,7 +13,6 @@ import pytest
 import rich.table  # noqa: F401 - the children cannot import it as other users
 
 from shardcache import Cache
-from shardcache.download.download import Download
 from tests.support.clitools import command
 from tests.support.disktools import needs_root
 from tests.support.fakes import Fault, MemoryOrigin
@@ -49,11 +48,9 @@ def fetch(root: Path, *urls: str, **options: Any) -> list[tuple[str, bool, int]]
     with open_cache(root, origin, **options) as cache:
         for url in urls or (URL,):
             before = len(origin.requests)
-            download = Download(cache.process.downloads, cache.parse(url))
-            cache.process.obtain(download).close()
-            with cache.open(url) as stream:
-                right = stream.read() == SHARDS[url]
-            found.append((download.outcome, right, len(origin.requests) - before))
+            (result,) = cache.prewarm([url]).results
+            right = cache.open(url).read() == SHARDS[url]
+            found.append((result.outcome.value, right, len(origin.requests) - before))
     return found
 
 
@@ -127,7 +124,7 @@ def test_one_user_downloads_and_the_other_hits_touches_and_removes(area: Path) -
             return found, used, cache.remove(URL)
 
     found, used, removed = ask(BELA, use, umask=0)
-    assert found == [("hit", True, 0)] and used > 1_000_000_000
+    assert found == [("cached", True, 0)] and used > 1_000_000_000
     assert removed == (len(SHARDS[URL]), 0) and list(root.rglob("*.tar")) == []
 
 
@@ -191,22 +188,18 @@ def test_a_shared_cache_is_refused_without_its_group_and_vice_versa(area, monkey
     assert code == 0 and URL in text
 
 
-def replace(cache: Cache, origin: MemoryOrigin, old: str) -> None:
-    """Replace a shard as `prewarm --refresh` does."""
-    origin.objects[URL] = SHARDS[URL]
-    outdated = frozenset({Path(old).name.partition("-")[0]})
-    newer = Download(cache.process.downloads, cache.parse(URL), outdated=outdated)
-    cache.process.obtain(newer).close()
+def refresh(root: Path, options: dict[str, Any]) -> None:
+    with open_cache(root, shared_group=GROUP, **options) as cache:
+        assert cache.prewarm([URL], refresh=True).refreshed == 1
 
 
 def read_old(parent: Parent, root: Path, replaces: bool, options: dict[str, Any]) -> None:
     """Keep the old version in use, and maybe replace it."""
-    origin = MemoryOrigin(objects={URL: BIG})
-    with open_cache(root, origin, shared_group=GROUP, **options) as cache:
+    with open_cache(root, MemoryOrigin(objects={URL: BIG}), shared_group=GROUP, **options) as cache:
         old = cache.fetch(URL).directory
         with cache.open(URL):
             if replaces:
-                replace(cache, origin, old)
+                refresh(root, options)
             parent.say(old)
             parent.hear()
 
@@ -218,13 +211,12 @@ def test_the_newest_version_does_not_depend_on_who_stored_or_indexed_it(area, wh
     options = {"tiers": [{"dir": area / "ram", "min_free": 0}]} if tiers else {}
 
     def index(old: str) -> bool:
-        origin = MemoryOrigin(objects=dict(SHARDS))
-        with open_cache(root, origin, shared_group=GROUP, **options) as cache:
-            if who == "member":
-                replace(cache, origin, old)
+        if who == "member":
+            refresh(root, options)
+        with open_cache(root, shared_group=GROUP, **options) as cache:
             store = cache.process.tier_of(old).store
             store.layout.write(Path(old, "samples.idx"), b"")  # as a `TarDataset`
-        with open_cache(root, origin, shared_group=GROUP, **options) as cache:
+        with open_cache(root, shared_group=GROUP, **options) as cache:
             return cache.open(URL).read() == SHARDS[URL]
 
     with running(ANNA, read_old, root, who == "owner", options) as anna:

@@ -1,6 +1,5 @@
 """`verify`: finding damage, repairing, and running during jobs."""
 
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -8,7 +7,6 @@ from typing import Any
 import pytest
 
 from shardcache.cache import Cache
-from shardcache.layout import META
 from shardcache.store import verify as engine
 from shardcache.store.verify import EntryState, VerifyStatus
 from tests.support.caches import read
@@ -27,18 +25,6 @@ def shop(tmp_path: Path) -> Shop:
 
 def states(cache: Cache, **options: Any) -> list[str]:
     return sorted(finding.state.value for finding in cache.verify(**options))
-
-
-def test_an_entry_that_cannot_be_opened_is_damaged_and_repaired(shop):
-    entry, other = (shop.entries()[url] for url in shop.urls[:2])
-    shutil.copy(other.path / META, entry.path)
-    with shop.cache() as cache:
-        for options in ({"quick": True}, {}, {"repair": True}):
-            (finding,) = [f for f in cache.verify(**options) if f.state is EntryState.DAMAGED]
-            assert finding.reason.startswith("its sidecar describes another")
-            assert (finding.entry.key, finding.set_aside) == (entry.key, "repair" in options)
-        assert states(cache) == ["ok"] * 5
-        assert len(read(cache, shop.urls[0])) == shop.size
 
 
 def test_linked_entries_are_read_once_and_set_aside_together(shop, monkeypatch):

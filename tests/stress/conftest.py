@@ -1,6 +1,5 @@
 """Fixtures: an origin in its own process, and filesystems that fail."""
 
-import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -8,17 +7,10 @@ import pytest
 
 from shardcache import Cache
 from tests.stress.fuse import mounted
-from tests.stress.origin import Origin
+from tests.stress.harness import Origin
 
 #: Bytes per second and connection; slow downloads last long enough for others to join.
 SLOW, FAST = 400_000, 1e9
-
-
-def under_way(root: Path) -> bool:
-    """Return whether a download has written bytes into a cache."""
-    with contextlib.suppress(FileNotFoundError):  # a partial may vanish
-        return any(path.stat().st_size for path in root.glob("v1/partial/*/*.tar"))
-    return False
 
 
 class Far(Origin):

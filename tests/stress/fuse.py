@@ -31,7 +31,7 @@ from typing import Any
 
 import pytest
 
-from tests.stress.origin import die_with_parent
+from tests.stress.harness import die_with_parent
 from tests.support.storetools import Child, Parent, forked
 
 #: Opcode -> the method that serves the request, and the layout of its arguments.
@@ -205,8 +205,7 @@ class _Files:
         except OSError as exn:
             error = exn.errno or errno.EIO
         with contextlib.suppress(FileNotFoundError):  # the caller was interrupted
-            head = struct.pack("<IiQ", 16 + len(answer), -error, unique)
-            os.writev(self.device, [head, answer])
+            os.writev(self.device, [struct.pack("<IiQ", 16 + len(answer), -error, unique), answer])
         return True
 
     def _agreed(self, body: bytes) -> bytes:

@@ -20,7 +20,7 @@ import pytest
 
 from shardcache import Cache
 from tests.stress.fuse import CHANGES, Shim
-from tests.stress.shared import leftovers
+from tests.stress.harness import swept
 from tests.support.storetools import age, forked, payload, room
 from tests.support.tars import tar_of
 
@@ -156,13 +156,8 @@ def _faults(root: Path) -> Iterator[str]:
 
 def _sweep(place: Place) -> list[Path]:
     """Sweep a cache, unless the directory is not one yet; returns what is left."""
-    if not (place.root / "manifest.json").exists():
-        return []
-    for path in place.root.glob("v1/**/partial"):  # a sweep keeps young partials
-        age(path)
-    with place.cache() as cache:
-        cache.clean(orphans=True)
-    return leftovers(place.root)
+    is_made = (place.root / "manifest.json").exists()
+    return swept(place.root, place.cache()) if is_made else []
 
 
 def _check(scenario: Scenario, place: Place, planted: set[str]) -> None:

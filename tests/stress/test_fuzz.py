@@ -23,22 +23,19 @@ def spoil(path, kind, draw):
     """Damage a file, or put something else in its place."""
     content = bytearray(path.read_bytes())
     path.unlink()
-    if kind == "link":
-        path.symlink_to("/nowhere")
-    elif kind == "pipe":
-        os.mkfifo(path)
-    elif kind == "directory":
-        path.mkdir()
-    elif kind != "gone":
-        if kind == "flip" and content:
-            content[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
-        elif kind == "cut":
-            del content[draw.randrange(len(content) + 1) :]
-        elif kind == "grow":
-            content += draw.randbytes(draw.randrange(1, 2000))
-        elif kind == "noise":
-            content = draw.randbytes(draw.randrange(2000))
-        path.write_bytes(content)
+    if kind == "flip" and content:
+        content[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
+    make = {
+        "flip": lambda: path.write_bytes(content),
+        "cut": lambda: path.write_bytes(content[: draw.randrange(len(content) + 1)]),
+        "grow": lambda: path.write_bytes(content + draw.randbytes(draw.randrange(1, 2000))),
+        "noise": lambda: path.write_bytes(draw.randbytes(draw.randrange(2000))),
+        "gone": lambda: None,
+        "link": lambda: path.symlink_to("/nowhere"),
+        "pipe": lambda: os.mkfifo(path),
+        "directory": path.mkdir,
+    }
+    make[kind]()
 
 
 @pytest.mark.parametrize("seed", range(25 * TRIES))

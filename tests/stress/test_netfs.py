@@ -8,27 +8,27 @@ import pytest
 
 from shardcache.layout import Layout
 from shardcache.locks.keys import Holder, KeyLease
-from tests.stress.conftest import FAST, SLOW, under_way
+from tests.stress.conftest import FAST, SLOW
 from tests.stress.fuse import CHANGES
 from tests.support.caches import warnings
 from tests.support.storetools import age, forked, together, wait_until
 
 
-def partials(shim, root="cache"):
-    return sorted((shim.backing / root).glob("v1/partial/*"))
+def partials(shim):
+    return list(shim.backing.glob("cache/v1/partial/*"))
 
 
 def swept(far, shim, root="cache", **options):
     """Wait until a sweep of old partials leaves nothing: a download may still be ending."""
+    left = shim.backing / root / "v1" / "partial"
 
     def nothing_left():
-        for partial in partials(shim, root):
-            age(partial)
+        age(left)
         with far.cache(shim.root / root, **options) as cache:
             cache.clean(orphans=True)
-        return partials(shim, root) == []
+        return not list(left.glob("*"))
 
-    return bool(wait_until(nothing_left))
+    return wait_until(nothing_left)
 
 
 def all_read(far, count, roots):
@@ -51,7 +51,8 @@ def test_a_sweep_removes_killed_downloads_and_keeps_live_ones(far, shim):
     root = shim.root / "cache"
     far.rate.value = SLOW
     with forked(lambda parent: parent.say(far.read(far.cache(root)))) as child:
-        wait_until(lambda: under_way(shim.backing / "cache"))
+        data = shim.backing / "cache/v1/partial"
+        wait_until(lambda: any(path.stat().st_size for path in data.glob("*/*.tar")))
         with far.cache(root) as cache:
             cache.clean(orphans=True)
             cache.clean(everything=True)
@@ -91,24 +92,18 @@ def test_the_lease_of_a_dead_node_is_taken_without_exchange(shim):
 
 
 @pytest.mark.parametrize("op", ["open", "getattr", "lookup", "read"])
-@pytest.mark.parametrize("number", [errno.ESTALE, errno.EIO])
-@pytest.mark.parametrize("times", [1, -1])
-def test_a_shard_is_read_although_its_file_fails(far, shim, op, number, times):
-    root = shim.root / "cache"
-    with far.cache(root) as cache:
+def test_a_file_that_fails_once_is_read_again(far, shim, op):
+    with far.cache(shim.root / "cache") as cache:
         assert far.read(cache)
-    with far.cache(root) as cache:
-        rule = shim.fail(op, "*.tar", error=number, times=times)
-        assert far.read(cache)
-        assert shim.struck(rule)
-        if op != "read" and times == 1 and number == errno.ESTALE:
-            assert far.begun() == 1  # one more lookup is enough
-        shim.heal()
-        assert far.read(cache)
+        rule = shim.fail(op, "*.tar", error=errno.ESTALE)
+        assert far.read(cache) and shim.struck(rule)
+        assert far.begun() == 1 or op == "read"  # one more lookup is enough
 
 
 @pytest.mark.parametrize("locks", ["flock", "lease"])
-@pytest.mark.parametrize("op", [*CHANGES.split(), "fsync fsyncdir", "open", "opendir", "read"])
+@pytest.mark.parametrize(
+    "op", [*CHANGES.split(), "fsync fsyncdir", "open", "opendir", "read", "getattr", "lookup"]
+)
 @pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC, errno.EROFS, errno.ESTALE])
 def test_every_read_is_right_whatever_operation_fails(far, shim, caplog, op, number, locks):
     options = {"locks": locks, "fsync": "fsync"}

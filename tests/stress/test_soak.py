@@ -38,15 +38,24 @@ from collections.abc import Callable
 from multiprocessing.sharedctypes import RawValue
 from pathlib import Path
 from types import FrameType
-from typing import BinaryIO, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 import pytest
 import webdataset as wds
 
 from shardcache import Cache
-from tests.stress.origin import FAULTS, MIB
-from tests.stress.shared import MINUTES, Result, Shared, below, check, end_stuck, leftovers
-from tests.support.storetools import PATIENCE, age, descriptors, wait_until
+from tests.stress.harness import (
+    FAULTS,
+    MIB,
+    MINUTES,
+    Result,
+    Shared,
+    below,
+    check,
+    end_stuck,
+    swept,
+)
+from tests.support.storetools import PATIENCE, descriptors, wait_until
 from tests.support.tars import difference
 from tests.support.webservers import certificate
 
@@ -99,20 +108,11 @@ class Soak(Shared):
     def data(self, name: str, version: int) -> bytes:
         return self.tars[name]
 
-    def cache(self, parent: int) -> Cache:
-        return Cache(
-            self.root,
-            max_size=self.max_size,
-            min_free=0,
-            part_size=MIB,  # so that streams stop where an answer ends
-            connections=_CONNECTIONS,
-            attempts=_ATTEMPTS,
-            timeout=_TIMEOUT,
-            stale_after=2.0,
-            lock_timeout=30.0,
-            endpoint_url=self.addresses[parent % 2],
-            storage_options={"key": "AK", "secret": "SK"},
-        )
+    def cache_of(self, parent: int) -> Cache:
+        options = {"connections": _CONNECTIONS, "attempts": _ATTEMPTS, "timeout": _TIMEOUT}
+        options |= {"stale_after": 2.0, "lock_timeout": 30.0}
+        options |= {"storage_options": {"key": "AK", "secret": "SK"}}
+        return self.cache(endpoint_url=self.addresses[parent % 2], **options)
 
     def stored(self) -> dict[tuple[int, str], int]:
         """Bytes on disk of every entry and every download, by inode and key."""
@@ -160,10 +160,12 @@ class Worker:
         self._read(reading, self.draw.choice((0, self.draw.randrange(2 * MIB), MIB)))
         return reading
 
-    def _read(self, reading: Reading, most: int) -> int:
-        """Read and compare; returns the number of bytes."""
+    def _read(self, reading: Reading, most: int, call: Callable[..., Any] | None = None) -> int:
+        """Read and compare; returns the number of bytes, or -1 if ``call`` returned None."""
         name, stream = reading
-        at, data = stream.tell(), stream.read(most)
+        at, data = stream.tell(), stream.read(most) if call is None else call(stream.read, most)
+        if data is None:
+            return -1
         self.soak.check(f"{stream.name} at {at}", data, self.soak.tars[name][at : at + most])
         return len(data)
 
@@ -182,11 +184,14 @@ class Worker:
                 cycle: list[object] = [stream]
                 cycle.append(cycle)
             else:
-                stream.close()
-            if self.draw.random() < 0.3:
-                self.cache.remove(self._url(name))  # so that other shards find room
+                self._leave(name, stream)
             if self.draw.random() < 0.05:
                 gc.collect()
+
+    def _leave(self, name: str, stream: BinaryIO) -> None:
+        stream.close()
+        if self.draw.random() < 0.3:
+            self.cache.remove(self._url(name))  # so that other shards find room
 
     def be_interrupted(self, end: float) -> None:
         """Open and read in the main thread, while alarms raise."""
@@ -197,22 +202,14 @@ class Worker:
         sys.unraisablehook = self._drop
         while time.monotonic() < end:
             # An alarm may be late.
-            late = contextlib.suppress(Deadline, Alarm)
-            with self.soak.no_error("an interrupted reader"), late:
+            with self.soak.no_error("an interrupted reader"), contextlib.suppress(Deadline, Alarm):
                 name = self.draw.choice(self.soak.names)
-                stream = self._alarmed(self.cache.open, self._url(name))
-                while stream is not None:
-                    at, size = stream.tell(), self.draw.randrange(1, 600_000)
-                    data = self._alarmed(stream.read, size)
-                    if data is not None:
-                        self.soak.check(
-                            f"{stream.name} at {at}", data, self.soak.tars[name][at:][:size]
-                        )
-                    if data == b"":
-                        stream.close()
-                        if self.draw.random() < 0.3:
-                            self.cache.remove(self._url(name))
-                        break
+                if (stream := self._alarmed(self.cache.open, self._url(name))) is not None:
+                    while self._read(
+                        (name, stream), self.draw.randrange(1, 600_000), self._alarmed
+                    ):
+                        pass
+                    self._leave(name, stream)
         signal.signal(signal.SIGALRM, signal.SIG_DFL)  # both refer to the cache
         sys.unraisablehook = sys.__unraisablehook__
 
@@ -254,8 +251,7 @@ class Worker:
 
     def _dropped(self) -> list[int]:
         """Return how often this process has dropped an alarm, and a collection may have done so."""
-        collections = [each["collections"] for each in gc.get_stats()]
-        return [self.alarms_in_finalizers, *collections]
+        return [self.alarms_in_finalizers, *[each["collections"] for each in gc.get_stats()]]
 
     def _pipeline(self) -> None:
         """Compare the samples of some shards; leave half of the pipelines early."""
@@ -274,7 +270,13 @@ class Worker:
         (fate,) = self.draw.choices(fates, (6, 2, 2))
         child = Worker(self.soak, self.cache, self.parent, f"{self.draw.random()}")
         pid = self.soak.fork("a child", child.be_child, readings)
-        thread = threading.Thread(target=disturb, args=(pid, fate))
+
+        def disturb() -> None:
+            for seconds, number in fate:
+                time.sleep(seconds)
+                os.kill(pid, number)
+
+        thread = threading.Thread(target=disturb)
         thread.start()
         return pid, thread, -signal.SIGKILL if fate is fates[1] else 0
 
@@ -302,17 +304,10 @@ class Worker:
             self.soak.wrong("errors", f"a child ended with status {code}")
 
 
-def disturb(pid: int, fate: list[tuple[float, int]]) -> None:
-    """Send signals to a child that has not been reaped, each after some seconds."""
-    for seconds, number in fate:
-        time.sleep(seconds)
-        os.kill(pid, number)
-
-
 def be_parent(soak: Soak, number: int, end: float) -> None:
     """Read and fork in several threads, lap by lap, and measure this process after each."""
     before, measured = len(descriptors()), list[Counter[str]]()
-    cache = soak.cache(number)
+    cache = soak.cache_of(number)
     while time.monotonic() < end:
         lap = f"{soak.seed}/{number}/{len(measured)}"
         workers = [Worker(soak, cache, number, f"{lap}/{thread}") for thread in range(_THREADS)]
@@ -379,18 +374,6 @@ def watch(soak: Soak, seconds: float) -> None:
         end_stuck(pid)
 
 
-def audit(soak: Soak) -> None:
-    """Clean, and find entries and nothing else."""
-    age(soak.root / "v1" / "partial")  # temporary files of killed children stay for a while
-    with soak.no_error("the last cleaning"):
-        with soak.cache(0) as cache:
-            cache.clean(orphans=True)
-        if left := leftovers(soak.root):
-            soak.wrong("leftovers", f"{[str(path) for path in left]}")
-        for path in below(soak.root, ".tar"):
-            soak.check(f"the entry {path}", path.read_bytes(), soak.tars[path.name])
-
-
 @pytest.mark.timeout(MINUTES * 60 + 1800)
 def test_a_soak_breaks_no_promise(tmp_path):
     def run(directory: Path, seed: int, seconds: float) -> Result:
@@ -407,7 +390,11 @@ def test_a_soak_breaks_no_promise(tmp_path):
         with soak.serving() as plain, soak.serving(tls) as secure:
             soak.addresses = plain, secure
             watch(soak, seconds)
-            audit(soak)
+            with soak.no_error("the last cleaning"):
+                if left := swept(soak.root, soak.cache()):
+                    soak.wrong("leftovers", f"{[str(path) for path in left]}")
+                for path in below(soak.root, ".tar"):
+                    soak.check(f"the entry {path}", path.read_bytes(), soak.tars[path.name])
         requests = {f"requests {name}": n for name, n in zip(FAULTS, soak.faulty, strict=True)}
         return {"bytes compared": soak.compared.value, **requests}, soak.violations()
 

@@ -36,10 +36,8 @@ import pytest
 
 from shardcache import Cache, errors
 from tests.stress.brokenflock import broken_environment
-from tests.stress.origin import MIB
-from tests.stress.shared import MINUTES, Result, Shared, below, check, end_stuck, leftovers
+from tests.stress.harness import MIB, MINUTES, Result, Shared, below, check, end_stuck, swept
 from tests.support.disktools import disk
-from tests.support.storetools import age
 
 #: Processes that use the cache at any time.
 _WORKERS = 8
@@ -77,17 +75,8 @@ class Storm(Shared):
         self.calls = RawArray("q", _WORKERS)
 
     def cache(self, **options: Any) -> Cache:
-        return Cache(
-            self.root,
-            max_size=self.max_size,
-            min_free=0,
-            part_size=MIB,  # so that a shard may be replaced between two requests
-            attempts=6,
-            timeout=5.0,
-            lock_timeout=LOCK_TIMEOUT,
-            stale_after=STALE_AFTER,
-            **options,
-        )
+        options |= {"attempts": 6, "timeout": 5.0}
+        return super().cache(lock_timeout=LOCK_TIMEOUT, stale_after=STALE_AFTER, **options)
 
     def url(self, name: str) -> str:
         return f"{self.address}/{name}"
@@ -392,9 +381,7 @@ def audit(storm: Storm) -> None:
     """Check that later processes read everything, and that a sweep leaves nothing."""
 
     def sweep(limit: int, **options: Any) -> None:
-        with storm.cache() as cache:
-            cache.clean(**options)
-        assert not leftovers(storm.root)
+        assert not swept(storm.root, storm.cache(), **options)
         assert sum(size for _, size in published(storm.root).values()) <= limit
 
     def read() -> None:
@@ -405,8 +392,6 @@ def audit(storm: Storm) -> None:
                 assert wrong is None, wrong
                 assert found == version or cache.path(storm.url(name)) is not None
 
-    for path in storm.root.rglob("partial"):  # a sweep keeps young leftovers
-        age(path)
     alone(storm, lambda: sweep(storm.max_size, max_size=storm.max_size))
     alone(storm, read)
     alone(storm, lambda: sweep(0, everything=True))

@@ -1,16 +1,13 @@
 """Helpers for tests that use a `Cache`."""
 
 import logging
-from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any
 
 import pytest
 
 from shardcache.cache import Cache
 from shardcache.layout import Layout
 from tests.support.storetools import taken
-
-MakeCache: TypeAlias = Callable[..., Cache]
 
 
 def unfinished(cache: Cache) -> list[Any]:

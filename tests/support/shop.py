@@ -17,16 +17,11 @@ class Shop:
         self.path = path / "cache"
         self.origin = path / "origin"
         self.origin.mkdir()
-        self.urls = []
-        for number in range(count):
-            data = make_tar(number, members=4, size=4000)
-            self.size = len(data)
-            file = self.origin / f"{number}.tar"
-            file.write_bytes(data)
-            self.urls.append(str(file))
+        self.urls = [f"{self.origin}/{number}.tar" for number in range(count)]
+        for number, url in enumerate(self.urls):
+            self.size = Path(url).write_bytes(make_tar(number, members=4, size=4000))
 
     def cache(self, **options: Any) -> Cache:
-        """Open the cache."""
         return Cache(self.path, cache_local=True, **options)
 
     def room(self, shards: float, links: int = 1) -> int:
@@ -42,8 +37,7 @@ class Shop:
         found: dict[str, list[Any]] = {}
         with self.cache() as cache:
             for entry in cache.entries():
-                url = entry.metadata().url.removeprefix("file://")
-                found.setdefault(url, []).append(entry)
+                found.setdefault(entry.metadata().url.removeprefix("file://"), []).append(entry)
         return found
 
     def use(self, url: str, when: float) -> None:

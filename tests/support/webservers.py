@@ -17,6 +17,7 @@ from typing import Any
 class Scripted(socketserver.ThreadingTCPServer):
     """A server that responds with ``answer(request head)``, which may be an iterator of pieces.
 
+    If a test sets ``refuse``, and ``refuse(head)`` is not empty, the server sends that instead.
     A connection ends after ``most`` responses, or when the iterator raises an OSError; a
     ConnectionResetError resets it. With ``close_notify``, the server announces the end in TLS.
     """
@@ -34,6 +35,7 @@ class Scripted(socketserver.ThreadingTCPServer):
         close_notify: bool = False,
     ) -> None:
         self.answer = answer
+        self.refuse: Callable[[str], bytes | None] = lambda head: None
         self.most = most
         self.close_notify = close_notify
         self.heads: MutableSequence[str] = []
@@ -92,7 +94,7 @@ class Connection(socketserver.StreamRequestHandler):
             pass  # the client may have gone
 
     def answer(self, head: str) -> bytes | Iterator[bytes]:
-        return self.server.answer(head)
+        return self.server.refuse(head) or self.server.answer(head)
 
 
 def answer(status: str, body: bytes = b"", **headers: object) -> bytes:

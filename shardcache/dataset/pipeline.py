@@ -9,12 +9,15 @@ is the number of places that were read, and to resume is to draw them again with
 from __future__ import annotations
 
 import copy
+import ctypes
 import inspect
 import logging
 import math
+import os
 import random
 import resource
 import sys
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache as cached
@@ -22,11 +25,12 @@ from functools import partial
 from io import UnsupportedOperation
 from itertools import islice, zip_longest
 from types import FunctionType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 from zlib import crc32
 
 import torch
 import webdataset
+from torch.utils.data import DataLoader, get_worker_info
 from webdataset import filters, shardlists, tariterators
 from webdataset.filters import FilterFunction
 from webdataset.utils import pytorch_worker_info  # WebDataset splits the shards by it
@@ -48,6 +52,8 @@ logger = logging.getLogger(__name__)
 
 _Pipeline = TypeVar("_Pipeline")
 _WORKERS = 1024  # of a rank
+_REMEMBERED = 64  # iterations, more than a job begins at the same time
+_POLL = 0.002  # seconds between two looks for an iteration
 _BITS = 32  # of the number of a sample in a place
 _COUNTED = 1 << 20  # bytes that are counted at once, because each count takes 2 us
 _SHUFFLES = {filters.shuffle.f, filters.detshuffle}
@@ -157,11 +163,17 @@ class _Run:
     entered: int = 0  #: places of this pass that were read
     counts: str = ""  #: the numbers of samples of the shards in this pass so far
     check: int = 0  #: a checksum of their URLs
+    #: What the handler of an error has ended in this pass: the "shards", or the "samples" as well.
+    ended: str = ""
 
     def note(self, url: str, count: int) -> None:
         """Count a shard that the pass begins."""
         self.counts += f" {count}"
         self.check = crc32(url.encode(), self.check)
+
+    def end(self, what: str) -> None:
+        """Note that the handler of an error has ended the "shards" or the "samples" of the pass."""
+        self.ended = what
 
     def forget(self) -> None:
         """Count the shards of the pass from the start."""
@@ -169,8 +181,63 @@ class _Run:
 
     def end_pass(self) -> None:
         """Begin the next pass over the shards."""
-        self.passes, self.entered = self.passes + 1, 0
+        self.passes, self.entered, self.ended = self.passes + 1, 0, ""
         self.forget()
+
+
+class _Iteration(ctypes.Structure):
+    """One iteration over a pipeline, by a process or by all workers of a loader."""
+
+    number: int  #: from 1
+    seed: int  #: that torch gave to the loader
+    turn: int  #: how often the workers of the loader have iterated before
+    epoch: int
+    load: int  #: number of the call of `load_state_dict` that it continues, else 0
+    is_tracked: int
+    _fields_: ClassVar[list[Any]] = [(name, ctypes.c_int64) for name in __annotations__]
+
+
+class _Shared(ctypes.Structure):
+    """What the processes with copies of a pipeline share.
+
+    Worker 0 of a loader, or a process without workers, adds an iteration, and the other workers
+    wait for it. So they have one epoch, whatever other processes have read before.
+    """
+
+    seed: int
+    epoch: int  #: of the next iteration
+    loads: int  #: calls of `load_state_dict`
+    continued: int  #: number of the last one that an iteration has continued
+    is_tracked: int  #: whether the next iteration is tracked
+    count: int  #: of iterations
+    iterations: Any  #: the last ones
+    joined: Any  #: by worker: number of the last iteration that it has joined
+    _fields_: ClassVar[list[Any]] = [
+        *((name, ctypes.c_int64) for name in [*__annotations__][:-2]),
+        ("iterations", _Iteration * _REMEMBERED),
+        ("joined", ctypes.c_int64 * _WORKERS),
+    ]
+
+    def wait_for(self, worker: int, seed: int, turn: int) -> _Iteration:
+        """Return the iteration of a worker, once worker 0 has added it."""
+        parent = os.getppid()
+        while os.getppid() == parent:
+            last = self.joined[worker]
+            new = [each for each in self.iterations if last < each.number <= self.count]
+            new = [each for each in new if (each.seed, each.turn) == (seed, turn)]
+            if new:
+                latest = max(new, key=lambda each: each.number)
+                self.joined[worker] = latest.number
+                return _Iteration.from_buffer_copy(latest)
+            time.sleep(_POLL)
+        raise SystemExit  # the loader is gone
+
+
+class _Tracked(NamedTuple):
+    """An output of a pipeline, or a batch, and the position behind it."""
+
+    state: dict[str, Any]
+    output: Any
 
 
 class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
@@ -195,34 +262,48 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
         self._base = getattr(self, "_base", base)
         self._run: _Run | None = None
         self._tracked: dict[str, Any] | None = None
-        self._pending = list[Mapping[str, Any]]()
-        # The workers share the seed, and the next epoch of each of them.
-        self._shared = torch.zeros(1 + _WORKERS, dtype=torch.int64)
-        self._shared.share_memory_()  # type: ignore[no-untyped-call]
-        self._shared[0] = crc32(str(seed).encode())
+        self._loaded: Mapping[str, Any] = {}  # the last state
+        self._load = 0  # the number of that call, or -1 in a worker
+        self._turns = 0
+        self._memory = torch.zeros(ctypes.sizeof(_Shared), dtype=torch.uint8)
+        self._memory.share_memory_()  # type: ignore[no-untyped-call]
+        self._shared.seed = crc32(str(seed).encode())
         self._plan()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _restored, (self._base,), vars(self) | {"_run": None}
 
     @property
+    def _shared(self) -> _Shared:
+        return _Shared.from_address(self._memory.data_ptr())
+
+    @property
     def epoch(self) -> int:
         """The epoch of the next iteration, from 0."""
-        return int(self._shared[1])
+        return self._shared.epoch
 
     def set_epoch(self, epoch: int) -> None:
         """Begin the next iteration with ``epoch``, or continue it if its state was loaded."""
-        self._shared[1:] = epoch
+        if epoch != self.epoch:
+            self._shared.epoch, self._run, self._tracked = epoch, None, None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the last sample, or after the last batch of `track`."""
-        if self._tracked is not None:
-            return {**self._tracked, "workers": [*self._tracked["workers"]]}
+        tracked = self._tracked
+        if tracked is not None and self.epoch in (tracked["epoch"], tracked["epoch"] + 1):
+            return {**tracked, "workers": [*tracked["workers"]]}
+        if self._is_waiting(self.epoch):
+            return dict(self._loaded)
         return self._state(self._run or _Run(self.epoch))
+
+    def _is_waiting(self, epoch: int) -> bool:
+        """Return whether the next iteration will continue the state that was loaded."""
+        is_new = self._load < 0 or self._load > self._shared.continued
+        return is_new and self._loaded.get("epoch") == epoch
 
     def _state(self, run: _Run) -> dict[str, Any]:
         stages = [*map(_shown, self.pipeline), f"repeat({self.repetitions}, {self.nsamples})"]
-        state = {**vars(run), "version": 1, "seed": int(self._shared[0]), "shards": self._shards}
+        state = {**vars(run), "version": 1, "seed": self._shared.seed, "shards": self._shards}
         ranks = zip(("rank", "world_size", "worker", "workers"), pytorch_worker_info(), strict=True)
         return {**state, "stages": " | ".join(stages), **dict(ranks)}
 
@@ -232,13 +313,18 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
         Raises:
             ConfigError: the state was saved with other shards, stages, ranks or workers.
         """
-        several = state.get("workers")
-        self._pending = [s for s in several if s] if isinstance(several, list) else [state]
-        for each in self._pending:
+        if not isinstance(state, Mapping) or "epoch" not in state:
+            raise ConfigError("this is no state of a pipeline. Pass what state_dict() returned.")
+        for each in _workers_of(state):
             self._refuse_other(each, "version", "shards", "stages", "rank", "world_size")
-            self._shared[0] = each["seed"]
-        worker, workers = pytorch_worker_info()[2:]
-        self._shared[1 + worker : 2 + worker if workers > 1 else None] = state["epoch"]
+            self._shared.seed = each["seed"]
+        self._loaded, self._run, self._tracked = state, None, None
+        info, shared = get_worker_info(), self._shared
+        if info is None or info.id == 0:
+            shared.epoch = state["epoch"]
+        if info is None:
+            shared.loads = shared.loads + 1
+        self._load = -1 if info else shared.loads
 
     def _refuse_other(self, state: Mapping[str, Any], *names: str) -> None:
         own = self._state(_Run(0))
@@ -258,37 +344,66 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
         """Iterate over a plain ``DataLoader`` of this pipeline. Then `state_dict` returns the
         positions of its workers after the last batch, and not how far they have read ahead.
         """
+        if not isinstance(loader, DataLoader):
+            raise ConfigError(f"track takes torch's DataLoader, and not {type(loader).__name__}.")
         if getattr(loader.collate_fn, "func", None) is not _collated:
+            if getattr(loader, "_iterator", None) is not None:
+                raise ConfigError("track needs a new DataLoader: the workers of this one persist.")
             loader.collate_fn = partial(_collated, loader.collate_fn)
-        known = {each["worker"]: each for each in self._pending if each["epoch"] == self.epoch}
+        loaded = _workers_of(self._loaded) if self._is_waiting(self.epoch) else []
+        known = {each["worker"]: each for each in loaded}
         found = [known.get(worker) for worker in range(max(1, loader.num_workers))]
-        self._tracked = {"epoch": self.epoch, "workers": found}
+        self._tracked, self._shared.is_tracked = {"epoch": self.epoch, "workers": found}, 1
         for state, batch in loader:
             found[state["worker"]] = state
             yield batch
 
+    def _begin_iteration(self) -> _Iteration:
+        """Return the next iteration of this process, or of the loader that it works for."""
+        info, shared = get_worker_info(), self._shared
+        seed, turn = (info.seed - info.id, self._turns) if info else (0, 0)
+        self._turns += 1
+        if info and 0 <= self._load < shared.loads:
+            raise ConfigError(
+                "a state was loaded after the persistent workers of this loader had started. "
+                "Resume with a new DataLoader."
+            )
+        if info and info.id:
+            return shared.wait_for(info.id, seed, turn)
+        load = self._load if self._load > 0 and self._is_waiting(shared.epoch) else 0
+        shared.continued = load or shared.continued
+        number = shared.count + 1
+        new = _Iteration(number, seed, turn, shared.epoch, load, shared.is_tracked)
+        shared.iterations[number % _REMEMBERED] = new
+        shared.epoch, shared.is_tracked = new.epoch + 1, 0
+        shared.count = number  # last, so that no worker reads a half-written iteration
+        return new
+
     def __iter__(self) -> Iterator[Any]:
         opener, read, is_direct = self._plan()
-        worker, pending = pytorch_worker_info()[2], None
-        run = _Run(int(self._shared[1 + worker]))
-        for state in self._pending:
-            if state["epoch"] == run.epoch:  # otherwise, it was continued before
+        iteration, worker, pending = self._begin_iteration(), pytorch_worker_info()[2], None
+        run = _Run(iteration.epoch)
+        if self._load == (iteration.load or -1) and self._loaded.get("epoch") == run.epoch:
+            for state in _workers_of(self._loaded):
                 self._refuse_other(state, "workers")
                 pending = state if state["worker"] == worker else pending
-        self._shared[1 + worker] = run.epoch + 1
+        if not iteration.is_tracked:
+            self._tracked = None
+        if self._load < 0:
+            self._loaded = {}
         drop, is_resumed = 0, pending is not None and is_direct
         if pending is not None:
-            run = _Run(*(pending[name] for name in vars(run)))
+            run = _Run(*(pending.get(name, value) for name, value in vars(run).items()))
             if not is_direct:
                 drop, run.passes = run.given, 0
         self._run = run
-        return self._outputs(run, opener, read, drop, is_resumed)
+        constant = self._state(run) if iteration.is_tracked else None
+        yield from self._outputs(run, opener, read, drop, is_resumed, constant)
 
     def _outputs(
-        self, run: _Run, opener: int, read: int, drop: int, is_resumed: bool
+        self, run: _Run, opener: int, read: int, drop: int, is_resumed: bool, constant: Any
     ) -> Iterator[Any]:
         most = self.nsamples if self.repetitions != 1 and self.nsamples > 0 else sys.maxsize
-        constant = None if self._tracked is None else self._state(run)
         while run.passes < self.repetitions and run.given < most:
             is_empty = not is_resumed
             for output in self._pass(run, opener, read, is_resumed):
@@ -297,7 +412,7 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
                     drop -= 1
                     continue
                 run.given += 1
-                yield output if constant is None else ({**constant, **vars(run)}, output)
+                yield output if constant is None else _Tracked({**constant, **vars(run)}, output)
                 if run.given >= most:
                     return
             if is_empty:
@@ -326,7 +441,7 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
         later = {_kind(each) for each in self.pipeline[number:opener]}
         rank = 0 if shardlists.split_by_node in later else rank
         worker = 0 if shardlists.split_by_worker in later else worker
-        drawn = int(self._shared[0]), run.epoch, run.passes, rank, worker, number
+        drawn = self._shared.seed, run.epoch, run.passes, rank, worker, number
         seed, turn = crc32(repr(drawn).encode()), run.epoch + run.passes
         rng = _Random(seed)
         if kind in _SHUFFLES:
@@ -372,11 +487,18 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
         return opener, read, read > opener and not held
 
 
-def _collated(collate: Any, outputs: Any) -> tuple[Any, Any]:
-    """Collate outputs, each with its state, and return the last state and the batch."""
-    if isinstance(outputs, tuple):  # DataLoader(batch_size=None)
-        return outputs[0], collate(outputs[1])
-    return outputs[-1][0], collate([output for _, output in outputs])
+def _workers_of(state: Mapping[str, Any]) -> list[Any]:
+    """Return the states of the workers in a state, except those that had not begun."""
+    return [each for each in state.get("workers", ()) if each] if "given" not in state else [state]
+
+
+def _collated(collate: Any, outputs: Any) -> Any:
+    """Collate outputs. If they are tracked, the position of the batch is that of the last one."""
+    if isinstance(outputs, _Tracked):  # DataLoader(batch_size=None)
+        return _Tracked(outputs.state, collate(outputs.output))
+    if isinstance(outputs, list) and outputs and isinstance(outputs[-1], _Tracked):
+        return _Tracked(outputs[-1].state, collate([output for _, output in outputs]))
+    return collate(outputs)
 
 
 def _batched(data: Iterable[Any], *args: Any, **options: Any) -> Iterator[Any]:
@@ -409,17 +531,24 @@ class _Shards:
 
     def _handle(self, exn: Exception) -> bool:
         self._is_stopped = not self._handler(exn)
+        if self._is_stopped:
+            self._run.end("samples")
         return not self._is_stopped
 
     def _failed(self, exn: Exception) -> bool:
         self._enter(exn.args[-1], 0)
-        return self._handle(exn)
+        is_handled = bool(self._handler(exn))
+        if not is_handled:
+            self._run.end("shards")
+        return is_handled
 
     def places(self, data: Iterable[Any]) -> Iterator[Any]:
         """Yield places, and the samples of shards that cannot be read at random. A stage."""
         items = iter(data)
         if self._is_resumed:
             yield from self._replay(items)
+            if self._run.ended:
+                return
         for source in wds.url_opener(items, self._failed, cache=self._cache):
             if (opened := self._indexed(source)) is not None:
                 yield from self._enter(source["url"], len(opened), opened)
@@ -497,6 +626,8 @@ class _Shards:
             self._ahead = Prefetcher(self._cache.process)
             needed = [url for url, left in zip(self._urls, self._left, strict=True) if left]
             self._ahead.want(map(self._cache.parse, needed))
+            if run.ended == "samples":
+                return
         for place in places:
             run.entered += 1
             try:

@@ -9,6 +9,7 @@ import warnings
 from itertools import islice, product
 
 import pytest
+import torch
 import webdataset as wds
 from torch.utils.data import DataLoader
 
@@ -184,15 +185,19 @@ def key_of(sample):
     return sample["__key__"]
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
-def test_a_plain_loader_continues_in_the_seventh_epoch(make, open_cache, tmp_path, method):
-    paths = []
-    for number in range(4):
-        paths.append(str(tmp_path / f"{number}.tar"))
-        (tmp_path / f"{number}.tar").write_bytes(sample_tar(number, 10 + number))
+@pytest.fixture
+def of_files(make, open_cache, tmp_path):
+    """Make a pipeline over four local shards, which worker processes can read, too."""
+    paths = [tmp_path / f"{number}.tar" for number in range(4)]
+    for number, path in enumerate(paths):
+        path.write_bytes(sample_tar(number, 10 + number))
+    return lambda *stages: make(*stages, urls=[*map(str, paths)], cache=open_cache())
 
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_a_plain_loader_continues_in_the_seventh_epoch(of_files, method):
     def loaded(state=None):
-        dataset = make(wds.shuffle(20), wds.map(key_of), urls=paths, cache=open_cache())
+        dataset = of_files(wds.shuffle(20), wds.map(key_of))
         if state is None:
             dataset.set_epoch(7)
         else:
@@ -215,7 +220,7 @@ def test_a_plain_loader_continues_in_the_seventh_epoch(make, open_cache, tmp_pat
         assert sorted(key for batch in epoch for key in batch) == KEYS[:46]
     with pytest.raises(ConfigError, match="other workers: 2, and now 1"):
         other.load_state_dict(state)
-        iter(other)
+        next(iter(other))
 
 
 # -- without reading ----------------------------------------------------------------
@@ -374,3 +379,87 @@ def test_stages_may_be_added_after_attach_and_a_length(make):
     resumed(longer)
     assert len(longer()) == 9
     assert isinstance(longer(), wds.WebDataset)
+
+
+# -- one epoch for all processes ------------------------------------------------------
+
+
+def batches_of(dataset, workers=2, **options):
+    return DataLoader(dataset, batch_size=2, num_workers=workers, collate_fn=keys, **options)
+
+
+def flat(batches):
+    return [key for batch in batches for key in batch]
+
+
+@pytest.mark.parametrize("before", ["a sample", "fewer workers", "a failed worker"])
+def test_all_workers_read_the_same_epoch(of_files, before):
+    dataset = of_files(wds.shuffle(5))
+
+    def fail(worker):
+        if worker == 1:
+            raise RuntimeError
+
+    if before == "a sample":
+        next(iter(dataset))
+    elif before == "fewer workers":
+        flat(batches_of(dataset, 1))
+    else:
+        with pytest.raises(RuntimeError):
+            flat(batches_of(dataset, worker_init_fn=fail))
+    for _ in range(2):
+        torch.manual_seed(0)  # so that all iterations have one seed
+        assert sorted(flat(batches_of(dataset))) == KEYS[:46]
+
+
+def test_a_state_is_continued_once_and_kept_until_then(make):
+    one, two = make(wds.shuffle(5)), make(wds.shuffle(5))
+    first = keys(islice(one, 10))
+    two.load_state_dict(saved(one))
+    two.load_state_dict(saved(two))  # saved before the first sample
+    lengths = []
+    for _ in range(2):
+        two.set_epoch(0)
+        lengths.append(len(list(two)))
+    assert lengths == [len(KEYS) - len(first), len(KEYS)]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_only_a_tracked_iteration_has_positions(of_files, workers):
+    dataset = of_files(wds.shuffle(5))
+    loader = batches_of(dataset, workers, persistent_workers=workers > 0)
+    tracked = iter(dataset.track(loader))
+    first = [key for _ in range(5) for key in next(tracked)]
+    state = saved(dataset)
+    rest = flat(tracked)
+    assert sorted(first + rest) == KEYS[:46]
+    assert sorted(flat(loader)) == sorted(keys(dataset)) == KEYS[:46]
+    dataset.load_state_dict(state)
+    assert saved(dataset) == state
+    if workers:
+        with pytest.raises(ConfigError, match="new DataLoader"):
+            flat(dataset.track(loader))
+        dataset.load_state_dict(state)
+    assert sorted(flat(dataset.track(batches_of(dataset, workers)))) == sorted(rest)
+
+
+def test_track_refuses_loaders_that_it_cannot_track(of_files):
+    dataset = of_files()
+    loader = batches_of(dataset, persistent_workers=True)
+    flat(loader)
+    for each in (loader, wds.WebLoader(dataset)):
+        with pytest.raises(ConfigError, match="DataLoader"):
+            next(iter(dataset.track(each)))
+    for state in (None, {"workers": []}):
+        with pytest.raises(ConfigError, match="no state"):
+            dataset.load_state_dict(state)
+
+
+@pytest.mark.parametrize("at", range(0, 24, 5))
+def test_a_handler_that_stops_the_epoch_stops_the_resumed_one(make, origin, at):
+    del origin.objects[URLS[2]]
+    options = {"handler": wds.ignore_and_stop, "shardshuffle": False}
+    one, two = make(wds.shuffle(4), **options), make(wds.shuffle(4), **options)
+    first = keys(islice(one, at))
+    two.load_state_dict(saved(one))
+    assert sorted(first + keys(two)) == KEYS[:21]

@@ -67,7 +67,7 @@ class PrewarmOptions(TypedDict, total=False):
     skip_missing: bool
     limit_rate: int | str | None
     refresh: bool
-    processes: int
+    processes: int | None
     on_event: Callable[[Event], None] | None
     stop: threading.Event | None
 
@@ -312,9 +312,11 @@ class Cache:
 
         with contextlib.ExitStack() as stack:
             if progress:
-                from shardcache.cli.prewarm import bars
+                from shardcache.cli.output import Console
+                from shardcache.cli.prewarm import PrewarmProgress
 
-                options["on_event"] = stack.enter_context(bars(options.get("on_event")))
+                bars = PrewarmProgress(options.get("on_event"), Console())
+                options["on_event"] = stack.enter_context(bars)
             report = prewarm.prewarm(self, urls, **options)
         if failures := report.failures:
             # The error as text: a log record that holds the error would keep its frames alive.

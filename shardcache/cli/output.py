@@ -60,7 +60,7 @@ _BAR, _TEXT = 26, 60
 Row = dict[str, Any]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Console:
     """Prints the output of a command according to the global options."""
 
@@ -177,8 +177,7 @@ class Console:
         _write(sys.stderr, f"{self.styled(label, color, sys.stderr)}{escaped}\n")
 
 
-@dataclass(frozen=True, slots=True)
-class Shortened:
+class Shortened(NamedTuple):
     """A URL, or the end of one, for rich. On a narrow terminal, its middle is left out."""
 
     text: str
@@ -227,8 +226,7 @@ def _fits(table: Table, terminal: Terminal) -> bool:
     return terminal.measure(table, options=endless).minimum <= terminal.width
 
 
-@dataclass(frozen=True, slots=True)
-class Fitted:
+class Fitted(NamedTuple):
     """A table for rich. A narrow terminal leaves out its last columns."""
 
     titles: Sequence[str]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
 from collections import defaultdict, deque
@@ -14,7 +13,6 @@ from typing import TYPE_CHECKING, Any, TextIO
 import click
 
 from shardcache.cli import main as cli
-from shardcache.cli.entries import other_copies
 from shardcache.cli.main import ExitCode, Invocation, command, flag, number_option, store_options
 from shardcache.cli.output import (
     SKIPPED,
@@ -184,28 +182,24 @@ def import_command(invocation: Invocation, source: str, prefix: str, **options: 
 def _prewarm(
     invocation: Invocation, cache: Cache, specs: Sequence[str | ShardURL], options: dict[str, Any]
 ) -> int:
-    console, progress = invocation.console, PrewarmProgress()
+    console = invocation.console
     only_plans = options["check"] or options["dry_run"]
     name, verb, done = "prewarm", "fetch", "Warmed"
     if "sources" in options:
         name, verb, done = "import", "import", "Imported"
-    with cache, ExitStack() as stack:
 
-        def on_event(event: Event) -> None:
-            progress(event)
-            if isinstance(event, Planned):
-                console.info(str(event.plan).replace(" to fetch", f" to {verb}"))
-                if not only_plans:
-                    invocation.poll_stop()
-                    if event.plan.to_fetch or options["refresh"]:
-                        stack.enter_context(display(console, progress.positions))
+    def on_event(event: Event) -> None:
+        if isinstance(event, Planned):
+            console.info(str(event.plan).replace(" to fetch", f" to {verb}"))
+            if not only_plans:
+                invocation.poll_stop()
 
-        processes = most_processes(cache)
-        options["jobs"] = options["jobs"] or JOBS * processes
-        stop = invocation.stop
-        report = prewarm(cache, specs, processes=processes, on_event=on_event, stop=stop, **options)
-        stack.close()
-        console.object(name, shards=report.results, summary=report)
+    with cache:
+        options |= {"processes": most_processes(cache), "stop": invocation.stop}
+        options["jobs"] = options["jobs"] or JOBS * options["processes"]
+        with PrewarmProgress(on_event, console, shown=not only_plans) as progress:
+            report = prewarm(cache, specs, on_event=progress, **options)
+        console.object(name, shards=[*map(fields_of, report.results)], summary=report)
         if not only_plans:
             console.info(str(report).replace("Warmed", done))
         for word, line in _failures(console, report, check=options["check"], cache=cache):
@@ -351,6 +345,8 @@ def _failures(
         yield "skipped", line
     reasons: dict[str, Any] = {**report.failures}
     if check:
+        from shardcache.cli.entries import other_copies  # here, because a prewarm does not need it
+
         missing = {r.url: "not cached" for r in report.results if r.outcome is Outcome.MISSING}
         reasons |= missing
         copies = other_copies(cache, missing) if cache else {}
@@ -360,24 +356,14 @@ def _failures(
         yield "failed", line
 
 
-@contextlib.contextmanager
-def bars(on_event: Callable[[Event], None] | None) -> Iterator[Callable[[Event], None]]:
-    """Show the progress of a prewarm. Yields a handler of its events that calls ``on_event``."""
-    progress = PrewarmProgress()
+class PrewarmProgress(ExitStack):
+    """Shows the progress of a prewarm, from its plan to the end of a ``with`` block."""
 
-    def handle(event: Event) -> None:
-        progress(event)
-        if on_event is not None:
-            on_event(event)
-
-    with display(Console(), progress.positions):
-        yield handle
-
-
-class PrewarmProgress:
-    """The progress of a prewarm. One thread passes events, another thread calls `positions`."""
-
-    def __init__(self) -> None:
+    def __init__(
+        self, on_event: Callable[[Event], None] | None, console: Console, *, shown: bool = True
+    ) -> None:
+        super().__init__()
+        self._on_event, self._console, self._shown = on_event, console, shown
         self._plan = PrewarmPlan((), {}, {}, 0, 0, 0)
         self._prefix = 0  # length of the directory that the URLs of all shards to download share
         self._active: dict[str, Started] = {}
@@ -385,13 +371,17 @@ class PrewarmProgress:
         self._done = self._bytes = self._failed = 0
 
     def __call__(self, event: Event) -> None:
-        """Update the progress with an event."""
+        """Pass an event on, and count it. One thread may call this, another one `positions`."""
+        if self._on_event is not None:
+            self._on_event(event)
         match event:
             case Planned(plan):
                 self._plan = plan
                 prefix = os.path.commonprefix([*map(str, plan.to_fetch)])  # noqa: RUF071 - URLs
                 self._prefix = prefix.rfind("/") + 1
                 self._sizes = {k: size for k, size in plan.sizes.items() if k not in plan.left_out}
+                if self._shown and plan.to_fetch:
+                    self.enter_context(display(self._console, self.positions))
             case Started(shard, _):
                 self._active[shard.key] = event
             case Finished(shard, result):

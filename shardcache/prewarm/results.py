@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, NamedTuple, Self
 
@@ -50,8 +50,7 @@ class Stopped(StrEnum):
         return self
 
 
-@dataclass(frozen=True, slots=True)
-class ShardResult:
+class ShardResult(NamedTuple):
     """The result of one shard."""
 
     url: str  #: the canonical URL, which contains no credentials
@@ -63,8 +62,7 @@ class ShardResult:
     error: Exception | None = None  #: why the shard failed or was interrupted
 
     def __reduce__(self) -> tuple[Any, ...]:
-        error = None if self.error is None else portable(self.error)  # which is the last field
-        return ShardResult, (*(getattr(self, field.name) for field in fields(self)[:-1]), error)
+        return ShardResult, (*self[:-1], self.error and portable(self.error))
 
 
 @dataclass(frozen=True, slots=True, repr=False)

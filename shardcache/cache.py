@@ -312,10 +312,9 @@ class Cache:
 
         with contextlib.ExitStack() as stack:
             if progress:
-                from shardcache.cli.output import Console
                 from shardcache.cli.prewarm import PrewarmProgress
 
-                bars = PrewarmProgress(options.get("on_event"), Console())
+                bars = PrewarmProgress(options.get("on_event"))
                 options["on_event"] = stack.enter_context(bars)
             report = prewarm.prewarm(self, urls, **options)
         if failures := report.failures:

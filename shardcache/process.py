@@ -27,7 +27,6 @@ from shardcache.layout import Layout
 from shardcache.notices import Notices, is_logged, log_unusable
 from shardcache.ranks import RUN_VARIABLE, Ranks
 from shardcache.stats.counters import Counters
-from shardcache.stats.summary import stats_of
 from shardcache.store.directory import DamagedError
 from shardcache.store.entry import Entry, Opened, Store
 from shardcache.store.root import UnusableError, unusable
@@ -460,6 +459,10 @@ class ProcessCache:
         self.counters.flush()
         for tier in self.tiers:
             tier.end_session()
+        if not logger.isEnabledFor(logging.INFO):
+            return
+        from shardcache.stats.summary import stats_of  # here, because a first open must be quick
+
         counted = self.counters.snapshot()
         stats, self._logged = stats_of(counted - self._logged), counted
         if stats.opens:

@@ -197,7 +197,7 @@ def _prewarm(
     with cache:
         options |= {"processes": most_processes(cache), "stop": invocation.stop}
         options["jobs"] = options["jobs"] or JOBS * options["processes"]
-        with PrewarmProgress(on_event, console, shown=not only_plans) as progress:
+        with PrewarmProgress(on_event, console) as progress:
             report = prewarm(cache, specs, on_event=progress, **options)
         console.object(name, shards=[*map(fields_of, report.results)], summary=report)
         if not only_plans:
@@ -360,10 +360,10 @@ class PrewarmProgress(ExitStack):
     """Shows the progress of a prewarm, from its plan to the end of a ``with`` block."""
 
     def __init__(
-        self, on_event: Callable[[Event], None] | None, console: Console, *, shown: bool = True
+        self, on_event: Callable[[Event], None] | None, console: Console | None = None
     ) -> None:
         super().__init__()
-        self._on_event, self._console, self._shown = on_event, console, shown
+        self._on_event, self._console = on_event, console or Console()
         self._plan = PrewarmPlan((), {}, {}, 0, 0, 0)
         self._prefix = 0  # length of the directory that the URLs of all shards to download share
         self._active: dict[str, Started] = {}
@@ -380,7 +380,7 @@ class PrewarmProgress(ExitStack):
                 prefix = os.path.commonprefix([*map(str, plan.to_fetch)])  # noqa: RUF071 - URLs
                 self._prefix = prefix.rfind("/") + 1
                 self._sizes = {k: size for k, size in plan.sizes.items() if k not in plan.left_out}
-                if self._shown and plan.to_fetch:
+                if plan.to_fetch:
                     self.enter_context(display(self._console, self.positions))
             case Started(shard, _):
                 self._active[shard.key] = event

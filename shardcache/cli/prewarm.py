@@ -198,7 +198,8 @@ def _prewarm(
         options |= {"processes": most_processes(cache), "stop": invocation.stop}
         options["jobs"] = options["jobs"] or JOBS * options["processes"]
         with PrewarmProgress(on_event, console) as progress:
-            report = prewarm(cache, specs, on_event=progress, **options)
+            handler = on_event if only_plans else progress
+            report = prewarm(cache, specs, on_event=handler, **options)
         console.object(name, shards=[*map(fields_of, report.results)], summary=report)
         if not only_plans:
             console.info(str(report).replace("Warmed", done))

@@ -80,7 +80,7 @@ def test_progress_and_failures_of_a_prewarm(make_cache, fill, capsys, caplog, mo
     urls, shown = [*fill(names(2)), "s3://b/absent.tar"], []
 
     def on_event(event):
-        if isinstance(event, Planned):
+        if isinstance(event, Started) and not shown:
             wait_until(lambda: shown.append(capsys.readouterr().err) or "0/3" in "".join(shown))
 
     report = make_cache().prewarm(urls, progress=True, on_event=on_event)

@@ -65,7 +65,7 @@ class ShardResult(NamedTuple):
         return ShardResult, (*self[:-1], self.error and portable(self.error))
 
 
-@dataclass(frozen=True, slots=True, repr=False)
+@dataclass(frozen=True, slots=True, repr=False, eq=False)
 class PrewarmPlan:
     """Which shards are cached, which have to be downloaded, and how much room the cache has.
 
@@ -184,7 +184,7 @@ class _Count:
         return report.count(self._outcome)
 
 
-@dataclass(frozen=True, slots=True, repr=False)
+@dataclass(frozen=True, slots=True, repr=False, eq=False)
 class PrewarmReport:
     """The result of a prewarm.
 

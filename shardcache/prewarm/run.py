@@ -231,7 +231,7 @@ def _make_directory(cache: Cache) -> None:
 # -- the pool ----------------------------------------------------------------------
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Pool:
     """Downloads the shards of one plan, once. Its options are those of `prewarm`."""
 

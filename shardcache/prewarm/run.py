@@ -16,7 +16,6 @@ import contextlib
 import errno
 import logging
 import math
-import multiprocessing
 import os
 import pickle
 import signal
@@ -27,7 +26,6 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -65,6 +63,7 @@ from shardcache.units import format_bytes
 from shardcache.urls import ShardURL, server_of
 
 if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
     from multiprocessing.process import BaseProcess
 
     from shardcache.cache import Cache
@@ -301,6 +300,8 @@ class Pool:
                 if self._threads:
                     self._ended.get(timeout=tick)
                 elif self._channels:
+                    from multiprocessing.connection import wait
+
                     wait(self._channels, tick)
             for channel in self._channels.copy():
                 self._receive(channel)
@@ -344,14 +345,16 @@ class Pool:
         # A lock that another thread holds would stay locked in the helper.
         if count < 2 or threading.active_count() > 1:
             return
+        from multiprocessing import Pipe, get_context  # here: few prewarms have helpers
+
         with suppress(ConfigError):  # the downloads raise it
             self.cache.process.origins.prepare(self._missing()[0])
         self.rate = self.rate and self.rate // count
         jobs, self.jobs = self.jobs, self.jobs // count
         with suppress(OSError):  # the limit of processes is reached, so fewer download
             for _ in range(count - 1):
-                channel, end = multiprocessing.Pipe()
-                process = multiprocessing.get_context("fork").Process(
+                channel, end = Pipe()
+                process = get_context("fork").Process(
                     target=self._help, args=(channel, end), daemon=True
                 )
                 process.start()

@@ -135,6 +135,7 @@ class TarDataset:
         self.counts = np.array(self._count(specs) if counts is None else counts, np.int64)
         self._ends = list(accumulate(self.counts.tolist()))  # of the samples of all shards
         self._selected: NDArray[np.int64] | None = None
+        self._splits = 0  # how many times it was split off
         self._open = OrderedDict[int, OpenShard]()  # the last one is the most recently used
         files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         self._most = _OPEN if files < 0 else max(1, min(_OPEN, files // 4))
@@ -206,7 +207,7 @@ class TarDataset:
 
         Whether a sample belongs to a part depends only on the seed, the name of its shard and its
         number there. So it stays in its part if shards are added, and no part has exactly its
-        fraction.
+        fraction. A part may be split again.
 
         Raises:
             ConfigError: the fractions are not positive, or exceed 1 together; or a part is empty.
@@ -218,7 +219,7 @@ class TarDataset:
         ends[-1] = 1 if math.isclose(ends[-1], 1) else ends[-1]
         draws = [np.empty(0)]
         for shard, count in zip(self.shards, np.diff([0, *self._ends]).tolist(), strict=True):
-            key = chained(0, seed, zlib.crc32(shard.basename.encode())) or 0
+            key = chained(0, seed, zlib.crc32(shard.basename.encode()), *[1] * self._splits) or 0
             draws.append((hashes(count, key) >> np.uint64(11)) / 2**53)  # from 0 to 1
         every = np.concatenate(draws)
         drawn = every if self._selected is None else every[self._selected]
@@ -226,7 +227,10 @@ class TarDataset:
         parts = [np.flatnonzero(own == part) for part in range(len(ends))]
         if not all(map(len, parts)):
             raise ConfigError(f"{len(self)} samples are too few for the fractions {fractions!r}.")
-        return [self.select(part) for part in parts]
+        selected = [self.select(part) for part in parts]
+        for each in selected:
+            each._splits = self._splits + 1
+        return selected
 
     def fingerprint(self) -> str:
         """Return a digest of the shards, their numbers of samples, and the selection."""
@@ -285,6 +289,13 @@ class TarDataset:
             ConfigError: the stages left nothing of the batch.
             The errors of `Cache.open`, if a shard cannot be read.
         """
+        batch, error = self.read(indices)
+        if error is not None and not batch:  # a batch cannot be empty
+            raise error
+        return batch
+
+    def read(self, indices: Sequence[int]) -> tuple[list[Any], Exception | None]:
+        """Return samples after the stages, or no sample and the reason why none is left."""
         samples, error, size = [], None, 0
         for index in indices:
             place, position, number = self._locate(index)
@@ -308,7 +319,7 @@ class TarDataset:
                 self._open.pop(position, None)
         self.cache.process.counters.read(size)
         if error is not None and not samples:
-            raise error  # the handler left out all samples of the batch, and it cannot be empty
+            return [], error  # the handler left out all of them
         results: Iterable[Any] = (left := iter(samples))
         try:
             for stage in self.stages:
@@ -320,11 +331,11 @@ class TarDataset:
             raise
         if samples and not batch:
             shards = dict.fromkeys(self.locate(index)[0] for index in indices)
-            raise ConfigError(
+            error = ConfigError(
                 f"the stages left none of {len(samples)} samples of {', '.join(shards)}. A batch "
                 "cannot be empty: let the stages keep these samples, or make larger batches."
             )
-        return batch
+        return batch, error
 
     def _shard(self, position: int) -> OpenShard:
         """Return an open shard, which is downloaded if necessary.

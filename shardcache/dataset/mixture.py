@@ -94,7 +94,7 @@ class Mixture:
         numbers = [range(len(self))[index] for index in indices]  # refuses those out of range
         owners = (np.searchsorted(self._firsts, numbers, "right") - 1).tolist()
         in_use = getattr(indices, "shards", ())
-        batches: list[Iterator[Any]] = []
+        batches, errors = list[Iterator[Any]](), list[Exception]()
         for part, data in enumerate(self.parts.values()):
             first, shards = self._firsts[part], range(*self._first_shards[part : part + 2])
             own = [
@@ -103,9 +103,14 @@ class Mixture:
                 if owner == part
             ]
             open_ = [shard - shards.start for shard in in_use if shard in shards]
-            batches.append(iter(data.__getitems__(Batch(own, open_)) if own else ()))
+            batch, error = data.read(Batch(own, open_)) if own else ([], None)
+            batches.append(iter(batch))
+            errors += [error] if error is not None else []
         samples = [next(batches[owner], _DROPPED) for owner in owners]
-        return [sample for sample in samples if sample is not _DROPPED]
+        samples = [sample for sample in samples if sample is not _DROPPED]
+        if errors and not samples:
+            raise errors[0]
+        return samples
 
     def fingerprint(self) -> str:
         """Return a digest of the names of the parts, their fingerprints and ``samples``."""

@@ -212,7 +212,7 @@ class Cache:
         Returns:
             The shard's entry. Its `data` is the path of the shard, and its `size` is in bytes.
         """
-        opened = self.process.obtain(Download(self.process.downloads, self._single(url)))
+        opened = self.process.fetch(Download(self.process.downloads, self._single(url)))
         opened.close()
         return opened.entry
 
@@ -225,7 +225,7 @@ class Cache:
         """
         source = Path(file).resolve(strict=True)
         download = Download(self.process.downloads, self.parse(url), source=source)
-        with contextlib.closing(self.process.obtain(download)) as opened:
+        with contextlib.closing(self.process.fetch(download)) as opened:
             return opened.entry
 
     def path(self, url: str | ShardURL) -> Path | None:

@@ -1,7 +1,7 @@
 """`ProcessCache`: a cache as one process uses it.
 
-It opens entries that are cached (`lookup`), and downloads those that are not (`fetch`, or `join` in
-a background thread). A forked child has connections and locks of its own.
+It opens entries that are cached (`lookup`), and downloads those that are not (`fetch`, or in a
+background thread `start_download`). A forked child has its own connections and locks.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class ProcessCache:
         tiers: the tiers, fastest first.
         home: the last tier, which is ``dir`` and holds the locks.
         directories: the `Directories` that were found, or None until `prepare` has made them.
-        disk, engine, origins, counters, notices, downloads: the parts of this process.
+        disk, resources, origins, counters, notices, downloads: the parts of this process.
     """
 
     def __init__(self, config: Config, ranks: Ranks, started: float | None) -> None:
@@ -80,7 +80,7 @@ class ProcessCache:
         """Make the parts that belong to a process. A forked child calls this again."""
         # Imported here, because these modules would slow `import shardcache`.
         from shardcache.download.connections import Connections
-        from shardcache.download.transfer import Engine
+        from shardcache.download.transfer import Resources
         from shardcache.origins.resolve import Origins
         from shardcache.origins.retry import RetryPolicy
         from shardcache.tiers import Tier
@@ -96,7 +96,7 @@ class ProcessCache:
         self.tiers = [Tier(own, *parts) for own in config.by_tier()]
         self.home = self.tiers[-1]
         self.origins = Origins(config, self.notices.is_new)
-        self.engine = Engine(
+        self.resources = Resources(
             config,
             RetryPolicy(config.attempts, config.deadline, config.patience),
             self.counters,
@@ -238,7 +238,7 @@ class ProcessCache:
                 disk.reading.succeeded()
         return opened
 
-    def obtain(self, download: Download) -> Opened:
+    def fetch(self, download: Download) -> Opened:
         """Return the entry of the shard of a new download, which runs only if necessary.
 
         This does not count as an open. Raises the errors of `Cache.open` with ``strict``.
@@ -249,9 +249,9 @@ class ProcessCache:
             if (opened := self.lookup(shard, download.outdated, insist=True)) is not None:
                 download.obtained(opened, "hit")
             elif download.source is None:
-                opened = self._download(download)
+                opened = self._join(download)
             else:  # readers do not join it, because it may refuse the file
-                opened = threads.call(partial(self.fetch, download), None, "shardcache-import")
+                opened = threads.call(partial(self._download, download), None, "shardcache-import")
         source = None if download.outcome == "imported" else download.source
         if source is not None and not opened.equals(source):
             opened.close()
@@ -265,7 +265,7 @@ class ProcessCache:
         logger.debug("%s: %s", shard, download.outcome, extra=facts)
         return opened
 
-    def _download(self, own: Download) -> Opened | None:
+    def _join(self, own: Download) -> Opened | None:
         """Run a download, or wait for the one that other readers share, and return the entry.
 
         Returns None if the shared one was of no use to this caller, so that ``own`` may run next.
@@ -274,7 +274,7 @@ class ProcessCache:
         try:
             # A signal handler could raise in the main thread, at any step of a download.
             if not (download.is_claimed or (threads.is_main() and self._start_worker(download))):
-                self._work(download)
+                self._run_worker(download)
             while not download.ended:
                 download.wait(lambda: download.ended, _POLL)
                 if download is not own:
@@ -299,7 +299,7 @@ class ProcessCache:
             download.leave()
         return opened
 
-    def join(
+    def start_download(
         self, shard: ShardURL, *, finish: bool = False, ahead: bool = False
     ) -> tuple[Download, bool]:
         """Add a reader to the shard's download; return it, and whether this call started it.
@@ -325,44 +325,44 @@ class ProcessCache:
         """Start the worker's thread. Return False if the process cannot start a thread."""
         try:
             name = f"shardcache-{download.shard.key[:8]}-fetch"
-            threads.start(partial(self._work, download), name)
+            threads.start(partial(self._run_worker, download), name)
         except RuntimeError as exn:
             logger.info("%s: %s", download.shard, exn)
             return False
         return True
 
-    def _work(self, download: Download) -> None:
+    def _run_worker(self, download: Download) -> None:
         """Run a download as its worker, and report its result or error to the readers."""
         if not download.claim():
             return
         try:
-            opened = self.fetch(download)
+            opened = self._download(download)
         except BaseException as exn:  # noqa: BLE001 - its readers raise it
             if not download.end(None, exn):
                 logger.info("%s: not downloaded in the background: %s", download.shard, exn)
         else:
             download.end(opened)
 
-    def fetch(self, download: Download) -> Opened | None:
-        """Fetch a shard, return its entry like `Fetch.run`, and count its bytes."""
-        from shardcache.download.fetch import Fetch
+    def _download(self, download: Download) -> Opened | None:
+        """Download a shard, return its entry like `Worker.attempt`, and count its bytes."""
+        from shardcache.download.worker import Worker
 
         started, writing = clock.monotonic(), self.disk.writing
         if started >= self._clean_due:
             self._clean()
         self.disk.check(writing, insist=not download.can_bypass)
-        opened, fetch = None, Fetch(self.engine, download)
+        opened, worker = None, Worker(self.resources, download)
         try:
             while True:
                 directories = self._check()
                 try:
-                    opened = fetch.run(directories)
+                    opened = worker.attempt(directories)
                     break
                 except Exception as exn:
                     unmounted = False
                     with ignoring(OSError):  # it would hide the error of the attempt
                         unmounted = bool(self._changed_tiers())
-                    if not fetch.recover(exn, unmounted=unmounted):
+                    if not worker.recover(exn, unmounted=unmounted):
                         raise
         except os_error() as exn:
             self.disk.failed(writing, exn)

@@ -79,7 +79,7 @@ def test_local_files_are_cached_only_on_request(make_cache, tmp_path):
 
 def test_a_pin_keeps_the_path(make_cache, monkeypatch):
     """A process that died during an eviction may have renamed the directory of an open file."""
-    cache, real, renamed = make_cache(), ProcessCache.obtain, []
+    cache, real, renamed = make_cache(), ProcessCache.fetch, []
     cache.fetch(URL)
 
     def obtain(self, download):
@@ -89,7 +89,7 @@ def test_a_pin_keeps_the_path(make_cache, monkeypatch):
             Path(opened.directory).rename(renamed[0])
         return opened
 
-    monkeypatch.setattr(ProcessCache, "obtain", obtain)
+    monkeypatch.setattr(ProcessCache, "fetch", obtain)
     with cache.pinned(URL) as path:
         assert path.read_bytes() == DATA
 

@@ -28,7 +28,7 @@ from shardcache.layout import Layout
 from shardcache.origins.resolve import Origins
 from shardcache.units import format_rate, parse_bytes
 
-__all__ = ["LEAST", "NODE", "Connections", "Throttle", "Work", "parse_rate"]
+__all__ = ["LEAST", "NODE", "Connections", "PartQueue", "Throttle", "parse_rate"]
 
 #: Bytes that one request asks for. Smaller parts are slower over an S3-like link, and larger ones
 #: are no faster.
@@ -58,7 +58,7 @@ _FLOCK = struct.Struct("hhqqi4x")
 _RECOUNT = 1.0
 
 
-class Work:
+class PartQueue:
     """A queue of the parts of one shard that still have to be fetched, by its worker and helpers.
 
     Helpers call ``fetch`` with a part; it must not raise.
@@ -119,7 +119,7 @@ class Connections:
         self._since = clock.monotonic()
         self._measured = self._since, 0.0, 0.0  # time, `_used` and `_processor_seconds`
         self._waiting = 0
-        self._work: deque[Work] = deque()
+        self._queues: deque[PartQueue] = deque()
         self._free = threading.Condition(self.lock)
 
     @property
@@ -234,15 +234,15 @@ class Connections:
             finally:
                 others.guard.release()
 
-    def offer(self, work: Work) -> None:
+    def offer(self, work: PartQueue) -> None:
         """Let helpers fetch the parts in ``work``."""
         with self.lock:
-            self._work.append(work)
+            self._queues.append(work)
         self.hand_out()
 
     def hand_out(self) -> None:
         """Give a free connection to a waiting worker, or start a helper if no worker waits."""
-        if not self._waiting and not self._work:
+        if not self._waiting and not self._queues:
             return
         self._downloaders.recount()
         with self.lock:
@@ -259,7 +259,7 @@ class Connections:
             threads.start(self._help, "shardcache-part")
         except RuntimeError:  # the limit of threads is reached, so the workers fetch alone
             with self.lock:
-                self._work.clear()
+                self._queues.clear()
             self._release()
 
     def _use(self, count: int) -> None:
@@ -269,11 +269,11 @@ class Connections:
         self._since = now
         self._busy += count
 
-    def _next(self) -> Work | None:
+    def _next(self) -> PartQueue | None:
         """Return the parts of the first shard that has any left, or None if no shard has."""
-        while self._work and not self._work[0].parts:
-            self._work.popleft()
-        return self._work[0] if self._work else None
+        while self._queues and not self._queues[0].parts:
+            self._queues.popleft()
+        return self._queues[0] if self._queues else None
 
     def _help(self) -> None:
         """Fetch parts until none is left, a worker needs the connection, or `limit` has fallen."""

@@ -22,7 +22,7 @@ from functools import partial
 from shardcache import clock, threads
 from shardcache.clock import boot_id
 from shardcache.config import Config
-from shardcache.download.connections import Connections, Work
+from shardcache.download.connections import Connections, PartQueue
 from shardcache.download.download import Download
 from shardcache.errors import IntegrityError, ShardCacheError
 from shardcache.faults import is_local_error
@@ -44,7 +44,7 @@ from shardcache.store.directory import Metadata
 from shardcache.store.partial import Partial
 from shardcache.urls import ShardURL
 
-__all__ = ["Engine", "Transfer"]
+__all__ = ["Resources", "Transfer"]
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ _FOLDERS = 256
 
 
 @dataclass(frozen=True, slots=True)
-class Engine:
+class Resources:
     """The parts of a process that all its transfers share."""
 
     config: Config
@@ -127,7 +127,7 @@ class _Part:
 class Transfer:
     """Receives one version of an object. Used once, by the thread that made it."""
 
-    _engine: Engine
+    _resources: Resources
     _download: Download
     _retries: Retries
     _origin: Origin
@@ -149,7 +149,7 @@ class Transfer:
         self._error: BaseException | None = None  # the first error, which ends all threads
         self._responses: set[Body] = set()  # the responses that threads are receiving
         self._describer: threading.Thread | None = None
-        self._work = Work(self._engine.connections, self._help)
+        self._queue = PartQueue(self._resources.connections, self._help)
 
     def take_first(self) -> Body | None:
         """Return the first response, which the caller must close; None if there is none."""
@@ -169,12 +169,12 @@ class Transfer:
                     # Not a helper, which would first need a connection.
                     with contextlib.suppress(RuntimeError):  # too many threads: no checksum
                         self._describer = threads.start(self._describe, "shardcache-checksum")
-                if self._work.parts:
-                    self._engine.connections.offer(self._work)
+                if self._queue.parts:
+                    self._resources.connections.offer(self._queue)
                 fd = self._partial.fd  # stays open, because only this thread closes the partial
                 if lead is not None:
                     self._receive(lead, fd)
-                while self._work.parts and (part := self._work.take()) is not None:
+                while self._queue.parts and (part := self._queue.take()) is not None:
                     self._receive(_Part(part.start, part.stop), fd)
         except _FailedError:
             logger.debug("%s: another thread failed", self._shard)
@@ -185,7 +185,7 @@ class Transfer:
     def finish(self) -> Metadata:
         """Wait for the helpers, check the shard, and return its metadata, or raise the error."""
         with self._download.transferring(self._fail):
-            self._work.end()
+            self._queue.end()
             end = min(clock.monotonic() + _LAST_RESPONSE, self._retries.end or math.inf)
             thread = self._describer
             while thread is not None and self._error is None and clock.monotonic() < end:
@@ -222,7 +222,7 @@ class Transfer:
             isinstance(exn, VersionChangedError) and not self._is_upstream
         )
         try:
-            self._work.end(_FAREWELL)
+            self._queue.end(_FAREWELL)
         finally:  # release the partial's lock even if the wait is interrupted
             if partial is not None:
                 if is_useless or is_local_error(exn) or partial.metadata.info.size is None:
@@ -238,11 +238,11 @@ class Transfer:
 
         S3 adds the checksum if the response is for the whole object.
         """
-        origin, shard, part = self._origin, self._shard, self._engine.connections.part
-        likely = self._engine.likely_size(self._download)
+        origin, shard, part = self._origin, self._shard, self._resources.connections.part
+        likely = self._resources.likely_size(self._download)
         self._is_whole = self._may_not_fit or (likely is not None and 0 < likely <= part)
         response = origin.open(shard, 0, None if self._is_whole else part)
-        self._engine.connections.answered(response.waited)
+        self._resources.connections.answered(response.waited)
         if not response.info.identifiable and response.stop not in (None, response.info.size):
             # Two parts could not be compared, so one response must have all bytes.
             response.close()
@@ -253,7 +253,7 @@ class Transfer:
 
     def _queue_parts(self) -> _Part | None:
         """Queue all missing parts, except the one that the first response delivers; return that."""
-        first, size, length = self._first, self._info.size, self._engine.connections.part
+        first, size, length = self._first, self._info.size, self._resources.connections.part
         if first is None:
             lead, missing = None, self._partial.missing()
         elif size is None or first.stop is None:  # the response has the whole object
@@ -266,7 +266,7 @@ class Transfer:
             lead, missing = _Part(0, stop), iter([(stop, size)])
         for start, stop in missing:
             for at in range(start, stop, length):
-                self._work.parts.append(range(at, min(stop, at + length)))
+                self._queue.parts.append(range(at, min(stop, at + length)))
         return lead
 
     def _help(self, part: range) -> None:
@@ -314,7 +314,7 @@ class Transfer:
         expected = self._info if self._info.size is not None else None
         response = self._origin.open(self._shard, part.position, part.stop, expected)
         try:
-            self._engine.connections.answered(response.waited)
+            self._resources.connections.answered(response.waited)
             if response.info.version != self._info.version:
                 raise VersionChangedError(str(self._shard))
             if not self._partial.confirmed:
@@ -336,7 +336,7 @@ class Transfer:
         try:
             if response.start != part.position:
                 self._check()
-                self._engine.counters.read(skip(response, part.position), self._counter)
+                self._resources.counters.read(skip(response, part.position), self._counter)
             self.is_proven &= response.proven or part.stop is not None
             throttle, begun = self._download.throttle, part.position
             while not part.complete:
@@ -349,7 +349,7 @@ class Transfer:
                 if throttle is not None:
                     want = min(want, part.filled + throttle.most)
                 count = part.receive(response, want)
-                self._engine.counters.read(count, self._counter)
+                self._resources.counters.read(count, self._counter)
                 received += count
                 if part.filled == length or (count == 0 and part.stop is None):
                     self._write(part, fd)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from shardcache import clock
 from shardcache.cache import default_cache
 from shardcache.download.download import Progress
-from shardcache.download.fetch import evict_outdated, unlike
+from shardcache.download.worker import evict_outdated, unlike
 from shardcache.errors import ConfigError, ShardCacheError
 from shardcache.faults import os_error
 from shardcache.files import open_file
@@ -242,7 +242,7 @@ def _outdated_versions(cache: Cache, shard: ShardURL) -> frozenset[str] | Except
 
 def _latest(cache: Cache, shard: ShardURL) -> ObjectInfo:
     process = cache.process
-    origin, retries = process.origins.of(shard), process.engine.policy.started(str(shard))
+    origin, retries = process.origins.of(shard), process.resources.policy.started(str(shard))
     return retries.call(lambda: origin.stat(shard), sleep=clock.sleep)
 
 

@@ -293,7 +293,7 @@ class Pool:
 
     def _supervise(self, report: Callable[[list[Started | Finished]], None]) -> None:
         """Start threads, report events and watch for reasons to stop, until all work is done."""
-        connections = self.cache.process.engine.connections
+        connections = self.cache.process.resources.connections
         while self._start_threads(connections.limit):
             tick = _TICK if connections.known else _FIRST_TICK
             with suppress(Empty):
@@ -457,7 +457,7 @@ class Pool:
         start, size = clock.monotonic(), download.listed
         error: Exception | None = None
         try:
-            opened = self.cache.process.obtain(download)
+            opened = self.cache.process.fetch(download)
             opened.close()
             size = opened.size
             outcome = Outcome.CACHED if download.outcome == "hit" else Outcome(download.outcome)

@@ -150,7 +150,7 @@ class Prefetcher:
                 cache.tier_of(opened.directory).store.touch(opened.directory, clock.time())
                 opened.close()
             else:
-                download, _ = cache.join(shard, finish=True, ahead=True)
+                download, _ = cache.start_download(shard, finish=True, ahead=True)
                 download.leave()
                 self._running.append(download)
         except Exception as exn:  # noqa: BLE001 - the reader raises it

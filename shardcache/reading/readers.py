@@ -78,7 +78,7 @@ class DownloadReader:
         self._read = 0  # offset after the last byte that was read
         self._limit = 0  # the watermark: offset after the last byte that may be read
         self._download: Download | None
-        self._download, self._has_started = self._cache.join(
+        self._download, self._has_started = self._cache.start_download(
             self._shard, finish=self.finish, ahead=ahead
         )
 
@@ -155,7 +155,9 @@ class DownloadReader:
     def _joined(self) -> Download:
         """Return the download. In a forked child, or after it gave way, join a new one first."""
         if self._download is None or self._download.pid != os.getpid():
-            self._download, has_started = self._cache.join(self._shard, finish=self.finish)
+            self._download, has_started = self._cache.start_download(
+                self._shard, finish=self.finish
+            )
             self._has_started |= has_started
         return self._download
 
@@ -265,7 +267,7 @@ class OriginReader:
         self._counter = "bytes_origin" if nearer is None else "bytes_upstream"
         # After one failed attempt at an upstream, the origin continues the stream.
         attempts = None if nearer is None else 1
-        self._retries = self._cache.engine.policy.started(str(self._shard), attempts)
+        self._retries = self._cache.resources.policy.started(str(self._shard), attempts)
 
     def _leave_parent(self) -> None:
         """Continue in a forked child."""

@@ -152,10 +152,10 @@ def stream_file(cache: ProcessCache, file: ShardURL) -> BinaryIO:
 
 
 def pin_shard(cache: ProcessCache, shard: ShardURL) -> Opened:
-    """Return an entry that stays at its path until closed; see `ProcessCache.obtain`."""
+    """Return an entry that stays at its path until closed; see `ProcessCache.fetch`."""
     started = clock.monotonic()
     while True:
-        opened = cache.obtain(download := Download(cache.downloads, shard))
+        opened = cache.fetch(download := Download(cache.downloads, shard))
         waited = clock.monotonic() - started
         if not opened.stuck and is_file(opened.path, opened.file.fileno()):
             cache.counters.opened(download.outcome, waited)

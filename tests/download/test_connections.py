@@ -158,7 +158,7 @@ def test_a_waiting_download_starts_when_connections_are_free(cache, origin):
             first = pool.submit(read, cache, URLS[0])
             wait_until(lambda: origin.requests)
             second = pool.submit(read, cache, URLS[1])
-            wait_until(lambda: cache.process.engine.connections._waiting)
+            wait_until(lambda: cache.process.resources.connections._waiting)
         assert second.result(PATIENCE) == origin.objects[URLS[1]]
         assert not first.done()
     assert first.result() == origin.objects[URLS[0]]
@@ -171,7 +171,7 @@ def test_a_download_that_waits_for_a_connection_can_be_cancelled(make_cache, cac
         reading = pool.submit(read, one, URLS[0])
         wait_until(lambda: origin.requests)
         prewarm = pool.submit(one.prewarm, URLS[1], stop=stop)
-        wait_until(lambda: one.process.engine.connections._waiting)
+        wait_until(lambda: one.process.resources.connections._waiting)
         stop.set()
         assert prewarm.result(PATIENCE).not_started == 1
         no_thread("-prewarm")
@@ -229,7 +229,7 @@ def test_a_slow_first_response_allows_all_connections(cache, origin, clock, resp
     for url, origin.waited in zip(URLS, responses, strict=False):
         origin.objects[url] = payload(1)
         read(cache, url)
-    assert cache.process.engine.connections.limit == limit
+    assert cache.process.resources.connections.limit == limit
 
 
 def test_shards_get_more_connections_if_all_are_stuck(cache, origin):

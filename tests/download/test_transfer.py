@@ -38,7 +38,7 @@ def fetched(cache, url=URL):
 
 def run(cache, download):
     """Run this download as `Cache.fetch` runs its own."""
-    opened = cache.process.obtain(download)
+    opened = cache.process.fetch(download)
     opened.close()
     return opened.entry
 

@@ -175,9 +175,9 @@ def test_cached_shards_are_opened_only_in_doubt(make_cache, origin, listed, fill
     for entry in (changed, booted):
         sidecar = replace(entry.metadata(), boot="the last boot")
         (entry.path / "meta.json").write_bytes(sidecar.encode())
-    real = ProcessCache.obtain
+    real = ProcessCache.fetch
     monkeypatch.setattr(
-        ProcessCache, "obtain", lambda self, it: opened.append(str(it.shard)) or real(self, it)
+        ProcessCache, "fetch", lambda self, it: opened.append(str(it.shard)) or real(self, it)
     )
     report = make_cache(isolation="rank").prewarm(urls)  # remembers no entries
     assert [each.outcome for each in report.results] == [
@@ -261,14 +261,14 @@ def test_an_interrupt_is_raised_after_all_downloads_ended(make_cache, origin, li
 def test_a_stop_does_not_wait_for_a_stuck_download(make_cache, listed, fill, monkeypatch):
     monkeypatch.setattr("shardcache.prewarm.run._CANCEL_TIMEOUT", 0.2)
     release, stop = threading.Event(), threading.Event()
-    obtain = ProcessCache.obtain
+    obtain = ProcessCache.fetch
 
     def stuck(self, download):
         stop.set()
         release.wait(60)
         return obtain(self, download)
 
-    monkeypatch.setattr(ProcessCache, "obtain", stuck)
+    monkeypatch.setattr(ProcessCache, "fetch", stuck)
     report = make_cache().prewarm(fill(names(2)), jobs=1, stop=stop)
     release.set()
     assert outcomes(report) == "--" and report.stopped is Stopped.REQUESTED

@@ -74,20 +74,20 @@ def test_errors_that_cannot_be_pickled_are_sent_as_text(order, monkeypatch):
     def fail(*args):
         raise Local("odd")
 
-    monkeypatch.setattr(ProcessCache, "obtain", fail)
+    monkeypatch.setattr(ProcessCache, "fetch", fail)
     errors = {repr(result.error) for result in taken(order()).report.results}
     assert errors == {repr(ShardCacheError("Local: odd"))}
 
 
 def test_a_cancelled_task_ends_its_prewarm(order, monkeypatch):
     """`ray.cancel` raises an exception in the task."""
-    begun, obtain = threading.Event(), ProcessCache.obtain
+    begun, obtain = threading.Event(), ProcessCache.fetch
 
     def slow(*args):
         begun.set()
         return obtain(*args)
 
-    monkeypatch.setattr(ProcessCache, "obtain", slow)
+    monkeypatch.setattr(ProcessCache, "fetch", slow)
     before = threading.active_count()
     stream = _prewarm_here(*order(jobs=1, limit_rate="64kB"), None)
     node = NodeReport("node-a", 0)

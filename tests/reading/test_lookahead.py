@@ -132,7 +132,7 @@ def test_a_shard_that_another_process_downloads_is_left_to_it(make_cache, origin
 
 @pytest.mark.locks_work
 def test_the_processes_of_a_node_share_a_limit_of_downloads_ahead(make_cache, origin, monkeypatch):
-    monkeypatch.setattr("shardcache.download.fetch._AHEAD", 1)
+    monkeypatch.setattr("shardcache.download.worker._AHEAD", 1)
     one, other = make_cache(prefetch=1), make_cache(prefetch=2)
     origin.faults.append(Fault())
     event = origin.hold(0)  # the second shard

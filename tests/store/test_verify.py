@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from shardcache.cache import Cache
-from shardcache.store import verify as engine
+from shardcache.store import verify as resources
 from shardcache.store.verify import EntryState, VerifyStatus
 from tests.support.caches import read
 from tests.support.shop import Shop
@@ -33,8 +33,8 @@ def test_linked_entries_are_read_once_and_set_aside_together(shop, monkeypatch):
         monkeypatch.setenv("SHARDCACHE_RANK", str(rank))
         linked.append(shop.cache(isolation="rank"))
         linked[rank].fetch(url)
-    real = engine.read_blocks
-    monkeypatch.setattr(engine, "read_blocks", lambda fd: reads.append(fd) or real(fd))
+    real = resources.read_blocks
+    monkeypatch.setattr(resources, "read_blocks", lambda fd: reads.append(fd) or real(fd))
     assert states(linked[0]) == ["ok"] * (6 + 3)
     assert len(reads) == 6
     with open(shop.entries()[url].data, "r+b") as file:
@@ -51,13 +51,13 @@ def test_linked_entries_are_read_once_and_set_aside_together(shop, monkeypatch):
 
 @pytest.mark.locks_work("flock")
 def test_an_entry_is_pinned_while_it_is_read(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
-    url, real, stayed = shop.urls[0], engine.read_blocks, []
+    url, real, stayed = shop.urls[0], resources.read_blocks, []
 
     def read_blocks(fd: int) -> Iterator[memoryview]:
         yield from real(fd)
         stayed.append(other.remove(url)[1])
 
-    monkeypatch.setattr(engine, "read_blocks", read_blocks)
+    monkeypatch.setattr(resources, "read_blocks", read_blocks)
     with shop.cache() as other, shop.cache() as cache:
         assert states(cache, specs=url) == ["ok"]
         assert stayed == [1]

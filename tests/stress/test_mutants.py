@@ -37,13 +37,13 @@ Visibility: the final name is written directly
     tests/stress/test_crash.py -k resume
 
 Economy: every process downloads
-    download/fetch.py
+    download/worker.py
     -while not lock.try_acquire(directories.holder()):
     +while not lock.try_acquire(directories.holder()) and False:
     tests/test_processes.py -k eight_processes
 
 Crashes: no process resumes the partial of a dead one
-    download/fetch.py
+    download/worker.py
     -left = None if lock is None else lock.partial
     +left = None
     tests/download/test_coordination.py -k resumed
@@ -67,7 +67,7 @@ Locks: processes share a temporary name
     tests/test_processes.py -k stopped
 
 Waiting: waiting for a stopped holder never ends
-    download/fetch.py
+    download/worker.py
     ->= self._config.stale_after
     +>= 1e9
     tests/download/test_coordination.py -k stuck_holder_is_announced_and_passed_by

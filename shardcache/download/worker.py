@@ -1,7 +1,7 @@
 """Fetch a shard that is not cached, and open its entry; one download per node.
 
 docs/design.md shows the steps; each of them gives the right bytes without locks.
-`process.ProcessCache.fetch` repeats `Fetch.run` while `Fetch.recover` allows it.
+`process.ProcessCache._download` repeats `Worker.attempt` while `Worker.recover` allows it.
 
 A process that waits for the holder of the lock (`_Wait`) never takes the lock away. The holder is
 stale if it has shown no progress for ``stale_after`` seconds.
@@ -24,7 +24,7 @@ from shardcache.archive import MALFORMED, archive_problem, check_archive
 from shardcache.clock import boot_id
 from shardcache.config import Config, __version__
 from shardcache.download.download import Download
-from shardcache.download.transfer import Engine, Transfer
+from shardcache.download.transfer import Resources, Transfer
 from shardcache.errors import (
     CacheFullError,
     FetchCancelledError,
@@ -51,7 +51,7 @@ from shardcache.urls import ShardURL
 if TYPE_CHECKING:
     from shardcache.origins.resolve import UpstreamOrigin
 
-__all__ = ["Fetch", "evict_outdated", "unlike"]
+__all__ = ["Worker", "evict_outdated", "unlike"]
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +83,7 @@ class _UpstreamError(Exception):
 
 
 @dataclass(eq=False, repr=False)
-class Fetch:
+class Worker:
     """The attempts to fetch a shard, and what the next one does differently after a failure.
 
     failure                        the next attempt                            at most
@@ -95,7 +95,7 @@ class Fetch:
     a disk was unmounted           uses the directories that are made again    once
     """
 
-    _engine: Engine
+    _resources: Resources
     _download: Download
     _directories: Directories = field(init=False)  # of the current attempt
     _is_for_last_tier: bool = False  # because the disk was full
@@ -140,7 +140,7 @@ class Fetch:
                     "use another directory",
                     str(directories.layout.base),
                 )
-            self._engine.notices.warn("lost", "%s: %s; starting over", shard, exn)
+            self._resources.notices.warn("lost", "%s: %s; starting over", shard, exn)
         elif is_local_error(exn) and unmounted and not self._was_unmounted:
             self._was_unmounted = True
             logger.info("%s: the disk was unmounted or replaced (%s)", shard, exn)
@@ -157,7 +157,7 @@ class Fetch:
             return False
         return True
 
-    def run(self, directories: Directories) -> Opened | None:
+    def attempt(self, directories: Directories) -> Opened | None:
         """Return the entry, or None if a download ahead gave way to another process or to readers.
 
         Raises the errors of `Cache.open` with ``strict``, FetchCancelledError, and those that
@@ -168,7 +168,7 @@ class Fetch:
         lock: _Lock | None
         with contextlib.ExitStack() as stack:
             is_crowded = download.is_ahead and (
-                self._engine.connections.crowded
+                self._resources.connections.crowded
                 or not stack.enter_context(directories.slot("ahead", _AHEAD))
             )
             if is_crowded and download.give_way():
@@ -180,7 +180,7 @@ class Fetch:
                 if download.give_way():
                     return None
                 if wait is None:
-                    wait = _Wait(download, directories, self._engine.config)
+                    wait = _Wait(download, directories, self._resources.config)
                     stack.callback(wait.close)
                 if wait.is_stale:
                     with contextlib.ExitStack() as private:
@@ -218,28 +218,28 @@ class Fetch:
 
     def _download_entry(self, lock: _Lock | None) -> Path:
         """Download the shard; return its published entry. ``lock`` is None if it is not held."""
-        shard, download, engine = self._download.shard, self._download, self._engine
+        shard, download, resources = self._download.shard, self._download, self._resources
         directories = self._directories
         if self._upstreams is None:  # only the origin has a new version
-            upstreams = engine.origins.upstreams(shard)
+            upstreams = resources.origins.upstreams(shard)
             self._upstreams = iter(()) if download.outdated else upstreams
             self._upstream = next(self._upstreams, None)
         upstream = self._upstream
         # An upstream has one attempt: the next upstream, or the origin, continues at the same byte.
-        retries = engine.policy.started(str(shard), None if upstream is None else 1)
+        retries = resources.policy.started(str(shard), None if upstream is None else 1)
         if lock is not None:
             retries.record = directories.layout.holder(shard.key)
         left = None if lock is None else lock.partial
         partial = None if lock is None or left is None else self._resume(lock, left)
         may_not_fit = partial is None and self._may_not_fit()
-        origin = upstream or engine.origins.of(shard)
-        transfer = Transfer(engine, download, retries, origin, upstream is not None, may_not_fit)
+        origin = upstream or resources.origins.of(shard)
+        transfer = Transfer(resources, download, retries, origin, upstream is not None, may_not_fit)
         try:
-            with engine.connections.hold(download.check):
+            with resources.connections.hold(download.check):
                 download.check()
                 if partial is None:
                     info = retries.call(transfer.begin, sleep=download.sleep)
-                    engine.learn_size(shard, info.size)
+                    resources.learn_size(shard, info.size)
                     download.check()
                     try:
                         partial = self._begin(info)
@@ -272,8 +272,8 @@ class Fetch:
 
     def _import(self, source: Path) -> Path:
         """Publish a file of this machine as the shard, if it has the bytes of the object."""
-        shard, engine, download = self._download.shard, self._engine, self._download
-        origin, retries = engine.origins.of(shard), engine.policy.started(str(shard))
+        shard, resources, download = self._download.shard, self._resources, self._download
+        origin, retries = resources.origins.of(shard), resources.policy.started(str(shard))
         info = retries.call(lambda: origin.stat(shard), sleep=download.sleep)
         if (size := source.stat().st_size) != info.size:
             raise unlike(shard, source, info)
@@ -291,7 +291,7 @@ class Fetch:
             raise
         entry = self._publish(partial, metadata, proven=True)
         download.outcome = "imported"
-        engine.counters.add({"bytes_stored": size})
+        resources.counters.add({"bytes_stored": size})
         return entry
 
     def _link(self) -> Opened | None:
@@ -319,7 +319,7 @@ class Fetch:
 
     def _may_not_fit(self) -> bool:
         """Return whether the shard may find no room; CacheFullError if it certainly has none."""
-        size = self._engine.likely_size(self._download) or _USUAL_SIZE
+        size = self._resources.likely_size(self._download) or _USUAL_SIZE
         tiers = self._directories.tiers
         refusals = [tier.space.refuses(str(self._download.shard), size) for tier in tiers]
         if None in refusals:
@@ -374,11 +374,11 @@ class Fetch:
 
     def _publish(self, partial: Partial, metadata: Metadata, *, proven: bool) -> Path:
         """Publish a received shard and return its entry, or discard it if a check refuses it."""
-        shard, config = self._download.shard, self._engine.config
+        shard, config = self._download.shard, self._resources.config
         try:
             check_archive(partial.fd, shard.basename, str(shard))
             if problem := archive_problem(partial.fd, shard.basename, metadata.size, _HEADERS):
-                self._engine.notices.warn(f"{shard.key} {problem}", MALFORMED, shard, problem)
+                self._resources.notices.warn(f"{shard.key} {problem}", MALFORMED, shard, problem)
             if not (proven or metadata.checked):
                 raise UnprovenError(
                     f"{shard} is not stored: its response has no length and ends with the "

@@ -46,8 +46,8 @@ _INTERVAL, _BUSY = 0.1, 0.5
 #: Connections of all processes of a node together, unless one process may have more. Over an
 #: S3-like link, 64 are hardly faster than 32.
 NODE = 64
-#: Connections that a process without downloads keeps, and all those of a node together.
-_KEPT, _KEPT_BY_NODE = 4, NODE // 2
+#: Open connections that a process without downloads keeps for its next one.
+_KEPT = 2
 #: Seconds between two checks of a waiting worker.
 _PATIENCE = 1.0
 #: Number of bytes to choose from, large enough that no two downloaders choose the same byte.
@@ -101,7 +101,7 @@ class Connections:
     """Hands out up to ``most`` connections of a process to workers and helpers.
 
     Safe between threads. ``part`` is the number of bytes of one request; None stands for `PART`.
-    ``node`` returns the node's namespace. The idle connections of ``origins`` count as well.
+    ``node`` returns the node's namespace. ``origins`` close their idle connections.
     """
 
     def __init__(
@@ -125,23 +125,13 @@ class Connections:
     @property
     def limit(self) -> int:
         """How many connections this process may use at the moment."""
-        self._downloaders.recount()
-        return self._limit
-
-    @property
-    def _limit(self) -> int:
-        return max(1, min(self._most, self._useful, self._share))
-
-    @property
-    def _share(self) -> int:
-        others = self._downloaders
-        return (max(NODE, self._most) - others.idle) // others.count
+        share = max(NODE, self._most) // self._downloaders.count()
+        return max(1, min(self._most, self._useful, share))
 
     @property
     def crowded(self) -> bool:
         """Whether the share of this process is a single connection, and it is already in use."""
-        self._downloaders.recount()
-        return self._busy > 0 and self._share <= 1
+        return self._busy > 0 and max(NODE, self._most) // self._downloaders.count() <= 1
 
     @property
     def known(self) -> bool:
@@ -181,58 +171,29 @@ class Connections:
         """
         with self.lock:
             self._waiting += 1
-        try:
-            while not self._admit():
-                check()
-        finally:
-            with self.lock:
+            try:
+                # The first connection needs no `limit`, which counts the downloaders.
+                while self._busy and self._busy >= self.limit:
+                    self._free.wait(_PATIENCE)
+                    check()
+                    self._measure()  # all connections may be stuck
+                self._use(1)
+            finally:
                 self._waiting -= 1
         try:
-            self._register()
+            self._origins.close_idle(self._most)
             self.hand_out()
             yield
         finally:
             self._release()
 
-    def _admit(self) -> bool:
-        """Use a connection and return True, or wait for one up to `_PATIENCE` and return False."""
-        if self._busy:  # otherwise, the number of downloaders does not matter
-            self._downloaders.recount()
-        with self.lock:
-            if not self._busy or self._busy < self._limit:
-                self._use(1)
-                return True
-            self._free.wait(_PATIENCE)
-            self._measure()  # all connections may be stuck
-            return False
-
     def _release(self) -> None:
         """Stop using a connection, and give it to another shard."""
         with self.lock:
             self._use(-1)
-        if self._busy:
-            self._origins.close_idle(self.limit)
-        self._register()
+            most = self.limit if self._busy else _KEPT
+        self._origins.close_idle(most)
         self.hand_out()
-
-    def _register(self) -> None:
-        """Register this process as a downloader while it uses connections.
-
-        Not under the lock, because the disk with the registrations may hang.
-        """
-        others = self._downloaders
-        others.recount()
-        # The thread inside the block looks again afterwards.
-        while bool(self._busy) != others.joined and others.guard.acquire(blocking=False):
-            try:
-                if self._busy:
-                    others.join()
-                    self._origins.close_idle(self._most)
-                else:
-                    kept = _KEPT if others.idle < _KEPT_BY_NODE else 0
-                    others.leave(keeps_connections=self._origins.close_idle(kept) > 0)
-            finally:
-                others.guard.release()
 
     def offer(self, work: PartQueue) -> None:
         """Let helpers fetch the parts in ``work``."""
@@ -242,13 +203,10 @@ class Connections:
 
     def hand_out(self) -> None:
         """Give a free connection to a waiting worker, or start a helper if no worker waits."""
-        if not self._waiting and not self._queues:
-            return
-        self._downloaders.recount()
         with self.lock:
             if not self._waiting and self._next() is None:
                 return
-            if self._busy >= self._limit:
+            if self._busy >= self.limit:
                 return
             if self._waiting:
                 self._free.notify()
@@ -259,15 +217,19 @@ class Connections:
             threads.start(self._help, "shardcache-part")
         except RuntimeError:  # the limit of threads is reached, so the workers fetch alone
             with self.lock:
+                self._use(-1)
                 self._queues.clear()
-            self._release()
 
     def _use(self, count: int) -> None:
         """Use ``count`` connections more, and update `_used`. Call with the lock held."""
         now = clock.monotonic()
         self._used += self._busy * (now - self._since)
         self._since = now
+        if count and not self._busy:
+            self._downloaders.join()
         self._busy += count
+        if count and not self._busy:
+            self._downloaders.leave()
 
     def _next(self) -> PartQueue | None:
         """Return the parts of the first shard that has any left, or None if no shard has."""
@@ -279,7 +241,7 @@ class Connections:
         """Fetch parts until none is left, a worker needs the connection, or `limit` has fallen."""
         while True:
             with self.lock:
-                yields = self._waiting or self._busy > self._limit
+                yields = self._waiting or self._busy > self.limit
                 work = None if yields else self._next()
                 if work is None:
                     break
@@ -296,68 +258,48 @@ class Connections:
 class Downloaders:
     """Registers a cache as a downloader of its node, and counts the node's downloaders.
 
-    A downloader holds an exclusive record lock on one random byte of ``downloads.lock``, and a
-    cache that only keeps idle connections a shared one. The lock belongs to the open file
-    (F_OFD_SETLK), so two caches of one process count as two. Where such locks do not work, each
-    cache counts only itself. Only the holder of ``guard`` may call `join` or `leave`.
+    A downloader holds a record lock on one random byte of ``downloads.lock``. The lock belongs to
+    the open file (F_OFD_SETLK), so two caches of one process count as two. Where such locks do not
+    work, each cache counts only itself. Only one thread at a time may call `join` or `leave`.
     """
 
     def __init__(self, node: Callable[[], Layout]) -> None:
-        self.guard = threading.Lock()  # not waited for: the disk may hang under its holder
-        self.joined = False
-        self.count = 1  # downloaders, including this one
-        self.idle = 0  # most idle connections of the caches that download nothing
         self._node = node
-        self._file: io.FileIO | None = None
-        # Not from `random`, because forked workers may seed it alike.
-        self._byte = int.from_bytes(os.urandom(4), "big") % _BYTES
+        self._file: io.FileIO | None = None  # open from `join` to `leave`
+        self._count = 1
         self._due = 0.0
 
     def join(self) -> None:
         """Register this cache as a downloader."""
-        self.joined, layout = True, self._node()
-        path = layout.named_lock("downloads")
+        self._count, self._due, layout = 1, 0.0, self._node()
         with ignoring(OSError):  # a read-only disk, or one without such locks
-            if self._file is None or not files.is_file(path, self._file.fileno()):
-                self._close()
-                self._file = files.open_exclusive(path, os.O_RDWR | os.O_CREAT, layout.modes)
-            self._lock(self._file, fcntl.F_WRLCK)
+            path, flags = layout.named_lock("downloads"), os.O_RDWR | os.O_CREAT
+            self._file = files.open_exclusive(path, flags, layout.modes)
+            # Not from `random`, because forked workers may seed it alike.
+            byte = int.from_bytes(os.urandom(4), "big") % _BYTES
+            lock = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0)
+            fcntl.fcntl(self._file.fileno(), fcntl.F_OFD_SETLK, lock)
 
-    def leave(self, *, keeps_connections: bool = False) -> None:
+    def leave(self) -> None:
         """Stop counting this cache as a downloader."""
-        self.joined = False
-        with ignoring(OSError):
-            if keeps_connections and self._file is not None:
-                self._lock(self._file, fcntl.F_RDLCK)
-            else:
-                self._close()
-
-    def _close(self) -> None:
         file, self._file = self._file, None
         if file is not None:
-            file.close()  # frees the lock, because forked children have closed the file
+            with ignoring(OSError):
+                file.close()  # frees the lock, because forked children have closed the file
 
-    def _lock(self, file: io.FileIO, kind: int) -> None:
-        lock = _FLOCK.pack(kind, os.SEEK_SET, self._byte, 1, 0)
-        fcntl.fcntl(file.fileno(), fcntl.F_OFD_SETLK, lock)
-
-    def recount(self) -> None:
-        """Update the counts if they are a second old, and no other thread uses the file."""
-        if (now := clock.monotonic()) < self._due or not self.guard.acquire(blocking=False):
-            return
-        try:
-            if self._file is not None:
-                with ignoring(OSError):
-                    downloading, idle = _count_others(self._file)
-                    self.count, self.idle = 1 + downloading, idle * _KEPT
-                self._due = now + _RECOUNT
-        finally:
-            self.guard.release()
+    def count(self) -> int:
+        """Return the number of downloaders, including this one. It may be a second old."""
+        file, now = self._file, clock.monotonic()
+        if file is not None and now >= self._due:
+            with ignoring(OSError, ValueError):  # `leave` has closed the file
+                self._count = 1 + _count_others(file)
+            # Set this last: otherwise, another thread would return the previous count.
+            self._due = now + _RECOUNT
+        return self._count
 
 
-def _count_others(file: io.FileIO) -> tuple[int, int]:
-    """Return the number of exclusive locks of other open files, and that of shared ones."""
-    counts, ranges = {fcntl.F_WRLCK: 0, fcntl.F_RDLCK: 0}, [(0, _BYTES)]
+def _count_others(file: io.FileIO) -> int:
+    count, ranges = 0, [(0, _BYTES)]
     while ranges:
         start, stop = ranges.pop()
         if start < stop:
@@ -365,9 +307,9 @@ def _count_others(file: io.FileIO) -> tuple[int, int]:
             lock = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, start, stop - start, 0)
             kind, _, at, _, _ = _FLOCK.unpack(fcntl.fcntl(file.fileno(), fcntl.F_OFD_GETLK, lock))
             if kind != fcntl.F_UNLCK:
-                counts[kind] += 1
+                count += 1
                 ranges += [(start, at), (at + 1, stop)]
-    return counts[fcntl.F_WRLCK], counts[fcntl.F_RDLCK]
+    return count
 
 
 def _processor_seconds() -> float:

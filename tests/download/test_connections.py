@@ -8,9 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from shardcache import Cache
-from shardcache.config import Config
-from shardcache.download.connections import Connections, Downloaders
-from shardcache.origins.resolve import Origins
+from shardcache.download.connections import Downloaders
 from tests.support.caches import read, unfinished
 from tests.support.storetools import (
     BLOCK,
@@ -107,30 +105,6 @@ def test_processes_that_have_downloaded_leave_connections_to_others(tmp_path):
             each.tell(f"alone-{number}")
             assert 0 < each.hear() <= 4
             store.least = PROCESS
-
-
-def test_a_cache_disk_that_hangs_does_not_stop_other_downloads(tmp_path):
-    hangs, release = threading.Event(), threading.Event()
-
-    def node():
-        hangs.set()
-        assert release.wait(PATIENCE)
-        raise ConnectionError
-
-    connections = Connections(PROCESS, None, node, Origins(Config(tmp_path)))
-
-    def download():
-        with connections.hold(lambda: None):
-            pass
-
-    with ThreadPoolExecutor(2) as pool:
-        stuck = pool.submit(download)
-        assert hangs.wait(PATIENCE)
-        try:
-            pool.submit(download).result(PATIENCE)
-        finally:
-            release.set()
-        assert isinstance(stuck.exception(), ConnectionError)
 
 
 @pytest.fixture

@@ -49,6 +49,13 @@ _CREDENTIALS = (
     r"(?i)(key$|key_?id$|secret|token|passw|passphrase|credential|sas|connection_string|cookie|"
     r"signature|(^|[_-])auth($|[_-]|oriz))"
 )
+#: Pattern of the options of filesystems, and of the fields of Azure's connection strings, that name
+#: a server or an account. None of them is a secret.
+_PLACES = (
+    r"(account|share|store)_?(host|name)|base_url|drive|(blob)?endpoint(_?suffix|_url)?|host(name)?|"
+    r"instance|org|port|region|repo|server|url"
+)
+_AZURE = ("abfs", "abfss", "az")
 # The pattern matches up to the last @, because a password may contain / and @.
 _LOGIN = r"(?is)://.*@"
 _SCHEME = r"[a-z][a-z0-9+.-]*"
@@ -390,6 +397,23 @@ class Config:
         if isinstance(own, Mapping):
             return own
         return self.storage_options if scheme == "s3" else {}
+
+    def places(self) -> dict[str, str]:
+        """Return the options that name a server or an account, by scheme, without secrets."""
+        places = {}
+        for scheme in (*self.storage_options, *_AZURE):
+            named = dict(self.scheme_options(scheme))
+            if scheme in _AZURE:  # adlfs reads these variables
+                for name in ("account_name", "connection_string"):
+                    named[name] = named.get(name) or os.environ.get(f"AZURE_STORAGE_{name.upper()}")
+            fields = str(named.get("connection_string") or "").split(";")
+            named |= {name: value for name, _, value in (part.partition("=") for part in fields)}
+            places[scheme] = ",".join(
+                f"{name.lower()}={_public(str(value))}"
+                for name, value in sorted(named.items())
+                if value and re.fullmatch(_PLACES, name, re.IGNORECASE)
+            )
+        return {scheme: place for scheme, place in places.items() if place}
 
     def by_tier(self) -> tuple[Config, ...]:
         """Return one configuration for each tier, the fastest tier first and ``dir`` last."""

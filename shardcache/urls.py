@@ -16,8 +16,8 @@ import functools
 import hashlib
 import os
 import re
-from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote, urlsplit
@@ -91,6 +91,10 @@ _SEVERAL = r"(?i)^[a-z0-9+.-]+::|::[a-z0-9+.-]+:/|^[^?]*[\s,](\w+://|pipe:)|\.t(
 _PROGRAM = r"(?a)\s*(?:\w+=(?:'[^']*'|\"[^\"`$\\]*\"|[\w./:@%+,-])*\s+)*([\w./+-]+)(?=[\s;|&<>]|\Z)"
 #: The parts of a command that choose a server: URLs without their logins, and options.
 _ADDRESS = r"(?:://(?:[^/\s]*@)?|--(?:endpoint-url|region)[= ])([^\s|;<>]*)"
+_CONTROL = r"[\x00-\x1f\x7f]"
+#: Schemes whose URLs name the server. For all others, options may.
+COMPLETE = frozenset({"file", "http", "https", "pipe"})
+_NO_PLACES: Mapping[str, str] = {}
 _DEFAULT_PORTS = {"http": ":80", "https": ":443"}
 _MAX_BASENAME = 120  #: filesystems allow 255 bytes; temporary names are longer
 #: The ARN of an access point of S3, of S3 on Outposts or of S3 Object Lambda.
@@ -136,7 +140,8 @@ class ShardURL:
     version_id: str | None = None  #: the object's version that the URL names, if any
     #: The client options that a ``pipe:`` command sets; see `pipe_commands.read_command`.
     options: tuple[tuple[str, str], ...] = field(default=(), repr=False)
-    #: The host of the S3 endpoint, which is part of the key; "" for AWS, None for other schemes.
+    #: The host of the S3 endpoint, "" for AWS; for other schemes, the options that name a server or
+    #: an account, None without such options. A part of the key.
     endpoint: str | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -207,13 +212,15 @@ def parse_url(
     url: str,
     *,
     endpoint: str | None = None,
+    places: Mapping[str, str] = _NO_PLACES,
     allow_schemes: Collection[str] = (),
     parse_command: Callable[[str], ShardURL] | None = None,
 ) -> ShardURL:
     """Parse the URL or the plain path of a shard; raise ConfigError if it is not valid.
 
     ``endpoint`` is the S3 endpoint in use, a part of the key of ``s3`` URLs; None stands for AWS's
-    standard partition. ``allow_schemes`` are allowed in addition to `DEFAULT_SCHEMES`.
+    standard partition; ``places`` are those of `Config.places`. ``allow_schemes`` are allowed in
+    addition to `DEFAULT_SCHEMES`.
     ``parse_command`` parses ``pipe:`` URLs; by default, each command is a shard of its own.
     """
     if not isinstance(url, str):
@@ -225,10 +232,7 @@ def parse_url(
         url = re.sub(_FSSPEC, "", url)
     if not url:
         raise ConfigError("a shard URL must not be empty")
-    if not url.isprintable() and re.search(control := r"[\x00-\x1f\x7f]", url):
-        # Replace the characters first: `redact` would show what follows a newline in a signature.
-        subject = shown_url(re.sub(control, "\N{REPLACEMENT CHARACTER}", url))
-        raise ConfigError(f"{subject!r} contains a control character. Strip line ends from URLs.")
+    refuse_control(url)
     match = re.match(_SCHEME, url)
     scheme = match.group(1).lower() if match else "file"
     scheme = _ALIASES.get(scheme, scheme)
@@ -251,14 +255,16 @@ def parse_url(
         canonical = identity = name = _file(url, rest)
     elif scheme == "s3":
         canonical, version_id, name = _s3(url, rest)
-        authority = _authority(endpoint)
-        identity = f"{canonical}\0{authority}" if authority else canonical
+        identity, authority = canonical, _authority(endpoint)
     elif scheme == "pipe":
         canonical, identity, name = name_command(rest.strip()), _pipe(rest.strip()), "pipe"
     else:
         if masked := re.fullmatch(_MASKED, rest):
             rest, key = masked.groups()
         canonical, identity, name = _generic(url, scheme, rest)
+        authority = places.get(scheme)
+    hides = scheme not in _NEVER_MASKED and (key is not None or canonical != identity)
+    identity += f"\0{authority}" if authority else ""
     encoded = b""
     with contextlib.suppress(UnicodeEncodeError):  # it would quote the URL
         # Paths may contain arbitrary bytes, but all other URLs must be text.
@@ -269,10 +275,27 @@ def parse_url(
         raise ConfigError(
             f"{shown_url(url)[:80]}... has {len(encoded)} bytes; the limit is {_MAX_CANONICAL}"
         )
-    hides = scheme not in _NEVER_MASKED and (key is not None or canonical != identity)
     key = key or hashlib.blake2b(encoded, digest_size=16, usedforsecurity=False).hexdigest()
     names = (scheme, f"{canonical}#{key}" if hides else canonical, key, _basename(name), version_id)
     return ShardURL(url, *names, endpoint=authority)
+
+
+def refuse_control(url: str) -> None:
+    """Raise ConfigError for a URL with a control character."""
+    if not url.isprintable() and re.search(_CONTROL, url):
+        # Replace the characters first: `redact` would show what follows a newline in a signature.
+        subject = shown_url(re.sub(_CONTROL, "\N{REPLACEMENT CHARACTER}", url))
+        raise ConfigError(f"{subject!r} contains a control character. Strip line ends from URLs.")
+
+
+def parse_listed(url: str, parse: Callable[[str], ShardURL]) -> ShardURL:
+    """Parse a URL from a listing. `Origins.of` refuses the shard of one that is not valid."""
+    if not re.search(_CONTROL, url):
+        return parse(url)
+    shard = parse(re.sub(_CONTROL, "\N{REPLACEMENT CHARACTER}", url))
+    encoded = url.encode("utf-8", "surrogateescape")
+    key = hashlib.blake2b(encoded, digest_size=16, usedforsecurity=False).hexdigest()
+    return replace(shard, raw=url, key=key)
 
 
 def _file(url: str, path: str) -> str:

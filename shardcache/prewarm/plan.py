@@ -21,7 +21,7 @@ from shardcache.download.fetch import evict_outdated
 from shardcache.errors import ConfigError, ShardCacheError
 from shardcache.faults import os_error
 from shardcache.origins.base import ObjectInfo
-from shardcache.origins.listing import Listing, refuse_local
+from shardcache.origins.listing import Listing, is_pattern, refuse_local
 from shardcache.prewarm.results import Finished, Outcome, PrewarmPlan, ShardResult, Started
 from shardcache.ranks import whole_number
 from shardcache.space.eviction import Limits, disk_bytes, linked
@@ -30,7 +30,7 @@ from shardcache.store.directory import DamagedError
 from shardcache.store.entry import Entry
 from shardcache.store.partial import InFlight, read_journal
 from shardcache.tiers import Tier
-from shardcache.urls import ShardURL
+from shardcache.urls import ShardURL, parse_listed
 
 if TYPE_CHECKING:
     from shardcache.cache import Cache
@@ -115,7 +115,12 @@ def wanted_shards(
     """
     shards: list[ShardURL] = []
     for spec in wanted:
-        shards += [spec] if isinstance(spec, ShardURL) else map(cache.parse, listing.expand(spec))
+        if isinstance(spec, ShardURL):
+            shards.append(spec)
+        elif is_pattern(spec):
+            shards += [parse_listed(url, cache.parse) for url in listing.expand(spec)]
+        else:
+            shards += map(cache.parse, listing.expand(spec))
     by_key: dict[str, ShardURL] = {}
     for shard in shards if share is None else share.of(shards):
         refuse_local(shard, cache.config)

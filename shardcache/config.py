@@ -49,11 +49,10 @@ _CREDENTIALS = (
     r"(?i)(key$|key_?id$|secret|token|passw|passphrase|credential|sas|connection_string|cookie|"
     r"signature|(^|[_-])auth($|[_-]|oriz))"
 )
-#: Pattern of the options of filesystems, and of the fields of Azure's connection strings, that name
-#: a server or an account. None of them is a secret.
+#: Options of filesystems, and fields of Azure's connection strings, that name a server or account.
 _PLACES = (
-    r"(account|share|store)_?(host|name)|base_url|drive|(blob)?endpoint(_?suffix|_url)?|host(name)?|"
-    r"instance|org|port|region|repo|server|url"
+    r"(?i)(account|share|store)_?(host|name)|(base_)?url|drive|(blob)?endpoint(_?suffix|_url)?|"
+    r"host(name)?|instance|org|port|region|repo|server"
 )
 _AZURE = ("abfs", "abfss", "az")
 # The pattern matches up to the last @, because a password may contain / and @.
@@ -406,14 +405,11 @@ class Config:
             if scheme in _AZURE:  # adlfs reads these variables
                 for name in ("account_name", "connection_string"):
                     named[name] = named.get(name) or os.environ.get(f"AZURE_STORAGE_{name.upper()}")
-            fields = str(named.get("connection_string") or "").split(";")
-            named |= {name: value for name, _, value in (part.partition("=") for part in fields)}
-            places[scheme] = ",".join(
-                f"{name.lower()}={_public(str(value))}"
-                for name, value in sorted(named.items())
-                if value and re.fullmatch(_PLACES, name, re.IGNORECASE)
-            )
-        return {scheme: place for scheme, place in places.items() if place}
+            named |= re.findall(r"(\w+)=([^;]*)", str(named.get("connection_string")))
+            stated = [n for n in sorted(named) if named[n] and re.fullmatch(_PLACES, n)]
+            if stated:
+                places[scheme] = ",".join(f"{name}={_public(str(named[name]))}" for name in stated)
+        return places
 
     def by_tier(self) -> tuple[Config, ...]:
         """Return one configuration for each tier, the fastest tier first and ``dir`` last."""

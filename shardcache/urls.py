@@ -94,7 +94,6 @@ _ADDRESS = r"(?:://(?:[^/\s]*@)?|--(?:endpoint-url|region)[= ])([^\s|;<>]*)"
 _CONTROL = r"[\x00-\x1f\x7f]"
 #: Schemes whose URLs name the server. For all others, options may.
 COMPLETE = frozenset({"file", "http", "https", "pipe"})
-_NO_PLACES: Mapping[str, str] = {}
 _DEFAULT_PORTS = {"http": ":80", "https": ":443"}
 _MAX_BASENAME = 120  #: filesystems allow 255 bytes; temporary names are longer
 #: The ARN of an access point of S3, of S3 on Outposts or of S3 Object Lambda.
@@ -212,7 +211,7 @@ def parse_url(
     url: str,
     *,
     endpoint: str | None = None,
-    places: Mapping[str, str] = _NO_PLACES,
+    places: Mapping[str, str] | None = None,
     allow_schemes: Collection[str] = (),
     parse_command: Callable[[str], ShardURL] | None = None,
 ) -> ShardURL:
@@ -262,7 +261,7 @@ def parse_url(
         if masked := re.fullmatch(_MASKED, rest):
             rest, key = masked.groups()
         canonical, identity, name = _generic(url, scheme, rest)
-        authority = places.get(scheme)
+        authority = (places or {}).get(scheme)
     hides = scheme not in _NEVER_MASKED and (key is not None or canonical != identity)
     identity += f"\0{authority}" if authority else ""
     encoded = b""
@@ -275,9 +274,13 @@ def parse_url(
         raise ConfigError(
             f"{shown_url(url)[:80]}... has {len(encoded)} bytes; the limit is {_MAX_CANONICAL}"
         )
-    key = key or hashlib.blake2b(encoded, digest_size=16, usedforsecurity=False).hexdigest()
+    key = key or _key_of(encoded)
     names = (scheme, f"{canonical}#{key}" if hides else canonical, key, _basename(name), version_id)
     return ShardURL(url, *names, endpoint=authority)
+
+
+def _key_of(identity: bytes) -> str:
+    return hashlib.blake2b(identity, digest_size=16, usedforsecurity=False).hexdigest()
 
 
 def refuse_control(url: str) -> None:
@@ -288,14 +291,10 @@ def refuse_control(url: str) -> None:
         raise ConfigError(f"{subject!r} contains a control character. Strip line ends from URLs.")
 
 
-def parse_listed(url: str, parse: Callable[[str], ShardURL]) -> ShardURL:
-    """Parse a URL from a listing. `Origins.of` refuses the shard of one that is not valid."""
-    if not re.search(_CONTROL, url):
-        return parse(url)
-    shard = parse(re.sub(_CONTROL, "\N{REPLACEMENT CHARACTER}", url))
-    encoded = url.encode("utf-8", "surrogateescape")
-    key = hashlib.blake2b(encoded, digest_size=16, usedforsecurity=False).hexdigest()
-    return replace(shard, raw=url, key=key)
+def parse_listed(parse: Callable[[str], ShardURL], url: str) -> ShardURL:
+    """Parse a URL from a listing. One with a control character is refused by `Origins.of`."""
+    shard = parse(name := re.sub(_CONTROL, "\N{REPLACEMENT CHARACTER}", url))
+    return shard if name == url else replace(shard, raw=url, key=_key_of(os.fsencode(url)))
 
 
 def _file(url: str, path: str) -> str:

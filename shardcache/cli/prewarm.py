@@ -169,7 +169,7 @@ def import_command(invocation: Invocation, source: str, prefix: str, **options: 
     cache = invocation.cache(invocation.loaded_with_job_limits("tiers"))
     paths = [path for path in sorted(Path(source).rglob("*")) if SHARD.search(path.name)]
     urls = [f"{prefix.removesuffix('/')}/{path.relative_to(source)}" for path in paths]
-    shards = [parse_listed(url, cache.parse) for url in urls]
+    shards = [parse_listed(cache.parse, url) for url in urls]
     if not shards:
         raise click.UsageError(f"There are no tar files below {source}.")
     sources = {s.key: path.resolve() for s, path in zip(shards, paths, strict=True)}

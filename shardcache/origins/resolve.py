@@ -137,10 +137,8 @@ def _make(
         from shardcache.origins.http import WebOrigin
 
         if unused := options.keys() - _WEB_OPTIONS:
-            raise ConfigError(
-                f"{scheme}://: of the storage options, only headers is used. Remove "
-                f"{', '.join(sorted(unused))}."
-            )
+            names = ", ".join(sorted(unused))
+            raise ConfigError(f"{scheme}://: only headers can be a storage option. Remove {names}.")
         return WebOrigin(options.get("headers"), timeout=timeout)
     if scheme == "pipe":
         from shardcache.origins.command import PipeOrigin
@@ -261,18 +259,14 @@ class _Upstream:
             copied, found = self._look(copy)
             with contextlib.suppress(TypeError, ValueError, RecursionError):
                 record = dict(json.loads(found))
-        except _FAULTS as exn:
-            self.failed(exn)
-            return
-        is_link = self._scheme == "file" and copy.local_path.is_symlink()
-        is_own = copied is not None and record.get("size") == copied.size and not is_link
-        if is_own and record.get("digest") == stated["digest"]:
-            return
-        needs_data = is_own or (copied is None and not is_link)
-        if not needs_data and (copied is None or copied.size != stated["size"]):
-            logger.info("%s: %s has another file of this name, which stays", shard, self.name)
-            return
-        try:
+            size = None if copied is None else copied.size
+            is_link = self._scheme == "file" and copy.local_path.is_symlink()
+            needs_data = not is_link and (copied is None or record.get("size") == size)
+            if copied is not None and record.get("digest") == stated["digest"]:
+                return
+            if not needs_data and size != stated["size"]:
+                logger.info("%s: %s has another file of this name, which stays", shard, self.name)
+                return
             if self._scheme == "file":
                 _copy_file(data if needs_data else None, copy.local_path, sidecar)
             else:

@@ -117,10 +117,9 @@ def wanted_shards(
     for spec in wanted:
         if isinstance(spec, ShardURL):
             shards.append(spec)
-        elif is_pattern(spec):
-            shards += [parse_listed(url, cache.parse) for url in listing.expand(spec)]
-        else:
-            shards += map(cache.parse, listing.expand(spec))
+            continue
+        parse = partial(parse_listed, cache.parse) if is_pattern(spec) else cache.parse
+        shards += map(parse, listing.expand(spec))
     by_key: dict[str, ShardURL] = {}
     for shard in shards if share is None else share.of(shards):
         refuse_local(shard, cache.config)

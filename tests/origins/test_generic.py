@@ -66,7 +66,7 @@ def test_headers_in_storage_options_are_sent_but_not_after_a_redirect(make_cache
             data = fsspec.filesystem("shardcache", **names, **own).cat_file(url)
         assert data == SHARD and "\r\nX-Api-Key: canary\r\n" in first.heads[0]
         assert "canary" not in "".join(web.heads)
-        with pytest.raises(ConfigError, match="only headers is used. Remove auth"):
+        with pytest.raises(ConfigError, match="only headers .* Remove auth"):
             make_cache(storage_options={"http": {"auth": "x"}}).open(f"{first.url}/b.tar")
 
 

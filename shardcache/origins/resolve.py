@@ -249,7 +249,7 @@ class _Upstream:
     def write(self, shard: ShardURL, data: Path, sidecar: bytes) -> None:
         """Copy an entry unless the upstream has it, and then its sidecar. Faults are logged.
 
-        Only files with a sidecar of their size are replaced: others are not shardcache's.
+        A file that another program wrote stays, and its sidecar says so (``foreign``).
         """
         copy = self._copy_of(shard)
         if copy is None or self._breaker.left:
@@ -261,12 +261,15 @@ class _Upstream:
                 record = dict(json.loads(found))
             size = None if copied is None else copied.size
             is_link = self._scheme == "file" and copy.local_path.is_symlink()
-            needs_data = not is_link and (copied is None or record.get("size") == size)
+            is_own = record.get("size") == size and "foreign" not in record
+            needs_data = not is_link and (copied is None or is_own)
             if copied is not None and record.get("digest") == stated["digest"]:
                 return
             if not needs_data and size != stated["size"]:
                 logger.info("%s: %s has another file of this name, which stays", shard, self.name)
                 return
+            if not needs_data:
+                sidecar = json.dumps({**stated, "foreign": True}).encode()
             if self._scheme == "file":
                 _copy_file(data if needs_data else None, copy.local_path, sidecar)
             else:

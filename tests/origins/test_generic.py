@@ -50,7 +50,7 @@ def test_a_login_is_sent_as_a_header_but_not_after_a_redirect(cache, form, heade
 
 @pytest.mark.parametrize("form", ["cache", "chain", "target"])
 def test_headers_in_storage_options_are_sent_but_not_after_a_redirect(make_cache, tmp_path, form):
-    options = {"headers": {"x-api-key": "canary", "range": "bytes=1-2"}}
+    options = {"headers": {"x-api-key": "canary", "accept-encoding": "gzip"}}
     own = {"dir": str(tmp_path / "own")}
     with running(Files()) as web, running(Files()) as first:
         web.files["/a.tar"] = SHARD
@@ -65,7 +65,7 @@ def test_headers_in_storage_options_are_sent_but_not_after_a_redirect(make_cache
             names = {"target_protocol": "http", "target_options": options}
             data = fsspec.filesystem("shardcache", **names, **own).cat_file(url)
         assert data == SHARD and "\r\nX-Api-Key: canary\r\n" in first.heads[0]
-        assert "canary" not in "".join(web.heads)
+        assert "gzip" not in first.heads[0] and "canary" not in "".join(web.heads)
         with pytest.raises(ConfigError, match="only headers .* Remove auth"):
             make_cache(storage_options={"http": {"auth": "x"}}).open(f"{first.url}/b.tar")
 

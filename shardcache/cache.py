@@ -31,7 +31,7 @@ from shardcache.store.entry import Entry, Store, open_first
 from shardcache.store.root import check_root, check_usable, is_read_only, make_root, require_cache
 from shardcache.threads import lazy, undivided
 from shardcache.units import parse_duration
-from shardcache.urls import ShardURL, shown_url
+from shardcache.urls import COMPLETE, ShardURL, shown_url
 
 if TYPE_CHECKING:
     from shardcache.origins.listing import Selection
@@ -396,13 +396,13 @@ class Cache:
         for key, url in sorted(pairs, key=itemgetter(1)):
             with contextlib.suppress(ConfigError):  # a damaged record has no valid URL
                 shard = self.parse(url)
-                if shard.key == key or shard.scheme == "s3":  # S3 keys depend on the endpoint
+                if shard.key == key or shard.scheme not in COMPLETE:  # keys contain the endpoint
                     known[key] = replace(shard, key=key)
         return known
 
     def other_endpoint(self, shard: ShardURL) -> str | None:
-        """Return the S3 endpoint of a shard of `select`, None if it is this cache's."""
-        if shard.scheme != "s3" or shard.key == self.parse(str(shard)).key:
+        """Return the endpoint of a shard of `select`, None if it is this cache's."""
+        if shard.scheme in COMPLETE or shard.key == self.parse(str(shard)).key:
             return None
         for store in self.process.stores():
             for entry in store.entries_of(shard.key):

@@ -47,6 +47,12 @@ _CREDENTIALS = (
     r"(?i)(key$|key_?id$|secret|token|passw|passphrase|credential|sas|connection_string|cookie|"
     r"signature|(^|[_-])auth($|[_-]|oriz))"
 )
+#: Options of filesystems, and fields of Azure's connection strings, that name a server or account.
+_PLACES = (
+    r"(?i)(account|share|store)_?(host|name)|(base_)?url|drive|(blob)?endpoint(_?suffix|_url)?|"
+    r"host(name)?|instance|org|port|region|repo|server"
+)
+_AZURE = ("abfs", "abfss", "az")
 # The pattern matches up to the last @, because a password may contain / and @.
 _LOGIN = r"(?is)://.*@"
 _SCHEME = r"[a-z][a-z0-9+.-]*"
@@ -384,6 +390,20 @@ class Config:
         if isinstance(own, Mapping):
             return own
         return self.storage_options if scheme == "s3" else {}
+
+    def places(self) -> dict[str, str]:
+        """Return the options that name a server or an account, by scheme, without secrets."""
+        places = {}
+        for scheme in (*self.storage_options, *_AZURE):
+            named = dict(self.scheme_options(scheme))
+            if scheme in _AZURE:  # adlfs reads these variables
+                for name in ("account_name", "connection_string"):
+                    named[name] = named.get(name) or os.environ.get(f"AZURE_STORAGE_{name.upper()}")
+            named |= re.findall(r"(\w+)=([^;]*)", str(named.get("connection_string")))
+            stated = [n for n in sorted(named) if named[n] and re.fullmatch(_PLACES, n)]
+            if stated:
+                places[scheme] = ",".join(f"{name}={_public(str(named[name]))}" for name in stated)
+        return places
 
     def by_tier(self) -> tuple[Config, ...]:
         """Return one configuration for each tier, the fastest tier first and ``dir`` last."""

@@ -16,8 +16,8 @@ import functools
 import hashlib
 import os
 import re
-from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote, urlsplit
@@ -87,6 +87,9 @@ _SEVERAL = r"(?i)^[a-z0-9+.-]+::|::[a-z0-9+.-]+:/|^[^?]*[\s,](\w+://|pipe:)|\.t(
 _PROGRAM = r"(?a)\s*(?:\w+=(?:'[^']*'|\"[^\"`$\\]*\"|[\w./:@%+,-])*\s+)*([\w./+-]+)(?=[\s;|&<>]|\Z)"
 #: The parts of a command that choose a server: URLs without their logins, and options.
 _ADDRESS = r"(?:://(?:[^/\s]*@)?|--(?:endpoint-url|region)[= ])([^\s|;<>]*)"
+_CONTROL = r"[\x00-\x1f\x7f]"
+#: Schemes whose URLs name the server. For all others, options may.
+COMPLETE = frozenset({"file", "http", "https", "pipe"})
 _DEFAULT_PORTS = {"http": ":80", "https": ":443"}
 _MAX_BASENAME = 120  #: filesystems allow 255 bytes; temporary names are longer
 #: The ARN of an access point of S3, of S3 on Outposts or of S3 Object Lambda.
@@ -131,7 +134,8 @@ class ShardURL:
     version_id: str | None = None  #: the object's version that the URL names, if any
     #: The client options that a ``pipe:`` command sets; see `pipe_commands.read_command`.
     options: tuple[tuple[str, str], ...] = field(default=(), repr=False)
-    #: The host of the S3 endpoint, which is part of the key; "" for AWS, None for other schemes.
+    #: The host of the S3 endpoint, "" for AWS; for other schemes, the options that name a server or
+    #: an account, None without such options. A part of the key.
     endpoint: str | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -202,13 +206,15 @@ def parse_url(
     url: str,
     *,
     endpoint: str | None = None,
+    places: Mapping[str, str] | None = None,
     allow_schemes: Collection[str] = (),
     parse_command: Callable[[str], ShardURL] | None = None,
 ) -> ShardURL:
     """Parse the URL or the plain path of a shard; raise ConfigError if it is not valid.
 
     ``endpoint`` is the S3 endpoint in use, a part of the key of ``s3`` URLs; None stands for AWS's
-    standard partition. ``allow_schemes`` are allowed in addition to `DEFAULT_SCHEMES`.
+    standard partition; ``places`` are those of `Config.places`. ``allow_schemes`` are allowed in
+    addition to `DEFAULT_SCHEMES`.
     ``parse_command`` parses ``pipe:`` URLs; by default, each command is a shard of its own.
     """
     if not isinstance(url, str):
@@ -220,10 +226,7 @@ def parse_url(
         url = re.sub(_FSSPEC, "", url)
     if not url:
         raise ConfigError("a shard URL must not be empty")
-    if not url.isprintable() and re.search(control := r"[\x00-\x1f\x7f]", url):
-        # Replace the characters first: `redact` would show what follows a newline in a signature.
-        subject = shown_url(re.sub(control, "\N{REPLACEMENT CHARACTER}", url))
-        raise ConfigError(f"{subject!r} contains a control character. Strip line ends from URLs.")
+    refuse_control(url)
     match = re.match(_SCHEME, url)
     scheme = match.group(1).lower() if match else "file"
     scheme = _ALIASES.get(scheme, scheme)
@@ -246,14 +249,16 @@ def parse_url(
         canonical = identity = name = _file(url, rest)
     elif scheme == "s3":
         canonical, version_id, name = _s3(url, rest)
-        authority = _authority(endpoint)
-        identity = f"{canonical}\0{authority}" if authority else canonical
+        identity, authority = canonical, _authority(endpoint)
     elif scheme == "pipe":
         canonical, identity, name = name_command(rest.strip()), _pipe(rest.strip()), "pipe"
     else:
         if masked := re.fullmatch(_MASKED, rest):
             rest, key = masked.groups()
         canonical, identity, name = _generic(url, scheme, rest)
+        authority = (places or {}).get(scheme)
+    hides = scheme not in _NEVER_MASKED and (key is not None or canonical != identity)
+    identity += f"\0{authority}" if authority else ""
     encoded = b""
     with contextlib.suppress(UnicodeEncodeError):  # it would quote the URL
         # Paths may contain arbitrary bytes, but all other URLs must be text.
@@ -264,12 +269,30 @@ def parse_url(
         excess = f"has {len(encoded)} bytes; the limit is {_MAX_CANONICAL}"
         raise ConfigError(f"{shown_url(url)[:80]}... {excess}")
     hides = scheme not in _NEVER_MASKED and (key is not None or canonical != identity)
-    key = key or hashlib.blake2b(encoded, digest_size=16, usedforsecurity=False).hexdigest()
+    key = key or _key_of(encoded)
     basename = re.sub(r"[^A-Za-z0-9._-]+", "_", name.rstrip("/").rpartition("/")[2])
     basename = basename[-_MAX_BASENAME:].lstrip(".") or "shard"
     basename = f"shard-{basename}" if basename in SIDE_FILES else basename
     names = (scheme, f"{canonical}#{key}" if hides else canonical, key, basename, version_id)
     return ShardURL(url, *names, endpoint=authority)
+
+
+def _key_of(identity: bytes) -> str:
+    return hashlib.blake2b(identity, digest_size=16, usedforsecurity=False).hexdigest()
+
+
+def refuse_control(url: str) -> None:
+    """Raise ConfigError for a URL with a control character."""
+    if not url.isprintable() and re.search(_CONTROL, url):
+        # Replace the characters first: `redact` would show what follows a newline in a signature.
+        subject = shown_url(re.sub(_CONTROL, "\N{REPLACEMENT CHARACTER}", url))
+        raise ConfigError(f"{subject!r} contains a control character. Strip line ends from URLs.")
+
+
+def parse_listed(parse: Callable[[str], ShardURL], url: str) -> ShardURL:
+    """Parse a URL from a listing. One with a control character is refused by `Origins.of`."""
+    shard = parse(name := re.sub(_CONTROL, "\N{REPLACEMENT CHARACTER}", url))
+    return shard if name == url else replace(shard, raw=url, key=_key_of(os.fsencode(url)))
 
 
 def _file(url: str, path: str) -> str:

@@ -163,7 +163,7 @@ def cell(row: Row, title: str) -> str:
 def _list_shards(cache: Cache) -> tuple[list[Row], Row, str]:
     """Return a row for each shard, and the totals as a row and as text."""
     home, pins = cache.process.home, cache.pins()
-    endpoint = cache.parse("s3://bucket/key").endpoint
+    endpoints = {**cache.config.places(), "s3": cache.parse("s3://bucket/key").endpoint}
     policy = Policy.of(cache.config, home.node, time.time(), pins)
     shards: dict[Entry, Row] = {}
     for entry in cache.entries():
@@ -175,7 +175,7 @@ def _list_shards(cache: Cache) -> tuple[list[Row], Row, str]:
             row["url"], row["digest"] = metadata.url, metadata.digest
             row["checked"], row["etag"] = metadata.checked, metadata.info.etag
             row["fetched_at"] = utc(metadata.fetched_at)
-            if metadata.url.startswith("s3://") and metadata.endpoint != endpoint:
+            if metadata.endpoint != endpoints.get(metadata.url.partition(":")[0]):
                 row["endpoint"] = _other_endpoint(cache, entry.key, metadata.url)
             path = f"{entry.directory}/{metadata.basename}"
             if os.lstat(path).st_size == entry.size:
@@ -294,10 +294,10 @@ def expand_command(invocation: Invocation, specs: tuple[str, ...], null: bool) -
     with invocation.cache() as cache:
         urls = expand(specs, cache)
     invocation.console.object("expand", urls=urls)
-    if null and not invocation.console.json:
-        click.echo("".join(f"{url}\0" for url in urls), nl=False)
-    else:
-        invocation.console.data("\n".join(urls))
+    if not invocation.console.json:
+        end = "\0" if null else "\n"
+        text = "".join(f"{url}{end}" for url in urls)
+        click.echo(text.encode("utf-8", "surrogateescape"), nl=False)  # the bytes of file names
 
 
 @command("path")

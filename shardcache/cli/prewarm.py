@@ -41,7 +41,7 @@ from shardcache.prewarm.results import (
 )
 from shardcache.prewarm.run import JOBS, most_processes, prewarm
 from shardcache.units import Limit, counted, format_bytes, format_duration, format_rate
-from shardcache.urls import ShardURL
+from shardcache.urls import ShardURL, parse_listed
 
 if TYPE_CHECKING:
     from shardcache.cache import Cache
@@ -171,7 +171,7 @@ def import_command(invocation: Invocation, source: str, prefix: str, **options: 
     cache = invocation.cache(invocation.loaded_with_job_limits("tiers"))
     paths = [path for path in sorted(Path(source).rglob("*")) if SHARD.search(path.name)]
     urls = [f"{prefix.removesuffix('/')}/{path.relative_to(source)}" for path in paths]
-    shards = [cache.parse(url) for url in urls]
+    shards = [parse_listed(cache.parse, url) for url in urls]
     if not shards:
         raise click.UsageError(f"There are no tar files below {source}.")
     sources = {s.key: path.resolve() for s, path in zip(shards, paths, strict=True)}

@@ -381,8 +381,8 @@ class Worker:
                 self._resources.notices.warn(f"{shard.key} {problem}", MALFORMED, shard, problem)
             if not (proven or metadata.checked):
                 raise UnprovenError(
-                    f"{shard} is not stored: its response has no length and ends with the "
-                    "connection, so it may be incomplete. Let the server send a Content-Length.",
+                    f"{shard}: the response has no length and ends with the connection, so it may "
+                    "be incomplete. Let the server send a Content-Length.",
                     url=str(shard),
                 )
             if config.validate is not None:

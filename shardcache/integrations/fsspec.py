@@ -125,8 +125,10 @@ class ShardCacheFileSystem(ChainedFileSystem):  # type: ignore[misc]
         self._fs = fs or fsspec.filesystem(target_protocol, **(target_options or {}))
         self._pid = os.getpid()
         self._options = {k: v for k, v in options.items() if k not in _FSSPEC_OPTIONS}
-        if self._fs.storage_options:
-            self._options.setdefault("storage_options", self._fs.storage_options)
+        if of_target := self._fs.storage_options:
+            names = self._fs.protocol  # one, or several
+            tables = dict.fromkeys([names] if isinstance(names, str) else names, of_target)
+            self._options.setdefault("storage_options", tables)
         # As in fsspec's caches: the form of a path depends on the target of the instance.
         self._strip_protocol = self._target_path  # type: ignore[method-assign]
 
@@ -193,6 +195,8 @@ class ShardCacheFileSystem(ChainedFileSystem):  # type: ignore[misc]
     ) -> bytes:
         """Return bytes ``start`` to ``end`` of a shard; negative offsets count from the end."""
         with self.open(path, **options) as stream:
+            if not start and end is None:  # the origin may not state the size
+                return bytes(stream.read())
             first, last, _ = slice(start, end).indices(stream.seek(0, io.SEEK_END))
             stream.seek(first)
             return bytes(stream.read(max(0, last - first)))

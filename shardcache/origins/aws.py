@@ -111,6 +111,7 @@ def for_command(config: Config, options: Collection[tuple[str, str]]) -> Config:
 def url_parser(config: Config) -> Callable[[str], ShardURL]:
     """Return a function that parses URLs, and commands that only read one, for a configuration."""
     endpoint, schemes = _authority(config), config.allow_schemes
+    parse = functools.partial(parse_url, places=config.places(), allow_schemes=schemes)
 
     def parse_command(url: str) -> ShardURL:
         command = url.removeprefix("pipe:").strip()
@@ -126,12 +127,9 @@ def url_parser(config: Config) -> Callable[[str], ShardURL]:
                 "SHARDCACHE_ALLOW_SCHEMES=pipe, if you trust the authors of all shard lists."
             ) from None
         own = _authority(for_command(config, options)) if options else endpoint
-        shard = parse_url(target, endpoint=own, allow_schemes=schemes)
-        return dataclasses.replace(shard, options=options)
+        return dataclasses.replace(parse(target, endpoint=own), options=options)
 
-    return functools.partial(
-        parse_url, endpoint=endpoint, allow_schemes=schemes, parse_command=parse_command
-    )
+    return functools.partial(parse, endpoint=endpoint, parse_command=parse_command)
 
 
 def s3_endpoint(options: Mapping[str, Any], endpoint_url: str | None = None) -> str | None:

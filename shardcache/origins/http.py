@@ -10,7 +10,7 @@ import contextlib
 import math
 import re
 import string
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import NamedTuple
 from urllib.parse import parse_qsl, quote, urljoin
@@ -33,6 +33,8 @@ from shardcache.urls import ShardURL, quoted, secret_forms
 
 #: The headers of every request.
 HEADERS = {"Accept-Encoding": "identity", "User-Agent": f"shardcache/{__version__}"}
+#: Headers that each request states itself.
+_RESERVED = ("Accept-Encoding", "Host", "If-Match", "Range")
 #: Limit for reading the body of a refused request, in bytes.
 _PAGE = 64 * 1024
 #: Bytes of a range that ends early. With less, a shard would take thousands of requests.
@@ -93,7 +95,7 @@ class Route(NamedTuple):
 
     target: str = ""  # the URL to request; "" for that of the shard
     servers: tuple[str, ...] = ()  # those that redirected the request
-    login: str = ""  # the Authorization header for the server of ``target``
+    headers: Mapping[str, str] = {}  # for the server of ``target``, such as Authorization
     secrets: tuple[str, ...] = ()  # of all requests on the way
     until: float = math.inf  # the last moment for another redirect, on the monotonic clock
 
@@ -108,8 +110,8 @@ class Route(NamedTuple):
         """Return the route to the target of a redirect, or None if the response is none.
 
         A signed request may only leave a server with TLS for another one with TLS, and no other
-        server receives the login. Raises ConfigError if the request may not be sent to the target,
-        and TransientError if the redirects take too long.
+        server receives the headers. Raises ConfigError if the request may not be sent to the
+        target, and TransientError if the redirects take too long.
         """
         location = response.headers.get("location")
         if response.status not in (301, 302, 303, 307, 308) or not location:
@@ -133,8 +135,8 @@ class Route(NamedTuple):
             text = f"the server redirects more than {_REDIRECTS} times "
             text += f"({', '.join(dict.fromkeys(servers))}). Check the URL and the endpoint."
         else:
-            login = self.login if there == here else ""
-            return self._replace(target=target, servers=servers, login=login)
+            headers = self.headers if there == here else {}
+            return self._replace(target=target, servers=servers, headers=headers)
         raise ConfigError(f"{shard}: {text}", url=str(shard))
 
 
@@ -245,7 +247,9 @@ class WebOrigin:
     conditional = True  # each response states its version, which the download compares
     states_checksums = False
 
-    def __init__(self, *, timeout: float) -> None:
+    def __init__(self, headers: Mapping[str, object] | None = None, *, timeout: float) -> None:
+        named = {name.title(): str(value) for name, value in (headers or {}).items()}
+        self._headers = {n: value for n, value in named.items() if n not in _RESERVED}
         self._timeout, self.transport = timeout, Transport(timeout=timeout)
 
     def open(
@@ -264,19 +268,20 @@ class WebOrigin:
         """Send a request, follow redirects, and return a response of status 200 or 206."""
         if route is None:  # the login is from a `pipe:` command such as curl
             login = dict(shard.options).get("authorization", "")
-            route = Route(shard.raw, login=login, until=clock.monotonic() + self._timeout)
+            given = self._headers | ({"Authorization": login} if login else {})
+            route = Route(shard.raw, headers=given, until=clock.monotonic() + self._timeout)
         name, server, secrets, error = "", "", tuple[str, ...](), None
         try:
             scheme, name, path = split_url(route.target)
             user, at, name = name.rpartition("@")
             server, query = f"{scheme}://{name}", path.partition("?")[2]
-            login = basic_login(user) if at else route.login
+            own = {**route.headers, **({"Authorization": basic_login(user)} if at else {})}
             values = (value for _, value in parse_qsl(query))
-            used = (*route.secrets, *login.split(), *user.split(":"), query, *values)
-            route, secrets = route._replace(login=login, secrets=used), secret_forms(*used)
-            given = {"Authorization": login, **headers} if login else headers
+            sent = " ".join(own.values()).split()
+            used = (*route.secrets, *sent, *user.split(":"), query, *values)
+            route, secrets = route._replace(headers=own, secrets=used), secret_forms(*used)
             response = self.transport.request(
-                method, server, quote(path, safe=_SAFE), {**HEADERS, **given}, secrets
+                method, server, quote(path, safe=_SAFE), {**HEADERS, **own, **headers}, secrets
             )
         except (os_error(), ValueError) as exn:
             where = f"{name}{self.transport.via(server)}{route.after}"

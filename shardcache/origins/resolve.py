@@ -11,6 +11,7 @@ must not share sockets, event loops or locks with its parent.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -37,7 +38,7 @@ from shardcache.origins.base import (
 )
 from shardcache.origins.retry import once
 from shardcache.threads import lazy
-from shardcache.urls import ShardURL, parse_url, redact
+from shardcache.urls import ShardURL, parse_url, redact, refuse_control
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +48,12 @@ _MOST = 64 * 1024  #: bytes that are read of a sidecar; most have about 700
 _FAULTS = (AccessDeniedError, ConfigError, TransferError, TransientError, VersionChangedError)
 #: Longest component of a copy's path, in bytes. Filesystems allow 255; temporary names are longer.
 _MAX_NAME = 200
+#: Options of fsspec's filesystem for the web: the headers, and those that change no response.
+_WEB_OPTIONS = {
+    *("headers", "simple_links", "same_scheme", "size_policy", "encoded", "block_size", "loop"),
+    *("cache_type", "cache_options", "asynchronous", "skip_instance_cache"),
+    *("use_listings_cache", "listings_expiry_time", "max_paths"),
+}
 _FAILURES = 2  #: in a row, after which an upstream is not used for a minute
 
 
@@ -63,7 +70,8 @@ class Origins:
         self._made: dict[tuple[str, tuple[tuple[str, str], ...], str], Origin] = {}
 
     def of(self, shard: ShardURL) -> Origin:
-        """Return the origin of a shard; raise ConfigError if its URL is masked (``***``)."""
+        """Return the origin of a shard; ConfigError if its URL is masked (``***``) or not valid."""
+        refuse_control(shard.raw)
         if shard.is_masked:
             raise ConfigError(
                 f"{shard} cannot be read: parameters that may hold secrets are hidden (***), as in "
@@ -136,7 +144,10 @@ def _make(
     if scheme in ("http", "https"):
         from shardcache.origins.http import WebOrigin
 
-        return WebOrigin(timeout=timeout)
+        if unused := options.keys() - _WEB_OPTIONS:
+            names = ", ".join(sorted(unused))
+            raise ConfigError(f"{scheme}://: only headers can be a storage option. Remove {names}.")
+        return WebOrigin(options.get("headers"), timeout=timeout)
     if scheme == "pipe":
         from shardcache.origins.command import PipeOrigin
 
@@ -198,19 +209,23 @@ class _Upstream:
         url, endpoint = f"{self.config.url.rstrip('/')}/{name}", self.config.endpoint_url
         return parse_url(url, endpoint=endpoint, allow_schemes={self._scheme})
 
+    def _look(self, copy: ShardURL) -> tuple[ObjectInfo | None, bytes]:
+        """Return the version of a copy, None without one, and its sidecar, empty without one."""
+        copied, sidecar = None, b""
+        with contextlib.suppress(ShardNotFoundError):
+            copied = once(str(copy), lambda: self.origin.stat(copy))
+            beside = parse_url(f"{copy.raw}{_SIDECAR}", allow_schemes={self._scheme})
+            opened = once(str(beside), lambda: self.origin.open(beside, 0, _MOST))
+            sidecar = read_all(opened, _MOST)
+        return copied, sidecar
+
     def find(self, shard: ShardURL) -> UpstreamOrigin | None:
         """Return the upstream's copy of the shard, or None if it has no usable one."""
         origin, copy = self.origin, self._copy_of(shard)
         if copy is None or self._breaker.left:
             return None
-        copied, sidecar = None, b""
         try:
-            copied = once(str(copy), lambda: origin.stat(copy))
-            beside = parse_url(f"{copy.raw}{_SIDECAR}", allow_schemes={self._scheme})
-            opened = once(str(beside), lambda: origin.open(beside, 0, _MOST))
-            sidecar = read_all(opened, _MOST)
-        except ShardNotFoundError:
-            pass  # there is no copy, or the copy has no sidecar
+            copied, sidecar = self._look(copy)
         except _FAULTS as exn:
             self.failed(exn)
             return None
@@ -240,16 +255,31 @@ class _Upstream:
         logger.log(level, "not using the upstream %s for a while: %s", self.name, reason)
 
     def write(self, shard: ShardURL, data: Path, sidecar: bytes) -> None:
-        """Copy an entry unless the upstream has it, and then its sidecar. Faults are logged."""
+        """Copy an entry unless the upstream has it, and then its sidecar. Faults are logged.
+
+        A file that another program wrote stays, and its sidecar says so (``foreign``).
+        """
         copy = self._copy_of(shard)
         if copy is None or self._breaker.left:
             return
-        present = self.find(shard)
-        if present is not None and present.digest == json.loads(sidecar)["digest"]:
-            return
+        stated, record = json.loads(sidecar), dict[str, Any]()
         try:
+            copied, found = self._look(copy)
+            with contextlib.suppress(TypeError, ValueError, RecursionError):
+                record = dict(json.loads(found))
+            size = None if copied is None else copied.size
+            is_link = self._scheme == "file" and copy.local_path.is_symlink()
+            is_own = record.get("size") == size and "foreign" not in record
+            needs_data = not is_link and (copied is None or is_own)
+            if copied is not None and record.get("digest") == stated["digest"]:
+                return
+            if not needs_data and size != stated["size"]:
+                logger.info("%s: %s has another file of this name, which stays", shard, self.name)
+                return
+            if not needs_data:
+                sidecar = json.dumps({**stated, "foreign": True}).encode()
             if self._scheme == "file":
-                _copy_file(data, copy.local_path, sidecar)
+                _copy_file(data if needs_data else None, copy.local_path, sidecar)
             else:
                 import fsspec
 
@@ -258,7 +288,8 @@ class _Upstream:
                     options = s3fs_options(options, self.config.endpoint_url)
                 writer = fsspec.filesystem(self._scheme, **options)
                 path = writer._strip_protocol(copy.raw)
-                writer.put_file(os.fspath(data), path)
+                if needs_data:
+                    writer.put_file(os.fspath(data), path)
                 writer.pipe_file(f"{path}{_SIDECAR}", sidecar)
         except Exception as exn:  # noqa: BLE001 - every filesystem has its own exceptions
             self.failed(OSError(redact(f"it cannot be written: {type(exn).__name__}: {exn}")))
@@ -266,13 +297,14 @@ class _Upstream:
             self._breaker.succeeded()
 
 
-def _copy_file(data: Path, path: Path, sidecar: bytes) -> None:
-    """Copy a file and write its sidecar; each gets its name only when it is complete."""
+def _copy_file(data: Path | None, path: Path, sidecar: bytes) -> None:
+    """Copy a file, if any, and write its sidecar; each gets its name when it is complete."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{random_token()}")
     try:
-        shutil.copyfile(data, temporary)
-        temporary.replace(path)
+        if data is not None:
+            shutil.copyfile(data, temporary)
+            temporary.replace(path)
         temporary.write_bytes(sidecar)
         temporary.replace(path.with_name(f"{path.name}{_SIDECAR}"))
     finally:

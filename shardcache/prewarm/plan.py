@@ -23,7 +23,7 @@ from shardcache.errors import ConfigError, ShardCacheError
 from shardcache.faults import os_error
 from shardcache.files import open_file
 from shardcache.origins.base import ObjectInfo
-from shardcache.origins.listing import Listing, refuse_local, spec_list
+from shardcache.origins.listing import Listing, is_pattern, refuse_local, spec_list
 from shardcache.prewarm.results import Finished, Outcome, PrewarmPlan, ShardResult, Started
 from shardcache.ranks import whole_number
 from shardcache.space.eviction import Limits, disk_bytes, linked
@@ -33,7 +33,7 @@ from shardcache.store.directory import DamagedError
 from shardcache.store.entry import Entry
 from shardcache.store.partial import InFlight, read_journal
 from shardcache.tiers import Tier
-from shardcache.urls import ShardURL
+from shardcache.urls import ShardURL, parse_listed
 
 if TYPE_CHECKING:
     from shardcache.cache import Cache
@@ -118,7 +118,11 @@ def wanted_shards(
     """
     shards: list[ShardURL] = []
     for spec in wanted:
-        shards += [spec] if isinstance(spec, ShardURL) else map(cache.parse, listing.expand(spec))
+        if isinstance(spec, ShardURL):
+            shards.append(spec)
+            continue
+        parse = partial(parse_listed, cache.parse) if is_pattern(spec) else cache.parse
+        shards += map(parse, listing.expand(spec))
     by_key: dict[str, ShardURL] = {}
     for shard in shards if share is None else share.of(shards):
         refuse_local(shard, cache.config)

@@ -219,7 +219,10 @@ def _make_directory(cache: Cache) -> None:
     """Create the cache directory; raise one error if it is unusable, instead of one per shard."""
     try:
         make_root(cache.config)
-        if not os.access(Layout.of_root(cache.dir).partial, os.W_OK | os.X_OK):
+        partials = Layout.of_root(cache.dir).partial
+        if not os.access(partials, os.W_OK | os.X_OK):
+            if os.statvfs(partials).f_flag & os.ST_RDONLY:
+                raise OSError(errno.EROFS, os.strerror(errno.EROFS))
             raise PermissionError(errno.EACCES, "no write permission")
     except OSError as exn:
         if is_full(exn) or isinstance(exn, ShardCacheError):

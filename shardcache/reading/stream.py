@@ -223,7 +223,7 @@ def _bypass(
 def _warn(cache: ProcessCache, shard: ShardURL, fault: Exception) -> None:
     """Log why a shard is streamed. Raises ``fault`` if the shard must not be streamed."""
     if isinstance(fault, (CacheFullError, LockTimeoutError, UnprovenError, UnusableError)):
-        kind, reason = type(fault).__name__, fault.message
+        kind, reason = type(fault).__name__, fault.message.removeprefix(f"{shard}: ")
     elif is_local_error(fault):
         kind, reason = fault_kind(fault), str(fault.strerror or fault)
         place = str(fault.filename or cache.config.dir)

@@ -1,6 +1,7 @@
 """The output and exit codes of ``shardcache prewarm`` and ``path``."""
 
 import json
+import os
 import re
 from operator import itemgetter
 from pathlib import Path
@@ -8,8 +9,10 @@ from pathlib import Path
 import pytest
 import webdataset as wds
 
+from shardcache.cli.main import main
 from shardcache.prewarm import Outcome, PrewarmPlan, PrewarmReport, ShardResult, Stopped
 from shardcache.urls import parse_url
+from tests.support.disktools import disk, needs_root, remount
 from tests.support.storetools import room
 from tests.support.tars import make_tar
 
@@ -41,6 +44,35 @@ def test_expand_prints_the_urls_of_a_specification(run, spec, data, bucket):
         assert run("expand", "-0", given) == (0, "".join(f"{url}\0" for url in urls), "")
     code, _, err = run("expand", f"s3://{bucket}/none-*.tar")
     assert code == 1 and "nothing matches" in err
+
+
+@pytest.mark.parametrize("end", [[], ["-0"]])
+def test_expand_prints_the_bytes_of_a_name(end, tmp_path, monkeypatch, capsysbinary):
+    monkeypatch.setenv("SHARDCACHE_CACHE_LOCAL", "1")
+    path = f"{tmp_path}/new\N{LATIN SMALL LETTER U WITH DIAERESIS}\udcff.tar"
+    Path(path).touch()
+    assert main(["expand", *end, f"{tmp_path}/*.tar"]) == 0
+    assert capsysbinary.readouterr().out == os.fsencode(path) + (b"\0" if end else b"\n")
+
+
+@pytest.mark.parametrize("command", ["prewarm {}/", "import {0} {0}/"])
+def test_a_name_with_a_control_character_fails_alone(run, tmp_path, monkeypatch, command):
+    monkeypatch.setenv("SHARDCACHE_CACHE_LOCAL", "1")
+    (folder := tmp_path / "shards").mkdir()
+    for name in ("a.tar", "b\n.tar"):
+        (folder / name).write_bytes(make_tar(1))
+    code, _, err = run(*command.format(folder).split(), "--json")
+    assert code == 3 and err.count("contains a control character") == 1
+    assert ("a.tar (" in err) == command.startswith("import")  # a disk states no checksum
+
+
+@needs_root
+def test_a_read_only_cache_is_named(run, spec, tmp_path):
+    with disk(tmp_path / "disk", "size=64m") as path:
+        assert run("--dir", path / "cache", "prewarm", spec)[0] == 0
+        remount(path, "ro")
+        code, _, err = run("--dir", path / "cache", "prewarm", spec)
+    assert code == 2 and "Read-only file system" in err and "remount,rw" in err
 
 
 def test_a_plan_that_does_not_fit_is_exit_5(run, spec, data, proxy, tmp_path, monkeypatch):

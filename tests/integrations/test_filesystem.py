@@ -243,6 +243,13 @@ def test_numpy_waits_for_the_first_download(files, tmp_path):
         assert found.result().tobytes() == content
 
 
+def test_a_response_without_a_length_is_read(serve, tmp_path):
+    server = serve(b"HTTP/1.0 200 OK\r\n\r\n" + SHARD)
+    url = f"{server.url}/a.tar"
+    fs = fsspec.filesystem("shardcache", target_protocol="http", dir=str(tmp_path / "own"))
+    assert fs.cat_file(url) == fs.cat(url) == SHARD
+
+
 @pytest.mark.parametrize("name", ["info", "ukey", "checksum", "created", "modified", "exists"])
 def test_a_file_keeps_its_description_when_it_becomes_cached(name, memory):
     before = getattr(memory, name)("/a.tar")

@@ -155,3 +155,24 @@ def test_usual_addresses_are_those_of_botocore(endpoint, is_usual, region, name)
     assert usual is None or str(seen.value) == "".join(usual) + "/key"
     is_standard = bool(endpoint) or region in ("eu-west-1", "us-east-2")
     assert (usual is not None) == (is_usual and is_standard and name in ("lab", "a" * 63))
+
+
+def test_the_key_has_the_server_or_account_that_options_name(open_cache, monkeypatch):
+    def key(options, url="az://data/a.tar"):
+        cache = open_cache(storage_options=options, allow_schemes=["sftp"])
+        return cache.parse(url).key
+
+    stated = "AccountName=bob;AccountKey=hidden"
+    options = [
+        *({"account_name": name} for name in ("alice", "bob")),
+        *({"connection_string": text} for text in (stated, "BlobEndpoint=https://bob?sig=hidden")),
+    ]
+    keys = [key({}), *(key({"az": each}) for each in options)]
+    assert len(set(keys)) == len(keys)
+    assert keys[0] == key({"az": {"sas_token": "x"}}) == key({"abfs": options[0]})
+    assert keys[3] == key({"az": {"connection_string": stated.replace("hidden", "other")}})
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "alice")
+    assert key({}) == keys[1] and key({"az": options[1]}) == keys[2]
+    assert key({}, "abfs://data/a.tar") == key({"abfs": options[0]}, "abfs://data/a.tar")
+    servers = {"host": "a"}, {"host": "b"}, {"host": "b", "port": 23}
+    assert len({key({"sftp": each}, "sftp:///a.tar") for each in servers}) == 3

@@ -50,6 +50,28 @@ def test_a_login_is_sent_as_a_header_but_not_to_another_server(cache, monkeypatc
         assert "\r\nAuthorization:" not in "".join(web.heads)
 
 
+@pytest.mark.parametrize("form", ["cache", "chain", "target"])
+def test_headers_in_storage_options_are_sent_but_not_after_a_redirect(make_cache, tmp_path, form):
+    options = {"headers": {"x-api-key": "canary", "accept-encoding": "gzip"}}
+    own = {"dir": str(tmp_path / "own")}
+    with running(Files()) as web, running(Files()) as first:
+        web.files["/a.tar"] = SHARD
+        first.redirects = {"/a.tar": f"{web.url}/a.tar"}
+        url = f"{first.url}/a.tar"
+        if form == "cache":
+            data = make_cache(storage_options={"http": options}).open(url).read()
+        elif form == "chain":
+            with fsspec.open(f"shardcache::{url}", http=options, shardcache=own) as stream:
+                data = stream.read()
+        else:
+            names = {"target_protocol": "http", "target_options": options}
+            data = fsspec.filesystem("shardcache", **names, **own).cat_file(url)
+        assert data == SHARD and "\r\nX-Api-Key: canary\r\n" in first.heads[0]
+        assert "gzip" not in first.heads[0] and "canary" not in "".join(web.heads)
+        with pytest.raises(ConfigError, match="only headers .* Remove auth"):
+            make_cache(storage_options={"http": {"auth": "x"}}).open(f"{first.url}/b.tar")
+
+
 def test_the_version_of_a_file_is_its_modification_time(cache, tmp_path):
     file = tmp_path / "nas" / "a.tar"
     file.parent.mkdir()

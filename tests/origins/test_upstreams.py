@@ -180,6 +180,39 @@ def test_an_interrupted_copy_is_not_visible(node, nas, monkeypatch):
     assert list((nas / "lab/train").iterdir()) == []
 
 
+@pytest.mark.parametrize("data", [DATA, make_tar(8, members=2)], ids=["equal", "other"])
+@pytest.mark.parametrize("is_link", [False, True])
+def test_files_of_users_in_an_upstream_stay(node, origin, nas, tmp_path, data, is_link):
+    copy, file = nas / "lab/train/0.tar", tmp_path / "mine.tar"
+    with node(writable(nas)) as cache:
+        opened = cache.open(URL)
+        copy.parent.mkdir(parents=True)
+        file.write_bytes(data)
+        (copy.symlink_to if is_link else copy.hardlink_to)(file)
+        assert opened.read() == DATA
+    assert (nas / "lab/train" / SIDECAR).exists() == (data == DATA)
+    origin.objects[URL] = make_tar(9, members=50, size=40_000)
+    with node(writable(nas)) as cache:
+        cache.prewarm(URL)
+        cache.prewarm(URL, refresh=True)
+        assert cache.open(URL).read() == origin.objects[URL]
+    assert copy.samefile(file) and copy.is_symlink() == is_link
+    assert file.read_bytes() == data
+    file.unlink()  # the link leads nowhere
+    with node(writable(nas)) as cache:
+        cache.fetch(URL)
+    assert copy.is_symlink() == is_link
+
+
+def test_a_copy_of_an_older_version_is_replaced(node, origin, nas):
+    for number in (1, 2):
+        origin.objects[URL] = make_tar(number)
+        with node(writable(nas)) as cache:
+            cache.fetch(URL)
+            cache.prewarm(URL, refresh=True)
+        assert (nas / "lab/train/0.tar").read_bytes() == origin.objects[URL]
+
+
 def store(endpoint: str, access_key: str, secret_key: str) -> dict[str, object]:
     options = {"key": access_key, "secret": secret_key}
     return {**writable("s3://near/cache"), "endpoint_url": endpoint, "storage_options": options}

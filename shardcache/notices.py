@@ -50,26 +50,22 @@ class Notices:
 def log_unusable(error: ConfigError, directory: Path, ranks: Ranks) -> None:
     """Log that nothing will be cached: as an error once per job and node, else at INFO."""
     text = "no shard will be cached, and every epoch streams all of them: %s"
-    _log_first(logging.ERROR, directory, ranks, text, error.message)
+    _log_first(logging.ERROR, text, error.message, directory, ranks)
 
 
 def log_read_only(directory: Path, ranks: Ranks) -> None:
     """Log that no shard will be added: as a warning once per job and node, else at INFO."""
     text = "%s is read-only: shards in it are read, the others are streamed in every epoch, and "
     text += "`shardcache stats` counts nothing of this job"
-    _log_first(logging.WARNING, directory, ranks, text, directory)
+    _log_first(logging.WARNING, text, directory, directory, ranks)
 
 
 def is_logged(directory: Path) -> bool:
-    """Return whether `log_unusable` or `log_read_only` has logged a directory in this job."""
-    return os.environ.get(_LOGGED) == _place(directory)
+    """Return whether one of these has logged a directory in this job."""
+    return os.environ.get(_LOGGED) == f"{os.uname().nodename}:{directory}"
 
 
-def _log_first(level: int, directory: Path, ranks: Ranks, text: str, argument: object) -> None:
+def _log_first(level: int, text: str, argument: object, directory: Path, ranks: Ranks) -> None:
     is_first = ranks.local_rank in (None, 0) and not is_logged(directory)
-    os.environ[_LOGGED] = _place(directory)
+    os.environ[_LOGGED] = f"{os.uname().nodename}:{directory}"
     logger.log(level if is_first else logging.INFO, text, argument)
-
-
-def _place(directory: Path) -> str:
-    return f"{os.uname().nodename}:{directory}"

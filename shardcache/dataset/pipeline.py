@@ -218,6 +218,16 @@ class _Shared(ctypes.Structure):
         ("joined", ctypes.c_int64 * _WORKERS),
     ]
 
+    def add(self, seed: int, turn: int, load: int) -> _Iteration:
+        """Begin an iteration of the next epoch."""
+        number = self.count + 1
+        new = _Iteration(number, seed, turn, self.epoch, load, self.is_tracked)
+        self.iterations[number % _REMEMBERED] = new
+        self.continued = load or self.continued
+        self.epoch, self.is_tracked = new.epoch + 1, 0
+        self.count = number  # last, so that no worker reads a half-written iteration
+        return new
+
     def wait_for(self, worker: int, seed: int, turn: int) -> _Iteration:
         """Return the iteration of a worker, once worker 0 has added it."""
         parent = os.getppid()
@@ -298,8 +308,9 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
 
     def _is_waiting(self, epoch: int) -> bool:
         """Return whether the next iteration will continue the state that was loaded."""
-        is_new = self._load < 0 or self._load > self._shared.continued
-        return is_new and self._loaded.get("epoch") == epoch
+        if self._load < 0:
+            return bool(self._loaded)
+        return self._load > self._shared.continued and self._loaded["epoch"] == epoch
 
     def _state(self, run: _Run) -> dict[str, Any]:
         stages = [*map(_shown, self.pipeline), f"repeat({self.repetitions}, {self.nsamples})"]
@@ -371,13 +382,7 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
         if info and info.id:
             return shared.wait_for(info.id, seed, turn)
         load = self._load if self._load > 0 and self._is_waiting(shared.epoch) else 0
-        shared.continued = load or shared.continued
-        number = shared.count + 1
-        new = _Iteration(number, seed, turn, shared.epoch, load, shared.is_tracked)
-        shared.iterations[number % _REMEMBERED] = new
-        shared.epoch, shared.is_tracked = new.epoch + 1, 0
-        shared.count = number  # last, so that no worker reads a half-written iteration
-        return new
+        return shared.add(seed, turn, load)
 
     def __iter__(self) -> Iterator[Any]:
         opener, read, is_direct = self._plan()

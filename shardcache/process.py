@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import errno
+import importlib
 import logging
 import os
 import sys
@@ -73,6 +74,10 @@ class ProcessCache:
         # same time, so that time identifies the job.
         name = f"{started or 0.0:.6f}" if ranks.source == "none" else "local"
         self._job = ranks.job or os.environ.get(RUN_VARIABLE) or name
+        # In another thread: a signal handler that raises in an import leaves a broken module.
+        for module in ("shardcache.download.transfer", "shardcache.tiers"):
+            if module not in sys.modules:
+                threads.call(partial(importlib.import_module, module), None, "shardcache-import")
         self._begin()
         _all.add(self)
 

@@ -268,7 +268,6 @@ def parse_url(
     if len(encoded) > _MAX_CANONICAL:
         excess = f"has {len(encoded)} bytes; the limit is {_MAX_CANONICAL}"
         raise ConfigError(f"{shown_url(url)[:80]}... {excess}")
-    hides = scheme not in _NEVER_MASKED and (key is not None or canonical != identity)
     key = key or _key_of(encoded)
     basename = re.sub(r"[^A-Za-z0-9._-]+", "_", name.rstrip("/").rpartition("/")[2])
     basename = basename[-_MAX_BASENAME:].lstrip(".") or "shard"

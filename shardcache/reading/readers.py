@@ -62,7 +62,8 @@ class DownloadReader:
 
     The last block is withheld until the entry is published, because its digest and checksum were
     verified by then. If another process is downloading the shard and dies, the worker of this
-    process takes the lock and continues. ``finish`` and ``ahead`` are as for `ProcessCache.join`.
+    process takes the lock and continues. ``finish`` and ``ahead`` are as for
+    `ProcessCache.start_download`.
     """
 
     _cache: ProcessCache

@@ -160,7 +160,9 @@ def test_usual_addresses_are_those_of_botocore(endpoint, is_usual, region, name)
 def test_the_key_has_the_server_or_account_that_options_name(open_cache, monkeypatch):
     def key(options, url="az://data/a.tar"):
         cache = open_cache(storage_options=options, allow_schemes=["sftp"])
-        return cache.parse(url).key
+        shard = cache.parse(url)
+        assert str(shard) == url and cache.parse(str(shard)).key == shard.key
+        return shard.key
 
     stated = "AccountName=bob;AccountKey=hidden"
     options = [

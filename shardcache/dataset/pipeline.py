@@ -198,10 +198,10 @@ class _Iteration(ctypes.Structure):
 
 
 class _Shared(ctypes.Structure):
-    """What the processes with copies of a pipeline share.
+    """The memory that all processes with a copy of a pipeline share.
 
     Worker 0 of a loader, or a process without workers, adds an iteration, and the other workers
-    wait for it. So they have one epoch, whatever other processes have read before.
+    wait for it. So all of them read the same epoch, even if other processes have read some of it.
     """
 
     seed: int
@@ -493,7 +493,7 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
 
 
 def _workers_of(state: Mapping[str, Any]) -> list[Any]:
-    """Return the states of the workers in a state, except those that had not begun."""
+    """Return the states of the workers that had begun when a state was saved."""
     return [each for each in state.get("workers", ()) if each] if "given" not in state else [state]
 
 

@@ -353,7 +353,7 @@ class Space:
             yield entries, size
 
     def _count(self, usage: _Usage) -> None:
-        """Count the parts whose bytes are unknown, or so many that they hold `_COUNTED` shards."""
+        """Count the parts whose bytes are unknown, until `_COUNTED` shards are counted."""
         unknown = [part for part, size in enumerate(usage.parts) if size is None]
         left = math.inf if self.node.grace is not None else _COUNTED
         for entries, _ in self._list(usage, unknown) if unknown else ():

@@ -92,8 +92,9 @@ def url_opener(
             exn.args = (*exn.args, shown_url(str(sample["url"])))
             is_handled = (handler or reraise)(exn)
             log_once(exn, str(sample["url"]), cache)
-            failed, first = failed + 1, first or exn
+            failed, first = failed + 1, first or str(exn)
             if is_handled:
+                exn.__traceback__ = None  # in a cycle, its frames would keep shards in use
                 continue
             break
         opened += 1

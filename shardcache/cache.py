@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import _socket
 import contextlib
+import errno
 import logging
 import os
 import socket
@@ -458,6 +459,8 @@ class Cache:
         for tier in process.present:
             if not dry_run and os.geteuid() != 0:  # root may clean the caches of other users
                 check_root(tier.config)
+            if not dry_run and is_read_only(tier.config.dir):
+                raise OSError(errno.EROFS, "it cannot be written", str(tier.config.dir))
             given = {"max_age": max_age}
             if tier is process.home:  # other tiers keep their own limits
                 given |= {"max_size": max_size, "min_free": min_free}
@@ -508,12 +511,13 @@ class Cache:
             stop=stop or threading.Event(),
         )
 
-    def pin(self, specs: Specs, seconds: float | None = None) -> list[ShardURL]:
+    def pin(self, specs: Specs, seconds: float | str | None = None) -> list[ShardURL]:
         """Pin shards, so that no process evicts them, not even ``clean --all``. Return the shards.
 
         Args:
             specs: the shards, as in `select`.
-            seconds: how long to pin the shards; None pins them until `unpin` is called.
+            seconds: how long to pin the shards, in seconds or as text such as "3d"; None pins them
+                until `unpin` is called.
 
         Raises the errors of `select`; ConfigError if a shard is a file that is not cached, or the
         directory cannot be a cache; OSError if the disk is full, read-only or failing.
@@ -523,7 +527,7 @@ class Cache:
         shards = self.select(specs)
         for shard in shards:
             self.process.refuse_in_place(shard)
-        until = None if seconds is None else clock.time() + seconds
+        until = None if seconds is None else clock.time() + parse_duration(seconds)
         for config in self.config.by_tier():
             node = make_root(config)
             for shard in shards:

@@ -26,7 +26,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias, TypedDict, get_args
 from shardcache import units
 from shardcache.errors import REMOVED, ConfigError
 from shardcache.units import Limit
-from shardcache.urls import VARIABLE
+from shardcache.urls import ALIASES, VARIABLE
 
 #: The version of this library. A test compares it with pyproject.toml.
 __version__ = "0.1.0"
@@ -194,7 +194,7 @@ def _storage_options(value: object) -> StorageOptions:
         with contextlib.suppress(ValueError):
             value = json.loads(value)
     if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
-        return StorageOptions(value)
+        return StorageOptions({ALIASES.get(name, name): item for name, item in value.items()})
     raise ValueError("is not a table whose keys are text")
 
 

@@ -265,7 +265,7 @@ class ProcessCache:
                 "If the object has changed, run `shardcache prewarm --refresh` first.",
                 url=str(shard),
             )
-        self.touch(opened, clock.monotonic())
+        self.note_use(opened, clock.monotonic())
         facts = {"event": download.outcome, "shard": str(shard)}
         logger.debug("%s: %s", shard, download.outcome, extra=facts)
         return opened
@@ -317,7 +317,7 @@ class ProcessCache:
         try:
             # An older download may still lack its worker, for ever if a signal handler raised here.
             # Not under the lock of the downloads: `start` waits for the thread, which may take it.
-            if not (download.is_claimed or self._start_worker(download)):
+            if not (download.is_claimed or self._start_worker(download)) and download.claim():
                 error = OSError(errno.EAGAIN, "the process cannot start a thread")
                 download.end(None, error)
                 raise error
@@ -392,8 +392,11 @@ class ProcessCache:
                 self._write_back(download.shard, opened.path, wait=not download.can_bypass)
         return opened
 
-    def touch(self, opened: Opened, now: float) -> None:
-        """Record that an entry is used: on first use by this process, then at intervals."""
+    def note_use(self, opened: Opened, now: float) -> None:
+        """Record that an entry is used: on first use by this process, then at intervals.
+
+        ``now`` is on the monotonic clock.
+        """
         directory = opened.directory
         last = self._touched.get(directory)
         if now >= self._clean_due:  # hot path: keep the number of calls small

@@ -125,9 +125,8 @@ def parse_duration(value: str | float) -> float:
                 for count, ms in parts
                 if count
             )
-        else:
-            with contextlib.suppress(ValueError):
-                number = float(text)
+        elif re.fullmatch(r"[0-9]*\.?[0-9]+(e-[0-9]+)?", text):
+            number = float(text)
     elif isinstance(value, int | float) and not isinstance(value, bool):
         number = value
     if not 0 <= number <= MAX_SECONDS:

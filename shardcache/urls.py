@@ -29,7 +29,7 @@ from shardcache.units import similar
 DEFAULT_SCHEMES = frozenset(
     {"abfs", "abfss", "az", "file", "gs", "hf", "http", "https", "memory", "oci", "s3"}
 )
-_ALIASES = {"s3a": "s3", "s3n": "s3", "gcs": "gs"}
+ALIASES = {"s3a": "s3", "s3n": "s3", "gcs": "gs"}
 
 #: Schemes with a login before ``@``. In other schemes, it is a name: ``abfs://container@account``.
 _LOGINS = frozenset({"ftp", "http", "https", "sftp", "smb", "ssh", "webdav", "webdavs"})
@@ -229,7 +229,7 @@ def parse_url(
     refuse_control(url)
     match = re.match(_SCHEME, url)
     scheme = match.group(1).lower() if match else "file"
-    scheme = _ALIASES.get(scheme, scheme)
+    scheme = ALIASES.get(scheme, scheme)
     if scheme != "pipe" and ("::" in url or " " in url or "," in url) and re.search(_SEVERAL, url):
         advice = "Separate shards by ::, or pass a list. Do not chain filesystems."
         raise ConfigError(f"{shown_url(url)} has several URLs. {advice}")

@@ -254,13 +254,8 @@ def attach(
             f"no stage of this pipeline opens URLs ({names}). Call attach() with the WebDataset "
             "itself, or use cache.url_opener as the stage that opens the shards."
         )
-    if not is_reseeded and _repeats_order(stages) and is_new("order", cache):
-        logger.warning(
-            "every epoch will have the same order of shards, because this pipeline shuffles them "
-            "with a fixed seed. WebDataset(shardshuffle=...) does so since version 0.2.109. For a "
-            "new order in every epoch, write wds.DataPipeline(wds.SimpleShardList(urls), "
-            "wds.split_by_node, wds.split_by_worker, wds.shuffle(100), wds.tarfile_to_samples())."
-        )
+    if not is_reseeded:
+        _warn_of_order(stages, cache)
     urls = getattr(stages[0], "urls", None)
     urls = [url for url in urls if isinstance(url, str)] if isinstance(urls, list) else []
     if any(map(is_pattern, urls)):
@@ -287,36 +282,52 @@ def attach(
 
 def _replaced(stage: Any, cache: Cache, fast_tar: bool) -> list[Any]:
     """Return the stages that replace a stage that opens URLs or, with ``fast_tar``, archives."""
-    from webdataset import cache as wds_cache
     from webdataset import filters, tariterators
 
-    # WebDataset 1.0 has these classes, and earlier versions have the function.
-    openers = getattr(wds_cache, "StreamingOpen", ()), getattr(wds_cache, "FileCache", ())
-    caching = getattr(wds_cache, "cached_tarfile_samples", None)
-    combined = (tariterators.tarfile_samples, caching)  # each opens, expands and groups
+    opens, is_combined = _opens(stage)
     expander = tar_files if fast_tar else tariterators.tar_file_expander
     group = group_files if fast_tar else tariterators.group_by_keys
     function, args, options = _call_of(stage)
-    if isinstance(stage, openers):
-        handler = stage.handler
-    elif function is tariterators.tar_file_expander:
+    if function is tariterators.tar_file_expander:
         return [filters.FilterFunction(expander, *args, **options)]
-    elif function is tariterators.group_by_keys and not args and {*options} <= {"handler"}:
+    if function is tariterators.group_by_keys and not args and {*options} <= {"handler"}:
         return [filters.FilterFunction(group, **options)]
-    elif function is _check_readers:
+    if function is _check_readers:
         return []
-    elif function in (url_opener, tariterators.url_opener, *combined):
-        handler = options.get("handler", next(iter(args), None))
-    else:
+    if not opens:
         return [stage]
+    handler = options.get("handler", next(iter(args), getattr(stage, "handler", None)))
     stages = [filters.FilterFunction(url_opener, handler=handler, cache=cache)]
-    if function in combined:
+    if is_combined:
         kept = {name: options[name] for name in _EXPANDER_OPTIONS if name in options}
         stages += [
             filters.FilterFunction(expander, *args, **kept),
             filters.FilterFunction(group, handler=handler or reraise),
         ]
     return stages
+
+
+def _opens(stage: Any) -> tuple[bool, bool]:
+    """Return whether a stage opens URLs, and whether it also expands and groups."""
+    from webdataset import cache, tariterators
+
+    # WebDataset 1.0 has these classes, and earlier versions have the function.
+    openers = getattr(cache, "StreamingOpen", ()), getattr(cache, "FileCache", ())
+    combined = tariterators.tarfile_samples, getattr(cache, "cached_tarfile_samples", None)
+    function = _call_of(stage)[0]
+    is_opener = isinstance(stage, openers) or function in (url_opener, tariterators.url_opener)
+    return is_opener or function in combined, function in combined
+
+
+def _warn_of_order(stages: list[Any], cache: Cache) -> None:
+    """Log, once per job, that a pipeline has the same order of shards in every epoch."""
+    if _repeats_order(stages) and is_new("order", cache):
+        logger.warning(
+            "every epoch will have the same order of shards, because this pipeline shuffles them "
+            "with a fixed seed. WebDataset(shardshuffle=...) does so since version 0.2.109. For a "
+            "new order in every epoch, write wds.DataPipeline(wds.SimpleShardList(urls), "
+            "wds.split_by_node, wds.split_by_worker, wds.shuffle(100), wds.tarfile_to_samples())."
+        )
 
 
 def _repeats_order(stages: list[Any]) -> bool:
@@ -327,7 +338,7 @@ def _repeats_order(stages: list[Any]) -> bool:
     seeded = False
     for stage in stages:
         function, args, options = _call_of(stage)
-        if function is url_opener:
+        if _opens(stage)[0]:
             return seeded
         if type(stage) is shardlists.SimpleShardList:
             seeded = stage.seed is not None
@@ -468,6 +479,7 @@ def _cached(
                 cache, rewritten = cache_of(), rewrite(url)
                 if is_tried := _is_shard(rewritten, cache, is_archive):
                     _warn_of_ranks(cache)
+                    _warn_of_order(_stages_of_caller(), cache)
                     if function == "download" and is_new("cache_dir", cache):
                         logger.warning(_TWICE)
                     return cache.open(rewritten)
@@ -507,6 +519,14 @@ def _caller() -> tuple[str, str]:
     while frame.f_back is not None and frame.f_globals.get("__name__") == "webdataset.gopen":
         frame = frame.f_back  # WebDataset's `gopen`, which calls what `register` has set
     return frame.f_globals.get("__name__", ""), frame.f_code.co_name
+
+
+def _stages_of_caller() -> list[Any]:
+    """Return the stages of the pipeline that is reading now; none outside of a pipeline."""
+    frame: Any = sys._getframe(2)
+    while frame is not None and frame.f_globals.get("__name__") != "webdataset.pipeline":
+        frame = frame.f_back
+    return getattr(frame and frame.f_locals.get("self"), "pipeline", [])
 
 
 def _is_shard(url: str, cache: Cache, is_archive: bool) -> bool:

@@ -41,7 +41,7 @@ CASES: dict[str, tuple[str, object, str]] = {
     "ephemeral_limit": ("50GB", 50 * 10**9, "0"),
     "max_age": ("14d", 1_209_600.0, "0"),
     "tiers": ("/ram=5GB", (TierOption(Path("/ram"), Limit(bytes=5 * 10**9)),), "s3://b/x"),
-    "policy": ("LRU", "lru", "mru"),
+    "policy": ("LRU", "lru", "newest"),
     "isolation": ("Rank", "rank", "gpu"),
     "fill": ("Complete", "complete", "later"),
     "prefetch": ("0", 0, "-1"),
@@ -128,6 +128,8 @@ def test_files_have_tables_and_sizes_with_units(home):
     assert str(only({"WDS_CACHE_SIZE": "800"}).config.max_size) == "800B"  # as in WebDataset
     file.write_text('[storage_options]\nkey = "k"\nanon = true\n')
     assert dict(load({"dir": DIR}, {}, [file]).config.storage_options) == {"key": "k", "anon": True}
+    config = Config(DIR, storage_options={"gcs": {"token": "anon"}})
+    assert config.scheme_options("gs") == {"token": "anon"}
 
 
 DIR_IS = r"^dir \(argument\): .*"

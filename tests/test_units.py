@@ -54,7 +54,7 @@ REFUSED: dict[Callable[..., Any], list[Any]] = {
     ],
     units.parse_duration: [
         "", "-3", -0.5, "nan", "inf", math.nan, math.inf, "30m1h", "1h1h", "5 fortnights", "h",
-        "1:30:00", "101w5300d" * 20, "36501d", 10**400, True, None,
+        "1:30:00", "101w5300d" * 20, "36501d", 10**400, True, None, "1e1", "1_0",
     ],
     units.parse_limit: ["120%", "-1%", "nan%", "%", "many%", "5 parsecs", "", -1],
     units.parse_bool: ["", "maybe", 2, 1.0, None],

@@ -45,7 +45,6 @@ from shardcache.urls import ShardURL, parse_listed
 
 if TYPE_CHECKING:
     from shardcache.cache import Cache
-    from shardcache.prewarm.ray import NodeReport
 
 RATE = cli.Parsed("RATE", parse_rate)
 #: Missing shards to name in a check, unless -v is given.
@@ -170,6 +169,8 @@ def import_command(invocation: Invocation, source: str, prefix: str, **options: 
         raise click.UsageError(f"{source} is not a directory.")
     cache = invocation.cache(invocation.loaded_with_job_limits("tiers"))
     paths = [path for path in sorted(Path(source).rglob("*")) if SHARD.search(path.name)]
+    roots = [tier.dir.resolve() for tier in cache.config.by_tier()]  # DIR may contain the cache
+    paths = [p for p in paths if not any(map(p.resolve().is_relative_to, roots))]
     urls = [f"{prefix.removesuffix('/')}/{path.relative_to(source)}" for path in paths]
     shards = [parse_listed(cache.parse, url) for url in urls]
     if not shards:
@@ -266,19 +267,24 @@ def _prewarm_ray(
     from shardcache.prewarm.ray import prewarm_nodes
 
     console, began = invocation.console, time.monotonic()
-    latest: deque[Sequence[NodeReport]] = deque([()], maxlen=1)
+    latest = deque([(0, 0)], maxlen=1)  # how many nodes have ended, and of how many
     only_plans = options["check"] or options["dry_run"]
     settings: dict[str, Any] = {"dir": invocation.dir and absolute(invocation.dir)}
     settings |= {"endpoint_url": invocation.endpoint_url}
     settings |= {"storage_options": invocation.storage_options or None}
     stop = invocation.poll_stop()
-    with display(console, lambda: _positions(latest[-1])):
+
+    def positions() -> Positions:
+        ended, nodes = latest[-1]
+        return {"": Position(f"{ended:,}/{nodes:,} nodes done" if nodes else "waiting for Ray")}
+
+    with display(console, positions):
         nodes = prewarm_nodes(
             specs,
             settings={**settings, "max_size": max_size and str(max_size)},
             config_file=invocation.config,
             ranks_per_node=ranks_per_node,
-            on_news=latest.append,
+            on_progress=lambda *counts: latest.append(counts),
             stop=stop,
             **options,
         )
@@ -286,10 +292,13 @@ def _prewarm_ray(
     shards, records = list[Any](), dict[str, Any]()
     failures = defaultdict[tuple[str, str], list[str]](list)
     for node in nodes:
-        if node.plan is not None:
-            console.info(f"{node.name}  {node.plan}")
-        if node.error or node.interrupted or not only_plans:
-            console.info(f"{node.name}  {_node_text(node)}")
+        if node.error is not None or node.interrupted:
+            word = "lost" if node.lost else "interrupted" if node.interrupted else "failed"
+            console.info(f"{node.name}  {word}")
+        else:
+            console.info(f"{node.name}  {node.report.plan}")
+            if not only_plans:
+                console.info(f"{node.name}  {node.report}")
         if node.error is not None:
             failures["lost" if node.lost else "failed", reason(node.error)].append(node.name)
         for word, line in _failures(console, node.report, check=options["check"]):
@@ -301,7 +310,7 @@ def _prewarm_ray(
         record = {"number": node.number, "exit_code": code, "lost": node.lost, "error": node.error}
         records[node.name] = {**record, **fields_of(node.report)}
         shards += [{"node": node.name, **fields_of(result)} for result in node.report.results]
-    seconds, received = time.monotonic() - began, sum(node.received for node in nodes)
+    seconds, received = time.monotonic() - began, sum(node.report.received for node in nodes)
     codes = [record["exit_code"] for record in records.values()]
     done = f"{sum(not code for code in codes):,} of {counted(len(nodes), 'node')}"
     speed = f"{format_duration(seconds)}, {format_rate(received / seconds)}"
@@ -315,27 +324,6 @@ def _prewarm_ray(
     # If all failed nodes have the same exit code, the command exits with this code.
     failed = set(codes) - {0}
     return 0 if not failed else failed.pop() if len(failed) == 1 else ExitCode.SOME_FAILED
-
-
-def _node_text(node: NodeReport) -> str:
-    if node.error is None and not node.interrupted:
-        return str(node.report)
-    word = "lost" if node.lost else "interrupted" if node.interrupted else "failed"
-    if node.plan is None:
-        return word
-    done = len(node.plan.shards) - node.report.not_started
-    return f"{word} after {done:,} of {counted(len(node.plan.shards), 'shard')}"
-
-
-def _positions(nodes: Sequence[NodeReport]) -> Positions:
-    """Return the progress of all nodes: ``2/3 nodes done, 20/36 shards``."""
-    if not nodes:
-        return {"": Position("waiting for Ray")}
-    plans = [node.plan for node in nodes if node.plan is not None]
-    done, shards = sum(len(n.results) for n in nodes), sum(len(p.shards) for p in plans)
-    text = f"{sum(node.ended for node in nodes):,}/{len(nodes):,} nodes done, "
-    received, size = sum(n.received for n in nodes), sum(plan.fetch_bytes for plan in plans)
-    return {"": Position(f"{text}{done:,}/{shards:,} shards", received, size)}
 
 
 def _failures(

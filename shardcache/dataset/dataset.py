@@ -35,6 +35,7 @@ from shardcache.wds import reraise
 
 if TYPE_CHECKING:
     from shardcache.cache import Handler
+    from shardcache.dataset.mixture import Mixture
 
 logger = logging.getLogger(__name__)
 
@@ -153,7 +154,8 @@ class TarDataset:
                 "without an index file, each node would download all shards to count their "
                 f"samples. Run `{command}` once, and pass the file: TarDataset('train.json')."
             )
-        if self.cache.process.notices.is_new("counting"):
+        is_cached = all(shard in self.cache for shard in self.shards)
+        if not is_cached and self.cache.process.notices.is_new("counting"):
             logger.warning(
                 "counting the samples of %d shards, which downloads those that are not cached. To "
                 "do so only once, run `%s`, and pass the file: TarDataset('train.json').",
@@ -191,7 +193,7 @@ class TarDataset:
             IndexError: there is no such sample.
         """
         numbers = np.unique(np.asarray(indices))
-        if len(numbers) != len(indices) or numbers.dtype.kind not in "iu":
+        if not 0 < len(numbers) == len(indices) or numbers.dtype.kind not in "iu":
             raise ConfigError("select takes one or more numbers of samples, each of them once.")
         if numbers[0] < 0 or numbers[-1] >= len(self):
             raise IndexError(f"the data set has {len(self)} samples")
@@ -269,16 +271,7 @@ class TarDataset:
             TypeError: an index is no whole number, such as those of a boolean mask.
             The errors of `__getitems__`.
         """
-        if type(index) is int:
-            return self.__getitems__([index])[0]
-        if isinstance(index, slice):
-            index = range(len(self))[index]
-        first = index[0] if np.ndim(index) and len(index) else index
-        if "bool" in str(getattr(index, "dtype", type(first))):  # True is 1 for Python and PyTorch
-            raise TypeError(
-                "a boolean mask has no numbers of samples: use those of numpy.flatnonzero"
-            )
-        return self.__getitems__(index) if np.ndim(index) else self.__getitems__([index])[0]
+        return item(self, index)
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
         """Return the samples of a batch, after the stages. PyTorch's DataLoader calls this.
@@ -364,3 +357,15 @@ class TarDataset:
         with contextlib.suppress(KeyError, RuntimeError, StopIteration):  # another thread's change
             while len(self._open) >= self._most or next(iter(self._open.values())).used < idle:
                 self._open.popitem(last=False)
+
+
+def item(data: TarDataset | Mixture, index: Any) -> Any:
+    """Return one sample of a data set; for a slice or several indices, a list of samples."""
+    if type(index) is int:
+        return data.__getitems__([index])[0]
+    if isinstance(index, slice):
+        index = range(len(data))[index]
+    first = index[0] if np.ndim(index) and len(index) else index
+    if "bool" in str(getattr(index, "dtype", type(first))):  # True is 1 for Python and PyTorch
+        raise TypeError("a boolean mask has no numbers of samples: use those of numpy.flatnonzero")
+    return data.__getitems__(index) if np.ndim(index) else data.__getitems__([index])[0]

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shardcache.dataset.dataset import Batch, SampleIndex
-from shardcache.dataset.order import WHOLE
+from shardcache.dataset.dataset import Batch, SampleIndex, item
+from shardcache.dataset.order import WHOLE, whole
 from shardcache.errors import ConfigError
 from shardcache.units import counted
 
@@ -52,13 +52,13 @@ class Mixture:
     def __init__(self, parts: Mapping[str, tuple[TarDataset, Weight]], *, samples: int) -> None:
         pairs = [pair for pair in getattr(parts, "values", tuple)() if isinstance(pair, tuple)]
         caches = {data.cache for data, _ in pairs}
-        if len(pairs) != len(parts) or len(caches) != 1 or samples < 1:
+        if len(pairs) != len(parts) or len(caches) != 1:
             raise ConfigError(
-                "A Mixture needs data sets that share one cache, each with a weight, and samples=1 "
-                "or more: Mixture({'web': (web, 0.7), 'books': (books, 0.3)}, samples=1_000_000)."
+                "A Mixture needs data sets that share one cache, each with a weight: "
+                "Mixture({'web': (web, 0.7), 'books': (books, 0.3)}, samples=1_000_000)."
             )
         self.parts = {name: data for name, (data, _) in parts.items()}
-        self.samples = samples
+        self.samples = whole("samples", samples, 1)
         (self.cache,) = caches
         weights = {
             name: dict(weight) if isinstance(weight, Mapping) else {0: weight}
@@ -79,9 +79,9 @@ class Mixture:
     def __len__(self) -> int:
         return self._firsts[-1]
 
-    def __getitem__(self, index: int) -> Any:
-        """Return one sample, after the stages of its part."""
-        return self.__getitems__([range(len(self))[index]])[0]
+    def __getitem__(self, index: Any) -> Any:
+        """Return one sample, or a list of samples; see `TarDataset.__getitem__`."""
+        return item(self, index)
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
         """Return the samples of a batch. PyTorch's DataLoader calls this.

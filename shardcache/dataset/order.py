@@ -18,8 +18,10 @@ positions, so the order must stay the same for ever: every change of it needs a 
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
+import operator
 import zlib
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
@@ -52,6 +54,15 @@ WHOLE = 1 << 24
 # The constants of splitmix64 (Steele, Lea and Flood 2014).
 _GAMMA, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _MASK = (1 << 64) - 1
+
+
+def whole(name: str, value: Any, least: float = -math.inf, most: float = (1 << 63) - 1) -> int:
+    """Return an integer of any type as an int. Raise ConfigError for another value."""
+    with contextlib.suppress(TypeError):
+        number = operator.index(value)
+        if least <= number <= most and not isinstance(value, bool):
+            return number
+    raise ConfigError(f"{name}={value!r:.80} is not a whole number from {least} to {most}.")
 
 
 def chained(key: Key, *parts: int) -> Key:

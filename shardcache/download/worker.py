@@ -50,6 +50,7 @@ from shardcache.urls import ShardURL
 
 if TYPE_CHECKING:
     from shardcache.origins.resolve import UpstreamOrigin
+    from shardcache.space.budget import Space
 
 __all__ = ["Worker", "evict_outdated", "unlike"]
 
@@ -103,6 +104,7 @@ class Worker:
     _counts: Counter[type[BaseException]] = field(default_factory=Counter)
     _upstreams: Iterator[UpstreamOrigin | None] | None = None
     _upstream: UpstreamOrigin | None = None  # to read from; None for the origin
+    _space: Space | None = None  # in which room was reserved last
 
     def recover(self, exn: Exception, *, unmounted: bool) -> bool:
         """Prepare the next attempt. Return False if ``exn`` is final; raise what it means."""
@@ -150,9 +152,9 @@ class Worker:
             self._is_for_last_tier = True
             if (response := self._download.take_response()) is not None:
                 response.close()
-            if len(directories.tiers) == 1:  # otherwise the next tier may have room
-                size = self._download.size or 0
-                directories.tiers[0].space.make_room(str(shard), size)
+            last = directories.tiers[-1]
+            if self._space in (None, last.space):  # otherwise the last tier may have room
+                last.space.make_room(str(shard), self._download.size or 0)
         else:
             return False
         return True
@@ -365,6 +367,7 @@ class Worker:
         for tier in tiers:
             try:
                 with tier.space.reserved(shard, info.size):
+                    self._space = tier.space
                     return Partial.create(tier.store.layout, metadata, shard.basename, source)
             except os_error() as exn:  # CacheFullError is a subclass
                 if tier is tiers[-1] or isinstance(exn, LockTimeoutError):

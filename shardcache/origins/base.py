@@ -104,7 +104,7 @@ def refusal(
     if status in (403, 404, 410) and (error := unexpanded(shard)):
         return error
     if status in (404, 410):
-        text = f"{shard}: not found ({reason}). Check the pattern and the endpoint."
+        text = f"{shard}: not found ({reason}). Check the name and the endpoint."
         if shard.scheme == "s3" and "NoSuchBucket" in reason:
             text = f"{shard}: there is no bucket {shard.bucket_and_key()[0]} ({reason}). "
             text += "Check the name and the endpoint."
@@ -216,6 +216,14 @@ class Origin(Protocol):
     def stat(self, shard: ShardURL) -> ObjectInfo:
         """Return the current version, with its checksum if stated. Raises the errors of `open`."""
         ...
+
+    def prepare(self) -> object:
+        """Set up the client, if that takes time, so that the first request need not."""
+        return None
+
+    def close_idle(self, most: int) -> int:
+        """Close idle connections while more than ``most`` are open; return how many are open."""
+        return 0
 
 
 def compare_version(origin: Origin, shard: ShardURL, info: ObjectInfo) -> None:

@@ -15,11 +15,11 @@ import subprocess
 
 from shardcache.errors import ConfigError
 from shardcache.faults import os_error
-from shardcache.origins.base import ObjectInfo, TransientError
+from shardcache.origins.base import ObjectInfo, Origin, TransientError
 from shardcache.urls import ShardURL
 
 
-class PipeOrigin:
+class PipeOrigin(Origin):
     """Runs ``pipe:`` commands. A command fails if it writes nothing for ``timeout`` seconds."""
 
     conditional = True  # there is no version that a second `stat` could compare

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 from shardcache import threads
 from shardcache.errors import ConfigError, ShardCacheError
 from shardcache.origins.aws import chain_error, s3fs_options
-from shardcache.origins.base import ObjectInfo, TransientError, VersionChangedError, refusal
+from shardcache.origins.base import ObjectInfo, Origin, TransientError, VersionChangedError, refusal
 from shardcache.threads import Results, undivided
 from shardcache.urls import ShardURL, quoted, redact
 
@@ -46,7 +46,7 @@ _THREAD = "shardcache-filesystem"
 _files: dict[int, Any] = {}
 
 
-class FsspecOrigin:
+class FsspecOrigin(Origin):
     """Reads shards of one fsspec protocol. Each of its calls fails after ``timeout`` seconds."""
 
     conditional = False

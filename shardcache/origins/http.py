@@ -22,6 +22,7 @@ from shardcache.faults import os_error
 from shardcache.origins.base import (
     Checksum,
     ObjectInfo,
+    Origin,
     RepeatError,
     TransientError,
     VersionChangedError,
@@ -241,8 +242,8 @@ def stat(request: Callable[[], Response], first: Callable[[], Response]) -> Obje
     return info
 
 
-class WebOrigin:
-    """Reads shards over HTTP; implements `base.Origin`."""
+class WebOrigin(Origin):
+    """Reads shards over HTTP; a `base.Origin`."""
 
     conditional = True  # each response states its version, which the download compares
     states_checksums = False
@@ -261,6 +262,10 @@ class WebOrigin:
     def stat(self, shard: ShardURL) -> ObjectInfo:
         """Return the current version of the object, without a checksum."""
         return stat(partial(self._request, "HEAD", shard, {}), partial(self.open, shard, 0, 1))
+
+    def close_idle(self, most: int) -> int:
+        """See `base.Origin.close_idle`."""
+        return self.transport.close_idle(most)
 
     def _request(
         self, method: str, shard: ShardURL, headers: dict[str, str], route: Route | None = None

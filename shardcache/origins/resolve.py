@@ -95,16 +95,13 @@ class Origins:
 
     def prepare(self, shard: ShardURL) -> None:
         """Set up the client that reads a shard, so that a later request need not."""
-        prepare = getattr(self.of(shard), "prepare", None)
-        if prepare is not None:  # only S3's client takes time to set up
-            prepare()
+        self.of(shard).prepare()
 
     def close_idle(self, most: int) -> int:
         """Close idle connections while more than ``most`` are open; return how many are open."""
         count = 0
         for origin in [*self._made.values(), *(each.origin for each in self._upstreams)]:
-            if (transport := getattr(origin, "transport", None)) is not None:
-                count += transport.close_idle(max(0, most - count))
+            count += origin.close_idle(max(0, most - count))
         return count
 
     def upstreams(self, shard: ShardURL) -> Iterator[UpstreamOrigin]:
@@ -158,7 +155,7 @@ def _make(
 
 
 @dataclass(eq=False)
-class UpstreamOrigin:
+class UpstreamOrigin(Origin):
     """The copy of one shard in an upstream, as a `base.Origin` that reads only this shard."""
 
     name: str  #: of the upstream, for messages

@@ -39,7 +39,14 @@ from shardcache.origins.aws import (
     throttling_codes,
     within_timeout,
 )
-from shardcache.origins.base import ObjectInfo, RepeatError, TransientError, read_all, refusal
+from shardcache.origins.base import (
+    ObjectInfo,
+    Origin,
+    RepeatError,
+    TransientError,
+    read_all,
+    refusal,
+)
 from shardcache.origins.connection import Response, Transport, split_url
 from shardcache.threads import undivided
 from shardcache.units import format_duration
@@ -126,8 +133,8 @@ class _Store:
 _stores: dict[str, _Store] = {}
 
 
-class S3Origin:
-    """Reads ``s3://`` shards; implements `base.Origin`.
+class S3Origin(Origin):
+    """Reads ``s3://`` shards; a `base.Origin`.
 
     The ``storage_options`` have the names of s3fs: key, secret, token, profile, anon,
     requester_pays, endpoint_url (the argument precedes it), client_kwargs, config_kwargs.
@@ -168,6 +175,10 @@ class S3Origin:
                 )
                 self._store = store
             return self._store
+
+    def close_idle(self, most: int) -> int:
+        """See `base.Origin.close_idle`."""
+        return 0 if self._store is None else self.transport.close_idle(most)
 
     def _keys(self, shard: ShardURL) -> Any:
         """Return the credentials for a request, and renew them before they expire."""

@@ -1,7 +1,4 @@
-"""Prewarm the caches of all nodes of a Ray cluster.
-
-    prewarm_nodes -> one task pinned to each live node -> `prewarm` of that node's cache
-                  <- a batch of its events every second, and at the end its report or error <-
+"""Prewarm the caches of all nodes of a Ray cluster, with one task on each live node.
 
 Each node uses its own cache, configuration and credentials, from the environment in which ``ray
 start`` ran there. If a node fails or dies, its report says so, and the other nodes complete.
@@ -15,15 +12,13 @@ import ipaddress
 import logging
 import math
 import os
-import queue
 import signal
 import socket
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager, redirect_stdout
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,85 +28,39 @@ from shardcache.cache import Cache
 from shardcache.errors import ConfigError, ShardCacheError
 from shardcache.origins.listing import expand_braces
 from shardcache.prewarm.plan import Share
-from shardcache.prewarm.results import (
-    Event,
-    Finished,
-    Outcome,
-    Planned,
-    PrewarmPlan,
-    PrewarmReport,
-    ShardResult,
-    Stopped,
-    portable,
-)
+from shardcache.prewarm.results import PrewarmPlan, PrewarmReport, portable
 from shardcache.prewarm.run import JOBS, prewarm
 
-#: Seconds between two batches of news from a node; and between two checks in the calling process.
-_NEWS_EVERY, _TICK = 1.0, 0.2
+#: Seconds between two checks in the calling process.
+_TICK = 0.2
 #: Seconds to wait for nodes whose tasks were cancelled. A prewarm takes up to 5 to stop
-#: (`run._CANCEL_TIMEOUT`); the rest is for news in transit.
+#: (`run._CANCEL_TIMEOUT`).
 _CANCEL_TIMEOUT = 20.0
 #: Seconds to test whether an address accepts connections; Ray itself would try for minutes.
 _CONNECT_SECONDS = 10.0
-_News = Sequence[Event | PrewarmReport | Exception]
+
+
+_EMPTY = PrewarmReport(PrewarmPlan((), {}, {}, 0, 0, 0), (), 0.0)
 
 
 class NodeLostError(ShardCacheError):
     """A node of the cluster died, or its task ended, before it sent a report."""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class NodeReport:
-    """The prewarm of one node, according to the news received so far."""
+    """How the prewarm of one node ended."""
 
     name: str  #: the node's name, and the start of its id if several nodes have this name
     number: int  #: from 0, in the order of addresses and then names
-    plan: PrewarmPlan | None = None  #: None until the node has sent its plan
-    results: dict[str, ShardResult] = field(default_factory=dict)  #: of finished shards, by key
-    interrupted: bool = False  #: whether the node's task was cancelled
+    report: PrewarmReport = _EMPTY  #: of the prewarm, if it ended
     error: Exception | None = None  #: an error that concerns more than single shards
-    _report: PrewarmReport | None = None
-
-    def interrupt(self) -> None:
-        """Record that the node's task was cancelled."""
-        self.interrupted = True
-
-    @property
-    def ended(self) -> bool:
-        """Whether the node will send no more news."""
-        return bool(self.interrupted or self._report or self.error)
+    interrupted: bool = False  #: whether the node's task was cancelled
 
     @property
     def lost(self) -> bool:
         """Whether the node died, or its task ended, before it sent a report."""
         return isinstance(self.error, NodeLostError)
-
-    @property
-    def received(self) -> int:
-        """Bytes received over the network for the finished shards."""
-        return sum(result.received for result in self.results.values())
-
-    @property
-    def report(self) -> PrewarmReport:
-        """The node's report, or one made from the results so far if the node has not sent it."""
-        if self._report is not None:
-            return self._report
-        plan = self.plan or PrewarmPlan((), {}, {}, 0, 0, 0)
-        results = plan.results(self.results, Outcome.NOT_STARTED)
-        return PrewarmReport(plan, results, 0.0, Stopped.REQUESTED if self.interrupted else None)
-
-    def take(self, news: _News) -> None:
-        """Record a batch of news from the node."""
-        for item in news:
-            match item:
-                case Planned(plan):
-                    self.plan = plan
-                case Finished(shard, result):
-                    self.results[shard.key] = result
-                case PrewarmReport():
-                    self._report = item
-                case Exception():
-                    self.error = item
 
 
 def prewarm_nodes(
@@ -120,7 +69,7 @@ def prewarm_nodes(
     settings: Mapping[str, Any] | None = None,
     config_file: str | os.PathLike[str] | None = None,
     ranks_per_node: int | None = None,
-    on_news: Callable[[Sequence[NodeReport]], None] = lambda nodes: None,
+    on_progress: Callable[[int, int], None] = lambda ended, nodes: None,
     stop: threading.Event | None = None,
     **options: Any,
 ) -> tuple[NodeReport, ...]:
@@ -137,7 +86,8 @@ def prewarm_nodes(
         config_file: the configuration file to read on each node instead of the usual ones.
         ranks_per_node: number of training processes on each node. A node then downloads only the
             shards that ``split_by_node`` gives its ranks; with None, it downloads all shards.
-        on_news: called in the calling thread with the reports of all nodes, several times a second.
+        on_progress: called in the calling thread, several times a second, with the number of nodes
+            that have ended, and of all nodes.
         stop: an event that any thread or signal handler may set, to stop early.
         options: arguments of `prewarm` other than ``on_event`` and ``stop``.
 
@@ -164,45 +114,41 @@ def prewarm_nodes(
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         # The task claims no processor, so that it also runs on a busy cluster.
-        task = ray.remote(num_cpus=0, max_retries=0, num_returns="streaming")(_prewarm_here)
+        task = ray.remote(num_cpus=0, max_retries=0)(_prewarm_here)
         alive = sorted((node for node in ray.nodes() if node["Alive"]), key=_sort_key)
         names = [str(node.get("NodeName") or node["NodeManagerAddress"]) for node in alive]
-        nodes, streams = [], {}
+        reports, tasks = list[NodeReport](), dict[Any, NodeReport]()
         for number, (node, name) in enumerate(zip(alive, names, strict=True)):
             unique = name if names.count(name) == 1 else f"{name}/{node['NodeID'][:8]}"
-            nodes.append(NodeReport(unique, number))
             share = None if ranks_per_node is None else Share(number, len(alive), ranks_per_node)
             pin = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-            stream = task.options(scheduling_strategy=pin).remote(*arguments, share)
-            streams[stream] = nodes[number]
+            running = task.options(scheduling_strategy=pin).remote(*arguments, share)
+            tasks[running] = NodeReport(unique, number)
         deadline = math.inf  # finite once the tasks are cancelled
         try:
-            while streams and clock.monotonic() < deadline:
+            while tasks and clock.monotonic() < deadline:
                 if stop.is_set() and deadline == math.inf:
                     deadline = clock.monotonic() + _CANCEL_TIMEOUT
-                    for stream in streams:
-                        ray.cancel(stream)
-                ready, _ = ray.wait(list(streams), num_returns=len(streams), timeout=_TICK)
-                for stream in ready:
-                    report = streams[stream]
+                    for running in tasks:
+                        ray.cancel(running)
+                ready, _ = ray.wait(list(tasks), num_returns=len(tasks), timeout=_TICK)
+                for running in ready:
+                    ended, changes = tasks.pop(running), dict[str, Any]()
                     try:
-                        report.take(ray.get(next(stream)))
-                    except StopIteration:
-                        del streams[stream]
+                        result = ray.get(running)
+                        changes["report" if isinstance(result, PrewarmReport) else "error"] = result
                     except ray.exceptions.RayError as exn:
-                        del streams[stream]
+                        changes["error"] = _lost(ray, alive[ended.number]["NodeID"], exn)
                         if deadline < math.inf:
-                            report.interrupt()
-                        else:
-                            report.take([_lost(ray, alive[report.number]["NodeID"], exn)])
+                            changes = {"interrupted": True}
+                    reports.append(replace(ended, **changes))
                 with redirect_stdout(out):
-                    on_news(nodes)
+                    on_progress(len(reports), len(alive))
         finally:
-            for stream, report in streams.items():  # these did not end in time
-                ray.cancel(stream)
-                report.interrupt()
-    on_news(nodes)
-    return tuple(nodes)
+            for running in tasks:  # these did not end in time
+                ray.cancel(running)
+    reports += [replace(report, interrupted=True) for report in tasks.values()]
+    return tuple(sorted(reports, key=lambda report: report.number))
 
 
 def _sort_key(node: Mapping[str, Any]) -> tuple[int, str, str]:
@@ -257,28 +203,14 @@ def _prewarm_here(
     config_file: Path | None,
     options: Mapping[str, Any],
     share: Share | None,
-) -> Iterator[_News]:
-    """Run a prewarm in a thread of this node, and yield its news. This is the Ray task.
-
-    `ray.cancel` raises KeyboardInterrupt in this function. After that, Ray delivers no more news.
-    """
-    news, stop = queue.SimpleQueue[Event](), threading.Event()
-
-    def work() -> PrewarmReport:
+) -> PrewarmReport | Exception:
+    """Prewarm the cache of this node. This is the Ray task; `ray.cancel` interrupts it."""
+    try:
         files = None if config_file is None else [config_file]
         config = configuration.load(settings, files=files).config
         connections = max(config.connections, options.get("jobs", JOBS))
         config = config.replace(strict=True, connections=connections)
         with Cache.from_config(config) as cache:
-            return prewarm(cache, specs, share=share, on_event=news.put, stop=stop, **options)
-
-    with ThreadPoolExecutor(1) as pool:
-        future = pool.submit(work)
-        try:
-            while not future.done() or not news.empty():
-                wait([future], _NEWS_EVERY)
-                yield [news.get() for _ in range(news.qsize())]
-        finally:
-            stop.set()
-    exn = future.exception()
-    yield [future.result() if exn is None else portable(exn)]
+            return prewarm(cache, specs, share=share, **options)
+    except Exception as exn:  # noqa: BLE001 - Ray would wrap it
+        return portable(exn)

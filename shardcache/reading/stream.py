@@ -128,7 +128,7 @@ def open_shard(
     if opened is None:
         return _buffered(cache, shard, reader, whole=whole)
     stream = ShardStream(cache, shard, reader)
-    cache.touch(opened, started)
+    cache.note_use(opened, started)
     tiers = cache.tiers
     tier = tiers.index(cache.tier_of(opened.directory)) if len(tiers) > 1 else None
     cache.counters.opened("hit", clock.monotonic() - started, tier)
@@ -178,7 +178,7 @@ def _open_in_place(shard: ShardURL) -> BinaryIO:
         return open(path, "rb")
     except FileNotFoundError as exn:
         raise unexpanded(shard) or ShardNotFoundError(
-            f"{path} does not exist. {advise_scheme(shard, 'Check the pattern.')}", url=str(shard)
+            f"{path} does not exist. {advise_scheme(shard, 'Check the name.')}", url=str(shard)
         ) from exn
 
 

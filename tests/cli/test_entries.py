@@ -241,5 +241,5 @@ def test_methods_take_patterns(run, warm, bucket, tmp_path):
             pass
         with cache.pinned(f"s3://{bucket}/train-*1.tar") as path:
             assert path == cache.path(warm[1])
-        assert len(cache.pin(["train-000?.tar", warm[0]])) == 4 == len(cache.unpin("train-*"))
+        assert len(cache.pin(["train-000?.tar", warm[0]], "3d")) == 4 == len(cache.unpin("train-*"))
         assert cache.remove(f"s3://{bucket}/")[0] > 0 and not list(cache.entries())

@@ -44,6 +44,8 @@ def test_matching_files_become_entries_without_a_download(run, folder, bucket, u
     path = Path(run("path", url)[1].strip())
     assert path.samefile(folder / path.name) and mode(path) == 0o444
     assert "All 4 shards cached" in run("import", folder, f"s3://{bucket}/")[1]
+    out = run("import", "-n", folder.parent, f"s3://{bucket}/", "--json")[1]
+    assert len(json.loads(out)["shards"]) == 4  # without those of the cache
     assert run("clean", "--all", "-y")[0] == 0
     assert not path.exists() and len(list(folder.glob("*.tar"))) == 4
 

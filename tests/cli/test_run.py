@@ -105,6 +105,11 @@ def test_a_fault_is_logged_once(shards, directory, samples, line, last, launch, 
     assert last in err.splitlines()[-1] and "streamed, not cached" not in err
 
 
+def test_a_repeated_order_is_named_once(launch, spec):
+    code, out, err = launch(2 * SAMPLES.replace("shuffle=False", "shuffle=100"), spec)
+    assert (code, out) == (0, "80\n80\n") and err.count("the same order of shards") == 1, err
+
+
 def test_the_program_logs_more_with_v(program, spec, run):
     program.write_text(SAMPLES)
     code, out, err = run_process("run", "-v", "--", sys.executable, program, spec)

@@ -175,7 +175,8 @@ def test_the_order_is_the_same_for_ever(trio):
     ("weights", "samples", "text"),
     [
         ({}, 9, "data sets that share one cache"),
-        (WEIGHTS, 0, "samples=1 or more"),
+        (WEIGHTS, 0, "samples=0 is not a whole number from 1"),
+        (WEIGHTS, 1e2, "samples=100.0 is not a whole number"),
         ({"web": -1, "code": 2}, 9, "'web' .* no weight of 0 or more in epoch 0"),
         ({"web": {1: 0.5}, "code": 2}, 9, "'web' .* no weight of 0 or more in epoch 0"),
         ({"web": 1, "code": float("nan")}, 9, "'code'"),
@@ -259,6 +260,7 @@ def test_a_part_that_drops_samples_keeps_the_others_in_place(make_cache, origin)
     data = Mixture({"a": (a, 1), "b": (b, 1)}, samples=8)
     keys = [sample["__key__"][-1] for sample in data.__getitems__([0, 8, 1, 9, 2, 10, 3])]
     assert keys == ["1", "0", "3", "1", "2"]
+    assert data[8:10] == data[np.array([8, 9])] == [data[8], data[-7]]
     assert len(data.__getitems__([0, 8])) == 1  # the stages leave none of the first part
     with pytest.raises(ConfigError, match="left none of 1 samples"):
         data.__getitems__([0])
@@ -281,6 +283,7 @@ def test_a_selection_has_its_samples_in_order_and_mixes_with_others(make_cache, 
         ([0.5], ConfigError),
         ([18], IndexError),
         ([], ConfigError),
+        (np.array([], int), ConfigError),
         ([-1], IndexError),
     ):
         with pytest.raises(error):

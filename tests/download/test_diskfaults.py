@@ -116,6 +116,8 @@ def test_a_read_only_mount_serves_reads_and_warns_once(make_cache, origin, tmp_p
             with pytest.raises(OSError) as caught:
                 refused(urls[4])
             assert caught.value.errno == errno.EROFS
+        with pytest.raises(OSError, match=f"it cannot be written: '{path}/cache'"):
+            strict.clean()
         strict.close()
         remount(path, "rw")
         clock.sleep(60)

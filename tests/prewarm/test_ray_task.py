@@ -1,17 +1,15 @@
 """The task on each node of a Ray cluster, without Ray; tests/stress/test_ray.py runs a cluster."""
 
 import pickle
-import threading
 
 import pytest
 
 from shardcache.errors import CacheFullError, ConfigError, ShardCacheError, ShardNotFoundError
-from shardcache.prewarm import Outcome, Stopped
+from shardcache.prewarm import Outcome
 from shardcache.prewarm import ray as module
 from shardcache.prewarm.plan import Share
-from shardcache.prewarm.ray import NodeReport, _prewarm_here
+from shardcache.prewarm.ray import _prewarm_here
 from shardcache.process import ProcessCache
-from tests.support.storetools import wait_until
 from tests.support.tars import make_tar
 
 
@@ -19,7 +17,6 @@ from tests.support.tars import make_tar
 def order(tmp_path, monkeypatch):
     """Store four shards on a cached mount; returns the arguments of a node's task."""
     monkeypatch.setenv("SHARDCACHE_CACHE_LOCAL", "1")
-    monkeypatch.setattr(module, "_NEWS_EVERY", 0.05)
     (tmp_path / "data").mkdir()
     for number in range(4):
         (tmp_path / "data" / f"{number}.tar").write_bytes(make_tar(number))
@@ -31,12 +28,9 @@ def order(tmp_path, monkeypatch):
     return order
 
 
-def taken(order, share=None):
-    """Run the task, and return the driver's report of the node; every message is pickled."""
-    node = NodeReport("node-a", 0)
-    for news in _prewarm_here(*order, share):
-        node.take(pickle.loads(pickle.dumps(news)))
-    return node
+def result(order, share=None):
+    """Run the task, and return its result, which Ray pickles."""
+    return pickle.loads(pickle.dumps(_prewarm_here(*order, share)))
 
 
 def test_an_unknown_argument_is_refused_before_anything_starts():
@@ -44,14 +38,12 @@ def test_an_unknown_argument_is_refused_before_anything_starts():
         module.prewarm_nodes("s3://b/a.tar", nosuch=1)
 
 
-def test_a_node_reports_its_plan_each_shard_and_its_result(order):
-    node = taken(order())
-    assert node.plan is not None and len(node.plan.shards) == 4
-    assert node.report.fetched == len(node.results) == 4 and node.error is None
-    assert node.received == node.report.received
-    results = taken(order(), Share(1, 2)).report.results
-    assert [result.url[-5:] for result in results] == ["1.tar", "3.tar"]
-    assert {result.outcome for result in results} == {Outcome.CACHED}
+def test_a_node_reports_its_plan_and_each_shard(order):
+    report = result(order())
+    assert len(report.plan.shards) == len(report.results) == report.fetched == 4
+    results = result(order(), Share(1, 2)).results
+    assert [each.url[-5:] for each in results] == ["1.tar", "3.tar"]
+    assert {each.outcome for each in results} == {Outcome.CACHED}
 
 
 @pytest.mark.parametrize(
@@ -63,8 +55,7 @@ def test_a_node_reports_its_plan_each_shard_and_its_result(order):
     ],
 )
 def test_a_node_reports_why_it_cannot_prewarm(order, settings, spec, kind):
-    node = taken(order(spec, settings))
-    assert type(node.error) is kind and not node.lost
+    assert type(result(order(spec, settings))) is kind
 
 
 def test_errors_that_cannot_be_pickled_are_sent_as_text(order, monkeypatch):
@@ -75,26 +66,5 @@ def test_errors_that_cannot_be_pickled_are_sent_as_text(order, monkeypatch):
         raise Local("odd")
 
     monkeypatch.setattr(ProcessCache, "fetch", fail)
-    errors = {repr(result.error) for result in taken(order()).report.results}
+    errors = {repr(each.error) for each in result(order()).results}
     assert errors == {repr(ShardCacheError("Local: odd"))}
-
-
-def test_a_cancelled_task_ends_its_prewarm(order, monkeypatch):
-    """`ray.cancel` raises an exception in the task."""
-    begun, obtain = threading.Event(), ProcessCache.fetch
-
-    def slow(*args):
-        begun.set()
-        return obtain(*args)
-
-    monkeypatch.setattr(ProcessCache, "fetch", slow)
-    before = threading.active_count()
-    stream = _prewarm_here(*order(jobs=1, limit_rate="64kB"), None)
-    node = NodeReport("node-a", 0)
-    while node.plan is None or not begun.is_set():
-        node.take(next(stream))
-    with pytest.raises(KeyboardInterrupt):
-        stream.throw(KeyboardInterrupt)  # type: ignore[attr-defined]
-    wait_until(lambda: threading.active_count() <= before)
-    node.interrupt()
-    assert node.report.stopped is Stopped.REQUESTED and len(node.report.results) == 4

@@ -1,5 +1,6 @@
 """Tiers: a cache in several directories, which are filled in order."""
 
+import errno
 import json
 import os
 import shutil
@@ -82,6 +83,23 @@ def test_a_ram_disk_that_another_program_fills_is_skipped(shop, ram, tmp_path, m
         assert read(cache, str(big)) == big.read_bytes()
         assert (ram / "hog").exists() and tier(cache, ram, str(big)) == "home"
         assert list(layout_of(ram).partial.iterdir()) == []
+
+
+def test_the_last_tier_makes_room_if_its_quota_is_exceeded(shop, ram, tmp_path, monkeypatch):
+    files, real = [tmp_path / "big.tar", tmp_path / "old.tar"], os.pwrite
+    for path in files:
+        path.write_bytes(make_tar(2, members=100, size=20_000))
+    with opened(shop, ram, MIB, policy="lru") as cache:
+        old, big = cache.fetch(str(files[1])).data, files[0]
+
+        def write(fd: int, data: memoryview, offset: int) -> int:
+            if len(data) > 10_000 and old.exists():
+                raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+            return real(fd, data, offset)
+
+        monkeypatch.setattr(os, "pwrite", write)
+        assert read(cache, str(big)) == big.read_bytes()
+        assert tier(cache, ram, str(big)) == "home" and not old.exists()
 
 
 @pytest.mark.locks_work("flock")

@@ -14,7 +14,13 @@ import pytest
 
 from shardcache import clock
 from shardcache.errors import ShardNotFoundError
-from shardcache.origins.base import Checksum, ObjectInfo, TransientError, VersionChangedError
+from shardcache.origins.base import (
+    Checksum,
+    ObjectInfo,
+    Origin,
+    TransientError,
+    VersionChangedError,
+)
 from shardcache.urls import ShardURL
 
 
@@ -57,7 +63,7 @@ class Fault:
 
 
 @dataclass
-class MemoryOrigin:
+class MemoryOrigin(Origin):
     """Objects in memory, served as S3 serves them."""
 
     objects: dict[str, bytes] = field(default_factory=dict)  # by canonical URL

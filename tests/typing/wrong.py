@@ -22,7 +22,7 @@ cache.prewarm(["s3://lab/a.tar"], job=3)  # type: ignore[call-arg]  # pyright: i
 shardcache.CacheFull  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue]
 # Wrong types.
 Cache(3)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
-Cache("/x", policy="mru")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+Cache("/x", policy="newest")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 Cache("/x", max_size=["1GB"])  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 cache.open(b"s3://lab/a.tar")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 cache.open("s3://lab/a.tar").read().encode()  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue]

@@ -194,7 +194,7 @@ def _storage_options(value: object) -> StorageOptions:
         with contextlib.suppress(ValueError):
             value = json.loads(value)
     if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
-        return StorageOptions({ALIASES.get(name, name): item for name, item in value.items()})
+        return StorageOptions({ALIASES.get(str(n), str(n)): item for n, item in value.items()})
     raise ValueError("is not a table whose keys are text")
 
 

@@ -54,6 +54,7 @@ _Pipeline = TypeVar("_Pipeline")
 _WORKERS = 1024  # of a rank
 _REMEMBERED = 64  # iterations, more than a job begins at the same time
 _POLL = 0.002  # seconds between two looks for an iteration
+_LATE = 60.0  # seconds without an iteration after which a worker logs that it waits
 _BITS = 32  # of the number of a sample in a place
 _COUNTED = 1 << 20  # bytes that are counted at once, because each count takes 2 us
 _SHUFFLES = {filters.shuffle.f, filters.detshuffle}
@@ -230,7 +231,7 @@ class _Shared(ctypes.Structure):
 
     def wait_for(self, worker: int, seed: int, turn: int) -> _Iteration:
         """Return the iteration of a worker, once worker 0 has added it."""
-        parent = os.getppid()
+        parent, late = os.getppid(), time.monotonic() + _LATE
         while os.getppid() == parent:
             last = self.joined[worker]
             new = [each for each in self.iterations if last < each.number <= self.count]
@@ -239,6 +240,10 @@ class _Shared(ctypes.Structure):
                 latest = max(new, key=lambda each: each.number)
                 self.joined[worker] = latest.number
                 return _Iteration.from_buffer_copy(latest)
+            if time.monotonic() >= late:
+                text = "worker %d waits for worker 0, which has not begun to read this pipeline"
+                logger.warning(text + ". All workers of a DataLoader must read it.", worker)
+                late = math.inf
             time.sleep(_POLL)
         raise SystemExit  # the loader is gone
 

@@ -56,7 +56,7 @@ _NOT_INSTALLED = "not installed"
 
 
 def _cached(home: Path, name: str, shards: int, samples: int, size: int, **form: Any) -> Path:
-    """Worker new shards into the cache of ``home``, and return their index file.
+    """Fetch new shards into the cache of ``home``, and return their index file.
 
     The shards also have names in the folder ``name``, because wids writes lock files there.
     """

@@ -66,6 +66,7 @@ def test_json_has_the_keys_that_scripts_rely_on(run, warm, orphan, bucket, tmp_p
     with Cache(tmp_path / "cache") as cache:
         cache.open(warm[0]).read()
         damage(cache.entry(warm[3]).data)
+    (tmp_path / "local.tar").touch()
     for line, shape in SHAPES.items():
         words = [word.format(*warm, bucket=bucket, dir=tmp_path) for word in line.split()]
         code, out, err = run(*words, "--json")

@@ -338,6 +338,8 @@ def _link_report(group: Row) -> str:
     heads += ["warm epoch s", "x streaming", "first sample ms", "downloads, both epochs"]
     titles = ["", "processes", "until the last has read it s", "once more s", "downloads"]
     one = section(f"{_shards(group)}, {group['title']}", heads, epochs)
+    if group["link"] != _TLS:  # without limits, all of them wait for the processors
+        return one
     return one + "\n\n" + section(f"One cold shard, {group['title']}", titles, sharing)
 
 

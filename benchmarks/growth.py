@@ -45,15 +45,11 @@ FIGURES = {
     "uncounted": ("first fetch into a full cache that was never counted", "ms"),
     "first": ("first fetch into a full cache since the boot", "ms"),
     "full-mean": ("fetch into a full cache, mean", "ms"),
-    "full-median": ("fetch into a full cache, median", "ms"),
     "full-longest": ("fetch into a full cache, longest", "ms"),
-    "rss": ("memory of the process that fetches, peak", "MB"),
     "prewarm": ("prewarm of what is cached", "s"),
     "prewarm-rss": ("prewarm of what is cached, peak memory", "MB"),
     "ls": ("ls", "s"),
     "ls-rss": ("ls, peak memory", "MB"),
-    "report": ("report", "s"),
-    "dry-run": ("clean -n", "s"),
     "clean": ("clean, a tenth removed", "s"),
     "webdataset": ("WebDataset LRUCleanup, a tenth removed", "s"),
 }
@@ -122,7 +118,7 @@ def _fetches(root: Path, count: int, fetches: int) -> Row:
     usage.write_text(json.dumps(["the last boot", held, *rest]), "utf-8")
     with full_cache(max_size=sum(held)) as cache:
         (first,) = _timed(lambda n: cache.fetch(_url(n, "full")), [fetches])
-    figures = {"full-mean": mean(full), "full-median": median(full), "full-longest": max(full)}
+    figures = {"full-mean": mean(full), "full-longest": max(full)}
     figures |= {"cold": mean(cold), "uncounted": uncounted, "first": first}
     return {name: value * 1e3 for name, value in figures.items()} | {"hit": median(hits) * 1e6}
 
@@ -157,7 +153,6 @@ def _measure(root: Path, count: int, fetches: int) -> Row:
         names.flush()
         row["prewarm"], row["prewarm-rss"] = _command(root, "prewarm", "-f", names.name)
     row["ls"], row["ls-rss"] = _command(root, "ls")
-    row["report"], _ = _command(root, "report", "-o", os.devnull)
     return {"entries": count, **row}
 
 
@@ -218,7 +213,7 @@ def report(facts: Row) -> str:
     heads = ["", *(f"{count:,} entries" for count in counts)]
     one = table([*heads, f"grows, with x {counts[-1] // counts[0]:,} entries"], lines)
     lines = []
-    for row in facts["crowds"]:
+    for row in (row for row in facts["crowds"] if row["shards"] > 1):
         state = f"full, {row['entries']:,} entries" if row["entries"] else "empty"
         who = [state, f"{row['processes']}", f"{row['shards']}"]
         lines.append([*who, f"{row['seconds']:.2f}", f"{row['longest']:.2f}"])

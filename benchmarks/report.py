@@ -26,9 +26,9 @@ PAGES = {
         "Each client downloads the same objects in a fresh process, in rotated order. A library is "
         "timed after its imports and one small object, a command as a whole. Clients that take "
         "twice as long as the fastest run only once, except shardcache and s5cmd. Processor time "
-        "includes children; memory is the peak of the largest process. Each cell has the MB/s "
-        "(lowest and highest, if runs differ), the CPU seconds per GB and the memory in MiB. Over "
-        "TLS, nginx chooses AES-128-GCM for every client, as S3 does.",
+        "includes children; memory is the peak of the largest process. Each cell has the MB/s, "
+        "the CPU seconds per GB and the memory in MiB. Over TLS, nginx chooses AES-128-GCM for "
+        "every client, as S3 does.",
         transfers.report,
     ),
     "processes": (

@@ -99,10 +99,7 @@ def _cell(row: Row, total: int) -> str:
     if not row["runs"]:
         return str(failure)
     seconds, cpu, rss = (median(run[name] for run in row["runs"]) for name in _FIGURES)
-    rates = [total / run["seconds"] / 1e6 for run in row["runs"]]
-    low, high = f"{min(rates):.0f}", f"{max(rates):.0f}"
-    figures = f"{total / seconds / 1e6:.0f}" + (f" ({low}-{high})" if low != high else "")
-    figures += f", {cpu / total * 1e9:.2f}, {rss / 2**20:.0f}"
+    figures = f"{total / seconds / 1e6:.0f}, {cpu / total * 1e9:.2f}, {rss / 2**20:.0f}"
     return f"{figures} ({failure})" if failure else figures
 
 

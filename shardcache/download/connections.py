@@ -134,11 +134,6 @@ class Connections:
         return self._busy > 0 and max(NODE, self._most) // self._downloaders.count() <= 1
 
     @property
-    def near(self) -> bool:
-        """Whether the origins respond so soon that few connections do."""
-        return self._useful <= _FEW
-
-    @property
     def known(self) -> bool:
         """Whether an origin has responded, so that `limit` is based on a measurement."""
         return self._fastest < math.inf

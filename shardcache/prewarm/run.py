@@ -58,7 +58,6 @@ from shardcache.prewarm.results import (
     Stopped,
     is_full,
 )
-from shardcache.store.digest import BLOCK
 from shardcache.store.root import make_root, unusable
 from shardcache.units import format_bytes
 from shardcache.urls import ShardURL, server_of
@@ -255,9 +254,6 @@ class Pool:
     def __post_init__(self) -> None:
         self._queue = self._missing()
         self.jobs = min(self.jobs, len(self._queue))
-        # Then Python takes most of the time, and only one thread of a process runs Python.
-        sizes = self.plan.sizes.values()
-        self._is_small = bool(sizes) and sum(sizes) < len(sizes) * BLOCK
         # The offset of this file is the position in the queue. Helpers share it, and the kernel
         # changes it in one step, so no lock is needed that a killed process could hold.
         self._position = os.memfd_create("shardcache-prewarm")
@@ -301,7 +297,7 @@ class Pool:
     def _supervise(self, report: Callable[[list[Started | Finished]], None]) -> None:
         """Start threads, report events and watch for reasons to stop, until all work is done."""
         connections = self.cache.process.resources.connections
-        while self._start_threads(1 if self._is_small and connections.near else connections.limit):
+        while self._start_threads(connections.limit):
             tick = _TICK if connections.known else _FIRST_TICK
             with suppress(Empty):
                 if self._threads:

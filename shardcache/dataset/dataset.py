@@ -35,7 +35,6 @@ from shardcache.wds import reraise
 
 if TYPE_CHECKING:
     from shardcache.cache import Handler
-    from shardcache.dataset.mixture import Mixture
 
 logger = logging.getLogger(__name__)
 
@@ -359,8 +358,8 @@ class TarDataset:
                 self._open.popitem(last=False)
 
 
-def item(data: TarDataset | Mixture, index: Any) -> Any:
-    """Return one sample of a data set; for a slice or several indices, a list of samples."""
+def item(data: Any, index: Any) -> Any:
+    """Return one sample of a data set or mixture; for a slice or several indices, a list."""
     if type(index) is int:
         return data.__getitems__([index])[0]
     if isinstance(index, slice):

@@ -308,7 +308,8 @@ def _prewarm_ray(
             code = cli.code_of(node.error)
             code = ExitCode.SOME_FAILED if code is ExitCode.FAILED else code
         record = {"number": node.number, "exit_code": code, "lost": node.lost, "error": node.error}
-        records[node.name] = {**record, **fields_of(node.report)}
+        record["interrupted"] = node.interrupted
+        records[node.name] = {**fields_of(node.report), **record}
         shards += [{"node": node.name, **fields_of(result)} for result in node.report.results]
     seconds, received = time.monotonic() - began, sum(node.report.received for node in nodes)
     codes = [record["exit_code"] for record in records.values()]

@@ -153,8 +153,7 @@ class TarDataset:
                 "without an index file, each node would download all shards to count their "
                 f"samples. Run `{command}` once, and pass the file: TarDataset('train.json')."
             )
-        is_cached = all(shard in self.cache for shard in self.shards)
-        if not is_cached and self.cache.process.notices.is_new("counting"):
+        if self.cache.process.notices.is_new("counting"):
             logger.warning(
                 "counting the samples of %d shards, which downloads those that are not cached. To "
                 "do so only once, run `%s`, and pass the file: TarDataset('train.json').",

@@ -498,7 +498,7 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
 
 
 def _workers_of(state: Mapping[str, Any]) -> list[Any]:
-    """Return the states of the workers that had begun when a state was saved."""
+    """Return the state of each worker that had started."""
     return [each for each in state.get("workers", ()) if each] if "given" not in state else [state]
 
 

@@ -38,8 +38,7 @@ _TICK = 0.2
 _CANCEL_TIMEOUT = 20.0
 #: Seconds to test whether an address accepts connections; Ray itself would try for minutes.
 _CONNECT_SECONDS = 10.0
-
-
+#: The report of a node whose prewarm did not end.
 _EMPTY = PrewarmReport(PrewarmPlan((), {}, {}, 0, 0, 0), (), 0.0)
 
 

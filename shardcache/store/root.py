@@ -142,7 +142,8 @@ def is_cache(root: Path) -> bool:
 
 def is_read_only(root: Path) -> bool:
     """Return whether ``root`` is a cache to which this process cannot add shards."""
-    return is_cache(root) and not os.access(Layout.of_root(root).partial, os.W_OK | os.X_OK)
+    partials = Layout.of_root(root).partial
+    return is_cache(root) and partials.exists() and not os.access(partials, os.W_OK | os.X_OK)
 
 
 def require_cache(root: Path) -> None:

@@ -207,7 +207,7 @@ def test_batches_state_the_shards_of_all_parts_in_use(make):
     whole = sampler(mixed(parts, weights, 200), 2, lanes=1, shuffle=1)
     ends = list(accumulate(whole.data.counts))
     for batch in whole:
-        # The shard of `b` is among them before its first sample comes, so its download has begun.
+        # The shard of `b` is listed before its first sample is read, so its download has started.
         assert len(batch.shards) == 2 and min(batch.shards) in range(50)
         used = {next(shard for shard, end in enumerate(ends) if n < end) for n in batch}
         # A batch may begin in one shard of `a` and end in another.

@@ -68,7 +68,7 @@ class PrewarmOptions(TypedDict, total=False):
     skip_missing: bool
     limit_rate: int | str | None
     refresh: bool
-    processes: int
+    processes: int | None
     on_event: Callable[[Event], None] | None
     stop: threading.Event | None
 

@@ -140,6 +140,13 @@ def is_main() -> bool:
     return threading.get_ident() == threading.main_thread().ident
 
 
+def is_single() -> bool:
+    """Return whether no other thread runs in this process, not even one of a native library."""
+    while _ending():
+        time.sleep(_FORK_POLL)
+    return len(os.listdir("/proc/self/task")) == 1  # noqa: PTH208 - only names
+
+
 def call(function: Callable[[], T], seconds: float | None, name: str) -> T:
     """Call ``function`` in a thread of its own, and return its result or raise its exception.
 

@@ -138,6 +138,11 @@ class Connections:
         """Whether an origin has responded, so that `limit` is based on a measurement."""
         return self._fastest < math.inf
 
+    @property
+    def near(self) -> bool:
+        """Whether an origin has responded, and a few connections keep this process busy."""
+        return self.known and self._useful <= _FEW
+
     def answered(self, seconds: float) -> None:
         """Note after how many seconds the first byte of a response arrived; 0 if unknown."""
         with self.lock:

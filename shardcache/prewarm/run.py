@@ -6,8 +6,8 @@ remaining shards of that bucket. A pool that is stopped waits, up to a limit, un
 have released their partials, so that the next run can resume them.
 
 For small shards, one interpreter is the bottleneck. So the main process, the owner, forks helpers
-before it starts threads. All of them take shards from one queue. If a helper dies, the owner
-downloads the shards that the helper had taken.
+before it starts threads, and each process uses one thread if the server is near. All of them take
+shards from one queue. If a helper dies, the owner downloads the shards that the helper had taken.
 """
 
 from __future__ import annotations
@@ -58,6 +58,7 @@ from shardcache.prewarm.results import (
     Stopped,
     is_full,
 )
+from shardcache.store.digest import BLOCK
 from shardcache.store.root import make_root, unusable
 from shardcache.units import format_bytes
 from shardcache.urls import ShardURL, server_of
@@ -76,6 +77,8 @@ JOBS = 32
 #: Connections that keep one process busy: S3 sends 80 MB/s over each, and one core reads about
 #: 0.7 GB/s over TLS.
 _CONNECTIONS = 8
+#: Shards from which a prewarm in a program uses several processes. For 50, one is as fast as two.
+_MANY = 100
 #: Refusals without a success after which the pool gives up a bucket; or the number of threads, if
 #: that is higher. One would be too few: without s3:ListBucket, a missing object is also a 403.
 _REFUSALS = 3
@@ -112,7 +115,7 @@ def prewarm(
     skip_missing: bool = False,
     limit_rate: int | str | None = None,
     refresh: bool = False,
-    processes: int = 1,
+    processes: int | None = None,
     sources: Mapping[str, Path] | None = None,
     on_event: Callable[[Event], None] | None = None,
     stop: threading.Event | None = None,
@@ -136,8 +139,8 @@ def prewarm(
             ``"50MB"``.
         refresh: query the origins for newer versions of the cached shards, and download these.
             Streams that are open continue with the version that they read.
-        processes: how many processes share the work. The additional ones are forked, so this is
-            ignored in a program that has other threads.
+        processes: how many processes share the work; None for as many as are useful. The
+            additional ones are forked, so a program with other threads uses only one.
         sources: files, by the key of the shard, to import in place of downloads (`Cache.add`).
         on_event: called in the calling thread with each event; must not block.
         stop: an event that any thread or signal handler may set, to stop early.
@@ -266,6 +269,8 @@ class Pool:
         self._channels: list[Connection[Any, Any]] = []  # to the helpers that have not ended
         self._threads = self._failures = 0
         self._misfits = 0  # shards in a row that found no room
+        self._is_small = False  # whether the last shard had at most one block
+        self._has_stalled = False  # whether no shard has started or ended during a tick
         # By server, or _THIS_MACHINE; after a success, minus infinity.
         self._refusals = defaultdict[str, float](float)
         self._lock = threading.RLock()  # guards all of the above
@@ -297,7 +302,7 @@ class Pool:
     def _supervise(self, report: Callable[[list[Started | Finished]], None]) -> None:
         """Start threads, report events and watch for reasons to stop, until all work is done."""
         connections = self.cache.process.resources.connections
-        while self._start_threads(connections.limit):
+        while self._start_threads(self._useful_threads()):
             tick = _TICK if connections.known else _FIRST_TICK
             with suppress(Empty):
                 if self._threads:
@@ -312,7 +317,9 @@ class Pool:
                 self._halt(Stopped.REQUESTED)
             elif clock.monotonic() >= self.deadline:
                 self._halt(Stopped.DEADLINE)
-            report(_drain(self._events))
+            report(events := _drain(self._events))
+            if tick == _TICK and not events:  # a shard stalls, and others must not wait for it
+                self._has_stalled = True
             if self._cancelled_at is not None:
                 for download in list(self._running.values()):
                     download.cancel_unless_shared()
@@ -336,20 +343,31 @@ class Pool:
                 break
         return bool(self._threads or self._channels or self._is_waiting())
 
+    def _useful_threads(self) -> int:
+        """Return how many threads may download at the moment."""
+        connections = self.cache.process.resources.connections
+        # Two threads that wait for the interpreter need half as much processor time again as one.
+        is_enough = self._is_small and not self._has_stalled and connections.near
+        return 1 if is_enough else connections.limit
+
     def _is_waiting(self) -> bool:
         """Return whether the queue holds a shard."""
         return os.lseek(self._position, 0, os.SEEK_CUR) < len(self._queue)
 
     # -- helpers ---------------------------------------------------------------
 
-    def fork(self, count: int) -> None:
+    def fork(self, count: int | None) -> None:
         """Fork helpers, so that up to ``count`` processes download. Call this before `run`."""
+        if count is None:
+            count = most_processes(self.cache) if len(self._queue) >= _MANY else 1
         count = min(count, self.jobs)
         # A lock that another thread holds would stay locked in the helper.
-        if count < 2 or threading.active_count() > 1:
+        if count < 2 or not threads.is_single():
             return
-        from multiprocessing import Pipe, get_context  # here: few prewarms have helpers
+        from multiprocessing import Pipe, current_process, get_context  # here: few have helpers
 
+        if current_process().daemon:  # such as a DataLoader's worker, which may have no children
+            return
         with suppress(ConfigError):  # the downloads raise it
             self.cache.process.origins.prepare(self._missing()[0])
         self.rate = self.rate and self.rate // count
@@ -392,7 +410,8 @@ class Pool:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         self._helpers.clear()  # children of the owner
         self.stop, records = threading.Event(), SimpleQueue[logging.LogRecord]()
-        logging.getLogger("shardcache").handlers[:] = [QueueHandler(records)]
+        library = logging.getLogger("shardcache")
+        library.handlers[:], library.propagate = [QueueHandler(records)], False
 
         def report(events: list[Started | Finished]) -> None:
             if owner.poll():
@@ -427,7 +446,7 @@ class Pool:
 
     def _download_shards(self) -> None:
         try:
-            while download := self._next():
+            while self._threads <= self._useful_threads() and (download := self._next()):
                 self._run(download)
         finally:
             with self._lock:
@@ -502,6 +521,7 @@ class Pool:
                 if self.max_failures is not None and self._failures > self.max_failures:
                     self._halt(Stopped.FAILURES)
             elif result.outcome not in (Outcome.CACHED, Outcome.SKIPPED):
+                self._is_small = result.size is not None and result.size <= BLOCK
                 self._misfits = 0
                 succeeded = _THIS_MACHINE, server_of(str(shard))
                 self._refusals |= dict.fromkeys(succeeded, -math.inf)

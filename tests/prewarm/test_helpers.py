@@ -1,5 +1,7 @@
 """A prewarm in two processes, started from a program without other threads."""
 
+import logging
+import multiprocessing
 import os
 import signal
 import threading
@@ -29,7 +31,7 @@ def helpers():
     return [int(pid) for pid in children.read_text().split()]
 
 
-def run(directory, urls, act=lambda stop: None, jobs=4, at_least=1):
+def run(directory, urls, act=lambda stop: None, jobs=4, at_least=1, processes=2):
     """Prewarm in a new process, which calls ``act`` when the first shard has started.
 
     No shard is complete before ``at_least`` processes have downloaded one.
@@ -56,7 +58,8 @@ def run(directory, urls, act=lambda stop: None, jobs=4, at_least=1):
                 act(stop)
 
         with Cache(directory, validate=note) as cache:
-            report = prewarm(cache, urls, jobs=jobs, processes=2, on_event=on_event, stop=stop)
+            options = {"jobs": jobs, "processes": processes, "on_event": on_event, "stop": stop}
+            report = prewarm(cache, urls, **options)
         assert helpers() == []
         outcomes = [str(result.outcome) for result in report.results]
         return outcomes, report.stopped, len(forks), len(set(pids.read_text().split()))
@@ -72,8 +75,40 @@ def test_two_processes_share_the_work(tmp_path, urls, proxy):
     assert proxy.fetches() == {url.removeprefix("s3://"): 1 for url in urls}
 
 
-def test_a_slow_shard_delays_no_other_and_helpers_have_the_secrets(tmp_path, serve):
-    """The second process takes all other shards, instead of a fixed share."""
+def test_a_large_prewarm_uses_two_processes_and_logs_each_failure_once(tmp_path, serve):
+    log, failed = tmp_path / "log", set()
+
+    def respond(head):
+        path = head.split()[1]
+        if path not in failed:
+            failed.add(path)
+            return answer("503 Service Unavailable")
+        return b"".join(part_of(make_tar(0), head))
+
+    server = serve(respond, most=1000)
+    logging.getLogger().addHandler(handler := logging.FileHandler(log))
+    try:
+        names = [f"{server.url}/{number:03}.tar" for number in range(100)]
+        outcomes, _, *processes = run(tmp_path / "cache", names, processes=None, at_least=2)
+    finally:
+        logging.getLogger().removeHandler(handler)
+    assert set(outcomes) == {"fetched"} and processes == [1, 2]
+    lines = log.read_text().splitlines()
+    assert {sum(name in line for line in lines) for name in names} == {1}
+
+
+def test_a_process_that_may_have_no_children_downloads_alone(tmp_path, urls):
+    def work(number):
+        multiprocessing.current_process()._config["daemon"] = True  # as in a DataLoader's worker
+        with Cache(tmp_path / "cache") as cache:
+            return len(prewarm(cache, urls, processes=2).failures)
+
+    assert together(1, work) == [0]
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_slow_shard_delays_no_other_and_helpers_have_the_secrets(tmp_path, serve, processes):
+    """The second process or thread takes all other shards, instead of a fixed share."""
     query = "X-Amz-Algorithm=a&X-Amz-Credential=b&X-Amz-Signature=c&token=d"
     others, finished, all_others = set(), [], threading.Event()
 
@@ -91,9 +126,9 @@ def test_a_slow_shard_delays_no_other_and_helpers_have_the_secrets(tmp_path, ser
 
     server = serve(respond, most=100)
     outcomes, *_, downloaded = run(
-        tmp_path, [f"{server.url}/{name}?{query}" for name in NAMES], jobs=2
+        tmp_path, [f"{server.url}/{name}?{query}" for name in NAMES], jobs=2, processes=processes
     )
-    assert outcomes == ["fetched"] * len(NAMES) and finished == [True] and downloaded == 2
+    assert outcomes == ["fetched"] * len(NAMES) and finished == [True] and downloaded == processes
 
 
 def test_one_process_finishes_the_share_of_a_killed_one(tmp_path, urls):

@@ -26,6 +26,8 @@ from shardcache.errors import IntegrityError
 
 _BLOCK = 512
 _ZEROS = bytes(_BLOCK)
+#: Bytes of each record at which `may_end_early` looks: of numbers of 4 bytes, a different one each.
+_PROBES = 0, 101, 258, 511
 #: Bytes per read while skipping a member.
 _PIECE = 20 * _BLOCK
 #: Limit of an extended header in bytes, ample for a name and a few timestamps. Larger ones are left
@@ -352,6 +354,14 @@ def check_archive(fd: int, basename: str, url: str) -> None:
         ) from exn
 
 
+def may_end_early(block: memoryview, *, is_last: bool) -> bool:
+    """Return whether an end marker may be in a block of an archive, before the archive's end."""
+    end, seen = len(bytes(block).rstrip(b"\0")) if is_last else len(block), 0
+    for at in _PROBES:
+        seen |= int.from_bytes(block[at : end // _BLOCK * _BLOCK : _BLOCK], "big")
+    return 0 in seen.to_bytes(end // _BLOCK, "big")
+
+
 def archive_problem(fd: int, basename: str, size: int, most: int | None = None) -> str:
     """Describe why readers of a tar archive miss a part of it, or return "".
 
@@ -362,6 +372,8 @@ def archive_problem(fd: int, basename: str, size: int, most: int | None = None) 
     read = partial(os.pread, fd)
     if read(_BLOCK, max(0, size - _BLOCK)) != _ZEROS:
         most = None
+    if most == 0:
+        return ""
     at, name = 0, ""
     try:
         for at, name in islice(members(read, size), most):  # noqa: B007 - the last one matters

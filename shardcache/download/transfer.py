@@ -20,6 +20,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from shardcache import clock, threads
+from shardcache.archive import may_end_early
 from shardcache.clock import boot_id
 from shardcache.config import Config
 from shardcache.download.connections import Connections, PartQueue
@@ -136,6 +137,7 @@ class Transfer:
     #: readers can use the response. If there is room, the response is cut off after one part.
     _may_not_fit: bool
     is_proven: bool = True  #: by the origin's responses: no bytes are missing
+    may_end_early: bool = False  #: whether an archive may have an end marker amid its members
 
     def __post_init__(self) -> None:
         self._shard = self._download.shard
@@ -160,6 +162,9 @@ class Transfer:
         """Receive the missing bytes, over the caller's connection and those of helpers."""
         self._partial, self._info = partial, partial.metadata.info
         self._checksum = self._info.checksum  # of the object, as the origin states it
+        self.may_end_early = (
+            partial.written > 0 or self._info.size is None
+        )  # not all bytes are seen
         upstream = self._is_upstream
         self._download.running(partial.path, self._info.size, partial.written, upstream=upstream)
         lead = self._queue_parts()
@@ -375,7 +380,9 @@ class Transfer:
     def _write(self, part: _Part, fd: int) -> None:
         """Hash, write and record a block, and advance. It may be empty at the end of the object."""
         if block := part.buffer[: part.filled]:
-            digest = block_digest(block)
+            digest, end = block_digest(block), part.next + len(block)
+            if not self.may_end_early and may_end_early(block, is_last=end == self._info.size):
+                self.may_end_early = True
             # After an abort, the buffer may hold other bytes than the object's.
             if self._error is not None:
                 raise _FailedError

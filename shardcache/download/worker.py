@@ -62,7 +62,7 @@ _PRIVATE = 2
 _AHEAD = 16
 #: Assumed bytes of a shard of unknown size.
 _USUAL_SIZE = 64 << 20
-#: Headers that a download reads to find an end marker amid the archive: few milliseconds.
+#: Headers that a download reads if an archive may have an end marker amid its members: some 20 ms.
 _HEADERS = 2000
 #: How often a shard is fetched again after a failure of each kind. An object that changes more
 #: often is still being written. Where locks do not work, an entry or a partial may vanish.
@@ -270,7 +270,8 @@ class Worker:
             partial.discard()
             logger.warning(_DAMAGED, shard, upstream.name)
             raise _UpstreamError
-        return self._publish(partial, metadata, proven=transfer.is_proven)
+        most = _HEADERS if transfer.may_end_early else 0
+        return self._publish(partial, metadata, proven=transfer.is_proven, headers=most)
 
     def _import(self, source: Path) -> Path:
         """Publish a file of this machine as the shard, if it has the bytes of the object."""
@@ -375,12 +376,14 @@ class Worker:
                 logger.debug("%s: not into %s: %s", shard, tier.store.layout.base, exn)
         raise AssertionError("there is always a tier")
 
-    def _publish(self, partial: Partial, metadata: Metadata, *, proven: bool) -> Path:
+    def _publish(
+        self, partial: Partial, metadata: Metadata, *, proven: bool, headers: int = _HEADERS
+    ) -> Path:
         """Publish a received shard and return its entry, or discard it if a check refuses it."""
         shard, config = self._download.shard, self._resources.config
         try:
             check_archive(partial.fd, shard.basename, str(shard))
-            if problem := archive_problem(partial.fd, shard.basename, metadata.size, _HEADERS):
+            if problem := archive_problem(partial.fd, shard.basename, metadata.size, headers):
                 self._resources.notices.warn(f"{shard.key} {problem}", MALFORMED, shard, problem)
             if not (proven or metadata.checked):
                 raise UnprovenError(

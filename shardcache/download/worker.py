@@ -227,12 +227,15 @@ class Worker:
             self._upstreams = iter(()) if download.outdated else upstreams
             self._upstream = next(self._upstreams, None)
         upstream = self._upstream
+        left = None if lock is None else lock.partial
+        partial = None if lock is None or left is None else self._resume(lock, left)
+        digest = "" if upstream is None or upstream.digest is None else upstream.digest
+        if partial is not None and partial.metadata.digest != digest:
+            upstream = None  # its bytes could not be proven together with those of the partial
         # An upstream has one attempt: the next upstream, or the origin, continues at the same byte.
         retries = resources.policy.started(str(shard), None if upstream is None else 1)
         if lock is not None:
             retries.record = directories.layout.holder(shard.key)
-        left = None if lock is None else lock.partial
-        partial = None if lock is None or left is None else self._resume(lock, left)
         may_not_fit = partial is None and self._may_not_fit()
         origin = upstream or resources.origins.of(shard)
         transfer = Transfer(resources, download, retries, origin, upstream is not None, may_not_fit)
@@ -244,7 +247,7 @@ class Worker:
                     resources.learn_size(shard, info.size)
                     download.check()
                     try:
-                        partial = self._begin(info)
+                        partial = self._begin(info, digest=digest)
                     except os_error():  # no room, so a reader streams the shard from this response
                         if upstream is None and (response := transfer.take_first()) is not None:
                             download.keep(response)
@@ -266,9 +269,9 @@ class Worker:
             else:
                 raise
             raise _UpstreamError from exn
-        if upstream is not None and upstream.digest not in (None, metadata.digest):
+        if partial.metadata.digest not in ("", metadata.digest):
             partial.discard()
-            logger.warning(_DAMAGED, shard, upstream.name)
+            logger.warning(_DAMAGED, shard, upstream.name if upstream else "an upstream")
             raise _UpstreamError
         most = _HEADERS if transfer.may_end_early else 0
         return self._publish(partial, metadata, proven=transfer.is_proven, headers=most)
@@ -357,12 +360,15 @@ class Worker:
                 raise
         return None
 
-    def _begin(self, info: ObjectInfo, source: Path | None = None) -> Partial:
-        """Create a partial, of ``source`` if it can be linked, in the fastest tier with room."""
+    def _begin(self, info: ObjectInfo, source: Path | None = None, digest: str = "") -> Partial:
+        """Create a partial, of ``source`` if it can be linked, in the fastest tier with room.
+
+        The bytes must have the ``digest``, if an upstream states it.
+        """
         shard, tiers = self._download.shard, self._directories.tiers
         facts = str(shard), shard.key, info, info.size or 0
         now = clock.time(), boot_id()  # replaced at the end, as are digest and checksum
-        metadata = Metadata(*facts, "", None, *now, __version__, shard.endpoint)
+        metadata = Metadata(*facts, digest, None, *now, __version__, shard.endpoint)
         if self._is_for_last_tier or info.size is None:  # the last tier usually has the most room
             tiers = tiers[-1:]
         for tier in tiers:

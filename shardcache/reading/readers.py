@@ -30,7 +30,7 @@ from shardcache.origins.base import (
     skip,
 )
 from shardcache.origins.retry import PROGRESS
-from shardcache.store.digest import BLOCK
+from shardcache.store.digest import BLOCK, TreeDigest
 from shardcache.store.directory import DamagedError
 from shardcache.store.entry import Opened
 from shardcache.store.partial import PartialSource
@@ -237,17 +237,20 @@ class OriginReader:
     _cache: ProcessCache
     _shard: ShardURL
     _position: int = 0  # offset of the next byte
-    #: An upstream to read instead of the origin. Its bytes are trusted like an entry.
-    nearer: UpstreamOrigin | None = None
+    nearer: UpstreamOrigin | None = None  #: an upstream to read instead of the origin
     info: ObjectInfo | None = None  #: the version to insist on, else None until it is known
     #: An entry of that version, whose sidecar may be damaged.
     stored: InitVar[Entry | None] = None
     #: An open response of the origin that begins with the first byte of the shard.
     response: InitVar[Body | None] = None
+    #: The digest that an upstream states, and that of the bytes so far.
+    proof: tuple[str, TreeDigest] | None = None
     path = None
 
     def __post_init__(self, stored: Entry | None, response: Body | None) -> None:
         self._read_from(self.nearer)
+        if self.nearer is not None and self.nearer.digest is not None:
+            self.proof = self.nearer.digest, TreeDigest()
         self._received = 0  # bytes of `_body`
         self._has_failed = False  # whether the last attempt failed
         self._version = self.info and self.info.version
@@ -314,11 +317,26 @@ class OriginReader:
             self._call(partial(compare_version, self._origin, self._shard, self.info))
         if count == 0:
             self.size = self._position
+        if self.proof is not None:
+            self._prove(view[:count], *self.proof)
         self._version = self._version or self.info.version
         self._cache.counters.read(count, self._counter)
         self._has_ended()
         self._read_at = clock.monotonic()
         return count
+
+    def _prove(self, data: memoryview, stated: str, digest: TreeDigest) -> None:
+        """Raise IntegrityError before the last bytes if all do not have the stated digest."""
+        if digest.length + len(data) != self._position:
+            self.proof = None  # after a seek
+            return
+        digest.update(data)
+        if self._position == self.size and digest.value() != stated:
+            raise IntegrityError(
+                f"{self._shard}: its copy in an upstream is damaged, and the bytes read so far are "
+                "from it. Remove the copy, and read the shard again.",
+                url=str(self._shard),
+            )
 
     def _has_ended(self) -> bool:
         """Return whether the end is reached. If so, release the connection before `close`."""

@@ -413,9 +413,11 @@ class ShardStream(io.RawIOBase):
         if isinstance(failed, DownloadReader):
             return _bypass(cache, shard, fault, failed, position, fixed=self._version_fixed)
         if isinstance(failed, OriginReader) and failed.nearer is not None:
+            if isinstance(fault, IntegrityError):  # bytes that were read are wrong
+                raise fault
             logger.info("%s: the upstream failed, so the origin serves the rest: %s", shard, fault)
-            info = failed.info if self._version_fixed else None
-            return OriginReader(cache, shard, position, info=info)
+            known = (failed.info, failed.proof) if self._version_fixed else (None, None)
+            return OriginReader(cache, shard, position, info=known[0], proof=known[1])
         raise fault  # nothing can replace the origin
 
     def _replace_entry(self, opened: Opened, fault: OSError) -> Reader:

@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from functools import cache, partial
 
-from xxhash import xxh3_128_digest, xxh3_128_hexdigest
+from xxhash import xxh3_128, xxh3_128_digest, xxh3_128_hexdigest
 
 from shardcache.origins.base import Checksum, ObjectInfo
 
@@ -31,6 +31,30 @@ _UPLOAD_PARTS = (5, 8, 10, 15, 16, 20, 25, 32, 50, 64, 100, 128, 250, 256, 512, 
 
 block_digest = xxh3_128_digest  #: computes the digest of a block: 16 bytes
 tree_digest = xxh3_128_hexdigest  #: computes a shard's digest, in hex, from those of its blocks
+
+
+class TreeDigest:
+    """Computes the tree digest of a shard whose bytes arrive in order."""
+
+    def __init__(self) -> None:
+        self.length = 0  #: bytes so far
+        self._digests: list[bytes] = []
+        self._block = xxh3_128()
+
+    def update(self, data: memoryview) -> None:
+        """Add the next bytes."""
+        while part := data[: BLOCK - self.length % BLOCK]:
+            self._block.update(part)
+            self.length += len(part)
+            data = data[len(part) :]
+            if self.length % BLOCK == 0:
+                self._digests.append(self._block.digest())
+                self._block.reset()
+
+    def value(self) -> str:
+        """Return the digest, in hex."""
+        last = [self._block.digest()] if self.length % BLOCK else []
+        return tree_digest(b"".join(self._digests + last))
 
 
 def read_blocks(fd: int) -> Iterator[memoryview]:

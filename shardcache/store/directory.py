@@ -69,7 +69,8 @@ class Metadata:
     key: str
     info: ObjectInfo
     size: int
-    digest: str  #: tree digest of the data in hex; empty while the shard is in flight
+    #: Tree digest of the data in hex; while in flight, as an upstream states it, or "".
+    digest: str
     checked: str | None  #: algorithm of the origin's checksum that the bytes match, if any
     fetched_at: float  #: end of the download, in seconds since the epoch
     boot: str  #: boot id under which the bytes on disk were last known to be intact

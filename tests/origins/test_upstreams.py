@@ -7,7 +7,7 @@ import pytest
 from fsspec.implementations.local import LocalFileOpener
 
 from shardcache.cache import Cache
-from shardcache.errors import TransferError
+from shardcache.errors import IntegrityError, TransferError
 from tests.support.fakes import Fault
 from tests.support.proxy import Proxy
 from tests.support.storetools import BLOCK, no_descriptor_left
@@ -31,7 +31,7 @@ def node(make_cache, origin, tmp_path):
     origin.objects[URL] = DATA
     count = iter(range(100))
     return lambda *upstreams, **options: make_cache(
-        dir=tmp_path / f"node-{next(count)}", upstreams=list(upstreams), **options
+        **{"dir": tmp_path / f"node-{next(count)}", "upstreams": list(upstreams)} | options
     )
 
 
@@ -153,6 +153,58 @@ def test_the_origin_continues_for_an_upstream_that_fails(node, origin, nas, monk
     starts = [start for _, start, _ in origin.requests]
     assert starts and min(starts) >= 1 << 20  # no byte is requested again
     assert "attempt" not in caplog.text
+
+
+@pytest.mark.parametrize("then", ["the origin continues", "the next run has no upstream"])
+def test_the_origin_does_not_finish_a_damaged_copy(node, origin, nas, monkeypatch, caplog, then):
+    data = origin.objects[URL] = make_tar(3, members=200, size=60_000)
+    with node(writable(nas)) as first:
+        first.open(URL).read()
+    damaged = data[: BLOCK + 9] + bytes([data[BLOCK + 9] ^ 1]) + data[BLOCK + 10 :]
+    (nas / "lab/train/0.tar").write_bytes(damaged)
+    real, counts = LocalFileOpener.read, []
+
+    def read(file, size):
+        if sum(counts) > 4 << 20:
+            raise KeyboardInterrupt if "next" in then else OSError("the server went away")
+        counts.append(len(data := real(file, size)))
+        return data
+
+    monkeypatch.setattr(LocalFileOpener, "read", read)
+    cache = node(nas, connections=1, fill="complete")
+    if "next" in then:
+        with pytest.raises(KeyboardInterrupt):
+            cache.fetch(URL)
+        cache.close()
+        cache = node(dir=cache.dir, fill="complete")
+    assert cache.open(URL).read() == data
+    assert "is damaged or was replaced" in caplog.text
+    assert cache.open(URL).read() == data and cache.stats().hits == 1
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_damaged_copy_that_is_streamed_is_an_error(node, origin, nas, monkeypatch, fails):
+    with node(writable(nas)) as first:
+        first.open(URL).read()
+    DAMAGE["flipped"](nas / "lab/train/0.tar", None)
+    if fails:
+        flipped = DATA[:9] + bytes([DATA[9] ^ 1]) + DATA[10:]
+        (nas / "lab/train/0.tar").write_bytes(flipped)
+        real, counts = LocalFileOpener.read, []
+
+        def read(file, size):
+            counts.append(size)
+            if len(counts) > 3:
+                raise OSError("the server went away")
+            return real(file, min(size, 1000))
+
+        monkeypatch.setattr(LocalFileOpener, "read", read)
+    with node(nas, max_size=1, prefetch=0).open(URL) as stream:
+        assert len(stream.read(1000)) == 1000
+        with pytest.raises(IntegrityError, match="copy in an upstream is damaged"):
+            stream.read()
+    stream = node(max_size=1).open(URL)
+    assert stream.read() == DATA
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,7 @@ from shardcache.errors import (
     OnceError,
     WaitTimeoutError,
 )
+from shardcache.faults import ignoring, os_error
 from shardcache.files import GONE, sync_directory
 from shardcache.locks.mounts import node_directory
 from shardcache.ranks import detect, job_name, rank, safe_name, torch_store, world_size
@@ -108,7 +109,7 @@ def find(path: PathLike) -> os.stat_result | None:
     try:
         os.close(os.open(parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
         os.link("/proc/.", path)
-    except OSError as exn:  # usually EEXIST, EXDEV or EPERM
+    except os_error() as exn:  # usually EEXIST, EXDEV or EPERM
         logger.debug("%s: looked up again: %s", path, exn)
     with _ignoring_absence():
         return os.stat(path)  # noqa: PTH116
@@ -233,7 +234,7 @@ def atomic_write(
     finally:
         temporary.unlink(missing_ok=True)
     if sync:
-        with contextlib.suppress(OSError):  # some filesystems cannot sync a directory
+        with ignoring(OSError):  # some filesystems cannot sync a directory
             sync_directory(target.parent)
 
 
@@ -284,7 +285,7 @@ class FileStore:
     def delete_key(self, name: str) -> None:
         """Remove a note, and its directory if it is empty."""
         path = self._directory / name
-        with contextlib.suppress(OSError):  # a note that remains does no harm
+        with ignoring(OSError):  # a note that remains does no harm
             path.unlink()
             path.parent.rmdir()
 

@@ -231,6 +231,14 @@ def _is_importing(me: int) -> bool:
 
 
 def _release() -> None:
+    try:
+        _release_all()
+    except BaseException:  # of a signal handler; Python ignores it in a hook
+        _release_all()
+        raise
+
+
+def _release_all() -> None:
     # The hooks may be registered twice, or a signal handler interrupted `_before_fork`.
     with _gate:
         others = {*_locks} - {_own.lock}

@@ -12,7 +12,6 @@ URLs without gcsfs or without its credentials. If WebDataset has no function for
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import logging
 import multiprocessing
@@ -26,6 +25,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from shardcache.archive import MALFORMED, REPEATED, TarWalk, is_meta, key_and_field
 from shardcache.cache import Cache, default_cache
 from shardcache.errors import AccessDeniedError, ConfigError
+from shardcache.faults import ignoring
 from shardcache.locks.mounts import LOCAL_TYPES, mount_of
 from shardcache.origins.listing import SHARD, Listing, is_pattern
 from shardcache.ranks import LAUNCHERS, detect, run_of_this_process
@@ -553,7 +553,7 @@ def _leave(url: str, reason: str, cache: Cache) -> None:
         text = "%s is not cached, and WebDataset reads it: %s Further ones are not logged."
         logger.warning(text, name, reason)
     if path := run_of_this_process()[1]:
-        with contextlib.suppress(OSError):  # no file: another node, or the command has ended
+        with ignoring(OSError):  # no file: another node, or the command has ended
             descriptor = os.open(path, os.O_WRONLY | os.O_APPEND)
             with open(descriptor, "w", encoding="utf-8", errors="replace") as file:
                 file.write("\t".join(" ".join(text.split()) for text in (name, reason)) + "\n")

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from shardcache import clock
 from shardcache.config import Config
 from shardcache.errors import AccessDeniedError, ConfigError, ShardCacheError, ShardNotFoundError
+from shardcache.faults import ignoring
 from shardcache.origins.aws import needs_s3fs
 from shardcache.origins.filesystem import FsspecOrigin
 from shardcache.origins.resolve import Origins
@@ -295,7 +296,7 @@ class Listing:
         sizes = {key: self._sizes[name] for name, key in names.items() if name in self._sizes}
         for shard in shards:
             if shard.is_local:
-                with contextlib.suppress(OSError):  # the download reports the error
+                with ignoring(OSError):  # the download reports the error
                     sizes[shard.key] = shard.local_path.stat().st_size
         return sizes
 

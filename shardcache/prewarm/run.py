@@ -42,7 +42,7 @@ from shardcache.errors import (
     ShardNotFoundError,
     TransferError,
 )
-from shardcache.faults import is_local_error
+from shardcache.faults import ignoring, is_local_error, os_error
 from shardcache.layout import Layout
 from shardcache.origins.listing import Listing, spec_list
 from shardcache.prewarm.plan import Share, confirm, make_plan, wanted_shards
@@ -140,7 +140,8 @@ def prewarm(
         refresh: query the origins for newer versions of the cached shards, and download these.
             Streams that are open continue with the version that they read.
         processes: how many processes share the work; None for as many as are useful. The
-            additional ones are forked, so a program with other threads uses only one.
+            additional ones are forked, so a program with other threads, such as those of numpy,
+            uses only one.
         sources: files, by the key of the shard, to import in place of downloads (`Cache.add`).
         on_event: called in the calling thread with each event; must not block.
         stop: an event that any thread or signal handler may set, to stop early.
@@ -227,7 +228,7 @@ def _make_directory(cache: Cache) -> None:
             if os.statvfs(partials).f_flag & os.ST_RDONLY:
                 raise OSError(errno.EROFS, os.strerror(errno.EROFS))
             raise PermissionError(errno.EACCES, "no write permission")
-    except OSError as exn:
+    except os_error() as exn:
         if is_full(exn) or isinstance(exn, ShardCacheError):
             raise
         raise unusable(cache.dir, exn) from exn
@@ -258,8 +259,11 @@ class Pool:
         self._queue = self._missing()
         self.jobs = min(self.jobs, len(self._queue))
         # The offset of this file is the position in the queue. Helpers share it, and the kernel
-        # changes it in one step, so no lock is needed that a killed process could hold.
-        self._position = os.memfd_create("shardcache-prewarm")
+        # changes it in one step, so no lock is needed that a killed process could hold. It does so
+        # only for a file that was opened by its name.
+        fd = os.memfd_create("shardcache-prewarm")
+        self._position = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+        os.close(fd)
         weakref.finalize(self, os.close, self._position)
         self._events: SimpleQueue[Started | Finished] = SimpleQueue()
         self._cancelled_at: float | None = None
@@ -285,6 +289,9 @@ class Pool:
         """
         self._throttle = None if self.rate is None else Throttle(self.rate)
         try:
+            for channel in self._channels:
+                with ignoring(OSError):  # the helper has died
+                    channel.send(True)
             self._supervise(report)
             if self._helpers and not self.stopped and (lost := self._missing()):
                 text = "a helper process died; the main process downloads its %d shards"
@@ -359,7 +366,9 @@ class Pool:
     def fork(self, count: int | None) -> None:
         """Fork helpers, so that up to ``count`` processes download. Call this before `run`."""
         if count is None:
-            count = most_processes(self.cache) if len(self._queue) >= _MANY else 1
+            # A hook may note what it has checked, which the caller sees only in this process.
+            is_large = len(self._queue) >= _MANY and self.cache.config.validate is None
+            count = most_processes(self.cache) if is_large else 1
         count = min(count, self.jobs)
         # A lock that another thread holds would stay locked in the helper.
         if count < 2 or not threads.is_single():
@@ -370,9 +379,11 @@ class Pool:
             return
         with suppress(ConfigError):  # the downloads raise it
             self.cache.process.origins.prepare(self._missing()[0])
-        self.rate = self.rate and self.rate // count
         jobs, self.jobs = self.jobs, self.jobs // count
-        with suppress(OSError):  # the limit of processes is reached, so fewer download
+        rate, self.rate = self.rate, self.rate and self.rate // count
+        # No signal handler may raise before this process and the helper know of each other.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        try:
             for _ in range(count - 1):
                 channel, end = Pipe()
                 process = get_context("fork").Process(
@@ -381,13 +392,18 @@ class Pool:
                 process.start()
                 end.close()
                 self._helpers[channel] = process
+        except (OSError, RuntimeError) as exn:  # the limit of processes, or the end of the program
+            logger.debug("fewer processes download: %s", exn)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         self._channels = [*self._helpers]
         self.jobs = jobs - self.jobs * len(self._helpers)
+        self.rate = rate and rate - rate // count * len(self._helpers)
 
     def _stop_helpers(self) -> None:
         for channel in self._helpers:
-            with suppress(OSError):  # it has ended
-                channel.send(None)
+            with ignoring(OSError):  # it has ended
+                channel.send(False)
 
     def close(self) -> None:
         """Stop the helpers, wait until they have ended, and kill those that take too long."""
@@ -399,17 +415,23 @@ class Pool:
             channel.close()
 
     def _help(self, channel: Connection[Any, Any], owner: Connection[Any, Any]) -> None:
-        """Download shards in a helper, until no shard is left or the owner sends a message or ends.
+        """Download shards in a helper, from the owner's first message to the second, or its end.
 
         The owner gets events, log records (only one process writes to the terminal) and progress.
         """
         from logging.handlers import QueueHandler  # here, because the owner does not need it
 
         channel.close()  # otherwise the helper would not notice that its owner has died
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the owner sends a message to stop the helper
+        for number in signal.valid_signals():
+            if callable(signal.getsignal(number)):  # also of Ctrl-C: the owner handles signals
+                signal.signal(number, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
         self._helpers.clear()  # children of the owner
         self.stop, records = threading.Event(), SimpleQueue[logging.LogRecord]()
+        for name, each in logging.root.manager.loggerDict.items():
+            if name.startswith("shardcache") and isinstance(each, logging.Logger):
+                each.handlers[:], each.propagate = [], True
         library = logging.getLogger("shardcache")
         library.handlers[:], library.propagate = [QueueHandler(records)], False
 
@@ -422,12 +444,13 @@ class Pool:
         # After an error, the owner downloads the shards that have no result, and reports the error
         # if it recurs.
         with suppress(Exception), self.cache:
-            self.run(report)
+            if owner.recv():
+                self.run(report)
 
     def _receive(self, channel: Connection[Any, Any]) -> None:
         """Take the events, log records and progress that a helper has sent."""
         self._channels.remove(channel)  # for good if the helper has ended, or an interrupt cuts in
-        with suppress(EOFError, OSError, pickle.UnpicklingError):
+        with ignoring(EOFError, OSError, pickle.UnpicklingError):
             while channel.poll():
                 events, records, progress, stopped = channel.recv()
                 for record in records:
@@ -482,7 +505,8 @@ class Pool:
             opened = self.cache.process.fetch(download)
             opened.close()
             size = opened.size
-            outcome = Outcome.CACHED if download.outcome == "hit" else Outcome(download.outcome)
+            known = Outcome.CACHED if download.shard.key in self.plan.cached else Outcome.COALESCED
+            outcome = known if download.outcome == "hit" else Outcome(download.outcome)
         except FetchCancelledError as exn:
             outcome, error = Outcome.NOT_STARTED, exn
         except Exception as exn:  # noqa: BLE001 - the result of the shard reports it

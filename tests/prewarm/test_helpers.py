@@ -1,10 +1,12 @@
 """A prewarm in two processes, started from a program without other threads."""
 
+import contextlib
 import logging
 import multiprocessing
 import os
 import signal
 import threading
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -34,7 +36,8 @@ def helpers():
 def run(directory, urls, act=lambda stop: None, jobs=4, at_least=1, processes=2):
     """Prewarm in a new process, which calls ``act`` when the first shard has started.
 
-    No shard is complete before ``at_least`` processes have downloaded one.
+    No shard is complete before ``at_least`` processes have downloaded one; with 0, the processes
+    are not counted.
 
     Returns the outcomes, why the prewarm stopped, and the numbers of helpers that it forked and of
     processes that have downloaded.
@@ -57,7 +60,7 @@ def run(directory, urls, act=lambda stop: None, jobs=4, at_least=1, processes=2)
                 seen.append(event)
                 act(stop)
 
-        with Cache(directory, validate=note) as cache:
+        with Cache(directory, validate=note if at_least else None) as cache:
             options = {"jobs": jobs, "processes": processes, "on_event": on_event, "stop": stop}
             report = prewarm(cache, urls, **options)
         assert helpers() == []
@@ -75,7 +78,8 @@ def test_two_processes_share_the_work(tmp_path, urls, proxy):
     assert proxy.fetches() == {url.removeprefix("s3://"): 1 for url in urls}
 
 
-def test_a_large_prewarm_uses_two_processes_and_logs_each_failure_once(tmp_path, serve):
+@pytest.mark.parametrize("logger", [None, "shardcache.origins.retry"])
+def test_a_large_prewarm_uses_two_processes_and_logs_each_failure_once(tmp_path, serve, logger):
     log, failed = tmp_path / "log", set()
 
     def respond(head):
@@ -86,15 +90,56 @@ def test_a_large_prewarm_uses_two_processes_and_logs_each_failure_once(tmp_path,
         return b"".join(part_of(make_tar(0), head))
 
     server = serve(respond, most=1000)
-    logging.getLogger().addHandler(handler := logging.FileHandler(log))
+    logging.getLogger(logger).addHandler(handler := logging.FileHandler(log))
     try:
         names = [f"{server.url}/{number:03}.tar" for number in range(100)]
-        outcomes, _, *processes = run(tmp_path / "cache", names, processes=None, at_least=2)
+        outcomes, _, *processes = run(tmp_path / "cache", names, processes=None, at_least=0)
     finally:
-        logging.getLogger().removeHandler(handler)
-    assert set(outcomes) == {"fetched"} and processes == [1, 2]
+        logging.getLogger(logger).removeHandler(handler)
+    assert set(outcomes) == {"fetched"} and processes == [1, 0]
     lines = log.read_text().splitlines()
     assert {sum(name in line for line in lines) for name in names} == {1}
+
+
+@pytest.mark.parametrize("seconds", [0.0003, 0.001, 0.002, 0.003, 0.004])
+def test_a_signal_while_processes_are_forked_neither_hangs_nor_loses_shards(
+    tmp_path, serve, seconds
+):
+    server = serve(lambda head: b"".join(part_of(make_tar(0), head)), most=1000)
+    urls = [f"{server.url}/{number:03}.tar" for number in range(100)]
+
+    def on_alarm(*args):
+        raise TimeoutError("too late")
+
+    def work(_):
+        signal.signal(signal.SIGALRM, on_alarm)
+        with Cache(tmp_path / "cache") as cache:
+            with contextlib.suppress(TimeoutError):  # Python ignores it in some places
+                os.register_at_fork(before=lambda: signal.setitimer(signal.ITIMER_REAL, seconds))
+                assert cache.prewarm(urls).fetched == 100
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            assert helpers() == []
+            report = cache.prewarm(urls, processes=1)
+            return report.fetched + report.cached
+
+    assert together(1, work) == [100]
+
+
+def test_no_helper_downloads_before_the_plan_is_reported(tmp_path, serve):
+    server = serve(lambda head: b"".join(part_of(make_tar(0), head)), most=1000)
+    stop = threading.Event()
+
+    def on_event(event):
+        if isinstance(event, Planned):
+            time.sleep(0.3)
+            stop.set()
+
+    def work(_):
+        with Cache(tmp_path / "cache") as cache:
+            urls = [f"{server.url}/{number:03}.tar" for number in range(100)]
+            return len(prewarm(cache, urls, on_event=on_event, stop=stop).results)
+
+    assert together(1, work) == [100] and len(server.heads) < 20
 
 
 def test_a_process_that_may_have_no_children_downloads_alone(tmp_path, urls):

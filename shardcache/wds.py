@@ -139,7 +139,7 @@ def tar_files(
         parameters = inspect.signature(tar_file_expander).parameters
         eof_value = {} if "eof_value" in parameters else None
     for source in data:
-        url, local_path = source["url"], source.get("local_path")
+        url, local_path, stream, walk = source["url"], source.get("local_path"), None, None
         shard = {"__url__": url} | ({} if local_path is None else {"__local_path__": local_path})
         try:
             stream = source["stream"]
@@ -166,6 +166,7 @@ def tar_files(
             exn.args = (*exn.args, source.get("stream"), shown_url(str(source.get("url"))))
             if not handler(exn):
                 return
+        del source, stream, walk  # they would keep the shard in use while the next one is opened
 
 
 def group_files(

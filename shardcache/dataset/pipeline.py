@@ -51,8 +51,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _Pipeline = TypeVar("_Pipeline")
-_WORKERS = 1024  # of a rank
-_REMEMBERED = 64  # iterations, more than a job begins at the same time
+_OWNERS = 256  # processes with copies of a pipeline, at the same time: the ranks of a node
+_REMEMBERED = 16  # iterations of one owner, more than it begins at the same time
 _POLL = 0.002  # seconds between two looks for an iteration
 _LATE = 60.0  # seconds without an iteration after which a worker logs that it waits
 _BITS = 32  # of the number of a sample in a place
@@ -190,6 +190,7 @@ class _Iteration(ctypes.Structure):
     """One iteration over a pipeline, by a process or by all workers of a loader."""
 
     number: int  #: from 1
+    pid: int  #: the process of worker 0
     seed: int  #: that torch gave to the loader
     turn: int  #: how often the workers of the loader have iterated before
     epoch: int
@@ -199,53 +200,68 @@ class _Iteration(ctypes.Structure):
 
 
 class _Shared(ctypes.Structure):
-    """The memory that all processes with a copy of a pipeline share.
+    """What a process, the owner, and the workers of its loaders know of a pipeline.
 
     Worker 0 of a loader, or a process without workers, adds an iteration, and the other workers
-    wait for it. So all of them read the same epoch, even if other processes have read some of it.
+    wait for it. So all of them read the same epoch, even if other loaders have read some of it.
     """
 
-    seed: int
+    owner: int  #: process id; 0 if the record is free
     epoch: int  #: of the next iteration
     loads: int  #: calls of `load_state_dict`
     continued: int  #: number of the last one that an iteration has continued
     is_tracked: int  #: whether the next iteration is tracked
     count: int  #: of iterations
     iterations: Any  #: the last ones
-    joined: Any  #: by worker: number of the last iteration that it has joined
     _fields_: ClassVar[list[Any]] = [
-        *((name, ctypes.c_int64) for name in [*__annotations__][:-2]),
+        *((name, ctypes.c_int64) for name in [*__annotations__][:-1]),
         ("iterations", _Iteration * _REMEMBERED),
-        ("joined", ctypes.c_int64 * _WORKERS),
     ]
 
     def add(self, seed: int, turn: int, load: int) -> _Iteration:
         """Begin an iteration of the next epoch."""
         number = self.count + 1
-        new = _Iteration(number, seed, turn, self.epoch, load, self.is_tracked)
+        pid, epoch = os.getpid(), self.epoch
+        new = _Iteration(number, pid, seed, turn, epoch, load, self.is_tracked)
         self.iterations[number % _REMEMBERED] = new
         self.continued = load or self.continued
         self.epoch, self.is_tracked = new.epoch + 1, 0
         self.count = number  # last, so that no worker reads a half-written iteration
         return new
 
-    def wait_for(self, worker: int, seed: int, turn: int) -> _Iteration:
-        """Return the iteration of a worker, once worker 0 has added it."""
-        parent, late = os.getppid(), time.monotonic() + _LATE
-        while os.getppid() == parent:
-            last = self.joined[worker]
-            new = [each for each in self.iterations if last < each.number <= self.count]
-            new = [each for each in new if (each.seed, each.turn) == (seed, turn)]
-            if new:
-                latest = max(new, key=lambda each: each.number)
-                self.joined[worker] = latest.number
-                return _Iteration.from_buffer_copy(latest)
-            if time.monotonic() >= late:
-                text = "worker %d waits for worker 0, which has not begun to read this pipeline"
-                logger.warning(text + ". All workers of a DataLoader must read it.", worker)
-                late = math.inf
-            time.sleep(_POLL)
-        raise SystemExit  # the loader is gone
+    def find(self, seed: int, turn: int) -> _Iteration | None:
+        """Return the last iteration of a loader, if its worker 0 has added it."""
+        own = [each for each in self.iterations if (each.seed, each.turn) == (seed, turn)]
+        # A loader that was dropped may have had the same seed, but its workers have ended.
+        own = [each for each in own if 0 < each.number <= self.count and _is_alive(each.pid)]
+        latest = max(own, key=lambda each: each.number, default=None)
+        return None if latest is None else _Iteration.from_buffer_copy(latest)
+
+
+class _Owners(ctypes.Structure):
+    """The memory that all processes with a copy of a pipeline share."""
+
+    records: Any
+    _fields_: ClassVar[list[Any]] = [("records", _Shared * _OWNERS)]
+
+    def of(self, owner: int, maker: int, *, add: bool) -> _Shared:
+        """Return the record of a process; with ``add``, a new one like that of the ``maker``."""
+        # The search begins at different records, so two processes do not take the same one.
+        order = [self.records[(owner + n) % _OWNERS] for n in range(_OWNERS)]
+        for record in order:
+            if record.owner == owner:
+                return record  # type: ignore[no-any-return]
+        if not add:
+            return _Shared()
+        new = next(record for record in order if not (record.owner and _is_alive(record.owner)))
+        if owner != maker:
+            ctypes.pointer(new)[0] = self.of(maker, maker, add=False)
+        new.owner = owner
+        return new  # type: ignore[no-any-return]
+
+
+def _is_alive(pid: int) -> bool:
+    return os.path.exists(f"/proc/{pid}")  # noqa: PTH110 - polled
 
 
 class _Tracked(NamedTuple):
@@ -266,7 +282,8 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
     def _begin(self, cache: Cache, base: type) -> None:
         """Prepare a pipeline that was of the class ``base``, or is attached once more."""
         seed, source = getattr(self, "seed", None), self.pipeline[0]
-        for number, stage in enumerate(self.pipeline):
+        opener = [*map(_kind, self.pipeline)].index(wds.url_opener)
+        for number, stage in enumerate(self.pipeline[:opener]):
             # WebDataset passes its own seed, which may be random, to the shuffle of the shards.
             if seed is not None and (options := _shuffle_of(stage)).pop("seed", None) == seed:
                 self.pipeline[number] = FilterFunction(filters.shuffle.f, **options)
@@ -280,17 +297,28 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
         self._loaded: Mapping[str, Any] = {}  # the last state
         self._load = 0  # the number of that call, or -1 in a worker
         self._turns = 0
-        self._memory = torch.zeros(ctypes.sizeof(_Shared), dtype=torch.uint8)
+        self._maker = os.getpid()
+        self._sender = self._receiver = 0  # processes that pickled and unpickled this copy
+        self._memory = torch.zeros(ctypes.sizeof(_Owners), dtype=torch.uint8)
         self._memory.share_memory_()  # type: ignore[no-untyped-call]
-        self._shared.seed = crc32(str(seed).encode())
+        self._seed = crc32(str(seed).encode())
         self._plan()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _restored, (self._base,), vars(self) | {"_run": None}
+        return _restored, (self._base,), vars(self) | {"_run": None, "_sender": os.getpid()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state | {"_receiver": os.getpid()})
+        self._memory.share_memory_()  # type: ignore[no-untyped-call]  # a copy is not shared yet
+        _ = self._shared  # before this process, if it is a rank, has workers
 
     @property
     def _shared(self) -> _Shared:
-        return _Shared.from_address(self._memory.data_ptr())
+        info, pid = get_worker_info(), os.getpid()
+        # The parent of a worker that did not get a pickle is the owner, and not a fork server.
+        owner = self._sender if self._receiver == pid else os.getppid()
+        owner, add = (pid, True) if info is None else (owner, info.id == 0)
+        return _Owners.from_address(self._memory.data_ptr()).of(owner, self._maker, add=add)
 
     @property
     def epoch(self) -> int:
@@ -319,7 +347,7 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
 
     def _state(self, run: _Run) -> dict[str, Any]:
         stages = [*map(_shown, self.pipeline), f"repeat({self.repetitions}, {self.nsamples})"]
-        state = {**vars(run), "version": 1, "seed": self._shared.seed, "shards": self._shards}
+        state = {**vars(run), "version": 1, "seed": self._seed, "shards": self._shards}
         ranks = zip(("rank", "world_size", "worker", "workers"), pytorch_worker_info(), strict=True)
         return {**state, "stages": " | ".join(stages), **dict(ranks)}
 
@@ -333,7 +361,7 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
             raise ConfigError("this is no state of a pipeline. Pass what state_dict() returned.")
         for each in _workers_of(state):
             self._refuse_other(each, "version", "shards", "stages", "rank", "world_size")
-            self._shared.seed = each["seed"]
+            self._seed = each["seed"]
         self._loaded, self._run, self._tracked = state, None, None
         info, shared = get_worker_info(), self._shared
         if info is None or info.id == 0:
@@ -385,9 +413,22 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
                 "Resume with a new DataLoader."
             )
         if info and info.id:
-            return shared.wait_for(info.id, seed, turn)
+            return self._wait_for(info.id, seed, turn)
         load = self._load if self._load > 0 and self._is_waiting(shared.epoch) else 0
         return shared.add(seed, turn, load)
+
+    def _wait_for(self, worker: int, seed: int, turn: int) -> _Iteration:
+        """Return the iteration of a worker, once worker 0 has added it."""
+        parent, late = os.getppid(), time.monotonic() + _LATE
+        while os.getppid() == parent:
+            if (found := self._shared.find(seed, turn)) is not None:
+                return found
+            if time.monotonic() >= late:
+                text = "worker %d waits for worker 0, which has not begun to read this pipeline"
+                logger.warning(text + ". All workers of a DataLoader must read it.", worker)
+                late = math.inf
+            time.sleep(_POLL)
+        raise SystemExit  # the loader is gone
 
     def __iter__(self) -> Iterator[Any]:
         opener, read, is_direct = self._plan()
@@ -406,7 +447,7 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
             run = _Run(*(pending.get(name, value) for name, value in vars(run).items()))
             if not is_direct:
                 drop, run.passes = run.given, 0
-        self._run = run
+        self._run = copy.copy(run)
         constant = self._state(run) if iteration.is_tracked else None
         yield from self._outputs(run, opener, read, drop, is_resumed, constant)
 
@@ -422,13 +463,16 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
                     drop -= 1
                     continue
                 run.given += 1
+                self._run = _Run(*vars(run).values())  # without what enters before the next output
                 yield output if constant is None else _Tracked({**constant, **vars(run)}, output)
                 if run.given >= most:
                     return
             if is_empty:
-                return
+                run.passes = self.repetitions
+                break
             run.end_pass()
             is_resumed = False
+        self._run = run
 
     def _pass(self, run: _Run, opener: int, read: int, is_resumed: bool) -> Any:
         """Iterate once over the shards."""
@@ -451,7 +495,7 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
         later = {_kind(each) for each in self.pipeline[number:opener]}
         rank = 0 if shardlists.split_by_node in later else rank
         worker = 0 if shardlists.split_by_worker in later else worker
-        drawn = self._shared.seed, run.epoch, run.passes, rank, worker, number
+        drawn = self._seed, run.epoch, run.passes, rank, worker, number
         seed, turn = crc32(repr(drawn).encode()), run.epoch + run.passes
         rng = _Random(seed)
         if kind in _SHUFFLES:
@@ -546,7 +590,7 @@ class _Shards:
         return not self._is_stopped
 
     def _failed(self, exn: Exception) -> bool:
-        self._enter(exn.args[-1], 0)
+        self._enter("", 0, shown=exn.args[-1])
         is_handled = bool(self._handler(exn))
         if not is_handled:
             self._run.end("shards")
@@ -584,14 +628,16 @@ class _Shards:
         for places in begun:
             yield from places
 
-    def _enter(self, url: str, count: int, opened: OpenShard | None = None) -> range:
+    def _enter(
+        self, url: str, count: int, opened: OpenShard | None = None, shown: str | None = None
+    ) -> range:
         """Return the places in a shard."""
         number = len(self._urls)
         self._urls.append(url)
         self._counts.append(count)
         self._left.append(count)
         if self._is_indexed:
-            self._run.note(shown_url(url), count)
+            self._run.note(shown or shown_url(url), count)
         if opened is not None and count:
             self._keep(number, opened)
             self._warn_of_room(opened)

@@ -505,7 +505,9 @@ class _Wait:
             return holder, None, touched
         paths = [tier.store.layout.partial / name for tier in self._directories.tiers]
         partial = next((path for path in paths[:-1] if is_directory(path)), paths[-1])
-        self._download.waiting(partial)
+        # The kernel of another node may show the journal before the bytes that it describes.
+        if self._directories.layout.grace is None:
+            self._download.waiting(partial)
         return holder, read_journal(partial), touched
 
     def _announce(self, waited: float) -> None:

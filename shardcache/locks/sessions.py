@@ -27,6 +27,8 @@ logger = logging.getLogger(__name__)
 
 _NAME = re.compile(r"[0-9a-f]{32}\.(session|[0-9a-f]{32}\.wait)")
 _NOTE = ".streamed"
+#: Attempts to lock a new file, which a filesystem without locks may refuse each time.
+_ATTEMPTS = 1000
 
 
 class Session:
@@ -45,8 +47,9 @@ class Session:
         self._lock = KeyLock(self.path, layout.modes)
         try:
             layout.modes.make_directory(layout.sessions, levels=0)
-            while not self._lock.try_acquire(holder):
-                pass  # a process that lists the sessions tests whether this one is alive
+            for _ in range(_ATTEMPTS):  # another process may test whether this one is alive
+                if self._lock.try_acquire(holder):
+                    break
             os.utime(self.path, (started, started))
         except os_error() as exn:
             # Nothing can be evicted from a cache that is not writable, so no session is needed.

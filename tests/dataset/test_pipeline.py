@@ -1,9 +1,11 @@
 """`Cache.attach(..., resume=True)`: a pipeline gives the samples of a stock one, and resumes."""
 
+import copy
 import gc
 import gzip
 import json
 import os
+import pickle
 import random
 import time
 import warnings
@@ -14,8 +16,9 @@ import torch
 import webdataset as wds
 from torch.utils.data import DataLoader
 
-from shardcache import ConfigError
+from shardcache import ConfigError, ShardNotFoundError
 from tests.support import caches
+from tests.support.storetools import wait_until
 from tests.support.tars import sample_tar, tar_of
 from tests.wds.test_tar_files import BEFORE_1_0
 
@@ -309,6 +312,60 @@ def test_what_was_skipped_is_skipped_again(make, make_cache, origin):
             assert {key[:4] for key in keys(dataset)} == begun | rest
 
 
+def test_a_command_that_fails_is_skipped_again(of_files, make, open_cache, tmp_path):
+    of_files()
+    urls = [f"pipe:cat {tmp_path}/{number}.tar" for number in (0, 1, 9, 2)]
+
+    def made():
+        options = {"handler": wds.ignore_and_continue, "shardshuffle": False}
+        return make(wds.shuffle(5), urls=urls, cache=open_cache(), **options)
+
+    one, two = made(), made()
+    first = keys(islice(one, 30))
+    two.load_state_dict(saved(one))
+    assert sorted(first + keys(two)) == KEYS[:33]
+
+
+@pytest.mark.parametrize("fails", ["a shard", "a sample", "an interrupt"])
+def test_after_an_exception_the_state_is_that_of_the_last_output(make, make_cache, origin, fails):
+    broken, calls = [fails], []
+
+    def look(sample):
+        calls.append(sample)
+        if broken and len(calls) == 33 and fails != "a shard":
+            raise KeyboardInterrupt if "interrupt" in fails else ValueError
+        return sample["__key__"]
+
+    def made(*stages):
+        return make(*stages, wds.map(look), wds.batched(8, collation_fn=None), shardshuffle=False)
+
+    broken.clear()
+    whole = list(made(wds.shuffle(20)))
+    broken.append(fails)
+    calls.clear()
+    missing = {URLS[4]: origin.objects.pop(URLS[4])} if fails == "a shard" else {}
+    make_cache().clean(everything=True)
+    dataset, first = made(wds.shuffle(20)), []
+    with pytest.raises((ShardNotFoundError, ValueError, KeyboardInterrupt)):
+        for batch in dataset:
+            first.append(batch)
+    broken.clear()
+    origin.objects |= missing
+    other = made(wds.shuffle(20))
+    other.load_state_dict(saved(dataset))
+    assert first + list(other) == whole
+
+
+def test_the_end_of_an_epoch_without_a_further_sample_is_the_end(make):
+    stages = wds.slice(4), wds.select(lambda sample: sample["__key__"] in KEYS[:20])
+    for epoch in range(6):
+        one, two = (make(*stages).repeat(3) for _ in range(2))
+        one.set_epoch(epoch)
+        list(one)
+        two.load_state_dict(saved(one))
+        assert (list(two), two.epoch) == ([], epoch + 1)
+
+
 def test_another_number_of_samples_is_refused(make, make_cache, origin):
     state = resumed(make, wds.shuffle(9))
     with_more = make_cache()
@@ -416,6 +473,50 @@ def test_all_workers_read_the_same_epoch(of_files, before):
     for _ in range(2):
         torch.manual_seed(0)  # so that all iterations have one seed
         assert sorted(flat(batches_of(dataset))) == KEYS[:46]
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda each: pickle.loads(pickle.dumps(each))])
+def test_the_workers_of_a_copy_read_one_epoch(of_files, copied):
+    dataset = copied(of_files(wds.shuffle(5)))
+    assert sorted(flat(batches_of(dataset))) == sorted(flat(batches_of(dataset))) == KEYS[:46]
+
+
+def test_two_loaders_at_once_read_an_epoch_each(of_files):
+    dataset = of_files(wds.shuffle(5))
+
+    def wait(worker):  # until the other loader's worker has joined
+        time.sleep(worker * 0.5)
+
+    pairs = [*zip(batches_of(dataset, worker_init_fn=wait), batches_of(dataset), strict=True)]
+    assert sorted(flat(one for one, _ in pairs)) == sorted(flat(two for _, two in pairs))
+
+
+def read_in_rank(rank, dataset, workers, directory):
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2"}
+    found = []
+    for epoch in range(3):
+        dataset.set_epoch(epoch)
+        (directory / f"{epoch}-{rank}").touch()
+        wait_until((directory / f"{epoch}-{1 - rank}").exists)
+        found.append(flat(batches_of(dataset, workers)))
+    (directory / f"{rank}.json").write_text(json.dumps(found))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_ranks_that_torch_spawns_count_their_own_epochs(of_files, tmp_path, workers):
+    arguments = of_files(wds.shuffle(5)), workers, tmp_path
+    torch.multiprocessing.spawn(read_in_rank, arguments, nprocs=2)
+    ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+    for epochs in zip(*ranks, strict=True):
+        assert sorted(key for epoch in epochs for key in epoch) == KEYS[:46]
+    assert ranks[0][0] != ranks[0][1]
+
+
+def test_a_seed_that_a_shuffle_states_is_obeyed(make, make_cache):
+    dataset = wds.WebDataset(URLS, shardshuffle=False, **OPTIONS).shuffle(20, seed=7)
+    dataset.seed = 7
+    make_cache().attach(dataset, resume=True)
+    assert keys(dataset) == keys(dataset) != KEYS
 
 
 def test_a_state_is_continued_once_and_kept_until_then(make):

@@ -25,7 +25,13 @@ from shardcache import clock
 from shardcache.cache import Cache, default_cache
 from shardcache.dataset.index import OpenShard, count_samples, read_index_file, refuse_compressed
 from shardcache.dataset.order import chained, hashes
-from shardcache.errors import ConfigError, IntegrityError
+from shardcache.errors import (
+    AccessDeniedError,
+    ConfigError,
+    IntegrityError,
+    ShardCacheError,
+    ShardNotFoundError,
+)
 from shardcache.origins.listing import spec_list
 from shardcache.prewarm.plan import expand
 from shardcache.ranks import detect
@@ -43,6 +49,8 @@ _OPEN = 1024
 #: Seconds without a read after which a shard is closed, so that it may be evicted. A worker that
 #: needs a shard less often can afford to open it again, which takes 50 us.
 _IDLE = 0.5
+#: Seconds after which a shard that was refused is requested again.
+_REPEATED = 60.0
 #: Filters of WebDataset that need a stream of samples, and what to use in their place.
 _REFUSED = {
     "batched": "The DataLoader makes the batches: pass batch_size or a batch_sampler to it",
@@ -137,11 +145,13 @@ class TarDataset:
         self._selected: NDArray[np.int64] | None = None
         self._splits = 0  # how many times it was split off
         self._open = OrderedDict[int, OpenShard]()  # the last one is the most recently used
+        # When an origin refused a shard, so that not each of its samples costs another request.
+        self._refused = dict[int, tuple[float, ShardCacheError]]()
         files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         self._most = _OPEN if files < 0 else max(1, min(_OPEN, files // 4))
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"_open": OrderedDict()}
+        return vars(self) | {"_open": OrderedDict(), "_refused": {}}
 
     def _count(self, specs: Sequence[str]) -> list[int]:
         """Count the samples of all shards, which downloads those that are not cached."""
@@ -337,7 +347,16 @@ class TarDataset:
         if opened is None or opened.is_lost:
             self._forget_idle()
             self.cache.process.evict_lru()
-            opened = OpenShard(self.cache, self.shards[position])
+            when, refused = self._refused.pop(position, (-math.inf, None))
+            if refused is not None and clock.monotonic() - when < _REPEATED:
+                self._refused[position] = when, refused
+                raise type(refused)(refused.message, url=str(self.shards[position]))
+            try:
+                opened = OpenShard(self.cache, self.shards[position])
+            except (ShardNotFoundError, AccessDeniedError, IntegrityError) as exn:
+                # A copy without the traceback.
+                self._refused[position] = clock.monotonic(), type(exn)(exn.message)
+                raise
             stated = self._ends[position] - (self._ends[position - 1] if position else 0)
             if len(opened) != stated:
                 source = self._index_file or "the count at the start"

@@ -196,6 +196,7 @@ class _Iteration(ctypes.Structure):
     epoch: int
     load: int  #: number of the call of `load_state_dict` that it continues, else 0
     is_tracked: int
+    is_ended: int
     _fields_: ClassVar[list[Any]] = [(name, ctypes.c_int64) for name in __annotations__]
 
 
@@ -222,12 +223,12 @@ class _Shared(ctypes.Structure):
         """Begin an iteration of the next epoch."""
         number = self.count + 1
         pid, epoch = os.getpid(), self.epoch
-        new = _Iteration(number, pid, seed, turn, epoch, load, self.is_tracked)
-        self.iterations[number % _REMEMBERED] = new
+        new = self.iterations[number % _REMEMBERED]
+        new.__init__(number, pid, seed, turn, epoch, load, self.is_tracked, 0)
         self.continued = load or self.continued
         self.epoch, self.is_tracked = new.epoch + 1, 0
         self.count = number  # last, so that no worker reads a half-written iteration
-        return new
+        return new  # type: ignore[no-any-return]
 
     def find(self, seed: int, turn: int) -> _Iteration | None:
         """Return the last iteration of a loader, if its worker 0 has added it."""
@@ -337,6 +338,13 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
             return {**tracked, "workers": [*tracked["workers"]]}
         if self._is_waiting(self.epoch):
             return dict(self._loaded)
+        shared = self._shared
+        is_ended = not shared.count or shared.iterations[shared.count % _REMEMBERED].is_ended
+        if self._run is None and not is_ended and wds.is_new("untracked", self._cache):
+            logger.warning(
+                "this is the state of the next epoch: only the workers of a DataLoader know the "
+                "position in this one. Iterate over dataset.track(loader)."
+            )
         return self._state(self._run or _Run(self.epoch))
 
     def _is_waiting(self, epoch: int) -> bool:
@@ -450,6 +458,7 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
         self._run = copy.copy(run)
         constant = self._state(run) if iteration.is_tracked else None
         yield from self._outputs(run, opener, read, drop, is_resumed, constant)
+        iteration.is_ended = 1
 
     def _outputs(
         self, run: _Run, opener: int, read: int, drop: int, is_resumed: bool, constant: Any

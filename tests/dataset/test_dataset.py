@@ -288,6 +288,20 @@ def test_an_error_names_shard_and_sample_and_the_handler_decides(
         data[3]
 
 
+def test_a_shard_that_is_refused_is_not_requested_for_each_sample(data, origin, clock):
+    data.handler = wds.ignore_and_continue
+    data.cache.clean(everything=True)
+    content = origin.objects.pop(URL)
+    origin.requests.clear()
+    for _ in range(2):
+        samples, error = data.read(range(2 * SAMPLES))
+        assert (len(samples), type(error), URL in str(error)) == (SAMPLES, ShardNotFoundError, True)
+    assert [url for url, *_ in origin.requests].count(URL) == 1
+    origin.objects[URL] = content
+    clock.sleep(61)
+    assert len(data.read(range(2 * SAMPLES))[0]) == 2 * SAMPLES
+
+
 def test_a_shard_that_cannot_be_counted_is_left_out_if_the_handler_says_so(make_cache, origin):
     del origin.objects[URL]
     origin.objects |= {"s3://lab/0.tar": tar_of([]), "s3://lab/3.tar": sample_tar(3, 1)}

@@ -550,6 +550,17 @@ def test_only_a_tracked_iteration_has_positions(of_files, workers):
     assert sorted(flat(dataset.track(batches_of(dataset, workers)))) == sorted(rest)
 
 
+def test_a_state_that_only_workers_know_is_said(of_files, caplog):
+    dataset = of_files()
+    flat(batches_of(dataset))
+    saved(dataset)
+    assert "track" not in caplog.text
+    batches = iter(batches_of(dataset))
+    next(batches)
+    saved(dataset)
+    assert "the workers of a DataLoader know the position" in caplog.text
+
+
 def test_track_refuses_loaders_that_it_cannot_track(of_files):
     dataset = of_files()
     loader = batches_of(dataset, persistent_workers=True)

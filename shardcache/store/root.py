@@ -14,7 +14,7 @@ from pathlib import Path
 
 from shardcache.config import Config, __version__, group_name
 from shardcache.errors import ConfigError
-from shardcache.faults import ignoring, os_error
+from shardcache.faults import FULL, ignoring, os_error
 from shardcache.files import Modes, list_names, locked, random_token
 from shardcache.layout import MANIFEST, Layout, is_record_name, is_temporary_name, read_manifest
 from shardcache.locks.mounts import lock_kind
@@ -113,9 +113,12 @@ def unusable(root: Path, exn: OSError) -> ConfigError:
     is_above = not Path(path).is_relative_to(root)
     text = f"{root} cannot be made, because " if is_above else ""
     fix = f", or make {path} writable{how}" if how or not is_above else ""
+    fix = f"at a directory that this user may write{fix}"
+    if exn.errno in FULL:
+        fix = "at another disk, or free this one"
     return ConfigError(
         f"{text}{path} cannot be written ({exn.strerror or exn}). Point dir (--dir, "
-        f"SHARDCACHE_DIR) at a directory that this user may write{fix}."
+        f"SHARDCACHE_DIR) {fix}."
     )
 
 

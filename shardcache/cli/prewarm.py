@@ -206,7 +206,7 @@ def _prewarm(
             console.info(str(report).replace("Warmed", done))
         for word, line in _failures(console, report, check=options["check"], cache=cache):
             console.message(f"  {word}  ", line, "red")
-        _print_hints(console, report, options["max_failures"])
+        _print_hints(console, report, options)
         if report.count(Outcome.LEFT_OUT):
             kept = sum(shard in cache for shard in report.plan.shards)
             console.hint(
@@ -217,11 +217,14 @@ def _prewarm(
     return _exit_code(report, options)
 
 
-def _print_hints(console: Console, report: PrewarmReport, max_failures: int | None) -> None:
+def _print_hints(console: Console, report: PrewarmReport, options: Mapping[str, Any]) -> None:
     """Print to stderr what the user can do about shards that are not cached."""
     if report.stopped is None:
-        if 0 < report.failed < len(report.results) and max_failures is None:
-            console.hint(f"  To accept these failures, pass --max-failures {report.failed}.")
+        if 0 < report.failed < len(report.results) and options["max_failures"] is None:
+            errors, can_skip = report.failures.values(), "sources" not in options
+            are_absent = can_skip and all(isinstance(e, ShardNotFoundError) for e in errors)
+            option = "--skip-missing" if are_absent else f"--max-failures {report.failed}"
+            console.hint(f"  To accept these failures, pass {option}.")
     elif report.stopped is Stopped.REQUESTED and report.not_started:
         console.hint("Run the same command again to resume.")
     elif report.not_started and (console.quiet or console.json):

@@ -26,8 +26,12 @@ from shardcache.errors import IntegrityError
 
 _BLOCK = 512
 _ZEROS = bytes(_BLOCK)
-#: Bytes of each record at which `may_end_early` looks: of numbers of 4 bytes, a different one each.
-_PROBES = 0, 101, 258, 511
+#: Bytes of an end marker: two blocks of zeros.
+_MARKER = 2 * _BLOCK
+#: Bytes of a member from which reading all headers costs less than `may_end_early`.
+_LARGE = 1 << 18
+#: Blocks that begin with a zero of which it looks at the rest. In 1 MiB of compressed data, 4 do.
+_CANDIDATES = 32
 #: Bytes per read while skipping a member.
 _PIECE = 20 * _BLOCK
 #: Limit of an extended header in bytes, ample for a name and a few timestamps. Larger ones are left
@@ -354,12 +358,22 @@ def check_archive(fd: int, basename: str, url: str) -> None:
         ) from exn
 
 
-def may_end_early(block: memoryview, *, is_last: bool) -> bool:
-    """Return whether an end marker may be in a block of an archive, before the archive's end."""
-    end, seen = len(bytes(block).rstrip(b"\0")) if is_last else len(block), 0
-    for at in _PROBES:
-        seen |= int.from_bytes(block[at : end // _BLOCK * _BLOCK : _BLOCK], "big")
-    return 0 in seen.to_bytes(end // _BLOCK, "big")
+def may_end_early(data: memoryview, *, is_first: bool, is_last: bool) -> bool:
+    """Return whether a part of an archive may hold an end marker, before the archive's end.
+
+    If the ``is_first`` part begins with a large member, the answer is True.
+    """
+    fields = _parsed(bytes(data[:_BLOCK])) if is_first else None
+    if fields is not None and fields[1] >= _LARGE:
+        return True
+    end = len(bytes(data).rstrip(b"\0")) if is_last else len(data)
+    heads, at = bytes(data[:end:_MARKER]), -1
+    for _ in range(_CANDIDATES):
+        if (at := heads.find(0, at + 1)) < 0:
+            return False
+        if data[at * _MARKER : at * _MARKER + _BLOCK] == _ZEROS:
+            return True
+    return True
 
 
 def archive_problem(fd: int, basename: str, size: int, most: int | None = None) -> str:

@@ -380,9 +380,11 @@ class Transfer:
     def _write(self, part: _Part, fd: int) -> None:
         """Hash, write and record a block, and advance. It may be empty at the end of the object."""
         if block := part.buffer[: part.filled]:
-            digest, end = block_digest(block), part.next + len(block)
-            if not self.may_end_early and may_end_early(block, is_last=end == self._info.size):
-                self.may_end_early = True
+            digest = block_digest(block)
+            if not self.may_end_early:
+                first, last = part.next == 0, part.next + len(block) == self._info.size
+                if may_end_early(block, is_first=first, is_last=last):
+                    self.may_end_early = True
             # After an abort, the buffer may hold other bytes than the object's.
             if self._error is not None:
                 raise _FailedError

@@ -65,7 +65,11 @@ def test_a_failed_run_is_resumed_even_without_the_cache(run, spec, file, s3, buc
 
 ONE, TWO = (tar_of([(f"{key}.x", key.encode())], tarfile.USTAR_FORMAT) for key in "ab")
 LONG = 3 << 20  # several blocks, the last of which begins with the end marker
-MANY = tar_of([("a.x", random.Random(0).randbytes(LONG - 512))], tarfile.USTAR_FORMAT)
+DATA = random.Random(0).randbytes(LONG)
+LARGE = tar_of([("a.x", DATA[512:])], tarfile.USTAR_FORMAT)
+SMALL = tar_of([(f"{n}.x", DATA[n : n + 4000]) for n in range(700)], tarfile.USTAR_FORMAT)
+#: Where the marker of the last one begins.
+END = 700 * (512 + 4096)
 
 
 @pytest.mark.parametrize(
@@ -74,7 +78,11 @@ MANY = tar_of([("a.x", random.Random(0).randbytes(LONG - 512))], tarfile.USTAR_F
         (ONE[:1024] + TWO[:1024], "it ends at byte 2048 without an end marker"),
         (ONE[:1024] + TWO[:700], "readers fail behind byte 1024 (unexpected end of data)"),
         (ONE + TWO, "readers stop at an end marker at byte 1024 and miss the data from byte 10240"),
-        (MANY + TWO, f"readers stop at an end marker at byte {LONG} and miss the data from byte "),
+        (LARGE + TWO, f"readers stop at an end marker at byte {LONG} and miss the data from byte "),
+        *(
+            (SMALL[: END + 512 * n] + TWO, f"readers stop at an end marker at byte {END} and miss ")
+            for n in (2, 3)
+        ),
         (ONE + b"junk", "readers stop at an end marker at byte 1024 and miss the data from byte "),
         (ONE[:1024] + b"x" * 512 + TWO, "readers stop at a damaged header at byte 1024 and miss "),
         ("a.x b.x a.x", "the key a occurs again after other keys"),

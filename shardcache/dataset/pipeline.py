@@ -51,8 +51,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _Pipeline = TypeVar("_Pipeline")
-_OWNERS = 256  # processes with copies of a pipeline, at the same time: the ranks of a node
-_REMEMBERED = 16  # iterations of one owner, more than it begins at the same time
+# Processes with copies of a pipeline, such as ranks, and the last iterations of each: more than
+# begin at once. PyTorch clears 32 KiB and more in threads, which crash a forked child.
+_OWNERS, _REMEMBERED = 56, 8
 _POLL = 0.002  # seconds between two looks for an iteration
 _LATE = 60.0  # seconds without an iteration after which a worker logs that it waits
 _BITS = 32  # of the number of a sample in a place
@@ -248,13 +249,14 @@ class _Owners(ctypes.Structure):
     def of(self, owner: int, maker: int, *, add: bool) -> _Shared:
         """Return the record of a process; with ``add``, a new one like that of the ``maker``."""
         # The search begins at different records, so two processes do not take the same one.
-        order = [self.records[(owner + n) % _OWNERS] for n in range(_OWNERS)]
-        for record in order:
-            if record.owner == owner:
-                return record  # type: ignore[no-any-return]
+        order = [(owner + n) % _OWNERS for n in range(_OWNERS)]
+        for number in order:
+            if self.records[number].owner == owner:
+                return self.records[number]  # type: ignore[no-any-return]
         if not add:
             return _Shared()
-        new = next(record for record in order if not (record.owner and _is_alive(record.owner)))
+        free = (self.records[n] for n in order if not _is_alive(self.records[n].owner))
+        new = next(free, self.records[order[0]])
         if owner != maker:
             ctypes.pointer(new)[0] = self.of(maker, maker, add=False)
         new.owner = owner
@@ -262,7 +264,7 @@ class _Owners(ctypes.Structure):
 
 
 def _is_alive(pid: int) -> bool:
-    return os.path.exists(f"/proc/{pid}")  # noqa: PTH110 - polled
+    return pid > 0 and os.path.exists(f"/proc/{pid}")  # noqa: PTH110 - polled
 
 
 class _Tracked(NamedTuple):
@@ -311,7 +313,6 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state | {"_receiver": os.getpid()})
         self._memory.share_memory_()  # type: ignore[no-untyped-call]  # a copy is not shared yet
-        _ = self._shared  # before this process, if it is a rank, has workers
 
     @property
     def _shared(self) -> _Shared:

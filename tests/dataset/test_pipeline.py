@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from shardcache import ConfigError, ShardNotFoundError
 from tests.support import caches
-from tests.support.storetools import wait_until
+from tests.support.storetools import together, wait_until
 from tests.support.tars import sample_tar, tar_of
 from tests.wds.test_tar_files import BEFORE_1_0
 
@@ -489,6 +489,11 @@ def test_two_loaders_at_once_read_an_epoch_each(of_files):
 
     pairs = [*zip(batches_of(dataset, worker_init_fn=wait), batches_of(dataset), strict=True)]
     assert sorted(flat(one for one, _ in pairs)) == sorted(flat(two for _, two in pairs))
+
+
+def test_a_fork_of_a_process_that_has_used_threads_of_torch_attaches(of_files):
+    torch.zeros(1 << 24).add_(1)
+    assert together(1, lambda number: len(list(of_files(wds.shuffle(5))))) == [46]
 
 
 def read_in_rank(rank, dataset, workers, directory):

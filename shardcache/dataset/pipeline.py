@@ -202,7 +202,7 @@ class _Iteration(ctypes.Structure):
 
 
 class _Shared(ctypes.Structure):
-    """What a process, the owner, and the workers of its loaders know of a pipeline.
+    """The state of a pipeline that a process, its owner, shares with the workers of its loaders.
 
     Worker 0 of a loader, or a process without workers, adds an iteration, and the other workers
     wait for it. So all of them read the same epoch, even if other loaders have read some of it.

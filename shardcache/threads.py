@@ -142,7 +142,8 @@ def is_main() -> bool:
 
 def is_single() -> bool:
     """Return whether no other thread runs in this process, not even one of a native library."""
-    while _ending():
+    end = time.monotonic() + _ENDING_TIMEOUT
+    while _ending() and time.monotonic() < end:
         time.sleep(_FORK_POLL)
     return len(os.listdir("/proc/self/task")) == 1  # noqa: PTH208 - only names
 

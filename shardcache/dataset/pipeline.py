@@ -53,7 +53,7 @@ logger = logging.getLogger(__name__)
 _Pipeline = TypeVar("_Pipeline")
 # Processes with copies of a pipeline, such as ranks, and the last iterations of each: more than
 # begin at once. PyTorch clears 32 KiB and more in threads, which crash a forked child.
-_OWNERS, _REMEMBERED = 56, 8
+_OWNERS, _REMEMBERED = 44, 8
 _POLL = 0.002  # seconds between two looks for an iteration
 _LATE = 60.0  # seconds without an iteration after which a worker logs that it waits
 _BITS = 32  # of the number of a sample in a place
@@ -194,10 +194,12 @@ class _Iteration(ctypes.Structure):
     pid: int  #: the process of worker 0
     seed: int  #: that torch gave to the loader
     turn: int  #: how often the workers of the loader have iterated before
+    workers: int  #: of the loader
     epoch: int
     load: int  #: number of the call of `load_state_dict` that it continues, else 0
     is_tracked: int
     is_ended: int
+    joined: int  #: a bit for each worker that has joined it, up to the 63rd
     _fields_: ClassVar[list[Any]] = [(name, ctypes.c_int64) for name in __annotations__]
 
 
@@ -220,24 +222,29 @@ class _Shared(ctypes.Structure):
         ("iterations", _Iteration * _REMEMBERED),
     ]
 
-    def add(self, seed: int, turn: int, load: int) -> _Iteration:
+    def add(self, loader: tuple[int, int, int], load: int) -> _Iteration:
         """Begin an iteration of the next epoch."""
         number = self.count + 1
         pid, epoch = os.getpid(), self.epoch
         new = self.iterations[number % _REMEMBERED]
-        new.__init__(number, pid, seed, turn, epoch, load, self.is_tracked, 0)
+        new.__init__(number, pid, *loader, epoch, load, self.is_tracked, 0, 0)
         self.continued = load or self.continued
         self.epoch, self.is_tracked = new.epoch + 1, 0
         self.count = number  # last, so that no worker reads a half-written iteration
         return new  # type: ignore[no-any-return]
 
-    def find(self, seed: int, turn: int) -> _Iteration | None:
+    def find(self, worker: int, loader: tuple[int, int, int]) -> _Iteration | None:
         """Return the last iteration of a loader, if its worker 0 has added it."""
-        own = [each for each in self.iterations if (each.seed, each.turn) == (seed, turn)]
+        own = [e for e in self.iterations if (e.seed, e.turn, e.workers) == loader]
+        bit = 1 << worker if worker < 63 else 0
+        own = [e for e in own if 0 < e.number <= self.count and not e.joined & bit]
         # A loader that was dropped may have had the same seed, but its workers have ended.
-        own = [each for each in own if 0 < each.number <= self.count and _is_alive(each.pid)]
-        latest = max(own, key=lambda each: each.number, default=None)
-        return None if latest is None else _Iteration.from_buffer_copy(latest)
+        own = [each for each in own if each.is_ended or _is_alive(each.pid)]
+        if not own:
+            return None
+        latest = max(own, key=lambda each: each.number)
+        latest.joined |= bit
+        return _Iteration.from_buffer_copy(latest)
 
 
 class _Owners(ctypes.Structure):
@@ -414,7 +421,7 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
     def _begin_iteration(self) -> _Iteration:
         """Return the next iteration of this process, or of the loader that it works for."""
         info, shared = get_worker_info(), self._shared
-        seed, turn = (info.seed - info.id, self._turns) if info else (0, 0)
+        loader = (info.seed - info.id, self._turns, info.num_workers) if info else (0, 0, 0)
         self._turns += 1
         if info and 0 <= self._load < shared.loads:
             raise ConfigError(
@@ -422,15 +429,15 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
                 "Resume with a new DataLoader."
             )
         if info and info.id:
-            return self._wait_for(info.id, seed, turn)
+            return self._wait_for(info.id, loader)
         load = self._load if self._load > 0 and self._is_waiting(shared.epoch) else 0
-        return shared.add(seed, turn, load)
+        return shared.add(loader, load)
 
-    def _wait_for(self, worker: int, seed: int, turn: int) -> _Iteration:
+    def _wait_for(self, worker: int, loader: tuple[int, int, int]) -> _Iteration:
         """Return the iteration of a worker, once worker 0 has added it."""
         parent, late = os.getppid(), time.monotonic() + _LATE
         while os.getppid() == parent:
-            if (found := self._shared.find(seed, turn)) is not None:
+            if (found := self._shared.find(worker, loader)) is not None:
                 return found
             if time.monotonic() >= late:
                 text = "worker %d waits for worker 0, which has not begun to read this pipeline"

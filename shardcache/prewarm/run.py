@@ -310,7 +310,7 @@ class Pool:
         """Start threads, report events and watch for reasons to stop, until all work is done."""
         connections = self.cache.process.resources.connections
         while self._start_threads(self._useful_threads()):
-            tick = _TICK if connections.known else _FIRST_TICK
+            tick, began = _TICK if connections.known else _FIRST_TICK, clock.monotonic()
             with suppress(Empty):
                 if self._threads:
                     self._ended.get(timeout=tick)
@@ -325,7 +325,8 @@ class Pool:
             elif clock.monotonic() >= self.deadline:
                 self._halt(Stopped.DEADLINE)
             report(events := _drain(self._events))
-            if tick == _TICK and not events:  # a shard stalls, and others must not wait for it
+            # A shard stalls, and others must not wait for it.
+            if not events and clock.monotonic() - began >= _TICK:
                 self._has_stalled = True
             if self._cancelled_at is not None:
                 for download in list(self._running.values()):
@@ -426,6 +427,9 @@ class Pool:
             if callable(signal.getsignal(number)):  # also of Ctrl-C: the owner handles signals
                 signal.signal(number, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(
+            signal.SIGCHLD, signal.SIG_DFL
+        )  # otherwise commands would have no exit status
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         self._helpers.clear()  # children of the owner
         self.stop, records = threading.Event(), SimpleQueue[logging.LogRecord]()

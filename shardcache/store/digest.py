@@ -45,11 +45,11 @@ class TreeDigest:
         """Add the next bytes."""
         while part := data[: BLOCK - self.length % BLOCK]:
             self._block.update(part)
-            self.length += len(part)
-            data = data[len(part) :]
-            if self.length % BLOCK == 0:
+            if (self.length + len(part)) % BLOCK == 0:
                 self._digests.append(self._block.digest())
                 self._block.reset()
+            self.length += len(part)  # last, so that it is wrong if a signal handler raises
+            data = data[len(part) :]
 
     def value(self) -> str:
         """Return the digest, in hex."""

@@ -4,9 +4,11 @@ import copy
 import gc
 import gzip
 import json
+import multiprocessing
 import os
 import pickle
 import random
+import threading
 import time
 import warnings
 from itertools import islice, product
@@ -489,6 +491,30 @@ def test_two_loaders_at_once_read_an_epoch_each(of_files):
 
     pairs = [*zip(batches_of(dataset, worker_init_fn=wait), batches_of(dataset), strict=True)]
     assert sorted(flat(one for one, _ in pairs)) == sorted(flat(two for _, two in pairs))
+
+
+def test_a_worker_may_begin_after_the_first_one_has_ended(of_files, tmp_path):
+    first = tmp_path / "first"
+
+    def begin(worker):
+        if worker == 0:
+            first.write_text(str(os.getpid()))
+        else:
+            wait_until(lambda: first.exists() and not os.path.exists(f"/proc/{first.read_text()}"))
+
+    def reap():
+        while not ended.wait(0.05):
+            multiprocessing.active_children()
+
+    loader = DataLoader(of_files(), 100, num_workers=2, collate_fn=keys, worker_init_fn=begin)
+    ended = threading.Event()
+    thread = threading.Thread(target=reap)
+    thread.start()
+    try:
+        assert sorted(flat(loader)) == KEYS[:46]
+    finally:
+        ended.set()
+        thread.join()
 
 
 def test_a_fork_of_a_process_that_has_used_threads_of_torch_attaches(of_files):

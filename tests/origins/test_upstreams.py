@@ -10,7 +10,7 @@ from shardcache.cache import Cache
 from shardcache.errors import IntegrityError, TransferError
 from tests.support.fakes import Fault
 from tests.support.proxy import Proxy
-from tests.support.storetools import BLOCK, no_descriptor_left
+from tests.support.storetools import BLOCK, no_descriptor_left, wait_until
 from tests.support.tars import make_tar
 
 URL = "s3://lab/train/0.tar"
@@ -242,6 +242,8 @@ def test_files_of_users_in_an_upstream_stay(node, origin, nas, tmp_path, data, i
         file.write_bytes(data)
         (copy.symlink_to if is_link else copy.hardlink_to)(file)
         assert opened.read() == DATA
+        if data == DATA:  # the copy begins after the last byte was read
+            wait_until((nas / "lab/train" / SIDECAR).exists)
     assert (nas / "lab/train" / SIDECAR).exists() == (data == DATA)
     origin.objects[URL] = make_tar(9, members=50, size=40_000)
     with node(writable(nas)) as cache:

@@ -237,10 +237,12 @@ def test_an_interrupted_copy_is_not_visible(node, nas, monkeypatch):
 def test_files_of_users_in_an_upstream_stay(node, origin, nas, tmp_path, data, is_link):
     copy, file = nas / "lab/train/0.tar", tmp_path / "mine.tar"
     with node(writable(nas)) as cache:
+        rest = origin.hold(after=1)  # so that nothing is copied before the user's file is there
         opened = cache.open(URL)
         copy.parent.mkdir(parents=True)
         file.write_bytes(data)
         (copy.symlink_to if is_link else copy.hardlink_to)(file)
+        rest.set()
         assert opened.read() == DATA
         if data == DATA:  # the copy begins after the last byte was read
             wait_until((nas / "lab/train" / SIDECAR).exists)

@@ -234,9 +234,8 @@ def _is_importing(me: int) -> bool:
 def _release() -> None:
     try:
         _release_all()
-    except BaseException:  # of a signal handler; Python ignores it in a hook
-        _release_all()
-        raise
+    finally:
+        _release_all()  # a signal handler may have raised, which Python ignores in a hook
 
 
 def _release_all() -> None:

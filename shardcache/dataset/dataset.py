@@ -347,9 +347,8 @@ class TarDataset:
         if opened is None or opened.is_lost:
             self._forget_idle()
             self.cache.process.evict_lru()
-            when, refused = self._refused.pop(position, (-math.inf, None))
+            when, refused = self._refused.get(position, (-math.inf, None))
             if refused is not None and clock.monotonic() - when < _REPEATED:
-                self._refused[position] = when, refused
                 raise type(refused)(refused.message, url=str(self.shards[position]))
             try:
                 opened = OpenShard(self.cache, self.shards[position])

@@ -28,9 +28,8 @@ _BLOCK = 512
 _ZEROS = bytes(_BLOCK)
 #: Bytes of an end marker: two blocks of zeros.
 _MARKER = 2 * _BLOCK
-#: Bytes of a member from which reading all headers costs less than `may_end_early`.
-_LARGE = 1 << 18
-#: Blocks that begin with a zero of which it looks at the rest. In 1 MiB of compressed data, 4 do.
+#: Blocks that begin with a zero of which `may_end_early` looks at the rest. In 1 MiB of compressed
+#: data, 4 do.
 _CANDIDATES = 32
 #: Bytes per read while skipping a member.
 _PIECE = 20 * _BLOCK
@@ -358,14 +357,8 @@ def check_archive(fd: int, basename: str, url: str) -> None:
         ) from exn
 
 
-def may_end_early(data: memoryview, *, is_first: bool, is_last: bool) -> bool:
-    """Return whether a part of an archive may hold an end marker, before the archive's end.
-
-    If the ``is_first`` part begins with a large member, the answer is True.
-    """
-    fields = _parsed(bytes(data[:_BLOCK])) if is_first else None
-    if fields is not None and fields[1] >= _LARGE:
-        return True
+def may_end_early(data: memoryview, *, is_last: bool) -> bool:
+    """Return whether a part of an archive may hold an end marker, before the archive's end."""
     end = len(bytes(data).rstrip(b"\0")) if is_last else len(data)
     heads, at = bytes(data[:end:_MARKER]), -1
     for _ in range(_CANDIDATES):

@@ -125,7 +125,7 @@ class Disk:
 
     def check(self, breaker: Breaker, *, insist: bool = False) -> None:
         """Raise PausedError while the disk is paused, unless ``insist`` or ``strict`` is set."""
-        if breaker.left and not (insist or self._config.strict):
+        if not (breaker.closed or insist or self._config.strict) and breaker.left:
             raise PausedError(errno.EIO, f"the disk failed; next attempt in {breaker.left:.0f} s")
 
     def failed(self, breaker: Breaker, exn: OSError) -> None:

@@ -213,10 +213,9 @@ class ProcessCache:
         return self.home.node
 
     def evict_lru(self) -> None:
-        """Follow ``lru`` in place of ``working-set``, which suits random access better."""
+        """Keep no shards for running jobs, which does not suit random access."""
         for tier in self.tiers:
-            if tier.config.policy == "working-set":
-                tier.evict_lru()
+            tier.space.keeps_for_jobs = False
 
     # -- shards ------------------------------------------------------------------
 

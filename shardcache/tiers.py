@@ -148,11 +148,6 @@ class Tier:
         home = Layout.of_root(self._home)
         return Space(self.node, self.stores, config, self._counters, home)
 
-    def evict_lru(self) -> None:
-        """Follow the policy ``lru`` from now on."""
-        self.config = self.config.replace(policy="lru")
-        self.space = self.limited(self.config)
-
     def owns(self, directory: str) -> bool:
         """Return whether an entry's directory is in this tier."""
         return directory.startswith(f"{self.node.base}/")

@@ -18,12 +18,13 @@ import random
 import resource
 import sys
 import time
+import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache as cached
 from functools import partial
 from io import UnsupportedOperation
-from itertools import islice, zip_longest
+from itertools import chain, islice, repeat, zip_longest
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 from zlib import crc32
@@ -51,9 +52,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _Pipeline = TypeVar("_Pipeline")
-# Processes with copies of a pipeline, such as ranks, and the last iterations of each: more than
-# begin at once. PyTorch clears 32 KiB and more in threads, which crash a forked child.
-_OWNERS, _REMEMBERED = 44, 8
+_REMEMBERED = 8  # the last iterations of a pipeline: more than begin at once
 _POLL = 0.002  # seconds between two looks for an iteration
 _LATE = 60.0  # seconds without an iteration after which a worker logs that it waits
 _BITS = 32  # of the number of a sample in a place
@@ -142,17 +141,26 @@ def _refuse(stage: Any) -> None:
         )
 
 
-class _Random(random.Random):
-    """Draws the same numbers as its base class in half the time, because a shuffle draws one for
-    each sample that a job skips when it resumes.
-    """
-
-    def randint(self, a: int, b: int) -> int:
-        """See `random.Random.randint`."""
-        bits = (size := b - a + 1).bit_length()
-        while (drawn := self.getrandbits(bits)) >= size:
-            pass
-        return a + drawn
+def _shuffled(
+    data: Iterator[Any], rng: random.Random, bufsize: int, initial: int = 100, handler: Any = None
+) -> Iterator[Any]:
+    """Yield the order of WebDataset's ``shuffle``, in half the time: a resume draws all of it."""
+    buffer, end, draw = list[Any](), object(), rng.getrandbits
+    initial = min(initial, bufsize)
+    for item in chain(data, repeat(end)):
+        if item is not end:
+            buffer.append(item)
+            if len(buffer) < bufsize and (item := next(data, end)) is not end:
+                buffer.append(item)
+        if (size := len(buffer)) >= initial or item is end:
+            if not size:
+                return
+            bits = size.bit_length()
+            while (number := draw(bits)) >= size:
+                pass
+            item, buffer[number] = buffer[number], buffer[-1]
+            buffer.pop()
+            yield item
 
 
 @dataclass
@@ -210,7 +218,6 @@ class _Shared(ctypes.Structure):
     wait for it. So all of them read the same epoch, even if other loaders have read some of it.
     """
 
-    owner: int  #: process id; 0 if the record is free
     epoch: int  #: of the next iteration
     loads: int  #: calls of `load_state_dict`
     continued: int  #: number of the last one that an iteration has continued
@@ -247,31 +254,8 @@ class _Shared(ctypes.Structure):
         return _Iteration.from_buffer_copy(latest)
 
 
-class _Owners(ctypes.Structure):
-    """The memory that all processes with a copy of a pipeline share."""
-
-    records: Any
-    _fields_: ClassVar[list[Any]] = [("records", _Shared * _OWNERS)]
-
-    def of(self, owner: int, maker: int, *, add: bool) -> _Shared:
-        """Return the record of a process; with ``add``, a new one like that of the ``maker``."""
-        # The search begins at different records, so two processes do not take the same one.
-        order = [(owner + n) % _OWNERS for n in range(_OWNERS)]
-        for number in order:
-            if self.records[number].owner == owner:
-                return self.records[number]  # type: ignore[no-any-return]
-        if not add:
-            return _Shared()
-        free = (self.records[n] for n in order if not _is_alive(self.records[n].owner))
-        new = next(free, self.records[order[0]])
-        if owner != maker:
-            ctypes.pointer(new)[0] = self.of(maker, maker, add=False)
-        new.owner = owner
-        return new  # type: ignore[no-any-return]
-
-
 def _is_alive(pid: int) -> bool:
-    return pid > 0 and os.path.exists(f"/proc/{pid}")  # noqa: PTH110 - polled
+    return os.path.exists(f"/proc/{pid}")  # noqa: PTH110 - polled
 
 
 class _Tracked(NamedTuple):
@@ -307,27 +291,30 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
         self._loaded: Mapping[str, Any] = {}  # the last state
         self._load = 0  # the number of that call, or -1 in a worker
         self._turns = 0
-        self._maker = os.getpid()
-        self._sender = self._receiver = 0  # processes that pickled and unpickled this copy
-        self._memory = torch.zeros(ctypes.sizeof(_Owners), dtype=torch.uint8)
-        self._memory.share_memory_()  # type: ignore[no-untyped-call]
+        self._own(torch.zeros(ctypes.sizeof(_Shared), dtype=torch.uint8))
         self._seed = crc32(str(seed).encode())
         self._plan()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _restored, (self._base,), vars(self) | {"_run": None, "_sender": os.getpid()}
+        self._shared  # noqa: B018 - a worker that gets the pickle must find the memory of its owner
+        return _restored, (self._base,), vars(self) | {"_run": None, "_owner": 0}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state | {"_receiver": os.getpid()})
-        self._memory.share_memory_()  # type: ignore[no-untyped-call]  # a copy is not shared yet
+        self.__dict__.update(state)
+        _pipelines.add(self)
+
+    def _own(self, memory: Any) -> None:
+        """Share ``memory`` with the workers that this process is about to start."""
+        self._memory, self._owner = memory, os.getpid()
+        memory.share_memory_()
+        _pipelines.add(self)
 
     @property
     def _shared(self) -> _Shared:
-        info, pid = get_worker_info(), os.getpid()
-        # The parent of a worker that did not get a pickle is the owner, and not a fork server.
-        owner = self._sender if self._receiver == pid else os.getppid()
-        owner, add = (pid, True) if info is None else (owner, info.id == 0)
-        return _Owners.from_address(self._memory.data_ptr()).of(owner, self._maker, add=add)
+        # All but workers, such as ranks that inherited a pipeline, count epochs of their own.
+        if self._owner != os.getpid() and get_worker_info() is None:
+            self._own(self._memory.clone())
+        return _Shared.from_address(self._memory.data_ptr())
 
     @property
     def epoch(self) -> int:
@@ -496,7 +483,7 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
         stages = [self._repeatable(number, run, opener) for number in range(len(self.pipeline))]
         if read > opener:
             total = len(getattr(stages[0], "urls", ())) or sys.maxsize
-            shards = _Shards(self._cache, run, stages[opener:read], is_resumed, total)
+            shards = _Shards(self._cache, run, self.pipeline[opener:read], is_resumed, total)
             stages[read:read] = [shards.read]
             stages[opener : opener + 3] = [shards.places]
         source = self.invoke(stages[0])
@@ -514,12 +501,12 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
         worker = 0 if shardlists.split_by_worker in later else worker
         drawn = self._seed, run.epoch, run.passes, rank, worker, number
         seed, turn = crc32(repr(drawn).encode()), run.epoch + run.passes
-        rng = _Random(seed)
         if kind in _SHUFFLES:
             options = _shuffle_of(stage)
             if (given := options.pop("seed", None)) is not None:
-                rng.seed(given + stage.epoch + 1 + turn if kind is filters.detshuffle else given)
-            return FilterFunction(filters.shuffle.f, **options, rng=rng)
+                seed = given + stage.epoch + 1 + turn if kind is filters.detshuffle else given
+            rng = random.Random(seed)  # noqa: S311 - of an order
+            return FilterFunction(_shuffled, **{**options, "rng": rng})
         if kind is shardlists.ResampledShards:
             stage = copy.copy(stage)
             if not stage.deterministic:
@@ -556,6 +543,18 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
                 _shown(held[0]),
             )
         return opener, read, read > opener and not held
+
+
+#: The pipelines of this process.
+_pipelines: weakref.WeakSet[Resumable] = weakref.WeakSet()
+
+
+def _before_fork() -> None:
+    for pipeline in list(_pipelines):
+        pipeline._shared  # noqa: B018 - a forked worker must find the memory of its owner
+
+
+os.register_at_fork(before=_before_fork)
 
 
 def _workers_of(state: Mapping[str, Any]) -> list[Any]:

@@ -162,9 +162,8 @@ class Transfer:
         """Receive the missing bytes, over the caller's connection and those of helpers."""
         self._partial, self._info = partial, partial.metadata.info
         self._checksum = self._info.checksum  # of the object, as the origin states it
-        self.may_end_early = (
-            partial.written > 0 or self._info.size is None
-        )  # not all bytes are seen
+        # Or not all bytes are seen.
+        self.may_end_early = partial.written > 0 or self._info.size is None
         upstream = self._is_upstream
         self._download.running(partial.path, self._info.size, partial.written, upstream=upstream)
         lead = self._queue_parts()
@@ -381,10 +380,9 @@ class Transfer:
         """Hash, write and record a block, and advance. It may be empty at the end of the object."""
         if block := part.buffer[: part.filled]:
             digest = block_digest(block)
-            if not self.may_end_early:
-                first, last = part.next == 0, part.next + len(block) == self._info.size
-                if may_end_early(block, is_first=first, is_last=last):
-                    self.may_end_early = True
+            is_last = part.next + len(block) == self._info.size
+            if not self.may_end_early and may_end_early(block, is_last=is_last):
+                self.may_end_early = True
             # After an abort, the buffer may hold other bytes than the object's.
             if self._error is not None:
                 raise _FailedError

@@ -315,7 +315,7 @@ Event = Planned | Started | Finished
 
 def portable(error: BaseException) -> Exception:
     """Return an error that any process can unpickle: ``error`` itself, or one with its text."""
-    if isinstance(error, ShardCacheError | OSError):
+    if type(error).__module__ in ("builtins", "shardcache.errors") and isinstance(error, Exception):
         return error
     return ShardCacheError(f"{type(error).__name__}: {error}")
 

@@ -17,7 +17,6 @@ import errno
 import logging
 import math
 import os
-import pickle
 import signal
 import threading
 import weakref
@@ -294,7 +293,7 @@ class Pool:
                     channel.send(True)
             self._supervise(report)
             if self._helpers and not self.stopped and (lost := self._missing()):
-                text = "a helper process died; the main process downloads its %d shards"
+                text = "a helper process ended early; the main process downloads its %d shards"
                 logger.warning(text, len(lost))
                 self._queue = lost
                 os.lseek(self._position, 0, os.SEEK_SET)
@@ -454,7 +453,7 @@ class Pool:
     def _receive(self, channel: Connection[Any, Any]) -> None:
         """Take the events, log records and progress that a helper has sent."""
         self._channels.remove(channel)  # for good if the helper has ended, or an interrupt cuts in
-        with ignoring(EOFError, OSError, pickle.UnpicklingError):
+        with ignoring(EOFError, OSError):
             while channel.poll():
                 events, records, progress, stopped = channel.recv()
                 for record in records:
@@ -466,7 +465,8 @@ class Pool:
                     else:
                         self._finish(event)
                 self._helped |= progress
-                self.stopped = self.stopped or stopped
+                if stopped is not Stopped.REFUSED:  # another process may have read shards
+                    self.stopped = self.stopped or stopped
             self._channels.append(channel)
 
     # -- the threads of the pool -----------------------------------------------

@@ -136,6 +136,8 @@ class Space:
     _home: Layout  # whose pins hold here, too
 
     def __post_init__(self) -> None:
+        #: Whether shards that running jobs use stay, as the policy ``working-set`` demands.
+        self.keeps_for_jobs = self._config.policy == "working-set"
         self._threads = threading.Lock()  # lets one thread at a time poll the budget lock
         self._stuck: Holder | None = None  # had the budget lock for a minute when last seen
 
@@ -246,9 +248,8 @@ class Space:
                 few, later = bool(missing), max(0, over - least)
                 planned = self._choose(usage, limits, need, few=few, extra=_BATCH, later=later)
                 if planned.missing:
-                    # Under the other policies, entries stay because of readers, which may finish at
-                    # any moment, so only a refusal under working-set is remembered.
-                    if self._config.policy == "working-set":
+                    # Otherwise, entries stay because of readers, which may finish at any moment.
+                    if self.keeps_for_jobs:
                         most = usage.total + need - planned.missing
                         self._record(self.node.refusal, clock.monotonic(), most)
                     raise self._no_room(str(shard), planned.missing)
@@ -384,7 +385,7 @@ class Space:
 
     def _refusal(self, need: int, usage: _Usage | None = None) -> tuple[int, bool]:
         """Return how many of ``need`` bytes the last refusal lacks, and whether it is recent."""
-        if self._config.policy == "working-set" and self.node.grace is None:
+        if self.keeps_for_jobs and self.node.grace is None:
             with contextlib.suppress(ValueError, TypeError, OverflowError):
                 boot, when, most = read_json(self.node.refusal, _RECORD)
                 age = clock.monotonic() - float(when)
@@ -441,7 +442,7 @@ class Space:
         """Plan an eviction of ``entries`` with `eviction.plan` and `Policy.of`."""
         keys, now = {entry.key for entry in entries}, clock.time()
         pins = eviction.pinned((self.node, self._home), now, keys)
-        policy = eviction.Policy.of(self._config, self.node, now, pins, jobs=jobs)
+        policy = eviction.Policy.of(self.node, now, pins, jobs=jobs and self.keeps_for_jobs)
         in_use, allocated = self.stores()[0].in_use, self.allocated
         return eviction.plan(
             entries, limits, policy, reserved=reserved, in_use=in_use, allocated=allocated

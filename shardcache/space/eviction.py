@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from shardcache.config import Config
 from shardcache.faults import ignoring
 from shardcache.files import is_idle, list_names, read_json, remove_old
 from shardcache.layout import Layout, is_pin_name, is_temporary_name
@@ -120,12 +119,10 @@ class Policy:
     pinned: frozenset[str] = frozenset()  #: keys that a user pinned
 
     @classmethod
-    def of(
-        cls, config: Config, node: Layout, now: float, pinned: Iterable[str], *, jobs: bool = True
-    ) -> Policy:
-        """Return the configured policy; without ``jobs``, no shards stay for running jobs."""
+    def of(cls, node: Layout, now: float, pinned: Iterable[str], *, jobs: bool) -> Policy:
+        """Return the policy at this moment; with ``jobs``, shards stay for running jobs."""
         since = None
-        if jobs and config.policy == "working-set" and (started := live_sessions(node)):
+        if jobs and (started := live_sessions(node)):
             oldest = min(_past(date, now) for date in started)
             since = max(oldest, now - _PROTECTED_FOR)
         return cls(now, since, frozenset(pinned))

@@ -29,7 +29,7 @@ SCHEMA = 1
 MAX_SIDECAR = 64 * 1024
 #: A URL that ends with the name of the data file: parsing takes 12 us, and `ls` of 100,000 shards
 #: needs all names.
-_PLAIN = re.compile(r"s3://[^/?#%]+/(?:[^?#%]*/)?([A-Za-z0-9_-][A-Za-z0-9._-]{0,99})")
+_PLAIN = re.compile(r"[a-z0-9]+://[^?#%]*/([A-Za-z0-9_-][A-Za-z0-9._-]{0,99})")
 #: Errors of renaming a directory that is gone, or that is a mount point.
 _IMMOVABLE = frozenset({errno.ENOENT, errno.EBUSY})
 #: Errors that concern one file, so its entry counts as damaged. Errors of the whole disk do not.

@@ -522,6 +522,16 @@ def test_a_fork_of_a_process_that_has_used_threads_of_torch_attaches(of_files):
     assert together(1, lambda number: len(list(of_files(wds.shuffle(5))))) == [46]
 
 
+def test_a_forked_process_goes_on_with_the_epochs_of_its_parent(of_files):
+    dataset = of_files(wds.shuffle(5))
+
+    def child(_):
+        dataset.set_epoch(7)
+        return together(1, lambda _: dataset.epoch) + [dataset.epoch]
+
+    assert together(1, child) == [[7, 7]] and dataset.epoch == 0
+
+
 def read_in_rank(rank, dataset, workers, directory):
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2"}
     found = []

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from shardcache import Cache
+from shardcache import AccessDeniedError, Cache
+from shardcache.origins.http import WebOrigin
 from shardcache.prewarm import Planned, Started, prewarm
 from tests.support.storetools import PATIENCE, together, wait_until
 from tests.support.tars import make_tar
@@ -174,6 +175,28 @@ def test_a_slow_shard_delays_no_other_and_helpers_have_the_secrets(tmp_path, ser
         tmp_path, [f"{server.url}/{name}?{query}" for name in NAMES], jobs=2, processes=processes
     )
     assert outcomes == ["fetched"] * len(NAMES) and finished == [True] and downloaded == processes
+
+
+def test_refusals_of_a_helper_alone_end_nothing(tmp_path, serve):
+    server = serve(lambda head: b"".join(part_of(make_tar(0), head)), most=1000)
+    urls = [f"{server.url}/{number:03}.tar" for number in range(20)]
+
+    def work(_):
+        owner, real = os.getpid(), WebOrigin.open
+
+        def only_for_owner(*args):
+            if os.getpid() != owner:
+                raise AccessDeniedError("not here")
+            time.sleep(0.05)
+            return real(*args)
+
+        WebOrigin.open = only_for_owner
+        with Cache(tmp_path / "cache") as cache:
+            report = prewarm(cache, urls, jobs=4, processes=2)
+        return report.failed, report.stopped, report.not_started
+
+    failed, stopped, left = together(1, work)[0]
+    assert 3 <= failed < 10 and (stopped, left) == (None, 0)
 
 
 def test_one_process_finishes_the_share_of_a_killed_one(tmp_path, urls):

@@ -4,7 +4,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardcache.config import Config
 from shardcache.locks.sessions import Session
 from shardcache.space.eviction import Limits, Policy, Reason, pin, pinned, plan, remove_expired
 from shardcache.store.entry import Entry
@@ -96,17 +95,12 @@ DAY = 86_400.0
     ],
 )
 @pytest.mark.locks_work("flock")
-def test_running_jobs_protect_recently_used_shards(layout, tmp_path, used, started, stays):
+def test_running_jobs_protect_recently_used_shards(layout, used, started, stays):
     now = 1_800_000_000.0
     sessions = [Session(layout, now + date) for date in started]
     entry = Entry("/objects/key/v", "key", "v", 10, now + used)
-    for kind, jobs, keeps in (
-        ("working-set", True, stays),
-        ("working-set", False, False),
-        ("lru", True, False),
-    ):
-        config = Config(tmp_path / "cache", policy=kind)
-        assert Policy.of(config, layout, now, (), jobs=jobs).protects(entry) is keeps
+    for jobs, keeps in (True, stays), (False, False):
+        assert Policy.of(layout, now, (), jobs=jobs).protects(entry) is keeps
     for session in sessions:
         session.close()
 

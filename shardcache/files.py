@@ -17,9 +17,8 @@ import stat
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from shardcache import clock
 from shardcache.config import group_name
@@ -51,8 +50,7 @@ def random_token() -> str:
     return os.urandom(16).hex()
 
 
-@dataclass(frozen=True, slots=True)
-class Modes:
+class Modes(NamedTuple):
     """The permissions of a cache: `PRIVATE`, or those that `Modes.of` returns."""
 
     group: int | None = None  #: number of the group that shares the cache

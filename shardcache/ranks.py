@@ -14,9 +14,8 @@ import re
 import socket
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from shardcache.clock import boot_id
 from shardcache.errors import ConfigError
@@ -55,8 +54,7 @@ _MAX_NORMAL_STEP = 0xFFFFFFF0
 _RESTART_COUNTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT", "SLURM_STEP_ID")
 
 
-@dataclass(frozen=True, slots=True)
-class Ranks:
+class Ranks(NamedTuple):
     """The position of a process in its job. Without a launcher, it is rank 0 of 1."""
 
     rank: int = 0
@@ -82,7 +80,7 @@ def detect(environ: Mapping[str, str] | None = None) -> Ranks:
         local = ranks.local_rank if rank == ranks.rank else None
         world = max(ranks.world_size, rank + 1)
         ranks = Ranks(rank, world, local, ranks.job, "explicit", ranks.local_size)
-    return replace(ranks, job=_text(env, JOB_VARIABLE) or ranks.job or _text(env, "SLURM_JOB_ID"))
+    return ranks._replace(job=_text(env, JOB_VARIABLE) or ranks.job or _text(env, "SLURM_JOB_ID"))
 
 
 @functools.cache
@@ -102,7 +100,7 @@ def _from_slurm(env: Mapping[str, str]) -> Ranks | None:
         ranks, nodes = _from_launcher(env, "slurm"), whole_number(env, "SLURM_STEP_NUM_NODES")
         if ranks and not ranks.local_size and nodes and ranks.world_size % nodes == 0:
             # By default, Slurm spreads the tasks evenly over the nodes.
-            ranks = replace(ranks, local_size=ranks.world_size // nodes)
+            ranks = ranks._replace(local_size=ranks.world_size // nodes)
         return ranks
     # In the batch script, SLURM_PROCID is 0, and SLURM_NTASKS is the number of tasks that srun
     # would start. As a world size, it would make rank 0 wait for ranks that do not exist.

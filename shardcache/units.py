@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from shardcache.errors import ConfigError
 
@@ -175,8 +175,7 @@ def format_age(seconds: float) -> str:
     return next(ages, "just now")
 
 
-@dataclass(frozen=True, slots=True)
-class Limit:
+class Limit(NamedTuple):
     """Either a number of bytes or a percentage of a filesystem. `parse_limit` accepts its str."""
 
     bytes: int | None = None

@@ -15,7 +15,7 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -255,7 +255,7 @@ class Worker:
                     size = info.size
                     # A partial of one block has no journal, so no process could follow it.
                     if lock is not None and (size is None or size > BLOCK):
-                        lock.update(replace(directories.holder(), partial=partial.path.name))
+                        lock.update(directories.holder()._replace(partial=partial.path.name))
                 transfer.receive(partial)
             metadata = transfer.finish()
         except BaseException as exn:
@@ -291,7 +291,8 @@ class Worker:
                         download.check()
             if (checked := identify(partial.fd, info)) is None:
                 raise unlike(shard, source, info)
-            metadata = replace(partial.metadata, digest=file_digest(partial.fd), checked=checked)
+            digest = file_digest(partial.fd)
+            metadata = partial.metadata._replace(digest=digest, checked=checked)
         except BaseException:
             partial.discard()
             raise
@@ -347,7 +348,7 @@ class Worker:
             if partial is None:
                 continue
             # At once, because all that follows takes time, and the process may end in it.
-            lock.update(replace(self._directories.holder(), partial=partial.path.name))
+            lock.update(self._directories.holder()._replace(partial=partial.path.name))
             # Other shards may have taken the room that the dead process had reserved. The claimed
             # partial counts with its final size.
             try:
@@ -456,7 +457,7 @@ class _Wait:
         self._shard = self._download.shard
         self._poll = _FIRST_POLL
         self._started = self._grew = self._announced = clock.monotonic()
-        self._own = replace(self._directories.holder(), url=str(self._shard))
+        self._own = self._directories.holder()._replace(url=str(self._shard))
         self._note: Session | None = None
         self._found = self._read_holder()
 

@@ -12,9 +12,9 @@ import logging
 import os
 import socket
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from shardcache import clock, files
 from shardcache.faults import FULL, ignoring, os_error
@@ -39,8 +39,7 @@ LEASE_SECONDS = 90.0
 _REFUSALS = FULL | {errno.EROFS, errno.EACCES}
 
 
-@dataclass(frozen=True, slots=True)
-class Holder:
+class Holder(NamedTuple):
     """The record of a process that downloads a key or waits for it; no decision depends on it."""
 
     pid: int  #: process id in the pid namespace of the process
@@ -58,8 +57,7 @@ class Holder:
 
     def encode(self) -> bytes:
         """Return the record as JSON, padded with spaces."""
-        record = {name: getattr(self, name) for name in self.__slots__}
-        return json.dumps(record).encode().ljust(_RECORD_BYTES)
+        return json.dumps(self._asdict()).encode().ljust(_RECORD_BYTES)
 
     @classmethod
     def decode(cls, data: bytes) -> Holder | None:
@@ -128,7 +126,7 @@ class KeyLock:
             if os.fstat(file.fileno()).st_nlink:
                 with ignoring(OSError):  # a pipe can be locked, but has no offsets
                     if left := Holder.decode(os.pread(file.fileno(), _MAX_RECORD_BYTES, 0)):
-                        holder = replace(holder, partial=left.partial)
+                        holder = holder._replace(partial=left.partial)
                 self.update(holder)
                 return True
             self.release()  # a sweep removed the file between open and flock
@@ -205,7 +203,7 @@ class KeyLease:
             logger.warning("%s: going on without a lease: %s", self.path, exn)
             return True
         previous = read_holder(self._record)
-        self.update(replace(holder, partial=previous.partial if previous else None))
+        self.update(holder._replace(partial=previous.partial if previous else None))
         return True
 
     def update(self, holder: Holder) -> None:

@@ -10,9 +10,10 @@ import logging
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from hashlib import blake2b
 from pathlib import Path
+from typing import NamedTuple
 
 from shardcache.config import Config
 from shardcache.faults import os_error
@@ -41,8 +42,7 @@ LOCAL_TYPES = frozenset(
 MEMORY_TYPES = frozenset({"ramfs", "tmpfs"})
 
 
-@dataclass(frozen=True, slots=True)
-class Mount:
+class Mount(NamedTuple):
     """A mounted filesystem, as described by one line of mountinfo."""
 
     point: str  #: the directory where the filesystem is mounted

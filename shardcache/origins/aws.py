@@ -189,6 +189,8 @@ def _read_profile(profile: str | None) -> tuple[dict[str, Any], ...] | None:
 
     None as the ``profile`` is that of the environment. The result is None if a file is broken.
     """
+    if not aws_files():
+        return {}, {}, {}
     from botocore.configloader import load_config, raw_config_parse
     from botocore.exceptions import ConfigNotFound, ConfigParseError
 

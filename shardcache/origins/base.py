@@ -12,7 +12,6 @@ import errno
 import hashlib
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from types import NoneType
 from typing import Any, NamedTuple, Protocol
 
@@ -124,8 +123,7 @@ class Checksum(NamedTuple):
     value: str  # base64, as S3 sends it
 
 
-@dataclass(frozen=True, slots=True)
-class ObjectInfo:
+class ObjectInfo(NamedTuple):
     """One version of an object, as its origin describes it."""
 
     size: int | None  # bytes; None if the origin does not state it in advance

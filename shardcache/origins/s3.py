@@ -436,7 +436,7 @@ class S3Origin(Origin):
             raise
         except Exception as exn:  # noqa: BLE001 - botocore has its own exceptions
             error = exn
-            if type(exn).__module__.startswith("botocore"):  # its types may not be imported
+            if _is_botocores(exn):
                 error = chain_error(exn, shard, self._profile, worked=self.prepare().worked)
             elif is_local_error(exn) or isinstance(exn, (ValueError, TypeError, AttributeError)):
                 error = http.unanswered(exn, shard, where + self.transport.via(server), secrets)
@@ -457,23 +457,24 @@ class S3Origin(Origin):
         return store.buckets.get(place) or store.buckets.setdefault(place, store.address(*place))
 
 
+def _is_botocores(exn: Exception) -> bool:
+    return type(exn).__module__.startswith("botocore")  # its types may not be imported
+
+
 def _look_up(options: Mapping[str, Any], endpoint: str) -> _Store:
     """Determine the addresses, the region and the settings of a store, with botocore."""
-    import botocore.exceptions
-
     client_kwargs = dict(options.get("client_kwargs") or {})
-    settings: dict[str, Any] = {
-        **(options.get("config_kwargs") or {}),
-        "signature_version": botocore.UNSIGNED if options.get("anon") else "s3v4",
-        "ignore_configured_endpoint_urls": True,  # `s3_endpoint` has already read them
-    }
+    settings: dict[str, Any] = dict(options.get("config_kwargs") or {})
     for name in KEY_NAMES:
         client_kwargs.pop(name, None)
 
     @functools.cache
     def client(region: str) -> Any:
+        from botocore import UNSIGNED
         from botocore.config import Config
 
+        settings["signature_version"] = UNSIGNED if options.get("anon") else "s3v4"
+        settings["ignore_configured_endpoint_urls"] = True  # `s3_endpoint` has already read them
         # This client only composes addresses. Its dummy credentials keep it from running the chain.
         return session(options, botocore_only=True).create_client(
             "s3",
@@ -521,7 +522,9 @@ def _look_up(options: Mapping[str, Any], endpoint: str) -> _Store:
         client_kwargs.pop("endpoint_url", None)
         if not (is_plain and _usual_address(endpoint, "bucket", region)):
             client(region)
-    except (botocore.exceptions.BotoCoreError, ValueError, TypeError) as exn:
+    except Exception as exn:
+        if not (isinstance(exn, (ValueError, TypeError)) or _is_botocores(exn)):
+            raise
         reason = redact(str(exn))
     else:
         name, proxies = redact(endpoint) or "AWS", settings.get("proxies")

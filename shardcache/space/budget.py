@@ -17,6 +17,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from shardcache import clock
 from shardcache.clock import boot_id
@@ -87,8 +88,7 @@ def _part(name: str) -> int:
     return int(name.removeprefix("evict.")[:2], 16)
 
 
-@dataclass(frozen=True, slots=True)
-class Contents:
+class Contents(NamedTuple):
     """The shards of a cache. A file with several links counts once."""
 
     shards: int = 0
@@ -280,7 +280,7 @@ class Space:
         most these bytes.
         """
         over = self._over(usage, limits, need) - (later or 0)
-        limits = replace(limits, free_needed=max(0, limits.free_needed - (later or 0)))
+        limits = limits._replace(free_needed=max(0, limits.free_needed - (later or 0)))
         order = [(usage.next + n) % _PARTS for n in range(_PARTS)]
         listing = zip(order, self._list(usage, order), strict=True)
         entries, listed = list[Entry](), 0
@@ -293,7 +293,7 @@ class Space:
                     break
             spare = min(listed // _SHARE, usage.total // 100) if len(entries) >= _MANY else 0
             rest = extra * listed // max(1, len(entries))
-            limits = replace(limits, spare=max(spare, rest if later is None else min(rest, later)))
+            limits = limits._replace(spare=max(spare, rest if later is None else min(rest, later)))
             reserved = usage.total - listed + need - (later or 0)
             planned = self.plan(entries, limits, reserved=reserved, jobs=jobs)
             if not planned.missing:
@@ -314,7 +314,7 @@ class Space:
             for flight in in_flight(store.layout):
                 size = None if flight.size is None else self.allocated(flight.size)
                 occupied = self.allocated(flight.occupied)
-                flights.append(replace(flight, occupied=occupied, size=size))
+                flights.append(flight._replace(occupied=occupied, size=size))
         return flights
 
     def contents(self) -> Contents:
@@ -484,7 +484,7 @@ class Space:
         swept = sum(removal.size for removal in leftovers)
         # A dry run has not removed the leftovers, so `flights` still counts them.
         reserved = sum(flight.reserved for flight in self.flights()) - (swept if dry_run else 0)
-        limits = replace(limits, free_needed=max(0, limits.free_needed - swept))
+        limits = limits._replace(free_needed=max(0, limits.free_needed - swept))
         entries = [entry for store in self.stores() for entry in store.entries()]
         planned = self.plan(entries, limits, reserved=reserved, jobs=not limits.everything)
         if dry_run:

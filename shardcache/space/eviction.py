@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 from shardcache.faults import ignoring
 from shardcache.files import is_idle, list_names, read_json, remove_old
@@ -49,8 +49,7 @@ class Reason(StrEnum):
     ORPHAN = "orphan"
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
+class Limits(NamedTuple):
     """Limits that must hold after an eviction; None means no such limit."""
 
     max_size: int | None = None  #: bytes on disk of entries and shards in flight together
@@ -110,8 +109,7 @@ def merged(reports: Sequence[CleanReport]) -> CleanReport:
     return CleanReport(removed, dry_run=all(report.dry_run for report in reports), **sums)
 
 
-@dataclass(frozen=True, slots=True)
-class Policy:
+class Policy(NamedTuple):
     """A policy, with the running jobs and the pins at one moment."""
 
     now: float  #: the moment, in seconds since the epoch

@@ -10,8 +10,8 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from shardcache import clock
 from shardcache.config import Config
@@ -39,8 +39,7 @@ _TENSORS = 1 << 30
 _last_read: dict[int, tuple[float, Volume | None, int]] = {}
 
 
-@dataclass(frozen=True, slots=True)
-class Volume:
+class Volume(NamedTuple):
     """The size and the free bytes of a filesystem, or of the memory of a cgroup."""
 
     size: int

@@ -15,7 +15,6 @@ import logging
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
 from pathlib import Path
 from queue import Empty
 
@@ -30,51 +29,10 @@ from shardcache.urls import ShardURL
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Counts:
-    """All counters. The names of the fields are also their names in the database."""
-
-    hits: int = 0  #: opens that found the shard in the cache
-    coalesced: int = 0  #: opens that waited for a download that another reader had started
-    linked: int = 0  #: opens that made a hard link to another rank's or job's copy of the shard
-    misses: int = 0  #: opens that downloaded the shard
-    streamed: int = 0  #: opens that read the shard past the cache, which stored nothing
-    failed: int = 0  #: opens that raised an error
-    left: int = 0  #: failed opens after which WebDataset read the shard without the cache
-    bytes_opened: int = 0  #: bytes read from cached shards and from running downloads
-    bytes_streamed: int = 0  #: bytes read from streamed shards
-    fetches: int = 0  #: shards downloaded, from the origin or an upstream
-    fetches_upstream: int = 0  #: shards downloaded from an upstream
-    fetches_failed: int = 0  #: downloads that failed
-    bytes_origin: int = 0  #: bytes received from the origin
-    bytes_upstream: int = 0  #: bytes received from upstreams
-    retries: int = 0  #: requests that were repeated
-    evicted_max_size: int = 0  #: entries (stored shards) evicted because of max_size
-    evicted_min_free: int = 0  #: entries evicted because of min_free
-    evicted_max_age: int = 0  #: entries evicted because of max_age
-    evicted_all: int = 0  #: entries removed by `clean --all`
-    evicted_asked: int = 0  #: entries that a user removed by name
-    bytes_evicted: int = 0  #: bytes of the entries that were evicted or removed
-    errors_origin: int = 0  #: errors of the origin
-    errors_integrity: int = 0  #: damaged shards
-    errors_disk: int = 0  #: errors of the local disk
-    streamed_full: int = 0  #: opens that were streamed because the cache was full
-    errors_lock: int = 0  #: lock errors, and timeouts of waits for other processes
-    hits_tier_1: int = 0  #: hits in the first tier
-    hits_tier_2: int = 0  #: hits in the second tier
-    hits_tier_3: int = 0  #: hits in the third tier
-    wait_us_disk: int = 0  #: microseconds that readers waited for the disk
-    wait_us_lock: int = 0  #: microseconds that readers waited for downloads of other readers
-    wait_us_network: int = 0  #: microseconds that readers waited for their own downloads
-    bytes_stored: int = 0  #: bytes of the entries that were stored
-
-
-COUNTERS = tuple(field.name for field in fields(Counts))
 #: Seconds between two writes to the database.
 _INTERVAL = 1.0
 #: Seconds to wait while other processes write to the database: during reads, and at the end.
 _BUSY, _LAST_BUSY = 0.1, 2.0
-_TIERS = tuple(name for name in COUNTERS if name.startswith("hits_tier_"))
 #: Outcome of an open -> its counter, and the counter of the time waited.
 _OUTCOMES = {
     "hit": ("hits", "wait_us_disk"),
@@ -110,7 +68,7 @@ class Counters:
         self._flushed = threads.Queue[None]()  # ends that thread
 
     def add(self, counts: Mapping[str, int]) -> None:
-        """Add numbers to the counters of the same names (`COUNTERS`)."""
+        """Add numbers to the counters of the same names (`summary.Stats`)."""
         if self._where is None:
             return
         with self._guard:
@@ -151,8 +109,8 @@ class Counters:
             counted = self._counted
             counted[name] += 1
             counted[wait] += int(seconds * 1e6)
-            if tier is not None and tier < len(_TIERS):
-                counted[_TIERS[tier]] += 1
+            if tier is not None:
+                counted[f"hits_tier_{tier + 1}"] += 1
         if not self._soon and clock.monotonic() >= self._due:
             self._write(wait=0.0)
 

@@ -1,8 +1,6 @@
 """Add up the counts of a node, and print them as metrics for Prometheus.
 
-    opens = hits + coalesced + linked + misses + streamed + failed
-
-`counters.Counts` defines these and all other counters.
+opens = hits + coalesced + linked + misses + streamed + failed
 """
 
 from __future__ import annotations
@@ -10,11 +8,10 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from shardcache.clock import utc
-from shardcache.stats.counters import COUNTERS, Counts
 from shardcache.stats.database import NO_RANK, PERIOD, Sample
 from shardcache.units import counted, format_bytes, format_duration
 
@@ -40,11 +37,44 @@ class Waits:
 
 
 @dataclass(frozen=True, repr=False)
-class Stats(Counts):
+class Stats:
     """The counts of several processes in a period of time."""
 
     since: float | None  #: start in seconds since the epoch; None if nothing was counted
     until: float | None  #: end in seconds since the epoch; None if nothing was counted
+    hits: int = 0  #: opens that found the shard in the cache
+    coalesced: int = 0  #: opens that waited for a download that another reader had started
+    linked: int = 0  #: opens that made a hard link to another rank's or job's copy of the shard
+    misses: int = 0  #: opens that downloaded the shard
+    streamed: int = 0  #: opens that read the shard past the cache, which stored nothing
+    failed: int = 0  #: opens that raised an error
+    left: int = 0  #: failed opens after which WebDataset read the shard without the cache
+    bytes_opened: int = 0  #: bytes read from cached shards and from running downloads
+    bytes_streamed: int = 0  #: bytes read from streamed shards
+    fetches: int = 0  #: shards downloaded, from the origin or an upstream
+    fetches_upstream: int = 0  #: shards downloaded from an upstream
+    fetches_failed: int = 0  #: downloads that failed
+    bytes_origin: int = 0  #: bytes received from the origin
+    bytes_upstream: int = 0  #: bytes received from upstreams
+    retries: int = 0  #: requests that were repeated
+    evicted_max_size: int = 0  #: entries (stored shards) evicted because of max_size
+    evicted_min_free: int = 0  #: entries evicted because of min_free
+    evicted_max_age: int = 0  #: entries evicted because of max_age
+    evicted_all: int = 0  #: entries removed by `clean --all`
+    evicted_asked: int = 0  #: entries that a user removed by name
+    bytes_evicted: int = 0  #: bytes of the entries that were evicted or removed
+    errors_origin: int = 0  #: errors of the origin
+    errors_integrity: int = 0  #: damaged shards
+    errors_disk: int = 0  #: errors of the local disk
+    streamed_full: int = 0  #: opens that were streamed because the cache was full
+    errors_lock: int = 0  #: lock errors, and timeouts of waits for other processes
+    hits_tier_1: int = 0  #: hits in the first tier
+    hits_tier_2: int = 0  #: hits in the second tier
+    hits_tier_3: int = 0  #: hits in the third tier
+    wait_us_disk: int = 0  #: microseconds that readers waited for the disk
+    wait_us_lock: int = 0  #: microseconds that readers waited for downloads of other readers
+    wait_us_network: int = 0  #: microseconds that readers waited for their own downloads
+    bytes_stored: int = 0  #: bytes of the entries that were stored
 
     @property
     def waits(self) -> dict[str, Waits]:
@@ -65,7 +95,7 @@ class Stats(Counts):
 
     @property
     def counters(self) -> dict[str, int]:
-        """All counters by name, in the order of `counters.COUNTERS`."""
+        """All counters by name, in the order of their declaration."""
         return {name: getattr(self, name) for name in COUNTERS}
 
     @property
@@ -119,6 +149,10 @@ class Stats(Counts):
         text += f", {format_bytes(self.bytes_saved)} saved"
         waited = self.all_waits.mean
         return text if waited is None else f"{text}, mean wait {format_duration(waited)}"
+
+
+#: The names of the counters, here and in the database.
+COUNTERS = tuple(field.name for field in fields(Stats))[2:]
 
 
 def _named(prefix: str) -> dict[str, str]:

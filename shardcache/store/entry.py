@@ -286,7 +286,7 @@ class Store:
         if self._boot and metadata.boot != self._boot:
             if file_digest(fd) != metadata.digest:
                 raise DamagedError("its bytes changed since they were downloaded")
-            metadata = replace(metadata, boot=self._boot)
+            metadata = metadata._replace(boot=self._boot)
             with ignoring(OSError):  # if the disk is full or read-only, verify again later
                 self.layout.write(Path(directory, META), metadata.encode())
 

@@ -404,8 +404,7 @@ def _link(source: Path, data: Path, modes: files.Modes) -> int | None:
 # -- the directory `Layout.partial` ------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class InFlight:
+class InFlight(NamedTuple):
     """A directory in `Layout.partial`: a partial, or a hidden entry that is being removed."""
 
     path: Path

@@ -527,7 +527,7 @@ def test_a_forked_process_goes_on_with_the_epochs_of_its_parent(of_files):
 
     def child(_):
         dataset.set_epoch(7)
-        return together(1, lambda _: dataset.epoch) + [dataset.epoch]
+        return [*together(1, lambda _: dataset.epoch), dataset.epoch]
 
     assert together(1, child) == [[7, 7]] and dataset.epoch == 0
 

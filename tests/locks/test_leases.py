@@ -119,8 +119,8 @@ def test_a_reader_does_not_follow_the_download_of_another_node(make_cache, origi
     lock = directories.key_lock(shard.key)
     assert lock.try_acquire(directories.holder())
     metadata = metadata_for(url, data, etag=origin.info(shard).etag)
-    partial = begin(store.layout, replace(metadata, info=origin.info(shard)))
-    lock.update(replace(directories.holder(), partial=partial.path.name))
+    partial = begin(store.layout, metadata._replace(info=origin.info(shard)))
+    lock.update(directories.holder()._replace(partial=partial.path.name))
     os.ftruncate(partial.fd, len(data))
     for index in range(len(data) // BLOCK):  # the bytes are still zeros
         partial.record(index, block_digest(data[index * BLOCK : (index + 1) * BLOCK]), BLOCK)
@@ -128,7 +128,7 @@ def test_a_reader_does_not_follow_the_download_of_another_node(make_cache, origi
         reading = pool.submit(lambda: other.open(url).read())
         time.sleep(0.5)
         fill(partial, data)
-        store.publish(partial, replace(metadata, info=origin.info(shard)))
+        store.publish(partial, metadata._replace(info=origin.info(shard)))
         partial.close()
         directories.release(lock)
         assert reading.result() == data

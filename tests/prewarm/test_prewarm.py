@@ -3,7 +3,6 @@
 import errno
 import os
 import threading
-from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -173,7 +172,7 @@ def test_cached_shards_are_opened_only_in_doubt(make_cache, origin, listed, fill
     cache.process.home.store.mark_replaced(replaced)
     damage(changed.data)
     for entry in (changed, booted):
-        sidecar = replace(entry.metadata(), boot="the last boot")
+        sidecar = entry.metadata()._replace(boot="the last boot")
         (entry.path / "meta.json").write_bytes(sidecar.encode())
     real = ProcessCache.fetch
     monkeypatch.setattr(

@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -133,7 +132,7 @@ def test_a_refresh_keeps_the_entry_if_the_origin_sends_what_it_says_is_replaced(
     cache = make_cache()
     assert read(cache) == OLD
     info = origin.info(cache.parse(URL))
-    monkeypatch.setattr(origin, "stat", lambda shard: replace(info, etag='"other"'))
+    monkeypatch.setattr(origin, "stat", lambda shard: info._replace(etag='"other"'))
     with cache.open(URL) if is_read else contextlib.nullcontext():
         report = cache.prewarm([URL], refresh=True)
     assert (report.failed, len(origin.requests)) == (0, 2)

@@ -28,6 +28,7 @@ limits_ = st.builds(
     Limits,
     max_size=st.none() | st.integers(0, 500),
     free_needed=st.integers(0, 300),
+    spare=st.just(0),
     max_age=st.none() | st.sampled_from([0.0, 500.0, 6000.0]),
     everything=st.booleans(),
 )

@@ -5,7 +5,6 @@ import fcntl
 import os
 import tracemalloc
 from collections.abc import Iterable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -143,7 +142,7 @@ def test_partials_that_cannot_be_resumed_are_removed(layout, damage) -> None:
 def test_a_partial_is_resumed_after_its_last_thread_has_closed_it(layout):
     partial = started(layout, [0, 1])
     half_sealed = partial.path / META
-    half_sealed.write_bytes(replace(partial.metadata, library="killed").encode())
+    half_sealed.write_bytes(partial.metadata._replace(library="killed").encode())
     worker = partial.handle()
     partial.close()
     before = (partial.path / PROGRESS).read_bytes()

@@ -7,7 +7,6 @@ import os
 import shutil
 import stat
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -158,7 +157,7 @@ def test_a_read_error_is_damage_and_other_faults_are_errors(store, monkeypatch, 
 
 
 def reboot(entry: Entry) -> None:
-    (entry.path / META).write_bytes(replace(entry.metadata(), boot="another boot").encode())
+    (entry.path / META).write_bytes(entry.metadata()._replace(boot="another boot").encode())
 
 
 def test_an_entry_of_another_boot_is_hashed_once(store: Store) -> None:

@@ -14,7 +14,6 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -124,7 +123,7 @@ def layout_of(root: Path) -> Layout:
 
 def taken(path: Path, **holder: Any) -> KeyLock:
     """Take a lock in the name of this process, or of the one that ``holder`` describes."""
-    lock, record = KeyLock(path), replace(Holder.this_process(), **holder)
+    lock, record = KeyLock(path), Holder.this_process()._replace(**holder)
     assert lock.try_acquire(record)
     lock.update(record)  # with its partial, in place of that of an earlier holder
     return lock

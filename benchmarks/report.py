@@ -15,7 +15,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from benchmarks import epochs, growth, hits, processes, samples, transfers
+from benchmarks import epochs, growth, hits, samples, transfers
 from benchmarks.results import ROOT, Row, arguments_of, picked, say, table
 
 #: name of the module -> heading, text, and the function that makes the tables, in the order of the
@@ -30,11 +30,6 @@ PAGES = {
         "the CPU seconds per GB and the memory in MiB. Over TLS, nginx chooses AES-128-GCM for "
         "every client, as S3 does.",
         transfers.report,
-    ),
-    "processes": (
-        "Processes of a prewarm",
-        "All processes share one core, and nginx with TLS has the other.",
-        processes.report,
     ),
     "epochs": (
         "Epochs",

@@ -55,7 +55,7 @@ _BYTES = 1 << 30
 #: `struct flock` of 64-bit Linux: type, whence, start, length, process.
 _FLOCK = struct.Struct("hhqqi4x")
 #: Seconds between counts. A count takes a system call or two for each downloader.
-_RECOUNT = 1.0
+_RECOUNT = 0.25
 
 
 class PartQueue:
@@ -125,13 +125,17 @@ class Connections:
     @property
     def limit(self) -> int:
         """How many connections this process may use at the moment."""
-        share = max(NODE, self._most) // self._downloaders.count()
-        return max(1, min(self._most, self._useful, share))
+        return min(self._most, self._useful, self._share)
+
+    @property
+    def _share(self) -> int:
+        """The share of this process; without the connection that requests checksums."""
+        return max(1, max(NODE, self._most) // self._downloaders.count() - 1)
 
     @property
     def crowded(self) -> bool:
         """Whether the share of this process is a single connection, and it is already in use."""
-        return self._busy > 0 and max(NODE, self._most) // self._downloaders.count() <= 1
+        return self._busy > 0 and self._share == 1
 
     @property
     def known(self) -> bool:
@@ -293,7 +297,7 @@ class Downloaders:
                 file.close()  # frees the lock, because forked children have closed the file
 
     def count(self) -> int:
-        """Return the number of downloaders, including this one. It may be a second old."""
+        """Return the number of downloaders, including this one. It may be old by a moment."""
         file, now = self._file, clock.monotonic()
         if file is not None and now >= self._due:
             with ignoring(OSError, ValueError):  # `leave` has closed the file

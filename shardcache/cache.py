@@ -7,6 +7,7 @@ import contextlib
 import errno
 import logging
 import os
+import re
 import socket
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator
@@ -54,6 +55,8 @@ Specs = str | ShardURL | Iterable[str | ShardURL]
 
 #: Number of parsed URLs to keep in memory. Each takes about 700 bytes.
 _PARSED_URLS = 100_000
+#: Matches URLs that always name the same shard: not commands and relative paths.
+_FIXED = re.compile(r"/|(?!pipe:|file:|shardcache:)[a-z0-9]+://")
 
 
 class PrewarmOptions(TypedDict, total=False):
@@ -129,8 +132,9 @@ class Cache:
         self._started = started
         with undivided():  # from here on, forks wait for imports in other threads
             self._ranks = detect()
+        self._parse = url_parser(config)
         # Each epoch repeats the URLs, and parsing a URL takes longer than opening a cached shard.
-        self._parse = lru_cache(_PARSED_URLS)(url_parser(config))
+        self._parse_once = lru_cache(_PARSED_URLS)(self._parse)
 
     @lazy
     def process(self) -> ProcessCache:
@@ -150,7 +154,9 @@ class Cache:
 
     def parse(self, url: str) -> ShardURL:
         """Parse a URL with the endpoint and the schemes of this cache. Raises ConfigError."""
-        return self._parse(url)
+        # The working directory may change, and so may the variables in a command.
+        is_fixed = isinstance(url, str) and _FIXED.match(url)
+        return self._parse_once(url) if is_fixed else self._parse(url)
 
     # -- reading ---------------------------------------------------------------
 
@@ -191,7 +197,7 @@ class Cache:
             LockTimeoutError: another process held the shard's lock too long (only with ``strict``).
             OSError: the disk failed (only with ``strict``).
         """
-        return open_shard(self.process, self._parse(url))
+        return open_shard(self.process, self.parse(url))
 
     @contextlib.contextmanager
     def pinned(self, url: str) -> Iterator[Path]:

@@ -194,6 +194,8 @@ def _storage_options(value: object) -> StorageOptions:
         with contextlib.suppress(ValueError):
             value = json.loads(value)
     if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+        if not isinstance(value.get("client_kwargs") or {}, Mapping):
+            raise ValueError("has client_kwargs that are not a table")
         return StorageOptions({ALIASES.get(str(n), str(n)): item for n, item in value.items()})
     raise ValueError("is not a table whose keys are text")
 

@@ -14,7 +14,8 @@ import os
 import sys
 import threading
 import weakref
-from collections import Counter
+from collections import Counter, deque
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -40,6 +41,7 @@ logger = logging.getLogger(__name__)
 
 #: Seconds that closing waits for copies to upstreams, enough for a shard or two to a NAS.
 LAST_COPIES = 5.0
+_COPIES = 4  #: shards that one process copies to upstreams at once
 #: Seconds between two records of a last use by one process. A hit must not write to the disk each
 #: time, and with leases an entry may be evicted an hour (`IDLE_GRACE`) after the last record.
 _TOUCH_INTERVAL = 600.0
@@ -114,6 +116,7 @@ class ProcessCache:
         self._housekeepers: list[Housekeeper] = []
         self._clean_due = 0.0  # when to look again whether a cleaning is due
         self._touched: dict[str, float] = {}
+        self._to_copy: deque[Callable[[], None]] = deque()
         self._copying: list[threading.Thread] = []
         self._logged: Counter[str] = Counter()  # the counts that `_end` has already logged
 
@@ -427,11 +430,21 @@ class ProcessCache:
         if wait:
             copy()
             return
+        self._to_copy.append(copy)
         self._copying = [thread for thread in self._copying if thread.is_alive()]
-        try:
-            self._copying.append(threads.start(copy, "shardcache-copy"))
-        except RuntimeError as exn:  # the process cannot start a thread
-            logger.info("%s: not copied to an upstream: %s", shard, exn)
+        if len(self._copying) < _COPIES:
+            try:
+                self._copying.append(threads.start(self._copy_waiting, "shardcache-copy"))
+            except RuntimeError as exn:  # the process cannot start a thread
+                logger.info("%s: not copied to an upstream yet: %s", shard, exn)
+
+    def _copy_waiting(self) -> None:
+        while True:
+            try:
+                copy = self._to_copy.popleft()
+            except IndexError:
+                return
+            copy()
 
     # -- files that are not cached -------------------------------------------------
 

@@ -58,6 +58,28 @@ def test_a_shard_in_use_survives_every_form_of_clean(make_cache):
     assert list(cache.entries()) == []
 
 
+@pytest.mark.parametrize("cache_local", [False, True])
+def test_a_relative_path_belongs_to_the_working_directory(
+    make_cache, tmp_path, monkeypatch, cache_local
+):
+    cache = make_cache(cache_local=cache_local)
+    for number in range(2):
+        (tmp_path / str(number)).mkdir()
+        monkeypatch.chdir(tmp_path / str(number))
+        Path("x.tar").write_bytes(make_tar(number))
+        assert read(cache, "x.tar") == make_tar(number)
+
+
+def test_a_variable_of_a_command_may_change(make_cache, monkeypatch, files):
+    cache = make_cache(max_size=1)
+    files.files["/x.tar"] = DATA
+    for token in ("first", "second"):
+        monkeypatch.setenv("LAB_TOKEN", token)
+        url = f"pipe:curl -s -H 'Authorization: Bearer $LAB_TOKEN' {files.url}/x.tar"
+        assert read(cache, url.replace("'", '"')) == DATA
+        assert f"Bearer {token}" in files.heads[-1]
+
+
 def test_local_files_are_cached_only_on_request(make_cache, tmp_path):
     file = tmp_path / "here.tar"
     file.write_bytes(DATA)

@@ -223,7 +223,7 @@ class Worker:
         shard, download, resources = self._download.shard, self._download, self._resources
         directories = self._directories
         if self._upstreams is None:  # only the origin has a new version
-            upstreams = resources.origins.upstreams(shard)
+            upstreams = resources.origins.upstreams(shard, download.listed)
             self._upstreams = iter(()) if download.outdated else upstreams
             self._upstream = next(self._upstreams, None)
         upstream = self._upstream
@@ -258,23 +258,23 @@ class Worker:
                         lock.update(directories.holder()._replace(partial=partial.path.name))
                 transfer.receive(partial)
             metadata = transfer.finish()
+            if partial.metadata.digest not in ("", metadata.digest):
+                partial.discard()
+                logger.warning(_DAMAGED, shard, upstream.name if upstream else "an upstream")
+                raise _UpstreamError
+            most = _HEADERS if transfer.may_end_early else 0
+            return self._publish(partial, metadata, proven=transfer.is_proven, headers=most)
         except BaseException as exn:
             transfer.abandon(exn, partial)
             if upstream is None or isinstance(exn, (FetchCancelledError, CacheFullError)):
                 raise
-            if isinstance(exn, (VersionChangedError, MismatchError)):
+            if isinstance(exn, (VersionChangedError, MismatchError, IntegrityError)):
                 logger.warning(_DAMAGED, shard, upstream.name)
             elif isinstance(exn, ShardCacheError):
                 upstream.failed(exn)
             else:
                 raise
             raise _UpstreamError from exn
-        if partial.metadata.digest not in ("", metadata.digest):
-            partial.discard()
-            logger.warning(_DAMAGED, shard, upstream.name if upstream else "an upstream")
-            raise _UpstreamError
-        most = _HEADERS if transfer.may_end_early else 0
-        return self._publish(partial, metadata, proven=transfer.is_proven, headers=most)
 
     def _import(self, source: Path) -> Path:
         """Publish a file of this machine as the shard, if it has the bytes of the object."""
@@ -412,7 +412,7 @@ class Worker:
             if is_unknown and (refusal := tier.space.refuses(str(shard), metadata.size)):
                 raise refusal
             entry = tier.store.publish(partial, metadata, sync=config.fsync == "fsync")
-        except Exception:
+        except BaseException:
             partial.discard()
             raise
         partial.close()

@@ -19,9 +19,13 @@ import shutil
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from queue import Empty
 from typing import Any
+from urllib.parse import quote
 
+from shardcache import threads
 from shardcache.config import Config, Upstream
 from shardcache.errors import AccessDeniedError, ConfigError, ShardNotFoundError, TransferError
 from shardcache.faults import Breaker
@@ -37,7 +41,6 @@ from shardcache.origins.base import (
     read_all,
 )
 from shardcache.origins.retry import once
-from shardcache.threads import lazy
 from shardcache.urls import ShardURL, parse_url, redact, refuse_control
 
 logger = logging.getLogger(__name__)
@@ -55,6 +58,8 @@ _WEB_OPTIONS = {
     *("use_listings_cache", "listings_expiry_time", "max_paths"),
 }
 _FAILURES = 2  #: in a row, after which an upstream is not used for a minute
+_WEB = ("http", "https")
+_SLOWEST = 1e6  #: bytes per second of a copy that is being written, below which it is given up
 
 
 class Origins:
@@ -104,10 +109,13 @@ class Origins:
             count += origin.close_idle(max(0, most - count))
         return count
 
-    def upstreams(self, shard: ShardURL) -> Iterator[UpstreamOrigin]:
-        """Yield each upstream that has the shard; query an upstream only when it is reached."""
+    def upstreams(self, shard: ShardURL, size: int | None = None) -> Iterator[UpstreamOrigin]:
+        """Yield each upstream that has the shard; query an upstream only when it is reached.
+
+        ``size`` is that of the object, if known. A copy of another size is incomplete.
+        """
         for upstream in self._upstreams:
-            if (copy := upstream.find(shard)) is not None:
+            if (copy := upstream.find(shard, size)) is not None:
                 yield copy
 
     def write_back(self, shard: ShardURL, data: Path, sidecar: bytes) -> None:
@@ -116,7 +124,7 @@ class Origins:
             if upstream.config.write_back:
                 upstream.write(shard, data, sidecar)
 
-    @lazy
+    @threads.lazy
     def _upstreams(self) -> list[_Upstream]:
         return [
             _Upstream(config, self._config.timeout, self._is_new)
@@ -138,7 +146,7 @@ def _make(
         from shardcache.origins.s3 import S3Origin
 
         return S3Origin(options, endpoint_url=endpoint_url, timeout=timeout)
-    if scheme in ("http", "https"):
+    if scheme in _WEB:
         from shardcache.origins.http import WebOrigin
 
         if unused := options.keys() - _WEB_OPTIONS:
@@ -186,7 +194,8 @@ class _Upstream:
     """An upstream of the configuration, with its origin and its breaker."""
 
     def __init__(self, config: Upstream, timeout: float, is_new: Callable[[str], bool]) -> None:
-        self.config, self._is_new, self.name = config, is_new, redact(config.url)
+        self.config, self._timeout, self._is_new = config, timeout, is_new
+        self.name = redact(config.url)
         self._scheme = config.url.partition("://")[0].lower() if "://" in config.url else "file"
         self._breaker = Breaker(threshold=_FAILURES)
         options = config.storage_options
@@ -195,12 +204,15 @@ class _Upstream:
     def _copy_of(self, shard: ShardURL) -> ShardURL | None:
         """Return the URL of the shard's copy, or None if upstreams are not searched for it."""
         name = shard.canonical.partition("://")[2].lstrip("/")
-        if shard.scheme == "pipe" or shard.version_id is not None or shard.options or "?" in name:
+        if shard.scheme == "pipe" or shard.version_id is not None or shard.options:
             return None
         parts = name.split("/")
-        if any(part in ("", ".", "..") or len(part.encode()) > _MAX_NAME for part in parts):
+        if any(part in ("", ".", "..") or len(os.fsencode(part)) > _MAX_NAME for part in parts):
             return None
-        return self._parse(name)
+        if not {"?", "*"}.isdisjoint(name):
+            return None
+        is_quoted = shard.scheme in _WEB or self._scheme not in _WEB
+        return self._parse(name if is_quoted else quote(os.fsencode(name)))
 
     def _parse(self, name: str) -> ShardURL:
         url, endpoint = f"{self.config.url.rstrip('/')}/{name}", self.config.endpoint_url
@@ -216,7 +228,7 @@ class _Upstream:
             sidecar = read_all(opened, _MOST)
         return copied, sidecar
 
-    def find(self, shard: ShardURL) -> UpstreamOrigin | None:
+    def find(self, shard: ShardURL, size: int | None) -> UpstreamOrigin | None:
         """Return the upstream's copy of the shard, or None if it has no usable one."""
         origin, copy = self.origin, self._copy_of(shard)
         if copy is None or self._breaker.left:
@@ -227,7 +239,7 @@ class _Upstream:
             self.failed(exn)
             return None
         self._breaker.succeeded()
-        if copied is None or copied.size is None:
+        if copied is None or not copied.size or size not in (None, copied.size):
             return None
         info, digest = copied, None
         if sidecar:
@@ -235,7 +247,9 @@ class _Upstream:
                 record = json.loads(sidecar)
                 if (record["key"], record["size"]) != (shard.key, copied.size):
                     raise ValueError("the sidecar belongs to another shard")
-                info, digest = ObjectInfo.from_record(record["object"]), str(record["digest"])
+                # Another program may have replaced its file since.
+                if record.get("foreign", copied.version) == copied.version:
+                    info, digest = ObjectInfo.from_record(record["object"]), str(record["digest"])
             except (KeyError, TypeError, ValueError, RecursionError) as exn:
                 logger.info("%s: ignoring the copy in %s: %r", shard, self.name, exn)
                 return None
@@ -252,57 +266,76 @@ class _Upstream:
         logger.log(level, "not using the upstream %s for a while: %s", self.name, reason)
 
     def write(self, shard: ShardURL, data: Path, sidecar: bytes) -> None:
-        """Copy an entry unless the upstream has it, and then its sidecar. Faults are logged.
-
-        A file that another program wrote stays, and its sidecar says so (``foreign``).
-        """
-        copy = self._copy_of(shard)
+        """Copy an entry and its sidecar unless the upstream has them. Faults are logged."""
+        copy, stated = self._copy_of(shard), json.loads(sidecar)
         if copy is None or self._breaker.left:
             return
-        stated, record = json.loads(sidecar), dict[str, Any]()
-        try:
-            copied, found = self._look(copy)
-            with contextlib.suppress(TypeError, ValueError, RecursionError):
-                record = dict(json.loads(found))
-            size = None if copied is None else copied.size
-            is_link = self._scheme == "file" and copy.local_path.is_symlink()
-            is_own = record.get("size") == size and "foreign" not in record
-            needs_data = not is_link and (copied is None or is_own)
-            if copied is not None and record.get("digest") == stated["digest"]:
-                return
-            if not needs_data and size != stated["size"]:
-                logger.info("%s: %s has another file of this name, which stays", shard, self.name)
-                return
-            if not needs_data:
-                sidecar = json.dumps({**stated, "foreign": True}).encode()
-            if self._scheme == "file":
-                _copy_file(data if needs_data else None, copy.local_path, sidecar)
-            else:
-                import fsspec
-
-                options = dict(self.config.storage_options)
-                if self._scheme == "s3":
-                    options = s3fs_options(options, self.config.endpoint_url)
-                writer = fsspec.filesystem(self._scheme, **options)
-                path = writer._strip_protocol(copy.raw)
-                if needs_data:
-                    writer.put_file(os.fspath(data), path)
-                writer.pipe_file(f"{path}{_SIDECAR}", sidecar)
+        seconds = self._timeout + stated["size"] / _SLOWEST
+        try:  # in a thread, because nothing can interrupt a call to a dead filesystem
+            write = partial(self._write, shard, copy, data, stated)
+            threads.call(write, seconds, "shardcache-put")
+        except Empty:
+            self.failed(OSError(f"it was not written within {seconds:.0f} s"))
         except Exception as exn:  # noqa: BLE001 - every filesystem has its own exceptions
             self.failed(OSError(redact(f"it cannot be written: {type(exn).__name__}: {exn}")))
         else:
             self._breaker.succeeded()
 
+    def _write(self, shard: ShardURL, copy: ShardURL, data: Path, stated: dict[str, Any]) -> None:
+        """Write a copy unless the upstream has it, and then its sidecar.
 
-def _copy_file(data: Path | None, path: Path, sidecar: bytes) -> None:
-    """Copy a file, if any, and write its sidecar; each gets its name when it is complete."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{random_token()}")
+        A file of another program stays. Its sidecar names the version of that file (``foreign``).
+        """
+        (copied, found), record = self._look(copy), dict[str, Any]()
+        with contextlib.suppress(TypeError, ValueError, RecursionError):
+            record = dict(json.loads(found))
+        size, version = (None, None) if copied is None else (copied.size, copied.version)
+        is_known = copied is not None and record.get("foreign", version) == version
+        if is_known and record.get("digest") == stated["digest"]:
+            return
+        is_link = self._scheme == "file" and copy.local_path.is_symlink()
+        is_own = record.get("size") == size and "foreign" not in record
+        needs_data = not is_link and (copied is None or is_own)
+        if not needs_data and size != stated["size"]:
+            logger.info("%s: %s has another file of this name, which stays", shard, self.name)
+            return
+        put_file, put_bytes = _put_file, _put_bytes
+        if self._scheme == "file":
+            path = str(copy.local_path)
+        else:
+            import fsspec
+
+            options = dict(self.config.storage_options)
+            if self._scheme == "s3":
+                options = s3fs_options(options, self.config.endpoint_url)
+            writer = fsspec.filesystem(self._scheme, **options)
+            path = writer._strip_protocol(copy.raw)
+            put_file, put_bytes = writer.put_file, writer.pipe_file
+        if needs_data:
+            put_file(os.fspath(data), path)
+        else:
+            stated["foreign"] = version
+        put_bytes(f"{path}{_SIDECAR}", json.dumps(stated).encode())
+
+
+@contextlib.contextmanager
+def _temporary(path: str) -> Iterator[Path]:
+    """Yield the path of a file that is renamed to ``path`` if the block raises no error."""
+    target = Path(path)
+    temporary = target.with_name(f".{target.name}.{random_token()}")
+    target.parent.mkdir(parents=True, exist_ok=True)
     try:
-        if data is not None:
-            shutil.copyfile(data, temporary)
-            temporary.replace(path)
-        temporary.write_bytes(sidecar)
-        temporary.replace(path.with_name(f"{path.name}{_SIDECAR}"))
+        yield temporary
+        temporary.replace(target)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _put_file(source: str, path: str) -> None:
+    with _temporary(path) as temporary:
+        shutil.copyfile(source, temporary)
+
+
+def _put_bytes(path: str, data: bytes) -> None:
+    with _temporary(path) as temporary:
+        temporary.write_bytes(data)

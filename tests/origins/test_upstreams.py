@@ -2,6 +2,8 @@
 
 import logging
 import socket
+import threading
+from urllib.parse import quote, unquote
 
 import pytest
 from fsspec.implementations.local import LocalFileOpener
@@ -258,6 +260,96 @@ def test_files_of_users_in_an_upstream_stay(node, origin, nas, tmp_path, data, i
     with node(writable(nas)) as cache:
         cache.fetch(URL)
     assert copy.is_symlink() == is_link
+
+
+@pytest.mark.parametrize("data", [b"", b"<html>504</html>" * 99, b"x" * len(DATA)])
+@pytest.mark.parametrize("fill", ["follow", "complete"])
+def test_another_programs_copy_that_is_no_archive_is_not_used(node, nas, data, fill):
+    (nas / "lab/train").mkdir(parents=True)
+    (nas / "lab/train/0.tar").write_bytes(data)
+    cache = node(nas, fill=fill)
+    cache.prewarm([URL])
+    assert cache.open(URL).read() == DATA and cache.stats().hits == 1
+
+
+def test_a_copy_of_another_size_than_the_listed_object_is_not_used(node, nas, tmp_path):
+    shard = tmp_path / "lab/0.tar"
+    copy = nas / str(shard)[1:]
+    for path, data in ((shard, DATA), (copy, make_tar(9, members=2))):
+        path.parent.mkdir(parents=True)
+        path.write_bytes(data)
+    cache = node(nas, cache_local=True)
+    cache.prewarm(f"{shard.parent}/*.tar")
+    assert cache.open(str(shard)).read() == DATA and cache.stats().hits == 1
+
+
+@pytest.mark.parametrize("options", [{}, {"max_size": 1}])
+def test_another_program_may_replace_its_copy(node, origin, nas, options):
+    copy = nas / "lab/train/0.tar"
+    copy.parent.mkdir(parents=True)
+    copy.write_bytes(make_tar(8, members=50, size=40_000))
+    with node(writable(nas)) as cache:
+        cache.prewarm(URL, refresh=True)  # does not read the copy
+    assert (copy.parent / SIDECAR).exists()
+    copy.write_bytes(DATA)
+    requested = len(origin.requests)
+    assert node(nas, **options).open(URL).read() == DATA
+    assert len(origin.requests) == requested
+
+
+def test_the_origin_continues_another_programs_copy_if_the_bytes_are_equal(
+    node, origin, nas, monkeypatch
+):
+    data = origin.objects[URL] = make_tar(3, members=200, size=60_000)
+    copy = nas / "lab/train/0.tar"
+    copy.parent.mkdir(parents=True)
+    copy.write_bytes(data)
+    real, counts = LocalFileOpener.read, []
+
+    def read(file, size):
+        if sum(counts) > 4 << 20:
+            raise OSError("the server went away")
+        counts.append(len(data := real(file, size)))
+        return data
+
+    monkeypatch.setattr(LocalFileOpener, "read", read)
+    rest = origin.hold(after=1)
+    with node(nas, connections=1).open(URL) as stream:
+        first = stream.read(BLOCK)
+        rest.set()
+        assert first + stream.read() == data
+
+
+@pytest.mark.parametrize(
+    "name", ["a.tar#old", "b%20c.tar", "d e.tar", "f*.tar", "g?.tar", "\udce9.tar"]
+)
+@pytest.mark.parametrize("on_web", [False, True])
+def test_odd_names_are_those_of_the_same_shards(make_cache, files, nas, tmp_path, name, on_web):
+    shard = tmp_path / name
+    shard.write_bytes(DATA)
+    quoted = quote(str(shard), errors="surrogateescape")
+    others = {unquote(str(shard)), str(shard).partition("#")[0], str(shard).replace("*", "x")}
+    for other in others - {str(shard)}:
+        files.files[quote(other)] = make_tar(9)
+        (nas / other[1:]).parent.mkdir(parents=True, exist_ok=True)
+        (nas / other[1:]).write_bytes(make_tar(9))
+    files.files[quoted] = DATA
+    upstream = files.url if on_web else writable(nas)
+    with make_cache(cache_local=True, upstreams=[upstream]) as cache:
+        assert cache.open(str(shard)).read() == DATA
+
+
+def test_an_upstream_that_hangs_holds_up_no_prewarm(node, origin, nas, monkeypatch, caplog):
+    caplog.set_level(logging.INFO)
+    released = threading.Event()
+    monkeypatch.setattr("shardcache.origins.resolve.shutil.copyfile", lambda *_: released.wait(60))
+    try:
+        with node(writable(nas), timeout=0.3) as cache:
+            cache.prewarm([URL])
+            assert cache.open(URL).read() == DATA and cache.stats().hits == 1
+    finally:
+        released.set()
+    assert "it was not written within" in caplog.text
 
 
 def test_a_copy_of_an_older_version_is_replaced(node, origin, nas):

@@ -60,7 +60,7 @@ def main() -> None:
         optimizer.load_state_dict(saved["optimizer"])
         pipeline.load_state_dict(saved["data"][rank])
     loader = torch.utils.data.DataLoader(pipeline, batch_size=8, num_workers=options.workers)
-    step = 0
+    step, loss = 0, torch.tensor(torch.nan)  # if this epoch has no batches left
     for epoch in range(pipeline.epoch, options.epochs):
         pipeline.set_epoch(epoch)  # the first time, it continues where the state says
         for keys, features, classes in pipeline.track(loader):

@@ -131,8 +131,8 @@ def _shares(weights: Mapping[str, Mapping[int, float]], epoch: int) -> list[int]
                 f"The part {name!r} of the mixture has no weight of 0 or more in epoch {epoch}."
             )
         current.append(weight)
-    if not any(current):
-        raise ConfigError(f"All weights of the mixture are 0 in epoch {epoch}.")
+    if not 0 < (total := sum(current)) < math.inf:
+        raise ConfigError(f"The weights of the mixture add up to {total} in epoch {epoch}.")
     left = [sum(current[part:]) for part in range(len(current))]
     pairs = zip(current, left, strict=True)
     return [round(WHOLE * own / rest) if rest else 0 for own, rest in pairs]

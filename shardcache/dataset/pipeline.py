@@ -8,30 +8,32 @@ is the number of places that were read, and to resume is to draw them again with
 
 from __future__ import annotations
 
+import contextlib
 import copy
-import ctypes
+import fcntl
 import inspect
+import json
 import logging
 import math
 import os
 import random
 import resource
 import sys
-import time
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache as cached
 from functools import partial
-from io import UnsupportedOperation
+from io import FileIO, UnsupportedOperation
 from itertools import chain, islice, repeat, zip_longest
-from types import FunctionType
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
+from pathlib import Path
+from types import FrameType, FunctionType
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from zlib import crc32
 
-import torch
 import webdataset
 from torch.utils.data import DataLoader, get_worker_info
+from torch.utils.data._utils.fetch import _BaseDatasetFetcher
 from webdataset import filters, shardlists, tariterators
 from webdataset.filters import FilterFunction
 from webdataset.utils import pytorch_worker_info  # WebDataset splits the shards by it
@@ -41,6 +43,7 @@ from shardcache.dataset.index import OpenShard
 from shardcache.dataset.sampler import warn_of_room
 from shardcache.errors import ConfigError, ShardCacheError
 from shardcache.faults import os_error
+from shardcache.files import random_token
 from shardcache.ranks import detect
 from shardcache.reading.lookahead import Prefetcher
 from shardcache.reading.stream import ShardStream, open_shard
@@ -52,9 +55,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _Pipeline = TypeVar("_Pipeline")
-_REMEMBERED = 8  # the last iterations of a pipeline: more than begin at once
-_POLL = 0.002  # seconds between two looks for an iteration
-_LATE = 60.0  # seconds without an iteration after which a worker logs that it waits
+_REMEMBERED = 64  # iterations of a pipeline, of which workers may be as far apart
+_SIZE = 8192  # bytes of their record
 _BITS = 32  # of the number of a sample in a place
 _COUNTED = 1 << 20  # bytes that are counted at once, because each count takes 2 us
 _SHUFFLES = {filters.shuffle.f, filters.detshuffle}
@@ -111,8 +113,8 @@ def _shuffle_of(stage: Any) -> dict[str, Any]:
         return {"bufsize": stage.bufsize, "initial": stage.initial, "seed": stage.seed}
     if _kind(stage) is not filters.shuffle.f:
         return {}
-    positional = dict(zip(("bufsize", "initial"), stage.args, strict=False))
-    return {"bufsize": 1000, **positional, **stage.kw}
+    given = inspect.signature(stage.f).bind_partial(None, *stage.args, **stage.kw).arguments
+    return {"bufsize": 1000, **dict(islice(given.items(), 1, None))}
 
 
 def _shown(value: Any) -> str:
@@ -179,7 +181,7 @@ class _Run:
     def note(self, url: str, count: int) -> None:
         """Count a shard that the pass begins."""
         self.counts += f" {count}"
-        self.check = crc32(url.encode(), self.check)
+        self.check = crc32(os.fsencode(url), self.check)
 
     def end(self, what: str) -> None:
         """Note that the handler of an error has ended the "shards" or the "samples" of the pass."""
@@ -195,67 +197,49 @@ class _Run:
         self.forget()
 
 
-class _Iteration(ctypes.Structure):
-    """One iteration over a pipeline, by a process or by all workers of a loader."""
+class _Record:
+    """What a process shares with the workers of its loaders: an object of JSON, in memory.
 
-    number: int  #: from 1
-    pid: int  #: the process of worker 0
-    seed: int  #: that torch gave to the loader
-    turn: int  #: how often the workers of the loader have iterated before
-    workers: int  #: of the loader
-    epoch: int
-    load: int  #: number of the call of `load_state_dict` that it continues, else 0
-    is_tracked: int
-    is_ended: int
-    joined: int  #: a bit for each worker that has joined it, up to the 63rd
-    _fields_: ClassVar[list[Any]] = [(name, ctypes.c_int64) for name in __annotations__]
-
-
-class _Shared(ctypes.Structure):
-    """The state of a pipeline that a process, its owner, shares with the workers of its loaders.
-
-    Worker 0 of a loader, or a process without workers, adds an iteration, and the other workers
-    wait for it. So all of them read the same epoch, even if other loaders have read some of it.
+    Workers open it by the path of the process's descriptor, so nothing is left when it dies.
     """
 
-    epoch: int  #: of the next iteration
-    loads: int  #: calls of `load_state_dict`
-    continued: int  #: number of the last one that an iteration has continued
-    is_tracked: int  #: whether the next iteration is tracked
-    count: int  #: of iterations
-    iterations: Any  #: the last ones
-    _fields_: ClassVar[list[Any]] = [
-        *((name, ctypes.c_int64) for name in [*__annotations__][:-1]),
-        ("iterations", _Iteration * _REMEMBERED),
-    ]
+    def __init__(self, values: dict[str, Any]) -> None:
+        self._values, self._owner = values, os.getpid()
+        self._number: int | None = os.memfd_create("shardcache")
+        weakref.finalize(self, os.close, self._number)
+        self._path = Path(f"/proc/{self._owner}/fd/{self._number}")
+        self._inode = os.fstat(self._number).st_ino
+        os.pwrite(self._number, json.dumps(values).encode(), 0)
 
-    def add(self, loader: tuple[int, int, int], load: int) -> _Iteration:
-        """Begin an iteration of the next epoch."""
-        number = self.count + 1
-        pid, epoch = os.getpid(), self.epoch
-        new = self.iterations[number % _REMEMBERED]
-        new.__init__(number, pid, *loader, epoch, load, self.is_tracked, 0, 0)
-        self.continued = load or self.continued
-        self.epoch, self.is_tracked = new.epoch + 1, 0
-        self.count = number  # last, so that no worker reads a half-written iteration
-        return new  # type: ignore[no-any-return]
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_number": None, "_values": self._copied()}
 
-    def find(self, worker: int, loader: tuple[int, int, int]) -> _Iteration | None:
-        """Return the last iteration of a loader, if its worker 0 has added it."""
-        own = [e for e in self.iterations if (e.seed, e.turn, e.workers) == loader]
-        bit = 1 << worker if worker < 63 else 0
-        own = [e for e in own if 0 < e.number <= self.count and not e.joined & bit]
-        # A loader that was dropped may have had the same seed, but its workers have ended.
-        own = [each for each in own if each.is_ended or _is_alive(each.pid)]
-        if not own:
-            return None
-        latest = max(own, key=lambda each: each.number)
-        latest.joined |= bit
-        return _Iteration.from_buffer_copy(latest)
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[dict[str, Any]]:
+        """Yield the values, and write them if the block raises no error."""
+        own = f"/proc/self/fd/{self._number}"
+        with FileIO(self._path if self._number is None else own, "r+") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            values = json.loads(os.pread(file.fileno(), _SIZE, 0))
+            yield values
+            os.pwrite(file.fileno(), json.dumps(values).encode().ljust(_SIZE), 0)
 
+    def _copied(self) -> dict[str, Any]:
+        if self._number is None:
+            return self._values
+        with self.locked() as values:
+            return values
 
-def _is_alive(pid: int) -> bool:
-    return os.path.exists(f"/proc/{pid}")  # noqa: PTH110 - polled
+    def own(self) -> _Record:
+        """Return the record of this process, a copy if it is no worker of the owner's loaders."""
+        if get_worker_info() is None:
+            is_shared = self._number is not None and self._owner == os.getpid()
+        else:
+            try:
+                is_shared = self._number is not None or self._path.stat().st_ino == self._inode
+            except OSError:  # the owner has closed it
+                is_shared = False
+        return self if is_shared else _Record(self._copied())
 
 
 class _Tracked(NamedTuple):
@@ -284,69 +268,71 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
         urls = source if isinstance(source, list) else getattr(source, "urls", [])
         names = "\n".join(str(cache.parse(_url(each))) for each in urls)
         self._cache = cache
-        self._shards = f"{len(urls)} shards, checksum {crc32(names.encode()):08x}"
+        self._shards = f"{len(urls)} shards, checksum {crc32(os.fsencode(names)):08x}"
         self._base = getattr(self, "_base", base)
         self._run: _Run | None = None
         self._tracked: dict[str, Any] | None = None
         self._loaded: Mapping[str, Any] = {}  # the last state
         self._load = 0  # the number of that call, or -1 in a worker
         self._turns = 0
-        self._own(torch.zeros(ctypes.sizeof(_Shared), dtype=torch.uint8))
+        self._token = random_token()
+        zeros = dict.fromkeys(("epoch", "loads", "continued", "tracked", "is_read"), 0)
+        self._record = _Record({**zeros, "begun": []})
+        _pipelines.add(self)
         self._seed = crc32(str(seed).encode())
         self._plan()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        self._shared  # noqa: B018 - a worker that gets the pickle must find the memory of its owner
-        return _restored, (self._base,), vars(self) | {"_run": None, "_owner": 0}
+        self._own()
+        state = vars(self) | {"_run": None, "_record": copy.copy(self._record)}
+        return _restored, (self._base,), state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         _pipelines.add(self)
 
-    def _own(self, memory: Any) -> None:
-        """Share ``memory`` with the workers that this process is about to start."""
-        self._memory, self._owner = memory, os.getpid()
-        memory.share_memory_()
-        _pipelines.add(self)
+    def _own(self) -> None:
+        """Count epochs in this process, unless it works for the loader of another one."""
+        self._record = self._record.own()
 
-    @property
-    def _shared(self) -> _Shared:
-        # All but workers, such as ranks that inherited a pipeline, count epochs of their own.
-        if self._owner != os.getpid() and get_worker_info() is None:
-            self._own(self._memory.clone())
-        return _Shared.from_address(self._memory.data_ptr())
+    def _shared(self) -> contextlib.AbstractContextManager[dict[str, Any]]:
+        self._own()
+        return self._record.locked()
 
     @property
     def epoch(self) -> int:
         """The epoch of the next iteration, from 0."""
-        return self._shared.epoch
+        with self._shared() as shared:
+            return int(shared["epoch"])
 
     def set_epoch(self, epoch: int) -> None:
         """Begin the next iteration with ``epoch``, or continue it if its state was loaded."""
-        if epoch != self.epoch:
-            self._shared.epoch, self._run, self._tracked = epoch, None, None
+        with self._shared() as shared:
+            if epoch != shared["epoch"]:
+                shared["epoch"], self._run, self._tracked = epoch, None, None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the last sample, or after the last batch of `track`."""
         tracked = self._tracked
         if tracked is not None and self.epoch in (tracked["epoch"], tracked["epoch"] + 1):
             return {**tracked, "workers": [*tracked["workers"]]}
-        if self._is_waiting(self.epoch):
+        with self._shared() as shared:
+            is_waiting, is_read = self._is_waiting(shared), shared["is_read"]
+        if is_waiting:
             return dict(self._loaded)
-        shared = self._shared
-        is_ended = not shared.count or shared.iterations[shared.count % _REMEMBERED].is_ended
-        if self._run is None and not is_ended and wds.is_new("untracked", self._cache):
+        if self._run is None and is_read and wds.is_new("untracked", self._cache):
             logger.warning(
                 "this is the state of the next epoch: only the workers of a DataLoader know the "
                 "position in this one. Iterate over dataset.track(loader)."
             )
         return self._state(self._run or _Run(self.epoch))
 
-    def _is_waiting(self, epoch: int) -> bool:
+    def _is_waiting(self, shared: dict[str, Any]) -> bool:
         """Return whether the next iteration will continue the state that was loaded."""
         if self._load < 0:
             return bool(self._loaded)
-        return self._load > self._shared.continued and self._loaded["epoch"] == epoch
+        is_new: bool = self._load > shared["continued"]
+        return is_new and self._loaded["epoch"] == shared["epoch"]
 
     def _state(self, run: _Run) -> dict[str, Any]:
         stages = [*map(_shown, self.pipeline), f"repeat({self.repetitions}, {self.nsamples})"]
@@ -366,12 +352,11 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
             self._refuse_other(each, "version", "shards", "stages", "rank", "world_size")
             self._seed = each["seed"]
         self._loaded, self._run, self._tracked = state, None, None
-        info, shared = get_worker_info(), self._shared
-        if info is None or info.id == 0:
-            shared.epoch = state["epoch"]
-        if info is None:
-            shared.loads = shared.loads + 1
-        self._load = -1 if info else shared.loads
+        self._load = -1
+        if get_worker_info() is None:
+            with self._shared() as shared:
+                shared["epoch"] = state["epoch"]
+                self._load = shared["loads"] = shared["loads"] + 1
 
     def _refuse_other(self, state: Mapping[str, Any], *names: str) -> None:
         own = self._state(_Run(0))
@@ -396,52 +381,83 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
         if getattr(loader.collate_fn, "func", None) is not _collated:
             if getattr(loader, "_iterator", None) is not None:
                 raise ConfigError("track needs a new DataLoader: the workers of this one persist.")
-            loader.collate_fn = partial(_collated, loader.collate_fn)
-        loaded = _workers_of(self._loaded) if self._is_waiting(self.epoch) else []
+            loader.collate_fn = partial(_collated, loader.collate_fn, self._token)
+        with self._shared() as shared:
+            loaded = _workers_of(self._loaded) if self._is_waiting(shared) else []
+            shared["tracked"] += 1
         known = {each["worker"]: each for each in loaded}
         found = [known.get(worker) for worker in range(max(1, loader.num_workers))]
-        self._tracked, self._shared.is_tracked = {"epoch": self.epoch, "workers": found}, 1
+        self._tracked = {"epoch": self.epoch, "workers": found}
         for state, batch in loader:
             found[state["worker"]] = state
             yield batch
 
-    def _begin_iteration(self) -> _Iteration:
-        """Return the next iteration of this process, or of the loader that it works for."""
-        info, shared = get_worker_info(), self._shared
-        loader = (info.seed - info.id, self._turns, info.num_workers) if info else (0, 0, 0)
-        self._turns += 1
-        if info and 0 <= self._load < shared.loads:
-            raise ConfigError(
-                "a state was loaded after the persistent workers of this loader had started. "
-                "Resume with a new DataLoader."
-            )
-        if info and info.id:
-            return self._wait_for(info.id, loader)
-        load = self._load if self._load > 0 and self._is_waiting(shared.epoch) else 0
-        return shared.add(loader, load)
+    def _loader(self) -> tuple[str, bool]:
+        """Return a name of the iterator over a DataLoader that this process works for, and whether
+        `track` has prepared that loader.
+        """
+        info, is_prepared = get_worker_info(), False
+        name = f"{info.seed - info.id}" if info else ""
+        frame: FrameType | None = sys._getframe()
+        while frame is not None:
+            caller, variables = frame.f_code.co_name, frame.f_locals
+            if caller == "_worker_loop" and "data_queue" in variables:
+                # All workers write to this pipe. Another loader may have had the same seed.
+                name = str(os.fstat(variables["data_queue"]._writer.fileno()).st_ino)
+            if isinstance(fetcher := variables.get("self"), _BaseDatasetFetcher):
+                collate: Any = fetcher.collate_fn
+                is_own = getattr(collate, "func", None) is _collated
+                is_prepared |= is_own and collate.args[1] == self._token
+            frame = frame.f_back
+        return name, is_prepared
 
-    def _wait_for(self, worker: int, loader: tuple[int, int, int]) -> _Iteration:
-        """Return the iteration of a worker, once worker 0 has added it."""
-        parent, late = os.getppid(), time.monotonic() + _LATE
-        while os.getppid() == parent:
-            if (found := self._shared.find(worker, loader)) is not None:
-                return found
-            if time.monotonic() >= late:
-                text = "worker %d waits for worker 0, which has not begun to read this pipeline"
-                logger.warning(text + ". All workers of a DataLoader must read it.", worker)
-                late = math.inf
-            time.sleep(_POLL)
-        raise SystemExit  # the loader is gone
+    def _begin_iteration(self) -> tuple[int, bool, bool]:
+        """Return the epoch of the next iteration, and whether it is tracked and continues a state.
+
+        The workers of a loader read the same epoch: that of the first which begins it.
+        """
+        info, (loader, is_prepared) = get_worker_info(), self._loader()
+        name = f"{loader}-{self._turns}"
+        self._turns += 1
+        with self._shared() as shared:
+            if info and 0 <= self._load < shared["loads"]:
+                raise ConfigError(
+                    "a state was loaded after the persistent workers of this loader had started. "
+                    "Resume with a new DataLoader."
+                )
+            begun = [each for each in shared["begun"] if info and each[0] == name]
+            if not begun:
+                if self._load < 0 and self._loaded:
+                    shared["epoch"] = self._loaded["epoch"]
+                load = self._load if self._is_waiting(shared) else 0
+                is_tracked = is_prepared and shared["tracked"] > 0
+                begun = [(name, shared["epoch"], load, is_tracked)]
+                shared["begun"] = [*shared["begun"][1 - _REMEMBERED :], *begun]
+                shared["continued"] = max(load, shared["continued"])
+                shared["epoch"] += 1
+                shared["tracked"] -= is_tracked
+                shared["is_read"] = info is not None
+            _, epoch, load, is_tracked = begun[0]
+        is_same = self._load < 0 or self._load == load > 0
+        return epoch, is_tracked, is_same and self._loaded.get("epoch") == epoch
 
     def __iter__(self) -> Iterator[Any]:
+        try:
+            return self._iterate(*self._begin_run())  # now, as it changes `state_dict`
+        except ConfigError as exn:  # of `next`, because here it would end a persistent worker
+            return map(wds.reraise, [exn])
+
+    def _begin_run(self) -> tuple[Any, ...]:
+        """Begin an iteration; return the arguments of `_outputs`."""
         opener, read, is_direct = self._plan()
-        iteration, worker, pending = self._begin_iteration(), pytorch_worker_info()[2], None
-        run = _Run(iteration.epoch)
-        if self._load == (iteration.load or -1) and self._loaded.get("epoch") == run.epoch:
+        worker, pending = pytorch_worker_info()[2], None
+        epoch, is_tracked, is_continued = self._begin_iteration()
+        run = _Run(epoch)
+        if is_continued:
             for state in _workers_of(self._loaded):
                 self._refuse_other(state, "workers")
                 pending = state if state["worker"] == worker else pending
-        if not iteration.is_tracked:
+        if not is_tracked:
             self._tracked = None
         if self._load < 0:
             self._loaded = {}
@@ -451,16 +467,22 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
             if not is_direct:
                 drop, run.passes = run.given, 0
         self._run = copy.copy(run)
-        constant = self._state(run) if iteration.is_tracked else None
-        yield from self._outputs(run, opener, read, drop, is_resumed, constant)
-        iteration.is_ended = 1
+        constant = self._state(run) if is_tracked else None
+        return run, opener, read, drop, is_resumed, constant
+
+    def _iterate(self, run: _Run, *options: Any) -> Iterator[Any]:
+        yield from self._outputs(run, *options)
+        with self._shared() as shared:
+            shared["is_read"] = False
+        # The loader has other workers, which may still read this epoch.
+        self._run = run if get_worker_info() else None
 
     def _outputs(
         self, run: _Run, opener: int, read: int, drop: int, is_resumed: bool, constant: Any
     ) -> Iterator[Any]:
         most = self.nsamples if self.repetitions != 1 and self.nsamples > 0 else sys.maxsize
         while run.passes < self.repetitions and run.given < most:
-            is_empty = not is_resumed
+            is_empty = not (is_resumed and run.given)
             for output in self._pass(run, opener, read, is_resumed):
                 is_empty = False
                 if drop:
@@ -476,7 +498,6 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
                 break
             run.end_pass()
             is_resumed = False
-        self._run = run
 
     def _pass(self, run: _Run, opener: int, read: int, is_resumed: bool) -> Any:
         """Iterate once over the shards."""
@@ -551,7 +572,7 @@ _pipelines: weakref.WeakSet[Resumable] = weakref.WeakSet()
 
 def _before_fork() -> None:
     for pipeline in list(_pipelines):
-        pipeline._shared  # noqa: B018 - a forked worker must find the memory of its owner
+        pipeline._own()  # a forked worker must find the record of its parent
 
 
 os.register_at_fork(before=_before_fork)
@@ -562,7 +583,7 @@ def _workers_of(state: Mapping[str, Any]) -> list[Any]:
     return [each for each in state.get("workers", ()) if each] if "given" not in state else [state]
 
 
-def _collated(collate: Any, outputs: Any) -> Any:
+def _collated(collate: Any, token: str, outputs: Any) -> Any:
     """Collate outputs. If they are tracked, the position of the batch is that of the last one."""
     if isinstance(outputs, _Tracked):  # DataLoader(batch_size=None)
         return _Tracked(outputs.state, collate(outputs.output))

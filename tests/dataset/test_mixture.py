@@ -180,7 +180,8 @@ def test_the_order_is_the_same_for_ever(trio):
         ({"web": -1, "code": 2}, 9, "'web' .* no weight of 0 or more in epoch 0"),
         ({"web": {1: 0.5}, "code": 2}, 9, "'web' .* no weight of 0 or more in epoch 0"),
         ({"web": 1, "code": float("nan")}, 9, "'code'"),
-        ({"web": {0: 1, 3: 0}, "code": 0}, 9, "All weights .* 0 in epoch 3"),
+        ({"web": {0: 1, 3: 0}, "code": 0}, 9, "weights .* add up to 0 in epoch 3"),
+        ({"web": 1e308, "code": 1e308}, 9, "weights .* add up to inf in epoch 0"),
     ],
 )
 def test_mixtures_that_cannot_be_are_refused(trio, weights, samples, text):

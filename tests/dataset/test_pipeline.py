@@ -11,12 +11,13 @@ import random
 import threading
 import time
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from itertools import islice, product
 
 import pytest
 import torch
 import webdataset as wds
-from torch.utils.data import DataLoader
+from torch.utils.data import ChainDataset, DataLoader, IterableDataset
 
 from shardcache import ConfigError, ShardNotFoundError
 from tests.support import caches
@@ -94,7 +95,7 @@ def random_pipeline(seed, make, cache, resume):
     draw = random.Random(seed)
     sizes = [1, 3, 1000]
     kinds = {
-        "shuffle": lambda: wds.shuffle(draw.choice(sizes), initial=draw.choice(sizes)),
+        "shuffle": lambda: wds.shuffle(draw.choice(sizes), draw.choice(sizes), None, None, None),
         "detshuffle": lambda: wds.detshuffle(draw.choice(sizes), seed=draw.randrange(3)),
         "select": lambda: wds.select(is_odd),
         "rename": lambda: wds.rename(text="txt;bin", keep=True, handler=wds.ignore_and_continue),
@@ -358,14 +359,14 @@ def test_after_an_exception_the_state_is_that_of_the_last_output(make, make_cach
     assert first + list(other) == whole
 
 
-def test_the_end_of_an_epoch_without_a_further_sample_is_the_end(make):
+def test_the_end_of_an_epoch_without_a_further_sample_is_the_start_of_the_next(make):
     stages = wds.slice(4), wds.select(lambda sample: sample["__key__"] in KEYS[:20])
     for epoch in range(6):
         one, two = (make(*stages).repeat(3) for _ in range(2))
         one.set_epoch(epoch)
         list(one)
         two.load_state_dict(saved(one))
-        assert (list(two), two.epoch) == ([], epoch + 1)
+        assert two.epoch == epoch + 1 and keys(two) == keys(one)
 
 
 def test_another_number_of_samples_is_refused(make, make_cache, origin):
@@ -441,7 +442,7 @@ def test_stages_may_be_added_after_attach_and_a_length(make):
     def longer(**options):
         return make(**options).shuffle(9).to_tuple("__key__").batched(3).with_length(9)
 
-    resumed(longer)
+    resumed(longer, at=5)
     assert len(longer()) == 9
     assert isinstance(longer(), wds.WebDataset)
 
@@ -491,6 +492,54 @@ def test_two_loaders_at_once_read_an_epoch_each(of_files):
 
     pairs = [*zip(batches_of(dataset, worker_init_fn=wait), batches_of(dataset), strict=True)]
     assert sorted(flat(one for one, _ in pairs)) == sorted(flat(two for _, two in pairs))
+
+
+class Twice(IterableDataset):
+    """Read a data set twice, by way of something."""
+
+    def __init__(self, dataset, through):
+        self.dataset, self.through = dataset, through
+
+    def __iter__(self):
+        for _ in range(2):
+            yield from self.through(self.dataset)
+
+
+def in_thread(dataset):
+    with ThreadPoolExecutor() as pool:
+        return pool.submit(list, dataset).result()
+
+
+@pytest.mark.parametrize("start", ["fork", "spawn"])
+@pytest.mark.parametrize("through", [iter, copy.deepcopy, copy.copy, in_thread])
+def test_workers_may_read_a_pipeline_again(of_files, through, start):
+    dataset = Twice(of_files(wds.shuffle(5)), through)
+    loader = batches_of(dataset, timeout=60, multiprocessing_context=start)
+    assert sorted(flat(loader)) == sorted(flat(loader)) == sorted(2 * KEYS[:46])
+
+
+def test_workers_may_read_one_pipeline_after_the_other(of_files):
+    loader = batches_of(ChainDataset([of_files(wds.shuffle(5)), of_files()]), timeout=60)
+    assert sorted(flat(loader)) == sorted(flat(loader)) == sorted(2 * KEYS[:46])
+
+
+@pytest.mark.parametrize("is_tracked", [False, True])
+def test_loaders_with_equal_seeds_read_an_epoch_each(of_files, is_tracked):
+    dataset = of_files(wds.shuffle(5))
+    one, two = (
+        batches_of(dataset, generator=torch.Generator().manual_seed(0), timeout=60)
+        for _ in range(2)
+    )
+    pairs = [*zip(one, dataset.track(two) if is_tracked else two, strict=True)]
+    assert sorted(flat(each for each, _ in pairs)) == KEYS[:46]
+    assert sorted(flat(each for _, each in pairs)) == KEYS[:46]
+
+
+def test_a_pipeline_may_outlive_the_one_it_was_copied_from(of_files):
+    copied = pickle.dumps(of_files(wds.shuffle(5)))
+    gc.collect()
+    dataset = Twice(copied, pickle.loads)
+    assert sorted(flat(batches_of(dataset, timeout=60))) == sorted(2 * KEYS[:46])
 
 
 def test_a_worker_may_begin_after_the_first_one_has_ended(of_files, tmp_path):

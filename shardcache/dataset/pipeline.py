@@ -455,7 +455,8 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
         run = _Run(epoch)
         if is_continued:
             for state in _workers_of(self._loaded):
-                self._refuse_other(state, "workers")
+                if state["given"] or state["passes"] or state["entered"]:
+                    self._refuse_other(state, "workers")
                 pending = state if state["worker"] == worker else pending
         if not is_tracked:
             self._tracked = None
@@ -474,8 +475,7 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
         yield from self._outputs(run, *options)
         with self._shared() as shared:
             shared["is_read"] = False
-        # The loader has other workers, which may still read this epoch.
-        self._run = run if get_worker_info() else None
+        self._run = run
 
     def _outputs(
         self, run: _Run, opener: int, read: int, drop: int, is_resumed: bool, constant: Any

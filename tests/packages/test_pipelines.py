@@ -31,7 +31,8 @@ def loader(method, persistent, state=None, epoch=0):
     dataset.set_epoch(epoch)
     workers = {"num_workers": 2, "multiprocessing_context": method}
     made = StatefulDataLoader(dataset, batch_size=None, collate_fn=keys,
-                              **(workers if method else {}), persistent_workers=persistent)
+                              **(workers if method else {}), persistent_workers=persistent,
+                              snapshot_every_n_steps=4 if persistent else 1)
     if state is not None:
         made.load_state_dict(state)
     return made
@@ -56,6 +57,13 @@ if __name__ == "__main__":
         del second, batches
         third = loader(*form, state)
         assert [found + list(third), list(third), list(third)] == whole, count
+    first = loader(*form, epoch=7)
+    assert list(first) == whole[0]
+    found = list(islice(batches := iter(first), 3))
+    state = first.state_dict()
+    del first, batches
+    second = loader(*form, state)
+    assert [found + list(second), list(second)] == whole[1:]
     print("passed")
 """
 

@@ -400,8 +400,10 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
         name = f"{info.seed - info.id}" if info else ""
         frame: FrameType | None = sys._getframe()
         while frame is not None:
-            caller, variables = frame.f_code.co_name, frame.f_locals
-            if caller == "_worker_loop" and "data_queue" in variables:
+            # The locals of other frames would keep a user's tensors alive: Python stores them.
+            is_torch = frame.f_globals.get("__name__", "").startswith("torch")
+            variables = frame.f_locals if is_torch else {}
+            if frame.f_code.co_name == "_worker_loop" and "data_queue" in variables:
                 # All workers write to this pipe. Another loader may have had the same seed.
                 name = str(os.fstat(variables["data_queue"]._writer.fileno()).st_ino)
             if isinstance(fetcher := variables.get("self"), _BaseDatasetFetcher):

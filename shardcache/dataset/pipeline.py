@@ -113,8 +113,8 @@ def _shuffle_of(stage: Any) -> dict[str, Any]:
         return {"bufsize": stage.bufsize, "initial": stage.initial, "seed": stage.seed}
     if _kind(stage) is not filters.shuffle.f:
         return {}
-    given = inspect.signature(stage.f).bind_partial(None, *stage.args, **stage.kw).arguments
-    return {"bufsize": 1000, **dict(islice(given.items(), 1, None))}
+    names = islice(inspect.signature(stage.f).parameters, 1, None)
+    return {"bufsize": 1000, **dict(zip(names, stage.args, strict=False)), **stage.kw}
 
 
 def _shown(value: Any) -> str:

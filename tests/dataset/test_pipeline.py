@@ -367,6 +367,9 @@ def test_the_end_of_an_epoch_without_a_further_sample_is_the_end(make):
         list(one)
         two.load_state_dict(saved(one))
         assert (list(two), two.epoch) == ([], epoch + 1)
+        one.set_epoch(epoch)
+        two.load_state_dict(saved(one))  # before the first sample
+        assert keys(two) == keys(one)
 
 
 def test_another_number_of_samples_is_refused(make, make_cache, origin):
@@ -526,12 +529,23 @@ def test_workers_may_read_one_pipeline_after_the_other(of_files):
 def test_loaders_with_equal_seeds_read_an_epoch_each(of_files, is_tracked):
     dataset = of_files(wds.shuffle(5))
     one, two = (
-        batches_of(dataset, generator=torch.Generator().manual_seed(0), timeout=60)
-        for _ in range(2)
-    )
-    pairs = [*zip(one, dataset.track(two) if is_tracked else two, strict=True)]
+        batches_of(
+            dataset, generator=torch.Generator().manual_seed(0), worker_init_fn=each, timeout=60
+        )
+        for each in (lambda worker: time.sleep(0.6), lambda worker: time.sleep(0.3))
+    )  # `two` begins when `one` is tracked, but before it begins
+    pairs = [*zip(dataset.track(one) if is_tracked else one, two, strict=True)]
     assert sorted(flat(each for each, _ in pairs)) == KEYS[:46]
     assert sorted(flat(each for _, each in pairs)) == KEYS[:46]
+
+
+def test_a_copy_has_a_position_of_its_own(of_files):
+    base = of_files()
+    one, two = base.shuffle(5), base.shuffle(9)
+    next(iter(one))
+    one.load_state_dict(saved(one))
+    assert (one.epoch, two.epoch) == (0, 0)
+    assert sorted(flat(batches_of(two))) == KEYS[:46]
 
 
 def test_a_pipeline_may_outlive_the_one_it_was_copied_from(of_files):
@@ -584,11 +598,10 @@ def read_in_rank(rank, dataset, workers, directory):
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2"}
     found = []
     for epoch in range(2):
-        dataset.set_epoch(epoch)
         (directory / f"{epoch}-{rank}").touch()
         wait_until((directory / f"{epoch}-{1 - rank}").exists)
         found.append(flat(batches_of(dataset, workers)))
-    (directory / f"{rank}.json").write_text(json.dumps(found))
+    (directory / f"{rank}.json").write_text(json.dumps([found, dataset.epoch]))
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -596,9 +609,9 @@ def test_ranks_that_torch_spawns_count_their_own_epochs(of_files, tmp_path, work
     arguments = of_files(wds.shuffle(5)), workers, tmp_path
     torch.multiprocessing.spawn(read_in_rank, arguments, nprocs=2)
     ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
-    for epochs in zip(*ranks, strict=True):
+    for epochs in zip(*(found for found, _ in ranks), strict=True):
         assert sorted(key for epoch in epochs for key in epoch) == KEYS[:46]
-    assert ranks[0][0] != ranks[0][1]
+    assert ranks[0][0][0] != ranks[0][0][1] and ranks[0][1] == ranks[1][1] == 2
 
 
 def test_a_seed_that_a_shuffle_states_is_obeyed(make, make_cache):

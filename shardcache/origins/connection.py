@@ -347,7 +347,9 @@ class Response:
     info: ObjectInfo
     start: int
     stop: int | None
-    _left: int | None = None  # `close` may run before `__init__` has received the head
+    # `close` may run before `__init__` has received the head, or even begun.
+    _left: int | None = None
+    _connection: _Connection | None = None
 
     def __init__(
         self,
@@ -359,7 +361,7 @@ class Response:
         secrets: Sequence[str],
         bodiless: bool,
     ) -> None:
-        self._connection: _Connection | None = connection
+        self._connection = connection
         self._transport, self._aborted = transport, False
         self.url, self.secrets = url, secrets  # as requested; as for `Transport.request`
         sent = time.monotonic()

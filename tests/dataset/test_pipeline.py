@@ -219,12 +219,14 @@ def test_a_plain_loader_continues_in_the_seventh_epoch(of_files, method):
     first = [*islice(batches, 5)]
     state = saved(dataset)
     rest, following = [*batches], [*dataset.track(loader)]
+    del batches, loader  # ends the persistent workers; a collection of garbage waits 10 s for them
     other, batches, loader = loaded(state)
     # Batches of several workers may come in another order.
     assert sorted([*first, *batches]) == sorted(first + rest)
     assert sorted(other.track(loader)) == sorted(following)
     for epoch in first + rest, following:
         assert sorted(key for batch in epoch for key in batch) == KEYS[:46]
+    del batches, loader
     with pytest.raises(ConfigError, match="other workers: 2, and now 1"):
         other.load_state_dict(state)
         next(iter(other))
@@ -600,7 +602,8 @@ def read_in_rank(rank, dataset, workers, directory):
     for epoch in range(2):
         (directory / f"{epoch}-{rank}").touch()
         wait_until((directory / f"{epoch}-{1 - rank}").exists)
-        found.append(flat(batches_of(dataset, workers)))
+        forked = {"multiprocessing_context": "fork"} if workers else {}
+        found.append(flat(batches_of(dataset, workers, **forked)))
     (directory / f"{rank}.json").write_text(json.dumps([found, dataset.epoch]))
 
 

@@ -49,6 +49,9 @@ _CANNOT_LINK = frozenset({errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOENT})
 _TAKEN = frozenset({errno.EEXIST, errno.ENOTEMPTY})
 #: Nanoseconds between the times of two versions; some filesystems store whole seconds.
 _LATER = 2_000_000_000
+#: The time of an entry's data, in ns, once another version has replaced it. Programs that build
+#: images may set all times to 0.
+REPLACED = 1_000_000_000
 #: Number of entries that a process remembers. Each takes about 300 bytes, so 30 MB together.
 _MAX_KNOWN = 100_000
 
@@ -77,7 +80,7 @@ class Entry(NamedTuple):
 
     @property
     def stored(self) -> int:
-        """When its bytes were stored, in ns since the epoch; 0 if it was replaced or is gone."""
+        """When its bytes were stored, in ns since the epoch; `REPLACED`, or 0 if it is gone."""
         return _stored(self.directory)
 
     def metadata(self) -> Metadata:
@@ -161,6 +164,11 @@ class Opened:
     stuck: bool = False
     reopened: bool = False  #: whether this replaces an open file whose handle was stale
     stored: int = 0  #: when the bytes were stored, as `Entry.stored`
+
+    @property
+    def is_outdated(self) -> bool:
+        """Whether the entry was replaced, and is not also that of another rank or job."""
+        return self.stored == REPLACED and os.fstat(self.file.fileno()).st_nlink == 1
 
     @property
     def entry(self) -> Entry:
@@ -247,7 +255,7 @@ class Store:
             try:
                 opened = open_data(*known, self._grace)
                 if opened is not None:
-                    if opened.stored:  # not replaced
+                    if opened.stored != REPLACED:
                         return opened
                     opened.close()
             except (DamagedError, os_error()) as exn:  # raised again below, unless it is gone
@@ -256,7 +264,9 @@ class Store:
         for directory, size in versions(self.layout, key):
             if directory.rpartition("/")[2].partition("-")[0] not in outdated:
                 opened = self._open_unknown(directory, basename, size)
-                if opened is not None:
+                if opened is not None and opened.is_outdated:
+                    opened.close()
+                elif opened is not None:
                     self._remember(key, directory, basename, size)
                     return opened
         return None
@@ -299,7 +309,7 @@ class Store:
         except (DamagedError, os_error()):
             return False
         is_data = stat.S_ISREG(status.st_mode) and status.st_size == entry.size
-        is_replaced = status.st_mtime == 0.0  # by `mark_replaced`
+        is_replaced = status.st_mtime_ns == REPLACED
         return is_data and not is_replaced and (not self._boot or boot == self._boot)
 
     def _remember(self, key: str, directory: str, basename: str, size: int) -> None:
@@ -361,6 +371,8 @@ class Store:
                 else:
                     if existing is not None:
                         existing.close()
+                        with ignoring(OSError):  # it is current again, if it was marked
+                            os.utime(existing.path, follow_symlinks=False)
                         return False
         raise OSError(errno.EBUSY, "an entry has the name and cannot be opened", str(entry))
 
@@ -374,12 +386,12 @@ class Store:
                 os.utime(path, follow_symlinks=False)
 
     def mark_replaced(self, entry: Entry) -> bool:
-        """Set the time of an entry's data to 0, so that processes that know it list the versions.
+        """Mark an entry, so that processes that know it list the versions.
 
         Returns False if another user owns the file, or it is read-only.
         """
         try:
-            os.utime(entry.data, (0, 0), follow_symlinks=False)
+            os.utime(entry.data, ns=(REPLACED, REPLACED), follow_symlinks=False)
         except (DamagedError, os_error()) as exn:
             logger.info("%s cannot be marked as replaced: %s", entry.path.name, exn)
             return False
@@ -472,7 +484,7 @@ def open_first(
                 newest, other = other, newest
             if other is not None:
                 other.close()
-        if newest is not None and newest.stored:  # not replaced
+        if newest is not None and newest.stored != REPLACED:
             return newest
     if damaged is not None and newest is None:
         raise damaged

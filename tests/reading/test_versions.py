@@ -36,6 +36,25 @@ def refresh(cache):
 
 
 @pytest.mark.locks_work("flock")
+@pytest.mark.parametrize("tiers", [[], ["1MB"]])
+@pytest.mark.parametrize("then", [OLD, NEW])
+def test_the_old_version_never_comes_back_by_itself(make_cache, origin, tmp_path, tiers, then):
+    options = {"tiers": [f"{tmp_path}/fast={size}" for size in tiers]}
+    cache = make_cache(**options)
+    cache.fetch(URL)
+    with cache.open(URL) as stream:
+        origin.objects[URL] = NEW
+        refresh(cache)
+        assert read(cache) == NEW
+        cache.clean(everything=True)  # but the version that is read
+        origin.objects[URL] = then
+        assert read(make_cache(**options)) == read(cache) == then
+        assert stream.read() == OLD
+    requested = len(origin.requests)
+    assert read(make_cache(**options)) == then and len(origin.requests) == requested
+
+
+@pytest.mark.locks_work("flock")
 def test_all_caches_read_the_new_version_after_a_refresh(make_cache, origin, tmp_path):
     """An open stream keeps the old version, which is removed later."""
     running = make_cache()

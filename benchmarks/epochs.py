@@ -3,9 +3,8 @@
 ``python -m benchmarks.epochs`` compares a cold and a warm epoch, and the time to the first sample,
 with streaming and with other caches. It also measures how long eight processes take to read the
 same cold shard. The server counts the downloads. Over TLS, it measures fresh processes up to their
-first sample, and how fast shards come while the main thread runs Python code without a pause. A
-cold epoch with work on each sample, as training has it, runs on one core. Each run uses fresh
-processes and an empty cache. The shards are in memory, the caches on ``--disk``.
+first sample. A cold epoch with work on each sample, as training has it, runs on one core. Each run
+uses fresh processes and an empty cache. The shards are in memory, the caches on ``--disk``.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ from tests.support.storetools import Child, crowd
 SAMPLE_BYTES = 100_000
 #: The ways that are measured with several processes.
 _SHARING = ("shardcache", "wds-filecache", "pipe-curl")
-_PARTS = ("epochs", "sharing", "tls", "work")
+_PARTS = ("epochs", "sharing", "starts", "work")
 #: The link that is measured with TLS, and the ways of its fresh processes.
 _TLS, _STARTS = "s3-like", ("pipe-curl", "shardcache")
 #: Ways in the chart of the README, and the cells of its longest bar.
@@ -171,15 +170,12 @@ def _sharing(bench: _Bench, keys: Sequence[str], most: int, repeats: int) -> lis
     return rows
 
 
-def _tls(bench: _Bench, keys: Sequence[str], repeats: int) -> Row:
-    starts: dict[str, list[float]] = {way: [] for way in _STARTS}
-    busy = []
+def _starts(bench: _Bench, key: str, repeats: int) -> dict[str, list[float]]:
+    seconds: dict[str, list[float]] = {way: [] for way in _STARTS}
     for _ in range(repeats):
-        for way, seconds in starts.items():
-            seconds.append(bench.start(way, keys[0]))
-        ((figures,),), _ = bench.run("busy", "shardcache", keys)
-        busy.append(figures)
-    return {"starts": starts, "busy": busy}
+        for way in _STARTS:
+            seconds[way].append(bench.start(way, key))
+    return seconds
 
 
 def _worked(bench: _Bench, keys: Sequence[str], repeats: int) -> Row:
@@ -212,20 +208,13 @@ def _work_report(name: str, kinds: Row) -> str:
 def report(facts: Row) -> str:
     """Return the tables of a result in Markdown."""
     parts = [_link_report(group) for group in facts["groups"]]
-    if "tls" in facts:
-        starts, busy = facts["tls"]["starts"], facts["tls"]["busy"]
-        first = median(starts[_STARTS[0]])
-        middles = {WAYS[way][0]: median(seconds) for way, seconds in starts.items()}
+    if "starts" in facts:
+        middles = {WAYS[way][0]: median(each) for way, each in facts["starts"].items()}
+        first = next(iter(middles.values()))
         rows = [[title, f"{each:.2f}", f"{each / first:.2f}"] for title, each in middles.items()]
         heads = ["", "whole process s", f"x {WAYS[_STARTS[0]][0]}"]
-        rate, kept = (median(run[name] for run in busy) for name in ("rate", "kept"))
         title = f"The first sample of a fresh process, {LINKS[_TLS][0]}, TLS"
-        parts.append(
-            f"{section(title, heads, rows)}\n\n"
-            "While the main thread ran Python code without a pause, 8 connections of one process "
-            f"received {rate / 1e6:.0f} MB/s over the same link. The thread kept {kept:.0%} of its "
-            "speed."
-        )
+        parts.append(section(title, heads, rows))
     parts += [_work_report(name, kinds) for name, kinds in facts.get("work", {}).items()]
     return "\n\n".join(parts)
 
@@ -369,11 +358,11 @@ def main() -> None:
                     group["sharing"] = _sharing(bench, keys, processes, arguments.repeats)
             facts["groups"].append(group)
             save(arguments.json, facts)
-        for tls in (False, True) if {"tls", "work"} & set(parts) else ():
+        for tls in (False, True) if {"starts", "work"} & set(parts) else ():
             with link(memory, memory, _TLS, processes=2, tls=tls) as target:
                 bench = _Bench(target, Path(disk), shards * samples * SAMPLE_BYTES)
-                if tls and "tls" in parts:
-                    facts["tls"] = _tls(bench, keys, arguments.repeats)
+                if tls and "starts" in parts:
+                    facts["starts"] = _starts(bench, keys[0], arguments.repeats)
                 if "work" in parts:
                     title = LINKS[_TLS][0] + ", TLS" * tls
                     facts["work"][title] = _worked(bench, keys, arguments.repeats)

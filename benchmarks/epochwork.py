@@ -14,7 +14,6 @@ import json
 import os
 import resource
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -26,9 +25,6 @@ from tests.support.storetools import Parent
 #: Seconds between making a pipeline and its first sample. A real program makes its model in that
 #: time, and background work of the pipeline ends.
 _BEFORE_THE_FIRST = 1.0
-#: Number of connections during the run; seconds that the main thread runs before it.
-_BUSY, _ALONE = 8, 3.0
-
 #: Bytes to hash: hashlib releases the interpreter lock meanwhile.
 _NOISE = memoryview(bytes(64 * MIB))
 
@@ -158,38 +154,6 @@ def _read(plan: Plan) -> Iterator[Figures]:
         yield {"start": start, "end": time.perf_counter()}
 
 
-def _busy(plan: Plan) -> Iterator[Figures]:
-    """Run Python code in the main thread without pause: first alone, then during downloads."""
-    from shardcache import Cache
-
-    cache, urls = Cache(plan["cache"], connections=_BUSY), _s3(plan)
-    yield {}
-    ended = threading.Event()
-
-    def spin() -> float:
-        count, start = 0, time.perf_counter()
-        while not ended.is_set():
-            for _ in range(1000):
-                count += 1
-        return count / (time.perf_counter() - start)
-
-    threading.Timer(_ALONE, ended.set).start()
-    alone = spin()
-    ended.clear()
-    sizes: list[int] = []
-    start = time.perf_counter()
-
-    def download() -> None:
-        try:
-            sizes.extend(result.size or 0 for result in cache.prewarm(urls).results)
-        finally:
-            ended.set()
-
-    threading.Thread(target=download).start()
-    beside = spin()
-    yield {"kept": beside / alone, "rate": sum(sizes) / (time.perf_counter() - start)}
-
-
 def _opener(plan: Plan) -> Callable[[], BinaryIO]:
     """Return a function that opens the first shard in the way of the plan."""
     if plan["way"] == "shardcache":
@@ -210,7 +174,7 @@ def work(benchmark: Parent, _: int, plan: Plan) -> None:
     """Run the task of a plan: send once when it is prepared, and after each requested step."""
     os.environ.clear()
     os.environ.update(plan["environment"])
-    tasks = {"epochs": _epochs, "read": _read, "busy": _busy, "work": _worked}
+    tasks = {"epochs": _epochs, "read": _read, "work": _worked}
     for figures in tasks[plan["task"]](plan):
         benchmark.say(figures)
         benchmark.hear()

@@ -182,17 +182,7 @@ def s3fs_origin(
 ) -> FsspecOrigin:
     """Return the origin of an S3 bucket that only s3fs can read; ``reason`` says why."""
     with undivided():  # a fork must not copy the locks of an import
-        import aiobotocore.utils
-        from botocore.compat import HAS_CRT
-
         options = s3fs_options(options, endpoint_url)
-    if "Express" in reason and not hasattr(aiobotocore.utils, "AioS3ExpressIdentityCache"):
-        raise ConfigError(
-            f"{reason} need sessions, which aiobotocore {aiobotocore.__version__} does not know; "
-            "install a newer aiobotocore."
-        )
-    if "multi-region" in reason and not HAS_CRT:
-        raise ConfigError(f"{reason} need signatures of awscrt; install awscrt.")
     logger.info("%s: reading through s3fs, which is slower", reason)
     # The SDK below s3fs also makes one attempt, because `retry` makes the others.
     settings = {"retries": {"total_max_attempts": 1}, **(options.get("config_kwargs") or {})}

@@ -212,19 +212,6 @@ def test_a_multi_region_access_point_is_signed_for_all_regions(open_cache, store
     assert {header(head, "x-amz-region-set") for head in store.heads} == {"*"}
 
 
-@pytest.mark.parametrize(
-    ("bucket", "missing", "message"),
-    [
-        (EXPRESS, ("aiobotocore.utils.AioS3ExpressIdentityCache",), "newer aiobotocore"),
-        (MRAP, ("botocore.compat.HAS_CRT", False), "install awscrt"),
-    ],
-)
-def test_a_missing_package_is_an_error(open_cache, monkeypatch, bucket, missing, message):
-    (monkeypatch.setattr if missing[1:] else monkeypatch.delattr)(*missing)
-    with pytest.raises(ConfigError, match=message):
-        open_cache().open(f"s3://{bucket}/a.tar")
-
-
 @pytest.mark.parametrize("options", [{}, SSE], ids=["express", "sse-c"])
 def test_s3fs_lists_and_reads_its_buckets(open_cache, tmp_path, s3, bucket, monkeypatch, options):
     """The server does not know the sessions of S3 Express, so the client sends no session token."""

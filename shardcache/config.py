@@ -389,9 +389,10 @@ class Config:
     def scheme_options(self, scheme: str) -> Mapping[str, Any]:
         """Return the table of one scheme. Without a table ``s3``, all options belong to S3."""
         own = self.storage_options.get(scheme)
-        if isinstance(own, Mapping):
-            return own
-        return self.storage_options if scheme == "s3" else {}
+        if not isinstance(own, Mapping):
+            own = self.storage_options if scheme == "s3" else {}
+        is_given = scheme == "s3" and self.endpoint_url
+        return {**own, "endpoint_url": self.endpoint_url} if is_given else own
 
     def places(self) -> dict[str, str]:
         """Return the options that name a server or an account, by scheme, without secrets."""

@@ -239,7 +239,7 @@ def _credentials(config: Config) -> Findings:
     if options.get("anon"):
         yield "ok", str(access), ""
         return
-    origin = S3Origin(options, endpoint_url=config.endpoint_url, timeout=_RESPOND)
+    origin = S3Origin(options, timeout=_RESPOND)
     try:
         if origin.accepts_credentials():
             yield "ok", f"{access}; accepted", ""

@@ -75,7 +75,7 @@ _OPTIONS = {*KEY_NAMES, "region", "output"}
 
 def endpoint_of(config: Config) -> str | None:
     """Return the S3 endpoint of a configuration, or None for AWS."""
-    return s3_endpoint(config.scheme_options("s3"), config.endpoint_url)
+    return s3_endpoint(config.scheme_options("s3"))
 
 
 def _authority(config: Config) -> str | None:
@@ -132,14 +132,14 @@ def url_parser(config: Config) -> Callable[[str], ShardURL]:
     return functools.partial(parse, endpoint=endpoint, parse_command=parse_command)
 
 
-def s3_endpoint(options: Mapping[str, Any], endpoint_url: str | None = None) -> str | None:
+def s3_endpoint(options: Mapping[str, Any]) -> str | None:
     """Return the endpoint of a client with these options, or None for AWS.
 
-    The precedence is botocore's: the arguments (``endpoint_url`` first), AWS_ENDPOINT_URL_S3,
-    AWS_ENDPOINT_URL, the profile's ``services`` section, the profile's ``endpoint_url``.
+    The precedence is botocore's: the options, AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL, the profile's
+    ``services`` section, the profile's ``endpoint_url``.
     """
     client = options.get("client_kwargs") or {}
-    if passed := endpoint_url or options.get("endpoint_url") or client.get("endpoint_url"):
+    if passed := options.get("endpoint_url") or client.get("endpoint_url"):
         return str(passed)
     named = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
     ignored = os.environ.get("AWS_IGNORE_CONFIGURED_ENDPOINT_URLS", "")
@@ -166,9 +166,9 @@ def needs_s3fs(bucket: str, options: Mapping[str, Any]) -> str:
     return f"the option {names[0]}" if names else ""
 
 
-def s3fs_options(options: Mapping[str, Any], endpoint_url: str | None = None) -> dict[str, Any]:
+def s3fs_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return options with which s3fs uses the endpoint and region of shardcache's own client."""
-    endpoint = s3_endpoint(options, endpoint_url)
+    endpoint = s3_endpoint(options)
     client = {**(options.get("client_kwargs") or {}), "region_name": _region(options, endpoint)}
     client.pop("endpoint_url", None)  # s3fs refuses two endpoints
     return {**options, "endpoint_url": endpoint, "client_kwargs": client}

@@ -177,12 +177,10 @@ def _skip_google_metadata() -> None:
         os.environ.setdefault("NO_GCE_CHECK", "true")
 
 
-def s3fs_origin(
-    reason: str, options: Mapping[str, Any], endpoint_url: str | None, timeout: float
-) -> FsspecOrigin:
+def s3fs_origin(reason: str, options: Mapping[str, Any], timeout: float) -> FsspecOrigin:
     """Return the origin of an S3 bucket that only s3fs can read; ``reason`` says why."""
     with undivided():  # a fork must not copy the locks of an import
-        options = s3fs_options(options, endpoint_url)
+        options = s3fs_options(options)
     logger.info("%s: reading through s3fs, which is slower", reason)
     # The SDK below s3fs also makes one attempt, because `retry` makes the others.
     settings = {"retries": {"total_max_attempts": 1}, **(options.get("config_kwargs") or {})}

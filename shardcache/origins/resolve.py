@@ -91,7 +91,7 @@ class Origins:
                 config = self._config
                 config = for_command(config, shard.options) if shard.options else config
                 options = config.scheme_options(shard.scheme)
-                self._made[key] = _make(shard, options, config.endpoint_url, config.timeout)
+                self._made[key] = _make(shard, options, config.timeout)
             return self._made[key]
 
     def use(self, scheme: str, origin: Origin) -> None:
@@ -132,9 +132,7 @@ class Origins:
         ]
 
 
-def _make(
-    shard: ShardURL, options: Mapping[str, Any], endpoint_url: str | None, timeout: float
-) -> Origin:
+def _make(shard: ShardURL, options: Mapping[str, Any], timeout: float) -> Origin:
     """Return a new origin for ``shard``, and for other shards that need the same client."""
     # Each module is imported only when it is needed, because no program needs all of them.
     scheme = shard.scheme
@@ -142,10 +140,10 @@ def _make(
         if reason := needs_s3fs(shard.bucket_and_key()[0], options):
             from shardcache.origins.filesystem import s3fs_origin
 
-            return s3fs_origin(reason, options, endpoint_url, timeout)
+            return s3fs_origin(reason, options, timeout)
         from shardcache.origins.s3 import S3Origin
 
-        return S3Origin(options, endpoint_url=endpoint_url, timeout=timeout)
+        return S3Origin(options, timeout=timeout)
     if scheme in _WEB:
         from shardcache.origins.http import WebOrigin
 
@@ -198,8 +196,10 @@ class _Upstream:
         self.name = redact(config.url)
         self._scheme = config.url.partition("://")[0].lower() if "://" in config.url else "file"
         self._breaker = Breaker(threshold=_FAILURES)
-        options = config.storage_options
-        self.origin = _make(self._parse("x"), options, config.endpoint_url, timeout)
+        self._options = dict(config.storage_options)
+        if self._scheme == "s3" and config.endpoint_url:
+            self._options["endpoint_url"] = config.endpoint_url
+        self.origin = _make(self._parse("x"), self._options, timeout)
 
     def _copy_of(self, shard: ShardURL) -> ShardURL | None:
         """Return the URL of the shard's copy, or None if upstreams are not searched for it."""
@@ -305,9 +305,9 @@ class _Upstream:
         else:
             import fsspec
 
-            options = dict(self.config.storage_options)
+            options = self._options
             if self._scheme == "s3":
-                options = s3fs_options(options, self.config.endpoint_url)
+                options = s3fs_options(options)
             writer = fsspec.filesystem(self._scheme, **options)
             path = writer._strip_protocol(copy.raw)
             put_file, put_bytes = writer.put_file, writer.pipe_file

@@ -137,17 +137,14 @@ class S3Origin(Origin):
     """Reads ``s3://`` shards; a `base.Origin`.
 
     The ``storage_options`` have the names of s3fs: key, secret, token, profile, anon,
-    requester_pays, endpoint_url (the argument precedes it), client_kwargs, config_kwargs.
+    requester_pays, endpoint_url, client_kwargs, config_kwargs.
     """
 
     conditional = True
     states_checksums = True
 
-    def __init__(
-        self, storage_options: Mapping[str, Any], *, endpoint_url: str | None = None, timeout: float
-    ) -> None:
+    def __init__(self, storage_options: Mapping[str, Any], *, timeout: float) -> None:
         self._options = dict(storage_options)
-        self._endpoint_url = endpoint_url
         self._timeout = timeout
         self._guard = threading.Lock()
         self._chain = threading.Lock()  # held while botocore searches for credentials
@@ -161,7 +158,7 @@ class S3Origin(Origin):
         with self._guard:
             if self._store is None:
                 with undivided():  # a fork must not copy the locks of an import
-                    endpoint = s3_endpoint(self._options, self._endpoint_url) or ""
+                    endpoint = s3_endpoint(self._options) or ""
                     settings = sorted(item for item in os.environ.items() if "AWS_" in item[0])
                     key = repr((self._options, endpoint, settings, aws_files()))
                     known = _stores.get(key) or _look_up(self._options, endpoint)

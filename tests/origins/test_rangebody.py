@@ -112,7 +112,7 @@ def test_all_requests_after_a_redirect_go_to_the_region_of_the_bucket(serve, hea
     if header:
         moved = answer("301 Moved Permanently", x_amz_bucket_region="eu-west-3")
     server = serve(lambda head: HELLO if "/eu-west-3/s3/aws4_request" in head else moved, most=9)
-    origin = S3Origin(KEYS, endpoint_url=server.url, timeout=20)
+    origin = S3Origin({**KEYS, "endpoint_url": server.url}, timeout=20)
     url = parse_url("s3://lab/a.bin")
     for _ in range(2):
         once("", lambda: origin.open(url, 0, 5).close())

@@ -64,7 +64,7 @@ _REST = 1.0  #: seconds that a process keeps its turn after a failure, as a paus
 CHAIN_TIMEOUT = 60.0
 #: Names of the credentials in a profile, and in `client_kwargs`.
 KEY_NAMES = ("aws_access_key_id", "aws_secret_access_key", "aws_session_token")
-#: Environment variables and options of a profile whose effects `written_settings` knows.
+#: Environment variables and options of a profile whose effects `written_keys` knows.
 _VARIABLES = {name.upper() for name in KEY_NAMES} | {
     *("AWS_PROFILE", "AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE", "AWS_CA_BUNDLE"),
     *("AWS_REGION", "AWS_DEFAULT_REGION", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"),
@@ -88,7 +88,7 @@ def _authority(config: Config) -> str | None:
     # Parsing the files takes longer, and few name a region outside the standard partition.
     text = regions.encode(errors="replace") + aws_files()
     is_elsewhere = re.search(rf"\b({PARTITIONS})-".encode(), text)
-    return f"s3.{_region(options)}.amazonaws.com" if is_elsewhere else None
+    return f"s3.{s3_region(options)}.amazonaws.com" if is_elsewhere else None
 
 
 def for_command(config: Config, options: Collection[tuple[str, str]]) -> Config:
@@ -169,12 +169,12 @@ def needs_s3fs(bucket: str, options: Mapping[str, Any]) -> str:
 def s3fs_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return options with which s3fs uses the endpoint and region of shardcache's own client."""
     endpoint = s3_endpoint(options)
-    client = {**(options.get("client_kwargs") or {}), "region_name": _region(options, endpoint)}
+    client = {**(options.get("client_kwargs") or {}), "region_name": s3_region(options, endpoint)}
     client.pop("endpoint_url", None)  # s3fs refuses two endpoints
     return {**options, "endpoint_url": endpoint, "client_kwargs": client}
 
 
-def _region(options: Mapping[str, Any], endpoint: str | None = None) -> str:
+def s3_region(options: Mapping[str, Any], endpoint: str | None = None) -> str:
     """Return the region that a client tries first: botocore's, at AWS then that of AWS_REGION."""
     if passed := (options.get("client_kwargs") or {}).get("region_name"):
         return str(passed)
@@ -238,60 +238,48 @@ class Keys(NamedTuple):
         return self
 
 
-class Settings(NamedTuple):
-    """Settings that need no botocore, as the methods of a botocore session return them."""
-
-    get_config_variable: Callable[[str], str | None]  #: of the ``region`` and the ``ca_bundle``
-    get_credentials: Callable[[], Keys]
-    get_scoped_config: Callable[[], Mapping[str, Any]] = dict  #: there are no options for S3
-
-
-def session(options: Mapping[str, Any], *, botocore_only: bool = False) -> Any:
-    """Return a session of botocore, or the same settings without its slow import.
-
-    Credentials in the options precede those of the environment and the files.
-    """
-    profile, keys = options.get("profile"), None
-    client = options.get("client_kwargs") or {}
-    for given, names in ((options, ("key", "secret", "token")), (client, KEY_NAMES)):
-        if given.get(names[0]):  # `client_kwargs` take precedence
-            keys = Keys(*map(given.get, names))
-    if not botocore_only:
-        unsigned = Keys("", "") if options.get("anon") else None
-        if (settings := written_settings(profile, keys or unsigned)) is not None:
-            return settings
+def session(options: Mapping[str, Any]) -> Any:
+    """Return a session of botocore. Credentials in the options precede all others."""
     import botocore.session
 
-    of_botocore = botocore.session.Session(profile=profile)
-    if keys is not None:
-        of_botocore.set_credentials(*keys)
-    return of_botocore
+    made = botocore.session.Session(profile=options.get("profile"))
+    if keys := _passed_keys(options):
+        made.set_credentials(*keys)
+    return made
 
 
-def written_settings(profile: str | None, keys: Keys | None) -> Settings | None:
-    """Return what botocore would find if the environment or AWS's files state keys, else None.
+def _passed_keys(options: Mapping[str, Any]) -> Keys | None:
+    client = options.get("client_kwargs") or {}
+    for given, names in ((client, KEY_NAMES), (options, ("key", "secret", "token"))):
+        if given.get(names[0]):
+            return Keys(*map(given.get, names))
+    return None
 
-    Each variable of AWS and each option of the profile must be known here. So botocore handles
-    roles, SSO, programs that print credentials, and any provider that it may add to its chain.
-    A passed ``profile`` precedes the keys in the environment, and ``keys`` all.
+
+def written_keys(options: Mapping[str, Any]) -> Keys | None:
+    """Return botocore's credentials if the options, the environment or AWS's files state them.
+
+    Otherwise, or if a variable of AWS or an option of the profile is not known here, return None.
+    So botocore handles all settings of S3, roles, SSO, programs that print credentials, and any
+    provider that it may add to its chain. A passed profile precedes the keys in the environment.
     """
+    profile = options.get("profile")
     env = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
     if (profiles := _read_profile(profile)) is None:
         return None
-    options, written, _ = profiles
-    is_missing = not options and (profile is not None or "AWS_PROFILE" in env)
-    if env.keys() - _VARIABLES or options.keys() - _OPTIONS or is_missing:
+    own, written, _ = profiles
+    is_missing = not own and (profile is not None or "AWS_PROFILE" in env)
+    if env.keys() - _VARIABLES or own.keys() - _OPTIONS or is_missing:
         return None
-    if keys is None:
-        source = {name.lower(): value for name, value in env.items()}
-        if profile is not None or not source.get(KEY_NAMES[0]):
-            source = written
-        keys = Keys(*(source.get(name, "") for name in KEY_NAMES))
-        if not (keys.access_key and keys.secret_key):
-            return None
-    region = env.get("AWS_DEFAULT_REGION", options.get("region"))
-    variables = {"region": region, "ca_bundle": env.get("AWS_CA_BUNDLE")}
-    return Settings(variables.get, lambda: keys)
+    if options.get("anon"):
+        return Keys("", "")
+    if passed := _passed_keys(options):
+        return passed
+    source = {name.lower(): value for name, value in env.items()}
+    if profile is not None or not source.get(KEY_NAMES[0]):
+        source = written
+    keys = Keys(*(source.get(name, "") for name in KEY_NAMES))
+    return keys if keys.access_key and keys.secret_key else None
 
 
 @functools.cache
@@ -427,7 +415,7 @@ def s3_access(config: Config, *, timed: bool = False) -> S3Access:
     from botocore.exceptions import BotoCoreError, ClientError
 
     try:
-        credentials = session(options, botocore_only=True).get_credentials()
+        credentials = session(options).get_credentials()
         lifetime = _lifetime(credentials) if timed and credentials is not None else ""
     except (BotoCoreError, ClientError, ValueError) as exn:  # ValueError: of a credential_process
         return S3Access(endpoint, None, redact(str(exn)))

@@ -1,7 +1,7 @@
 """Read shards from S3, and from stores with the same protocol.
 
 Botocore, a dependency of s3fs, finds the credentials, the region and the address of a bucket if
-`aws.written_settings` and `_usual_address` do not know them: its client takes long to make. This
+`aws.written_keys` and `_usual_address` do not know them: its client takes long to make. This
 module signs the requests (Signature Version 4) and sends them with `connection`.
 """
 
@@ -35,9 +35,11 @@ from shardcache.origins.aws import (
     login_ended,
     one_at_a_time,
     s3_endpoint,
+    s3_region,
     session,
     throttling_codes,
     within_timeout,
+    written_keys,
 )
 from shardcache.origins.base import (
     ObjectInfo,
@@ -120,13 +122,6 @@ class _Store:
     worked: bool = False  # whether the store has accepted a signed request
     ahead: float = 0.0  # seconds by which the store's clock is ahead of this machine's
 
-    def renew(self, keys: Any, end: float) -> None:
-        """Take the credentials that a service gave, which expire at ``end``."""
-        self.fresh_until = end - _RENEWED_BEFORE
-        if keys == self.keys:  # the service has no new ones yet
-            self.fresh_until = min(end, max(self.fresh_until, time.time() + _RENEWAL_PAUSE))
-        self.keys, self.expire_at = keys, end
-
 
 #: The stores, keyed by the options, the endpoint, and AWS's environment variables and files. A
 #: forked child inherits them, with the credentials of its parent.
@@ -180,20 +175,19 @@ class S3Origin(Origin):
     def _keys(self, shard: ShardURL) -> Any:
         """Return the credentials for a request, and renew them before they expire."""
         store = self.prepare()
-        if time.time() < store.fresh_until:
-            return store.keys
-        try:
-            return within_timeout(partial(self._renewed_keys, shard))
-        except (TransientError, ShardCacheError) as exn:
-            if isinstance(exn, TransientError):
-                self._chain = threading.Lock()  # so that the next run does not wait for this one
-            if time.time() >= store.expire_at:
-                raise
-            logger.info("the credentials for %s are not renewed: %s", store.name, exn)
-            store.fresh_until = time.time() + _RENEWAL_PAUSE
-            return store.keys
+        if time.time() >= store.fresh_until:
+            try:
+                within_timeout(partial(self._run_chain, shard))
+            except (TransientError, ShardCacheError) as exn:
+                if isinstance(exn, TransientError):
+                    self._chain = threading.Lock()  # so that the next run does not wait for this
+                if time.time() >= store.expire_at:
+                    raise
+                logger.info("the credentials for %s are not renewed: %s", store.name, exn)
+                store.fresh_until = time.time() + _RENEWAL_PAUSE
+        return store.keys
 
-    def _renewed_keys(self, shard: ShardURL) -> Any:
+    def _run_chain(self, shard: ShardURL) -> None:
         """Run botocore's credential chain in a thread, where no signal handler may raise."""
         store = self.prepare()
         try:
@@ -204,7 +198,10 @@ class S3Origin(Origin):
                     with one_at_a_time() if self._chain_failed else contextlib.nullcontext():
                         self._chain_failed = True
                         with undivided():  # a fork must not copy the locks of a TLS handshake
-                            self._credentials = session(self._options).get_credentials()
+                            self._credentials = (
+                                written_keys(self._options)
+                                or session(self._options).get_credentials()
+                            )
                         if self._credentials is None:
                             from botocore.exceptions import NoCredentialsError
 
@@ -216,8 +213,11 @@ class S3Origin(Origin):
         except Exception as exn:  # noqa: BLE001 - botocore has its own exceptions
             raise chain_error(exn, shard, self._profile, worked=store.worked) from None
         expiry = getattr(credentials, "_expiry_time", None)
-        store.renew(keys, expiry.timestamp() if expiry else math.inf)
-        return keys
+        end = expiry.timestamp() if expiry else math.inf
+        store.fresh_until = end - _RENEWED_BEFORE
+        if keys == store.keys:  # the service has no new ones yet
+            store.fresh_until = min(end, max(store.fresh_until, time.time() + _RENEWAL_PAUSE))
+        store.keys, store.expire_at = keys, end
 
     def server(self, shard: ShardURL) -> str:
         """Return the scheme, host and port of the server that stores a shard."""
@@ -462,7 +462,7 @@ def _look_up(options: Mapping[str, Any], endpoint: str) -> _Store:
     """Determine the addresses, the region and the settings of a store, with botocore."""
     client_kwargs = dict(options.get("client_kwargs") or {})
     settings: dict[str, Any] = dict(options.get("config_kwargs") or {})
-    for name in KEY_NAMES:
+    for name in (*KEY_NAMES, "endpoint_url", "region_name"):
         client_kwargs.pop(name, None)
 
     @functools.cache
@@ -473,7 +473,7 @@ def _look_up(options: Mapping[str, Any], endpoint: str) -> _Store:
         settings["signature_version"] = UNSIGNED if options.get("anon") else "s3v4"
         settings["ignore_configured_endpoint_urls"] = True  # `s3_endpoint` has already read them
         # This client only composes addresses. Its dummy credentials keep it from running the chain.
-        return session(options, botocore_only=True).create_client(
+        return session(options).create_client(
             "s3",
             region,
             aws_access_key_id="none",
@@ -499,24 +499,24 @@ def _look_up(options: Mapping[str, Any], endpoint: str) -> _Store:
         return _Bucket(server, path, region, service)
 
     try:
-        aws = session(options)
         # Any region of the right partition will do, because S3 answers with the bucket's region.
-        region = client_kwargs.pop("region_name", None) or aws.get_config_variable("region")
-        if not endpoint:  # at AWS, AWS_REGION comes last
-            region = region or os.environ.get("AWS_REGION")
-        region = region or "us-east-1"
-        verify = client_kwargs.get("verify")
-        if verify is None:
-            verify = aws.get_config_variable("ca_bundle") or True
+        region = s3_region(options, endpoint)
         is_plain = not (
-            client_kwargs.keys() - {"endpoint_url", "verify"}
+            client_kwargs.keys() - {"verify"}
             or options.get("config_kwargs")
             or not options.get("use_ssl", True)
-            or aws.get_scoped_config().get("s3")
-            or aws.get_config_variable("use_dualstack_endpoint")
-            or aws.get_config_variable("use_fips_endpoint")
         )
-        client_kwargs.pop("endpoint_url", None)
+        bundle = os.environ.get("AWS_CA_BUNDLE")
+        if not written_keys(options):  # there may be further settings
+            aws = session(options)
+            bundle = aws.get_config_variable("ca_bundle")
+            is_plain &= not (
+                aws.get_scoped_config().get("s3")
+                or aws.get_config_variable("use_dualstack_endpoint")
+                or aws.get_config_variable("use_fips_endpoint")
+            )
+        if (trusted := client_kwargs.get("verify")) is None:
+            trusted = bundle or True
         if not (is_plain and _usual_address(endpoint, "bucket", region)):
             client(region)
     except Exception as exn:
@@ -525,7 +525,7 @@ def _look_up(options: Mapping[str, Any], endpoint: str) -> _Store:
         reason = redact(str(exn))
     else:
         name, proxies = redact(endpoint) or "AWS", settings.get("proxies")
-        return _Store(name, address, region, proxies, verify)
+        return _Store(name, address, region, proxies, trusted)
     raise ConfigError(
         f"the S3 client cannot be set up: {reason}. "
         "Check endpoint_url, the profile and storage_options."

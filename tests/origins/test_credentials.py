@@ -1,13 +1,14 @@
 """Settings that are read without botocore equal those that botocore reads."""
 
 import itertools
+import os
 import random
 from pathlib import Path
 
 import botocore.session
 import pytest
 
-from shardcache.origins.aws import written_settings
+from shardcache.origins.aws import s3_region, written_keys
 
 _KEYS = "aws_access_key_id = {0}\naws_secret_access_key = {0}secret\n"
 _CONFIGS = (
@@ -56,14 +57,17 @@ def test_settings_equal_those_of_botocore(tmp_path: Path, monkeypatch: pytest.Mo
             for name, values in _VARIABLES.items():
                 if chance.random() < 0.15:
                     patch.setenv(name, chance.choice(values))
-            if (found := written_settings(profile, None)) is None:
+            if (found := written_keys({"profile": profile})) is None:
                 continue
             known += 1
             session = botocore.session.Session(profile=profile)
             keys = session.get_credentials().get_frozen_credentials()
-            known_keys = keys.access_key, keys.secret_key, keys.token or ""
-            assert tuple(found.get_credentials()) == known_keys
-            for name in ("region", "ca_bundle", "use_fips_endpoint", "use_dualstack_endpoint"):
-                assert found.get_config_variable(name) == session.get_config_variable(name)
+            assert tuple(found) == (keys.access_key, keys.secret_key, keys.token or "")
+            region = session.get_config_variable("region") or "us-east-1"
+            assert s3_region({"profile": profile}, "https://store") == region
+            bundle = session.get_config_variable("ca_bundle")
+            assert bundle == os.environ.get("AWS_CA_BUNDLE")
+            for name in ("use_fips_endpoint", "use_dualstack_endpoint"):
+                assert not session.get_config_variable(name)
             assert "s3" not in session.get_scoped_config()
     assert known > 50

@@ -7,7 +7,6 @@ a refused connection, as "file not found", and its reads cannot insist on a vers
 from __future__ import annotations
 
 import contextlib
-import math
 import re
 import string
 from collections.abc import Callable, Collection, Mapping
@@ -15,7 +14,6 @@ from functools import partial
 from typing import NamedTuple
 from urllib.parse import parse_qsl, quote, urljoin
 
-from shardcache import clock
 from shardcache.config import __version__
 from shardcache.errors import AccessDeniedError, ConfigError, ShardNotFoundError
 from shardcache.faults import os_error
@@ -88,17 +86,12 @@ def unanswered(exn: Exception, shard: ShardURL, server: str, secrets: Collection
 
 
 class Route(NamedTuple):
-    """The redirects that a request has followed.
-
-    Between two of them, no deadline is checked and no download is cancelled, so that they may not
-    take longer than the timeout of one request.
-    """
+    """The redirects that a request has followed."""
 
     target: str = ""  # the URL to request; "" for that of the shard
     servers: tuple[str, ...] = ()  # those that redirected the request
     headers: Mapping[str, str] = {}  # for the server of ``target``, such as Authorization
     secrets: tuple[str, ...] = ()  # of all requests on the way
-    until: float = math.inf  # the last moment for another redirect, on the monotonic clock
 
     @property
     def after(self) -> str:
@@ -112,7 +105,7 @@ class Route(NamedTuple):
 
         A signed request may only leave a server with TLS for another one with TLS, and no other
         server receives the headers. Raises ConfigError if the request may not be sent to the
-        target, and TransientError if the redirects take too long.
+        target.
         """
         location = response.headers.get("location")
         if response.status not in (301, 302, 303, 307, 308) or not location:
@@ -124,9 +117,6 @@ class Route(NamedTuple):
         with contextlib.suppress(ValueError):
             there = split_url(target := urljoin(response.url, location))[:2]
         servers = (*self.servers, server)
-        if clock.monotonic() > self.until:
-            text = f"the redirects of {', '.join(dict.fromkeys(servers))} outlast the timeout"
-            raise TransientError(text, timed_out=True)
         if there is None:
             text = f"{server} redirects to a URL that is no valid one of a web server "
             text += f"({quoted(location.partition(':')[0])}). Check the URL and the endpoint."
@@ -251,7 +241,7 @@ class WebOrigin(Origin):
     def __init__(self, headers: Mapping[str, object] | None = None, *, timeout: float) -> None:
         named = {name.title(): str(value) for name, value in (headers or {}).items()}
         self._headers = {n: value for n, value in named.items() if n not in _RESERVED}
-        self._timeout, self.transport = timeout, Transport(timeout=timeout)
+        self.transport = Transport(timeout=timeout)
 
     def open(
         self, shard: ShardURL, start: int, stop: int | None, expected: ObjectInfo | None = None
@@ -274,7 +264,7 @@ class WebOrigin(Origin):
         if route is None:  # the login is from a `pipe:` command such as curl
             login = dict(shard.options).get("authorization", "")
             given = self._headers | ({"Authorization": login} if login else {})
-            route = Route(shard.raw, headers=given, until=clock.monotonic() + self._timeout)
+            route = Route(shard.raw, headers=given)
         name, server, secrets, error = "", "", tuple[str, ...](), None
         try:
             scheme, name, path = split_url(route.target)

@@ -24,7 +24,6 @@ from typing import Any, NamedTuple
 from urllib.parse import parse_qsl, quote, unquote_plus, unquote_to_bytes, urlsplit
 from xml.etree import ElementTree
 
-from shardcache import clock
 from shardcache.errors import AccessDeniedError, ConfigError, ShardCacheError
 from shardcache.faults import is_local_error
 from shardcache.origins import http
@@ -314,7 +313,7 @@ class S3Origin(Origin):
         if route is None:
             target = self._moved.get(place, "")
             target = target if self.transport.is_connected(target) else ""
-            route = http.Route(target, until=clock.monotonic() + self._timeout)
+            route = http.Route(target)
         bucket, keys, response = self._send(method, shard, headers, query, route)
         if response.status in (200, 206):
             if route.servers:

@@ -5,7 +5,6 @@
 
 import contextlib
 import socket
-import time
 from collections.abc import Callable
 from functools import partial
 
@@ -14,7 +13,7 @@ from botocore.auth import S3SigV4Auth
 from botocore.awsrequest import AWSRequest
 from botocore.credentials import Credentials
 
-from shardcache import AccessDeniedError, Cache, ConfigError, TransferError, TransferTimeoutError
+from shardcache import AccessDeniedError, Cache, ConfigError, TransferError
 from shardcache.origins import retry
 from shardcache.origins.base import TransientError
 from shardcache.origins.http import WebOrigin
@@ -228,23 +227,15 @@ def test_the_store_is_asked_again_after_a_bad_target(serve, node, cache_of, monk
 
 
 @pytest.mark.parametrize("url", ["s3://lab/a.tar", "{}/lab/a.tar"])
-@pytest.mark.parametrize(
-    ("pause", "error", "message", "requests"),
-    [
-        (0.0, ConfigError, "more than 5 times .*{0}, {1}", 6),
-        (1.2, TransferTimeoutError, "redirects of {0}, {1} outlast the timeout", 2),
-    ],
-)
-def test_a_circle_of_redirects_ends(serve, cache_of, url, pause, error, message, requests):
+def test_a_circle_of_redirects_ends(serve, cache_of, url):
     servers: list[Scripted] = []
 
     def respond(head: str, target: int) -> bytes:
-        time.sleep(pause)
         return redirect("307", servers[target].url)(head)
 
     for target in (1, 0):
         servers.append(serve(partial(respond, target=target), most=99))
-    message = message.format(*(server.url.removeprefix("http://") for server in servers))
-    with pytest.raises(error, match=message):
-        cache_of(servers[0], timeout=2).open(url.format(servers[0].url))
-    assert sum(len(server.heads) for server in servers) == requests
+    names = ", ".join(server.url.removeprefix("http://") for server in servers)
+    with pytest.raises(ConfigError, match=f"more than 5 times .*{names}"):
+        cache_of(servers[0]).open(url.format(servers[0].url))
+    assert sum(len(server.heads) for server in servers) == 6

@@ -171,7 +171,7 @@ class Cache:
                 with threads.undivided():
                     self.process.prepare()
                     if url is not None:
-                        self.process.origins.prepare(self.parse(url))
+                        self.process.origins.of(self.parse(url)).prepare()
             except Exception as exn:  # noqa: BLE001 - the first read raises it
                 logger.debug("not prepared: %s", exn)
 

@@ -313,7 +313,7 @@ def _read(config: Config, url: str) -> Findings:
                 size, first = size + count, first or time.monotonic() - began
             return size, first, body.info
 
-    origins.prepare(shard)
+    origins.of(shard).prepare()
     began = time.monotonic()
     retry = RetryPolicy(2, config.deadline, 0).started(str(shard))  # a single error may be chance
     size, first, info = retry.call(read, sleep=time.sleep)

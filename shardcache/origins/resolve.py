@@ -98,10 +98,6 @@ class Origins:
         """Read the shards of a scheme from ``origin``, in this process."""
         self._made[scheme, (), ""] = origin
 
-    def prepare(self, shard: ShardURL) -> None:
-        """Set up the client that reads a shard, so that a later request need not."""
-        self.of(shard).prepare()
-
     def close_idle(self, most: int) -> int:
         """Close idle connections while more than ``most`` are open; return how many are open."""
         count = 0

@@ -113,7 +113,6 @@ class _Store:
     proxies: Mapping[str, str] | None
     trusted: str | bool | None  # the argument of `Transport`
     regions: dict[str, str] = field(default_factory=dict)  # of buckets elsewhere
-    buckets: dict[tuple[str, str], _Bucket] = field(default_factory=dict)  # by name and region
     without_checksums: set[str] = field(default_factory=set)  # buckets that refuse `_CHECKSUM`
     keys: Any = None  # botocore's frozen credentials
     fresh_until: float = 0.0  # when to renew `keys`, on the clock of `time.time`
@@ -449,8 +448,7 @@ class S3Origin(Origin):
                 f"s3://arn:aws:s3::ACCOUNT:accesspoint/{name}/key."
             )
         store = self.prepare()
-        place = name, store.regions.get(name, store.region)
-        return store.buckets.get(place) or store.buckets.setdefault(place, store.address(*place))
+        return store.address(name, store.regions.get(name, store.region))
 
 
 def _is_botocores(exn: Exception) -> bool:
@@ -482,6 +480,7 @@ def _look_up(options: Mapping[str, Any], endpoint: str) -> _Store:
             config=Config(**settings),
         )
 
+    @functools.cache
     def address(name: str, region: str) -> _Bucket:
         service = "" if options.get("anon") else "s3"
         if is_plain and (usual := _usual_address(endpoint, name, region)):

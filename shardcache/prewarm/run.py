@@ -378,7 +378,7 @@ class Pool:
         if current_process().daemon:  # such as a DataLoader's worker, which may have no children
             return
         with suppress(ConfigError):  # the downloads raise it
-            self.cache.process.origins.prepare(self._missing()[0])
+            self.cache.process.origins.of(self._missing()[0]).prepare()
         jobs, self.jobs = self.jobs, self.jobs // count
         rate, self.rate = self.rate, self.rate and self.rate // count
         # No signal handler may raise before this process and the helper know of each other.

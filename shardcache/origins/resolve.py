@@ -295,43 +295,32 @@ class _Upstream:
         if not needs_data and size != stated["size"]:
             logger.info("%s: %s has another file of this name, which stays", shard, self.name)
             return
-        put_file, put_bytes = _put_file, _put_bytes
-        if self._scheme == "file":
-            path = str(copy.local_path)
-        else:
-            import fsspec
-
-            options = self._options
-            if self._scheme == "s3":
-                options = s3fs_options(options)
-            writer = fsspec.filesystem(self._scheme, **options)
-            path = writer._strip_protocol(copy.raw)
-            put_file, put_bytes = writer.put_file, writer.pipe_file
-        if needs_data:
-            put_file(os.fspath(data), path)
-        else:
+        if not needs_data:
             stated["foreign"] = version
-        put_bytes(f"{path}{_SIDECAR}", json.dumps(stated).encode())
+        sidecar = json.dumps(stated).encode()
+        if self._scheme == "file":
+            file = copy.local_path
+            if needs_data:
+                _replace(file, partial(shutil.copyfile, data))
+            beside = file.with_name(f"{file.name}{_SIDECAR}")
+            _replace(beside, lambda path: path.write_bytes(sidecar))
+            return
+        import fsspec
+
+        options = s3fs_options(self._options) if self._scheme == "s3" else self._options
+        writer = fsspec.filesystem(self._scheme, **options)
+        path = writer._strip_protocol(copy.raw)
+        if needs_data:
+            writer.put_file(os.fspath(data), path)
+        writer.pipe_file(f"{path}{_SIDECAR}", sidecar)
 
 
-@contextlib.contextmanager
-def _temporary(path: str) -> Iterator[Path]:
-    """Yield the path of a file that is renamed to ``path`` if the block raises no error."""
-    target = Path(path)
-    temporary = target.with_name(f".{target.name}.{random_token()}")
-    target.parent.mkdir(parents=True, exist_ok=True)
+def _replace(path: Path, write: Callable[[Path], object]) -> None:
+    """Replace a file, as a whole, by the one that ``write`` writes."""
+    temporary = path.with_name(f".{path.name}.{random_token()}")
+    path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        yield temporary
-        temporary.replace(target)
+        write(temporary)
+        temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
-
-
-def _put_file(source: str, path: str) -> None:
-    with _temporary(path) as temporary:
-        shutil.copyfile(source, temporary)
-
-
-def _put_bytes(path: str, data: bytes) -> None:
-    with _temporary(path) as temporary:
-        temporary.write_bytes(data)

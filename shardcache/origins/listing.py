@@ -12,7 +12,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from shardcache import clock
 from shardcache.config import Config
@@ -25,7 +25,6 @@ from shardcache.origins.retry import RetryPolicy
 from shardcache.urls import CREDENTIAL, ShardURL, advise_scheme, parse_url, shown_url, split_bucket
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 
 #: Matches the names of shards below a prefix, but not their sidecars (.tar.idx, .json, .md5).
 SHARD = re.compile(r"\.(tar|tgz|tar\.(gz|bz2|xz|zst|lz4))\Z", re.IGNORECASE)
@@ -170,6 +169,7 @@ class Listing:
     def __init__(self, config: Config) -> None:
         self._config = config
         self._s3_options = config.scheme_options("s3")
+        self._policy = RetryPolicy(config.attempts, config.deadline, config.patience)
         self._origins = Origins(config.replace(timeout=min(config.timeout, _TIMEOUT)))
         self._sizes: dict[tuple[str, str], int] = {}  # by bucket and key
 
@@ -198,7 +198,7 @@ class Listing:
             raise ConfigError(f"{shown_url(pattern)}: a bucket's name has to be given in full")
         if scheme == "s3" and not needs_s3fs(bucket, self._s3_options):
             query = {} if deep else {"delimiter": "/"}
-            pages = self._pages(bucket, prefix, query, self._config.attempts)
+            pages = self._pages(bucket, prefix, query)
             start = len(prefix) - len(rest)
             names = [key[start:] for page in pages for key in page if not key.endswith("/")]
         else:
@@ -218,7 +218,7 @@ class Listing:
         return urls
 
     def _pages(
-        self, bucket: str, prefix: str, query: dict[str, str], attempts: int
+        self, bucket: str, prefix: str, query: dict[str, str], attempts: int | None = None
     ) -> Iterator[list[str]]:
         """Yield the object keys below ``prefix``, page by page, and remember their sizes."""
         location = f"s3://{bucket}/{prefix}"
@@ -228,7 +228,8 @@ class Listing:
         while True:
             try:
                 page = partial(origin.list_page, shard, query)
-                sizes, token = self._retried(location, attempts, page)
+                retries = self._policy.started(location, attempts)
+                sizes, token = retries.call(page, sleep=clock.sleep)
             except AccessDeniedError as exn:
                 raise AccessDeniedError(
                     f"{exn.message} Listing needs s3:ListBucket; names in braces, such as "
@@ -262,8 +263,8 @@ class Listing:
                 f"{shard}: {shard.scheme}:// cannot be listed. Write ranges as {{0000..0127}}.",
                 url=str(shard),
             )
-        names = partial(origin.names_below, shard, deep=deep)
-        return self._retried(str(shard), config.attempts, names)
+        names: Callable[[], list[str]] = partial(origin.names_below, shard, deep=deep)
+        return self._policy.started(str(shard)).call(names, sleep=clock.sleep)
 
     def sizes(self, shards: Sequence[ShardURL]) -> dict[str, int]:
         """Return the sizes of shards by key, as far as S3 listings and local files reveal them.
@@ -299,10 +300,6 @@ class Listing:
                 with ignoring(OSError):  # the download reports the error
                     sizes[shard.key] = shard.local_path.stat().st_size
         return sizes
-
-    def _retried(self, what: str, attempts: int, function: Callable[[], T]) -> T:
-        policy = RetryPolicy(attempts, self._config.deadline, self._config.patience)
-        return policy.started(what).call(function, sleep=clock.sleep)
 
 
 def _split(pattern: str) -> tuple[str, Callable[[str], bool], bool]:

@@ -41,12 +41,11 @@ _ONLY_S3FS = (
     *("ExpectedBucketOwner", "RequestPayer", "SSECustomerKey"),  # of s3_additional_kwargs
     *("client_cert", "proxies_config", "signature_version"),  # of config_kwargs
 )
-#: botocore errors that a new login resolves: an SSO token is missing or has expired.
-_LOGIN = frozenset({"LoginError", "SSOError", "TokenRetrievalError"})
-#: botocore errors for files without credentials, or without valid ones. A program that renews them
-#: may be writing the file.
-_WRITTEN = frozenset(
-    {"ConfigParseError", "NoCredentialsError", "PartialCredentialsError", "ProfileNotFound"}
+#: Errors of botocore that a new login resolves: an SSO token is missing or has expired, the
+#: credentials of a program have expired, or a program may be writing a file of credentials.
+_LOGIN = frozenset(
+    {"LoginError", "SSOError", "TokenRetrievalError", "RuntimeError"}
+    | {"ConfigParseError", "NoCredentialsError", "PartialCredentialsError", "ProfileNotFound"}
 )
 #: botocore errors for a service that does not respond, or temporarily refuses.
 _SERVICE = frozenset(
@@ -311,20 +310,19 @@ def chain_error(exn: Exception, shard: ShardURL, profile: str | None, *, worked:
     response = getattr(exn, "response", {})
     status = response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
     code = response.get("Error", {}).get("Code")
-    is_throttled = code == _NO_PROVIDER or code in throttling_codes()[0]
+    is_busy = code in (_NO_PROVIDER, *throttling_codes()[0]) or status == 429 or status >= 500
     is_program = getattr(exn, "kwargs", {}).get("provider") == "custom-process"
     if isinstance(exn, OSError) and not isinstance(exn, (FileNotFoundError, PermissionError)):
         return TransientError(f"the credentials cannot be read: {reason}")
     if kinds & {"ParamValidationError", "InvalidRegionError"}:
         text = f"{shard} cannot be read: {reason}. Check the URL and the region."
         return ConfigError(text, url=str(shard))
-    is_busy = is_throttled or status == 429 or status >= 500
     if is_busy or (kinds & _SERVICE and not is_program):
         return TransientError(f"the source of credentials does not answer: {reason}", patient=True)
     if "NoCredentialsError" in kinds and _metadata_service_is_busy():
         text = "the metadata service of this machine gives no credentials now"
         return TransientError(text, patient=True)
-    if worked and (is_program or kinds & {*_LOGIN, *_WRITTEN, "RuntimeError"}):
+    if worked and (is_program or kinds & _LOGIN):
         return login_ended(profile)
     clock_too = "Check this machine's clock. " if "RuntimeError" in kinds else ""
     return AccessDeniedError(
@@ -343,14 +341,11 @@ def _metadata_service_is_busy() -> bool:
     import http.client  # here: few processes need it
 
     service = urlsplit(os.environ.get("AWS_EC2_METADATA_SERVICE_ENDPOINT") or _METADATA)
-    faults = OSError, ValueError, http.client.HTTPException
-    latest = f"{service.path.rstrip('/')}/latest"
-    try:
-        server = http.client.HTTPConnection(service.netloc, timeout=_TIMEOUT)
+    latest, is_there = f"{service.path.rstrip('/')}/latest", False
+    server = http.client.HTTPConnection(service.netloc, timeout=_TIMEOUT)
+    with contextlib.closing(server), contextlib.suppress(OSError, http.client.HTTPException):
         server.connect()
-    except faults:
-        return False
-    with contextlib.closing(server), contextlib.suppress(*faults):
+        is_there = True
         limit = {"X-aws-ec2-metadata-token-ttl-seconds": "60"}
         server.request("PUT", f"{latest}/api/token", headers=limit)
         response = server.getresponse()
@@ -360,7 +355,7 @@ def _metadata_service_is_busy() -> bool:
         path = f"{latest}/meta-data/iam/security-credentials/"
         server.request("GET", path, headers={"X-aws-ec2-metadata-token": token})
         return server.getresponse().status != 404  # 404: the instance has no role
-    return True  # it accepted a connection above, so it is too busy
+    return is_there  # it accepted a connection, so it is too busy
 
 
 def within_timeout(chain: Callable[[], T]) -> T:

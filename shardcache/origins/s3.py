@@ -261,7 +261,7 @@ class S3Origin(Origin):
         token for the next page, or "" on the last one.
         """
         query = {"list-type": "2", "encoding-type": "url", **query}
-        response = self._request("GET", shard, {}, query)
+        response, name = self._request("GET", shard, {}, query), self.prepare().name
         try:
             page = ElementTree.fromstring(read_all(response, _LISTING_BYTES))  # noqa: S314 - by expat
             kind = page.tag.rpartition("}")[2]
@@ -273,17 +273,16 @@ class S3Origin(Origin):
                 for item in page.iterfind("{*}Contents")
             }
         except (ElementTree.ParseError, ValueError, LookupError) as exn:
-            text = f"{shard}: the response of {self.prepare().name} is not a listing of S3: "
-            text += f"{quoted(str(exn))}. Check endpoint_url."
-            raise ConfigError(text, url=str(shard)) from None
+            text = f"{shard}: the response of {name} is not a listing of S3: {quoted(str(exn))}. "
+            raise ConfigError(f"{text}Check endpoint_url.", url=str(shard)) from None
         if kind == "Error":  # the store sent status 200 before the error occurred
-            raise TransientError(f"{self.prepare().name} answered {_reason(page, response)[1]}")
-        is_last = page.findtext("{*}IsTruncated") == "false"
-        token = "" if is_last else page.findtext("{*}NextContinuationToken") or ""
-        if page.findtext("{*}IsTruncated") == "true" and not token:
-            text = f"{shard}: {self.prepare().name} lists only part of the shards, because it does "
-            raise ConfigError(f"{text}not know ListObjectsV2. Name them in braces.", url=str(shard))
-        return keys, token
+            raise TransientError(f"{name} answered {_reason(page, response)[1]}")
+        is_truncated = page.findtext("{*}IsTruncated")
+        token = page.findtext("{*}NextContinuationToken") or ""
+        if is_truncated == "true" and not token:
+            text = f"{shard}: {name} lists only part of the shards, because it does not know "
+            raise ConfigError(f"{text}ListObjectsV2. Name them in braces.", url=str(shard))
+        return keys, "" if is_truncated == "false" else token
 
     def _request(
         self,

@@ -156,7 +156,8 @@ class ShardURL:
     def is_masked(self) -> bool:
         """Whether secrets that an origin needs to read the shard are missing from this URL."""
         masked = self.scheme not in _NEVER_MASKED and re.fullmatch(_MASKED, self.raw)
-        return bool(masked) or ("authorization", "***") in self.options
+        # A pickled command is empty.
+        return bool(masked) or not self.raw or ("authorization", "***") in self.options
 
     @property
     def is_local(self) -> bool:

@@ -138,10 +138,8 @@ def object_info(response: Response, size: int | None) -> ObjectInfo:
     version (RFC 9110, 8.8). Headers that repeat a secret of the request are ignored as well,
     because the entry's sidecar stores the version.
     """
-    headers, checksum = response.headers, None
-    values = "\n".join(headers.values())
-    if any(form in values for form in response.secrets):
-        headers = {n: v for n, v in headers.items() if not any(f in v for f in response.secrets)}
+    given, checksum = response.headers, None
+    headers = {n: v for n, v in given.items() if not any(form in v for form in response.secrets)}
     if headers.get("x-amz-checksum-type") != "COMPOSITE":
         stated = ((name, headers.get(f"x-amz-checksum-{name}")) for name in _CHECKSUMS)
         checksum = next((Checksum(name, value) for name, value in stated if value), None)

@@ -79,8 +79,8 @@ class Origins:
         refuse_control(shard.raw)
         if shard.is_masked:
             raise ConfigError(
-                f"{shard} cannot be read: parameters that may hold secrets are hidden (***), as in "
-                "logs, lists and pickles. Pass the whole URL.",
+                f"{shard} cannot be read: the parts that may hold secrets are hidden, as in logs, "
+                "lists and pickles. Pass the whole URL.",
                 url=str(shard),
             )
         # S3 Express buckets and multi-region access points need another client than other buckets.

@@ -82,10 +82,9 @@ def _authority(config: Config) -> str | None:
     if endpoint := endpoint_of(config):
         return endpoint
     options = config.scheme_options("s3")
-    passed = (options.get("client_kwargs") or {}).get("region_name")
-    regions = f"{passed} {os.environ.get('AWS_DEFAULT_REGION')} {os.environ.get('AWS_REGION')} "
+    variables = os.environ.get("AWS_DEFAULT_REGION"), os.environ.get("AWS_REGION")
     # Parsing the files takes longer, and few name a region outside the standard partition.
-    text = regions.encode(errors="replace") + aws_files()
+    text = ascii((options.get("client_kwargs"), variables)).encode() + aws_files()
     is_elsewhere = re.search(rf"\b({PARTITIONS})-".encode(), text)
     return f"s3.{s3_region(options)}.amazonaws.com" if is_elsewhere else None
 

@@ -27,7 +27,7 @@ from urllib.parse import quote
 
 from shardcache import threads
 from shardcache.config import Config, Upstream
-from shardcache.errors import AccessDeniedError, ConfigError, ShardNotFoundError, TransferError
+from shardcache.errors import ConfigError, ShardCacheError, ShardNotFoundError, TransferError
 from shardcache.faults import Breaker
 from shardcache.files import random_token
 from shardcache.origins.aws import for_command, needs_s3fs, s3fs_options
@@ -47,8 +47,6 @@ logger = logging.getLogger(__name__)
 
 _SIDECAR = ".shardcache.json"
 _MOST = 64 * 1024  #: bytes that are read of a sidecar; most have about 700
-#: Errors of an upstream after which the next one is tried.
-_FAULTS = (AccessDeniedError, ConfigError, TransferError, TransientError, VersionChangedError)
 #: Longest component of a copy's path, in bytes. Filesystems allow 255; temporary names are longer.
 _MAX_NAME = 200
 #: Options of fsspec's filesystem for the web: the headers, and those that change no response.
@@ -88,8 +86,8 @@ class Origins:
         key = shard.scheme, shard.options, kind
         with self._guard:
             if key not in self._made:
-                config = self._config
-                config = for_command(config, shard.options) if shard.options else config
+                own = shard.options
+                config = for_command(self._config, own) if own else self._config
                 options = config.scheme_options(shard.scheme)
                 self._made[key] = _make(shard, options, config.timeout)
             return self._made[key]
@@ -231,7 +229,7 @@ class _Upstream:
             return None
         try:
             copied, sidecar = self._look(copy)
-        except _FAULTS as exn:
+        except (ShardCacheError, TransientError, VersionChangedError) as exn:
             self.failed(exn)
             return None
         self._breaker.succeeded()

@@ -55,15 +55,15 @@ from shardcache.urls import ShardURL, quoted, redact, secret_forms
 
 logger = logging.getLogger(__name__)
 
-#: Error codes for expired credentials. S3 sends them with status 400, but they mean 403.
+#: Error codes for expired credentials.
 _EXPIRED = frozenset({"ExpiredToken", "RequestExpired", "TokenRefreshRequired"})
-_STATUS = dict.fromkeys((*_EXPIRED, "InvalidToken"), 403)
 #: Error codes for a bucket in another region.
 _ELSEWHERE = frozenset({"AuthorizationHeaderMalformed", "IllegalLocationConstraintException"})
 _SKEWED = "RequestTimeTooSkewed"
 #: Error codes, with status 400, for an unknown header. In January 2025, R2 sent status 501.
 _UNKNOWN_HEADER = frozenset({"", "InvalidArgument", "InvalidRequest", "NotImplemented"})
-#: Error codes for credentials that the store accepts for no bucket.
+#: Error codes for credentials that the store accepts for no bucket. S3 sends some with status 400,
+#: but they mean 403.
 _INVALID = (*_EXPIRED, "InvalidToken", "InvalidAccessKeyId", "SignatureDoesNotMatch")
 #: Advice for errors that deny access, by S3's error code.
 _HINTS = {
@@ -350,8 +350,8 @@ class S3Origin(Origin):
         if code in _EXPIRED and self.prepare().worked:
             return login_ended(self._profile)
         throttled, transient = throttling_codes() if code else ((), ())
-        refused = method == "HEAD" and response.status in (400, 405)
-        status = 403 if refused else _STATUS.get(code, response.status)
+        is_denied = code in _INVALID or (method == "HEAD" and response.status in (400, 405))
+        status = 403 if is_denied else response.status
         return refusal(
             shard,
             500 if code in transient else status,

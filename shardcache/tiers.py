@@ -252,17 +252,11 @@ class Directories:
         finally:
             self.release(lock)
 
-    @contextlib.contextmanager
-    def slot(self, name: str, count: int) -> Iterator[bool]:
-        """Hold one of the node's ``count`` slots for ``name``; yield False if all are taken."""
+    def slot(self, name: str, count: int) -> KeyLock | None:
+        """Take one of the node's ``count`` slots for ``name``; return None if all are taken."""
         layout, holder = self.layout, self.holder()
         slots = (KeyLock(layout.named_lock(f"{name}-{n}"), layout.modes) for n in range(count))
-        lock = next((slot for slot in slots if slot.try_acquire(holder)), None)
-        try:
-            yield lock is not None
-        finally:
-            if lock is not None:
-                lock.release()
+        return next((slot for slot in slots if slot.try_acquire(holder)), None)
 
 
 class Housekeeper:

@@ -169,12 +169,13 @@ class Worker:
         shard, download = self._download.shard, self._download
         lock: _Lock | None
         with contextlib.ExitStack() as stack:
-            is_crowded = download.is_ahead and (
-                self._resources.connections.crowded
-                or not stack.enter_context(directories.slot("ahead", _AHEAD))
-            )
-            if is_crowded and download.give_way():
-                return None
+            if download.is_ahead:
+                is_crowded = self._resources.connections.crowded
+                slot = None if is_crowded else directories.slot("ahead", _AHEAD)
+                if slot is not None:
+                    stack.callback(slot.release)
+                elif download.give_way():
+                    return None
             lock = directories.key_lock(shard.key)
             stack.callback(directories.release, lock)
             wait: _Wait | None = None
@@ -184,14 +185,11 @@ class Worker:
                 if wait is None:
                     wait = _Wait(download, directories, self._resources.config)
                     stack.callback(wait.close)
-                if wait.is_stale:
-                    with contextlib.ExitStack() as private:
-                        if private.enter_context(directories.slot("private", _PRIVATE)):
-                            stack.push(private.pop_all())
-                            text = "%s: %s; downloading it here, too"
-                            logger.warning(text, shard, wait.describe())
-                            lock = None
-                            break
+                if wait.is_stale and (slot := directories.slot("private", _PRIVATE)):
+                    stack.callback(slot.release)
+                    logger.warning("%s: %s; downloading it here, too", shard, wait.describe())
+                    lock = None
+                    break
                 wait.pause()
                 if (opened := directories.lookup(shard, download.outdated)) is not None:
                     return download.obtained(opened, "coalesced")
@@ -307,9 +305,8 @@ class Worker:
         shard, outdated = download.shard, download.outdated
         siblings = [sibling for tier in directories.tiers for sibling in tier.stores()[1:]]
         other = opened = None
-        if siblings:
-            with contextlib.suppress(DamagedError):
-                other = open_first(siblings, shard.key, shard.basename, outdated)
+        with contextlib.suppress(DamagedError):
+            other = open_first(siblings, shard.key, shard.basename, outdated)
         if other is None:
             return None
         tier = next(tier for tier in directories.tiers if tier.owns(other.directory))

@@ -7,6 +7,7 @@ background thread `start_download`). A forked child has its own connections and 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import errno
 import importlib
 import logging
@@ -439,12 +440,9 @@ class ProcessCache:
                 logger.info("%s: not copied to an upstream yet: %s", shard, exn)
 
     def _copy_waiting(self) -> None:
-        while True:
-            try:
-                copy = self._to_copy.popleft()
-            except IndexError:
-                return
-            copy()
+        with contextlib.suppress(IndexError):
+            while True:
+                self._to_copy.popleft()()
 
     # -- files that are not cached -------------------------------------------------
 

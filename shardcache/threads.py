@@ -90,7 +90,7 @@ class Queue(Generic[T]):
         return self._items.popleft()
 
 
-class lazy(Generic[T]):  # noqa: N801 - used as a decorator
+class lazy(functools.cached_property[T]):  # noqa: N801 - used as a decorator
     """`functools.cached_property` without its lock.
 
     Up to Python 3.11, all instances of a class share that lock, and a child that is forked while
@@ -98,17 +98,10 @@ class lazy(Generic[T]):  # noqa: N801 - used as a decorator
     both get the value of the first one.
     """
 
-    def __init__(self, function: Callable[[Any], T]) -> None:
-        self._function = function
-        self.__doc__ = function.__doc__
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
-
-    def __get__(self, instance: Any, owner: type) -> T:
+    def __get__(self, instance: Any, owner: type | None = None) -> T:  # type: ignore[override]
         if instance is None:  # `help` and mocks read the attribute of the class
             return cast("T", self)
-        value: T = instance.__dict__.setdefault(self._name, self._function(instance))
+        value: T = instance.__dict__.setdefault(self.attrname, self.func(instance))
         return value
 
 

@@ -389,9 +389,7 @@ class Transfer:
             is_last = part.next + len(block) == self._info.size
             if not self.may_end_early and may_end_early(block, is_last=is_last):
                 self.may_end_early = True
-            # After an abort, the buffer may hold other bytes than the object's.
-            if self._error is not None:
-                raise _FailedError
+            self._check()  # after an abort, the buffer may hold other bytes than the object's
             self._partial.write(part.next, block, fd)
             self._partial.record(part.next // BLOCK, digest, len(block))
         part.advance()

@@ -241,8 +241,7 @@ class OriginReader:
     _position: int = 0  # offset of the next byte
     nearer: UpstreamOrigin | None = None  #: an upstream to read instead of the origin
     info: ObjectInfo | None = None  #: the version to insist on, else None until it is known
-    #: An entry of that version, whose sidecar may be damaged.
-    stored: InitVar[Entry | None] = None
+    stored: InitVar[Entry | None] = None  #: an entry of the version to insist on
     #: An open response of the origin that begins with the first byte of the shard.
     response: InitVar[Body | None] = None
     #: The digest that an upstream states, and that of the bytes so far.

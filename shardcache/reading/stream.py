@@ -422,14 +422,13 @@ class ShardStream(io.RawIOBase):
 
     def _replace_entry(self, opened: Opened, fault: OSError) -> Reader:
         """Reopen an entry whose handle is stale. Set any other aside, and bypass the cache."""
-        cache, shard, entry, info = self._cache, self._shard, opened.entry, None
-        with ignoring(DamagedError, OSError):
-            if fault.errno == errno.ESTALE and not opened.reopened:
+        cache, shard, entry = self._cache, self._shard, opened.entry
+        if fault.errno == errno.ESTALE and not opened.reopened:
+            with ignoring(DamagedError, OSError):
                 grace = cache.tier_of(entry.directory).store.layout.grace
                 again = open_data(opened.directory, opened.path, opened.size, grace)
                 if again is not None:
                     return replace(again, reopened=True)
-            info = entry.metadata().info
         cache.disk.failed(cache.disk.reading, fault)
         try:
             with cache.prepare().locked(entry.path) as is_locked:
@@ -446,7 +445,7 @@ class ShardStream(io.RawIOBase):
         cache.notices.warn(fault_kind(fault), text, *facts)
         if not self._version_fixed:
             return _nearest(cache, shard, self._position)
-        return OriginReader(cache, shard, self._position, info=info, stored=entry)
+        return OriginReader(cache, shard, self._position, stored=entry)
 
     def _use(self, reader: Reader) -> None:
         failed, self._reader = self._reader, reader

@@ -367,10 +367,7 @@ class ProcessCache:
                     opened = worker.attempt(directories)
                     break
                 except Exception as exn:
-                    unmounted = False
-                    with ignoring(OSError):  # it would hide the error of the attempt
-                        unmounted = bool(self._changed_tiers())
-                    if not worker.recover(exn, unmounted=unmounted):
+                    if not worker.recover(exn):
                         raise
         except os_error() as exn:
             self.disk.failed(writing, exn)

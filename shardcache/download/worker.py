@@ -93,20 +93,18 @@ class Worker:
     an upstream failed             uses the next upstream, or the origin       once each
     the partial or entry vanished  begins again                                4 times
     the disk is full               evicts first, or uses the last tier only    once
-    a disk was unmounted           uses the directories that are made again    once
     """
 
     _resources: Resources
     _download: Download
     _directories: Directories = field(init=False)  # of the current attempt
     _is_for_last_tier: bool = False  # because the disk was full
-    _was_unmounted: bool = False
     _counts: Counter[type[BaseException]] = field(default_factory=Counter)
     _upstreams: Iterator[UpstreamOrigin | None] | None = None
     _upstream: UpstreamOrigin | None = None  # to read from; None for the origin
     _space: Space | None = None  # in which room was reserved last
 
-    def recover(self, exn: Exception, *, unmounted: bool) -> bool:
+    def recover(self, exn: Exception) -> bool:
         """Prepare the next attempt. Return False if ``exn`` is final; raise what it means."""
         shard, directories = self._download.shard, self._directories
         self._counts[type(exn)] += 1
@@ -143,9 +141,6 @@ class Worker:
                     str(directories.layout.base),
                 )
             self._resources.notices.warn("lost", "%s: %s; starting over", shard, exn)
-        elif is_local_error(exn) and unmounted and not self._was_unmounted:
-            self._was_unmounted = True
-            logger.info("%s: the disk was unmounted or replaced (%s)", shard, exn)
         elif is_local_error(exn) and exn.errno in FULL and not self._is_for_last_tier:
             # The failed attempt has removed its partial and released the lock.
             logger.info("%s: the disk is full (%s); making room", shard, exn)

@@ -6,18 +6,15 @@ tests/stress/test_netfs.py, a filesystem fails at single calls.
 
 import contextlib
 import errno
-import functools
 import os
 import shutil
 
 import pytest
 
-from shardcache import Cache, ShardNotFoundError, TransferError
+from shardcache import Cache, TransferError
 from shardcache.layout import META, Layout
-from shardcache.tiers import Tier
 from tests.support.caches import unfinished, warnings
 from tests.support.disktools import disk, needs_root, remount, unmount
-from tests.support.fakes import Fault
 from tests.support.storetools import few_descriptors, wait_until
 from tests.support.tars import make_tar
 
@@ -184,25 +181,3 @@ def test_a_new_root_that_others_may_write_is_not_read(make_cache, origin, ram, c
         read(cache, urls[0], origin)
         clock.sleep(60)
         assert all(read(cache, url, origin) for url in urls)
-
-
-def test_a_failing_disk_does_not_hide_the_error_of_the_origin(make_cache, origin, monkeypatch):
-    def fail(*_):
-        raise OSError(errno.EIO, "Input/output error")
-
-    cache = make_cache()
-    strike = functools.partial(monkeypatch.setattr, Tier, "identity", fail)
-    origin.faults.append(Fault(before=strike))
-    with pytest.raises(ShardNotFoundError):
-        cache.fetch("s3://lab/a.tar")
-
-
-def test_a_download_whose_disk_goes_away_starts_over(make_cache, origin, ram):
-    urls = shards(origin, 3)
-    cache = make_cache(dir=ram / "cache")
-    read(cache, urls[0], origin)
-    origin.faults.append(Fault(before=lambda: unmount(ram)))
-    assert read(cache, urls[1], origin)  # at the second attempt, in a new root
-    assert all(read(cache, url, origin) for url in urls)
-    assert len(list(cache.entries())) == 3
-    cache.close()

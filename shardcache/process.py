@@ -352,23 +352,16 @@ class ProcessCache:
             download.end(opened)
 
     def _download(self, download: Download) -> Opened | None:
-        """Download a shard, return its entry like `Worker.attempt`, and count its bytes."""
+        """Download a shard, return its entry like `Worker.run`, and count its bytes."""
         from shardcache.download.worker import Worker
 
         started, writing = clock.monotonic(), self.disk.writing
         if started >= self._clean_due:
             self._clean()
         self.disk.check(writing, insist=not download.can_bypass)
-        opened, worker = None, Worker(self.resources, download)
+        opened = None
         try:
-            while True:
-                directories = self._check()
-                try:
-                    opened = worker.attempt(directories)
-                    break
-                except Exception as exn:
-                    if not worker.recover(exn):
-                        raise
+            opened = Worker(self.resources, download).run(self._check)
         except os_error() as exn:
             self.disk.failed(writing, exn)
             raise

@@ -1,7 +1,6 @@
 """Fetch a shard that is not cached, and open its entry; one download per node.
 
 docs/design.md shows the steps; each of them gives the right bytes without locks.
-`process.ProcessCache._download` repeats `Worker.attempt` while `Worker.recover` allows it.
 
 A process that waits for the holder of the lock (`_Wait`) never takes the lock away. The holder is
 stale if it has shown no progress for ``stale_after`` seconds.
@@ -14,7 +13,7 @@ import errno
 import logging
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
@@ -104,7 +103,21 @@ class Worker:
     _upstream: UpstreamOrigin | None = None  # to read from; None for the origin
     _space: Space | None = None  # in which room was reserved last
 
-    def recover(self, exn: Exception) -> bool:
+    def run(self, prepare: Callable[[], Directories]) -> Opened | None:
+        """Return the entry, or None if a download ahead gave way to another process or to readers.
+
+        ``prepare`` returns the directories for an attempt. Raises the errors of `Cache.open` with
+        ``strict``, and FetchCancelledError.
+        """
+        while True:
+            self._directories = prepare()
+            try:
+                return self._attempt()
+            except Exception as exn:
+                if not self._recover(exn):
+                    raise
+
+    def _recover(self, exn: Exception) -> bool:
         """Prepare the next attempt. Return False if ``exn`` is final; raise what it means."""
         shard, directories = self._download.shard, self._directories
         self._counts[type(exn)] += 1
@@ -154,14 +167,9 @@ class Worker:
             return False
         return True
 
-    def attempt(self, directories: Directories) -> Opened | None:
-        """Return the entry, or None if a download ahead gave way to another process or to readers.
-
-        Raises the errors of `Cache.open` with ``strict``, FetchCancelledError, and those that
-        `recover` handles.
-        """
-        self._directories = directories
-        shard, download = self._download.shard, self._download
+    def _attempt(self) -> Opened | None:
+        directories, download = self._directories, self._download
+        shard = download.shard
         lock: _Lock | None
         with contextlib.ExitStack() as stack:
             if download.is_ahead:
